@@ -1,0 +1,51 @@
+# Everything runs in .venv with the exact versions of constraints.txt; a second call installs nothing.
+PYTHON ?= python3
+CONFIG ?= configs/tiny_cpu.yaml
+ARGS ?=
+
+BIN := .venv/bin
+READY := .venv/.ready
+
+.DEFAULT_GOAL := help
+.PHONY: help setup finetune merge test check notebooks bench gpu-check docs
+
+help: ## Show the targets.
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | column -t -s '	'
+
+setup: $(READY) ## Create .venv and install the tested versions.
+
+$(READY): constraints.txt pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo 'error: finetune needs Python 3.11 or newer; set PYTHON=python3.x'; exit 4; }
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --upgrade 'pip>=25.1'
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable . --group dev
+	@touch $@
+
+finetune: $(READY) ## Train CONFIG (default configs/tiny_cpu.yaml) with ARGS="section.key=value ...".
+	$(BIN)/finetune train $(CONFIG) $(ARGS)
+
+merge: $(READY) ## Merge RUN=runs/... into a 16-bit model and prove it.
+	$(BIN)/finetune merge $(RUN)
+
+test: $(READY) ## Run the tests, notebooks included.
+	$(BIN)/python -m pytest $(ARGS)
+
+check: $(READY) ## Lint, types and the direction of imports.
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+docs: $(READY) ## Make docs/config.md from the docstrings.
+	$(BIN)/finetune schema --markdown > docs/config.md
+
+notebooks: $(READY) ## Execute the notebooks.
+	$(BIN)/python -m pytest tests/test_notebooks.py
+
+bench: $(READY) ## Run the CPU benchmarks and write benchmarks/results/.
+	$(BIN)/python benchmarks/overhead.py
+	$(BIN)/python benchmarks/memory_cpu.py
+
+gpu-check: $(READY) ## On a CUDA machine: the gpu tests, then the 7B job capped at 24 GiB.
+	$(BIN)/python benchmarks/gpu_check.py

@@ -1,0 +1,5 @@
+"""`python -m finetune` is the console script."""
+
+from finetune.cli import main
+
+main()

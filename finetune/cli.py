@@ -1,0 +1,162 @@
+"""The command line: commands and exit codes, no logic."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any, NoReturn
+
+import typer
+
+from finetune.errors import FinetuneError
+
+INTERRUPTED = 130
+
+app = typer.Typer(
+    no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None,
+    help="Fine-tune a language model on the GPU you have: LoRA, QLoRA, measured memory, proven exports.",
+)  # fmt: skip
+
+ConfigFile = Annotated[Path, typer.Argument(help="A config, such as configs/tiny_cpu.yaml.", show_default=False)]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(help="section.key=value, such as training.max_steps=20.", show_default=False),
+]
+Run = Annotated[Path, typer.Argument(help="A run directory, such as runs/tiny_cpu.", show_default=False)]
+Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
+Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
+
+
+@app.command()
+def train(
+    config: ConfigFile,
+    overrides: Overrides = None,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Move an earlier run aside and start anew.")] = False,
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Train as the config says; an interrupted run goes on where it stopped."""
+
+    def work() -> None:
+        from finetune import recipe
+        from finetune.report.terminal import Terminal
+        from finetune.settings import load_config
+
+        result = recipe.train(load_config(config, overrides or []), fresh=fresh, terminal=Terminal(quiet=as_json))
+        if as_json:
+            _print_json(result.summary())
+
+    _run(work, debug)
+
+
+@app.command()
+def merge(run: Run, as_json: Json = False, debug: Debug = False) -> None:
+    """Merge the adapter into the unquantized base, and prove the result equal to what was trained."""
+
+    def work() -> None:
+        from finetune import recipe
+        from finetune.report.terminal import Terminal
+        from finetune.rundir import RunDirectory
+
+        proof = recipe.merge(RunDirectory.open(run), terminal=Terminal(quiet=as_json))
+        if as_json:
+            _print_json(proof)
+
+    _run(work, debug)
+
+
+@app.command()
+def generate(
+    run: Run,
+    prompt: Annotated[str, typer.Option("--prompt", help="What to answer.", show_default=False)],
+    model: Annotated[str, typer.Option("--model", help="base, adapter or merged.")] = "adapter",
+    max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", min=1)] = 256,
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Answer a prompt with the run's base, adapter or merged model."""
+    if model not in ("base", "adapter", "merged"):
+        raise typer.BadParameter(f"{model!r}: choose base, adapter or merged", param_hint="--model")
+
+    def work() -> None:
+        from finetune import recipe
+        from finetune.rundir import RunDirectory
+
+        text = recipe.generate(RunDirectory.open(run), prompt, which=model, max_new_tokens=max_new_tokens)
+        _print_json({"model": model, "answer": text}) if as_json else typer.echo(text)
+
+    _run(work, debug)
+
+
+@app.command("eval")
+def evaluate(run: Run, as_json: Json = False, debug: Debug = False) -> None:
+    """Held-out loss and perplexity of the base and of what was trained."""
+
+    def work() -> None:
+        from finetune import recipe
+        from finetune.report.terminal import Terminal
+        from finetune.rundir import RunDirectory
+
+        losses = recipe.evaluate(RunDirectory.open(run))
+        if as_json:
+            _print_json(losses)
+        else:
+            Terminal().losses(losses)
+
+    _run(work, debug)
+
+
+@app.command()
+def report(run: Run, debug: Debug = False) -> None:
+    """Draw the plot and write report.html of a run again."""
+
+    def work() -> None:
+        from finetune import recipe
+        from finetune.rundir import RunDirectory
+
+        typer.echo(recipe.report(RunDirectory.open(run)))
+
+    _run(work, debug)
+
+
+@app.command()
+def schema(
+    markdown: Annotated[bool, typer.Option("--markdown", help="The reference as Markdown instead.")] = False,
+    debug: Debug = False,
+) -> None:
+    """Print the JSON schema of a config file."""
+
+    def work() -> None:
+        from finetune import settings
+
+        typer.echo(settings.reference().rstrip("\n") if markdown else json.dumps(settings.schema(), indent=2))
+
+    _run(work, debug)
+
+
+def _print_json(value: Any) -> None:
+    typer.echo(json.dumps(value, indent=2))
+
+
+def _run(work: Callable[[], None], debug: bool) -> None:
+    """Run a command's work and turn an error into one paragraph and its exit code."""
+    try:
+        work()
+    except FinetuneError as error:
+        if debug:
+            raise
+        _fail(str(error), error.exit_code)
+    except KeyboardInterrupt:
+        _fail("interrupted; start the same command again to go on from the last checkpoint", INTERRUPTED)
+
+
+def _fail(message: str, code: int) -> NoReturn:
+    typer.echo(f"error: {message}", err=True)
+    sys.exit(code)
+
+
+def main() -> None:
+    """The console script `finetune`."""
+    app()

@@ -1,0 +1,32 @@
+"""The configuration of a job: what a person wrote, checked and resolved."""
+
+from finetune.config.fields import Choices
+from finetune.config.load import dump, load
+from finetune.config.sections import (
+    AdapterSection,
+    Config,
+    DataSection,
+    MemorySection,
+    ModelSection,
+    OptimizerSection,
+    OutputSection,
+    QuantizationSection,
+    TrackingSection,
+    TrainingSection,
+)
+
+__all__ = [
+    "AdapterSection",
+    "Choices",
+    "Config",
+    "DataSection",
+    "MemorySection",
+    "ModelSection",
+    "OptimizerSection",
+    "OutputSection",
+    "QuantizationSection",
+    "TrackingSection",
+    "TrainingSection",
+    "dump",
+    "load",
+]

@@ -1,0 +1,81 @@
+"""Field types of the config: names chosen from a table, byte sizes, and the checkpointing choice."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, BeforeValidator, GetCoreSchemaHandler, ValidationInfo, WithJsonSchema
+from pydantic_core import CoreSchema, core_schema
+
+Choices = Mapping[str, Mapping[str, Any]]
+"""For each table key (`optimizer.kind`) its entries by name; an entry explains itself in `.help`."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Marks a string field whose allowed names are the keys of one table.
+
+    The tables stand beside what they configure, above this package; they reach validation as
+    `context={"choices": …}`. Without that context any string passes.
+    """
+
+    table: str
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.with_info_after_validator_function(self._check, handler(source))
+
+    def _check(self, name: str, info: ValidationInfo) -> str:
+        tables: Choices = (info.context or {}).get("choices", {})
+        if self.table in tables and name not in tables[self.table]:
+            raise ValueError(unknown(name, tables[self.table]))
+        return name
+
+
+def unknown(name: str, known: Iterable[str]) -> str:
+    """Say that `name` is unknown, with the nearest known name and the list of all."""
+    known = list(known)
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    hint = f"did you mean `{near[0]}`? " if near else ""
+    return f"`{name}` is not known; {hint}choose from {', '.join(known)}"
+
+
+_SIZE = re.compile(r"^\s*([0-9]+(?:\.[0-9]+)?)\s*(B|KiB|MiB|GiB|TiB)\s*$")
+_UNIT_BYTES = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+
+
+def parse_size(value: Any) -> Any:
+    """Bytes from `"24GiB"`, `"512 MiB"` or a whole number; other values are left for the type check to refuse."""
+    if not isinstance(value, str):
+        return value
+    match = _SIZE.match(value)
+    if not match:
+        raise ValueError(f"`{value}` is not a size; write a number with B, KiB, MiB, GiB or TiB, such as 24GiB")
+    return int(float(match.group(1)) * _UNIT_BYTES[match.group(2)])
+
+
+Size = Annotated[
+    int, BeforeValidator(parse_size), WithJsonSchema({"type": ["integer", "string"], "examples": ["24GiB"]})
+]
+
+_EVERY = re.compile(r"^every-([1-9][0-9]*)$")
+
+
+def _check_checkpointing(value: str | int) -> str | int:
+    if isinstance(value, bool) or (isinstance(value, int) and value < 0):
+        raise ValueError("a number of layers is zero or more")
+    if isinstance(value, str) and value not in ("none", "all") and not _EVERY.match(value):
+        raise ValueError(f"`{value}` is not known; choose none, all, every-2 (every n-th layer) or a number of layers")
+    return value
+
+
+Checkpointing = Annotated[str | int, AfterValidator(_check_checkpointing)]
+
+
+def every_n(checkpointing: str | int) -> int | None:
+    """The n of `every-n`, or None for the other forms."""
+    match = _EVERY.match(checkpointing) if isinstance(checkpointing, str) else None
+    return int(match.group(1)) if match else None

@@ -1,0 +1,154 @@
+"""Read a config: file, then `section.key=value` overrides, then validation; every problem is reported at once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import ValidationError
+
+from finetune.config import strict_yaml
+from finetune.config.fields import Choices, unknown
+from finetune.config.sections import Config, Section, contradictions
+from finetune.errors import ConfigError
+
+
+def load(path: str | Path, overrides: Sequence[str] = (), choices: Choices | None = None) -> Config:
+    """Read and check the config at `path`.
+
+    `overrides` are `section.key=value` strings, the value read as a YAML scalar or flow list. `choices` are the
+    tables that choice fields are checked against.
+
+    Raises ConfigError with all problems, each with file:line or `override`, when there is any.
+    """
+    path = Path(path)
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except FileNotFoundError:
+        raise ConfigError(f"{path}: no such file{_nearest_file(path)}") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: cannot be read: {error}") from None
+    document = strict_yaml.parse(text)
+    problems = [f"{path}:{problem.line}: {problem.message}" for problem in document.problems]
+    where = {key: f"{path}:{line}" for key, line in document.lines.items()}
+    values = document.values
+    for override in overrides:
+        problems += _apply(values, where, override)
+    config, found = _validate(values, where, str(path), choices)
+    problems += found
+    if problems or config is None:
+        raise ConfigError("\n".join(problems))
+    if config.output.dir is None:
+        output = config.output.model_copy(update={"dir": str(Path("runs") / path.stem)})
+        config = config.model_copy(update={"output": output})
+    return config
+
+
+def dump(config: Config) -> str:
+    """The resolved config as YAML that `load` reads back to an equal value."""
+    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+
+
+def _apply(values: dict[str, Any], where: dict[tuple[str, ...], str], override: str) -> list[str]:
+    """Set one `section.key=value` in `values`; returns the problems."""
+    key, equals, text = override.partition("=")
+    path = tuple(key.strip().split("."))
+    if not equals or len(path) != 2 or not all(path):
+        return [f"override `{override}`: write it as section.key=value, such as training.max_steps=20"]
+    document = strict_yaml.parse(f"value: {text}")
+    if document.problems:
+        return [f"override `{override}`: {document.problems[0].message}"]
+    section = values.setdefault(path[0], {})
+    if not isinstance(section, dict):
+        return [f"override `{override}`: `{path[0]}` is not a section in the file"]
+    section[path[1]] = document.values["value"]
+    where[path] = f"override `{override}`"
+    return []
+
+
+def _validate(
+    values: dict[str, Any], where: dict[tuple[str, ...], str], file: str, choices: Choices | None
+) -> tuple[Config | None, list[str]]:
+    # `model:` with nothing under it is an empty section, as a reader of the file would say.
+    values = {name: {} if section is None else section for name, section in values.items()}
+    try:
+        config = Config.model_validate(values, context={"choices": choices or {}})
+    except ValidationError as error:
+        return None, [_explain(item, where, file) for item in _merged(error.errors())]
+    return config, [
+        f"{_place(tuple(key.split('.')), where, file)}: `{key}`: {message}" for key, message in contradictions(config)
+    ]
+
+
+def _merged(errors: list[Any]) -> list[Any]:
+    """One item a place: a union reports each branch that failed, and a person made one mistake."""
+    seen: dict[tuple[str, ...], Any] = {}
+    for item in errors:
+        seen.setdefault(_config_path(item["loc"]), item)
+    return list(seen.values())
+
+
+def _explain(item: Any, where: dict[tuple[str, ...], str], file: str) -> str:
+    path = _config_path(item["loc"])
+    place = _place(path, where, file)
+    key = ".".join(path)
+    if item["type"] == "extra_forbidden":
+        known = _known_keys(path[:-1])
+        return f"{place}: unknown {'section' if len(path) == 1 else 'key'} `{key}`; {unknown(path[-1], known)}"
+    if item["type"] == "value_error":
+        return f"{place}: `{key}`: {item['ctx']['error']}"
+    if item["type"] == "model_type":
+        return f"{place}: `{key}` is a section; write its keys on indented lines below it"
+    return f"{place}: `{key}`: {_expected(item)}, not {_shown(item['input'])}"
+
+
+def _expected(item: Any) -> str:
+    kind = item["type"]
+    expected = {
+        "int_type": "expected a whole number",
+        "int_from_float": "expected a whole number",
+        "float_type": "expected a number",
+        "string_type": "expected text",
+        "bool_type": "expected true or false",
+        "list_type": "expected a list",
+        "literal_error": f"expected {item.get('ctx', {}).get('expected', '')}",
+    }
+    return expected.get(kind, str(item["msg"]).replace("Input should be", "expected"))
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def _config_path(location: tuple[Any, ...]) -> tuple[str, ...]:
+    """The key path of a pydantic location, without the names of union branches and validators it adds."""
+    path: list[str] = []
+    for part in location:
+        names_key = not path or (len(path) == 1 and path[0] in Config.model_fields)
+        if names_key or isinstance(part, int):
+            path.append(str(part))
+    return tuple(path)
+
+
+def _place(path: tuple[str, ...], where: dict[tuple[str, ...], str], file: str) -> str:
+    for length in range(len(path), 0, -1):
+        if path[:length] in where:
+            return where[path[:length]]
+    return file
+
+
+def _known_keys(path: tuple[str, ...]) -> list[str]:
+    model: type[Section] = Config
+    for part in path:
+        model = model.model_fields[part].annotation  # type: ignore[assignment]
+    return list(model.model_fields)
+
+
+def _nearest_file(path: Path) -> str:
+    if not path.parent.is_dir():
+        return ""
+    known = sorted(str(found) for found in path.parent.glob("*.yaml"))
+    return f"; {unknown(str(path), known)}" if known else ""

@@ -1,0 +1,105 @@
+"""The config's own documentation: JSON schema and Markdown, made from the field docstrings and the tables."""
+
+from __future__ import annotations
+
+import types
+import typing
+from typing import Any
+
+from pydantic.fields import FieldInfo
+
+from finetune.config.fields import Choice, Choices
+from finetune.config.sections import Config, Section
+
+
+def json_schema(choices: Choices) -> dict[str, Any]:
+    """JSON schema of a config file; choice fields list their table's names."""
+    schema = Config.model_json_schema()
+    schema["$schema"] = "https://json-schema.org/draft/2020-12/schema"
+    schema["title"] = "finetune config"
+    for _, section in _sections():
+        properties = schema["$defs"][section.__name__]["properties"]
+        for key, field in section.model_fields.items():
+            if table := _table(field):
+                target = properties[key].get("items", properties[key])
+                target["enum"] = list(choices[table])
+    return schema
+
+
+def markdown(choices: Choices) -> str:
+    """One table a section: key, default, meaning; and below it what each choice means."""
+    lines = [
+        "# Config reference",
+        "",
+        "Made by `finetune schema --markdown` from the docstrings of `finetune/config/sections.py`; do not edit.",
+        "Each key can be set in the file or as `section.key=value` on the command line.",
+    ]
+    for name, section in _sections():
+        lines += [
+            "",
+            f"## `{name}`",
+            "",
+            _flat(section.__doc__ or ""),
+            "",
+            "| key | default | meaning |",
+            "| --- | --- | --- |",
+        ]
+        tables = []
+        for key, field in section.model_fields.items():
+            meaning = _flat(field.description or "")
+            allowed = _allowed(field)
+            lines.append(f"| `{key}` | `{_shown(field.default)}` | {meaning}{allowed} |")
+            if table := _table(field):
+                tables.append((table, choices[table]))
+        for table, entries in tables:
+            lines += ["", f"`{table}` is one of:", ""]
+            for choice, entry in entries.items():
+                text = entry.help if entry is not None else "the fastest of the following that works here"
+                lines.append(f"- `{choice}`: {text}")
+    return "\n".join(lines) + "\n"
+
+
+def _sections() -> list[tuple[str, type[Section]]]:
+    return [(name, typing.cast(type[Section], field.annotation)) for name, field in Config.model_fields.items()]
+
+
+def _table(field: FieldInfo) -> str | None:
+    """The table of a choice field, also where the choice is the item of a list."""
+    for mark in field.metadata:
+        if isinstance(mark, Choice):
+            return mark.table
+    for argument in typing.get_args(field.annotation):
+        for mark in getattr(argument, "__metadata__", ()):
+            if isinstance(mark, Choice):
+                return mark.table
+    return None
+
+
+def _allowed(field: FieldInfo) -> str:
+    """The values of a Literal, for the meaning column."""
+    annotation = field.annotation
+    parts = typing.get_args(annotation) if _is_union(annotation) else (annotation,)
+    for part in parts:
+        if typing.get_origin(part) is typing.Literal:
+            return (
+                " One of "
+                + ", ".join(f"`{value}`" for value in typing.get_args(part))
+                + (", or a list." if len(parts) > 1 else ".")
+            )
+    return ""
+
+
+def _is_union(annotation: Any) -> bool:
+    return typing.get_origin(annotation) in (typing.Union, types.UnionType)
+
+
+def _shown(default: Any) -> str:
+    if default is None:
+        return "null"
+    if isinstance(default, bool):
+        return str(default).lower()
+    return str(default)
+
+
+def _flat(text: str) -> str:
+    return " ".join(text.split())

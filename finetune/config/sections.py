@@ -1,0 +1,254 @@
+"""The configuration: one small frozen section for each part of the job, composed into `Config`.
+
+The text under a field is its help: `finetune schema`, the JSON schema and docs/config.md are made from it.
+A builder receives its own section, never the whole config. Rules that join several fields stand beside them.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from finetune.config.fields import Checkpointing, Choice, Size
+
+Positive = Annotated[int, Field(gt=0)]
+Share = Annotated[float, Field(ge=0, lt=1)]
+
+
+class Section(BaseModel):
+    """Frozen, strict about types, no unknown keys; docstrings under fields become their description."""
+
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True, protected_namespaces=()
+    )
+
+
+class ModelSection(Section):
+    """The base model."""
+
+    name: str = "builtin:tiny-llama"
+    """Base model: `builtin:tiny-llama`, a local directory, or a hub name such as `meta-llama/Llama-2-7b-hf`."""
+    revision: str | None = None
+    """Hub branch, tag or commit; pin a commit for a run that can be repeated."""
+    weights: Literal["pretrained", "random"] = "pretrained"
+    """`random` builds the architecture with random weights, layer by layer: measure a job without the weights."""
+    tokenizer: str | None = None
+    """Tokenizer, where it is not the model's own: `builtin:tiny-llama`, a local directory or a hub name."""
+    attention: Annotated[str, Choice("model.attention")] = "auto"
+    """Attention implementation; `auto` takes the fastest this machine has and logs why."""
+    trust_remote_code: bool = False
+    """Run Python code shipped with the model. Needs `model.revision` to be a full commit hash."""
+
+    @model_validator(mode="after")
+    def _pin_remote_code(self) -> Self:
+        if self.trust_remote_code and not _is_commit(self.revision):
+            raise ValueError(
+                "`trust_remote_code: true` runs foreign code, so it needs `revision` to be a full 40-digit commit "
+                "that you have read"
+            )
+        return self
+
+
+class QuantizationSection(Section):
+    """How the frozen base weights are stored."""
+
+    kind: Annotated[str, Choice("quantization.kind")] = "nf4"
+    """Storage of the frozen linear weights (QLoRA, arXiv 2305.14314, section 3)."""
+    double: bool = True
+    """Quantize the quantization constants as well: 4.127 instead of 4.5 bits a parameter (4-bit kinds only)."""
+
+
+class AdapterSection(Section):
+    """What is trained."""
+
+    kind: Literal["lora", "none"] = "lora"
+    """`lora` trains low-rank adapters; `none` trains every weight of an unquantized base."""
+    rank: Positive = 16
+    """Rank r of the update BA."""
+    alpha: Annotated[float, Field(gt=0)] = 32
+    """The update is scaled by alpha / rank, or by alpha / sqrt(rank) with `rslora`."""
+    dropout: Share = 0.0
+    """Dropout on the adapter's input."""
+    targets: Literal["all-linear"] | list[str] = "all-linear"
+    """Modules that get an adapter: `all-linear` (every linear layer but the output head) or a list of names."""
+    rslora: bool = False
+    """Rank-stabilised scaling (arXiv 2312.03732)."""
+    dora: bool = False
+    """Weight-decomposed adapters (arXiv 2402.09353)."""
+    init: Literal["default", "pissa", "loftq"] = "default"
+    """Start of the adapter: zero update; `pissa`, principal singular values of an unquantized base (arXiv
+    2404.02948); `loftq`, the quantization error of a 4-bit base (arXiv 2310.08659)."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Type of the trained weights. bfloat16 halves adapter and gradients, and loses updates under 2^-9 of a weight."""
+    extra_modules: list[str] = []
+    """Modules trained whole and saved with the adapter, such as `embed_tokens` or `lm_head`."""
+
+
+class DataSection(Section):
+    """What is learnt from."""
+
+    train: str = "builtin:python_docs"
+    """Training rows: `builtin:python_docs`, a local JSONL, JSON, CSV or Parquet file, or a hub data set."""
+    eval: str = "auto"
+    """Held-out rows: a source like `train`; `auto` takes the source's own held-out split, else `eval_share` of
+    the rows by hash; `none` keeps nothing back."""
+    eval_share: Annotated[float, Field(gt=0, lt=1)] = 0.02
+    """Share of the rows held out by hash, where `eval: auto` must split them itself."""
+    format: Annotated[str, Choice("data.format")] = "auto"
+    """What a row looks like; `auto` detects it from the first row's fields."""
+    max_length: Positive = 1024
+    """Longest row in tokens; what is over is cut off at the end, and counted."""
+    loss_on: Literal["assistant", "last", "all"] = "assistant"
+    """Tokens that are trained: the assistant's turns with their end-of-turn, the last of them, or all."""
+
+
+class TrainingSection(Section):
+    """The optimizer steps."""
+
+    batch_size: Positive = 16
+    """Global batch: rows per optimizer step, over all processes."""
+    micro_batch: Positive = 4
+    """Rows one forward pass sees; gradient accumulation follows from it and does not change the gradient."""
+    epochs: Annotated[float, Field(gt=0)] = 1.0
+    """Passes over the data, where `max_steps` is not given."""
+    max_steps: Positive | None = None
+    """Optimizer steps; wins over `epochs`."""
+    learning_rate: Annotated[float, Field(gt=0)] = 2e-4
+    """Peak learning rate."""
+    schedule: Annotated[str, Choice("training.schedule")] = "cosine"
+    """Course of the learning rate after warm-up."""
+    warmup: Annotated[float, Field(ge=0)] = 0.03
+    """Warm-up: below 1 a share of all steps, else a number of steps."""
+    max_grad_norm: Annotated[float, Field(ge=0)] = 1.0
+    """Gradients are scaled down to this norm; 0 switches clipping off."""
+    precision: Literal["bf16", "fp16", "fp32"] = "bf16"
+    """Arithmetic of forward and backward; fp16 scales the loss."""
+    group_by_length: bool = True
+    """Put rows of similar length into one batch, to pad less; the order stays random."""
+    eval_every: Positive | None = None
+    """Evaluate each so many steps, besides before the first and after the last."""
+    early_stopping: Positive | None = None
+    """Stop after so many evaluations without a better held-out loss."""
+    seed: int = 42
+    """Seed of adapter, data order and dropout."""
+
+    @model_validator(mode="after")
+    def _divide_batch(self) -> Self:
+        if self.batch_size % self.micro_batch:
+            fitting = [n for n in range(1, self.micro_batch + 1) if self.batch_size % n == 0]
+            raise ValueError(
+                f"`batch_size` {self.batch_size} is not a multiple of `micro_batch` {self.micro_batch}; "
+                f"the nearest micro-batch that divides it is {fitting[-1]}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _stop_needs_evaluations(self) -> Self:
+        if self.early_stopping and not self.eval_every:
+            raise ValueError("`early_stopping` counts evaluations, so it needs `eval_every`")
+        return self
+
+
+class OptimizerSection(Section):
+    """The update rule."""
+
+    kind: Annotated[str, Choice("optimizer.kind")] = "paged_adamw_8bit"
+    """Optimizer; what this device cannot do is replaced, and said."""
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    """Decoupled weight decay."""
+    beta1: Share = 0.9
+    """Decay of the first moment (momentum for SGD)."""
+    beta2: Share = 0.999
+    """Decay of the second moment."""
+    epsilon: Annotated[float, Field(gt=0)] = 1e-8
+    """Added to the denominator."""
+
+
+class MemorySection(Section):
+    """The levers on memory, and the looks into it."""
+
+    checkpointing: Checkpointing = "all"
+    """Activation checkpointing: `none`, `all`, `every-2` (every n-th layer), or a number of layers."""
+    offload: Literal["none", "checkpoints"] = "none"
+    """`checkpoints` keeps the layer inputs that checkpointing saves in pinned host memory."""
+    limit: Size | None = None
+    """Cap on what this process may take of the card, such as 24GiB; no effect on a CPU."""
+    snapshot: bool = False
+    """Record the CUDA allocator's history and write it at the end, for pytorch.org/memory_viz. A snapshot without
+    history is always written on out of memory."""
+    profile_steps: Annotated[int, Field(ge=0)] = 0
+    """Write a profiler trace with memory of so many steps, after the first, for TensorBoard."""
+
+    @model_validator(mode="after")
+    def _offload_needs_checkpoints(self) -> Self:
+        if self.offload == "checkpoints" and self.checkpointing in ("none", 0):
+            raise ValueError("`offload: checkpoints` has nothing to offload with `checkpointing: none`")
+        return self
+
+
+class TrackingSection(Section):
+    """Where metrics go besides the run directory."""
+
+    to: list[Annotated[str, Choice("tracking.to")]] = []
+    """Trackers, none by default; each must be installed."""
+
+
+class OutputSection(Section):
+    """The run directory."""
+
+    dir: str | None = None
+    """Run directory; by default runs/ and the name of the config file."""
+    save_every: Positive | None = None
+    """Write a checkpoint each so many steps, besides after the last."""
+    keep: Annotated[int, Field(ge=2)] = 2
+    """Checkpoints kept, the best by held-out loss among them."""
+    best: bool = True
+    """Export the adapter of the best evaluation instead of the last, where both were saved."""
+    merge: bool = False
+    """Merge after training, as `finetune merge` does."""
+
+
+class Config(Section):
+    """One fine-tuning job."""
+
+    model: ModelSection = ModelSection()
+    quantization: QuantizationSection = QuantizationSection()
+    adapter: AdapterSection = AdapterSection()
+    data: DataSection = DataSection()
+    training: TrainingSection = TrainingSection()
+    optimizer: OptimizerSection = OptimizerSection()
+    memory: MemorySection = MemorySection()
+    tracking: TrackingSection = TrackingSection()
+    output: OutputSection = OutputSection()
+
+
+def _is_commit(revision: str | None) -> bool:
+    return revision is not None and re.fullmatch("[0-9a-f]{40}", revision) is not None
+
+
+def contradictions(config: Config) -> list[tuple[str, str]]:
+    """Rules that join sections, all that are broken: (key, what is wrong and the remedy)."""
+    found: list[tuple[str, str]] = []
+    quantized = config.quantization.kind != "none"
+    four_bit = config.quantization.kind in ("nf4", "fp4")
+    adapter, training = config.adapter, config.training
+    if adapter.kind == "none" and quantized:
+        remedy = "set `quantization.kind: none` to train every weight, or `adapter.kind: lora`"
+        found.append(("adapter.kind", f"a base in {config.quantization.kind} cannot be trained itself; {remedy}"))
+    if adapter.kind == "none" and (adapter.dora or adapter.rslora or adapter.init != "default"):
+        found.append(("adapter.kind", "`dora`, `rslora` and `init` are LoRA's; remove them or set `kind: lora`"))
+    if adapter.init == "pissa" and quantized:
+        remedy = "set `quantization.kind: none`, or `adapter.init: loftq` for a 4-bit base"
+        found.append(("adapter.init", f"PiSSA takes apart unquantized weights; {remedy}"))
+    if adapter.init == "loftq" and not four_bit:
+        found.append(("adapter.init", "LoftQ starts from a 4-bit base's error; set `quantization.kind: nf4`"))
+    if adapter.init == "loftq" and config.model.weights == "random":
+        found.append(("adapter.init", "LoftQ compares with the weights on disk, and random weights have none"))
+    if training.precision == "fp16" and adapter.dtype == "bfloat16":
+        remedy = "set `adapter.dtype: float32`"
+        found.append(("adapter.dtype", f"fp16 with loss scaling needs trained weights in float32; {remedy}"))
+    if training.early_stopping and config.data.eval == "none":
+        found.append(("training.early_stopping", "needs held-out rows; set `data.eval`"))
+    return found

@@ -1,0 +1,148 @@
+"""From the data section to two data sets of token ids and labels, with a count of what was left out and why."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from finetune.config import DataSection
+from finetune.data import chat, formats, sources
+from finetune.data.formats import RowError
+from finetune.data.sources import Row
+from finetune.errors import DataError
+
+
+@dataclass
+class Counts:
+    """What became of the rows of one split."""
+
+    rows: int = 0
+    tokens: int = 0
+    trained_tokens: int = 0
+    longest: int = 0
+    truncated: int = 0
+    dropped: int = 0
+    dropped_places: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """Tokenized splits (`datasets.Dataset` with input_ids, labels, length) and their counts."""
+
+    train: Any
+    eval: Any | None
+    train_counts: Counts
+    eval_counts: Counts | None
+
+
+def prepare(section: DataSection, tokenizer: Any) -> Prepared:
+    """Read, format, tokenize and mask both splits.
+
+    Raises DataError for a row that cannot be read (file:line and field), or when nothing is left to train.
+    """
+    train_rows, eval_rows = _splits(section)
+    train, train_counts = _tokenize(train_rows, section, tokenizer)
+    if not train_counts.rows:
+        raise DataError(
+            f"`data.train` ({section.train}) leaves nothing to train: {train_counts.dropped} rows dropped because "
+            f"no trained token was left within `data.max_length` {section.max_length}"
+            if train_counts.dropped
+            else f"`data.train` ({section.train}) has no rows"
+        )
+    if eval_rows is None:
+        return Prepared(train, None, train_counts, None)
+    held_out, eval_counts = _tokenize(eval_rows, section, tokenizer)
+    if not eval_counts.rows:
+        raise DataError("no held-out row is left; set `data.eval`, a larger `data.eval_share`, or `data.eval: none`")
+    return Prepared(train, held_out, train_counts, eval_counts)
+
+
+def held_out_rows(section: DataSection) -> Iterator[Row]:
+    """The held-out rows as they stand in the source; the training rows where nothing is held out."""
+    train_rows, eval_rows = _splits(section)
+    yield from train_rows if eval_rows is None else eval_rows
+
+
+def questions(section: DataSection, count: int) -> list[tuple[list[formats.Message], str]]:
+    """The first held-out conversations as (messages before the last answer, that answer)."""
+    found: list[tuple[list[formats.Message], str]] = []
+    for row in held_out_rows(section):
+        example = _read(row, section.format)
+        if isinstance(example, formats.Chat) and example.messages[-1]["role"] == "assistant" and example.messages[:-1]:
+            found.append((example.messages[:-1], example.messages[-1]["content"]))
+        if len(found) == count:
+            break
+    return found
+
+
+def _splits(section: DataSection) -> tuple[Iterable[Row], Iterable[Row] | None]:
+    if section.eval == "none":
+        return sources.rows(section.train), None
+    if section.eval != "auto":
+        return sources.rows(section.train), sources.rows(section.eval)
+    if sources.has_held_out_split(section.train):
+        return sources.rows(section.train), sources.rows(section.train, "eval")
+    held_out = lambda row: _share(row) < section.eval_share  # noqa: E731
+    return (
+        (row for row in sources.rows(section.train) if not held_out(row)),
+        (row for row in sources.rows(section.train) if held_out(row)),
+    )
+
+
+def _share(row: Row) -> float:
+    """A number in [0, 1) that depends on the row's content alone, so that equal rows never sit on both sides."""
+    content = json.dumps(row.fields, sort_keys=True, default=str).encode()
+    return int.from_bytes(hashlib.sha256(content).digest()[:8], "big") / 2**64
+
+
+def _tokenize(rows: Iterable[Row], section: DataSection, tokenizer: Any) -> tuple[Any, Counts]:
+    import datasets
+
+    counts = Counts()
+    columns: dict[str, list[Any]] = {"input_ids": [], "labels": [], "length": []}
+    form = section.format
+    for row in rows:
+        form = _detect(row) if form == "auto" else form
+        encoded = _encode(row, form, section, tokenizer)
+        if len(encoded.input_ids) > section.max_length:
+            encoded = encoded.cut(section.max_length)
+            counts.truncated += 1
+        if not encoded.trained:
+            counts.dropped += 1
+            counts.dropped_places.append(row.place)
+            continue
+        counts.rows += 1
+        counts.tokens += len(encoded.input_ids)
+        counts.trained_tokens += encoded.trained
+        counts.longest = max(counts.longest, len(encoded.input_ids))
+        columns["input_ids"].append(np.array(encoded.input_ids, dtype=np.int32))
+        columns["labels"].append(np.array(encoded.labels, dtype=np.int32))
+        columns["length"].append(len(encoded.input_ids))
+    return datasets.Dataset.from_dict(columns), counts
+
+
+def _detect(row: Row) -> str:
+    try:
+        return formats.detect(row.fields)
+    except RowError as error:
+        raise DataError(f"{row.place}: {error}") from None
+
+
+def _read(row: Row, form: str) -> formats.Example:
+    try:
+        return formats.FORMATS[form].read(row.fields)
+    except RowError as error:
+        raise DataError(f"{row.place}: {error}") from None
+
+
+def _encode(row: Row, form: str, section: DataSection, tokenizer: Any) -> chat.Encoded:
+    example = _read(row, form)
+    try:
+        return chat.encode(example, tokenizer, section.loss_on)
+    except RowError as error:
+        raise DataError(f"{row.place}: {error}") from None

@@ -1,0 +1,157 @@
+"""Sources: where rows come from. Each row knows its place, for messages that a person can follow to the line."""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from finetune.config.fields import unknown
+from finetune.data import python_docs
+from finetune.errors import DataError, MachineError
+
+
+@dataclass(frozen=True)
+class Row:
+    """One record: its fields, and where it stands (`train.jsonl:12`)."""
+
+    place: str
+    fields: dict[str, Any]
+
+
+Rows = Iterator[Row]
+
+
+def rows(source: str, split: str = "train") -> Rows:
+    """The rows of `source`: a built-in, a local file or a hub data set.
+
+    Raises DataError for a missing, unreadable or malformed file with file:line:column; MachineError when a hub data
+    set cannot be fetched.
+    """
+    if source.startswith("builtin:"):
+        return _builtin(source, split)
+    path = Path(source)
+    if path.suffix in READERS:
+        if not path.is_file():
+            raise DataError(f"{source}: no such file{_nearest(path)}")
+        return READERS[path.suffix](path)
+    if path.exists():
+        raise DataError(f"{source}: expected a file ending in {', '.join(READERS)}")
+    return _hub(source, split)
+
+
+def has_held_out_split(source: str) -> bool:
+    """Whether the source keeps its own held-out rows, under the split name `eval`."""
+    return source in BUILTIN
+
+
+def _builtin(source: str, split: str) -> Rows:
+    if source not in BUILTIN:
+        raise DataError(f"data source {unknown(source, BUILTIN)}")
+    for index, fields in enumerate(BUILTIN[source](split)):
+        yield Row(f"{source}[{split}]:{index + 1}", fields)
+
+
+def _jsonl(path: Path) -> Rows:
+    with open(path, "rb") as file:
+        for number, raw in enumerate(file, start=1):
+            text = _decode(raw, path, number)
+            if text.strip():
+                yield Row(f"{path}:{number}", _object(text, path, number))
+
+
+def _decode(raw: bytes, path: Path, number: int) -> str:
+    try:
+        return raw.decode("utf-8-sig" if number == 1 else "utf-8")
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path}:{number}: byte {error.start + 1} of the line is not UTF-8; convert the file") from None
+
+
+def _object(text: str, path: Path, number: int) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise DataError(f"{path}:{number}:{error.colno}: not valid JSON: {error.msg}") from None
+    if not isinstance(value, dict):
+        raise DataError(f"{path}:{number}: a row must be a JSON object, with braces")
+    return value
+
+
+def _json(path: Path) -> Rows:
+    text = _decode(path.read_bytes(), path, 1)
+    try:
+        values = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise DataError(f"{path}:{error.lineno}:{error.colno}: not valid JSON: {error.msg}") from None
+    if not isinstance(values, list):
+        raise DataError(f"{path}: expected a list of objects; for one object a line, name the file .jsonl")
+    for index, value in enumerate(values, start=1):
+        if not isinstance(value, dict):
+            raise DataError(f"{path}: item {index} must be a JSON object")
+        yield Row(f"{path}[{index}]", value)
+
+
+def _csv(path: Path) -> Rows:
+    with open(path, encoding="utf-8-sig", newline="") as file:
+        reader = csv.DictReader(file, strict=True)
+        try:
+            for fields in reader:
+                if None in fields:
+                    raise DataError(f"{path}:{reader.line_num}: more cells than the header has names")
+                yield Row(f"{path}:{reader.line_num}", fields)
+        except (csv.Error, UnicodeDecodeError) as error:
+            raise DataError(f"{path}:{reader.line_num}: not valid CSV in UTF-8: {error}") from None
+
+
+def _parquet(path: Path) -> Rows:
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        index = 0
+        for batch in pyarrow.parquet.ParquetFile(path).iter_batches(batch_size=1024):
+            for fields in batch.to_pylist():
+                index += 1
+                yield Row(f"{path}[{index}]", fields)
+    except pyarrow.ArrowInvalid as error:
+        raise DataError(f"{path}: not a Parquet file: {error}") from None
+
+
+def _hub(name: str, split: str) -> Rows:
+    import datasets
+    from huggingface_hub.errors import HfHubHTTPError
+
+    try:
+        loaded = datasets.load_dataset(name, split=split)
+    except (datasets.exceptions.DatasetNotFoundError, ConnectionError, HfHubHTTPError, OSError) as error:
+        local = f" A local file must end in {', '.join(READERS)}." if "." in Path(name).name else ""
+        raise MachineError(
+            f"data set `{name}` ({split}) cannot be fetched from the hub: {_first(error)}{local}"
+        ) from None
+    except ValueError as error:
+        raise DataError(f"data set `{name}`: {_first(error)}") from None
+    for index, fields in enumerate(loaded, start=1):
+        yield Row(f"{name}[{split}]:{index}", dict(fields))
+
+
+def _first(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]
+
+
+def _nearest(path: Path) -> str:
+    if not path.parent.is_dir():
+        return f"; the folder {path.parent} does not exist either"
+    known = sorted(str(found) for found in path.parent.iterdir() if found.suffix in READERS)
+    return f"; {unknown(str(path), known)}" if known else ""
+
+
+READERS: dict[str, Callable[[Path], Rows]] = {
+    ".jsonl": _jsonl,
+    ".json": _json,
+    ".csv": _csv,
+    ".parquet": _parquet,
+}
+BUILTIN: dict[str, Callable[[Any], list[dict[str, Any]]]] = {"builtin:python_docs": python_docs.conversations}

@@ -1,0 +1,49 @@
+"""The errors a person can meet, each with its exit code.
+
+An error is one short paragraph: what is wrong, where, and what to do. The command line prints it and exits with
+`exit_code`; a traceback is shown only with `--debug`. `assert` is for invariants, never for what a user did.
+"""
+
+from __future__ import annotations
+
+
+class FinetuneError(Exception):
+    """Base of every error that is meant for the user."""
+
+    exit_code = 1
+
+
+class ConfigError(FinetuneError):
+    """The configuration is wrong: every problem found, one a line."""
+
+    exit_code = 2
+
+
+class DataError(FinetuneError):
+    """A data file or row cannot be used."""
+
+    exit_code = 3
+
+
+class MachineError(FinetuneError):
+    """This machine lacks something the job needs: a device, a package, disk space, network."""
+
+    exit_code = 4
+
+
+class NumbersError(FinetuneError):
+    """Training produced numbers that are not finite, or diverged."""
+
+    exit_code = 5
+
+
+class OutOfMemoryError(FinetuneError):
+    """The job does not fit the device's memory."""
+
+    exit_code = 6
+
+
+class ArtifactError(FinetuneError):
+    """A checkpoint, adapter, model or run directory is damaged, foreign or incomplete."""
+
+    exit_code = 7

@@ -1,0 +1,29 @@
+"""The model card that goes with an export: what it is made of, and what was measured."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from finetune.config import Config
+
+
+def model_card(config: Config, record: dict[str, Any]) -> str:
+    """README.md of a merged model, in the hub's format."""
+    adapter, training = config.adapter, config.training
+    base = f"base_model: {config.model.name}\n" if not config.model.name.startswith("builtin:") else ""
+    return f"""---
+{base}library_name: transformers
+pipeline_tag: text-generation
+---
+
+# {config.model.name}, fine-tuned
+
+A rank-{adapter.rank} LoRA adapter (alpha {adapter.alpha:g}, base in {config.quantization.kind}) trained on
+`{config.data.train}` with learning rate {training.learning_rate:g} and batch size {training.batch_size}, merged
+into the unquantized base in 16 bit.
+
+The merged logits were compared with base plus adapter on {record["rows"]} held-out rows ({record["tokens"]} tokens):
+they differ by {record["error"]:.3%} (bound {record["bound"]:.3%}, the adapter's own effect {record["effect"]:.3%}), and
+agree on the most likely next token in {record["agreement"]:.2%} of places. `merge.json` has the figures and the hash of
+the base.
+"""

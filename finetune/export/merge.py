@@ -1,0 +1,153 @@
+"""Merge: the adapter folded into the unquantized base in 16 bit, published once the files on disk are proven equal.
+
+What is compared is what was written: the staged directory is loaded again, and its logits are held against base plus
+adapter on held-out rows. A merge that differs by more than rounding explains never gets the name `merged/`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from finetune.config import Config, QuantizationSection
+from finetune.data import chat, formats
+from finetune.data import prepare as data_prepare
+from finetune.environment import describe
+from finetune.errors import ArtifactError, MachineError
+from finetune.export import proof
+from finetune.export.card import model_card
+from finetune.model import attention
+from finetune.model.adapter import load_adapter
+from finetune.model.base import load_architecture, load_base
+from finetune.model.locate import hub_call, locate
+from finetune.model.tokenizer import load_tokenizer
+from finetune.rundir import RunDirectory, staged, write_json
+
+# Held-out rows and tokens of each that the logits are compared on.
+_ROWS = 8
+_ROW_TOKENS = 256
+
+_MERGED_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.bfloat16}
+
+
+def merge(run: RunDirectory, device: torch.device) -> dict[str, Any]:
+    """Write `merged/` and return its proof (see `finetune.export.proof.Proof`) with the hash of the base.
+
+    Raises ArtifactError when there is no adapter, or when the merged model is not the trained one; MachineError when
+    the disk does not take it. The adapter and an earlier `merged/` are untouched by a failure.
+    """
+    config = run.config()
+    if config.adapter.kind == "none":
+        raise ArtifactError(f"{run.path} trained every weight; {run.merged} is already the whole model")
+    if config.model.weights == "random":
+        raise ArtifactError(f"{run.path} has a base of random weights, which were not kept; there is nothing to merge")
+    dtype = _MERGED_DTYPES[config.training.precision]
+    tokenizer = load_tokenizer(config.model)
+    rows = held_out_ids(config, tokenizer)
+
+    base = _base(config, dtype, device)
+    base_logits = proof.logits(base, rows)
+    layers = base.config.get_text_config().num_hidden_layers
+    adapted = load_adapter(base, run.adapter)
+    adapted_logits = proof.logits(adapted, rows)
+    merged = adapted.merge_and_unload(safe_merge=True)
+    try:
+        with staged(run.merged) as folder:
+            _save(merged, tokenizer, folder, dtype)
+            del base, adapted, merged
+            result = proof.compare(
+                proof.logits(_load(folder, dtype, device), rows),
+                adapted_logits,
+                base_logits,
+                proof.bound(layers, dtype),
+            )
+            _refuse_unless_equal(result)
+            record = {
+                **result.as_dict(),
+                "base": config.model.name,
+                "base_sha256": base_hash(config.model.name),
+            }
+            write_json(folder / "merge.json", {**record, "environment": describe(device)})
+            (folder / "README.md").write_text(model_card(config, record), encoding="utf-8")
+    except OSError as error:
+        raise MachineError(
+            f"{run.merged}: the merged model could not be written: {error.strerror or error}; the adapter is safe in "
+            f"{run.adapter}. Make room and run `finetune merge {run.path}` again"
+        ) from None
+    return record
+
+
+def load_merged(run: RunDirectory, device: torch.device) -> Any:
+    """The published merged model. Raises ArtifactError where there is none."""
+    if not (run.merged / "config.json").is_file():
+        raise ArtifactError(f"{run.merged}: no merged model here; run `finetune merge {run.path}`")
+    return _load(run.merged, None, device)
+
+
+def held_out_ids(config: Config, tokenizer: Any) -> list[list[int]]:
+    """Token ids of the first held-out rows, each cut to a length that costs little."""
+    found: list[list[int]] = []
+    form = config.data.format
+    for row in data_prepare.held_out_rows(config.data):
+        example = formats.FORMATS[form].read(row.fields)
+        found.append(chat.encode(example, tokenizer, "all").input_ids[:_ROW_TOKENS])
+        if len(found) == _ROWS:
+            break
+    return found
+
+
+def _base(config: Config, dtype: torch.dtype, device: torch.device) -> Any:
+    """The base to merge onto, unquantized in 16 bit.
+
+    A LoftQ adapter corrects the error of one quantization, so it belongs onto those very weights: the base is
+    quantized as in training and then dequantized.
+    """
+    architecture = load_architecture(config.model)
+    implementation, _ = attention.choose("auto", architecture, device.type)
+    kind = config.quantization if config.adapter.init == "loftq" else QuantizationSection(kind="none")
+    base = load_base(config.model, kind, architecture, attention=implementation, dtype=dtype, device=device)
+    return base.dequantize(dtype) if config.adapter.init == "loftq" else base
+
+
+def _save(model: Any, tokenizer: Any, folder: Path, dtype: torch.dtype) -> None:
+    model = model.to(dtype)
+    # The base ran without a cache while its adapter was trained; whoever uses the merged model wants it.
+    model.config.use_cache = True
+    model.save_pretrained(str(folder))
+    tokenizer.save_pretrained(str(folder))
+
+
+def _load(folder: Path, dtype: torch.dtype | None, device: torch.device) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    return hub_call(
+        f"merged model {folder}",
+        lambda: AutoModelForCausalLM.from_pretrained(
+            str(folder), dtype=dtype or "auto", device_map={"": device}, use_safetensors=True
+        ),
+    )
+
+
+def _refuse_unless_equal(result: proof.Proof) -> None:
+    if not result.holds:
+        raise ArtifactError(
+            f"the merged model is not the trained one: its logits differ by {result.error:.2%} from base plus adapter, "
+            f"and rounding explains {result.bound:.2%} (the adapter itself moved them by {result.effect:.2%}). Nothing "
+            "was published; use the adapter with its base instead"
+        )
+
+
+def base_hash(name: str) -> str | None:
+    """One sha256 over the names and contents of a local base's weight files, or None for one on the hub's cache."""
+    place = Path(locate(name))
+    if not place.is_dir():
+        return None
+    digest = hashlib.sha256()
+    for file in sorted(place.glob("*.safetensors")):
+        with open(file, "rb") as stored:
+            digest.update(json.dumps([file.name, hashlib.file_digest(stored, "sha256").hexdigest()]).encode())
+    return digest.hexdigest()

@@ -1,0 +1,47 @@
+"""Settle the libraries underneath: no telemetry, no progress bars in ours, and only warnings that a user can act on.
+
+Each silenced message is listed with its reason; all others pass. `before_import` runs when `finetune` is imported,
+because some of this is read, or said, when the libraries are.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import warnings
+
+_SILENCED_WARNINGS = (
+    # peft 0.21 and trl 1.16 still use names that transformers 5.23 deprecates.
+    r"`is_gradient_checkpointing` is deprecated",
+    r"`gradient_checkpointing` is deprecated",
+    # bitsandbytes: said by training.optimizers.choose in one line.
+    r"Paged optimizers are not supported on CPU",
+    # torch.utils.checkpoint under autocast on a CPU-only build asks for a CUDA device's state.
+    r"User provided device_type of 'cuda', but CUDA is not available",
+)
+
+
+class _WithoutOptionalKernels(logging.Filter):
+    """bitsandbytes announces on every CPU that an optional kernel package is missing."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        return "Failed to load CPU gemm_4bit_forward" not in record.getMessage()
+
+
+def before_import() -> None:
+    """Environment, warnings and log filters. Imports nothing heavy; what the user has set is kept."""
+    os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    for message in _SILENCED_WARNINGS:
+        warnings.filterwarnings("ignore", message=message)
+    logging.getLogger("bitsandbytes.backends.cpu.ops").addFilter(_WithoutOptionalKernels())
+
+
+def quiet() -> None:
+    """Leave the progress display and the log to us: errors of transformers and datasets still come through."""
+    import datasets
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    datasets.disable_progress_bars()

@@ -1,0 +1,168 @@
+"""Peak memory of each phase of a step, measured.
+
+On CUDA: the caching allocator's peak of allocated and of reserved bytes, and the bytes of the whole device in use,
+where paged optimizer states (managed memory) show and nowhere else. On a CPU: the process's resident peak, which
+Linux sets back through /proc/self/clear_refs (proc(5)); where it cannot be set back, the resident size at the end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import ClassVar, Protocol
+
+PHASES = ("load", "forward", "backward", "optimizer", "evaluation", "save")
+
+Peak = dict[str, int]
+"""Bytes by what was measured: allocated_bytes, reserved_bytes and device_bytes, or resident_bytes."""
+
+
+class Meter(Protocol):
+    """Measures one device's peak between `reset` and `read`."""
+
+    def reset(self) -> None: ...
+
+    def read(self) -> Peak: ...
+
+
+class CudaMeter:
+    """Peaks of the current CUDA device. The counters are kept by the host, so no synchronisation is needed."""
+
+    def reset(self) -> None:
+        import torch
+
+        torch.cuda.reset_peak_memory_stats()
+
+    def read(self) -> Peak:
+        import torch
+
+        free, total = torch.cuda.mem_get_info()
+        return {
+            "allocated_bytes": torch.cuda.max_memory_allocated(),
+            "reserved_bytes": torch.cuda.max_memory_reserved(),
+            "device_bytes": total - free,
+        }
+
+
+class HostMeter:
+    """Resident peak of this process."""
+
+    def __init__(self, proc: Path = Path("/proc/self")) -> None:
+        self._status = proc / "status"
+        self._clear = proc / "clear_refs"
+        self.resets = self._can_reset()
+
+    def _can_reset(self) -> bool:
+        try:
+            self.reset_peak()
+        except OSError:
+            return False
+        return self._status.is_file()
+
+    def reset_peak(self) -> None:
+        # "5" sets the peak resident size back to the current one (proc(5), clear_refs).
+        self._clear.write_text("5")
+
+    def reset(self) -> None:
+        if self.resets:
+            self.reset_peak()
+
+    def read(self) -> Peak:
+        if not self.resets:
+            import psutil
+
+            return {"resident_bytes": psutil.Process().memory_info().rss}
+        for line in self._status.read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return {"resident_bytes": int(line.split()[1]) * 1024}
+        raise AssertionError("VmHWM stands in every Linux process's status")
+
+
+def meter_for(device_type: str) -> Meter:
+    return CudaMeter() if device_type == "cuda" else HostMeter()
+
+
+class Monitor:
+    """Peak memory by phase, for the step under way and for the whole run.
+
+    One phase is open at a time: `enter` closes the one before. A phase that is entered several times in a step
+    (a micro-batch each) keeps its largest peak.
+    """
+
+    def __init__(self, meter: Meter) -> None:
+        self._meter = meter
+        self._open: str | None = None
+        self._step: dict[str, Peak] = {}
+        self.run: dict[str, Peak] = {}
+
+    def enter(self, phase: str) -> None:
+        """Start measuring `phase`, one of PHASES."""
+        assert phase in PHASES, phase
+        self.leave()
+        self._meter.reset()
+        self._open = phase
+
+    def leave(self) -> Peak:
+        """Close the open phase, if any, and return its peak."""
+        if self._open is None:
+            return {}
+        peak = self._meter.read()
+        for peaks in (self._step, self.run):
+            peaks[self._open] = _largest(peaks.get(self._open, {}), peak)
+        self._open = None
+        return peak
+
+    @contextlib.contextmanager
+    def phase(self, phase: str) -> Iterator[None]:
+        """Measure one phase as a block."""
+        self.enter(phase)
+        try:
+            yield
+        finally:
+            self.leave()
+
+    def take_step(self) -> dict[str, Peak]:
+        """The peaks by phase since the last call."""
+        taken, self._step = self._step, {}
+        return taken
+
+    def take(self, phase: str) -> Peak:
+        """Remove and return one phase's peak of the step under way."""
+        return self._step.pop(phase, {})
+
+
+def headline(peaks: dict[str, Peak]) -> int:
+    """The one number for a person: the largest reserved (CUDA) or resident (CPU) bytes over the phases."""
+    return max((peak.get("reserved_bytes", peak.get("resident_bytes", 0)) for peak in peaks.values()), default=0)
+
+
+def _largest(one: Peak, other: Peak) -> Peak:
+    return {name: max(one.get(name, 0), other.get(name, 0)) for name in {**one, **other}}
+
+
+class LeakWatch:
+    """Notices a peak that keeps growing at the same batch shape: memory that is held and never given back.
+
+    A shape is reported once, after `SIGHTINGS` peaks in a row, each larger than the one before by at least the
+    grain, which keeps the noise of a resident peak from counting.
+    """
+
+    SIGHTINGS = 5
+    GRAIN_BYTES: ClassVar = {"allocated_bytes": 2**20, "resident_bytes": 2**24}
+
+    def __init__(self) -> None:
+        self._peaks: dict[tuple[int, ...], list[int]] = {}
+        self._reported: set[tuple[int, ...]] = set()
+
+    def see(self, shape: tuple[int, ...], peak: Peak) -> int:
+        """Bytes that the peak at `shape` has grown, the first time that it counts as a leak; else 0."""
+        measure = "allocated_bytes" if "allocated_bytes" in peak else "resident_bytes"
+        peaks = self._peaks.setdefault(shape, [])
+        if peaks and peak[measure] < peaks[-1] + self.GRAIN_BYTES[measure]:
+            peaks.clear()
+        peaks.append(peak[measure])
+        if len(peaks) < self.SIGHTINGS or shape in self._reported:
+            return 0
+        self._reported.add(shape)
+        return peaks[-1] - peaks[0]

@@ -1,0 +1,166 @@
+"""The adapter: low-rank updates on a frozen base (LoRA, arXiv 2106.09685), or every weight where there is none."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from finetune.config import AdapterSection
+from finetune.config.fields import unknown
+from finetune.errors import ArtifactError, ConfigError, FinetuneError, MachineError
+from finetune.model.locate import hub_call, locate
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def attach(base: Any, section: AdapterSection, base_name: str, seed: int) -> Any:
+    """`base` with its trained weights in place: a PeftModel, or the base itself for `kind: none`.
+
+    The same seed gives the same adapter. Raises ConfigError naming the candidates when a target matches nothing.
+    """
+    if section.kind == "none":
+        return base.to(DTYPES[section.dtype]).requires_grad_(True)
+    from peft import get_peft_model
+
+    if section.dora and getattr(base, "is_loaded_in_8bit", False) and base.device.type == "cpu":
+        # peft 0.21 `dequantize_module_weight` loses the scales of an 8-bit weight that stays on the CPU.
+        raise MachineError("`adapter.dora` on an int8 base needs a CUDA device; set `quantization.kind: nf4`")
+    torch.manual_seed(seed)
+    model = get_peft_model(base, lora_config(base, section))
+    if section.init == "loftq":
+        _start_from_quantization_error(model, base_name)
+    set_trained_dtype(model, section)
+    return model
+
+
+def lora_config(base: Any, section: AdapterSection) -> Any:
+    """PEFT's LoraConfig for `section`, its targets checked against the modules of `base`."""
+    from peft import LoraConfig
+
+    # The randomised SVD takes seconds a matrix where the exact one takes minutes on a 7B base (PiSSA, section 3).
+    start: Any = "pissa_niter_16" if section.init == "pissa" else True
+    return LoraConfig(
+        r=section.rank,
+        lora_alpha=section.alpha,
+        lora_dropout=section.dropout,
+        target_modules=_targets(base, section),
+        modules_to_save=_extra_modules(base, section) or None,
+        use_rslora=section.rslora,
+        use_dora=section.dora,
+        init_lora_weights=start,
+        task_type="CAUSAL_LM",
+    )
+
+
+def set_trained_dtype(model: Any, section: AdapterSection) -> None:
+    """Put every trained weight into `section.dtype`.
+
+    TRL casts adapters on a quantized base to bfloat16, whatever was asked for (trl 1.16, SFTTrainer.__init__), so
+    this is called after it as well. DoRA's magnitudes stay in float32: their updates are below bfloat16's grain.
+    """
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            magnitude = "lora_magnitude_vector" in name
+            parameter.data = parameter.data.to(torch.float32 if magnitude else DTYPES[section.dtype])
+
+
+def trained_parameters(model: Any) -> int:
+    """Number of parameters that receive gradients."""
+    return sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+
+
+def _targets(base: Any, section: AdapterSection) -> str | list[str]:
+    if section.targets == "all-linear":
+        return "all-linear"
+    candidates = _linear_names(base)
+    _check(section.targets, candidates, "adapter.targets")
+    return list(section.targets)
+
+
+def _extra_modules(base: Any, section: AdapterSection) -> list[str]:
+    names = {name.rpartition(".")[2] for name, module in base.named_modules() if list(module.parameters(recurse=False))}
+    _check(section.extra_modules, sorted(names), "adapter.extra_modules")
+    return list(section.extra_modules)
+
+
+def _check(wanted: list[str], candidates: list[str], key: str) -> None:
+    for name in wanted:
+        if name not in candidates:
+            raise ConfigError(f"`{key}`: {unknown(name, candidates)}")
+
+
+def _linear_names(base: Any) -> list[str]:
+    """Last parts of the names of all linear layers, quantized ones included, but for the output head."""
+    head = base.get_output_embeddings()
+    found = {
+        name.rpartition(".")[2]: None
+        for name, module in base.named_modules()
+        if isinstance(module, nn.Linear) and module is not head
+    }
+    return list(found)
+
+
+def _start_from_quantization_error(model: Any, base_name: str) -> None:
+    """LoftQ with one iteration (arXiv 2310.08659, algorithm 1): BA is the best rank-r fit of W - dequantized W.
+
+    PEFT's own version needs CUDA and leaves out the adapter's scaling.
+    """
+    import bitsandbytes as bnb
+    from peft.tuners.lora import Linear4bit
+
+    weights = _StoredWeights(base_name)
+    for name, layer in model.named_modules():
+        if not isinstance(layer, Linear4bit):
+            continue
+        quantized = layer.get_base_layer().weight
+        stored = weights.read(name.removeprefix("base_model.model.") + ".weight").to(quantized.device, torch.float32)
+        error = stored - bnb.functional.dequantize_4bit(quantized.data, quantized.quant_state).float()
+        rank = layer.r["default"]
+        left, values, right = torch.svd_lowrank(error, q=min(2 * rank, *error.shape), niter=4)
+        root = values[:rank].sqrt()
+        layer.lora_A["default"].weight.data = (right[:, :rank] * root).T.contiguous()
+        layer.lora_B["default"].weight.data = (left[:, :rank] * root).contiguous() / layer.scaling["default"]
+
+
+class _StoredWeights:
+    """Reads single tensors from a model's safetensors files, without loading the rest."""
+
+    def __init__(self, base_name: str) -> None:
+        from huggingface_hub import snapshot_download
+        from safetensors import safe_open
+
+        place = locate(base_name)
+        if not Path(place).is_dir():
+            place = hub_call(f"the weights of `{base_name}`", lambda: snapshot_download(place, local_files_only=True))
+        self._open = safe_open
+        self._file_of: dict[str, Path] = {}
+        for file in sorted(Path(place).glob("*.safetensors")):
+            with safe_open(file, framework="pt") as stored:
+                self._file_of.update(dict.fromkeys(stored.keys(), file))
+        self._base_name = base_name
+
+    def read(self, name: str) -> torch.Tensor:
+        if name not in self._file_of:
+            raise ArtifactError(f"LoftQ: `{name}` is not in the safetensors files of `{self._base_name}`")
+        with self._open(self._file_of[name], framework="pt") as stored:
+            return stored.get_tensor(name)
+
+
+def load_adapter(base: Any, directory: Path, *, trainable: bool = False) -> Any:
+    """`base` with the adapter saved in `directory`. Raises ArtifactError when it is missing or damaged."""
+    from peft import PeftModel
+
+    if not (directory / "adapter_config.json").is_file():
+        raise ArtifactError(f"{directory}: no adapter here (no adapter_config.json); did training finish?")
+    try:
+        return hub_call(
+            f"adapter {directory}",
+            lambda: PeftModel.from_pretrained(base, str(directory), is_trainable=trainable),
+        )
+    except FinetuneError:
+        raise
+    except (RuntimeError, KeyError, TypeError) as error:
+        raise ArtifactError(f"adapter {directory} does not fit the base: {str(error).splitlines()[0]}") from None

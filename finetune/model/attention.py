@@ -1,0 +1,92 @@
+"""Attention implementations. A new one is one entry in ATTENTIONS."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from finetune.errors import MachineError
+
+
+@dataclass(frozen=True)
+class Attention:
+    """One implementation: its name in transformers, and why it cannot be used here (None when it can).
+
+    `missing(config, device)` takes the model's config and the torch device type.
+    """
+
+    help: str
+    implementation: str
+    missing: Callable[[Any, str], str | None]
+
+
+def choose(name: str, config: Any, device: str) -> tuple[str, str]:
+    """The transformers implementation for `name` ("auto" or a key of ATTENTIONS) and the reason, one clause.
+
+    Raises MachineError when the named one cannot be used with this model on this device.
+    """
+    if name != "auto":
+        attention = ATTENTIONS[name]
+        if obstacle := attention.missing(config, device):
+            raise MachineError(f"`model.attention: {name}` cannot be used here: {obstacle}; set `auto`")
+        return attention.implementation, "as configured"
+    obstacles: list[str] = []
+    for candidate in _AUTO_ORDER:
+        obstacle = ATTENTIONS[candidate].missing(config, device)
+        if obstacle is None:
+            return ATTENTIONS[candidate].implementation, "; ".join(obstacles) or "the fastest there is"
+        obstacles.append(f"no {candidate}: {obstacle}")
+    raise AssertionError("eager attention has no requirement")
+
+
+def _flash_2(config: Any, device: str) -> str | None:
+    from transformers.utils import is_flash_attn_2_available
+
+    return _flash(device, "flash-attn", is_flash_attn_2_available(), (8, 0))
+
+
+def _flash_3(config: Any, device: str) -> str | None:
+    from transformers.utils import is_flash_attn_3_available
+
+    return _flash(device, "flash-attn-3", is_flash_attn_3_available(), (9, 0))
+
+
+def _flash(device: str, package: str, installed: bool, capability: tuple[int, int]) -> str | None:
+    import torch
+
+    if device != "cuda":
+        return "it needs a CUDA device"
+    if torch.cuda.get_device_capability() < capability:
+        return f"the card is older than compute capability {capability[0]}.{capability[1]}"
+    return None if installed else f"the package {package} is not installed"
+
+
+def _sdpa(config: Any, device: str) -> str | None:
+    if getattr(config, "attn_logit_softcapping", None) is not None:
+        return "this model caps attention logits, which SDPA cannot"
+    return None
+
+
+def _flex(config: Any, device: str) -> str | None:
+    return None if device == "cuda" else "it needs a CUDA device"
+
+
+def _eager(config: Any, device: str) -> str | None:
+    return None
+
+
+ATTENTIONS: dict[str, Attention] = {
+    "flash_attention_3": Attention(
+        "the flash-attn-3 package, compute capability 9 and newer", "flash_attention_3", _flash_3
+    ),
+    "flash_attention_2": Attention(
+        "the flash-attn package, compute capability 8 and newer", "flash_attention_2", _flash_2
+    ),
+    "sdpa": Attention("PyTorch's scaled_dot_product_attention with its own flash kernels", "sdpa", _sdpa),
+    "flex": Attention("PyTorch's flex_attention, compiled", "flex_attention", _flex),
+    "eager": Attention("plain matrix products; the whole score matrix is kept", "eager", _eager),
+}
+
+# flex is chosen by name only: its compilation takes minutes, and SDPA is as fast on plain causal attention.
+_AUTO_ORDER = ("flash_attention_3", "flash_attention_2", "sdpa", "eager")

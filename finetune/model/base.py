@@ -1,0 +1,163 @@
+"""The base model: from a name to weights in their final form, on the device, ready for an adapter.
+
+Weights go straight into the form they train in. transformers streams the files tensor by tensor and quantizes each
+as it arrives; random weights are made and quantized one module at a time. Neither ever holds a second copy.
+Embeddings, norms and output head keep the 16-bit type they came in: nothing is cast up to float32, which
+`prepare_model_for_kbit_training` would do (0.5 to 2 GiB on a 7B model, for nothing).
+"""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from typing import Any
+
+import torch
+from torch import nn
+
+from finetune.config import ModelSection, QuantizationSection
+from finetune.errors import ArtifactError
+from finetune.model import catalog
+from finetune.model.locate import hub_call, locate
+from finetune.model.quantization import bitsandbytes_config
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+def load_architecture(section: ModelSection) -> Any:
+    """The transformers config of the base; from the catalog where weights are random and the name is known there."""
+    from transformers import AutoConfig
+
+    if section.weights == "random" and catalog.find(section.name):
+        return catalog.config(section.name)
+    return hub_call(
+        f"model `{section.name}`",
+        lambda: AutoConfig.from_pretrained(
+            locate(section.name), revision=section.revision, trust_remote_code=section.trust_remote_code
+        ),
+    )
+
+
+def load_base(
+    section: ModelSection,
+    quantization: QuantizationSection,
+    architecture: Any,
+    *,
+    attention: str,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Any:
+    """The base model on `device`.
+
+    `attention` is a transformers implementation name, `dtype` the type of what is not quantized and of the
+    arithmetic on what is. Raises ArtifactError or MachineError when weights are missing or damaged.
+    """
+    quantization_config = bitsandbytes_config(quantization, dtype)
+    architecture = deepcopy(architecture)  # building writes the quantization into it
+    if section.weights == "random":
+        model = random_base(architecture, quantization_config, attention=attention, dtype=dtype, device=device)
+    else:
+        model = _pretrained(section, architecture, quantization_config, attention, dtype, device)
+    _keep_training_layout(model)
+    model.config.use_cache = False
+    return model
+
+
+def _pretrained(
+    section: ModelSection,
+    architecture: Any,
+    quantization_config: Any,
+    attention: str,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    model, report = hub_call(
+        f"model `{section.name}`",
+        lambda: AutoModelForCausalLM.from_pretrained(
+            locate(section.name),
+            config=architecture,
+            revision=section.revision,
+            trust_remote_code=section.trust_remote_code,
+            quantization_config=quantization_config,
+            attn_implementation=attention,
+            dtype=dtype,
+            device_map={"": device},
+            use_safetensors=True,
+            output_loading_info=True,
+        ),
+    )
+    if missing := sorted(report["missing_keys"]):
+        # transformers would fill them with random numbers and train on.
+        raise ArtifactError(
+            f"model `{section.name}`: {len(missing)} weights are not in its files, such as `{missing[0]}`; "
+            "the download is incomplete, or the files belong to another architecture"
+        )
+    return model
+
+
+def random_base(
+    architecture: Any, quantization_config: Any, *, attention: str, dtype: torch.dtype, device: torch.device
+) -> Any:
+    """The architecture with random weights, materialised and quantized one module at a time.
+
+    The peak above the finished model is one module's unquantized weight. Uses the model's own initialisation.
+    """
+    from transformers import AutoModelForCausalLM
+    from transformers.integrations import replace_with_bnb_linear
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(architecture, attn_implementation=attention, dtype=dtype)
+    if quantization_config is not None:
+        model = replace_with_bnb_linear(
+            model, modules_to_not_convert=_kept_modules(model), quantization_config=quantization_config
+        )
+    for module in list(model.modules()):
+        _materialise(model, module, dtype, device)
+    model.tie_weights()
+    if quantization_config is not None:
+        model.quantization_method = quantization_config.quantization_method()
+        model.is_loaded_in_4bit = bool(quantization_config.load_in_4bit)
+        model.is_loaded_in_8bit = bool(quantization_config.load_in_8bit)
+        model.config.quantization_config = quantization_config
+    model.hf_device_map = {"": device}
+    assert not any(parameter.is_meta for parameter in model.parameters())
+    return model.eval()
+
+
+def _kept_modules(model: Any) -> list[str]:
+    """The output head stays in 16 bit, as in the QLoRA paper and in transformers' own loading."""
+    from transformers.quantizers.base import get_keys_to_not_convert
+
+    return list(get_keys_to_not_convert(model))
+
+
+def _materialise(model: Any, module: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
+    """Give one module's own weights and buffers real memory and the architecture's initial values."""
+    import bitsandbytes as bnb
+
+    if isinstance(module, (bnb.nn.Linear4bit, bnb.nn.Linear8bitLt)):
+        full = nn.Linear(module.in_features, module.out_features, module.bias is not None, device=device, dtype=dtype)
+        model._init_weights(full)
+        settings = dict(module.weight.__dict__)
+        settings.pop("SCB", None)
+        settings.pop("CB", None)
+        module.weight = type(module.weight)(full.weight.data, requires_grad=False, **settings).to(device)
+        if full.bias is not None:
+            module.bias = nn.Parameter(full.bias.data, requires_grad=False)
+        return
+    if not (module._parameters or module._buffers):
+        return
+    module.to_empty(device=device, recurse=False)
+    model._init_weights(module)
+
+
+def _keep_training_layout(model: Any) -> None:
+    """Stop bitsandbytes from repacking 4-bit weights for CPU inference.
+
+    On a CPU with AVX512-BF16 a forward pass in eval mode turns them, in place and for good, into a layout without a
+    backward pass (bitsandbytes 0.50, `Linear4bit.forward`): an evaluation would end the training that follows.
+    """
+    for module in model.modules():
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            module.support_avx512bf16_for_cpu = False

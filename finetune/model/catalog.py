@@ -1,0 +1,105 @@
+"""The architecture facts of well-known models, so that building and forecasting them needs no network.
+
+`catalog.json` holds, for each hub name, the fields of the hub's `config.json` that define the architecture,
+and the published number of parameters with tied weights counted once. The fields have the form transformers 5
+expects (`rope_parameters` in place of `rope_theta` and `rope_scaling`; see
+https://huggingface.co/docs/transformers/main/en/main_classes/configuration). The number comes from what was
+published (the hub's safetensors metadata, Keras Hub presets; each entry's `source` says which), never from
+building the model: the tests compare the two.
+
+An alias is another checkpoint of the same shapes, such as the instruct variant. It lists only the facts in
+which its own `config.json` differs: the end-of-text token and, for Qwen, the context length and the norms'
+epsilon.
+
+What is not a fact of the architecture is left to the library: initializer, dropout, cache settings and dtype.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Mapping
+from copy import deepcopy
+from dataclasses import dataclass, field
+from functools import cache
+from importlib import resources
+from typing import TYPE_CHECKING, Any
+
+from finetune.errors import ConfigError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+
+@dataclass(frozen=True)
+class CatalogEntry:
+    """What is known of one model.
+
+    `parameters` counts tied weights once, and `source` says where that number was published. `facts` are
+    keyword arguments of the transformers configuration, `model_type` and `architectures` included; treat them
+    as read-only. `note` is what a reader of the facts should know: the larger Gemma 3 checkpoints, for one,
+    are multimodal, and their entries describe the text model alone.
+    """
+
+    name: str
+    parameters: int
+    source: str
+    facts: Mapping[str, Any] = field(hash=False)
+    note: str = ""
+    alias_of: str | None = None
+
+
+@cache
+def _entries() -> dict[str, CatalogEntry]:
+    """Every entry by the name that finds it: each model in the file's order, followed by its aliases."""
+    text = resources.files(__package__).joinpath("catalog.json").read_text(encoding="utf-8")
+    entries = {}
+    for model_name, model in json.loads(text).items():
+        for name, differences in {model_name: {}, **model["aliases"]}.items():
+            entries[name] = CatalogEntry(
+                name=name,
+                parameters=model["parameters"],
+                source=model["source"],
+                facts=model["facts"] | differences,
+                note=model.get("note", ""),
+                alias_of=None if name == model_name else model_name,
+            )
+    return entries
+
+
+def names(*, aliases: bool = False) -> list[str]:
+    """The hub names of the models in the catalog; with `aliases`, every name that `find` knows."""
+    return [name for name, entry in _entries().items() if aliases or entry.alias_of is None]
+
+
+def find(name: str) -> CatalogEntry | None:
+    """The entry of a hub name or alias, spelled as on the hub; None when the catalog has no such model."""
+    return _entries().get(name)
+
+
+def config(name: str) -> PreTrainedConfig:
+    """A new configuration of a catalogued model, ready for `AutoModelForCausalLM.from_config`.
+
+    Raises `ConfigError`, with the closest names, when the catalog has no such model.
+    """
+    entry = find(name)
+    if entry is None:
+        hint = ", ".join(nearest(name))
+        raise ConfigError(f"no model {name!r} in the catalog" + (f"; did you mean {hint}?" if hint else ""))
+
+    from transformers import AutoConfig
+
+    # transformers completes rope_parameters in place; the catalog must not change with it.
+    return AutoConfig.for_model(**deepcopy(dict(entry.facts)))
+
+
+def nearest(name: str, limit: int = 3) -> list[str]:
+    """Up to `limit` names and aliases that look like `name`, the closest first.
+
+    Case does not count, nor does the organisation when `name` has none: `llama-3.1-8b` finds
+    `meta-llama/Llama-3.1-8B`.
+    """
+    spelled = {}
+    for known in names(aliases=True):
+        spelled[(known if "/" in name else known.split("/")[1]).lower()] = known
+    return [spelled[match] for match in difflib.get_close_matches(name.lower(), spelled, n=limit)]

@@ -1,0 +1,33 @@
+"""Answers from a model: greedy, so that two models can be compared."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+
+@torch.inference_mode()
+def answer(model: Any, tokenizer: Any, messages: list[dict[str, Any]], max_new_tokens: int = 128) -> str:
+    """The model's next turn after `messages`, decoded greedily, without special tokens."""
+    was_training = model.training
+    model.eval()
+    try:
+        inputs = tokenizer.apply_chat_template(
+            messages, add_generation_prompt=True, return_dict=True, return_tensors="pt"
+        ).to(model.device)
+        prompt_length = inputs["input_ids"].shape[1]
+        generated = model.generate(
+            **inputs,
+            max_new_tokens=max_new_tokens,
+            do_sample=False,
+            temperature=None,
+            top_p=None,
+            top_k=None,
+            use_cache=True,
+            pad_token_id=tokenizer.pad_token_id,
+            eos_token_id=tokenizer.eos_token_id,
+        )
+    finally:
+        model.train(was_training)
+    return tokenizer.decode(generated[0, prompt_length:], skip_special_tokens=True).strip()

@@ -1,0 +1,77 @@
+"""Where a model stands: the built-in base, a local directory, or the hub; and what to say when it is not there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+from finetune.config.fields import unknown
+from finetune.errors import ArtifactError, MachineError
+from finetune.model import catalog
+
+BUILTIN_BASE = "builtin:tiny-llama"
+
+_PACKAGE = Path(__file__).resolve().parent.parent
+# Inside an installed wheel, or beside the package in a checkout.
+_BUILTIN_PLACES = (_PACKAGE / "_builtin" / "tiny-llama", _PACKAGE.parent / "data" / "tiny-llama")
+
+T = TypeVar("T")
+
+
+def locate(name: str) -> str:
+    """The directory or hub name that transformers can load. Raises ArtifactError for a name that is neither."""
+    if name.startswith("builtin:"):
+        if name != BUILTIN_BASE:
+            raise ArtifactError(f"model {unknown(name, [BUILTIN_BASE])}")
+        for place in _BUILTIN_PLACES:
+            if (place / "config.json").is_file():
+                return str(place)
+        raise ArtifactError(f"{BUILTIN_BASE} is missing from this installation; make it with data/build_tiny_llama.py")
+    path = Path(name).expanduser()
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise ArtifactError(f"{name}: a model directory needs config.json; this one has none")
+        return str(path)
+    if path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
+        raise ArtifactError(f"{name}: no such model directory")
+    return name
+
+
+def hub_call(what: str, load: Callable[[], T]) -> T:
+    """Run a transformers loading call and turn its failures into one clear paragraph.
+
+    Raises MachineError where the hub cannot be reached or refuses, ArtifactError where the files are not usable.
+    """
+    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
+    from safetensors import SafetensorError
+
+    try:
+        return load()
+    except (GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError) as error:
+        raise MachineError(f"{what}: the hub refuses: {_first(error)}") from None
+    except SafetensorError as error:
+        raise ArtifactError(f"{what}: a weights file is damaged: {_first(error)}") from None
+    except OSError as error:
+        text = str(error)
+        cause = error.__cause__ or error.__context__
+        if isinstance(cause, (GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError)):
+            raise MachineError(f"{what}: the hub refuses: {_first(error)}") from None
+        if "couldn't connect" in text or "offline" in text.lower() or "internet" in text:
+            raise MachineError(
+                f"{what}: not a local directory, not cached, and the hub cannot be reached; download it where there "
+                "is a network, or set `model.name` to a directory (`model.weights: random` needs no weights)"
+            ) from None
+        raise ArtifactError(f"{what}: {_first(error)}") from None
+    except ValueError as error:
+        raise ArtifactError(f"{what}: {_first(error)}{_nearest(what)}") from None
+
+
+def _nearest(what: str) -> str:
+    near = catalog.nearest(what)
+    return f" Known architectures: {', '.join(near)}." if near else ""
+
+
+def _first(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__

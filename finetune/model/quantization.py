@@ -1,0 +1,47 @@
+"""How frozen weights are stored. A new kind is one entry in QUANTIZATIONS."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from finetune.config import QuantizationSection
+
+
+@dataclass(frozen=True)
+class Quantization:
+    """One storage kind and the arguments of transformers' BitsAndBytesConfig it stands for (None: as loaded)."""
+
+    help: str
+    arguments: dict[str, Any] | None
+    four_bit: bool = False
+
+
+QUANTIZATIONS: dict[str, Quantization] = {
+    "nf4": Quantization(
+        "4-bit NormalFloat in blocks of 64",
+        {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"},
+        four_bit=True,
+    ),
+    "fp4": Quantization(
+        "4-bit float in blocks of 64", {"load_in_4bit": True, "bnb_4bit_quant_type": "fp4"}, four_bit=True
+    ),
+    # A threshold above 0 splits off outlier columns in every forward pass, which a frozen base under an adapter does
+    # not need and which makes the memory of a step depend on the data (arXiv 2208.07339, section 3.2).
+    "int8": Quantization("8-bit integers, one scale a row", {"load_in_8bit": True, "llm_int8_threshold": 0.0}),
+    "none": Quantization("the training precision", None),
+}
+
+
+def bitsandbytes_config(section: QuantizationSection, compute_dtype: Any) -> Any | None:
+    """The BitsAndBytesConfig for transformers, or None where the base is not quantized."""
+    from transformers import BitsAndBytesConfig
+
+    kind = QUANTIZATIONS[section.kind]
+    if kind.arguments is None:
+        return None
+    if not kind.four_bit:
+        return BitsAndBytesConfig(**kind.arguments)
+    return BitsAndBytesConfig(
+        **kind.arguments, bnb_4bit_use_double_quant=section.double, bnb_4bit_compute_dtype=compute_dtype
+    )

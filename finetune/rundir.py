@@ -1,0 +1,171 @@
+"""The run directory: where everything of a run stands, and how it is written so that nothing looks finished early.
+
+Small files are replaced whole (write, fsync, rename); `metrics.jsonl` and `events.jsonl` only grow. A run is
+finished when its last event says so; a directory that a stage writes (`adapter/`, `merged/`) appears by rename.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from finetune.config import Config, dump, load
+from finetune.errors import ArtifactError, MachineError
+
+_CHECKPOINT = "step-"
+_PARTIAL = ".incomplete"
+
+
+class RunDirectory:
+    """Paths and writes below `runs/<name>/`. Creating the object touches nothing on disk."""
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self.config_file = self.path / "config.yaml"
+        self.environment_file = self.path / "environment.json"
+        self.metrics_file = self.path / "metrics.jsonl"
+        self.events_file = self.path / "events.jsonl"
+        self.answers_file = self.path / "answers.json"
+        self.checkpoints = self.path / "checkpoints"
+        self.adapter = self.path / "adapter"
+        self.merged = self.path / "merged"
+        self.plot_file = self.path / "training.png"
+        self.report_file = self.path / "report.html"
+        self.profile = self.path / "profile"
+        self.snapshot_file = self.path / "memory_snapshot.pickle"
+
+    @classmethod
+    def open(cls, path: str | Path) -> RunDirectory:
+        """An existing run. Raises ArtifactError where there is none."""
+        run = cls(path)
+        if not run.config_file.is_file():
+            raise ArtifactError(f"{path}: not a run directory (no config.yaml); give the folder `finetune train` wrote")
+        return run
+
+    def create(self, config: Config) -> None:
+        """Make the directory and save the resolved config, or raise MachineError."""
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            write_text(self.config_file, dump(config))
+        except OSError as error:
+            raise MachineError(f"{self.path}: cannot be written: {error.strerror}; set `output.dir`") from None
+
+    def config(self) -> Config:
+        """The resolved config this run was started with."""
+        return load(self.config_file)
+
+    # -- lines that grow -------------------------------------------------------------------------------------------
+
+    def event(self, name: str, **fields: Any) -> None:
+        """Append one line to events.jsonl: what happened, when, and the facts a person needs."""
+        append_line(self.events_file, {"time": round(time.time(), 3), "event": name, **fields})
+
+    def events(self) -> list[dict[str, Any]]:
+        return read_lines(self.events_file)
+
+    def metrics(self) -> list[dict[str, Any]]:
+        return read_lines(self.metrics_file)
+
+    def forget_metrics_after(self, step: int) -> None:
+        """Drop the metric lines of steps that a resume will do again, so that each step has one line."""
+        kept = [line for line in self.metrics() if line["step"] <= step]
+        write_text(self.metrics_file, "".join(json.dumps(line) + "\n" for line in kept))
+
+    @property
+    def finished(self) -> bool:
+        """Whether the last start of this run came to its end."""
+        events = self.events()
+        return bool(events) and events[-1]["event"] in ("finished", "merged")
+
+    # -- checkpoints -----------------------------------------------------------------------------------------------
+
+    def checkpoint(self, step: int) -> Path:
+        return self.checkpoints / f"{_CHECKPOINT}{step:08d}"
+
+    def complete_checkpoints(self) -> list[Path]:
+        """Checkpoints that were published, oldest first. Half-written ones carry another suffix."""
+        found = self.checkpoints.glob(f"{_CHECKPOINT}*") if self.checkpoints.is_dir() else []
+        return sorted(path for path in found if path.is_dir() and not path.name.endswith(_PARTIAL))
+
+    # -- starting over ---------------------------------------------------------------------------------------------
+
+    def move_aside(self) -> Path:
+        """Rename an earlier run so that a fresh one can take its place; nothing is deleted."""
+        for number in range(1, 10_000):
+            aside = self.path.with_name(f"{self.path.name}.{number}")
+            if not aside.exists():
+                self.path.rename(aside)
+                return aside
+        raise MachineError(f"{self.path}: too many earlier runs beside it; move them away")
+
+
+def checkpoint_step(path: Path) -> int:
+    """The optimizer step a checkpoint directory is named after."""
+    return int(path.name.removeprefix(_CHECKPOINT))
+
+
+@contextlib.contextmanager
+def staged(target: Path) -> Iterator[Path]:
+    """Write a directory under a temporary name and publish it by rename when the block ends without an error.
+
+    An earlier `target` is replaced only then. Files are fsynced before the rename, so that the name never points
+    to less than what was written.
+    """
+    partial = target.with_name(target.name + _PARTIAL)
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    yield partial
+    for file in partial.rglob("*"):
+        if file.is_file():
+            _fsync(file)
+    replaced = target.with_name(target.name + ".replaced")
+    if target.exists():
+        shutil.rmtree(replaced, ignore_errors=True)
+        target.rename(replaced)
+    partial.rename(target)
+    _fsync(target.parent)
+    shutil.rmtree(replaced, ignore_errors=True)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Replace a small file as a whole."""
+    temporary = path.with_name(path.name + _PARTIAL)
+    with open(temporary, "w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+
+
+def write_json(path: Path, value: Any) -> None:
+    write_text(path, json.dumps(value, indent=2, allow_nan=False) + "\n")
+
+
+def append_line(path: Path, value: dict[str, Any]) -> None:
+    with open(path, "a", encoding="utf-8") as file:
+        file.write(json.dumps(value) + "\n")
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """The JSON objects of a .jsonl file; a last line cut short by a crash is left out."""
+    if not path.is_file():
+        return []
+    rows = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        with contextlib.suppress(json.JSONDecodeError):
+            rows.append(json.loads(line))
+    return rows
+
+
+def _fsync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,118 @@
+"""Optimizers. A new one is one entry in OPTIMIZERS; config, help and tests derive from the table."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from finetune.config import OptimizerSection
+
+Built = tuple[type, dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Optimizer:
+    """One optimizer: how its class and arguments come from the section, and what a CPU takes in its place."""
+
+    help: str
+    build: Callable[[OptimizerSection], Built]
+    on_cpu: str | None = None
+
+
+def choose(section: OptimizerSection, device_type: str) -> tuple[str, str | None]:
+    """The optimizer for this device and, where it is not the configured one, one line that says so."""
+    replacement = OPTIMIZERS[section.kind].on_cpu
+    if device_type == "cuda" or replacement is None:
+        return section.kind, None
+    return (
+        replacement,
+        f"optimizer {section.kind} pages its states to the host, which a CPU needs not: {replacement}",
+    )
+
+
+def build(name: str, section: OptimizerSection, learning_rate: float) -> Built:
+    """Class and keyword arguments for parameter groups, as transformers' `optimizer_cls_and_kwargs` takes them."""
+    optimizer, arguments = OPTIMIZERS[name].build(section)
+    return optimizer, {"lr": learning_rate, **arguments}
+
+
+def _betas(section: OptimizerSection) -> dict[str, Any]:
+    return {"betas": (section.beta1, section.beta2), "eps": section.epsilon}
+
+
+def _bitsandbytes(kind: str, bits: int, paged: bool = False) -> Callable[[OptimizerSection], Built]:
+    def build(section: OptimizerSection) -> Built:
+        import bitsandbytes
+
+        arguments: dict[str, Any] = {"optim_bits": bits, "is_paged": paged}
+        if kind == "Lion":
+            arguments["betas"] = (section.beta1, section.beta2)
+        elif kind == "AdEMAMix":
+            # beta3 and alpha as in the paper (arXiv 2409.03137, section 4).
+            arguments |= {
+                "betas": (section.beta1, section.beta2, 0.9999),
+                "alpha": 5.0,
+                "eps": section.epsilon,
+            }
+        else:
+            arguments |= _betas(section)
+        return getattr(bitsandbytes.optim, kind), arguments
+
+    return build
+
+
+def _torch_adamw(section: OptimizerSection) -> Built:
+    import torch
+
+    return torch.optim.AdamW, {**_betas(section), "fused": True}
+
+
+def _sgd(section: OptimizerSection) -> Built:
+    import torch
+
+    return torch.optim.SGD, {"momentum": section.beta1}
+
+
+def _adafactor(section: OptimizerSection) -> Built:
+    from transformers.optimization import Adafactor
+
+    return Adafactor, {"scale_parameter": False, "relative_step": False}
+
+
+OPTIMIZERS: dict[str, Optimizer] = {
+    "paged_adamw_8bit": Optimizer(
+        "AdamW, 8-bit states that move to the host under pressure (QLoRA)",
+        _bitsandbytes("AdamW", 8, True),
+        "adamw_8bit",
+    ),
+    "paged_adamw_32bit": Optimizer(
+        "AdamW, 32-bit states that move to the host under pressure",
+        _bitsandbytes("AdamW", 32, True),
+        "adamw_32bit",
+    ),
+    "adamw_8bit": Optimizer("AdamW, 8-bit states (arXiv 2110.02861)", _bitsandbytes("AdamW", 8)),
+    "adamw_32bit": Optimizer("AdamW, 32-bit states, bitsandbytes' kernel", _bitsandbytes("AdamW", 32)),
+    "adamw_torch_fused": Optimizer("PyTorch's fused AdamW", _torch_adamw),
+    "paged_lion_8bit": Optimizer(
+        "Lion, one 8-bit state that moves to the host under pressure",
+        _bitsandbytes("Lion", 8, True),
+        "lion_8bit",
+    ),
+    "paged_lion_32bit": Optimizer(
+        "Lion, one 32-bit state that moves to the host under pressure",
+        _bitsandbytes("Lion", 32, True),
+        "lion_32bit",
+    ),
+    "lion_8bit": Optimizer("Lion, one 8-bit state (arXiv 2302.06675)", _bitsandbytes("Lion", 8)),
+    "lion_32bit": Optimizer("Lion, one 32-bit state", _bitsandbytes("Lion", 32)),
+    "adafactor": Optimizer("Adafactor, factored second moment (arXiv 1804.04235)", _adafactor),
+    "sgd": Optimizer("SGD with momentum `beta1`", _sgd),
+    "paged_ademamix_8bit": Optimizer(
+        "AdEMAMix, 8-bit states that move to the host under pressure",
+        _bitsandbytes("AdEMAMix", 8, True),
+        "ademamix_8bit",
+    ),
+    "ademamix_8bit": Optimizer("AdEMAMix, 8-bit states (arXiv 2409.03137)", _bitsandbytes("AdEMAMix", 8)),
+    "ademamix_32bit": Optimizer("AdEMAMix, 32-bit states", _bitsandbytes("AdEMAMix", 32)),
+}

@@ -1,0 +1,172 @@
+"""Train a model whose weights, adapter and data are ready; evaluate one that was trained."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from finetune.config import Config
+from finetune.data.batching import RowOrder
+from finetune.data.prepare import Prepared
+from finetune.errors import OutOfMemoryError
+from finetune.memory import inspect
+from finetune.memory.monitor import Monitor
+from finetune.rundir import RunDirectory, staged
+from finetune.training import optimizers
+from finetune.training.trainer import Listener, Trainer, arguments, early_stopping, save_weights
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How training ended: the last step and, where there were evaluations, the step of the best one."""
+
+    steps: int
+    best_step: int | None
+    best_eval_loss: float | None
+
+
+def train(
+    config: Config,
+    model: Any,
+    tokenizer: Any,
+    data: Prepared,
+    run: RunDirectory,
+    monitor: Monitor,
+    listener: Listener,
+    *,
+    device: torch.device,
+    resume_from: Path | None = None,
+) -> Outcome:
+    """Run the optimizer steps and write `adapter/` (or `merged/`, where every weight was trained).
+
+    Raises OutOfMemoryError with the levers, NumbersError for a loss that is not finite, MachineError when a
+    checkpoint cannot be written.
+    """
+    trainer = _trainer(config, model, tokenizer, data, run, monitor, listener, device, resuming=bool(resume_from))
+    initial = _keep_initial_adapter(config, model, run)
+    try:
+        with inspect.recorded(run.snapshot_file, device, config.memory.snapshot):
+            trainer.train(resume_from_checkpoint=str(resume_from) if resume_from else None)
+    except torch.OutOfMemoryError as error:
+        run.event("out_of_memory", step=trainer.state.global_step, memory=monitor.run)
+        raise OutOfMemoryError(_levers(config, run, error)) from None
+    if config.output.best and (best := trainer.best_checkpoint()):
+        trainer.load_weights(best)
+        run.event("best_loaded", step=trainer.state.best_global_step)
+    _publish(config, trainer.model, tokenizer, run, initial)
+    state = trainer.state
+    return Outcome(state.global_step, state.best_global_step or None, state.best_metric)
+
+
+def _trainer(
+    config: Config,
+    model: Any,
+    tokenizer: Any,
+    data: Prepared,
+    run: RunDirectory,
+    monitor: Monitor,
+    listener: Listener,
+    device: torch.device,
+    *,
+    resuming: bool,
+) -> Trainer:
+    training = config.training
+    name, replaced = optimizers.choose(config.optimizer, device.type)
+    if replaced:
+        listener.note(replaced)
+    return Trainer(
+        model=model,
+        args=arguments(config, run, evaluates=data.eval is not None, resuming=resuming, device=device),
+        train_dataset=data.train,
+        eval_dataset=data.eval,
+        processing_class=tokenizer,
+        optimizer_cls_and_kwargs=optimizers.build(name, config.optimizer, training.learning_rate),
+        callbacks=early_stopping(training.early_stopping),
+        order=RowOrder(data.train["length"], training.batch_size, training.seed, training.group_by_length),
+        adapter=config.adapter,
+        run=run,
+        monitor=monitor,
+        listener=listener,
+        keep=config.output.keep,
+        save_best=config.output.best,
+        profiler=inspect.profiler(config.memory.profile_steps, run.profile, device),
+    )
+
+
+def evaluate(config: Config, model: Any, tokenizer: Any, data: Prepared, scratch: Path, device: torch.device) -> float:
+    """Mean held-out loss in nats per trained token, computed exactly as during training."""
+    assert data.eval is not None
+    trainer = _trainer(
+        config,
+        model,
+        tokenizer,
+        data,
+        RunDirectory(scratch),
+        Monitor(_NoMeter()),
+        _Silent(),
+        device,
+        resuming=True,
+    )
+    return float(trainer.evaluate()["eval_loss"])
+
+
+class _NoMeter:
+    def reset(self) -> None: ...
+
+    def read(self) -> dict[str, int]:
+        return {}
+
+
+class _Silent:
+    def started(self, first_step: int, last_step: int) -> None: ...
+
+    def stepped(self, line: dict[str, Any]) -> None: ...
+
+    def evaluated(self, line: dict[str, Any]) -> None: ...
+
+    def note(self, text: str) -> None: ...
+
+
+def _keep_initial_adapter(config: Config, model: Any, run: RunDirectory) -> Path | None:
+    """PiSSA moves part of the base into the adapter. Keep its start, so that what is published fits the plain base."""
+    if config.adapter.init != "pissa":
+        return None
+    folder = run.path / "adapter_initial"
+    with staged(folder) as partial:
+        save_weights(model, partial)
+    return folder
+
+
+def _publish(config: Config, model: Any, tokenizer: Any, run: RunDirectory, initial: Path | None) -> None:
+    """Write the trained weights where other tools look for them; the directory appears when it is whole."""
+    target = run.merged if config.adapter.kind == "none" else run.adapter
+    with staged(target) as folder:
+        if initial:
+            # W = residual + B0 A0, so the update on W is BA - B0 A0: an adapter of twice the rank (PiSSA, section 3.3).
+            save_weights(model, folder, path_initial_model_for_weight_conversion=str(initial))
+        else:
+            save_weights(model, folder)
+        tokenizer.save_pretrained(str(folder))
+    if initial:
+        shutil.rmtree(initial)
+
+
+def _levers(config: Config, run: RunDirectory, error: torch.OutOfMemoryError) -> str:
+    """What would make the job fit, cheapest first, leaving out what is already done."""
+    memory, training = config.memory, config.training
+    levers = []
+    if memory.checkpointing != "all":
+        levers.append("memory.checkpointing=all")
+    if training.micro_batch > 1:
+        levers.append(f"training.micro_batch={training.micro_batch // 2} (same gradient)")
+    if memory.offload == "none":
+        levers.append("memory.offload=checkpoints")
+    if config.quantization.kind != "nf4" and config.adapter.kind == "lora":
+        levers.append("quantization.kind=nf4")
+    levers.append(f"data.max_length={config.data.max_length // 2}")
+    first = str(error).splitlines()[0]
+    return f"out of memory: {first}\nTry, in this order: {'; '.join(levers)}.\nAllocator snapshot: {run.snapshot_file}"
