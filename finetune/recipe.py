@@ -53,7 +53,8 @@ def train(config: Config, *, fresh: bool = False, terminal: Terminal | None = No
             "start anew: --fresh (the old run is moved aside)"
         )
         return Result(run)
-    return _Training(config, run, terminal).go()
+    with terminal:
+        return _Training(config, run, terminal).go()
 
 
 @dataclass

@@ -145,7 +145,9 @@ class LeakWatch:
     """Notices a peak that keeps growing at the same batch shape: memory that is held and never given back.
 
     A shape is reported once, after `SIGHTINGS` peaks in a row, each larger than the one before by at least the
-    grain, which keeps the noise of a resident peak from counting.
+    grain. The resident size of a process also grows because libraries keep code for each new shape of matrix
+    (oneDNN compiles and caches kernels, 1 GiB of them in a long bfloat16 run), so there a shape never seen before
+    starts all counts again; the CUDA allocator counts tensors alone and needs no such care.
     """
 
     SIGHTINGS = 5
@@ -158,6 +160,9 @@ class LeakWatch:
     def see(self, shape: tuple[int, ...], peak: Peak) -> int:
         """Bytes that the peak at `shape` has grown, the first time that it counts as a leak; else 0."""
         measure = "allocated_bytes" if "allocated_bytes" in peak else "resident_bytes"
+        if measure == "resident_bytes" and shape not in self._peaks:
+            for peaks in self._peaks.values():
+                peaks.clear()
         peaks = self._peaks.setdefault(shape, [])
         if peaks and peak[measure] < peaks[-1] + self.GRAIN_BYTES[measure]:
             peaks.clear()

@@ -1,0 +1,169 @@
+"""What the benchmarks share: fresh processes, run directories read back, tables, and results with their environment.
+
+Every measured job runs in a process of its own, so that a peak or a start-up time belongs to that job alone. Nothing
+here imports torch: on a GPU machine the parent must not hold a CUDA context of its own.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+
+Line = dict[str, Any]
+
+_DESCRIBE = """
+import json
+from finetune.environment import describe
+from finetune.recipe import this_device
+print(json.dumps(describe(this_device())))
+"""
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A process that ended: its exit code, its wall and CPU (user + system) time in seconds, and what it printed."""
+
+    exit_code: int
+    wall_seconds: float
+    cpu_seconds: float
+    output: str
+    errors: str
+
+
+def run(
+    command: Sequence[str | Path], *, threads: int | None = None, extra: Mapping[str, str] | None = None
+) -> Finished:
+    """Run `command` to its end, without network access of the libraries, `threads` CPU threads for arithmetic."""
+    environment = {**os.environ, **_offline(), **(extra or {})}
+    # finetune need not be installed: this checkout comes first.
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
+    if threads is not None:
+        environment |= {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
+    cpu_before, started = _children_cpu_seconds(), time.perf_counter()
+    done = subprocess.run(
+        [str(part) for part in command], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
+    )
+    wall = time.perf_counter() - started
+    return Finished(done.returncode, wall, _children_cpu_seconds() - cpu_before, done.stdout, done.stderr)
+
+
+def python(*arguments: str | Path, threads: int | None = None, extra: Mapping[str, str] | None = None) -> Finished:
+    """Run this interpreter in a fresh process."""
+    return run([sys.executable, *arguments], threads=threads, extra=extra)
+
+
+def succeeded(done: Finished) -> Finished:
+    """`done`, or the end of this benchmark with what the process said."""
+    if done.exit_code:
+        sys.exit(f"a measured process ended with exit code {done.exit_code}:\n{done.errors.strip()[-2000:]}")
+    return done
+
+
+def _offline() -> dict[str, str]:
+    return {"HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_TELEMETRY": "1", "TOKENIZERS_PARALLELISM": "false"}
+
+
+def _children_cpu_seconds() -> float:
+    spent = os.times()
+    return spent.children_user + spent.children_system
+
+
+# -- what a job is made of ---------------------------------------------------------------------------------------------
+
+
+def write_long_rows(path: Path, *, rows: int, tokens: int) -> None:
+    """Write `rows` plain-text rows (JSON lines with `text`), each longer than `tokens` tokens in any tokenizer.
+
+    A word is at least one token. The rows differ, so that a cache of any kind has nothing to repeat.
+    """
+    with open(path, "w", encoding="utf-8") as file:
+        for row in range(rows):
+            words = [f"word{(row * 7919 + place * 104_729) % 9973}" for place in range(tokens + 8)]
+            file.write(json.dumps({"text": " ".join(words)}) + "\n")
+
+
+def read_lines(path: Path) -> list[Line]:
+    """The JSON objects of a .jsonl file, none where the file is missing."""
+    if not path.is_file():
+        return []
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def steps(run_directory: Path) -> list[Line]:
+    """The metric lines of optimizer steps; those of evaluations are left out."""
+    return [line for line in read_lines(run_directory / "metrics.jsonl") if "loss" in line]
+
+
+def event(run_directory: Path, name: str) -> Line:
+    """The last event of that name, empty where there is none."""
+    found = [line for line in read_lines(run_directory / "events.jsonl") if line["event"] == name]
+    return found[-1] if found else {}
+
+
+def largest(peaks: Sequence[Mapping[str, Mapping[str, int]]]) -> dict[str, dict[str, int]]:
+    """The largest bytes by phase and measure over several steps' peaks."""
+    found: dict[str, dict[str, int]] = {}
+    for step in peaks:
+        for phase, measures in step.items():
+            into = found.setdefault(phase, {})
+            for name, size in measures.items():
+                into[name] = max(into.get(name, 0), size)
+    return found
+
+
+# -- what comes out ----------------------------------------------------------------------------------------------------
+
+
+def environment(threads: int | None = None) -> dict[str, Any]:
+    """Versions, device and source revision, from a process of its own (see `finetune.environment`)."""
+    return json.loads(succeeded(python("-c", _DESCRIBE, threads=threads)).output)
+
+
+def command_line() -> str:
+    """This benchmark's command as a reader of the repository would type it."""
+    script = Path(sys.argv[0]).resolve()
+    name = script.relative_to(ROOT) if script.is_relative_to(ROOT) else script.name
+    return without_paths(" ".join(["python", str(name), *sys.argv[1:]]))
+
+
+def without_paths(text: str) -> str:
+    """`text` with absolute paths cut to their last part: a result says nothing about the machine's folders."""
+    return re.sub(r"(?<![\w.:/])/(?:[\w.+-]+/)+([\w.+-]*)", r"\1", text)
+
+
+def write_result(path: Path, value: dict[str, Any]) -> None:
+    """Write a result as JSON; NaN and infinity are refused."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(value, indent=2, allow_nan=False) + "\n", encoding="utf-8")
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
+    """Text columns, the first aligned left, the others right."""
+    cells = [[str(cell) for cell in row] for row in (header, *rows)]
+    widths = [max(len(row[column]) for row in cells) for column in range(len(header))]
+    lines = [
+        "  ".join(cell.ljust(width) if column == 0 else cell.rjust(width) for column, (cell, width) in enumerate(pairs))
+        for pairs in (list(zip(row, widths, strict=True)) for row in cells)
+    ]
+    return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:]])
+
+
+def mib(size_bytes: float) -> str:
+    """Bytes for a person, in MiB."""
+    return f"{size_bytes / 2**20:,.0f}"
+
+
+def gib(size_bytes: float) -> str:
+    """Bytes for a person, in GiB."""
+    return f"{size_bytes / 2**30:.2f}"

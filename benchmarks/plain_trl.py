@@ -1,0 +1,76 @@
+"""A plain TRL script: LoRA on a chat file, as its documentation shows it. The other side of benchmarks/overhead.py.
+
+It knows nothing of finetune, and can be read and run alone:
+
+    python benchmarks/plain_trl.py --model data/tiny-llama --data messages.jsonl --output /tmp/plain
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from pathlib import Path
+
+import torch
+from datasets import load_dataset
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
+from trl import SFTConfig, SFTTrainer
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--data", required=True, help="JSON lines with `messages`")
+    parser.add_argument("--output", required=True, type=Path)
+    parser.add_argument("--max-steps", type=int, default=60)
+    parser.add_argument("--logging-steps", type=int, default=10)
+    options = parser.parse_args()
+
+    set_seed(42)
+    tokenizer = AutoTokenizer.from_pretrained(options.model)
+    model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32)
+    model.config.use_cache = False
+    set_seed(42)
+    model = get_peft_model(model, LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM"))
+
+    trainer = SFTTrainer(
+        model=model,
+        processing_class=tokenizer,
+        train_dataset=load_dataset("json", data_files=options.data, split="train"),
+        args=SFTConfig(
+            output_dir=str(options.output),
+            use_cpu=True,
+            bf16=False,
+            per_device_train_batch_size=8,
+            gradient_accumulation_steps=2,
+            max_steps=options.max_steps,
+            learning_rate=2e-4,
+            lr_scheduler_type="cosine",
+            warmup_steps=0.03,
+            optim="adamw_torch_fused",
+            max_length=256,
+            assistant_only_loss=True,
+            gradient_checkpointing=False,
+            dataloader_pin_memory=False,
+            # The file is shuffled already.
+            train_sampling_strategy="sequential",
+            logging_steps=options.logging_steps,
+            save_strategy="steps",
+            save_steps=options.max_steps,
+            report_to="none",
+            seed=42,
+        ),
+    )
+    cpu_before = time.process_time()
+    metrics = trainer.train().metrics
+    metrics["train_cpu_seconds"] = time.process_time() - cpu_before
+    trainer.save_model(str(options.output / "adapter"))
+
+    losses = [line["loss"] for line in trainer.state.log_history if "loss" in line]
+    (options.output / "loop.json").write_text(json.dumps({**metrics, "losses": losses}))
+
+
+if __name__ == "__main__":
+    main()

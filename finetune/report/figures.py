@@ -1,0 +1,145 @@
+"""What a run's lines say, as numbers: losses, peaks by phase, speed. Everything that is shown is counted here, once."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from finetune.memory.monitor import PHASES, Peak
+from finetune.rundir import RunDirectory
+
+MEASURES = {
+    "allocated_bytes": "allocated",
+    "reserved_bytes": "reserved",
+    "device_bytes": "device",
+    "resident_bytes": "resident",
+}
+"""What the monitor measures, and how it is called where people read it."""
+
+
+@dataclass(frozen=True)
+class Figures:
+    """The lines of metrics.jsonl, apart by kind, and of events.jsonl.
+
+    A loss that was not finite is None in the lines and stays None here.
+    """
+
+    training: list[dict[str, Any]]
+    evaluations: list[dict[str, Any]]
+    events: list[dict[str, Any]]
+
+    @classmethod
+    def read(cls, run: RunDirectory) -> Figures:
+        """The figures of a run as it stands on disk now, finished or not."""
+        lines = run.metrics()
+        return cls(
+            training=[line for line in lines if "loss" in line],
+            evaluations=[line for line in lines if "eval_loss" in line],
+            events=run.events(),
+        )
+
+    # -- losses, in nats per trained token -------------------------------------------------------------------------
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps done."""
+        return self.training[-1]["step"] if self.training else 0
+
+    @property
+    def final_loss(self) -> float | None:
+        return self.training[-1]["loss"] if self.training else None
+
+    @property
+    def base_eval_loss(self) -> float | None:
+        """Held-out loss before the first step."""
+        return next((line["eval_loss"] for line in self.evaluations if line["step"] == 0), None)
+
+    @property
+    def final_eval_loss(self) -> float | None:
+        return self.evaluations[-1]["eval_loss"] if self.evaluations else None
+
+    @property
+    def best_evaluation(self) -> dict[str, Any] | None:
+        """The evaluation with the lowest finite loss; that of step 0 says that training did not help."""
+        finite = [line for line in self.evaluations if line["eval_loss"] is not None]
+        return min(finite, key=lambda line: line["eval_loss"], default=None)
+
+    @property
+    def exported_step(self) -> int:
+        """The step whose weights are published: the last, or the best where that was loaded at the end."""
+        loaded = [event["step"] for event in self._last_start() if event["event"] == "best_loaded"]
+        return loaded[-1] if loaded else self.steps
+
+    @property
+    def exported_evaluation(self) -> dict[str, Any] | None:
+        """The evaluation of the published weights, or the nearest one before their step that saw training."""
+        upto = [line for line in self.evaluations if 0 < line["step"] <= self.exported_step]
+        return upto[-1] if upto else None
+
+    @property
+    def exported_eval_loss(self) -> float | None:
+        """Held-out loss of the weights that are published."""
+        evaluation = self.exported_evaluation
+        return evaluation["eval_loss"] if evaluation else None
+
+    @property
+    def relative_drop(self) -> float | None:
+        """Share of the base's held-out loss that the published weights took away; None where either is missing."""
+        base, exported = self.base_eval_loss, self.exported_eval_loss
+        return 1 - exported / base if base and exported is not None else None
+
+    def _last_start(self) -> list[dict[str, Any]]:
+        """The events since the run was started or resumed last."""
+        starts = [at for at, event in enumerate(self.events) if event["event"] in ("started", "resumed")]
+        return self.events[starts[-1] :] if starts else self.events
+
+    # -- memory and speed ------------------------------------------------------------------------------------------
+
+    @property
+    def peaks(self) -> dict[str, Peak]:
+        """The largest bytes by phase and measure, over every start of the run, in the order of PHASES."""
+        found: dict[str, Peak] = {}
+        for phase, peak in self._measured():
+            largest = found.setdefault(phase, {})
+            for measure, measured_bytes in peak.items():
+                largest[measure] = max(largest.get(measure, 0), measured_bytes)
+        return {phase: found[phase] for phase in PHASES if found.get(phase)}
+
+    def _measured(self) -> Iterator[tuple[str, Peak]]:
+        for line in [*self.training, *self.evaluations]:
+            yield from line.get("memory", {}).items()
+        for event in self.events:
+            if event["event"] == "saved":
+                yield "save", event.get("memory", {})
+            elif event["event"] in ("finished", "out_of_memory"):
+                yield from event.get("memory", {}).items()
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """Median over the steps, which the slow first one does not move."""
+        return statistics.median(line["tokens_per_second"] for line in self.training) if self.training else None
+
+    @property
+    def padding_share(self) -> float | None:
+        """Share of all places in all batches that held padding."""
+        tokens = sum(line["tokens"] for line in self.training)
+        places = sum(line["tokens"] / (1 - line["padding_share"]) for line in self.training)
+        return 1 - tokens / places if places else None
+
+
+def measures(peaks: dict[str, Peak]) -> list[str]:
+    """The measures that occur in `peaks`, in the order of MEASURES."""
+    return [measure for measure in MEASURES if any(measure in peak for peak in peaks.values())]
+
+
+def smooth(losses: list[float], span_steps: int) -> list[float]:
+    """Mean over the `span_steps` steps around each, fewer at either end; a nan is left out of it."""
+    half = span_steps // 2
+    smoothed = []
+    for at in range(len(losses)):
+        window = [loss for loss in losses[max(0, at - half) : at + half + 1] if math.isfinite(loss)]
+        smoothed.append(statistics.fmean(window) if window else math.nan)
+    return smoothed

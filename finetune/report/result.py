@@ -1,0 +1,68 @@
+"""What a run came to: for a program as a dict, for a notebook as a table and a plot."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from finetune.report import page, words
+from finetune.report.figures import MEASURES, Figures, measures
+from finetune.rundir import RunDirectory
+
+
+@dataclass(frozen=True)
+class Result:
+    """A run and what it came to. Nothing is kept: every question reads the run directory as it stands then."""
+
+    run: RunDirectory
+
+    @property
+    def figures(self) -> Figures:
+        return Figures.read(self.run)
+
+    def summary(self) -> dict[str, Any]:
+        """The results as JSON values: losses in nats per trained token, memory in bytes, None for what is not there.
+
+        `relative_drop` is from the base's held-out loss to that of the published weights.
+        """
+        figures = self.figures
+        best = figures.best_evaluation
+        return {
+            "run": str(self.run.path),
+            "steps": figures.steps,
+            "final_train_loss": figures.final_loss,
+            "base_eval_loss": figures.base_eval_loss,
+            "final_eval_loss": figures.final_eval_loss,
+            "best_eval_loss": best and best["eval_loss"],
+            "best_step": best and best["step"],
+            "exported_step": figures.exported_step,
+            "relative_drop": figures.relative_drop,
+            "peaks": figures.peaks,
+            "tokens_per_second": figures.tokens_per_second,
+            "padding_share": figures.padding_share,
+            "adapter": _existing(self.run.adapter),
+            "merged": _existing(self.run.merged),
+            "report": _existing(self.run.report_file),
+            "plot": _existing(self.run.plot_file),
+        }
+
+    def table(self) -> Table:
+        """Peak memory by phase, a column for each measure."""
+        peaks = self.figures.peaks
+        columns = measures(peaks)
+        table = Table("phase", title="peak memory", title_justify="left", title_style="bold")
+        for measure in columns:
+            table.add_column(MEASURES[measure], justify="right")
+        for phase, peak in peaks.items():
+            table.add_row(phase, *(words.size(peak[measure]) if measure in peak else "" for measure in columns))
+        return table
+
+    def _repr_html_(self) -> str:
+        return page.results(self.run)
+
+
+def _existing(path: Path) -> str | None:
+    return str(path) if path.exists() else None

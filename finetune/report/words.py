@@ -1,0 +1,45 @@
+"""Numbers as people read them. Each kind of number is written in one way, on the terminal as in the report."""
+
+from __future__ import annotations
+
+import math
+
+_MIB, _GIB = 2**20, 2**30
+
+
+def size(size_bytes: int) -> str:
+    """Bytes in GiB (2^30), or in MiB (2^20) below one GiB."""
+    return f"{size_bytes / _GIB:.2f} GiB" if size_bytes >= _GIB else f"{size_bytes / _MIB:.0f} MiB"
+
+
+def loss(nats: float | None) -> str:
+    """A loss in nats a token; what was not a finite number stands in the files as None and is "nan"."""
+    return f"{math.nan if nats is None else nats:.4f}"
+
+
+def perplexity(nats: float | None) -> str:
+    """exp(loss), to four digits."""
+    try:
+        return f"{math.exp(math.nan if nats is None else nats):,.4g}"
+    except OverflowError:
+        return "inf"
+
+
+def share(value: float) -> str:
+    return f"{value:.1%}"
+
+
+def change(value: float) -> str:
+    """A relative change with its sign."""
+    return f"{value:+.1%}"
+
+
+def count(value: float) -> str:
+    return f"{value:,.0f}"
+
+
+def duration(seconds: float) -> str:
+    """Hours, minutes and seconds, such as 1:02:03 or 2:03."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

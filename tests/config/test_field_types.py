@@ -1,0 +1,85 @@
+"""Facts about the field types: sizes in bytes, the checkpointing choice, and unknown names."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from finetune.config import MemorySection
+from finetune.config.fields import every_n, parse_size, unknown
+
+
+@pytest.mark.parametrize(
+    ("written", "size_bytes"),
+    [
+        ("24GiB", 24 * 2**30),
+        ("24 GiB", 24 * 2**30),
+        (" 512 MiB ", 512 * 2**20),
+        ("1.5GiB", 3 * 2**29),
+        ("1TiB", 2**40),
+        ("3KiB", 3072),
+        ("7B", 7),
+        (1000, 1000),
+    ],
+)
+def test_a_size_is_in_binary_units(written: str | int, size_bytes: int) -> None:
+    assert MemorySection(limit=written).limit == size_bytes
+
+
+@pytest.mark.parametrize("written", ["24GB", "24", "24gib", "GiB", "-1GiB", "1e3MiB", "24 G", "1,5GiB"])
+def test_a_size_without_a_known_unit_is_refused_with_the_units(written: str) -> None:
+    with pytest.raises(ValidationError, match="KiB, MiB, GiB or TiB"):
+        MemorySection(limit=written)
+
+
+@pytest.mark.parametrize("written", [1.5, True, [1]])
+def test_a_size_is_text_or_a_whole_number(written: object) -> None:
+    with pytest.raises(ValidationError):
+        MemorySection(limit=written)
+
+
+@pytest.mark.parametrize("written", [0, -5, "0GiB"])
+def test_a_limit_on_memory_leaves_some(written: object) -> None:
+    with pytest.raises(ValidationError):
+        MemorySection(limit=written)
+
+
+def test_a_size_beyond_all_memory_is_no_crash() -> None:
+    with pytest.raises(ValidationError):
+        MemorySection(limit="9" * 400 + "GiB")
+
+
+@settings(deadline=None, derandomize=True)
+@given(st.integers(0, 2**20), st.sampled_from([("B", 0), ("KiB", 10), ("MiB", 20), ("GiB", 30), ("TiB", 40)]))
+def test_a_whole_number_of_a_unit_is_exact(number: int, unit: tuple[str, int]) -> None:
+    name, power = unit
+    assert parse_size(f"{number}{name}") == number << power
+
+
+@pytest.mark.parametrize("written", ["none", "all", "every-1", "every-2", "every-12", 0, 5])
+def test_checkpointing_takes_its_four_forms(written: str | int) -> None:
+    assert MemorySection(checkpointing=written).checkpointing == written
+
+
+@pytest.mark.parametrize(
+    "written", ["every-0", "every-", "every-02", "every2", "some", "every-2\n", -1, True, 2.5, None]
+)
+def test_checkpointing_takes_nothing_else(written: object) -> None:
+    with pytest.raises(ValidationError):
+        MemorySection(checkpointing=written)
+
+
+def test_every_n_gives_the_n_of_that_form_alone() -> None:
+    assert [every_n(form) for form in ("every-3", "every-12", "all", "none", 4)] == [3, 12, None, None, None]
+
+
+def test_an_unknown_name_gets_the_nearest_one_and_the_list() -> None:
+    assert unknown("cosin", ["linear", "cosine"]) == (
+        "`cosin` is not known; did you mean `cosine`? choose from linear, cosine"
+    )
+
+
+def test_a_name_like_no_other_gets_the_list_alone() -> None:
+    assert unknown("zzz", ["linear", "cosine"]) == "`zzz` is not known; choose from linear, cosine"

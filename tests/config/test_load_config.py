@@ -1,0 +1,525 @@
+"""Facts about loading a config: every problem at once with its place, overrides, rules, and the way back by `dump`."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from finetune.config import (
+    AdapterSection,
+    Config,
+    DataSection,
+    MemorySection,
+    ModelSection,
+    OutputSection,
+    TrainingSection,
+    dump,
+    load,
+)
+from finetune.config.sections import contradictions
+from finetune.errors import ConfigError
+from finetune.settings import CHOICES, load_config
+
+KEYS = [
+    (name, key, field)
+    for name, section in Config.model_fields.items()
+    for key, field in section.annotation.model_fields.items()
+]
+
+Write = Callable[[str], Path]
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Write:
+    def write(text: str, name: str = "job.yaml") -> Path:
+        path = tmp_path / name
+        path.write_text(textwrap.dedent(text), encoding="utf-8")
+        return path
+
+    return write
+
+
+def refused(path: Path, *overrides: str) -> list[str]:
+    """The lines of the refusal, with the folder taken off the file's name."""
+    with pytest.raises(ConfigError) as caught:
+        load_config(path, overrides)
+    return str(caught.value).replace(f"{path.parent}/", "").splitlines()
+
+
+# -- what a file means -----------------------------------------------------------------------------------------------
+
+
+def test_an_empty_file_is_all_defaults_but_for_its_run_directory(write: Write) -> None:
+    config = load_config(write("", "my_job.yaml"))
+    assert config.output.dir == "runs/my_job"
+    assert config.model_copy(update={"output": OutputSection()}) == Config()
+
+
+def test_a_run_directory_in_the_file_is_kept(write: Write) -> None:
+    assert load_config(write("output:\n  dir: elsewhere\n")).output.dir == "elsewhere"
+
+
+def test_a_section_with_nothing_under_it_is_all_defaults(write: Write) -> None:
+    assert load_config(write("model:\ntraining:\n  seed: 1\n")).model == ModelSection()
+
+
+def test_scientific_notation_is_a_number_and_no_is_a_name(write: Write) -> None:
+    config = load_config(write("model:\n  name: no\ntraining:\n  learning_rate: 2e-5\n  epochs: 3\n"))
+    assert config.model.name == "no"
+    assert config.training.learning_rate == 0.00002
+    assert config.training.epochs == 3.0
+
+
+def test_a_byte_order_mark_does_no_harm(tmp_path: Path) -> None:
+    path = tmp_path / "job.yaml"
+    path.write_bytes(b"\xef\xbb\xbftraining:\r\n  seed: 7\r\n")
+    assert load_config(path).training.seed == 7
+
+
+def test_a_config_cannot_be_changed(write: Write) -> None:
+    config = load_config(write(""))
+    with pytest.raises(ValueError, match="frozen"):
+        config.training.seed = 3  # type: ignore[misc]
+
+
+# -- what is refused, and how ----------------------------------------------------------------------------------------
+
+
+def test_all_problems_of_a_file_are_told_at_once_each_with_its_line(write: Write) -> None:
+    path = write("""\
+        model:
+          nmae: x
+          weights: trained
+        adaptor:
+          rank: 4
+        adapter:
+          rank: 0
+          rank: 8
+          dropout: 1.5
+        training:
+          seed: seven
+          batch_size: 16.5
+        quantization:
+          kind: nf5
+        data: !!python/name:os.system
+        memory:
+          limit: 24GB
+        tracking:
+          to: [tensorbord]
+        """)
+    lines = refused(path)
+    expected = {
+        "job.yaml:2": "`model.nmae`; `nmae` is not known; did you mean `name`?",
+        "job.yaml:3": "'pretrained' or 'random', not 'trained'",
+        "job.yaml:4": "unknown section `adaptor`; `adaptor` is not known; did you mean `adapter`?",
+        "job.yaml:7": "`adapter.rank`: expected greater than 0, not 0",
+        "job.yaml:8": "`adapter.rank` is given twice, first on line 7",
+        "job.yaml:9": "`adapter.dropout`",
+        "job.yaml:11": "`training.seed`: expected a whole number, not 'seven'",
+        "job.yaml:12": "`training.batch_size`: expected a whole number, not 16.5",
+        "job.yaml:14": "did you mean `nf4`?",
+        "job.yaml:15": "tag",
+        "job.yaml:17": "`24GB` is not a size",
+        "job.yaml:19": "did you mean `tensorboard`?",
+    }
+    found = {": ".join(line.split(": ")[:1]): line for line in lines}
+    assert found.keys() == expected.keys()
+    for place, text in expected.items():
+        assert text in found[place]
+    assert len(lines) == len(expected)
+
+
+@pytest.mark.parametrize(("section", "key"), [(section, key) for section, key, _ in KEYS])
+def test_a_misspelt_key_is_told_with_its_line_and_the_nearest_key(section: str, key: str, write: Write) -> None:
+    [line] = refused(write(f"# one\n{section}:\n  {key}x: 1\n"))
+    assert line.startswith(f"job.yaml:3: unknown key `{section}.{key}x`")
+    assert f"did you mean `{key}`?" in line
+
+
+@pytest.mark.parametrize("section", list(Config.model_fields))
+def test_a_misspelt_section_is_told_with_the_nearest_section(section: str, write: Write) -> None:
+    [line] = refused(write(f"{section}s:\n  x: 1\n"))
+    assert line.startswith(f"job.yaml:1: unknown section `{section}s`")
+    assert f"did you mean `{section}`?" in line
+
+
+@pytest.mark.parametrize("table", list(CHOICES))
+def test_every_name_of_a_table_is_allowed_and_no_other(table: str, write: Write) -> None:
+    path = write("")
+    for name in CHOICES[table]:
+        load_config(path, [f"{table}=[{name}]" if table == "tracking.to" else f"{table}={name}"])
+    [line] = refused(path, f"{table}=[zzzz]" if table == "tracking.to" else f"{table}=zzzz")
+    assert f"`{table}" in line
+    assert "choose from " + ", ".join(CHOICES[table]) in line
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("model.name=5", "expected text, not 5"),
+        ("model.trust_remote_code=no", "expected true or false, not 'no'"),
+        ("model.trust_remote_code=1", "expected true or false, not 1"),
+        ("adapter.rank=1.5", "expected a whole number, not 1.5"),
+        ("adapter.rank=true", "expected a whole number, not True"),
+        ("adapter.rank='8'", "expected a whole number, not '8'"),
+        ("adapter.alpha=high", "expected a number, not 'high'"),
+        ("adapter.extra_modules=lm_head", "expected a list, not 'lm_head'"),
+        ("training.max_steps=0", "expected greater than 0, not 0"),
+        ("training.learning_rate=-1", "expected greater than 0, not -1"),
+        ("training.learning_rate=.nan", "expected"),
+        ("training.precision=bf17", "'bf16', 'fp16' or 'fp32', not 'bf17'"),
+        ("optimizer.beta1=1", "expected less than 1, not 1"),
+        ("output.keep=1", "expected greater than or equal to 2, not 1"),
+        ("data.eval_share=1", "expected less than 1, not 1"),
+    ],
+)
+def test_a_value_of_the_wrong_type_says_what_is_expected(override: str, expected: str, write: Write) -> None:
+    [line] = refused(write(""), override)
+    assert line.startswith(f"override `{override}`: `{override.split('=')[0]}`: ")
+    assert expected in line
+
+
+def test_targets_of_a_wrong_kind_are_told_that_a_list_is_possible(write: Write) -> None:
+    [line] = refused(write("adapter:\n  targets: 5\n"))
+    assert "all-linear" in line
+    assert "list" in line
+
+
+def test_one_wrong_item_of_a_list_is_one_problem(write: Write) -> None:
+    [line] = refused(write("adapter:\n  targets:\n    - q_proj\n    - 1\n"))
+    assert line.startswith("job.yaml:4: ")
+    assert "expected text, not 1" in line
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        f"{name}.{key}"
+        for name, key, field in KEYS
+        if field.annotation is float
+        and not any(hasattr(bound, "lt") for bound in field.metadata)
+        # An infinite `max_grad_norm` clips nothing, which is a meaning.
+        and key != "max_grad_norm"
+    ],
+)
+def test_infinity_is_no_setting(key: str, write: Write) -> None:
+    [line] = refused(write(""), f"{key}=.inf")
+    assert f"`{key}`" in line
+
+
+def test_a_section_that_is_a_value_is_told_to_be_a_section(write: Write) -> None:
+    [line] = refused(write("training: 5\n"))
+    assert line.startswith("job.yaml:1: `training` is a section")
+
+
+def test_a_long_value_is_not_repeated_in_full(write: Write) -> None:
+    [line] = refused(write(f"training:\n  seed: {'x' * 500}\n"))
+    assert len(line) < 200
+
+
+def test_a_number_of_thousands_of_digits_is_refused_with_its_line(write: Write) -> None:
+    [line] = refused(write("training:\n  seed: " + "9" * 5000 + "\n"))
+    assert line.startswith("job.yaml:2: ")
+
+
+def test_a_file_that_is_not_utf_8_says_so(tmp_path: Path) -> None:
+    path = tmp_path / "job.yaml"
+    path.write_bytes("model:\n  name: café\n".encode("latin-1"))
+    [line] = refused(path)
+    assert line.startswith("job.yaml")
+    assert "utf-8" in line.lower()
+
+
+def test_a_missing_file_names_the_nearest(write: Write, tmp_path: Path) -> None:
+    write("", "llama7b.yaml")
+    write("", "other.yaml")
+    [line] = refused(tmp_path / "llama_7b.yaml")
+    assert line.startswith("llama_7b.yaml: no such file")
+    assert "did you mean `llama7b.yaml`?" in line
+
+
+def test_a_missing_file_of_a_missing_folder_is_told_without_a_guess(tmp_path: Path) -> None:
+    assert refused(tmp_path / "no" / "job.yaml") == ["job.yaml: no such file"]
+
+
+def test_a_folder_is_no_config(tmp_path: Path) -> None:
+    [line] = refused(tmp_path)
+    assert "cannot be read" in line
+
+
+# -- overrides -------------------------------------------------------------------------------------------------------
+
+
+def test_an_override_wins_over_the_file_and_the_last_over_the_first(write: Write) -> None:
+    path = write("training:\n  seed: 1\n  max_steps: 5\n")
+    config = load_config(path, ["training.seed=2", "training.seed=3", "optimizer.kind=sgd"])
+    assert (config.training.seed, config.training.max_steps, config.optimizer.kind) == (3, 5, "sgd")
+
+
+@pytest.mark.parametrize(
+    ("override", "value"),
+    [
+        ("adapter.targets=[q_proj,v_proj]", ["q_proj", "v_proj"]),
+        ("adapter.targets=all-linear", "all-linear"),
+        ("training.learning_rate=2e-5", 2e-5),
+        ("model.revision=a=b", "a=b"),
+        ("model.revision=null", None),
+        ("model.revision=", None),
+        ("model.name=C:\\models", "C:\\models"),
+        ("memory.limit=24GiB", 24 * 2**30),
+        (" training.seed =3", 3),
+    ],
+)
+def test_the_value_of_an_override_is_read_as_in_the_file(override: str, value: Any, write: Write) -> None:
+    section, key = override.split("=")[0].strip().split(".")
+    assert getattr(getattr(load_config(write(""), [override]), section), key) == value
+
+
+@pytest.mark.parametrize("override", ["seed=3", "training.seed", "training..seed=3", "a.b.c=1", ".seed=1", "=", ""])
+def test_an_override_of_another_form_is_shown_the_form(override: str, write: Write) -> None:
+    [line] = refused(write(""), override)
+    assert f"override `{override}`" in line
+    assert "section.key=value" in line
+
+
+@pytest.mark.parametrize("value", ["[1", "*x", "!!python/name:os.system", "a: b", "'x"])
+def test_an_override_whose_value_is_no_yaml_is_refused_by_name(value: str, write: Write) -> None:
+    [line] = refused(write(""), f"model.name={value}")
+    assert line.startswith(f"override `model.name={value}`: ")
+
+
+def test_problems_of_overrides_and_of_the_file_are_told_together(write: Write) -> None:
+    lines = refused(write("training:\n  seed: x\n"), "model.nmae=1", "bad", "adapter.rank=0")
+    assert len(lines) == 4
+    assert {line.split(": ")[0] for line in lines} == {
+        "job.yaml:2",
+        "override `model.nmae=1`",
+        "override `bad`",
+        "override `adapter.rank=0`",
+    }
+
+
+def test_an_override_of_an_unknown_section_is_blamed_on_the_override(write: Write) -> None:
+    [line] = refused(write(""), "trainning.seed=3")
+    assert line.startswith("override `trainning.seed=3`: ")
+    assert "did you mean `training`?" in line
+
+
+def test_an_override_fills_a_section_that_stands_empty_in_the_file(write: Write) -> None:
+    assert load_config(write("training:\n"), ["training.seed=3"]).training.seed == 3
+
+
+# -- rules that join fields ------------------------------------------------------------------------------------------
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+
+# Name of the rule's section or key; what breaks it; words of the message that say the remedy; the remedy, applied.
+RULES: list[tuple[str, list[str], tuple[str, ...], list[str]]] = [
+    ("adapter.kind", ["adapter.kind=none"], ("`quantization.kind: none`",), ["quantization.kind=none"]),
+    ("adapter.kind", ["adapter.kind=none"], ("`adapter.kind: lora`",), ["adapter.kind=lora"]),
+    (
+        "adapter.kind",
+        ["adapter.kind=none", "quantization.kind=none", "adapter.dora=true"],
+        ("`kind: lora`",),
+        ["adapter.kind=lora"],
+    ),
+    (
+        "adapter.kind",
+        ["adapter.kind=none", "quantization.kind=none", "adapter.rslora=true"],
+        ("remove",),
+        ["adapter.rslora=false"],
+    ),
+    ("adapter.init", ["adapter.init=pissa"], ("`quantization.kind: none`",), ["quantization.kind=none"]),
+    ("adapter.init", ["adapter.init=pissa"], ("`adapter.init: loftq`",), ["adapter.init=loftq"]),
+    (
+        "adapter.init",
+        ["adapter.init=loftq", "quantization.kind=int8"],
+        ("`quantization.kind: nf4`",),
+        ["quantization.kind=nf4"],
+    ),
+    (
+        "adapter.init",
+        ["adapter.init=loftq", "model.weights=random"],
+        ("`model.weights: pretrained`", "`weights: pretrained`", "`adapter.init: default`"),
+        ["model.weights=pretrained"],
+    ),
+    (
+        "adapter.dtype",
+        ["training.precision=fp16", "adapter.dtype=bfloat16"],
+        ("`adapter.dtype: float32`",),
+        ["adapter.dtype=float32"],
+    ),
+    (
+        "training.early_stopping",
+        ["training.early_stopping=2", "training.eval_every=5", "data.eval=none"],
+        ("set `data.eval`",),
+        ["data.eval=auto"],
+    ),
+    ("model", ["model.trust_remote_code=true"], ("40-digit commit",), [f"model.revision={COMMIT}"]),
+    (
+        "training",
+        ["training.batch_size=10", "training.micro_batch=4"],
+        ("nearest micro-batch that divides it is 2",),
+        ["training.micro_batch=2"],
+    ),
+    ("training", ["training.early_stopping=2"], ("needs `eval_every`",), ["training.eval_every=10"]),
+    (
+        "memory",
+        ["memory.offload=checkpoints", "memory.checkpointing=none"],
+        ("`checkpointing: all`", "`offload: none`"),
+        ["memory.checkpointing=all"],
+    ),
+    (
+        "memory",
+        ["memory.offload=checkpoints", "memory.checkpointing=0"],
+        ("`checkpointing: all`", "`offload: none`"),
+        ["memory.offload=none"],
+    ),
+]
+
+
+@pytest.mark.parametrize(("key", "broken", "words", "remedy"), RULES)
+def test_a_broken_rule_names_its_key_and_a_remedy_that_works(
+    key: str, broken: list[str], words: tuple[str, ...], remedy: list[str], write: Write
+) -> None:
+    path = write("")
+    [line] = refused(path, *broken)
+    assert f"`{key}`: " in line
+    load_config(path, [*broken, *remedy])
+    assert any(word in line for word in words), f"{line!r} says nothing of {' or '.join(words)}"
+
+
+def test_each_rule_between_sections_has_a_case_above() -> None:
+    rules = [
+        node
+        for node in ast.walk(ast.parse(inspect.getsource(contradictions)))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "append"
+    ]
+    keys_and_causes = {(key, broken[-1]) for key, broken, _, _ in RULES if "." in key}
+    assert len(rules) == len(keys_and_causes - {("adapter.kind", "adapter.rslora=true")}) == 7
+
+
+def test_each_rule_within_a_section_has_a_case_above() -> None:
+    rules = [
+        name
+        for section in Config.model_fields.values()
+        for name in section.annotation.__pydantic_decorators__.model_validators
+    ]
+    cases = {(key, broken[0]) for key, broken, _, _ in RULES if "." not in key}
+    assert len(rules) == len(cases) == 4
+
+
+def test_the_line_of_a_broken_rule_is_the_line_of_its_key(write: Write) -> None:
+    [line] = refused(write("quantization:\n  kind: nf4\nadapter:\n  kind: none\n"))
+    assert line.startswith("job.yaml:4: `adapter.kind`: ")
+
+
+def test_all_broken_rules_between_sections_are_told_at_once(write: Write) -> None:
+    lines = refused(
+        write(
+            """\
+            adapter: {init: pissa, dtype: bfloat16}
+            training: {precision: fp16, early_stopping: 1, eval_every: 1}
+            """
+        ),
+        "data.eval=none",
+    )
+    assert [line.split("`")[1] for line in lines] == ["adapter.init", "adapter.dtype", "training.early_stopping"]
+
+
+def test_all_broken_rules_within_a_section_are_told_at_once(write: Write) -> None:
+    text = "\n".join(refused(write("training:\n  batch_size: 10\n  micro_batch: 4\n  early_stopping: 3\n")))
+    assert "`micro_batch` 4" in text
+    assert "`eval_every`" in text
+
+
+@settings(deadline=None, derandomize=True, max_examples=60)
+@given(st.integers(1, 500), st.integers(1, 500))
+def test_the_named_micro_batch_divides_the_batch(batch_size: int, micro_batch: int) -> None:
+    try:
+        TrainingSection(batch_size=batch_size, micro_batch=micro_batch)
+    except ValueError as error:
+        named = int(str(error).split("divides it is ")[1].split()[0].rstrip(",;[."))
+        assert named < micro_batch
+        TrainingSection(batch_size=batch_size, micro_batch=named)
+    else:
+        assert batch_size % micro_batch == 0
+
+
+@pytest.mark.parametrize("revision", [None, "main", "abc1234", COMMIT.upper(), COMMIT + "0", COMMIT + "\n"])
+def test_remote_code_runs_of_a_pinned_commit_alone(revision: str | None) -> None:
+    with pytest.raises(ValueError, match="40-digit"):
+        ModelSection(trust_remote_code=True, revision=revision)
+
+
+# -- and back --------------------------------------------------------------------------------------------------------
+
+_LOOKS_LIKE_SOMETHING_ELSE = [
+    "2e-4", "1e5", "0o17", "0x1f", "017", "09", "1234567e89", "no", "true", "null", "~", "", " ", " a ", "a\nb\n",
+    ".inf", "1:30", "2024-01-31", "1_000", "#x", "a: b", "- a", "[a]", "{a}", "'", '"', "!x", "&a", "*a", "@a", "%a",
+    "a #b", "\t", "é", "🙂", "a\x85b", "a\u2028b", "\x7f", "...", "---", "<<", "=", "\ufeffx",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("text", _LOOKS_LIKE_SOMETHING_ELSE)
+def test_text_that_looks_like_something_else_comes_back_as_text(text: str, tmp_path: Path) -> None:
+    config = Config(
+        model=ModelSection(revision=text), adapter=AdapterSection(targets=[text]), output=OutputSection(dir="x")
+    )
+    path = tmp_path / "config.yaml"
+    path.write_text(dump(config), encoding="utf-8")
+    assert load(path) == config
+
+
+_CONFIGS = st.builds(
+    Config,
+    model=st.builds(
+        ModelSection, name=st.text(), revision=st.none() | st.text(), weights=st.sampled_from(["pretrained", "random"])
+    ),
+    adapter=st.builds(
+        AdapterSection,
+        rank=st.integers(1, 10**6),
+        alpha=st.floats(1e-30, 1e30),
+        dropout=st.floats(0, 1, exclude_max=True),
+        targets=st.just("all-linear") | st.lists(st.text(), max_size=3),
+        dora=st.booleans(),
+        extra_modules=st.lists(st.text(), max_size=2),
+    ),
+    data=st.builds(DataSection, train=st.text(), eval_share=st.floats(1e-9, 0.999)),
+    training=st.builds(
+        TrainingSection,
+        batch_size=st.just(24),
+        micro_batch=st.sampled_from([1, 2, 3, 4, 6, 8, 12, 24]),
+        learning_rate=st.floats(1e-300, 1e300),
+        max_steps=st.none() | st.integers(1, 10**15),
+        seed=st.integers(-(2**63), 2**63),
+    ),
+    memory=st.builds(
+        MemorySection,
+        checkpointing=st.sampled_from(["none", "all", "every-7", 0, 12]),
+        limit=st.none() | st.integers(1, 2**50),
+    ),
+    output=st.builds(OutputSection, dir=st.text()),
+)
+
+
+@settings(deadline=None, derandomize=True, max_examples=100)
+@given(config=_CONFIGS)
+def test_a_dumped_config_loads_to_an_equal_one(config: Config, tmp_path_factory: pytest.TempPathFactory) -> None:
+    path = tmp_path_factory.getbasetemp() / "dumped.yaml"
+    path.write_text(dump(config), encoding="utf-8")
+    assert load(path) == config
+
+
+def test_a_dumped_config_names_every_key(write: Write) -> None:
+    text = dump(load_config(write("")))
+    for _, key, _ in KEYS:
+        assert f"  {key}:" in text

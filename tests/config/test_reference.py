@@ -1,0 +1,92 @@
+"""Facts about the config's own documentation: each key explains itself, the schema and docs/config.md follow."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from finetune import settings
+from finetune.config import Config
+from finetune.settings import CHOICES
+
+ROOT = Path(settings.__file__).parents[1]
+FIELDS = [
+    (name, key, field)
+    for name, section in Config.model_fields.items()
+    for key, field in section.annotation.model_fields.items()
+]
+IDS = [f"{name}.{key}" for name, key, _ in FIELDS]
+
+
+@pytest.fixture(scope="module")
+def schema() -> dict[str, Any]:
+    return settings.schema()
+
+
+@pytest.fixture(scope="module")
+def reference() -> str:
+    return settings.reference()
+
+
+@pytest.mark.parametrize(("section", "key", "field"), FIELDS, ids=IDS)
+def test_a_key_has_a_docstring_of_a_sentence(section: str, key: str, field: Any) -> None:
+    assert field.description, f"`{section}.{key}` has no docstring"
+    assert len(field.description.split()) >= 2
+    assert field.description.rstrip().endswith(".")
+
+
+@pytest.mark.parametrize("section", Config.model_fields)
+def test_a_section_has_a_docstring_of_its_own(section: str) -> None:
+    assert "__doc__" in vars(Config.model_fields[section].annotation)
+
+
+@pytest.mark.parametrize(("section", "key", "field"), FIELDS, ids=IDS)
+def test_a_key_stands_in_the_schema_with_its_docstring_and_default(
+    section: str, key: str, field: Any, schema: dict[str, Any]
+) -> None:
+    entry = schema["$defs"][Config.model_fields[section].annotation.__name__]["properties"][key]
+    assert entry["description"] == field.description
+    assert entry["default"] == field.default
+
+
+@pytest.mark.parametrize("table", CHOICES)
+def test_the_schema_lists_the_names_of_each_table(table: str, schema: dict[str, Any]) -> None:
+    section, key = table.split(".")
+    entry = schema["$defs"][Config.model_fields[section].annotation.__name__]["properties"][key]
+    assert entry.get("items", entry)["enum"] == list(CHOICES[table])
+
+
+def test_every_choice_field_has_its_table(schema: dict[str, Any]) -> None:
+    """A field whose names come from a table that nobody collected would take any name."""
+    from finetune.config.reference import _table
+
+    assert {_table(field) for _, _, field in FIELDS} - {None} == set(CHOICES)
+
+
+def test_the_schema_forbids_unknown_keys(schema: dict[str, Any]) -> None:
+    assert schema["additionalProperties"] is False
+    assert all(part["additionalProperties"] is False for part in schema["$defs"].values())
+
+
+@pytest.mark.parametrize(("section", "key", "field"), FIELDS, ids=IDS)
+def test_a_key_has_one_row_of_three_cells_in_the_reference(section: str, key: str, field: Any, reference: str) -> None:
+    part = reference.split(f"## `{section}`\n")[1].split("\n## ")[0]
+    [row] = [line for line in part.splitlines() if line.startswith(f"| `{key}` |")]
+    assert row.count("|") == 4
+    assert " ".join(field.description.split()) in row
+
+
+@pytest.mark.parametrize("table", CHOICES)
+def test_the_reference_explains_each_name_of_each_table(table: str, reference: str) -> None:
+    part = reference.split(f"`{table}` is one of:\n")[1].split("\n#")[0]
+    for name, entry in CHOICES[table].items():
+        [line] = [line for line in part.splitlines() if line.startswith(f"- `{name}`: ")]
+        assert len(line.split()) >= 3
+        assert entry is None or entry.help in line
+
+
+def test_docs_config_md_is_the_reference(reference: str) -> None:
+    """`make docs` makes the file anew."""
+    assert (ROOT / "docs" / "config.md").read_text(encoding="utf-8") == reference

@@ -1,0 +1,308 @@
+"""Facts about strict YAML: what a line says is what the config gets, every problem has its line, nothing runs."""
+
+from __future__ import annotations
+
+import json
+import math
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from finetune.config import strict_yaml
+from finetune.config.strict_yaml import MAX_BYTES, MAX_DEPTH, Document, parse, scalar
+
+
+def values(text: str) -> dict[str, Any]:
+    document = parse(textwrap.dedent(text))
+    assert document.problems == []
+    return document.values
+
+
+def problems(text: str) -> list[tuple[int, str]]:
+    return [(problem.line, problem.message) for problem in parse(textwrap.dedent(text)).problems]
+
+
+# -- scalars of the YAML 1.2 core schema -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("written", "meant"),
+    [
+        ("2e-4", 0.0002),
+        ("2e-5", 0.00002),
+        ("2E5", 200000.0),
+        ("1e6", 1e6),
+        ("-3e+2", -300.0),
+        ("1.", 1.0),
+        (".5", 0.5),
+        ("1.5e-3", 0.0015),
+        ("12", 12),
+        ("+7", 7),
+        ("-7", -7),
+        ("017", 17),
+        ("08", 8),
+        ("0o17", 15),
+        ("0x1F", 31),
+        (".inf", math.inf),
+        ("-.INF", -math.inf),
+        ("+.Inf", math.inf),
+        ("true", True),
+        ("False", False),
+        ("null", None),
+        ("~", None),
+        ("", None),
+        ("no", "no"),
+        ("off", "off"),
+        ("yes", "yes"),
+        ("y", "y"),
+        ("tRue", "tRue"),
+        ("1_000", "1_000"),
+        ("1:30", "1:30"),
+        ("2024-01-31", "2024-01-31"),
+        ("0b11", "0b11"),
+        ("1e", "1e"),
+        ("e5", "e5"),
+        (".", "."),
+        ("inf", "inf"),
+        ("24GiB", "24GiB"),
+    ],
+)
+def test_a_plain_scalar_means_what_yaml_1_2_says(written: str, meant: Any) -> None:
+    found = values(f"key: {written}\n")["key"]
+    assert found == meant
+    assert type(found) is type(meant)
+    assert scalar(written) == meant
+
+
+def test_not_a_number_is_read_as_such() -> None:
+    assert math.isnan(values("key: .nan\n")["key"])
+
+
+@pytest.mark.parametrize("style", ["'{}'", '"{}"', "|-\n  {}", ">-\n  {}"])
+@pytest.mark.parametrize("text", ["12", "2e-4", "true", "null", "~", "0o17", "2024-01-31"])
+def test_a_quoted_or_block_scalar_is_text_whatever_it_looks_like(style: str, text: str) -> None:
+    assert values(f"key: {style.format(text)}\n") == {"key": text}
+
+
+def test_a_number_of_thousands_of_digits_is_a_problem_and_not_a_crash() -> None:
+    document = parse("seed: " + "9" * 5000 + "\n")
+    assert document.problems or isinstance(document.values["seed"], float | str)
+
+
+# -- structure and lines ---------------------------------------------------------------------------------------------
+
+
+def test_every_key_path_knows_its_line() -> None:
+    document = parse("# a comment\nmodel:\n  name: x\n\nadapter:\n  targets:\n    - q\n    - v\n")
+    assert document.lines[("model",)] == 2
+    assert document.lines[("model", "name")] == 3
+    assert document.lines[("adapter", "targets")] == 6
+    assert document.lines[("adapter", "targets", "1")] == 8
+
+
+def test_an_empty_file_and_a_file_of_comments_are_empty_mappings() -> None:
+    assert parse("") == Document({}, {}, [])
+    assert parse("# nothing yet\n") == Document({}, {}, [])
+
+
+def test_a_duplicate_key_is_named_with_both_lines_and_every_duplicate_is_found() -> None:
+    found = problems("""\
+        training:
+          seed: 1
+          seed: 2
+        model:
+          name: a
+        training:
+          max_steps: 3
+        """)
+    assert [line for line, _ in found] == [3, 6]
+    assert "`training.seed`" in found[0][1]
+    assert "line 2" in found[0][1]
+    assert "`training`" in found[1][1]
+    assert "line 1" in found[1][1]
+
+
+def test_a_duplicate_key_of_a_flow_mapping_is_found() -> None:
+    assert "`model.name` is given twice" in problems("model: {name: x, name: y}\n")[0][1]
+
+
+def test_of_a_duplicate_key_the_first_value_is_kept_for_the_rest_of_the_check() -> None:
+    assert parse("seed: 1\nseed: 2\n").values == {"seed": 1}
+
+
+@pytest.mark.parametrize("text", ["- a\n- b\n", "only words\n", "5\n"])
+def test_a_file_that_is_no_mapping_says_what_is_expected(text: str) -> None:
+    [(line, message)] = problems(text)
+    assert line == 1
+    assert "section" in message
+
+
+def test_a_list_as_key_is_refused() -> None:
+    [(line, message)] = problems("a: 1\n? [b, c]\n: 2\n")
+    assert line == 2
+    assert "key" in message
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("a: 1\nb: 'unclosed\n", 3),
+        ("a: 1\nb: [1, 2\n", 3),
+        ("a: 1\n  b: 2\n", 2),
+        ("a: 1\n\tb: 2\n", 2),
+        ("a: 1\nb: @x\n", 2),
+        ("a: 1\n---\nb: 2\n", 2),
+        ("a: b: c\n", 1),
+    ],
+)
+def test_broken_yaml_is_reported_with_its_line(text: str, line: int) -> None:
+    [(found, message)] = problems(text)
+    assert found == line
+    assert "not valid YAML" in message
+
+
+@pytest.mark.parametrize("character", ["\0", "\x1b"])
+def test_a_control_character_is_reported_in_one_line_with_its_line(character: str) -> None:
+    [problem] = parse(f"a: 1\nb: x{character}y\n").problems
+    assert problem.line == 2
+    assert "\n" not in problem.message
+
+
+# -- what a hostile file may not do ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "model: !!python/object/apply:os.system ['touch {}']\n",
+        "model:\n  name: !!python/object/apply:os.system ['touch {}']\n",
+        "!!python/object/apply:os.system ['touch {}']\n",
+        "model: [!!python/object/new:os.system ['touch {}']]\n",
+        "model: !!python/name:os.system\n",
+        "model: !custom x\n",
+        "model:\n  !!python/object/apply:os.system name: x\n",
+    ],
+)
+def test_a_tag_is_refused_and_nothing_runs(text: str, tmp_path: Path) -> None:
+    trace = tmp_path / "ran"
+    document = parse(text.replace("{}", str(trace)))
+    assert document.problems
+    assert not trace.exists()
+
+
+def test_a_refused_tag_is_named_with_its_line() -> None:
+    [(line, message)] = problems("model:\n  name: !!python/object/apply:os.system ['true']\n")
+    assert line == 2
+    assert "python/object/apply:os.system" in message
+
+
+@pytest.mark.parametrize("written", ["!!str 5", "!!int '5'", "!!float 5", "! 5"])
+def test_an_explicit_tag_is_refused_or_obeyed_but_never_ignored(written: str) -> None:
+    document = parse(f"key: {written}\n")
+    obeyed = {"!!str 5": "5", "!!int '5'": 5, "!!float 5": 5.0, "! 5": "5"}[written]
+    value = document.values.get("key")
+    assert document.problems or (value == obeyed and type(value) is type(obeyed))
+
+
+def test_aliases_are_refused_before_they_expand() -> None:
+    levels = ["a0: &a0 [x, x, x, x, x, x, x, x, x]"]
+    levels += [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1, 12)]
+    [problem] = parse("\n".join(levels)).problems
+    assert problem.line == 2
+    assert "alias" in problem.message
+
+
+def test_an_alias_that_contains_itself_is_refused() -> None:
+    assert problems("a: &a [*a]\n")[0][0] == 1
+
+
+def test_an_anchor_alone_does_no_harm() -> None:
+    assert values("a: &name 1\n") == {"a": 1}
+
+
+def test_a_merge_key_is_an_ordinary_key() -> None:
+    assert values("<<: {a: 1}\n") == {"<<": {"a": 1}}
+
+
+def test_a_huge_file_is_refused() -> None:
+    [problem] = parse("# " + "x" * MAX_BYTES).problems
+    assert str(MAX_BYTES) in problem.message
+
+
+@pytest.mark.parametrize("depth", [MAX_DEPTH + 2, 300, 1_000])
+@pytest.mark.parametrize("opening", ["[", "{a: "])
+def test_deep_nesting_is_refused(depth: int, opening: str) -> None:
+    closing = {"[": "]", "{a: ": "}"}[opening]
+    [problem] = parse("a: " + opening * depth + closing * depth).problems
+    assert "nested too deeply" in problem.message
+    assert problem.line == 1
+
+
+def test_reading_stops_where_nesting_is_too_deep() -> None:
+    """PyYAML's scanner takes time with the square of the depth, so what lies deeper must not be scanned at all."""
+    [problem] = parse("a: " + "[" * (MAX_DEPTH + 2) + "\n\n@ not YAML\n").problems
+    assert "nested too deeply" in problem.message
+
+
+def test_nesting_within_the_bound_is_read() -> None:
+    found = values("a: " + "[" * (MAX_DEPTH - 2) + "]" * (MAX_DEPTH - 2))["a"]
+    for _ in range(MAX_DEPTH - 3):
+        [found] = found
+    assert found == []
+
+
+# -- properties ------------------------------------------------------------------------------------------------------
+
+# Characters that may stand as they are in a JSON string and in a YAML double-quoted scalar.
+_TEXT = st.text(st.characters(exclude_categories=["Cc", "Cs", "Cn", "Zl", "Zp"], exclude_characters="\ufeff"))
+_KEY = _TEXT.filter(lambda key: len(key) < 40)
+_SCALAR = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | _TEXT
+_VALUE = st.recursive(_SCALAR, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(_KEY, inner, max_size=3))
+
+
+@settings(deadline=None, derandomize=True, max_examples=80)
+@given(st.dictionaries(_KEY, _VALUE, max_size=5))
+def test_json_is_yaml_and_is_read_as_json_reads_it(mapping: dict[str, Any]) -> None:
+    document = parse(json.dumps(mapping, ensure_ascii=False))
+    assert document.problems == []
+    assert document.values == mapping
+
+
+@settings(deadline=None, derandomize=True, max_examples=80)
+@given(
+    st.dictionaries(
+        _KEY.filter(lambda key: scalar(key) == key),
+        _VALUE.map(lambda value: json.loads(json.dumps(value))),
+        max_size=5,
+    )
+)
+def test_block_yaml_is_read_back(mapping: dict[str, Any]) -> None:
+    class Dumper(yaml.SafeDumper):
+        """Quotes all text, for PyYAML leaves plain what only YAML 1.1 takes for text."""
+
+    Dumper.add_representer(str, lambda dumper, text: dumper.represent_scalar("tag:yaml.org,2002:str", text, '"'))
+    document = parse(yaml.dump(mapping, Dumper=Dumper, sort_keys=False))
+    assert document.problems == []
+    assert document.values == mapping
+
+
+@settings(deadline=None, derandomize=True, max_examples=200)
+@given(st.text(max_size=60) | st.text("a:-[]{}!&*'\"#|>%@ \n\t0", max_size=40))
+def test_parse_raises_nothing_whatever_it_is_given(text: str) -> None:
+    document = parse(text)
+    assert isinstance(document.values, dict)
+    assert all(problem.message for problem in document.problems)
+
+
+def test_the_module_builds_no_objects_of_its_own() -> None:
+    """Only dicts, lists, strings, numbers, booleans and null come out, of YAML's richest own types too."""
+    text = "a: 2001-12-14t21:59:43.10-05:00\nb: [1, 2.5, x, true, ~]\nc: {d: !!set {x, y}}\n"
+    document = strict_yaml.parse(text)
+    assert document.values["a"] == "2001-12-14t21:59:43.10-05:00"
+    assert document.values["b"] == [1, 2.5, "x", True, None]
+    assert [problem.line for problem in document.problems] == [3]

@@ -1,0 +1,89 @@
+"""Small tokenizers made on the spot, so that a mask can be written down token by token."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+SPECIAL = ["<|im_start|>", "<|im_end|>", "<|pad|>", "<unk>"]
+WORDS = [
+    *(
+        "system",
+        "user",
+        "assistant",
+        "tool",
+        "Be",
+        "brief",
+        "Hi",
+        "Hello",
+        "there",
+        "Why",
+        "Because",
+        "so",
+        "one",
+        "two",
+    ),
+    *(" ", "\n", ".", "?", "!", "#", ":"),
+]
+
+
+@pytest.fixture(scope="session")
+def word_tokenizer() -> Callable[..., Any]:
+    """Makes a tokenizer whose tokens are words, single spaces, newlines and marks, each a token of its own."""
+    from tokenizers import Regex, Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    def make(template: str | None, pad_token: str = "<|pad|>", **tokens: str) -> Any:
+        vocabulary = {token: index for index, token in enumerate([*SPECIAL, *WORDS])}
+        backend = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+        backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"\s|\w+|[^\s\w]"), behavior="isolated")
+        backend.add_special_tokens(SPECIAL)
+        tokenizer = PreTrainedTokenizerFast(
+            tokenizer_object=backend, eos_token="<|im_end|>", unk_token="<unk>", pad_token=pad_token, **tokens
+        )
+        tokenizer.chat_template = template
+        return tokenizer
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def byte_tokenizer() -> Callable[..., Any]:
+    """Makes a byte-level BPE tokenizer that can spell any text and knows a few words."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    def make(template: str | None, trim_offsets: bool = False) -> Any:
+        backend = Tokenizer(models.BPE())
+        backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        backend.post_processor = processors.ByteLevel(trim_offsets=trim_offsets)
+        backend.decoder = decoders.ByteLevel()
+        trainer = trainers.BpeTrainer(
+            vocab_size=320,
+            special_tokens=SPECIAL,
+            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+            show_progress=False,
+        )
+        backend.train_from_iterator(["system user assistant hello hello there", "the answer is the answer"], trainer)
+        tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|im_end|>", pad_token="<|pad|>")
+        tokenizer.chat_template = template
+        return tokenizer
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def chatml() -> str:
+    """ChatML with generation marks around the assistant's words and their end of turn."""
+    return (
+        "{%- for message in messages -%}"
+        "{{- '<|im_start|>' + message['role'] + '\\n' -}}"
+        "{%- if message['role'] == 'assistant' -%}"
+        "{%- generation -%}{{- message['content'] + '<|im_end|>' -}}{%- endgeneration -%}"
+        "{%- else -%}{{- message['content'] + '<|im_end|>' -}}{%- endif -%}"
+        "{{- '\\n' -}}"
+        "{%- endfor -%}"
+        "{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n' -}}{%- endif -%}"
+    )

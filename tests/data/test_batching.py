@@ -1,0 +1,134 @@
+"""Facts about the order of rows: a permutation, a function of seed and epoch, grouped by length and still random."""
+
+from __future__ import annotations
+
+import random
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from finetune.data.batching import RowOrder
+
+BATCH = 16
+_LOGNORMAL = random.Random(7)
+LONG_TAILED = [max(1, int(_LOGNORMAL.lognormvariate(4.5, 1.0))) for _ in range(4000)]
+
+
+def order(
+    lengths: list[int], *, batch_size: int = BATCH, seed: int = 42, epoch: int = 0, group: bool = True
+) -> list[int]:
+    rows = RowOrder(lengths, batch_size, seed, group)
+    rows.set_epoch(epoch)
+    return list(rows)
+
+
+def batches(rows: list[int], size: int) -> list[list[int]]:
+    return [rows[at : at + size] for at in range(0, len(rows), size)]
+
+
+def padding_share(rows: list[int], lengths: list[int], size: int) -> float:
+    places = sum(len(batch) * max(lengths[row] for row in batch) for batch in batches(rows, size))
+    return 1 - sum(lengths) / places
+
+
+@settings(deadline=None, derandomize=True)
+@given(
+    lengths=st.lists(st.integers(1, 500), max_size=300),
+    batch_size=st.integers(1, 40),
+    seed=st.integers(0, 2**31),
+    epoch=st.integers(0, 5),
+    group=st.booleans(),
+)
+def test_every_row_comes_once(lengths: list[int], batch_size: int, seed: int, epoch: int, group: bool) -> None:
+    rows = RowOrder(lengths, batch_size, seed, group)
+    rows.set_epoch(epoch)
+    assert sorted(rows) == list(range(len(lengths))) == list(range(len(rows)))
+
+
+@pytest.mark.parametrize("group", [True, False])
+def test_the_order_is_a_function_of_seed_and_epoch(group: bool) -> None:
+    first = order(LONG_TAILED, epoch=3, group=group)
+    assert first == order(LONG_TAILED, epoch=3, group=group)
+    assert first != order(LONG_TAILED, epoch=4, group=group)
+    assert first != order(LONG_TAILED, epoch=3, seed=43, group=group)
+    assert first != sorted(first)
+
+
+def test_iterating_twice_without_a_new_epoch_repeats_the_order() -> None:
+    rows = RowOrder(LONG_TAILED, BATCH, 1, True)
+    assert list(rows) == list(rows)
+
+
+def test_two_seeds_share_no_epoch() -> None:
+    """Else a second run with the next seed would see the orders of the first, an epoch later."""
+    assert order(LONG_TAILED, seed=42, epoch=1) != order(LONG_TAILED, seed=43, epoch=0)
+
+
+def test_the_global_random_state_neither_matters_nor_moves() -> None:
+    import torch
+
+    torch.manual_seed(1)
+    first = order(LONG_TAILED)
+    state = torch.random.get_rng_state()
+    assert order(LONG_TAILED) == first
+    assert torch.equal(torch.random.get_rng_state(), state)
+    torch.manual_seed(2)
+    assert order(LONG_TAILED) == first
+
+
+def test_grouping_pads_much_less_on_lengths_with_a_long_tail() -> None:
+    grouped = padding_share(order(LONG_TAILED), LONG_TAILED, BATCH)
+    ungrouped = padding_share(order(LONG_TAILED, group=False), LONG_TAILED, BATCH)
+    assert ungrouped > 0.5
+    assert grouped < 0.2
+    assert grouped < ungrouped / 3
+
+
+def test_every_micro_batch_of_a_grouped_batch_pads_little_too() -> None:
+    assert padding_share(order(LONG_TAILED), LONG_TAILED, BATCH // 4) < 0.1
+
+
+def test_the_order_of_grouped_batches_is_random_in_length() -> None:
+    means = [sum(LONG_TAILED[row] for row in batch) / len(batch) for batch in batches(order(LONG_TAILED), BATCH)]
+    rising = sum(later > earlier for earlier, later in pairwise(means)) / (len(means) - 1)
+    assert 0.4 < rising < 0.6
+    whole = sum(means) / len(means)
+    quarters = [sum(part) / len(part) for part in batches(means, len(means) // 4)[:4]]
+    assert all(abs(mean / whole - 1) < 0.35 for mean in quarters)
+
+
+def test_without_grouping_the_lengths_do_not_matter() -> None:
+    assert order(LONG_TAILED, group=False) == order([1] * len(LONG_TAILED), group=False)
+    assert order(LONG_TAILED, group=False, batch_size=3) == order(LONG_TAILED, group=False)
+
+
+def test_a_batch_of_equal_rows_still_mixes_rows_anew_each_epoch() -> None:
+    lengths = [10] * 200
+    first, second = ({frozenset(b) for b in batches(order(lengths, epoch=epoch), BATCH)} for epoch in (0, 1))
+    assert not first & second
+
+
+@settings(deadline=None, derandomize=True, max_examples=40)
+@given(rows=st.integers(1, 2000), seed=st.integers(0, 1000))
+def test_the_short_batch_stands_last_and_every_other_is_of_neighbouring_lengths(rows: int, seed: int) -> None:
+    """In one window the batches are the runs of the sorted lengths, so no batch straddles two groups."""
+    size = 8
+    lengths = random.Random(seed).sample(range(1, 10_000), rows)
+    found = [
+        sorted(lengths[row] for row in batch) for batch in batches(order(lengths, batch_size=size, seed=seed), size)
+    ]
+    for start in range(0, len(found), 50):
+        window = found[start : start + 50]
+        assert all(len(batch) == size for batch in window[:-1])
+        inside = sorted(window)
+        assert all(a[-1] < b[0] for a, b in pairwise(inside))
+        if len(window[-1]) < size:
+            assert window[-1] == inside[-1]
+
+
+def test_the_longest_row_is_in_a_batch_of_the_longest() -> None:
+    longest = max(range(len(LONG_TAILED)), key=LONG_TAILED.__getitem__)
+    [batch] = [batch for batch in batches(order(LONG_TAILED), BATCH) if longest in batch]
+    assert min(LONG_TAILED[row] for row in batch) > 4 * sorted(LONG_TAILED)[len(LONG_TAILED) // 2]

@@ -1,0 +1,405 @@
+"""Facts about the label mask, token by token: each assistant turn with its end of turn, once, and nothing else.
+
+A token in [brackets] is trained, one without is not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from finetune.data.chat import IGNORE, Encoded, encode, marks_generation
+from finetune.data.formats import Chat, Completion, Message, RowError, Text
+from finetune.model.tokenizer import PLAIN_TEMPLATE
+
+Make = Callable[..., Any]
+
+
+def system(text: str) -> Message:
+    return {"role": "system", "content": text}
+
+
+def user(text: str) -> Message:
+    return {"role": "user", "content": text}
+
+
+def assistant(text: str) -> Message:
+    return {"role": "assistant", "content": text}
+
+
+TWO_TURNS = [system("Be brief."), user("Hi"), assistant("Hello there."), user("Why?"), assistant("Because so.")]
+
+
+@pytest.fixture(scope="session")
+def unmarked(chatml: str) -> str:
+    """ChatML as most models ship it: without generation marks."""
+    return chatml.replace("{%- generation -%}", "").replace("{%- endgeneration -%}", "")
+
+
+@pytest.fixture(scope="session")
+def tight(unmarked: str) -> str:
+    """As Llama 3 does it: nothing follows the end of a turn."""
+    return unmarked.replace("{{- '\\n' -}}", "")
+
+
+@pytest.fixture
+def templates(chatml: str, unmarked: str, tight: str) -> dict[str, str]:
+    return {"marked": chatml, "unmarked": unmarked, "tight": tight, "plain": PLAIN_TEMPLATE}
+
+
+def shown(encoded: Encoded, tokenizer: Any) -> str:
+    """The tokens in a row, trained ones in brackets, special ones shortened to `<` (start), `>` (end) and `_` (pad)."""
+    short = {"<|im_start|>": "<", "<|im_end|>": ">", "<|pad|>": "_", "\n": "/"}
+    assert len(encoded.input_ids) == len(encoded.labels)
+    parts = []
+    for token, label in zip(encoded.input_ids, encoded.labels, strict=True):
+        text = tokenizer.convert_ids_to_tokens(token)
+        assert label in (IGNORE, token)
+        parts.append(short.get(text, text) if label == IGNORE else f"[{short.get(text, text)}]")
+    return "".join(parts)
+
+
+def trained_text(encoded: Encoded, tokenizer: Any) -> str:
+    return str(tokenizer.decode([label for label in encoded.labels if label != IGNORE], skip_special_tokens=False))
+
+
+# -- pinned, token by token ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("template", ["marked", "unmarked"])
+@pytest.mark.parametrize(
+    ("loss_on", "expected"),
+    [
+        (
+            "assistant",
+            "<system/Be brief.>/<user/Hi>/<assistant/[Hello][ ][there][.][>]/"
+            "<user/Why?>/<assistant/[Because][ ][so][.][>]/",
+        ),
+        (
+            "last",
+            "<system/Be brief.>/<user/Hi>/<assistant/Hello there.>/<user/Why?>/<assistant/[Because][ ][so][.][>]/",
+        ),
+        (
+            "all",
+            "[<][system][/][Be][ ][brief][.][>][/][<][user][/][Hi][>][/]"
+            "[<][assistant][/][Hello][ ][there][.][>][/][<][user][/][Why][?][>][/]"
+            "[<][assistant][/][Because][ ][so][.][>][/]",
+        ),
+    ],
+)
+def test_chatml(template: str, loss_on: Any, expected: str, word_tokenizer: Make, templates: dict[str, str]) -> None:
+    tokenizer = word_tokenizer(templates[template])
+    assert marks_generation(tokenizer) == (template == "marked")
+    assert shown(encode(Chat(TWO_TURNS), tokenizer, loss_on), tokenizer) == expected
+
+
+@pytest.mark.parametrize(
+    ("loss_on", "expected"),
+    [
+        (
+            "assistant",
+            "<system/Be brief.><user/Hi><assistant/[Hello][ ][there][.][>]<user/Why?><assistant/[Because][ ][so][.][>]",
+        ),
+        ("last", "<system/Be brief.><user/Hi><assistant/Hello there.><user/Why?><assistant/[Because][ ][so][.][>]"),
+    ],
+)
+def test_a_template_with_nothing_after_the_end_of_turn(
+    loss_on: Any, expected: str, word_tokenizer: Make, tight: str
+) -> None:
+    tokenizer = word_tokenizer(tight)
+    assert shown(encode(Chat(TWO_TURNS), tokenizer, loss_on), tokenizer) == expected
+
+
+@pytest.mark.parametrize(
+    ("loss_on", "expected"),
+    [
+        (
+            "assistant",
+            "### system:/Be brief./### user:/Hi/### assistant:/[Hello][ ][there][.][>]/"
+            "### user:/Why?/### assistant:/[Because][ ][so][.][>]/",
+        ),
+        (
+            "last",
+            "### system:/Be brief./### user:/Hi/### assistant:/Hello there.>/"
+            "### user:/Why?/### assistant:/[Because][ ][so][.][>]/",
+        ),
+    ],
+)
+def test_the_plain_template(loss_on: Any, expected: str, word_tokenizer: Make) -> None:
+    """Every role stands on a line of its own, as the template's text reads."""
+    tokenizer = word_tokenizer(PLAIN_TEMPLATE)
+    assert shown(encode(Chat(TWO_TURNS), tokenizer, loss_on), tokenizer) == expected
+
+
+def test_the_plain_template_trains_the_answers_alone(word_tokenizer: Make) -> None:
+    tokenizer = word_tokenizer(PLAIN_TEMPLATE)
+    text = trained_text(encode(Chat(TWO_TURNS), tokenizer), tokenizer)
+    assert text == "Hello there.<|im_end|>Because so.<|im_end|>"
+
+
+def test_the_plain_template_begins_with_the_begin_token_where_there_is_one(word_tokenizer: Make) -> None:
+    with_begin = word_tokenizer(PLAIN_TEMPLATE, bos_token="<|im_start|>")
+    without = word_tokenizer(PLAIN_TEMPLATE)
+    ids = encode(Chat(TWO_TURNS), with_begin).input_ids
+    assert ids == [with_begin.bos_token_id, *encode(Chat(TWO_TURNS), without).input_ids]
+
+
+def test_a_prompt_is_not_trained_and_its_completion_is_with_one_end(word_tokenizer: Make) -> None:
+    tokenizer = word_tokenizer(None)
+    example = Completion("Why? ", "Because so.")
+    assert shown(encode(example, tokenizer), tokenizer) == "Why? [Because][ ][so][.][>]"
+    assert shown(encode(example, tokenizer, "last"), tokenizer) == "Why? [Because][ ][so][.][>]"
+    assert shown(encode(example, tokenizer, "all"), tokenizer) == "[Why][?][ ][Because][ ][so][.][>]"
+
+
+def test_a_completion_that_ends_itself_gets_no_second_end(word_tokenizer: Make) -> None:
+    tokenizer = word_tokenizer(None)
+    assert shown(encode(Completion("Why?", "so<|im_end|>"), tokenizer), tokenizer) == "Why?[so][>]"
+
+
+def test_a_tokenizer_that_ends_every_text_does_not_end_the_prompt(word_tokenizer: Make) -> None:
+    from tokenizers.processors import TemplateProcessing
+
+    tokenizer = word_tokenizer(None)
+    end = ("<|im_end|>", tokenizer.eos_token_id)
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="$A <|im_end|>", special_tokens=[end])
+    assert shown(encode(Completion("Why?", "so"), tokenizer), tokenizer) == "Why?[so][>]"
+    assert shown(encode(Text("so so"), tokenizer), tokenizer) == "[so][ ][so][>]"
+
+
+def test_plain_text_is_trained_whole_with_its_end(word_tokenizer: Make) -> None:
+    tokenizer = word_tokenizer(None)
+    for loss_on in ("assistant", "last", "all"):
+        assert shown(encode(Text("Because so."), tokenizer, loss_on), tokenizer) == "[Because][ ][so][.][>]"
+
+
+@pytest.mark.parametrize("template", ["marked", "unmarked", "tight", "plain"])
+def test_a_conversation_that_ends_with_a_question_trains_the_answers_before(
+    template: str, word_tokenizer: Make, templates: dict[str, str]
+) -> None:
+    tokenizer = word_tokenizer(templates[template])
+    messages = [user("Hi"), assistant("Hello"), user("Why?")]
+    for loss_on in ("assistant", "last"):
+        assert trained_text(encode(Chat(messages), tokenizer, loss_on), tokenizer).rstrip("\n") == "Hello<|im_end|>"
+
+
+@pytest.mark.parametrize("template", ["marked", "unmarked", "tight", "plain"])
+def test_of_two_assistant_turns_in_a_row_the_last_is_the_last(
+    template: str, word_tokenizer: Make, templates: dict[str, str]
+) -> None:
+    tokenizer = word_tokenizer(templates[template])
+    messages = [user("Hi"), assistant("one"), assistant("two")]
+    assert trained_text(encode(Chat(messages), tokenizer, "last"), tokenizer).rstrip("\n") == "two<|im_end|>"
+
+
+@pytest.mark.parametrize("template", ["marked", "unmarked", "tight", "plain"])
+def test_a_tool_message_is_not_trained(template: str, word_tokenizer: Make, templates: dict[str, str]) -> None:
+    tokenizer = word_tokenizer(templates[template])
+    messages = [user("Hi"), assistant("one"), {"role": "tool", "content": "two"}, assistant("so")]
+    assert "two" not in trained_text(encode(Chat(messages), tokenizer), tokenizer)
+
+
+# -- the end of a turn, and padding ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("template", ["marked", "unmarked", "tight", "plain"])
+@pytest.mark.parametrize("pad_token", ["<|pad|>", "<|im_end|>"])
+def test_the_end_of_turn_is_trained_once_for_each_assistant_turn(
+    template: str, pad_token: str, word_tokenizer: Make, templates: dict[str, str]
+) -> None:
+    tokenizer = word_tokenizer(templates[template], pad_token=pad_token)
+    assert (tokenizer.pad_token_id == tokenizer.eos_token_id) == (pad_token == "<|im_end|>")
+    for loss_on, turns in (("assistant", 2), ("last", 1)):
+        assert encode(Chat(TWO_TURNS), tokenizer, loss_on).labels.count(tokenizer.eos_token_id) == turns
+
+
+@pytest.mark.parametrize("template", ["marked", "unmarked", "tight", "plain"])
+def test_the_pad_token_does_not_matter_to_the_mask(
+    template: str, word_tokenizer: Make, templates: dict[str, str]
+) -> None:
+    encoded = [
+        encode(Chat(TWO_TURNS), word_tokenizer(templates[template], pad_token=pad)) for pad in ("<|pad|>", "<|im_end|>")
+    ]
+    assert encoded[0] == encoded[1]
+
+
+def test_padding_is_never_trained_and_the_end_of_turn_is_though_they_be_one_token(
+    word_tokenizer: Make, chatml: str
+) -> None:
+    """By the collator that training uses."""
+    from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
+
+    tokenizer = word_tokenizer(chatml, pad_token="<|im_end|>")
+    rows = [encode(Chat(TWO_TURNS), tokenizer), encode(Chat(TWO_TURNS[:3]), tokenizer)]
+    batch = DataCollatorForLanguageModeling(pad_token_id=tokenizer.pad_token_id)(
+        [{"input_ids": row.input_ids, "labels": row.labels} for row in rows]
+    )
+    for row, labels, mask in zip(rows, batch["labels"].tolist(), batch["attention_mask"].tolist(), strict=True):
+        length = len(row.input_ids)
+        assert labels == row.labels + [IGNORE] * (len(labels) - length)
+        assert mask == [1] * length + [0] * (len(mask) - length)
+    assert batch["labels"].tolist()[1].count(tokenizer.eos_token_id) == 1
+
+
+def test_trained_tokens_are_counted_but_the_first_which_nothing_predicts() -> None:
+    assert Encoded([5, 6, 7], [5, 6, 7]).trained == 2
+    assert Encoded([5, 6, 7], [IGNORE, 6, IGNORE]).trained == 1
+    assert Encoded([5], [5]).trained == 0
+    assert Encoded([], []).trained == 0
+
+
+def test_a_cut_keeps_tokens_and_labels_together() -> None:
+    assert Encoded([5, 6, 7], [IGNORE, 6, 7]).cut(2) == Encoded([5, 6], [IGNORE, 6])
+
+
+# -- no mask that cannot be trusted ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("loss_on", ["assistant", "last"])
+@pytest.mark.parametrize("template", ["marked", "unmarked"])
+def test_a_conversation_without_an_assistant_is_refused(
+    template: str, loss_on: Any, word_tokenizer: Make, templates: dict[str, str]
+) -> None:
+    with pytest.raises(RowError, match="no assistant turn"):
+        encode(Chat([system("Be brief."), user("Hi")]), word_tokenizer(templates[template]), loss_on)
+
+
+def test_a_conversation_without_an_assistant_may_be_learnt_whole(word_tokenizer: Make, chatml: str) -> None:
+    tokenizer = word_tokenizer(chatml)
+    assert shown(encode(Chat([user("Hi")]), tokenizer, "all"), tokenizer) == "[<][user][/][Hi][>][/]"
+
+
+@pytest.mark.parametrize("loss_on", ["assistant", "last"])
+def test_a_template_that_shortens_earlier_answers_is_refused_with_the_reason(
+    loss_on: Any, word_tokenizer: Make, unmarked: str
+) -> None:
+    """As templates of reasoning models do, which drop what was thought in earlier turns."""
+    forgets = unmarked.replace("{%- for", "{%- set last = messages|length - 1 -%}{%- for").replace(
+        "message['content'] + '<|im_end|>'",
+        "(message['content'] if loop.index0 == last or message['role'] == 'user' else '') + '<|im_end|>'",
+    )
+    tokenizer = word_tokenizer(forgets)
+    with pytest.raises(RowError) as caught:
+        encode(Chat([user("Hi"), assistant("Hello"), user("Why?"), assistant("so")]), tokenizer, loss_on)
+    message = str(caught.value)
+    assert "messages[1]" in message
+    assert "renders the conversation differently" in message
+    assert "{% generation %}" in message
+    assert "`data.loss_on: all`" in message
+    assert encode(Chat([user("Hi"), assistant("Hello")]), tokenizer, loss_on).trained
+
+
+def test_the_remedy_of_that_refusal_works(word_tokenizer: Make, unmarked: str) -> None:
+    counts = unmarked.replace("message['role'] + '\\n'", "message['role'] + ' ' + messages|length|string + '\\n'")
+    tokenizer = word_tokenizer(counts)
+    with pytest.raises(RowError):
+        encode(Chat(TWO_TURNS), tokenizer)
+    encoded = encode(Chat(TWO_TURNS), tokenizer, "all")
+    assert encoded.labels == encoded.input_ids
+
+
+def test_a_prompt_that_is_no_start_of_the_answer_is_refused(word_tokenizer: Make, unmarked: str) -> None:
+    thinks = unmarked.replace("'<|im_start|>assistant\\n'", "'<|im_start|>assistant\\nso'")
+    with pytest.raises(RowError, match="differently"):
+        encode(Chat(TWO_TURNS), word_tokenizer(thinks))
+
+
+@pytest.mark.parametrize("template", ["marked", "unmarked"])
+@pytest.mark.parametrize("loss_on", ["assistant", "all"])
+def test_what_a_template_raises_is_an_error_of_the_row(
+    template: str, loss_on: Any, word_tokenizer: Make, templates: dict[str, str]
+) -> None:
+    picky = "{%- if messages[0]['role'] == 'system' -%}{{ raise_exception('no system role') }}{%- endif -%}"
+    tokenizer = word_tokenizer(picky + templates[template])
+    with pytest.raises(RowError, match="no system role"):
+        encode(Chat(TWO_TURNS), tokenizer, loss_on)
+    assert encode(Chat(TWO_TURNS[1:]), tokenizer, loss_on).trained
+
+
+def test_a_template_that_is_no_template_is_an_error_of_the_row(word_tokenizer: Make) -> None:
+    with pytest.raises(RowError, match="chat template"):
+        encode(Chat(TWO_TURNS), word_tokenizer("{% for message in messages %}"))
+
+
+def test_a_tokenizer_without_a_template_is_an_error_of_the_row(word_tokenizer: Make) -> None:
+    with pytest.raises(RowError, match="chat template"):
+        encode(Chat(TWO_TURNS), word_tokenizer(None))
+
+
+@pytest.mark.parametrize("answer", [" so it is", "  ", "\n so", "so"])
+@pytest.mark.parametrize("template", ["marked", "unmarked", "plain"])
+def test_no_answer_is_lost_where_the_tokenizer_trims_its_offsets(
+    template: str, answer: str, byte_tokenizer: Make, templates: dict[str, str]
+) -> None:
+    """Such a tokenizer (the default of byte-level post-processors) has no token at a leading space, where a mark may be.
+
+    The mask is right or the row is refused; it is never silently empty.
+    """
+    tokenizer = byte_tokenizer(templates[template], trim_offsets=True)
+    messages = [user("Hi"), assistant(answer), user("Why?"), assistant("Because")]
+    try:
+        encoded = encode(Chat(messages), tokenizer)
+    except RowError:
+        return
+    text = trained_text(encoded, tokenizer).replace("<|im_end|>\n", "<|im_end|>")
+    assert text == f"{answer}<|im_end|>Because<|im_end|>"
+
+
+# -- random conversations --------------------------------------------------------------------------------------------
+
+_CONTENT = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="<"), max_size=12) | st.sampled_from(
+    ["", " ", "\n", "hello there", " the answer", "assistant\n", "\n\nuser", "{{ bos_token }}", "{% generation %}"]
+)
+_TURN = st.builds(lambda role, content: {"role": role, "content": content}, st.sampled_from(["user", "tool"]), _CONTENT)
+_CONVERSATION = st.builds(
+    lambda first, middle, last: [*first, *middle, assistant(last)],
+    st.lists(st.builds(system, _CONTENT), max_size=1),
+    st.lists(_TURN | st.builds(assistant, _CONTENT), max_size=5),
+    _CONTENT,
+)
+
+
+@settings(deadline=None, derandomize=True, max_examples=60)
+@given(messages=_CONVERSATION, loss_on=st.sampled_from(["assistant", "last"]))
+def test_what_is_trained_is_what_the_assistant_said(
+    messages: list[Message], loss_on: Any, byte_tokenizer: Make, chatml: str, tight: str
+) -> None:
+    said = [message["content"] + "<|im_end|>" for message in messages if message["role"] == "assistant"]
+    expected = "".join(said if loss_on == "assistant" else said[-1:])
+    for template in (chatml, tight, PLAIN_TEMPLATE):
+        tokenizer = _cached(byte_tokenizer, template)
+        assert trained_text(encode(Chat(messages), tokenizer, loss_on), tokenizer) == expected
+
+
+@settings(deadline=None, derandomize=True, max_examples=60)
+@given(messages=_CONVERSATION, loss_on=st.sampled_from(["assistant", "last", "all"]))
+def test_marks_and_prefixes_give_the_same_mask(
+    messages: list[Message], loss_on: Any, byte_tokenizer: Make, chatml: str, unmarked: str
+) -> None:
+    marked = encode(Chat(messages), _cached(byte_tokenizer, chatml), loss_on)
+    assert encode(Chat(messages), _cached(byte_tokenizer, unmarked), loss_on) == marked
+
+
+@settings(deadline=None, derandomize=True, max_examples=60)
+@given(messages=_CONVERSATION)
+def test_the_mask_says_nothing_of_the_ids(messages: list[Message], byte_tokenizer: Make, chatml: str) -> None:
+    """Ids are those of the template's rendering, whatever is trained of them; the last turn is among the trained."""
+    tokenizer = _cached(byte_tokenizer, chatml)
+    whole, turns, last = (encode(Chat(messages), tokenizer, loss_on) for loss_on in ("all", "assistant", "last"))
+    assert whole.input_ids == turns.input_ids == last.input_ids
+    assert tokenizer.decode(whole.input_ids) == tokenizer.apply_chat_template(messages, tokenize=False)
+    assert all(b in (IGNORE, a) for a, b in zip(turns.labels, last.labels, strict=True))
+    assert 0 < last.trained <= turns.trained < whole.trained
+
+
+_TOKENIZERS: dict[str, Any] = {}
+
+
+def _cached(make: Make, template: str) -> Any:
+    if template not in _TOKENIZERS:
+        _TOKENIZERS[template] = make(template)
+    return _TOKENIZERS[template]

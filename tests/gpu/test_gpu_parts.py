@@ -1,0 +1,209 @@
+"""The parts of a step on a CUDA device: optimizers, checkpointing, attention, and building random 4-bit weights."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from finetune.config import AdapterSection, MemorySection, ModelSection, OptimizerSection, QuantizationSection
+from finetune.model import adapter, attention, checkpointing
+from finetune.model.base import load_architecture, load_base, random_base
+from finetune.model.quantization import bitsandbytes_config
+from finetune.training import optimizers
+
+pytestmark = pytest.mark.gpu
+
+# bfloat16 keeps 8 bits of a significand; a recomputed or reordered sum may differ in the last of them.
+BF16_TOLERANCE = 2.0**-7
+
+# From this number of elements bitsandbytes pages a state (Optimizer8bit.get_state_buffer).
+PAGED_ELEMENTS = 100_000
+
+
+def tiny(device: torch.device, implementation: str = "sdpa") -> Any:
+    """The built-in base in NF4 on `device`."""
+    return load_base(
+        ModelSection(),
+        QuantizationSection(),
+        load_architecture(ModelSection()),
+        attention=implementation,
+        dtype=torch.bfloat16,
+        device=device,
+    )
+
+
+def batch(device: torch.device) -> dict[str, torch.Tensor]:
+    """Two rows of 96 tokens, the second with 16 places of padding at its end."""
+    ids = torch.randint(4, 2048, (2, 96), generator=torch.Generator().manual_seed(0))
+    mask = torch.ones_like(ids)
+    mask[1, 80:] = 0
+    labels = ids.masked_fill(mask == 0, -100)
+    return {
+        name: value.to(device) for name, value in (("input_ids", ids), ("attention_mask", mask), ("labels", labels))
+    }
+
+
+def adapted(base: Any) -> Any:
+    """`base` with an adapter whose update is not zero, so that both of its matrices have a gradient."""
+    model = adapter.attach(base, AdapterSection(), "builtin:tiny-llama", 0)
+    generator = torch.Generator().manual_seed(1)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            parameter.data.copy_(torch.randn(parameter.shape, generator=generator) * 0.02)
+    return model.train()
+
+
+def loss_and_gradient(model: Any, device: torch.device) -> tuple[float, torch.Tensor]:
+    """Loss in nats per token and the gradient of all trained weights in one vector, under autocast as in training."""
+    with torch.autocast(device.type, dtype=torch.bfloat16):
+        loss = model(**batch(device)).loss
+    loss.backward()
+    gradients = [parameter.grad.float().flatten() for parameter in model.parameters() if parameter.requires_grad]
+    return loss.item(), torch.cat(gradients)
+
+
+def distance(one: torch.Tensor, other: torch.Tensor) -> float:
+    """Relative distance of two vectors."""
+    return float((one - other).norm() / other.norm())
+
+
+# -- optimizers --------------------------------------------------------------------------------------------------------
+
+
+def stepped(kind: str, device: torch.device, steps: int = 5) -> tuple[Any, nn.Parameter, nn.Parameter]:
+    """An optimizer after so many steps down a quadratic, with a large and a small parameter."""
+    generator = torch.Generator().manual_seed(0)
+    large, small = (
+        nn.Parameter(torch.randn(shape, generator=generator).to(device)) for shape in ((512, 512), (128, 64))
+    )
+    assert small.numel() < PAGED_ELEMENTS < large.numel()
+    kind, _ = optimizers.choose(OptimizerSection(kind=kind), device.type)
+    optimizer_class, arguments = optimizers.build(kind, OptimizerSection(kind=kind), 1e-2)
+    optimizer = optimizer_class([large, small], **arguments)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        (large.square().sum() + small.square().sum()).backward()
+        optimizer.step()
+    return optimizer, large, small
+
+
+@pytest.mark.parametrize("kind", optimizers.OPTIMIZERS)
+def test_every_optimizer_steps_downhill(kind: str, device: torch.device) -> None:
+    _, before_large, before_small = stepped(kind, device, steps=0)
+    _, large, small = stepped(kind, device)
+    for before, after in ((before_large, large), (before_small, small)):
+        assert torch.isfinite(after).all()
+        assert after.square().sum() < before.square().sum()
+
+
+@pytest.mark.parametrize("kind", [kind for kind in optimizers.OPTIMIZERS if kind.startswith("paged_")])
+def test_paged_optimizers_page_their_large_states(kind: str, cuda: torch.device) -> None:
+    assert optimizers.choose(OptimizerSection(kind=kind), "cuda") == (kind, None)
+    optimizer, large, small = stepped(kind, cuda)
+    assert getattr(optimizer.state[large]["state1"], "is_paged", False)
+    assert not getattr(optimizer.state[small]["state1"], "is_paged", False)
+
+
+def test_paged_states_are_outside_the_caching_allocator(cuda: torch.device) -> None:
+    def state_bytes(kind: str) -> int:
+        before = torch.cuda.memory_allocated()
+        held = stepped(kind, cuda)
+        torch.cuda.synchronize()
+        used = torch.cuda.memory_allocated() - before
+        del held
+        return used
+
+    large_states_bytes = 2 * 512 * 512
+    assert state_bytes("adamw_8bit") - state_bytes("paged_adamw_8bit") >= large_states_bytes
+
+
+# -- checkpointing -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("mode", "offload", "layers"),
+    [("all", "none", 4), ("every-2", "none", 2), (3, "none", 3), ("all", "checkpoints", 4), (3, "checkpoints", 3)],
+)
+def test_checkpointing_does_not_change_the_gradient(
+    mode: str | int, offload: str, layers: int, device: torch.device
+) -> None:
+    if offload != "none" and device.type != "cuda":
+        pytest.skip("checkpoints are offloaded from a CUDA device")
+    loss, gradient = checkpointed_gradient(MemorySection(checkpointing="none"), 0, device)
+    other_loss, other = checkpointed_gradient(MemorySection(checkpointing=mode, offload=offload), layers, device)
+    assert other_loss == pytest.approx(loss, rel=BF16_TOLERANCE)
+    assert gradient.norm() > 0
+    assert distance(other, gradient) < BF16_TOLERANCE
+
+
+def checkpointed_gradient(section: MemorySection, layers: int, device: torch.device) -> tuple[float, torch.Tensor]:
+    base = tiny(device)
+    model = adapted(base)
+    checkpointing.apply(base, section)
+    assert checkpointing.checkpointed(base) == layers
+    return loss_and_gradient(model, device)
+
+
+# -- attention ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["auto", "eager", "flex"])
+def test_attentions_agree_with_sdpa(name: str, device: torch.device) -> None:
+    architecture = load_architecture(ModelSection())
+    if name != "auto" and (obstacle := attention.ATTENTIONS[name].missing(architecture, device.type)):
+        pytest.skip(obstacle)
+    implementation, _ = attention.choose(name, architecture, device.type)
+    loss, gradient = loss_and_gradient(adapted(tiny(device)), device)
+    other_loss, other = loss_and_gradient(adapted(tiny(device, implementation)), device)
+    assert other_loss == pytest.approx(loss, rel=1e-2)
+    # Scores and weights are rounded to bfloat16 at other places, in each of four layers.
+    assert distance(other, gradient) < 8 * BF16_TOLERANCE
+
+
+# -- random weights ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("double", [True, False])
+def test_random_4_bit_weights_need_one_module_more_than_their_final_size(double: bool, cuda: torch.device) -> None:
+    from transformers import LlamaConfig
+
+    architecture = LlamaConfig(
+        hidden_size=2048,
+        intermediate_size=8192,
+        num_hidden_layers=4,
+        num_attention_heads=16,
+        num_key_value_heads=16,
+        vocab_size=2048,
+        tie_word_embeddings=True,
+    )
+    # Libraries' first use (cuBLAS, code tables) is no part of it.
+    tiny(cuda)
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    model = random_base(
+        architecture,
+        bitsandbytes_config(QuantizationSection(double=double), torch.bfloat16),
+        attention="sdpa",
+        dtype=torch.bfloat16,
+        device=cuda,
+    )
+    torch.cuda.synchronize()
+    final = torch.cuda.memory_allocated() - before
+    above = torch.cuda.max_memory_allocated() - before - final
+    largest_module_bytes = 2 * 2048 * 8192
+    assert model.is_loaded_in_4bit
+    assert final < 0.35 * 2 * sum_of_sizes(architecture)
+    # Beside the module itself: its float32 block constants, before they are quantized (4 bytes for 64 weights).
+    assert above <= largest_module_bytes * (1 + 4 / 64 / 2) + 2**20
+
+
+def sum_of_sizes(architecture: Any) -> int:
+    """Number of parameters of the architecture."""
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(architecture).num_parameters()

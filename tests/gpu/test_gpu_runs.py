@@ -1,0 +1,153 @@
+"""Whole runs on a CUDA device: they train, measure, stop at the cap, and what they export is what was trained."""
+
+from __future__ import annotations
+
+import os
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from finetune import recipe
+from finetune.config import Config, dump
+from finetune.memory.monitor import CudaMeter
+from finetune.rundir import RunDirectory
+
+pytestmark = pytest.mark.gpu
+
+ROOT = Path(__file__).resolve().parents[2]
+
+Configure = Callable[..., Config]
+
+
+def losses(run: RunDirectory) -> list[float]:
+    return [line["loss"] for line in run.metrics() if "loss" in line]
+
+
+def falls(run: RunDirectory) -> bool:
+    """Whether the mean of the last three losses is well below that of the first three."""
+    found = losses(run)
+    return statistics.fmean(found[-3:]) < 0.9 * statistics.fmean(found[:3])
+
+
+def test_an_nf4_base_trains_and_its_loss_falls(configure: Configure, device: torch.device) -> None:
+    result = recipe.train(configure())
+    assert len(losses(result.run)) == 12
+    assert falls(result.run)
+
+
+@pytest.mark.parametrize("quantization", ["int8", "fp4", "none"])
+def test_every_other_storage_trains(configure: Configure, device: torch.device, quantization: str) -> None:
+    assert falls(recipe.train(configure(quantization__kind=quantization)).run)
+
+
+def test_offloaded_checkpoints_train_to_the_same_losses(
+    configure: Configure, cuda: torch.device, tmp_path: Path
+) -> None:
+    kept = recipe.train(configure(output__dir=tmp_path / "kept"))
+    offloaded = recipe.train(configure(output__dir=tmp_path / "offloaded", memory__offload="checkpoints"))
+    assert losses(offloaded.run) == pytest.approx(losses(kept.run), rel=2e-2)
+
+
+def test_fp16_with_loss_scaling_trains(configure: Configure, cuda: torch.device) -> None:
+    result = recipe.train(configure(training__precision="fp16", training__max_steps=24))
+    assert falls(result.run)
+    (checkpoint,) = result.run.complete_checkpoints()
+    scaler = torch.load(checkpoint / "scaler.pt", weights_only=True)
+    assert scaler["scale"] >= 1
+
+
+def test_memory_lines_nest(configure: Configure, cuda: torch.device) -> None:
+    result = recipe.train(configure(training__max_steps=3))
+    lines = [line["memory"] for line in result.run.metrics()]
+    assert len(lines) == 3
+    for phases in lines:
+        assert {"forward", "backward", "optimizer"} <= set(phases)
+        for peak in phases.values():
+            assert 0 < peak["allocated_bytes"] <= peak["reserved_bytes"] <= peak["device_bytes"]
+    assert result.run.events()[-1]["memory"]["load"]["allocated_bytes"] > 0
+
+
+def test_the_backward_peak_is_above_the_optimizer_peak(configure: Configure, cuda: torch.device) -> None:
+    # A phase that measured another one's work would show it here: the update needs no activations.
+    result = recipe.train(configure(training__max_steps=3, training__micro_batch=4, data__max_length=512))
+    last = result.run.metrics()[-1]["memory"]
+    assert last["backward"]["allocated_bytes"] > last["optimizer"]["allocated_bytes"]
+
+
+@pytest.mark.parametrize(
+    "limit",
+    [
+        pytest.param("256MiB", id="in-training"),
+        pytest.param("2MiB", id="in-loading"),
+    ],
+)
+def test_a_cap_that_is_too_small_ends_with_exit_code_6_and_a_snapshot(
+    configure: Configure, cuda: torch.device, tmp_path: Path, limit: str
+) -> None:
+    # In a process of its own: the cap holds for the whole process.
+    config = configure(
+        memory__limit=limit,
+        memory__checkpointing="none",
+        training__batch_size=64,
+        training__micro_batch=64,
+        data__max_length=512,
+    )
+    done = train_in_a_process(dump(config), tmp_path / "capped.yaml")
+    assert done.returncode == 6, done.stderr
+    assert done.stderr.startswith("error: out of memory")
+    assert "Traceback" not in done.stderr
+    assert (tmp_path / "run" / "memory_snapshot.pickle").stat().st_size > 0
+
+
+def test_a_cap_that_fits_is_kept(configure: Configure, cuda: torch.device, tmp_path: Path) -> None:
+    limit_bytes = 512 * 2**20
+    done = train_in_a_process(dump(configure(memory__limit="512MiB")), tmp_path / "capped.yaml")
+    assert done.returncode == 0, done.stderr
+    peaks = RunDirectory(tmp_path / "run").events()[-1]["memory"]
+    assert max(peak["reserved_bytes"] for peak in peaks.values()) <= limit_bytes
+
+
+def test_a_snapshot_is_written_when_asked_for(configure: Configure, cuda: torch.device) -> None:
+    result = recipe.train(configure(memory__snapshot=True, training__max_steps=2))
+    assert result.run.snapshot_file.stat().st_size > 0
+
+
+def test_no_snapshot_is_written_otherwise(configure: Configure, device: torch.device) -> None:
+    assert not recipe.train(configure(training__max_steps=2)).run.snapshot_file.exists()
+
+
+def test_the_merged_model_is_the_trained_one(configure: Configure, device: torch.device) -> None:
+    result = recipe.train(configure())
+    proof = recipe.merge(result.run)
+    assert proof["error"] <= proof["bound"]
+    assert proof["error"] < proof["effect"]
+    assert (result.run.merged / "model.safetensors").is_file()
+
+
+def test_the_meter_sees_a_peak_that_is_gone(cuda: torch.device) -> None:
+    meter = CudaMeter()
+    meter.reset()
+    before = torch.cuda.memory_allocated()
+    size_bytes = 64 * 2**20
+    torch.empty(size_bytes, dtype=torch.uint8, device=cuda)
+    assert meter.read()["allocated_bytes"] >= before + size_bytes
+    meter.reset()
+    assert meter.read()["allocated_bytes"] < before + size_bytes
+
+
+def train_in_a_process(config: str, file: Path) -> subprocess.CompletedProcess[str]:
+    """`finetune train` on a config's text, from this checkout, installed or not."""
+    file.write_text(config, encoding="utf-8")
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
+    return subprocess.run(
+        [sys.executable, "-m", "finetune", "train", str(file)],
+        env={**os.environ, "PYTHONPATH": path, "HF_HUB_OFFLINE": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )

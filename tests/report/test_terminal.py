@@ -1,0 +1,162 @@
+"""What is printed, where, and that nothing is where nothing should be."""
+
+from __future__ import annotations
+
+import io
+import re
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from report_lines import evaluation_line, training_line
+from rich.console import Console
+
+from finetune.config import Config
+from finetune.data.prepare import Counts, Prepared
+from finetune.report.terminal import Terminal
+from finetune.rundir import RunDirectory, write_json
+
+_PROOF = {"rows": 8, "tokens": 1234, "error": 0.0025, "bound": 0.011, "effect": 0.31, "agreement": 0.9951}
+_COUNTS = Counts(rows=1000, tokens=200_000, trained_tokens=50_000, longest=256, truncated=7, dropped=1,
+                 dropped_places=["rows.jsonl:3"])  # fmt: skip
+
+
+class Log:
+    """A Terminal that writes into memory, as into a file or, with `tty`, as onto a screen."""
+
+    def __init__(self, tty: bool = False, width: int = 100) -> None:
+        self.file = io.StringIO()
+        self.console = Console(file=self.file, force_terminal=tty, width=width, color_system=None, legacy_windows=False)
+        self.terminal = Terminal(console=self.console)
+
+    @property
+    def text(self) -> str:
+        return self.file.getvalue()
+
+    @property
+    def lines(self) -> list[str]:
+        return self.text.splitlines()
+
+
+@pytest.fixture
+def log() -> Log:
+    return Log()
+
+
+def whole_run(terminal: Terminal, run: RunDirectory) -> None:
+    data = Prepared(train=None, eval=None, train_counts=_COUNTS, eval_counts=None)
+    terminal.opened(run.path, Config(), "cpu", data, "sdpa (no flash-attn here)")
+    terminal.built(SimpleNamespace(parameters=list))
+    terminal.started(0, 3)
+    terminal.evaluated(evaluation_line(0, 4.0))
+    terminal.stepped(training_line(1, 3.5, forward=800))
+    terminal.note("a note")
+    terminal.answers(run)
+    terminal.merged(run, _PROOF)
+    terminal.finished(run)
+    terminal.losses({"base": 1.0})
+
+
+def test_quiet_prints_nothing(run: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:
+    with Terminal(quiet=True) as terminal:
+        whole_run(terminal, run)
+    assert capsys.readouterr() == ("", "")
+
+
+def test_a_log_has_no_control_characters(log: Log, run: RunDirectory) -> None:
+    whole_run(log.terminal, run)
+    assert not re.search(r"[\x00-\x09\x0b-\x1f]", log.text)
+
+
+def test_header_tells_the_batch_arithmetic_the_data_and_the_device(log: Log, run: RunDirectory) -> None:
+    whole_run(log.terminal, run)
+    assert "16 rows = 4 micro-batches of 4" in log.text
+    assert "1,000 rows, 200,000 tokens, 25.0% trained, longest 256, 7 cut to 1,024, 1 dropped" in log.text
+    assert "rows.jsonl:3" in log.text
+    assert "sdpa (no flash-attn here)" in log.text
+    assert "cpu, 2 cores, 2 threads" in log.text
+
+
+def test_a_log_gets_about_ten_lines_and_each_evaluation(log: Log) -> None:
+    log.terminal.started(0, 1000)
+    for step in range(1, 1001):
+        log.terminal.stepped(training_line(step, 2.0, forward=800, backward=1536))
+        if step % 250 == 0:
+            log.terminal.evaluated(evaluation_line(step, 2.5))
+    steps = [line for line in log.lines if re.match(r"step \d+/1000 ", line)]
+    assert 10 <= len(steps) <= 12
+    assert len([line for line in log.lines if "held-out loss 2.5000" in line]) == 4
+    assert len(log.lines) == len(steps) + 4
+    assert "loss 2.0000  lr 2.00e-04  1,000 tokens/s  1.50 GiB" in steps[0]
+
+
+def test_a_resumed_run_of_a_few_steps_prints_each(log: Log) -> None:
+    log.terminal.started(97, 100)
+    for step in (98, 99, 100):
+        log.terminal.stepped(training_line(step, 2.0))
+    assert len(log.lines) == 3
+
+
+def test_a_loss_that_is_not_finite_is_nan(log: Log, empty_run: RunDirectory) -> None:
+    log.terminal.started(0, 1)
+    log.terminal.stepped(training_line(1, None))
+    log.terminal.evaluated(evaluation_line(1, None))
+    log.terminal.losses({"base": float("nan"), "adapter": 0.0})
+    assert "loss nan" in log.lines[0]
+    assert "held-out loss nan" in log.lines[1]
+    assert re.search(r"base\W+nan\W+nan", log.text)
+    assert re.search(r"adapter\W+0\.0000\W+1\b", log.text)
+
+
+def test_finished_tells_the_loss_of_what_is_published_and_where_it_is(log: Log, run: RunDirectory) -> None:
+    log.terminal.finished(run)
+    assert "held-out loss base 4.0000 → 3.0000 (-25.0%), best 3.0000 at step 2" in log.text
+    assert "2,000 tokens/s, 14.3% padding" in log.text
+    assert str(run.adapter) in log.text
+    assert str(run.merged) not in log.text
+
+
+def test_merged_tells_the_proof(log: Log, run: RunDirectory) -> None:
+    log.terminal.merged(run, _PROOF)
+    assert all(text in log.text for text in ("0.250%", "1.100%", "31.000%", "99.51%", str(run.merged)))
+
+
+def test_answers_are_printed_as_they_are_but_for_control_characters(log: Log, run: RunDirectory) -> None:
+    write_json(
+        run.answers_file,
+        [{"question": "Q [bold]?", "reference": "R :smile:", "before": "\x1b[2Jgone \ud800", "after": "[/red]\n  two"}],
+    )
+    log.terminal.answers(run)
+    assert "Q [bold]?" in log.text
+    assert ":smile:" in log.text
+    assert "\x1b" not in log.text
+    assert "    [/red]\n      two\n" in log.text.replace(" \n", "\n")
+
+
+def test_a_live_line_ends_when_the_run_fails() -> None:
+    log = Log(tty=True)
+
+    def fail() -> None:
+        with log.terminal as terminal:
+            terminal.started(0, 3)
+            terminal.stepped(training_line(1, 3.25, forward=800))
+            raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        fail()
+    assert "step 1/3" in log.text
+    assert "loss 3.2500" in log.text
+    hide, show = "\x1b[?25l", "\x1b[?25h"
+    assert log.text.count(hide) == log.text.count(show) == 1
+    ended = log.text
+    log.terminal.close()
+    assert log.text == ended
+
+
+def test_four_bit_weights_are_counted_by_their_true_shape(log: Log) -> None:
+    packed: Any = SimpleNamespace(
+        numel=lambda: 32 * 32 // 2, requires_grad=False, quant_state=SimpleNamespace(shape=(32, 32))
+    )
+    adapter: Any = SimpleNamespace(numel=lambda: 1024, requires_grad=True)
+    log.terminal.built(SimpleNamespace(parameters=lambda: [packed, adapter]))
+    assert "2,048, trained 1,024 (50.000%)" in log.text

@@ -1,0 +1,58 @@
+"""Every config in configs/ works: it parses, its architecture builds, and its adapter has the size worked out by hand."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from peft import get_peft_model
+from transformers import AutoModelForCausalLM
+
+from finetune.model import catalog
+from finetune.model.adapter import lora_config, trained_parameters
+from finetune.model.base import load_architecture
+from finetune.settings import load_config
+
+CONFIGS = sorted((Path(__file__).parent.parent / "configs").glob("*.yaml"))
+
+# Rank 16 on every linear layer but the head: 16 x (inputs + outputs), summed over the layers of each model's card.
+TRAINED_PARAMETERS = {
+    "gemma2_9b_qlora": 54_018_048,
+    "llama2_13b_qlora": 62_586_880,
+    "llama3_8b_qlora": 41_943_040,
+    "llama70b_qlora": 207_093_760,
+    "llama7b_lora_16bit": 39_976_960,
+    "llama7b_qlora": 39_976_960,
+    "mistral7b_qlora": 41_943_040,
+    "phi4_qlora": 55_705_600,
+    "qwen3_8b_qlora": 43_646_976,
+    "tiny_cpu": 217_088,
+}
+
+
+def test_every_config_has_a_stated_size() -> None:
+    assert [path.stem for path in CONFIGS] == sorted(TRAINED_PARAMETERS)
+    assert len(CONFIGS) == 10
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_config_builds_its_architecture_and_adapter(path: Path) -> None:
+    config = load_config(path)
+    overrides = ["model.weights=random"] if catalog.find(config.model.name) else []
+    config = load_config(path, overrides)
+    architecture = load_architecture(config.model)
+    with torch.device("meta"):
+        base = AutoModelForCausalLM.from_config(architecture)
+        model = get_peft_model(base, lora_config(base, config.adapter))
+    assert trained_parameters(model) == TRAINED_PARAMETERS[path.stem]
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_config_states_its_batch_and_saves(path: Path) -> None:
+    config = load_config(path)
+    assert config.training.batch_size % config.training.micro_batch == 0
+    assert config.data.max_length <= load_architecture_length(config.model)
+
+
+def load_architecture_length(section) -> int:
+    entry = catalog.find(section.name)
+    return entry.facts["max_position_embeddings"] if entry else 1024
