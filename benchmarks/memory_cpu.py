@@ -257,7 +257,7 @@ def _table(result: dict[str, Any]) -> str:
         harness.table(header, [line(setting) for setting in dict.fromkeys(WEIGHTS + CHECKPOINTING)]),
         f"imports alone {harness.mib(result['imports_only_bytes'])} MiB, "
         f"the job with nearly no model {harness.mib(result['nearly_no_model_bytes'])} MiB",
-        "weights: computed; less than fp32: loading's peak, measured of computed; own: peak less that with nearly no model",
+        "weights: computed; less than fp32: peak of loading, measured of computed; own: peak less nearly no model",
         *(f"{name.replace('_', ' ')}: {'yes' if held else 'NO'}" for name, held in result["falls"].items()),
     ]
     return "\n".join(lines)

@@ -245,7 +245,7 @@ def test_deep_nesting_is_refused(depth: int, opening: str) -> None:
 
 def test_reading_stops_where_nesting_is_too_deep() -> None:
     """PyYAML's scanner takes time with the square of the depth, so what lies deeper must not be scanned at all."""
-    [problem] = parse("a: " + "[" * (MAX_DEPTH + 2) + "\n\n@ not YAML\n").problems
+    [problem] = parse("a: " + "[" * (MAX_DEPTH + 2) + "\n x,\n x,\n @ not YAML\n").problems
     assert "nested too deeply" in problem.message
 
 

@@ -32,13 +32,14 @@ WORDS = [
 @pytest.fixture(scope="session")
 def word_tokenizer() -> Callable[..., Any]:
     """Makes a tokenizer whose tokens are words, single spaces, newlines and marks, each a token of its own."""
-    from tokenizers import Regex, Tokenizer, models, pre_tokenizers
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
     def make(template: str | None, pad_token: str = "<|pad|>", **tokens: str) -> Any:
         vocabulary = {token: index for index, token in enumerate([*SPECIAL, *WORDS])}
         backend = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
         backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"\s|\w+|[^\s\w]"), behavior="isolated")
+        backend.decoder = decoders.Fuse()
         backend.add_special_tokens(SPECIAL)
         tokenizer = PreTrainedTokenizerFast(
             tokenizer_object=backend, eos_token="<|im_end|>", unk_token="<unk>", pad_token=pad_token, **tokens

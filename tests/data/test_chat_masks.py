@@ -197,6 +197,19 @@ def test_of_two_assistant_turns_in_a_row_the_last_is_the_last(
 
 
 @pytest.mark.parametrize("template", ["marked", "unmarked", "tight", "plain"])
+def test_a_conversation_that_the_assistant_opens_has_a_right_mask_or_is_refused_by_place(
+    template: str, word_tokenizer: Make, templates: dict[str, str]
+) -> None:
+    tokenizer = word_tokenizer(templates[template])
+    try:
+        encoded = encode(Chat([assistant("Hello"), user("Hi"), assistant("so")]), tokenizer)
+    except RowError as error:
+        assert "messages[0]" in str(error)  # noqa: PT017
+    else:
+        assert trained_text(encoded, tokenizer).replace("\n", "") == "Hello<|im_end|>so<|im_end|>"
+
+
+@pytest.mark.parametrize("template", ["marked", "unmarked", "tight", "plain"])
 def test_a_tool_message_is_not_trained(template: str, word_tokenizer: Make, templates: dict[str, str]) -> None:
     tokenizer = word_tokenizer(templates[template])
     messages = [user("Hi"), assistant("one"), {"role": "tool", "content": "two"}, assistant("so")]
@@ -335,7 +348,7 @@ def test_a_tokenizer_without_a_template_is_an_error_of_the_row(word_tokenizer: M
 def test_no_answer_is_lost_where_the_tokenizer_trims_its_offsets(
     template: str, answer: str, byte_tokenizer: Make, templates: dict[str, str]
 ) -> None:
-    """Such a tokenizer (the default of byte-level post-processors) has no token at a leading space, where a mark may be.
+    """Such a tokenizer (the default of byte-level post-processing) has no token at a leading space, where marks may be.
 
     The mask is right or the row is refused; it is never silently empty.
     """
@@ -356,8 +369,8 @@ _CONTENT = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="
 )
 _TURN = st.builds(lambda role, content: {"role": role, "content": content}, st.sampled_from(["user", "tool"]), _CONTENT)
 _CONVERSATION = st.builds(
-    lambda first, middle, last: [*first, *middle, assistant(last)],
-    st.lists(st.builds(system, _CONTENT), max_size=1),
+    lambda first, middle, last: [first, *middle, assistant(last)],
+    st.builds(system, _CONTENT) | st.builds(user, _CONTENT),
     st.lists(_TURN | st.builds(assistant, _CONTENT), max_size=5),
     _CONTENT,
 )

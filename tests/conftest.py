@@ -1,0 +1,68 @@
+"""What every test starts from: one thread, no network, and a small run that several tests look at."""
+
+import os
+
+# Before torch is imported: two busy processes on two cores would otherwise spin on each other's locks.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import finetune
+from finetune.config import Config
+from finetune.model.locate import BUILTIN_BASE, locate
+from finetune.rundir import RunDirectory
+from finetune.settings import load_config
+
+TINY = Path(__file__).parent.parent / "configs" / "tiny_cpu.yaml"
+
+# A job of seconds: short rows, few of them, one evaluation at each end.
+QUICK = ["training.max_steps=4", "training.batch_size=4", "training.micro_batch=2", "output.merge=false"]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def rows_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """24 short conversations of uneven length as JSONL."""
+    file = tmp_path_factory.mktemp("rows") / "rows.jsonl"
+    lines = []
+    for number in range(24):
+        answer = " ".join(["word"] * (1 + number % 7)) + f" {number}"
+        lines.append(
+            '{"messages": [{"role": "user", "content": "Say %d"}, {"role": "assistant", "content": "%s"}]}'
+            % (number, answer)
+        )
+    file.write_text("\n".join(lines) + "\n")
+    return file
+
+
+@pytest.fixture
+def quick(tmp_path: Path, rows_file: Path):
+    """A function from overrides to the config of a job of seconds in its own run directory."""
+
+    def make(*overrides: str, run: str = "run") -> Config:
+        data = [f"data.train={rows_file}", "data.eval_share=0.2", f"output.dir={tmp_path / run}"]
+        return load_config(TINY, [*QUICK, *data, *overrides])
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
+    """A finished run of the tiny job, long enough for the adapter to matter. Read it, do not write to it."""
+    directory = tmp_path_factory.mktemp("trained") / "run"
+    overrides = ["training.max_steps=20", "training.eval_every=10", "output.merge=false", f"output.dir={directory}"]
+    return finetune.train(load_config(TINY, overrides)).run
+
+
+@pytest.fixture(scope="session")
+def tiny_base() -> Path:
+    """The directory of the built-in base."""
+    return Path(locate(BUILTIN_BASE))

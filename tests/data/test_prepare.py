@@ -1,0 +1,268 @@
+"""Facts about preparing data: what is counted, cut, dropped and held out, and where an error is said to be."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from finetune.config import DataSection
+from finetune.data.chat import IGNORE
+from finetune.data.prepare import held_out_rows, prepare, questions
+from finetune.errors import DataError
+
+Write = Callable[..., str]
+
+
+@pytest.fixture
+def tokenizer(word_tokenizer: Callable[..., Any], chatml: str) -> Any:
+    return word_tokenizer(chatml)
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Write:
+    def write(rows: list[dict[str, Any]], name: str = "train.jsonl") -> str:
+        path = tmp_path / name
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+        return str(path)
+
+    return write
+
+
+def chat(question: str, answer: str) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]}
+
+
+def message(section: DataSection, tokenizer: Any) -> str:
+    with pytest.raises(DataError) as caught:
+        prepare(section, tokenizer)
+    return str(caught.value)
+
+
+# `<user/Hi>/<assistant/one>/`: 5 + 1 tokens of the question, 3 before the answer, the answer with its end, a newline.
+def length(question: int, answer: int) -> int:
+    return 3 + question + 2 + 3 + answer + 1 + 1
+
+
+# -- counts ----------------------------------------------------------------------------------------------------------
+
+
+def test_rows_tokens_and_trained_tokens_are_counted(write: Write, tokenizer: Any) -> None:
+    source = write([chat("Hi", "one"), chat("Why?", "Because so.")])
+    prepared = prepare(DataSection(train=source, eval="none"), tokenizer)
+    counts = prepared.train_counts
+    assert (counts.rows, counts.tokens, counts.trained_tokens) == (2, length(1, 1) + length(2, 4), 2 + 5)
+    assert (counts.longest, counts.truncated, counts.dropped, counts.dropped_places) == (length(2, 4), 0, 0, [])
+    assert prepared.train["length"][:] == [length(1, 1), length(2, 4)]
+    assert prepared.eval is None
+    assert prepared.eval_counts is None
+
+
+def test_each_row_has_its_ids_labels_and_length(write: Write, tokenizer: Any) -> None:
+    prepared = prepare(DataSection(train=write([chat("Hi", "one")]), eval="none"), tokenizer)
+    [row] = prepared.train
+    assert (
+        tokenizer.decode(row["input_ids"]) == "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\none<|im_end|>\n"
+    )
+    assert [tokenizer.decode([label]) for label in row["labels"] if label != IGNORE] == ["one", "<|im_end|>"]
+    assert row["length"] == len(row["input_ids"]) == len(row["labels"])
+
+
+def test_rows_keep_their_order(write: Write, tokenizer: Any) -> None:
+    source = write([{"text": "one " * n} for n in (5, 1, 3)])
+    assert prepare(DataSection(train=source, eval="none"), tokenizer).train["length"][:] == [11, 3, 7]
+
+
+def test_a_row_of_the_longest_length_is_left_whole(write: Write, tokenizer: Any) -> None:
+    source = write([chat("Hi", "one")])
+    counts = prepare(DataSection(train=source, eval="none", max_length=length(1, 1)), tokenizer).train_counts
+    assert (counts.truncated, counts.longest) == (0, length(1, 1))
+
+
+def test_a_longer_row_is_cut_at_the_end_and_counted(write: Write, tokenizer: Any) -> None:
+    source = write([chat("Hi", "one"), chat("Hi", "one two one two")])
+    section = DataSection(train=source, eval="none", max_length=length(1, 1))
+    prepared = prepare(section, tokenizer)
+    assert (prepared.train_counts.rows, prepared.train_counts.truncated, prepared.train_counts.dropped) == (2, 1, 0)
+    labels = prepared.train[1]["labels"]
+    assert len(labels) == section.max_length
+    assert tokenizer.decode([label for label in labels if label != IGNORE]) == "one two"
+
+
+def test_a_row_whose_answer_is_cut_off_is_dropped_and_listed(write: Write, tokenizer: Any) -> None:
+    source = write([chat("Hi", "one"), chat("one " * 20, "two"), chat("Hi", "two"), chat("so " * 30, "two")])
+    prepared = prepare(DataSection(train=source, eval="none", max_length=16), tokenizer)
+    counts = prepared.train_counts
+    assert (counts.rows, counts.dropped, counts.truncated) == (2, 2, 2)
+    assert counts.dropped_places == [f"{source}:2", f"{source}:4"]
+    assert len(prepared.train) == 2
+    assert all(any(label != IGNORE for label in row["labels"]) for row in prepared.train)
+
+
+def test_an_empty_text_has_nothing_to_train_and_is_dropped(write: Write, tokenizer: Any) -> None:
+    source = write([{"text": ""}, {"text": "one"}])
+    assert prepare(DataSection(train=source, eval="none"), tokenizer).train_counts.dropped_places == [f"{source}:1"]
+
+
+def test_when_everything_is_dropped_the_count_and_the_cause_are_told(write: Write, tokenizer: Any) -> None:
+    source = write([chat("one " * 20, "two")] * 3)
+    said = message(DataSection(train=source, eval="none", max_length=16), tokenizer)
+    assert "3 rows dropped" in said
+    assert "`data.max_length` 16" in said
+    assert source in said
+
+
+def test_a_file_without_rows_is_refused(write: Write, tokenizer: Any) -> None:
+    assert "has no rows" in message(DataSection(train=write([]), eval="none"), tokenizer)
+
+
+def test_when_every_held_out_row_is_dropped_it_is_told(write: Write, tokenizer: Any) -> None:
+    train, held_out = write([chat("Hi", "one")]), write([chat("one " * 20, "two")], "eval.jsonl")
+    said = message(DataSection(train=train, eval=held_out, max_length=16), tokenizer)
+    assert "no held-out row" in said
+    assert "`data.eval" in said
+
+
+# -- what is held out ------------------------------------------------------------------------------------------------
+
+MANY = [{"text": f"one {'two ' * (number % 7)}so {number}", "id": number} for number in range(1500)]
+
+
+def ids(rows: Any) -> list[int]:
+    return [row.fields["id"] for row in rows]
+
+
+def test_a_share_is_held_out_by_hash_the_same_each_time(write: Write, tokenizer: Any) -> None:
+    section = DataSection(train=write(MANY), eval="auto", eval_share=0.1)
+    first, second = prepare(section, tokenizer), prepare(section, tokenizer)
+    assert first.train[:] == second.train[:]
+    assert first.eval is not None
+    assert first.eval[:] == second.eval[:]
+    assert first.eval_counts is not None
+    assert first.train_counts.rows + first.eval_counts.rows == len(MANY)
+    # 150 expected; four standard deviations are 46.
+    assert 104 <= first.eval_counts.rows <= 196
+
+
+def test_held_out_rows_are_not_trained(write: Write, tokenizer: Any) -> None:
+    section = DataSection(train=write(MANY), eval_share=0.1)
+    held_out = ids(held_out_rows(section))
+    assert len(held_out) == len(set(held_out))
+    prepared = prepare(section, tokenizer)
+    texts = {row["text"] for row in MANY if row["id"] in held_out}
+    assert prepared.eval is not None
+    assert [tokenizer.decode(row["input_ids"]).count("two") for row in prepared.eval] == [
+        row["text"].count("two") for row in MANY if row["id"] in held_out
+    ]
+    assert len(texts) == len(prepared.eval)
+
+
+def test_the_side_of_a_row_depends_on_nothing_but_its_content(write: Write) -> None:
+    share = 0.3
+    whole = ids(held_out_rows(DataSection(train=write(MANY), eval_share=share)))
+    reordered = [dict(reversed(row.items())) for row in reversed(MANY)]
+    assert sorted(ids(held_out_rows(DataSection(train=write(reordered), eval_share=share)))) == whole
+    half = ids(held_out_rows(DataSection(train=write(MANY[::2]), eval_share=share)))
+    assert half == [number for number in whole if number % 2 == 0]
+
+
+def test_a_larger_share_holds_out_the_same_rows_and_more(write: Write) -> None:
+    source = write(MANY)
+    small, large = (set(ids(held_out_rows(DataSection(train=source, eval_share=share)))) for share in (0.05, 0.2))
+    assert small < large
+
+
+def test_equal_rows_are_on_the_same_side(write: Write, tokenizer: Any) -> None:
+    prepared = prepare(
+        DataSection(train=write([{"text": f"so {n % 40}x"} for n in range(400)]), eval_share=0.3), tokenizer
+    )
+    assert prepared.eval_counts is not None
+    assert prepared.eval_counts.rows % 10 == 0
+    assert 0 < prepared.eval_counts.rows < 400
+
+
+def test_without_evaluation_every_row_is_trained(write: Write, tokenizer: Any) -> None:
+    section = DataSection(train=write(MANY[:50]), eval="none", eval_share=0.5)
+    assert prepare(section, tokenizer).train_counts.rows == 50
+    assert ids(held_out_rows(section)) == list(range(50))
+
+
+def test_an_evaluation_file_is_held_out_whole_and_nothing_else_is(write: Write, tokenizer: Any) -> None:
+    section = DataSection(train=write(MANY[:20]), eval=write(MANY[20:25], "eval.jsonl"), eval_share=0.5)
+    prepared = prepare(section, tokenizer)
+    assert prepared.train_counts.rows == 20
+    assert prepared.eval_counts is not None
+    assert prepared.eval_counts.rows == 5
+    assert ids(held_out_rows(section)) == [20, 21, 22, 23, 24]
+
+
+def test_the_evaluation_file_may_be_of_another_format(write: Write, tokenizer: Any) -> None:
+    section = DataSection(train=write([{"text": "one"}]), eval=write([chat("Hi", "two")], "eval.jsonl"))
+    prepared = prepare(section, tokenizer)
+    assert prepared.eval is not None
+    assert tokenizer.decode([label for label in prepared.eval[0]["labels"] if label != IGNORE]) == "two<|im_end|>"
+
+
+def test_a_share_that_holds_nothing_out_is_refused_with_the_remedies(write: Write, tokenizer: Any) -> None:
+    said = message(DataSection(train=write(MANY[:3]), eval_share=1e-9), tokenizer)
+    assert all(remedy in said for remedy in ("`data.eval`", "`data.eval_share`", "`data.eval: none`"))
+
+
+# -- errors have a place ---------------------------------------------------------------------------------------------
+
+
+def test_a_wrong_field_is_told_with_file_line_and_field(write: Write, tokenizer: Any) -> None:
+    source = write([chat("Hi", "one"), chat("Hi", "one"), {"messages": [{"role": "human", "content": "x"}]}])
+    assert message(DataSection(train=source, eval="none"), tokenizer).startswith(f"{source}:3: `messages[0].role`")
+
+
+def test_the_first_row_decides_the_format_and_a_row_of_another_is_told(write: Write, tokenizer: Any) -> None:
+    source = write([{"text": "one"}, chat("Hi", "one")])
+    assert message(DataSection(train=source, eval="none"), tokenizer) == f"{source}:2: `text` is missing"
+
+
+def test_a_row_of_no_format_is_told_with_its_place(write: Write, tokenizer: Any) -> None:
+    source = write([{"question": "x"}])
+    said = message(DataSection(train=source, eval="none"), tokenizer)
+    assert said.startswith(f"{source}:1: ")
+    assert "question" in said
+
+
+def test_a_named_format_is_held_against_every_row(write: Write, tokenizer: Any) -> None:
+    source = write([{"text": "one", "instruction": "x", "output": "y"}, {"text": "one"}])
+    assert prepare(DataSection(train=source, eval="none", format="text"), tokenizer).train_counts.rows == 2
+    said = message(DataSection(train=source, eval="none", format="alpaca"), tokenizer)
+    assert said == f"{source}:2: `instruction` is missing"
+
+
+def test_a_conversation_that_cannot_be_masked_is_told_with_its_place(write: Write, tokenizer: Any) -> None:
+    source = write([chat("Hi", "one"), {"messages": [{"role": "user", "content": "Hi"}]}])
+    assert message(DataSection(train=source, eval="none"), tokenizer).startswith(f"{source}:2: the conversation has no")
+
+
+def test_a_wrong_held_out_row_is_told_with_its_own_file(write: Write, tokenizer: Any) -> None:
+    section = DataSection(train=write([{"text": "one"}]), eval=write([{"text": 5}], "eval.jsonl"))
+    said = message(section, tokenizer)
+    assert said.startswith(f"{section.eval}:1: `text`")
+
+
+# -- questions -------------------------------------------------------------------------------------------------------
+
+
+def test_questions_are_held_out_conversations_without_their_last_answer(write: Write) -> None:
+    rows = [
+        {"messages": [{"role": "assistant", "content": "one"}]},
+        {"messages": [{"role": "user", "content": "Hi"}]},
+        *(chat(f"Why {number}?", f"so {number}") for number in range(5)),
+    ]
+    section = DataSection(train=write([chat("Hi", "one")]), eval=write(rows, "eval.jsonl"))
+    asked = questions(section, 2)
+    assert [(ask[-1]["content"], answer) for ask, answer in asked] == [("Why 0?", "so 0"), ("Why 1?", "so 1")]
+    assert len(questions(section, 99)) == 5
+
+
+def test_plain_text_asks_nothing(write: Write) -> None:
+    assert questions(DataSection(train=write([{"text": "one"}]), eval="none"), 3) == []

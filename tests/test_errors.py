@@ -1,0 +1,48 @@
+"""Facts about errors: each kind a person can meet has an exit code of its own, as documented."""
+
+from __future__ import annotations
+
+import pytest
+
+from finetune import errors
+from finetune.errors import (
+    ArtifactError,
+    ConfigError,
+    DataError,
+    FinetuneError,
+    MachineError,
+    NumbersError,
+    OutOfMemoryError,
+)
+
+EXIT_CODES = {
+    ConfigError: 2,
+    DataError: 3,
+    MachineError: 4,
+    NumbersError: 5,
+    OutOfMemoryError: 6,
+    ArtifactError: 7,
+}
+
+
+@pytest.mark.parametrize(("kind", "code"), EXIT_CODES.items())
+def test_a_kind_of_error_has_its_documented_exit_code(kind: type[FinetuneError], code: int) -> None:
+    assert kind("what is wrong").exit_code == code
+    assert str(kind("what is wrong")) == "what is wrong"
+
+
+def test_every_kind_is_documented_and_no_two_share_a_code() -> None:
+    kinds = {
+        kind
+        for kind in vars(errors).values()
+        if isinstance(kind, type) and issubclass(kind, FinetuneError) and kind is not FinetuneError
+    }
+    assert kinds == set(EXIT_CODES)
+    assert len({kind.exit_code for kind in kinds} | {FinetuneError.exit_code, 0}) == len(kinds) + 2
+
+
+@pytest.mark.parametrize("kind", EXIT_CODES)
+def test_a_kind_is_told_apart_from_pythons_own_and_from_the_others(kind: type[FinetuneError]) -> None:
+    assert kind.__bases__ == (FinetuneError,)
+    assert FinetuneError.__bases__ == (Exception,)
+    assert kind.__doc__ != FinetuneError.__doc__

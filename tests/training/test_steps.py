@@ -1,0 +1,260 @@
+"""What a step does: gradients that do not depend on the micro-batch, optimizers, resume, best checkpoint, faults."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import finetune
+from finetune.config import OptimizerSection
+from finetune.errors import MachineError, NumbersError
+from finetune.rundir import RunDirectory, checkpoint_step
+from finetune.training import optimizers
+from finetune.training.trainer import StepRecorder
+
+
+def adapter_weights(run: RunDirectory) -> dict[str, torch.Tensor]:
+    return load_file(run.adapter / "adapter_model.safetensors")
+
+
+def training_lines(run: RunDirectory) -> list[dict]:
+    return [line for line in run.metrics() if "loss" in line]
+
+
+@pytest.mark.parametrize("grouped", ["true", "false"])
+def test_gradient_does_not_depend_on_the_micro_batch(quick, grouped: str) -> None:
+    norms, losses, weights = [], [], []
+    for micro_batch in (1, 2, 8):
+        config = quick(
+            "training.batch_size=8",
+            f"training.micro_batch={micro_batch}",
+            f"training.group_by_length={grouped}",
+            "training.max_steps=2",
+            "optimizer.kind=sgd",
+            "optimizer.beta1=0.0",
+            "training.warmup=0",
+            "training.max_grad_norm=0",
+            "training.learning_rate=0.1",
+            "quantization.kind=none",
+            run=f"micro{micro_batch}",
+        )
+        run = finetune.train(config).run
+        norms.append([line["grad_norm"] for line in training_lines(run)])
+        losses.append([line["loss"] for line in training_lines(run)])
+        weights.append(adapter_weights(run))
+    for other in (1, 2):
+        assert losses[other] == pytest.approx(losses[0], rel=1e-5)
+        assert norms[other] == pytest.approx(norms[0], rel=1e-4)
+        for name, tensor in weights[0].items():
+            torch.testing.assert_close(weights[other][name], tensor, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", optimizers.OPTIMIZERS)
+def test_optimizer_trains_on_this_device(quick, kind: str) -> None:
+    run = finetune.train(quick(f"optimizer.kind={kind}", "data.eval=none", "training.eval_every=null")).run
+    moved = [name for name, tensor in adapter_weights(run).items() if "lora_B" in name and tensor.abs().max() > 0]
+    assert len(moved) == 28
+
+
+def test_a_replaced_optimizer_is_said_in_one_line() -> None:
+    name, line = optimizers.choose(OptimizerSection(kind="paged_adamw_8bit"), "cpu")
+    assert name == "adamw_8bit"
+    assert line is not None and "paged_adamw_8bit" in line and "\n" not in line
+    assert optimizers.choose(OptimizerSection(kind="paged_adamw_8bit"), "cuda") == ("paged_adamw_8bit", None)
+
+
+@pytest.mark.parametrize("kind", ["lora", "none"])
+def test_resumed_run_ends_bit_equal(quick, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    """Stopped twice, in the first epoch and in the third, with dropout, 8-bit states and shuffled, grouped rows."""
+    overrides = [
+        f"adapter.kind={kind}",
+        "adapter.dropout=0.1",
+        "quantization.kind=" + ("nf4" if kind == "lora" else "none"),
+        "training.max_steps=12",
+        "training.eval_every=4",
+        "output.save_every=3",
+    ]
+    whole = finetune.train(quick(*overrides, run="whole")).run
+
+    class Stopped(Exception):
+        pass
+
+    def stop_at(step: int) -> None:
+        def on_step_begin(self, args, state, control, **kwargs):
+            self.trainer.step_counts.restart_clock()
+            if state.global_step == step:
+                raise Stopped
+
+        monkeypatch.setattr(StepRecorder, "on_step_begin", on_step_begin)
+
+    config = quick(*overrides, run="stopped")
+    for step in (4, 11):
+        stop_at(step)
+        with pytest.raises(Stopped):
+            finetune.train(config)
+    monkeypatch.undo()
+    stopped = finetune.train(config).run
+
+    file = "adapter/adapter_model.safetensors" if kind == "lora" else "merged/model.safetensors"
+    expected, found = load_file(whole.path / file), load_file(stopped.path / file)
+    assert expected.keys() == found.keys()
+    assert all(torch.equal(expected[name], found[name]) for name in expected)
+    assert [line["step"] for line in training_lines(stopped)] == list(range(1, 13))
+    assert [event["event"] for event in stopped.events()].count("resumed") == 2
+
+
+def test_finished_run_says_so_and_is_not_trained_again(quick, capsys: pytest.CaptureFixture) -> None:
+    config = quick()
+    run = finetune.train(config).run
+    before = run.metrics_file.read_bytes()
+    finetune.train(config)
+    assert "is finished" in capsys.readouterr().out
+    assert run.metrics_file.read_bytes() == before
+
+
+def test_fresh_moves_the_old_run_aside(quick) -> None:
+    config = quick()
+    first = finetune.train(config).run
+    old = first.metrics_file.read_bytes()
+    second = finetune.train(config, fresh=True).run
+    assert second.finished
+    assert first.path.with_name("run.1").joinpath("metrics.jsonl").read_bytes() == old
+
+
+def test_best_checkpoint_is_published_and_kept(quick) -> None:
+    """A learning rate that ruins the model after a good start: the published adapter is the best one, not the last."""
+    config = quick(
+        "training.max_steps=12",
+        "training.eval_every=2",
+        "training.learning_rate=0.2",
+        "training.schedule=constant",
+        "training.warmup=6",
+        "optimizer.kind=adamw_torch_fused",
+        "output.save_every=2",
+    )
+    run = finetune.train(config).run
+    evaluations = {line["step"]: line["eval_loss"] for line in run.metrics() if "eval_loss" in line and line["step"]}
+    best = min(evaluations, key=evaluations.__getitem__)
+    assert best != max(evaluations), "the job was meant to get worse"
+    assert run.events()[-1]["best_step"] == best
+    published = adapter_weights(run)
+    saved = load_file(run.checkpoint(best) / "adapter_model.safetensors")
+    assert all(torch.equal(published[name], saved[name]) for name in published)
+    assert best in [checkpoint_step(path) for path in run.complete_checkpoints()]
+
+
+def test_no_more_checkpoints_are_kept_than_asked(quick) -> None:
+    run = finetune.train(quick("training.max_steps=6", "output.save_every=1", "output.keep=2", "data.eval=none")).run
+    assert [checkpoint_step(path) for path in run.complete_checkpoints()] == [5, 6]
+
+
+def test_early_stopping_ends_the_run(quick) -> None:
+    config = quick(
+        "training.max_steps=40",
+        "training.eval_every=1",
+        "training.early_stopping=2",
+        "training.learning_rate=0.5",
+        "training.schedule=constant",
+        "optimizer.kind=adamw_torch_fused",
+    )
+    run = finetune.train(config).run
+    assert run.finished
+    assert training_lines(run)[-1]["step"] < 40
+
+
+def test_a_loss_that_is_not_finite_stops_the_run_and_is_never_a_number(quick) -> None:
+    config = quick(
+        "training.learning_rate=1e38",
+        "training.max_grad_norm=0",
+        "training.warmup=0",
+        "optimizer.kind=sgd",
+        "data.eval=none",
+        "training.eval_every=null",
+    )
+    with pytest.raises(NumbersError, match="not a finite number at step") as stopped:
+        finetune.train(config)
+    assert stopped.value.exit_code == 5
+    run = RunDirectory(config.output.dir)
+    assert run.metrics()[-1]["loss"] is None
+    assert not run.finished
+    assert not run.adapter.exists()
+
+
+def test_each_line_has_the_contracted_keys(trained: RunDirectory) -> None:
+    lines = training_lines(trained)
+    assert [line["step"] for line in lines] == list(range(1, 21))
+    for line in lines:
+        assert {"step", "loss", "learning_rate", "grad_norm", "tokens", "tokens_per_second", "padding_share"} <= set(line)
+        assert set(line["memory"]) == {"forward", "backward", "optimizer"}
+        assert all(peak["resident_bytes"] > 100 * 2**20 for peak in line["memory"].values())
+    assert [line["step"] for line in trained.metrics() if "eval_loss" in line] == [0, 10, 20]
+
+
+def test_run_directory_holds_what_the_contract_lists(trained: RunDirectory) -> None:
+    names = {path.name for path in trained.path.iterdir()}
+    assert {"config.yaml", "environment.json", "metrics.jsonl", "events.jsonl", "checkpoints", "adapter"} <= names
+    assert {"report.html", "training.png", "answers.json"} <= names
+    environment = json.loads(trained.environment_file.read_text())
+    assert environment["packages"]["torch"] == torch.__version__
+    assert environment["seed"] == 42
+
+
+def test_training_lowers_the_held_out_loss(trained: RunDirectory) -> None:
+    base, *_, last = [line["eval_loss"] for line in trained.metrics() if "eval_loss" in line]
+    assert last < 0.85 * base
+
+
+def test_profiler_trace_is_written(quick) -> None:
+    run = finetune.train(quick("memory.profile_steps=1", "data.eval=none", "training.eval_every=null")).run
+    traces = list(run.profile.glob("*.pt.trace.json"))
+    assert len(traces) == 1
+    assert "[memory]" in traces[0].read_text()
+
+
+def test_missing_tracker_names_the_package(quick) -> None:
+    config = quick("tracking.to=[mlflow]")
+    with pytest.raises(MachineError, match="pip install mlflow"):
+        finetune.train(config)
+    assert not RunDirectory(config.output.dir).finished
+
+
+def test_fp16_is_refused_on_a_cpu(quick) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    with pytest.raises(MachineError, match="bf16 or fp32"):
+        finetune.train(quick("training.precision=fp16"))
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "cosine_to_tenth", "linear", "constant", "inverse_sqrt", "polynomial"])
+def test_schedule_warms_up_and_follows_its_course(quick, schedule: str) -> None:
+    run = finetune.train(
+        quick(f"training.schedule={schedule}", "training.max_steps=6", "training.warmup=2", "data.eval=none",
+              "training.eval_every=null", "training.learning_rate=1e-3")
+    ).run  # fmt: skip
+    rates = [line["learning_rate"] for line in training_lines(run)]
+    assert rates[0] == 0
+    assert rates[2] == max(rates) == pytest.approx(1e-3)
+    assert rates[-1] == rates[2] if schedule == "constant" else rates[-1] < rates[2]
+
+
+def test_checkpoints_hold_no_half_written_directory(quick, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A disk error while the second checkpoint is written leaves the first and says what happened."""
+    from finetune.training import trainer
+
+    config = quick("output.save_every=2", "data.eval=none", "training.eval_every=null")
+    saves = []
+
+    def failing(model, folder: Path, **arguments) -> None:
+        saves.append(folder)
+        if len(saves) == 2:
+            raise OSError(28, "No space left on device")
+        trainer_save(model, folder, **arguments)
+
+    trainer_save = trainer.save_weights
+    monkeypatch.setattr(trainer, "save_weights", failing)
+    with pytest.raises(MachineError, match="No space left on device"):
+        finetune.train(config)
+    run = RunDirectory(config.output.dir)
+    assert [checkpoint_step(path) for path in run.complete_checkpoints()] == [2]
