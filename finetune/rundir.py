@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import shutil
 import time
 from collections.abc import Iterator
@@ -91,7 +92,7 @@ class RunDirectory:
     def complete_checkpoints(self) -> list[Path]:
         """Checkpoints that were published, oldest first. Half-written ones carry another suffix."""
         found = self.checkpoints.glob(f"{_CHECKPOINT}*") if self.checkpoints.is_dir() else []
-        return sorted(path for path in found if path.is_dir() and not path.name.endswith(_PARTIAL))
+        return sorted(path for path in found if path.is_dir() and re.fullmatch(r"step-\d{8,}", path.name))
 
     # -- starting over ---------------------------------------------------------------------------------------------
 
@@ -128,7 +129,12 @@ def staged(target: Path) -> Iterator[Path]:
     if target.exists():
         shutil.rmtree(replaced, ignore_errors=True)
         target.rename(replaced)
-    partial.rename(target)
+    try:
+        partial.rename(target)
+    except OSError:
+        if replaced.exists():
+            replaced.rename(target)
+        raise
     _fsync(target.parent)
     shutil.rmtree(replaced, ignore_errors=True)
 
@@ -148,8 +154,12 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def append_line(path: Path, value: dict[str, Any]) -> None:
-    with open(path, "a", encoding="utf-8") as file:
-        file.write(json.dumps(value) + "\n")
+    with open(path, "a+b") as file:
+        torn = ""
+        if file.tell():
+            file.seek(-1, os.SEEK_END)
+            torn = "\n" if file.read(1) != b"\n" else ""
+        file.write((torn + json.dumps(value) + "\n").encode())
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:

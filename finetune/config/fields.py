@@ -6,9 +6,10 @@ import difflib
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from decimal import Decimal
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, BeforeValidator, GetCoreSchemaHandler, ValidationInfo, WithJsonSchema
+from pydantic import AfterValidator, BeforeValidator, Field, GetCoreSchemaHandler, ValidationInfo, WithJsonSchema
 from pydantic_core import CoreSchema, core_schema
 
 Choices = Mapping[str, Mapping[str, Any]]
@@ -54,20 +55,23 @@ def parse_size(value: Any) -> Any:
     match = _SIZE.match(value)
     if not match:
         raise ValueError(f"`{value}` is not a size; write a number with B, KiB, MiB, GiB or TiB, such as 24GiB")
-    return int(float(match.group(1)) * _UNIT_BYTES[match.group(2)])
+    return int(Decimal(match.group(1)) * _UNIT_BYTES[match.group(2)])
 
 
 Size = Annotated[
-    int, BeforeValidator(parse_size), WithJsonSchema({"type": ["integer", "string"], "examples": ["24GiB"]})
+    int,
+    Field(gt=0),
+    BeforeValidator(parse_size),
+    WithJsonSchema({"type": ["integer", "string"], "examples": ["24GiB"]}),
 ]
 
-_EVERY = re.compile(r"^every-([1-9][0-9]*)$")
+_EVERY = re.compile(r"every-([1-9][0-9]*)")
 
 
 def _check_checkpointing(value: str | int) -> str | int:
     if isinstance(value, bool) or (isinstance(value, int) and value < 0):
         raise ValueError("a number of layers is zero or more")
-    if isinstance(value, str) and value not in ("none", "all") and not _EVERY.match(value):
+    if isinstance(value, str) and value not in ("none", "all") and not _EVERY.fullmatch(value):
         raise ValueError(f"`{value}` is not known; choose none, all, every-2 (every n-th layer) or a number of layers")
     return value
 
@@ -77,5 +81,5 @@ Checkpointing = Annotated[str | int, AfterValidator(_check_checkpointing)]
 
 def every_n(checkpointing: str | int) -> int | None:
     """The n of `every-n`, or None for the other forms."""
-    match = _EVERY.match(checkpointing) if isinstance(checkpointing, str) else None
+    match = _EVERY.fullmatch(checkpointing) if isinstance(checkpointing, str) else None
     return int(match.group(1)) if match else None

@@ -48,7 +48,19 @@ def load(path: str | Path, overrides: Sequence[str] = (), choices: Choices | Non
 
 def dump(config: Config) -> str:
     """The resolved config as YAML that `load` reads back to an equal value."""
-    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+    return yaml.dump(config.model_dump(mode="json"), Dumper=_Dumper, sort_keys=False, allow_unicode=True)
+
+
+class _Dumper(yaml.SafeDumper):
+    """Quotes text that YAML 1.2 takes for something else; PyYAML itself knows only 1.1."""
+
+
+def _text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
+    style = '"' if strict_yaml.scalar(text) != text or not text.isprintable() else None
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style)
+
+
+_Dumper.add_representer(str, _text)
 
 
 def _apply(values: dict[str, Any], where: dict[tuple[str, ...], str], override: str) -> list[str]:
@@ -60,11 +72,14 @@ def _apply(values: dict[str, Any], where: dict[tuple[str, ...], str], override: 
     document = strict_yaml.parse(f"value: {text}")
     if document.problems:
         return [f"override `{override}`: {document.problems[0].message}"]
-    section = values.setdefault(path[0], {})
+    if values.get(path[0]) is None:
+        values[path[0]] = {}
+    section = values[path[0]]
     if not isinstance(section, dict):
         return [f"override `{override}`: `{path[0]}` is not a section in the file"]
     section[path[1]] = document.values["value"]
     where[path] = f"override `{override}`"
+    where.setdefault(path[:1], where[path])
     return []
 
 
@@ -83,11 +98,17 @@ def _validate(
 
 
 def _merged(errors: list[Any]) -> list[Any]:
-    """One item a place: a union reports each branch that failed, and a person made one mistake."""
-    seen: dict[tuple[str, ...], Any] = {}
+    """One item a place: a union reports each branch that failed, and a person made one mistake.
+
+    Where a branch got further in (an item of a list), the branches that stopped before it say nothing useful.
+    """
+    by_path: dict[tuple[str, ...], list[Any]] = {}
     for item in errors:
-        seen.setdefault(_config_path(item["loc"]), item)
-    return list(seen.values())
+        by_path.setdefault(_config_path(item["loc"]), []).append(item)
+    deepest = [
+        path for path in by_path if not any(len(other) > len(path) and other[: len(path)] == path for other in by_path)
+    ]
+    return [{**by_path[path][0], "branches": by_path[path]} for path in deepest]
 
 
 def _explain(item: Any, where: dict[tuple[str, ...], str], file: str) -> str:
@@ -101,21 +122,23 @@ def _explain(item: Any, where: dict[tuple[str, ...], str], file: str) -> str:
         return f"{place}: `{key}`: {item['ctx']['error']}"
     if item["type"] == "model_type":
         return f"{place}: `{key}` is a section; write its keys on indented lines below it"
-    return f"{place}: `{key}`: {_expected(item)}, not {_shown(item['input'])}"
+    expected = " or ".join(dict.fromkeys(_expected(branch) for branch in item["branches"]))
+    return f"{place}: `{key}`: expected {expected}, not {_shown(item['input'])}"
 
 
 def _expected(item: Any) -> str:
-    kind = item["type"]
-    expected = {
-        "int_type": "expected a whole number",
-        "int_from_float": "expected a whole number",
-        "float_type": "expected a number",
-        "string_type": "expected text",
-        "bool_type": "expected true or false",
-        "list_type": "expected a list",
-        "literal_error": f"expected {item.get('ctx', {}).get('expected', '')}",
+    """What one failed branch wanted, to follow the word "expected"."""
+    wanted = {
+        "int_type": "a whole number",
+        "int_from_float": "a whole number",
+        "float_type": "a number",
+        "string_type": "text",
+        "bool_type": "true or false",
+        "list_type": "a list",
+        "finite_number": "a finite number",
+        "literal_error": item.get("ctx", {}).get("expected", ""),
     }
-    return expected.get(kind, str(item["msg"]).replace("Input should be", "expected"))
+    return wanted.get(item["type"], str(item["msg"]).replace("Input should be ", ""))
 
 
 def _shown(value: Any) -> str:

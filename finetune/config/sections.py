@@ -21,7 +21,12 @@ class Section(BaseModel):
     """Frozen, strict about types, no unknown keys; docstrings under fields become their description."""
 
     model_config = ConfigDict(
-        frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True, protected_namespaces=()
+        frozen=True,
+        extra="forbid",
+        strict=True,
+        allow_inf_nan=False,
+        use_attribute_docstrings=True,
+        protected_namespaces=(),
     )
 
 
@@ -135,19 +140,18 @@ class TrainingSection(Section):
     """Seed of adapter, data order and dropout."""
 
     @model_validator(mode="after")
-    def _divide_batch(self) -> Self:
+    def _check_counts(self) -> Self:
+        problems = []
         if self.batch_size % self.micro_batch:
-            fitting = [n for n in range(1, self.micro_batch + 1) if self.batch_size % n == 0]
-            raise ValueError(
+            fitting = max(n for n in range(1, self.micro_batch + 1) if self.batch_size % n == 0)
+            problems.append(
                 f"`batch_size` {self.batch_size} is not a multiple of `micro_batch` {self.micro_batch}; "
-                f"the nearest micro-batch that divides it is {fitting[-1]}"
+                f"the nearest micro-batch that divides it is {fitting}"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _stop_needs_evaluations(self) -> Self:
         if self.early_stopping and not self.eval_every:
-            raise ValueError("`early_stopping` counts evaluations, so it needs `eval_every`")
+            problems.append("`early_stopping` counts evaluations, so it needs `eval_every`")
+        if problems:
+            raise ValueError("; ".join(problems))
         return self
 
 
@@ -184,7 +188,7 @@ class MemorySection(Section):
     @model_validator(mode="after")
     def _offload_needs_checkpoints(self) -> Self:
         if self.offload == "checkpoints" and self.checkpointing in ("none", 0):
-            raise ValueError("`offload: checkpoints` has nothing to offload with `checkpointing: none`")
+            raise ValueError("`offload: checkpoints` has nothing to offload with `checkpointing: none`; set `all`")
         return self
 
 
@@ -245,7 +249,12 @@ def contradictions(config: Config) -> list[tuple[str, str]]:
     if adapter.init == "loftq" and not four_bit:
         found.append(("adapter.init", "LoftQ starts from a 4-bit base's error; set `quantization.kind: nf4`"))
     if adapter.init == "loftq" and config.model.weights == "random":
-        found.append(("adapter.init", "LoftQ compares with the weights on disk, and random weights have none"))
+        found.append(
+            (
+                "adapter.init",
+                "LoftQ compares with the weights on disk, and random weights have none; set `init: default`",
+            )
+        )
     if training.precision == "fp16" and adapter.dtype == "bfloat16":
         remedy = "set `adapter.dtype: float32`"
         found.append(("adapter.dtype", f"fp16 with loss scaling needs trained weights in float32; {remedy}"))

@@ -28,6 +28,7 @@ _NAN = re.compile(r"^(\.nan|\.NaN|\.NAN)$")
 # A config is a page of text. The bounds keep a hostile file from costing memory or the stack.
 MAX_BYTES = 1 << 20
 MAX_DEPTH = 32
+MAX_DIGITS = 100  # Python refuses to read integers over 4,300 digits with an error of its own
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,7 @@ def scalar(text: str) -> Any:
         return None
     if _BOOL.match(text):
         return text.lower() == "true"
-    if _INT.match(text):
+    if _INT.match(text) and len(text) <= MAX_DIGITS:
         return int(text)
     if _OCTAL.match(text):
         return int(text[2:], 8)
@@ -73,35 +74,56 @@ def parse(text: str) -> Document:
     if len(text) > MAX_BYTES:
         return Document({}, {}, [Problem(0, f"the file is larger than {MAX_BYTES} characters; a config is a page")])
     try:
-        if (line := _alias_line(text)) is not None:
-            return Document({}, {}, [Problem(line, "aliases (`*name`) are not used here; write the value out")])
+        problem, tagged = _scan(text)
+        if problem is not None:
+            return Document({}, {}, [problem])
         root = yaml.compose(text, Loader=yaml.SafeLoader)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark
         return Document({}, {}, [Problem(mark.line + 1 if mark else 0, f"not valid YAML: {error.problem}")])
-    except (yaml.YAMLError, RecursionError) as error:
-        return Document({}, {}, [Problem(0, f"not valid YAML: {error}")])
+    except yaml.reader.ReaderError as error:
+        line = text.count("\n", 0, error.position) + 1
+        return Document({}, {}, [Problem(line, f"the character #x{error.character:04x} is not allowed in YAML")])
     if root is None:
         return Document({}, {}, [])
+    if root.start_mark.index in tagged:
+        line = root.start_mark.line + 1
+        return Document({}, {}, [Problem(line, f"the tag `{tagged[root.start_mark.index]}` is not allowed")])
     if not isinstance(root, yaml.MappingNode):
         return Document({}, {}, [Problem(root.start_mark.line + 1, "expected `section:` lines at the top level")])
-    builder = _Builder()
+    builder = _Builder(tagged)
     values = builder.mapping(root, ())
     return Document(values, builder.lines, builder.problems)
 
 
-def _alias_line(text: str) -> int | None:
-    """The line of the first alias: a few of them expand without bound, and no config needs any."""
+def _scan(text: str) -> tuple[Problem | None, dict[int, str]]:
+    """The first alias or excess of depth, and the explicit tags by the index where their node starts.
+
+    Events are made as they are asked for, so what lies deeper is never parsed.
+    """
+    depth = 0
+    tagged: dict[int, str] = {}
     for event in yaml.parse(text, Loader=yaml.SafeLoader):
+        assert event.start_mark is not None
+        line = event.start_mark.line + 1
         if isinstance(event, yaml.AliasEvent):
-            return event.start_mark.line + 1 if event.start_mark else 0
-    return None
+            return Problem(line, "aliases (`*name`) are not used here; write the value out"), {}
+        if isinstance(event, yaml.CollectionStartEvent):
+            depth += 1
+        elif isinstance(event, yaml.CollectionEndEvent):
+            depth -= 1
+        if depth > MAX_DEPTH:
+            return Problem(line, "nested too deeply"), {}
+        if getattr(event, "tag", None) is not None:
+            tagged[event.start_mark.index] = event.tag  # type: ignore[attr-defined]
+    return None, tagged
 
 
 class _Builder:
     """Turns composed nodes into plain values, noting lines and problems as it goes."""
 
-    def __init__(self) -> None:
+    def __init__(self, tagged: dict[int, str]) -> None:
+        self.tagged = tagged
         self.lines: dict[Path, int] = {}
         self.problems: list[Problem] = []
 
@@ -111,6 +133,8 @@ class _Builder:
             line = key_node.start_mark.line + 1
             if not isinstance(key_node, yaml.ScalarNode):
                 self.problems.append(Problem(line, "a key must be a plain word"))
+                continue
+            if self._has_tag(key_node):
                 continue
             key = key_node.value
             if key in values:
@@ -126,11 +150,7 @@ class _Builder:
     def value(self, node: yaml.Node, path: Path) -> Any:
         line = node.start_mark.line + 1
         self.lines.setdefault(path, line)
-        if not _is_core_tag(node):
-            self.problems.append(Problem(line, f"the tag `{node.tag}` is not allowed; write a plain value"))
-            return None
-        if len(path) > MAX_DEPTH:
-            self.problems.append(Problem(line, "nested too deeply"))
+        if self._has_tag(node):
             return None
         if isinstance(node, yaml.MappingNode):
             return self.mapping(node, path)
@@ -140,9 +160,9 @@ class _Builder:
         # A quoted or block scalar is text, whatever it looks like.
         return scalar(node.value) if node.style is None else node.value
 
-
-def _is_core_tag(node: yaml.Node) -> bool:
-    """PyYAML resolves plain scalars by YAML 1.1 before we look; those tags are harmless, explicit others are not."""
-    prefix = "tag:yaml.org,2002:"
-    known = {"str", "int", "float", "bool", "null", "map", "seq", "timestamp", "merge", "value"}
-    return node.tag.startswith(prefix) and node.tag.removeprefix(prefix) in known
+    def _has_tag(self, node: yaml.Node) -> bool:
+        tag = self.tagged.get(node.start_mark.index)
+        if tag is None:
+            return False
+        self.problems.append(Problem(node.start_mark.line + 1, f"the tag `{tag}` is not allowed; write a plain value"))
+        return True

@@ -34,7 +34,7 @@ class RowOrder(Sampler[int]):
         return len(self.lengths)
 
     def __iter__(self) -> Iterator[int]:
-        generator = torch.Generator().manual_seed(self.seed + self.epoch)
+        generator = torch.Generator().manual_seed((self.seed * 1_000_003 + self.epoch) % 2**63)
         order = torch.randperm(len(self.lengths), generator=generator).tolist()
         if not self.group_by_length:
             return iter(order)

@@ -66,7 +66,7 @@ def _chat(messages: list[Message], tokenizer: Any, loss_on: LossOn) -> Encoded:
         ids = _render(messages, tokenizer)
         return Encoded(ids, list(ids))
     if marks_generation(tokenizer):
-        ids, trained = _marked(messages, tokenizer)
+        ids, trained = _marked(messages, turns, tokenizer)
     else:
         ids, trained = _incremental(messages, turns, tokenizer)
     if loss_on == "last":
@@ -87,18 +87,29 @@ def _render(messages: list[Message], tokenizer: Any, prompt: bool = False) -> li
     return list(rendered["input_ids"])
 
 
-def _marked(messages: list[Message], tokenizer: Any) -> tuple[list[int], list[bool]]:
+def _marked(messages: list[Message], turns: list[int], tokenizer: Any) -> tuple[list[int], list[bool]]:
     try:
         rendered = tokenizer.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
     except Exception as error:
         raise RowError(f"the chat template refuses it: {error}") from None
-    return list(rendered["input_ids"]), [bool(bit) for bit in rendered["assistant_masks"]]
+    ids, trained = list(rendered["input_ids"]), [bool(bit) for bit in rendered["assistant_masks"]]
+    starts = sum(now and not before for before, now in zip([False, *trained], trained, strict=False))
+    if starts != len(turns):
+        # transformers maps the marks to tokens by character offsets, which some tokenizers trim: a turn that starts
+        # with a space is then lost, with all that follow. The renderings themselves do not lie.
+        return _incremental(messages, turns, tokenizer)
+    return ids, trained
 
 
 def _incremental(messages: list[Message], turns: list[int], tokenizer: Any) -> tuple[list[int], list[bool]]:
     ids = _render(messages, tokenizer)
     trained = [False] * len(ids)
     for turn in turns:
+        if turn == 0:
+            raise RowError(
+                "messages[0]: where the assistant opens, the mask needs a template with {% generation %} marks; "
+                "put a user or system message first, or set `data.loss_on: all`"
+            )
         before = _render(messages[:turn], tokenizer, prompt=True)
         after = _render(messages[: turn + 1], tokenizer)
         if ids[: len(after)] != after or after[: len(before)] != before:
@@ -106,7 +117,12 @@ def _incremental(messages: list[Message], turns: list[int], tokenizer: Any) -> t
                 f"messages[{turn}]: the chat template renders the conversation differently up to this turn, so its "
                 "tokens cannot be told apart; use a template with {% generation %} marks, or `data.loss_on: all`"
             )
-        trained[len(before) : len(after)] = [True] * (len(after) - len(before))
+        # Templates put a line break after the end of turn; generation stops before it, so it is not learnt.
+        end = len(after)
+        if tokenizer.eos_token_id in after[len(before) :]:
+            while after[end - 1] != tokenizer.eos_token_id:
+                end -= 1
+        trained[len(before) : end] = [True] * (end - len(before))
     return ids, trained
 
 

@@ -55,37 +55,38 @@ def _builtin(source: str, split: str) -> Rows:
         yield Row(f"{source}[{split}]:{index + 1}", fields)
 
 
-def _jsonl(path: Path) -> Rows:
+def _lines(path: Path) -> Iterator[tuple[int, str]]:
+    """Numbered lines of a UTF-8 file, read one at a time; a byte order mark is skipped."""
     with open(path, "rb") as file:
         for number, raw in enumerate(file, start=1):
-            text = _decode(raw, path, number)
-            if text.strip():
-                yield Row(f"{path}:{number}", _object(text, path, number))
+            try:
+                yield number, raw.decode("utf-8-sig" if number == 1 else "utf-8")
+            except UnicodeDecodeError as error:
+                place = f"{path}:{number}: byte {error.start + 1} of the line"
+                raise DataError(f"{place} is not UTF-8; convert the file") from None
 
 
-def _decode(raw: bytes, path: Path, number: int) -> str:
+def _parse_json(text: str, path: Path, first_line: int = 1) -> Any:
     try:
-        return raw.decode("utf-8-sig" if number == 1 else "utf-8")
-    except UnicodeDecodeError as error:
-        raise DataError(f"{path}:{number}: byte {error.start + 1} of the line is not UTF-8; convert the file") from None
-
-
-def _object(text: str, path: Path, number: int) -> dict[str, Any]:
-    try:
-        value = json.loads(text)
+        return json.loads(text)
     except json.JSONDecodeError as error:
-        raise DataError(f"{path}:{number}:{error.colno}: not valid JSON: {error.msg}") from None
-    if not isinstance(value, dict):
-        raise DataError(f"{path}:{number}: a row must be a JSON object, with braces")
-    return value
+        line = first_line + error.lineno - 1
+        raise DataError(f"{path}:{line}:{error.colno}: not valid JSON: {error.msg}") from None
+    except (RecursionError, ValueError) as error:
+        raise DataError(f"{path}:{first_line}: JSON that cannot be read: {_first(error)}") from None
+
+
+def _jsonl(path: Path) -> Rows:
+    for number, line in _lines(path):
+        if text := line.rstrip("\r\n"):
+            value = _parse_json(text, path, number)
+            if not isinstance(value, dict):
+                raise DataError(f"{path}:{number}: a row must be a JSON object, with braces")
+            yield Row(f"{path}:{number}", value)
 
 
 def _json(path: Path) -> Rows:
-    text = _decode(path.read_bytes(), path, 1)
-    try:
-        values = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise DataError(f"{path}:{error.lineno}:{error.colno}: not valid JSON: {error.msg}") from None
+    values = _parse_json("".join(line for _, line in _lines(path)), path)
     if not isinstance(values, list):
         raise DataError(f"{path}: expected a list of objects; for one object a line, name the file .jsonl")
     for index, value in enumerate(values, start=1):
@@ -95,15 +96,16 @@ def _json(path: Path) -> Rows:
 
 
 def _csv(path: Path) -> Rows:
-    with open(path, encoding="utf-8-sig", newline="") as file:
-        reader = csv.DictReader(file, strict=True)
-        try:
-            for fields in reader:
-                if None in fields:
-                    raise DataError(f"{path}:{reader.line_num}: more cells than the header has names")
-                yield Row(f"{path}:{reader.line_num}", fields)
-        except (csv.Error, UnicodeDecodeError) as error:
-            raise DataError(f"{path}:{reader.line_num}: not valid CSV in UTF-8: {error}") from None
+    # A cell may hold a whole document; the default limit of 128 KiB is against files that are not CSV at all.
+    csv.field_size_limit(2**30)
+    reader = csv.DictReader((line for _, line in _lines(path)), strict=True)
+    try:
+        for fields in reader:
+            if None in fields:
+                raise DataError(f"{path}:{reader.line_num}: more cells than the header has names")
+            yield Row(f"{path}:{reader.line_num}", fields)
+    except csv.Error as error:
+        raise DataError(f"{path}:{reader.line_num}: not valid CSV: {error}") from None
 
 
 def _parquet(path: Path) -> Rows:
@@ -116,8 +118,8 @@ def _parquet(path: Path) -> Rows:
             for fields in batch.to_pylist():
                 index += 1
                 yield Row(f"{path}[{index}]", fields)
-    except pyarrow.ArrowInvalid as error:
-        raise DataError(f"{path}: not a Parquet file: {error}") from None
+    except (pyarrow.ArrowException, OSError) as error:
+        raise DataError(f"{path}: not a readable Parquet file: {_first(error)}") from None
 
 
 def _hub(name: str, split: str) -> Rows:

@@ -14,7 +14,7 @@ from finetune.model.locate import BUILTIN_BASE, hub_call, locate
 PLAIN_TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}"
     "{% if message['role'] == 'assistant' %}"
-    "### assistant:\n{% generation %}{{ message['content'] }}{{ eos_token }}{% endgeneration %}\n"
+    "### assistant:\n{% generation %}{{ message['content'] }}{{ eos_token }}{% endgeneration %}{{ '\n' }}"
     "{% else %}### {{ message['role'] }}:\n{{ message['content'] }}\n{% endif %}"
     "{% endfor %}"
     "{% if add_generation_prompt %}### assistant:\n{% endif %}"
