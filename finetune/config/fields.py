@@ -60,7 +60,7 @@ def parse_size(value: Any) -> Any:
 
 Size = Annotated[
     int,
-    Field(gt=0),
+    Field(gt=0, le=2**60),
     BeforeValidator(parse_size),
     WithJsonSchema({"type": ["integer", "string"], "examples": ["24GiB"]}),
 ]

@@ -188,7 +188,7 @@ class MemorySection(Section):
     @model_validator(mode="after")
     def _offload_needs_checkpoints(self) -> Self:
         if self.offload == "checkpoints" and self.checkpointing in ("none", 0):
-            raise ValueError("`offload: checkpoints` has nothing to offload with `checkpointing: none`; set `all`")
+            raise ValueError("`offload: checkpoints` has nothing to offload with `checkpointing: none`; set `checkpointing: all` or `offload: none`")
         return self
 
 
@@ -252,7 +252,7 @@ def contradictions(config: Config) -> list[tuple[str, str]]:
         found.append(
             (
                 "adapter.init",
-                "LoftQ compares with the weights on disk, and random weights have none; set `init: default`",
+                "LoftQ compares with the weights on disk, and random weights have none; set `adapter.init: default`",
             )
         )
     if training.precision == "fp16" and adapter.dtype == "bfloat16":

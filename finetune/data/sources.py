@@ -78,8 +78,9 @@ def _parse_json(text: str, path: Path, first_line: int = 1) -> Any:
 
 def _jsonl(path: Path) -> Rows:
     for number, line in _lines(path):
-        if text := line.rstrip("\r\n"):
-            value = _parse_json(text, path, number)
+        if line.strip():
+            # Without its line break, so that a cut line is told where it is cut and not where it ends.
+            value = _parse_json(line.rstrip("\r\n"), path, number)
             if not isinstance(value, dict):
                 raise DataError(f"{path}:{number}: a row must be a JSON object, with braces")
             yield Row(f"{path}:{number}", value)
@@ -119,7 +120,7 @@ def _parquet(path: Path) -> Rows:
                 index += 1
                 yield Row(f"{path}[{index}]", fields)
     except (pyarrow.ArrowException, OSError) as error:
-        raise DataError(f"{path}: not a readable Parquet file: {_first(error)}") from None
+        raise DataError(f"{path}: not a Parquet file, or a damaged one: {_first(error)}") from None
 
 
 def _hub(name: str, split: str) -> Rows:

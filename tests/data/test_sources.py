@@ -142,7 +142,7 @@ def test_a_cell_may_be_longer_than_the_csv_module_would_have_it(tmp_path: Path) 
     ("content", "place"),
     [
         ('{"text": "x"}\n{"text": "y', "a.jsonl:2:10: "),
-        ('{"text": "x"}\n{"text": "y\n{"text": "z"}\n', "a.jsonl:2:12: "),
+        ('{"text": "x"}\n{"text": "y\n{"text": "z"}\n', "a.jsonl:2:10: "),
         ('{"text": "x"}\n{"text": ["y"', "a.jsonl:2:14: "),
         ('{"text": "x"}\n{"text": ["y"\n', "a.jsonl:2:14: "),
         ('{"text": "x"}\n{"text": "y"\r\n{"text": "z"}\n', "a.jsonl:2:13: "),
