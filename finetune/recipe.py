@@ -6,7 +6,6 @@ weights. Each stage hands one value to the next and none reaches back.
 
 from __future__ import annotations
 
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,6 +29,7 @@ from finetune.report.result import Result
 from finetune.report.terminal import Terminal
 from finetune.rundir import RunDirectory, checkpoint_step, write_json
 from finetune.training import run as training
+from finetune.training.evaluation import held_out_loss
 
 # Held-out questions answered before and after training: enough to see a difference, few enough to read.
 _QUESTIONS = 3
@@ -175,8 +175,7 @@ def evaluate(run: RunDirectory) -> dict[str, float]:
     for which in ("base", "adapter"):
         model, tokenizer = _model_of(run, which)
         data = data_prepare.prepare(config.data, tokenizer)
-        with tempfile.TemporaryDirectory() as scratch:
-            losses[which] = training.evaluate(config, model, tokenizer, data, Path(scratch), this_device())
+        losses[which] = held_out_loss(model, tokenizer, data.eval, config.training)
     return losses
 
 

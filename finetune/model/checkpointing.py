@@ -9,14 +9,17 @@ from finetune.config.fields import every_n
 
 
 def apply(model: Any, section: MemorySection) -> None:
-    """Switch checkpointing on for the layers the section names; `model` is the base, wrapped or not."""
+    """Switch checkpointing on for the layers the section names; `model` is the base, wrapped or not.
+
+    On a CPU the layer inputs are in host memory as they are, and `offload` has nothing to move.
+    """
     checkpointing = section.checkpointing
     if checkpointing in ("none", 0):
         return
     model.activation_checkpointing_enable(
         activation_checkpointing_kwargs={"use_reentrant": False},
         every_n_layers=every_n(checkpointing) or 1,
-        offload=section.offload == "checkpoints",
+        offload=section.offload == "checkpoints" and model.device.type != "cpu",
     )
     if isinstance(checkpointing, int):
         # transformers counts every n-th layer; a number of layers means the first so many, whose inputs live longest.

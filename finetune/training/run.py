@@ -1,4 +1,4 @@
-"""Train a model whose weights, adapter and data are ready; evaluate one that was trained."""
+"""Train a model whose weights, adapter and data are ready, and publish what was trained."""
 
 from __future__ import annotations
 
@@ -95,40 +95,6 @@ def _trainer(
         save_best=config.output.best,
         profiler=inspect.profiler(config.memory.profile_steps, run.profile, device),
     )
-
-
-def evaluate(config: Config, model: Any, tokenizer: Any, data: Prepared, scratch: Path, device: torch.device) -> float:
-    """Mean held-out loss in nats per trained token, computed exactly as during training."""
-    assert data.eval is not None
-    trainer = _trainer(
-        config,
-        model,
-        tokenizer,
-        data,
-        RunDirectory(scratch),
-        Monitor(_NoMeter()),
-        _Silent(),
-        device,
-        resuming=True,
-    )
-    return float(trainer.evaluate()["eval_loss"])
-
-
-class _NoMeter:
-    def reset(self) -> None: ...
-
-    def read(self) -> dict[str, int]:
-        return {}
-
-
-class _Silent:
-    def started(self, first_step: int, last_step: int) -> None: ...
-
-    def stepped(self, line: dict[str, Any]) -> None: ...
-
-    def evaluated(self, line: dict[str, Any]) -> None: ...
-
-    def note(self, text: str) -> None: ...
 
 
 def _keep_initial_adapter(config: Config, model: Any, run: RunDirectory) -> Path | None:

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 import torch
 from transformers import TrainerCallback
+from transformers.trainer_utils import EvalLoopOutput
 from trl import SFTConfig, SFTTrainer
 
 from finetune.config import AdapterSection, Config
@@ -24,6 +25,7 @@ from finetune.memory.monitor import LeakWatch, Monitor, Peak
 from finetune.model.adapter import set_trained_dtype
 from finetune.rundir import RunDirectory, append_line, checkpoint_step, staged
 from finetune.training import optimizers, tracking
+from finetune.training.evaluation import summed_loss
 from finetune.training.schedules import SCHEDULES
 
 # transformers counts evaluations and saves in steps; "only at the end" is a step that is never reached.
@@ -176,6 +178,19 @@ class Trainer(SFTTrainer):
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
         with self.monitor.phase("evaluation"):
             return super().evaluate(*args, **kwargs)
+
+    def evaluation_loop(
+        self, dataloader: Any, description: str, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any
+    ) -> EvalLoopOutput:
+        self.callback_handler.eval_dataloader = dataloader
+        sums = self.accelerator.reduce(summed_loss(self.model, dataloader))
+        loss, tokens = sums.tolist()
+        return EvalLoopOutput(
+            predictions=None,
+            label_ids=None,
+            metrics={f"{metric_key_prefix}_loss": loss / tokens},
+            num_samples=len(dataloader.dataset),
+        )
 
     # -- the order of rows -----------------------------------------------------------------------------------------
 

@@ -186,7 +186,9 @@ def test_each_line_has_the_contracted_keys(trained: RunDirectory) -> None:
     lines = training_lines(trained)
     assert [line["step"] for line in lines] == list(range(1, 21))
     for line in lines:
-        assert {"step", "loss", "learning_rate", "grad_norm", "tokens", "tokens_per_second", "padding_share"} <= set(line)
+        assert {"step", "loss", "learning_rate", "grad_norm", "tokens", "tokens_per_second", "padding_share"} <= set(
+            line
+        )
         assert set(line["memory"]) == {"forward", "backward", "optimizer"}
         assert all(peak["resident_bytes"] > 100 * 2**20 for peak in line["memory"].values())
     assert [line["step"] for line in trained.metrics() if "eval_loss" in line] == [0, 10, 20]

@@ -1,0 +1,49 @@
+"""Held-out loss: nats per trained token over all rows, the same whatever the micro-batch.
+
+transformers' own evaluation averages the means of batches, so that a short answer weighs as much as a long one and
+the number changes with the batch size. No logits are kept: TRL's fused head scores the tokens in tiles.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
+from trl.trainer.utils import add_fused_lm_head
+
+from finetune.config import TrainingSection
+from finetune.model.base import DTYPES
+
+
+@torch.no_grad()
+def summed_loss(model: Any, batches: Iterable[dict[str, torch.Tensor]]) -> torch.Tensor:
+    """(sum of the trained tokens' losses in nats, their number) over `batches`, float64, on the model's device.
+
+    `model` must have TRL's fused head.
+    """
+    was_training = model.training
+    model.eval()
+    sums = torch.zeros(2, dtype=torch.float64, device=model.device)
+    for batch in batches:
+        inputs = {name: tensor.to(model.device) for name, tensor in batch.items()}
+        outputs = model(**inputs, fused_lm_head=True)
+        sums += torch.stack([-outputs.log_probs.double().sum(), outputs.label_mask.double().sum()])
+    model.train(was_training)
+    return sums
+
+
+def held_out_loss(model: Any, tokenizer: Any, rows: Any, training: TrainingSection) -> float:
+    """Mean loss in nats per trained token of a model that is not in training, in the run's precision."""
+    unwrapped = model.get_base_model() if hasattr(model, "peft_config") else model
+    add_fused_lm_head(unwrapped, outputs=("log_probs",))
+    batches = torch.utils.data.DataLoader(
+        rows.select_columns(["input_ids", "labels"]),
+        batch_size=training.micro_batch,
+        collate_fn=DataCollatorForLanguageModeling(pad_token_id=tokenizer.pad_token_id),
+    )
+    mixed = training.precision != "fp32"
+    with torch.autocast(model.device.type, DTYPES[training.precision], enabled=mixed):
+        total, count = summed_loss(model, batches).tolist()
+    return total / count

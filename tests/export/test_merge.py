@@ -1,0 +1,198 @@
+"""Exports: the merged model is the trained one, or it is not called merged."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from peft import PeftModel
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import finetune
+from finetune.errors import ArtifactError, MachineError
+from finetune.export import proof
+from finetune.rundir import RunDirectory
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def run(trained: RunDirectory, tmp_path: Path) -> RunDirectory:
+    """A copy of the trained run that a test may write to."""
+    return RunDirectory(shutil.copytree(trained.path, tmp_path / "run"))
+
+
+@torch.inference_mode()
+def logits(model) -> torch.Tensor:
+    return model.eval()(input_ids=torch.arange(100, 164)[None]).logits.float()
+
+
+def test_merged_weights_are_base_plus_scaled_update(run: RunDirectory, tiny_base: Path) -> None:
+    """W + alpha / rank · BA, computed here from the files alone, rounded once to bfloat16."""
+    finetune.merge(run)
+    base = load_file(tiny_base / "model.safetensors")
+    merged = load_file(run.merged / "model.safetensors")
+    update = load_file(run.adapter / "adapter_model.safetensors")
+    assert merged.keys() == base.keys()
+    adapted = 0
+    for name, weight in base.items():
+        stem = "base_model.model." + name.removesuffix(".weight")
+        if f"{stem}.lora_A.weight" in update:
+            delta = update[f"{stem}.lora_B.weight"].float() @ update[f"{stem}.lora_A.weight"].float() * 32 / 16
+            expected = weight.float() + delta
+            assert (merged[name].float() - expected).abs().max() <= expected.abs().max() * 2**-8
+            assert (merged[name] != weight).any()
+            adapted += 1
+        else:
+            assert torch.equal(merged[name], weight)
+    assert adapted == 28
+
+
+def test_proof_is_recorded_and_within_the_bound(run: RunDirectory) -> None:
+    result = finetune.merge(run)
+    recorded = json.loads((run.merged / "merge.json").read_text())
+    assert result["error"] <= result["bound"] == proof.bound(4, torch.bfloat16)
+    assert result["effect"] > 3 * result["bound"], "the adapter must matter for the proof to mean something"
+    assert result["agreement"] > 0.95
+    assert recorded["error"] == result["error"]
+    assert len(recorded["base_sha256"]) == 64
+    assert run.events()[-1]["event"] == "merged"
+
+
+def test_merging_twice_gives_the_same_files(run: RunDirectory) -> None:
+    finetune.merge(run)
+    first = (run.merged / "model.safetensors").read_bytes()
+    finetune.merge(run)
+    assert (run.merged / "model.safetensors").read_bytes() == first
+
+
+def test_other_tools_read_adapter_and_merged_model(run: RunDirectory, tiny_base: Path) -> None:
+    finetune.merge(run)
+    base = AutoModelForCausalLM.from_pretrained(tiny_base, dtype=torch.float32)
+    adapted = logits(PeftModel.from_pretrained(base, str(run.adapter)))
+    merged_model = AutoModelForCausalLM.from_pretrained(run.merged, dtype=torch.float32)
+    merged = logits(merged_model)
+    assert (merged - adapted).norm() / adapted.norm() < 0.01
+    assert merged_model.config.use_cache is True
+    tokenizer = AutoTokenizer.from_pretrained(run.merged)
+    assert tokenizer.chat_template == AutoTokenizer.from_pretrained(tiny_base).chat_template
+
+
+def test_a_merge_that_is_not_the_trained_model_is_not_published(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A tensor of the staged files is changed before they are read back."""
+    from finetune.export import merge
+
+    save = merge._save
+
+    def damaging(model, tokenizer, folder: Path, dtype) -> None:
+        save(model, tokenizer, folder, dtype)
+        tensors = load_file(folder / "model.safetensors")
+        tensors["model.layers.1.mlp.down_proj.weight"] *= 1.5
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+    monkeypatch.setattr(merge, "_save", damaging)
+    with pytest.raises(ArtifactError, match="the merged model is not the trained one"):
+        finetune.merge(run)
+    assert not run.merged.exists()
+    assert (run.adapter / "adapter_model.safetensors").exists()
+
+
+def test_a_merge_without_the_adapter_is_noticed() -> None:
+    """Bare base weights lie within any generous bound of a weak adapter, but not nearer to it than the base is."""
+    torch.manual_seed(0)
+    base = [torch.randn(8, 32)]
+    adapted = [base[0] + 0.2 * torch.randn(8, 32)]
+    assert not proof.compare(base, adapted, base, bound=0.1).holds
+    assert not proof.compare(base, adapted, base, bound=0.19).holds
+    assert proof.compare(adapted, adapted, base, bound=0.1).holds
+    assert not proof.compare([base[0] * float("nan")], adapted, base, bound=0.1).holds
+
+
+def test_disk_full_leaves_the_adapter_and_the_old_merge(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+    from finetune.export import merge
+
+    finetune.merge(run)
+    before = (run.merged / "model.safetensors").read_bytes()
+
+    def full(*arguments) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(merge, "_save", full)
+    with pytest.raises(MachineError, match=r"No space left on device.*finetune merge"):
+        finetune.merge(run)
+    assert (run.merged / "model.safetensors").read_bytes() == before
+
+
+def test_a_damaged_adapter_is_refused(run: RunDirectory) -> None:
+    (run.adapter / "adapter_model.safetensors").write_bytes(b"\x00" * 64)
+    with pytest.raises(ArtifactError, match="adapter"):
+        finetune.merge(run)
+    assert not run.merged.exists()
+
+
+def test_a_run_without_adapter_is_refused(run: RunDirectory) -> None:
+    shutil.rmtree(run.adapter)
+    with pytest.raises(ArtifactError, match="did training finish"):
+        finetune.merge(run)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["adapter.dora=true"],
+        ["adapter.rslora=true", "adapter.targets=[q_proj, v_proj]"],
+        ["adapter.init=loftq"],
+        ["adapter.init=pissa", "quantization.kind=none"],
+        ["quantization.kind=int8"],
+        ["adapter.dtype=bfloat16", "training.precision=bf16"],
+        ["adapter.extra_modules=[norm]"],
+    ],
+    ids=lambda overrides: overrides[0],
+)
+def test_every_variant_merges_and_is_proven(quick, overrides: list[str]) -> None:
+    config = quick("training.learning_rate=5e-3", "training.max_steps=6", "training.eval_every=6", *overrides)
+    run = finetune.train(config).run
+    in_training = [line["eval_loss"] for line in run.metrics() if "eval_loss" in line]
+    published = finetune.evaluate(run)
+    # Two forward passes of the same weights: what was written is what was evaluated while training.
+    assert published["adapter"] == pytest.approx(in_training[-1], rel=2e-3)
+    assert published["base"] == pytest.approx(in_training[0], rel=1e-2 if "init" in overrides[0] else 1e-5)
+    result = finetune.merge(run)
+    assert result["error"] < result["effect"]
+
+
+def test_pissa_is_published_as_an_adapter_of_the_plain_base(quick, tiny_base: Path) -> None:
+    run = finetune.train(quick("adapter.init=pissa", "quantization.kind=none", "training.learning_rate=1e-4")).run
+    base = AutoModelForCausalLM.from_pretrained(tiny_base, dtype=torch.float32)
+    before = logits(base)
+    adapted = logits(PeftModel.from_pretrained(base, str(run.adapter)))
+    assert 1e-4 < (adapted - before).norm() / before.norm() < 0.5, "a little training, not a residual for a base"
+    assert json.loads((run.adapter / "adapter_config.json").read_text())["r"] == 32
+
+
+def test_full_fine_tuning_publishes_the_whole_model(quick) -> None:
+    run = finetune.train(quick("adapter.kind=none", "quantization.kind=none", "training.learning_rate=1e-4")).run
+    assert AutoModelForCausalLM.from_pretrained(run.merged).num_parameters() == 1_967_808
+    with pytest.raises(ArtifactError, match="already the whole model"):
+        finetune.merge(run)
+
+
+def test_untied_embeddings_and_added_tokens_survive_the_merge(quick, tiny_base: Path, tmp_path: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(tiny_base, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(tiny_base)
+    tokenizer.add_tokens(["<|added|>"])
+    model.resize_token_embeddings(len(tokenizer))
+    model.config.tie_word_embeddings = False
+    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())
+    model.to(torch.bfloat16).save_pretrained(tmp_path / "untied")
+    tokenizer.save_pretrained(tmp_path / "untied")
+    config = quick(f"model.name={tmp_path / 'untied'}", "adapter.extra_modules=[embed_tokens]", "training.max_steps=6")
+    run = finetune.train(config).run
+    assert finetune.merge(run)["agreement"] > 0.9
+    merged = AutoModelForCausalLM.from_pretrained(run.merged)
+    assert merged.get_input_embeddings().weight.shape[0] == 2049
+    assert not torch.equal(merged.lm_head.weight, merged.get_input_embeddings().weight)

@@ -1,0 +1,175 @@
+"""Adapters: what is trained, how it starts, and what is said when it cannot be."""
+
+import pytest
+import torch
+
+from finetune.config import AdapterSection, MemorySection, ModelSection, QuantizationSection
+from finetune.errors import ConfigError
+from finetune.model import attention, checkpointing
+from finetune.model.adapter import attach, set_trained_dtype, trained_parameters
+from finetune.model.base import load_architecture, load_base
+
+CPU = torch.device("cpu")
+BASE = "builtin:tiny-llama"
+IDS = torch.arange(48)[None]
+
+
+def base(kind: str = "none", dtype: torch.dtype = torch.float32):
+    section = ModelSection()
+    return load_base(
+        section, QuantizationSection(kind=kind), load_architecture(section), attention="sdpa", dtype=dtype, device=CPU
+    )
+
+
+@torch.inference_mode()
+def logits(model) -> torch.Tensor:
+    return model.eval()(input_ids=IDS).logits
+
+
+def trained(model) -> dict[str, torch.Tensor]:
+    return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+
+def test_all_linear_layers_but_the_head_are_adapted() -> None:
+    model = attach(base("nf4"), AdapterSection(rank=4), BASE, seed=1)
+    assert trained_parameters(model) == 217_088 // 4
+    assert not any("lm_head" in name or "embed" in name for name in trained(model))
+
+
+def test_a_target_that_matches_nothing_names_the_candidates() -> None:
+    with pytest.raises(
+        ConfigError, match="did you mean `q_proj`.*k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj"
+    ):
+        attach(base(), AdapterSection(targets=["q_prj"]), BASE, seed=1)
+
+
+def test_an_extra_module_that_does_not_exist_names_the_candidates() -> None:
+    with pytest.raises(ConfigError, match=r"adapter.extra_modules.*did you mean `embed_tokens`"):
+        attach(base(), AdapterSection(extra_modules=["embed_token"]), BASE, seed=1)
+
+
+def test_extra_modules_are_trained_whole() -> None:
+    model = attach(base("nf4"), AdapterSection(targets=["q_proj"], extra_modules=["norm"]), BASE, seed=1)
+    assert any("norm.modules_to_save" in name for name in trained(model))
+
+
+def test_the_seed_decides_the_adapter() -> None:
+    one, same, other = (trained(attach(base(), AdapterSection(rank=2), BASE, seed)) for seed in (1, 1, 2))
+    assert all(torch.equal(one[name], same[name]) for name in one)
+    assert not all(torch.equal(one[name], other[name]) for name in one)
+
+
+@pytest.mark.parametrize("section", [AdapterSection(), AdapterSection(rslora=True), AdapterSection(dora=True)])
+def test_a_new_adapter_changes_nothing(section: AdapterSection) -> None:
+    model = base()
+    before = logits(model)
+    torch.testing.assert_close(logits(attach(model, section, BASE, seed=1)), before, rtol=1e-4, atol=1e-4)
+
+
+def test_pissa_moves_weight_into_the_adapter_and_changes_nothing() -> None:
+    model = base()
+    before = logits(model)
+    adapted = attach(model, AdapterSection(init="pissa"), BASE, seed=1)
+    torch.testing.assert_close(logits(adapted), before, rtol=1e-3, atol=1e-3)
+    assert all(tensor.abs().max() > 0 for tensor in trained(adapted).values())
+
+
+@pytest.mark.parametrize("alpha", [16, 64])
+def test_loftq_brings_a_4_bit_base_nearer_to_the_weights_on_disk(alpha: float) -> None:
+    exact = logits(base("none"))
+    plain = attach(base("nf4"), AdapterSection(rank=32, alpha=alpha), BASE, seed=1)
+    loftq = attach(base("nf4"), AdapterSection(rank=32, alpha=alpha, init="loftq"), BASE, seed=1)
+    assert (logits(loftq) - exact).norm() < 0.8 * (logits(plain) - exact).norm()
+
+
+def test_rank_stabilised_scaling() -> None:
+    model = attach(base(), AdapterSection(rank=16, alpha=32, rslora=True), BASE, seed=1)
+    layer = model.base_model.model.model.layers[0].self_attn.q_proj
+    assert layer.scaling["default"] == 32 / 16**0.5
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_trained_weights_have_the_type_asked_for(dtype: str) -> None:
+    section = AdapterSection(dtype=dtype, dora=True, targets=["q_proj"])
+    model = attach(base("nf4", torch.bfloat16), section, BASE, seed=1)
+    for name, tensor in trained(model).items():
+        tensor.data = tensor.data.to(torch.float16)  # as another library might
+        del name
+    set_trained_dtype(model, section)
+    for name, tensor in trained(model).items():
+        expected = torch.float32 if "magnitude" in name else getattr(torch, dtype)
+        assert tensor.dtype == expected, name
+
+
+def test_without_an_adapter_every_weight_is_trained() -> None:
+    model = attach(base(), AdapterSection(kind="none"), BASE, seed=1)
+    assert trained_parameters(model) == 1_967_808
+
+
+# -- activation checkpointing ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("section", "layers"),
+    [
+        (MemorySection(checkpointing="none"), 0),
+        (MemorySection(checkpointing="all"), 4),
+        (MemorySection(checkpointing="every-2"), 2),
+        (MemorySection(checkpointing=3), 3),
+        (MemorySection(checkpointing=0), 0),
+        (MemorySection(checkpointing=99), 4),
+        (MemorySection(checkpointing="all", offload="checkpoints"), 4),
+    ],
+)
+def test_checkpointing_saves_the_layers_it_says_and_changes_no_gradient(section: MemorySection, layers: int) -> None:
+    def gradients(section: MemorySection) -> tuple[int, list[torch.Tensor]]:
+        model = attach(base("nf4"), AdapterSection(rank=4, dropout=0.2), BASE, seed=1)
+        checkpointing.apply(model.get_base_model(), section)
+        model.train()
+        torch.manual_seed(7)
+        model(input_ids=IDS, labels=IDS).loss.backward()
+        return checkpointing.checkpointed(model), [tensor.grad for tensor in trained(model).values()]
+
+    plain = gradients(MemorySection(checkpointing="none"))[1]
+    count, found = gradients(section)
+    assert count == layers
+    assert sum(grad.abs().sum() for grad in found) > 0
+    assert all(torch.equal(one, other) for one, other in zip(plain, found, strict=True))
+
+
+# -- attention ---------------------------------------------------------------------------------------------------------
+
+
+def test_auto_attention_says_why() -> None:
+    implementation, reason = attention.choose("auto", load_architecture(ModelSection()), "cpu")
+    assert implementation == "sdpa"
+    assert "flash_attention_3" in reason
+    assert "CUDA" in reason
+
+
+def test_capped_attention_logits_rule_sdpa_out() -> None:
+    gemma = load_architecture(ModelSection(name="google/gemma-2-9b", weights="random"))
+    implementation, reason = attention.choose("auto", gemma, "cpu")
+    assert implementation == "eager"
+    assert "caps attention logits" in reason
+
+
+@pytest.mark.parametrize("name", ["flash_attention_2", "flash_attention_3", "flex"])
+def test_attention_that_is_asked_for_and_missing_is_refused(name: str) -> None:
+    from finetune.errors import MachineError
+
+    with pytest.raises(MachineError, match=f"`model.attention: {name}` cannot be used here: it needs a CUDA device"):
+        attention.choose(name, load_architecture(ModelSection()), "cpu")
+
+
+def test_eager_and_sdpa_agree() -> None:
+    section = ModelSection()
+    found = []
+    for implementation in ("sdpa", "eager"):
+        model = load_base(
+            section, QuantizationSection(kind="none"), load_architecture(section), attention=implementation,
+            dtype=torch.float32, device=CPU,
+        )  # fmt: skip
+        assert model.config._attn_implementation == implementation
+        found.append(logits(model))
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-4)

@@ -1,0 +1,217 @@
+"""Loading: weights arrive in their final form, or a clear error does."""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import bitsandbytes as bnb
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from finetune.config import ModelSection, QuantizationSection
+from finetune.errors import ArtifactError, FinetuneError, MachineError
+from finetune.model.base import load_architecture, load_base
+from finetune.model.quantization import QUANTIZATIONS
+from finetune.model.tokenizer import PLAIN_TEMPLATE, load_tokenizer
+
+CPU = torch.device("cpu")
+
+
+def load(kind: str = "nf4", *, name: str = "builtin:tiny-llama", weights: str = "pretrained", dtype=torch.bfloat16):
+    section = ModelSection(name=name, weights=weights)
+    return load_base(
+        section, QuantizationSection(kind=kind), load_architecture(section), attention="sdpa", dtype=dtype, device=CPU
+    )
+
+
+@pytest.fixture
+def copied_base(tiny_base: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(tiny_base, tmp_path / "base"))
+
+
+def weight_bytes(module: torch.nn.Module) -> int:
+    return module.weight.numel() * module.weight.element_size()
+
+
+@pytest.mark.parametrize("weights", ["pretrained", "random"])
+@pytest.mark.parametrize(("kind", "share_of_16_bit"), [("nf4", 0.25), ("fp4", 0.25), ("int8", 0.5), ("none", 1.0)])
+def test_linear_layers_take_the_bytes_of_their_kind(kind: str, share_of_16_bit: float, weights: str) -> None:
+    model = load(kind, weights=weights)
+    projection = model.model.layers[0].mlp.up_proj
+    assert weight_bytes(projection) == share_of_16_bit * 2 * 192 * 512
+    assert model.model.embed_tokens.weight.dtype == torch.bfloat16, "embeddings are not cast up"
+    assert type(model.lm_head) is torch.nn.Linear, "the head is not quantized"
+    assert not any(tensor.is_meta for tensor in [*model.parameters(), *model.buffers()])
+
+
+def test_every_kind_has_a_case_above() -> None:
+    assert set(QUANTIZATIONS) == {"nf4", "fp4", "int8", "none"}
+
+
+@pytest.mark.parametrize("kind", ["nf4", "none"])
+def test_random_weights_have_the_models_own_statistics_and_positions(kind: str) -> None:
+    model, reference = load(kind, weights="random"), load(kind)
+    weight = model.model.layers[1].self_attn.q_proj.weight
+    if kind == "nf4":
+        weight = bnb.functional.dequantize_4bit(weight.data, weight.quant_state)
+    assert weight.detach().float().std() == pytest.approx(model.config.initializer_range, rel=0.05)
+    assert torch.equal(model.model.rotary_emb.inv_freq, reference.model.rotary_emb.inv_freq)
+    assert torch.equal(model.model.norm.weight, torch.ones_like(model.model.norm.weight))
+    assert model.lm_head.weight is model.model.embed_tokens.weight, "tied as the architecture says"
+    assert model(input_ids=torch.tensor([[1, 2, 3]])).logits.isfinite().all()
+
+
+def test_nf4_stays_near_the_weights_it_stores() -> None:
+    ids = torch.arange(64)[None]
+    with torch.inference_mode():
+        exact = load("none", dtype=torch.float32)(input_ids=ids).logits
+        quantized = load("nf4", dtype=torch.float32)(input_ids=ids).logits
+    assert (exact - quantized).norm() / exact.norm() < 0.15
+
+
+def test_an_evaluation_does_not_end_the_training_after_it() -> None:
+    """bitsandbytes would repack 4-bit weights in eval mode on some CPUs, after which there is no backward pass."""
+    gradients = []
+    for evaluates in (False, True):
+        model = load("nf4")
+        ids = torch.arange(32)[None]
+        if evaluates:
+            with torch.inference_mode():
+                model.eval()(input_ids=ids)
+        model.train()
+        model.enable_input_require_grads()
+        grads: list[torch.Tensor] = []
+        model.model.layers[0].register_full_backward_hook(
+            lambda _, inputs, outputs, kept=grads: kept.append(outputs[0])
+        )
+        model(input_ids=ids, labels=ids).loss.backward()
+        gradients.append(grads[0])
+    assert gradients[0].abs().sum() > 0
+    assert torch.equal(*gradients)
+
+
+_MEASURE_LOAD = """
+import json, sys, threading, time, torch, finetune, bitsandbytes, transformers
+from finetune import libraries; libraries.quiet()
+from finetune.config import ModelSection, QuantizationSection
+from finetune.model.base import load_architecture, load_base
+torch.set_num_threads(1)
+def anonymous():
+    for line in open("/proc/self/status"):
+        if line.startswith("RssAnon"): return int(line.split()[1]) * 1024
+def load(name, weights):
+    section = ModelSection(name=name, weights=weights)
+    return load_base(section, QuantizationSection(), load_architecture(section), attention="sdpa",
+                     dtype=torch.bfloat16, device=torch.device("cpu"))
+load("builtin:tiny-llama", "random")  # what libraries take once
+before, peak, done = anonymous(), 0, False
+def watch():
+    global peak
+    while not done:
+        peak = max(peak, anonymous()); time.sleep(0.001)
+watcher = threading.Thread(target=watch); watcher.start()
+model = load(*sys.argv[1:])
+done = True; watcher.join()
+print(json.dumps({"peak": peak - before, "final": anonymous() - before}))
+"""
+
+
+@pytest.mark.parametrize("weights", ["random", "pretrained"])
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads Linux's accounting")
+def test_loading_never_holds_a_second_full_copy(weights: str, tmp_path: Path) -> None:
+    """84M parameters in 16 bit are 169 MB. NF4 keeps 44 MB of them, and loading needs little more at any moment."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        hidden_size=768, intermediate_size=2048, num_hidden_layers=12, num_attention_heads=12, num_key_value_heads=12,
+        vocab_size=2048, tie_word_embeddings=True, architectures=["LlamaForCausalLM"],
+    )  # fmt: skip
+    if weights == "pretrained":
+        LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(tmp_path)
+    else:
+        config.save_pretrained(tmp_path)
+    done = subprocess.run(
+        [sys.executable, "-c", _MEASURE_LOAD, str(tmp_path), weights], capture_output=True, text=True, check=True
+    )
+    measured = json.loads(done.stdout.splitlines()[-1])
+    linear_bytes = 2 * 12 * (4 * 768 * 768 + 3 * 768 * 2048)
+    assert measured["final"] < 0.45 * linear_bytes
+    assert measured["peak"] - measured["final"] < 0.4 * linear_bytes, "a second copy would be 1.0"
+
+
+# -- what can be wrong with a model ------------------------------------------------------------------------------------
+
+
+def refusal(name: str, kind: type[FinetuneError]) -> str:
+    with pytest.raises(kind) as raised:
+        load(name=name)
+    message = str(raised.value)
+    assert "Traceback" not in message
+    assert name in message
+    return message
+
+
+def test_a_directory_that_is_not_there(tmp_path: Path) -> None:
+    assert "no such model directory" in refusal(str(tmp_path / "nothing"), ArtifactError)
+
+
+def test_a_directory_without_a_model(tmp_path: Path) -> None:
+    assert "config.json" in refusal(str(tmp_path), ArtifactError)
+
+
+def test_a_misspelt_builtin() -> None:
+    assert "did you mean `builtin:tiny-llama`" in refusal("builtin:tiny-lama", ArtifactError)
+
+
+def test_a_hub_model_without_a_network() -> None:
+    assert "model.weights: random" in refusal("someone/no-such-model", MachineError)
+
+
+def test_an_architecture_that_nobody_knows(copied_base: Path) -> None:
+    (copied_base / "config.json").write_text('{"model_type": "nonesuch"}')
+    assert "nonesuch" in refusal(str(copied_base), ArtifactError)
+
+
+def test_a_weights_file_cut_short(copied_base: Path) -> None:
+    file = copied_base / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:100_000])
+    refusal(str(copied_base), ArtifactError)
+
+
+def test_a_weights_file_that_is_missing(copied_base: Path) -> None:
+    (copied_base / "model.safetensors").unlink()
+    refusal(str(copied_base), ArtifactError)
+
+
+def test_weights_that_are_incomplete_are_never_filled_with_random_numbers(copied_base: Path) -> None:
+    file = copied_base / "model.safetensors"
+    tensors = load_file(file)
+    del tensors["model.layers.2.mlp.up_proj.weight"]
+    save_file(tensors, file, metadata={"format": "pt"})
+    assert "model.layers.2.mlp.up_proj.weight" in refusal(str(copied_base), ArtifactError)
+
+
+def test_a_pickle_is_not_opened(copied_base: Path) -> None:
+    (copied_base / "model.safetensors").rename(copied_base / "pytorch_model.bin")
+    refusal(str(copied_base), ArtifactError)
+
+
+# -- the tokenizer -----------------------------------------------------------------------------------------------------
+
+
+def test_random_weights_of_the_catalog_take_the_built_in_tokenizer() -> None:
+    tokenizer = load_tokenizer(ModelSection(name="meta-llama/Llama-2-7b-hf", weights="random"))
+    assert len(tokenizer) == 2048
+
+
+def test_a_tokenizer_without_template_and_pad_gets_both(copied_base: Path) -> None:
+    (copied_base / "chat_template.jinja").unlink()
+    settings = json.loads((copied_base / "tokenizer_config.json").read_text())
+    settings.pop("pad_token")
+    (copied_base / "tokenizer_config.json").write_text(json.dumps(settings))
+    tokenizer = load_tokenizer(ModelSection(name=str(copied_base)))
+    assert tokenizer.pad_token == tokenizer.eos_token
+    assert tokenizer.chat_template == PLAIN_TEMPLATE
