@@ -14,6 +14,8 @@ _SILENCED_WARNINGS = (
     # peft 0.21 and trl 1.16 still use names that transformers 5.23 deprecates.
     r"`is_gradient_checkpointing` is deprecated",
     r"`gradient_checkpointing` is deprecated",
+    # tqdm in a notebook wants widgets for progress bars that are switched off.
+    r"IProgress not found",
     # bitsandbytes: said by training.optimizers.choose in one line.
     r"Paged optimizers are not supported on CPU",
     # torch.utils.checkpoint under autocast on a CPU-only build asks for a CUDA device's state.

@@ -49,7 +49,7 @@ def recorded(snapshot_file: Path, device: torch.device, history: bool) -> Iterat
 
 
 def profiler(steps: int, directory: Path, device: torch.device) -> Any | None:
-    """A profiler that skips the first step and then traces `steps` steps with memory, or None for 0 steps.
+    """A profiler that warms up in the first step and then traces `steps` steps with memory, or None for 0 steps.
 
     The trace is a TensorBoard plugin file in `directory`; call `step()` after each optimizer step.
     """
@@ -60,7 +60,7 @@ def profiler(steps: int, directory: Path, device: torch.device) -> Any | None:
     activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if device.type == "cuda" else [])
     return profile(
         activities=activities,
-        schedule=schedule(wait=1, warmup=0, active=steps, repeat=1),
+        schedule=schedule(wait=0, warmup=1, active=steps, repeat=1),
         on_trace_ready=tensorboard_trace_handler(str(directory)),
         profile_memory=True,
         record_shapes=True,

@@ -41,7 +41,8 @@ class Terminal:
     """
 
     def __init__(self, quiet: bool = False, console: Console | None = None) -> None:
-        self._console = console or Console()
+        # In a notebook rich would make each line a display of its own; plain lines read better there.
+        self._console = console or Console(force_jupyter=False)
         self._quiet = quiet
         self._live: Progress | None = None
         self._task = TaskID(0)

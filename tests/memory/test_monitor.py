@@ -106,8 +106,8 @@ def test_a_real_leak_in_training_is_reported(quick, tmp_path: Path, monkeypatch:
         return compute_loss(self, *arguments, **named)
 
     monkeypatch.setattr(Trainer, "compute_loss", leaking)
-    config = quick("training.max_steps=12", "training.batch_size=2", "training.micro_batch=2", "data.eval=none",
-                   "training.eval_every=null", "data.max_length=24", "training.group_by_length=true")  # fmt: skip
+    one_shape = [f"data.train={rows}", "data.eval=none", "training.batch_size=2", "training.micro_batch=2"]
+    config = quick(*one_shape, "training.max_steps=12", "training.eval_every=null")
     run = finetune.train(config).run
     leaks = [event for event in run.events() if event["event"] == "leak"]
     assert leaks
