@@ -1,5 +1,6 @@
 """What every test starts from: one thread, no network, and a small run that several tests look at."""
 
+import json
 import os
 
 # Before torch is imported: two busy processes on two cores would otherwise spin on each other's locks.
@@ -35,10 +36,8 @@ def rows_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     lines = []
     for number in range(24):
         answer = " ".join(["word"] * (1 + number % 7)) + f" {number}"
-        lines.append(
-            '{"messages": [{"role": "user", "content": "Say %d"}, {"role": "assistant", "content": "%s"}]}'
-            % (number, answer)
-        )
+        turns = [{"role": "user", "content": f"Say {number}"}, {"role": "assistant", "content": answer}]
+        lines.append(json.dumps({"messages": turns}))
     file.write_text("\n".join(lines) + "\n")
     return file
 

@@ -1,4 +1,4 @@
-"""Every config in configs/ works: it parses, its architecture builds, and its adapter has the size worked out by hand."""
+"""Every config in configs/ works: it parses, its architecture builds, its adapter has the size worked out by hand."""
 
 from pathlib import Path
 

@@ -189,7 +189,8 @@ class MemorySection(Section):
     def _offload_needs_checkpoints(self) -> Self:
         if self.offload == "checkpoints" and self.checkpointing in ("none", 0):
             raise ValueError(
-                "`offload: checkpoints` has nothing to offload with `checkpointing: none`; set `checkpointing: all` or `offload: none`"
+                "`offload: checkpoints` has nothing to offload with `checkpointing: none`; "
+                "set `checkpointing: all` or `offload: none`"
             )
         return self
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 import time
 from pathlib import Path
 from types import TracebackType
@@ -41,8 +42,9 @@ class Terminal:
     """
 
     def __init__(self, quiet: bool = False, console: Console | None = None) -> None:
-        # In a notebook rich would make each line a display of its own; plain lines read better there.
-        self._console = console or Console(force_jupyter=False)
+        # A notebook's kernel claims to be a terminal; plain lines, one after the other, read best there.
+        in_notebook = "ipykernel" in sys.modules
+        self._console = console or Console(force_jupyter=False, force_terminal=False if in_notebook else None)
         self._quiet = quiet
         self._live: Progress | None = None
         self._task = TaskID(0)

@@ -38,7 +38,7 @@ def test_all_linear_layers_but_the_head_are_adapted() -> None:
 
 def test_a_target_that_matches_nothing_names_the_candidates() -> None:
     with pytest.raises(
-        ConfigError, match="did you mean `q_proj`.*k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj"
+        ConfigError, match=r"did you mean `q_proj`.*k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj"
     ):
         attach(base(), AdapterSection(targets=["q_prj"]), BASE, seed=1)
 

@@ -61,7 +61,9 @@ def test_optimizer_trains_on_this_device(quick, kind: str) -> None:
 def test_a_replaced_optimizer_is_said_in_one_line() -> None:
     name, line = optimizers.choose(OptimizerSection(kind="paged_adamw_8bit"), "cpu")
     assert name == "adamw_8bit"
-    assert line is not None and "paged_adamw_8bit" in line and "\n" not in line
+    assert line is not None
+    assert "paged_adamw_8bit" in line
+    assert "\n" not in line
     assert optimizers.choose(OptimizerSection(kind="paged_adamw_8bit"), "cuda") == ("paged_adamw_8bit", None)
 
 
@@ -213,6 +215,16 @@ def test_profiler_trace_is_written(quick) -> None:
     traces = list(run.profile.glob("*.pt.trace.json"))
     assert len(traces) == 1
     assert "[memory]" in traces[0].read_text()
+
+
+def test_tensorboard_gets_the_metrics(quick) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    run = finetune.train(quick("tracking.to=[tensorboard]", "data.eval=none", "training.eval_every=null")).run
+    events = EventAccumulator(str(run.path / "tensorboard")).Reload()
+    assert [round(point.value, 4) for point in events.Scalars("train/loss")] == pytest.approx(
+        [line["loss"] for line in training_lines(run)], abs=1e-4
+    )
 
 
 def test_missing_tracker_names_the_package(quick) -> None:
