@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from finetune import libraries
 from finetune.config import ModelSection, QuantizationSection
 from finetune.errors import ArtifactError
 from finetune.model import catalog
@@ -58,6 +59,7 @@ def load_base(
     else:
         model = _pretrained(section, architecture, quantization_config, attention, dtype, device)
     _keep_training_layout(model)
+    libraries.return_freed_memory()
     model.config.use_cache = False
     return model
 

@@ -1,6 +1,7 @@
 """Loading: weights arrive in their final form, or a clear error does."""
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -134,12 +135,17 @@ def test_loading_never_holds_a_second_full_copy(weights: str, tmp_path: Path) ->
     else:
         config.save_pretrained(tmp_path)
     done = subprocess.run(
-        [sys.executable, "-c", _MEASURE_LOAD, str(tmp_path), weights], capture_output=True, text=True, check=True
+        [sys.executable, "-c", _MEASURE_LOAD, str(tmp_path), weights],
+        # Blocks over 64 KiB go back to the system when freed, so that what is counted is what is held.
+        env={**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536", "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=True,
     )
     measured = json.loads(done.stdout.splitlines()[-1])
     linear_bytes = 2 * 12 * (4 * 768 * 768 + 3 * 768 * 2048)
-    assert measured["final"] < 0.45 * linear_bytes
-    assert measured["peak"] - measured["final"] < 0.4 * linear_bytes, "a second copy would be 1.0"
+    assert measured["final"] < 0.35 * linear_bytes
+    assert measured["peak"] - measured["final"] < 0.15 * linear_bytes, "a second copy would be 1.0"
 
 
 # -- what can be wrong with a model ------------------------------------------------------------------------------------
