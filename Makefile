@@ -47,5 +47,6 @@ bench: $(READY) ## Run the CPU benchmarks and write benchmarks/results/.
 	$(BIN)/python benchmarks/overhead.py
 	$(BIN)/python benchmarks/memory_cpu.py
 
-gpu-check: $(READY) ## On a CUDA machine: the gpu tests, then the 7B job capped at 24 GiB.
-	$(BIN)/python benchmarks/gpu_check.py
+# Not through $(READY): an offline GPU machine brings its own Python, with finetune's wheels on its path.
+gpu-check: ## On a CUDA machine: the gpu tests, then the 7B job capped at 24 GiB.
+	$(or $(wildcard $(BIN)/python),$(PYTHON)) benchmarks/gpu_check.py

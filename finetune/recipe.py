@@ -6,6 +6,7 @@ weights. Each stage hands one value to the next and none reaches back.
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from finetune.data import prepare as data_prepare
 from finetune.environment import describe
 from finetune.errors import DataError
 from finetune.export import merge as export_merge
-from finetune.memory import inspect
+from finetune.memory import exhausted, inspect
 from finetune.memory.monitor import Monitor, meter_for
 from finetune.model import adapter, attention, checkpointing
 from finetune.model.base import DTYPES, load_architecture, load_base
@@ -75,32 +76,28 @@ class _Training:
 
         resume_from = self._open(describe(device))
         terminal.opened(run.path, config, device, data, f"{implementation} ({reason})")
-        inspect.cap(config.memory.limit, device)
         monitor = Monitor(meter_for(device.type))
-        with monitor.phase("load"):
-            base = load_base(
-                config.model,
-                config.quantization,
-                architecture,
-                attention=implementation,
-                dtype=DTYPES[config.training.precision],
-                device=device,
-            )
-        monitor.take_step()  # loading is reported once, not with the first step
-        before = self._answers(base, tokenizer) if resume_from is None else []
-        model = adapter.attach(base, config.adapter, config.model.name, config.training.seed)
-        checkpointing.apply(base, config.memory)
-        terminal.built(model)
+        inspect.cap(config.memory.limit, device)
+        with exhausted.told(config, run, monitor, device):
+            with monitor.phase("load"):
+                base = _base(config, architecture, implementation, device)
+            monitor.take_step()  # loading is reported once, not with the first step
+            self._ask_base(base, tokenizer)
+            model = adapter.attach(base, config.adapter, config.model.name, config.training.seed)
+            checkpointing.apply(base, config.memory)
+            terminal.built(model)
 
-        outcome = training.train(
-            config, model, tokenizer, data, run, monitor, terminal, device=device, resume_from=resume_from
-        )
-        self._compare_answers(before, self._answers(model, tokenizer))
+            outcome = training.train(
+                config, model, tokenizer, data, run, monitor, terminal, device=device, resume_from=resume_from
+            )
+            self._ask_again(model, tokenizer)
+        terminal.answers(run)
         run.event("finished", step=outcome.steps, best_step=outcome.best_step, memory=monitor.run)
         if config.output.merge and config.adapter.kind == "lora":
             del base, model
             merge(run, terminal=terminal)
-        self._report()
+        report(run)
+        terminal.finished(run)
         return Result(run)
 
     def _open(self, environment: dict[str, Any]) -> Path | None:
@@ -110,6 +107,7 @@ class _Training:
         write_json(self.run.environment_file, {"seed": self.config.training.seed, **environment})
         if not checkpoints:
             self.run.forget_metrics_after(-1)
+            self.run.answers_file.unlink(missing_ok=True)
             self.run.event("started", seed=self.config.training.seed)
             return None
         newest = checkpoints[-1]
@@ -118,26 +116,30 @@ class _Training:
         self.terminal.note(f"resuming from {newest}")
         return newest
 
-    def _answers(self, model: Any, tokenizer: Any) -> list[str]:
-        """Answers to the first held-out questions; none from random weights, which have nothing to say."""
-        if self.config.model.weights == "random":
-            return []
+    def _ask_base(self, base: Any, tokenizer: Any) -> None:
+        """The base's answers to the first held-out questions, once a run; random weights have nothing to say."""
+        if self.config.model.weights == "random" or self.run.answers_file.exists():
+            return
         asked = data_prepare.questions(self.config.data, _QUESTIONS)
-        return [answer(model, tokenizer, messages, _ANSWER_TOKENS) for messages, _ in asked]
+        rows = [
+            {
+                "question": messages[-1]["content"],
+                "reference": reference,
+                "before": answer(base, tokenizer, messages, _ANSWER_TOKENS),
+                "after": None,
+            }
+            for messages, reference in asked
+        ]
+        write_json(self.run.answers_file, rows)
 
-    def _compare_answers(self, before: list[str], after: list[str]) -> None:
-        asked = data_prepare.questions(self.config.data, len(after))
-        if before or not self.run.answers_file.exists():
-            rows = [
-                {"question": messages[-1]["content"], "reference": reference, "before": old, "after": new}
-                for (messages, reference), old, new in zip(asked, before, after, strict=False)
-            ]
-            write_json(self.run.answers_file, rows)
-        self.terminal.answers(self.run)
-
-    def _report(self) -> None:
-        report(self.run)
-        self.terminal.finished(self.run)
+    def _ask_again(self, model: Any, tokenizer: Any) -> None:
+        """The trained model's answers beside the base's."""
+        if not self.run.answers_file.exists():
+            return
+        rows = json.loads(self.run.answers_file.read_text(encoding="utf-8"))
+        for row, (messages, _) in zip(rows, data_prepare.questions(self.config.data, len(rows)), strict=True):
+            row["after"] = answer(model, tokenizer, messages, _ANSWER_TOKENS)
+        write_json(self.run.answers_file, rows)
 
 
 def report(run: RunDirectory) -> Path:
@@ -188,18 +190,18 @@ def _model_of(run: RunDirectory, which: str) -> tuple[Any, Any]:
         return export_merge.load_merged(run, device), load_tokenizer(config.model)
     architecture = load_architecture(config.model)
     implementation, _ = attention.choose(config.model.attention, architecture, device.type)
-    base = load_base(
-        config.model,
-        config.quantization,
-        architecture,
-        attention=implementation,
-        dtype=DTYPES[config.training.precision],
-        device=device,
-    )
+    base = _base(config, architecture, implementation, device)
     tokenizer = load_tokenizer(config.model)
     if which == "base":
         return base, tokenizer
     return adapter.load_adapter(base, run.adapter), tokenizer
+
+
+def _base(config: Config, architecture: Any, implementation: str, device: torch.device) -> Any:
+    dtype = DTYPES[config.training.precision]
+    return load_base(
+        config.model, config.quantization, architecture, attention=implementation, dtype=dtype, device=device
+    )
 
 
 def this_device() -> torch.device:

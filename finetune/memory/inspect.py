@@ -14,14 +14,16 @@ _HISTORY_ENTRIES = 200_000
 
 
 def cap(limit_bytes: int | None, device: torch.device) -> None:
-    """Let this process take no more than `limit_bytes` of the card; more is out of memory, as on a smaller card.
+    """Let this process take no more than `limit_bytes` of the card, or all of it for None.
+
+    More is out of memory, as on a smaller card.
 
     Managed memory (paged optimizer states) is not counted by it (torch.cuda.set_per_process_memory_fraction).
     """
-    if limit_bytes is None or device.type != "cuda":
+    if device.type != "cuda":
         return
     total = torch.cuda.get_device_properties(device).total_memory
-    torch.cuda.set_per_process_memory_fraction(min(1.0, limit_bytes / total), device)
+    torch.cuda.set_per_process_memory_fraction(min(1.0, (limit_bytes or total) / total), device)
 
 
 @contextlib.contextmanager

@@ -1,7 +1,8 @@
 """Peak memory of each phase of a step, measured.
 
 On CUDA: the caching allocator's peak of allocated and of reserved bytes, and the bytes of the whole device in use,
-where paged optimizer states (managed memory) show and nowhere else. On a CPU: the process's resident peak, which
+where paged optimizer states (managed memory) show and nowhere else (read at the end of the phase: the driver keeps
+no peak). On a CPU: the process's resident peak, which
 Linux sets back through /proc/self/clear_refs (proc(5)); where it cannot be set back, the resident size at the end.
 """
 

@@ -16,8 +16,11 @@ def apply(model: Any, section: MemorySection) -> None:
     checkpointing = section.checkpointing
     if checkpointing in ("none", 0):
         return
+    # bitsandbytes' 8-bit product keeps its input on the autograd node itself (0.50, `MatMul8bitFp` and `MatMul8bitLt`),
+    # where only the older form of checkpointing, which builds no graph in the first pass, lets go of it.
+    eight_bit = bool(getattr(model, "is_loaded_in_8bit", False))
     model.activation_checkpointing_enable(
-        activation_checkpointing_kwargs={"use_reentrant": False},
+        activation_checkpointing_kwargs={"use_reentrant": eight_bit},
         every_n_layers=every_n(checkpointing) or 1,
         offload=section.offload == "checkpoints" and model.device.type != "cpu",
     )

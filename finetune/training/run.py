@@ -12,7 +12,6 @@ import torch
 from finetune.config import Config
 from finetune.data.batching import RowOrder
 from finetune.data.prepare import Prepared
-from finetune.errors import OutOfMemoryError
 from finetune.memory import inspect
 from finetune.memory.monitor import Monitor
 from finetune.rundir import RunDirectory, staged
@@ -43,17 +42,11 @@ def train(
 ) -> Outcome:
     """Run the optimizer steps and write `adapter/` (or `merged/`, where every weight was trained).
 
-    Raises OutOfMemoryError with the levers, NumbersError for a loss that is not finite, MachineError when a
-    checkpoint cannot be written.
+    Raises NumbersError for a loss that is not finite, MachineError when a checkpoint cannot be written.
     """
     trainer = _trainer(config, model, tokenizer, data, run, monitor, listener, device, resuming=bool(resume_from))
     initial = _keep_initial_adapter(config, model, run)
-    try:
-        with inspect.recorded(run.snapshot_file, device, config.memory.snapshot):
-            trainer.train(resume_from_checkpoint=str(resume_from) if resume_from else None)
-    except torch.OutOfMemoryError as error:
-        run.event("out_of_memory", step=trainer.state.global_step, memory=monitor.run)
-        raise OutOfMemoryError(_levers(config, run, error)) from None
+    trainer.train(resume_from_checkpoint=str(resume_from) if resume_from else None)
     if config.output.best and (best := trainer.best_checkpoint()):
         trainer.load_weights(best)
         run.event("best_loaded", step=trainer.state.best_global_step)
@@ -119,20 +112,3 @@ def _publish(config: Config, model: Any, tokenizer: Any, run: RunDirectory, init
         tokenizer.save_pretrained(str(folder))
     if initial:
         shutil.rmtree(initial)
-
-
-def _levers(config: Config, run: RunDirectory, error: torch.OutOfMemoryError) -> str:
-    """What would make the job fit, cheapest first, leaving out what is already done."""
-    memory, training = config.memory, config.training
-    levers = []
-    if memory.checkpointing != "all":
-        levers.append("memory.checkpointing=all")
-    if training.micro_batch > 1:
-        levers.append(f"training.micro_batch={training.micro_batch // 2} (same gradient)")
-    if memory.offload == "none":
-        levers.append("memory.offload=checkpoints")
-    if config.quantization.kind != "nf4" and config.adapter.kind == "lora":
-        levers.append("quantization.kind=nf4")
-    levers.append(f"data.max_length={config.data.max_length // 2}")
-    first = str(error).splitlines()[0]
-    return f"out of memory: {first}\nTry, in this order: {'; '.join(levers)}.\nAllocator snapshot: {run.snapshot_file}"

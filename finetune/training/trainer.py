@@ -177,7 +177,9 @@ class Trainer(SFTTrainer):
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
         with self.monitor.phase("evaluation"):
-            return super().evaluate(*args, **kwargs)
+            metrics = super().evaluate(*args, **kwargs)
+        self.step_counts.restart_clock()
+        return metrics
 
     def evaluation_loop(
         self, dataloader: Any, description: str, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any
@@ -228,6 +230,7 @@ class Trainer(SFTTrainer):
         self.monitor.take("save")
         self.run.event("saved", step=step, seconds=seconds, memory=peak)
         self._prune()
+        self.step_counts.restart_clock()
 
     def _export_callback_state(self) -> None:
         """Put counters such as early stopping's into the state that is saved (as Trainer._save_checkpoint does)."""
@@ -308,14 +311,12 @@ class StepRecorder(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.trainer.listener.started(state.global_step, state.max_steps)
+        self.trainer.step_counts.restart_clock()
         if self.profiler:
             self.profiler.start()
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.trainer.order.set_epoch(math.floor(state.epoch or 0))
-
-    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.trainer.step_counts.restart_clock()
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.trainer.monitor.enter("optimizer")

@@ -121,9 +121,12 @@ def test_without_an_adapter_every_weight_is_trained() -> None:
         (MemorySection(checkpointing="all", offload="checkpoints"), 4),
     ],
 )
-def test_checkpointing_saves_the_layers_it_says_and_changes_no_gradient(section: MemorySection, layers: int) -> None:
+@pytest.mark.parametrize("kind", ["nf4", "int8", "none"])
+def test_checkpointing_saves_the_layers_it_says_and_changes_no_gradient(
+    section: MemorySection, layers: int, kind: str
+) -> None:
     def gradients(section: MemorySection) -> tuple[int, list[torch.Tensor]]:
-        model = attach(base("nf4"), AdapterSection(rank=4, dropout=0.2), BASE, seed=1)
+        model = attach(base(kind), AdapterSection(rank=4, dropout=0.2), BASE, seed=1)
         checkpointing.apply(model.get_base_model(), section)
         model.train()
         torch.manual_seed(7)

@@ -145,7 +145,7 @@ def test_loading_never_holds_a_second_full_copy(weights: str, tmp_path: Path) ->
     measured = json.loads(done.stdout.splitlines()[-1])
     linear_bytes = 2 * 12 * (4 * 768 * 768 + 3 * 768 * 2048)
     assert measured["final"] < 0.35 * linear_bytes
-    assert measured["peak"] - measured["final"] < 0.15 * linear_bytes, "a second copy would be 1.0"
+    assert measured["peak"] - measured["final"] < 0.25 * linear_bytes, "a second copy would be 1.0"
 
 
 # -- what can be wrong with a model ------------------------------------------------------------------------------------

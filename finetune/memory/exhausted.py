@@ -1,0 +1,44 @@
+"""Out of memory, told: what happened, the levers in order, and an allocator snapshot to look into."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+
+from finetune.config import Config
+from finetune.errors import OutOfMemoryError
+from finetune.memory import inspect
+from finetune.memory.monitor import Monitor
+from finetune.rundir import RunDirectory
+
+
+@contextlib.contextmanager
+def told(config: Config, run: RunDirectory, monitor: Monitor, device: torch.device) -> Iterator[None]:
+    """Turn torch's out of memory, in loading or in a step, into OutOfMemoryError with the levers (exit code 6)."""
+    try:
+        with inspect.recorded(run.snapshot_file, device, config.memory.snapshot):
+            yield
+    except torch.OutOfMemoryError as error:
+        monitor.leave()
+        run.event("out_of_memory", memory=monitor.run)
+        snapshot = f"\nAllocator snapshot: {run.snapshot_file}" if run.snapshot_file.exists() else ""
+        first = str(error).splitlines()[0]
+        raise OutOfMemoryError(f"out of memory: {first}\nTry, in this order: {levers(config)}.{snapshot}") from None
+
+
+def levers(config: Config) -> str:
+    """What would take less memory, cheapest first, leaving out what is already done."""
+    memory, training = config.memory, config.training
+    found = []
+    if memory.checkpointing != "all":
+        found.append("memory.checkpointing=all")
+    if training.micro_batch > 1:
+        found.append(f"training.micro_batch={training.micro_batch // 2} (same gradient)")
+    if memory.offload == "none":
+        found.append("memory.offload=checkpoints")
+    if config.quantization.kind != "nf4" and config.adapter.kind == "lora":
+        found.append("quantization.kind=nf4")
+    found.append(f"data.max_length={config.data.max_length // 2}")
+    return "; ".join(found)
