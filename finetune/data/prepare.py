@@ -75,7 +75,7 @@ def questions(section: DataSection, count: int) -> list[tuple[list[formats.Messa
         example = _read(row, section.format)
         if isinstance(example, formats.Chat) and example.messages[-1]["role"] == "assistant" and example.messages[:-1]:
             found.append((example.messages[:-1], example.messages[-1]["content"]))
-        if len(found) == count:
+        if len(found) >= count:
             break
     return found
 

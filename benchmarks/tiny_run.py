@@ -1,0 +1,53 @@
+"""The README's run: trains configs/tiny_cpu.yaml from scratch, as a user would, and keeps figures, output and plot.
+
+Writes benchmarks/results/tiny_cpu.json, and beside the docs the plot (docs/tiny_cpu.png) and what was printed
+(docs/tiny_cpu.txt).
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+
+import harness
+
+DOCS = harness.ROOT / "docs"
+
+
+def main() -> None:
+    with tempfile.TemporaryDirectory(prefix="tiny-") as scratch:
+        run = Path(scratch) / "runs" / "tiny_cpu"
+        done = harness.succeeded(
+            harness.python("-m", "finetune", "train", harness.ROOT / "configs/tiny_cpu.yaml", f"output.dir={run}")
+        )
+        summary = json.loads(
+            harness.succeeded(
+                harness.python("-c", f"import finetune, json; from finetune.report.result import Result; "
+                f"print(json.dumps(Result(finetune.RunDirectory({str(run)!r})).summary()))")
+            ).output
+        )  # fmt: skip
+        merged = json.loads((run / "merged" / "merge.json").read_text())
+        shutil.copy(run / "training.png", DOCS / "tiny_cpu.png")
+    figures = {
+        name: value for name, value in summary.items() if name not in ("run", "adapter", "merged", "report", "plot")
+    }
+    proof = {name: merged[name] for name in ("rows", "tokens", "error", "bound", "effect", "agreement")}
+    harness.write_result(
+        harness.RESULTS / "tiny_cpu.json",
+        {
+            "command": harness.command_line(),
+            "environment": harness.environment(),
+            "process_seconds": round(done.wall_seconds, 1),
+            "summary": figures,
+            "merge": proof,
+        },
+    )
+    (DOCS / "tiny_cpu.txt").write_text(done.output.replace(str(run.parent.parent) + "/", ""), encoding="utf-8")
+    sys.stdout.write(done.output)
+
+
+if __name__ == "__main__":
+    main()
