@@ -26,6 +26,6 @@ def test_the_wheel_works_outside_the_checkout(tmp_path: Path) -> None:
     )
     done = subprocess.run(
         [sys.executable, "-c", script, str(tmp_path / "site")],
-        cwd=tmp_path, env={"PYTHONPATH": str(tmp_path / "site"), "PATH": ""}, check=True, capture_output=True, text=True,
+        cwd=tmp_path, env={"PYTHONPATH": str(tmp_path / "site")}, check=True, capture_output=True, text=True,
     )  # fmt: skip
     assert done.stdout.strip() == str(tmp_path / "site" / "finetune" / "_builtin" / "tiny-llama")

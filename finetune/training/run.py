@@ -16,7 +16,9 @@ from finetune.memory import inspect
 from finetune.memory.monitor import Monitor
 from finetune.rundir import RunDirectory, staged
 from finetune.training import optimizers
-from finetune.training.trainer import Listener, Trainer, arguments, early_stopping, save_weights
+from finetune.training.arguments import arguments
+from finetune.training.recorder import Listener
+from finetune.training.trainer import Trainer, save_weights
 
 
 @dataclass(frozen=True)
@@ -78,7 +80,7 @@ def _trainer(
         eval_dataset=data.eval,
         processing_class=tokenizer,
         optimizer_cls_and_kwargs=optimizers.build(name, config.optimizer, training.learning_rate),
-        callbacks=early_stopping(training.early_stopping),
+        callbacks=_early_stopping(training.early_stopping),
         order=RowOrder(data.train["length"], training.batch_size, training.seed, training.group_by_length),
         adapter=config.adapter,
         run=run,
@@ -88,6 +90,13 @@ def _trainer(
         save_best=config.output.best,
         profiler=inspect.profiler(config.memory.profile_steps, run.profile, device),
     )
+
+
+def _early_stopping(patience: int | None) -> list[Any]:
+    """transformers' callback for `training.early_stopping`, or nothing."""
+    from transformers import EarlyStoppingCallback
+
+    return [EarlyStoppingCallback(early_stopping_patience=patience)] if patience else []
 
 
 def _keep_initial_adapter(config: Config, model: Any, run: RunDirectory) -> Path | None:

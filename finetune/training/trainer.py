@@ -6,108 +6,23 @@ and transformers'. Nothing here changes a number of the step: a test holds its l
 
 from __future__ import annotations
 
-import math
-import os
 import shutil
 import time
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-from transformers import TrainerCallback
 from transformers.trainer_utils import EvalLoopOutput
-from trl import SFTConfig, SFTTrainer
+from trl import SFTTrainer
 
-from finetune.config import AdapterSection, Config
+from finetune.config import AdapterSection
 from finetune.data.batching import RowOrder
-from finetune.errors import MachineError, NumbersError
+from finetune.errors import MachineError
 from finetune.memory.monitor import LeakWatch, Monitor, Peak
 from finetune.model.adapter import set_trained_dtype
-from finetune.rundir import RunDirectory, append_line, checkpoint_step, staged
-from finetune.training import optimizers, tracking
+from finetune.rundir import RunDirectory, checkpoint_step, staged
 from finetune.training.evaluation import summed_loss
-from finetune.training.schedules import SCHEDULES
-
-# transformers counts evaluations and saves in steps; "only at the end" is a step that is never reached.
-_NEVER = 10**9
-
-
-class Listener(Protocol):
-    """What a progress display is told. Lines are those of metrics.jsonl."""
-
-    def started(self, first_step: int, last_step: int) -> None: ...
-
-    def stepped(self, line: dict[str, Any]) -> None: ...
-
-    def evaluated(self, line: dict[str, Any]) -> None: ...
-
-    def note(self, text: str) -> None: ...
-
-
-def arguments(config: Config, run: RunDirectory, *, evaluates: bool, resuming: bool, device: torch.device) -> SFTConfig:
-    """The SFTConfig that `config` stands for.
-
-    Raises MachineError where the device cannot do the precision, or a tracker is not installed.
-    """
-    training, optimizer = config.training, config.optimizer
-    _check_precision(training.precision, device)
-    reports = tracking.check(config.tracking)
-    if "tensorboard" in reports:
-        os.environ.setdefault("TENSORBOARD_LOGGING_DIR", str(run.path / "tensorboard"))
-    processes = int(os.environ.get("WORLD_SIZE", "1"))
-    rows_per_pass = training.micro_batch * processes
-    if training.batch_size % rows_per_pass:
-        raise MachineError(
-            f"`training.batch_size` {training.batch_size} cannot be shared by {processes} processes with "
-            f"`training.micro_batch` {training.micro_batch}; make it a multiple of {rows_per_pass}"
-        )
-    schedule = SCHEDULES[training.schedule]
-    return SFTConfig(
-        output_dir=str(run.path),
-        run_name=run.path.name,
-        use_cpu=device.type == "cpu",
-        per_device_train_batch_size=training.micro_batch,
-        per_device_eval_batch_size=training.micro_batch,
-        gradient_accumulation_steps=training.batch_size // rows_per_pass,
-        num_train_epochs=training.epochs,
-        max_steps=training.max_steps or -1,
-        learning_rate=training.learning_rate,
-        lr_scheduler_type=schedule.transformers_name,
-        lr_scheduler_kwargs=dict(schedule.arguments) or None,
-        warmup_steps=training.warmup,
-        max_grad_norm=training.max_grad_norm,
-        weight_decay=optimizer.weight_decay,
-        bf16=training.precision == "bf16",
-        fp16=training.precision == "fp16",
-        seed=training.seed,
-        # Data and checkpointing are settled before the trainer sees them.
-        max_length=None,
-        dataset_kwargs={"skip_prepare_dataset": True},
-        gradient_checkpointing=False,
-        dataloader_pin_memory=device.type == "cuda",
-        # One line per step, and a NaN that shows.
-        logging_strategy="steps",
-        logging_steps=1,
-        logging_nan_inf_filter=False,
-        disable_tqdm=True,
-        report_to=reports or "none",
-        eval_strategy="steps" if evaluates else "no",
-        eval_steps=training.eval_every or _NEVER,
-        eval_on_start=evaluates and not resuming,
-        prediction_loss_only=True,
-        metric_for_best_model="eval_loss" if evaluates else None,
-        greater_is_better=False if evaluates else None,
-        save_strategy="steps",
-        save_steps=config.output.save_every or _NEVER,
-        save_only_model=False,
-    )
-
-
-def _check_precision(precision: str, device: torch.device) -> None:
-    if precision == "fp16" and device.type != "cuda":
-        raise MachineError("`training.precision: fp16` scales the loss on a CUDA device; set bf16 or fp32 here")
-    if precision == "bf16" and device.type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False):
-        raise MachineError(f"{torch.cuda.get_device_name()} has no bfloat16; set `training.precision: fp16`")
+from finetune.training.recorder import Listener, StepCounts, StepRecorder
 
 
 class Trainer(SFTTrainer):
@@ -269,121 +184,3 @@ def save_weights(model: Any, folder: Path, **arguments: Any) -> None:
         model.save_pretrained(str(folder), save_embedding_layers=False, **arguments)
     else:
         model.save_pretrained(str(folder))
-
-
-class StepCounts:
-    """Counts of the optimizer step under way; tokens stay on the device until the step is reported."""
-
-    def __init__(self) -> None:
-        self.micro_batches = 0
-        self._places = 0
-        self._tokens: Any = 0
-        self._started = time.perf_counter()
-
-    def add(self, inputs: dict[str, torch.Tensor]) -> None:
-        mask = inputs["attention_mask"]
-        self.micro_batches += 1
-        self._places += mask.numel()
-        self._tokens = self._tokens + mask.sum()
-
-    def take(self) -> dict[str, Any]:
-        """Tokens, tokens per second and padding share of the step that ended; starts the next one."""
-        now = time.perf_counter()
-        tokens, seconds, places = int(self._tokens), now - self._started, self._places
-        self.__init__()  # type: ignore[misc]
-        return {
-            "tokens": tokens,
-            "tokens_per_second": round(tokens / seconds, 1),
-            "padding_share": round(1 - tokens / places, 4) if places else 0.0,
-        }
-
-    def restart_clock(self) -> None:
-        """Leave an evaluation or a save out of the next step's time."""
-        self._started = time.perf_counter()
-
-
-class StepRecorder(TrainerCallback):
-    """Writes metrics.jsonl, tells the listener, and stops a run whose loss is no longer a number."""
-
-    def __init__(self, trainer: Trainer, profiler: Any | None) -> None:
-        self.trainer = trainer
-        self.profiler = profiler
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.trainer.listener.started(state.global_step, state.max_steps)
-        self.trainer.step_counts.restart_clock()
-        if self.profiler:
-            self.profiler.start()
-
-    def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.trainer.order.set_epoch(math.floor(state.epoch or 0))
-
-    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.trainer.monitor.enter("optimizer")
-
-    def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.trainer.monitor.leave()
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if self.profiler:
-            self.profiler.step()
-
-    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
-        if not logs or "loss" not in logs:
-            return
-        line = {
-            "step": state.global_step,
-            "loss": _number(logs["loss"]),
-            "learning_rate": logs["learning_rate"],
-            "grad_norm": _number(logs.get("grad_norm")),
-            "epoch": round(state.epoch, 4),
-            **self.trainer.step_counts.take(),
-            "memory": self.trainer.monitor.take_step(),
-        }
-        append_line(self.trainer.run.metrics_file, line)
-        self.trainer.listener.stepped(line)
-        if line["loss"] is None:
-            self.trainer.run.event("stopped", step=state.global_step, reason="loss is not finite")
-            raise NumbersError(_not_finite(state.global_step, self.trainer.run))
-
-    def on_evaluate(self, args: Any, state: Any, control: Any, metrics: dict[str, Any], **kwargs: Any) -> None:
-        # Called inside `evaluate`, whose phase is still open.
-        line = {
-            "step": state.global_step,
-            "eval_loss": _number(metrics["eval_loss"]),
-            "memory": {"evaluation": self.trainer.monitor.leave()},
-        }
-        self.trainer.monitor.take("evaluation")
-        append_line(self.trainer.run.metrics_file, line)
-        self.trainer.listener.evaluated(line)
-
-    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if self.profiler:
-            self.profiler.stop()
-
-
-def _number(value: Any) -> float | None:
-    """A finite float, or None, which JSON can say; a NaN is never turned into a number."""
-    if value is None:
-        return None
-    value = float(value)
-    return value if math.isfinite(value) else None
-
-
-def _not_finite(step: int, run: RunDirectory) -> str:
-    saved = run.complete_checkpoints()
-    where = f"the last checkpoint is {saved[-1]}" if saved else "no checkpoint was written yet (`output.save_every`)"
-    return (
-        f"the loss is not a finite number at step {step}; {where}. Lower `training.learning_rate`, lengthen "
-        "`training.warmup`, or use bf16 instead of fp16"
-    )
-
-
-def early_stopping(patience: int | None) -> list[TrainerCallback]:
-    """transformers' callback for `training.early_stopping`, or nothing."""
-    from transformers import EarlyStoppingCallback
-
-    return [EarlyStoppingCallback(early_stopping_patience=patience)] if patience else []
-
-
-__all__ = ["Listener", "Trainer", "arguments", "early_stopping", "optimizers", "save_weights"]

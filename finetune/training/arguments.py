@@ -1,0 +1,83 @@
+"""From the config to TRL's SFTConfig: the one place where our keys meet the library's."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+from trl import SFTConfig
+
+from finetune.config import Config
+from finetune.errors import MachineError
+from finetune.rundir import RunDirectory
+from finetune.training import tracking
+from finetune.training.schedules import SCHEDULES
+
+# transformers counts evaluations and saves in steps; "only at the end" is a step that is never reached.
+_NEVER = 10**9
+
+
+def arguments(config: Config, run: RunDirectory, *, evaluates: bool, resuming: bool, device: torch.device) -> SFTConfig:
+    """The SFTConfig that `config` stands for.
+
+    Raises MachineError where the device cannot do the precision, or a tracker is not installed.
+    """
+    training, optimizer = config.training, config.optimizer
+    _check_precision(training.precision, device)
+    reports = tracking.check(config.tracking)
+    if "tensorboard" in reports:
+        os.environ.setdefault("TENSORBOARD_LOGGING_DIR", str(run.path / "tensorboard"))
+    processes = int(os.environ.get("WORLD_SIZE", "1"))
+    rows_per_pass = training.micro_batch * processes
+    if training.batch_size % rows_per_pass:
+        raise MachineError(
+            f"`training.batch_size` {training.batch_size} cannot be shared by {processes} processes with "
+            f"`training.micro_batch` {training.micro_batch}; make it a multiple of {rows_per_pass}"
+        )
+    schedule = SCHEDULES[training.schedule]
+    return SFTConfig(
+        output_dir=str(run.path),
+        run_name=run.path.name,
+        use_cpu=device.type == "cpu",
+        per_device_train_batch_size=training.micro_batch,
+        per_device_eval_batch_size=training.micro_batch,
+        gradient_accumulation_steps=training.batch_size // rows_per_pass,
+        num_train_epochs=training.epochs,
+        max_steps=training.max_steps or -1,
+        learning_rate=training.learning_rate,
+        lr_scheduler_type=schedule.transformers_name,
+        lr_scheduler_kwargs=dict(schedule.arguments) or None,
+        warmup_steps=training.warmup,
+        max_grad_norm=training.max_grad_norm,
+        weight_decay=optimizer.weight_decay,
+        bf16=training.precision == "bf16",
+        fp16=training.precision == "fp16",
+        seed=training.seed,
+        # Data and checkpointing are settled before the trainer sees them.
+        max_length=None,
+        dataset_kwargs={"skip_prepare_dataset": True},
+        gradient_checkpointing=False,
+        dataloader_pin_memory=device.type == "cuda",
+        # One line per step, and a NaN that shows.
+        logging_strategy="steps",
+        logging_steps=1,
+        logging_nan_inf_filter=False,
+        disable_tqdm=True,
+        report_to=reports or "none",
+        eval_strategy="steps" if evaluates else "no",
+        eval_steps=training.eval_every or _NEVER,
+        eval_on_start=evaluates and not resuming,
+        prediction_loss_only=True,
+        metric_for_best_model="eval_loss" if evaluates else None,
+        greater_is_better=False if evaluates else None,
+        save_strategy="steps",
+        save_steps=config.output.save_every or _NEVER,
+        save_only_model=False,
+    )
+
+
+def _check_precision(precision: str, device: torch.device) -> None:
+    if precision == "fp16" and device.type != "cuda":
+        raise MachineError("`training.precision: fp16` scales the loss on a CUDA device; set bf16 or fp32 here")
+    if precision == "bf16" and device.type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False):
+        raise MachineError(f"{torch.cuda.get_device_name()} has no bfloat16; set `training.precision: fp16`")

@@ -1,0 +1,136 @@
+"""What is written down of each step, and who is told: metrics.jsonl, the progress display, the profiler."""
+
+from __future__ import annotations
+
+import math
+import time
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from transformers import TrainerCallback
+
+from finetune.errors import NumbersError
+from finetune.rundir import RunDirectory, append_line
+
+if TYPE_CHECKING:
+    from finetune.training.trainer import Trainer
+
+
+class Listener(Protocol):
+    """What a progress display is told. Lines are those of metrics.jsonl."""
+
+    def started(self, first_step: int, last_step: int) -> None: ...
+
+    def stepped(self, line: dict[str, Any]) -> None: ...
+
+    def evaluated(self, line: dict[str, Any]) -> None: ...
+
+    def note(self, text: str) -> None: ...
+
+
+class StepCounts:
+    """Counts of the optimizer step under way; tokens stay on the device until the step is reported."""
+
+    def __init__(self) -> None:
+        self.micro_batches = 0
+        self._places = 0
+        self._tokens: Any = 0
+        self._started = time.perf_counter()
+
+    def add(self, inputs: dict[str, torch.Tensor]) -> None:
+        mask = inputs["attention_mask"]
+        self.micro_batches += 1
+        self._places += mask.numel()
+        self._tokens = self._tokens + mask.sum()
+
+    def take(self) -> dict[str, Any]:
+        """Tokens, tokens per second and padding share of the step that ended; starts the next one."""
+        now = time.perf_counter()
+        tokens, seconds, places = int(self._tokens), now - self._started, self._places
+        self.__init__()  # type: ignore[misc]
+        return {
+            "tokens": tokens,
+            "tokens_per_second": round(tokens / seconds, 1),
+            "padding_share": round(1 - tokens / places, 4) if places else 0.0,
+        }
+
+    def restart_clock(self) -> None:
+        """Leave an evaluation or a save out of the next step's time."""
+        self._started = time.perf_counter()
+
+
+class StepRecorder(TrainerCallback):
+    """Writes metrics.jsonl, tells the listener, and stops a run whose loss is no longer a number."""
+
+    def __init__(self, trainer: Trainer, profiler: Any | None) -> None:
+        self.trainer = trainer
+        self.profiler = profiler
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.trainer.listener.started(state.global_step, state.max_steps)
+        self.trainer.step_counts.restart_clock()
+        if self.profiler:
+            self.profiler.start()
+
+    def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.trainer.order.set_epoch(math.floor(state.epoch or 0))
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.trainer.monitor.enter("optimizer")
+
+    def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.trainer.monitor.leave()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self.profiler:
+            self.profiler.step()
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
+        if not logs or "loss" not in logs:
+            return
+        line = {
+            "step": state.global_step,
+            "loss": _number(logs["loss"]),
+            "learning_rate": logs["learning_rate"],
+            "grad_norm": _number(logs.get("grad_norm")),
+            "epoch": round(state.epoch, 4),
+            **self.trainer.step_counts.take(),
+            "memory": self.trainer.monitor.take_step(),
+        }
+        append_line(self.trainer.run.metrics_file, line)
+        self.trainer.listener.stepped(line)
+        if line["loss"] is None:
+            self.trainer.run.event("stopped", step=state.global_step, reason="loss is not finite")
+            raise NumbersError(_not_finite(state.global_step, self.trainer.run))
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, metrics: dict[str, Any], **kwargs: Any) -> None:
+        # Called inside `evaluate`, whose phase is still open.
+        line = {
+            "step": state.global_step,
+            "eval_loss": _number(metrics["eval_loss"]),
+            "memory": {"evaluation": self.trainer.monitor.leave()},
+        }
+        self.trainer.monitor.take("evaluation")
+        append_line(self.trainer.run.metrics_file, line)
+        self.trainer.listener.evaluated(line)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self.profiler:
+            self.profiler.stop()
+
+
+def _number(value: Any) -> float | None:
+    """A finite float, or None, which JSON can say; a NaN is never turned into a number."""
+    if value is None:
+        return None
+    value = float(value)
+    return value if math.isfinite(value) else None
+
+
+def _not_finite(step: int, run: RunDirectory) -> str:
+    saved = run.complete_checkpoints()
+    where = f"the last checkpoint is {saved[-1]}" if saved else "no checkpoint was written yet (`output.save_every`)"
+    return (
+        f"the loss is not a finite number at step {step}; {where}. Lower `training.learning_rate`, lengthen "
+        "`training.warmup`, or use bf16 instead of fp16"
+    )
