@@ -45,7 +45,7 @@ def main() -> None:
             "merge": proof,
         },
     )
-    (DOCS / "tiny_cpu.txt").write_text(done.output.replace(str(run.parent.parent) + "/", ""), encoding="utf-8")
+    (DOCS / "tiny_cpu.txt").write_text(done.output.replace(f"{run.parent.parent}/", ""), encoding="utf-8")
     sys.stdout.write(done.output)
 
 

@@ -1,0 +1,73 @@
+"""The README's figures are those of the committed results, and its commands exist."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def results(name: str) -> dict:
+    return json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())
+
+
+def figures() -> list[str]:
+    tiny, overhead, memory = results("tiny_cpu"), results("overhead"), results("memory_cpu")
+    summary, merge = tiny["summary"], tiny["merge"]
+    ratios = {name: found["ratios"] for name, found in overhead["allocators"].items()}
+    rows = memory["rows"]
+    return [
+        f"falls from {summary['base_eval_loss']:.4f} to {summary['best_eval_loss']:.4f} nats per token",
+        f"(-{summary['relative_drop']:.1%}) in {summary['steps']} steps",
+        f"takes {ratios['kept']['loop_seconds']['median']:.3f} of the script's time",
+        f"{ratios['default']['loop_seconds']['median']:.3f} with glibc's default",
+        f"The whole process takes {ratios['kept']['process_seconds']['median']:.2f}",
+        f"{memory['model']['parameters'] / 1e6:.1f}M random weights",
+        f"alone takes {memory['imports_only_bytes'] / 2**20:,.0f} MiB",
+        *(
+            f"| {row['quantization' if row['quantization'] != 'none' else 'precision']} | {row['checkpointing']} | "
+            f"{row['peak_bytes'] / 2**20:,.0f} MiB |"
+            for row in rows.values()
+        ),
+        f"differ by {merge['error']:.2%} from base plus adapter",
+        f"explains {merge['bound']:.2%}",
+        f"moved the base by {merge['effect']:.1%}",
+    ]
+
+
+@pytest.mark.parametrize("figure", figures())
+def test_figure_is_the_measured_one(figure: str) -> None:
+    assert figure in " ".join(README.split()) or figure in README
+
+
+def test_printed_output_is_that_of_the_run() -> None:
+    printed = (ROOT / "docs" / "tiny_cpu.txt").read_text(encoding="utf-8").splitlines()
+    block = re.search(r"```\n(run  .*?)```", README, re.DOTALL)
+    assert block is not None
+    shown = [line for line in block.group(1).splitlines() if line and line != "..."]
+    assert len(shown) > 15
+    assert [line for line in shown if line not in printed] == []
+
+
+def test_results_within_the_bounds_that_are_claimed() -> None:
+    assert results("tiny_cpu")["summary"]["relative_drop"] >= 0.15
+    assert results("tiny_cpu")["merge"]["error"] <= results("tiny_cpu")["merge"]["bound"]
+    for measured in results("overhead")["allocators"].values():
+        assert measured["ratios"]["loop_seconds"]["median"] <= 1.05
+    peaks = {name: row["peak_bytes"] for name, row in results("memory_cpu")["rows"].items()}
+    assert len(peaks) == 6
+
+
+@pytest.mark.parametrize("link", re.findall(r"\]\(([^)#:]+)\)", README))
+def test_link_leads_somewhere(link: str) -> None:
+    assert (ROOT / link).exists()
+
+
+@pytest.mark.parametrize(
+    "target", ["finetune", "test", "check", "gpu-check", "merge", "notebooks", "bench", "docs", "setup"]
+)
+def test_make_has_the_target(target: str) -> None:
+    assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), re.MULTILINE)
