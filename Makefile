@@ -3,6 +3,9 @@ PYTHON ?= python3
 CONFIG ?= configs/tiny_cpu.yaml
 ARGS ?=
 
+# Threads that wait sleep instead of spinning: two spinning processes on two cores slow each other tenfold.
+export OMP_WAIT_POLICY ?= passive
+
 BIN := .venv/bin
 READY := .venv/.ready
 
