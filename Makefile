@@ -29,7 +29,7 @@ finetune: $(READY) ## Train CONFIG (default configs/tiny_cpu.yaml) with ARGS="se
 	$(BIN)/finetune train $(CONFIG) $(ARGS)
 
 merge: $(READY) ## Merge RUN=runs/... into a 16-bit model and prove it.
-	$(BIN)/finetune merge $(RUN)
+	$(BIN)/finetune merge $(or $(RUN),$(error give RUN=runs/NAME))
 
 test: $(READY) ## Run the tests, notebooks included.
 	$(BIN)/python -m pytest $(ARGS)

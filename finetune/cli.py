@@ -10,7 +10,7 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
-from finetune.errors import FinetuneError
+from finetune.errors import FinetuneError, OutOfMemoryError
 
 INTERRUPTED = 130
 
@@ -148,6 +148,15 @@ def _run(work: Callable[[], None], debug: bool) -> None:
         if debug:
             raise
         _fail(str(error), error.exit_code)
+    except (MemoryError, RuntimeError) as error:
+        from finetune.memory.exhausted import is_out_of_memory
+
+        if debug or not is_out_of_memory(error):
+            raise
+        message = (str(error).splitlines() or ["no memory left"])[0]
+        _fail(
+            f"out of memory: {message}; use a machine with more, or free some of this one", OutOfMemoryError.exit_code
+        )
     except KeyboardInterrupt:
         _fail("interrupted; start the same command again to go on from the last checkpoint", INTERRUPTED)
 

@@ -17,7 +17,7 @@ from finetune import libraries
 from finetune.config import Config
 from finetune.data import prepare as data_prepare
 from finetune.environment import describe
-from finetune.errors import DataError
+from finetune.errors import ConfigError
 from finetune.export import merge as export_merge
 from finetune.memory import exhausted, inspect
 from finetune.memory.monitor import Monitor, meter_for
@@ -30,6 +30,7 @@ from finetune.report.result import Result
 from finetune.report.terminal import Terminal
 from finetune.rundir import RunDirectory, checkpoint_step, write_json
 from finetune.training import run as training
+from finetune.training.arguments import check
 from finetune.training.evaluation import held_out_loss
 
 # Held-out questions answered before and after training: enough to see a difference, few enough to read.
@@ -46,16 +47,41 @@ def train(config: Config, *, fresh: bool = False, terminal: Terminal | None = No
     libraries.quiet()
     terminal = terminal or Terminal()
     run = RunDirectory(config.output.dir or "runs/unnamed")
-    if fresh and run.path.exists():
-        terminal.note(f"the earlier run is now {run.move_aside()}")
-    if run.finished:
-        terminal.note(
-            f"{run.path} is finished. Go on with more steps: a larger training.max_steps and another output.dir; "
-            "start anew: --fresh (the old run is moved aside)"
-        )
-        return Result(run)
+    if run.exists and not fresh:
+        refuse_changes(config, run)
+        if run.finished and not _wants_more_steps(config, run):
+            terminal.note(
+                f"{run.path} is finished. Go on: set training.max_steps above its {run.steps_done} steps; "
+                "start anew: --fresh (the old run is moved aside)"
+            )
+            return Result(run)
     with terminal:
-        return _Training(config, run, terminal).go()
+        return _Training(config, run, terminal, fresh).go()
+
+
+# What may change between two starts of a run: how far it goes, how it is watched, and what memory it takes.
+_MAY_CHANGE = ("training.max_steps", "training.epochs", "training.micro_batch", "training.eval_every",
+               "training.early_stopping", "memory.", "tracking.", "output.")  # fmt: skip
+
+
+def refuse_changes(config: Config, run: RunDirectory) -> None:
+    """Raise ConfigError naming the keys in which `config` differs from the run's own, where that would mix two jobs."""
+    before, now = run.config().model_dump(), config.model_dump()
+    changed = [
+        f"{section}.{key} ({before[section][key]} → {value})"
+        for section, values in now.items()
+        for key, value in values.items()
+        if before[section][key] != value and not f"{section}.{key}".startswith(_MAY_CHANGE)
+    ]
+    if changed:
+        raise ConfigError(
+            f"{run.path} was started with another config: {', '.join(changed)}. Set another `output.dir`, or give "
+            "--fresh to start anew (the old run is moved aside)"
+        )
+
+
+def _wants_more_steps(config: Config, run: RunDirectory) -> bool:
+    return (config.training.max_steps or 0) > run.steps_done
 
 
 @dataclass
@@ -65,13 +91,15 @@ class _Training:
     config: Config
     run: RunDirectory
     terminal: Terminal
+    fresh: bool
 
     def go(self) -> Result:
         config, run, terminal = self.config, self.run, self.terminal
         device = this_device()
+        check(config, device)
         tokenizer = load_tokenizer(config.model)
         architecture = load_architecture(config.model)
-        implementation, reason = attention.choose(config.model.attention, architecture, device.type)
+        implementation, reason = _attention(config, architecture, device)
         data = data_prepare.prepare(config.data, tokenizer)
 
         resume_from = self._open(describe(device))
@@ -83,7 +111,7 @@ class _Training:
                 base = _base(config, architecture, implementation, device)
             monitor.take_step()  # loading is reported once, not with the first step
             self._ask_base(base, tokenizer)
-            model = adapter.attach(base, config.adapter, config.model.name, config.training.seed)
+            model = adapter.attach(base, config.adapter, config.model.name, config.training.seed, config.model.revision)
             checkpointing.apply(base, config.memory)
             terminal.built(model)
 
@@ -92,16 +120,20 @@ class _Training:
             )
             self._ask_again(model, tokenizer)
         terminal.answers(run)
-        run.event("finished", step=outcome.steps, best_step=outcome.best_step, memory=monitor.run)
+        run.event("trained", step=outcome.steps, best_step=outcome.best_step, memory=monitor.run)
         if config.output.merge and config.adapter.kind == "lora":
             del base, model
+            libraries.return_freed_memory()
             merge(run, terminal=terminal)
+        run.event("finished", step=outcome.steps, best_step=outcome.best_step)
         report(run)
         terminal.finished(run)
         return Result(run)
 
     def _open(self, environment: dict[str, Any]) -> Path | None:
         """Make or reopen the run directory; the checkpoint to resume from, if there is one."""
+        if self.fresh and self.run.exists:
+            self.terminal.note(f"the earlier run is now {self.run.move_aside()}")
         checkpoints = self.run.complete_checkpoints()
         self.run.create(self.config)
         write_json(self.run.environment_file, {"seed": self.config.training.seed, **environment})
@@ -123,6 +155,7 @@ class _Training:
         asked = data_prepare.questions(self.config.data, _QUESTIONS)
         rows = [
             {
+                "messages": messages,
                 "question": messages[-1]["content"],
                 "reference": reference,
                 "before": answer(base, tokenizer, messages, _ANSWER_TOKENS),
@@ -137,8 +170,8 @@ class _Training:
         if not self.run.answers_file.exists():
             return
         rows = json.loads(self.run.answers_file.read_text(encoding="utf-8"))
-        for row, (messages, _) in zip(rows, data_prepare.questions(self.config.data, len(rows)), strict=True):
-            row["after"] = answer(model, tokenizer, messages, _ANSWER_TOKENS)
+        for row in rows:
+            row["after"] = answer(model, tokenizer, row["messages"], _ANSWER_TOKENS)
         write_json(self.run.answers_file, rows)
 
 
@@ -171,14 +204,17 @@ def generate(run: RunDirectory, prompt: str, *, which: str = "adapter", max_new_
 def evaluate(run: RunDirectory) -> dict[str, float]:
     """Held-out loss in nats per trained token of the base and of what was trained, as during training."""
     config = run.config()
-    if config.data.eval == "none":
-        raise DataError(f"{run.path} was trained with `data.eval: none`; there are no held-out rows to evaluate on")
-    losses = {}
-    for which in ("base", "adapter"):
-        model, tokenizer = _model_of(run, which)
-        data = data_prepare.prepare(config.data, tokenizer)
-        losses[which] = held_out_loss(model, tokenizer, data.eval, config.training)
-    return losses
+    model, tokenizer = _model_of(run, "adapter")
+    rows, _ = data_prepare.prepare_held_out(config.data, tokenizer)
+    trained = held_out_loss(model, tokenizer, rows, config.training)
+    if config.adapter.kind == "lora":
+        with model.disable_adapter():
+            base = held_out_loss(model, tokenizer, rows, config.training)
+    else:
+        del model
+        libraries.return_freed_memory()
+        base = held_out_loss(_model_of(run, "base")[0], tokenizer, rows, config.training)
+    return {"base": base, "adapter": trained}
 
 
 def _model_of(run: RunDirectory, which: str) -> tuple[Any, Any]:
@@ -189,7 +225,7 @@ def _model_of(run: RunDirectory, which: str) -> tuple[Any, Any]:
     if which == "merged" or (which == "adapter" and config.adapter.kind == "none"):
         return export_merge.load_merged(run, device), load_tokenizer(config.model)
     architecture = load_architecture(config.model)
-    implementation, _ = attention.choose(config.model.attention, architecture, device.type)
+    implementation, _ = _attention(config, architecture, device)
     base = _base(config, architecture, implementation, device)
     tokenizer = load_tokenizer(config.model)
     if which == "base":
@@ -197,8 +233,14 @@ def _model_of(run: RunDirectory, which: str) -> tuple[Any, Any]:
     return adapter.load_adapter(base, run.adapter), tokenizer
 
 
+def _attention(config: Config, architecture: Any, device: torch.device) -> tuple[str, str]:
+    return attention.choose(config.model.attention, architecture, device.type, config.training.precision)
+
+
 def _base(config: Config, architecture: Any, implementation: str, device: torch.device) -> Any:
-    dtype = DTYPES[config.training.precision]
+    # Without an adapter the base is what is trained, and takes the type of trained weights from the start.
+    trained_whole = config.adapter.kind == "none"
+    dtype = adapter.DTYPES[config.adapter.dtype] if trained_whole else DTYPES[config.training.precision]
     return load_base(
         config.model, config.quantization, architecture, attention=implementation, dtype=dtype, device=device
     )

@@ -50,7 +50,12 @@ class RunDirectory:
         return run
 
     def create(self, config: Config) -> None:
-        """Make the directory and save the resolved config, or raise MachineError."""
+        """Make the directory and save the resolved config.
+
+        Raises MachineError where it cannot be written, or holds files that are not a run's.
+        """
+        if not self.exists and self.path.is_dir() and any(self.path.iterdir()):
+            raise MachineError(f"{self.path}: not empty, and not a run; set `output.dir` to a folder of its own")
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             write_text(self.config_file, dump(config))
@@ -80,9 +85,21 @@ class RunDirectory:
 
     @property
     def finished(self) -> bool:
-        """Whether the last start of this run came to its end."""
-        events = self.events()
-        return bool(events) and events[-1]["event"] in ("finished", "merged")
+        """Whether the last start of this run came to its end, exports and report included."""
+        ended = False
+        for event in self.events():
+            ended = event["event"] == "finished" or (ended and event["event"] not in ("started", "resumed"))
+        return ended
+
+    @property
+    def steps_done(self) -> int:
+        """Optimizer steps of the last end of training."""
+        return max((event["step"] for event in self.events() if event["event"] == "trained"), default=0)
+
+    @property
+    def exists(self) -> bool:
+        """Whether a run was ever started here."""
+        return self.events_file.is_file()
 
     # -- checkpoints -----------------------------------------------------------------------------------------------
 
@@ -98,10 +115,11 @@ class RunDirectory:
 
     def move_aside(self) -> Path:
         """Rename an earlier run so that a fresh one can take its place; nothing is deleted."""
+        path = self.path.resolve()
         for number in range(1, 10_000):
-            aside = self.path.with_name(f"{self.path.name}.{number}")
+            aside = path.with_name(f"{path.name}.{number}")
             if not aside.exists():
-                self.path.rename(aside)
+                path.rename(aside)
                 return aside
         raise MachineError(f"{self.path}: too many earlier runs beside it; move them away")
 

@@ -76,7 +76,7 @@ class AdapterSection(Section):
     """The update is scaled by alpha / rank, or by alpha / sqrt(rank) with `rslora`."""
     dropout: Share = 0.0
     """Dropout on the adapter's input."""
-    targets: Literal["all-linear"] | list[str] = "all-linear"
+    targets: Literal["all-linear"] | Annotated[list[str], Field(min_length=1)] = "all-linear"
     """Modules that get an adapter: `all-linear` (every linear layer but the output head) or a list of names."""
     rslora: bool = False
     """Rank-stabilised scaling (arXiv 2312.03732)."""
@@ -261,6 +261,12 @@ def contradictions(config: Config) -> list[tuple[str, str]]:
     if training.precision == "fp16" and adapter.dtype == "bfloat16":
         remedy = "set `adapter.dtype: float32`"
         found.append(("adapter.dtype", f"fp16 with loss scaling needs trained weights in float32; {remedy}"))
+    if config.model.revision and config.model.name.startswith("builtin:"):
+        found.append(("model.revision", "the built-in base has no revisions; remove the key"))
+    if config.data.eval == config.data.train and not config.data.train.startswith("builtin:"):
+        found.append(("data.eval", "is the training data; set `auto` to hold out a share of it by hash"))
+    if len(set(config.tracking.to)) < len(config.tracking.to):
+        found.append(("tracking.to", "names a tracker twice; keep one"))
     if training.early_stopping and config.data.eval == "none":
         found.append(("training.early_stopping", "needs held-out rows; set `data.eval`"))
     return found

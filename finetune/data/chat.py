@@ -37,7 +37,7 @@ class Encoded:
 def encode(example: Example, tokenizer: Any, loss_on: LossOn = "assistant") -> Encoded:
     """Tokens and labels of `example`. Raises RowError where no trustworthy mask can be found."""
     if isinstance(example, Chat):
-        return _chat(example.messages, tokenizer, loss_on)
+        return _chat(example, tokenizer, loss_on)
     if isinstance(example, Completion):
         return _completion(example, tokenizer, loss_on)
     ids = _with_end(tokenizer(example.text)["input_ids"], tokenizer)
@@ -58,7 +58,8 @@ def _with_end(ids: list[int], tokenizer: Any) -> list[int]:
     return list(ids) if ids and ids[-1] == tokenizer.eos_token_id else [*ids, tokenizer.eos_token_id]
 
 
-def _chat(messages: list[Message], tokenizer: Any, loss_on: LossOn) -> Encoded:
+def _chat(example: Chat, tokenizer: Any, loss_on: LossOn) -> Encoded:
+    messages = example.messages
     turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
     if not turns and loss_on != "all":
         raise RowError("the conversation has no assistant turn, so there is nothing to train")
@@ -71,6 +72,8 @@ def _chat(messages: list[Message], tokenizer: Any, loss_on: LossOn) -> Encoded:
         ids, trained = _incremental(messages, turns, tokenizer)
     if loss_on == "last":
         trained = _last_run(trained)
+    elif example.trained_from:
+        trained = _without_runs(trained, sum(turn < example.trained_from for turn in turns))
     return Encoded(ids, [token if keep else IGNORE for token, keep in zip(ids, trained, strict=True)])
 
 
@@ -124,6 +127,15 @@ def _incremental(messages: list[Message], turns: list[int], tokenizer: Any) -> t
                 end -= 1
         trained[len(before) : end] = [True] * (end - len(before))
     return ids, trained
+
+
+def _without_runs(trained: list[bool], count: int) -> list[bool]:
+    """`trained` without its first `count` unbroken runs, which are the turns of the prompt."""
+    kept, run = [], 0
+    for before, now in zip([False, *trained], trained, strict=False):
+        run += now and not before
+        kept.append(now and run > count)
+    return kept
 
 
 def _last_run(trained: list[bool]) -> list[bool]:

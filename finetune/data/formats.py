@@ -14,9 +14,10 @@ ROLES = ("system", "user", "assistant", "tool")
 
 @dataclass(frozen=True)
 class Chat:
-    """A conversation, rendered by the chat template."""
+    """A conversation, rendered by the chat template; assistant turns before `trained_from` are only context."""
 
     messages: list[Message]
+    trained_from: int = 0
 
 
 @dataclass(frozen=True)
@@ -66,6 +67,7 @@ def _check_message(message: Any, where: str) -> None:
         raise RowError(f"`{where}.role` must be one of {', '.join(ROLES)}, not {message.get('role')!r}")
     if not isinstance(message.get("content"), str):
         raise RowError(f"`{where}.content` must be text, not {_kind(message.get('content'))}")
+    _check_encodable(message["content"], f"{where}.content")
 
 
 def _prompt_completion(fields: Fields) -> Example:
@@ -74,7 +76,7 @@ def _prompt_completion(fields: Fields) -> Example:
         for name, messages in (("prompt", prompt), ("completion", completion)):
             for index, message in enumerate(messages):
                 _check_message(message, f"{name}[{index}]")
-        return Chat([*prompt, *completion])
+        return Chat([*prompt, *completion], trained_from=len(prompt))
     return Completion(_text(fields, "prompt"), _text(fields, "completion"))
 
 
@@ -94,7 +96,16 @@ def _text(fields: Fields, name: str) -> str:
     value = fields.get(name)
     if not isinstance(value, str):
         raise RowError(f"`{name}` is missing" if name not in fields else f"`{name}` must be text, not {_kind(value)}")
+    _check_encodable(value, name)
     return value
+
+
+def _check_encodable(text: str, where: str) -> None:
+    """JSON can spell half of a surrogate pair, which is no character and which no tokenizer takes."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise RowError(f"`{where}` has half of a surrogate pair at character {error.start + 1}") from None
 
 
 def _kind(value: Any) -> str:

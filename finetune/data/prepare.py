@@ -56,10 +56,32 @@ def prepare(section: DataSection, tokenizer: Any) -> Prepared:
         )
     if eval_rows is None:
         return Prepared(train, None, train_counts, None)
-    held_out, eval_counts = _tokenize(eval_rows, section, tokenizer)
-    if not eval_counts.rows:
-        raise DataError("no held-out row is left; set `data.eval`, a larger `data.eval_share`, or `data.eval: none`")
+    held_out, eval_counts = prepare_held_out(section, tokenizer)
     return Prepared(train, held_out, train_counts, eval_counts)
+
+
+def prepare_held_out(section: DataSection, tokenizer: Any) -> tuple[Any, Counts]:
+    """The held-out split alone. Raises DataError when there is none, or no row of it is left."""
+    _, eval_rows = _splits(section)
+    if eval_rows is None:
+        raise DataError("`data.eval: none` keeps nothing back, so there are no held-out rows")
+    held_out, counts = _tokenize(eval_rows, section, tokenizer)
+    if not counts.rows:
+        raise DataError(
+            f"no held-out row is left (`data.eval: {section.eval}`, share {section.eval_share}, {counts.dropped} "
+            "dropped); set `data.eval` to a file, a larger `data.eval_share`, or `data.eval: none`"
+        )
+    return held_out, counts
+
+
+def held_out_ids(section: DataSection, tokenizer: Any, rows: int, tokens: int) -> list[list[int]]:
+    """Token ids of the first held-out rows (training rows, where none are held out), cut to `tokens`."""
+    found = []
+    for row in held_out_rows(section):
+        found.append(_encode(row, section.format, section, tokenizer).input_ids[:tokens])
+        if len(found) == rows:
+            break
+    return found
 
 
 def held_out_rows(section: DataSection) -> Iterator[Row]:
@@ -84,7 +106,8 @@ def _splits(section: DataSection) -> tuple[Iterable[Row], Iterable[Row] | None]:
     if section.eval == "none":
         return sources.rows(section.train), None
     if section.eval != "auto":
-        return sources.rows(section.train), sources.rows(section.eval)
+        split = "eval" if sources.has_held_out_split(section.eval) else "train"
+        return sources.rows(section.train), sources.rows(section.eval, split)
     if sources.has_held_out_split(section.train):
         return sources.rows(section.train), sources.rows(section.train, "eval")
     held_out = lambda row: _share(row) < section.eval_share  # noqa: E731

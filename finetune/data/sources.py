@@ -34,6 +34,8 @@ def rows(source: str, split: str = "train") -> Rows:
     if source.startswith("builtin:"):
         return _builtin(source, split)
     path = Path(source)
+    if path.is_dir():
+        raise DataError(f"{source}: is a directory; give one file ending in {', '.join(READERS)}")
     if path.suffix in READERS:
         if not path.is_file():
             raise DataError(f"{source}: no such file{_nearest(path)}")

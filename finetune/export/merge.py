@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
+from finetune import libraries
 from finetune.config import Config, QuantizationSection
-from finetune.data import chat, formats
 from finetune.data import prepare as data_prepare
 from finetune.environment import describe
 from finetune.errors import ArtifactError, MachineError
@@ -23,7 +23,7 @@ from finetune.export.card import model_card
 from finetune.model import attention
 from finetune.model.adapter import load_adapter
 from finetune.model.base import load_architecture, load_base
-from finetune.model.locate import hub_call, locate
+from finetune.model.locate import hub_call, weights_directory
 from finetune.model.tokenizer import load_tokenizer
 from finetune.rundir import RunDirectory, staged, write_json
 
@@ -47,7 +47,7 @@ def merge(run: RunDirectory, device: torch.device) -> dict[str, Any]:
         raise ArtifactError(f"{run.path} has a base of random weights, which were not kept; there is nothing to merge")
     dtype = _MERGED_DTYPES[config.training.precision]
     tokenizer = load_tokenizer(config.model)
-    rows = held_out_ids(config, tokenizer)
+    rows = data_prepare.held_out_ids(config.data, tokenizer, _ROWS, _ROW_TOKENS)
 
     base = _base(config, dtype, device)
     base_logits = proof.logits(base, rows)
@@ -59,6 +59,7 @@ def merge(run: RunDirectory, device: torch.device) -> dict[str, Any]:
         with staged(run.merged) as folder:
             _save(merged, tokenizer, folder, dtype)
             del base, adapted, merged
+            libraries.return_freed_memory()
             result = proof.compare(
                 proof.logits(_load(folder, dtype, device), rows),
                 adapted_logits,
@@ -69,7 +70,7 @@ def merge(run: RunDirectory, device: torch.device) -> dict[str, Any]:
             record = {
                 **result.as_dict(),
                 "base": config.model.name,
-                "base_sha256": base_hash(config.model.name),
+                "base_sha256": base_hash(config.model.name, config.model.revision),
             }
             write_json(folder / "merge.json", {**record, "environment": describe(device)})
             (folder / "README.md").write_text(model_card(config, record), encoding="utf-8")
@@ -88,18 +89,6 @@ def load_merged(run: RunDirectory, device: torch.device) -> Any:
     return _load(run.merged, None, device)
 
 
-def held_out_ids(config: Config, tokenizer: Any) -> list[list[int]]:
-    """Token ids of the first held-out rows, each cut to a length that costs little."""
-    found: list[list[int]] = []
-    form = config.data.format
-    for row in data_prepare.held_out_rows(config.data):
-        example = formats.FORMATS[form].read(row.fields)
-        found.append(chat.encode(example, tokenizer, "all").input_ids[:_ROW_TOKENS])
-        if len(found) == _ROWS:
-            break
-    return found
-
-
 def _base(config: Config, dtype: torch.dtype, device: torch.device) -> Any:
     """The base to merge onto, unquantized in 16 bit.
 
@@ -107,7 +96,7 @@ def _base(config: Config, dtype: torch.dtype, device: torch.device) -> Any:
     quantized as in training and then dequantized.
     """
     architecture = load_architecture(config.model)
-    implementation, _ = attention.choose("auto", architecture, device.type)
+    implementation, _ = attention.choose("auto", architecture, device.type, config.training.precision)
     kind = config.quantization if config.adapter.init == "loftq" else QuantizationSection(kind="none")
     base = load_base(config.model, kind, architecture, attention=implementation, dtype=dtype, device=device)
     return base.dequantize(dtype) if config.adapter.init == "loftq" else base
@@ -141,11 +130,9 @@ def _refuse_unless_equal(result: proof.Proof) -> None:
         )
 
 
-def base_hash(name: str) -> str | None:
-    """One sha256 over the names and contents of a local base's weight files, or None for one on the hub's cache."""
-    place = Path(locate(name))
-    if not place.is_dir():
-        return None
+def base_hash(name: str, revision: str | None = None) -> str:
+    """One sha256 over the names and contents of the base's weight files, local or in the hub's cache."""
+    place = weights_directory(name, revision)
     digest = hashlib.sha256()
     for file in sorted(place.glob("*.safetensors")):
         with open(file, "rb") as stored:

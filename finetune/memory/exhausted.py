@@ -20,12 +20,19 @@ def told(config: Config, run: RunDirectory, monitor: Monitor, device: torch.devi
     try:
         with inspect.recorded(run.snapshot_file, device, config.memory.snapshot):
             yield
-    except torch.OutOfMemoryError as error:
+    except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
         monitor.leave()
         run.event("out_of_memory", memory=monitor.run)
         snapshot = f"\nAllocator snapshot: {run.snapshot_file}" if run.snapshot_file.exists() else ""
-        first = str(error).splitlines()[0]
+        first = (str(error).splitlines() or ["no memory left"])[0]
         raise OutOfMemoryError(f"out of memory: {first}\nTry, in this order: {levers(config)}.{snapshot}") from None
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether a device or the host had no memory left; torch's CPU allocator raises a plain RuntimeError for it."""
+    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "DefaultCPUAllocator" in str(error)
 
 
 def levers(config: Config) -> str:

@@ -10,13 +10,13 @@ from torch import nn
 
 from finetune.config import AdapterSection
 from finetune.config.fields import unknown
-from finetune.errors import ArtifactError, ConfigError, FinetuneError, MachineError
-from finetune.model.locate import hub_call, locate
+from finetune.errors import ArtifactError, ConfigError, MachineError
+from finetune.model.locate import hub_call, weights_directory
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
-def attach(base: Any, section: AdapterSection, base_name: str, seed: int) -> Any:
+def attach(base: Any, section: AdapterSection, base_name: str, seed: int, revision: str | None = None) -> Any:
     """`base` with its trained weights in place: a PeftModel, or the base itself for `kind: none`.
 
     The same seed gives the same adapter. Raises ConfigError naming the candidates when a target matches nothing.
@@ -31,7 +31,7 @@ def attach(base: Any, section: AdapterSection, base_name: str, seed: int) -> Any
     torch.manual_seed(seed)
     model = get_peft_model(base, lora_config(base, section))
     if section.init == "loftq":
-        _start_from_quantization_error(model, base_name)
+        _start_from_quantization_error(model, base_name, revision)
     set_trained_dtype(model, section)
     return model
 
@@ -81,7 +81,12 @@ def _targets(base: Any, section: AdapterSection) -> str | list[str]:
 
 
 def _extra_modules(base: Any, section: AdapterSection) -> list[str]:
-    names = {name.rpartition(".")[2] for name, module in base.named_modules() if list(module.parameters(recurse=False))}
+    trainable = (
+        name
+        for name, module in base.named_modules()
+        if (own := list(module.parameters(recurse=False))) and all(tensor.is_floating_point() for tensor in own)
+    )
+    names = {name.rpartition(".")[2] for name in trainable}
     _check(section.extra_modules, sorted(names), "adapter.extra_modules")
     return list(section.extra_modules)
 
@@ -103,7 +108,7 @@ def _linear_names(base: Any) -> list[str]:
     return list(found)
 
 
-def _start_from_quantization_error(model: Any, base_name: str) -> None:
+def _start_from_quantization_error(model: Any, base_name: str, revision: str | None) -> None:
     """LoftQ with one iteration (arXiv 2310.08659, algorithm 1): BA is the best rank-r fit of W - dequantized W.
 
     PEFT's own version needs CUDA and leaves out the adapter's scaling.
@@ -111,7 +116,7 @@ def _start_from_quantization_error(model: Any, base_name: str) -> None:
     import bitsandbytes as bnb
     from peft.tuners.lora import Linear4bit
 
-    weights = _StoredWeights(base_name)
+    weights = _StoredWeights(base_name, revision)
     for name, layer in model.named_modules():
         if not isinstance(layer, Linear4bit):
             continue
@@ -128,16 +133,12 @@ def _start_from_quantization_error(model: Any, base_name: str) -> None:
 class _StoredWeights:
     """Reads single tensors from a model's safetensors files, without loading the rest."""
 
-    def __init__(self, base_name: str) -> None:
-        from huggingface_hub import snapshot_download
+    def __init__(self, base_name: str, revision: str | None) -> None:
         from safetensors import safe_open
 
-        place = locate(base_name)
-        if not Path(place).is_dir():
-            place = hub_call(f"the weights of `{base_name}`", lambda: snapshot_download(place, local_files_only=True))
         self._open = safe_open
         self._file_of: dict[str, Path] = {}
-        for file in sorted(Path(place).glob("*.safetensors")):
+        for file in sorted(weights_directory(base_name, revision).glob("*.safetensors")):
             with safe_open(file, framework="pt") as stored:
                 self._file_of.update(dict.fromkeys(stored.keys(), file))
         self._base_name = base_name
@@ -149,18 +150,10 @@ class _StoredWeights:
             return stored.get_tensor(name)
 
 
-def load_adapter(base: Any, directory: Path, *, trainable: bool = False) -> Any:
+def load_adapter(base: Any, directory: Path) -> Any:
     """`base` with the adapter saved in `directory`. Raises ArtifactError when it is missing or damaged."""
     from peft import PeftModel
 
     if not (directory / "adapter_config.json").is_file():
         raise ArtifactError(f"{directory}: no adapter here (no adapter_config.json); did training finish?")
-    try:
-        return hub_call(
-            f"adapter {directory}",
-            lambda: PeftModel.from_pretrained(base, str(directory), is_trainable=trainable),
-        )
-    except FinetuneError:
-        raise
-    except (RuntimeError, KeyError, TypeError) as error:
-        raise ArtifactError(f"adapter {directory} does not fit the base: {str(error).splitlines()[0]}") from None
+    return hub_call(f"adapter {directory}", lambda: PeftModel.from_pretrained(base, str(directory)))

@@ -13,66 +13,68 @@ from finetune.errors import MachineError
 class Attention:
     """One implementation: its name in transformers, and why it cannot be used here (None when it can).
 
-    `missing(config, device)` takes the model's config and the torch device type.
+    `missing(config, device, precision)` takes the model's config, the torch device type, and bf16, fp16 or fp32.
     """
 
     help: str
     implementation: str
-    missing: Callable[[Any, str], str | None]
+    missing: Callable[[Any, str, str], str | None]
 
 
-def choose(name: str, config: Any, device: str) -> tuple[str, str]:
+def choose(name: str, config: Any, device: str, precision: str) -> tuple[str, str]:
     """The transformers implementation for `name` ("auto" or a key of ATTENTIONS) and the reason, one clause.
 
     Raises MachineError when the named one cannot be used with this model on this device.
     """
     if name != "auto":
         attention = ATTENTIONS[name]
-        if obstacle := attention.missing(config, device):
+        if obstacle := attention.missing(config, device, precision):
             raise MachineError(f"`model.attention: {name}` cannot be used here: {obstacle}; set `auto`")
         return attention.implementation, "as configured"
     obstacles: list[str] = []
     for candidate in _AUTO_ORDER:
-        obstacle = ATTENTIONS[candidate].missing(config, device)
+        obstacle = ATTENTIONS[candidate].missing(config, device, precision)
         if obstacle is None:
             return ATTENTIONS[candidate].implementation, "; ".join(obstacles) or "the fastest there is"
         obstacles.append(f"no {candidate}: {obstacle}")
     raise AssertionError("eager attention has no requirement")
 
 
-def _flash_2(config: Any, device: str) -> str | None:
+def _flash_2(config: Any, device: str, precision: str) -> str | None:
     from transformers.utils import is_flash_attn_2_available
 
-    return _flash(device, "flash-attn", is_flash_attn_2_available(), (8, 0))
+    return _flash(device, precision, "flash-attn", is_flash_attn_2_available(), (8, 0))
 
 
-def _flash_3(config: Any, device: str) -> str | None:
+def _flash_3(config: Any, device: str, precision: str) -> str | None:
     from transformers.utils import is_flash_attn_3_available
 
-    return _flash(device, "flash-attn-3", is_flash_attn_3_available(), (9, 0))
+    return _flash(device, precision, "flash-attn-3", is_flash_attn_3_available(), (9, 0))
 
 
-def _flash(device: str, package: str, installed: bool, capability: tuple[int, int]) -> str | None:
+def _flash(device: str, precision: str, package: str, installed: bool, capability: tuple[int, int]) -> str | None:
     import torch
 
     if device != "cuda":
         return "it needs a CUDA device"
+    if precision == "fp32":
+        return "it computes in 16 bit, and `training.precision` is fp32"
     if torch.cuda.get_device_capability() < capability:
         return f"the card is older than compute capability {capability[0]}.{capability[1]}"
     return None if installed else f"the package {package} is not installed"
 
 
-def _sdpa(config: Any, device: str) -> str | None:
+def _sdpa(config: Any, device: str, precision: str) -> str | None:
     if getattr(config, "attn_logit_softcapping", None) is not None:
         return "this model caps attention logits, which SDPA cannot"
     return None
 
 
-def _flex(config: Any, device: str) -> str | None:
+def _flex(config: Any, device: str, precision: str) -> str | None:
     return None if device == "cuda" else "it needs a CUDA device"
 
 
-def _eager(config: Any, device: str) -> str | None:
+def _eager(config: Any, device: str, precision: str) -> str | None:
     return None
 
 

@@ -38,6 +38,17 @@ def locate(name: str) -> str:
     return name
 
 
+def weights_directory(name: str, revision: str | None) -> Path:
+    """The folder that holds the files of a model: its own, or the snapshot in the hub's cache."""
+    from huggingface_hub import snapshot_download
+
+    place = Path(locate(name))
+    if place.is_dir():
+        return place
+    download = lambda: snapshot_download(name, revision=revision, local_files_only=True)  # noqa: E731
+    return Path(hub_call(f"the weights of `{name}`", download))
+
+
 def hub_call(what: str, load: Callable[[], T]) -> T:
     """Run a transformers loading call and turn its failures into one clear paragraph.
 
@@ -63,8 +74,12 @@ def hub_call(what: str, load: Callable[[], T]) -> T:
                 "is a network, or set `model.name` to a directory (`model.weights: random` needs no weights)"
             ) from None
         raise ArtifactError(f"{what}: {_first(error)}") from None
-    except ValueError as error:
-        raise ArtifactError(f"{what}: {_first(error)}{_nearest(what)}") from None
+    except (ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
+        if type(error).__name__ == "OutOfMemoryError":
+            raise
+        if "Couldn't instantiate the backend tokenizer" in str(error):
+            raise ArtifactError(f"{what}: it has no tokenizer files; set `model.tokenizer`") from None
+        raise ArtifactError(f"{what}: its files cannot be used: {_first(error)}{_nearest(what)}") from None
 
 
 def _nearest(what: str) -> str:

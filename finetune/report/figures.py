@@ -114,7 +114,7 @@ class Figures:
         for event in self.events:
             if event["event"] == "saved":
                 yield "save", event.get("memory", {})
-            elif event["event"] in ("finished", "out_of_memory"):
+            elif event["event"] in ("trained", "out_of_memory"):
                 yield from event.get("memory", {}).items()
 
     @property

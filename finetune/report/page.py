@@ -45,7 +45,7 @@ pre { overflow-x: auto; font-size: .9rem; }
 _ANSWERS = {"reference": "reference", "before": "before training", "after": "after training"}
 
 # Events whose facts have a section of their own.
-_TOLD_ELSEWHERE = {"finished", "merged"}
+_TOLD_ELSEWHERE = {"trained", "finished", "merged"}
 
 
 def write(run: RunDirectory) -> None:

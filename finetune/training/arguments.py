@@ -7,8 +7,8 @@ import os
 import torch
 from trl import SFTConfig
 
-from finetune.config import Config
-from finetune.errors import MachineError
+from finetune.config import Config, TrainingSection
+from finetune.errors import ConfigError, MachineError
 from finetune.rundir import RunDirectory
 from finetune.training import tracking
 from finetune.training.schedules import SCHEDULES
@@ -17,23 +17,36 @@ from finetune.training.schedules import SCHEDULES
 _NEVER = 10**9
 
 
-def arguments(config: Config, run: RunDirectory, *, evaluates: bool, resuming: bool, device: torch.device) -> SFTConfig:
-    """The SFTConfig that `config` stands for.
+def check(config: Config, device: torch.device) -> None:
+    """What this machine cannot do, before anything is loaded.
 
-    Raises MachineError where the device cannot do the precision, or a tracker is not installed.
+    Raises MachineError for a precision the device lacks or a tracker that is not installed, ConfigError for a batch
+    that the processes cannot share.
     """
-    training, optimizer = config.training, config.optimizer
-    _check_precision(training.precision, device)
-    reports = tracking.check(config.tracking)
-    if "tensorboard" in reports:
-        os.environ.setdefault("TENSORBOARD_LOGGING_DIR", str(run.path / "tensorboard"))
-    processes = int(os.environ.get("WORLD_SIZE", "1"))
-    rows_per_pass = training.micro_batch * processes
-    if training.batch_size % rows_per_pass:
-        raise MachineError(
-            f"`training.batch_size` {training.batch_size} cannot be shared by {processes} processes with "
-            f"`training.micro_batch` {training.micro_batch}; make it a multiple of {rows_per_pass}"
+    _check_precision(config.training.precision, device)
+    tracking.check(config.tracking)
+    training = config.training
+    if training.batch_size % _rows_per_pass(training):
+        raise ConfigError(
+            f"`training.batch_size` {training.batch_size} cannot be shared by {_processes()} processes with "
+            f"`training.micro_batch` {training.micro_batch}; make it a multiple of {_rows_per_pass(training)}"
         )
+
+
+def _processes() -> int:
+    """Number of processes that a launcher such as torchrun started."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def _rows_per_pass(training: TrainingSection) -> int:
+    return training.micro_batch * _processes()
+
+
+def arguments(config: Config, run: RunDirectory, *, evaluates: bool, resuming: bool, device: torch.device) -> SFTConfig:
+    """The SFTConfig that `config`, which passed `check`, stands for."""
+    training, optimizer = config.training, config.optimizer
+    if "tensorboard" in config.tracking.to:
+        os.environ.setdefault("TENSORBOARD_LOGGING_DIR", str(run.path / "tensorboard"))
     schedule = SCHEDULES[training.schedule]
     return SFTConfig(
         output_dir=str(run.path),
@@ -41,7 +54,7 @@ def arguments(config: Config, run: RunDirectory, *, evaluates: bool, resuming: b
         use_cpu=device.type == "cpu",
         per_device_train_batch_size=training.micro_batch,
         per_device_eval_batch_size=training.micro_batch,
-        gradient_accumulation_steps=training.batch_size // rows_per_pass,
+        gradient_accumulation_steps=training.batch_size // _rows_per_pass(training),
         num_train_epochs=training.epochs,
         max_steps=training.max_steps or -1,
         learning_rate=training.learning_rate,
@@ -63,7 +76,7 @@ def arguments(config: Config, run: RunDirectory, *, evaluates: bool, resuming: b
         logging_steps=1,
         logging_nan_inf_filter=False,
         disable_tqdm=True,
-        report_to=reports or "none",
+        report_to=config.tracking.to or "none",
         eval_strategy="steps" if evaluates else "no",
         eval_steps=training.eval_every or _NEVER,
         eval_on_start=evaluates and not resuming,

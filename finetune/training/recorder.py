@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 import torch
 from transformers import TrainerCallback
@@ -32,10 +32,13 @@ class StepCounts:
     """Counts of the optimizer step under way; tokens stay on the device until the step is reported."""
 
     def __init__(self) -> None:
+        self._started = time.perf_counter()
+        self._clear()
+
+    def _clear(self) -> None:
         self.micro_batches = 0
         self._places = 0
         self._tokens: Any = 0
-        self._started = time.perf_counter()
 
     def add(self, inputs: dict[str, torch.Tensor]) -> None:
         mask = inputs["attention_mask"]
@@ -47,7 +50,8 @@ class StepCounts:
         """Tokens, tokens per second and padding share of the step that ended; starts the next one."""
         now = time.perf_counter()
         tokens, seconds, places = int(self._tokens), now - self._started, self._places
-        self.__init__()  # type: ignore[misc]
+        self._clear()
+        self._started = now
         return {
             "tokens": tokens,
             "tokens_per_second": round(tokens / seconds, 1),
@@ -99,9 +103,11 @@ class StepRecorder(TrainerCallback):
         }
         append_line(self.trainer.run.metrics_file, line)
         self.trainer.listener.stepped(line)
-        if line["loss"] is None:
-            self.trainer.run.event("stopped", step=state.global_step, reason="loss is not finite")
-            raise NumbersError(_not_finite(state.global_step, self.trainer.run))
+        # Under loss scaling an infinite norm is the scaler's business: it skips the step and backs off.
+        watched = ("loss",) if args.fp16 else ("loss", "grad_norm")
+        for name in watched:
+            if name in logs and line[name] is None:
+                self._stop(name, state.global_step)
 
     def on_evaluate(self, args: Any, state: Any, control: Any, metrics: dict[str, Any], **kwargs: Any) -> None:
         # Called inside `evaluate`, whose phase is still open.
@@ -113,6 +119,12 @@ class StepRecorder(TrainerCallback):
         self.trainer.monitor.take("evaluation")
         append_line(self.trainer.run.metrics_file, line)
         self.trainer.listener.evaluated(line)
+        if line["eval_loss"] is None:
+            self._stop("eval_loss", state.global_step)
+
+    def _stop(self, name: str, step: int) -> NoReturn:
+        self.trainer.run.event("stopped", step=step, reason=f"{name} is not finite")
+        raise NumbersError(_not_finite(name, step, self.trainer.run))
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self.profiler:
@@ -127,10 +139,10 @@ def _number(value: Any) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def _not_finite(step: int, run: RunDirectory) -> str:
+def _not_finite(name: str, step: int, run: RunDirectory) -> str:
     saved = run.complete_checkpoints()
     where = f"the last checkpoint is {saved[-1]}" if saved else "no checkpoint was written yet (`output.save_every`)"
     return (
-        f"the loss is not a finite number at step {step}; {where}. Lower `training.learning_rate`, lengthen "
+        f"{name} is not a finite number at step {step}; {where}. Lower `training.learning_rate`, lengthen "
         "`training.warmup`, or use bf16 instead of fp16"
     )

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import TrainerState
 
 from finetune.config import Config
 from finetune.data.batching import RowOrder
@@ -27,7 +28,6 @@ class Outcome:
 
     steps: int
     best_step: int | None
-    best_eval_loss: float | None
 
 
 def train(
@@ -48,13 +48,14 @@ def train(
     """
     trainer = _trainer(config, model, tokenizer, data, run, monitor, listener, device, resuming=bool(resume_from))
     initial = _keep_initial_adapter(config, model, run)
-    trainer.train(resume_from_checkpoint=str(resume_from) if resume_from else None)
+    if not (resume_from and _was_the_last(config, trainer, resume_from)):
+        trainer.train(resume_from_checkpoint=str(resume_from) if resume_from else None)
     if config.output.best and (best := trainer.best_checkpoint()):
         trainer.load_weights(best)
         run.event("best_loaded", step=trainer.state.best_global_step)
     _publish(config, trainer.model, tokenizer, run, initial)
     state = trainer.state
-    return Outcome(state.global_step, state.best_global_step or None, state.best_metric)
+    return Outcome(state.global_step, state.best_global_step or None)
 
 
 def _trainer(
@@ -97,6 +98,19 @@ def _early_stopping(patience: int | None) -> list[Any]:
     from transformers import EarlyStoppingCallback
 
     return [EarlyStoppingCallback(early_stopping_patience=patience)] if patience else []
+
+
+def _was_the_last(config: Config, trainer: Trainer, checkpoint: Path) -> bool:
+    """Whether nothing is left to train after `checkpoint`; its weights and state are then taken as they are.
+
+    transformers would train one step over the end when that lies within an epoch.
+    """
+    state = TrainerState.load_from_json(str(checkpoint / "trainer_state.json"))
+    if state.global_step < (config.training.max_steps or state.max_steps):
+        return False
+    trainer.load_weights(checkpoint)
+    trainer.state = state
+    return True
 
 
 def _keep_initial_adapter(config: Config, model: Any, run: RunDirectory) -> Path | None:

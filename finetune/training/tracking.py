@@ -25,10 +25,9 @@ TRACKERS: dict[str, Tracker] = {
 }
 
 
-def check(section: TrackingSection) -> list[str]:
-    """The trackers to report to. Raises MachineError naming the package to install where one is missing."""
+def check(section: TrackingSection) -> None:
+    """Raise MachineError naming the package to install where a tracker is missing."""
     for name in section.to:
         package = TRACKERS[name].package
         if importlib.util.find_spec(package) is None:
             raise MachineError(f"`tracking.to: {name}` needs the package {package}: pip install {package}")
-    return list(section.to)

@@ -14,7 +14,7 @@ TELL = {"role": "assistant", "content": "Because."}
 ROWS: list[tuple[str, dict[str, Any], Example]] = [
     ("messages", {"messages": [ASK, TELL], "id": 3}, Chat([ASK, TELL])),
     ("prompt_completion", {"prompt": "Why?", "completion": " Because."}, Completion("Why?", " Because.")),
-    ("prompt_completion", {"prompt": [ASK], "completion": [TELL]}, Chat([ASK, TELL])),
+    ("prompt_completion", {"prompt": [ASK], "completion": [TELL]}, Chat([ASK, TELL], trained_from=1)),
     (
         "alpaca",
         {"instruction": "Add.", "input": "1 and 2", "output": "3"},
@@ -100,3 +100,16 @@ def test_a_wrong_field_is_named_with_what_it_is(name: str, row: dict[str, Any], 
     with pytest.raises(RowError) as caught:
         FORMATS[name].read(row)
     assert [word for word in words if word not in str(caught.value)] == []
+
+
+def test_half_of_a_surrogate_pair_is_told_by_field_and_place() -> None:
+    with pytest.raises(RowError, match=r"`text` has half of a surrogate pair at character 2"):
+        FORMATS["text"].read({"text": "a\ud800"})
+
+
+def test_assistant_turns_of_a_prompt_are_context() -> None:
+    prompt = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}]
+    example = FORMATS["prompt_completion"].read(
+        {"prompt": prompt, "completion": [{"role": "assistant", "content": "d"}]}
+    )
+    assert example.trained_from == 3

@@ -144,7 +144,7 @@ def test_checkpointing_saves_the_layers_it_says_and_changes_no_gradient(
 
 
 def test_auto_attention_says_why() -> None:
-    implementation, reason = attention.choose("auto", load_architecture(ModelSection()), "cpu")
+    implementation, reason = attention.choose("auto", load_architecture(ModelSection()), "cpu", "bf16")
     assert implementation == "sdpa"
     assert "flash_attention_3" in reason
     assert "CUDA" in reason
@@ -152,7 +152,7 @@ def test_auto_attention_says_why() -> None:
 
 def test_capped_attention_logits_rule_sdpa_out() -> None:
     gemma = load_architecture(ModelSection(name="google/gemma-2-9b", weights="random"))
-    implementation, reason = attention.choose("auto", gemma, "cpu")
+    implementation, reason = attention.choose("auto", gemma, "cpu", "bf16")
     assert implementation == "eager"
     assert "caps attention logits" in reason
 
@@ -162,7 +162,7 @@ def test_attention_that_is_asked_for_and_missing_is_refused(name: str) -> None:
     from finetune.errors import MachineError
 
     with pytest.raises(MachineError, match=f"`model.attention: {name}` cannot be used here: it needs a CUDA device"):
-        attention.choose(name, load_architecture(ModelSection()), "cpu")
+        attention.choose(name, load_architecture(ModelSection()), "cpu", "bf16")
 
 
 def test_eager_and_sdpa_agree() -> None:

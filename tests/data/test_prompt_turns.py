@@ -1,0 +1,19 @@
+"""Only the completion's turn is trained where prompt and completion are messages."""
+
+from finetune.config import ModelSection
+from finetune.data.chat import IGNORE, encode
+from finetune.data.formats import Chat
+from finetune.model.tokenizer import load_tokenizer
+
+
+def test_turns_of_the_prompt_are_not_trained() -> None:
+    tokenizer = load_tokenizer(ModelSection())
+    messages = [
+        {"role": "user", "content": "one"},
+        {"role": "assistant", "content": "first answer"},
+        {"role": "user", "content": "two"},
+        {"role": "assistant", "content": "second answer"},
+    ]
+    encoded = encode(Chat(messages, trained_from=3), tokenizer)
+    trained = [token for token, label in zip(encoded.input_ids, encoded.labels, strict=True) if label != IGNORE]
+    assert tokenizer.decode(trained) == "second answer<|im_end|>"

@@ -1,0 +1,130 @@
+"""Starting again: what goes on, what is refused, and what is never touched."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import finetune
+from finetune.errors import ArtifactError, ConfigError, DataError, MachineError
+from finetune.export import merge
+from finetune.rundir import RunDirectory, write_text
+
+
+def weights(run: RunDirectory) -> dict[str, torch.Tensor]:
+    return load_file(run.adapter / "adapter_model.safetensors")
+
+
+def forget_the_end(run: RunDirectory) -> None:
+    """What a kill between the last checkpoint and the export leaves."""
+    shutil.rmtree(run.adapter)
+    kept = [event for event in run.events() if event["event"] not in ("trained", "finished", "best_loaded")]
+    write_text(run.events_file, "".join(json.dumps(event) + "\n" for event in kept))
+
+
+@pytest.mark.parametrize("evaluation", [[], ["data.eval=none", "training.eval_every=null"]])
+def test_a_run_killed_after_its_last_step_is_only_exported(quick, evaluation: list[str]) -> None:
+    """The last step lies within an epoch, where transformers would train one more."""
+    config = quick("training.max_steps=3", *evaluation)
+    run = finetune.train(config).run
+    expected, lines = weights(run), run.metrics_file.read_text()
+    forget_the_end(run)
+    finetune.train(config)
+    assert run.finished
+    assert run.metrics_file.read_text() == lines
+    found = weights(run)
+    assert all(torch.equal(expected[name], found[name]) for name in expected)
+
+
+def test_more_steps_continue_a_finished_run(quick) -> None:
+    run = finetune.train(quick("training.max_steps=3", "data.eval=none", "training.eval_every=null")).run
+    finetune.train(quick("training.max_steps=5", "data.eval=none", "training.eval_every=null"))
+    assert [line["step"] for line in run.metrics()] == [1, 2, 3, 4, 5]
+    assert run.steps_done == 5
+
+
+@pytest.mark.parametrize("end", ["finished", "interrupted"])
+def test_another_config_is_refused_by_name_and_changes_nothing(quick, end: str) -> None:
+    run = finetune.train(quick()).run
+    if end == "interrupted":
+        forget_the_end(run)
+    before = run.config_file.read_bytes()
+    with pytest.raises(ConfigError, match=r"adapter.rank \(16 → 8\), training.seed \(42 → 7\).*--fresh") as refused:
+        finetune.train(quick("adapter.rank=8", "training.seed=7"))
+    assert refused.value.exit_code == 2
+    assert run.config_file.read_bytes() == before
+
+
+def test_fresh_moves_nothing_when_the_new_job_cannot_start(quick) -> None:
+    run = finetune.train(quick()).run
+    with pytest.raises(DataError):
+        finetune.train(quick("data.train=nowhere.jsonl"), fresh=True)
+    assert run.finished
+    assert not run.path.with_name("run.1").exists()
+
+
+@pytest.mark.parametrize("fresh", [False, True])
+def test_a_folder_with_other_files_is_left_alone(quick, tmp_path: Path, fresh: bool) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / "answers.json").write_text("mine")
+    with pytest.raises(MachineError, match="not empty, and not a run"):
+        finetune.train(quick(), fresh=fresh)
+    assert [path.name for path in folder.iterdir()] == ["answers.json"]
+    assert (folder / "answers.json").read_text() == "mine"
+
+
+def test_a_merge_that_fails_at_the_end_is_done_by_the_same_command(quick, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = quick("output.merge=true")
+
+    def full(*arguments) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(merge, "_save", full)
+        with pytest.raises(MachineError):
+            finetune.train(config)
+    run = RunDirectory(config.output.dir)
+    assert not run.finished
+    finetune.train(config)
+    assert run.finished
+    assert (run.merged / "merge.json").exists()
+
+
+def test_a_merge_does_not_make_an_interrupted_run_finished(quick) -> None:
+    run = finetune.train(quick()).run
+    kept = [event for event in run.events() if event["event"] != "finished"]
+    write_text(run.events_file, "".join(json.dumps(event) + "\n" for event in kept))
+    finetune.merge(run)
+    assert not run.finished
+
+
+def test_the_built_in_held_out_split_is_not_the_training_split(quick, tmp_path: Path) -> None:
+    config = quick("data.eval=builtin:python_docs", "training.max_steps=1")
+    from finetune.data.prepare import held_out_rows
+
+    assert next(iter(held_out_rows(config.data))).place.startswith("builtin:python_docs[eval]")
+
+
+def test_a_tokenizer_that_is_none_is_a_bad_artifact(quick, tiny_base: Path, tmp_path: Path) -> None:
+    base = Path(shutil.copytree(tiny_base, tmp_path / "base"))
+    (base / "tokenizer.json").write_text("{}")
+    with pytest.raises(ArtifactError, match="tokenizer"):
+        finetune.train(quick(f"model.name={base}"))
+
+
+def test_a_quantized_module_cannot_be_an_extra_module(quick) -> None:
+    with pytest.raises(ConfigError, match=r"adapter\.extra_modules"):
+        finetune.train(quick("adapter.extra_modules=[q_proj]", "adapter.targets=[v_proj]"))
+
+
+def test_full_fine_tuning_keeps_float32_weights_that_bf16_would_round(quick) -> None:
+    """A step too small for bfloat16's grain still arrives."""
+    overrides = ["adapter.kind=none", "quantization.kind=none", "training.precision=bf16", "data.eval=none"]
+    config = quick(*overrides, "training.eval_every=null", "training.learning_rate=1e-7", "optimizer.kind=sgd")
+    run = finetune.train(config).run
+    stored = load_file(run.merged / "model.safetensors")
+    assert {tensor.dtype for tensor in stored.values()} == {torch.float32}
