@@ -54,10 +54,11 @@ class RunDirectory:
 
         Raises MachineError where it cannot be written, or holds files that are not a run's.
         """
-        if not self.exists and self.path.is_dir() and any(self.path.iterdir()):
+        if not self.events_file.exists() and self.path.is_dir() and any(self.path.iterdir()):
             raise MachineError(f"{self.path}: not empty, and not a run; set `output.dir` to a folder of its own")
         try:
             self.path.mkdir(parents=True, exist_ok=True)
+            self.events_file.touch()  # marks the folder as a run's from the first moment
             write_text(self.config_file, dump(config))
         except OSError as error:
             raise MachineError(f"{self.path}: cannot be written: {error.strerror}; set `output.dir`") from None
@@ -99,7 +100,7 @@ class RunDirectory:
     @property
     def exists(self) -> bool:
         """Whether a run was ever started here."""
-        return self.events_file.is_file()
+        return self.events_file.is_file() and self.config_file.is_file()
 
     # -- checkpoints -----------------------------------------------------------------------------------------------
 

@@ -261,12 +261,10 @@ def contradictions(config: Config) -> list[tuple[str, str]]:
     if training.precision == "fp16" and adapter.dtype == "bfloat16":
         remedy = "set `adapter.dtype: float32`"
         found.append(("adapter.dtype", f"fp16 with loss scaling needs trained weights in float32; {remedy}"))
-    if config.model.revision and config.model.name.startswith("builtin:"):
-        found.append(("model.revision", "the built-in base has no revisions; remove the key"))
     if config.data.eval == config.data.train and not config.data.train.startswith("builtin:"):
-        found.append(("data.eval", "is the training data; set `auto` to hold out a share of it by hash"))
+        found.append(("data.eval", "is the training data; set `data.eval: auto` to hold out a share of it by hash"))
     if len(set(config.tracking.to)) < len(config.tracking.to):
-        found.append(("tracking.to", "names a tracker twice; keep one"))
+        found.append(("tracking.to", "names a tracker twice; keep `tracking.to` to one of each"))
     if training.early_stopping and config.data.eval == "none":
         found.append(("training.early_stopping", "needs held-out rows; set `data.eval`"))
     return found

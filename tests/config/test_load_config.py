@@ -323,6 +323,8 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 # Name of the rule's section or key; what breaks it; words of the message that say the remedy; the remedy, applied.
 RULES: list[tuple[str, list[str], tuple[str, ...], list[str]]] = [
+    ("data.eval", ["data.train=a.jsonl", "data.eval=a.jsonl"], ("`data.eval: auto`",), ["data.eval=auto"]),
+    ("tracking.to", ["tracking.to=[wandb, wandb]"], ("one of each",), ["tracking.to=[wandb]"]),
     ("adapter.kind", ["adapter.kind=none"], ("`quantization.kind: none`",), ["quantization.kind=none"]),
     ("adapter.kind", ["adapter.kind=none"], ("`adapter.kind: lora`",), ["adapter.kind=lora"]),
     (
@@ -404,7 +406,7 @@ def test_each_rule_between_sections_has_a_case_above() -> None:
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "append"
     ]
     keys_and_causes = {(key, broken[-1]) for key, broken, _, _ in RULES if "." in key}
-    assert len(rules) == len(keys_and_causes - {("adapter.kind", "adapter.rslora=true")}) == 7
+    assert len(rules) == len(keys_and_causes - {("adapter.kind", "adapter.rslora=true")}) == 9
 
 
 def test_each_rule_within_a_section_has_a_case_above() -> None:
@@ -489,7 +491,7 @@ _CONFIGS = st.builds(
         rank=st.integers(1, 10**6),
         alpha=st.floats(1e-30, 1e30),
         dropout=st.floats(0, 1, exclude_max=True),
-        targets=st.just("all-linear") | st.lists(st.text(), max_size=3),
+        targets=st.just("all-linear") | st.lists(st.text(), min_size=1, max_size=3),
         dora=st.booleans(),
         extra_modules=st.lists(st.text(), max_size=2),
     ),

@@ -35,7 +35,8 @@ def run(empty_run: RunDirectory) -> RunDirectory:
     )
     run.event("saved", step=3, seconds=0.25, memory={"resident_bytes": 600 * MIB})
     run.event("best_loaded", step=2)
-    run.event("finished", step=3, best_step=2, memory={"load": {"resident_bytes": 2048 * MIB}})
+    run.event("trained", step=3, best_step=2, memory={"load": {"resident_bytes": 2048 * MIB}})
+    run.event("finished", step=3, best_step=2)
     write_json(
         run.answers_file,
         [
