@@ -169,7 +169,7 @@ def figures(run: Path, exit_code: int, errors: str) -> dict[str, Any]:
     }
     if exit_code:
         found["message"] = _error(errors)
-    ended = harness.event(run, "finished") or harness.event(run, "out_of_memory")
+    ended = harness.event(run, "trained") or harness.event(run, "out_of_memory")
     found["peak_bytes"] = harness.largest([ended.get("memory", {}), *(line["memory"] for line in steps)])
     if steady := steps[WARM_UP_STEPS:]:
         seconds = [line["tokens"] / line["tokens_per_second"] for line in steady]

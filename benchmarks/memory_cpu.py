@@ -191,7 +191,7 @@ class _Bench:
 
 def _row(setting: Setting, model: Llama, run: Path) -> dict[str, Any]:
     steps = harness.steps(run)
-    peaks = harness.largest([harness.event(run, "finished")["memory"], *(line["memory"] for line in steps)])
+    peaks = harness.largest([harness.event(run, "trained")["memory"], *(line["memory"] for line in steps)])
     resident = {phase: peak["resident_bytes"] for phase, peak in peaks.items()}
     row = {
         "precision": setting.precision,

@@ -114,7 +114,7 @@ def write_run(run: Path, lines: list[dict[str, Any]], event: dict[str, Any]) -> 
 def test_a_jobs_speed_leaves_the_first_steps_out_and_its_peak_does_not(gpu_check: ModuleType, tmp_path: Path) -> None:
     lines = [line(step, 5.0 if step <= 3 else 0.5, 900 if step == 1 else 100) for step in range(1, 13)]
     load = {"load": {"allocated_bytes": 50, "reserved_bytes": 60, "device_bytes": 70}}
-    write_run(tmp_path / "run", lines, {"event": "finished", "memory": load})
+    write_run(tmp_path / "run", lines, {"event": "trained", "memory": load})
     found = gpu_check.figures(tmp_path / "run", 0, "")
     assert found["passed"]
     assert found["tokens_per_second"] == 4096.0
@@ -139,7 +139,7 @@ def test_running_out_of_memory_is_a_result(gpu_check: ModuleType, tmp_path: Path
 def test_a_loss_that_is_no_number_does_not_pass(gpu_check: ModuleType, tmp_path: Path) -> None:
     lines = [line(step, 1.0, 5) for step in range(1, 13)]
     lines[-1]["loss"] = None
-    write_run(tmp_path / "run", lines, {"event": "finished", "memory": {}})
+    write_run(tmp_path / "run", lines, {"event": "trained", "memory": {}})
     assert not gpu_check.figures(tmp_path / "run", 0, "")["passed"]
 
 

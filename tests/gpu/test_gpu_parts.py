@@ -153,9 +153,9 @@ def checkpointed_gradient(section: MemorySection, layers: int, device: torch.dev
 @pytest.mark.parametrize("name", ["auto", "eager", "flex"])
 def test_attentions_agree_with_sdpa(name: str, device: torch.device) -> None:
     architecture = load_architecture(ModelSection())
-    if name != "auto" and (obstacle := attention.ATTENTIONS[name].missing(architecture, device.type)):
+    if name != "auto" and (obstacle := attention.ATTENTIONS[name].missing(architecture, device.type, "bf16")):
         pytest.skip(obstacle)
-    implementation, _ = attention.choose(name, architecture, device.type)
+    implementation, _ = attention.choose(name, architecture, device.type, "bf16")
     loss, gradient = loss_and_gradient(adapted(tiny(device)), device)
     other_loss, other = loss_and_gradient(adapted(tiny(device, implementation)), device)
     assert other_loss == pytest.approx(loss, rel=1e-2)
