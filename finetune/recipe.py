@@ -47,7 +47,7 @@ def train(config: Config, *, fresh: bool = False, terminal: Terminal | None = No
     libraries.quiet()
     terminal = terminal or Terminal()
     run = RunDirectory(config.output.dir or "runs/unnamed")
-    if run.exists and not fresh:
+    if run.has_results and not fresh:
         refuse_changes(config, run)
         if run.finished and not _wants_more_steps(config, run):
             terminal.note(

@@ -98,6 +98,11 @@ class RunDirectory:
         return max((event["step"] for event in self.events() if event["event"] == "trained"), default=0)
 
     @property
+    def has_results(self) -> bool:
+        """Whether anything was trained here that another start would go on from or stand beside."""
+        return self.exists and bool(self.complete_checkpoints() or self.adapter.exists() or self.merged.exists())
+
+    @property
     def exists(self) -> bool:
         """Whether a run was ever started here."""
         return self.events_file.is_file() and self.config_file.is_file()

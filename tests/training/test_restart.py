@@ -58,6 +58,13 @@ def test_another_config_is_refused_by_name_and_changes_nothing(quick, end: str) 
     assert run.config_file.read_bytes() == before
 
 
+def test_a_start_that_came_to_nothing_may_be_tried_with_another_config(quick) -> None:
+    """Out of memory says which key to change; the next start must take it."""
+    with pytest.raises(ConfigError):
+        finetune.train(quick("adapter.targets=[q_pro]"))
+    assert finetune.train(quick("adapter.targets=[q_proj]", "adapter.rank=4")).run.finished
+
+
 def test_fresh_moves_nothing_when_the_new_job_cannot_start(quick) -> None:
     run = finetune.train(quick()).run
     with pytest.raises(DataError):
