@@ -9,9 +9,9 @@ losses agree and each step is the same arithmetic. Two times are taken of each r
   which the plain script does not do.
 
 Both sides run under two settings of the C library's allocator. By default glibc gives freed memory back to the system
-and faults it in again, more or less often by the luck of what lies at the top of the heap: the same program, with or
-without a line that does nothing, took 11.4 or 13.1 s here. With fixed thresholds it keeps the memory, and what is left
-is the work itself; the verdict is taken there, and the default stands beside it.
+and faults it in again, more or less often by the luck of what lies at the top of the heap, so that a
+line that does nothing can change the time of the whole program. With fixed thresholds it keeps the memory, and what
+is left is the work itself; the verdict is taken there, and the default stands beside it.
 
 Runs alternate (plain, finetune, plain, ...), and the ratio is taken within each pair, so that a slow drift of a
 shared machine falls on both. CPU seconds stand beside wall seconds for the same reason.

@@ -37,6 +37,10 @@ from finetune.training.evaluation import held_out_loss
 _QUESTIONS = 3
 _ANSWER_TOKENS = 96
 
+# What may change between two starts of a run: how far it goes, how it is watched, and what memory it takes.
+_MAY_CHANGE = ("training.max_steps", "training.epochs", "training.micro_batch", "training.eval_every",
+               "training.early_stopping", "memory.", "tracking.", "output.")  # fmt: skip
+
 
 def train(config: Config, *, fresh: bool = False, terminal: Terminal | None = None) -> Result:
     """Train as `config` says and return what came out; a run that was interrupted goes on where it stopped.
@@ -48,7 +52,7 @@ def train(config: Config, *, fresh: bool = False, terminal: Terminal | None = No
     terminal = terminal or Terminal()
     run = RunDirectory(config.output.dir or "runs/unnamed")
     if run.has_results and not fresh:
-        refuse_changes(config, run)
+        _refuse_changes(config, run)
         if run.finished and not _wants_more_steps(config, run):
             terminal.note(
                 f"{run.path} is finished. Go on: set training.max_steps above its {run.steps_done} steps; "
@@ -59,12 +63,7 @@ def train(config: Config, *, fresh: bool = False, terminal: Terminal | None = No
         return _Training(config, run, terminal, fresh).go()
 
 
-# What may change between two starts of a run: how far it goes, how it is watched, and what memory it takes.
-_MAY_CHANGE = ("training.max_steps", "training.epochs", "training.micro_batch", "training.eval_every",
-               "training.early_stopping", "memory.", "tracking.", "output.")  # fmt: skip
-
-
-def refuse_changes(config: Config, run: RunDirectory) -> None:
+def _refuse_changes(config: Config, run: RunDirectory) -> None:
     """Raise ConfigError naming the keys in which `config` differs from the run's own, where that would mix two jobs."""
     before, now = run.config().model_dump(), config.model_dump()
     changed = [

@@ -110,7 +110,10 @@ def _splits(section: DataSection) -> tuple[Iterable[Row], Iterable[Row] | None]:
         return sources.rows(section.train), sources.rows(section.eval, split)
     if sources.has_held_out_split(section.train):
         return sources.rows(section.train), sources.rows(section.train, "eval")
-    held_out = lambda row: _share(row) < section.eval_share  # noqa: E731
+
+    def held_out(row: Row) -> bool:
+        return _share(row) < section.eval_share
+
     return (
         (row for row in sources.rows(section.train) if not held_out(row)),
         (row for row in sources.rows(section.train) if held_out(row)),

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-# Allocations kept in a recorded history: some 100 steps of a 7B model, about 100 MB of host memory.
+# Allocations kept in a recorded history; older ones are dropped, so that a long run does not fill the host.
 _HISTORY_ENTRIES = 200_000
 
 

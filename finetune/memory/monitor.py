@@ -147,7 +147,7 @@ class LeakWatch:
 
     A shape is reported once, after `SIGHTINGS` peaks in a row, each larger than the one before by at least the
     grain. The resident size of a process also grows because libraries keep code for each new shape of matrix
-    (oneDNN compiles and caches kernels, 1 GiB of them in a long bfloat16 run), so there a shape never seen before
+    (oneDNN compiles and caches kernels), so there a shape never seen before
     starts all counts again; the CUDA allocator counts tensors alone and needs no such care.
     """
 

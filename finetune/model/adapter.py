@@ -40,7 +40,7 @@ def lora_config(base: Any, section: AdapterSection) -> Any:
     """PEFT's LoraConfig for `section`, its targets checked against the modules of `base`."""
     from peft import LoraConfig
 
-    # The randomised SVD takes seconds a matrix where the exact one takes minutes on a 7B base (PiSSA, section 3).
+    # The fast initialisation of the PiSSA paper: a randomised SVD, here with 16 iterations.
     start: Any = "pissa_niter_16" if section.init == "pissa" else True
     return LoraConfig(
         r=section.rank,

@@ -90,5 +90,5 @@ ATTENTIONS: dict[str, Attention] = {
     "eager": Attention("plain matrix products; the whole score matrix is kept", "eager", _eager),
 }
 
-# flex is chosen by name only: its compilation takes minutes, and SDPA is as fast on plain causal attention.
+# flex is chosen by name only: it compiles a kernel for each new shape, and batches here have many.
 _AUTO_ORDER = ("flash_attention_3", "flash_attention_2", "sdpa", "eager")

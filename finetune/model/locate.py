@@ -45,8 +45,10 @@ def weights_directory(name: str, revision: str | None) -> Path:
     place = Path(locate(name))
     if place.is_dir():
         return place
-    download = lambda: snapshot_download(name, revision=revision, local_files_only=True)  # noqa: E731
-    return Path(hub_call(f"the weights of `{name}`", download))
+    snapshot = hub_call(
+        f"the weights of `{name}`", lambda: snapshot_download(name, revision=revision, local_files_only=True)
+    )
+    return Path(snapshot)
 
 
 def hub_call(what: str, load: Callable[[], T]) -> T:

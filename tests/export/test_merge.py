@@ -61,6 +61,14 @@ def test_proof_is_recorded_and_within_the_bound(run: RunDirectory) -> None:
     assert run.events()[-1]["event"] == "merged"
 
 
+def test_the_merged_model_answers(run: RunDirectory) -> None:
+    finetune.merge(run)
+    question = "What does `textwrap.fill` do?"
+    merged, base = (finetune.generate(run, question, which=which, max_new_tokens=24) for which in ("merged", "base"))
+    assert merged
+    assert merged != base
+
+
 def test_merging_twice_gives_the_same_files(run: RunDirectory) -> None:
     finetune.merge(run)
     first = (run.merged / "model.safetensors").read_bytes()
