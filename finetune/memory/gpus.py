@@ -1,0 +1,150 @@
+"""The memory and speed of well-known GPUs, so that a job can be planned for a card this machine does not have.
+
+`gpus.json` holds, for each card, the total memory that CUDA reports. It is less than the size on the box, by up
+to 9 %, because the driver keeps a part for itself and ECC, where it is on, takes another. The figure comes from
+a message or log of a real machine, named in the entry's `source`, and where several were found it is the
+smallest: newer drivers report less than older ones, and a plan that fits the smaller figure fits the larger.
+
+The rates are NVIDIA's: of dense tensor-core products in 16 bits summed in 32, without sparsity, which on GeForce
+cards is half of the rate summed in 16 bits. No job reaches them, so they bound a time from below.
+
+A card whose total could not be traced to such a message is not in the table; a plan takes a size instead.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import re
+from dataclasses import dataclass
+from functools import cache
+from importlib import resources
+
+from finetune.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """What is known of one card.
+
+    `total_bytes` is what `torch.cuda.get_device_properties` gives as `total_memory`. `flops` is the peak rate of
+    16-bit products, in operations a second with a multiply-add counted as two, and `bandwidth_bytes` the peak
+    rate of its memory in bytes a second. `sold_as_gb` is the number on the box. `source` says where the figures
+    come from, the total first, and `note` what a reader of them should know.
+    """
+
+    name: str
+    total_bytes: int
+    compute_capability: tuple[int, int]
+    flops: float
+    bandwidth_bytes: float
+    sold_as_gb: int
+    source: tuple[str, ...]
+    note: str = ""
+
+
+_BRAND = re.compile(r"^(?:nvidia|geforce|tesla|rtx)+")
+_SUFFIX = re.compile(r"(?<=\d)(?=ti\b|super\b)")
+_GIGABYTES = re.compile(r"(\d+)g(?:i?b)?")
+
+
+def _words(name: str) -> list[str]:
+    """The words that tell cards apart: lower case, without brands, and every spelling of a size as `80gb`."""
+    words = []
+    for word in re.findall(r"[a-z0-9]+", _SUFFIX.sub(" ", name.lower())):
+        size = _GIGABYTES.fullmatch(word)
+        words.append(f"{size[1]}gb" if size else _BRAND.sub("", word))
+    return [word for word in words if word]
+
+
+def _key(name: str) -> str:
+    return "".join(_words(name))
+
+
+@cache
+def _gpus() -> dict[str, Gpu]:
+    """Every card by its name, in the file's order."""
+    return {gpu.name: gpu for gpu, _ in _spellings().values()}
+
+
+@cache
+def _spellings() -> dict[str, tuple[Gpu, str]]:
+    """Each card and the spelling that finds it, by the spelling's key.
+
+    A card is found by its name, by its aliases, among which are the names that torch reports, and by its name
+    followed by its size.
+    """
+    spellings: dict[str, tuple[Gpu, str]] = {}
+    text = resources.files(__package__).joinpath("gpus.json").read_text(encoding="utf-8")
+    for name, facts in json.loads(text).items():
+        major, minor = facts["compute_capability"].split(".")
+        gpu = Gpu(
+            name=name,
+            total_bytes=facts["total_bytes"],
+            compute_capability=(int(major), int(minor)),
+            flops=float(facts["bf16_flops"]),
+            bandwidth_bytes=float(facts["bandwidth_bytes"]),
+            sold_as_gb=facts["sold_as_gb"],
+            source=tuple(facts["source"]),
+            note=facts.get("note", ""),
+        )
+        for spelling in [name, *facts["aliases"], f"{name} {gpu.sold_as_gb}GB"]:
+            known, _ = spellings.setdefault(_key(spelling), (gpu, spelling))
+            assert known is gpu, f"{spelling} finds both {known.name} and {name}"
+    return spellings
+
+
+def names() -> list[str]:
+    """The names of the cards in the table, the smallest first."""
+    return [gpu.name for gpu in smallest_first()]
+
+
+def smallest_first() -> list[Gpu]:
+    """Every card, by the memory that it reports."""
+    return sorted(_gpus().values(), key=lambda gpu: (gpu.total_bytes, gpu.name))
+
+
+def find(name: str) -> Gpu:
+    """The card that `name` means, as people type it or as `torch.cuda.get_device_name` reports it.
+
+    Case, spaces, dashes and the brands (`NVIDIA`, `GeForce`, `Tesla`, `RTX`) do not count, and a size may follow:
+    `rtx4090`, `4090 24GB` and `NVIDIA GeForce RTX 4090` are the same card. A name that leaves out what tells
+    cards apart is not guessed: `A100` fits two, and `RTX 4060 Ti` is sold with 8 GB as well, which the table
+    does not have. `H100` alone is the SXM card, for that is an entry's own name.
+
+    Raises `ConfigError` for such a name, with the cards it fits, and for an unknown one, with those most like it.
+    """
+    found = _spellings().get(_key(name))
+    if found is not None:
+        return found[0]
+
+    words = set(_words(name))
+    fitting = [gpu.name for gpu in smallest_first() if words and any(words <= own for own in _word_sets()[gpu.name])]
+    if fitting:
+        raise ConfigError(f"`{name}` does not say which GPU; write {_either(fitting)}, or give a size such as 24GiB")
+
+    near = nearest(name)
+    hint = f"did you mean {_either(near)}? " if near else ""
+    raise ConfigError(
+        f"`{name}` is not a GPU this tool knows; {hint}choose from {', '.join(names())}, or give a size such as 24GiB"
+    )
+
+
+def nearest(name: str, limit: int = 3) -> list[str]:
+    """Up to `limit` names of cards that look like `name`, the closest first."""
+    matches = difflib.get_close_matches(_key(name), _spellings(), n=len(_spellings()))
+    return list(dict.fromkeys(_spellings()[match][0].name for match in matches))[:limit]
+
+
+@cache
+def _word_sets() -> dict[str, list[set[str]]]:
+    """The words of each spelling of each card, by the card's name."""
+    sets: dict[str, list[set[str]]] = {}
+    for gpu, spelling in _spellings().values():
+        sets.setdefault(gpu.name, []).append(set(_words(spelling)))
+    return sets
+
+
+def _either(choices: list[str]) -> str:
+    quoted = [f"`{choice}`" for choice in choices]
+    return " or ".join([", ".join(quoted[:-1]), quoted[-1]] if len(quoted) > 1 else quoted)
