@@ -12,6 +12,8 @@ import gc
 import logging
 import os
 import warnings
+from collections.abc import Iterator
+from typing import Any
 
 _SILENCED_WARNINGS = (
     # peft 0.21 and trl 1.16 still use names that transformers 5.23 deprecates.
@@ -65,3 +67,15 @@ def quiet() -> None:
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     datasets.disable_progress_bars()
+
+
+@contextlib.contextmanager
+def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Let a library use `value` for one of its names, within the block."""
+    missing = object()
+    before = getattr(owner, name, missing)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before) if before is not missing else delattr(owner, name)

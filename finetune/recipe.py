@@ -16,14 +16,21 @@ import torch
 from finetune import libraries
 from finetune.config import Config
 from finetune.data import prepare as data_prepare
+from finetune.data import sources
+from finetune.data.batching import Batch, longest_batch, worst_batch
+from finetune.data.prepare import Prepared
 from finetune.environment import describe
 from finetune.errors import ConfigError
 from finetune.export import merge as export_merge
-from finetune.memory import exhausted, inspect
+from finetune.memory import device as device_module
+from finetune.memory import exhausted, files, forecast, inspect
+from finetune.memory.device import Device
+from finetune.memory.forecast import Forecast
 from finetune.memory.monitor import Monitor, meter_for
-from finetune.model import adapter, attention, checkpointing
-from finetune.model.base import DTYPES, load_architecture, load_base
+from finetune.model import adapter, attention, catalog, checkpointing
+from finetune.model.base import base_dtype, load_architecture, load_base
 from finetune.model.generation import answer
+from finetune.model.locate import at_hand
 from finetune.model.tokenizer import load_tokenizer
 from finetune.report import page, plots
 from finetune.report.result import Result
@@ -32,6 +39,7 @@ from finetune.rundir import RunDirectory, checkpoint_step, write_json
 from finetune.training import run as training
 from finetune.training.arguments import check
 from finetune.training.evaluation import held_out_loss
+from finetune.training.rehearsal import rehearse
 
 # Held-out questions answered before and after training: enough to see a difference, few enough to read.
 _QUESTIONS = 3
@@ -111,7 +119,7 @@ class _Training:
             monitor.take_step()  # loading is reported once, not with the first step
             self._ask_base(base, tokenizer)
             model = adapter.attach(base, config.adapter, config.model.name, config.training.seed, config.model.revision)
-            checkpointing.apply(base, config.memory)
+            checkpointing.apply(base, config.memory, device.type)
             terminal.built(model)
 
             outcome = training.train(
@@ -172,6 +180,52 @@ class _Training:
         for row in rows:
             row["after"] = answer(model, tokenizer, row["messages"], _ANSWER_TOKENS)
         write_json(self.run.answers_file, rows)
+
+
+def plan(config: Config, gpu: str | None = None) -> Forecast:
+    """What the job will take on `gpu` (a card's name, a size, `auto` or `cpu`; by default what is here), in seconds.
+
+    Nothing is allocated, no weights are read, and nothing is downloaded. Raises a FinetuneError for a model or a card
+    that is not known.
+    """
+    libraries.quiet()
+    device = device_module.find(gpu or ("auto" if torch.cuda.is_available() else "cpu"), config.memory.budget)
+    architecture = (
+        catalog.config(config.model.name) if catalog.find(config.model.name) else load_architecture(config.model)
+    )
+    train_batch, held_out_batch = _worst_batches(config)
+    return _forecast(config, architecture, device, train_batch, held_out_batch)
+
+
+def _forecast(
+    config: Config, architecture: Any, device: Device, train_batch: Batch, held_out: Batch | None
+) -> Forecast:
+    implementation = attention.planned(config.model.attention, architecture, device.type, config.training.precision)
+    trace = rehearse(config, architecture, train_batch, held_out, device, implementation)
+    return forecast.make(
+        trace,
+        device,
+        train_batch,
+        implementation,
+        micro_batches=config.training.batch_size // config.training.micro_batch,
+        merge_bytes=files.merge_bytes(config, trace),
+        disk_bytes=files.disk_bytes(config, trace),
+    )
+
+
+def _worst_batches(config: Config) -> tuple[Batch, Batch | None]:
+    """The largest training and held-out batches: of the data, where it and the tokenizer are at hand."""
+    if sources.at_hand(config.data.train) and at_hand(config.model.tokenizer or config.model.name):
+        return _worst_of(data_prepare.prepare(config.data, load_tokenizer(config.model)), config)
+    longest = longest_batch(config.training.micro_batch, config.data.max_length)
+    return longest, None if config.data.eval == "none" else longest
+
+
+def _worst_of(data: Prepared, config: Config) -> tuple[Batch, Batch | None]:
+    def worst(rows: Any) -> Batch:
+        return worst_batch(rows["length"], rows["trained"], config.training.micro_batch, "the data's rows")
+
+    return worst(data.train), None if data.eval is None else worst(data.eval)
 
 
 def report(run: RunDirectory) -> Path:
@@ -237,9 +291,7 @@ def _attention(config: Config, architecture: Any, device: torch.device) -> tuple
 
 
 def _base(config: Config, architecture: Any, implementation: str, device: torch.device) -> Any:
-    # Without an adapter the base is what is trained, and takes the type of trained weights from the start.
-    trained_whole = config.adapter.kind == "none"
-    dtype = adapter.DTYPES[config.adapter.dtype] if trained_whole else DTYPES[config.training.precision]
+    dtype = base_dtype(config.adapter, config.training)
     return load_base(
         config.model, config.quantization, architecture, attention=implementation, dtype=dtype, device=device
     )

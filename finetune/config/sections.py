@@ -177,6 +177,10 @@ class MemorySection(Section):
     """Activation checkpointing: `none`, `all`, `every-2` (every n-th layer), or a number of layers."""
     offload: Literal["none", "checkpoints"] = "none"
     """`checkpoints` keeps the layer inputs that checkpointing saves in pinned host memory."""
+    budget: Size | None = None
+    """What the job may take of the card (or of a CPU's memory), such as 20GiB; by default all that is free."""
+    check: Literal["refuse", "warn", "off"] = "refuse"
+    """What the forecast before training does with a job that does not fit."""
     limit: Size | None = None
     """Cap on what this process may take of the card, such as 24GiB; no effect on a CPU."""
     snapshot: bool = False

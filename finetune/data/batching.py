@@ -1,8 +1,13 @@
-"""The order of rows: random, or grouped by length and still random; a function of seed and epoch alone."""
+"""The order of rows: random, or grouped by length and still random; a function of seed and epoch alone.
+
+And the largest batch that any such order can produce, which is what decides whether a job fits.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
 from torch.utils.data import Sampler
@@ -50,3 +55,43 @@ class RowOrder(Sampler[int]):
             for place in torch.randperm(len(full), generator=generator).tolist():
                 yield full[place]
             yield from batches[len(full) :]
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The largest micro-batch: `rows` of `tokens` each, padding included.
+
+    `padded`: whether some row is shorter than the longest, so that attention needs a mask. `trained_tokens`: places
+    with a label, over all rows. `source` says where the lengths come from.
+    """
+
+    rows: int
+    tokens: int
+    padded: bool
+    trained_tokens: int
+    source: str = "data.max_length"
+
+    def as_dict(self) -> dict[str, Any]:
+        """The batch as JSON values."""
+        return asdict(self)
+
+
+def worst_batch(lengths: Sequence[int], trained: Sequence[int], micro_batch: int, source: str) -> Batch:
+    """The largest micro-batch that some order of these rows produces.
+
+    Every order is possible in some epoch, so it is the longest row among as many as there are, and no more trained
+    tokens than the rows with most of them have. Rows of one length need no mask; two lengths may meet.
+    """
+    rows = min(micro_batch, len(lengths))
+    return Batch(
+        rows=rows,
+        tokens=max(lengths),
+        padded=rows > 1 and len(set(lengths)) > 1,
+        trained_tokens=sum(sorted(trained)[-rows:]),
+        source=source,
+    )
+
+
+def longest_batch(micro_batch: int, max_length: int) -> Batch:
+    """The largest micro-batch where nothing is known of the rows but their limit."""
+    return Batch(micro_batch, max_length, micro_batch > 1, micro_batch * (max_length - 1))

@@ -32,7 +32,7 @@ class Counts:
 
 @dataclass(frozen=True)
 class Prepared:
-    """Tokenized splits (`datasets.Dataset` with input_ids, labels, length) and their counts."""
+    """Tokenized splits (`datasets.Dataset` with input_ids, labels, and the row's length and trained tokens) and their counts."""
 
     train: Any
     eval: Any | None
@@ -130,7 +130,7 @@ def _tokenize(rows: Iterable[Row], section: DataSection, tokenizer: Any) -> tupl
     import datasets
 
     counts = Counts()
-    columns: dict[str, list[Any]] = {"input_ids": [], "labels": [], "length": []}
+    columns: dict[str, list[Any]] = {"input_ids": [], "labels": [], "length": [], "trained": []}
     form = section.format
     for row in rows:
         form = _detect(row) if form == "auto" else form
@@ -149,6 +149,7 @@ def _tokenize(rows: Iterable[Row], section: DataSection, tokenizer: Any) -> tupl
         columns["input_ids"].append(np.array(encoded.input_ids, dtype=np.int32))
         columns["labels"].append(np.array(encoded.labels, dtype=np.int32))
         columns["length"].append(len(encoded.input_ids))
+        columns["trained"].append(encoded.trained)
     return datasets.Dataset.from_dict(columns), counts
 
 

@@ -24,6 +24,9 @@ class Row:
 
 Rows = Iterator[Row]
 
+# Tokenized in some seconds.
+_SMALL_BYTES = 16 * 2**20
+
 
 def rows(source: str, split: str = "train") -> Rows:
     """The rows of `source`: a built-in, a local file or a hub data set.
@@ -43,6 +46,12 @@ def rows(source: str, split: str = "train") -> Rows:
     if path.exists():
         raise DataError(f"{source}: expected a file ending in {', '.join(READERS)}")
     return _hub(source, split)
+
+
+def at_hand(source: str) -> bool:
+    """Whether the source can be read within seconds and without a network: a built-in, or a local file of no great size."""
+    path = Path(source)
+    return source in BUILTIN or (path.is_file() and path.stat().st_size <= _SMALL_BYTES)
 
 
 def has_held_out_split(source: str) -> bool:

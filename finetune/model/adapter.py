@@ -11,9 +11,10 @@ from torch import nn
 from finetune.config import AdapterSection
 from finetune.config.fields import unknown
 from finetune.errors import ArtifactError, ConfigError, MachineError
+from finetune.model.base import TRAINED_DTYPES
 from finetune.model.locate import hub_call, weights_directory
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+DTYPES = TRAINED_DTYPES
 
 
 def attach(base: Any, section: AdapterSection, base_name: str, seed: int, revision: str | None = None) -> Any:
@@ -22,7 +23,7 @@ def attach(base: Any, section: AdapterSection, base_name: str, seed: int, revisi
     The same seed gives the same adapter. Raises ConfigError naming the candidates when a target matches nothing.
     """
     if section.kind == "none":
-        return base.to(DTYPES[section.dtype]).requires_grad_(True)
+        return base.to(TRAINED_DTYPES[section.dtype]).requires_grad_(True)
     from peft import get_peft_model
 
     if section.dora and getattr(base, "is_loaded_in_8bit", False) and base.device.type == "cpu":
@@ -64,7 +65,7 @@ def set_trained_dtype(model: Any, section: AdapterSection) -> None:
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             magnitude = "lora_magnitude_vector" in name
-            parameter.data = parameter.data.to(torch.float32 if magnitude else DTYPES[section.dtype])
+            parameter.data = parameter.data.to(torch.float32 if magnitude else TRAINED_DTYPES[section.dtype])
 
 
 def trained_parameters(model: Any) -> int:

@@ -40,6 +40,13 @@ def choose(name: str, config: Any, device: str, precision: str) -> tuple[str, st
     raise AssertionError("eager attention has no requirement")
 
 
+def planned(name: str, config: Any, device: str, precision: str) -> str:
+    """The implementation that a plan for a device that may not be here takes; what fused kernels keep is the same."""
+    if name != "auto":
+        return ATTENTIONS[name].implementation
+    return "eager" if _sdpa(config, device, precision) else "sdpa"
+
+
 def _flash_2(config: Any, device: str, precision: str) -> str | None:
     from transformers.utils import is_flash_attn_2_available
 

@@ -8,6 +8,7 @@ Embeddings, norms and output head keep the 16-bit type they came in: nothing is 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from copy import deepcopy
 from typing import Any
 
@@ -15,13 +16,22 @@ import torch
 from torch import nn
 
 from finetune import libraries
-from finetune.config import ModelSection, QuantizationSection
+from finetune.config import AdapterSection, ModelSection, QuantizationSection, TrainingSection
 from finetune.errors import ArtifactError
 from finetune.model import catalog
 from finetune.model.locate import hub_call, locate
 from finetune.model.quantization import bitsandbytes_config
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+TRAINED_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def base_dtype(adapter: AdapterSection, training: TrainingSection) -> torch.dtype:
+    """The type in which unquantized base weights are kept.
+
+    Without an adapter the base is what is trained, and takes the type of trained weights from the start.
+    """
+    return TRAINED_DTYPES[adapter.dtype] if adapter.kind == "none" else DTYPES[training.precision]
 
 
 def load_architecture(section: ModelSection) -> Any:
@@ -52,22 +62,19 @@ def load_base(
     `attention` is a transformers implementation name, `dtype` the type of what is not quantized and of the
     arithmetic on what is. Raises ArtifactError or MachineError when weights are missing or damaged.
     """
-    quantization_config = bitsandbytes_config(quantization, dtype)
-    architecture = deepcopy(architecture)  # building writes the quantization into it
     if section.weights == "random":
-        model = random_base(architecture, quantization_config, attention=attention, dtype=dtype, device=device)
+        model = random_base(architecture, quantization, attention=attention, dtype=dtype, device=device)
     else:
-        model = _pretrained(section, architecture, quantization_config, attention, dtype, device)
+        model = _pretrained(section, architecture, quantization, attention, dtype, device)
     _keep_training_layout(model)
     libraries.return_freed_memory()
-    model.config.use_cache = False
     return model
 
 
 def _pretrained(
     section: ModelSection,
     architecture: Any,
-    quantization_config: Any,
+    quantization: QuantizationSection,
     attention: str,
     dtype: torch.dtype,
     device: torch.device,
@@ -78,10 +85,10 @@ def _pretrained(
         f"model `{section.name}`",
         lambda: AutoModelForCausalLM.from_pretrained(
             locate(section.name),
-            config=architecture,
+            config=deepcopy(architecture),  # building writes the quantization into it
             revision=section.revision,
             trust_remote_code=section.trust_remote_code,
-            quantization_config=quantization_config,
+            quantization_config=bitsandbytes_config(quantization, dtype),
             attn_implementation=attention,
             dtype=dtype,
             device_map={"": device},
@@ -95,35 +102,54 @@ def _pretrained(
             f"model `{section.name}`: {len(missing)} weights are not in its files, such as `{missing[0]}`; "
             "the download is incomplete, or the files belong to another architecture"
         )
+    model.config.use_cache = False
     return model
 
 
 def random_base(
-    architecture: Any, quantization_config: Any, *, attention: str, dtype: torch.dtype, device: torch.device
+    architecture: Any, quantization: QuantizationSection, *, attention: str, dtype: torch.dtype, device: torch.device
 ) -> Any:
     """The architecture with random weights, materialised and quantized one module at a time.
 
     The peak above the finished model is one module's unquantized weight. Uses the model's own initialisation.
     """
+    model = weightless_base(architecture, quantization, attention=attention, dtype=dtype)
+    for module in list(model.modules()):
+        _materialise(model, module, dtype, device)
+    model.tie_weights()
+    model.hf_device_map = {"": device}
+    assert not any(parameter.is_meta for parameter in model.parameters())
+    return model
+
+
+def weightless_base(
+    architecture: Any,
+    quantization: QuantizationSection,
+    *,
+    attention: str,
+    dtype: torch.dtype,
+    shorten: Callable[[Any], None] = lambda model: None,
+) -> Any:
+    """The base on the meta device, its linear layers already bitsandbytes': every module, and no memory.
+
+    `shorten` may take layers out before they are looked at.
+    """
     from transformers import AutoModelForCausalLM
     from transformers.integrations import replace_with_bnb_linear
 
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(architecture, attn_implementation=attention, dtype=dtype)
+        model = AutoModelForCausalLM.from_config(deepcopy(architecture), attn_implementation=attention, dtype=dtype)
+    shorten(model)
+    quantization_config = bitsandbytes_config(quantization, dtype)
     if quantization_config is not None:
         model = replace_with_bnb_linear(
             model, modules_to_not_convert=_kept_modules(model), quantization_config=quantization_config
         )
-    for module in list(model.modules()):
-        _materialise(model, module, dtype, device)
-    model.tie_weights()
-    if quantization_config is not None:
-        model.quantization_method = quantization_config.quantization_method()
+        model.quantization_method = quantization_config.quant_method
         model.is_loaded_in_4bit = bool(quantization_config.load_in_4bit)
         model.is_loaded_in_8bit = bool(quantization_config.load_in_8bit)
         model.config.quantization_config = quantization_config
-    model.hf_device_map = {"": device}
-    assert not any(parameter.is_meta for parameter in model.parameters())
+    model.config.use_cache = False
     return model.eval()
 
 

@@ -2,32 +2,46 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from finetune.config import MemorySection
 from finetune.config.fields import every_n
 
 
-def apply(model: Any, section: MemorySection) -> None:
+def apply(model: Any, section: MemorySection, device_type: str) -> None:
     """Switch checkpointing on for the layers the section names; `model` is the base, wrapped or not.
 
-    On a CPU the layer inputs are in host memory as they are, and `offload` has nothing to move.
+    On a CPU (`device_type`) the layer inputs are in host memory as they are, and `offload` has nothing to move.
     """
-    checkpointing = section.checkpointing
-    if checkpointing in ("none", 0):
+    chosen = pattern(section.checkpointing, len(layers(model)))
+    if not any(chosen):
         return
     # bitsandbytes' 8-bit product keeps its input on the autograd node itself (0.50, `MatMul8bitFp` and `MatMul8bitLt`),
     # where only the older form of checkpointing, which builds no graph in the first pass, lets go of it.
     eight_bit = bool(getattr(model, "is_loaded_in_8bit", False))
     model.activation_checkpointing_enable(
         activation_checkpointing_kwargs={"use_reentrant": eight_bit},
-        every_n_layers=every_n(checkpointing) or 1,
-        offload=section.offload == "checkpoints" and model.device.type != "cpu",
+        offload=section.offload == "checkpoints" and device_type != "cpu",
     )
+    choose(model, chosen)
+
+
+def choose(model: Any, chosen: Sequence[bool]) -> None:
+    """Checkpoint just these of the layers, where checkpointing is on."""
+    for layer, on in zip(layers(model), chosen, strict=True):
+        layer.gradient_checkpointing = on
+
+
+def pattern(checkpointing: str | int, count: int) -> list[bool]:
+    """For each of `count` layers whether it is checkpointed.
+
+    Every n-th begins with the first; a number of layers means the first so many, whose inputs live longest.
+    """
     if isinstance(checkpointing, int):
-        # transformers counts every n-th layer; a number of layers means the first so many, whose inputs live longest.
-        for layer in layers(model)[checkpointing:]:
-            layer.gradient_checkpointing = False
+        return [number < checkpointing for number in range(count)]
+    step = every_n(checkpointing) or 1
+    return [checkpointing != "none" and number % step == 0 for number in range(count)]
 
 
 def layers(model: Any) -> list[Any]:

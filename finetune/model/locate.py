@@ -38,6 +38,14 @@ def locate(name: str) -> str:
     return name
 
 
+def at_hand(name: str) -> bool:
+    """Whether a model's small files (config, tokenizer) are here: a local directory, or in the hub's cache."""
+    from huggingface_hub import try_to_load_from_cache
+
+    place = locate(name)
+    return Path(place).is_dir() or isinstance(try_to_load_from_cache(place, "tokenizer_config.json"), str)
+
+
 def weights_directory(name: str, revision: str | None) -> Path:
     """The folder that holds the files of a model: its own, or the snapshot in the hub's cache."""
     from huggingface_hub import snapshot_download

@@ -59,6 +59,9 @@ class Trainer(SFTTrainer):
         ]
         self.add_callback(StepRecorder(self, profiler))
 
+    def _move_model_to_device(self, model: Any, device: torch.device) -> None:
+        """Nothing: the weights were made where they belong."""
+
     # -- the step, phase by phase ----------------------------------------------------------------------------------
 
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:

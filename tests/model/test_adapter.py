@@ -127,7 +127,7 @@ def test_checkpointing_saves_the_layers_it_says_and_changes_no_gradient(
 ) -> None:
     def gradients(section: MemorySection) -> tuple[int, list[torch.Tensor]]:
         model = attach(base(kind), AdapterSection(rank=4, dropout=0.2), BASE, seed=1)
-        checkpointing.apply(model.get_base_model(), section)
+        checkpointing.apply(model.get_base_model(), section, "cpu")
         model.train()
         torch.manual_seed(7)
         model(input_ids=IDS, labels=IDS).loss.backward()

@@ -1,0 +1,170 @@
+"""What a plan is made for: a card from the table, a size, the card that is here, or the CPU."""
+
+from __future__ import annotations
+
+import re
+import time
+from dataclasses import dataclass
+from functools import cache
+
+import psutil
+import torch
+
+from finetune.config.fields import parse_size
+from finetune.errors import MachineError
+from finetune.memory import gpus, kernels
+from finetune.memory.kernels import Kernels
+
+
+@dataclass(frozen=True)
+class Device:
+    """Where the job would run.
+
+    `budget_bytes` is what it may take there, context included. `outside_bytes` is what it takes besides tensors: the
+    CUDA context, or on a CPU what the process holds before it begins. The rates are those of 16-bit products
+    (operations a second) and of memory (bytes a second), `call_seconds` the least time of one operator; they rank
+    settings, and bound a time from below.
+    """
+
+    type: str
+    name: str
+    budget_bytes: int
+    outside_bytes: int
+    flops: float
+    bandwidth_bytes: float
+    call_seconds: float
+    capability: tuple[int, int] = (0, 0)
+
+    @property
+    def kernels(self) -> Kernels:
+        return kernels.cuda(self.capability) if self.type == "cuda" else kernels.cpu()
+
+    @property
+    def workspace_bytes(self) -> int:
+        """Library workspaces inside the caching allocator."""
+        return kernels.workspace_bytes(self.capability) if self.type == "cuda" else 0
+
+
+# A CUDA kernel's launch through PyTorch's dispatcher; below it a step is bound by the host, not by the card.
+_CUDA_CALL_SECONDS = 5e-6
+
+
+def find(name: str, budget_bytes: int | None = None) -> Device:
+    """The device of `--gpu`: a card's name, a size such as 24GiB, `auto` for what is here, or `cpu`.
+
+    `budget_bytes` lowers what the job may take. Raises ConfigError for a name that is not known, MachineError for
+    `auto` where there is no card.
+    """
+    if name == "cpu":
+        return _cpu(budget_bytes)
+    if name == "auto":
+        if not torch.cuda.is_available():
+            raise MachineError("`--gpu auto` needs a CUDA device here; name one, give a size such as 24GiB, or `cpu`")
+        return _present(budget_bytes)
+    if re.match(r"\s*\d+(\.\d+)?\s*[A-Za-z]*i?B\s*$", name):
+        total = _size(name)
+        return _card(
+            min(gpus.smallest_first(), key=lambda gpu: abs(gpu.total_bytes - total)), total, budget_bytes, name
+        )
+    gpu = gpus.find(name)
+    return _card(gpu, gpu.total_bytes, budget_bytes, gpu.name)
+
+
+def here(device: torch.device, budget_bytes: int | None) -> Device:
+    """The device that a run is about to use."""
+    return _present(budget_bytes) if device.type == "cuda" else _cpu(budget_bytes)
+
+
+def smallest_fitting(needed_bytes: int) -> Device | None:
+    """The card of the table with the least memory that still has `needed_bytes` beside its context."""
+    for gpu in gpus.smallest_first():
+        device = _card(gpu, gpu.total_bytes, None, gpu.name)
+        if needed_bytes + device.outside_bytes <= device.budget_bytes:
+            return device
+    return None
+
+
+def _size(text: str) -> int:
+    from finetune.errors import ConfigError
+
+    try:
+        size = parse_size(text.strip())
+    except ValueError as error:
+        raise ConfigError(f"--gpu: {error}") from None
+    assert isinstance(size, int)
+    return size
+
+
+def _card(gpu: gpus.Gpu, total: int, budget: int | None, name: str) -> Device:
+    return Device(
+        type="cuda",
+        name=name if name == gpu.name else f"{name} (speed and context of {gpu.name})",
+        budget_bytes=min(total, budget or total),
+        outside_bytes=kernels.context_bytes(gpu.multiprocessors),
+        flops=gpu.flops,
+        bandwidth_bytes=gpu.bandwidth_bytes,
+        call_seconds=_CUDA_CALL_SECONDS,
+        capability=gpu.compute_capability,
+    )
+
+
+def _present(budget: int | None) -> Device:
+    """The card here, with what others leave free on it."""
+    from finetune.errors import ConfigError
+
+    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+    free, _ = torch.cuda.mem_get_info()
+    # The context of this process is there by now, and the free memory no longer holds it.
+    free += torch.cuda.memory_reserved()
+    try:
+        known = gpus.find(properties.name)
+    except ConfigError:
+        known = min(gpus.smallest_first(), key=lambda gpu: abs(gpu.total_bytes - properties.total_memory))
+    return Device(
+        type="cuda",
+        name=properties.name,
+        budget_bytes=min(free, budget or free),
+        outside_bytes=0,
+        flops=known.flops,
+        bandwidth_bytes=known.bandwidth_bytes,
+        call_seconds=_CUDA_CALL_SECONDS,
+        capability=(properties.major, properties.minor),
+    )
+
+
+def _cpu(budget: int | None) -> Device:
+    flops, bandwidth, call = _cpu_rates()
+    held = psutil.Process().memory_info().rss
+    available = psutil.virtual_memory().available + held
+    return Device(
+        type="cpu",
+        name="CPU",
+        budget_bytes=min(available, budget or available),
+        outside_bytes=held,
+        flops=flops,
+        bandwidth_bytes=bandwidth,
+        call_seconds=call,
+    )
+
+
+@cache
+def _cpu_rates() -> tuple[float, float, float]:
+    """(operations a second, bytes a second, seconds a call) of this CPU, measured in some milliseconds."""
+    left = torch.ones(512, 512)
+    wide = torch.ones(2**22)
+    one = torch.ones(1)
+    products = _seconds(lambda: left @ left)
+    copies = _seconds(lambda: wide.clone())
+    return 2 * 512**3 / products, 2 * wide.numel() * 4 / copies, _seconds(lambda: one + one)
+
+
+def _seconds(work: object) -> float:
+    """The least of several times, in seconds."""
+    assert callable(work)
+    work()
+    times = []
+    for _ in range(5):
+        started = time.perf_counter()
+        work()
+        times.append(time.perf_counter() - started)
+    return min(times)

@@ -1,0 +1,242 @@
+"""The forecast: what a traced step comes to on a device, by phase and by purpose.
+
+On CUDA the trace's allocations go through the model of the caching allocator, which turns tensors into reserved
+memory; on a CPU the live tensors are what counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from finetune.data.batching import Batch
+from finetune.memory.allocator import CachingAllocator
+from finetune.memory.device import Device
+from finetune.memory.trace import CATEGORIES, Run, Trace
+
+PHASES = ("load", "forward", "backward", "optimizer", "evaluation", "save", "merge")
+WORDS = {**CATEGORIES, "context": "context and libraries", "allocator_slack": "allocator slack"}
+"""Categories of the forecast: the key in JSON and the words for a person, in the order of a picture's layers."""
+
+_CURVE_POINTS = 600
+_STEP = ("forward", "backward", "optimizer")
+
+
+@dataclass(frozen=True)
+class Point:
+    """One moment of the step: its phase, live bytes by category, and reserved bytes."""
+
+    phase: str
+    categories: dict[str, int]
+    reserved_bytes: int
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """What a job will take on a device. All sizes in bytes; `flops` and `seconds` are those of one optimizer step.
+
+    `phases` gives allocated and reserved bytes (on a CPU the same) without the context; `categories` adds up, at the
+    moment of the peak, to what is compared with the budget. `seconds` is a bound from below, for ranking settings.
+    """
+
+    device: Device
+    attention: str
+    batch: Batch
+    peak_allocated_bytes: int
+    peak_reserved_bytes: int
+    host_bytes: int
+    disk_bytes: int
+    phases: dict[str, dict[str, int]]
+    categories: dict[str, int]
+    flops: int
+    seconds: float
+    tokens: int
+    curve: tuple[Point, ...] = field(repr=False, default=())
+
+    @property
+    def needed_bytes(self) -> int:
+        """What must be there: reserved memory and what lies outside the allocator."""
+        return self.peak_reserved_bytes + self.device.outside_bytes
+
+    @property
+    def budget_bytes(self) -> int:
+        return self.device.budget_bytes
+
+    @property
+    def fits(self) -> bool:
+        return self.needed_bytes <= self.budget_bytes
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Tokens of a step over its seconds: a bound from above."""
+        return self.tokens / self.seconds
+
+    def as_dict(self) -> dict[str, Any]:
+        """The forecast as JSON values."""
+        return {
+            "fits": self.fits,
+            "device": self.device.name,
+            "budget_bytes": self.budget_bytes,
+            "needed_bytes": self.needed_bytes,
+            "peak_allocated_bytes": self.peak_allocated_bytes,
+            "peak_reserved_bytes": self.peak_reserved_bytes,
+            "host_bytes": self.host_bytes,
+            "disk_bytes": self.disk_bytes,
+            "phases": self.phases,
+            "categories": self.categories,
+            "batch": self.batch.as_dict(),
+            "attention": self.attention,
+            "flops": self.flops,
+            "seconds": round(self.seconds, 4),
+        }
+
+
+def make(
+    trace: Trace,
+    device: Device,
+    batch: Batch,
+    attention: str,
+    *,
+    micro_batches: int,
+    merge_bytes: int,
+    disk_bytes: int,
+) -> Forecast:
+    """The forecast of a trace of one micro-batch and one update.
+
+    `merge_bytes` (device memory of a merge) and `disk_bytes` are not in a step; see `finetune.memory.files`.
+    """
+    replay = _Replay(trace, device)
+    replay.run()
+    passes, update = trace.work(("forward", "backward")), trace.work(("optimizer",))
+    seconds = micro_batches * _seconds(passes, device) + _seconds(update, device) / 2  # the trace has two updates
+    phases = {name: replay.phases[name] for name in PHASES if name in replay.phases}
+    # Saving copies tensors to the host one by one, and adds nothing on the device to what stands after an update.
+    phases["save"] = {"allocated_bytes": replay.resting_bytes, "reserved_bytes": replay.reserved_bytes}
+    if merge_bytes:
+        phases["merge"] = {"allocated_bytes": merge_bytes, "reserved_bytes": merge_bytes}
+    return Forecast(
+        device=device,
+        attention=attention,
+        batch=batch,
+        peak_allocated_bytes=replay.peak_allocated_bytes,
+        peak_reserved_bytes=replay.peak_reserved_bytes,
+        host_bytes=replay.managed_peak_bytes + (device.outside_bytes if device.type == "cpu" else 0),
+        disk_bytes=disk_bytes,
+        phases=phases,
+        categories=replay.at_peak(),
+        flops=micro_batches * passes.flops + update.flops // 2,
+        seconds=seconds,
+        tokens=micro_batches * batch.rows * batch.tokens,
+        curve=tuple(replay.curve),
+    )
+
+
+def _seconds(work: Any, device: Device) -> float:
+    """Time of arithmetic, of moving bytes, and of calls, none of them overlapping."""
+    return work.flops / device.flops + work.moved_bytes / device.bandwidth_bytes + work.calls * device.call_seconds
+
+
+class _Replay:
+    """Plays a trace through the device's allocator, and keeps its peaks."""
+
+    def __init__(self, trace: Trace, device: Device) -> None:
+        self._trace = trace
+        self._device = device
+        self._allocator = CachingAllocator() if device.type == "cuda" else None
+        self._handles: dict[int, int] = {}
+        self._live = dict.fromkeys(CATEGORIES, 0)
+        self._managed = 0
+        self._allocated = 0
+        self._peak_live: dict[str, int] = dict(self._live)
+        self._peak_allocated = 0
+        self._recording = False
+        self.phases: dict[str, dict[str, int]] = {}
+        self.managed_peak_bytes = 0
+        self.resting_bytes = 0
+        self.curve: list[Point] = []
+
+    def run(self) -> None:
+        """The load, two steps (the second meets the segments of the first), and the evaluation."""
+        first = next(number for number, run in enumerate(self._trace.runs) if run.phase == "forward")
+        after = [number for number, run in enumerate(self._trace.runs) if number > first and run.phase not in _STEP]
+        last = after[0] if after else len(self._trace.runs)
+        step = self._trace.runs[first:last]
+        self._add(self._device.workspace_bytes, "workspace")
+        self._play(self._trace.runs[:first])
+        self._play(step)
+        self._recording = True
+        self._stride = max(1, sum(len(run.events) for run in step) // _CURVE_POINTS)
+        self._play(step)
+        self._recording = False
+        self.resting_bytes = self._allocated
+        self._play(self._trace.runs[last:])
+
+    @property
+    def reserved_bytes(self) -> int:
+        return self._allocator.reserved_bytes if self._allocator else self._allocated
+
+    @property
+    def peak_allocated_bytes(self) -> int:
+        return max(phase["allocated_bytes"] for phase in self.phases.values())
+
+    @property
+    def peak_reserved_bytes(self) -> int:
+        return max(phase["reserved_bytes"] for phase in self.phases.values())
+
+    def at_peak(self) -> dict[str, int]:
+        """Bytes by category at the moment of the most live tensors; the slack is what is reserved beyond them."""
+        slack = self.peak_reserved_bytes - sum(self._peak_live.values())
+        return {**self._peak_live, "context": self._device.outside_bytes, "allocator_slack": slack}
+
+    def _play(self, runs: list[Run]) -> None:
+        count = 0
+        for run in runs:
+            for event in run.events:
+                block = self._trace.blocks[abs(event) - 1]
+                sign = 1 if event > 0 else -1
+                if block.managed and self._device.type == "cuda":
+                    self._managed += sign * block.bytes
+                    self.managed_peak_bytes = max(self.managed_peak_bytes, self._managed)
+                    continue
+                self._live[block.category] += sign * block.bytes
+                self._allocate(abs(event), block.bytes) if sign > 0 else self._free(abs(event), block.bytes)
+                if sign > 0:
+                    self._see(run.phase)
+                count += 1
+                if self._recording and count % self._stride == 0:
+                    self.curve.append(Point(run.phase, dict(self._live), self.reserved_bytes))
+
+    def _add(self, size: int, category: str) -> None:
+        """A block that stays."""
+        self._live[category] += size
+        self._allocate(0, size)
+
+    def _allocate(self, number: int, size: int) -> None:
+        if self._allocator:
+            self._handles[number] = self._allocator.allocate(size)
+            self._allocated = self._allocator.allocated_bytes
+        else:
+            self._allocated += size
+
+    def _free(self, number: int, size: int) -> None:
+        if self._allocator:
+            self._allocator.free(self._handles.pop(number))
+            self._allocated = self._allocator.allocated_bytes
+        else:
+            self._allocated -= size
+
+    def _see(self, phase: str) -> None:
+        peak = self.phases.setdefault(phase, {"allocated_bytes": 0, "reserved_bytes": 0})
+        peak["allocated_bytes"] = max(peak["allocated_bytes"], self._allocated)
+        peak["reserved_bytes"] = max(peak["reserved_bytes"], self.reserved_bytes)
+        if self._allocated > self._peak_allocated:
+            self._peak_allocated, self._peak_live = self._allocated, dict(self._live)
+
+
+def bands(curve: tuple[Point, ...]) -> Iterator[tuple[str, list[int]]]:
+    """(category, its bytes at each point) for the categories that appear, in the order of WORDS."""
+    for category in CATEGORIES:
+        values = [point.categories[category] for point in curve]
+        if any(values):
+            yield category, values

@@ -1,0 +1,189 @@
+"""What a device's kernels allocate out of an operator's sight: the one place for what a trace of operators misses.
+
+Some operators are Python programs underneath; those are run as such, so that their parts are seen. Others have
+scratch memory inside a compiled kernel; each such term has its source. Nothing is fitted.
+
+A trace runs on fake CPU tensors, whatever device it is for: fake CUDA tensors do not work where torch was built
+without CUDA. So `cuda` also says where CUDA's operators differ from those of a CPU.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from finetune.libraries import replaced
+
+_aten = torch.ops.aten
+
+# Multiples that FlashAttention-2 rounds lengths and head sizes up to (torch 2.13,
+# aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp, `mha_bwd`).
+_FLASH_LENGTH, _FLASH_HEAD = 128, 32
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """The kernels of one device.
+
+    `python`: operators to run as the Python program they are there. `inside`: for an operator, the sizes in bytes of
+    what its kernel allocates and frees within. `flops`: operations of operators that torch's table does not know.
+    `as_there`: a context in which the libraries take the paths that they take on that device.
+    """
+
+    python: Mapping[Any, Callable[..., Any]]
+    inside: Mapping[Any, Callable[..., list[int]]] = field(default_factory=dict)
+    flops: Mapping[Any, Callable[..., int]] = field(default_factory=dict)
+    as_there: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
+
+    def scratch(self, func: Any, args: Any) -> list[int]:
+        formula = self.inside.get(func)
+        return formula(*args) if formula else []
+
+
+def cpu() -> Kernels:
+    """The CPU: bitsandbytes' operators are Python programs (bitsandbytes 0.50, `backends/default`, `backends/cpu`)."""
+    from bitsandbytes.backends.cpu import ops as cpu_ops
+    from bitsandbytes.backends.default import ops as default_ops
+
+    bnb = torch.ops.bitsandbytes
+    return Kernels(
+        python={
+            bnb.gemm_4bit.default: default_ops._gemm_4bit_default_impl,
+            bnb.quantize_4bit.default: _quantize_4bit,
+            bnb.int8_scaled_mm.default: _int8_product,
+            bnb.optimizer_update_32bit.default: cpu_ops._optimizer_update_32bit_cpu,
+            bnb.optimizer_update_8bit_blockwise.default: cpu_ops._optimizer_update_8bit_blockwise_cpu,
+        },
+        flops=_ATTENTION_FLOPS,
+    )
+
+
+def cuda(capability: tuple[int, int]) -> Kernels:
+    """A CUDA card: bitsandbytes' optimizers are single kernels there, and attention has scratch memory."""
+    del capability  # from 7.5 to 12.0 the same, but for the cuBLAS workspace, which is `workspace_bytes`'
+    bnb = torch.ops.bitsandbytes
+    return Kernels(
+        python={bnb.gemm_4bit.default: _gemm_4bit},
+        inside={_aten._scaled_dot_product_flash_attention_for_cpu_backward.default: _attention_scratch},
+        flops=_ATTENTION_FLOPS,
+        as_there=_on_cuda,
+    )
+
+
+def workspace_bytes(capability: tuple[int, int]) -> int:
+    """cuBLAS's workspace, one for the thread of the forward pass and one for autograd's.
+
+    It comes from the caching allocator, belongs to a (handle, stream) pair and stays; a handle belongs to a thread.
+    cuBLASLt shares it. (torch 2.13, aten/src/ATen/cuda/CublasHandlePool.cpp, `parseChosenWorkspaceSize`,
+    `getNewWorkspace`, `setWorkspaceForHandle`: 4096 KiB x 2 + 16 KiB x 8, and 32 MiB on 9.x, 10.x and 12.x.)
+    """
+    return 2 * (32 * 2**20 if capability[0] in (9, 10, 12) else (4096 * 2 + 16 * 8) * 1024)
+
+
+def context_bytes(multiprocessors: int) -> int:
+    """The CUDA context with the kernels that torch loads, outside the caching allocator: a bound.
+
+    Read from out-of-memory messages (memory in use by the process, less what the allocator reserved) with CUDA 12 and
+    13: 104 to 135 MiB on a T4 (40 multiprocessors), 236 on an L4 (58), 307 to 325 on an RTX 3090 (82), 420 to 504 on
+    an A100 (108), 450 to 503 on an RTX 4090 (128), 525 on an H200 (132), 429 on an RTX 6000 Ada (142), 712 on a B200
+    (148), 499 on an RTX 5090 (170). None is above 5 MiB a multiprocessor.
+    """
+    return 5 * 2**20 * multiprocessors
+
+
+def _gemm_4bit(
+    A: Any, B: Any, shapeB: Any, absmax: Any, blocksize: int, quant_type: str, bias: Any = None,
+    absmax_8bit: Any = None, absmax_code: Any = None, absmax_offset: Any = None,
+) -> Any:  # fmt: skip
+    """The whole weight in 16 bit, then a product (bitsandbytes 0.50, backends/cuda/ops.py `_dequant_linear_fallback`).
+
+    Taken above 1,536 rows; below, a fused kernel that needs none of it may be, by architecture and shape. For batches
+    of up to a few hundred tokens this is therefore a bound.
+    """
+    if absmax_8bit is not None:
+        dequantized = torch.empty_like(absmax_8bit, dtype=torch.float32)
+        absmax = dequantized + absmax_offset  # noqa: F841  (held to the end, as there)
+    weight = torch.empty(tuple(shapeB), dtype=A.dtype)
+    return torch.nn.functional.linear(A, weight, bias)
+
+
+def _int8_product(A: Any, B: Any, row_stats: Any, col_stats: Any, bias: Any = None, dtype: Any = None) -> Any:
+    """int8 in evaluation: an int32 product, then scaled (bitsandbytes 0.50, backends/default `int8_mm_dequant`)."""
+    out = torch.ops.bitsandbytes.int8_linear_matmul.default(A, B)
+    scaled = out.view(-1, out.shape[-1]) * (row_stats.reshape(-1).unsqueeze(-1) * col_stats.reshape(-1)[None])
+    return (scaled * 6.200124e-05).to(dtype or torch.float16).view(out.shape)
+
+
+def _quantize_4bit(A: Any, blocksize: int, quant_type: str, quant_storage: Any) -> Any:
+    """Quantization by torch's operators, several float32 copies of the weight (bitsandbytes 0.50, backends/default)."""
+    flat = A.reshape(-1).float()
+    blocks = flat[: flat.numel() // blocksize * blocksize].reshape(-1, blocksize)
+    absmax = blocks.abs().max(dim=-1)[0]
+    scaled = torch.clamp(blocks * (1.0 / absmax.view(-1, 1)), -1, 1).reshape(-1)
+    found = torch.bucketize(scaled, torch.empty(15), out_int32=True)
+    codes = found.to(torch.uint8)
+    return ((codes[::2] << 4) | codes[1::2]).unsqueeze(1), absmax
+
+
+def _attention_scratch(gradient: Any, query: Any, key: Any, *rest: Any) -> list[int]:
+    """FlashAttention-2's backward: the gradient of the queries in float32, and a row sum for each query.
+
+    With fewer heads of keys than of queries, gradients of keys and values are made for each query's head first.
+    (torch 2.13, flash_api.cpp `mha_bwd`: dq_accum, softmax_d, dk_expanded, dv_expanded.) The memory-efficient kernel,
+    which rows of different length take, accumulates the same way (kernel_backward.h, `workspace_elements_gq`).
+    """
+    batch, heads, length, size = query.shape
+    length, size = _round_up(length, _FLASH_LENGTH), _round_up(size, _FLASH_HEAD)
+    rows = batch * heads * length
+    scratch = [4 * rows * size, 4 * rows]
+    if key.shape[1] != heads:
+        scratch += [2 * batch * heads * key.shape[2] * key.shape[3] * key.element_size() // 2] * 2
+    return scratch
+
+
+def _round_up(number: int, grain: int) -> int:
+    return -(-number // grain) * grain
+
+
+@contextlib.contextmanager
+def _on_cuda() -> Iterator[None]:
+    """Autocast as on CUDA, where layer norms compute in float32 (torch 2.13, aten/src/ATen/autocast_mode.h)."""
+    from torch.nn import functional
+
+    plain = functional.layer_norm
+
+    def layer_norm(input: Any, shape: Any, weight: Any = None, bias: Any = None, eps: float = 1e-5) -> Any:
+        if torch.is_autocast_enabled("cpu"):
+            input, weight, bias = (value if value is None else value.float() for value in (input, weight, bias))
+        return plain(input, shape, weight, bias, eps)
+
+    with replaced(functional, "layer_norm", layer_norm):
+        yield
+
+
+def _attention(query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> int:
+    """Two products of queries and keys, whole squares (torch.utils.flop_counter `sdpa_flop_count`)."""
+    from torch.utils.flop_counter import sdpa_flop_count
+
+    return sdpa_flop_count(query.shape, _heads(key, query), _heads(value, query))
+
+
+def _attention_backward(gradient: Any, query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> int:
+    from torch.utils.flop_counter import sdpa_backward_flop_count
+
+    return sdpa_backward_flop_count(gradient.shape, query.shape, _heads(key, query), _heads(value, query))
+
+
+def _heads(key: Any, query: Any) -> torch.Size:
+    """The key's shape with a head for each of the query's, which share them in groups."""
+    return torch.Size((key.shape[0], query.shape[1], *key.shape[2:]))
+
+
+_ATTENTION_FLOPS: dict[Any, Callable[..., int]] = {
+    _aten._scaled_dot_product_flash_attention_for_cpu.default: _attention,
+    _aten._scaled_dot_product_flash_attention_for_cpu_backward.default: _attention_backward,
+}

@@ -1,0 +1,57 @@
+"""A model with some of its layers left out: what is kept is built exactly as in the whole model."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+from torch import nn
+
+from finetune.model.checkpointing import layers
+
+
+def kinds(model: nn.Module) -> list[Hashable]:
+    """For each decoder layer what it is made of; layers of one kind take the same memory and time."""
+    config: Any = model.config
+    per_layer = _per_layer(config.get_text_config(), len(layers(model)))
+    return [
+        (_make_up(layer), *(repr(values[number]) for values in per_layer.values()))
+        for number, layer in enumerate(layers(model))
+    ]
+
+
+def keep(model: nn.Module, kept: Sequence[int]) -> None:
+    """Leave only the decoder layers with these indices in `model`, and in its config."""
+    found = layers(model)
+    holder, name = _holder(model, found)
+    config: Any = model.config
+    text = config.get_text_config()
+    for key, values in _per_layer(text, len(found)).items():
+        setattr(text, key, [values[number] for number in kept])
+    text.num_hidden_layers = len(kept)
+    setattr(holder, name, nn.ModuleList([found[number] for number in kept]))
+
+
+def _make_up(layer: nn.Module) -> Hashable:
+    return tuple(
+        (name, type(module).__name__, tuple(tuple(weight.shape) for weight in module.parameters(recurse=False)))
+        for name, module in layer.named_modules()
+    )
+
+
+def _per_layer(config: Any, count: int) -> dict[str, Any]:
+    """The entries of a config that are lists with a value for each layer, such as `layer_types`."""
+    return {
+        key: value
+        for key, value in vars(config).items()
+        if isinstance(value, (list, tuple)) and len(value) == count and not isinstance(value, str)
+    }
+
+
+def _holder(model: nn.Module, found: list[Any]) -> tuple[nn.Module, str]:
+    """The module that holds the list of layers, and the name it has there."""
+    for module in model.modules():
+        for name, child in module.named_children():
+            if isinstance(child, nn.ModuleList) and list(child) == found:
+                return module, name
+    raise AssertionError(f"{type(model).__name__} keeps its layers in no single list")

@@ -1,0 +1,386 @@
+"""The step rehearsed: what trains, run on fake tensors, and everything it allocates written down.
+
+Nothing here describes a step. The base, the adapter, the checkpointing, the trainer with its loss and its optimizer
+are the ones that train; only the weights and the batch are fake.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from finetune.config import Config
+from finetune.data.batching import Batch, RowOrder
+from finetune.libraries import replaced
+from finetune.memory.device import Device
+from finetune.memory.trace import Answers, Recorder, Trace, TracedMonitor
+from finetune.memory.unroll import NotAlike, Shortened, shorten, unroll, whole
+from finetune.model import adapter, checkpointing, depth, fake
+from finetune.model.base import base_dtype, weightless_base
+from finetune.rundir import RunDirectory
+from finetune.training import optimizers
+from finetune.training.arguments import arguments
+from finetune.training.evaluation import summed_loss
+from finetune.training.trainer import Trainer
+
+# bitsandbytes 0.50, `Optimizer8bit.get_state_buffer`: smaller tensors are not paged.
+_PAGED_STATES, _PAGED_FROM = ("state1", "state2"), 100_000
+
+
+def rehearse(
+    config: Config,
+    architecture: Any,
+    train: Batch,
+    evaluation: Batch | None,
+    device: Device,
+    attention: str,
+) -> Trace:
+    """Run one optimizer step in its steady state, then an evaluation, on fake tensors.
+
+    Steady state: optimizer states exist, and with accumulation so do the gradients of the micro-batches before.
+    """
+    settings = (config, architecture, train, evaluation, device, attention)
+    try:
+        return _rehearse(*settings, shorten)
+    except NotAlike:
+        return _rehearse(*settings, lambda kinds: whole(len(kinds)))
+
+
+def _rehearse(
+    config: Config,
+    architecture: Any,
+    train: Batch,
+    evaluation: Batch | None,
+    device: Device,
+    attention: str,
+    shortening: Callable[[Sequence[Hashable]], Shortened],
+) -> Trace:
+    recorder = Recorder(device.kernels, Answers(padded=False, trained_tokens=0))
+    with tempfile.TemporaryDirectory() as folder, _fake(device, recorder) as mode:
+        rehearsal = _Rehearsal(config, architecture, Path(folder), mode, recorder, device, attention, shortening)
+        rehearsal.load()
+        rehearsal.make_optimizer_states()
+        rehearsal.step(train)
+        if evaluation:
+            rehearsal.evaluate(evaluation)
+        trace = unroll(recorder.trace(), rehearsal.shortened)
+        return replace(trace, parameters=rehearsal.parameters, largest_weight=rehearsal.largest_weight)
+
+
+@contextlib.contextmanager
+def _fake(device: Device, recorder: Recorder) -> Iterator[FakeTensorMode]:
+    """A fake mode under which the libraries take the paths of a real step on `device`."""
+    from transformers import masking_utils, modeling_utils
+
+    # transformers takes fake tensors for a graph that is exported, and builds every mask.
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(replaced(masking_utils, "is_tracing", lambda tensor=None: False))
+        stack.enter_context(fake.for_dora())
+        stack.enter_context(device.kernels.as_there())
+        if device.type == "cuda":
+            stack.enter_context(_loss_on_cuda())
+            stack.enter_context(replaced(modeling_utils, "save_on_cpu", lambda **kwargs: _to_host(recorder)))
+        yield FakeTensorMode(allow_non_fake_inputs=True)
+
+
+@contextlib.contextmanager
+def _loss_on_cuda() -> Iterator[None]:
+    """TRL's tiled loss with its Triton kernels, which work in place, and only on places with a label (trl 1.16)."""
+    from trl.kernels import chunked_logprob as tiles
+    from trl.trainer import utils
+
+    def add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
+        # On CUDA one product that adds into `total`; here one as large, into a part of it, so that it is counted.
+        torch.mm(left, right, out=total.view(left.dtype)[:, : total.shape[1]])
+
+    with (
+        replaced(tiles, "_use_triton", _yes),
+        replaced(utils, "_use_triton", _yes),
+        replaced(tiles, "triton", SimpleNamespace(cdiv=lambda number, grain: -(-number // grain))),
+        replaced(tiles, "_forward_kernel", _InPlace()),
+        replaced(tiles, "_backward_kernel", _InPlace()),
+        replaced(tiles, "_addmm_fp32", add_product),
+    ):
+        yield
+
+
+def _yes(device: torch.device) -> bool:
+    return True
+
+
+class _InPlace:
+    """A Triton kernel as Python sees it, `kernel[grid](...)`: it allocates nothing."""
+
+    def __getitem__(self, grid: object) -> Callable[..., None]:
+        return lambda *args, **kwargs: None
+
+
+def _to_host(recorder: Recorder) -> Any:
+    """`torch.autograd.graph.save_on_cpu`, whose host memory a fake CPU tensor does not tell from the device's."""
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        host = torch.empty_like(tensor)
+        recorder.mark(host, "layer_inputs", managed=True)
+        return host
+
+    def unpack(host: torch.Tensor) -> torch.Tensor:
+        back = torch.empty_like(host)
+        recorder.mark(back, "layer_inputs")
+        return back
+
+    return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
+
+
+class _Rehearsal:
+    def __init__(
+        self,
+        config: Config,
+        architecture: Any,
+        folder: Path,
+        mode: FakeTensorMode,
+        recorder: Recorder,
+        device: Device,
+        attention: str,
+        shortening: Callable[[Sequence[Hashable]], Shortened],
+    ) -> None:
+        if config.training.precision == "fp16":
+            # Sizes are those of bfloat16, and there is no loss scaling on a CPU, where this runs.
+            config = config.model_copy(update={"training": config.training.model_copy(update={"precision": "bf16"})})
+        self._config = config
+        self._mode = mode
+        self._device = device
+        self.recorder = recorder
+        self._shortening = shortening
+        base = weightless_base(
+            architecture,
+            config.quantization,
+            # Fused attention keeps the same for backward whoever wrote the kernel: the output and a number a row.
+            attention="eager" if attention == "eager" else "sdpa",
+            dtype=base_dtype(config.adapter, config.training),
+            shorten=self._shorten,
+        )
+        # How an adapter starts changes no size, and needs weights.
+        start = config.adapter.model_copy(update={"init": "default"})
+        self._model = adapter.attach(base, start, config.model.name, config.training.seed)
+        checkpointing.apply(base, config.memory, device.type)
+        checkpointing.choose(base, self._checkpointed)
+        self._layers = checkpointing.layers(base)
+        fake.fill(self._model, config.quantization, mode)
+        self._trainer = self._prepared(folder)
+        self._backbone = base.base_model
+        self._watch()
+
+    def _shorten(self, base: Any) -> None:
+        self.parameters = sum(weight.numel() for weight in base.parameters())
+        linear = [module.weight.numel() for module in base.modules() if isinstance(module, torch.nn.Linear)]
+        self.largest_weight = max(linear)
+        kinds = depth.kinds(base)
+        chosen = checkpointing.pattern(self._config.memory.checkpointing, len(kinds))
+        self.shortened = self._shortening(list(zip(kinds, chosen, strict=True)))
+        self._checkpointed = [chosen[number] for number in self.shortened.layers]
+        depth.keep(base, self.shortened.layers)
+
+    def _prepared(self, folder: Path) -> Trainer:
+        """The trainer, as `training.run` makes it, with its model wrapped as at the start of training."""
+        import datasets
+
+        name, _ = optimizers.choose(self._config.optimizer, self._device.type)
+        trainer = Trainer(
+            model=self._model,
+            args=arguments(
+                self._config, RunDirectory(folder), evaluates=False, resuming=False, device=torch.device("cpu")
+            ),
+            train_dataset=datasets.Dataset.from_dict({"input_ids": [[0]], "labels": [[0]], "length": [1]}),
+            processing_class=_no_words(),
+            optimizer_cls_and_kwargs=optimizers.build(name, self._config.optimizer, 1e-4),
+            order=RowOrder([1], 1, 0, False),
+            adapter=self._config.adapter,
+            run=RunDirectory(folder),
+            monitor=TracedMonitor(self.recorder),
+            listener=cast(Any, None),  # nothing is trained, and nobody told
+            keep=2,
+            save_best=False,
+        )
+        trainer.create_optimizer()
+        trainer.model_wrapped, trainer.optimizer = trainer.accelerator.prepare(
+            trainer.model, trainer.optimizer, device_placement=[False, False]
+        )
+        trainer.current_gradient_accumulation_steps = 1
+        trainer.optimizer.optimizer.state = _Turns(self.recorder, dict(self._trained()))
+        return trainer
+
+    # -- which layer an allocation belongs to ----------------------------------------------------------------------
+
+    def _watch(self) -> None:
+        """Follow the pass through the layers: forward by hooks on modules, backward by hooks on what they hand on."""
+        recorder = self.recorder
+        for number, layer in enumerate(self._layers):
+            layer.register_forward_pre_hook(self._enters(number), with_kwargs=True)
+            layer.register_forward_hook(self._leaves(number))
+
+        def entered(module: Any, args: Any) -> None:
+            recorder.category = "activations"
+
+        def left(module: Any, args: Any, output: Any) -> None:
+            recorder.category = "loss"
+            self._on_gradient(output[0], None)
+
+        self._backbone.register_forward_pre_hook(entered)
+        self._backbone.register_forward_hook(left)
+
+    def _enters(self, number: int) -> Any:
+        def hook(module: Any, args: Any, kwargs: Any) -> None:
+            hidden = args[0] if args else kwargs["hidden_states"]
+            self.recorder.layer = number
+            if module.gradient_checkpointing and module.training:
+                self.recorder.mark(hidden, "layer_inputs")
+
+        return hook
+
+    def _leaves(self, number: int) -> Any:
+        def hook(module: Any, args: Any, output: Any) -> None:
+            if number == len(self._layers) - 1:
+                self.recorder.layer = None
+            self._on_gradient(output[0] if isinstance(output, tuple) else output, number)
+
+        return hook
+
+    def _on_gradient(self, hidden: torch.Tensor, layer: int | None) -> None:
+        def hook(gradient: torch.Tensor) -> None:
+            self.recorder.layer, self.recorder.category = layer, "activations"
+
+        if hidden.requires_grad:
+            hidden.register_hook(hook)
+
+    # -- the phases ------------------------------------------------------------------------------------------------
+
+    def load(self) -> None:
+        """Count the weights as they stand after loading, and on top the making of the largest quantized one.
+
+        Weights are loaded one by one, so that no more than one is there in 16 bit.
+        """
+        owner = {id(module): number for number, layer in enumerate(self._layers) for module in layer.modules()}
+        for module in self._model.modules():
+            layer = owner.get(id(module))
+            for parameter in module.parameters(recurse=False):
+                for tensor in fake.quantization_state(parameter):
+                    self.recorder.keep(tensor, "quantization_state", layer)
+                self.recorder.keep(parameter, "adapter" if parameter.requires_grad else "base_weights", layer)
+            for buffer in module.buffers(recurse=False):
+                self.recorder.keep(buffer, "base_weights", layer)
+        self.recorder.layer = None
+        quantized = [module.weight for module in self._model.modules() if fake.is_quantized(module)]
+        if quantized:
+            dtype = base_dtype(self._config.adapter, self._config.training)
+            with self._recording():
+                fake.quantize(max(quantized, key=fake.values), self._config.quantization, dtype)
+
+    def make_optimizer_states(self) -> None:
+        """The optimizer's first step, on gradients of zeros."""
+        self.recorder.phase = "optimizer"
+        self._make_gradients()
+        self._update()
+        self._model.zero_grad(set_to_none=True)
+
+    def step(self, batch: Batch) -> None:
+        """Forward, backward and update in the steady state."""
+        self.recorder.phase = "forward"
+        training = self._config.training
+        if training.batch_size > training.micro_batch:
+            self._make_gradients()
+        inputs = self._inputs(batch)
+        with self._recording():
+            self._trainer.training_step(self._trainer.model_wrapped, inputs, torch.tensor(batch.trained_tokens))
+        del inputs
+        self._mark_gradients()
+        self._update()
+        self._model.zero_grad(set_to_none=True)
+
+    def evaluate(self, batch: Batch) -> None:
+        """The held-out loss of one batch."""
+        self.recorder.phase = "evaluation"
+        inputs = self._inputs(batch)
+        with self._recording():
+            summed_loss(self._trainer.model, [inputs])
+
+    @contextlib.contextmanager
+    def _recording(self) -> Iterator[None]:
+        self.recorder.category = "activations"
+        with self._mode, self.recorder:
+            yield
+        self.recorder.layer = None
+
+    def _make_gradients(self) -> None:
+        for parameter, layer in self._trained():
+            with self._mode:
+                parameter.grad = torch.empty_like(parameter)
+            self.recorder.keep(parameter.grad, "gradients", layer)
+        self.recorder.layer = None
+
+    def _mark_gradients(self) -> None:
+        for parameter, _ in self._trained():
+            self.recorder.mark(parameter.grad, "gradients")
+
+    def _update(self) -> None:
+        """Clipping and the update, as transformers' loop does them."""
+        self.recorder.phase = "optimizer"
+        with self._recording(), self.recorder.follow_layers():
+            if self._config.training.max_grad_norm:
+                self._trainer.accelerator.clip_grad_norm_(self._model.parameters(), self._config.training.max_grad_norm)
+            self._trainer.optimizer.step()
+        optimizer = self._trainer.optimizer.optimizer
+        paged = self._device.type == "cuda" and getattr(optimizer, "is_paged", False)
+        for parameter, state in optimizer.state.items():
+            for name, tensor in state.items():
+                if isinstance(tensor, torch.Tensor):
+                    managed = paged and name in _PAGED_STATES and parameter.numel() >= _PAGED_FROM
+                    self.recorder.mark(tensor, "optimizer_states", managed=managed)
+
+    def _trained(self) -> Iterator[tuple[torch.nn.Parameter, int | None]]:
+        """Each trained weight and its layer."""
+        layer_of = {parameter: number for number, layer in enumerate(self._layers) for parameter in layer.parameters()}
+        for parameter in self._model.parameters():
+            if parameter.requires_grad:
+                yield parameter, layer_of.get(parameter)
+
+    def _inputs(self, batch: Batch) -> dict[str, torch.Tensor]:
+        """A batch as the collator makes it."""
+        self.recorder.answers = Answers(batch.padded, batch.trained_tokens)
+        with self._mode:
+            shape = (batch.rows, batch.tokens)
+            inputs = {name: torch.ones(shape, dtype=torch.long) for name in ("input_ids", "labels", "attention_mask")}
+        for tensor in inputs.values():
+            self.recorder.keep(tensor, "activations")
+        return inputs
+
+
+class _Turns(defaultdict[torch.nn.Parameter, Any]):
+    """An optimizer's states, which every optimizer looks up when it comes to a weight: so its layer is known."""
+
+    def __init__(self, recorder: Recorder, layers: Mapping[torch.nn.Parameter, int | None]) -> None:
+        super().__init__(dict)
+        self._recorder = recorder
+        self._layers = layers
+
+    def __getitem__(self, parameter: torch.nn.Parameter) -> Any:
+        self._recorder.turn_to(self._layers[parameter])
+        return super().__getitem__(parameter)
+
+
+def _no_words() -> Any:
+    """A tokenizer of one word: the trainer wants one, and a fake batch needs none."""
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from transformers import PreTrainedTokenizerFast
+
+    words = Tokenizer(WordLevel({"_": 0}, unk_token="_"))
+    return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="_", eos_token="_")
