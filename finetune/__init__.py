@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from finetune import libraries
 
 if TYPE_CHECKING:
+    from finetune.planning import fit, plan
     from finetune.recipe import evaluate, generate, merge, train
     from finetune.rundir import RunDirectory
     from finetune.settings import load_config
@@ -25,6 +26,8 @@ libraries.before_import()
 # Importing torch takes seconds; `finetune --help` and `import finetune` should not.
 _HOMES = {
     "load_config": "finetune.settings",
+    "plan": "finetune.planning",
+    "fit": "finetune.planning",
     "train": "finetune.recipe",
     "merge": "finetune.recipe",
     "generate": "finetune.recipe",
@@ -32,7 +35,7 @@ _HOMES = {
     "RunDirectory": "finetune.rundir",
 }
 
-__all__ = ["RunDirectory", "evaluate", "generate", "load_config", "merge", "train"]
+__all__ = ["RunDirectory", "evaluate", "fit", "generate", "load_config", "merge", "plan", "train"]
 
 
 def __getattr__(name: str) -> Any:

@@ -51,6 +51,74 @@ def train(
     _run(work, debug)
 
 
+Gpu = Annotated[
+    str | None,
+    typer.Option("--gpu", help="A card such as 'RTX 4090', a size such as 24GiB, auto or cpu.", show_default=False),
+]
+
+
+@app.command()
+def plan(
+    config: ConfigFile,
+    overrides: Overrides = None,
+    gpu: Gpu = None,
+    picture: Annotated[Path | None, typer.Option("--picture", help="Draw memory over the step as a PNG.")] = None,
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Forecast the memory of a training step, by phase and purpose; needs no GPU and no weights."""
+
+    def work() -> None:
+        from finetune import libraries
+
+        with libraries.importing_for_forecast():
+            from finetune import planning
+            from finetune.report.terminal import Terminal
+            from finetune.settings import load_config
+
+        found = planning.plan(load_config(config, overrides or []), gpu)
+        if picture:
+            found.draw(picture)
+        if as_json:
+            _print_json(found.as_dict())
+        else:
+            Terminal().planned(found.forecast, found.levers)
+        if not found.forecast.fits:
+            sys.exit(OutOfMemoryError.exit_code)
+
+    _run(work, debug)
+
+
+@app.command()
+def fit(
+    config: ConfigFile,
+    overrides: Overrides = None,
+    gpu: Gpu = None,
+    output: Annotated[Path | None, typer.Option("--output", help="Where to write the fitted config.")] = None,
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Find the fastest setting that fits, at the same global batch, and write it as a config."""
+
+    def work() -> None:
+        from finetune import libraries
+
+        with libraries.importing_for_forecast():
+            from finetune import planning
+            from finetune.report.terminal import Terminal
+            from finetune.settings import load_config
+
+        fitted, limits = planning.fit_with_limits(load_config(config, overrides or []), gpu)
+        target = output or Path(f"{config.stem}_fitted.yaml")
+        planning.write(fitted, target)
+        if as_json:
+            _print_json({**fitted.as_dict(), "limits": limits.as_dict(), "config": str(target)})
+        else:
+            Terminal().fitted(fitted, limits, target)
+
+    _run(work, debug)
+
+
 @app.command()
 def merge(run: Run, as_json: Json = False, debug: Debug = False) -> None:
     """Merge the adapter into the unquantized base, and prove the result equal to what was trained."""

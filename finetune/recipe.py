@@ -13,24 +13,19 @@ from typing import Any
 
 import torch
 
-from finetune import libraries
+from finetune import libraries, planning
 from finetune.config import Config
 from finetune.data import prepare as data_prepare
-from finetune.data import sources
-from finetune.data.batching import Batch, longest_batch, worst_batch
-from finetune.data.prepare import Prepared
 from finetune.environment import describe
-from finetune.errors import ConfigError
+from finetune.errors import ConfigError, OutOfMemoryError
 from finetune.export import merge as export_merge
-from finetune.memory import device as device_module
-from finetune.memory import exhausted, files, forecast, inspect
-from finetune.memory.device import Device
+from finetune.memory import comparison, exhausted, inspect
+from finetune.memory import device as devices
 from finetune.memory.forecast import Forecast
 from finetune.memory.monitor import Monitor, meter_for
-from finetune.model import adapter, attention, catalog, checkpointing
+from finetune.model import adapter, attention, checkpointing
 from finetune.model.base import base_dtype, load_architecture, load_base
 from finetune.model.generation import answer
-from finetune.model.locate import at_hand
 from finetune.model.tokenizer import load_tokenizer
 from finetune.report import page, plots
 from finetune.report.result import Result
@@ -39,7 +34,6 @@ from finetune.rundir import RunDirectory, checkpoint_step, write_json
 from finetune.training import run as training
 from finetune.training.arguments import check
 from finetune.training.evaluation import held_out_loss
-from finetune.training.rehearsal import rehearse
 
 # Held-out questions answered before and after training: enough to see a difference, few enough to read.
 _QUESTIONS = 3
@@ -101,16 +95,17 @@ class _Training:
     fresh: bool
 
     def go(self) -> Result:
-        config, run, terminal = self.config, self.run, self.terminal
-        device = this_device()
+        run, terminal = self.run, self.terminal
+        config, device = self.config, this_device()
         check(config, device)
         tokenizer = load_tokenizer(config.model)
         architecture = load_architecture(config.model)
         implementation, reason = _attention(config, architecture, device)
         data = data_prepare.prepare(config.data, tokenizer)
+        config, forecast = self._plan(architecture, device, data)
 
-        resume_from = self._open(describe(device))
-        terminal.opened(run.path, config, device, data, f"{implementation} ({reason})")
+        resume_from = self._open(config, forecast, describe(device))
+        terminal.opened(run.path, config, device, data, f"{implementation} ({reason})", forecast)
         monitor = Monitor(meter_for(device.type))
         inspect.cap(config.memory.limit, device)
         with exhausted.told(config, run, monitor, device):
@@ -128,6 +123,9 @@ class _Training:
             self._ask_again(model, tokenizer)
         terminal.answers(run)
         run.event("trained", step=outcome.steps, best_step=outcome.best_step, memory=monitor.run)
+        if forecast:
+            write_json(run.forecast_file, comparison.as_dict(forecast, monitor.run))
+            terminal.compared(comparison.compare(forecast, monitor.run))
         if config.output.merge and config.adapter.kind == "lora":
             del base, model
             libraries.return_freed_memory()
@@ -137,12 +135,35 @@ class _Training:
         terminal.finished(run)
         return Result(run)
 
-    def _open(self, environment: dict[str, Any]) -> Path | None:
+    def _plan(self, architecture: Any, device: torch.device, data: Any) -> tuple[Config, Forecast | None]:
+        """The config with what was `auto` fitted to the device, and the forecast of its step.
+
+        Raises OutOfMemoryError, with the levers, for a job that does not fit.
+        """
+        config = self.config
+        planner = planning.Planner(config, architecture, devices.here(device, config.memory), data)
+        if not config.fitted:
+            fitted = planner.fit()
+            self.terminal.chose(fitted)
+            config = fitted.config
+        if config.memory.check == "off":
+            return config, None
+        forecast = planner.forecast(config)
+        if not forecast.fits:
+            told = planning.does_not_fit(forecast, planner.levers(config))
+            if config.memory.check == "refuse":
+                raise OutOfMemoryError(f"{told}\nTo try all the same: memory.check=warn")
+            self.terminal.note(told)
+        return config, forecast
+
+    def _open(self, config: Config, forecast: Forecast | None, environment: dict[str, Any]) -> Path | None:
         """Make or reopen the run directory; the checkpoint to resume from, if there is one."""
         if self.fresh and self.run.exists:
             self.terminal.note(f"the earlier run is now {self.run.move_aside()}")
         checkpoints = self.run.complete_checkpoints()
-        self.run.create(self.config)
+        self.run.create(config)
+        if forecast:
+            write_json(self.run.forecast_file, comparison.as_dict(forecast, {}))
         write_json(self.run.environment_file, {"seed": self.config.training.seed, **environment})
         if not checkpoints:
             self.run.forget_metrics_after(-1)
@@ -180,52 +201,6 @@ class _Training:
         for row in rows:
             row["after"] = answer(model, tokenizer, row["messages"], _ANSWER_TOKENS)
         write_json(self.run.answers_file, rows)
-
-
-def plan(config: Config, gpu: str | None = None) -> Forecast:
-    """What the job will take on `gpu` (a card's name, a size, `auto` or `cpu`; by default what is here), in seconds.
-
-    Nothing is allocated, no weights are read, and nothing is downloaded. Raises a FinetuneError for a model or a card
-    that is not known.
-    """
-    libraries.quiet()
-    device = device_module.find(gpu or ("auto" if torch.cuda.is_available() else "cpu"), config.memory.budget)
-    architecture = (
-        catalog.config(config.model.name) if catalog.find(config.model.name) else load_architecture(config.model)
-    )
-    train_batch, held_out_batch = _worst_batches(config)
-    return _forecast(config, architecture, device, train_batch, held_out_batch)
-
-
-def _forecast(
-    config: Config, architecture: Any, device: Device, train_batch: Batch, held_out: Batch | None
-) -> Forecast:
-    implementation = attention.planned(config.model.attention, architecture, device.type, config.training.precision)
-    trace = rehearse(config, architecture, train_batch, held_out, device, implementation)
-    return forecast.make(
-        trace,
-        device,
-        train_batch,
-        implementation,
-        micro_batches=config.training.batch_size // config.training.micro_batch,
-        merge_bytes=files.merge_bytes(config, trace),
-        disk_bytes=files.disk_bytes(config, trace),
-    )
-
-
-def _worst_batches(config: Config) -> tuple[Batch, Batch | None]:
-    """The largest training and held-out batches: of the data, where it and the tokenizer are at hand."""
-    if sources.at_hand(config.data.train) and at_hand(config.model.tokenizer or config.model.name):
-        return _worst_of(data_prepare.prepare(config.data, load_tokenizer(config.model)), config)
-    longest = longest_batch(config.training.micro_batch, config.data.max_length)
-    return longest, None if config.data.eval == "none" else longest
-
-
-def _worst_of(data: Prepared, config: Config) -> tuple[Batch, Batch | None]:
-    def worst(rows: Any) -> Batch:
-        return worst_batch(rows["length"], rows["trained"], config.training.micro_batch, "the data's rows")
-
-    return worst(data.train), None if data.eval is None else worst(data.eval)
 
 
 def report(run: RunDirectory) -> Path:

@@ -30,6 +30,7 @@ class RunDirectory:
         self.path = Path(path)
         self.config_file = self.path / "config.yaml"
         self.environment_file = self.path / "environment.json"
+        self.forecast_file = self.path / "forecast.json"
         self.metrics_file = self.path / "metrics.jsonl"
         self.events_file = self.path / "events.jsonl"
         self.answers_file = self.path / "answers.json"

@@ -71,8 +71,10 @@ _EVERY = re.compile(r"every-([1-9][0-9]*)")
 def _check_checkpointing(value: str | int) -> str | int:
     if isinstance(value, bool) or (isinstance(value, int) and value < 0):
         raise ValueError("a number of layers is zero or more")
-    if isinstance(value, str) and value not in ("none", "all") and not _EVERY.fullmatch(value):
-        raise ValueError(f"`{value}` is not known; choose none, all, every-2 (every n-th layer) or a number of layers")
+    if isinstance(value, str) and value not in ("none", "all", "auto") and not _EVERY.fullmatch(value):
+        raise ValueError(
+            f"`{value}` is not known; choose none, all, auto, every-2 (every n-th layer) or a number of layers"
+        )
     return value
 
 

@@ -7,7 +7,8 @@ A builder receives its own section, never the whole config. Rules that join seve
 from __future__ import annotations
 
 import re
-from typing import Annotated, Literal, Self
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -114,8 +115,9 @@ class TrainingSection(Section):
 
     batch_size: Positive = 16
     """Global batch: rows per optimizer step, over all processes."""
-    micro_batch: Positive = 4
-    """Rows one forward pass sees; gradient accumulation follows from it and does not change the gradient."""
+    micro_batch: Positive | Literal["auto"] = 4
+    """Rows one forward pass sees; gradient accumulation follows from it and does not change the gradient. `auto`
+    takes the fastest that the forecast lets fit."""
     epochs: Annotated[float, Field(gt=0)] = 1.0
     """Passes over the data, where `max_steps` is not given."""
     max_steps: Positive | None = None
@@ -142,7 +144,7 @@ class TrainingSection(Section):
     @model_validator(mode="after")
     def _check_counts(self) -> Self:
         problems = []
-        if self.batch_size % self.micro_batch:
+        if self.micro_batch != "auto" and self.batch_size % self.micro_batch:
             fitting = max(n for n in range(1, self.micro_batch + 1) if self.batch_size % n == 0)
             problems.append(
                 f"`batch_size` {self.batch_size} is not a multiple of `micro_batch` {self.micro_batch}; "
@@ -153,6 +155,12 @@ class TrainingSection(Section):
         if problems:
             raise ValueError("; ".join(problems))
         return self
+
+    @property
+    def rows(self) -> int:
+        """The micro-batch as a number, once `auto` was fitted."""
+        assert self.micro_batch != "auto", "fitted before anything is built"
+        return self.micro_batch
 
 
 class OptimizerSection(Section):
@@ -174,9 +182,12 @@ class MemorySection(Section):
     """The levers on memory, and the looks into it."""
 
     checkpointing: Checkpointing = "all"
-    """Activation checkpointing: `none`, `all`, `every-2` (every n-th layer), or a number of layers."""
+    """Activation checkpointing: `none`, `all`, `every-2` (every n-th layer), or a number of layers. `auto`
+    checkpoints no more layers than the forecast says must be."""
     offload: Literal["none", "checkpoints"] = "none"
     """`checkpoints` keeps the layer inputs that checkpointing saves in pinned host memory."""
+    loss_tokens: Positive = 4096
+    """Tokens whose logits exist at a time, a tile of them; fewer take less memory and a little more time."""
     budget: Size | None = None
     """What the job may take of the card (or of a CPU's memory), such as 20GiB; by default all that is free."""
     check: Literal["refuse", "warn", "off"] = "refuse"
@@ -233,6 +244,21 @@ class Config(Section):
     memory: MemorySection = MemorySection()
     tracking: TrackingSection = TrackingSection()
     output: OutputSection = OutputSection()
+
+    @property
+    def fitted(self) -> bool:
+        """Whether nothing is left for the forecast to choose."""
+        return self.training.micro_batch != "auto" and self.memory.checkpointing != "auto"
+
+    def changed(self, changes: Mapping[str, Any]) -> Self:
+        """This config with other values of some `section.key`; they are taken as they are."""
+        sections: dict[str, dict[str, Any]] = {}
+        for key, value in changes.items():
+            section, _, name = key.partition(".")
+            sections.setdefault(section, {})[name] = value
+        return self.model_copy(
+            update={name: getattr(self, name).model_copy(update=values) for name, values in sections.items()}
+        )
 
 
 def _is_commit(revision: str | None) -> bool:

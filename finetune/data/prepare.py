@@ -32,7 +32,7 @@ class Counts:
 
 @dataclass(frozen=True)
 class Prepared:
-    """Tokenized splits (`datasets.Dataset` with input_ids, labels, and the row's length and trained tokens) and their counts."""
+    """Tokenized splits (`datasets.Dataset` with input_ids, labels, length and number of trained tokens) and counts."""
 
     train: Any
     eval: Any | None

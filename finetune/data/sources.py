@@ -49,7 +49,7 @@ def rows(source: str, split: str = "train") -> Rows:
 
 
 def at_hand(source: str) -> bool:
-    """Whether the source can be read within seconds and without a network: a built-in, or a local file of no great size."""
+    """Whether the source can be read in seconds and without a network: a built-in, or a local file of no great size."""
     path = Path(source)
     return source in BUILTIN or (path.is_file() and path.stat().st_size <= _SMALL_BYTES)
 

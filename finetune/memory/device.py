@@ -10,8 +10,9 @@ from functools import cache
 import psutil
 import torch
 
+from finetune.config import MemorySection
 from finetune.config.fields import parse_size
-from finetune.errors import MachineError
+from finetune.errors import ConfigError, MachineError
 from finetune.memory import gpus, kernels
 from finetune.memory.kernels import Kernels
 
@@ -49,14 +50,15 @@ class Device:
 _CUDA_CALL_SECONDS = 5e-6
 
 
-def find(name: str, budget_bytes: int | None = None) -> Device:
+def find(name: str, memory: MemorySection) -> Device:
     """The device of `--gpu`: a card's name, a size such as 24GiB, `auto` for what is here, or `cpu`.
 
-    `budget_bytes` lowers what the job may take. Raises ConfigError for a name that is not known, MachineError for
-    `auto` where there is no card.
+    The section's `budget` and `limit` lower what the job may take. Raises ConfigError for a name that is not known,
+    MachineError for `auto` where there is no card.
     """
     if name == "cpu":
-        return _cpu(budget_bytes)
+        return _cpu(memory.budget)  # a limit is a card's
+    budget_bytes = _budget(memory)
     if name == "auto":
         if not torch.cuda.is_available():
             raise MachineError("`--gpu auto` needs a CUDA device here; name one, give a size such as 24GiB, or `cpu`")
@@ -70,9 +72,13 @@ def find(name: str, budget_bytes: int | None = None) -> Device:
     return _card(gpu, gpu.total_bytes, budget_bytes, gpu.name)
 
 
-def here(device: torch.device, budget_bytes: int | None) -> Device:
+def here(device: torch.device, memory: MemorySection) -> Device:
     """The device that a run is about to use."""
-    return _present(budget_bytes) if device.type == "cuda" else _cpu(budget_bytes)
+    return _present(_budget(memory)) if device.type == "cuda" else _cpu(memory.budget)
+
+
+def _budget(memory: MemorySection) -> int | None:
+    return min((size for size in (memory.budget, memory.limit) if size), default=None)
 
 
 def smallest_fitting(needed_bytes: int) -> Device | None:
@@ -85,8 +91,6 @@ def smallest_fitting(needed_bytes: int) -> Device | None:
 
 
 def _size(text: str) -> int:
-    from finetune.errors import ConfigError
-
     try:
         size = parse_size(text.strip())
     except ValueError as error:
@@ -110,8 +114,6 @@ def _card(gpu: gpus.Gpu, total: int, budget: int | None, name: str) -> Device:
 
 def _present(budget: int | None) -> Device:
     """The card here, with what others leave free on it."""
-    from finetune.errors import ConfigError
-
     properties = torch.cuda.get_device_properties(torch.cuda.current_device())
     free, _ = torch.cuda.mem_get_info()
     # The context of this process is there by now, and the free memory no longer holds it.

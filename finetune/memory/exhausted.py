@@ -10,6 +10,7 @@ import torch
 from finetune.config import Config
 from finetune.errors import OutOfMemoryError
 from finetune.memory import inspect
+from finetune.memory.levers import levers
 from finetune.memory.monitor import Monitor
 from finetune.rundir import RunDirectory
 
@@ -27,25 +28,11 @@ def told(config: Config, run: RunDirectory, monitor: Monitor, device: torch.devi
         run.event("out_of_memory", memory=monitor.run)
         snapshot = f"\nAllocator snapshot: {run.snapshot_file}" if run.snapshot_file.exists() else ""
         first = (str(error).splitlines() or ["no memory left"])[0]
-        raise OutOfMemoryError(f"out of memory: {first}\nTry, in this order: {levers(config)}.{snapshot}") from None
+        raise OutOfMemoryError(
+            f"out of memory: {first}\nTry, in this order: {'; '.join(map(str, levers(config)))}.{snapshot}"
+        ) from None
 
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether a device or the host had no memory left; torch's CPU allocator raises a plain RuntimeError for it."""
     return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "DefaultCPUAllocator" in str(error)
-
-
-def levers(config: Config) -> str:
-    """What would take less memory, cheapest first, leaving out what is already done."""
-    memory, training = config.memory, config.training
-    found = []
-    if memory.checkpointing != "all":
-        found.append("memory.checkpointing=all")
-    if training.micro_batch > 1:
-        found.append(f"training.micro_batch={training.micro_batch // 2} (same gradient)")
-    if memory.offload == "none":
-        found.append("memory.offload=checkpoints")
-    if config.quantization.kind != "nf4" and config.adapter.kind == "lora":
-        found.append("quantization.kind=nf4")
-    found.append(f"data.max_length={config.data.max_length // 2}")
-    return "; ".join(found)

@@ -151,6 +151,8 @@ class _Replay:
         self._peak_live: dict[str, int] = dict(self._live)
         self._peak_allocated = 0
         self._recording = False
+        self._seen = self._fullest = 0
+        self._stride = 1
         self.phases: dict[str, dict[str, int]] = {}
         self.managed_peak_bytes = 0
         self.resting_bytes = 0
@@ -190,7 +192,6 @@ class _Replay:
         return {**self._peak_live, "context": self._device.outside_bytes, "allocator_slack": slack}
 
     def _play(self, runs: list[Run]) -> None:
-        count = 0
         for run in runs:
             for event in run.events:
                 block = self._trace.blocks[abs(event) - 1]
@@ -203,9 +204,18 @@ class _Replay:
                 self._allocate(abs(event), block.bytes) if sign > 0 else self._free(abs(event), block.bytes)
                 if sign > 0:
                     self._see(run.phase)
-                count += 1
-                if self._recording and count % self._stride == 0:
-                    self.curve.append(Point(run.phase, dict(self._live), self.reserved_bytes))
+                if self._recording:
+                    self._draw(run.phase)
+
+    def _draw(self, phase: str) -> None:
+        """Keep the fullest moment of each so many events of a phase."""
+        if self._seen % self._stride == 0 or (self.curve and self.curve[-1].phase != phase):
+            self.curve.append(Point(phase, dict(self._live), self.reserved_bytes))
+            self._fullest = self._allocated
+        elif self._allocated > self._fullest:
+            self.curve[-1] = Point(phase, dict(self._live), self.reserved_bytes)
+            self._fullest = self._allocated
+        self._seen += 1
 
     def _add(self, size: int, category: str) -> None:
         """A block that stays."""

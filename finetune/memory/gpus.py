@@ -6,7 +6,8 @@ a message or log of a real machine, named in the entry's `source`, and where sev
 smallest: newer drivers report less than older ones, and a plan that fits the smaller figure fits the larger.
 
 The rates are NVIDIA's: of dense tensor-core products in 16 bits summed in 32, without sparsity, which on GeForce
-cards is half of the rate summed in 16 bits. The numbers of multiprocessors are NVIDIA's too. No job reaches them, so they bound a time from below.
+cards is half of the rate summed in 16 bits. The numbers of multiprocessors are NVIDIA's too. No job reaches
+them, so they bound a time from below.
 
 A card whose total could not be traced to such a message is not in the table; a plan takes a size instead.
 """

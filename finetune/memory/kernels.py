@@ -10,8 +10,9 @@ without CUDA. So `cuda` also says where CUDA's operators differ from those of a 
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -29,19 +30,15 @@ _FLASH_LENGTH, _FLASH_HEAD = 128, 32
 class Kernels:
     """The kernels of one device.
 
-    `python`: operators to run as the Python program they are there. `inside`: for an operator, the sizes in bytes of
-    what its kernel allocates and frees within. `flops`: operations of operators that torch's table does not know.
-    `as_there`: a context in which the libraries take the paths that they take on that device.
+    `python`: operators to run as the Python program they are there. `scratch`: for an operator and its arguments, the
+    sizes in bytes of what its kernel allocates and frees within. `flops`: operations of operators that torch's table
+    does not know. `as_there`: a context in which the libraries take the paths that they take on that device.
     """
 
     python: Mapping[Any, Callable[..., Any]]
-    inside: Mapping[Any, Callable[..., list[int]]] = field(default_factory=dict)
-    flops: Mapping[Any, Callable[..., int]] = field(default_factory=dict)
+    scratch: Callable[[Any, Any], list[int]]
+    flops: Mapping[Any, Callable[..., int]]
     as_there: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
-
-    def scratch(self, func: Any, args: Any) -> list[int]:
-        formula = self.inside.get(func)
-        return formula(*args) if formula else []
 
 
 def cpu() -> Kernels:
@@ -52,12 +49,15 @@ def cpu() -> Kernels:
     bnb = torch.ops.bitsandbytes
     return Kernels(
         python={
+            _aten._grouped_mm.default: _grouped_product,
             bnb.gemm_4bit.default: default_ops._gemm_4bit_default_impl,
             bnb.quantize_4bit.default: _quantize_4bit,
+            bnb.int8_vectorwise_quant.default: _quantize_int8,
             bnb.int8_scaled_mm.default: _int8_product,
             bnb.optimizer_update_32bit.default: cpu_ops._optimizer_update_32bit_cpu,
             bnb.optimizer_update_8bit_blockwise.default: cpu_ops._optimizer_update_8bit_blockwise_cpu,
         },
+        scratch=_scratch_on_cpu,
         flops=_ATTENTION_FLOPS,
     )
 
@@ -67,8 +67,8 @@ def cuda(capability: tuple[int, int]) -> Kernels:
     del capability  # from 7.5 to 12.0 the same, but for the cuBLAS workspace, which is `workspace_bytes`'
     bnb = torch.ops.bitsandbytes
     return Kernels(
-        python={bnb.gemm_4bit.default: _gemm_4bit},
-        inside={_aten._scaled_dot_product_flash_attention_for_cpu_backward.default: _attention_scratch},
+        python={bnb.gemm_4bit.default: _gemm_4bit, _aten._grouped_mm.default: _grouped_product},
+        scratch=_scratch_on_cuda,
         flops=_ATTENTION_FLOPS,
         as_there=_on_cuda,
     )
@@ -118,6 +118,19 @@ def _int8_product(A: Any, B: Any, row_stats: Any, col_stats: Any, bias: Any = No
     return (scaled * 6.200124e-05).to(dtype or torch.float16).view(out.shape)
 
 
+def _grouped_product(a: Any, b: Any, offs: Any = None, bias: Any = None, out_dtype: Any = None) -> Any:
+    """Products of experts in any type; torch's own shape function knows bfloat16 alone (torch 2.13)."""
+    if b.dim() == 3:
+        return torch.mm(a, b[0])  # as many operations: each row meets one expert
+    return torch.empty(offs.numel(), a.shape[0], b.shape[1], dtype=a.dtype)
+
+
+def _quantize_int8(A: Any, threshold: float = 0.0) -> Any:
+    """Scales and integers by torch's operators (bitsandbytes 0.50, backends/default `int8_vectorwise_quant`)."""
+    scales = torch.max(A.abs(), dim=1).values.float()
+    return torch.round(A * (127.0 / scales.unsqueeze(-1))).to(torch.int8), scales, None
+
+
 def _quantize_4bit(A: Any, blocksize: int, quant_type: str, quant_storage: Any) -> Any:
     """Quantization by torch's operators, several float32 copies of the weight (bitsandbytes 0.50, backends/default)."""
     flat = A.reshape(-1).float()
@@ -127,6 +140,46 @@ def _quantize_4bit(A: Any, blocksize: int, quant_type: str, quant_storage: Any) 
     found = torch.bucketize(scaled, torch.empty(15), out_int32=True)
     codes = found.to(torch.uint8)
     return ((codes[::2] << 4) | codes[1::2]).unsqueeze(1), absmax
+
+
+def _scratch_on_cpu(func: Any, args: Any) -> list[int]:
+    """Copies in a wider type: of operands of mixed types, and of 16-bit products where the CPU has no such unit."""
+    if torch.Tag.pointwise in func.tags:
+        return _casts(func, [value for value in args if isinstance(value, torch.Tensor) and value.dim()])
+    if func in _PRODUCTS and args[0].dtype is torch.bfloat16 and not _multiplies_bfloat16():
+        return [4 * args[0].shape[0] * args[1].shape[1]]
+    return []
+
+
+def _casts(func: Any, operands: list[Any]) -> list[int]:
+    """Operands of one operator in their common type, and its result before it is written in place.
+
+    (torch 2.13, aten/src/ATen/TensorIterator.cpp `compute_types`: on a CPU by temporaries, on CUDA within the kernel.)
+    """
+    if len({operand.dtype for operand in operands}) < 2:
+        return []
+    common = operands[0].dtype
+    for operand in operands[1:]:
+        common = torch.promote_types(common, operand.dtype)
+    cast = [operand.numel() * common.itemsize for operand in operands if operand.dtype != common]
+    if func._schema.is_mutable and operands[0].dtype != common:
+        cast.append(operands[0].numel() * common.itemsize)
+    return cast
+
+
+# aten/src/ATen/native/cpu/BlasKernel.cpp and CPUBlas.cpp: without oneDNN's bfloat16 the sums are kept in float32.
+_PRODUCTS = (_aten.mm.default, _aten.mm.out)
+
+
+@functools.cache
+def _multiplies_bfloat16() -> bool:
+    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
+def _scratch_on_cuda(func: Any, args: Any) -> list[int]:
+    if func is _aten._scaled_dot_product_flash_attention_for_cpu_backward.default:
+        return _attention_scratch(*args)
+    return []
 
 
 def _attention_scratch(gradient: Any, query: Any, key: Any, *rest: Any) -> list[int]:

@@ -28,8 +28,8 @@ CATEGORIES = {
     "base_weights": "base weights",
     "quantization_state": "quantization state",
     "adapter": "adapter",
-    "gradients": "gradients",
     "optimizer_states": "optimizer states",
+    "gradients": "gradients",
     "layer_inputs": "layer inputs",
     "activations": "activations",
     "loss": "loss and logits",
@@ -39,6 +39,8 @@ CATEGORIES = {
 
 _WEIGHTS = ("base_weights", "quantization_state", "adapter")
 _aten = torch.ops.aten
+# How "is no place padded?" is asked: `mask.all()`, or `mask.sum() == mask.numel()` (transformers 5.23, masking_utils).
+_ALL = (_aten.all.default, _aten.eq.Scalar)
 
 
 class Block:
@@ -299,7 +301,7 @@ class Answers:
     def scalar(self, tensor: torch.Tensor, source: Any) -> Any:
         """The value of a tensor of one element: 1, or for "are all places real tokens?" whether they are."""
         if tensor.dtype is torch.bool:
-            return not self.padded if source is _aten.all.default else True
+            return not self.padded if source in _ALL else True
         return 1 if not tensor.dtype.is_floating_point else 1.0
 
     def _index(self, func: Any, args: Any) -> tuple[Any, Any]:

@@ -118,9 +118,9 @@ class _Unrolling:
         return adopted
 
     def whole(self) -> Trace:
-        for unit, times in enumerate(self._repeats):
+        for repeated, times in enumerate(self._repeats):
             if times > 1:
-                self._check(unit)
+                self._check(repeated)
         earlier: int | None = None
         at = 0
         while at < len(self._runs):

@@ -138,7 +138,12 @@ def weightless_base(
     from transformers.integrations import replace_with_bnb_linear
 
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(deepcopy(architecture), attn_implementation=attention, dtype=dtype)
+        model = hub_call(
+            f"the architecture `{architecture.model_type}`",
+            lambda: AutoModelForCausalLM.from_config(
+                deepcopy(architecture), attn_implementation=attention, dtype=dtype
+            ),
+        )
     shorten(model)
     quantization_config = bitsandbytes_config(quantization, dtype)
     if quantization_config is not None:

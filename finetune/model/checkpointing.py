@@ -40,6 +40,7 @@ def pattern(checkpointing: str | int, count: int) -> list[bool]:
     """
     if isinstance(checkpointing, int):
         return [number < checkpointing for number in range(count)]
+    assert checkpointing != "auto", "fitted before anything is built"
     step = every_n(checkpointing) or 1
     return [checkpointing != "none" and number % step == 0 for number in range(count)]
 

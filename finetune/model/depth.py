@@ -10,6 +10,10 @@ from torch import nn
 from finetune.model.checkpointing import layers
 
 
+class Scattered(Exception):
+    """A model's layers are not in one list."""
+
+
 def kinds(model: nn.Module) -> list[Hashable]:
     """For each decoder layer what it is made of; layers of one kind take the same memory and time."""
     config: Any = model.config
@@ -21,7 +25,10 @@ def kinds(model: nn.Module) -> list[Hashable]:
 
 
 def keep(model: nn.Module, kept: Sequence[int]) -> None:
-    """Leave only the decoder layers with these indices in `model`, and in its config."""
+    """Leave only the decoder layers with these indices in `model`, and in its config.
+
+    Raises Scattered for a model that keeps its layers elsewhere than in one list.
+    """
     found = layers(model)
     holder, name = _holder(model, found)
     config: Any = model.config
@@ -54,4 +61,4 @@ def _holder(model: nn.Module, found: list[Any]) -> tuple[nn.Module, str]:
         for name, child in module.named_children():
             if isinstance(child, nn.ModuleList) and list(child) == found:
                 return module, name
-    raise AssertionError(f"{type(model).__name__} keeps its layers in no single list")
+    raise Scattered(f"{type(model).__name__} keeps its layers in no single list")

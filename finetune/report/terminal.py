@@ -9,6 +9,7 @@ import json
 import math
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -21,8 +22,12 @@ from rich.text import Text
 
 from finetune.config import Config
 from finetune.data.prepare import Counts, Prepared
+from finetune.memory.comparison import Difference
+from finetune.memory.fit import Fitted, Limits
+from finetune.memory.forecast import Forecast
+from finetune.memory.levers import Lever
 from finetune.memory.monitor import headline
-from finetune.report import words
+from finetune.report import forecast_view, memory_plot, words
 from finetune.report.figures import Figures
 from finetune.report.result import Result
 from finetune.rundir import RunDirectory
@@ -67,7 +72,48 @@ class Terminal:
 
     # -- before training -------------------------------------------------------------------------------------------
 
-    def opened(self, path: Path, config: Config, device: Any, data: Prepared, attention: str) -> None:
+    def planned(self, forecast: Forecast, levers: Sequence[tuple[Lever, Forecast]]) -> None:
+        """A forecast by itself and, where it does not fit, what would help."""
+        forecast_view.show(forecast, self._console)
+        forecast_view.levers(
+            [(str(lever), after.needed_bytes, after.fits, lever.cost) for lever, after in levers], self._console
+        )
+
+    def chose(self, fitted: Fitted) -> None:
+        """What was chosen for `auto`, and why."""
+        for key, reason in fitted.reasons.items():
+            self._say(f"{key}: {fitted.value(key)} ({reason})")
+
+    def fitted(self, fitted: Fitted, limits: Limits, target: Path) -> None:
+        """The fitted job, what it gains, and how far it could be taken."""
+        self.planned(fitted.forecast, ())
+        self._say("")
+        self.chose(fitted)
+        self._say(
+            f"predicted {fitted.speed_up:.2f} times as fast as with every layer checkpointed; {fitted.tried} settings "
+            "were forecast"
+        )
+        self._say("")
+        self._facts(
+            {
+                "longest rows": f"{words.count(limits.length)} tokens, one at a time",
+                "largest micro-batch": f"{words.count(limits.micro_batch)} rows",
+                "highest rank": words.count(limits.rank) if limits.rank else "no adapter",
+                "smallest card": limits.smallest_card or "none in the table holds one row",
+                "config": str(target),
+            }
+        )
+
+    def compared(self, differences: Sequence[Difference]) -> None:
+        """Forecast beside measured, by phase."""
+        if not self._quiet:
+            forecast_view.compare(
+                [(found.label, found.forecast_bytes, found.measured_bytes) for found in differences], self._console
+            )
+
+    def opened(
+        self, path: Path, config: Config, device: Any, data: Prepared, attention: str, forecast: Forecast | None
+    ) -> None:
         """The header: what is about to be done, on what, with what."""
         facts = {
             "run": str(path),
@@ -79,6 +125,8 @@ class Terminal:
             "attention": attention,
             "device": _device(RunDirectory(path), str(device)),
         }
+        if forecast:
+            facts["memory"] = memory_plot.verdict(forecast)
         self._facts(facts)
 
     def built(self, model: Any) -> None:
@@ -253,7 +301,7 @@ def _counts(counts: Counts, max_length: int) -> str:
 
 
 def _batch(config: Config) -> str:
-    rows, micro = config.training.batch_size, config.training.micro_batch
+    rows, micro = config.training.batch_size, config.training.rows
     parts = rows // micro
     return f"{rows} rows = {parts} micro-batch{'es' if parts > 1 else ''} of {micro}"
 

@@ -26,10 +26,10 @@ def check(config: Config, device: torch.device) -> None:
     _check_precision(config.training.precision, device)
     tracking.check(config.tracking)
     training = config.training
-    if training.batch_size % _rows_per_pass(training):
+    if training.micro_batch != "auto" and training.batch_size % _rows_per_pass(training):
         raise ConfigError(
             f"`training.batch_size` {training.batch_size} cannot be shared by {_processes()} processes with "
-            f"`training.micro_batch` {training.micro_batch}; make it a multiple of {_rows_per_pass(training)}"
+            f"`training.micro_batch` {training.rows}; make it a multiple of {_rows_per_pass(training)}"
         )
 
 
@@ -39,7 +39,7 @@ def _processes() -> int:
 
 
 def _rows_per_pass(training: TrainingSection) -> int:
-    return training.micro_batch * _processes()
+    return training.rows * _processes()
 
 
 def arguments(config: Config, run: RunDirectory, *, evaluates: bool, resuming: bool, device: torch.device) -> SFTConfig:
@@ -52,8 +52,8 @@ def arguments(config: Config, run: RunDirectory, *, evaluates: bool, resuming: b
         output_dir=str(run.path),
         run_name=run.path.name,
         use_cpu=device.type == "cpu",
-        per_device_train_batch_size=training.micro_batch,
-        per_device_eval_batch_size=training.micro_batch,
+        per_device_train_batch_size=training.rows,
+        per_device_eval_batch_size=training.rows,
         gradient_accumulation_steps=training.batch_size // _rows_per_pass(training),
         num_train_epochs=training.epochs,
         max_steps=training.max_steps or -1,

@@ -40,7 +40,7 @@ def held_out_loss(model: Any, tokenizer: Any, rows: Any, training: TrainingSecti
     add_fused_lm_head(unwrapped, outputs=("log_probs",))
     batches = torch.utils.data.DataLoader(
         rows.select_columns(["input_ids", "labels"]),
-        batch_size=training.micro_batch,
+        batch_size=training.rows,
         collate_fn=DataCollatorForLanguageModeling(pad_token_id=tokenizer.pad_token_id),
     )
     mixed = training.precision != "fp32"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import tempfile
+import warnings
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -51,7 +52,7 @@ def rehearse(
     settings = (config, architecture, train, evaluation, device, attention)
     try:
         return _rehearse(*settings, shorten)
-    except NotAlike:
+    except (NotAlike, depth.Scattered):
         return _rehearse(*settings, lambda kinds: whole(len(kinds)))
 
 
@@ -187,7 +188,8 @@ class _Rehearsal:
         chosen = checkpointing.pattern(self._config.memory.checkpointing, len(kinds))
         self.shortened = self._shortening(list(zip(kinds, chosen, strict=True)))
         self._checkpointed = [chosen[number] for number in self.shortened.layers]
-        depth.keep(base, self.shortened.layers)
+        if len(self.shortened.layers) < len(kinds):
+            depth.keep(base, self.shortened.layers)
 
     def _prepared(self, folder: Path) -> Trainer:
         """The trainer, as `training.run` makes it, with its model wrapped as at the start of training."""
@@ -209,8 +211,12 @@ class _Rehearsal:
             listener=cast(Any, None),  # nothing is trained, and nobody told
             keep=2,
             save_best=False,
+            loss_tokens=self._config.memory.loss_tokens,
         )
-        trainer.create_optimizer()
+        with warnings.catch_warnings():
+            # transformers counts embeddings by their addresses, which fake ones have not.
+            warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
+            trainer.create_optimizer()
         trainer.model_wrapped, trainer.optimizer = trainer.accelerator.prepare(
             trainer.model, trainer.optimizer, device_placement=[False, False]
         )
@@ -295,7 +301,7 @@ class _Rehearsal:
         """Forward, backward and update in the steady state."""
         self.recorder.phase = "forward"
         training = self._config.training
-        if training.batch_size > training.micro_batch:
+        if training.batch_size > training.rows:
             self._make_gradients()
         inputs = self._inputs(batch)
         with self._recording():

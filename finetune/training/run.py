@@ -89,6 +89,7 @@ def _trainer(
         listener=listener,
         keep=config.output.keep,
         save_best=config.output.best,
+        loss_tokens=config.memory.loss_tokens,
         profiler=inspect.profiler(config.memory.profile_steps, run.profile, device),
     )
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from transformers.trainer_utils import EvalLoopOutput
 from trl import SFTTrainer
+from trl.kernels import chunked_logprob
 
 from finetune.config import AdapterSection
 from finetune.data.batching import RowOrder
@@ -41,6 +42,7 @@ class Trainer(SFTTrainer):
         listener: Listener,
         keep: int,
         save_best: bool,
+        loss_tokens: int,
         profiler: Any | None = None,
         **arguments: Any,
     ) -> None:
@@ -52,6 +54,7 @@ class Trainer(SFTTrainer):
         self.save_best = save_best
         self.step_counts = StepCounts()
         self.leaks = LeakWatch()
+        chunked_logprob.TOKEN_CHUNK_SIZE = loss_tokens  # read at each call; trl 1.16 has no argument for it
         super().__init__(**arguments)
         set_trained_dtype(self.model, adapter)  # TRL cast the adapter; see there
         self.callback_handler.callbacks = [

@@ -1,0 +1,427 @@
+"""How far the forecast of `finetune plan` is from what a real training step takes, over many small jobs on the CPU.
+
+    python benchmarks/forecast_cpu.py [--only NAME] [--limit N] [--measure-only]
+
+Every setting really trains two steps (see measured_step.py) in a process of its own, and is forecast in another one.
+The settings spread the levers over eight families of architecture, each value in several of them; the three models
+above 100 million parameters are measured from outside as well, by the process's resident peak. A setting that fails
+is counted, and the sweep goes on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import statistics
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import harness
+import yaml
+
+os.environ |= {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
+
+# As in memory_cpu.py: a resident peak must be what is in use, not what glibc keeps.
+ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": "131072", "MALLOC_TRIM_THRESHOLD_": "131072"}
+
+Architecture = dict[str, Any]
+
+
+def _architecture(
+    model_type: str, hidden: int, layers: int, heads: tuple[int, int], vocabulary: int, **more: Any
+) -> Any:
+    """The values of a config.json; `heads` are query and key-value heads."""
+    return {
+        "model_type": model_type,
+        "hidden_size": hidden,
+        "intermediate_size": hidden * 11 // 4,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads[0],
+        "num_key_value_heads": heads[1],
+        "vocab_size": vocabulary,
+        "max_position_embeddings": 2048,
+        "tie_word_embeddings": True,
+        "bos_token_id": 0,
+        "eos_token_id": 2,
+        "pad_token_id": 3,
+        **more,
+    }
+
+
+UNTIED: Any = {"tie_word_embeddings": False}
+ARCHITECTURES: dict[str, Architecture] = {
+    "llama": _architecture("llama", 256, 4, (4, 2), 1024),
+    "llama-mha": _architecture("llama", 128, 8, (4, 4), 1024, **UNTIED),
+    "llama-wide": _architecture("llama", 512, 4, (8, 4), 2048),
+    "llama-32k": _architecture("llama", 256, 4, (4, 4), 32000, **UNTIED),
+    "qwen2": _architecture("qwen2", 256, 6, (4, 2), 4096),
+    "qwen3": _architecture("qwen3", 192, 6, (4, 2), 2048, head_dim=64),
+    "gemma2": _architecture("gemma2", 256, 4, (4, 2), 4096, head_dim=64, sliding_window=128),
+    "gemma3": _architecture(
+        "gemma3_text", 192, 6, (4, 1), 32768, head_dim=64, sliding_window=128, sliding_window_pattern=3
+    ),
+    "mistral": _architecture("mistral", 256, 4, (4, 2), 2048, sliding_window=128, **UNTIED),
+    "mistral-full": _architecture("mistral", 320, 5, (5, 5), 2048, sliding_window=None, **UNTIED),
+    "phi3": _architecture("phi3", 256, 4, (4, 4), 2048, **UNTIED),
+    "phi": _architecture("phi", 256, 4, (4, 4), 1024, **UNTIED),
+    "qwen3-moe": _architecture(
+        "qwen3_moe", 192, 4, (4, 2), 1024, head_dim=48, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=128
+    ),
+    "mixtral": _architecture(
+        "mixtral", 128, 4, (4, 2), 1024, intermediate_size=256, num_local_experts=4, num_experts_per_tok=2, **UNTIED
+    ),
+    "llama-110m": _architecture("llama", 768, 12, (12, 4), 32000, intermediate_size=2048),
+    "qwen2-120m": _architecture("qwen2", 768, 12, (12, 12), 32000, intermediate_size=2304),
+    "mistral-120m": _architecture("mistral", 768, 12, (12, 4), 32000, sliding_window=None, **UNTIED),
+}
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One job: rows of `length` tokens, of which the last `trained` (by default three quarters) are trained.
+
+    `overrides` are those of the command line. `padded` makes the last of several rows shorter.
+    """
+
+    name: str
+    architecture: str
+    length: int
+    micro_batch: int = 1
+    accumulation: int = 1
+    overrides: str = ""
+    trained: int | None = None
+    padded: bool = True
+    resident: bool = False
+
+    @property
+    def config(self) -> dict[str, Any]:
+        given = dict(override.split("=", 1) for override in self.overrides.split())
+        return {
+            "data.eval": "none",
+            "data.max_length": self.length,
+            "training.micro_batch": self.micro_batch,
+            "training.batch_size": self.micro_batch * self.accumulation,
+            **{key: yaml.safe_load(value) for key, value in given.items()},
+        }
+
+    @property
+    def job(self) -> dict[str, Any]:
+        """What measured_step.py takes."""
+        from measured_step import worst_rows
+
+        trained = self.length * 3 // 4 if self.trained is None else self.trained
+        return {
+            "architecture": ARCHITECTURES[self.architecture],
+            "config": self.config,
+            "rows": worst_rows(self.micro_batch, self.length, trained, padded=self.padded),
+            "padded": self.padded,
+        }
+
+
+_S = Setting
+_FP32 = "quantization.kind=none training.precision=fp32"
+_BF16 = "quantization.kind=none"
+_INT8 = "quantization.kind=int8"
+_FULL = "adapter.kind=none quantization.kind=none"
+SETTINGS = (
+    # Llama: the levers one after the other around QLoRA's defaults.
+    _S("llama nf4", "llama", 256, 2),
+    _S("llama nf4, one row", "llama", 512),
+    _S("llama nf4, unpadded", "llama", 256, 2, padded=False),
+    _S("llama nf4 single", "llama", 256, 2, 2, "quantization.double=false optimizer.kind=adamw_8bit"),
+    _S("llama fp4", "llama", 384, 2, 1, "quantization.kind=fp4 optimizer.kind=adamw_32bit"),
+    _S("llama int8", "llama", 256, 2, 1, _INT8),
+    _S("llama int8, no checkpointing", "llama", 256, 2, 2, f"{_INT8} memory.checkpointing=none adapter.dropout=0.05"),
+    _S("llama bf16", "llama", 256, 4, 1, f"{_BF16} optimizer.kind=adamw_torch_fused"),
+    _S("llama fp32", "llama", 256, 2, 1, f"{_FP32} optimizer.kind=adamw_torch_fused"),
+    _S("llama nf4 in fp32", "llama", 256, 2, 1, "training.precision=fp32 optimizer.kind=lion_8bit"),
+    _S("llama, no checkpointing", "llama", 256, 2, 1, "memory.checkpointing=none"),
+    _S("llama, every second layer", "llama", 512, 1, 2, "memory.checkpointing=every-2 adapter.rank=4"),
+    _S("llama, two layers", "llama", 512, 2, 1, "memory.checkpointing=2 adapter.rank=64"),
+    _S("llama eager", "llama", 256, 2, 1, "model.attention=eager"),
+    _S("llama eager, no checkpointing", "llama", 256, 2, 1, "model.attention=eager memory.checkpointing=none"),
+    _S("llama, evaluated", "llama", 256, 2, 1, "data.eval=rows adapter.dtype=bfloat16"),
+    _S("llama, few trained tokens", "llama", 512, 2, 1, "optimizer.kind=adafactor", trained=32),
+    _S("llama, every token trained", "llama", 512, 1, 2, "optimizer.kind=sgd", trained=512),
+    _S("llama dora", "llama", 256, 2, 1, "adapter.dora=true"),
+    _S("llama rslora", "llama", 128, 4, 2, "adapter.rslora=true adapter.rank=32 adapter.alpha=16"),
+    _S("llama, whole", "llama", 128, 2, 1, f"{_FULL} optimizer.kind=adamw_torch_fused"),
+    _S("llama, whole in bfloat16", "llama", 128, 2, 2, f"{_FULL} adapter.dtype=bfloat16 optimizer.kind=adamw_8bit"),
+    # Many heads, many layers, a small vocabulary.
+    _S("mha nf4", "llama-mha", 256, 4, 1, "adapter.rank=8"),
+    _S("mha, eight short rows", "llama-mha", 64, 8, 4, "optimizer.kind=ademamix_8bit"),
+    _S("mha, long row", "llama-mha", 1024, 1, 1, "memory.checkpointing=every-2"),
+    _S("mha fp32, no checkpointing", "llama-mha", 256, 2, 1, f"{_FP32} memory.checkpointing=none optimizer.kind=sgd"),
+    _S("mha int8, every second layer", "llama-mha", 512, 2, 1, f"{_INT8} memory.checkpointing=every-2"),
+    _S("mha, extra embeddings", "llama-mha", 256, 2, 1, "adapter.extra_modules=[embed_tokens,lm_head]"),
+    _S(
+        "mha, whole, no checkpointing",
+        "llama-mha",
+        256,
+        1,
+        4,
+        f"{_FULL} memory.checkpointing=none training.precision=fp32",
+    ),
+    # A wide model.
+    _S("wide nf4", "llama-wide", 256, 2, 1, "adapter.rank=64"),
+    _S("wide nf4, two targets", "llama-wide", 384, 2, 1, "adapter.targets=[q_proj,v_proj] memory.checkpointing=none"),
+    _S("wide bf16, adafactor", "llama-wide", 256, 2, 1, f"{_BF16} optimizer.kind=adafactor adapter.rank=32"),
+    _S("wide int8, bfloat16 adapter", "llama-wide", 256, 1, 2, f"{_INT8} adapter.dtype=bfloat16 adapter.rank=64"),
+    _S("wide, whole, sgd", "llama-wide", 64, 4, 1, f"{_FULL} optimizer.kind=sgd training.precision=fp32"),
+    # A large vocabulary: the head decides.
+    _S("32k nf4", "llama-32k", 256, 2),
+    _S("32k fp32, evaluated", "llama-32k", 256, 2, 1, f"{_FP32} data.eval=rows"),
+    _S("32k, extra head", "llama-32k", 128, 2, 2, "adapter.extra_modules=[lm_head] optimizer.kind=adamw_8bit"),
+    _S("32k, few trained tokens", "llama-32k", 512, 2, 1, "optimizer.kind=lion_8bit", trained=16),
+    _S("32k, whole", "llama-32k", 128, 1, 1, f"{_FULL} optimizer.kind=adamw_8bit"),
+    # Qwen: biases, then norms on queries and keys.
+    _S("qwen2 nf4", "qwen2", 256, 2, 2, "adapter.dropout=0.1"),
+    _S("qwen2 fp4 single", "qwen2", 512, 1, 1, "quantization.kind=fp4 quantization.double=false data.eval=rows"),
+    _S("qwen2 int8", "qwen2", 256, 4, 1, f"{_INT8} optimizer.kind=adamw_32bit"),
+    _S("qwen2 bf16 dora", "qwen2", 256, 2, 1, f"{_BF16} adapter.dora=true memory.checkpointing=none"),
+    _S("qwen2, embeddings trained", "qwen2", 256, 2, 1, "adapter.extra_modules=[embed_tokens]"),
+    _S("qwen3 nf4", "qwen3", 256, 4, 1, "memory.checkpointing=3"),
+    _S("qwen3 fp32", "qwen3", 256, 2, 1, f"{_FP32} model.attention=eager data.eval=rows"),
+    _S("qwen3, lion", "qwen3", 128, 8, 1, "optimizer.kind=lion_8bit memory.checkpointing=none"),
+    _S("qwen3, whole", "qwen3", 128, 2, 2, f"{_FULL} adapter.dtype=bfloat16 optimizer.kind=adamw_torch_fused"),
+    # Gemma: softcaps and eager attention, then sliding windows and a very large vocabulary.
+    _S("gemma2 nf4", "gemma2", 256, 2),
+    _S("gemma2, no checkpointing", "gemma2", 256, 2, 1, "memory.checkpointing=none optimizer.kind=ademamix_8bit"),
+    _S("gemma2 bf16, evaluated", "gemma2", 384, 1, 2, f"{_BF16} data.eval=rows adapter.rank=8"),
+    _S("gemma3 nf4", "gemma3", 256, 2),
+    _S("gemma3 int8", "gemma3", 512, 1, 1, f"{_INT8} memory.checkpointing=none"),
+    _S("gemma3 fp32", "gemma3", 256, 2, 1, f"{_FP32} optimizer.kind=adafactor memory.checkpointing=every-2"),
+    # Mistral: with a window shorter than the row, and without one.
+    _S("mistral nf4, window", "mistral", 384, 2),
+    _S("mistral window, eager", "mistral", 256, 2, 1, "model.attention=eager memory.checkpointing=none"),
+    _S("mistral window, one row", "mistral", 1024, 1, 1, "adapter.rank=8 optimizer.kind=adamw_8bit"),
+    _S("mistral fp32", "mistral-full", 256, 2, 2, f"{_FP32} optimizer.kind=adamw_32bit"),
+    _S("mistral bf16, rslora", "mistral-full", 512, 1, 1, f"{_BF16} adapter.rslora=true adapter.dropout=0.1"),
+    # Phi: fused projections; biases and a partial rotary embedding.
+    _S("phi3 nf4", "phi3", 256, 2, 1, "adapter.dtype=bfloat16"),
+    _S("phi3 int8, no checkpointing", "phi3", 256, 2, 1, f"{_INT8} memory.checkpointing=none"),
+    _S("phi3 bf16, fused", "phi3", 512, 1, 4, f"{_BF16} optimizer.kind=adamw_torch_fused"),
+    _S("phi nf4", "phi", 256, 2, 1, "data.eval=rows"),
+    _S("phi fp32, eager", "phi", 256, 1, 2, f"{_FP32} model.attention=eager memory.checkpointing=2"),
+    # Mixtures of experts.
+    _S("qwen3-moe nf4", "qwen3-moe", 256, 2),
+    _S("qwen3-moe fp32, no checkpointing", "qwen3-moe", 128, 2, 2, f"{_FP32} memory.checkpointing=none"),
+    _S("mixtral nf4", "mixtral", 256, 2, 1, "optimizer.kind=adamw_32bit"),
+    _S("mixtral bf16, evaluated", "mixtral", 512, 1, 1, f"{_BF16} data.eval=rows"),
+    # Above 100 million parameters.
+    _S("110m nf4", "llama-110m", 256, 2, 1, "optimizer.kind=adamw_8bit", resident=True),
+    _S("120m int8, no checkpointing", "qwen2-120m", 256, 1, 1, f"{_INT8} memory.checkpointing=none", resident=True),
+    _S("120m fp32, whole", "mistral-120m", 256, 1, 1, f"{_FULL} training.precision=fp32", resident=True),
+    _S("110m bf16, evaluated", "llama-110m", 128, 2, 1, f"{_BF16} data.eval=rows adapter.rank=64", resident=True),
+)
+assert len({setting.name for setting in SETTINGS}) == len(SETTINGS)
+_NEARLY_NOTHING = _architecture("llama", 64, 1, (1, 1), 1024, intermediate_size=64)
+
+
+def _measure(setting: Setting) -> dict[str, Any]:
+    from dataclasses import asdict
+
+    import measured_step
+
+    job = setting.job
+    config, architecture = measured_step.config_of(job["config"]), measured_step.architecture_of(job["architecture"])
+    return asdict(measured_step.measure(config, architecture, job["rows"], padded=setting.padded))
+
+
+def _forecast(setting: Setting) -> dict[str, Any]:
+    """Forecast bytes of `setting`: `peak_allocated_bytes`, and `phases` by the names of finetune.memory.monitor."""
+    import measured_step
+
+    from finetune.data.batching import worst_batch
+    from finetune.memory import device, forecast
+    from finetune.model import attention
+    from finetune.training.rehearsal import rehearse
+
+    job = setting.job
+    config, architecture = measured_step.config_of(job["config"]), measured_step.architecture_of(job["architecture"])
+    lengths, trained = zip(*job["rows"], strict=True)
+    batch = worst_batch(lengths, trained, config.training.rows, "the setting")
+    cpu = device.find("cpu", config.memory)
+    implementation = attention.planned(config.model.attention, architecture, "cpu", config.training.precision)
+    held_out = None if config.data.eval == "none" else batch
+    trace = rehearse(config, architecture, batch, held_out, cpu, implementation)
+    accumulation = config.training.batch_size // config.training.rows
+    found = forecast.make(trace, cpu, batch, implementation, micro_batches=accumulation, merge_bytes=0, disk_bytes=0)
+    phases = {name: peak["allocated_bytes"] for name, peak in found.phases.items()}
+    # The instrument's peak begins with the finished model.
+    return {"peak_allocated_bytes": max(size for name, size in phases.items() if name != "load"), "phases": phases}
+
+
+def main() -> None:
+    options = _options()
+    chosen = [setting for setting in SETTINGS if options.only is None or setting.name in options.only][: options.limit]
+    if not chosen:
+        sys.exit(f"no setting of that name; there are: {', '.join(setting.name for setting in SETTINGS)}")
+    import measured_step  # noqa: F401  (before the first fork, so that each process has it at once)
+
+    # A job's own overhead in resident bytes: code, tokenizer, trainer.
+    nothing = None
+    if any(setting.resident for setting in chosen):
+        nothing = _resident({**chosen[0].job, "architecture": _NEARLY_NOTHING, "config": {"training.micro_batch": 1,
+            "training.batch_size": 1, "data.eval": "none"}, "rows": [[64, 32]]})  # fmt: skip
+    rows = {setting.name: _row(setting, options.measure_only, nothing) for setting in chosen}
+    result: dict[str, Any] = {
+        "command": harness.command_line(),
+        "environment": harness.environment(1),
+        "nearly_no_model_resident_bytes": nothing,
+        "summary": summary(rows),
+        "settings": rows,
+    }
+    harness.write_result(options.output, result)
+    print(_table(result))
+    sys.exit(1 if result["summary"]["failed"] else 0)
+
+
+def _row(setting: Setting, measure_only: bool, nothing: int | None) -> dict[str, Any]:
+    """One setting, measured and forecast; `error` where one of the two could not be done."""
+    started = time.perf_counter()
+    row: dict[str, Any] = {"architecture": setting.architecture, "config": setting.config, "rows": setting.job["rows"]}
+    try:
+        row["measured"] = _apart(_measure, setting)
+        del row["measured"]["resident_bytes"]  # with the profiler's own memory in it
+        if setting.resident and nothing is not None:
+            row["measured"]["resident_bytes"] = _resident(setting.job) - nothing
+        row["measured_in_seconds"] = round(time.perf_counter() - started, 1)
+        if not measure_only:
+            row["forecast"] = _apart(_forecast, setting)
+            row["forecast_in_seconds"] = round(time.perf_counter() - started - row["measured_in_seconds"], 1)
+            row["relative_errors"] = _relative_errors(row["forecast"], row["measured"])
+    except Failed as failure:
+        row["error"] = harness.without_paths(str(failure))
+    _say(setting, row)
+    return row
+
+
+def _relative_errors(forecast: dict[str, Any], measured: dict[str, Any]) -> dict[str, float]:
+    """Forecast over measured, less 1: for the peak, and for each phase that both have."""
+    pairs = {"peak": (forecast["peak_allocated_bytes"], measured["peak_allocated_bytes"])}
+    for phase, found in measured["phases"].items():
+        if phase in forecast["phases"]:
+            pairs[phase] = (forecast["phases"][phase], found)
+    return {name: round(predicted / found - 1, 5) for name, (predicted, found) in pairs.items()}
+
+
+def summary(rows: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """How many settings, how many failed, and how far the peaks' forecasts are off (below 0: too little)."""
+    errors = {name: row["relative_errors"]["peak"] for name, row in rows.items() if "relative_errors" in row}
+    found: dict[str, Any] = {
+        "settings": len(rows),
+        "failed": [name for name, row in rows.items() if "error" in row],
+        "compared": len(errors),
+    }
+    if errors:
+        least, farthest = min(errors, key=errors.__getitem__), max(errors, key=lambda name: abs(errors[name]))
+        found |= {
+            "largest_error": {"setting": farthest, "error": errors[farthest]},
+            "worst_under_prediction": {"setting": least, "error": min(errors[least], 0.0)},
+            "median_absolute_error": statistics.median(abs(error) for error in errors.values()),
+        }
+    return found
+
+
+# -- processes ---------------------------------------------------------------------------------------------------------
+
+
+class Failed(Exception):
+    """A setting's process ended without a result; the message is what it said."""
+
+
+def _apart(function: Callable[[Setting], dict[str, Any]], setting: Setting) -> dict[str, Any]:
+    """`function(setting)` in a process of its own, forked: the libraries, ten seconds to import, are there already."""
+    context = multiprocessing.get_context("fork")
+    receiving, sending = context.Pipe(duplex=False)
+    process = context.Process(target=_answer, args=(function, setting, sending))
+    process.start()
+    sending.close()
+    try:
+        kind, value = receiving.recv()
+    except EOFError:
+        kind, value = "failed", "the process ended without a word"
+    process.join()
+    if kind == "failed":
+        raise Failed(value)
+    return value
+
+
+def _answer(function: Callable[[Setting], dict[str, Any]], setting: Setting, answer: Connection) -> None:
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 1)
+    os.dup2(nowhere, 2)
+    try:
+        answer.send(("done", function(setting)))
+    except BaseException as error:
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        answer.send(("failed", f"{type(error).__name__}: {error} ({last.filename}:{last.lineno})"[-1000:]))
+
+
+def _resident(job: dict[str, Any]) -> int:
+    """The resident peak of `job` over what the process held before it, in a fresh process and without the profiler."""
+    script = harness.ROOT / "benchmarks" / "measured_step.py"
+    done = harness.python(script, json.dumps(job), "--resident", threads=1, extra=ALLOCATOR)
+    if done.exit_code:
+        raise Failed(done.errors.strip()[-1000:])
+    return json.loads(done.output.splitlines()[-1])["resident_bytes"]
+
+
+# -- what is shown -----------------------------------------------------------------------------------------------------
+
+
+def _say(setting: Setting, row: dict[str, Any]) -> None:
+    if "error" in row:
+        print(f"{setting.name}: FAILED: {row['error'][:300]}", flush=True)
+        return
+    measured = row["measured"]
+    said = f"peak {measured['peak_allocated_bytes'] / 2**20:.1f} MiB in {row['measured_in_seconds']} s"
+    if "relative_errors" in row:
+        said += f", forecast {100 * row['relative_errors']['peak']:+.2f} %"
+    print(f"{setting.name}: {said}", flush=True)
+
+
+def _table(result: dict[str, Any]) -> str:
+    def line(name: str, row: dict[str, Any]) -> tuple[str, ...]:
+        if "measured" not in row:
+            return (name, "failed", *[""] * 7)
+        measured = row["measured"]
+        phases = (measured["phases"].get(phase) for phase in ("load", "forward", "backward", "optimizer", "evaluation"))
+        error = row.get("relative_errors", {}).get("peak")
+        return (
+            name,
+            _mib(measured["weight_bytes"]),
+            *(_mib(phase) for phase in phases),
+            _mib(measured["peak_allocated_bytes"]),
+            "" if error is None else f"{100 * error:+.2f} %",
+        )
+
+    header = ("MiB", "weights", "load", "forward", "backward", "optimizer", "evaluation", "peak", "forecast")
+    rows = [line(name, row) for name, row in result["settings"].items()]
+    return harness.table(header, rows) + "\n" + json.dumps(result["summary"], indent=2)
+
+
+def _mib(size_bytes: int | None) -> str:
+    return "" if size_bytes is None else f"{size_bytes / 2**20:.1f}"
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", action="append", metavar="NAME", help="only this setting (may be repeated)")
+    parser.add_argument("--limit", type=int, help="only the first so many settings")
+    parser.add_argument("--measure-only", action="store_true", help="measure without forecasting")
+    parser.add_argument("--output", type=Path, default=harness.RESULTS / "forecast_cpu.json")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

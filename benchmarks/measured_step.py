@@ -1,0 +1,360 @@
+"""The memory of a real training job on the CPU, from the profiler's account of every allocation.
+
+    python benchmarks/measured_step.py SETTING_JSON [--events FILE] [--resident]
+
+The truth that `finetune plan` is compared with, and it shares no code with the forecast: PyTorch's profiler reports
+each block that torch's CPU allocator hands out or takes back, and the running sum of these is what is live. Random
+weights, adapter, checkpointing and trainer are built by the project's own builders, two optimizer steps are trained,
+and the phases are those that the trainer tells its monitor.
+
+Not seen: what is not torch's own (oneDNN's and bitsandbytes' scratch, numpy, Python), which `--resident` measures
+from outside, and tensors made while libraries were imported (a few KiB), whose frees are not counted either.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import datasets
+import torch
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from finetune import libraries
+from finetune.config import Config
+from finetune.data.batching import RowOrder
+from finetune.data.prepare import Counts, Prepared
+from finetune.memory.monitor import Monitor
+from finetune.model import adapter, attention, base, checkpointing
+from finetune.model.tokenizer import load_tokenizer
+from finetune.rundir import RunDirectory
+from finetune.settings import CHOICES
+from finetune.training import run as training
+
+STEPS = 2
+"""Optimizer steps: the first creates gradients and optimizer states, the second has them from its start."""
+
+IGNORED = -100
+_MARK = "phase:"
+_ATTACH, _BUILT, _BETWEEN = "attach", "built", "between"
+
+Row = tuple[int, int]
+"""Length of a row and how many of its tokens, at its end, are trained."""
+
+
+@dataclass
+class Measured:
+    """Bytes of live tensors, by the profiler, and what tells that the job was the one meant.
+
+    `phases` are peaks: those of the trainer, `attach` (adapter and checkpointing), and `between`, which is what lies
+    outside of every phase from the finished model on (the trainer's own construction, gradient clipping, the export).
+    `peak_place` is the phase and the innermost operator in which the peak was reached.
+    """
+
+    peak_allocated_bytes: int = 0
+    peak_place: str = ""
+    phases: dict[str, int] = field(default_factory=dict)
+    built_bytes: int = 0
+    weight_bytes: int = 0
+    trained_bytes: int = 0
+    resident_bytes: int | None = None
+    losses: list[float] = field(default_factory=list)
+    events: int = 0
+    seconds: float = 0.0
+
+
+class Event(NamedTuple):
+    """One allocation (bytes above 0) or free, the innermost operator it happened in, and the phase."""
+
+    size_bytes: int
+    operator: str
+    phase: str
+
+
+# -- the job -----------------------------------------------------------------------------------------------------------
+
+
+def config_of(values: Mapping[str, Any]) -> Config:
+    """The config of `section.key` values, for random weights and two steps; what else is not given is the default."""
+    sections: dict[str, dict[str, Any]] = {}
+    fixed = {"model.weights": "random", "training.max_steps": STEPS, "training.group_by_length": False}
+    for key, value in {**values, **fixed}.items():
+        section, _, name = key.partition(".")
+        sections.setdefault(section, {})[name] = value
+    return Config.model_validate(sections, context={"choices": CHOICES})
+
+
+def architecture_of(values: Mapping[str, Any]) -> Any:
+    """The transformers config of a config.json's values."""
+    from transformers import AutoConfig
+
+    return AutoConfig.for_model(**values)
+
+
+def worst_rows(micro_batch: int, length: int, trained: int, *, padded: bool = True) -> list[Row]:
+    """One micro-batch at the longest length; with `padded` the last of several rows is a quarter shorter."""
+    rows = [(length, trained)] * micro_batch
+    if padded and micro_batch > 1:
+        shorter = length - max(length // 4, 1)
+        rows[-1] = (shorter, min(trained, shorter - 1))
+    return rows
+
+
+def measure(
+    config: Config, architecture: Any, rows: Sequence[Row], *, padded: bool = True, events: list[Event] | None = None
+) -> Measured:
+    """Train two steps of `config` on a model of `architecture`, every micro-batch made of `rows`, under the profiler.
+
+    `events` receives every allocation and free. With several rows and `padded` one must be shorter than the longest,
+    so that an attention mask is needed.
+    """
+    _check(config, rows, padded)
+    torch.set_num_threads(1)
+    measured = Measured()
+    started = time.perf_counter()
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        _job(config, architecture, rows, measured)
+    measured.seconds = round(time.perf_counter() - started, 2)
+    found = list(_events(profiler))
+    _read(found, measured)
+    if events is not None:
+        events += found
+    return measured
+
+
+def measure_resident(config: Config, architecture: Any, rows: Sequence[Row], *, padded: bool = True) -> int:
+    """What the same job adds to this process's resident size, at its peak; without the profiler, which takes its own.
+
+    To be asked once in a process, whose allocator must give freed memory back (MALLOC_MMAP_THRESHOLD_).
+    """
+    _check(config, rows, padded)
+    torch.set_num_threads(1)
+    measured = Measured()
+    _job(config, architecture, rows, measured)
+    assert measured.resident_bytes is not None
+    return measured.resident_bytes
+
+
+def _check(config: Config, rows: Sequence[Row], padded: bool) -> None:
+    assert config.training.max_steps == STEPS
+    assert not config.training.group_by_length, "rows must come in the order they are given"
+    assert len(rows) == config.training.micro_batch, "rows are those of one micro-batch"
+    lengths = {length for length, _ in rows}
+    assert (len(lengths) > 1) == (padded and len(rows) > 1), "rows do not fit `padded`"
+
+
+def _job(config: Config, architecture: Any, rows: Sequence[Row], measured: Measured) -> None:
+    """The stages of finetune.recipe that are forecast, with its builders; fills in what is not the profiler's."""
+    libraries.quiet()
+    device = torch.device("cpu")
+    tokenizer = load_tokenizer(config.model)
+    implementation, _ = attention.choose(config.model.attention, architecture, device.type, config.training.precision)
+    dtype = base.base_dtype(config.adapter, config.training)
+    data = _data(config, architecture.vocab_size, rows)
+    monitor = _Marks()
+    with tempfile.TemporaryDirectory(prefix="measured-") as scratch:
+        run = RunDirectory(Path(scratch) / "run")
+        run.create(config)
+        _write_peak_reset()
+        resident_before = _status("VmRSS")
+        with monitor.phase("load"):
+            model = base.load_base(
+                config.model, config.quantization, architecture, attention=implementation, dtype=dtype, device=device
+            )
+        _mark(_ATTACH)
+        whole = adapter.attach(model, config.adapter, config.model.name, config.training.seed)
+        checkpointing.apply(model, config.memory, device.type)
+        measured.weight_bytes = _weight_bytes(whole)
+        measured.trained_bytes = sum(p.nbytes for p in whole.parameters() if p.requires_grad)
+        _mark(_BUILT)
+        training.train(config, whole, tokenizer, data, run, monitor, _Silent(), device=device)
+        _mark(_BETWEEN)
+        measured.resident_bytes = _status("VmHWM") - resident_before
+        steps = [line for line in run.metrics() if "loss" in line]
+    micro_batches = config.training.batch_size // config.training.micro_batch
+    expected = micro_batches * sum(length for length, _ in rows)
+    assert [line["tokens"] for line in steps] == [expected] * STEPS, "a micro-batch was not the one meant"
+    measured.losses = [line["loss"] for line in steps]
+
+
+def _data(config: Config, vocabulary: int, rows: Sequence[Row]) -> Prepared:
+    """`rows` for every micro-batch of every step, stored so that the trainer's own random order restores theirs."""
+    wanted = [*rows] * (config.training.batch_size // config.training.micro_batch) * STEPS
+    section = config.training
+    order = list(RowOrder([length for length, _ in wanted], section.batch_size, section.seed, section.group_by_length))
+    stored: list[Row] = [(0, 0)] * len(wanted)
+    for row, place in zip(wanted, order, strict=True):
+        stored[place] = row
+    train, counts = _split(stored, vocabulary)
+    if config.data.eval == "none":
+        return Prepared(train, None, counts, None)
+    held_out, held_out_counts = _split(rows, vocabulary)
+    return Prepared(train, held_out, counts, held_out_counts)
+
+
+def _split(rows: Sequence[Row], vocabulary: int) -> tuple[Any, Counts]:
+    columns: dict[str, list[Any]] = {"input_ids": [], "labels": [], "length": [], "trained": []}
+    for number, (length, trained) in enumerate(rows):
+        ids = [(number * 7919 + place * 104_729) % (vocabulary - 8) + 8 for place in range(length)]
+        columns["input_ids"].append(ids)
+        columns["labels"].append([IGNORED] * (length - trained) + ids[length - trained :])
+        columns["length"].append(length)
+        columns["trained"].append(trained)
+    lengths = columns["length"]
+    counts = Counts(len(rows), sum(lengths), sum(trained for _, trained in rows), max(lengths))
+    return datasets.Dataset.from_dict(columns), counts
+
+
+class _Marks(Monitor):
+    """Writes each phase's beginning into the profiler's own sequence of events; measures nothing itself."""
+
+    def __init__(self) -> None:
+        super().__init__(_NoMeter())
+
+    def enter(self, phase: str) -> None:
+        super().enter(phase)
+        _mark(phase)
+
+    def leave(self) -> dict[str, int]:
+        peak = super().leave()
+        _mark(_BETWEEN)
+        return peak
+
+
+class _NoMeter:
+    """The monitor's own meter sets the process's peak back, which is read here at the end."""
+
+    def reset(self) -> None: ...
+
+    def read(self) -> dict[str, int]:
+        return {"resident_bytes": 0}
+
+
+class _Silent:
+    """A listener that shows nothing."""
+
+    def started(self, first_step: int, last_step: int) -> None: ...
+
+    def stepped(self, line: dict[str, Any]) -> None: ...
+
+    def evaluated(self, line: dict[str, Any]) -> None: ...
+
+    def note(self, text: str) -> None: ...
+
+
+def _mark(phase: str) -> None:
+    with record_function(_MARK + phase):
+        pass
+
+
+def _weight_bytes(model: Any) -> int:
+    """Bytes of all weights, buffers and quantization constants, each storage counted once."""
+    found: dict[int, int] = {}
+    seen: set[int] = set()
+
+    def add(value: Any) -> None:
+        if value is None or id(value) in seen:
+            return
+        seen.add(id(value))
+        if isinstance(value, torch.Tensor):
+            storage = value.untyped_storage()
+            found[storage.data_ptr()] = storage.nbytes()
+            for name in ("quant_state", "SCB", "CB"):
+                add(getattr(value, name, None))
+        elif hasattr(value, "absmax"):
+            for part in (value.absmax, value.code, value.offset, value.state2):
+                add(part)
+
+    for tensor in itertools.chain(model.parameters(), model.buffers()):
+        add(tensor)
+    return sum(found.values())
+
+
+def _status(name: str) -> int:
+    """One size of this process in bytes, such as VmRSS."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(name + ":"):
+            return int(line.split()[1]) * 1024
+    raise AssertionError(f"{name} stands in every Linux process's status")
+
+
+def _write_peak_reset() -> None:
+    Path("/proc/self/clear_refs").write_text("5")  # VmHWM back to VmRSS (proc(5))
+
+
+# -- the events --------------------------------------------------------------------------------------------------------
+
+
+def _events(profiler: Any) -> Iterator[Event]:
+    """Every allocation and free in order of time, with its place."""
+    moments: list[tuple[int, int, Any]] = []
+    pending = [(event, "") for event in profiler.profiler.kineto_results.experimental_event_tree()]
+    while pending:
+        event, operator = pending.pop()
+        if event.name.startswith(_MARK) or event.tag.name == "Allocation":
+            moments.append((event.start_time_ns, len(moments), (event, operator)))
+        pending += [(child, event.name) for child in event.children]
+    moments.sort(key=lambda moment: moment[:2])
+    phase, sums = "before", 0
+    for _, _, (event, operator) in moments:
+        if event.tag.name != "Allocation":
+            phase = event.name.removeprefix(_MARK)
+            yield Event(0, _MARK, phase)
+            continue
+        allocation = event.typed[1]
+        sums += allocation.alloc_size
+        assert sums == allocation.total_allocated, "an allocation was lost, or another thread made one"
+        yield Event(allocation.alloc_size, operator, phase)
+
+
+def _read(events: Sequence[Event], measured: Measured) -> None:
+    """Peaks of the running sum, by phase and from the finished model on."""
+    live, built = 0, False
+    for event in events:
+        live += event.size_bytes
+        if event.phase == _BUILT and not built:
+            built, measured.built_bytes = True, live
+        phase = _BETWEEN if event.phase == _BUILT else event.phase
+        measured.phases[phase] = max(measured.phases.get(phase, 0), live)
+        if built and live > measured.peak_allocated_bytes:
+            measured.peak_allocated_bytes, measured.peak_place = live, f"{phase}: {event.operator}"
+    measured.events = len(events)
+
+
+# -- the command -------------------------------------------------------------------------------------------------------
+
+
+def main() -> None:
+    options = _options()
+    libraries.before_import()
+    setting = json.loads(options.setting)
+    rows = [(length, trained) for length, trained in setting["rows"]]
+    arguments = (config_of(setting["config"]), architecture_of(setting["architecture"]), rows)
+    padded = setting.get("padded", True)
+    if options.resident:
+        result: dict[str, Any] = {"resident_bytes": measure_resident(*arguments, padded=padded)}
+    else:
+        events: list[Event] | None = [] if options.events else None
+        result = asdict(measure(*arguments, padded=padded, events=events))
+        if options.events:
+            options.events.write_text(json.dumps(events))
+    print(json.dumps(result))
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("setting", help="JSON with architecture, config, rows and padded (see forecast_cpu.py)")
+    parser.add_argument("--events", type=Path, help="write all allocations and frees: [bytes, operator, phase]")
+    parser.add_argument("--resident", action="store_true", help="measure the resident peak instead, unprofiled")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

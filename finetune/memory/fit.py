@@ -1,0 +1,287 @@
+"""The fit: the fastest setting of a job that fits a device, at the same global batch and so with the same result.
+
+Chosen are the micro-batch, how many layers are checkpointed, whether their inputs go to the host, and how many tokens'
+logits exist at a time. Each candidate is forecast as a whole; the search only decides which candidates are worth it.
+Time is the forecast's own (operations, bytes moved, calls), recomputation included.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from finetune.config import Config
+from finetune.errors import OutOfMemoryError
+from finetune.memory import device as devices
+from finetune.memory.forecast import Forecast
+from finetune.model.checkpointing import pattern
+
+Forecaster = Callable[[Config], Forecast]
+
+_SMALL_TILE = 512
+_ROWS, _LAYERS, _OFFLOAD, _TILE = (
+    "training.micro_batch",
+    "memory.checkpointing",
+    "memory.offload",
+    "memory.loss_tokens",
+)
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """What was chosen: the config, its forecast, why each value, and the forecast of "checkpoint everything".
+
+    `everything` has the chosen micro-batch or, where that fits only with fewer layers checkpointed, a smaller one.
+    """
+
+    config: Config
+    forecast: Forecast
+    reasons: Mapping[str, str]
+    everything: Forecast
+    tried: int
+
+    @property
+    def speed_up(self) -> float:
+        """Predicted speed over checkpointing every layer with the micro-batch that was asked for."""
+        return self.everything.seconds / self.forecast.seconds
+
+    def value(self, key: str) -> Any:
+        """What was chosen for `section.key`."""
+        section, _, name = key.partition(".")
+        return getattr(getattr(self.config, section), name)
+
+    def as_dict(self) -> dict[str, Any]:
+        """What was chosen, as JSON values."""
+        return {
+            "chosen": {key: self.value(key) for key in (_ROWS, _LAYERS, _OFFLOAD, _TILE)},
+            "reasons": dict(self.reasons),
+            "forecast": self.forecast.as_dict(),
+            "checkpoint_everything": self.everything.as_dict(),
+            "predicted_speed_up": round(self.speed_up, 4),
+            "tried": self.tried,
+        }
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How far the job could be taken: the largest values that fit with every layer checkpointed, each by itself.
+
+    0 where not even the least fits. `smallest_card` is that of the table that still holds one row with every layer
+    checkpointed, or None.
+    """
+
+    length: int
+    micro_batch: int
+    rank: int
+    smallest_card: str | None
+
+    def as_dict(self) -> dict[str, Any]:
+        """The limits as JSON values."""
+        return asdict(self)
+
+
+def fit(
+    config: Config, layers: int, forecast: Forecaster, *, rows: int | None, checkpointing: str | int | None
+) -> Fitted:
+    """The fastest setting that fits; `rows` and `checkpointing` fix what is not to be chosen (None: choose).
+
+    Raises OutOfMemoryError when nothing fits, saying by how much.
+    """
+    return _Search(config, layers, forecast, rows, checkpointing).best()
+
+
+class _Search:
+    def __init__(
+        self, config: Config, layers: int, forecast: Forecaster, rows: int | None, checkpointing: str | int | None
+    ) -> None:
+        self._config = config
+        self._layers = layers
+        self._forecast = forecast
+        self._rows = [rows] if rows else _divisors(config.training.batch_size)
+        self._checkpointing = checkpointing
+        self._known: dict[tuple[Any, ...], tuple[Config, Forecast]] = {}
+
+    def best(self) -> Fitted:
+        """Try micro-batches, the largest first, until a smaller one can be no faster."""
+        found: list[tuple[Config, Forecast]] = []
+        for rows in self._rows:
+            candidate = self._with_rows(rows)
+            if candidate:
+                found.append(candidate)
+                if min(found, key=_seconds) is not candidate or self._checkpointed(candidate[0]) == 0:
+                    break  # with fewer rows weights are read more often, and no less is recomputed
+        if not found:
+            self._raise()
+        config, chosen = min(found, key=_seconds)
+        return Fitted(config, chosen, self._reasons(config, chosen), self._everything(config), len(self._known))
+
+    # -- one micro-batch -------------------------------------------------------------------------------------------
+
+    def _with_rows(self, rows: int) -> tuple[Config, Forecast] | None:
+        """The fastest that fits with this micro-batch."""
+        if self._checkpointing is not None:
+            tried = [self._try(rows, self._checkpointing, self._config.memory.offload, tile) for tile in self._tiles()]
+            return next((pair for pair in tried if pair[1].fits), None)
+        for offload in ("none", "checkpoints") if self._can_offload(rows) else ("none",):
+            options = []
+            for tile in self._tiles():
+                if option := self._least_layers(rows, offload, tile):
+                    options.append(option)
+                    if self._checkpointed(option[0]) == 0:
+                        break  # a smaller tile can save nothing more
+            if options:
+                return min(options, key=_seconds)
+        return None
+
+    def _least_layers(self, rows: int, offload: str, tile: int) -> tuple[Config, Forecast] | None:
+        """With as few layers checkpointed as must be: bisection, as each more takes no more memory."""
+        least = 1 if offload == "checkpoints" else 0
+        if (free := self._try(rows, least, offload, tile))[1].fits:
+            return free
+        if not (full := self._try(rows, self._layers, offload, tile))[1].fits:
+            return None
+        # The last that does not fit and the first that does.
+        low, high, fitting = least, self._layers, full
+        while high - low > 1:
+            middle = self._guess(rows, offload, tile, low, high)
+            tried = self._try(rows, middle, offload, tile)
+            if tried[1].fits:
+                high, fitting = middle, tried
+            else:
+                low = middle
+        return fitting
+
+    def _guess(self, rows: int, offload: str, tile: int, low: int, high: int) -> int:
+        """Where a straight line between two known numbers of layers meets the budget, and at least one inside."""
+        above, below = (self._try(rows, number, offload, tile)[1].needed_bytes for number in (low, high))
+        budget = self._try(rows, high, offload, tile)[1].budget_bytes
+        share = (above - budget) / max(1, above - below)
+        return min(high - 1, max(low + 1, low + round(share * (high - low))))
+
+    def _tiles(self) -> list[int]:
+        chosen = self._config.memory.loss_tokens
+        return [chosen, _SMALL_TILE] if chosen > _SMALL_TILE else [chosen]
+
+    def _can_offload(self, rows: int) -> bool:
+        return self._try(rows, self._layers, "none", self._tiles()[-1])[1].device.type == "cuda"
+
+    def _try(self, rows: int, layers: str | int, offload: str, tile: int) -> tuple[Config, Forecast]:
+        key = (rows, layers, offload, tile)
+        if key not in self._known:
+            config = self._config.changed({_ROWS: rows, _LAYERS: self._named(layers), _OFFLOAD: offload, _TILE: tile})
+            self._known[key] = (config, self._forecast(config))
+        return self._known[key]
+
+    def _named(self, layers: str | int) -> str | int:
+        return {0: "none", self._layers: "all"}.get(layers, layers) if isinstance(layers, int) else layers
+
+    # -- what is said of it ----------------------------------------------------------------------------------------
+
+    def _checkpointed(self, config: Config) -> int:
+        return sum(pattern(config.memory.checkpointing, self._layers))
+
+    def _everything(self, config: Config) -> Forecast:
+        """Every layer checkpointed, at the micro-batch asked for (the chosen one where that was left open)."""
+        rows = self._config.training.micro_batch
+        return self._try(config.training.rows if rows == "auto" else rows, self._layers, "none", self._tiles()[0])[1]
+
+    def _reasons(self, config: Config, chosen: Forecast) -> dict[str, str]:
+        layers, rows = self._checkpointed(config), config.training.rows
+        accumulation = config.training.batch_size // rows
+        room = (chosen.budget_bytes - chosen.needed_bytes) / 2**30
+        reasons = {
+            _ROWS: f"the fastest of {', '.join(map(str, self._rows))}; {accumulation} of them make the global batch",
+            _LAYERS: f"{layers} of {self._layers} layers recomputed; {room:.2f} GiB of the budget are left",
+        }
+        if 0 < layers < self._layers:
+            reasons[_LAYERS] += ", and one layer less would not fit"
+        if config.memory.offload != self._config.memory.offload:
+            reasons[_OFFLOAD] = "nothing fits with the layers' inputs on the device"
+        if config.memory.loss_tokens != self._config.memory.loss_tokens:
+            reasons[_TILE] = "fewer logits at a time, so that fewer layers must be recomputed"
+        return reasons
+
+    def _raise(self) -> None:
+        config, least = min(self._known.values(), key=lambda pair: pair[1].needed_bytes)
+        raise OutOfMemoryError(
+            f"nothing fits {least.device.name}: the least found takes {least.needed_bytes / 2**30:.2f} GiB of "
+            f"{least.budget_bytes / 2**30:.2f} (micro-batch {config.training.rows}, checkpointing "
+            f"{config.memory.checkpointing}, offload {config.memory.offload}); shorten `data.max_length`, store the "
+            "base in nf4, or take a card with more memory"
+        )
+
+
+def limits(config: Config, forecast: Forecaster) -> Limits:
+    """The longest rows, the most rows and the highest rank that fit with every layer checkpointed, each by itself."""
+    least = config.changed({_LAYERS: "all"})
+    one = least.changed({_ROWS: 1, "training.batch_size": 1})
+    card = devices.smallest_fitting(forecast(one).peak_reserved_bytes)
+    return Limits(
+        smallest_card=card.name if card else None,
+        length=_largest(lambda value: forecast(one.changed({"data.max_length": value})), config.data.max_length, 64),
+        micro_batch=_largest(
+            lambda value: forecast(least.changed({_ROWS: value, "training.batch_size": value})), config.training.rows, 1
+        ),
+        rank=0
+        if config.adapter.kind == "none"
+        else _largest(lambda value: forecast(least.changed({"adapter.rank": value})), config.adapter.rank, 1),
+    )
+
+
+def _largest(forecast: Callable[[int], Forecast], start: int, grain: int) -> int:
+    """The largest multiple of `grain` whose forecast fits, found by following the slope; 0 where none does.
+
+    Needed memory grows nearly in proportion, so that a few steps suffice.
+    """
+    known: dict[int, Forecast] = {}
+
+    def at(value: int) -> Forecast:
+        return known.setdefault(value, known.get(value) or forecast(value))
+
+    low, high = 0, None
+    value = max(grain, start // grain * grain)
+    for _ in range(_STEPS):
+        if at(value).fits:
+            low = max(low, value)
+        else:
+            high = min(high or value, value)
+        if high is not None and high - low <= grain:
+            break
+        value = _next(known, low, high, grain)
+    return low
+
+
+_STEPS = 12
+
+
+def _next(known: Mapping[int, Forecast], low: int, high: int | None, grain: int) -> int:
+    values = sorted(known)
+    guess = 2 * values[-1]
+    if len(values) > 1:
+        first, last = known[values[-2]], known[values[-1]]
+        slope = (last.needed_bytes - first.needed_bytes) / (values[-1] - values[-2])
+        if slope > 0:
+            guess = int(values[-1] + (last.budget_bytes - last.needed_bytes) / slope) // grain * grain
+    ceiling = guess if high is None else high - grain
+    guess = min(max(guess, low + grain), max(ceiling, low + grain))
+    return guess if guess not in known else max(grain, (low + (high or 2 * low)) // 2 // grain * grain)
+
+
+def _divisors(number: int) -> list[int]:
+    """The divisors of the global batch, the largest first."""
+    return [value for value in range(number, 0, -1) if number % value == 0]
+
+
+def _seconds(pair: tuple[Config, Forecast]) -> float:
+    return pair[1].seconds
+
+
+def explained(dumped: str, reasons: Mapping[str, str]) -> Iterator[str]:
+    """The lines of a config file, with a comment beside each value that was chosen."""
+    section = ""
+    for line in dumped.splitlines():
+        key = line.strip().partition(":")[0]
+        section = key if line and not line.startswith(" ") else section
+        reason = reasons.get(f"{section}.{key}")
+        yield f"{line}  # {reason}" if reason and line.startswith(" ") else line

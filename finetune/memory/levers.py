@@ -1,0 +1,46 @@
+"""What would take less memory, the cheapest first, leaving out what is already done."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from finetune.config import Config
+
+_SHORTEST = 64
+_SMALLEST_TILE = 512
+
+
+@dataclass(frozen=True)
+class Lever:
+    """A change of the config, by `section.key`, and what it costs."""
+
+    changes: Mapping[str, Any]
+    cost: str
+
+    def __str__(self) -> str:
+        return " ".join(f"{key}={value}" for key, value in self.changes.items())
+
+
+def levers(config: Config) -> list[Lever]:
+    """The levers that `config` leaves, in the order in which to try them."""
+    memory, training = config.memory, config.training
+    found = []
+    if memory.checkpointing != "all":
+        found.append(Lever({"memory.checkpointing": "all"}, "about a third more time"))
+    if training.micro_batch != "auto" and training.rows > 1:
+        found.append(Lever({"training.micro_batch": training.rows // 2}, "same gradient, more passes"))
+    if memory.loss_tokens > _SMALLEST_TILE:
+        found.append(Lever({"memory.loss_tokens": _SMALLEST_TILE}, "same loss, smaller products"))
+    if memory.offload == "none":
+        found.append(Lever({"memory.checkpointing": "all", "memory.offload": "checkpoints"}, "copies to the host"))
+    if config.quantization.kind != "nf4" and config.adapter.kind == "lora":
+        found.append(Lever({"quantization.kind": "nf4"}, "weights in 4 bit"))
+    if config.adapter.kind == "none":
+        found.append(Lever({"adapter.kind": "lora", "quantization.kind": "nf4"}, "an adapter instead of every weight"))
+    elif config.adapter.rank > 8:
+        found.append(Lever({"adapter.rank": config.adapter.rank // 2}, "a smaller adapter"))
+    if config.data.max_length > _SHORTEST:
+        found.append(Lever({"data.max_length": config.data.max_length // 2}, "longer rows are cut"))
+    return found

@@ -1,0 +1,203 @@
+"""What a job will take, before a byte is allocated: its forecast, what would make it smaller, and its fit to a card.
+
+No weights are read here, nothing is downloaded, and no GPU is needed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from finetune import libraries
+from finetune.config import Config, dump
+from finetune.data import prepare, sources
+from finetune.data.batching import Batch, longest_batch, worst_batch
+from finetune.data.prepare import Prepared
+from finetune.memory import device as devices
+from finetune.memory import files, forecast
+from finetune.memory import fit as fitting
+from finetune.memory.device import Device
+from finetune.memory.fit import Fitted, Limits
+from finetune.memory.forecast import Forecast
+from finetune.memory.levers import Lever, levers
+from finetune.model import attention, catalog
+from finetune.model.base import load_architecture
+from finetune.model.locate import at_hand
+from finetune.model.tokenizer import load_tokenizer
+from finetune.report import forecast_view, memory_plot, words
+from finetune.rundir import write_text
+from finetune.training.rehearsal import rehearse
+
+
+@dataclass(frozen=True)
+class Planner:
+    """Forecasts variants of one job on one device.
+
+    `data` gives the lengths of the rows; without it every row counts as `data.max_length` long.
+    """
+
+    job: Config
+    architecture: Any
+    device: Device
+    data: Prepared | None
+
+    def forecast(self, config: Config | None = None, *, evaluates: bool = True) -> Forecast:
+        """What `config` (by default the job itself) takes. Without `evaluates` the evaluation is left out."""
+        config = config or self.job
+        batch, held_out = self._worst_batches(config)
+        implementation = attention.planned(
+            config.model.attention, self.architecture, self.device.type, config.training.precision
+        )
+        trace = rehearse(config, self.architecture, batch, held_out if evaluates else None, self.device, implementation)
+        return forecast.make(
+            trace,
+            self.device,
+            batch,
+            implementation,
+            micro_batches=config.training.batch_size // config.training.rows,
+            merge_bytes=files.merge_bytes(config, trace),
+            disk_bytes=files.disk_bytes(config, trace),
+        )
+
+    def levers(self, config: Config | None = None) -> list[tuple[Lever, Forecast]]:
+        """Each lever that is left, with what the job would take with it."""
+        config = config or self.job
+        return [(lever, self.forecast(config.changed(lever.changes))) for lever in levers(config)]
+
+    def fit(self) -> Fitted:
+        """The fastest setting that fits. Raises OutOfMemoryError when none does.
+
+        Micro-batch and checkpointing are chosen where the job says `auto`.
+        """
+        training, memory = self.job.training, self.job.memory
+        return fitting.fit(
+            self.job,
+            self.architecture.get_text_config().num_hidden_layers,
+            lambda config: self.forecast(config, evaluates=False),
+            rows=None if training.micro_batch == "auto" else training.rows,
+            checkpointing=None if memory.checkpointing == "auto" else memory.checkpointing,
+        )
+
+    def limits(self, config: Config) -> Limits:
+        """The longest rows, most rows and highest rank that fit with every layer checkpointed."""
+        return fitting.limits(config, lambda variant: self.forecast(variant, evaluates=False))
+
+    def _worst_batches(self, config: Config) -> tuple[Batch, Batch | None]:
+        """The largest training and held-out batches that data and sampler can produce."""
+        rows = config.training.rows
+        if self.data is None or config.data.max_length != self.job.data.max_length:
+            longest = longest_batch(rows, config.data.max_length)
+            return longest, None if config.data.eval == "none" else longest
+        held_out = self.data.eval
+        return _worst(self.data.train, rows), None if held_out is None else _worst(held_out, rows)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A job's forecast and, where it does not fit, what each lever would make of it."""
+
+    config: Config
+    forecast: Forecast
+    levers: tuple[tuple[Lever, Forecast], ...]
+
+    def as_dict(self) -> dict[str, Any]:
+        """The forecast and the levers as JSON values."""
+        levers = [
+            {
+                "changes": dict(lever.changes),
+                "cost": lever.cost,
+                "needed_bytes": after.needed_bytes,
+                "saved_bytes": self.forecast.needed_bytes - after.needed_bytes,
+                "fits": after.fits,
+            }
+            for lever, after in self.levers
+        ]
+        return {**self.forecast.as_dict(), "levers": levers}
+
+    def draw(self, path: Path) -> None:
+        """Memory over the step as a PNG."""
+        memory_plot.forecast(self.forecast, path)
+
+    def _repr_html_(self) -> str:
+        return forecast_view.html(self.forecast)
+
+
+def plan(config: Config, gpu: str | None = None) -> Plan:
+    """What the job will take on `gpu`: a card's name, a size such as 24GiB, `auto` or `cpu`; by default what is here.
+
+    Where the config says `auto`, micro-batch and checkpointing are fitted first. Raises a FinetuneError for a model or
+    a card that is not known.
+    """
+    planner = planner_for(config, gpu)
+    if not config.fitted:
+        config = planner.fit().config
+    found = planner.forecast(config)
+    return Plan(config, found, () if found.fits else tuple(planner.levers(config)))
+
+
+def fit(config: Config, gpu: str | None = None) -> Fitted:
+    """The job fitted to `gpu`: micro-batch and checkpointing for the most speed, at the same global batch.
+
+    Raises OutOfMemoryError when nothing fits.
+    """
+    return _open_planner(config, gpu).fit()
+
+
+def fit_with_limits(config: Config, gpu: str | None = None) -> tuple[Fitted, Limits]:
+    """`fit`, and how far the fitted job could be taken on that device."""
+    planner = _open_planner(config, gpu)
+    fitted = planner.fit()
+    return fitted, planner.limits(fitted.config)
+
+
+def _open_planner(config: Config, gpu: str | None) -> Planner:
+    """A planner that chooses micro-batch and checkpointing, whatever the config says."""
+    return planner_for(config.changed({"training.micro_batch": "auto", "memory.checkpointing": "auto"}), gpu)
+
+
+def write(fitted: Fitted, path: Path) -> None:
+    """The fitted config as a file, with a comment beside each value that was chosen."""
+    write_text(path, "\n".join(fitting.explained(dump(fitted.config), fitted.reasons)) + "\n")
+
+
+def does_not_fit(found: Forecast, levers: list[tuple[Lever, Forecast]]) -> str:
+    """What a person is told of a job that does not fit: by how much, at which batch, and what would help."""
+    batch = found.batch
+    lines = [
+        f"the job does not fit {found.device.name}: it would take {words.size(found.needed_bytes)} of "
+        f"{words.size(found.budget_bytes)}, at its largest batch ({batch.rows} x {batch.tokens} tokens, from "
+        f"{batch.source}). What would help:"
+    ]
+    for lever, after in levers:
+        verdict = "fits" if after.fits else "does not fit yet"
+        lines.append(f"  {lever}: {words.size(after.needed_bytes)}, {verdict} ({lever.cost})")
+    return "\n".join(lines)
+
+
+def planner_for(config: Config, gpu: str | None = None) -> Planner:
+    """The planner of a job on a device that need not be here."""
+    libraries.quiet()
+    device = devices.find(gpu or ("auto" if torch.cuda.is_available() else "cpu"), config.memory)
+    return Planner(config, _architecture(config), device, _data(config))
+
+
+def _architecture(config: Config) -> Any:
+    """From the catalog where it is known there, so that a plan needs neither network nor a licence."""
+    name = config.model.name
+    return catalog.config(name) if catalog.find(name) else load_architecture(config.model)
+
+
+def _data(config: Config) -> Prepared | None:
+    """The tokenized data, where it and the tokenizer are at hand and small."""
+    model = config.model
+    random = model.weights == "random" and model.tokenizer is None and catalog.find(model.name)
+    if not sources.at_hand(config.data.train) or not (random or at_hand(model.tokenizer or model.name)):
+        return None
+    return prepare.prepare(config.data, load_tokenizer(model))
+
+
+def _worst(rows: Any, micro_batch: int) -> Batch:
+    return worst_batch(rows["length"], rows["trained"], micro_batch, "the data's rows")

@@ -1,0 +1,251 @@
+"""A forecast as people read it: on a terminal or in a log, and in a notebook.
+
+The first line is the answer; what follows says what the answer is made of. Nothing that is zero takes a line.
+"""
+
+from __future__ import annotations
+
+import base64
+import html as markup
+from collections.abc import Iterable, Sequence
+from io import BytesIO
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from finetune.memory.comparison import TOLD_ABOVE
+from finetune.memory.forecast import WORDS, Forecast
+from finetune.report import memory_plot, words
+
+_BAR_CELLS = 32
+_EIGHTHS = "▏▎▍▌▋▊▉"
+_OVER = "over the budget"
+_IMAGE_STYLE = "max-width: 100%; height: auto; background: #fff"
+
+
+def show(forecast: Forecast, console: Console) -> None:
+    """Print the forecast: whether it fits, what the memory goes to, and what else a step takes."""
+    _say(console, memory_plot.verdict(forecast), style="bold green" if forecast.fits else "bold red")
+    _facts(console, {"batch": _batch(forecast), "attention": forecast.attention})
+    _say(console, "")
+    _bars(console, forecast)
+    _say(console, "")
+    _table(console, _phase_head(forecast), _phase_rows(forecast), texts=("",))
+    if facts := _costs(forecast):
+        _say(console, "")
+        _facts(console, facts)
+
+
+def levers(found: Sequence[tuple[str, int, bool, str]], console: Console) -> None:
+    """Print what would make the job fit: (change, needed bytes, whether it fits then, what it costs) in each row."""
+    if not found:
+        return
+    enough = any(fits for _, _, fits, _ in found)
+    title = "what would make it fit" if enough else "what would make it smaller; none of these is enough"
+    rows = [
+        (change, words.size(needed_bytes), "yes" if fits else "no", cost) for change, needed_bytes, fits, cost in found
+    ]
+    _say(console, title, style="bold")
+    _table(console, ("change", "needs", "fits", "cost"), rows, texts=("fits", "cost"))
+
+
+def compare(rows: Sequence[tuple[str, int, int]], console: Console) -> None:
+    """Print the forecast beside what was measured: (phase, forecast bytes, measured bytes) in each row."""
+    if not rows:
+        return
+    told, far = [], False
+    for phase, forecast_bytes, measured_bytes in rows:
+        difference, mark = "", ""
+        if measured_bytes:
+            relative = forecast_bytes / measured_bytes - 1
+            mark = " *" if abs(relative) > TOLD_ABOVE else "  "
+            difference = words.change(relative) + mark
+            far |= mark == " *"
+        told.append((phase, words.size(forecast_bytes), words.size(measured_bytes), difference))
+    _table(console, ("phase", "forecast", "measured", "difference"), told)
+    if far:
+        _say(console, f"* more than {TOLD_ABOVE:.0%} from what was measured")
+
+
+def html(forecast: Forecast) -> str:
+    """The forecast for a notebook: its tables and its picture, all in the markup itself."""
+    return "".join(
+        [
+            f"<p><strong>{_escape(memory_plot.verdict(forecast))}</strong></p>",
+            _html_table(
+                (), [("batch", _batch(forecast)), ("attention", forecast.attention), *_costs(forecast).items()]
+            ),
+            _html_table(
+                ("at the peak", "size", "share"),
+                [(name, words.size(size_bytes), words.share(share)) for name, size_bytes, share in _at_peak(forecast)],
+            ),
+            _html_table(_phase_head(forecast), _phase_rows(forecast)),
+            _picture(forecast),
+        ]
+    )
+
+
+# -- what there is to say ----------------------------------------------------------------------------------------------
+
+
+def _batch(forecast: Forecast) -> str:
+    batch = forecast.batch
+    micro_batches = forecast.tokens // (batch.rows * batch.tokens)
+    told = memory_plot.shape(batch)
+    if micro_batches > 1:
+        told += f", {words.count(micro_batches)} such micro-batches a step"
+    return f"{told}; lengths from {batch.source}"
+
+
+def _at_peak(forecast: Forecast) -> list[tuple[str, int, float]]:
+    """(name, bytes, share) of the categories that are there at the peak."""
+    total = sum(forecast.categories.values())
+    return [
+        (name, forecast.categories[category], forecast.categories[category] / total)
+        for category, name in WORDS.items()
+        if not memory_plot.is_nothing(forecast.categories.get(category, 0))
+    ]
+
+
+def _phase_head(forecast: Forecast) -> tuple[str, ...]:
+    """On a CPU tensors are all there is, and one column says it; the last column is there when it has something."""
+    measures = ("tensors",) if forecast.device.type == "cpu" else ("allocated", "reserved")
+    return ("phase", *measures, *([""] if _over_budget(forecast) else []))
+
+
+def _phase_rows(forecast: Forecast) -> list[tuple[str, ...]]:
+    over = _over_budget(forecast)
+    measures = ("allocated_bytes",) if forecast.device.type == "cpu" else ("allocated_bytes", "reserved_bytes")
+    return [
+        (
+            phase,
+            *(words.size(sizes[measure]) for measure in measures),
+            *([_OVER if phase in over else ""] if over else []),
+        )
+        for phase, sizes in forecast.phases.items()
+    ]
+
+
+def _over_budget(forecast: Forecast) -> set[str]:
+    """The phases that go over the budget. A merge may be one, though `fits` speaks of the training alone."""
+    left = forecast.budget_bytes - forecast.device.outside_bytes
+    over, most_before = set(), 0
+    for phase, sizes in forecast.phases.items():
+        allocated, reserved = sizes["allocated_bytes"], sizes["reserved_bytes"]
+        # What an earlier phase reserved stays reserved, and is no fault of this one.
+        if allocated > left or (reserved > left and reserved > most_before):
+            over.add(phase)
+        most_before = max(most_before, reserved)
+    return over
+
+
+def _costs(forecast: Forecast) -> dict[str, str]:
+    """What the job takes besides the device's memory."""
+    facts = {}
+    # On a CPU the host's memory is the memory that the headline is about.
+    if forecast.device.type != "cpu" and not memory_plot.is_nothing(forecast.host_bytes):
+        facts["host memory"] = words.size(forecast.host_bytes)
+    if not memory_plot.is_nothing(forecast.disk_bytes):
+        facts["disk"] = words.size(forecast.disk_bytes)
+    if forecast.flops:
+        facts["step"] = (
+            f"{_giga(forecast.flops)} GFLOP, at least {_seconds(forecast.seconds)}, "
+            f"at most {words.count(forecast.tokens_per_second)} tokens/s"
+        )
+    return facts
+
+
+def _giga(flops: int) -> str:
+    giga = flops / 1e9
+    return words.count(giga) if giga >= 10 else f"{giga:.2g}"
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:.3g} s" if seconds < 100 else f"{words.count(seconds)} s"
+
+
+# -- on a terminal or in a log -----------------------------------------------------------------------------------------
+
+
+def _bars(console: Console, forecast: Forecast) -> None:
+    """A bar for each category at the peak, and below them what they add up to."""
+    rows = _at_peak(forecast)
+    longest = max((size_bytes for _, size_bytes, _ in rows), default=1)
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(no_wrap=True)
+    grid.add_column(style="cyan", no_wrap=True)
+    grid.add_column(justify="right", no_wrap=True)
+    grid.add_column(justify="right", no_wrap=True)
+    for name, size_bytes, share in rows:
+        grid.add_row(name, _bar(console, size_bytes / longest), words.size(size_bytes), words.share(share))
+    grid.add_row("at the peak", "", words.size(forecast.needed_bytes), words.share(1))
+    console.print(grid, highlight=False)
+
+
+def _bar(console: Console, fraction: float) -> str:
+    """A bar in eighths of a cell; in whole ones where the console has no such characters."""
+    if not console.encoding.lower().startswith("utf"):
+        return "#" * max(1, round(_BAR_CELLS * fraction))
+    full, eighths = divmod(max(1, round(8 * _BAR_CELLS * fraction)), 8)
+    return "█" * full + ("", *_EIGHTHS)[eighths]
+
+
+def _table(
+    console: Console,
+    head: Sequence[str],
+    rows: Iterable[Sequence[str]],
+    *,
+    texts: Sequence[str] = (),
+) -> None:
+    """A table whose first column names the row; the columns that are no `texts` are numbers and align to the right."""
+    table = Table()
+    for number, name in enumerate(head):
+        is_text = number == 0 or name in texts
+        table.add_column(name, justify="left" if is_text else "right", overflow="fold", no_wrap=not is_text)
+    for row in rows:
+        table.add_row(*(_text(console, cell) for cell in row))
+    console.print(table, highlight=False)
+
+
+def _facts(console: Console, facts: dict[str, str]) -> None:
+    width = max(map(len, facts))
+    for name, fact in facts.items():
+        _say(console, f"{name:{width}}  {fact}")
+
+
+def _say(console: Console, text: str, style: str = "") -> None:
+    # Lines of a log stay whole, however long.
+    console.print(_text(console, text), style=style, soft_wrap=not console.is_terminal, highlight=False)
+
+
+def _text(console: Console, text: str) -> Text:
+    """`text` as it is: no markup is read in it, no control character kept, and the console can encode it."""
+    printable = "".join(letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in text)
+    return Text(printable.encode(console.encoding, "replace").decode(console.encoding))
+
+
+# -- in a notebook -----------------------------------------------------------------------------------------------------
+
+
+def _html_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [
+        f'<tr><th scope="row" style="text-align: left">{_escape(first)}</th>'
+        f"{''.join(f'<td>{_escape(cell)}</td>' for cell in cells)}</tr>"
+        for first, *cells in rows
+    ]
+    names = "".join(f'<th scope="col">{_escape(name)}</th>' for name in head)
+    return f"<table>{f'<thead><tr>{names}</tr></thead>' if head else ''}<tbody>{''.join(lines)}</tbody></table>"
+
+
+def _picture(forecast: Forecast) -> str:
+    if not forecast.curve:
+        return ""
+    image = BytesIO()
+    memory_plot.forecast(forecast, image)
+    encoded = base64.b64encode(image.getvalue()).decode()
+    return f'<img alt="Memory over a step" style="{_IMAGE_STYLE}" src="data:image/png;base64,{encoded}">'
+
+
+def _escape(text: str) -> str:
+    return markup.escape(text.encode("utf-8", "replace").decode("utf-8"))

@@ -1,0 +1,254 @@
+"""The picture of a forecast: what fills the memory over a step, and how far that is from the budget.
+
+What stays from step to step lies at the bottom in calm colours, what comes and goes on top of it in warm ones, so that
+the part which settings can shrink is the part that catches the eye.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import accumulate, groupby, pairwise
+from pathlib import Path
+from typing import IO, Any
+
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.patheffects import withStroke
+
+from finetune.data.batching import Batch
+from finetune.memory.forecast import WORDS, Forecast, bands
+from finetune.report import words
+
+# From bottom to top. Any two are 20 apart in CIE Lab, and neighbours 30, also for eyes without the red, the green or
+# the blue cones (simulated with the matrices of Machado, Oliveira and Fernandes, 2009).
+_COLOURS = {
+    "context": "#ADAFB1",
+    "base_weights": "#1F3A7A",
+    "quantization_state": "#79D1F2",
+    "adapter": "#257777",
+    "optimizer_states": "#C9EDC0",
+    "gradients": "#6B153A",
+    "layer_inputs": "#F0D88A",
+    "activations": "#D9590F",
+    "loss": "#CB7F6F",
+    "workspace": "#422103",
+}
+_INK, _WARNING = "#20262C", "#B00020"
+
+# A budget so many times the need would press the picture into the lowest part of its axis.
+_FAR_ABOVE = 3
+# The update allocates little and would be too narrow for its name.
+_NARROWEST_PHASE = 0.15
+_HEADROOM = 1.16
+# So many letters of a title stand beside each other in full size.
+_TITLE_LETTERS = 100
+_UNITS = {"GiB": 2**30, "MiB": 2**20}
+
+
+def forecast(planned: Forecast, path: Path | IO[bytes]) -> None:
+    """Write the picture of the forecast as a PNG."""
+    draw(planned).savefig(path, format="png", metadata={"Software": None})
+
+
+def draw(planned: Forecast) -> Figure:
+    """The picture of the forecast as a figure."""
+    figure = Figure(figsize=(10, 5.2), dpi=130, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots()
+    title = f"{verdict(planned)}; {shape(planned.batch)}"
+    fontsize = 11 * min(1.0, _TITLE_LETTERS / len(title))
+    colour = _INK if planned.fits else _WARNING
+    figure.suptitle(title, x=0.015, ha="left", fontsize=fontsize, color=colour, parse_math=False)
+    unit = "GiB" if planned.needed_bytes >= _UNITS["GiB"] else "MiB"
+    axes.set_ylabel(f"memory ({unit})", fontsize=11)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.spines[["left", "bottom"]].set_color("0.6")
+    axes.tick_params(colors="0.25", labelsize=10)
+    if planned.curve:
+        _Picture(planned, axes, _UNITS[unit]).draw()
+    else:
+        axes.set_axis_off()
+        axes.text(0.5, 0.5, "no step was traced", transform=axes.transAxes, ha="center", va="center", color="0.5")
+    figure.get_layout_engine().set(w_pad=0.12, h_pad=0.12)
+    return figure
+
+
+def verdict(planned: Forecast) -> str:
+    """Whether the job fits, what it needs of how much, and on what."""
+    needed, budget = words.size(planned.needed_bytes), words.size(planned.budget_bytes)
+    if needed.split()[1] == budget.split()[1]:
+        needed = needed.split()[0]
+    told = f"{needed} of {budget} on {planned.device.name}"
+    if planned.fits:
+        return f"fits: {told}"
+    return f"does NOT fit: {told}, {words.size(planned.needed_bytes - planned.budget_bytes)} too much"
+
+
+def shape(batch: Batch) -> str:
+    """The largest micro-batch in words, such as `4 rows x 2,048 tokens, padded`."""
+    rows = f"{words.count(batch.rows)} row{'' if batch.rows == 1 else 's'}"
+    return f"{rows} x {words.count(batch.tokens)} tokens{', padded' if batch.padded else ''}"
+
+
+def is_nothing(size_bytes: int) -> bool:
+    """Whether a size is too small to be told."""
+    return words.size(size_bytes) == words.size(0)
+
+
+class _Picture:
+    """One forecast's curve on its axes. Sizes are in bytes until they are drawn."""
+
+    def __init__(self, planned: Forecast, axes: Any, unit_bytes: int) -> None:
+        self._planned = planned
+        self._axes = axes
+        self._unit_bytes = unit_bytes
+        self._outside_bytes = planned.device.outside_bytes
+        curve = planned.curve
+        self._phases = [(phase, len(list(points))) for phase, points in groupby(point.phase for point in curve)]
+        self._edges = list(_edges([count for _, count in self._phases]))
+        self._tops = [sum(point.categories.values()) + self._outside_bytes for point in curve]
+        self._peak_at = max(range(len(curve)), key=self._tops.__getitem__)
+
+    def draw(self) -> None:
+        self._draw_areas()
+        self._draw_reserved()
+        self._draw_phases()
+        self._axes.set_xlim(0, 1)
+        self._axes.set_ylim(0, max(self._highest_bytes, self._budget_line_bytes) * _HEADROOM / self._unit_bytes)
+        self._draw_budget()
+        self._draw_peak()
+        self._draw_legend()
+
+    @property
+    def _step_peak_bytes(self) -> int:
+        """The peak of live tensors within the step. The curve is a sample of it and may miss the very moment."""
+        return self._step_most("allocated_bytes") + self._outside_bytes
+
+    @property
+    def _reserved_peak_bytes(self) -> int:
+        return self._step_most("reserved_bytes") + self._outside_bytes
+
+    def _step_most(self, measure: str) -> int:
+        return max(self._planned.phases[phase][measure] for phase, _ in self._phases)
+
+    @property
+    def _highest_bytes(self) -> int:
+        return max(self._step_peak_bytes, self._reserved_peak_bytes)
+
+    @property
+    def _budget_line_bytes(self) -> int:
+        """The budget where it is drawn as a line, and 0 where it lies too far above the picture."""
+        budget = self._planned.budget_bytes
+        return budget if budget <= _FAR_ABOVE * self._highest_bytes else 0
+
+    def _draw_areas(self) -> None:
+        layers = {"context": [self._outside_bytes] * len(self._tops), **dict(bands(self._planned.curve))}
+        lower = [0] * len(self._tops)
+        for category in _COLOURS:
+            if not any(values := layers.get(category, [])):
+                continue
+            upper = [below + value for below, value in zip(lower, values, strict=True)]
+            self._axes.fill_between(
+                self._edges, self._drawn(lower), self._drawn(upper), step="post", color=_COLOURS[category], linewidth=0,
+                label=self._named(category, values),
+            )  # fmt: skip
+            lower = upper
+
+    def _named(self, category: str, values: list[int]) -> str:
+        """The layer's name with its size at the peak; a leading underscore keeps what is too thin out of the legend."""
+        if is_nothing(max(values)):
+            return f"_{WORDS[category]}"
+        planned = self._planned
+        in_step = self._step_peak_bytes == planned.peak_allocated_bytes + self._outside_bytes
+        at_peak = planned.categories[category] if in_step else values[self._peak_at]
+        return WORDS[category] if is_nothing(at_peak) else f"{WORDS[category]}, {words.size(at_peak)}"
+
+    def _draw_reserved(self) -> None:
+        # On a CPU nothing is reserved beyond the tensors, and the line would be the edge of the area.
+        if self._planned.device.type == "cpu":
+            return
+        reserved = [point.reserved_bytes + self._outside_bytes for point in self._planned.curve]
+        self._axes.plot(
+            self._edges, self._drawn(reserved), color=_INK, linewidth=1.1, drawstyle="steps-post", zorder=4,
+            label=f"reserved, up to {words.size(self._reserved_peak_bytes)}",
+        )  # fmt: skip
+
+    def _draw_phases(self) -> None:
+        """Names under the axis, and thin lines between the phases."""
+        ends = list(accumulate(count for _, count in self._phases))
+        borders = [0.0, *(self._edges[end] for end in ends)]
+        for border in borders[1:-1]:
+            self._axes.axvline(border, color="0.35", linewidth=0.7, linestyle=":")
+        middles = [(left + right) / 2 for left, right in pairwise(borders)]
+        self._axes.set_xticks(middles, [phase for phase, _ in self._phases])
+        self._axes.tick_params(axis="x", length=0, labelsize=11)
+        told = "one micro-batch and the update, in the order of allocations (not to the scale of time)"
+        planned = self._planned
+        if planned.needed_bytes > self._reserved_peak_bytes:
+            elsewhere = next(
+                phase
+                for phase, sizes in planned.phases.items()
+                if sizes["reserved_bytes"] == planned.peak_reserved_bytes
+            )
+            told += f"\nthe most, {words.size(planned.needed_bytes)}, is needed outside the step: {elsewhere}"
+        self._axes.set_xlabel(told, fontsize=9, color="0.35")
+
+    def _draw_budget(self) -> None:
+        told = f"budget {words.size(self._planned.budget_bytes)}"
+        # Away from the peak's label, which may be as high.
+        x, align = (0.012, "left") if self._peak_x > 0.5 else (0.988, "right")
+        if not self._budget_line_bytes:
+            told += f", more than {_FAR_ABOVE} times what is shown"
+            self._axes.text(
+                x, 0.985, told, transform=self._axes.transAxes, ha=align, va="top", fontsize=10, color=_INK, bbox=_PAPER
+            )
+            return
+        height = self._planned.budget_bytes / self._unit_bytes
+        outline = withStroke(linewidth=3.4, foreground="white")  # apart from any area that it crosses
+        self._axes.axhline(
+            height, color=_WARNING, linewidth=1.6, linestyle="--", zorder=4, gid="budget", path_effects=[outline]
+        )
+        self._axes.annotate(
+            told, (x, height), xytext=(0, 4), textcoords="offset points", ha=align, va="bottom", fontsize=10,
+            color=_WARNING, bbox=_PAPER, zorder=4,
+        )  # fmt: skip
+
+    def _draw_peak(self) -> None:
+        x, height = self._peak_x, self._step_peak_bytes / self._unit_bytes
+        self._axes.plot([x], [height], marker="o", markersize=5, color=_INK, linestyle="none")
+        # Beside the point, where memory still grows or falls again; above it the reserved memory may be close.
+        offset, align = ((-8, 0), "right") if x > 0.25 else ((8, 0), "left")
+        self._axes.annotate(
+            f"peak {words.size(self._step_peak_bytes)}", (x, height), xytext=offset, textcoords="offset points",
+            ha=align, va="center", fontsize=10, color=_INK, bbox=_PAPER,
+        )  # fmt: skip
+
+    @property
+    def _peak_x(self) -> float:
+        return (self._edges[self._peak_at] + self._edges[self._peak_at + 1]) / 2
+
+    def _draw_legend(self) -> None:
+        """Beside the picture, from top to bottom as the layers lie."""
+        handles, labels = self._axes.get_legend_handles_labels()
+        self._axes.legend(
+            handles[::-1], labels[::-1], loc="upper left", bbox_to_anchor=(1.01, 1), frameon=False, fontsize=10,
+            title="at the peak", title_fontsize=10, alignment="left", borderaxespad=0,
+        )  # fmt: skip
+
+    def _drawn(self, sizes: list[int]) -> list[float]:
+        """Heights in the axis's unit; the last size holds to the right edge."""
+        return [size_bytes / self._unit_bytes for size_bytes in [*sizes, sizes[-1]]]
+
+
+_PAPER = {"boxstyle": "round,pad=0.2", "facecolor": "white", "edgecolor": "none", "alpha": 0.85}
+
+
+def _edges(counts: list[int]) -> Iterator[float]:
+    """Where each point of the curve begins, from 0 to 1, when no phase is narrower than its name."""
+    shares = [max(count / sum(counts), _NARROWEST_PHASE) for count in counts]
+    start = 0.0
+    for count, share in zip(counts, shares, strict=True):
+        width = share / sum(shares)
+        yield from (start + width * number / count for number in range(count))
+        start += width
+    yield 1.0

@@ -1,0 +1,192 @@
+"""What is said of a forecast on a terminal, in a log and in a notebook."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import re
+from collections.abc import Callable
+
+from forecasts import GIB, MIB, forecast
+from rich.console import Console
+
+from finetune.data.batching import Batch
+from finetune.memory.forecast import WORDS
+from finetune.report import forecast_view
+
+
+def printed(show: Callable[[Console], None], *, encoding: str = "utf-8", tty: bool = False) -> str:
+    file = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
+    show(Console(file=file, width=80, force_terminal=tty, color_system="standard" if tty else None))
+    file.seek(0)
+    return file.read()
+
+
+def shown(planned: forecast_view.Forecast, **settings: object) -> str:
+    return printed(lambda console: forecast_view.show(planned, console), **settings)  # type: ignore[arg-type]
+
+
+def row(text: str, name: str) -> list[str]:
+    """The cells of the only line that begins with `name`, without bars and rules."""
+    (line,) = [line for line in text.splitlines() if re.match(rf"[│|\s]*{re.escape(name)}\b", line)]
+    return [cell for cell in re.split(r"\s{2,}|\s*│\s*", line.strip("│ ")) if cell]
+
+
+def test_the_first_line_is_the_answer() -> None:
+    assert shown(forecast()).splitlines()[0] == "fits: 7.00 of 12.00 GiB on RTX 3090"
+    too_much = shown(forecast(budget=6 * GIB)).splitlines()[0]
+    assert too_much == "does NOT fit: 7.00 of 6.00 GiB on RTX 3090, 1.00 GiB too much"
+
+
+def test_the_batch_is_told_with_where_its_lengths_come_from() -> None:
+    line = "batch      4 rows x 2,048 tokens, padded, 2 such micro-batches a step; lengths from data.max_length"
+    assert line in shown(forecast()).splitlines()
+    single = Batch(rows=1, tokens=300, padded=False, trained_tokens=299, source="the data's rows")
+    assert "batch      1 row x 300 tokens; lengths from the data's rows" in shown(forecast(batch=single, tokens=300))
+
+
+def test_categories_at_the_peak_have_size_share_and_a_bar_in_proportion() -> None:
+    text = shown(forecast())
+    assert row(text, "base weights") == ["base weights", "█" * 32, "3.00 GiB", "42.9%"]
+    assert row(text, "activations") == ["activations", "█" * 21 + "▍", "2.00 GiB", "28.6%"]
+    assert row(text, "context and libraries")[2:] == ["1.00 GiB", "14.3%"]
+    assert row(text, "allocator slack")[2:] == ["512 MiB", "7.1%"]
+    assert row(text, "at the peak") == ["at the peak", "7.00 GiB", "100.0%"]
+
+
+def test_categories_stand_in_the_order_of_the_picture_and_none_that_is_zero() -> None:
+    text = shown(forecast())
+    there = ["base weights", "optimizer states", "gradients", "activations", "context and libraries", "allocator slack"]
+    assert [name for name in WORDS.values() if name in text] == there
+    assert sorted(there, key=text.index) == there
+    seen = forecast()
+    assert "quantization state" not in shown(forecast(categories={**seen.categories, "quantization_state": 1000}))
+    assert "quantization state" in shown(forecast(categories={**seen.categories, "quantization_state": MIB}))
+
+
+def test_phases_show_allocated_and_reserved_and_on_a_cpu_one_column() -> None:
+    text = shown(forecast())
+    assert row(text, "backward") == ["backward", "5.50 GiB", "6.00 GiB"]
+    assert row(text, "load") == ["load", "3.00 GiB", "3.00 GiB"]
+    cpu = shown(forecast(type="cpu"))
+    assert row(cpu, "backward") == ["backward", "5.50 GiB"]
+    assert "reserved" not in cpu
+
+
+def test_phases_over_the_budget_are_marked_and_those_that_only_inherit_it_are_not() -> None:
+    seen = forecast()
+    merge = {"allocated_bytes": 13 * GIB, "reserved_bytes": 13 * GIB}
+    text = shown(forecast(phases={**seen.phases, "merge": merge}))
+    assert row(text, "merge")[-1] == "over the budget"
+    assert text.count("over the budget") == 1
+    tight = shown(forecast(budget=6 * GIB))
+    assert row(tight, "backward")[-1] == "over the budget"
+    assert tight.count("over the budget") == 1  # the optimizer's 6 GiB were reserved by the backward pass
+    assert "over the budget" not in shown(forecast())
+
+
+def test_the_costs_beside_memory_are_bounds_and_absent_where_there_are_none() -> None:
+    assert "step  5,000 GFLOP, at least 8 s, at most 2,048 tokens/s" in shown(forecast()).splitlines()
+    assert "disk" not in shown(forecast())
+    assert "host memory" not in shown(forecast())
+    more = shown(forecast(host_bytes=3 * GIB, disk_bytes=200 * MIB)).splitlines()
+    assert "host memory  3.00 GiB" in more
+    assert "disk         200 MiB" in more
+    assert "host memory" not in shown(forecast(type="cpu", host_bytes=3 * GIB))
+
+
+def test_small_and_large_work_keeps_its_digits() -> None:
+    assert "step  0.25 GFLOP, at least 0.00123 s, at most" in shown(forecast(flops=250_000_000, seconds=0.001234))
+    assert "at least 12,346 s, at most 1 tokens/s" in shown(forecast(seconds=12345.6))
+
+
+def test_a_log_has_no_control_characters_whatever_the_device_is_called() -> None:
+    text = shown(forecast(name="card\x1b[31m [bold]\x07"))
+    assert not re.search(r"[\x00-\x09\x0b-\x1f]", text)
+    assert "[bold]" in text
+    assert "\x1b" in shown(forecast(), tty=True)
+
+
+def test_a_console_that_knows_ascii_alone_gets_ascii() -> None:
+    text = shown(forecast(name="карта"), encoding="ascii")
+    assert text.isascii()
+    assert row(text, "base weights")[1] == "#" * 32
+    assert "on ?????" in text
+
+
+def test_lines_of_a_log_stay_whole() -> None:
+    name = "a card whose name is longer than a terminal is wide " * 3
+    assert name.strip() in shown(forecast(name=name.strip())).splitlines()[0]
+
+
+def levers(*found: tuple[str, int, bool, str]) -> str:
+    return printed(lambda console: forecast_view.levers(found, console))
+
+
+def test_levers_show_change_need_verdict_and_cost() -> None:
+    text = levers(
+        ("training.micro_batch=1", 3 * GIB, True, "more passes"), ("adapter.rank=8", 9 * GIB, False, "a smaller one")
+    )
+    assert text.startswith("what would make it fit\n")
+    assert row(text, "training.micro_batch=1") == ["training.micro_batch=1", "3.00 GiB", "yes", "more passes"]
+    assert row(text, "adapter.rank=8") == ["adapter.rank=8", "9.00 GiB", "no", "a smaller one"]
+
+
+def test_levers_that_are_not_enough_promise_nothing() -> None:
+    assert levers(("adapter.rank=8", 9 * GIB, False, "")).startswith("what would make it smaller; none of these is")
+    assert levers() == ""
+
+
+def compared(*rows: tuple[str, int, int]) -> str:
+    return printed(lambda console: forecast_view.compare(rows, console))
+
+
+def test_a_comparison_marks_what_is_more_than_three_percent_off() -> None:
+    text = compared(
+        ("forward", 1029 * MIB, 1000 * MIB), ("backward", 1031 * MIB, 1000 * MIB), ("optimizer", 900 * MIB, 1000 * MIB)
+    )
+    assert row(text, "forward") == ["forward", "1.00 GiB", "1000 MiB", "+2.9%"]
+    assert row(text, "backward")[-1] == "+3.1% *"
+    assert row(text, "optimizer")[-1] == "-10.0% *"
+    assert text.endswith("* more than 3% from what was measured\n")
+
+
+def test_a_comparison_without_a_mark_explains_none_and_nothing_measured_is_no_difference() -> None:
+    text = compared(("forward", 1010 * MIB, 1000 * MIB), ("save", 0, 0))
+    assert "*" not in text
+    assert row(text, "save") == ["save", "0 MiB", "0 MiB"]
+    assert compared() == ""
+
+
+def test_html_stands_on_its_own() -> None:
+    markup = forecast_view.html(forecast())
+    assert markup.count("<img") == markup.count('src="data:image/png;base64,') == 1
+    rest = re.sub(r'src="data:image/png;base64,[A-Za-z0-9+/=]+"', "", markup)
+    assert not re.search(r"http|src|href|url\(|<script|@import", rest)
+
+
+def test_html_tells_what_the_terminal_tells() -> None:
+    markup = forecast_view.html(forecast(disk_bytes=200 * MIB))
+    text = re.sub(r"\s+", " ", re.sub(r"<[^>]*>", " ", markup))
+    assert "fits: 7.00 of 12.00 GiB on RTX 3090" in text
+    assert "base weights 3.00 GiB 42.9%" in text
+    assert "backward 5.50 GiB 6.00 GiB" in text
+    assert "disk 200 MiB" in text
+    assert "at least 8 s, at most 2,048 tokens/s" in text
+    assert "quantization state" not in text
+
+
+def test_html_escapes_what_comes_from_outside() -> None:
+    markup = forecast_view.html(
+        forecast(
+            name='<b>card</b> & "co"',
+            batch=dataclasses.replace(forecast().batch, source="<script>alert(1)</script>"),
+        )
+    )
+    assert "&lt;b&gt;card&lt;/b&gt; &amp; &quot;co&quot;" in markup
+    assert "<b>" not in markup
+    assert "<script>" not in markup
+
+
+def test_html_of_a_forecast_without_a_curve_has_no_picture() -> None:
+    assert "<img" not in forecast_view.html(forecast(curve=()))
