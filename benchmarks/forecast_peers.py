@@ -10,8 +10,11 @@ What is fair and what is not:
 
 - The peers forecast a GPU, and the truth is a CPU's. It is one of tensors alone, so fitcheck stands here twice, with
   and without the context and allocator overhead that it lists separately (`fitcheck`, `fitcheck, tensors only`). For
-  its overhead it is asked about the Tesla T4, the one card that it was measured on. What CPU kernels allocate in
-  passing and CUDA's would not is in the truth, and only our forecast knows of it, since it is asked about a CPU.
+  its overhead it is asked about the Tesla T4, the one card that it was measured on.
+- What CPU kernels allocate in passing and CUDA's would not is in the truth, and only our forecast knows of it, since
+  it is asked about a CPU: TRL's loss is here a chain of operators with a copy of the logits each, and bitsandbytes'
+  optimizers and products are too. A peer that falls short by this is not wrong about a GPU. The result says in which
+  operator each peak lies.
 - Whatever a setting has and a peer's interface or formula has no word for is listed as `cannot`. If the peer gives a
   figure all the same, it is taken down, and counted apart: the summary's `expressed` are settings without any such.
 - These jobs are small, because they must run here, and what is fixed weighs more in them: above all a buffer of TRL's

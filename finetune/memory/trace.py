@@ -12,9 +12,11 @@ part of it. For that, each stretch of the recording (a `Run`) knows its phase an
 from __future__ import annotations
 
 import contextlib
+import sys
 import weakref
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from types import FrameType
 from typing import Any
 
 import torch
@@ -172,6 +174,8 @@ class Recorder(TorchDispatchMode):
             self._follow(inputs, several=not isinstance(args[0], torch.Tensor))
         if inside := self._kernels.python.get(func):
             return self._inside(inside, args, kwargs)
+        if func is _aten.add.Tensor and _accumulates_in_place(args):
+            return args[0].add_(args[1])
         if func in self.answers.shapes:
             func, args = self.answers.shapes[func](func, args)
         scratch = [self._open(size, "workspace") for size in self._kernels.scratch(func, args)]
@@ -276,6 +280,35 @@ class Recorder(TorchDispatchMode):
     def _layer_of(self, tensor: torch.Tensor) -> int | None:
         number = self._number(tensor)
         return self._blocks[number].layer if number is not None else None
+
+
+def _accumulates_in_place(args: Any) -> bool:
+    """Whether autograd would add this gradient into the one it already holds.
+
+    It does where nothing else holds that one, but never for a subclass of Tensor such as a fake tensor (torch 2.13,
+    torch/csrc/autograd/input_buffer.cpp `can_accumulate_inplace`).
+    """
+    held, gradient = args[0], args[1]
+    return (
+        isinstance(gradient, torch.Tensor)
+        and held.shape == gradient.shape
+        and held.dtype is gradient.dtype
+        and held._use_count() <= _HELD_BY_AUTOGRAD_ALONE
+        and torch._C._storage_Use_Count(held.untyped_storage()._cdata) <= _STORED_FOR_ONE_TENSOR
+        and _called_by_autograd()
+    )
+
+
+# Counted in a dispatch: the engine's own reference, and those of the call itself.
+_HELD_BY_AUTOGRAD_ALONE, _STORED_FOR_ONE_TENSOR = 4, 2
+
+
+def _called_by_autograd() -> bool:
+    """Whether no Python code stands between autograd's engine and the operator."""
+    frame: FrameType | None = sys._getframe(3)
+    while frame is not None and frame.f_code.co_filename.endswith(("_compile.py", "eval_frame.py")):
+        frame = frame.f_back
+    return frame is not None and frame.f_code.co_name == "_engine_run_backward"
 
 
 def _flat(values: Any) -> Iterator[Any]:
