@@ -77,6 +77,7 @@ class Planner:
             self.job,
             self.architecture.get_text_config().num_hidden_layers,
             lambda config: self.forecast(config, evaluates=False),
+            offloads=self.device.type == "cuda",
             rows=None if training.micro_batch == "auto" else training.rows,
             checkpointing=None if memory.checkpointing == "auto" else memory.checkpointing,
         )

@@ -7,6 +7,7 @@ Time is the forecast's own (operations, bytes moved, calls), recomputation inclu
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -18,6 +19,7 @@ from finetune.memory.forecast import Forecast
 from finetune.model.checkpointing import pattern
 
 Forecaster = Callable[[Config], Forecast]
+_Tried = tuple[Config, Forecast]
 
 _SMALL_TILE = 512
 _ROWS, _LAYERS, _OFFLOAD, _TILE = (
@@ -30,9 +32,9 @@ _ROWS, _LAYERS, _OFFLOAD, _TILE = (
 
 @dataclass(frozen=True)
 class Fitted:
-    """What was chosen: the config, its forecast, why each value, and the forecast of "checkpoint everything".
+    """What was chosen: the config, its forecast, why each value, and the best that checkpoints every layer.
 
-    `everything` has the chosen micro-batch or, where that fits only with fewer layers checkpointed, a smaller one.
+    `tried` is the number of settings that were forecast.
     """
 
     config: Config
@@ -43,7 +45,7 @@ class Fitted:
 
     @property
     def speed_up(self) -> float:
-        """Predicted speed over checkpointing every layer with the micro-batch that was asked for."""
+        """Predicted speed over the fastest setting that fits with every layer checkpointed."""
         return self.everything.seconds / self.forecast.seconds
 
     def value(self, key: str) -> Any:
@@ -82,13 +84,25 @@ class Limits:
 
 
 def fit(
-    config: Config, layers: int, forecast: Forecaster, *, rows: int | None, checkpointing: str | int | None
+    config: Config,
+    layers: int,
+    forecast: Forecaster,
+    *,
+    offloads: bool,
+    rows: int | None,
+    checkpointing: str | int | None,
 ) -> Fitted:
-    """The fastest setting that fits; `rows` and `checkpointing` fix what is not to be chosen (None: choose).
+    """The fastest setting that fits a model of so many `layers`.
 
-    Raises OutOfMemoryError when nothing fits, saying by how much.
+    `offloads`: whether the device has a host to offload to; that is done only where nothing fits without. `rows` and
+    `checkpointing` fix what is not to be chosen (None: choose). Raises OutOfMemoryError when nothing fits, saying by
+    how much.
     """
-    return _Search(config, layers, forecast, rows, checkpointing).best()
+    search = _Search(config, layers, forecast, rows, checkpointing)
+    for offload in dict.fromkeys((config.memory.offload, "checkpoints" if offloads else config.memory.offload)):
+        if found := search.best(offload):
+            return search.fitted(*found)
+    raise search.nothing_fits()
 
 
 class _Search:
@@ -100,49 +114,49 @@ class _Search:
         self._forecast = forecast
         self._rows = [rows] if rows else _divisors(config.training.batch_size)
         self._checkpointing = checkpointing
-        self._known: dict[tuple[Any, ...], tuple[Config, Forecast]] = {}
+        self._known: dict[tuple[Any, ...], _Tried] = {}
 
-    def best(self) -> Fitted:
-        """Try micro-batches, the largest first, until a smaller one can be no faster."""
-        found: list[tuple[Config, Forecast]] = []
+    def best(self, offload: str) -> _Tried | None:
+        """Try micro-batches, the largest first, until a smaller one can be no faster.
+
+        With fewer rows more memory is left to keep activations, but weights are read more often: not even without
+        any recomputation is a smaller micro-batch faster than that.
+        """
+        found: list[_Tried] = []
         for rows in self._rows:
-            candidate = self._with_rows(rows)
-            if candidate:
+            if found and self._bound(rows, offload) >= min(map(_seconds, found)):
+                break
+            if candidate := self._with_rows(rows, offload):
                 found.append(candidate)
-                if min(found, key=_seconds) is not candidate or self._checkpointed(candidate[0]) == 0:
-                    break  # with fewer rows weights are read more often, and no less is recomputed
-        if not found:
-            self._raise()
-        config, chosen = min(found, key=_seconds)
-        return Fitted(config, chosen, self._reasons(config, chosen), self._everything(config), len(self._known))
+        return min(found, key=_seconds, default=None)
 
     # -- one micro-batch -------------------------------------------------------------------------------------------
 
-    def _with_rows(self, rows: int) -> tuple[Config, Forecast] | None:
-        """The fastest that fits with this micro-batch."""
-        if self._checkpointing is not None:
-            tried = [self._try(rows, self._checkpointing, self._config.memory.offload, tile) for tile in self._tiles()]
-            return next((pair for pair in tried if pair[1].fits), None)
-        for offload in ("none", "checkpoints") if self._can_offload(rows) else ("none",):
-            options = []
-            for tile in self._tiles():
-                if option := self._least_layers(rows, offload, tile):
-                    options.append(option)
-                    if self._checkpointed(option[0]) == 0:
-                        break  # a smaller tile can save nothing more
-            if options:
-                return min(options, key=_seconds)
-        return None
+    def _bound(self, rows: int, offload: str) -> float:
+        """Seconds below which no setting with so many rows can be."""
+        layers = self._least(offload) if self._checkpointing is None else self._checkpointing
+        return self._try(rows, layers, offload, self._config.memory.loss_tokens)[1].seconds
 
-    def _least_layers(self, rows: int, offload: str, tile: int) -> tuple[Config, Forecast] | None:
-        """With as few layers checkpointed as must be: bisection, as each more takes no more memory."""
-        least = 1 if offload == "checkpoints" else 0
-        if (free := self._try(rows, least, offload, tile))[1].fits:
-            return free
-        if not (full := self._try(rows, self._layers, offload, tile))[1].fits:
+    def _with_rows(self, rows: int, offload: str) -> _Tried | None:
+        """The fastest that fits with this micro-batch; a smaller tile of logits only where it saves a layer."""
+        tile, small = self._config.memory.loss_tokens, min(_SMALL_TILE, self._config.memory.loss_tokens)
+        if self._checkpointing is not None:
+            tried = [self._try(rows, self._checkpointing, offload, tokens) for tokens in dict.fromkeys((tile, small))]
+            return next((each for each in tried if each[1].fits), None)
+        found = self._least_layers(rows, offload, tile, self._layers)
+        layers = self._layers + 1 if found is None else self._checkpointed(found[0])
+        if small == tile or layers == self._least(offload):
+            return found
+        return self._least_layers(rows, offload, small, layers - 1) or found
+
+    def _least_layers(self, rows: int, offload: str, tile: int, most: int) -> _Tried | None:
+        """With as few layers checkpointed as must be, and at most so many: each more takes no more memory."""
+        if not (full := self._try(rows, most, offload, tile))[1].fits:
             return None
-        # The last that does not fit and the first that does.
-        low, high, fitting = least, self._layers, full
+        low, high, fitting = self._least(offload), most, full
+        if low == high or (free := self._try(rows, low, offload, tile))[1].fits:
+            return full if low == high else free
+        # `low` does not fit and `high` does.
         while high - low > 1:
             middle = self._guess(rows, offload, tile, low, high)
             tried = self._try(rows, middle, offload, tile)
@@ -157,34 +171,36 @@ class _Search:
         above, below = (self._try(rows, number, offload, tile)[1].needed_bytes for number in (low, high))
         budget = self._try(rows, high, offload, tile)[1].budget_bytes
         share = (above - budget) / max(1, above - below)
-        return min(high - 1, max(low + 1, low + round(share * (high - low))))
+        return min(high - 1, max(low + 1, low + math.ceil(share * (high - low))))
 
-    def _tiles(self) -> list[int]:
-        chosen = self._config.memory.loss_tokens
-        return [chosen, _SMALL_TILE] if chosen > _SMALL_TILE else [chosen]
+    def _least(self, offload: str) -> int:
+        """The fewest layers that can be checkpointed: offloading needs one."""
+        return 1 if offload == "checkpoints" else 0
 
-    def _can_offload(self, rows: int) -> bool:
-        return self._try(rows, self._layers, "none", self._tiles()[-1])[1].device.type == "cuda"
-
-    def _try(self, rows: int, layers: str | int, offload: str, tile: int) -> tuple[Config, Forecast]:
-        key = (rows, layers, offload, tile)
+    def _try(self, rows: int, layers: str | int, offload: str, tile: int) -> _Tried:
+        named = {0: "none", self._layers: "all"}.get(layers, layers) if isinstance(layers, int) else layers
+        key = (rows, named, offload, tile)
         if key not in self._known:
-            config = self._config.changed({_ROWS: rows, _LAYERS: self._named(layers), _OFFLOAD: offload, _TILE: tile})
+            config = self._config.changed({_ROWS: rows, _LAYERS: named, _OFFLOAD: offload, _TILE: tile})
             self._known[key] = (config, self._forecast(config))
         return self._known[key]
 
-    def _named(self, layers: str | int) -> str | int:
-        return {0: "none", self._layers: "all"}.get(layers, layers) if isinstance(layers, int) else layers
-
     # -- what is said of it ----------------------------------------------------------------------------------------
+
+    def fitted(self, config: Config, chosen: Forecast) -> Fitted:
+        return Fitted(config, chosen, self._reasons(config, chosen), self._everything(config), len(self._known))
 
     def _checkpointed(self, config: Config) -> int:
         return sum(pattern(config.memory.checkpointing, self._layers))
 
     def _everything(self, config: Config) -> Forecast:
-        """Every layer checkpointed, at the micro-batch asked for (the chosen one where that was left open)."""
-        rows = self._config.training.micro_batch
-        return self._try(config.training.rows if rows == "auto" else rows, self._layers, "none", self._tiles()[0])[1]
+        """The fastest that fits with every layer checkpointed, of all that were tried; else the chosen rows so."""
+        whole = [
+            tried for tried in self._known.values() if tried[1].fits and self._checkpointed(tried[0]) == self._layers
+        ]
+        if whole:
+            return min(whole, key=_seconds)[1]
+        return self._try(config.training.rows, self._layers, config.memory.offload, config.memory.loss_tokens)[1]
 
     def _reasons(self, config: Config, chosen: Forecast) -> dict[str, str]:
         layers, rows = self._checkpointed(config), config.training.rows
@@ -202,9 +218,9 @@ class _Search:
             reasons[_TILE] = "fewer logits at a time, so that fewer layers must be recomputed"
         return reasons
 
-    def _raise(self) -> None:
-        config, least = min(self._known.values(), key=lambda pair: pair[1].needed_bytes)
-        raise OutOfMemoryError(
+    def nothing_fits(self) -> OutOfMemoryError:
+        config, least = min(self._known.values(), key=lambda tried: tried[1].needed_bytes)
+        return OutOfMemoryError(
             f"nothing fits {least.device.name}: the least found takes {least.needed_bytes / 2**30:.2f} GiB of "
             f"{least.budget_bytes / 2**30:.2f} (micro-batch {config.training.rows}, checkpointing "
             f"{config.memory.checkpointing}, offload {config.memory.offload}); shorten `data.max_length`, store the "
@@ -252,7 +268,8 @@ def _largest(forecast: Callable[[int], Forecast], start: int, grain: int) -> int
     return low
 
 
-_STEPS = 12
+_STEPS = 16
+_REACH = 8
 
 
 def _next(known: Mapping[int, Forecast], low: int, high: int | None, grain: int) -> int:
@@ -262,7 +279,9 @@ def _next(known: Mapping[int, Forecast], low: int, high: int | None, grain: int)
         first, last = known[values[-2]], known[values[-1]]
         slope = (last.needed_bytes - first.needed_bytes) / (values[-1] - values[-2])
         if slope > 0:
+            # A straight line from two small values may miss by far, and large ones take longer to forecast.
             guess = int(values[-1] + (last.budget_bytes - last.needed_bytes) / slope) // grain * grain
+            guess = min(guess, _REACH * values[-1])
     ceiling = guess if high is None else high - grain
     guess = min(max(guess, low + grain), max(ceiling, low + grain))
     return guess if guess not in known else max(grain, (low + (high or 2 * low)) // 2 // grain * grain)
@@ -273,8 +292,8 @@ def _divisors(number: int) -> list[int]:
     return [value for value in range(number, 0, -1) if number % value == 0]
 
 
-def _seconds(pair: tuple[Config, Forecast]) -> float:
-    return pair[1].seconds
+def _seconds(tried: _Tried) -> float:
+    return tried[1].seconds
 
 
 def explained(dumped: str, reasons: Mapping[str, str]) -> Iterator[str]:

@@ -19,6 +19,9 @@ PHASES = ("load", "forward", "backward", "optimizer", "evaluation", "save", "mer
 WORDS = {**CATEGORIES, "context": "context and libraries", "allocator_slack": "allocator slack"}
 """Categories of the forecast: the key in JSON and the words for a person, in the order of a picture's layers."""
 
+# PCI Express 4.0 x16, 16 GT/s a lane in 128b/130b code: the link of every card from Ampere to Ada, one way.
+HOST_BANDWIDTH_BYTES = 31.5e9
+
 _CURVE_POINTS = 600
 _STEP = ("forward", "backward", "optimizer")
 
@@ -133,8 +136,13 @@ def make(
 
 
 def _seconds(work: Any, device: Device) -> float:
-    """Time of arithmetic, of moving bytes, and of calls, none of them overlapping."""
-    return work.flops / device.flops + work.moved_bytes / device.bandwidth_bytes + work.calls * device.call_seconds
+    """Time of arithmetic, of moving bytes, of copies to and from the host, and of calls, none of them overlapping."""
+    return (
+        work.flops / device.flops
+        + work.moved_bytes / device.bandwidth_bytes
+        + work.copied_bytes / HOST_BANDWIDTH_BYTES
+        + work.calls * device.call_seconds
+    )
 
 
 class _Replay:

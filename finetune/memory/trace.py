@@ -65,14 +65,23 @@ class Block:
 
 @dataclass
 class Work:
-    """What a stretch computes: floating-point operations, bytes that its other operators read and write, and calls."""
+    """What a stretch computes: floating-point operations, bytes that its other operators read and write, and calls.
+
+    `copied_bytes` go between the host and the device.
+    """
 
     flops: int = 0
     moved_bytes: int = 0
     calls: int = 0
+    copied_bytes: int = 0
 
     def __add__(self, other: Work) -> Work:
-        return Work(self.flops + other.flops, self.moved_bytes + other.moved_bytes, self.calls + other.calls)
+        return Work(
+            self.flops + other.flops,
+            self.moved_bytes + other.moved_bytes,
+            self.calls + other.calls,
+            self.copied_bytes + other.copied_bytes,
+        )
 
 
 @dataclass
@@ -150,6 +159,10 @@ class Recorder(TorchDispatchMode):
     def turn_to(self, layer: int | None) -> None:
         """What follows is done for a weight of this layer, until the next turn or an operator over several layers."""
         self.layer, self._turn = layer, True
+
+    def copies(self, tensor: torch.Tensor) -> None:
+        """Count a copy between the host and the device."""
+        self._run().work.copied_bytes += tensor.numel() * tensor.element_size()
 
     @contextlib.contextmanager
     def follow_layers(self) -> Iterator[None]:

@@ -90,8 +90,8 @@ class Terminal:
         self._say("")
         self.chose(fitted)
         self._say(
-            f"predicted {fitted.speed_up:.2f} times as fast as with every layer checkpointed; {fitted.tried} settings "
-            "were forecast"
+            f"predicted {fitted.speed_up:.2f} times as fast as the best that checkpoints every layer; {fitted.tried} "
+            "settings were forecast"
         )
         self._say("")
         self._facts(

@@ -131,11 +131,13 @@ def _to_host(recorder: Recorder) -> Any:
     def pack(tensor: torch.Tensor) -> torch.Tensor:
         host = torch.empty_like(tensor)
         recorder.mark(host, "layer_inputs", managed=True)
+        recorder.copies(tensor)
         return host
 
     def unpack(host: torch.Tensor) -> torch.Tensor:
         back = torch.empty_like(host)
         recorder.mark(back, "layer_inputs")
+        recorder.copies(host)
         return back
 
     return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
