@@ -10,7 +10,7 @@ BIN := .venv/bin
 READY := .venv/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help setup finetune merge test check notebooks bench gpu-check docs
+.PHONY: help setup finetune plan fit merge test check notebooks bench sweep gpu-check docs
 
 help: ## Show the targets.
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | column -t -s '	'
@@ -27,6 +27,12 @@ $(READY): constraints.txt pyproject.toml
 
 finetune: $(READY) ## Train CONFIG (default configs/tiny_cpu.yaml) with ARGS="section.key=value ...".
 	$(BIN)/finetune train $(CONFIG) $(ARGS)
+
+plan: $(READY) ## Forecast the memory of CONFIG on GPU="RTX 4090" (a card, a size, auto or cpu).
+	$(BIN)/finetune plan $(CONFIG) $(if $(GPU),--gpu "$(GPU)") $(ARGS)
+
+fit: $(READY) ## Write CONFIG fitted to GPU="RTX 4090".
+	$(BIN)/finetune fit $(CONFIG) $(if $(GPU),--gpu "$(GPU)") $(ARGS)
 
 merge: $(READY) ## Merge RUN=runs/... into a 16-bit model and prove it.
 	$(BIN)/finetune merge $(or $(RUN),$(error give RUN=runs/NAME))
@@ -49,6 +55,12 @@ notebooks: $(READY) ## Execute the notebooks.
 bench: $(READY) ## Run the CPU benchmarks and write benchmarks/results/.
 	$(BIN)/python benchmarks/overhead.py
 	$(BIN)/python benchmarks/memory_cpu.py
+
+sweep: $(READY) ## Compare the forecast with 72 real training steps and with the peers, and time it (an hour).
+	$(BIN)/python benchmarks/forecast_cpu.py
+	$(BIN)/python benchmarks/forecast_peers.py
+	$(BIN)/python benchmarks/forecast_speed.py
+	$(BIN)/python benchmarks/fit_cpu.py
 
 # Not through $(READY): an offline GPU machine brings its own Python, with finetune's wheels on its path.
 gpu-check: ## On a CUDA machine: the gpu tests, then the 7B job capped at 24 GiB.

@@ -44,15 +44,15 @@ class Space:
 SPACES = (
     Space(
         "tiny",
-        (1, 2, 4, 8, 16),
+        (2, 8, 16),
         ("none", 2, "all"),
         ("training.batch_size=16", "data.max_length=256"),
         steps=6,
-        rounds=3,
+        rounds=2,
     ),
     Space(
         "110m",
-        (1, 2, 4),
+        (1, 4),
         ("none", 6, "all"),
         ("training.batch_size=4", "data.max_length=128", "training.precision=fp32", "optimizer.kind=adamw_8bit"),
         steps=3,
