@@ -1,11 +1,13 @@
-"""One command for the day a GPU is there: the tests marked `gpu`, then a 7B job under a cap of 24 GiB.
+"""One command for the day a GPU is there: the tests marked `gpu`, a 7B job under a cap of 24 GiB, and the forecast.
 
     make gpu-check            or            python3 benchmarks/gpu_check.py
 
 It needs no network and no model files: the 7B architecture comes from the catalog, its weights are random, its rows
 are made here. Each part runs in a process of its own, so that its peaks are clean, and the next part runs whatever
 became of the last; running out of memory is a result. Figures, peaks by phase and the environment go to
-benchmarks/results/gpu_check.json after each part.
+benchmarks/results/gpu_check.json after each part. The last part compares the forecast with 28 trained settings (see
+forecast_gpu.py, whose result and recordings stand beside) and takes up to nine minutes: where a command may take ten,
+give it one of its own, `--parts forecast`.
 
 Exit code: 0 all passed, 1 a part failed, 4 there is no CUDA device.
 """
@@ -204,11 +206,26 @@ def _last_line(text: str) -> str:
     return harness.without_paths((text.strip().splitlines() or ["no output"])[-1])
 
 
+# -- the forecast ------------------------------------------------------------------------------------------------------
+
+
+def forecast(output: Path = harness.RESULTS / "forecast_gpu.json") -> dict[str, Any]:
+    """How far `finetune plan` is off, over the settings of forecast_gpu.py: its summary."""
+    output.unlink(missing_ok=True)  # an older result is none of this card's
+    done = harness.python(harness.ROOT / "benchmarks" / "forecast_gpu.py", "--output", output)
+    print(done.output, flush=True)
+    if not output.is_file():
+        return {"passed": False, "exit_code": done.exit_code, "message": _last_line(done.errors or done.output)}
+    found = json.loads(output.read_text(encoding="utf-8"))["summary"]
+    return {**found, "passed": done.exit_code == 0 and found["passed"], "exit_code": done.exit_code}
+
+
 # -- what comes out ----------------------------------------------------------------------------------------------------
 
 PARTS: dict[str, Callable[[], dict[str, Any]]] = {
     "tests": tests,
     **{f"batch-{batch}": partial(job, batch) for batch in BATCHES},
+    "forecast": forecast,
 }
 
 
@@ -216,13 +233,20 @@ def _summary(name: str, found: dict[str, Any]) -> str:
     if name == "tests":
         failed = [f"\n  {test}: {message.splitlines()[0]}" for test, message in found.get("failed", {}).items()]
         return f"tests: {found.get('passed_tests', 0)} passed, {len(failed)} failed{''.join(failed)}"
+    if name == "forecast" and "within" in found:
+        within = ", ".join(
+            f"{number} within {100 * found['goals'][measure]:.0f} % {measure}"
+            for measure, number in found["within"].items()
+        )
+        rest = f"{len(found['failed'])} failed, {len(found['left_out'])} left out"
+        return f"forecast: {found['measured']} of {found['settings']} settings measured, {within}; {rest}"
     lines = [f"{name}: {'passed' if found['passed'] else found.get('message', 'failed')}"]
     if "tokens_per_second" in found:
         lines.append(f"{found['tokens_per_second']:,} tokens/s, {found['step_seconds_median']:.3f} s a step")
     measures = ("allocated_bytes", "reserved_bytes", "device_bytes")
     rows = [
         (phase, *(harness.gib(peak[measure]) for measure in measures if measure in peak))
-        for phase, peak in found["peak_bytes"].items()
+        for phase, peak in found.get("peak_bytes", {}).items()
     ]
     if rows:
         lines.append(harness.table(("peak, GiB", "allocated", "reserved", "device")[: len(rows[0])], rows))

@@ -1,0 +1,720 @@
+"""How far the forecast of `finetune plan` is from what a real training step takes on the CUDA device that is here.
+
+    python benchmarks/forecast_gpu.py [--only NAME] [--seconds N]        (a part of `make gpu-check`)
+
+The GPU's counterpart of forecast_cpu.py, from 100 million parameters to 7 billion, all with random weights: it needs
+no network and no model files. Each setting is forecast and then really trained for two steps, in a process of its
+own, and allocated (goal 1 %) and reserved bytes (goal 3 %) are compared at the peak and phase by phase. The allocator's
+history of the smaller settings is kept in benchmarks/results/recordings/, so that the model of the allocator can be
+held against a real card on machines that have none.
+
+The sweep ends by itself after so many seconds: what no time is left for is left out, and the result says so. It is
+written after each setting. While one setting trains, the next one's process imports what does not open the device.
+
+    python benchmarks/forecast_gpu.py --on cpu --only tiny
+
+tries the same path without a GPU: resident memory instead of the allocator's, one small setting, no recording.
+
+Exit code: 0 all within the goals, 1 not, 4 there is no CUDA device.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import functools
+import gc
+import gzip
+import json
+import os
+import re
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import forecast_cpu
+import harness
+
+GOALS = {"allocated": 0.01, "reserved": 0.03}
+"""Largest error of a peak, relative to what was measured."""
+ENOUGH = 20
+"""Settings that must have been measured for the matrix to count."""
+
+SECONDS = 530
+"""The whole sweep: less than ten minutes, which is what one command on a lent machine may take."""
+_LEAST_LIMIT, _LIMIT_FACTOR = 90.0, 3.0
+"""A setting's own limit in seconds, and so many times those that it is expected to take, where that is more."""
+
+RECORDINGS = harness.RESULTS / "recordings"
+RECORDING_BYTES = 2**20
+"""A larger recording, compressed, does not belong into a repository."""
+_HISTORY_ENTRIES = 4_000_000
+
+NO_DEVICE = 4
+
+# On a CPU a resident peak must be what is in use; on a GPU machine this changes nothing that is measured.
+_ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_TELEMETRY": "1", "TOKENIZERS_PARALLELISM": "false"}
+_EXPANDABLE = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+
+
+# -- the settings ------------------------------------------------------------------------------------------------------
+
+_110M, _120M = "llama-110m", "qwen2-120m"
+_05B, _06B, _15B = "Qwen/Qwen2.5-0.5B", "Qwen/Qwen3-0.6B", "Qwen/Qwen2.5-1.5B"
+_GEMMA, _1B, _7B = "google/gemma-3-1b-pt", "meta-llama/Llama-3.2-1B", "meta-llama/Llama-2-7b-hf"
+
+# Seconds of one setting on an H100, by its model: imports, forecast, building, two steps, export. Estimated.
+_EXPECTED = {"llama": 12, _110M: 12, _120M: 12, _05B: 15, _06B: 16, _GEMMA: 17, _1B: 17, _15B: 18, _7B: 35}
+
+
+@dataclass(frozen=True)
+class Setting(forecast_cpu.Setting):
+    """A job as in forecast_cpu.py, whose `architecture` may also be a name of the catalog.
+
+    `recorded`: keep the allocator's history. `expandable`: with PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True.
+    """
+
+    recorded: bool = False
+    expandable: bool = False
+
+    @property
+    def config(self) -> dict[str, Any]:
+        model = {} if self.architecture in forecast_cpu.ARCHITECTURES else {"model.name": self.architecture}
+        return {**model, **super().config}
+
+    @property
+    def rows(self) -> list[tuple[int, int]]:
+        """Lengths and trained tokens of one micro-batch, which every micro-batch is made of."""
+        from measured_step import worst_rows
+
+        trained = self.length * 3 // 4 if self.trained is None else self.trained
+        return worst_rows(self.micro_batch, self.length, trained, padded=self.padded)
+
+    @property
+    def seconds(self) -> float:
+        """What it is expected to take on an H100."""
+        return _EXPECTED[self.architecture]
+
+    @property
+    def file_name(self) -> str:
+        """The name as that of a recording."""
+        return re.sub(r"[^a-z0-9.]+", "-", self.name.lower()).strip("-") + ".json.gz"
+
+    def job(self) -> Any:
+        """The checked config."""
+        from measured_step import config_of
+
+        return config_of(self.config)
+
+    def build_architecture(self) -> Any:
+        """The transformers config."""
+        from measured_step import architecture_of
+
+        from finetune.model import catalog
+
+        values = forecast_cpu.ARCHITECTURES.get(self.architecture)
+        return catalog.config(self.architecture) if values is None else architecture_of(values)
+
+
+_S = Setting
+_BF16 = "quantization.kind=none"
+_INT8 = "quantization.kind=int8"
+_NONE = "memory.checkpointing=none"
+# In the order in which they are measured: what no time is left for is at the end, so each lever comes early once.
+SETTINGS = (
+    # The smallest, whose histories are recorded.
+    _S("110m nf4", _110M, 512, 4, 1, recorded=True),
+    _S("110m nf4 single, two micro-batches", _110M, 1024, 2, 2,
+       "quantization.double=false optimizer.kind=adamw_8bit", recorded=True),
+    _S("110m bf16, no checkpointing", _110M, 512, 8, 1,
+       f"{_BF16} {_NONE} optimizer.kind=adamw_torch_fused", padded=False, recorded=True),
+    _S("110m eager, four layers", _110M, 1024, 2, 1,
+       "model.attention=eager memory.checkpointing=4 optimizer.kind=paged_adamw_32bit", recorded=True),
+    _S("110m nf4, expandable segments", _110M, 512, 4, 1, recorded=True, expandable=True),
+    _S("110m, whole", _110M, 1024, 2, 1,
+       "adapter.kind=none quantization.kind=none optimizer.kind=adamw_torch_fused", recorded=True),
+    _S("120m int8", _120M, 1024, 2, 1, f"{_INT8} optimizer.kind=adamw_8bit", recorded=True),
+    # The job that the tool is for.
+    _S("7B nf4", _7B, 2048),
+    # A vocabulary of 152 thousand: the head and its loss decide.
+    _S("0.5B nf4", _05B, 1024, 4),
+    _S("0.5B nf4, loss in small tiles", _05B, 2048, 2, 1, "memory.loss_tokens=512"),
+    _S("0.5B fp4, twelve layers", _05B, 1024, 2, 2,
+       "quantization.kind=fp4 memory.checkpointing=12 adapter.rank=8 optimizer.kind=paged_adamw_32bit"),
+    _S("0.5B bf16, rank 64, no checkpointing", _05B, 1024, 2, 1,
+       f"{_BF16} {_NONE} adapter.rank=64 optimizer.kind=adamw_8bit"),
+    _S("0.5B int8, evaluated", _05B, 2048, 1, 2, f"{_INT8} data.eval=rows"),
+    # Below 1,536 tokens bitsandbytes may take a fused kernel, where the forecast is a bound (finetune.memory.kernels).
+    _S("0.5B nf4, one short row", _05B, 512, 1, 1, "optimizer.kind=adamw_torch_fused"),
+    _S("0.6B nf4, unpadded", _06B, 2048, 4, 1, padded=False),
+    _S("0.6B eager", _06B, 1024, 2, 1, "model.attention=eager"),
+    _S("1B nf4, long row", _1B, 4096),
+    _S("1B nf4, offloaded", _1B, 2048, 4, 1, "memory.offload=checkpoints"),
+    _S("1B nf4, every second layer", _1B, 2048, 2, 2, "memory.checkpointing=every-2 adapter.rank=8"),
+    _S("1B bf16, two targets", _1B, 1024, 4, 1, f"{_BF16} adapter.targets=[q_proj,v_proj] optimizer.kind=adamw_8bit"),
+    _S("1B int8, no checkpointing", _1B, 2048, 1, 1, f"{_INT8} {_NONE} optimizer.kind=adamw_torch_fused"),
+    _S("7B nf4, four rows", _7B, 2048, 4),
+    _S("1.5B nf4, eight rows", _15B, 512, 8, 1, "adapter.dtype=bfloat16 adapter.rank=64"),
+    _S("1.5B nf4, few trained tokens", _15B, 4096, 1, 1, "optimizer.kind=adamw_8bit", trained=256),
+    _S("7B int8, half the layers", _7B, 1024, 2, 1, f"{_INT8} memory.checkpointing=16"),
+    _S("gemma 1B nf4", _GEMMA, 1024, 2),
+    _S("7B bf16, rank 64", _7B, 1024, 2, 1, f"{_BF16} adapter.rank=64 optimizer.kind=adamw_torch_fused"),
+    _S("110m nf4, dropout", _110M, 2048, 2, 1, "adapter.dropout=0.05 optimizer.kind=adamw_torch_fused", recorded=True),
+)  # fmt: skip
+
+TINY = Setting("tiny", "llama", 128, 2, 1)
+"""Not in the matrix, since 64 MiB of workspace are most of it: to try the path, also without a GPU."""
+
+
+# -- one setting, in its own process -----------------------------------------------------------------------------------
+
+
+def measure(setting: Setting, device: Any, recordings: Path, idle_bytes: int | None) -> dict[str, Any]:
+    """Forecast `setting`, train it, and compare. To be asked once in a process, before anything was allocated.
+
+    `idle_bytes`: what is in use on the card before any process of ours, so that the rest is this process's.
+    """
+    import measured_step
+    import torch
+
+    from finetune import libraries
+    from finetune.memory import comparison
+    from finetune.memory import device as devices
+    from finetune.planning import Planner
+
+    libraries.quiet()
+    config, architecture = setting.job(), setting.build_architecture()
+    measured_step._check(config, setting.rows, setting.padded)
+    data = measured_step._data(config, architecture.vocab_size, setting.rows)
+    on_cuda = device.type == "cuda"
+    card = devices.here(device, config.memory)
+    started = time.perf_counter()
+    with _allocator_of(setting):
+        forecast = Planner(config, architecture, card, data).forecast()
+    found: dict[str, Any] = {"forecast_in_seconds": round(time.perf_counter() - started, 2)}
+    gc.collect()
+    if on_cuda:
+        # A forecast is made of fake tensors; anything here would be a fault of it, and would spoil what follows.
+        found["forecast_allocated_bytes"] = torch.cuda.max_memory_allocated()
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    keeps = on_cuda and setting.recorded
+    if keeps:
+        torch.cuda.memory._record_memory_history(
+            enabled="all", context=None, stacks="python", max_entries=_HISTORY_ENTRIES
+        )
+    started = time.perf_counter()
+    meter, phases, steps, attention = train(config, architecture, data, device)
+    found["trained_in_seconds"] = round(time.perf_counter() - started, 2)
+    expected = config.training.batch_size // config.training.rows * sum(length for length, _ in setting.rows)
+    assert [line["tokens"] for line in steps] == [expected] * measured_step.STEPS, "a micro-batch was not the one meant"
+    found |= {
+        "attention": {"forecast": forecast.attention, "measured": attention},
+        "losses": [line["loss"] for line in steps],
+        "forecast": {
+            "peak_allocated_bytes": forecast.peak_allocated_bytes,
+            "peak_reserved_bytes": forecast.peak_reserved_bytes,
+            "host_bytes": forecast.host_bytes,
+            "categories": forecast.categories,
+        },
+        "measured": {f"peak_{measure}": size for measure, size in meter.peak.items()},
+        "relative_errors": relative_errors(forecast, meter.peak),
+        "phases": comparison.as_dict(forecast, phases)["differences"],
+        # The first step also compiles and loads kernels.
+        "step_seconds": {
+            "forecast": round(forecast.seconds, 4),
+            "measured": round(steps[-1]["tokens"] / steps[-1]["tokens_per_second"], 4),
+        },
+    }
+    if on_cuda:
+        free, total = torch.cuda.mem_get_info()
+        found["measured"]["outside_bytes"] = total - free - torch.cuda.memory_reserved() - (idle_bytes or 0)
+    if keeps:
+        entries = torch.cuda.memory._snapshot()["device_traces"][device.index or 0]
+        torch.cuda.memory._record_memory_history(enabled=None)
+        found["recording"] = record(setting, entries, meter.peak["allocated_bytes"], recordings)
+    return found
+
+
+@contextlib.contextmanager
+def _allocator_of(setting: Setting) -> Iterator[None]:
+    """The forecast plays a step through an allocator of default settings; here through the one that is in use."""
+    from finetune.libraries import replaced
+    from finetune.memory import forecast
+    from finetune.memory.allocator import CachingAllocator
+
+    allocator = functools.partial(CachingAllocator, expandable_segments=setting.expandable)
+    with replaced(forecast, "CachingAllocator", allocator):
+        yield
+
+
+class LastingMeter:
+    """A meter of phases that also keeps the peaks of the whole run, with what lies between the phases."""
+
+    def __init__(self, meter: Any) -> None:
+        self._meter = meter
+        self.peak: dict[str, int] = {}
+
+    def reset(self) -> None:
+        self.read()
+        self._meter.reset()
+
+    def read(self) -> dict[str, int]:
+        found = self._meter.read()
+        self.peak = {name: max(size, self.peak.get(name, 0)) for name, size in found.items()}
+        return found
+
+
+def train(
+    config: Any, architecture: Any, data: Any, device: Any
+) -> tuple[LastingMeter, dict[str, dict[str, int]], list[dict[str, Any]], str]:
+    """The stages of finetune.recipe that are forecast, with its builders.
+
+    Returns the meter with the peaks of the whole run, the peaks by phase, the lines of the steps, and the attention.
+    """
+    import measured_step
+
+    from finetune.memory.monitor import Monitor, meter_for
+    from finetune.model import adapter, attention, base, checkpointing
+    from finetune.model.tokenizer import load_tokenizer
+    from finetune.rundir import RunDirectory
+    from finetune.training import run as training
+    from finetune.training.arguments import check
+
+    check(config, device)
+    tokenizer = load_tokenizer(config.model)
+    implementation, _ = attention.choose(config.model.attention, architecture, device.type, config.training.precision)
+    dtype = base.base_dtype(config.adapter, config.training)
+    meter = LastingMeter(meter_for(device.type))
+    monitor = Monitor(meter)
+    with tempfile.TemporaryDirectory(prefix="forecast-gpu-") as scratch:
+        run = RunDirectory(Path(scratch) / "run")
+        run.create(config)
+        with monitor.phase("load"):
+            model = base.load_base(
+                config.model, config.quantization, architecture, attention=implementation, dtype=dtype, device=device
+            )
+        whole = adapter.attach(model, config.adapter, config.model.name, config.training.seed)
+        checkpointing.apply(model, config.memory, device.type)
+        training.train(config, whole, tokenizer, data, run, monitor, measured_step._Silent(), device=device)
+        meter.read()
+        steps = [line for line in run.metrics() if "loss" in line]
+    return meter, monitor.run, steps, implementation
+
+
+def relative_errors(forecast: Any, peak: Mapping[str, int]) -> dict[str, float]:
+    """Forecast over measured, less 1, at the run's peak: `allocated` and `reserved`, or on a CPU `resident`."""
+    predicted = {
+        "allocated_bytes": forecast.peak_allocated_bytes,
+        "reserved_bytes": forecast.peak_reserved_bytes,
+        "resident_bytes": forecast.peak_allocated_bytes + forecast.device.outside_bytes,
+    }
+    return {
+        measure.removesuffix("_bytes"): round(size / peak[measure] - 1, 5)
+        for measure, size in predicted.items()
+        if measure in peak
+    }
+
+
+def record(setting: Setting, entries: Sequence[Any], peak_allocated_bytes: int, folder: Path) -> dict[str, Any]:
+    """Write the allocator's history as a recording, and replay it; `left_out` says why there is none."""
+    from finetune.memory.recording import Recording, replay
+
+    try:
+        recording = Recording.from_history(
+            entries, expandable_segments=setting.expandable, peak_allocated_bytes=peak_allocated_bytes
+        )
+    except (ValueError, KeyError) as error:
+        return {"entries": len(entries), "left_out": f"{type(error).__name__}: {error}"}
+    played = replay(recording)
+    packed = gzip.compress(recording.to_json().encode(), 9, mtime=0)
+    found = {
+        "events": len(recording.events),
+        "compressed_bytes": len(packed),
+        "modelled": played.modelled._asdict(),
+        "recorded": played.recorded._asdict(),
+        "reserved_error": round(played.modelled.reserved_bytes / played.recorded.reserved_bytes - 1, 5),
+    }
+    if len(packed) >= RECORDING_BYTES:
+        return {**found, "left_out": f"{len(packed)} bytes are too many for a repository"}
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / setting.file_name).write_bytes(packed)
+    return {**found, "file": setting.file_name}
+
+
+def facts(device: Any) -> dict[str, Any]:
+    """The device and what it takes besides tensors: the context and cuBLAS's workspaces, measured beside forecast."""
+    import torch
+
+    from finetune.environment import describe
+
+    if device.type != "cuda":
+        return {"name": "CPU", "torch": torch.__version__, "environment": describe(device)}
+    from finetune.memory import kernels
+
+    driver, idle_bytes = _smi()
+    torch.cuda.init()
+    free, total = torch.cuda.mem_get_info()
+    context = total - free
+    properties = torch.cuda.get_device_properties(device)
+    capability = (properties.major, properties.minor)
+    one, both = _workspaces(device)
+    free, _ = torch.cuda.mem_get_info()
+    reported = getattr(torch.backends.cuda, "cublas_workspace_size", lambda: None)()  # torch 2.13; not in 2.11
+    return {
+        "name": properties.name,
+        "total_bytes": properties.total_memory,
+        "capability": list(capability),
+        "multiprocessors": properties.multi_processor_count,
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "driver": driver,
+        "idle_bytes": idle_bytes,
+        "context": {
+            "before_the_first_allocation_bytes": context - (idle_bytes or 0),
+            "after_the_first_products_bytes": total - free - torch.cuda.memory_reserved() - (idle_bytes or 0),
+            "forecast_bytes": kernels.context_bytes(properties.multi_processor_count),
+        },
+        "workspace": {
+            "forward_bytes": one,
+            "forward_and_backward_bytes": both,
+            "reported_bytes": reported,
+            "forecast_bytes": kernels.workspace_bytes(capability),
+        },
+        "environment": describe(device),
+    }
+
+
+def _workspaces(device: Any) -> tuple[int, int]:
+    """What products leave allocated: one in this thread, then also one in autograd's."""
+    import torch
+
+    square = torch.ones(256, 256, device=device, dtype=torch.bfloat16, requires_grad=True)
+    before = torch.cuda.memory_allocated()
+    with torch.no_grad():
+        square @ square
+    one = torch.cuda.memory_allocated() - before
+    (square @ square).sum().backward()
+    square.grad = None
+    torch.cuda.synchronize()
+    return one, torch.cuda.memory_allocated() - before
+
+
+def _smi() -> tuple[str | None, int | None]:
+    """The driver's version and the bytes in use on the first card, by nvidia-smi; it opens no context."""
+    if not (tool := shutil.which("nvidia-smi")):
+        return None, None
+    query = [tool, "--query-gpu=driver_version,memory.used", "--format=csv,noheader,nounits"]
+    done = subprocess.run(query, capture_output=True, text=True, check=False, timeout=30)
+    return read_smi(done.stdout)
+
+
+def read_smi(text: str) -> tuple[str | None, int | None]:
+    """Driver and bytes in use from nvidia-smi's first line, such as `580.159.04, 4`; None for what is not there."""
+    fields = [part.strip() for part in (text.splitlines() or [""])[0].split(",")]
+    if len(fields) != 2:
+        return None, None
+    return fields[0], int(fields[1]) * 2**20 if fields[1].isdigit() else None
+
+
+# -- processes ---------------------------------------------------------------------------------------------------------
+
+
+class Worker(Protocol):
+    """A process that has imported and waits."""
+
+    def finish(self, limit: float) -> dict[str, Any]:
+        """Let it work, for `limit` seconds at most; what it found, or `error`."""
+        ...
+
+    def stop(self) -> None:
+        """End it, if it is still there."""
+        ...
+
+
+class Process:
+    """A fresh process of this file, which waits for a word after its imports and answers in a file."""
+
+    def __init__(self, arguments: Sequence[str], extra: Mapping[str, str] | None = None) -> None:
+        self._scratch = tempfile.TemporaryDirectory(prefix="forecast-gpu-")
+        self._answer = Path(self._scratch.name) / "answer.json"
+        self._errors = Path(self._scratch.name) / "errors"
+        path = os.pathsep.join(filter(None, [str(harness.ROOT), os.environ.get("PYTHONPATH", "")]))
+        with open(self._errors, "wb") as errors:
+            self._process = subprocess.Popen(
+                [sys.executable, __file__, *arguments, "--answer", str(self._answer)],
+                cwd=harness.ROOT,
+                env={**os.environ, **_ENVIRONMENT, "PYTHONPATH": path, **(extra or {})},
+                stdin=subprocess.PIPE,
+                stdout=errors,
+                stderr=subprocess.STDOUT,
+            )
+
+    def finish(self, limit: float) -> dict[str, Any]:
+        try:
+            self._process.communicate(b"go\n", timeout=limit)
+        except subprocess.TimeoutExpired:
+            return {"error": f"it took longer than {limit:.0f} s"}
+        finally:
+            self._process.kill()
+            self._process.wait()
+        if self._answer.is_file():
+            return json.loads(self._answer.read_text(encoding="utf-8"))
+        said = self._errors.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+        last = harness.without_paths((said or ["without a word"])[-1])
+        return {"error": f"the process ended with {self._process.returncode}: {last}"[-1000:]}
+
+    def stop(self) -> None:
+        self._process.kill()
+        self._process.wait()
+        if self._process.stdin:
+            self._process.stdin.close()
+        self._scratch.cleanup()
+
+
+def process_of(setting: Setting, on: str, recordings: Path, idle_bytes: int | None) -> Process:
+    """The process that measures `setting` on `on` (cuda or cpu)."""
+    arguments = ["--worker", setting.name, "--on", on, "--recordings", str(recordings), "--idle", str(idle_bytes or 0)]
+    return Process(arguments, _EXPANDABLE if setting.expandable else None)
+
+
+def measure_apart(setting: Setting, on: str, recordings: Path, limit: float) -> dict[str, Any]:
+    """One setting in a process of its own, begun and ended here."""
+    process = process_of(setting, on, recordings, None)
+    try:
+        return process.finish(limit)
+    finally:
+        process.stop()
+
+
+def work(name: str, on: str, answer: Path, recordings: Path, idle_bytes: int) -> None:
+    """What a process does: import, wait for the word, and answer. `name` is a setting's, or `facts`."""
+    import datasets  # noqa: F401  (what is imported here opens no device; bitsandbytes, imported later, does)
+    import matplotlib.pyplot  # noqa: F401
+    import torch
+    import transformers.models.llama.modeling_llama  # noqa: F401
+
+    if not sys.stdin.readline():
+        return  # the parent is gone
+    if on == "cuda" and not torch.cuda.is_available():
+        answer.write_text(json.dumps({"error": "this machine has no CUDA device that torch can use"}))
+        return
+    device = torch.device("cuda", torch.cuda.current_device()) if on == "cuda" else torch.device("cpu")
+    try:
+        if name == "facts":
+            found = facts(device)
+        else:
+            (setting,) = (one for one in (*SETTINGS, TINY) if one.name == name)
+            found = measure(setting, device, recordings, idle_bytes)
+    except Exception as error:
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        traceback.print_exc()
+        place = f"{Path(last.filename).name}:{last.lineno}"
+        found = {"error": harness.without_paths(f"{type(error).__name__}: {error} ({place})")[-1000:]}
+        if isinstance(error, torch.OutOfMemoryError):
+            found["out_of_memory"] = True
+    answer.write_text(json.dumps(found), encoding="utf-8")
+
+
+# -- the sweep ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Deadline:
+    """So many seconds from now on, shared out among the settings."""
+
+    seconds: float
+    clock: Callable[[], float] = time.monotonic
+    _end: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._end = self.clock() + self.seconds
+
+    @property
+    def left(self) -> float:
+        return max(0.0, self._end - self.clock())
+
+    def has(self, seconds: float) -> bool:
+        """Whether so many seconds are left."""
+        return self.left >= seconds
+
+    def limit(self, seconds: float) -> float:
+        """How long something that should take `seconds` may take."""
+        return min(self.left, max(_LEAST_LIMIT, _LIMIT_FACTOR * seconds))
+
+
+def sweep(
+    settings: Sequence[Setting],
+    deadline: Deadline,
+    start: Callable[[Setting], Worker],
+    tell: Callable[[dict[str, dict[str, Any]]], None],
+) -> None:
+    """Measure the settings one after the other; `tell` is given all rows so far after each.
+
+    Each one's process is started while the one before still works. A setting for which no time is left is left out:
+    a later and smaller one may still be measured.
+    """
+    rows: dict[str, dict[str, Any]] = {}
+    waiting: Worker | None = None
+    try:
+        for number, setting in enumerate(settings):
+            worker, waiting = waiting, None
+            try:
+                if deadline.has(setting.seconds):
+                    worker = worker or start(setting)
+                    if number + 1 < len(settings):
+                        waiting = start(settings[number + 1])
+                    rows[setting.name] = _row(setting, worker, deadline)
+                else:
+                    rows[setting.name] = _description(setting) | {"left_out": f"{deadline.left:.0f} s were left"}
+            finally:
+                if worker is not None:
+                    worker.stop()
+            tell(rows)
+    finally:
+        if waiting is not None:
+            waiting.stop()
+
+
+def _row(setting: Setting, worker: Worker, deadline: Deadline) -> dict[str, Any]:
+    started = time.monotonic()
+    found = worker.finish(deadline.limit(setting.seconds))
+    return _description(setting) | {"seconds": round(time.monotonic() - started, 1)} | found
+
+
+def _description(setting: Setting) -> dict[str, Any]:
+    return {
+        "model": setting.architecture,
+        "config": setting.config,
+        "padded": setting.padded and setting.micro_batch > 1,
+        "expandable_segments": setting.expandable,
+    }
+
+
+def summary(rows: Mapping[str, Mapping[str, Any]], wanted: int) -> dict[str, Any]:
+    """How many of the settings were measured, how many are within the goals, and the worst of each measure.
+
+    `passed`: none failed, all that were measured are within both goals, and they are enough, of `wanted` settings.
+    """
+    errors = {name: row["relative_errors"] for name, row in rows.items() if "relative_errors" in row}
+    found: dict[str, Any] = {
+        "settings": wanted,
+        "measured": len(errors),
+        "failed": [name for name, row in rows.items() if "error" in row],
+        "left_out": [name for name, row in rows.items() if "left_out" in row],
+        "goals": GOALS,
+        "within": {},
+        "worst": {},
+        "median_absolute_error": {},
+    }
+    for measure, goal in GOALS.items():
+        of_measure = {name: error[measure] for name, error in errors.items() if measure in error}
+        found["within"][measure] = sum(abs(error) <= goal for error in of_measure.values())
+        if of_measure:
+            worst = max(of_measure, key=lambda name: abs(of_measure[name]))
+            found["worst"][measure] = {"setting": worst, "error": of_measure[worst]}
+            found["median_absolute_error"][measure] = statistics.median(map(abs, of_measure.values()))
+    enough = len(errors) >= min(ENOUGH, wanted)
+    found["passed"] = enough and not found["failed"] and set(found["within"].values()) == {len(errors)}
+    found["recordings"] = [row["recording"]["file"] for row in rows.values() if "file" in row.get("recording", {})]
+    # Paged states are managed memory, which is on the card and not in the allocator either.
+    outside = [
+        row["measured"]["outside_bytes"]
+        for row in rows.values()
+        if "outside_bytes" in row.get("measured", {}) and "paged" not in row["config"].get("optimizer.kind", "paged")
+    ]
+    if outside:
+        found["largest_outside_bytes"] = max(outside)
+    return found
+
+
+# -- what comes out ----------------------------------------------------------------------------------------------------
+
+
+def main() -> None:
+    options = _options()
+    if options.worker:
+        work(options.worker, options.on, options.answer, options.recordings, options.idle)
+        return
+    names = options.only or [setting.name for setting in SETTINGS]
+    chosen = [setting for setting in (*SETTINGS, TINY) if setting.name in names]
+    if not chosen:
+        sys.exit(f"no setting of that name; there are: {', '.join(setting.name for setting in (*SETTINGS, TINY))}")
+    deadline = Deadline(options.seconds)
+    result: dict[str, Any] = {"command": harness.command_line(), "device": _facts(options.on, deadline)}
+
+    def tell(rows: dict[str, dict[str, Any]]) -> None:
+        result["summary"], result["settings"] = summary(rows, len(chosen)), rows
+        harness.write_result(options.output, result)
+        name = list(rows)[-1]
+        print(f"{name}: {_said(rows[name])}", flush=True)
+
+    idle_bytes = result["device"].get("idle_bytes")
+    sweep(chosen, deadline, lambda setting: process_of(setting, options.on, options.recordings, idle_bytes), tell)
+    print(table(result))
+    sys.exit(0 if result["summary"]["passed"] else 1)
+
+
+def _facts(on: str, deadline: Deadline) -> dict[str, Any]:
+    """The device's facts, or the end where there is no device."""
+    process = Process(["--worker", "facts", "--on", on])
+    try:
+        found = process.finish(deadline.limit(_LEAST_LIMIT))
+    finally:
+        process.stop()
+    if "no CUDA device" in found.get("error", ""):
+        print(f"forecast-gpu: {found['error']}; nothing was run", file=sys.stderr)
+        sys.exit(NO_DEVICE)
+    return found
+
+
+def _said(row: Mapping[str, Any]) -> str:
+    if "left_out" in row:
+        return f"left out, {row['left_out']}"
+    if "error" in row:
+        return f"FAILED: {row['error'][:300]}"
+    errors = ", ".join(f"{measure} {100 * error:+.2f} %" for measure, error in row["relative_errors"].items())
+    return f"{errors} in {row['seconds']} s"
+
+
+def table(result: Mapping[str, Any]) -> str:
+    """Every setting's peaks with the forecast's error, and the summary."""
+
+    def line(name: str, row: Mapping[str, Any]) -> tuple[str, ...]:
+        if "measured" not in row:
+            return (name, "left out" if "left_out" in row else "failed", *[""] * 5)
+        errors, seconds = row["relative_errors"], row["step_seconds"]
+        cells: list[str] = []
+        for measure in GOALS:
+            size = row["measured"].get(f"peak_{measure}_bytes")
+            cells += ["" if size is None else harness.gib(size)]
+            cells += [f"{100 * errors[measure]:+.2f} %" if measure in errors else ""]
+        return (name, *cells, f"{seconds['measured']:.3f}", f"{seconds['forecast']:.3f}")
+
+    header = ("GiB", "allocated", "forecast", "reserved", "forecast", "s a step", "forecast")
+    rows = [line(name, row) for name, row in result["settings"].items()]
+    return harness.table(header, rows) + "\n" + json.dumps(result["summary"], indent=2)
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", action="append", metavar="NAME", help="only this setting (may be repeated)")
+    parser.add_argument("--seconds", type=float, default=SECONDS, help=f"end after so many seconds (default {SECONDS})")
+    parser.add_argument("--on", choices=("cuda", "cpu"), default="cuda", help="cpu: try the path without a GPU")
+    parser.add_argument("--output", type=Path, default=harness.RESULTS / "forecast_gpu.json")
+    parser.add_argument("--recordings", type=Path, default=RECORDINGS, help="folder for the allocator's histories")
+    for hidden, kind in (("--worker", str), ("--answer", Path), ("--idle", int)):
+        parser.add_argument(hidden, type=kind, help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,45 @@
+"""What the README shows of Llama-2-7B on a 24 GB card: the plan as printed and drawn, and the fit. Forecasts alone.
+
+    python benchmarks/plan_llama7b.py
+
+Writes docs/llama7b_plan.txt, docs/llama7b_plan.png and benchmarks/results/plan_llama7b.json. No GPU, no weights.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import harness
+
+CONFIG, CARD = "configs/llama7b_qlora.yaml", "RTX 4090"
+DOCS = harness.ROOT / "docs"
+
+
+def main() -> None:
+    told = _finetune("plan", "--picture", str(DOCS / "llama7b_plan.png"))
+    (DOCS / "llama7b_plan.txt").write_text(told, encoding="utf-8")
+    with tempfile.TemporaryDirectory(prefix="plan-") as scratch:
+        fitted = json.loads(_finetune("fit", "--json", "--output", str(Path(scratch) / "fitted.yaml")))
+    del fitted["config"]
+    result: dict[str, Any] = {
+        "command": harness.command_line(),
+        "environment": harness.environment(),
+        "config": CONFIG,
+        "card": CARD,
+        "plan": json.loads(_finetune("plan", "--json")),
+        "fit": fitted,
+    }
+    harness.write_result(harness.RESULTS / "plan_llama7b.json", result)
+    print(told, json.dumps(fitted["chosen"]), fitted["predicted_speed_up"], fitted["limits"])
+
+
+def _finetune(command: str, *arguments: str) -> str:
+    done = harness.python("-m", "finetune", command, CONFIG, "--gpu", CARD, *arguments)
+    return harness.succeeded(done).output
+
+
+if __name__ == "__main__":
+    main()
