@@ -273,7 +273,8 @@ _REACH = 8
 
 
 def _next(known: Mapping[int, Forecast], low: int, high: int | None, grain: int) -> int:
-    values = sorted(known)
+    # The two that lie next to the limit as far as it is known: above all that fit, or around it, or below all.
+    values = sorted(known) if high is None else sorted(value for value in known if value >= low)[:2]
     guess = 2 * values[-1]
     if len(values) > 1:
         first, last = known[values[-2]], known[values[-1]]

@@ -58,18 +58,24 @@ def cpu() -> Kernels:
             bnb.optimizer_update_8bit_blockwise.default: cpu_ops._optimizer_update_8bit_blockwise_cpu,
         },
         scratch=_scratch_on_cpu,
-        flops=_ATTENTION_FLOPS,
+        flops={**_FLOPS, bnb.int8_linear_matmul.default: _linear},
     )
 
 
 def cuda(capability: tuple[int, int]) -> Kernels:
     """A CUDA card: bitsandbytes' optimizers are single kernels there, and attention has scratch memory."""
+    import bitsandbytes  # noqa: F401  (registers its operators)
+
     del capability  # from 7.5 to 12.0 the same, but for the cuBLAS workspace, which is `workspace_bytes`'
     bnb = torch.ops.bitsandbytes
     return Kernels(
-        python={bnb.gemm_4bit.default: _gemm_4bit, _aten._grouped_mm.default: _grouped_product},
+        python={
+            _aten._grouped_mm.default: _grouped_product,
+            bnb.gemm_4bit.default: _gemm_4bit,
+            bnb.int8_scaled_mm.default: _int8_product_on_cuda,
+        },
         scratch=_scratch_on_cuda,
-        flops=_ATTENTION_FLOPS,
+        flops={**_FLOPS, bnb.int8_linear_matmul.default: _linear},
         as_there=_on_cuda,
     )
 
@@ -129,6 +135,12 @@ def _quantize_int8(A: Any, threshold: float = 0.0) -> Any:
     """Scales and integers by torch's operators (bitsandbytes 0.50, backends/default `int8_vectorwise_quant`)."""
     scales = torch.max(A.abs(), dim=1).values.float()
     return torch.round(A * (127.0 / scales.unsqueeze(-1))).to(torch.int8), scales, None
+
+
+def _int8_product_on_cuda(A: Any, B: Any, row_stats: Any, col_stats: Any, bias: Any = None, dtype: Any = None) -> Any:
+    """The same on CUDA: integers, then float16, then the type asked for (bitsandbytes 0.50, backends/cuda)."""
+    out = torch.ops.bitsandbytes.int8_linear_matmul.default(A, B)
+    return torch.empty_like(out, dtype=torch.float16).to(dtype or torch.float16)
 
 
 def _quantize_4bit(A: Any, blocksize: int, quant_type: str, quant_storage: Any) -> Any:
@@ -204,7 +216,12 @@ def _round_up(number: int, grain: int) -> int:
 
 @contextlib.contextmanager
 def _on_cuda() -> Iterator[None]:
-    """Autocast as on CUDA, where layer norms compute in float32 (torch 2.13, aten/src/ATen/autocast_mode.h)."""
+    """Layer norms in float32 under autocast, and the int8 product that is trained there.
+
+    (torch 2.13, aten/src/ATen/autocast_mode.h; bitsandbytes 0.50, `matmul`, which takes another for CPU tensors.)
+    """
+    import bitsandbytes
+    from bitsandbytes.autograd._functions import MatMul8bitLt, MatmulLtState
     from torch.nn import functional
 
     plain = functional.layer_norm
@@ -214,7 +231,12 @@ def _on_cuda() -> Iterator[None]:
             input, weight, bias = (value if value is None else value.float() for value in (input, weight, bias))
         return plain(input, shape, weight, bias, eps)
 
-    with replaced(functional, "layer_norm", layer_norm):
+    def matmul(A: Any, B: Any, out: Any = None, state: Any = None, threshold: float = 0.0, bias: Any = None) -> Any:
+        state = state or MatmulLtState()
+        state.threshold = threshold or state.threshold
+        return MatMul8bitLt.apply(A, B, out, bias, state)
+
+    with replaced(functional, "layer_norm", layer_norm), replaced(bitsandbytes, "matmul", matmul):
         yield
 
 
@@ -236,7 +258,13 @@ def _heads(key: Any, query: Any) -> torch.Size:
     return torch.Size((key.shape[0], query.shape[1], *key.shape[2:]))
 
 
-_ATTENTION_FLOPS: dict[Any, Callable[..., int]] = {
+def _linear(A: Any, B: Any, *args: Any, **kwargs: Any) -> int:
+    """A product with a weight of shape [outputs, inputs]."""
+    return 2 * A.numel() * B.shape[0]
+
+
+_FLOPS: dict[Any, Callable[..., int]] = {
+    _aten.linear.default: _linear,
     _aten._scaled_dot_product_flash_attention_for_cpu.default: _attention,
     _aten._scaled_dot_product_flash_attention_for_cpu_backward.default: _attention_backward,
 }

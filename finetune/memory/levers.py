@@ -30,7 +30,8 @@ def levers(config: Config) -> list[Lever]:
     if memory.checkpointing != "all":
         found.append(Lever({"memory.checkpointing": "all"}, "about a third more time"))
     if training.micro_batch != "auto" and training.rows > 1:
-        found.append(Lever({"training.micro_batch": training.rows // 2}, "same gradient, more passes"))
+        rows = max(rows for rows in range(1, training.rows // 2 + 1) if training.batch_size % rows == 0)
+        found.append(Lever({"training.micro_batch": rows}, "same gradient, more passes"))
     if memory.loss_tokens > _SMALLEST_TILE:
         found.append(Lever({"memory.loss_tokens": _SMALLEST_TILE}, "same loss, smaller products"))
     if memory.offload == "none":

@@ -7,6 +7,7 @@ are the ones that train; only the weights and the batch are fake.
 from __future__ import annotations
 
 import contextlib
+import random
 import tempfile
 import warnings
 from collections import defaultdict
@@ -16,6 +17,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
+import numpy as np
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -66,7 +68,7 @@ def _rehearse(
     shortening: Callable[[Sequence[Hashable]], Shortened],
 ) -> Trace:
     recorder = Recorder(device.kernels, Answers(padded=False, trained_tokens=0))
-    with tempfile.TemporaryDirectory() as folder, _fake(device, recorder) as mode:
+    with tempfile.TemporaryDirectory() as folder, _random_state_kept(), _fake(device, recorder) as mode:
         rehearsal = _Rehearsal(config, architecture, Path(folder), mode, recorder, device, attention, shortening)
         rehearsal.load()
         rehearsal.make_optimizer_states()
@@ -91,6 +93,16 @@ def _fake(device: Device, recorder: Recorder) -> Iterator[FakeTensorMode]:
             stack.enter_context(_loss_on_cuda())
             stack.enter_context(replaced(modeling_utils, "save_on_cpu", lambda **kwargs: _to_host(recorder)))
         yield FakeTensorMode(allow_non_fake_inputs=True)
+
+
+@contextlib.contextmanager
+def _random_state_kept() -> Iterator[None]:
+    """Adapter and trainer seed what they find; a run must draw the same numbers whether it was rehearsed or not."""
+    states = random.getstate(), np.random.get_state()
+    with torch.random.fork_rng():
+        yield
+    random.setstate(states[0])
+    np.random.set_state(states[1])
 
 
 @contextlib.contextmanager
