@@ -108,7 +108,7 @@ class Setting(forecast_cpu.Setting):
         """The name as that of a recording."""
         return re.sub(r"[^a-z0-9.]+", "-", self.name.lower()).strip("-") + ".json.gz"
 
-    def job(self) -> Any:
+    def resolved(self) -> Any:
         """The checked config."""
         from measured_step import config_of
 
@@ -191,7 +191,7 @@ def measure(setting: Setting, device: Any, recordings: Path, idle_bytes: int | N
     from finetune.planning import Planner
 
     libraries.quiet()
-    config, architecture = setting.job(), setting.build_architecture()
+    config, architecture = setting.resolved(), setting.build_architecture()
     measured_step._check(config, setting.rows, setting.padded)
     data = measured_step._data(config, architecture.vocab_size, setting.rows)
     on_cuda = device.type == "cuda"
@@ -368,7 +368,6 @@ def facts(device: Any) -> dict[str, Any]:
     capability = (properties.major, properties.minor)
     one, both = _workspaces(device)
     free, _ = torch.cuda.mem_get_info()
-    reported = getattr(torch.backends.cuda, "cublas_workspace_size", lambda: None)()  # torch 2.13; not in 2.11
     return {
         "name": properties.name,
         "total_bytes": properties.total_memory,
@@ -386,7 +385,7 @@ def facts(device: Any) -> dict[str, Any]:
         "workspace": {
             "forward_bytes": one,
             "forward_and_backward_bytes": both,
-            "reported_bytes": reported,
+            "reported_bytes": _reported_workspace(),
             "forecast_bytes": kernels.workspace_bytes(capability),
         },
         "environment": describe(device),
@@ -406,6 +405,16 @@ def _workspaces(device: Any) -> tuple[int, int]:
     square.grad = None
     torch.cuda.synchronize()
     return one, torch.cuda.memory_allocated() - before
+
+
+def _reported_workspace() -> int | None:
+    """What torch says that one cuBLAS workspace takes; None before torch 2.13, which cannot be asked."""
+    import torch
+
+    try:
+        return torch.backends.cuda.cublas_workspace_size()
+    except AttributeError:
+        return None
 
 
 def _smi() -> tuple[str | None, int | None]:
@@ -482,7 +491,16 @@ class Process:
 
 def process_of(setting: Setting, on: str, recordings: Path, idle_bytes: int | None) -> Process:
     """The process that measures `setting` on `on` (cuda or cpu)."""
-    arguments = ["--worker", setting.name, "--on", on, "--recordings", str(recordings), "--idle", str(idle_bytes or 0)]
+    arguments = [
+        "--worker",
+        setting.name,
+        "--on",
+        on,
+        "--recordings",
+        str(recordings.resolve()),
+        "--idle",
+        str(idle_bytes or 0),
+    ]
     return Process(arguments, _EXPANDABLE if setting.expandable else None)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import time
 from dataclasses import dataclass
@@ -35,6 +36,7 @@ class Device:
     bandwidth_bytes: float
     call_seconds: float
     capability: tuple[int, int] = (0, 0)
+    expandable_segments: bool = False
 
     @property
     def kernels(self) -> Kernels:
@@ -116,8 +118,10 @@ def _present(budget: int | None) -> Device:
     """The card here, with what others leave free on it."""
     properties = torch.cuda.get_device_properties(torch.cuda.current_device())
     free, _ = torch.cuda.mem_get_info()
-    # The context of this process is there by now, and the free memory no longer holds it.
     free += torch.cuda.memory_reserved()
+    # Part of what is taken is this process's own context, of which torch loads more later.
+    context = kernels.context_bytes(properties.multi_processor_count)
+    usable = free + min(properties.total_memory - free, context)
     try:
         known = gpus.find(properties.name)
     except ConfigError:
@@ -125,13 +129,20 @@ def _present(budget: int | None) -> Device:
     return Device(
         type="cuda",
         name=properties.name,
-        budget_bytes=min(free, budget or free),
-        outside_bytes=0,
+        budget_bytes=min(usable, budget or usable),
+        outside_bytes=context,
         flops=known.flops,
         bandwidth_bytes=known.bandwidth_bytes,
         call_seconds=_CUDA_CALL_SECONDS,
         capability=(properties.major, properties.minor),
+        expandable_segments=_expandable_segments(),
     )
+
+
+def _expandable_segments() -> bool:
+    """Whether the allocator here was told to let segments grow."""
+    settings = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or ""
+    return "expandable_segments:true" in settings.lower().replace(" ", "")
 
 
 def _cpu(budget: int | None) -> Device:

@@ -151,7 +151,9 @@ class _Replay:
     def __init__(self, trace: Trace, device: Device) -> None:
         self._trace = trace
         self._device = device
-        self._allocator = CachingAllocator() if device.type == "cuda" else None
+        self._allocator = (
+            CachingAllocator(expandable_segments=device.expandable_segments) if device.type == "cuda" else None
+        )
         self._handles: dict[int, int] = {}
         self._live = dict.fromkeys(CATEGORIES, 0)
         self._managed = 0
@@ -172,8 +174,12 @@ class _Replay:
         after = [number for number, run in enumerate(self._trace.runs) if number > first and run.phase not in _STEP]
         last = after[0] if after else len(self._trace.runs)
         step = self._trace.runs[first:last]
+        loaded = next(number for number, run in enumerate(self._trace.runs) if run.phase != "load")
+        self._play(self._trace.runs[:loaded])
+        if self._allocator:
+            self._allocator.empty_cache()  # as `load_base` does
         self._add(self._device.workspace_bytes, "workspace")
-        self._play(self._trace.runs[:first])
+        self._play(self._trace.runs[loaded:first])
         self._play(step)
         self._recording = True
         self._stride = max(1, sum(len(run.events) for run in step) // _CURVE_POINTS)

@@ -150,12 +150,22 @@ def weightless_base(
         model = replace_with_bnb_linear(
             model, modules_to_not_convert=_kept_modules(model), quantization_config=quantization_config
         )
+        _bias_as_loaded(model, dtype)
         model.quantization_method = quantization_config.quant_method
         model.is_loaded_in_4bit = bool(quantization_config.load_in_4bit)
         model.is_loaded_in_8bit = bool(quantization_config.load_in_8bit)
         model.config.quantization_config = quantization_config
     model.config.use_cache = False
     return model.eval()
+
+
+def _bias_as_loaded(model: Any, dtype: torch.dtype) -> None:
+    """bitsandbytes' layers begin with a bias in float32; loaded weights bring theirs in the model's type."""
+    import bitsandbytes as bnb
+
+    for module in model.modules():
+        if isinstance(module, (bnb.nn.Linear4bit, bnb.nn.Linear8bitLt)) and module.bias is not None:
+            module.bias = nn.Parameter(module.bias.to(dtype), requires_grad=False)
 
 
 def _kept_modules(model: Any) -> list[str]:
