@@ -1,6 +1,6 @@
 """How far the forecast of `finetune plan` is from what a real training step takes, over many small jobs on the CPU.
 
-    python benchmarks/forecast_cpu.py [--only NAME] [--limit N] [--measure-only]
+    python benchmarks/forecast_cpu.py [--only NAME] [--limit N] [--measure-only] [--measured FILE]
 
 Every setting really trains two steps (see measured_step.py) in a process of its own, and is forecast in another one.
 The settings spread the levers over eight families of architecture, each value in several of them; the three models
@@ -269,10 +269,11 @@ def main() -> None:
 
     # A job's own overhead in resident bytes: code, tokenizer, trainer.
     nothing = None
-    if any(setting.resident for setting in chosen):
+    if any(setting.resident for setting in chosen) and not options.measured:
         nothing = _resident({**chosen[0].job, "architecture": _NEARLY_NOTHING, "config": {"training.micro_batch": 1,
             "training.batch_size": 1, "data.eval": "none"}, "rows": [[64, 32]]})  # fmt: skip
-    rows = {setting.name: _row(setting, options.measure_only, nothing) for setting in chosen}
+    before = json.loads(options.measured.read_text(encoding="utf-8"))["settings"] if options.measured else {}
+    rows = {setting.name: _row(setting, options.measure_only, nothing, before.get(setting.name)) for setting in chosen}
     result: dict[str, Any] = {
         "command": harness.command_line(),
         "environment": harness.environment(1),
@@ -285,19 +286,23 @@ def main() -> None:
     sys.exit(1 if result["summary"]["failed"] else 0)
 
 
-def _row(setting: Setting, measure_only: bool, nothing: int | None) -> dict[str, Any]:
-    """One setting, measured and forecast; `error` where one of the two could not be done."""
+def _row(setting: Setting, measure_only: bool, nothing: int | None, before: dict[str, Any] | None) -> dict[str, Any]:
+    """One setting, measured (or taken from `before`) and forecast; `error` where one of the two could not be done."""
     started = time.perf_counter()
     row: dict[str, Any] = {"architecture": setting.architecture, "config": setting.config, "rows": setting.job["rows"]}
     try:
-        row["measured"] = _apart(_measure, setting)
-        del row["measured"]["resident_bytes"]  # with the profiler's own memory in it
-        if setting.resident and nothing is not None:
-            row["measured"]["resident_bytes"] = _resident(setting.job) - nothing
-        row["measured_in_seconds"] = round(time.perf_counter() - started, 1)
+        if before is not None:
+            row["measured"], row["measured_in_seconds"] = before["measured"], before["measured_in_seconds"]
+        else:
+            row["measured"] = _apart(_measure, setting)
+            del row["measured"]["resident_bytes"]  # with the profiler's own memory in it
+            if setting.resident and nothing is not None:
+                row["measured"]["resident_bytes"] = _resident(setting.job) - nothing
+            row["measured_in_seconds"] = round(time.perf_counter() - started, 1)
         if not measure_only:
+            started = time.perf_counter()
             row["forecast"] = _apart(_forecast, setting)
-            row["forecast_in_seconds"] = round(time.perf_counter() - started - row["measured_in_seconds"], 1)
+            row["forecast_in_seconds"] = round(time.perf_counter() - started, 1)
             row["relative_errors"] = _relative_errors(row["forecast"], row["measured"])
     except Failed as failure:
         row["error"] = harness.without_paths(str(failure))
@@ -418,6 +423,7 @@ def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", action="append", metavar="NAME", help="only this setting (may be repeated)")
     parser.add_argument("--limit", type=int, help="only the first so many settings")
+    parser.add_argument("--measured", type=Path, help="take what was measured from an earlier result, forecast anew")
     parser.add_argument("--measure-only", action="store_true", help="measure without forecasting")
     parser.add_argument("--output", type=Path, default=harness.RESULTS / "forecast_cpu.json")
     return parser.parse_args()

@@ -20,8 +20,10 @@ from finetune.settings import load_config
 
 TINY = Path(__file__).parent.parent / "configs" / "tiny_cpu.yaml"
 
-# A job of seconds: short rows, few of them, one evaluation at each end.
-QUICK = ["training.max_steps=4", "training.batch_size=4", "training.micro_batch=2", "output.merge=false"]
+# A job of seconds: short rows, few of them, one evaluation at each end, and no forecast, which takes as long again.
+QUICK = [
+    "training.max_steps=4", "training.batch_size=4", "training.micro_batch=2", "output.merge=false", "memory.check=off",
+]  # fmt: skip
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -55,7 +57,7 @@ def quick(tmp_path: Path, rows_file: Path):
 
 @pytest.fixture(scope="session")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
-    """A finished run of the tiny job, long enough for the adapter to matter. Read it, do not write to it."""
+    """A finished run of the tiny job, forecast and long enough for the adapter to matter. Do not write to it."""
     directory = tmp_path_factory.mktemp("trained") / "run"
     overrides = ["training.max_steps=20", "training.eval_every=10", "output.merge=false", f"output.dir={directory}"]
     return finetune.train(load_config(TINY, overrides)).run

@@ -17,6 +17,9 @@ TINY = Path(__file__).parent.parent / "configs" / "tiny_cpu.yaml"
 def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture):
     """Run `finetune ARGUMENTS` in this process; returns (exit code, stdout, stderr)."""
 
+    # A command that forecasts switches the compiler off for its own process.
+    monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
+
     def run(*arguments: object) -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "argv", ["finetune", *map(str, arguments)])
         code = 0
@@ -36,7 +39,7 @@ def job(tmp_path: Path, rows_file: Path) -> list[str]:
     """Arguments of a training job of seconds."""
     return [
         str(TINY), "training.max_steps=2", "training.batch_size=4", "training.micro_batch=2", "output.merge=false",
-        f"data.train={rows_file}", "data.eval_share=0.2", f"output.dir={tmp_path / 'run'}",
+        "memory.check=off", f"data.train={rows_file}", "data.eval_share=0.2", f"output.dir={tmp_path / 'run'}",
     ]  # fmt: skip
 
 
@@ -54,6 +57,87 @@ def test_train_as_json(call, job: list[str]) -> None:
     summary = json.loads(out)
     assert summary["steps"] == 2
     assert summary["base_eval_loss"] > 0
+
+
+def test_plan_says_that_a_job_fits_and_draws_it(call, job: list[str], tmp_path: Path) -> None:
+    picture = tmp_path / "memory.png"
+    code, out, err = call("plan", *job, "--gpu", "RTX 4090", "--picture", picture)
+    assert (code, err) == (0, "")
+    for expected in ("fits: ", "on RTX 4090", "backward", "adapter"):
+        assert expected in out
+    assert picture.read_bytes().startswith(b"\x89PNG\r\n")
+    assert not (tmp_path / "run").exists(), "a plan writes no run"
+
+
+def test_plan_of_a_job_that_does_not_fit_names_the_levers_and_exits_6(call, job: list[str]) -> None:
+    overrides = ["memory.budget=1MiB", "memory.loss_tokens=512", "memory.checkpointing=none", "data.max_length=100"]
+    code, out, err = call("plan", *job, *overrides, "adapter.rank=8", "--gpu", "cpu", "--json")
+    assert (code, err) == (6, "")
+    found = json.loads(out)
+    assert set(found) >= {
+        "fits", "budget_bytes", "peak_allocated_bytes", "peak_reserved_bytes", "host_bytes", "disk_bytes", "phases",
+        "categories", "batch", "flops", "seconds", "levers",
+    }  # fmt: skip
+    assert found["fits"] is False
+    assert found["budget_bytes"] == 2**20
+    assert [lever["changes"] for lever in found["levers"]][:2] == [
+        {"memory.checkpointing": "all"}, {"training.micro_batch": 1},
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("command", ["plan", "fit"])
+@pytest.mark.parametrize(
+    ("overrides", "gpu", "code", "words"),
+    [
+        ([], "RTX 4900", 2, "RTX 4090"),
+        ([], "24GB", 2, "GiB"),
+        (["model.name=someone/nothing"], "T4", 4, "the hub cannot be reached"),
+        (["model.name=./nowhere"], "T4", 7, "no such model directory"),
+        (["model.name={unknown}"], "T4", 7, "no_such_architecture"),
+        (["model.name={not_json}"], "T4", 7, "not_json"),
+    ],
+)
+def test_a_plan_of_what_is_not_known_is_one_clear_error(
+    call, job: list[str], tmp_path: Path, command: str, overrides: list[str], gpu: str, code: int, words: str
+) -> None:
+    folders = {}
+    for name, text in (("unknown", '{"model_type": "no_such_architecture"}'), ("not_json", "{")):
+        folders[name] = tmp_path / name
+        folders[name].mkdir()
+        (folders[name] / "config.json").write_text(text)
+    given = [override.format(**folders) for override in overrides]
+    found, out, err = call(command, *job, *given, "--gpu", gpu)
+    assert (found, out) == (code, "")
+    assert err.startswith("error: ")
+    assert words in err
+
+
+def test_fit_writes_a_config_with_its_reasons(call, job: list[str], tmp_path: Path, monkeypatch) -> None:
+    from finetune.memory import fit
+    from finetune.settings import load_config
+
+    # Sixteen forecasts for each limit: tests/memory/test_fit.py has them.
+    found = fit.Limits(length=4096, micro_batch=64, rank=256, smallest_card="T4")
+    monkeypatch.setattr(fit, "limits", lambda config, forecast: found)
+    target = tmp_path / "fitted.yaml"
+    code, out, err = call("fit", *job, "--gpu", "T4", "--output", target, "--json")
+    assert (code, err) == (0, "")
+    result = json.loads(out)
+    assert result["config"] == str(target)
+    assert result["limits"]["rank"] == 256
+    read = load_config(target)
+    assert read.training.rows == result["chosen"]["training.micro_batch"]
+    assert read.memory.checkpointing == result["chosen"]["memory.checkpointing"]
+    for reason in result["reasons"].values():
+        assert f"  # {reason}" in target.read_text()
+
+
+def test_fit_of_what_fits_nowhere_exits_6(call, job: list[str], tmp_path: Path) -> None:
+    code, _, err = call("fit", *job, "training.batch_size=1", "training.micro_batch=1", "memory.budget=1MiB",
+                        "--gpu", "cpu", "--output", tmp_path / "fitted.yaml")  # fmt: skip
+    assert code == 6
+    assert "nothing fits CPU" in err
+    assert not (tmp_path / "fitted.yaml").exists()
 
 
 def test_every_problem_of_a_config_at_once_with_exit_2(call, tmp_path: Path) -> None:

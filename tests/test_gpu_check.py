@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import csv
+import gzip
 import hashlib
 import importlib
 import io
@@ -14,16 +15,18 @@ import subprocess
 import sys
 import zipfile
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 from packaging.requirements import Requirement
 from packaging.version import Version
 
+from finetune.memory.recording import Recording, replay
 from finetune.settings import load_config
 
 ROOT = Path(__file__).resolve().parents[1]
+RECORDINGS = sorted((ROOT / "benchmarks" / "results" / "recordings").glob("*.json.gz"))
 
 
 @pytest.fixture
@@ -36,6 +39,11 @@ def benchmark(monkeypatch: pytest.MonkeyPatch) -> Any:
 @pytest.fixture
 def gpu_check(benchmark: Any) -> ModuleType:
     return benchmark("gpu_check")
+
+
+@pytest.fixture
+def forecast_gpu(benchmark: Any) -> ModuleType:
+    return benchmark("forecast_gpu")
 
 
 @pytest.fixture
@@ -65,7 +73,7 @@ def test_every_test_marked_gpu_is_where_gpu_check_looks() -> None:
     marked = [path for path in (ROOT / "tests").rglob("*.py") if re.search(r"pytest\.mark\.gpu\b", path.read_text())]
     elsewhere = [path for path in marked if ROOT / "tests" / "gpu" not in path.parents and path != Path(__file__)]
     assert not elsewhere
-    assert len(marked) - (Path(__file__) in marked) == 2
+    assert len(marked) - (Path(__file__) in marked) == 3
 
 
 @pytest.mark.parametrize("batch", [1, 4])
@@ -183,6 +191,411 @@ def test_results_keep_no_absolute_path(benchmark: Any) -> None:
     text = "wrote /home/someone/runs/x/adapter, read configs/a.yaml and https://pytorch.org/memory_viz, 3 / 4"
     expected = "wrote adapter, read configs/a.yaml and https://pytorch.org/memory_viz, 3 / 4"
     assert benchmark("harness").without_paths(text) == expected
+
+
+# -- forecast_gpu ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(
+    not RECORDINGS,
+    reason="benchmarks/results/recordings/ is empty: no GPU's allocator was recorded yet (`make gpu-check` does it)",
+)
+@pytest.mark.parametrize("file", RECORDINGS or [None], ids=lambda file: file.name if file else "none")
+def test_the_allocator_does_on_paper_what_a_gpu_did(file: Path) -> None:
+    recording = Recording.from_json(gzip.decompress(file.read_bytes()).decode())
+    found = replay(recording)
+    assert found.modelled.reserved_bytes == pytest.approx(found.recorded.reserved_bytes, rel=0.03)
+    if found.recorded.allocated_bytes is not None:
+        assert found.modelled.allocated_bytes == pytest.approx(found.recorded.allocated_bytes, rel=0.01)
+
+
+def test_a_recording_in_the_repository_is_small(forecast_gpu: ModuleType) -> None:
+    assert all(file.stat().st_size < forecast_gpu.RECORDING_BYTES for file in RECORDINGS)
+
+
+def test_the_matrix_is_wide_enough(forecast_gpu: ModuleType) -> None:
+    settings = forecast_gpu.SETTINGS
+    names = [setting.name for setting in settings]
+    assert len(set(names)) == len(names) >= 22
+    assert len({setting.file_name for setting in settings}) == len(names)
+    assert sum(setting.architecture == "meta-llama/Llama-2-7b-hf" for setting in settings) <= 4
+    assert 1 <= sum(setting.recorded for setting in settings) <= 8
+    assert sum(setting.expandable for setting in settings) == 1
+
+    def values(key: str, otherwise: Any) -> set[Any]:
+        return {setting.config.get(key, otherwise) for setting in settings}
+
+    assert values("quantization.kind", "nf4") == {"nf4", "fp4", "int8", "none"}
+    assert {"all", "none", "every-2", 4} <= values("memory.checkpointing", "all")
+    assert {"paged_adamw_8bit", "paged_adamw_32bit", "adamw_8bit", "adamw_torch_fused"} <= values(
+        "optimizer.kind", "paged_adamw_8bit"
+    )
+    for key, other in (
+        ("quantization.double", False),
+        ("adapter.kind", "none"),
+        ("memory.offload", "checkpoints"),
+        ("memory.loss_tokens", 512),
+        ("model.attention", "eager"),
+        ("data.eval", "rows"),
+    ):
+        assert other in values(key, None), key
+    assert {setting.length for setting in settings} >= {512, 1024, 2048, 4096}
+    assert {setting.micro_batch for setting in settings} >= {1, 2, 4, 8}
+    assert {setting.accumulation for setting in settings} == {1, 2}
+
+
+def test_the_matrix_is_expected_to_end_before_its_time(forecast_gpu: ModuleType) -> None:
+    # Ten minutes is what a command may take where a GPU is lent.
+    assert sum(setting.seconds for setting in forecast_gpu.SETTINGS) + 20 <= forecast_gpu.SECONDS <= 9 * 60
+
+
+def test_every_setting_is_a_valid_job(forecast_gpu: ModuleType) -> None:
+    import measured_step
+
+    from finetune.config.sections import contradictions
+    from finetune.model import checkpointing
+
+    for setting in forecast_gpu.SETTINGS:
+        config, architecture = setting.resolved(), setting.build_architecture()
+        assert not contradictions(config), setting.name
+        assert config.model.weights == "random"
+        assert config.fitted
+        assert max(length for length, _ in setting.rows) == config.data.max_length == setting.length
+        assert setting.length <= architecture.max_position_embeddings
+        measured_step._check(config, setting.rows, setting.padded)
+        checkpointed = checkpointing.pattern(config.memory.checkpointing, architecture.num_hidden_layers)
+        # A number of layers is a part of them.
+        assert not isinstance(config.memory.checkpointing, int) or 0 < sum(checkpointed) < len(checkpointed)
+
+
+@pytest.mark.parametrize("name", ["110m nf4, expandable segments", "0.5B int8, evaluated", "7B nf4"])
+def test_a_setting_is_forecast_without_a_gpu(forecast_gpu: ModuleType, name: str) -> None:
+    import measured_step
+
+    from finetune.memory import device
+    from finetune.planning import Planner
+
+    (setting,) = (one for one in forecast_gpu.SETTINGS if one.name == name)
+    config, architecture = setting.resolved(), setting.build_architecture()
+    data = measured_step._data(config, architecture.vocab_size, setting.rows)
+    with forecast_gpu._allocator_of(setting):
+        found = Planner(config, architecture, device.find("H100", config.memory), data).forecast()
+    assert found.fits
+    assert found.batch.source == "the data's rows"
+    assert 0 < found.peak_allocated_bytes <= found.peak_reserved_bytes
+    assert ("evaluation" in found.phases) == (config.data.eval != "none")
+    errors = forecast_gpu.relative_errors(
+        found, {"allocated_bytes": found.peak_allocated_bytes * 2, "reserved_bytes": found.peak_reserved_bytes}
+    )
+    assert errors == {"allocated": -0.5, "reserved": 0.0}
+
+
+class FakeWorker:
+    """Takes so many seconds of the fake clock and answers."""
+
+    def __init__(self, clock: list[float], seconds: float, log: list[str], name: str) -> None:
+        self.clock, self.seconds, self.log, self.name = clock, seconds, log, name
+        log.append(f"start {name}")
+
+    def finish(self, limit: float) -> dict[str, Any]:
+        self.log.append(f"finish {self.name}")
+        self.clock[0] += min(self.seconds, limit)
+        return {"error": "too long"} if self.seconds > limit else {"relative_errors": {}}
+
+    def stop(self) -> None:
+        self.log.append(f"stop {self.name}")
+
+
+def test_the_next_process_imports_while_one_works_and_each_is_ended(forecast_gpu: ModuleType) -> None:
+    clock, log = [0.0], []
+    settings = forecast_gpu.SETTINGS[:2]
+    told: list[list[str]] = []
+    forecast_gpu.sweep(
+        settings,
+        forecast_gpu.Deadline(1000, lambda: clock[0]),
+        lambda setting: FakeWorker(clock, 1, log, str(settings.index(setting))),
+        lambda rows: told.append(list(rows)),
+    )
+    assert log == ["start 0", "start 1", "finish 0", "stop 0", "finish 1", "stop 1"]
+    assert told == [[settings[0].name], [setting.name for setting in settings]]
+
+
+def test_what_no_time_is_left_for_is_left_out_and_said(forecast_gpu: ModuleType) -> None:
+    clock, log = [0.0], []
+    by_name = {setting.name: setting for setting in forecast_gpu.SETTINGS}
+    settings = [by_name[name] for name in ("110m nf4", "7B nf4", "0.5B nf4")]
+    seconds = settings[0].seconds + settings[2].seconds
+    rows: dict[str, Any] = {}
+    forecast_gpu.sweep(
+        settings,
+        forecast_gpu.Deadline(seconds, lambda: clock[0]),
+        lambda setting: FakeWorker(clock, setting.seconds, log, setting.name),
+        rows.update,
+    )
+    assert [name for name, row in rows.items() if "left_out" in row] == ["7B nf4"]
+    assert log.count("stop 7B nf4") == 1
+    assert "relative_errors" in rows["0.5B nf4"]
+
+
+def test_a_setting_that_hangs_ends_at_its_limit_or_with_the_sweep(forecast_gpu: ModuleType) -> None:
+    clock = [0.0]
+    deadline = forecast_gpu.Deadline(530, lambda: clock[0])
+    assert deadline.limit(12) == 90
+    assert deadline.limit(40) == 120
+    clock[0] = 500
+    assert deadline.limit(12) == 30
+    assert deadline.has(30)
+    assert not deadline.has(31)
+    clock[0] = 600
+    assert deadline.left == 0
+
+
+def test_a_process_that_takes_too_long_is_ended(forecast_gpu: ModuleType, tmp_path: Path) -> None:
+    process = forecast_gpu.process_of(forecast_gpu.TINY, "cpu", tmp_path, None)
+    try:
+        assert process.finish(0.1) == {"error": "it took longer than 0 s"}
+        assert process._process.returncode is not None
+    finally:
+        process.stop()
+
+
+def errors(allocated: float, reserved: float) -> dict[str, Any]:
+    return {"relative_errors": {"allocated": allocated, "reserved": reserved}, "config": {}}
+
+
+def test_the_summary_counts_what_is_within_the_goals(forecast_gpu: ModuleType) -> None:
+    rows = {
+        "a": errors(0.01, -0.02) | {"recording": {"file": "a.json.gz"}},
+        "b": errors(-0.011, 0.03) | {"recording": {"left_out": "too large"}},
+        "c": {"error": "CUDA"},
+        "d": {"left_out": "3 s were left"},
+    }
+    found = forecast_gpu.summary(rows, 4)
+    assert (found["settings"], found["measured"]) == (4, 2)
+    assert (found["failed"], found["left_out"]) == (["c"], ["d"])
+    assert found["within"] == {"allocated": 1, "reserved": 2}
+    assert found["worst"] == {
+        "allocated": {"setting": "b", "error": -0.011},
+        "reserved": {"setting": "b", "error": 0.03},
+    }
+    assert found["median_absolute_error"]["allocated"] == pytest.approx(0.0105)
+    assert found["recordings"] == ["a.json.gz"]
+    assert not found["passed"]
+
+
+@pytest.mark.parametrize(
+    ("measured", "wanted", "passed"),
+    [
+        pytest.param(20, 28, True, id="twenty of the matrix are enough"),
+        pytest.param(19, 28, False, id="nineteen are not"),
+        pytest.param(1, 1, True, id="one of one that was asked for"),
+        pytest.param(0, 1, False, id="none"),
+    ],
+)
+def test_the_matrix_passes_only_when_enough_was_measured(
+    forecast_gpu: ModuleType, measured: int, wanted: int, passed: bool
+) -> None:
+    rows = {str(number): errors(0.0, 0.0) for number in range(measured)}
+    assert forecast_gpu.summary(rows, wanted)["passed"] is passed
+
+
+def test_what_lies_outside_the_allocator_is_taken_where_no_state_is_paged(forecast_gpu: ModuleType) -> None:
+    def row(optimizer: dict[str, str], outside: int) -> dict[str, Any]:
+        return {**errors(0, 0), "config": optimizer, "measured": {"outside_bytes": outside}}
+
+    rows = {
+        "a": row({}, 9),
+        "b": row({"optimizer.kind": "paged_adamw_32bit"}, 8),
+        "c": row({"optimizer.kind": "sgd"}, 5),
+    }
+    assert forecast_gpu.summary(rows, 3)["largest_outside_bytes"] == 5
+
+
+def test_a_lasting_meter_keeps_the_peak_between_the_phases(forecast_gpu: ModuleType) -> None:
+    class Meter:
+        now = peak = 0
+
+        def hold(self, size: int) -> None:
+            self.now, self.peak = size, max(self.peak, size)
+
+        def reset(self) -> None:
+            self.peak = self.now
+
+        def read(self) -> dict[str, int]:
+            return {"allocated_bytes": self.peak}
+
+    meter = Meter()
+    lasting = forecast_gpu.LastingMeter(meter)
+    meter.hold(7)
+    meter.hold(1)
+    lasting.reset()
+    assert lasting.read() == {"allocated_bytes": 1}
+    assert lasting.peak == {"allocated_bytes": 7}
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("580.159.04, 4\n580.159.04, 9\n", ("580.159.04", 4 * 2**20)),
+        ("580.159.04, [N/A]\n", ("580.159.04", None)),
+        ("", (None, None)),
+        ("NVIDIA-SMI has failed\n", (None, None)),
+    ],
+)
+def test_the_driver_is_read_where_there_is_one(forecast_gpu: ModuleType, text: str, expected: Any) -> None:
+    assert forecast_gpu.read_smi(text) == expected
+
+
+def test_a_history_is_written_replayed_and_read_back(forecast_gpu: ModuleType, tmp_path: Path) -> None:
+    setting = forecast_gpu.SETTINGS[0]
+    history = [
+        {"action": "segment_alloc", "addr": 4096, "size": 30 * 2**20, "stream": 0},
+        {"action": "alloc", "addr": 4096, "size": 30 * 2**20, "stream": 0},
+    ]
+    found = forecast_gpu.record(setting, history, 30 * 2**20, tmp_path)
+    assert found["reserved_error"] == 0
+    recording = Recording.from_json(gzip.decompress((tmp_path / found["file"]).read_bytes()).decode())
+    assert recording.events == (30 * 2**20,)
+
+
+def test_a_history_that_cannot_be_followed_is_said(forecast_gpu: ModuleType, tmp_path: Path) -> None:
+    history = [{"action": "free_completed", "addr": 4096, "size": 512, "stream": 0}]
+    found = forecast_gpu.record(forecast_gpu.SETTINGS[0], history, 512, tmp_path)
+    assert "did not allocate" in found["left_out"]
+    assert not list(tmp_path.iterdir())
+
+
+class FakeCuda:
+    """torch.cuda of a card of 80 GiB, on which `allocated` bytes are taken."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, history: list[dict[str, Any]]) -> None:
+        import torch
+
+        self.allocated = 0
+        self.recorded: list[dict[str, Any]] = []
+        properties = SimpleNamespace(
+            name="NVIDIA H100 80GB HBM3", total_memory=80 * 2**30, major=9, minor=0, multi_processor_count=132
+        )
+        fakes: dict[str, Any] = {
+            "init": lambda: None,
+            "current_device": lambda: 0,
+            "synchronize": lambda: None,
+            "empty_cache": lambda: None,
+            "reset_peak_memory_stats": lambda: None,
+            "get_device_properties": lambda device: properties,
+            "mem_get_info": lambda: (79 * 2**30 - self.allocated, 80 * 2**30),
+            "memory_allocated": lambda: self.allocated,
+            "memory_reserved": lambda: self.allocated,
+            "max_memory_allocated": lambda: self.allocated,
+        }
+        for name, fake in fakes.items():
+            monkeypatch.setattr(torch.cuda, name, fake)
+        monkeypatch.setattr(torch.cuda.memory, "_snapshot", lambda: {"device_traces": [history]})
+        monkeypatch.setattr(
+            torch.cuda.memory, "_record_memory_history", lambda **arguments: self.recorded.append(arguments)
+        )
+
+
+def test_what_is_done_on_a_card_around_the_training(
+    forecast_gpu: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The lines that only a card runs, with the training and torch.cuda replaced."""
+    size = 30 * 2**20
+    history = [{"action": name, "addr": 4096, "size": size, "stream": 0} for name in ("segment_alloc", "alloc")]
+    cuda = FakeCuda(monkeypatch, history)
+    meter = forecast_gpu.LastingMeter(None)
+    meter.peak = {"allocated_bytes": size, "reserved_bytes": 2 * size, "device_bytes": 3 * size}
+    step = {"loss": 10.0, "tokens": 4 * 512 - 128, "tokens_per_second": 960.0}
+
+    def train(*arguments: Any) -> Any:
+        cuda.allocated = size
+        return meter, {"forward": dict(meter.peak)}, [step, step], "flash_attention_3"
+
+    monkeypatch.setattr(forecast_gpu, "train", train)
+    found = forecast_gpu.measure(
+        forecast_gpu.SETTINGS[0], SimpleNamespace(type="cuda", index=0), tmp_path, idle_bytes=2**20
+    )
+    json.dumps(found, allow_nan=False)
+    assert found["forecast_allocated_bytes"] == 0
+    assert found["attention"] == {"forecast": "sdpa", "measured": "flash_attention_3"}
+    assert found["step_seconds"]["measured"] == 2.0
+    assert found["measured"]["peak_reserved_bytes"] == 2 * size
+    assert found["measured"]["outside_bytes"] == 2**30 - 2**20
+    assert {(phase["phase"], phase["measure"]) for phase in found["phases"]} == {
+        ("forward", "allocated_bytes"),
+        ("forward", "reserved_bytes"),
+    }
+    assert set(found["relative_errors"]) == {"allocated", "reserved"}
+    assert found["recording"]["recorded"] == {"allocated_bytes": size, "reserved_bytes": size}
+    assert [arguments["enabled"] for arguments in cuda.recorded] == ["all", None]
+    assert forecast_gpu.summary({"110m nf4": {"config": {}, "seconds": 1.0} | found}, 1)["measured"] == 1
+
+
+def test_a_cards_facts_stand_beside_what_is_forecast_of_them(
+    forecast_gpu: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    FakeCuda(monkeypatch, [])
+    monkeypatch.setattr(forecast_gpu, "_smi", lambda: ("580.1", 2**20))
+    monkeypatch.setattr(forecast_gpu, "_workspaces", lambda device: (32 * 2**20, 64 * 2**20))
+    monkeypatch.setattr("finetune.environment.describe", lambda device: {})
+    found = forecast_gpu.facts(SimpleNamespace(type="cuda"))
+    json.dumps(found, allow_nan=False)
+    assert found["name"] == "NVIDIA H100 80GB HBM3"
+    assert found["capability"] == [9, 0]
+    assert found["context"]["before_the_first_allocation_bytes"] == 2**30 - 2**20
+    assert found["workspace"]["forecast_bytes"] == found["workspace"]["forward_and_backward_bytes"]
+
+
+def test_the_products_behind_the_workspaces_run(forecast_gpu: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    FakeCuda(monkeypatch, [])
+    assert forecast_gpu._workspaces(torch.device("cpu")) == (0, 0)
+
+
+def test_without_a_cuda_device_forecast_gpu_says_so_and_exits_4(tmp_path: Path) -> None:
+    output = tmp_path / "result.json"
+    done = subprocess.run(
+        [sys.executable, "benchmarks/forecast_gpu.py", "--output", str(output)],
+        cwd=ROOT,
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 4
+    assert done.stderr == "forecast-gpu: this machine has no CUDA device that torch can use; nothing was run\n"
+    assert not output.exists()
+
+
+def test_the_forecasts_part_reports_its_summary(
+    gpu_check: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    summary = {"passed": True, "measured": 2, "settings": 3, "failed": [], "left_out": ["c"],
+               "goals": {"allocated": 0.01}, "within": {"allocated": 2}}  # fmt: skip
+    output = tmp_path / "forecast.json"
+
+    def run(*arguments: Any) -> Any:
+        output.write_text(json.dumps({"summary": summary}))
+        return gpu_check.harness.Finished(0, 1.0, 1.0, "", "")
+
+    monkeypatch.setattr(gpu_check.harness, "python", run)
+    found = gpu_check.forecast(output)
+    assert found["passed"]
+    said = "forecast: 2 of 3 settings measured, 2 within 1 % allocated; 0 failed, 1 left out"
+    assert gpu_check._summary("forecast", found) == said
+
+
+def test_a_forecasts_part_that_breaks_off_has_not_passed(
+    gpu_check: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    output = tmp_path / "forecast.json"
+    output.write_text('{"summary": {"passed": true}}')
+    finished = gpu_check.harness.Finished(1, 1.0, 1.0, "", "Traceback\nImportError: no torch")
+    monkeypatch.setattr(gpu_check.harness, "python", lambda *arguments: finished)
+    found = gpu_check.forecast(output)
+    assert not found["passed"]
+    assert gpu_check._summary("forecast", found) == "forecast: ImportError: no torch"
 
 
 # -- the CPU benchmarks ------------------------------------------------------------------------------------------------

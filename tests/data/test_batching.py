@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from finetune.data.batching import RowOrder
+from finetune.data.batching import Batch, RowOrder, longest_batch, worst_batch
 
 BATCH = 16
 _LOGNORMAL = random.Random(7)
@@ -132,3 +132,46 @@ def test_the_longest_row_is_in_a_batch_of_the_longest() -> None:
     longest = max(range(len(LONG_TAILED)), key=LONG_TAILED.__getitem__)
     [batch] = [batch for batch in batches(order(LONG_TAILED), BATCH) if longest in batch]
     assert min(LONG_TAILED[row] for row in batch) > 4 * sorted(LONG_TAILED)[len(LONG_TAILED) // 2]
+
+
+# -- the worst batch ---------------------------------------------------------------------------------------------------
+
+ROWS = st.lists(st.tuples(st.integers(1, 50), st.integers(0, 50)), min_size=1, max_size=40)
+
+
+@settings(deadline=None, derandomize=True)
+@given(rows=ROWS, micro_batch=st.integers(1, 8), accumulation=st.integers(1, 4), seed=st.integers(0, 9))
+def test_no_order_gives_a_larger_micro_batch(
+    rows: list[tuple[int, int]], micro_batch: int, accumulation: int, seed: int
+) -> None:
+    lengths, trained = zip(*rows, strict=True)
+    worst = worst_batch(lengths, trained, micro_batch, "here")
+    for group in (True, False):
+        found = order(list(lengths), batch_size=micro_batch * accumulation, seed=seed, group=group)
+        for start in range(0, len(found), micro_batch * accumulation):
+            step = found[start : start + micro_batch * accumulation]
+            for batch in batches(step, micro_batch):
+                assert len(batch) <= worst.rows
+                assert max(lengths[row] for row in batch) <= worst.tokens
+                assert sum(trained[row] for row in batch) <= worst.trained_tokens
+                assert worst.padded or len({lengths[row] for row in batch}) == 1
+
+
+@settings(deadline=None, derandomize=True)
+@given(rows=ROWS, micro_batch=st.integers(1, 8))
+def test_some_order_reaches_each_of_its_numbers(rows: list[tuple[int, int]], micro_batch: int) -> None:
+    lengths, trained = zip(*rows, strict=True)
+    worst = worst_batch(lengths, trained, micro_batch, "here")
+    by_trained = sorted(range(len(rows)), key=trained.__getitem__)[-micro_batch:]
+    assert worst.rows == len(by_trained)
+    assert worst.tokens == max(lengths)
+    assert worst.trained_tokens == sum(trained[row] for row in by_trained)
+    assert worst.padded is (worst.rows > 1 and min(lengths) < max(lengths))
+
+
+def test_where_nothing_is_known_every_row_is_as_long_as_it_may_be() -> None:
+    assert longest_batch(4, 100) == Batch(4, 100, True, 4 * 99)
+    assert longest_batch(1, 100).padded is False, "a row by itself needs no mask"
+    assert longest_batch(2, 7).as_dict() == {
+        "rows": 2, "tokens": 7, "padded": True, "trained_tokens": 12, "source": "data.max_length",
+    }  # fmt: skip

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from forecasts import forecast
 from report_lines import evaluation_line, training_line
 from rich.console import Console
 
@@ -45,7 +46,7 @@ def log() -> Log:
 
 def whole_run(terminal: Terminal, run: RunDirectory) -> None:
     data = Prepared(train=None, eval=None, train_counts=_COUNTS, eval_counts=None)
-    terminal.opened(run.path, Config(), "cpu", data, "sdpa (no flash-attn here)")
+    terminal.opened(run.path, Config(), "cpu", data, "sdpa (no flash-attn here)", forecast())
     terminal.built(SimpleNamespace(parameters=list))
     terminal.started(0, 3)
     terminal.evaluated(evaluation_line(0, 4.0))
@@ -75,6 +76,13 @@ def test_header_tells_the_batch_arithmetic_the_data_and_the_device(log: Log, run
     assert "rows.jsonl:3" in log.text
     assert "sdpa (no flash-attn here)" in log.text
     assert "cpu, 2 cores, 2 threads" in log.text
+    assert "fits: 7.00 GiB of 12.00 GiB on RTX 3090" in log.text
+
+
+def test_header_without_a_forecast_says_nothing_of_memory(log: Log, run: RunDirectory) -> None:
+    data = Prepared(train=None, eval=None, train_counts=_COUNTS, eval_counts=None)
+    log.terminal.opened(run.path, Config(), "cpu", data, "sdpa", None)
+    assert "memory" not in log.text
 
 
 def test_a_log_gets_about_ten_lines_and_each_evaluation(log: Log) -> None:
