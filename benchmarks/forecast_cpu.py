@@ -272,8 +272,14 @@ def main() -> None:
     if any(setting.resident for setting in chosen) and not options.measured:
         nothing = _resident({**chosen[0].job, "architecture": _NEARLY_NOTHING, "config": {"training.micro_batch": 1,
             "training.batch_size": 1, "data.eval": "none"}, "rows": [[64, 32]]})  # fmt: skip
-    before = json.loads(options.measured.read_text(encoding="utf-8"))["settings"] if options.measured else {}
-    rows = {setting.name: _row(setting, options.measure_only, nothing, before.get(setting.name)) for setting in chosen}
+    before: dict[str, Any] = {"settings": {}}
+    if options.measured:
+        before = json.loads(options.measured.read_text(encoding="utf-8"))
+        nothing = before["nearly_no_model_resident_bytes"]
+    rows = {
+        setting.name: _row(setting, options.measure_only, nothing, before["settings"].get(setting.name))
+        for setting in chosen
+    }
     result: dict[str, Any] = {
         "command": harness.command_line(),
         "environment": harness.environment(1),
