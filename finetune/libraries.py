@@ -28,11 +28,23 @@ _SILENCED_WARNINGS = (
 )
 
 
-class _WithoutOptionalKernels(logging.Filter):
-    """bitsandbytes announces on every CPU that an optional kernel package is missing."""
+_SILENCED_LOGS = {
+    # bitsandbytes announces on every CPU that an optional kernel package is missing,
+    "bitsandbytes.backends.cpu.ops": "Failed to load CPU gemm_4bit_forward",
+    # and in every int8 product that its integers are made from float16.
+    "bitsandbytes.autograd._functions": "inputs will be cast from",
+}
+
+
+class _Without(logging.Filter):
+    """Drops the messages that contain a text."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self._text = text
 
     def filter(self, record: logging.LogRecord) -> bool:
-        return "Failed to load CPU gemm_4bit_forward" not in record.getMessage()
+        return self._text not in record.getMessage()
 
 
 def before_import() -> None:
@@ -41,7 +53,8 @@ def before_import() -> None:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     for message in _SILENCED_WARNINGS:
         warnings.filterwarnings("ignore", message=message)
-    logging.getLogger("bitsandbytes.backends.cpu.ops").addFilter(_WithoutOptionalKernels())
+    for logger, text in _SILENCED_LOGS.items():
+        logging.getLogger(logger).addFilter(_Without(text))
 
 
 @contextlib.contextmanager

@@ -96,7 +96,7 @@ class Planner:
         return _worst(self.data.train, rows), None if held_out is None else _worst(held_out, rows)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Plan:
     """A job's forecast and, where it does not fit, what each lever would make of it."""
 
@@ -121,6 +121,9 @@ class Plan:
     def draw(self, path: Path) -> None:
         """Memory over the step as a PNG."""
         memory_plot.forecast(self.forecast, path)
+
+    def __repr__(self) -> str:
+        return f"<plan: {memory_plot.verdict(self.forecast)}>"
 
     def _repr_html_(self) -> str:
         return forecast_view.html(self.forecast)
