@@ -63,5 +63,5 @@ sweep: $(READY) ## Compare the forecast with 72 real training steps and with the
 	$(BIN)/python benchmarks/fit_cpu.py
 
 # Not through $(READY): an offline GPU machine brings its own Python, with finetune's wheels on its path.
-gpu-check: ## On a CUDA machine: the gpu tests, then the 7B job capped at 24 GiB.
+gpu-check: ## On a CUDA machine: the gpu tests, the 7B job capped at 24 GiB, the forecast beside 28 jobs.
 	$(or $(wildcard $(BIN)/python),$(PYTHON)) benchmarks/gpu_check.py
