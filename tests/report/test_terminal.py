@@ -76,7 +76,7 @@ def test_header_tells_the_batch_arithmetic_the_data_and_the_device(log: Log, run
     assert "rows.jsonl:3" in log.text
     assert "sdpa (no flash-attn here)" in log.text
     assert "cpu, 2 cores, 2 threads" in log.text
-    assert "fits: 7.00 GiB of 12.00 GiB on RTX 3090" in log.text
+    assert "fits: 7.00 of 12.00 GiB on RTX 3090" in log.text
 
 
 def test_header_without_a_forecast_says_nothing_of_memory(log: Log, run: RunDirectory) -> None:

@@ -1,0 +1,88 @@
+"""The device of a plan: a card of the table, a size, what is here, or the CPU; and what a job may take of it."""
+
+from __future__ import annotations
+
+import psutil
+import pytest
+import torch
+from forecasts import GIB
+
+from finetune.config import MemorySection
+from finetune.errors import ConfigError, MachineError
+from finetune.memory import device, gpus, kernels
+
+NONE = MemorySection()
+
+
+@pytest.mark.parametrize("name", ["RTX 4090", "T4", "H100"])
+def test_a_card_has_the_figures_of_the_table(name: str) -> None:
+    found, card = device.find(name, NONE), gpus.find(name)
+    assert (found.type, found.name) == ("cuda", name)
+    assert found.budget_bytes == card.total_bytes
+    assert found.capability == card.compute_capability
+    assert (found.flops, found.bandwidth_bytes) == (card.flops, card.bandwidth_bytes)
+    assert found.outside_bytes == kernels.context_bytes(card.multiprocessors)
+    assert found.workspace_bytes == kernels.workspace_bytes(card.compute_capability) > 0
+
+
+@pytest.mark.parametrize(("text", "gib"), [("24GiB", 24), (" 16 GiB ", 16), ("7.5GiB", 7.5), ("81920MiB", 80)])
+def test_a_size_is_the_budget_with_the_speed_of_the_nearest_card(text: str, gib: float) -> None:
+    found = device.find(text, NONE)
+    assert found.budget_bytes == gib * GIB
+    nearest = min(gpus.smallest_first(), key=lambda card: abs(card.total_bytes - gib * GIB))
+    assert nearest.name in found.name
+    assert text in found.name
+    assert found.flops == nearest.flops
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [("RTX 4900", "RTX 4090"), ("H10", "H100"), ("24GB", "GiB"), ("GiB", None), ("", None), ("24", None)],
+)
+def test_what_is_no_card_is_refused_with_what_was_meant(name: str, hint: str | None) -> None:
+    with pytest.raises(ConfigError) as raised:
+        device.find(name, NONE)
+    assert hint is None or hint in str(raised.value)
+    assert "\n" not in str(raised.value).strip()
+
+
+def test_auto_without_a_card_says_what_to_give(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(MachineError, match="24GiB"):
+        device.find("auto", NONE)
+
+
+def test_the_least_of_card_budget_and_limit_is_what_the_job_may_take() -> None:
+    def budget(name: str, **given: int) -> int:
+        return device.find(name, MemorySection(**given)).budget_bytes
+
+    whole = device.find("T4", NONE).budget_bytes
+    assert budget("T4", budget=5 * GIB) == 5 * GIB
+    assert budget("T4", limit=6 * GIB) == 6 * GIB
+    assert budget("T4", budget=7 * GIB, limit=6 * GIB) == 6 * GIB
+    assert budget("T4", budget=100 * GIB) == whole
+    assert budget("24GiB", budget=8 * GIB) == 8 * GIB
+
+
+def test_a_cpu_has_what_is_available_and_what_this_process_holds() -> None:
+    found = device.find("cpu", NONE)
+    memory = psutil.virtual_memory()
+    assert (found.type, found.name, found.workspace_bytes) == ("cpu", "CPU", 0)
+    assert found.outside_bytes == pytest.approx(psutil.Process().memory_info().rss, rel=0.2)
+    assert found.outside_bytes < found.budget_bytes <= memory.total
+    assert found.flops > 1e8
+    assert found.bandwidth_bytes > 1e8
+    assert 0 < found.call_seconds < 1e-3
+    assert device.find("cpu", MemorySection(budget=GIB)).budget_bytes == GIB
+    assert device.find("cpu", MemorySection(limit=1024)).budget_bytes > GIB, "a limit is a card's"
+    assert device.here(torch.device("cpu"), NONE).type == "cpu"
+
+
+def test_the_smallest_card_that_fits_holds_its_own_context_too() -> None:
+    for needed in (GIB, 11 * GIB, 23 * GIB, 70 * GIB):
+        found = device.smallest_fitting(needed)
+        assert found is not None
+        assert needed + found.outside_bytes <= found.budget_bytes
+        smaller = [card for card in gpus.smallest_first() if card.total_bytes < found.budget_bytes]
+        assert all(needed + kernels.context_bytes(card.multiprocessors) > card.total_bytes for card in smaller)
+    assert device.smallest_fitting(1000 * GIB) is None

@@ -1,0 +1,71 @@
+"""The levers: what is left to try, the cheapest first, and none that is pulled already."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from finetune.config import Config, dump
+from finetune.memory.levers import levers
+from finetune.settings import load_config
+
+
+def names(**changes: Any) -> list[str]:
+    return [str(lever) for lever in levers(job(**changes))]
+
+
+def job(**changes: Any) -> Config:
+    return Config().changed({key.replace("__", "."): value for key, value in changes.items()})
+
+
+def test_of_the_default_job_what_is_left_in_the_order_in_which_to_try_it() -> None:
+    assert names() == [
+        "training.micro_batch=2",
+        "memory.loss_tokens=512",
+        "memory.checkpointing=all memory.offload=checkpoints",
+        "adapter.rank=8",
+        "data.max_length=512",
+    ]
+
+
+def test_recomputation_comes_first_and_four_bits_before_a_smaller_job() -> None:
+    found = names(memory__checkpointing="none", quantization__kind="none")
+    assert found[0] == "memory.checkpointing=all"
+    assert found.index("quantization.kind=nf4") < found.index("adapter.rank=8")
+
+
+def test_without_an_adapter_one_is_offered_with_a_quantized_base() -> None:
+    found = names(adapter__kind="none", quantization__kind="none")
+    assert "adapter.kind=lora quantization.kind=nf4" in found
+    assert not any("rank" in lever for lever in found)
+    assert "quantization.kind=nf4" not in found
+
+
+def test_where_every_lever_is_pulled_none_is_left() -> None:
+    assert names(
+        training__micro_batch=1, memory__loss_tokens=512, memory__offload="checkpoints", adapter__rank=8,
+        data__max_length=64,
+    ) == []  # fmt: skip
+    assert "training.micro_batch" not in "".join(names(training__micro_batch="auto"))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"memory__checkpointing": "none", "quantization__kind": "int8", "training__micro_batch": 16},
+        {"adapter__kind": "none", "quantization__kind": "none", "training__batch_size": 3, "training__micro_batch": 3},
+        {"training__batch_size": 12, "training__micro_batch": 6},
+        {"training__batch_size": 15, "training__micro_batch": 5},
+    ],
+)
+def test_every_lever_leads_to_a_config_that_is_valid_and_another(changes: dict[str, Any], tmp_path: Path) -> None:
+    before = job(output__dir="a run", **changes)
+    for number, lever in enumerate(levers(before)):
+        after = before.changed(lever.changes)
+        file = tmp_path / f"{number}.yaml"
+        file.write_text(dump(after))
+        assert load_config(file) == after != before
+        assert lever.cost

@@ -1,0 +1,87 @@
+"""Fake weights take what real ones do, to the byte, and hold nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import rehearsals
+import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+from finetune.config import ModelSection, QuantizationSection
+from finetune.model import fake
+from finetune.model.base import load_base, weightless_base
+
+KINDS = [("nf4", True), ("nf4", False), ("fp4", True), ("int8", True), ("none", True)]
+
+
+def faked(section: QuantizationSection, name: str = "llama", dtype: torch.dtype = torch.bfloat16) -> Any:
+    model = weightless_base(rehearsals.architecture(name, 2), section, attention="sdpa", dtype=dtype)
+    fake.fill(model, section, FakeTensorMode(allow_non_fake_inputs=True))
+    return model
+
+
+def real(section: QuantizationSection, name: str = "llama", dtype: torch.dtype = torch.bfloat16) -> Any:
+    return load_base(
+        ModelSection(weights="random"), section, rehearsals.architecture(name, 2), attention="sdpa", dtype=dtype,
+        device=torch.device("cpu"),
+    )  # fmt: skip
+
+
+def tensors(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """Weights, buffers and what says how to read them, under their names."""
+    for name, parameter in model.named_parameters():
+        yield name, parameter
+        for number, tensor in enumerate(fake.quantization_state(parameter)):
+            yield f"{name}.{number}", tensor
+    yield from model.named_buffers()
+
+
+def size(tensor: torch.Tensor) -> tuple[int, torch.dtype]:
+    return tensor.untyped_storage().nbytes(), tensor.dtype
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(("kind", "double"), KINDS)
+def test_weights_and_quantization_states_have_the_bytes_of_real_ones(
+    kind: str, double: bool, dtype: torch.dtype
+) -> None:
+    section = QuantizationSection(kind=kind, double=double)
+    found = {name: size(tensor) for name, tensor in tensors(faked(section, dtype=dtype))}
+    expected = {name: size(tensor) for name, tensor in tensors(real(section, dtype=dtype))}
+    assert found == expected
+
+
+def test_a_weight_that_is_no_multiple_of_a_block_has_its_bytes_too() -> None:
+    import bitsandbytes as bnb
+
+    for rows, columns in ((3, 5), (64, 1), (65, 129)):
+        for double in (True, False):
+            with torch.device("meta"):
+                layer = torch.nn.Sequential(bnb.nn.Linear4bit(columns, rows, compress_statistics=double))
+            fake.fill(layer, QuantizationSection(double=double), FakeTensorMode())
+            true = bnb.nn.Linear4bit(columns, rows, compress_statistics=double, quant_type="nf4").to("cpu").weight
+            mine: Any = layer[0].weight
+            assert size(mine) == size(true)
+            assert [size(tensor) for tensor in fake.quantization_state(mine)] == [
+                size(tensor) for tensor in fake.quantization_state(true)
+            ]
+            assert fake.values(mine) == rows * columns
+
+
+def test_nothing_is_real_and_tied_weights_stay_tied() -> None:
+    model = faked(QuantizationSection())
+    assert all(isinstance(tensor, FakeTensor) for _, tensor in tensors(model))
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    assert {tensor.device.type for _, tensor in tensors(model)} == {"cpu"}
+
+
+def test_only_quantized_layers_count_as_such() -> None:
+    for kind in ("nf4", "int8"):
+        model = faked(QuantizationSection(kind=kind))
+        assert fake.is_quantized(model.model.layers[0].mlp.up_proj)
+        assert not fake.is_quantized(model.lm_head)
+        assert not fake.is_quantized(model.model.norm)
+    assert not any(fake.is_quantized(module) for module in faked(QuantizationSection(kind="none")).modules())
