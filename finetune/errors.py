@@ -43,6 +43,10 @@ class OutOfMemoryError(FinetuneError):
     exit_code = 6
 
 
+class ForecastError(FinetuneError):
+    """The step of this model cannot be forecast; it may train all the same."""
+
+
 class ArtifactError(FinetuneError):
     """A checkpoint, adapter, model or run directory is damaged, foreign or incomplete."""
 

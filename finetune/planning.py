@@ -1,6 +1,7 @@
 """What a job will take, before a byte is allocated: its forecast, what would make it smaller, and its fit to a card.
 
-No weights are read here, nothing is downloaded, and no GPU is needed.
+No weights are read here, and no GPU is needed. A model of the catalog, in a local directory or in the hub's cache
+needs no network; of any other the config is fetched.
 """
 
 from __future__ import annotations
@@ -16,11 +17,12 @@ from finetune.config import Config, dump
 from finetune.data import prepare, sources
 from finetune.data.batching import Batch, longest_batch, worst_batch
 from finetune.data.prepare import Prepared
+from finetune.errors import ArtifactError
 from finetune.memory import device as devices
 from finetune.memory import files, forecast
 from finetune.memory import fit as fitting
 from finetune.memory.device import Device
-from finetune.memory.fit import Fitted, Limits
+from finetune.memory.fit import Fitted, Limits, NothingFits
 from finetune.memory.forecast import Forecast
 from finetune.memory.levers import Lever, levers
 from finetune.model import attention, catalog
@@ -29,7 +31,13 @@ from finetune.model.locate import at_hand
 from finetune.model.tokenizer import load_tokenizer
 from finetune.report import forecast_view, memory_plot, words
 from finetune.rundir import write_text
+from finetune.training.arguments import processes
 from finetune.training.rehearsal import rehearse
+
+# The compute capability from which PyTorch's own flash attention runs.
+_FLASH = (8, 0)
+# A lever that takes less than this share off is not worth telling.
+_TELLING = 0.005
 
 
 @dataclass(frozen=True)
@@ -51,21 +59,27 @@ class Planner:
         implementation = attention.planned(
             config.model.attention, self.architecture, self.device.type, config.training.precision
         )
+        if self.device.type == "cuda" and self.device.capability < _FLASH and not batch.padded:
+            # Without flash attention, heads that share keys take PyTorch's plain products, scores and all.
+            shared = getattr(self.architecture.get_text_config(), "num_key_value_heads", None)
+            if shared not in (None, self.architecture.get_text_config().num_attention_heads):
+                implementation = "eager"
         trace = rehearse(config, self.architecture, batch, held_out if evaluates else None, self.device, implementation)
         return forecast.make(
             trace,
             self.device,
             batch,
             implementation,
-            micro_batches=config.training.batch_size // config.training.rows,
+            micro_batches=max(1, config.training.batch_size // (config.training.rows * processes())),
+            merges=config.output.merge,
             merge_bytes=files.merge_bytes(config, trace),
             disk_bytes=files.disk_bytes(config, trace),
         )
 
-    def levers(self, config: Config | None = None) -> list[tuple[Lever, Forecast]]:
-        """Each lever that is left, with what the job would take with it."""
-        config = config or self.job
-        return [(lever, self.forecast(config.changed(lever.changes))) for lever in levers(config)]
+    def levers(self, config: Config, found: Forecast) -> list[tuple[Lever, Forecast]]:
+        """Each lever that would take something off the forecast `found`, with what the job would take with it."""
+        tried = [(lever, self.forecast(config.changed(lever.changes))) for lever in levers(config)]
+        return [(lever, after) for lever, after in tried if after.needed_bytes < found.needed_bytes * (1 - _TELLING)]
 
     def fit(self) -> Fitted:
         """The fastest setting that fits. Raises OutOfMemoryError when none does.
@@ -76,15 +90,22 @@ class Planner:
         return fitting.fit(
             self.job,
             self.architecture.get_text_config().num_hidden_layers,
-            lambda config: self.forecast(config, evaluates=False),
+            lambda config: self.forecast(config, evaluates=self._evaluation_is_larger(config)),
             offloads=self.device.type == "cuda",
-            rows=None if training.micro_batch == "auto" else training.rows,
+            rows=fitting.divisors(training.batch_size // processes())
+            if training.micro_batch == "auto"
+            else [training.rows],
             checkpointing=None if memory.checkpointing == "auto" else memory.checkpointing,
         )
 
     def limits(self, config: Config) -> Limits:
         """The longest rows, most rows and highest rank that fit with every layer checkpointed."""
         return fitting.limits(config, lambda variant: self.forecast(variant, evaluates=False))
+
+    def _evaluation_is_larger(self, config: Config) -> bool:
+        """Whether the held-out rows may take more than a step; elsewhere a fit need not look at them."""
+        batch, held_out = self._worst_batches(config)
+        return held_out is not None and held_out.tokens > batch.tokens
 
     def _worst_batches(self, config: Config) -> tuple[Batch, Batch | None]:
         """The largest training and held-out batches that data and sampler can produce."""
@@ -137,9 +158,12 @@ def plan(config: Config, gpu: str | None = None) -> Plan:
     """
     planner = planner_for(config, gpu)
     if not config.fitted:
-        config = planner.fit().config
+        try:
+            config = planner.fit().config
+        except NothingFits as least:
+            config = least.config
     found = planner.forecast(config)
-    return Plan(config, found, () if found.fits else tuple(planner.levers(config)))
+    return Plan(config, found, () if found.fits else tuple(planner.levers(config, found)))
 
 
 def fit(config: Config, gpu: str | None = None) -> Fitted:
@@ -200,7 +224,11 @@ def _data(config: Config) -> Prepared | None:
     random = model.weights == "random" and model.tokenizer is None and catalog.find(model.name)
     if not sources.at_hand(config.data.train) or not (random or at_hand(model.tokenizer or model.name)):
         return None
-    return prepare.prepare(config.data, load_tokenizer(model))
+    try:
+        tokenizer = load_tokenizer(model)
+    except ArtifactError:
+        return None  # a tokenizer that cannot be used is training's to complain of
+    return prepare.prepare(config.data, tokenizer)
 
 
 def _worst(rows: Any, micro_batch: int) -> Batch:

@@ -17,10 +17,11 @@ from finetune import libraries, planning
 from finetune.config import Config
 from finetune.data import prepare as data_prepare
 from finetune.environment import describe
-from finetune.errors import ConfigError, OutOfMemoryError
+from finetune.errors import ConfigError, ForecastError, OutOfMemoryError
 from finetune.export import merge as export_merge
 from finetune.memory import comparison, exhausted, inspect
 from finetune.memory import device as devices
+from finetune.memory.fit import NothingFits
 from finetune.memory.forecast import Forecast
 from finetune.memory.monitor import Monitor, meter_for
 from finetune.model import adapter, attention, checkpointing
@@ -143,14 +144,23 @@ class _Training:
         config = self.config
         planner = planning.Planner(config, architecture, devices.here(device, config.memory), data)
         if not config.fitted:
-            fitted = planner.fit()
-            self.terminal.chose(fitted)
-            config = fitted.config
+            try:
+                fitted = planner.fit()
+            except NothingFits as least:
+                config = least.config
+            else:
+                self.terminal.chose(fitted)
+                config = fitted.config
+            check(config, device)  # now that the micro-batch is a number
         if config.memory.check == "off":
             return config, None
-        forecast = planner.forecast(config)
+        try:
+            forecast = planner.forecast(config)
+        except ForecastError as error:
+            self.terminal.note(f"{error}; going on without one")
+            return config, None
         if not forecast.fits:
-            told = planning.does_not_fit(forecast, planner.levers(config))
+            told = planning.does_not_fit(forecast, planner.levers(config, forecast))
             if config.memory.check == "refuse":
                 raise OutOfMemoryError(f"{told}\nTo try all the same: memory.check=warn")
             self.terminal.note(told)

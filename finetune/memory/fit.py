@@ -8,7 +8,7 @@ Time is the forecast's own (operations, bytes moved, calls), recomputation inclu
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -28,6 +28,14 @@ _ROWS, _LAYERS, _OFFLOAD, _TILE = (
     "memory.offload",
     "memory.loss_tokens",
 )
+
+
+class NothingFits(OutOfMemoryError):
+    """No setting fits; `config` is the one that takes least."""
+
+    def __init__(self, config: Config, told: str) -> None:
+        super().__init__(told)
+        self.config = config
 
 
 @dataclass(frozen=True)
@@ -89,17 +97,17 @@ def fit(
     forecast: Forecaster,
     *,
     offloads: bool,
-    rows: int | None,
+    rows: Sequence[int],
     checkpointing: str | int | None,
 ) -> Fitted:
     """The fastest setting that fits a model of so many `layers`.
 
-    `offloads`: whether the device has a host to offload to; that is done only where nothing fits without. `rows` and
-    `checkpointing` fix what is not to be chosen (None: choose). Raises OutOfMemoryError when nothing fits, saying by
-    how much.
+    `offloads`: whether the device has a host to offload to; that is done only where nothing fits without. `rows` are
+    the micro-batches to choose from, the largest first; `checkpointing` is fixed, or None to choose it. Raises
+    NothingFits, saying by how much.
     """
     search = _Search(config, layers, forecast, rows, checkpointing)
-    for offload in dict.fromkeys((config.memory.offload, "checkpoints" if offloads else config.memory.offload)):
+    for offload in ("none", "checkpoints") if offloads else ("none",):
         if found := search.best(offload):
             return search.fitted(*found)
     raise search.nothing_fits()
@@ -107,12 +115,12 @@ def fit(
 
 class _Search:
     def __init__(
-        self, config: Config, layers: int, forecast: Forecaster, rows: int | None, checkpointing: str | int | None
+        self, config: Config, layers: int, forecast: Forecaster, rows: Sequence[int], checkpointing: str | int | None
     ) -> None:
         self._config = config
         self._layers = layers
         self._forecast = forecast
-        self._rows = [rows] if rows else _divisors(config.training.batch_size)
+        self._rows = rows
         self._checkpointing = checkpointing
         self._known: dict[tuple[Any, ...], _Tried] = {}
 
@@ -218,13 +226,14 @@ class _Search:
             reasons[_TILE] = "fewer logits at a time, so that fewer layers must be recomputed"
         return reasons
 
-    def nothing_fits(self) -> OutOfMemoryError:
+    def nothing_fits(self) -> NothingFits:
         config, least = min(self._known.values(), key=lambda tried: tried[1].needed_bytes)
-        return OutOfMemoryError(
+        return NothingFits(
+            config,
             f"nothing fits {least.device.name}: the least found takes {least.needed_bytes / 2**30:.2f} GiB of "
             f"{least.budget_bytes / 2**30:.2f} (micro-batch {config.training.rows}, checkpointing "
-            f"{config.memory.checkpointing}, offload {config.memory.offload}); shorten `data.max_length`, store the "
-            "base in nf4, or take a card with more memory"
+            f"{config.memory.checkpointing}, offload {config.memory.offload}); shorten `data.max_length`, lower "
+            "`adapter.rank`, or take a card with more memory",
         )
 
 
@@ -288,8 +297,8 @@ def _next(known: Mapping[int, Forecast], low: int, high: int | None, grain: int)
     return guess if guess not in known else max(grain, (low + (high or 2 * low)) // 2 // grain * grain)
 
 
-def _divisors(number: int) -> list[int]:
-    """The divisors of the global batch, the largest first."""
+def divisors(number: int) -> list[int]:
+    """The divisors of a batch, the largest first."""
     return [value for value in range(number, 0, -1) if number % value == 0]
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from finetune.data.batching import Batch
-from finetune.memory.allocator import CachingAllocator
+from finetune.memory.allocator import CachingAllocator, CapacityError
 from finetune.memory.device import Device
 from finetune.memory.trace import CATEGORIES, Run, Trace
 
@@ -104,13 +104,14 @@ def make(
     micro_batches: int,
     merge_bytes: int,
     disk_bytes: int,
+    merges: bool = False,
 ) -> Forecast:
     """The forecast of a trace of one micro-batch and one update.
 
-    `merge_bytes` (device memory of a merge) and `disk_bytes` are not in a step; see `finetune.memory.files`.
+    `merges`: whether the run merges at its end, so that the merge must fit as well. `merge_bytes` (its device memory)
+    and `disk_bytes` are not in a step; see `finetune.memory.files`.
     """
-    replay = _Replay(trace, device)
-    replay.run()
+    replay = _replayed(trace, device)
     passes, update = trace.work(("forward", "backward")), trace.work(("optimizer",))
     seconds = micro_batches * _seconds(passes, device) + _seconds(update, device) / 2  # the trace has two updates
     phases = {name: replay.phases[name] for name in PHASES if name in replay.phases}
@@ -118,16 +119,19 @@ def make(
     phases["save"] = {"allocated_bytes": replay.resting_bytes, "reserved_bytes": replay.reserved_bytes}
     if merge_bytes:
         phases["merge"] = {"allocated_bytes": merge_bytes, "reserved_bytes": merge_bytes}
+    categories, least = replay.at_peak(), merge_bytes if merges else 0
+    if least > replay.peak_reserved_bytes:  # by then the job's own memory is given back
+        categories = {**dict.fromkeys(categories, 0), "base_weights": least, "context": device.outside_bytes}
     return Forecast(
         device=device,
         attention=attention,
         batch=batch,
-        peak_allocated_bytes=replay.peak_allocated_bytes,
-        peak_reserved_bytes=replay.peak_reserved_bytes,
+        peak_allocated_bytes=max(replay.peak_allocated_bytes, least),
+        peak_reserved_bytes=max(replay.peak_reserved_bytes, least),
         host_bytes=replay.managed_peak_bytes + (device.outside_bytes if device.type == "cpu" else 0),
         disk_bytes=disk_bytes,
         phases=phases,
-        categories=replay.at_peak(),
+        categories=categories,
         flops=micro_batches * passes.flops + update.flops // 2,
         seconds=seconds,
         tokens=micro_batches * batch.rows * batch.tokens,
@@ -145,14 +149,34 @@ def _seconds(work: Any, device: Device) -> float:
     )
 
 
+def _replayed(trace: Trace, device: Device) -> _Replay:
+    """The replay with room for every segment or, where that is too much, with the room there is.
+
+    Before it fails, the allocator gives back the segments that lie idle: a job may fit that would reserve more.
+    """
+    replay = _Replay(trace, device)
+    replay.run()
+    room = device.budget_bytes - device.outside_bytes
+    if device.type == "cpu" or replay.peak_reserved_bytes <= room:
+        return replay
+    tight = _Replay(trace, device, room)
+    try:
+        tight.run()
+    except CapacityError:
+        return replay
+    return tight
+
+
 class _Replay:
     """Plays a trace through the device's allocator, and keeps its peaks."""
 
-    def __init__(self, trace: Trace, device: Device) -> None:
+    def __init__(self, trace: Trace, device: Device, capacity_bytes: int | None = None) -> None:
         self._trace = trace
         self._device = device
         self._allocator = (
-            CachingAllocator(expandable_segments=device.expandable_segments) if device.type == "cuda" else None
+            CachingAllocator(capacity_bytes, expandable_segments=device.expandable_segments)
+            if device.type == "cuda"
+            else None
         )
         self._handles: dict[int, int] = {}
         self._live = dict.fromkeys(CATEGORIES, 0)

@@ -145,6 +145,8 @@ class _Unrolling:
         one, other = self._done_by(unit), self._done_by(unit + 1)
         if one != other:
             raise NotAlike(f"units {unit} and {unit + 1} of the layers differ")
+        if self._reaches_up(unit - 1) != self._reaches_up(unit):
+            raise NotAlike(f"unit {unit - 1} of the layers frees what is unit {unit}'s, as that one does not")
         # The first and the last may come and go otherwise, but what stays with a layer is the same for all.
         stretch = range(unit - 1, unit - 1 + _KEPT)
         if len({frozenset(self._keeps(each).items()) for each in stretch}) > 1:
@@ -154,6 +156,10 @@ class _Unrolling:
                 continue
             if any(event[1] == (None if owner is None else owner - unit) for _, events in one for event in events):
                 raise NotAlike(f"unit {unit} of the layers reaches beyond its neighbours")
+
+    def _reaches_up(self, unit: int) -> Counter[tuple[str, _Place]]:
+        """The blocks of the unit above that this one frees, by phase."""
+        return Counter((phase, event[2]) for phase, events in self._done_by(unit) for event in events if event[1] == 1)
 
     def _keeps(self, unit: int) -> Counter[str]:
         """Bytes by category of the blocks that outlive a step."""

@@ -63,7 +63,14 @@ def load_base(
     arithmetic on what is. Raises ArtifactError or MachineError when weights are missing or damaged.
     """
     if section.weights == "random":
-        model = random_base(architecture, quantization, attention=attention, dtype=dtype, device=device)
+        model = random_base(
+            architecture,
+            quantization,
+            attention=attention,
+            dtype=dtype,
+            device=device,
+            remote_code=remote_code(section),
+        )
     else:
         model = _pretrained(section, architecture, quantization, attention, dtype, device)
     _keep_training_layout(model)
@@ -106,14 +113,25 @@ def _pretrained(
     return model
 
 
+def remote_code(section: ModelSection) -> str | None:
+    """The pinned revision whose code may run, or None: none may."""
+    return section.revision if section.trust_remote_code else None
+
+
 def random_base(
-    architecture: Any, quantization: QuantizationSection, *, attention: str, dtype: torch.dtype, device: torch.device
+    architecture: Any,
+    quantization: QuantizationSection,
+    *,
+    attention: str,
+    dtype: torch.dtype,
+    device: torch.device,
+    remote_code: str | None = None,
 ) -> Any:
     """The architecture with random weights, materialised and quantized one module at a time.
 
     The peak above the finished model is one module's unquantized weight. Uses the model's own initialisation.
     """
-    model = weightless_base(architecture, quantization, attention=attention, dtype=dtype)
+    model = weightless_base(architecture, quantization, attention=attention, dtype=dtype, remote_code=remote_code)
     for module in list(model.modules()):
         _materialise(model, module, dtype, device)
     model.tie_weights()
@@ -128,6 +146,7 @@ def weightless_base(
     *,
     attention: str,
     dtype: torch.dtype,
+    remote_code: str | None = None,
     shorten: Callable[[Any], None] = lambda model: None,
 ) -> Any:
     """The base on the meta device, its linear layers already bitsandbytes': every module, and no memory.
@@ -141,7 +160,11 @@ def weightless_base(
         model = hub_call(
             f"the architecture `{architecture.model_type}`",
             lambda: AutoModelForCausalLM.from_config(
-                deepcopy(architecture), attn_implementation=attention, dtype=dtype
+                deepcopy(architecture),
+                attn_implementation=attention,
+                dtype=dtype,
+                trust_remote_code=remote_code is not None,
+                code_revision=remote_code,
             ),
         )
     shorten(model)

@@ -39,11 +39,13 @@ def locate(name: str) -> str:
 
 
 def at_hand(name: str) -> bool:
-    """Whether a model's small files (config, tokenizer) are here: a local directory, or in the hub's cache."""
+    """Whether a model's tokenizer is here: in a local directory, or in the hub's cache."""
     from huggingface_hub import try_to_load_from_cache
 
     place = locate(name)
-    return Path(place).is_dir() or isinstance(try_to_load_from_cache(place, "tokenizer_config.json"), str)
+    if Path(place).is_dir():
+        return any((Path(place) / file).is_file() for file in ("tokenizer.json", "tokenizer.model"))
+    return isinstance(try_to_load_from_cache(place, "tokenizer_config.json"), str)
 
 
 def weights_directory(name: str, revision: str | None) -> Path:

@@ -28,18 +28,18 @@ def check(config: Config, device: torch.device) -> None:
     training = config.training
     if training.micro_batch != "auto" and training.batch_size % _rows_per_pass(training):
         raise ConfigError(
-            f"`training.batch_size` {training.batch_size} cannot be shared by {_processes()} processes with "
+            f"`training.batch_size` {training.batch_size} cannot be shared by {processes()} processes with "
             f"`training.micro_batch` {training.rows}; make it a multiple of {_rows_per_pass(training)}"
         )
 
 
-def _processes() -> int:
+def processes() -> int:
     """Number of processes that a launcher such as torchrun started."""
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def _rows_per_pass(training: TrainingSection) -> int:
-    return training.rows * _processes()
+    return training.rows * processes()
 
 
 def arguments(config: Config, run: RunDirectory, *, evaluates: bool, resuming: bool, device: torch.device) -> SFTConfig:

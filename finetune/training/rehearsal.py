@@ -7,6 +7,7 @@ are the ones that train; only the weights and the batch are fake.
 from __future__ import annotations
 
 import contextlib
+import os
 import random
 import tempfile
 import warnings
@@ -19,16 +20,19 @@ from typing import Any, cast
 
 import numpy as np
 import torch
+from accelerate.state import AcceleratorState, PartialState
 from torch._subclasses.fake_tensor import FakeTensorMode
+from trl.kernels import chunked_logprob
 
 from finetune.config import Config
 from finetune.data.batching import Batch, RowOrder
+from finetune.errors import FinetuneError, ForecastError
 from finetune.libraries import replaced
 from finetune.memory.device import Device
 from finetune.memory.trace import Answers, Recorder, Trace, TracedMonitor
 from finetune.memory.unroll import NotAlike, Shortened, shorten, unroll, whole
 from finetune.model import adapter, checkpointing, depth, fake
-from finetune.model.base import base_dtype, weightless_base
+from finetune.model.base import base_dtype, remote_code, weightless_base
 from finetune.rundir import RunDirectory
 from finetune.training import optimizers
 from finetune.training.arguments import arguments
@@ -56,6 +60,15 @@ def rehearse(
         return _rehearse(*settings, shorten)
     except (NotAlike, depth.Scattered):
         return _rehearse(*settings, lambda kinds: whole(len(kinds)))
+    except FinetuneError:
+        raise
+    except Exception as error:
+        # Foreign code on fake tensors: what it may raise has no bounds.
+        first = (str(error).splitlines() or [type(error).__name__])[0]
+        raise ForecastError(
+            f"the step of `{config.model.name}` cannot be forecast ({type(error).__name__}: {first}); set "
+            "`memory.check: off` to train without a forecast"
+        ) from error
 
 
 def _rehearse(
@@ -68,7 +81,12 @@ def _rehearse(
     shortening: Callable[[Sequence[Hashable]], Shortened],
 ) -> Trace:
     recorder = Recorder(device.kernels, Answers(padded=False, trained_tokens=0))
-    with tempfile.TemporaryDirectory() as folder, _random_state_kept(), _fake(device, recorder) as mode:
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        _random_state_kept(),
+        _one_process(),
+        _fake(device, recorder) as mode,
+    ):
         rehearsal = _Rehearsal(config, architecture, Path(folder), mode, recorder, device, attention, shortening)
         rehearsal.load()
         rehearsal.make_optimizer_states()
@@ -88,6 +106,7 @@ def _fake(device: Device, recorder: Recorder) -> Iterator[FakeTensorMode]:
     with contextlib.ExitStack() as stack:
         stack.enter_context(replaced(masking_utils, "is_tracing", lambda tensor=None: False))
         stack.enter_context(fake.for_dora())
+        stack.enter_context(replaced(chunked_logprob, "TOKEN_CHUNK_SIZE", chunked_logprob.TOKEN_CHUNK_SIZE))
         stack.enter_context(device.kernels.as_there())
         if device.type == "cuda":
             stack.enter_context(_loss_on_cuda())
@@ -99,17 +118,37 @@ def _fake(device: Device, recorder: Recorder) -> Iterator[FakeTensorMode]:
 def _random_state_kept() -> Iterator[None]:
     """Adapter and trainer seed what they find; a run must draw the same numbers whether it was rehearsed or not."""
     states = random.getstate(), np.random.get_state()
-    with torch.random.fork_rng():
+    try:
+        with torch.random.fork_rng():
+            yield
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+
+
+@contextlib.contextmanager
+def _one_process() -> Iterator[None]:
+    """Rehearse one process by itself: its trainer must not join a group, nor leave accelerate settled on the CPU."""
+    settled = bool(PartialState._shared_state)
+    launched = {name: os.environ.pop(name) for name in _LAUNCHED if name in os.environ}
+    try:
         yield
-    random.setstate(states[0])
-    np.random.set_state(states[1])
+    finally:
+        os.environ.update(launched)
+        if not settled:
+            AcceleratorState._reset_state(reset_partial_state=True)
+
+
+# What torchrun tells its processes.
+_LAUNCHED = ("WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 @contextlib.contextmanager
 def _loss_on_cuda() -> Iterator[None]:
     """TRL's tiled loss with its Triton kernels, which work in place, and only on places with a label (trl 1.16)."""
-    from trl.kernels import chunked_logprob as tiles
     from trl.trainer import utils
+
+    tiles = chunked_logprob
 
     def add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
         # On CUDA one product that adds into `total`; here one as large, into a part of it, so that it is counted.
@@ -181,6 +220,7 @@ class _Rehearsal:
             # Fused attention keeps the same for backward whoever wrote the kernel: the output and a number a row.
             attention="eager" if attention == "eager" else "sdpa",
             dtype=base_dtype(config.adapter, config.training),
+            remote_code=remote_code(config.model),
             shorten=self._shorten,
         )
         # How an adapter starts changes no size, and needs weights.
@@ -277,9 +317,15 @@ class _Rehearsal:
     def _on_gradient(self, hidden: torch.Tensor, layer: int | None) -> None:
         def hook(gradient: torch.Tensor) -> None:
             self.recorder.layer, self.recorder.category = layer, "activations"
+            if layer is None:
+                # What is freed after the pass, all at once with its graph, belongs to no layer either.
+                torch.autograd.Variable._execution_engine.queue_callback(self._leave_layers)
 
         if hidden.requires_grad:
             hidden.register_hook(hook)
+
+    def _leave_layers(self) -> None:
+        self.recorder.layer = None
 
     # -- the phases ------------------------------------------------------------------------------------------------
 

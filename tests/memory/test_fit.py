@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from finetune.config import Config, dump
 from finetune.errors import OutOfMemoryError
 from finetune.memory import fit as fitting
-from finetune.memory.fit import Fitted, explained, fit
+from finetune.memory.fit import Fitted, divisors, explained, fit
 from finetune.memory.forecast import Forecast
 from finetune.model.checkpointing import pattern
 
@@ -86,7 +86,8 @@ class Job:
         return None
 
     def fit(self, config: Config = JOB, **fixed: Any) -> Fitted:
-        given = {"rows": None, "checkpointing": None, "offloads": self.type == "cuda", **fixed}
+        given = {"rows": divisors(config.training.batch_size), "checkpointing": None, "offloads": self.type == "cuda"}
+        given |= {name: [value] if name == "rows" else value for name, value in fixed.items() if value is not None}
         return fit(config, LAYERS, self.forecast, **given)
 
 
@@ -179,7 +180,7 @@ def test_when_nothing_fits_the_least_that_was_found_is_told() -> None:
         Job(1024).fit()
     least = 1000 + 300 // 8
     assert f"{least / 1024:.2f} GiB of 1.00" in str(raised.value)
-    for word in ("micro-batch 1", "checkpointing all", "offload checkpoints", "data.max_length", "nf4"):
+    for word in ("micro-batch 1", "checkpointing all", "offload checkpoints", "data.max_length", "adapter.rank"):
         assert word in str(raised.value)
 
 
