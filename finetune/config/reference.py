@@ -84,9 +84,15 @@ def _allowed(field: FieldInfo) -> str:
             return (
                 " One of "
                 + ", ".join(f"`{value}`" for value in typing.get_args(part))
-                + (", or a list." if len(parts) > 1 else ".")
+                + (f", or a {_other(parts)}." if len(parts) > 1 else ".")
             )
     return ""
+
+
+def _other(parts: tuple[Any, ...]) -> str:
+    """What stands beside the named values of a union."""
+    plain = [typing.get_args(part)[0] if hasattr(part, "__metadata__") else part for part in parts]
+    return "number" if int in plain else "list"
 
 
 def _is_union(annotation: Any) -> bool:
