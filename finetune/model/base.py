@@ -163,8 +163,7 @@ def weightless_base(
                 deepcopy(architecture),
                 attn_implementation=attention,
                 dtype=dtype,
-                trust_remote_code=remote_code is not None,
-                code_revision=remote_code,
+                **({"trust_remote_code": True, "code_revision": remote_code} if remote_code else {}),
             ),
         )
     shorten(model)
