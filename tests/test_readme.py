@@ -35,6 +35,27 @@ def figures() -> list[str]:
         f"differ by {merge['error']:.2%} from base plus adapter",
         f"explains {merge['bound']:.2%}",
         f"moved the base by {merge['effect']:.1%}",
+        *forecast_figures(),
+    ]
+
+
+def forecast_figures() -> list[str]:
+    sweep, plan, peers = results("forecast_cpu")["summary"], results("plan_llama7b"), results("forecast_peers")
+    fitted, limits, big = plan["fit"], plan["fit"]["limits"], peers["summary_above_100m_parameters"]
+    return [
+        f"{sweep['compared']} settings of eight architectures",
+        f"The largest error is {100 * sweep['largest_error']['error']:+.2f}%",
+        f"the worst under-prediction {100 * sweep['worst_under_prediction']['error']:+.2f}%",
+        f"the median {100 * sweep['median_absolute_error']:.2f}%",
+        f"here micro-batch {fitted['chosen']['training.micro_batch']} with",
+        f"predicted {fitted['predicted_speed_up']:.2f} times as fast",
+        f"rows of {limits['length']:,} tokens would fit, or a micro-batch of {limits['micro_batch']}",
+        f"one row would fit an {limits['smallest_card']}",
+        *(
+            f"{100 * big[peer]['expressed']['mean_absolute_error']:.1f}% | "
+            f"{100 * big[peer]['expressed']['worst']['error']:+.1f}% |"
+            for peer in ("ours", "fitcheck", "fitcheck, tensors only", "activation formula, with head", "accelerate")
+        ),
     ]
 
 
@@ -52,11 +73,23 @@ def test_printed_output_is_that_of_the_run() -> None:
     assert [line for line in shown if line not in printed] == []
 
 
+def test_printed_plan_is_that_of_the_benchmark() -> None:
+    printed = (ROOT / "docs" / "llama7b_plan.txt").read_text(encoding="utf-8")
+    block = re.search(r"```\n(fits: .*?)```", README, re.DOTALL)
+    assert block is not None
+    assert block.group(1).strip() in printed
+
+
 def test_results_within_the_bounds_that_are_claimed() -> None:
     assert results("tiny_cpu")["summary"]["relative_drop"] >= 0.15
     assert results("tiny_cpu")["merge"]["error"] <= results("tiny_cpu")["merge"]["bound"]
     for measured in results("overhead")["allocators"].values():
         assert measured["ratios"]["loop_seconds"]["median"] <= 1.05
+    sweep = results("forecast_cpu")["summary"]
+    assert sweep["compared"] >= 60
+    assert sweep["failed"] == []
+    assert abs(sweep["largest_error"]["error"]) <= 0.01
+    assert sweep["worst_under_prediction"]["error"] >= -0.005
     peaks = {name: row["peak_bytes"] for name, row in results("memory_cpu")["rows"].items()}
     assert len(peaks) == 6
 
@@ -67,7 +100,8 @@ def test_link_leads_somewhere(link: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "target", ["finetune", "test", "check", "gpu-check", "merge", "notebooks", "bench", "docs", "setup"]
+    "target",
+    ["finetune", "test", "check", "gpu-check", "merge", "notebooks", "bench", "docs", "setup", "plan", "fit", "sweep"],
 )
 def test_make_has_the_target(target: str) -> None:
     assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), re.MULTILINE)
