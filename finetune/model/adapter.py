@@ -14,8 +14,6 @@ from finetune.errors import ArtifactError, ConfigError, MachineError
 from finetune.model.base import TRAINED_DTYPES
 from finetune.model.locate import hub_call, weights_directory
 
-DTYPES = TRAINED_DTYPES
-
 
 def attach(base: Any, section: AdapterSection, base_name: str, seed: int, revision: str | None = None) -> Any:
     """`base` with its trained weights in place: a PeftModel, or the base itself for `kind: none`.
