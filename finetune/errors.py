@@ -43,11 +43,11 @@ class OutOfMemoryError(FinetuneError):
     exit_code = 6
 
 
-class ForecastError(FinetuneError):
-    """The step of this model cannot be forecast; it may train all the same."""
-
-
 class ArtifactError(FinetuneError):
     """A checkpoint, adapter, model or run directory is damaged, foreign or incomplete."""
 
     exit_code = 7
+
+
+class ForecastError(ArtifactError):
+    """A model whose step cannot be forecast; it may train all the same."""

@@ -29,7 +29,7 @@ from finetune.model import attention, catalog
 from finetune.model.base import load_architecture
 from finetune.model.locate import at_hand
 from finetune.model.tokenizer import load_tokenizer
-from finetune.report import forecast_view, memory_plot, words
+from finetune.report import forecast_view, words
 from finetune.rundir import write_text
 from finetune.training.arguments import processes
 from finetune.training.rehearsal import rehearse
@@ -141,10 +141,12 @@ class Plan:
 
     def draw(self, path: Path) -> None:
         """Memory over the step as a PNG."""
+        from finetune.report import memory_plot  # with matplotlib, which a plan in text need not wait for
+
         memory_plot.forecast(self.forecast, path)
 
     def __repr__(self) -> str:
-        return f"<plan: {memory_plot.verdict(self.forecast)}>"
+        return f"<plan: {words.verdict(self.forecast)}>"
 
     def _repr_html_(self) -> str:
         return forecast_view.html(self.forecast)

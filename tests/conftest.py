@@ -2,6 +2,7 @@
 
 import json
 import os
+from collections.abc import Iterator
 
 # Before torch is imported: two busy processes on two cores would otherwise spin on each other's locks.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
@@ -13,6 +14,7 @@ import pytest
 import torch
 
 import finetune
+from finetune import recipe
 from finetune.config import Config
 from finetune.model.locate import BUILTIN_BASE, locate
 from finetune.rundir import RunDirectory
@@ -29,6 +31,14 @@ QUICK = [
 @pytest.fixture(scope="session", autouse=True)
 def one_thread() -> None:
     torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def short_answers() -> Iterator[None]:
+    """A few tokens of each sample answer: whole ones take most of the time of a run of seconds."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(recipe, "_ANSWER_TOKENS", 4)
+        yield
 
 
 @pytest.fixture(scope="session")
@@ -56,11 +66,11 @@ def quick(tmp_path: Path, rows_file: Path):
 
 
 @pytest.fixture(scope="session")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
+def trained(tmp_path_factory: pytest.TempPathFactory, rows_file: Path) -> RunDirectory:
     """A finished run of the tiny job, forecast and long enough for the adapter to matter. Do not write to it."""
     directory = tmp_path_factory.mktemp("trained") / "run"
-    overrides = ["training.max_steps=20", "training.eval_every=10", "output.merge=false", f"output.dir={directory}"]
-    return finetune.train(load_config(TINY, overrides)).run
+    job = ["training.max_steps=20", "training.eval_every=10", f"data.eval={rows_file}", "output.merge=false"]
+    return finetune.train(load_config(TINY, [*job, f"output.dir={directory}"])).run
 
 
 @pytest.fixture(scope="session")

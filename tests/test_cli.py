@@ -70,7 +70,7 @@ def test_plan_says_that_a_job_fits_and_draws_it(call, job: list[str], tmp_path: 
 
 
 def test_plan_of_a_job_that_does_not_fit_names_the_levers_and_exits_6(call, job: list[str]) -> None:
-    overrides = ["memory.budget=1MiB", "memory.loss_tokens=512", "memory.checkpointing=none", "data.max_length=100"]
+    overrides = ["memory.budget=1MiB", "memory.loss_tokens=512", "memory.checkpointing=all", "data.max_length=64"]
     code, out, err = call("plan", *job, *overrides, "adapter.rank=8", "--gpu", "cpu", "--json")
     assert (code, err) == (6, "")
     found = json.loads(out)
@@ -80,9 +80,8 @@ def test_plan_of_a_job_that_does_not_fit_names_the_levers_and_exits_6(call, job:
     }  # fmt: skip
     assert found["fits"] is False
     assert found["budget_bytes"] == 2**20
-    assert [lever["changes"] for lever in found["levers"]][:2] == [
-        {"memory.checkpointing": "all"}, {"training.micro_batch": 1},
-    ]  # fmt: skip
+    assert {"training.micro_batch": 1} in [lever["changes"] for lever in found["levers"]]
+    assert all(lever["saved_bytes"] > 0 and not lever["fits"] for lever in found["levers"])
 
 
 @pytest.mark.parametrize("command", ["plan", "fit"])

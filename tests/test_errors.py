@@ -10,6 +10,7 @@ from finetune.errors import (
     ConfigError,
     DataError,
     FinetuneError,
+    ForecastError,
     MachineError,
     NumbersError,
     OutOfMemoryError,
@@ -32,13 +33,14 @@ def test_a_kind_of_error_has_its_documented_exit_code(kind: type[FinetuneError],
 
 
 def test_every_kind_is_documented_and_no_two_share_a_code() -> None:
-    kinds = {
-        kind
-        for kind in vars(errors).values()
-        if isinstance(kind, type) and issubclass(kind, FinetuneError) and kind is not FinetuneError
-    }
+    kinds = {kind for kind in vars(errors).values() if isinstance(kind, type) and FinetuneError in kind.__bases__}
     assert kinds == set(EXIT_CODES)
     assert len({kind.exit_code for kind in kinds} | {FinetuneError.exit_code, 0}) == len(kinds) + 2
+
+
+def test_a_model_that_cannot_be_forecast_is_an_artifact_that_cannot_be_used() -> None:
+    assert issubclass(ForecastError, ArtifactError)
+    assert ForecastError.exit_code == ArtifactError.exit_code
 
 
 @pytest.mark.parametrize("kind", EXIT_CODES)

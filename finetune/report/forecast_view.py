@@ -16,7 +16,7 @@ from rich.text import Text
 
 from finetune.memory.comparison import TOLD_ABOVE
 from finetune.memory.forecast import WORDS, Forecast
-from finetune.report import memory_plot, words
+from finetune.report import words
 
 _BAR_CELLS = 32
 _EIGHTHS = "▏▎▍▌▋▊▉"
@@ -26,7 +26,7 @@ _IMAGE_STYLE = "max-width: 100%; height: auto; background: #fff"
 
 def show(forecast: Forecast, console: Console) -> None:
     """Print the forecast: whether it fits, what the memory goes to, and what else a step takes."""
-    _say(console, memory_plot.verdict(forecast), style="bold green" if forecast.fits else "bold red")
+    _say(console, words.verdict(forecast), style="bold green" if forecast.fits else "bold red")
     _facts(console, {"batch": _batch(forecast), "attention": forecast.attention})
     _say(console, "")
     _bars(console, forecast)
@@ -72,7 +72,7 @@ def html(forecast: Forecast) -> str:
     """The forecast for a notebook: its tables and its picture, all in the markup itself."""
     return "".join(
         [
-            f"<p><strong>{_escape(memory_plot.verdict(forecast))}</strong></p>",
+            f"<p><strong>{_escape(words.verdict(forecast))}</strong></p>",
             _html_table(
                 (), [("batch", _batch(forecast)), ("attention", forecast.attention), *_costs(forecast).items()]
             ),
@@ -92,7 +92,7 @@ def html(forecast: Forecast) -> str:
 def _batch(forecast: Forecast) -> str:
     batch = forecast.batch
     micro_batches = forecast.tokens // (batch.rows * batch.tokens)
-    told = memory_plot.shape(batch)
+    told = words.batch(batch)
     if micro_batches > 1:
         told += f", {words.count(micro_batches)} such micro-batches a step"
     return f"{told}; lengths from {batch.source}"
@@ -104,7 +104,7 @@ def _at_peak(forecast: Forecast) -> list[tuple[str, int, float]]:
     return [
         (name, forecast.categories[category], forecast.categories[category] / total)
         for category, name in WORDS.items()
-        if not memory_plot.is_nothing(forecast.categories.get(category, 0))
+        if not words.is_nothing(forecast.categories.get(category, 0))
     ]
 
 
@@ -144,9 +144,9 @@ def _costs(forecast: Forecast) -> dict[str, str]:
     """What the job takes besides the device's memory."""
     facts = {}
     # On a CPU the host's memory is the memory that the headline is about.
-    if forecast.device.type != "cpu" and not memory_plot.is_nothing(forecast.host_bytes):
+    if forecast.device.type != "cpu" and not words.is_nothing(forecast.host_bytes):
         facts["host memory"] = words.size(forecast.host_bytes)
-    if not memory_plot.is_nothing(forecast.disk_bytes):
+    if not words.is_nothing(forecast.disk_bytes):
         facts["disk"] = words.size(forecast.disk_bytes)
     if forecast.flops:
         facts["step"] = (
@@ -241,6 +241,8 @@ def _html_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 def _picture(forecast: Forecast) -> str:
     if not forecast.curve:
         return ""
+    from finetune.report import memory_plot  # with matplotlib, which a forecast in text need not wait for
+
     image = BytesIO()
     memory_plot.forecast(forecast, image)
     encoded = base64.b64encode(image.getvalue()).decode()

@@ -15,7 +15,6 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.patheffects import withStroke
 
-from finetune.data.batching import Batch
 from finetune.memory.forecast import WORDS, Forecast, bands
 from finetune.report import words
 
@@ -55,7 +54,7 @@ def draw(planned: Forecast) -> Figure:
     figure = Figure(figsize=(10, 5.2), dpi=130, layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots()
-    title = f"{verdict(planned)}; {shape(planned.batch)}"
+    title = f"{words.verdict(planned)}; {words.batch(planned.batch)}"
     fontsize = 11 * min(1.0, _TITLE_LETTERS / len(title))
     colour = _INK if planned.fits else _WARNING
     figure.suptitle(title, x=0.015, ha="left", fontsize=fontsize, color=colour, parse_math=False)
@@ -71,28 +70,6 @@ def draw(planned: Forecast) -> Figure:
         axes.text(0.5, 0.5, "no step was traced", transform=axes.transAxes, ha="center", va="center", color="0.5")
     figure.get_layout_engine().set(w_pad=0.12, h_pad=0.12)
     return figure
-
-
-def verdict(planned: Forecast) -> str:
-    """Whether the job fits, what it needs of how much, and on what."""
-    needed, budget = words.size(planned.needed_bytes), words.size(planned.budget_bytes)
-    if needed.split()[1] == budget.split()[1]:
-        needed = needed.split()[0]
-    told = f"{needed} of {budget} on {planned.device.name}"
-    if planned.fits:
-        return f"fits: {told}"
-    return f"does NOT fit: {told}, {words.size(planned.needed_bytes - planned.budget_bytes)} too much"
-
-
-def shape(batch: Batch) -> str:
-    """The largest micro-batch in words, such as `4 rows x 2,048 tokens, padded`."""
-    rows = f"{words.count(batch.rows)} row{'' if batch.rows == 1 else 's'}"
-    return f"{rows} x {words.count(batch.tokens)} tokens{', padded' if batch.padded else ''}"
-
-
-def is_nothing(size_bytes: int) -> bool:
-    """Whether a size is too small to be told."""
-    return words.size(size_bytes) == words.size(0)
 
 
 class _Picture:
@@ -156,12 +133,12 @@ class _Picture:
 
     def _named(self, category: str, values: list[int]) -> str:
         """The layer's name with its size at the peak; a leading underscore keeps what is too thin out of the legend."""
-        if is_nothing(max(values)):
+        if words.is_nothing(max(values)):
             return f"_{WORDS[category]}"
         planned = self._planned
         in_step = self._step_peak_bytes == planned.peak_allocated_bytes + self._outside_bytes
         at_peak = planned.categories[category] if in_step else values[self._peak_at]
-        return WORDS[category] if is_nothing(at_peak) else f"{WORDS[category]}, {words.size(at_peak)}"
+        return WORDS[category] if words.is_nothing(at_peak) else f"{WORDS[category]}, {words.size(at_peak)}"
 
     def _draw_reserved(self) -> None:
         # On a CPU nothing is reserved beyond the tensors, and the line would be the edge of the area.

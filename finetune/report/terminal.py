@@ -27,7 +27,7 @@ from finetune.memory.fit import Fitted, Limits
 from finetune.memory.forecast import Forecast
 from finetune.memory.levers import Lever
 from finetune.memory.monitor import headline
-from finetune.report import forecast_view, memory_plot, words
+from finetune.report import forecast_view, words
 from finetune.report.figures import Figures
 from finetune.report.result import Result
 from finetune.rundir import RunDirectory
@@ -126,7 +126,7 @@ class Terminal:
             "device": _device(RunDirectory(path), str(device)),
         }
         if forecast:
-            facts["memory"] = memory_plot.verdict(forecast)
+            facts["memory"] = words.verdict(forecast)
         self._facts(facts)
 
     def built(self, model: Any) -> None:

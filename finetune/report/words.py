@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import math
 
+from finetune.data.batching import Batch
+from finetune.memory.forecast import Forecast
+
 _MIB, _GIB = 2**20, 2**30
 
 
@@ -43,3 +46,25 @@ def duration(seconds: float) -> str:
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def verdict(planned: Forecast) -> str:
+    """Whether the job fits, what it needs of how much, and on what."""
+    needed, budget = size(planned.needed_bytes), size(planned.budget_bytes)
+    if needed.split()[1] == budget.split()[1]:
+        needed = needed.split()[0]
+    told = f"{needed} of {budget} on {planned.device.name}"
+    if planned.fits:
+        return f"fits: {told}"
+    return f"does NOT fit: {told}, {size(planned.needed_bytes - planned.budget_bytes)} too much"
+
+
+def batch(shape: Batch) -> str:
+    """The largest micro-batch in words, such as `4 rows x 2,048 tokens, padded`."""
+    rows = f"{count(shape.rows)} row{'' if shape.rows == 1 else 's'}"
+    return f"{rows} x {count(shape.tokens)} tokens{', padded' if shape.padded else ''}"
+
+
+def is_nothing(size_bytes: int) -> bool:
+    """Whether a size is too small to be told."""
+    return size(size_bytes) == size(0)

@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from bitsandbytes.optim import GlobalOptimManager
+from bitsandbytes.optim.optimizer import Optimizer8bit
 from transformers.trainer_utils import EvalLoopOutput
 from trl import SFTTrainer
 from trl.kernels import chunked_logprob
@@ -64,6 +66,20 @@ class Trainer(SFTTrainer):
 
     def _move_model_to_device(self, model: Any, device: torch.device) -> None:
         """Nothing: the weights were made where they belong."""
+
+    def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
+        """transformers' optimizer, with bitsandbytes' exceptions for it settled at once.
+
+        bitsandbytes 0.50 notes which weights get 32-bit states (embeddings) by place and for the whole process: a
+        later model's weight in the same place would get them too, and the earlier model's embeddings never be freed.
+        """
+        exceptions = GlobalOptimManager.get_instance()
+        exceptions.initialize()
+        optimizer = super().create_optimizer(model)
+        if isinstance(optimizer, Optimizer8bit):
+            optimizer.check_overrides()
+            exceptions.module_weight_config_triple.clear()
+        return optimizer
 
     # -- the step, phase by phase ----------------------------------------------------------------------------------
 

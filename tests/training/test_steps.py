@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from bitsandbytes.optim import GlobalOptimManager
 from safetensors.torch import load_file
 
 import finetune
@@ -56,6 +57,17 @@ def test_optimizer_trains_on_this_device(quick, kind: str) -> None:
     run = finetune.train(quick(f"optimizer.kind={kind}", "data.eval=none", "training.eval_every=null")).run
     moved = [name for name, tensor in adapter_weights(run).items() if "lora_B" in name and tensor.abs().max() > 0]
     assert len(moved) == 28
+
+
+def test_an_optimizer_inherits_nothing_from_that_of_an_earlier_model(quick) -> None:
+    """bitsandbytes notes for the whole process which weights get 32-bit states: here, trained embeddings."""
+    exceptions = GlobalOptimManager.get_instance()
+    common = ("optimizer.kind=adamw_8bit", "training.max_steps=1", "data.eval=none", "training.eval_every=null")
+    finetune.train(quick(*common, "adapter.kind=none", "quantization.kind=none", run="first"))
+    assert list(exceptions.index2config.values()) == [{"optim_bits": 32}]
+    assert exceptions.module_weight_config_triple == [], "no module is kept alive"
+    finetune.train(quick(*common, run="second"))
+    assert exceptions.index2config == {}
 
 
 def test_a_replaced_optimizer_is_said_in_one_line() -> None:
