@@ -38,7 +38,7 @@ merge: $(READY) ## Merge RUN=runs/... into a 16-bit model and prove it.
 	$(BIN)/finetune merge $(or $(RUN),$(error give RUN=runs/NAME))
 
 test: $(READY) ## Run the tests, notebooks included.
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
 
 check: $(READY) ## Lint, types and the direction of imports.
 	$(BIN)/ruff check .

@@ -66,10 +66,10 @@ def quick(tmp_path: Path, rows_file: Path):
 
 
 @pytest.fixture(scope="session")
-def trained(tmp_path_factory: pytest.TempPathFactory, rows_file: Path) -> RunDirectory:
+def trained(tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
     """A finished run of the tiny job, forecast and long enough for the adapter to matter. Do not write to it."""
     directory = tmp_path_factory.mktemp("trained") / "run"
-    job = ["training.max_steps=20", "training.eval_every=10", f"data.eval={rows_file}", "output.merge=false"]
+    job = ["training.max_steps=20", "training.eval_every=10", "data.eval_share=0.01", "output.merge=false"]
     return finetune.train(load_config(TINY, [*job, f"output.dir={directory}"])).run
 
 

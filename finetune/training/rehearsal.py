@@ -20,7 +20,7 @@ from typing import Any, cast
 
 import numpy as np
 import torch
-from accelerate.state import AcceleratorState, PartialState
+from accelerate.state import AcceleratorState, GradientState, PartialState
 from torch._subclasses.fake_tensor import FakeTensorMode
 from trl.kernels import chunked_logprob
 
@@ -128,13 +128,21 @@ def _random_state_kept() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _one_process() -> Iterator[None]:
-    """Rehearse one process by itself: its trainer must not join a group, nor leave accelerate settled on the CPU."""
+    """Rehearse one process by itself: its trainer must not join a group, nor leave accelerate settled on the CPU.
+
+    Nor may it find gradients still to be accumulated, as a run leaves them that was stopped within a step: accelerate
+    would pass the update over.
+    """
     settled = bool(PartialState._shared_state)
+    accumulating = dict(GradientState._shared_state)
+    GradientState._reset_state()
     launched = {name: os.environ.pop(name) for name in _LAUNCHED if name in os.environ}
     try:
         yield
     finally:
         os.environ.update(launched)
+        GradientState._shared_state.clear()
+        GradientState._shared_state.update(accumulating)
         if not settled:
             AcceleratorState._reset_state(reset_partial_state=True)
 

@@ -13,6 +13,7 @@ import psutil
 import pytest
 import rehearsals
 import torch
+from accelerate.state import GradientState
 from forecast_cpu import SETTINGS, Setting, _forecast
 from traces import peaks
 
@@ -170,6 +171,18 @@ def test_layer_inputs_on_the_host_are_managed_memory_on_a_card_and_nothing_on_a_
     assert on_host.host_bytes - on_card.host_bytes >= inputs
     assert on_card.phases["forward"]["allocated_bytes"] - on_host.phases["forward"]["allocated_bytes"] >= inputs // 2
     assert on_host.seconds > on_card.seconds, "copies take time"
+
+
+def test_a_run_stopped_within_a_step_does_not_hide_the_update_of_the_next_forecast() -> None:
+    """accelerate keeps whether gradients are still accumulated for the whole process, and updates nothing meanwhile."""
+    state = GradientState()
+    state._set_sync_gradients(False)
+    try:
+        trace = rehearsals.rehearse(rehearsals.config(), rehearsals.architecture(layers=1))
+        assert any(block.category == "optimizer_states" for block in trace.blocks)
+        assert not GradientState().sync_gradients, "left as it was"
+    finally:
+        GradientState._reset_state()
 
 
 @pytest.mark.parametrize("kind", ["paged_adamw_8bit", "adamw_8bit"])
