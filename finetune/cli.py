@@ -70,12 +70,9 @@ def plan(
     """Forecast the memory of a training step, by phase and purpose; needs no GPU and no weights."""
 
     def work() -> None:
-        from finetune import libraries
-
-        with libraries.importing_for_forecast():
-            from finetune import planning
-            from finetune.report.terminal import Terminal
-            from finetune.settings import load_config
+        planning = _planning()
+        from finetune.report.terminal import Terminal
+        from finetune.settings import load_config
 
         found = planning.plan(load_config(config, overrides or []), gpu)
         if picture:
@@ -102,12 +99,9 @@ def fit(
     """Find the fastest setting that fits, at the same global batch, and write it as a config."""
 
     def work() -> None:
-        from finetune import libraries
-
-        with libraries.importing_for_forecast():
-            from finetune import planning
-            from finetune.report.terminal import Terminal
-            from finetune.settings import load_config
+        planning = _planning()
+        from finetune.report.terminal import Terminal
+        from finetune.settings import load_config
 
         fitted, limits = planning.fit_with_limits(load_config(config, overrides or []), gpu)
         target = output or Path(f"{config.stem}_fitted.yaml")
@@ -203,6 +197,16 @@ def schema(
         typer.echo(settings.reference().rstrip("\n") if markdown else json.dumps(settings.schema(), indent=2))
 
     _run(work, debug)
+
+
+def _planning() -> Any:
+    """The module, imported faster than by its name."""
+    from finetune import libraries
+
+    with libraries.importing_for_forecast():
+        from finetune import planning
+
+    return planning
 
 
 def _print_json(value: Any) -> None:

@@ -63,12 +63,16 @@ def importing_for_forecast() -> Iterator[None]:
 
     bitsandbytes 0.50 compiles kernels for other backends while it is imported, which loads inductor: 2 of 10 seconds.
     """
+    collecting, said = gc.isenabled(), os.environ.get("TORCHDYNAMO_DISABLE")
     os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
     gc.disable()
     try:
         yield
     finally:
-        gc.enable()
+        if collecting:
+            gc.enable()
+        if said is None:
+            del os.environ["TORCHDYNAMO_DISABLE"]
 
 
 def return_freed_memory() -> None:

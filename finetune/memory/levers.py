@@ -1,4 +1,4 @@
-"""What would take less memory, the cheapest first, leaving out what is already done."""
+"""What would take less memory: first what changes no result, the cheapest of it first, then the rest."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ class Lever:
 
 
 def levers(config: Config) -> list[Lever]:
-    """The levers that `config` leaves, in the order in which to try them."""
+    """The levers that `config` leaves."""
     memory, training = config.memory, config.training
     found = []
-    if memory.checkpointing != "all":
-        found.append(Lever({"memory.checkpointing": "all"}, "about a third more time"))
+    if memory.loss_tokens > _SMALLEST_TILE:
+        found.append(Lever({"memory.loss_tokens": _SMALLEST_TILE}, "same loss, smaller products"))
     if training.micro_batch != "auto" and training.rows > 1:
         rows = max(rows for rows in range(1, training.rows // 2 + 1) if training.batch_size % rows == 0)
         found.append(Lever({"training.micro_batch": rows}, "same gradient, more passes"))
-    if memory.loss_tokens > _SMALLEST_TILE:
-        found.append(Lever({"memory.loss_tokens": _SMALLEST_TILE}, "same loss, smaller products"))
+    if memory.checkpointing != "all":
+        found.append(Lever({"memory.checkpointing": "all"}, "about a third more time"))
     if memory.offload == "none":
         found.append(Lever({"memory.checkpointing": "all", "memory.offload": "checkpoints"}, "copies to the host"))
     if config.quantization.kind != "nf4" and config.adapter.kind == "lora":

@@ -371,9 +371,6 @@ class TracedMonitor(Monitor):
         super().enter(phase)
         self._recorder.phase = phase
 
-    def leave(self) -> Peak:
-        return super().leave()
-
 
 class _NoMeter:
     def reset(self) -> None: ...

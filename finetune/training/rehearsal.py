@@ -7,34 +7,27 @@ are the ones that train; only the weights and the batch are fake.
 from __future__ import annotations
 
 import contextlib
-import os
-import random
 import tempfile
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, cast
 
-import numpy as np
 import torch
-from accelerate.state import AcceleratorState, GradientState, PartialState
 from torch._subclasses.fake_tensor import FakeTensorMode
-from trl.kernels import chunked_logprob
 
 from finetune.config import Config
 from finetune.data.batching import Batch, RowOrder
 from finetune.errors import FinetuneError, ForecastError
-from finetune.libraries import replaced
 from finetune.memory.device import Device
 from finetune.memory.trace import Answers, Recorder, Trace, TracedMonitor
 from finetune.memory.unroll import NotAlike, Shortened, shorten, unroll, whole
 from finetune.model import adapter, checkpointing, depth, fake
 from finetune.model.base import base_dtype, remote_code, weightless_base
 from finetune.rundir import RunDirectory
-from finetune.training import optimizers
+from finetune.training import optimizers, stand_ins
 from finetune.training.arguments import arguments
 from finetune.training.evaluation import summed_loss
 from finetune.training.trainer import Trainer
@@ -55,11 +48,23 @@ def rehearse(
 
     Steady state: optimizer states exist, and with accumulation so do the gradients of the micro-batches before.
     """
-    settings = (config, architecture, train, evaluation, device, attention)
+
+    def recorded(shortening: Callable[[Sequence[Hashable]], Shortened]) -> Trace:
+        recorder = Recorder(device.kernels, Answers(padded=False, trained_tokens=0))
+        with tempfile.TemporaryDirectory() as folder, stand_ins.undisturbed(), stand_ins.like(device, recorder) as mode:
+            rehearsal = _Rehearsal(config, architecture, Path(folder), mode, recorder, device, attention, shortening)
+            rehearsal.load()
+            rehearsal.make_optimizer_states()
+            rehearsal.step(train)
+            if evaluation:
+                rehearsal.evaluate(evaluation)
+            trace = unroll(recorder.trace(), rehearsal.shortened)
+            return replace(trace, parameters=rehearsal.parameters, largest_weight=rehearsal.largest_weight)
+
     try:
-        return _rehearse(*settings, shorten)
+        return recorded(shorten)
     except (NotAlike, depth.Scattered):
-        return _rehearse(*settings, lambda kinds: whole(len(kinds)))
+        return recorded(lambda kinds: whole(len(kinds)))
     except FinetuneError:
         raise
     except Exception as error:
@@ -69,137 +74,6 @@ def rehearse(
             f"the step of `{config.model.name}` cannot be forecast ({type(error).__name__}: {first}); set "
             "`memory.check: off` to train without a forecast"
         ) from error
-
-
-def _rehearse(
-    config: Config,
-    architecture: Any,
-    train: Batch,
-    evaluation: Batch | None,
-    device: Device,
-    attention: str,
-    shortening: Callable[[Sequence[Hashable]], Shortened],
-) -> Trace:
-    recorder = Recorder(device.kernels, Answers(padded=False, trained_tokens=0))
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        _random_state_kept(),
-        _one_process(),
-        _fake(device, recorder) as mode,
-    ):
-        rehearsal = _Rehearsal(config, architecture, Path(folder), mode, recorder, device, attention, shortening)
-        rehearsal.load()
-        rehearsal.make_optimizer_states()
-        rehearsal.step(train)
-        if evaluation:
-            rehearsal.evaluate(evaluation)
-        trace = unroll(recorder.trace(), rehearsal.shortened)
-        return replace(trace, parameters=rehearsal.parameters, largest_weight=rehearsal.largest_weight)
-
-
-@contextlib.contextmanager
-def _fake(device: Device, recorder: Recorder) -> Iterator[FakeTensorMode]:
-    """A fake mode under which the libraries take the paths of a real step on `device`."""
-    from transformers import masking_utils, modeling_utils
-
-    # transformers takes fake tensors for a graph that is exported, and builds every mask.
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(replaced(masking_utils, "is_tracing", lambda tensor=None: False))
-        stack.enter_context(fake.for_dora())
-        stack.enter_context(replaced(chunked_logprob, "TOKEN_CHUNK_SIZE", chunked_logprob.TOKEN_CHUNK_SIZE))
-        stack.enter_context(device.kernels.as_there())
-        if device.type == "cuda":
-            stack.enter_context(_loss_on_cuda())
-            stack.enter_context(replaced(modeling_utils, "save_on_cpu", lambda **kwargs: _to_host(recorder)))
-        yield FakeTensorMode(allow_non_fake_inputs=True)
-
-
-@contextlib.contextmanager
-def _random_state_kept() -> Iterator[None]:
-    """Adapter and trainer seed what they find; a run must draw the same numbers whether it was rehearsed or not."""
-    states = random.getstate(), np.random.get_state()
-    try:
-        with torch.random.fork_rng():
-            yield
-    finally:
-        random.setstate(states[0])
-        np.random.set_state(states[1])
-
-
-@contextlib.contextmanager
-def _one_process() -> Iterator[None]:
-    """Rehearse one process by itself: its trainer must not join a group, nor leave accelerate settled on the CPU.
-
-    Nor may it find gradients still to be accumulated, as a run leaves them that was stopped within a step: accelerate
-    would pass the update over.
-    """
-    settled = bool(PartialState._shared_state)
-    accumulating = dict(GradientState._shared_state)
-    GradientState._reset_state()
-    launched = {name: os.environ.pop(name) for name in _LAUNCHED if name in os.environ}
-    try:
-        yield
-    finally:
-        os.environ.update(launched)
-        GradientState._shared_state.clear()
-        GradientState._shared_state.update(accumulating)
-        if not settled:
-            AcceleratorState._reset_state(reset_partial_state=True)
-
-
-# What torchrun tells its processes.
-_LAUNCHED = ("WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-
-
-@contextlib.contextmanager
-def _loss_on_cuda() -> Iterator[None]:
-    """TRL's tiled loss with its Triton kernels, which work in place, and only on places with a label (trl 1.16)."""
-    from trl.trainer import utils
-
-    tiles = chunked_logprob
-
-    def add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
-        # On CUDA one product that adds into `total`; here one as large, into a part of it, so that it is counted.
-        torch.mm(left, right, out=total.view(left.dtype)[:, : total.shape[1]])
-
-    with (
-        replaced(tiles, "_use_triton", _yes),
-        replaced(utils, "_use_triton", _yes),
-        replaced(tiles, "triton", SimpleNamespace(cdiv=lambda number, grain: -(-number // grain))),
-        replaced(tiles, "_forward_kernel", _InPlace()),
-        replaced(tiles, "_backward_kernel", _InPlace()),
-        replaced(tiles, "_addmm_fp32", add_product),
-    ):
-        yield
-
-
-def _yes(device: torch.device) -> bool:
-    return True
-
-
-class _InPlace:
-    """A Triton kernel as Python sees it, `kernel[grid](...)`: it allocates nothing."""
-
-    def __getitem__(self, grid: object) -> Callable[..., None]:
-        return lambda *args, **kwargs: None
-
-
-def _to_host(recorder: Recorder) -> Any:
-    """`torch.autograd.graph.save_on_cpu`, whose host memory a fake CPU tensor does not tell from the device's."""
-
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
-        host = torch.empty_like(tensor)
-        recorder.mark(host, "layer_inputs", managed=True)
-        recorder.copies(tensor)
-        return host
-
-    def unpack(host: torch.Tensor) -> torch.Tensor:
-        back = torch.empty_like(host)
-        recorder.mark(back, "layer_inputs")
-        recorder.copies(host)
-        return back
-
-    return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
 
 
 class _Rehearsal:
@@ -264,7 +138,7 @@ class _Rehearsal:
                 self._config, RunDirectory(folder), evaluates=False, resuming=False, device=torch.device("cpu")
             ),
             train_dataset=datasets.Dataset.from_dict({"input_ids": [[0]], "labels": [[0]], "length": [1]}),
-            processing_class=_no_words(),
+            processing_class=stand_ins.tokenizer(),
             optimizer_cls_and_kwargs=optimizers.build(name, self._config.optimizer, 1e-4),
             order=RowOrder([1], 1, 0, False),
             adapter=self._config.adapter,
@@ -448,13 +322,3 @@ class _Turns(defaultdict[torch.nn.Parameter, Any]):
     def __getitem__(self, parameter: torch.nn.Parameter) -> Any:
         self._recorder.turn_to(self._layers[parameter])
         return super().__getitem__(parameter)
-
-
-def _no_words() -> Any:
-    """A tokenizer of one word: the trainer wants one, and a fake batch needs none."""
-    from tokenizers import Tokenizer
-    from tokenizers.models import WordLevel
-    from transformers import PreTrainedTokenizerFast
-
-    words = Tokenizer(WordLevel({"_": 0}, unk_token="_"))
-    return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="_", eos_token="_")
