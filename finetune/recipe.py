@@ -244,15 +244,17 @@ def evaluate(run: RunDirectory) -> dict[str, float]:
     config = run.config()
     model, tokenizer = _model_of(run, "adapter")
     rows, _ = data_prepare.prepare_held_out(config.data, tokenizer)
-    trained = held_out_loss(model, tokenizer, rows, config.training)
+
+    def loss(model: Any) -> float:
+        return held_out_loss(model, tokenizer, rows, config.training, config.memory.loss_tokens)
+
+    trained = loss(model)
     if config.adapter.kind == "lora":
         with model.disable_adapter():
-            base = held_out_loss(model, tokenizer, rows, config.training)
-    else:
-        del model
-        libraries.return_freed_memory()
-        base = held_out_loss(_model_of(run, "base")[0], tokenizer, rows, config.training)
-    return {"base": base, "adapter": trained}
+            return {"base": loss(model), "adapter": trained}
+    del model
+    libraries.return_freed_memory()
+    return {"base": loss(_model_of(run, "base")[0]), "adapter": trained}
 
 
 def _model_of(run: RunDirectory, which: str) -> tuple[Any, Any]:

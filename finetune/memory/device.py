@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import time
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 
 import psutil
 import torch
@@ -148,16 +150,40 @@ def _expandable_segments() -> bool:
 def _cpu(budget: int | None) -> Device:
     flops, bandwidth, call = _cpu_rates()
     held = psutil.Process().memory_info().rss
-    available = psutil.virtual_memory().available + held
+    available = min(psutil.virtual_memory().available, left_by_control_groups()) + held
     return Device(
         type="cpu",
         name="CPU",
-        budget_bytes=min(available, budget or available),
+        budget_bytes=int(min(available, budget or available)),
         outside_bytes=held,
         flops=flops,
         bandwidth_bytes=bandwidth,
         call_seconds=call,
     )
+
+
+def left_by_control_groups(process: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")) -> float:
+    """Bytes that a container or a batch system still lets this process take; infinity where none sets a limit.
+
+    Control groups of version 2, in which every group above sets a limit too and what the page cache holds can be had
+    back (kernel documentation, admin-guide/cgroup-v2, `memory.max`, `memory.current`, `memory.stat`).
+    """
+    try:
+        own = next(line[4:] for line in process.read_text().splitlines() if line.startswith("0::/"))
+    except (OSError, StopIteration):
+        return math.inf
+    group = root / own
+    return min(_left_by(folder) for folder in (group, *group.parents) if folder.is_relative_to(root))
+
+
+def _left_by(group: Path) -> float:
+    try:
+        limit = int((group / "memory.max").read_text())
+        taken = int((group / "memory.current").read_text())
+        parts = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+    except (OSError, ValueError):
+        return math.inf  # no limit: the word "max", or no such file
+    return limit - taken + int(parts["inactive_file"])
 
 
 @cache

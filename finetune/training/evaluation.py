@@ -10,10 +10,12 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
+from trl.kernels import chunked_logprob
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 from trl.trainer.utils import add_fused_lm_head
 
 from finetune.config import TrainingSection
+from finetune.libraries import replaced
 from finetune.model.base import DTYPES
 
 
@@ -34,8 +36,8 @@ def summed_loss(model: Any, batches: Iterable[dict[str, torch.Tensor]]) -> torch
     return sums
 
 
-def held_out_loss(model: Any, tokenizer: Any, rows: Any, training: TrainingSection) -> float:
-    """Mean loss in nats per trained token of a model that is not in training, in the run's precision."""
+def held_out_loss(model: Any, tokenizer: Any, rows: Any, training: TrainingSection, loss_tokens: int) -> float:
+    """Mean loss in nats per trained token of a model that is not in training, in the run's precision and tiles."""
     unwrapped = model.get_base_model() if hasattr(model, "peft_config") else model
     add_fused_lm_head(unwrapped, outputs=("log_probs",))
     batches = torch.utils.data.DataLoader(
@@ -44,6 +46,9 @@ def held_out_loss(model: Any, tokenizer: Any, rows: Any, training: TrainingSecti
         collate_fn=DataCollatorForLanguageModeling(pad_token_id=tokenizer.pad_token_id),
     )
     mixed = training.precision != "fp32"
-    with torch.autocast(model.device.type, DTYPES[training.precision], enabled=mixed):
+    with (
+        torch.autocast(model.device.type, DTYPES[training.precision], enabled=mixed),
+        replaced(chunked_logprob, "TOKEN_CHUNK_SIZE", loss_tokens),
+    ):
         total, count = summed_loss(model, batches).tolist()
     return total / count

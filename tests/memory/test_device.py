@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+import math
+from pathlib import Path
+
 import psutil
 import pytest
 import torch
@@ -76,6 +80,26 @@ def test_a_cpu_has_what_is_available_and_what_this_process_holds() -> None:
     assert device.find("cpu", MemorySection(budget=GIB)).budget_bytes == GIB
     assert device.find("cpu", MemorySection(limit=1024)).budget_bytes > GIB, "a limit is a card's"
     assert device.here(torch.device("cpu"), NONE).type == "cpu"
+
+
+def test_a_control_group_and_those_above_it_lower_what_a_cpu_has(tmp_path: Path) -> None:
+    def group(folder: Path, limit: str, current: int, cache: int) -> None:
+        folder.mkdir(exist_ok=True)
+        (folder / "memory.max").write_text(f"{limit}\n")
+        (folder / "memory.current").write_text(f"{current}\n")
+        (folder / "memory.stat").write_text(f"anon 5\ninactive_file {cache}\nactive_file 7\n")
+
+    process = tmp_path / "cgroup"
+    process.write_text("4:memory:/old\n0::/batch/job\n")
+    left = functools.partial(device.left_by_control_groups, process, tmp_path)
+    assert left() == math.inf, "no such folder"
+    group(tmp_path / "batch", "max", 100, 0)
+    group(tmp_path / "batch" / "job", "1000", 400, 50)
+    assert left() == 650
+    group(tmp_path / "batch", "700", 600, 0)
+    assert left() == 100
+    process.write_text("4:memory:/old\n")
+    assert left() == math.inf, "control groups of version 1"
 
 
 def test_the_smallest_card_that_fits_holds_its_own_context_too() -> None:
