@@ -15,7 +15,7 @@ import torch
 from finetune import libraries
 from finetune.config import Config, dump
 from finetune.data import prepare, sources
-from finetune.data.batching import Batch, longest_batch, worst_batch
+from finetune.data.batching import Batch, longest_batches, per_step, worst_batches
 from finetune.data.prepare import Prepared
 from finetune.errors import ArtifactError
 from finetune.memory import device as devices
@@ -55,7 +55,11 @@ class Planner:
     def forecast(self, config: Config | None = None, *, evaluates: bool = True) -> Forecast:
         """What `config` (by default the job itself) takes. Without `evaluates` the evaluation is left out."""
         config = config or self.job
-        batch, held_out = self._worst_batches(config)
+        batches, held_out = self._worst_batches(config)
+        found = [self._forecast(config, batch, held_out if evaluates else None) for batch in batches]
+        return max(found, key=lambda each: each.needed_bytes)
+
+    def _forecast(self, config: Config, batch: Batch, held_out: Batch | None) -> Forecast:
         implementation = attention.planned(
             config.model.attention, self.architecture, self.device.type, config.training.precision
         )
@@ -64,13 +68,13 @@ class Planner:
             shared = getattr(self.architecture.get_text_config(), "num_key_value_heads", None)
             if shared not in (None, self.architecture.get_text_config().num_attention_heads):
                 implementation = "eager"
-        trace = rehearse(config, self.architecture, batch, held_out if evaluates else None, self.device, implementation)
+        trace = rehearse(config, self.architecture, batch, held_out, self.device, implementation)
         return forecast.make(
             trace,
             self.device,
             batch,
             implementation,
-            micro_batches=max(1, config.training.batch_size // (config.training.rows * processes())),
+            micro_batches=max(1, per_step(config.training, batch) // processes()),
             merges=config.output.merge,
             merge_bytes=files.merge_bytes(config, trace),
             disk_bytes=files.disk_bytes(config, trace),
@@ -100,21 +104,26 @@ class Planner:
 
     def limits(self, config: Config) -> Limits:
         """The longest rows, most rows and highest rank that fit with every layer checkpointed."""
+        config = config.changed({"training.micro_batch_tokens": None})
         return fitting.limits(config, lambda variant: self.forecast(variant, evaluates=False))
 
     def _evaluation_is_larger(self, config: Config) -> bool:
         """Whether the held-out rows may take more than a step; elsewhere a fit need not look at them."""
-        batch, held_out = self._worst_batches(config)
-        return held_out is not None and held_out.tokens > batch.tokens
+        batches, held_out = self._worst_batches(config)
+        return held_out is not None and held_out.tokens > max(batch.tokens for batch in batches)
 
-    def _worst_batches(self, config: Config) -> tuple[Batch, Batch | None]:
-        """The largest training and held-out batches that data and sampler can produce."""
-        rows = config.training.rows
+    def _worst_batches(self, config: Config) -> tuple[list[Batch], Batch | None]:
+        """The largest training micro-batches that data and sampler can produce, and the largest held-out one."""
+        training = config.training
+        step_rows = max(1, training.batch_size // processes())
         if self.data is None or config.data.max_length != self.job.data.max_length:
-            longest = longest_batch(rows, config.data.max_length)
-            return longest, None if config.data.eval == "none" else longest
-        held_out = self.data.eval
-        return _worst(self.data.train, rows), None if held_out is None else _worst(held_out, rows)
+            longest = longest_batches(training, step_rows, config.data.max_length)
+            return longest, None if config.data.eval == "none" else longest[0]
+
+        def worst(rows: Any) -> list[Batch]:
+            return worst_batches(rows["length"], rows["trained"], training, step_rows, "the data's rows")
+
+        return worst(self.data.train), None if self.data.eval is None else worst(self.data.eval)[0]
 
 
 @dataclass(frozen=True, repr=False)
@@ -185,7 +194,8 @@ def fit_with_limits(config: Config, gpu: str | None = None) -> tuple[Fitted, Lim
 
 def _open_planner(config: Config, gpu: str | None) -> Planner:
     """A planner that chooses micro-batch and checkpointing, whatever the config says."""
-    return planner_for(config.changed({"training.micro_batch": "auto", "memory.checkpointing": "auto"}), gpu)
+    rows = {} if config.training.micro_batch_tokens else {"training.micro_batch": "auto"}
+    return planner_for(config.changed({**rows, "memory.checkpointing": "auto"}), gpu)
 
 
 def write(fitted: Fitted, path: Path) -> None:
@@ -231,7 +241,3 @@ def _data(config: Config) -> Prepared | None:
     except ArtifactError:
         return None  # a tokenizer that cannot be used is training's to complain of
     return prepare.prepare(config.data, tokenizer)
-
-
-def _worst(rows: Any, micro_batch: int) -> Batch:
-    return worst_batch(rows["length"], rows["trained"], micro_batch, "the data's rows")

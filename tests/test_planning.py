@@ -44,21 +44,35 @@ def test_the_batch_is_the_worst_that_the_data_can_give(quick: Quick) -> None:
     planner = planning.planner_for(config, "cpu")
     assert planner.data is not None
     lengths, trained = planner.data.train["length"], planner.data.train["trained"]
-    train, held_out = planner._worst_batches(config)
+    [train], held_out = planner._worst_batches(config)
     assert (train.rows, train.tokens, train.padded) == (4, max(lengths), True)
     assert train.trained_tokens == sum(sorted(trained)[-4:])
     assert train.source == "the data's rows"
     assert held_out is not None
-    shorter, _ = planner._worst_batches(config.changed({"data.max_length": 32}))
+    [shorter], _ = planner._worst_batches(config.changed({"data.max_length": 32}))
     assert (shorter.tokens, shorter.source) == (32, "data.max_length")
 
 
 def test_without_the_data_at_hand_every_row_is_as_long_as_rows_may_be(quick: Quick) -> None:
     planner = planning.planner_for(quick("data.train=someone/rows", "data.max_length=96"), "cpu")
     assert planner.data is None
-    train, held_out = planner._worst_batches(planner.job)
+    [train], held_out = planner._worst_batches(planner.job)
     assert train == held_out
     assert (train.rows, train.tokens, train.trained_tokens, train.padded) == (2, 96, 2 * 95, True)
+
+
+def test_micro_batches_by_tokens_are_forecast_at_the_larger_of_the_two_that_can_be_worst(quick: Quick) -> None:
+    config = quick("training.micro_batch_tokens=70", "training.batch_size=8", "data.eval=none")
+    planner = planning.planner_for(config, "cpu")
+    assert planner.data is not None
+    batches, _ = planner._worst_batches(config)
+    assert max(batch.tokens for batch in batches) == max(planner.data.train["length"])
+    found = planner.forecast()
+    assert found.batch in batches
+    alone = [planner._forecast(config, batch, None).needed_bytes for batch in batches]
+    assert found.needed_bytes == max(alone)
+    fitted = planning.fit(config, "cpu").config
+    assert fitted.training.micro_batch_tokens == 70, "what the user wrote stays"
 
 
 @pytest.fixture(scope="module")
@@ -76,8 +90,8 @@ def test_a_budget_smaller_than_the_weights_does_not_fit_and_every_lever_that_hel
     found = too_small.as_dict()
     assert found["fits"] is False
     assert [lever["changes"] for lever in found["levers"]] == [
-        {"memory.checkpointing": "all"},
         {"training.micro_batch": 2},
+        {"memory.checkpointing": "all"},
         {"memory.checkpointing": "all", "memory.offload": "checkpoints"},
     ]
     for lever in found["levers"]:

@@ -118,6 +118,8 @@ class TrainingSection(Section):
     micro_batch: Positive | Literal["auto"] = 4
     """Rows one forward pass sees; gradient accumulation follows from it and does not change the gradient. `auto`
     takes the fastest that the forecast lets fit."""
+    micro_batch_tokens: Positive | None = None
+    """Tokens one forward pass sees, padding included, in place of `micro_batch`: many short rows or few long ones."""
     epochs: Annotated[float, Field(gt=0)] = 1.0
     """Passes over the data, where `max_steps` is not given."""
     max_steps: Positive | None = None
@@ -144,7 +146,10 @@ class TrainingSection(Section):
     @model_validator(mode="after")
     def _check_counts(self) -> Self:
         problems = []
-        if self.micro_batch != "auto" and self.batch_size % self.micro_batch:
+        if self.micro_batch_tokens:
+            if self.micro_batch == "auto":
+                problems.append("`micro_batch: auto` chooses rows; leave it out beside `micro_batch_tokens`")
+        elif self.micro_batch != "auto" and self.batch_size % self.micro_batch:
             fitting = max(n for n in range(1, self.micro_batch + 1) if self.batch_size % n == 0)
             problems.append(
                 f"`batch_size` {self.batch_size} is not a multiple of `micro_batch` {self.micro_batch}; "

@@ -1,16 +1,20 @@
 """The order of rows: random, or grouped by length and still random; a function of seed and epoch alone.
 
-And the largest batch that any such order can produce, which is what decides whether a job fits.
+How the rows of an optimizer step are shared out among its micro-batches, which changes no gradient. And the largest
+micro-batch that any order can produce, which is what decides whether a job fits.
 """
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
 from torch.utils.data import Sampler
+
+from finetune.config import TrainingSection
 
 # Rows are sorted by length within windows of so many batches: long enough to pad little, short enough that the
 # order of batches stays random (the value transformers' own grouping uses).
@@ -57,6 +61,27 @@ class RowOrder(Sampler[int]):
             yield from batches[len(full) :]
 
 
+def micro_batches(lengths: Sequence[int], training: TrainingSection) -> list[list[int]]:
+    """The rows of one optimizer step, by their place in `lengths` (tokens of each), in micro-batches.
+
+    Runs of `micro_batch` rows; or with `micro_batch_tokens` rows of similar length, the longest first, as many as take
+    no more tokens than that when all are padded to the longest. A row longer than that is a micro-batch of its own.
+    """
+    if not training.micro_batch_tokens:
+        return [list(range(at, min(at + training.rows, len(lengths)))) for at in range(0, len(lengths), training.rows)]
+    order = sorted(range(len(lengths)), key=lambda row: -lengths[row])
+    found = []
+    while order:
+        rows = _rows_within(training.micro_batch_tokens, lengths[order[0]])
+        found.append(order[:rows])
+        order = order[rows:]
+    return found
+
+
+def _rows_within(tokens: int, length: int) -> int:
+    return max(1, tokens // length)
+
+
 @dataclass(frozen=True)
 class Batch:
     """The largest micro-batch: `rows` of `tokens` each, padding included.
@@ -76,8 +101,41 @@ class Batch:
         return asdict(self)
 
 
+def worst_batches(
+    lengths: Sequence[int], trained: Sequence[int], training: TrainingSection, step_rows: int, source: str
+) -> list[Batch]:
+    """The largest micro-batches that some order of these rows produces; one of them takes the most memory.
+
+    `step_rows` is the number of rows of a step in one process. Every order is possible in some epoch. With
+    `micro_batch_tokens` there are two, where they differ: the one with the most tokens, padding included, and with no
+    fewer trained tokens than any other has; and the one with the longest row.
+    """
+    if not training.micro_batch_tokens:
+        return [worst_batch(lengths, trained, training.rows, source)]
+    rows = sorted(zip(lengths, trained, strict=True))
+    shapes: dict[int, tuple[int, int, int]] = {}
+    best: list[int] = []  # the trained tokens of the rows with most of them, of as many as a micro-batch can have
+    most_trained = 0
+    for number, (length, count) in enumerate(rows, start=1):
+        at_most = min(_rows_within(training.micro_batch_tokens, length), step_rows)
+        heapq.heappush(best, count)
+        while len(best) > at_most:
+            heapq.heappop(best)
+        most_trained = max(most_trained, sum(best))
+        shapes[length] = (len(best) * length, length, number)
+    largest, longest = max(shapes.values()), shapes[rows[-1][0]]
+
+    def batch(shape: tuple[int, int, int]) -> Batch:
+        places, length, number = shape
+        found = [count for _, count in rows[:number]]
+        return worst_batch([length for length, _ in rows[:number]], found, places // length, source)
+
+    worst = replace(batch(largest), trained_tokens=min(most_trained, largest[0]))
+    return [worst] if largest == longest else [worst, batch(longest)]
+
+
 def worst_batch(lengths: Sequence[int], trained: Sequence[int], micro_batch: int, source: str) -> Batch:
-    """The largest micro-batch that some order of these rows produces.
+    """The largest micro-batch of so many rows that some order of these rows produces.
 
     Every order is possible in some epoch, so it is the longest row among as many as there are, and no more trained
     tokens than the rows with most of them have. Rows of one length need no mask; two lengths may meet.
@@ -92,6 +150,22 @@ def worst_batch(lengths: Sequence[int], trained: Sequence[int], micro_batch: int
     )
 
 
-def longest_batch(micro_batch: int, max_length: int) -> Batch:
-    """The largest micro-batch where nothing is known of the rows but their limit."""
-    return Batch(micro_batch, max_length, micro_batch > 1, micro_batch * (max_length - 1))
+def longest_batch(rows: int, length: int) -> Batch:
+    """So many rows as long as rows may be; nothing else is known of them."""
+    return Batch(rows, length, rows > 1, rows * (length - 1))
+
+
+def longest_batches(training: TrainingSection, step_rows: int, max_length: int) -> list[Batch]:
+    """The largest micro-batches where nothing is known of the rows but their limit."""
+    if not training.micro_batch_tokens:
+        return [longest_batch(training.rows, max_length)]
+    sizes = {
+        length: min(_rows_within(training.micro_batch_tokens, length), step_rows) for length in range(1, max_length + 1)
+    }
+    most = max(sizes, key=lambda length: (sizes[length] * length, length))
+    return [longest_batch(sizes[length], length) for length in dict.fromkeys((most, max_length))]
+
+
+def per_step(training: TrainingSection, batch: Batch) -> int:
+    """How many micro-batches a step would be made of, if all were as `batch`; over all processes."""
+    return max(1, training.batch_size // (batch.rows if training.micro_batch_tokens else training.rows))

@@ -215,9 +215,11 @@ class _Search:
         accumulation = config.training.batch_size // rows
         room = (chosen.budget_bytes - chosen.needed_bytes) / 2**30
         reasons = {
-            _ROWS: f"the fastest of {', '.join(map(str, self._rows))}; {accumulation} of them make the global batch",
             _LAYERS: f"{layers} of {self._layers} layers recomputed; {room:.2f} GiB of the budget are left",
         }
+        if len(self._rows) > 1:
+            options = ", ".join(map(str, self._rows))
+            reasons[_ROWS] = f"the fastest of {options}; {accumulation} of them make the global batch"
         if 0 < layers < self._layers:
             reasons[_LAYERS] += ", and one layer less would not fit"
         if config.memory.offload != self._config.memory.offload:

@@ -29,7 +29,11 @@ def levers(config: Config) -> list[Lever]:
     found = []
     if memory.loss_tokens > _SMALLEST_TILE:
         found.append(Lever({"memory.loss_tokens": _SMALLEST_TILE}, "same loss, smaller products"))
-    if training.micro_batch != "auto" and training.rows > 1:
+    if training.micro_batch_tokens:
+        if training.micro_batch_tokens > config.data.max_length:
+            half = max(training.micro_batch_tokens // 2, config.data.max_length)
+            found.append(Lever({"training.micro_batch_tokens": half}, "same gradient, more passes"))
+    elif training.micro_batch != "auto" and training.rows > 1:
         rows = max(rows for rows in range(1, training.rows // 2 + 1) if training.batch_size % rows == 0)
         found.append(Lever({"training.micro_batch": rows}, "same gradient, more passes"))
     if memory.checkpointing != "all":

@@ -301,7 +301,10 @@ def _counts(counts: Counts, max_length: int) -> str:
 
 
 def _batch(config: Config) -> str:
-    rows, micro = config.training.batch_size, config.training.rows
+    rows = config.training.batch_size
+    if config.training.micro_batch_tokens:
+        return f"{rows} rows in micro-batches of at most {words.count(config.training.micro_batch_tokens)} tokens"
+    micro = config.training.rows
     parts = rows // micro
     return f"{rows} rows = {parts} micro-batch{'es' if parts > 1 else ''} of {micro}"
 

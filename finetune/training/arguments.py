@@ -7,7 +7,7 @@ import os
 import torch
 from trl import SFTConfig
 
-from finetune.config import Config, TrainingSection
+from finetune.config import Config
 from finetune.errors import ConfigError, MachineError
 from finetune.rundir import RunDirectory
 from finetune.training import tracking
@@ -26,20 +26,20 @@ def check(config: Config, device: torch.device) -> None:
     _check_precision(config.training.precision, device)
     tracking.check(config.tracking)
     training = config.training
-    if training.micro_batch != "auto" and training.batch_size % _rows_per_pass(training):
+    if training.micro_batch_tokens or training.micro_batch == "auto":
+        rows, each = processes(), ""
+    else:
+        rows, each = training.rows * processes(), f" with `training.micro_batch` {training.rows}"
+    if training.batch_size % rows:
         raise ConfigError(
-            f"`training.batch_size` {training.batch_size} cannot be shared by {processes()} processes with "
-            f"`training.micro_batch` {training.rows}; make it a multiple of {_rows_per_pass(training)}"
+            f"`training.batch_size` {training.batch_size} cannot be shared by {processes()} processes{each}; make it "
+            f"a multiple of {rows}"
         )
 
 
 def processes() -> int:
     """Number of processes that a launcher such as torchrun started."""
     return int(os.environ.get("WORLD_SIZE", "1"))
-
-
-def _rows_per_pass(training: TrainingSection) -> int:
-    return training.rows * processes()
 
 
 def arguments(config: Config, run: RunDirectory, *, evaluates: bool, resuming: bool, device: torch.device) -> SFTConfig:
@@ -52,9 +52,10 @@ def arguments(config: Config, run: RunDirectory, *, evaluates: bool, resuming: b
         output_dir=str(run.path),
         run_name=run.path.name,
         use_cpu=device.type == "cpu",
-        per_device_train_batch_size=training.rows,
-        per_device_eval_batch_size=training.rows,
-        gradient_accumulation_steps=training.batch_size // _rows_per_pass(training),
+        # A step is one batch, which our collator shares out among micro-batches.
+        per_device_train_batch_size=training.batch_size // processes(),
+        per_device_eval_batch_size=training.batch_size // processes(),
+        gradient_accumulation_steps=1,
         num_train_epochs=training.epochs,
         max_steps=training.max_steps or -1,
         learning_rate=training.learning_rate,

@@ -6,29 +6,32 @@ the number changes with the batch size. No logits are kept: TRL's fused head sco
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
 from typing import Any
 
 import torch
 from trl.kernels import chunked_logprob
-from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 from trl.trainer.utils import add_fused_lm_head
 
 from finetune.config import TrainingSection
 from finetune.libraries import replaced
 from finetune.model.base import DTYPES
+from finetune.training.collator import Inputs, MicroBatches
 
 
 @torch.no_grad()
-def summed_loss(model: Any, batches: Iterable[dict[str, torch.Tensor]]) -> torch.Tensor:
-    """(sum of the trained tokens' losses in nats, their number) over `batches`, float64, on the model's device.
+def summed_loss(model: Any, steps: Iterable[list[Inputs]]) -> torch.Tensor:
+    """(sum of the trained tokens' losses in nats, their number) over `steps`, float64, on the model's device.
+
+    Each is a list of micro-batches, as in training.
 
     `model` must have TRL's fused head.
     """
     was_training = model.training
     model.eval()
     sums = torch.zeros(2, dtype=torch.float64, device=model.device)
-    for batch in batches:
+    for batch in itertools.chain.from_iterable(steps):
         inputs = {name: tensor.to(model.device) for name, tensor in batch.items()}
         outputs = model(**inputs, fused_lm_head=True)
         sums += torch.stack([-outputs.log_probs.double().sum(), outputs.label_mask.double().sum()])
@@ -40,15 +43,15 @@ def held_out_loss(model: Any, tokenizer: Any, rows: Any, training: TrainingSecti
     """Mean loss in nats per trained token of a model that is not in training, in the run's precision and tiles."""
     unwrapped = model.get_base_model() if hasattr(model, "peft_config") else model
     add_fused_lm_head(unwrapped, outputs=("log_probs",))
-    batches = torch.utils.data.DataLoader(
+    steps = torch.utils.data.DataLoader(
         rows.select_columns(["input_ids", "labels"]),
-        batch_size=training.rows,
-        collate_fn=DataCollatorForLanguageModeling(pad_token_id=tokenizer.pad_token_id),
+        batch_size=training.batch_size,
+        collate_fn=MicroBatches(training, tokenizer.pad_token_id),
     )
     mixed = training.precision != "fp32"
     with (
         torch.autocast(model.device.type, DTYPES[training.precision], enabled=mixed),
         replaced(chunked_logprob, "TOKEN_CHUNK_SIZE", loss_tokens),
     ):
-        total, count = summed_loss(model, batches).tolist()
+        total, count = summed_loss(model, steps).tolist()
     return total / count

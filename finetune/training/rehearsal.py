@@ -19,7 +19,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from finetune.config import Config
-from finetune.data.batching import Batch, RowOrder
+from finetune.data.batching import Batch, RowOrder, per_step
 from finetune.errors import FinetuneError, ForecastError
 from finetune.memory.device import Device
 from finetune.memory.trace import Answers, Recorder, Trace, TracedMonitor
@@ -29,6 +29,7 @@ from finetune.model.base import base_dtype, remote_code, weightless_base
 from finetune.rundir import RunDirectory
 from finetune.training import optimizers, stand_ins
 from finetune.training.arguments import arguments
+from finetune.training.collator import MicroBatches
 from finetune.training.evaluation import summed_loss
 from finetune.training.trainer import Trainer
 
@@ -141,6 +142,7 @@ class _Rehearsal:
             processing_class=stand_ins.tokenizer(),
             optimizer_cls_and_kwargs=optimizers.build(name, self._config.optimizer, 1e-4),
             order=RowOrder([1], 1, 0, False),
+            collator=MicroBatches(self._config.training, pad_token_id=0),
             adapter=self._config.adapter,
             run=RunDirectory(folder),
             monitor=TracedMonitor(self.recorder),
@@ -156,7 +158,6 @@ class _Rehearsal:
         trainer.model_wrapped, trainer.optimizer = trainer.accelerator.prepare(
             trainer.model, trainer.optimizer, device_placement=[False, False]
         )
-        trainer.current_gradient_accumulation_steps = 1
         trainer.optimizer.optimizer.state = _Turns(self.recorder, dict(self._trained()))
         return trainer
 
@@ -242,12 +243,11 @@ class _Rehearsal:
     def step(self, batch: Batch) -> None:
         """Forward, backward and update in the steady state."""
         self.recorder.phase = "forward"
-        training = self._config.training
-        if training.batch_size > training.rows:
+        if per_step(self._config.training, batch) > 1:
             self._make_gradients()
         inputs = self._inputs(batch)
         with self._recording():
-            self._trainer.training_step(self._trainer.model_wrapped, inputs, torch.tensor(batch.trained_tokens))
+            self._trainer.training_step(self._trainer.model_wrapped, [inputs], torch.tensor(batch.trained_tokens))
         del inputs
         self._mark_gradients()
         self._update()
@@ -258,7 +258,7 @@ class _Rehearsal:
         self.recorder.phase = "evaluation"
         inputs = self._inputs(batch)
         with self._recording():
-            summed_loss(self._trainer.model, [inputs])
+            summed_loss(self._trainer.model, [[inputs]])
 
     @contextlib.contextmanager
     def _recording(self) -> Iterator[None]:

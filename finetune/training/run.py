@@ -18,6 +18,7 @@ from finetune.memory.monitor import Monitor
 from finetune.rundir import RunDirectory, staged
 from finetune.training import optimizers
 from finetune.training.arguments import arguments
+from finetune.training.collator import MicroBatches
 from finetune.training.recorder import Listener
 from finetune.training.trainer import Trainer, save_weights
 
@@ -83,6 +84,7 @@ def _trainer(
         optimizer_cls_and_kwargs=optimizers.build(name, config.optimizer, training.learning_rate),
         callbacks=_early_stopping(training.early_stopping),
         order=RowOrder(data.train["length"], training.batch_size, training.seed, training.group_by_length),
+        collator=MicroBatches(training, tokenizer.pad_token_id),
         adapter=config.adapter,
         run=run,
         monitor=monitor,

@@ -6,6 +6,7 @@ and transformers'. Nothing here changes a number of the step: a test holds its l
 
 from __future__ import annotations
 
+import itertools
 import shutil
 import time
 from pathlib import Path
@@ -24,6 +25,7 @@ from finetune.errors import MachineError
 from finetune.memory.monitor import LeakWatch, Monitor, Peak
 from finetune.model.adapter import set_trained_dtype
 from finetune.rundir import RunDirectory, checkpoint_step, staged
+from finetune.training.collator import Inputs, MicroBatches
 from finetune.training.evaluation import summed_loss
 from finetune.training.recorder import Listener, StepCounts, StepRecorder
 
@@ -31,13 +33,15 @@ from finetune.training.recorder import Listener, StepCounts, StepRecorder
 class Trainer(SFTTrainer):
     """SFTTrainer that measures the memory of each phase and writes the run directory.
 
-    `order` gives the training rows' order; `run`, `monitor` and `listener` receive what happens.
+    `order` gives the training rows' order and `collator` the micro-batches of a step; `run`, `monitor` and `listener`
+    receive what happens.
     """
 
     def __init__(
         self,
         *,
         order: RowOrder,
+        collator: MicroBatches,
         adapter: AdapterSection,
         run: RunDirectory,
         monitor: Monitor,
@@ -57,7 +61,7 @@ class Trainer(SFTTrainer):
         self.step_counts = StepCounts()
         self.leaks = LeakWatch()
         chunked_logprob.TOKEN_CHUNK_SIZE = loss_tokens  # read at each call; trl 1.16 has no argument for it
-        super().__init__(**arguments)
+        super().__init__(data_collator=collator, **arguments)
         set_trained_dtype(self.model, adapter)  # TRL cast the adapter; see there
         self.callback_handler.callbacks = [
             callback for callback in self.callback_handler.callbacks if type(callback).__name__ != "PrinterCallback"
@@ -83,16 +87,34 @@ class Trainer(SFTTrainer):
 
     # -- the step, phase by phase ----------------------------------------------------------------------------------
 
-    def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        inputs = args[1] if len(args) > 1 else kwargs["inputs"]
+    def training_step(self, model: Any, inputs: list[Inputs], num_items_in_batch: Any = None) -> torch.Tensor:
+        """Forward and backward of each micro-batch of one optimizer step; the step's loss.
+
+        transformers sees a step as one batch, so that the number of micro-batches is free.
+        """
+        self.current_gradient_accumulation_steps = len(inputs)
+        *before, last = inputs
+        with self.accelerator.no_sync(model):
+            losses = [self._micro_step(model, micro_batch, num_items_in_batch) for micro_batch in before]
+        losses.append(self._micro_step(model, last, num_items_in_batch))
+        return torch.stack(losses).sum()
+
+    def _micro_step(self, model: Any, inputs: Inputs, trained_tokens: Any) -> torch.Tensor:
         self.step_counts.add(inputs)
         self.monitor.enter("forward")
         try:
-            loss = super().training_step(*args, **kwargs)
+            loss = super().training_step(model, inputs, trained_tokens)
         finally:
             peak = self.monitor.leave()
         self._watch_for_leaks(inputs, peak)
         return loss
+
+    def _get_num_items_in_batch(self, batch_samples: list[list[Inputs]], device: torch.device) -> Any:
+        return super()._get_num_items_in_batch(list(itertools.chain.from_iterable(batch_samples)), device)
+
+    def floating_point_ops(self, inputs: list[Inputs]) -> int:
+        """Not counted: transformers' estimate knows neither adapters nor quantized weights."""
+        return 0
 
     def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         loss = super().compute_loss(model, inputs, *args, **kwargs)

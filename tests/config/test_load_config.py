@@ -372,6 +372,18 @@ RULES: list[tuple[str, list[str], tuple[str, ...], list[str]]] = [
         ("nearest micro-batch that divides it is 2",),
         ["training.micro_batch=2"],
     ),
+    (
+        "training",
+        ["training.batch_size=10", "training.micro_batch=4"],
+        ("nearest micro-batch that divides it is 2",),
+        ["training.micro_batch_tokens=4096"],
+    ),
+    (
+        "training",
+        ["training.micro_batch=auto", "training.micro_batch_tokens=4096"],
+        ("`micro_batch: auto` chooses rows",),
+        ["training.micro_batch=4"],
+    ),
     ("training", ["training.early_stopping=2"], ("needs `eval_every`",), ["training.eval_every=10"]),
     (
         "memory",
@@ -416,7 +428,7 @@ def test_each_rule_within_a_section_has_a_case_above() -> None:
         for name in section.annotation.__pydantic_decorators__.model_validators
     ]
     cases = {(key, broken[0]) for key, broken, _, _ in RULES if "." not in key}
-    assert (len(rules), len(cases)) == (3, 4), "a rule was added; add its case (one rule checks two things)"
+    assert (len(rules), len(cases)) == (3, 5), "a rule was added; add its case (one rule checks three things)"
 
 
 def test_the_line_of_a_broken_rule_is_the_line_of_its_key(write: Write) -> None:

@@ -9,7 +9,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from finetune.data.batching import Batch, RowOrder, longest_batch, worst_batch
+from finetune.config import TrainingSection
+from finetune.data.batching import (
+    Batch,
+    RowOrder,
+    longest_batch,
+    longest_batches,
+    micro_batches,
+    worst_batch,
+    worst_batches,
+)
 
 BATCH = 16
 _LOGNORMAL = random.Random(7)
@@ -167,6 +176,49 @@ def test_some_order_reaches_each_of_its_numbers(rows: list[tuple[int, int]], mic
     assert worst.tokens == max(lengths)
     assert worst.trained_tokens == sum(trained[row] for row in by_trained)
     assert worst.padded is (worst.rows > 1 and min(lengths) < max(lengths))
+
+
+@settings(deadline=None, derandomize=True)
+@given(rows=ROWS, tokens=st.integers(1, 120), batch_size=st.integers(1, 12), seed=st.integers(0, 9))
+def test_micro_batches_by_tokens_hold_each_row_once_within_the_tokens_and_none_is_larger_than_the_worst(
+    rows: list[tuple[int, int]], tokens: int, batch_size: int, seed: int
+) -> None:
+    lengths, trained = zip(*((length, min(count, length - 1)) for length, count in rows), strict=True)
+    training = TrainingSection(batch_size=batch_size, micro_batch_tokens=tokens)
+    worst = worst_batches(lengths, trained, training, batch_size, "here")
+    assert len(worst) <= 2
+    for group in (True, False):
+        for step in batches(order(list(lengths), batch_size=batch_size, seed=seed, group=group), batch_size):
+            parts = micro_batches([lengths[row] for row in step], training)
+            assert sorted(place for part in parts for place in part) == list(range(len(step)))
+            for part in parts:
+                found = [lengths[step[place]] for place in part]
+                places = len(found) * max(found)
+                assert places <= tokens or len(found) == 1
+                assert places <= worst[0].rows * worst[0].tokens
+                assert max(found) <= max(batch.tokens for batch in worst)
+                assert sum(trained[step[place]] for place in part) <= worst[0].trained_tokens
+
+
+def test_the_worst_micro_batches_by_tokens_are_those_with_most_tokens_and_with_the_longest_row() -> None:
+    training = TrainingSection(batch_size=8, micro_batch_tokens=100)
+    lengths, trained = [10] * 20 + [33, 33, 33, 60], [4] * 20 + [30, 30, 30, 9]
+    most, longest = worst_batches(lengths, trained, training, 8, "here")
+    assert (most.rows, most.tokens, most.trained_tokens, most.padded) == (3, 33, 90, True)
+    assert (longest.rows, longest.tokens, longest.trained_tokens, longest.padded) == (1, 60, 30, False)
+    [only] = worst_batches([7, 7], [3, 3], training, 8, "here")
+    assert (only.rows, only.tokens, only.padded) == (2, 7, False)
+
+
+def test_where_nothing_is_known_of_the_rows_as_many_tokens_as_may_be_are_the_worst() -> None:
+    def shapes(tokens: int, batch_size: int, max_length: int) -> list[tuple[int, int]]:
+        training = TrainingSection(batch_size=batch_size, micro_batch_tokens=tokens)
+        return [(batch.rows, batch.tokens) for batch in longest_batches(training, batch_size, max_length)]
+
+    assert shapes(2048, 16, 512) == [(4, 512)]
+    assert shapes(1000, 16, 600) == [(2, 500), (1, 600)]
+    assert shapes(100, 16, 600) == [(1, 600)], "a row longer than that goes by itself"
+    assert shapes(10_000, 4, 600) == [(4, 600)], "no more rows than a step has"
 
 
 def test_where_nothing_is_known_every_row_is_as_long_as_it_may_be() -> None:

@@ -52,6 +52,12 @@ def test_where_every_lever_is_pulled_none_is_left() -> None:
     assert "training.micro_batch" not in "".join(names(training__micro_batch="auto"))
 
 
+def test_micro_batches_by_tokens_shrink_to_the_longest_row_and_no_further() -> None:
+    assert "training.micro_batch_tokens=2048" in names(training__micro_batch_tokens=4096, data__max_length=1024)
+    assert "training.micro_batch_tokens=1024" in names(training__micro_batch_tokens=1536, data__max_length=1024)
+    assert "micro_batch" not in "".join(names(training__micro_batch_tokens=1024, data__max_length=1024))
+
+
 @pytest.mark.parametrize(
     "changes",
     [

@@ -27,10 +27,10 @@ def training_lines(run: RunDirectory) -> list[dict]:
 @pytest.mark.parametrize("grouped", ["true", "false"])
 def test_gradient_does_not_depend_on_the_micro_batch(quick, grouped: str) -> None:
     norms, losses, weights = [], [], []
-    for micro_batch in (1, 2, 8):
+    for name, size in (("micro_batch", 1), ("micro_batch", 2), ("micro_batch", 8), ("micro_batch_tokens", 100)):
         config = quick(
             "training.batch_size=8",
-            f"training.micro_batch={micro_batch}",
+            f"training.{name}={size}",
             f"training.group_by_length={grouped}",
             "training.max_steps=2",
             "optimizer.kind=sgd",
@@ -39,13 +39,13 @@ def test_gradient_does_not_depend_on_the_micro_batch(quick, grouped: str) -> Non
             "training.max_grad_norm=0",
             "training.learning_rate=0.1",
             "quantization.kind=none",
-            run=f"micro{micro_batch}",
+            run=f"{name}{size}",
         )
         run = finetune.train(config).run
         norms.append([line["grad_norm"] for line in training_lines(run)])
         losses.append([line["loss"] for line in training_lines(run)])
         weights.append(adapter_weights(run))
-    for other in (1, 2):
+    for other in (1, 2, 3):
         assert losses[other] == pytest.approx(losses[0], rel=1e-5)
         assert norms[other] == pytest.approx(norms[0], rel=1e-4)
         for name, tensor in weights[0].items():
