@@ -37,35 +37,22 @@ from finetune.training.trainer import Trainer
 _PAGED_STATES, _PAGED_FROM = ("state1", "state2"), 100_000
 
 
+Shortening = Callable[[Sequence[Hashable]], Shortened]
+"""From the kinds of the layers to those that are rehearsed."""
+
+
 def rehearse(
-    config: Config,
-    architecture: Any,
-    train: Batch,
-    evaluation: Batch | None,
-    device: Device,
-    attention: str,
+    config: Config, architecture: Any, train: Batch, evaluation: Batch | None, device: Device, attention: str
 ) -> Trace:
     """Run one optimizer step in its steady state, then an evaluation, on fake tensors.
 
     Steady state: optimizer states exist, and with accumulation so do the gradients of the micro-batches before.
     """
-
-    def recorded(shortening: Callable[[Sequence[Hashable]], Shortened]) -> Trace:
-        recorder = Recorder(device.kernels, Answers(padded=False, trained_tokens=0))
-        with tempfile.TemporaryDirectory() as folder, stand_ins.undisturbed(), stand_ins.like(device, recorder) as mode:
-            rehearsal = _Rehearsal(config, architecture, Path(folder), mode, recorder, device, attention, shortening)
-            rehearsal.load()
-            rehearsal.make_optimizer_states()
-            rehearsal.step(train)
-            if evaluation:
-                rehearsal.evaluate(evaluation)
-            trace = unroll(recorder.trace(), rehearsal.shortened)
-            return replace(trace, parameters=rehearsal.parameters, largest_weight=rehearsal.largest_weight)
-
+    settings = (config, architecture, train, evaluation, device, attention)
     try:
-        return recorded(shorten)
+        return _rehearse(*settings, shorten)
     except (NotAlike, depth.Scattered):
-        return recorded(lambda kinds: whole(len(kinds)))
+        return _rehearse(*settings, lambda kinds: whole(len(kinds)))
     except FinetuneError:
         raise
     except Exception as error:
@@ -75,6 +62,22 @@ def rehearse(
             f"the step of `{config.model.name}` cannot be forecast ({type(error).__name__}: {first}); set "
             "`memory.check: off` to train without a forecast"
         ) from error
+
+
+def _rehearse(
+    config: Config, architecture: Any, train: Batch, evaluation: Batch | None, device: Device, attention: str,
+    shortening: Shortening,
+) -> Trace:  # fmt: skip
+    recorder = Recorder(device.kernels, Answers(padded=False, trained_tokens=0))
+    with tempfile.TemporaryDirectory() as folder, stand_ins.undisturbed(), stand_ins.like(device, recorder) as mode:
+        rehearsal = _Rehearsal(config, architecture, Path(folder), mode, recorder, device, attention, shortening)
+        rehearsal.load()
+        rehearsal.make_optimizer_states()
+        rehearsal.step(train)
+        if evaluation:
+            rehearsal.evaluate(evaluation)
+        trace = unroll(recorder.trace(), rehearsal.shortened)
+        return replace(trace, parameters=rehearsal.parameters, largest_weight=rehearsal.largest_weight)
 
 
 class _Rehearsal:
@@ -87,7 +90,7 @@ class _Rehearsal:
         recorder: Recorder,
         device: Device,
         attention: str,
-        shortening: Callable[[Sequence[Hashable]], Shortened],
+        shortening: Shortening,
     ) -> None:
         if config.training.precision == "fp16":
             # Sizes are those of bfloat16, and there is no loss scaling on a CPU, where this runs.
