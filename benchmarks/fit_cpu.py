@@ -65,7 +65,7 @@ SPACES = (
         ("none", 2, "all"),
         ("training.batch_size=16", "data.max_length=256"),
         steps=6,
-        rounds=3,
+        rounds=2,
     ),
     Space(
         "110m",
@@ -79,7 +79,7 @@ SPACES = (
             "training.micro_batch=1",
         ),
         steps=3,
-        rounds=3,
+        rounds=2,
     ),
 )
 SHARES = (0.25, 0.5, 0.75)
