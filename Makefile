@@ -10,7 +10,7 @@ BIN := .venv/bin
 READY := .venv/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help setup finetune plan fit merge test check notebooks bench sweep gpu-check docs
+.PHONY: help setup finetune data plan fit merge test check notebooks bench sweep gpu-check docs
 
 help: ## Show the targets.
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | column -t -s '	'
@@ -27,6 +27,9 @@ $(READY): constraints.txt pyproject.toml
 
 finetune: $(READY) ## Train CONFIG (default configs/tiny_cpu.yaml) with ARGS="section.key=value ...".
 	$(BIN)/finetune train $(CONFIG) $(ARGS)
+
+data: $(READY) ## Look at the rows of CONFIG as the model sees them; HTML=look.html writes a page.
+	$(BIN)/finetune data $(CONFIG) $(if $(HTML),--html "$(HTML)") $(ARGS)
 
 plan: $(READY) ## Forecast the memory of CONFIG on GPU="RTX 4090" (a card, a size, auto or cpu).
 	$(BIN)/finetune plan $(CONFIG) $(if $(GPU),--gpu "$(GPU)") $(ARGS)

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from finetune import libraries
 
 if TYPE_CHECKING:
+    from finetune.inspecting import inspect_data
     from finetune.planning import fit, plan
     from finetune.recipe import evaluate, generate, merge, train
     from finetune.rundir import RunDirectory
@@ -26,6 +27,7 @@ libraries.before_import()
 # Importing torch takes seconds; `finetune --help` and `import finetune` should not.
 _HOMES = {
     "load_config": "finetune.settings",
+    "inspect_data": "finetune.inspecting",
     "plan": "finetune.planning",
     "fit": "finetune.planning",
     "train": "finetune.recipe",
@@ -35,7 +37,7 @@ _HOMES = {
     "RunDirectory": "finetune.rundir",
 }
 
-__all__ = ["RunDirectory", "evaluate", "fit", "generate", "load_config", "merge", "plan", "train"]
+__all__ = ["RunDirectory", "evaluate", "fit", "generate", "inspect_data", "load_config", "merge", "plan", "train"]
 
 
 def __getattr__(name: str) -> Any:

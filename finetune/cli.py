@@ -52,6 +52,32 @@ def train(
     _run(work, debug)
 
 
+@app.command()
+def data(
+    config: ConfigFile,
+    overrides: Overrides = None,
+    page: Annotated[Path | None, typer.Option("--html", help="Write the same as an HTML page.")] = None,
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Look at the data as the model sees it, what is trained and what is padding; needs no GPU and no weights."""
+
+    def work() -> None:
+        from finetune import inspecting
+        from finetune.report.terminal import Terminal
+        from finetune.settings import load_config
+
+        found = inspecting.inspect_data(load_config(config, overrides or []))
+        if page:
+            found.write(page)
+        if as_json:
+            _print_json(found.as_dict())
+        else:
+            Terminal().inspected(found.inspection)
+
+    _run(work, debug)
+
+
 Gpu = Annotated[
     str | None,
     typer.Option("--gpu", help="A card such as 'RTX 4090', a size such as 24GiB, auto or cpu.", show_default=False),

@@ -15,6 +15,7 @@ import torch
 
 from finetune import libraries, planning
 from finetune.config import Config
+from finetune.data import fingerprint
 from finetune.data import prepare as data_prepare
 from finetune.environment import describe
 from finetune.errors import ConfigError, ForecastError, OutOfMemoryError
@@ -258,16 +259,22 @@ def evaluate(run: RunDirectory) -> dict[str, float]:
 
 
 def _model_of(run: RunDirectory, which: str) -> tuple[Any, Any]:
-    """The run's base, base with adapter (as it was trained), or merged model, and the tokenizer."""
+    """The run's base, base with adapter (as it was trained), or merged model, and the tokenizer.
+
+    Raises ArtifactError where that is no longer the tokenizer that the weights were trained with.
+    """
     libraries.quiet()
     config = run.config()
     device = this_device()
+    tokenizer = load_tokenizer(config.model)
     if which == "merged" or (which == "adapter" and config.adapter.kind == "none"):
-        return export_merge.load_merged(run, device), load_tokenizer(config.model)
+        fingerprint.check(tokenizer, run.merged)
+        return export_merge.load_merged(run, device), tokenizer
+    if which == "adapter":
+        fingerprint.check(tokenizer, run.adapter)
     architecture = load_architecture(config.model)
     implementation, _ = _attention(config, architecture, device)
     base = _base(config, architecture, implementation, device)
-    tokenizer = load_tokenizer(config.model)
     if which == "base":
         return base, tokenizer
     return adapter.load_adapter(base, run.adapter), tokenizer

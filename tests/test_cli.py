@@ -1,6 +1,7 @@
 """The command line as a person meets it: what is printed, and the exit code."""
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -8,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from finetune import cli
+from finetune.config import dump
 from finetune.rundir import RunDirectory
 
 TINY = Path(__file__).parent.parent / "configs" / "tiny_cpu.yaml"
@@ -82,6 +84,55 @@ def test_plan_of_a_job_that_does_not_fit_names_the_levers_and_exits_6(call, job:
     assert found["budget_bytes"] == 2**20
     assert {"training.micro_batch": 1} in [lever["changes"] for lever in found["levers"]]
     assert all(lever["saved_bytes"] > 0 and not lever["fits"] for lever in found["levers"])
+
+
+def test_data_shows_counts_and_rows_writes_a_page_and_no_run(call, job: list[str], tmp_path: Path) -> None:
+    page = tmp_path / "look.html"
+    code, out, err = call("data", *job, "--html", page)
+    assert (code, err) == (0, "")
+    for expected in ("rows teach", "held out", "grouped by length", "as configured", "fingerprint", "<|im_end|>⟧↵"):
+        assert expected in out
+    assert page.read_text(encoding="utf-8").startswith("<!doctype html>")
+    assert not (tmp_path / "run").exists()
+
+
+def test_data_as_json(call, job: list[str]) -> None:
+    code, out, err = call("data", *job, "--json")
+    assert (code, err) == (0, "")
+    found = json.loads(out)
+    assert set(found) == {
+        "fingerprint", "train", "eval", "longest_place", "sources", "lengths", "batch_size", "micro_batch", "batchings",
+        "worst_batch", "samples",
+    }  # fmt: skip
+    assert found["train"]["rows"] + found["eval"]["rows"] == 24
+    assert found["batch_size"] == 4
+
+
+@pytest.mark.parametrize(
+    ("row", "overrides", "words"),
+    [
+        ({"prompt": "Say", "completion": ""}, [], "teaches nothing"),
+        ({"prompt": "Say " * 99, "completion": "word"}, ["data.max_length=16"], "leaves nothing to train"),
+        ({"prompt": "Say", "completion": 7}, [], "rows.jsonl:1: `completion` must be text, not a number"),
+    ],
+)
+def test_data_that_teaches_nothing_exits_3(
+    call, job: list[str], tmp_path: Path, row: dict, overrides: list[str], words: str
+) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(json.dumps(row) + "\n")
+    page = tmp_path / "look.html"
+    code, out, err = call("data", *job, f"data.train={rows}", "data.eval=none", *overrides, "--html", page)
+    assert (code, out) == (3, "")
+    assert err.startswith("error: ")
+    assert words in err
+    assert not page.exists()
+
+
+def test_a_page_that_cannot_be_written_exits_4(call, job: list[str], tmp_path: Path) -> None:
+    code, out, err = call("data", *job, "--html", tmp_path / "nowhere" / "look.html")
+    assert (code, out) == (4, "")
+    assert "No such file or directory; give another file" in err
 
 
 @pytest.mark.parametrize("command", ["plan", "fit"])
@@ -208,6 +259,20 @@ def test_generate_answers_with_each_model(call, trained: RunDirectory) -> None:
     assert "finetune merge" in err
 
 
+@pytest.mark.parametrize("arguments", [("generate", "--prompt", "x"), ("merge",)], ids=lambda found: found[0])
+def test_another_chat_template_than_the_trained_one_exits_7(
+    call, trained: RunDirectory, tiny_base: Path, tmp_path: Path, arguments: tuple[str, ...]
+) -> None:
+    run, changed = RunDirectory(shutil.copytree(trained.path, tmp_path / "run")), tmp_path / "changed"
+    shutil.copytree(tiny_base, changed)
+    (changed / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    run.config_file.write_text(dump(run.config().changed({"model.tokenizer": str(changed)})))
+    command, *rest = arguments
+    code, _, err = call(command, run.path, *rest)
+    assert code == 7
+    assert "another tokenizer or chat template: fingerprint" in err
+
+
 def test_eval_states_loss_and_perplexity_of_base_and_adapter(call, trained: RunDirectory) -> None:
     code, out, _ = call("eval", trained.path, "--json")
     assert code == 0
@@ -274,7 +339,7 @@ def test_module_and_help_start_without_torch() -> None:
 def test_import_offers_the_functions_of_the_readme() -> None:
     import finetune
 
-    for name in ("load_config", "train", "merge", "generate", "evaluate"):
+    for name in ("load_config", "inspect_data", "train", "merge", "generate", "evaluate"):
         assert callable(getattr(finetune, name))
     with pytest.raises(AttributeError):
         finetune.nothing_of_the_kind  # noqa: B018

@@ -66,9 +66,12 @@ def test_figure_is_the_measured_one(figure: str) -> None:
     assert figure in " ".join(README.split()) or figure in README
 
 
-def test_printed_output_is_that_of_the_run() -> None:
-    printed = (ROOT / "docs" / "tiny_cpu.txt").read_text(encoding="utf-8").splitlines()
-    block = re.search(r"```\n(run  .*?)```", README, re.DOTALL)
+@pytest.mark.parametrize(
+    ("file", "start"), [("tiny_cpu.txt", "run  "), ("tiny_cpu_data.txt", r"[\d,]+ rows teach ")], ids=["run", "data"]
+)
+def test_printed_output_is_that_of_the_command(file: str, start: str) -> None:
+    printed = (ROOT / "docs" / file).read_text(encoding="utf-8").splitlines()
+    block = re.search(rf"```\n({start}.*?)```", README, re.DOTALL)
     assert block is not None
     shown = [line for line in block.group(1).splitlines() if line and line != "..."]
     assert len(shown) > 15
@@ -104,7 +107,10 @@ def test_link_leads_somewhere(link: str) -> None:
 
 @pytest.mark.parametrize(
     "target",
-    ["finetune", "test", "check", "gpu-check", "merge", "notebooks", "bench", "docs", "setup", "plan", "fit", "sweep"],
-)
+    [
+        "finetune", "test", "check", "gpu-check", "merge", "notebooks", "bench", "docs", "setup", "data", "plan", "fit",
+        "sweep",
+    ],
+)  # fmt: skip
 def test_make_has_the_target(target: str) -> None:
     assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), re.MULTILINE)

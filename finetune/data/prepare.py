@@ -32,7 +32,10 @@ class Counts:
 
 @dataclass(frozen=True)
 class Prepared:
-    """Tokenized splits (`datasets.Dataset` with input_ids, labels, length and number of trained tokens) and counts."""
+    """Tokenized splits and counts.
+
+    A split is a `datasets.Dataset` of input_ids, labels, length, number of trained tokens, and place in the source.
+    """
 
     train: Any
     eval: Any | None
@@ -130,7 +133,7 @@ def _tokenize(rows: Iterable[Row], section: DataSection, tokenizer: Any) -> tupl
     import datasets
 
     counts = Counts()
-    columns: dict[str, list[Any]] = {"input_ids": [], "labels": [], "length": [], "trained": []}
+    columns: dict[str, list[Any]] = {"input_ids": [], "labels": [], "length": [], "trained": [], "place": []}
     form = section.format
     for row in rows:
         form = _detect(row) if form == "auto" else form
@@ -150,6 +153,7 @@ def _tokenize(rows: Iterable[Row], section: DataSection, tokenizer: Any) -> tupl
         columns["labels"].append(np.array(encoded.labels, dtype=np.int32))
         columns["length"].append(len(encoded.input_ids))
         columns["trained"].append(encoded.trained)
+        columns["place"].append(row.place)
     return datasets.Dataset.from_dict(columns), counts
 
 

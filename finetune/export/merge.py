@@ -15,6 +15,7 @@ import torch
 
 from finetune import libraries
 from finetune.config import Config, QuantizationSection
+from finetune.data import fingerprint
 from finetune.data import prepare as data_prepare
 from finetune.environment import describe
 from finetune.errors import ArtifactError, MachineError
@@ -37,8 +38,9 @@ _MERGED_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.b
 def merge(run: RunDirectory, device: torch.device) -> dict[str, Any]:
     """Write `merged/` and return its proof (see `finetune.export.proof.Proof`) with the hash of the base.
 
-    Raises ArtifactError when there is no adapter, or when the merged model is not the trained one; MachineError when
-    the disk does not take it. The adapter and an earlier `merged/` are untouched by a failure.
+    Raises ArtifactError when there is no adapter, when the tokenizer is not the one it was trained with, or when the
+    merged model is not the trained one; MachineError when the disk does not take it. The adapter and an earlier
+    `merged/` are untouched by a failure.
     """
     config = run.config()
     if config.adapter.kind == "none":
@@ -47,6 +49,7 @@ def merge(run: RunDirectory, device: torch.device) -> dict[str, Any]:
         raise ArtifactError(f"{run.path} has a base of random weights, which were not kept; there is nothing to merge")
     dtype = _MERGED_DTYPES[config.training.precision]
     tokenizer = load_tokenizer(config.model)
+    fingerprint.check(tokenizer, run.adapter)
     rows = data_prepare.held_out_ids(config.data, tokenizer, _ROWS, _ROW_TOKENS)
 
     base = _base(config, dtype, device)
@@ -107,7 +110,7 @@ def _save(model: Any, tokenizer: Any, folder: Path, dtype: torch.dtype) -> None:
     # The base ran without a cache while its adapter was trained; whoever uses the merged model wants it.
     model.config.use_cache = True
     model.save_pretrained(str(folder))
-    tokenizer.save_pretrained(str(folder))
+    fingerprint.save(tokenizer, folder)
 
 
 def _load(folder: Path, dtype: torch.dtype | None, device: torch.device) -> Any:

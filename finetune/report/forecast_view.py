@@ -6,35 +6,30 @@ The first line is the answer; what follows says what the answer is made of. Noth
 from __future__ import annotations
 
 import base64
-import html as markup
 from collections.abc import Iterable, Sequence
 from io import BytesIO
 
 from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
 from finetune.memory.comparison import TOLD_ABOVE
 from finetune.memory.forecast import WORDS, Forecast
-from finetune.report import words
+from finetune.report import markup, printing, words
 
-_BAR_CELLS = 32
-_EIGHTHS = "▏▎▍▌▋▊▉"
 _OVER = "over the budget"
 _IMAGE_STYLE = "max-width: 100%; height: auto; background: #fff"
 
 
 def show(forecast: Forecast, console: Console) -> None:
     """Print the forecast: whether it fits, what the memory goes to, and what else a step takes."""
-    _say(console, words.verdict(forecast), style="bold green" if forecast.fits else "bold red")
-    _facts(console, {"batch": _batch(forecast), "attention": forecast.attention})
-    _say(console, "")
+    printing.say(console, words.verdict(forecast), style="bold green" if forecast.fits else "bold red")
+    printing.facts(console, {"batch": _batch(forecast), "attention": forecast.attention})
+    printing.say(console, "")
     _bars(console, forecast)
-    _say(console, "")
-    _table(console, _phase_head(forecast), _phase_rows(forecast), texts=("",))
+    printing.say(console, "")
+    printing.table(console, _phase_head(forecast), _phase_rows(forecast), texts=("",))
     if facts := _costs(forecast):
-        _say(console, "")
-        _facts(console, facts)
+        printing.say(console, "")
+        printing.facts(console, facts)
 
 
 def levers(found: Sequence[tuple[str, int, bool, str]], console: Console) -> None:
@@ -46,8 +41,8 @@ def levers(found: Sequence[tuple[str, int, bool, str]], console: Console) -> Non
     rows = [
         (change, words.size(needed_bytes), "yes" if fits else "no", cost) for change, needed_bytes, fits, cost in found
     ]
-    _say(console, title, style="bold")
-    _table(console, ("change", "needs", "fits", "cost"), rows, texts=("fits", "cost"))
+    printing.say(console, title, style="bold")
+    printing.table(console, ("change", "needs", "fits", "cost"), rows, texts=("fits", "cost"))
 
 
 def compare(rows: Sequence[tuple[str, int, int]], console: Console) -> None:
@@ -63,16 +58,16 @@ def compare(rows: Sequence[tuple[str, int, int]], console: Console) -> None:
             difference = words.change(relative) + mark
             far |= mark == " *"
         told.append((phase, words.size(forecast_bytes), words.size(measured_bytes), difference))
-    _table(console, ("phase", "forecast", "measured", "difference"), told)
+    printing.table(console, ("phase", "forecast", "measured", "difference"), told)
     if far:
-        _say(console, f"* more than {TOLD_ABOVE:.0%} from what was measured")
+        printing.say(console, f"* more than {TOLD_ABOVE:.0%} from what was measured")
 
 
 def html(forecast: Forecast) -> str:
     """The forecast for a notebook: its tables and its picture, all in the markup itself."""
     return "".join(
         [
-            f"<p><strong>{_escape(words.verdict(forecast))}</strong></p>",
+            f"<p><strong>{markup.escape(words.verdict(forecast))}</strong></p>",
             _html_table(
                 (), [("batch", _batch(forecast)), ("attention", forecast.attention), *_costs(forecast).items()]
             ),
@@ -172,57 +167,10 @@ def _bars(console: Console, forecast: Forecast) -> None:
     """A bar for each category at the peak, and below them what they add up to."""
     rows = _at_peak(forecast)
     longest = max((size_bytes for _, size_bytes, _ in rows), default=1)
-    grid = Table.grid(padding=(0, 2))
-    grid.add_column(no_wrap=True)
-    grid.add_column(style="cyan", no_wrap=True)
-    grid.add_column(justify="right", no_wrap=True)
-    grid.add_column(justify="right", no_wrap=True)
-    for name, size_bytes, share in rows:
-        grid.add_row(name, _bar(console, size_bytes / longest), words.size(size_bytes), words.share(share))
-    grid.add_row("at the peak", "", words.size(forecast.needed_bytes), words.share(1))
-    console.print(grid, highlight=False)
-
-
-def _bar(console: Console, fraction: float) -> str:
-    """A bar in eighths of a cell; in whole ones where the console has no such characters."""
-    if not console.encoding.lower().startswith("utf"):
-        return "#" * max(1, round(_BAR_CELLS * fraction))
-    full, eighths = divmod(max(1, round(8 * _BAR_CELLS * fraction)), 8)
-    return "█" * full + ("", *_EIGHTHS)[eighths]
-
-
-def _table(
-    console: Console,
-    head: Sequence[str],
-    rows: Iterable[Sequence[str]],
-    *,
-    texts: Sequence[str] = (),
-) -> None:
-    """A table whose first column names the row; the columns that are no `texts` are numbers and align to the right."""
-    table = Table()
-    for number, name in enumerate(head):
-        is_text = number == 0 or name in texts
-        table.add_column(name, justify="left" if is_text else "right", overflow="fold", no_wrap=not is_text)
-    for row in rows:
-        table.add_row(*(_text(console, cell) for cell in row))
-    console.print(table, highlight=False)
-
-
-def _facts(console: Console, facts: dict[str, str]) -> None:
-    width = max(map(len, facts))
-    for name, fact in facts.items():
-        _say(console, f"{name:{width}}  {fact}")
-
-
-def _say(console: Console, text: str, style: str = "") -> None:
-    # Lines of a log stay whole, however long.
-    console.print(_text(console, text), style=style, soft_wrap=not console.is_terminal, highlight=False)
-
-
-def _text(console: Console, text: str) -> Text:
-    """`text` as it is: no markup is read in it, no control character kept, and the console can encode it."""
-    printable = "".join(letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in text)
-    return Text(printable.encode(console.encoding, "replace").decode(console.encoding))
+    told = [
+        (name, size_bytes / longest, words.size(size_bytes), words.share(share)) for name, size_bytes, share in rows
+    ]
+    printing.bars(console, [*told, ("at the peak", 0, words.size(forecast.needed_bytes), words.share(1))])
 
 
 # -- in a notebook -----------------------------------------------------------------------------------------------------
@@ -230,11 +178,11 @@ def _text(console: Console, text: str) -> Text:
 
 def _html_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     lines = [
-        f'<tr><th scope="row" style="text-align: left">{_escape(first)}</th>'
-        f"{''.join(f'<td>{_escape(cell)}</td>' for cell in cells)}</tr>"
+        f'<tr><th scope="row" style="text-align: left">{markup.escape(first)}</th>'
+        f"{''.join(f'<td>{markup.escape(cell)}</td>' for cell in cells)}</tr>"
         for first, *cells in rows
     ]
-    names = "".join(f'<th scope="col">{_escape(name)}</th>' for name in head)
+    names = "".join(f'<th scope="col">{markup.escape(name)}</th>' for name in head)
     return f"<table>{f'<thead><tr>{names}</tr></thead>' if head else ''}<tbody>{''.join(lines)}</tbody></table>"
 
 
@@ -247,7 +195,3 @@ def _picture(forecast: Forecast) -> str:
     memory_plot.forecast(forecast, image)
     encoded = base64.b64encode(image.getvalue()).decode()
     return f'<img alt="Memory over a step" style="{_IMAGE_STYLE}" src="data:image/png;base64,{encoded}">'
-
-
-def _escape(text: str) -> str:
-    return markup.escape(text.encode("utf-8", "replace").decode("utf-8"))

@@ -21,13 +21,14 @@ from rich.table import Table
 from rich.text import Text
 
 from finetune.config import Config
+from finetune.data.inspection import Inspection
 from finetune.data.prepare import Counts, Prepared
 from finetune.memory.comparison import Difference
 from finetune.memory.fit import Fitted, Limits
 from finetune.memory.forecast import Forecast
 from finetune.memory.levers import Lever
 from finetune.memory.monitor import headline
-from finetune.report import forecast_view, words
+from finetune.report import data_view, forecast_view, words
 from finetune.report.figures import Figures
 from finetune.report.result import Result
 from finetune.rundir import RunDirectory
@@ -71,6 +72,10 @@ class Terminal:
         self.close()
 
     # -- before training -------------------------------------------------------------------------------------------
+
+    def inspected(self, found: Inspection) -> None:
+        """The data by itself."""
+        data_view.show(found, self._console)
 
     def planned(self, forecast: Forecast, levers: Sequence[tuple[Lever, Forecast]]) -> None:
         """A forecast by itself and, where it does not fit, what would help."""

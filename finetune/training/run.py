@@ -11,6 +11,7 @@ import torch
 from transformers import TrainerState
 
 from finetune.config import Config
+from finetune.data import fingerprint
 from finetune.data.batching import RowOrder
 from finetune.data.prepare import Prepared
 from finetune.memory import inspect
@@ -135,6 +136,6 @@ def _publish(config: Config, model: Any, tokenizer: Any, run: RunDirectory, init
             save_weights(model, folder, path_initial_model_for_weight_conversion=str(initial))
         else:
             save_weights(model, folder)
-        tokenizer.save_pretrained(str(folder))
+        fingerprint.save(tokenizer, folder)
     if initial:
         shutil.rmtree(initial)

@@ -86,6 +86,7 @@ def test_other_tools_read_adapter_and_merged_model(run: RunDirectory, tiny_base:
     assert merged_model.config.use_cache is True
     tokenizer = AutoTokenizer.from_pretrained(run.merged)
     assert tokenizer.chat_template == AutoTokenizer.from_pretrained(tiny_base).chat_template
+    assert (run.merged / "fingerprint.json").read_bytes() == (run.adapter / "fingerprint.json").read_bytes()
 
 
 def test_a_merge_that_is_not_the_trained_model_is_not_published(

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import base64
 import re
-from html.parser import HTMLParser
 
 import pytest
+from markup_reader import Reader
 from report_lines import evaluation_line, training_line, write_lines
 
 from finetune.report import page
@@ -15,30 +15,6 @@ from finetune.rundir import RunDirectory, write_json
 
 # The page embeds what is there; that plots are images is test_plots' fact.
 _IMAGE = b"\x89PNG\r\n\x1a\n" + bytes(range(256))
-
-_VOID = {"meta", "img"}
-
-
-class Reader(HTMLParser):
-    """Collects tags, references to other resources, and whether every element is closed."""
-
-    def __init__(self, markup: str) -> None:
-        super().__init__()
-        self.tags: set[str] = set()
-        self.references: list[str] = []
-        self._open: list[str] = []
-        self.feed(markup)
-        self.close()
-        assert self._open == []
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.add(tag)
-        self.references += [value or "" for name, value in attrs if name in ("src", "href", "srcset", "data", "action")]
-        if tag not in _VOID:
-            self._open.append(tag)
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self._open.pop() == tag
 
 
 @pytest.fixture

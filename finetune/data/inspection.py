@@ -1,0 +1,231 @@
+"""A look at the data as training will see it: what is trained, how long rows are, what each batching would pad."""
+
+from __future__ import annotations
+
+import math
+import re
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+from finetune.config import DataSection, TrainingSection
+from finetune.data import fingerprint
+from finetune.data.batching import Batch, RowOrder, worst_batch
+from finetune.data.chat import IGNORE
+from finetune.data.prepare import Counts, prepare
+from finetune.errors import DataError
+
+# Rows shown as the model sees them: enough to notice a wrong mask, few enough to read.
+_SHOWN_ROWS = 3
+
+# Upper ends of the length bins: powers of two and half as much again, so that short and long rows both show.
+_BIN_ENDS = [4, *(end for power in range(3, 40) for end in (2**power, 3 * 2 ** (power - 1)))]
+
+# The number at the end of a row's place: `rows.jsonl:12`, `rows.parquet[12]`.
+_NUMBER = re.compile(r"(?::\d+|\[\d+\])$")
+
+# What a decoder gives for the first bytes of a character.
+_INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
+
+BATCHINGS: dict[str, dict[str, Any]] = {
+    "grouped by length": {"group_by_length": True},
+    "shuffled": {"group_by_length": False},
+}
+"""The ways to batch that are compared: name, and the keys of the training section that choose it."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """What one source of training rows came to."""
+
+    name: str
+    rows: int
+    tokens: int
+
+
+@dataclass(frozen=True)
+class Bin:
+    """How many training rows have from `first` to `last` tokens, both included."""
+
+    first: int
+    last: int
+    rows: int
+
+
+@dataclass(frozen=True)
+class Batching:
+    """One epoch under one way to batch.
+
+    `changes` are the keys of the training section that choose it; `padding_share` is the part of all places in its
+    micro-batches that holds no token; `steps` counts optimizer steps.
+    """
+
+    name: str
+    changes: dict[str, Any]
+    configured: bool
+    padding_share: float
+    steps: int
+
+
+@dataclass(frozen=True)
+class Piece:
+    """The text of one token, or of the tokens that spell one character together."""
+
+    text: str
+    trained: bool
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A training row as the model sees it; `tokens` and `trained_tokens` count the whole row."""
+
+    place: str
+    tokens: int
+    trained_tokens: int
+    pieces: tuple[Piece, ...]
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """What is known of a job's data before it is trained.
+
+    `fingerprint` is that of the tokenizer and template; `longest_place` is where the longest training row stands.
+    Where `micro_batch` is `auto`, batchings and worst batch are counted with the whole batch at once.
+    """
+
+    fingerprint: str
+    train: Counts
+    eval: Counts | None
+    longest_place: str
+    sources: tuple[Source, ...]
+    lengths: tuple[Bin, ...]
+    batch_size: int
+    micro_batch: int | Literal["auto"]
+    batchings: tuple[Batching, ...]
+    worst_batch: Batch
+    samples: tuple[Sample, ...]
+
+    def as_dict(self) -> dict[str, Any]:
+        """The same as JSON values, with the share of tokens that is trained in each split."""
+        found = asdict(self)
+        for name, counts in (("train", self.train), ("eval", self.eval)):
+            if counts is not None:
+                found[name]["supervised_share"] = supervised_share(counts)
+        return found
+
+
+def inspect(section: DataSection, training: TrainingSection, tokenizer: Any) -> Inspection:
+    """Prepare the data as training does, and count.
+
+    Raises DataError for a row that cannot be read, or when the data would teach nothing: no row has a trained token,
+    or the trained tokens of all rows spell no text.
+    """
+    prepared = prepare(section, tokenizer)
+    if not _teaches(prepared.train, tokenizer):
+        raise DataError(
+            f"`data.train` ({section.train}) teaches nothing: in none of its {prepared.train_counts.rows} rows do the "
+            "trained tokens spell any text, only ends of turn and blanks; check that the answers are not empty, and "
+            "`data.format`"
+        )
+    lengths, trained, places = (prepared.train[column][:] for column in ("length", "trained", "place"))
+    return Inspection(
+        fingerprint=fingerprint.of(tokenizer),
+        train=prepared.train_counts,
+        eval=prepared.eval_counts,
+        longest_place=places[max(range(len(lengths)), key=lengths.__getitem__)],
+        sources=_sources(places, lengths),
+        lengths=_bins(lengths),
+        batch_size=training.batch_size,
+        micro_batch=training.micro_batch,
+        batchings=_batchings(lengths, training),
+        worst_batch=worst_batch(lengths, trained, _rows_at_once(training), "the data's rows"),
+        samples=tuple(_sample(row, tokenizer) for row in prepared.train.select(range(min(_SHOWN_ROWS, len(lengths))))),
+    )
+
+
+def supervised_share(counts: Counts) -> float:
+    """Part of the tokens that is trained."""
+    return counts.trained_tokens / counts.tokens if counts.tokens else 0.0
+
+
+def _teaches(rows: Any, tokenizer: Any) -> bool:
+    """Whether some row's trained tokens spell text; the first one usually does, so few rows are looked at."""
+    return any(
+        tokenizer.decode([label for label in row["labels"][1:] if label != IGNORE], skip_special_tokens=True).strip()
+        for row in rows
+    )
+
+
+def _sources(places: Sequence[str], lengths: Sequence[int]) -> tuple[Source, ...]:
+    """By the part of each row's place before its number, in the order of their first rows."""
+    rows: Counter[str] = Counter()
+    tokens: Counter[str] = Counter()
+    for place, length in zip(places, lengths, strict=True):
+        name = _NUMBER.sub("", place)
+        rows[name] += 1
+        tokens[name] += length
+    return tuple(Source(name, rows[name], tokens[name]) for name in rows)
+
+
+def _bins(lengths: Sequence[int]) -> tuple[Bin, ...]:
+    """From the shortest row's bin to the longest's, empty ones between them included."""
+    counts = Counter(bisect_left(_BIN_ENDS, length) for length in lengths)
+    return tuple(
+        Bin(_BIN_ENDS[number - 1] + 1 if number else 1, _BIN_ENDS[number], counts[number])
+        for number in range(min(counts), max(counts) + 1)
+    )
+
+
+def _batchings(lengths: Sequence[int], training: TrainingSection) -> tuple[Batching, ...]:
+    return tuple(
+        Batching(
+            name=name,
+            changes=changes,
+            configured=all(getattr(training, key) == value for key, value in changes.items()),
+            padding_share=_padding_share(lengths, training.model_copy(update=changes)),
+            steps=math.ceil(len(lengths) / training.batch_size),
+        )
+        for name, changes in BATCHINGS.items()
+    )
+
+
+def _padding_share(lengths: Sequence[int], training: TrainingSection) -> float:
+    """Of the micro-batches of the first epoch, in the order in which training takes the rows."""
+    order = list(RowOrder(lengths, training.batch_size, training.seed, training.group_by_length))
+    rows = _rows_at_once(training)
+    batches = ([lengths[row] for row in order[at : at + rows]] for at in range(0, len(order), rows))
+    return 1 - sum(lengths) / sum(len(batch) * max(batch) for batch in batches)
+
+
+def _rows_at_once(training: TrainingSection) -> int:
+    """The micro-batch; the whole batch while the forecast has not chosen one, which pads at least as much."""
+    return training.batch_size if training.micro_batch == "auto" else training.micro_batch
+
+
+def _sample(row: dict[str, Any], tokenizer: Any) -> Sample:
+    trained = [place > 0 and label != IGNORE for place, label in enumerate(row["labels"])]
+    pieces = _pieces(row["input_ids"], trained, tokenizer)
+    return Sample(row["place"], row["length"], row["trained"], tuple(pieces))
+
+
+def _pieces(ids: Sequence[int], trained: Sequence[bool], tokenizer: Any) -> list[Piece]:
+    """The row's text token by token, special tokens included.
+
+    Decoders trim a token that stands alone and cannot spell half a character, so each is read behind its predecessor,
+    and those that end within a character wait for the next, as long as both are trained or both are not.
+    """
+
+    def decode(start: int, end: int) -> str:
+        return tokenizer.decode(ids[start:end], skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+    found = []
+    before = start = 0
+    for end in range(1, len(ids) + 1):
+        text = decode(before, end)
+        if text.endswith(_INCOMPLETE) and end < len(ids) and trained[end] == trained[start]:
+            continue
+        found.append(Piece(text[len(decode(before, start)) :], trained[start]))
+        before, start = start, end
+    return found

@@ -1,0 +1,139 @@
+"""A tokenizer has one fingerprint, any other another, and weights are used with the one they were trained with."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoTokenizer
+
+import finetune
+from finetune.config import ModelSection, dump
+from finetune.data import fingerprint
+from finetune.errors import ArtifactError
+from finetune.model.tokenizer import load_tokenizer
+from finetune.rundir import RunDirectory
+
+Make = Callable[..., Any]
+
+
+def test_the_same_tokenizer_has_the_same_fingerprint(word_tokenizer: Make, chatml: str) -> None:
+    found = fingerprint.of(word_tokenizer(chatml))
+    assert found == fingerprint.of(word_tokenizer(chatml))
+    assert len(bytes.fromhex(found)) == 32
+
+
+def test_template_special_tokens_and_vocabulary_each_change_it(
+    word_tokenizer: Make, byte_tokenizer: Make, chatml: str
+) -> None:
+    larger = word_tokenizer(chatml)
+    larger.add_tokens(["new"])
+    found = {
+        fingerprint.of(tokenizer)
+        for tokenizer in (
+            word_tokenizer(chatml),
+            word_tokenizer(chatml + " "),
+            word_tokenizer(chatml, bos_token="<|im_start|>"),
+            word_tokenizer(chatml, pad_token="<unk>"),
+            byte_tokenizer(chatml),
+            larger,
+        )
+    }
+    assert len(found) == 6
+
+
+def test_padding_and_cutting_a_batch_does_not_change_it(word_tokenizer: Make, chatml: str) -> None:
+    tokenizer = word_tokenizer(chatml)
+    before = fingerprint.of(tokenizer)
+    tokenizer(["Hi", "Hi there one two"], padding=True, truncation=True, max_length=3)
+    assert fingerprint.of(tokenizer) == before
+
+
+def test_a_tokenizer_without_fast_rules_is_known_by_its_vocabulary(tmp_path: Path) -> None:
+    from transformers import PythonBackend
+
+    class Letters(PythonBackend):
+        def __init__(self, letters: str, **tokens: Any) -> None:
+            self.letters = letters
+            super().__init__(eos_token="$", **tokens)
+
+        @property
+        def vocab_size(self) -> int:
+            return len(self.letters)
+
+        def get_vocab(self) -> dict[str, int]:
+            return {letter: number for number, letter in enumerate(self.letters)}
+
+        def _convert_token_to_id(self, token: str) -> int:
+            return self.letters.find(token)
+
+    assert fingerprint.of(Letters("$ab")) == fingerprint.of(Letters("$ab"))
+    assert fingerprint.of(Letters("$ab")) != fingerprint.of(Letters("$ba"))
+
+
+def test_what_is_kept_beside_the_weights_has_the_fingerprint_that_is_kept_with_it(trained: RunDirectory) -> None:
+    kept = json.loads((trained.adapter / "fingerprint.json").read_text())["tokenizer"]
+    assert kept == fingerprint.of(AutoTokenizer.from_pretrained(trained.adapter))
+    assert kept == fingerprint.of(load_tokenizer(trained.config().model))
+
+
+def test_a_folder_without_a_fingerprint_passes_and_a_damaged_one_does_not(
+    word_tokenizer: Make, chatml: str, tmp_path: Path
+) -> None:
+    tokenizer = word_tokenizer(chatml)
+    fingerprint.check(tokenizer, tmp_path)
+    for damaged in ('{"tokenizer"', "[]", "{}"):
+        (tmp_path / "fingerprint.json").write_text(damaged)
+        with pytest.raises(ArtifactError, match=r"fingerprint\.json: damaged"):
+            fingerprint.check(tokenizer, tmp_path)
+
+
+@pytest.fixture
+def other_template(trained: RunDirectory, tiny_base: Path, tmp_path: Path) -> tuple[RunDirectory, str]:
+    """A copy of the trained run whose tokenizer's chat template was changed since, and the new fingerprint."""
+    changed = Path(shutil.copytree(tiny_base, tmp_path / "changed"))
+    template = changed / "chat_template.jinja"
+    template.write_text(template.read_text().replace("'\\n'", "' '"))
+    run = RunDirectory(shutil.copytree(trained.path, tmp_path / "run"))
+    config = run.config().changed({"model.tokenizer": str(changed)})
+    run.config_file.write_text(dump(config))
+    return run, fingerprint.of(load_tokenizer(config.model))
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda run: finetune.generate(run, "What is `abc`?", max_new_tokens=2),
+        finetune.merge,
+        finetune.evaluate,
+    ],
+    ids=["generate", "merge", "evaluate"],
+)
+def test_weights_are_not_used_with_another_chat_template(
+    other_template: tuple[RunDirectory, str], use: Callable[[RunDirectory], object]
+) -> None:
+    run, now = other_template
+    with pytest.raises(ArtifactError) as caught:
+        use(run)
+    then = fingerprint.of(load_tokenizer(ModelSection()))
+    said = str(caught.value)
+    assert said.startswith(f"{run.adapter} was trained with another tokenizer or chat template")
+    assert f"fingerprint {then[:16]} then, {now[:16]} now" in said
+    assert "copy them back" in said
+    assert not run.merged.exists()
+
+
+def test_the_base_answers_with_any_tokenizer(other_template: tuple[RunDirectory, str]) -> None:
+    run, _ = other_template
+    assert isinstance(finetune.generate(run, "What is `abc`?", which="base", max_new_tokens=2), str)
+
+
+def test_a_merged_model_is_bound_to_its_tokenizer_too(other_template: tuple[RunDirectory, str]) -> None:
+    run, _ = other_template
+    fingerprint.save(load_tokenizer(ModelSection()), run.merged)
+    with pytest.raises(ArtifactError, match="another tokenizer or chat template"):
+        finetune.generate(run, "What is `abc`?", which="merged", max_new_tokens=2)

@@ -1,0 +1,262 @@
+"""A look at the data counts what training will see, shows rows token by token, and refuses what teaches nothing."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import finetune
+from finetune.config import Config, DataSection, TrainingSection
+from finetune.data import fingerprint
+from finetune.data.batching import worst_batch
+from finetune.data.inspection import (
+    BATCHINGS,
+    Bin,
+    Inspection,
+    Piece,
+    Source,
+    _batchings,
+    _bins,
+    _pieces,
+    _sources,
+    inspect,
+)
+from finetune.errors import DataError
+
+Make = Callable[..., Any]
+
+
+@pytest.fixture(scope="module")
+def tokenizer(word_tokenizer: Make, chatml: str) -> Any:
+    return word_tokenizer(chatml)
+
+
+@pytest.fixture
+def look(tmp_path: Path, tokenizer: Any) -> Callable[..., Inspection]:
+    """Inspects rows that are written to `rows.jsonl`."""
+
+    def look(rows: list[dict[str, Any]], training: TrainingSection | None = None, **section: Any) -> Inspection:
+        path = tmp_path / "rows.jsonl"
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+        section = {"train": str(path), "eval": "none", **section}
+        return inspect(DataSection(**section), training or TrainingSection(), tokenizer)
+
+    return look
+
+
+def chat(question: str, answer: str) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]}
+
+
+def text(words: int) -> dict[str, str]:
+    """A row of `words` words and the end of text; blanks are tokens too."""
+    return {"text": "one " * (words - 1) + "one"}
+
+
+# -- a row as the model sees it ----------------------------------------------------------------------------------------
+
+
+def test_a_row_is_shown_token_by_token_with_special_tokens_and_what_is_trained(look) -> None:
+    [row] = look([chat("Hi", "one")]).samples
+    context = ["<|im_start|>", "user", "\n", "Hi", "<|im_end|>", "\n", "<|im_start|>", "assistant", "\n"]
+    assert row.pieces == (
+        *(Piece(text, False) for text in context),
+        Piece("one", True),
+        Piece("<|im_end|>", True),
+        Piece("\n", False),
+    )
+    assert (row.tokens, row.trained_tokens, row.place.rpartition("/")[2]) == (12, 2, "rows.jsonl:1")
+
+
+def test_the_first_token_of_a_text_is_predicted_by_nothing_and_not_shown_as_trained(look) -> None:
+    [row] = look([{"text": "one two"}]).samples
+    assert [piece.trained for piece in row.pieces] == [False, True, True, True]
+    assert row.trained_tokens == 3
+
+
+def test_few_rows_are_shown_and_all_are_counted(look) -> None:
+    found = look([chat("Hi", "one")] * 7)
+    assert (len(found.samples), found.train.rows) == (3, 7)
+    assert len(look([chat("Hi", "one")]).samples) == 1
+
+
+@settings(deadline=None, derandomize=True, max_examples=60)
+@given(written=st.text(max_size=30), cut=st.integers(0, 30))
+def test_the_pieces_are_the_whole_row(byte_tokenizer: Make, written: str, cut: int) -> None:
+    tokenizer = byte_tokenizer(None)
+    ids = tokenizer(written)["input_ids"]
+    # A mask never parts the bytes of one character.
+    trained = [place >= len(tokenizer(written[:cut])["input_ids"]) for place in range(len(ids))]
+    if tokenizer.decode(ids[: trained.index(True)] if True in trained else ids).endswith("\N{REPLACEMENT CHARACTER}"):
+        trained = [True] * len(ids)
+    pieces = _pieces(ids, trained, tokenizer)
+    assert "".join(piece.text for piece in pieces) == tokenizer.decode(ids)
+    shown = "".join(piece.text for piece in pieces if piece.trained)
+    assert shown == tokenizer.decode([id for id, keep in zip(ids, trained, strict=True) if keep])
+
+
+def test_a_character_of_several_tokens_is_one_piece(byte_tokenizer: Make) -> None:
+    tokenizer = byte_tokenizer(None)
+    ids = tokenizer("a€🎉b")["input_ids"]
+    assert len(ids) == 9
+    assert [piece.text for piece in _pieces(ids, [True] * 9, tokenizer)] == ["a", "€", "🎉", "b"]
+
+
+def test_the_blank_that_a_decoder_trims_from_a_lone_token_is_shown() -> None:
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    backend = Tokenizer(models.WordLevel({"▁Hello": 0, "▁there": 1, "<unk>": 2}, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.Metaspace()
+    backend.decoder = decoders.Metaspace()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend)
+    assert tokenizer.decode([1]) == "there"
+    assert [piece.text for piece in _pieces([0, 1, 1], [True] * 3, tokenizer)] == ["Hello", " there", " there"]
+
+
+# -- counts ------------------------------------------------------------------------------------------------------------
+
+
+def test_both_splits_are_counted_with_their_supervised_share(look, tmp_path: Path) -> None:
+    held_out = tmp_path / "held_out.jsonl"
+    held_out.write_text(json.dumps(chat("Hi", "one")) + "\n")
+    found = look([chat("Hi", "one"), chat("Why?", "Because so.")], eval=str(held_out)).as_dict()
+    assert found["train"]["rows"] == 2
+    assert found["train"]["supervised_share"] == found["train"]["trained_tokens"] / found["train"]["tokens"] == 7 / 28
+    assert (found["eval"]["rows"], found["eval"]["supervised_share"]) == (1, 2 / 12)
+    assert look([chat("Hi", "one")]).as_dict()["eval"] is None
+
+
+def test_cut_and_dropped_rows_are_told_with_their_places(look) -> None:
+    found = look([chat("Hi", "one two one two"), chat("one " * 20, "two"), chat("Hi", "one")], max_length=14)
+    assert (found.train.rows, found.train.truncated, found.train.dropped) == (2, 2, 1)
+    assert [place.rpartition("/")[2] for place in found.train.dropped_places] == ["rows.jsonl:2"]
+
+
+def test_the_longest_row_is_named_by_its_place(look) -> None:
+    """FAULTS 13: one row of 100k tokens is found before training."""
+    found = look([text(3), text(3), text(4), text(50_000)], max_length=200_000)
+    assert found.longest_place.endswith("rows.jsonl:4")
+    assert found.train.longest == found.worst_batch.tokens == 100_000
+
+
+def test_the_worst_batch_is_that_of_the_forecast(look) -> None:
+    lengths = [6, 10, 4, 8, 8]
+    found = look([text(length // 2) for length in lengths], TrainingSection(batch_size=4, micro_batch=2))
+    assert found.worst_batch == worst_batch(lengths, [length - 1 for length in lengths], 2, "the data's rows")
+
+
+def test_the_fingerprint_is_that_of_the_tokenizer(look, tokenizer: Any) -> None:
+    assert look([text(2)]).fingerprint == fingerprint.of(tokenizer)
+
+
+def test_everything_found_is_json(look) -> None:
+    found = look([chat("Hi", "one")])
+    assert set(json.loads(json.dumps(found.as_dict()))) == {
+        "fingerprint", "train", "eval", "longest_place", "sources", "lengths", "batch_size", "micro_batch", "batchings",
+        "worst_batch", "samples",
+    }  # fmt: skip
+    assert found.as_dict()["samples"][0]["pieces"][9] == {"text": "one", "trained": True}
+
+
+@settings(deadline=None, derandomize=True)
+@given(lengths=st.lists(st.integers(1, 200_000), min_size=1, max_size=60))
+def test_every_length_is_in_one_bin_and_no_bin_is_missing_between(lengths: list[int]) -> None:
+    bins = _bins(lengths)
+    for these in bins:
+        assert these.rows == sum(these.first <= length <= these.last for length in lengths)
+    assert sum(these.rows for these in bins) == len(lengths)
+    assert all(later.first == earlier.last + 1 for earlier, later in pairwise(bins))
+    assert bins[0].rows
+    assert bins[-1].rows
+
+
+def test_bins_grow_with_the_lengths() -> None:
+    assert _bins([1, 4, 5, 30]) == (
+        Bin(1, 4, 2), Bin(5, 8, 1), Bin(9, 12, 0), Bin(13, 16, 0), Bin(17, 24, 0), Bin(25, 32, 1)
+    )  # fmt: skip
+
+
+def test_rows_are_counted_by_what_stands_before_their_number() -> None:
+    places = ["a:b.jsonl:9", "c[1].parquet[2]", "a:b.jsonl:10", "builtin:python_docs[train]:3"]
+    assert _sources(places, [1, 20, 300, 4000]) == (
+        Source("a:b.jsonl", 2, 301), Source("c[1].parquet", 1, 20), Source("builtin:python_docs[train]", 1, 4000)
+    )  # fmt: skip
+
+
+# -- batches -----------------------------------------------------------------------------------------------------------
+
+_LOGNORMAL = random.Random(7)
+LONG_TAILED = [max(1, int(_LOGNORMAL.lognormvariate(4.5, 1.0))) for _ in range(2001)]
+
+
+def test_the_padding_is_that_of_training(quick: Callable[..., Config]) -> None:
+    """One epoch is really trained, grouped and not, and its places are counted as they go through the model."""
+    for group in ("true", "false"):
+        config = quick("training.max_steps=null", f"training.group_by_length={group}", "data.eval=none", run=group)
+        lines = finetune.train(config).run.metrics()
+        tokens = sum(line["tokens"] for line in lines)
+        places = sum(round(line["tokens"] / (1 - line["padding_share"])) for line in lines)
+        found = finetune.inspect_data(config).inspection
+        [told] = [batching for batching in found.batchings if batching.configured]
+        assert tokens == found.train.tokens
+        assert told.steps == len(lines)
+        assert told.padding_share == pytest.approx(1 - tokens / places)
+        assert told.padding_share > 0
+
+
+def test_each_way_to_batch_is_chosen_by_its_keys() -> None:
+    for name, changes in BATCHINGS.items():
+        found = _batchings([3, 4, 5], TrainingSection(**changes))
+        assert [batching.name for batching in found if batching.configured] == [name]
+
+
+def test_grouping_pads_less_on_lengths_with_a_long_tail() -> None:
+    grouped, shuffled = _batchings(LONG_TAILED, TrainingSection(batch_size=16, micro_batch=16))
+    assert shuffled.padding_share > 0.5
+    assert grouped.padding_share < shuffled.padding_share / 3
+    assert grouped.steps == shuffled.steps == 126
+
+
+def test_rows_of_one_length_pad_nothing_and_pairs_of_two_lengths_what_is_missing() -> None:
+    assert {batching.padding_share for batching in _batchings([7] * 10, TrainingSection())} == {0.0}
+    for batching in _batchings([3, 9], TrainingSection(batch_size=2, micro_batch=2)):
+        assert batching.padding_share == 1 - 12 / 18
+        assert batching.steps == 1
+
+
+def test_a_micro_batch_that_is_not_chosen_yet_pads_like_the_whole_batch(look) -> None:
+    rows = [text(words) for words in range(1, 30)]
+    auto, whole = (look(rows, TrainingSection(batch_size=8, micro_batch=micro)) for micro in ("auto", 8))
+    assert auto.micro_batch == "auto"
+    assert auto.batchings == whole.batchings
+    assert auto.worst_batch == whole.worst_batch
+
+
+# -- data that teaches nothing -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("answer", ["", " ", "\n "])
+def test_answers_without_text_teach_nothing(look, answer: str) -> None:
+    with pytest.raises(DataError, match=r"teaches nothing: in none of its 2 rows .* answers are not empty") as caught:
+        look([chat("Hi", answer), chat("Why?", answer)])
+    assert caught.value.exit_code == 3
+
+
+def test_one_answer_with_text_is_enough(look) -> None:
+    assert look([chat("Hi", ""), chat("Hi", "one")]).train.rows == 2
+
+
+def test_no_rows_and_no_trained_tokens_are_refused_as_by_training(look) -> None:
+    with pytest.raises(DataError, match="has no rows"):
+        look([])
+    with pytest.raises(DataError, match="1 rows dropped"):
+        look([chat("one " * 20, "two")], max_length=16)

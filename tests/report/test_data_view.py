@@ -1,0 +1,204 @@
+"""What is said of a job's data on a terminal, in a log, on a page and in a notebook."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import re
+from typing import Any
+
+import pytest
+from markup_reader import Reader
+from rich.console import Console
+
+from finetune.data.batching import Batch
+from finetune.data.inspection import Batching, Bin, Inspection, Piece, Sample, Source
+from finetune.data.prepare import Counts
+from finetune.inspecting import DataLook
+from finetune.report import data_view
+
+# What could move a cursor, recolour a screen, or hide in a text.
+UNSEEN = "\x1b[31m\x07\x9b\t\u202e\u200b\r\ud800"
+SPELT_OUT = r"\x1b[31m\x07\x9b\t\u202e\u200b\r\ud800"
+
+
+def sample(*pieces: tuple[str, bool], place: str = "rows.jsonl:1") -> Sample:
+    trained = sum(trained for _, trained in pieces)
+    return Sample(place, len(pieces), trained, tuple(Piece(text, trained) for text, trained in pieces))
+
+
+def inspection(**changes: Any) -> Inspection:
+    """1,000 rows of two files, grouped by length, and one of them as the model sees it."""
+    found = Inspection(
+        fingerprint="0123456789abcdef" * 4,
+        train=Counts(rows=1000, tokens=200_000, trained_tokens=50_000, longest=300, truncated=7),
+        eval=Counts(rows=20, tokens=4000, trained_tokens=2000, longest=250),
+        longest_place="rows.jsonl:17",
+        sources=(Source("rows.jsonl", 600, 150_000), Source("more.csv", 400, 50_000)),
+        lengths=(Bin(129, 192, 400), Bin(193, 256, 0), Bin(257, 384, 600)),
+        batch_size=16,
+        micro_batch=8,
+        batchings=(
+            Batching("grouped by length", {"group_by_length": True}, True, 0.0125, 63),
+            Batching("shuffled", {"group_by_length": False}, False, 0.4, 63),
+        ),
+        worst_batch=Batch(8, 300, True, 900, "the data's rows"),
+        samples=(sample(("<s>", False), ("Hi", False), ("\n", False), (" one", True), ("</s>", True)),),
+    )
+    return dataclasses.replace(found, **changes)
+
+
+def shown(found: Inspection, *, encoding: str = "utf-8", colours: bool = False) -> str:
+    file = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
+    console = Console(
+        file=file, width=100, force_terminal=colours, color_system="standard" if colours else None, no_color=False
+    )
+    data_view.show(found, console)
+    file.seek(0)
+    return file.read()
+
+
+def cells(text: str, name: str) -> list[str]:
+    """The cells of the only line that begins with `name`, without rules."""
+    (line,) = [line for line in text.splitlines() if re.match(rf"[│|\s]*{re.escape(name)}\s*(\s\s|│)", line)]
+    return [cell for cell in re.split(r"\s{2,}|\s*│\s*", line.strip("│ ")) if cell]
+
+
+# -- on a terminal and in a log ----------------------------------------------------------------------------------------
+
+
+def test_the_first_line_is_the_answer() -> None:
+    assert shown(inspection()).splitlines()[0] == "1,000 rows teach 50,000 of 200,000 tokens (25.0%)"
+
+
+def test_splits_stand_side_by_side_and_one_alone_where_nothing_is_held_out() -> None:
+    text = shown(inspection())
+    assert cells(text, "rows") == ["rows", "1,000", "20"]
+    assert cells(text, "share trained") == ["share trained", "25.0%", "50.0%"]
+    assert cells(text, "truncated") == ["truncated", "7", "0"]
+    alone = shown(inspection(eval=None))
+    assert cells(alone, "longest row") == ["longest row", "300"]
+    assert "held out" not in alone
+
+
+def test_sources_lengths_and_batchings_are_counted_and_the_configured_one_is_marked() -> None:
+    text = shown(inspection())
+    assert cells(text, "more.csv") == ["more.csv", "400", "50,000", "25.0%"]
+    assert cells(text, "129 to 192") == ["129 to 192", "█" * 21 + "▍", "400", "40.0%"]
+    assert cells(text, "193 to 256") == ["193 to 256", "0", "0.0%"]
+    assert cells(text, "257 to 384") == ["257 to 384", "█" * 32, "600", "60.0%"]
+    grouped = ["grouped by length", "1.2%", "63", "group_by_length=true", "as configured"]
+    assert cells(text, "grouped by length") == grouped
+    assert cells(text, "shuffled") == ["shuffled", "40.0%", "63", "group_by_length=false"]
+
+
+def test_batch_largest_batch_longest_row_and_fingerprint_are_told() -> None:
+    lines = shown(inspection()).splitlines()
+    assert "batch          16 rows a step, micro-batch 8" in lines
+    assert "largest batch  8 rows x 300 tokens, padded; the longest row is rows.jsonl:17" in lines
+    assert f"fingerprint    {'0123456789abcdef' * 4} (tokenizer and template)" in lines
+    assert "micro-batch is auto: counted as one" in shown(inspection(micro_batch="auto"))
+
+
+def test_dropped_rows_are_told_by_place_and_only_where_there_are_some() -> None:
+    places = [f"rows.jsonl:{line}" for line in range(1, 6)]
+    train = Counts(rows=1, tokens=10, trained_tokens=5, longest=10, dropped=5, dropped_places=places)
+    text = shown(inspection(train=train))
+    assert cells(text, "dropped") == ["dropped", "5", "0"]
+    assert "no trained token is left in rows.jsonl:1, rows.jsonl:2, rows.jsonl:3, ..." in text
+    assert "no trained token" not in shown(inspection())
+
+
+def test_without_colours_brackets_say_what_is_trained() -> None:
+    text = shown(inspection())
+    assert "    <s>Hi↵\n    ⟦ one</s>⟧\n" in text
+    assert "trained tokens in ⟦ ⟧" in text
+    assert "\x1b" not in text
+
+
+def test_with_colours_trained_tokens_are_green_and_context_is_dim() -> None:
+    text = shown(inspection(), colours=True)
+    assert "\x1b[32m one</s>\x1b[0m" in text
+    assert "\x1b[2m<s>Hi↵\x1b[0m" in text
+    assert "⟦" not in text
+    assert "trained tokens in green" in text
+
+
+def test_a_console_that_knows_ascii_alone_gets_ascii() -> None:
+    text = shown(inspection(samples=(sample(("é\n", False), ("日", True)),)), encoding="ascii")
+    assert text.isascii()
+    assert "    ?\\n\n    [[?]]" in text
+
+
+def test_unseen_characters_of_a_row_are_spelt_out_and_do_nothing() -> None:
+    for trained in (True, False):
+        text = shown(inspection(samples=(sample((UNSEEN, trained), place=UNSEEN),)))
+        assert SPELT_OUT in text
+        assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\u202e\u200b]", text)
+
+
+def test_markup_of_the_terminal_in_a_row_is_text() -> None:
+    assert "⟦[red]a[/red]⟧" in shown(inspection(samples=(sample(("[red]a[/red]", True)),)))
+
+
+def test_the_middle_of_a_long_run_is_left_out_and_its_length_told() -> None:
+    long = [(f"<{number}>", False) for number in range(1000)]
+    text = shown(inspection(samples=(sample(*long, ("answer", True), ("</s>", True)),)))
+    assert "<39> ... 920 more ... <960>" in text
+    assert "<999>⟦answer</s>⟧" in text
+
+
+# -- as a page and in a notebook ---------------------------------------------------------------------------------------
+
+
+def test_the_page_needs_nothing_but_itself() -> None:
+    page = data_view.page(inspection())
+    reader = Reader(page)
+    assert reader.references == []
+    assert not reader.tags & {"script", "link", "iframe", "object", "form", "img"}
+    assert not re.search(r"url\(|@import|https?://", page)
+    assert "prefers-color-scheme: dark" in page
+
+
+@pytest.mark.parametrize("hostile", ["<script>alert(1)</script>", '"><img src=//example.org/x>', UNSEEN, "</pre>"])
+def test_nothing_of_a_row_acts_on_the_page(hostile: str) -> None:
+    found = inspection(
+        samples=(sample((hostile, True), (hostile, False), place=hostile),),
+        sources=(Source(hostile, 1, 1),),
+        longest_place=hostile,
+    )
+    page = data_view.page(found)
+    assert Reader(page).references == []
+    assert "script" not in Reader(page).tags
+    assert page.encode("utf-8")
+    tokens = page[page.index('<pre class="tokens">') :]
+    assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\u202e\u200b]", tokens)
+
+
+def test_each_token_has_an_element_and_the_trained_ones_are_marked() -> None:
+    page = data_view.page(inspection())
+    assert "<span>&lt;s&gt;</span><span>Hi</span><span>↵\n</span><mark> one</mark><mark>&lt;/s&gt;</mark>" in page
+
+
+def test_the_page_tells_what_the_terminal_tells() -> None:
+    text = re.sub(r"\s+", " ", re.sub(r"<[^>]*>", " ", data_view.page(inspection())))
+    for expected in (
+        "1,000 rows teach 50,000 of 200,000 tokens (25.0%)",
+        "16 rows a step, micro-batch 8",
+        "8 rows x 300 tokens, padded; the longest row is rows.jsonl:17",
+        "0123456789abcdef",
+        "share trained 25.0% 50.0%",
+        "more.csv 400 50,000 25.0%",
+        "257 to 384 600 60.0%",
+        "shuffled 40.0% 63 group_by_length=false",
+        "rows.jsonl:1: 5 tokens, 2 trained",
+    ):
+        assert expected in text
+    assert "width: 66.7%" in data_view.page(inspection())
+
+
+def test_a_notebook_shows_the_same_without_the_document() -> None:
+    look = DataLook(inspection())
+    assert look._repr_html_() in data_view.page(inspection())
+    assert not Reader(look._repr_html_()).tags & {"html", "style", "body"}
+    assert repr(look) == "<data: 1,000 rows teach 50,000 of 200,000 tokens (25.0%)>"
