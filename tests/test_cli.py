@@ -101,8 +101,8 @@ def test_data_as_json(call, job: list[str]) -> None:
     assert (code, err) == (0, "")
     found = json.loads(out)
     assert set(found) == {
-        "fingerprint", "train", "eval", "longest_place", "sources", "lengths", "batch_size", "micro_batch", "batchings",
-        "worst_batch", "samples",
+        "fingerprint", "train", "eval", "longest_place", "sources", "lengths", "batch_size", "micro_batch",
+        "micro_batch_tokens", "batchings", "worst_batch", "samples",
     }  # fmt: skip
     assert found["train"]["rows"] + found["eval"]["rows"] == 24
     assert found["batch_size"] == 4

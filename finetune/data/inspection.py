@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from finetune.config import DataSection, TrainingSection
 from finetune.data import fingerprint
-from finetune.data.batching import Batch, RowOrder, worst_batch
+from finetune.data.batching import Batch, RowOrder, micro_batches, worst_batches
 from finetune.data.chat import IGNORE
 from finetune.data.prepare import Counts, prepare
 from finetune.errors import DataError
@@ -29,11 +29,13 @@ _NUMBER = re.compile(r"(?::\d+|\[\d+\])$")
 # What a decoder gives for the first bytes of a character.
 _INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
 
-BATCHINGS: dict[str, dict[str, Any]] = {
-    "grouped by length": {"group_by_length": True},
-    "shuffled": {"group_by_length": False},
+BATCHINGS: dict[str, tuple[bool, bool]] = {
+    "grouped by length": (True, False),
+    "shuffled": (False, False),
+    "grouped, by tokens": (True, True),
+    "shuffled, by tokens": (False, True),
 }
-"""The ways to batch that are compared: name, and the keys of the training section that choose it."""
+"""The ways to batch that are compared: name, whether grouped by length, whether in micro-batches by tokens."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +94,8 @@ class Inspection:
     """What is known of a job's data before it is trained.
 
     `fingerprint` is that of the tokenizer and template; `longest_place` is where the longest training row stands.
-    Where `micro_batch` is `auto`, batchings and worst batch are counted with the whole batch at once.
+    Where `micro_batch` is `auto`, batchings and worst batch are counted with the whole batch at once. By tokens means
+    by as many as the largest micro-batch of rows has, unless `micro_batch_tokens` says how many.
     """
 
     fingerprint: str
@@ -103,6 +106,7 @@ class Inspection:
     lengths: tuple[Bin, ...]
     batch_size: int
     micro_batch: int | Literal["auto"]
+    micro_batch_tokens: int | None
     batchings: tuple[Batching, ...]
     worst_batch: Batch
     samples: tuple[Sample, ...]
@@ -139,8 +143,9 @@ def inspect(section: DataSection, training: TrainingSection, tokenizer: Any) -> 
         lengths=_bins(lengths),
         batch_size=training.batch_size,
         micro_batch=training.micro_batch,
+        micro_batch_tokens=training.micro_batch_tokens,
         batchings=_batchings(lengths, training),
-        worst_batch=worst_batch(lengths, trained, _rows_at_once(training), "the data's rows"),
+        worst_batch=worst_batches(lengths, trained, _chosen(training), training.batch_size, "the data's rows")[0],
         samples=tuple(_sample(row, tokenizer) for row in prepared.train.select(range(min(_SHOWN_ROWS, len(lengths))))),
     )
 
@@ -179,29 +184,37 @@ def _bins(lengths: Sequence[int]) -> tuple[Bin, ...]:
 
 
 def _batchings(lengths: Sequence[int], training: TrainingSection) -> tuple[Batching, ...]:
-    return tuple(
-        Batching(
+    chosen = _chosen(training)
+    tokens = training.micro_batch_tokens or chosen.rows * max(lengths)
+    found = []
+    for name, (grouped, by_tokens) in BATCHINGS.items():
+        changes = {"group_by_length": grouped, **({"micro_batch_tokens": tokens} if by_tokens else {})}
+        batching = Batching(
             name=name,
             changes=changes,
-            configured=all(getattr(training, key) == value for key, value in changes.items()),
-            padding_share=_padding_share(lengths, training.model_copy(update=changes)),
+            configured=(grouped, by_tokens) == (training.group_by_length, bool(training.micro_batch_tokens)),
+            padding_share=_padding_share(lengths, chosen.model_copy(update={"micro_batch_tokens": None, **changes})),
             steps=math.ceil(len(lengths) / training.batch_size),
         )
-        for name, changes in BATCHINGS.items()
-    )
+        found.append(batching)
+    return tuple(found)
 
 
 def _padding_share(lengths: Sequence[int], training: TrainingSection) -> float:
-    """Of the micro-batches of the first epoch, in the order in which training takes the rows."""
+    """Of the micro-batches of the first epoch, as training makes them."""
     order = list(RowOrder(lengths, training.batch_size, training.seed, training.group_by_length))
-    rows = _rows_at_once(training)
-    batches = ([lengths[row] for row in order[at : at + rows]] for at in range(0, len(order), rows))
-    return 1 - sum(lengths) / sum(len(batch) * max(batch) for batch in batches)
+    places = 0
+    for at in range(0, len(order), training.batch_size):
+        step = [lengths[row] for row in order[at : at + training.batch_size]]
+        places += sum(len(part) * max(step[row] for row in part) for part in micro_batches(step, training))
+    return 1 - sum(lengths) / places
 
 
-def _rows_at_once(training: TrainingSection) -> int:
-    """The micro-batch; the whole batch while the forecast has not chosen one, which pads at least as much."""
-    return training.batch_size if training.micro_batch == "auto" else training.micro_batch
+def _chosen(training: TrainingSection) -> TrainingSection:
+    """With the whole batch at once while the forecast has not chosen a micro-batch, which pads at least as much."""
+    return (
+        training.model_copy(update={"micro_batch": training.batch_size}) if training.micro_batch == "auto" else training
+    )
 
 
 def _sample(row: dict[str, Any], tokenizer: Any) -> Sample:

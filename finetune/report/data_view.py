@@ -34,7 +34,7 @@ def show(found: Inspection, console: Console) -> None:
     printing.say(console, "training rows by length in tokens", style="bold")
     printing.bars(console, _length_rows(found))
     printing.say(console, "")
-    printing.table(console, _BATCHING_HEAD, _batching_rows(found), texts=("training key", ""))
+    printing.table(console, _BATCHING_HEAD, _batching_rows(found), texts=("micro-batch", ""))
     coloured = console.color_system is not None and not console.no_color
     marks = ("", "") if coloured else ("⟦", "⟧") if printing.knows_unicode(console) else ("[[", "]]")
     legend = "trained tokens in green" if coloured else f"trained tokens in {marks[0]} {marks[1]}"
@@ -75,7 +75,7 @@ def html(found: Inspection) -> str:
 # -- what there is to say ----------------------------------------------------------------------------------------------
 
 _SOURCE_HEAD = ("source", "rows", "tokens", "of all tokens")
-_BATCHING_HEAD = ("batching", "padding", "steps", "training key", "")
+_BATCHING_HEAD = ("batching", "padding", "steps", "micro-batch", "")
 
 
 def headline(found: Inspection) -> str:
@@ -88,9 +88,14 @@ def headline(found: Inspection) -> str:
 
 
 def _facts(found: Inspection) -> dict[str, str]:
-    at_once = "is auto: counted as one" if found.micro_batch == "auto" else words.count(found.micro_batch)
+    if found.micro_batch_tokens:
+        at_once = f"micro-batches of at most {words.count(found.micro_batch_tokens)} tokens"
+    elif found.micro_batch == "auto":
+        at_once = "micro-batch is auto: counted as one"
+    else:
+        at_once = f"micro-batch {words.count(found.micro_batch)}"
     told = {
-        "batch": f"{words.count(found.batch_size)} rows a step, micro-batch {at_once}",
+        "batch": f"{words.count(found.batch_size)} rows a step, {at_once}",
         "largest batch": f"{words.batch(found.worst_batch)}; the longest row is {found.longest_place}",
     }
     for name, counts in _splits(found).items():
@@ -136,7 +141,7 @@ def _batching_rows(found: Inspection) -> list[tuple[str, ...]]:
             batching.name,
             words.share(batching.padding_share),
             words.count(batching.steps),
-            ", ".join(f"{key}={str(value).lower()}" for key, value in batching.changes.items()),
+            f"{words.count(tokens)} tokens" if (tokens := batching.changes.get("micro_batch_tokens")) else "by rows",
             "as configured" if batching.configured else "",
         )
         for batching in found.batchings

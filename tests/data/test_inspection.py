@@ -18,7 +18,6 @@ from finetune.config import Config, DataSection, TrainingSection
 from finetune.data import fingerprint
 from finetune.data.batching import worst_batch
 from finetune.data.inspection import (
-    BATCHINGS,
     Bin,
     Inspection,
     Piece,
@@ -161,8 +160,8 @@ def test_the_fingerprint_is_that_of_the_tokenizer(look, tokenizer: Any) -> None:
 def test_everything_found_is_json(look) -> None:
     found = look([chat("Hi", "one")])
     assert set(json.loads(json.dumps(found.as_dict()))) == {
-        "fingerprint", "train", "eval", "longest_place", "sources", "lengths", "batch_size", "micro_batch", "batchings",
-        "worst_batch", "samples",
+        "fingerprint", "train", "eval", "longest_place", "sources", "lengths", "batch_size", "micro_batch",
+        "micro_batch_tokens", "batchings", "worst_batch", "samples",
     }  # fmt: skip
     assert found.as_dict()["samples"][0]["pieces"][9] == {"text": "one", "trained": True}
 
@@ -199,9 +198,10 @@ LONG_TAILED = [max(1, int(_LOGNORMAL.lognormvariate(4.5, 1.0))) for _ in range(2
 
 
 def test_the_padding_is_that_of_training(quick: Callable[..., Config]) -> None:
-    """One epoch is really trained, grouped and not, and its places are counted as they go through the model."""
-    for group in ("true", "false"):
-        config = quick("training.max_steps=null", f"training.group_by_length={group}", "data.eval=none", run=group)
+    """One epoch is really trained in each way, and its places are counted as they go through the model."""
+    for group, tokens in (("true", "null"), ("false", "null"), ("true", 60)):
+        way = [f"training.group_by_length={group}", f"training.micro_batch_tokens={tokens}"]
+        config = quick("training.max_steps=null", *way, "data.eval=none", run=f"{group}-{tokens}")
         lines = finetune.train(config).run.metrics()
         tokens = sum(line["tokens"] for line in lines)
         places = sum(round(line["tokens"] / (1 - line["padding_share"])) for line in lines)
@@ -214,15 +214,20 @@ def test_the_padding_is_that_of_training(quick: Callable[..., Config]) -> None:
 
 
 def test_each_way_to_batch_is_chosen_by_its_keys() -> None:
-    for name, changes in BATCHINGS.items():
-        found = _batchings([3, 4, 5], TrainingSection(**changes))
-        assert [batching.name for batching in found if batching.configured] == [name]
+    for batching in _batchings([3, 4, 5], TrainingSection()):
+        found = _batchings([3, 4, 5], TrainingSection(**batching.changes))
+        assert [way.name for way in found if way.configured] == [batching.name]
 
 
 def test_grouping_pads_less_on_lengths_with_a_long_tail() -> None:
-    grouped, shuffled = _batchings(LONG_TAILED, TrainingSection(batch_size=16, micro_batch=16))
+    training = TrainingSection(batch_size=16, micro_batch=16, micro_batch_tokens=512)
+    grouped, shuffled, grouped_by_tokens, by_tokens = _batchings(
+        LONG_TAILED, training.model_copy(update={"micro_batch_tokens": None})
+    )
     assert shuffled.padding_share > 0.5
     assert grouped.padding_share < shuffled.padding_share / 3
+    assert grouped_by_tokens.padding_share <= grouped.padding_share
+    assert _batchings(LONG_TAILED, training)[3].padding_share < by_tokens.padding_share == shuffled.padding_share
     assert grouped.steps == shuffled.steps == 126
 
 

@@ -38,6 +38,7 @@ def inspection(**changes: Any) -> Inspection:
         lengths=(Bin(129, 192, 400), Bin(193, 256, 0), Bin(257, 384, 600)),
         batch_size=16,
         micro_batch=8,
+        micro_batch_tokens=None,
         batchings=(
             Batching("grouped by length", {"group_by_length": True}, True, 0.0125, 63),
             Batching("shuffled", {"group_by_length": False}, False, 0.4, 63),
@@ -87,9 +88,9 @@ def test_sources_lengths_and_batchings_are_counted_and_the_configured_one_is_mar
     assert cells(text, "129 to 192") == ["129 to 192", "█" * 21 + "▍", "400", "40.0%"]
     assert cells(text, "193 to 256") == ["193 to 256", "0", "0.0%"]
     assert cells(text, "257 to 384") == ["257 to 384", "█" * 32, "600", "60.0%"]
-    grouped = ["grouped by length", "1.2%", "63", "group_by_length=true", "as configured"]
+    grouped = ["grouped by length", "1.2%", "63", "by rows", "as configured"]
     assert cells(text, "grouped by length") == grouped
-    assert cells(text, "shuffled") == ["shuffled", "40.0%", "63", "group_by_length=false"]
+    assert cells(text, "shuffled") == ["shuffled", "40.0%", "63", "by rows"]
 
 
 def test_batch_largest_batch_longest_row_and_fingerprint_are_told() -> None:
@@ -98,6 +99,7 @@ def test_batch_largest_batch_longest_row_and_fingerprint_are_told() -> None:
     assert "largest batch  8 rows x 300 tokens, padded; the longest row is rows.jsonl:17" in lines
     assert f"fingerprint    {'0123456789abcdef' * 4} (tokenizer and template)" in lines
     assert "micro-batch is auto: counted as one" in shown(inspection(micro_batch="auto"))
+    assert "16 rows a step, micro-batches of at most 4,096 tokens" in shown(inspection(micro_batch_tokens=4096))
 
 
 def test_dropped_rows_are_told_by_place_and_only_where_there_are_some() -> None:
