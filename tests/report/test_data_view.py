@@ -192,7 +192,7 @@ def test_the_page_tells_what_the_terminal_tells() -> None:
         "share trained 25.0% 50.0%",
         "more.csv 400 50,000 25.0%",
         "257 to 384 600 60.0%",
-        "shuffled 40.0% 63 group_by_length=false",
+        "shuffled 40.0% 63 by rows",
         "rows.jsonl:1: 5 tokens, 2 trained",
     ):
         assert expected in text
