@@ -234,7 +234,9 @@ def _data(config: Config) -> Prepared | None:
     """The tokenized data, where it and the tokenizer are at hand and small."""
     model = config.model
     random = model.weights == "random" and model.tokenizer is None and catalog.find(model.name)
-    if not sources.at_hand(config.data.train) or not (random or at_hand(model.tokenizer or model.name)):
+    held_out = [] if config.data.eval in ("auto", "none") else [config.data.eval]
+    rows_at_hand = all(map(sources.at_hand, [config.data.train, *held_out]))
+    if not rows_at_hand or not (random or at_hand(model.tokenizer or model.name)):
         return None
     try:
         tokenizer = load_tokenizer(model)

@@ -53,8 +53,11 @@ def test_the_batch_is_the_worst_that_the_data_can_give(quick: Quick) -> None:
     assert (shorter.tokens, shorter.source) == (32, "data.max_length")
 
 
-def test_without_the_data_at_hand_every_row_is_as_long_as_rows_may_be(quick: Quick) -> None:
-    planner = planning.planner_for(quick("data.train=someone/rows", "data.max_length=96"), "cpu")
+@pytest.mark.parametrize(
+    "away", ["data.train=someone/rows", "data.train=[builtin:python_docs, someone/rows]", "data.eval=someone/rows"]
+)
+def test_without_the_data_at_hand_every_row_is_as_long_as_rows_may_be(away: str, quick: Quick) -> None:
+    planner = planning.planner_for(quick(away, "data.max_length=96"), "cpu")
     assert planner.data is None
     [train], held_out = planner._worst_batches(planner.job)
     assert train == held_out

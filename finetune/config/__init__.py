@@ -11,8 +11,12 @@ from finetune.config.sections import (
     OptimizerSection,
     OutputSection,
     QuantizationSection,
+    Source,
+    Sources,
     TrackingSection,
     TrainingSection,
+    entries,
+    named,
 )
 
 __all__ = [
@@ -25,8 +29,12 @@ __all__ = [
     "OptimizerSection",
     "OutputSection",
     "QuantizationSection",
+    "Source",
+    "Sources",
     "TrackingSection",
     "TrainingSection",
     "dump",
+    "entries",
     "load",
+    "named",
 ]

@@ -11,7 +11,7 @@ from pydantic import ValidationError
 
 from finetune.config import strict_yaml
 from finetune.config.fields import Choices, unknown
-from finetune.config.sections import Config, Section, contradictions
+from finetune.config.sections import Config, Section, Source, contradictions
 from finetune.errors import ConfigError
 
 
@@ -120,6 +120,8 @@ def _explain(item: Any, where: dict[tuple[str, ...], str], file: str) -> str:
         return f"{place}: unknown {'section' if len(path) == 1 else 'key'} `{key}`; {unknown(path[-1], known)}"
     if item["type"] == "value_error":
         return f"{place}: `{key}`: {item['ctx']['error']}"
+    if item["type"] == "missing":
+        return f"{place}: `{key}` is missing"
     if item["type"] == "model_type":
         return f"{place}: `{key}` is a section; write its keys on indented lines below it"
     expected = " or ".join(dict.fromkeys(_expected(branch) for branch in item["branches"]))
@@ -135,6 +137,9 @@ def _expected(item: Any) -> str:
         "string_type": "text",
         "bool_type": "true or false",
         "list_type": "a list",
+        "string_too_short": "a name",
+        "too_short": "a list that is not empty",
+        "model_type": "a `source` with its `weight`",
         "finite_number": "a finite number",
         "literal_error": item.get("ctx", {}).get("expected", ""),
     }
@@ -149,8 +154,8 @@ def _shown(value: Any) -> str:
 def _config_path(location: tuple[Any, ...]) -> tuple[str, ...]:
     """The key path of a pydantic location, without the names of union branches and validators it adds."""
     path: list[str] = []
-    for part in location:
-        names_key = not path or (len(path) == 1 and path[0] in Config.model_fields)
+    for before, part in zip((None, *location), location, strict=False):
+        names_key = not path or (len(path) == 1 and path[0] in Config.model_fields) or before == Source.__name__
         if names_key or isinstance(part, int):
             path.append(str(part))
     return tuple(path)
@@ -164,6 +169,8 @@ def _place(path: tuple[str, ...], where: dict[tuple[str, ...], str], file: str) 
 
 
 def _known_keys(path: tuple[str, ...]) -> list[str]:
+    if len(path) > 1:
+        return list(Source.model_fields)  # the one section that stands in a list
     model: type[Section] = Config
     for part in path:
         model = model.model_fields[part].annotation  # type: ignore[assignment]

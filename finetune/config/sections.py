@@ -15,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from finetune.config.fields import Checkpointing, Choice, Size
 
 Positive = Annotated[int, Field(gt=0)]
+Name = Annotated[str, Field(min_length=1)]
 Share = Annotated[float, Field(ge=0, lt=1)]
 
 
@@ -92,18 +93,46 @@ class AdapterSection(Section):
     """Modules trained whole and saved with the adapter, such as `embed_tokens` or `lm_head`."""
 
 
+class Source(Section):
+    """One of several sources."""
+
+    source: Name
+    """A source, as `data.train` takes it alone."""
+    weight: Annotated[float, Field(gt=0)] = 1.0
+    """How often each of its rows is seen where others are seen once; of a fraction, rows are chosen by hash."""
+
+    def __str__(self) -> str:
+        return self.source if self.weight == 1 else f"{self.source} (weight {self.weight:g})"
+
+
+Sources = Name | Annotated[list[Name | Source], Field(min_length=1)]
+
+
+def entries(sources: Sources) -> list[Source]:
+    """Each form in which sources can be written, as a list of sources with weights."""
+    several = [sources] if isinstance(sources, str) else sources
+    return [Source(source=one) if isinstance(one, str) else one for one in several]
+
+
+def named(sources: Sources) -> str:
+    """The sources as a person names them: `a.jsonl, b.jsonl (weight 2)`."""
+    return ", ".join(map(str, entries(sources)))
+
+
 class DataSection(Section):
     """What is learnt from."""
 
-    train: str = "builtin:python_docs"
-    """Training rows: `builtin:python_docs`, a local JSONL, JSON, CSV or Parquet file, or a hub data set."""
-    eval: str = "auto"
-    """Held-out rows: a source like `train`; `auto` takes the source's own held-out split, else `eval_share` of
+    train: Sources = "builtin:python_docs"
+    """Training rows: `builtin:python_docs`, a hub data set, or a local file (JSONL, JSON, CSV, TSV, text, Parquet or
+    Arrow, the text kinds also as .gz, .bz2, .xz or .zst), folder or pattern such as `corpus/*.jsonl`. Several make a
+    list; an item `{source: corpus/, weight: 2}` has its rows seen twice as often."""
+    eval: Sources = "auto"
+    """Held-out rows: sources like `train`; `auto` takes the source's own held-out split, else `eval_share` of
     the rows by hash; `none` keeps nothing back."""
     eval_share: Annotated[float, Field(gt=0, lt=1)] = 0.02
     """Share of the rows held out by hash, where `eval: auto` must split them itself."""
     format: Annotated[str, Choice("data.format")] = "auto"
-    """What a row looks like; `auto` detects it from the first row's fields."""
+    """What a row looks like; `auto` detects it from the fields of each source's first row."""
     max_length: Positive = 1024
     """Longest row in tokens; what is over is cut off at the end, and counted."""
     loss_on: Literal["assistant", "last", "all"] = "assistant"
@@ -296,8 +325,11 @@ def contradictions(config: Config) -> list[tuple[str, str]]:
     if training.precision == "fp16" and adapter.dtype == "bfloat16":
         remedy = "set `adapter.dtype: float32`"
         found.append(("adapter.dtype", f"fp16 with loss scaling needs trained weights in float32; {remedy}"))
-    if config.data.eval == config.data.train and not config.data.train.startswith("builtin:"):
-        found.append(("data.eval", "is the training data; set `data.eval: auto` to hold out a share of it by hash"))
+    trained = {entry.source for entry in entries(config.data.train)}
+    for held_out in entries(config.data.eval):
+        if held_out.source in trained and not held_out.source.startswith("builtin:"):
+            remedy = "set `data.eval: auto` to hold out a share of it by hash"
+            found.append(("data.eval", f"`{held_out.source}` is training data; {remedy}"))
     if len(set(config.tracking.to)) < len(config.tracking.to):
         found.append(("tracking.to", "names a tracker twice; keep `tracking.to` to one of each"))
     if training.early_stopping and config.data.eval == "none":

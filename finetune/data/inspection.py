@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-import re
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from finetune.config import DataSection, TrainingSection
+from finetune.config import DataSection, TrainingSection, named
 from finetune.data import fingerprint
 from finetune.data.batching import Batch, RowOrder, micro_batches, worst_batches
 from finetune.data.chat import IGNORE
@@ -22,9 +21,6 @@ _SHOWN_ROWS = 3
 
 # Upper ends of the length bins: powers of two and half as much again, so that short and long rows both show.
 _BIN_ENDS = [4, *(end for power in range(3, 40) for end in (2**power, 3 * 2 ** (power - 1)))]
-
-# The number at the end of a row's place: `rows.jsonl:12`, `rows.parquet[12]`.
-_NUMBER = re.compile(r"(?::\d+|\[\d+\])$")
 
 # What a decoder gives for the first bytes of a character.
 _INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
@@ -129,9 +125,9 @@ def inspect(section: DataSection, training: TrainingSection, tokenizer: Any) -> 
     prepared = prepare(section, tokenizer)
     if not _teaches(prepared.train, tokenizer):
         raise DataError(
-            f"`data.train` ({section.train}) teaches nothing: in none of its {prepared.train_counts.rows} rows do the "
-            "trained tokens spell any text, only ends of turn and blanks; check that the answers are not empty, and "
-            "`data.format`"
+            f"`data.train` ({named(section.train)}) teaches nothing: in none of its {prepared.train_counts.rows} rows "
+            "do the trained tokens spell any text, only ends of turn and blanks; check that the answers are not empty, "
+            "and `data.format`"
         )
     lengths, trained, places = (prepared.train[column][:] for column in ("length", "trained", "place"))
     return Inspection(
@@ -139,7 +135,7 @@ def inspect(section: DataSection, training: TrainingSection, tokenizer: Any) -> 
         train=prepared.train_counts,
         eval=prepared.eval_counts,
         longest_place=places[max(range(len(lengths)), key=lengths.__getitem__)],
-        sources=_sources(places, lengths),
+        sources=_sources(prepared.train["source"][:], lengths),
         lengths=_bins(lengths),
         batch_size=training.batch_size,
         micro_batch=training.micro_batch,
@@ -163,12 +159,11 @@ def _teaches(rows: Any, tokenizer: Any) -> bool:
     )
 
 
-def _sources(places: Sequence[str], lengths: Sequence[int]) -> tuple[Source, ...]:
-    """By the part of each row's place before its number, in the order of their first rows."""
+def _sources(names: Sequence[str], lengths: Sequence[int]) -> tuple[Source, ...]:
+    """In the order of their first rows."""
     rows: Counter[str] = Counter()
     tokens: Counter[str] = Counter()
-    for place, length in zip(places, lengths, strict=True):
-        name = _NUMBER.sub("", place)
+    for name, length in zip(names, lengths, strict=True):
         rows[name] += 1
         tokens[name] += length
     return tuple(Source(name, rows[name], tokens[name]) for name in rows)

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from finetune.config import DataSection
+from finetune.config import DataSection, named
 from finetune.data import chat, formats, sources
 from finetune.data.formats import RowError
+from finetune.data.problems import Problems
 from finetune.data.sources import Row
 from finetune.errors import DataError
 
@@ -34,7 +33,7 @@ class Counts:
 class Prepared:
     """Tokenized splits and counts.
 
-    A split is a `datasets.Dataset` of input_ids, labels, length, number of trained tokens, and place in the source.
+    A split is a `datasets.Dataset` of input_ids, labels, length, number of trained tokens, place and source.
     """
 
     train: Any
@@ -46,16 +45,18 @@ class Prepared:
 def prepare(section: DataSection, tokenizer: Any) -> Prepared:
     """Read, format, tokenize and mask both splits.
 
-    Raises DataError for a row that cannot be read (file:line and field), or when nothing is left to train.
+    Raises DataError for the rows that cannot be read (file:line and field, up to 20), or when nothing is left to train.
     """
-    train_rows, eval_rows = _splits(section)
-    train, train_counts = _tokenize(train_rows, section, tokenizer)
+    problems = Problems()
+    train_rows, eval_rows = _splits(section, problems)
+    train, train_counts = _tokenize(train_rows, section, tokenizer, problems)
     if not train_counts.rows:
+        where = f"`data.train` ({named(section.train)})"
         raise DataError(
-            f"`data.train` ({section.train}) leaves nothing to train: {train_counts.dropped} rows dropped because "
-            f"no trained token was left within `data.max_length` {section.max_length}"
+            f"{where} leaves nothing to train: {train_counts.dropped} rows dropped because no trained token was left "
+            f"within `data.max_length` {section.max_length}"
             if train_counts.dropped
-            else f"`data.train` ({section.train}) has no rows"
+            else f"{where} has no rows"
         )
     if eval_rows is None:
         return Prepared(train, None, train_counts, None)
@@ -65,14 +66,15 @@ def prepare(section: DataSection, tokenizer: Any) -> Prepared:
 
 def prepare_held_out(section: DataSection, tokenizer: Any) -> tuple[Any, Counts]:
     """The held-out split alone. Raises DataError when there is none, or no row of it is left."""
-    _, eval_rows = _splits(section)
+    problems = Problems()
+    _, eval_rows = _splits(section, problems)
     if eval_rows is None:
         raise DataError("`data.eval: none` keeps nothing back, so there are no held-out rows")
-    held_out, counts = _tokenize(eval_rows, section, tokenizer)
+    held_out, counts = _tokenize(eval_rows, section, tokenizer, problems)
     if not counts.rows:
         raise DataError(
-            f"no held-out row is left (`data.eval: {section.eval}`, share {section.eval_share}, {counts.dropped} "
-            "dropped); set `data.eval` to a file, a larger `data.eval_share`, or `data.eval: none`"
+            f"no held-out row is left (`data.eval: {named(section.eval)}`, share {section.eval_share}, "
+            f"{counts.dropped} dropped); set `data.eval` to a file, a larger `data.eval_share`, or `data.eval: none`"
         )
     return held_out, counts
 
@@ -89,7 +91,7 @@ def held_out_ids(section: DataSection, tokenizer: Any, rows: int, tokens: int) -
 
 def held_out_rows(section: DataSection) -> Iterator[Row]:
     """The held-out rows as they stand in the source; the training rows where nothing is held out."""
-    train_rows, eval_rows = _splits(section)
+    train_rows, eval_rows = _splits(section, Problems())
     yield from train_rows if eval_rows is None else eval_rows
 
 
@@ -105,39 +107,42 @@ def questions(section: DataSection, count: int) -> list[tuple[list[formats.Messa
     return found
 
 
-def _splits(section: DataSection) -> tuple[Iterable[Row], Iterable[Row] | None]:
+def _splits(section: DataSection, problems: Problems) -> tuple[Iterable[Row], Iterable[Row] | None]:
+    """Training and held-out rows; what is wrong with either is added to `problems` and raised after the last row."""
+    train = sources.rows(section.train, "train", problems)
     if section.eval == "none":
-        return sources.rows(section.train), None
+        return train, None
     if section.eval != "auto":
-        split = "eval" if sources.has_held_out_split(section.eval) else "train"
-        return sources.rows(section.train), sources.rows(section.eval, split)
+        sources.refuse_shared(section.train, section.eval)
+        return train, sources.rows(section.eval, "eval", problems)
     if sources.has_held_out_split(section.train):
-        return sources.rows(section.train), sources.rows(section.train, "eval")
+        return train, sources.rows(section.train, "eval", problems)
 
     def held_out(row: Row) -> bool:
-        return _share(row) < section.eval_share
+        return row.share() < section.eval_share
 
     return (
-        (row for row in sources.rows(section.train) if not held_out(row)),
-        (row for row in sources.rows(section.train) if held_out(row)),
+        (row for row in train if not held_out(row)),
+        (row for row in sources.rows(section.train, "train", problems) if held_out(row)),
     )
 
 
-def _share(row: Row) -> float:
-    """A number in [0, 1) that depends on the row's content alone, so that equal rows never sit on both sides."""
-    content = json.dumps(row.fields, sort_keys=True, default=str).encode()
-    return int.from_bytes(hashlib.sha256(content).digest()[:8], "big") / 2**64
-
-
-def _tokenize(rows: Iterable[Row], section: DataSection, tokenizer: Any) -> tuple[Any, Counts]:
+def _tokenize(rows: Iterable[Row], section: DataSection, tokenizer: Any, problems: Problems) -> tuple[Any, Counts]:
     import datasets
 
     counts = Counts()
-    columns: dict[str, list[Any]] = {"input_ids": [], "labels": [], "length": [], "trained": [], "place": []}
-    form = section.format
+    columns: dict[str, list[Any]] = {
+        name: [] for name in ("input_ids", "labels", "length", "trained", "place", "source")
+    }
+    forms: dict[str, str] = {}
     for row in rows:
-        form = _detect(row) if form == "auto" else form
-        encoded = _encode(row, form, section, tokenizer)
+        if row.source not in forms:
+            forms[row.source] = _detect(row) if section.format == "auto" else section.format
+        try:
+            encoded = _encode(row, forms[row.source], section, tokenizer)
+        except DataError as error:
+            problems.add(error)
+            continue
         if len(encoded.input_ids) > section.max_length:
             encoded = encoded.cut(section.max_length)
             counts.truncated += 1
@@ -154,6 +159,7 @@ def _tokenize(rows: Iterable[Row], section: DataSection, tokenizer: Any) -> tupl
         columns["length"].append(len(encoded.input_ids))
         columns["trained"].append(encoded.trained)
         columns["place"].append(row.place)
+        columns["source"].append(row.source)
     return datasets.Dataset.from_dict(columns), counts
 
 

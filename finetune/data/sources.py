@@ -2,24 +2,35 @@
 
 from __future__ import annotations
 
-import csv
+import glob
+import hashlib
 import json
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+from finetune.config import Source, Sources, entries
 from finetune.config.fields import unknown
 from finetune.data import python_docs
+from finetune.data.problems import Problems
+from finetune.data.readers import ENDINGS, Records, reader
 from finetune.errors import DataError, MachineError
 
 
-@dataclass(frozen=True)
-class Row:
-    """One record: its fields, and where it stands (`train.jsonl:12`)."""
+class Row(NamedTuple):
+    """One record: where it stands (`train.jsonl:12`), its fields, and the name of its source in the config."""
 
     place: str
     fields: dict[str, Any]
+    source: str = ""
+
+    def share(self, purpose: str = "") -> float:
+        """A number in [0, 1) that depends on the content alone, so that equal rows always share a fate.
+
+        Another `purpose` gives a number of its own.
+        """
+        content = json.dumps(self.fields, sort_keys=True, default=str)
+        return int.from_bytes(hashlib.sha256((purpose + content).encode()).digest()[:8], "big") / 2**64
 
 
 Rows = Iterator[Row]
@@ -27,128 +38,134 @@ Rows = Iterator[Row]
 # Tokenized in some seconds.
 _SMALL_BYTES = 16 * 2**20
 
+# What `datasets` puts beside its Arrow files, which holds no rows or holds them again.
+_BESIDE_ROWS = ("dataset_info.json", "state.json", "dataset_dict.json", "cache-*.arrow")
 
-def rows(source: str, split: str = "train") -> Rows:
-    """The rows of `source`: a built-in, a local file or a hub data set.
 
-    Raises DataError for a missing, unreadable or malformed file with file:line:column; MachineError when a hub data
-    set cannot be fetched.
+def rows(sources: Sources, split: str = "train", problems: Problems | None = None) -> Rows:
+    """The rows of `sources`, one after the other, each as often as its weight says.
+
+    `split` chooses among the rows of a source that keeps its own held-out ones (`eval`). Raises DataError at once for
+    what does not exist; after the last row, or after 20 problems, for all that is malformed, with file:line:column,
+    and for what the caller has added to `problems` meanwhile; MachineError when a hub data set cannot be fetched.
     """
+    chosen = entries(sources)
+    _refuse_twice(chosen)
+    problems = problems or Problems()
+    parts = [_weighted(_records(entry.source, split, problems), entry) for entry in chosen]
+    return problems.reading(row for part in parts for row in part)
+
+
+def at_hand(sources: Sources) -> bool:
+    """Whether they can be read in seconds and without a network: built-ins, or local files of no great size."""
+    outside = [entry.source for entry in entries(sources) if entry.source not in BUILTIN]
+    found = [_files(source) for source in outside]
+    return all(found) and sum(file.stat().st_size for files in found for file in files) <= _SMALL_BYTES
+
+
+def has_held_out_split(sources: Sources) -> bool:
+    """Whether each source keeps its own held-out rows, under the split name `eval`."""
+    return all(entry.source in BUILTIN for entry in entries(sources))
+
+
+def refuse_shared(train: Sources, held_out: Sources) -> None:
+    """Raise DataError naming a file that both read: what is trained on measures nothing."""
+    trained = {file.resolve() for entry in entries(train) for file in _files(entry.source)}
+    for entry in entries(held_out):
+        for file in _files(entry.source):
+            if file.resolve() in trained:
+                raise DataError(
+                    f"{file}: is read by `data.train` and by `data.eval` ({entry.source}); keep it out of one, or set "
+                    "`data.eval: auto` to hold out a share of the rows by hash"
+                )
+
+
+def _refuse_twice(chosen: list[Source]) -> None:
+    read_by: dict[Path, str] = {}
+    for entry in chosen:
+        for file in [file.resolve() for file in _files(entry.source)] or [Path(entry.source)]:
+            if earlier := read_by.get(file):
+                raise DataError(
+                    f"{file}: is read twice, by `{earlier}` and by `{entry.source}`; name it once, with a `weight` to "
+                    "see its rows more often"
+                )
+            read_by[file] = entry.source
+
+
+def _weighted(records: Records, entry: Source) -> Rows:
+    whole, part = divmod(entry.weight, 1)
+    for place, fields in records:
+        row = Row(place, fields, entry.source)
+        more = part > 0 and row.share("weight") < part
+        yield from [row] * (int(whole) + more)
+
+
+def _records(source: str, split: str, problems: Problems) -> Records:
+    """The records of one source: a built-in, a local file, folder or pattern, or a hub data set."""
     if source.startswith("builtin:"):
+        if source not in BUILTIN:
+            raise DataError(f"data source {unknown(source, BUILTIN)}")
         return _builtin(source, split)
+    if files := _files(source):
+        return _local(files, problems)
     path = Path(source)
     if path.is_dir():
-        raise DataError(f"{source}: is a directory; give one file ending in {', '.join(READERS)}")
-    if path.suffix in READERS:
-        if not path.is_file():
-            raise DataError(f"{source}: no such file{_nearest(path)}")
-        return READERS[path.suffix](path)
+        raise DataError(f"{source}: the folder has no file ending in {ENDINGS}")
     if path.exists():
-        raise DataError(f"{source}: expected a file ending in {', '.join(READERS)}")
-    return _hub(source, split)
+        raise DataError(f"{source}: expected a file ending in {ENDINGS}")
+    if glob.has_magic(source):
+        raise DataError(f"{source}: matches no file ending in {ENDINGS}")
+    if reader(path) or path.is_absolute() or source.startswith(".") or source.endswith("/"):
+        raise DataError(f"{source}: no such file or folder{_nearest(path)}")
+    return _hub(source)
 
 
-def at_hand(source: str) -> bool:
-    """Whether the source can be read in seconds and without a network: a built-in, or a local file of no great size."""
+def _files(source: str) -> list[Path]:
+    """The local files that a source reads, in the order of their names; none for what is not local."""
     path = Path(source)
-    return source in BUILTIN or (path.is_file() and path.stat().st_size <= _SMALL_BYTES)
+    if path.is_dir():
+        found = [file for file in path.rglob("*") if not _is_hidden(file.relative_to(path))]
+    elif path.exists() or not glob.has_magic(source):
+        found = [path]
+    else:
+        found = [Path(match) for match in glob.glob(source, recursive=True)]
+    return sorted(file for file in found if reader(file) and file.is_file())
 
 
-def has_held_out_split(source: str) -> bool:
-    """Whether the source keeps its own held-out rows, under the split name `eval`."""
-    return source in BUILTIN
+def _is_hidden(path: Path) -> bool:
+    return any(part.startswith(".") for part in path.parts) or any(path.match(name) for name in _BESIDE_ROWS)
 
 
-def _builtin(source: str, split: str) -> Rows:
-    if source not in BUILTIN:
-        raise DataError(f"data source {unknown(source, BUILTIN)}")
-    for index, fields in enumerate(BUILTIN[source](split)):
-        yield Row(f"{source}[{split}]:{index + 1}", fields)
+def _local(files: list[Path], problems: Problems) -> Records:
+    for file in files:
+        read = reader(file)
+        assert read is not None, "_files gives only what can be read"
+        try:
+            yield from read(file, problems)
+        except DataError as error:
+            problems.add(error)  # the other files may have some of their own
 
 
-def _lines(path: Path) -> Iterator[tuple[int, str]]:
-    """Numbered lines of a UTF-8 file, read one at a time; a byte order mark is skipped."""
-    with open(path, "rb") as file:
-        for number, raw in enumerate(file, start=1):
-            try:
-                yield number, raw.decode("utf-8-sig" if number == 1 else "utf-8")
-            except UnicodeDecodeError as error:
-                place = f"{path}:{number}: byte {error.start + 1} of the line"
-                raise DataError(f"{place} is not UTF-8; convert the file") from None
+def _builtin(source: str, split: str) -> Records:
+    for index, fields in enumerate(BUILTIN[source](split), start=1):
+        yield f"{source}[{split}]:{index}", fields
 
 
-def _parse_json(text: str, path: Path, first_line: int = 1) -> Any:
-    try:
-        return json.loads(text)
-    except json.JSONDecodeError as error:
-        line = first_line + error.lineno - 1
-        raise DataError(f"{path}:{line}:{error.colno}: not valid JSON: {error.msg}") from None
-    except (RecursionError, ValueError) as error:
-        raise DataError(f"{path}:{first_line}: JSON that cannot be read: {_first(error)}") from None
-
-
-def _jsonl(path: Path) -> Rows:
-    for number, line in _lines(path):
-        if line.strip():
-            # Without its line break, so that a cut line is told where it is cut and not where it ends.
-            value = _parse_json(line.rstrip("\r\n"), path, number)
-            if not isinstance(value, dict):
-                raise DataError(f"{path}:{number}: a row must be a JSON object, with braces")
-            yield Row(f"{path}:{number}", value)
-
-
-def _json(path: Path) -> Rows:
-    values = _parse_json("".join(line for _, line in _lines(path)), path)
-    if not isinstance(values, list):
-        raise DataError(f"{path}: expected a list of objects; for one object a line, name the file .jsonl")
-    for index, value in enumerate(values, start=1):
-        if not isinstance(value, dict):
-            raise DataError(f"{path}: item {index} must be a JSON object")
-        yield Row(f"{path}[{index}]", value)
-
-
-def _csv(path: Path) -> Rows:
-    # A cell may hold a whole document; the default limit of 128 KiB is against files that are not CSV at all.
-    csv.field_size_limit(2**30)
-    reader = csv.DictReader((line for _, line in _lines(path)), strict=True)
-    try:
-        for fields in reader:
-            if None in fields:
-                raise DataError(f"{path}:{reader.line_num}: more cells than the header has names")
-            yield Row(f"{path}:{reader.line_num}", fields)
-    except csv.Error as error:
-        raise DataError(f"{path}:{reader.line_num}: not valid CSV: {error}") from None
-
-
-def _parquet(path: Path) -> Rows:
-    import pyarrow
-    import pyarrow.parquet
-
-    try:
-        index = 0
-        for batch in pyarrow.parquet.ParquetFile(path).iter_batches(batch_size=1024):
-            for fields in batch.to_pylist():
-                index += 1
-                yield Row(f"{path}[{index}]", fields)
-    except (pyarrow.ArrowException, OSError) as error:
-        raise DataError(f"{path}: not a Parquet file, or a damaged one: {_first(error)}") from None
-
-
-def _hub(name: str, split: str) -> Rows:
+def _hub(name: str) -> Records:
     import datasets
     from huggingface_hub.errors import HfHubHTTPError
 
     try:
-        loaded = datasets.load_dataset(name, split=split)
+        loaded = datasets.load_dataset(name, split="train")
     except (datasets.exceptions.DatasetNotFoundError, ConnectionError, HfHubHTTPError, OSError) as error:
-        local = f" A local file must end in {', '.join(READERS)}." if "." in Path(name).name else ""
+        local = f" A local file must end in {ENDINGS}." if "." in Path(name).name else ""
         raise MachineError(
-            f"data set `{name}` ({split}) cannot be fetched from the hub: {_first(error)}{local}"
+            f"data set `{name}` (train) cannot be fetched from the hub: {_first(error)}{local}"
         ) from None
     except ValueError as error:
         raise DataError(f"data set `{name}`: {_first(error)}") from None
     for index, fields in enumerate(loaded, start=1):
-        yield Row(f"{name}[{split}]:{index}", dict(fields))
+        yield f"{name}[train]:{index}", dict(fields)
 
 
 def _first(error: Exception) -> str:
@@ -158,14 +175,8 @@ def _first(error: Exception) -> str:
 def _nearest(path: Path) -> str:
     if not path.parent.is_dir():
         return f"; the folder {path.parent} does not exist either"
-    known = sorted(str(found) for found in path.parent.iterdir() if found.suffix in READERS)
+    known = sorted(str(found) for found in path.parent.iterdir() if reader(found))
     return f"; {unknown(str(path), known)}" if known else ""
 
 
-READERS: dict[str, Callable[[Path], Rows]] = {
-    ".jsonl": _jsonl,
-    ".json": _json,
-    ".csv": _csv,
-    ".parquet": _parquet,
-}
 BUILTIN: dict[str, Callable[[Any], list[dict[str, Any]]]] = {"builtin:python_docs": python_docs.conversations}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from finetune.config import Config
+from finetune.config import Config, named
 
 
 def model_card(config: Config, record: dict[str, Any]) -> str:
@@ -19,7 +19,7 @@ pipeline_tag: text-generation
 # {config.model.name}, fine-tuned
 
 A rank-{adapter.rank} LoRA adapter (alpha {adapter.alpha:g}, base in {config.quantization.kind}) trained on
-`{config.data.train}` with learning rate {training.learning_rate:g} and batch size {training.batch_size}, merged
+`{named(config.data.train)}` with learning rate {training.learning_rate:g} and batch size {training.batch_size}, merged
 into the unquantized base in 16 bit.
 
 The merged logits were compared with base plus adapter on {record["rows"]} held-out rows ({record["tokens"]} tokens):

@@ -15,12 +15,14 @@ import pytest
 
 import finetune
 from finetune.config import Config
-from finetune.config.sections import Section
+from finetune.config.sections import Section, Source
 
 PACKAGE = Path(finetune.__file__).parent
 SHOWS_ONLY = ("config", "report", "export/card.py")
 SECTIONS: dict[str, type[Section]] = {name: field.annotation for name, field in Config.model_fields.items()}
-TYPES: dict[str, type[Section]] = {"Config": Config} | {section.__name__: section for section in SECTIONS.values()}
+TYPES: dict[str, type[Section]] = {"Config": Config, "Source": Source} | {
+    section.__name__: section for section in SECTIONS.values()
+}
 
 
 class Uses(ast.NodeVisitor):
@@ -134,6 +136,11 @@ def used() -> set[tuple[str, str]]:
 )
 def test_the_key_is_read(section: str, key: str, used: set[tuple[str, str]]) -> None:
     assert (SECTIONS[section].__name__, key) in used, f"no code acts on `{section}.{key}`"
+
+
+@pytest.mark.parametrize("key", Source.model_fields)
+def test_the_key_of_a_source_is_read(key: str, used: set[tuple[str, str]]) -> None:
+    assert ("Source", key) in used
 
 
 @pytest.mark.parametrize("section", list(SECTIONS))

@@ -20,9 +20,12 @@ from finetune.config import (
     MemorySection,
     ModelSection,
     OutputSection,
+    Source,
     TrainingSection,
     dump,
+    entries,
     load,
+    named,
 )
 from finetune.config.sections import contradictions
 from finetune.errors import ConfigError
@@ -197,6 +200,40 @@ def test_one_wrong_item_of_a_list_is_one_problem(write: Write) -> None:
     [line] = refused(write("adapter:\n  targets:\n    - q_proj\n    - 1\n"))
     assert line.startswith("job.yaml:4: ")
     assert "expected text, not 1" in line
+
+
+def test_sources_are_one_name_or_a_list_of_names_some_with_a_weight(write: Write) -> None:
+    config = load_config(write("data:\n  train:\n    - a.jsonl\n    - {source: b/, weight: 2}\n  eval: [c.jsonl]\n"))
+    assert config.data.train == ["a.jsonl", Source(source="b/", weight=2)]
+    assert named(config.data.train) == "a.jsonl, b/ (weight 2)"
+    assert entries(config.data.eval) == entries("c.jsonl") == [Source(source="c.jsonl", weight=1)]
+
+
+@pytest.mark.parametrize(
+    ("item", "told"),
+    [
+        ("{source: b/, weight: 0}", "`data.train.1.weight`: expected greater than 0, not 0"),
+        ("{source: b/, weight: twice}", "`data.train.1.weight`: expected a number, not 'twice'"),
+        ("{source: b/, wieght: 2}", "unknown key `data.train.1.wieght`; `wieght` is not known; did you mean `weight`?"),
+        ("{weight: 2}", "`data.train.1.source` is missing"),
+        ("5", "`data.train.1`: expected text or a `source` with its `weight`, not 5"),
+        ("''", "`data.train.1`: expected a name or a `source` with its `weight`, not ''"),
+    ],
+)
+def test_a_wrong_source_of_several_is_told_with_its_line_and_key(item: str, told: str, write: Write) -> None:
+    [line] = refused(write(f"data:\n  train:\n    - a.jsonl\n    - {item}\n"))
+    assert line.startswith(f"job.yaml:4: {told}")
+
+
+@pytest.mark.parametrize("sources", ["[]", "''"])
+def test_no_source_at_all_is_refused(sources: str, write: Write) -> None:
+    [line] = refused(write(f"data:\n  train: {sources}\n"))
+    assert line.startswith("job.yaml:2: `data.train`: expected ")
+
+
+def test_held_out_sources_that_are_also_trained_are_named(write: Write) -> None:
+    [line] = refused(write("data:\n  train: [a.jsonl, b.jsonl]\n  eval: [{source: b.jsonl, weight: 2}, c.jsonl]\n"))
+    assert line.startswith("job.yaml:3: `data.eval`: `b.jsonl` is training data")
 
 
 @pytest.mark.parametrize(
@@ -493,6 +530,10 @@ def test_text_that_looks_like_something_else_comes_back_as_text(text: str, tmp_p
     assert load(path) == config
 
 
+_NAMES = st.text(min_size=1)
+_SOURCES = _NAMES | st.lists(
+    _NAMES | st.builds(Source, source=_NAMES, weight=st.floats(1e-9, 1e9)), min_size=1, max_size=3
+)
 _CONFIGS = st.builds(
     Config,
     model=st.builds(
@@ -507,7 +548,7 @@ _CONFIGS = st.builds(
         dora=st.booleans(),
         extra_modules=st.lists(st.text(), max_size=2),
     ),
-    data=st.builds(DataSection, train=st.text(), eval_share=st.floats(1e-9, 0.999)),
+    data=st.builds(DataSection, train=_SOURCES, eval_share=st.floats(1e-9, 0.999)),
     training=st.builds(
         TrainingSection,
         batch_size=st.just(24),

@@ -184,10 +184,9 @@ def test_bins_grow_with_the_lengths() -> None:
     )  # fmt: skip
 
 
-def test_rows_are_counted_by_what_stands_before_their_number() -> None:
-    places = ["a:b.jsonl:9", "c[1].parquet[2]", "a:b.jsonl:10", "builtin:python_docs[train]:3"]
-    assert _sources(places, [1, 20, 300, 4000]) == (
-        Source("a:b.jsonl", 2, 301), Source("c[1].parquet", 1, 20), Source("builtin:python_docs[train]", 1, 4000)
+def test_rows_and_tokens_are_counted_by_source() -> None:
+    assert _sources(["corpus/", "more.csv", "corpus/"], [1, 20, 300]) == (
+        Source("corpus/", 2, 301), Source("more.csv", 1, 20)
     )  # fmt: skip
 
 

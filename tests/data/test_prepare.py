@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from finetune.config import DataSection
+from finetune.config import DataSection, Source
 from finetune.data.chat import IGNORE
 from finetune.data.prepare import held_out_rows, prepare, questions
 from finetune.errors import DataError
@@ -247,6 +247,66 @@ def test_a_wrong_held_out_row_is_told_with_its_own_file(write: Write, tokenizer:
     section = DataSection(train=write([{"text": "one"}]), eval=write([{"text": 5}], "eval.jsonl"))
     said = message(section, tokenizer)
     assert said.startswith(f"{section.eval}:1: `text`")
+
+
+def test_all_wrong_rows_and_lines_are_told_in_their_order(write: Write, tokenizer: Any) -> None:
+    source = write([chat("Hi", "one"), {"messages": 5}, chat("Hi", "one"), {"messages": []}])
+    with open(source, "a") as file:
+        file.write('{"messages": [\n' + json.dumps({"messages": [{"role": "user", "content": "Hi"}]}) + "\n")
+    told = message(DataSection(train=source, eval="none"), tokenizer).splitlines()
+    assert [line.split(" ")[0].removeprefix(source) for line in told] == [":2:", ":4:", ":5:15:", ":6:"]
+
+
+def test_a_wrong_row_that_is_repeated_by_its_weight_is_told_once(write: Write, tokenizer: Any) -> None:
+    source = write([{"text": "one"}, {"text": 5}])
+    said = message(DataSection(train=[Source(source=source, weight=3)], eval="none"), tokenizer)
+    assert said == f"{source}:2: `text` must be text, not a number"
+
+
+# -- several sources -------------------------------------------------------------------------------------------------
+
+
+def test_the_format_is_detected_for_each_source(write: Write, tokenizer: Any) -> None:
+    several = [write([{"text": "one"}] * 2, "a.jsonl"), write([chat("Hi", "two")], "b.jsonl")]
+    prepared = prepare(DataSection(train=several, eval="none"), tokenizer)
+    trained = [tokenizer.decode([label for label in row["labels"] if label != IGNORE]) for row in prepared.train]
+    assert trained == ["one<|im_end|>", "one<|im_end|>", "two<|im_end|>"]
+
+
+def test_a_weight_repeats_tokens(write: Write, tokenizer: Any) -> None:
+    light, heavy = write([{"text": "one"}], "a.jsonl"), write([{"text": "two so"}], "b.jsonl")
+    counts = prepare(DataSection(train=[light, Source(source=heavy, weight=3)], eval="none"), tokenizer).train_counts
+    assert (counts.rows, counts.tokens) == (4, 2 + 3 * 4)
+
+
+def test_a_share_of_several_sources_is_held_out_by_hash_with_no_row_on_both_sides(write: Write) -> None:
+    several = [write(MANY[:700], "a.jsonl"), Source(source=write(MANY[700:], "b.jsonl"), weight=2)]
+    held_out = ids(held_out_rows(DataSection(train=several, eval_share=0.1)))
+    assert set(held_out) == set(ids(held_out_rows(DataSection(train=write(MANY), eval_share=0.1))))
+    assert all(held_out.count(number) == (1 if number < 700 else 2) for number in set(held_out))
+
+
+def test_several_held_out_sources_are_read_with_the_builtin_ones_own_held_out_rows(write: Write) -> None:
+    held_out = [write([{"text": "one"}], "eval.jsonl"), "builtin:python_docs"]
+    section = DataSection(train=write([{"text": "two"}]), eval=held_out)
+    places = [row.place for row in held_out_rows(section)]
+    assert places[:2] == [f"{held_out[0]}:1", "builtin:python_docs[eval]:1"]
+
+
+def test_a_file_in_both_splits_is_refused_also_where_a_folder_hides_it(
+    write: Write, tokenizer: Any, tmp_path: Path
+) -> None:
+    held_out = write([{"text": "one"}], "eval.jsonl")
+    write([{"text": "two"}])
+    said = message(DataSection(train=str(tmp_path), eval=held_out), tokenizer)
+    assert said.startswith(f"{held_out}: is read by `data.train` and by `data.eval`")
+    assert "`data.eval: auto`" in said
+
+
+def test_sources_without_rows_are_named(write: Write, tokenizer: Any) -> None:
+    several = [write([], "a.jsonl"), Source(source=write([], "b.jsonl"), weight=2)]
+    said = message(DataSection(train=several, eval="none"), tokenizer)
+    assert f"({several[0]}, {several[1].source} (weight 2)) has no rows" in said
 
 
 # -- questions -------------------------------------------------------------------------------------------------------

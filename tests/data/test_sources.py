@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import csv
+import gzip
 import json
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from finetune.config import Source
 from finetune.data import sources
-from finetune.data.sources import READERS
+from finetune.data.lines import COMPRESSIONS
+from finetune.data.readers import READERS, TEXT_READERS
+from finetune.data.strict_json import ListReader
 from finetune.errors import DataError
 
 ROWS: list[dict[str, Any]] = [
@@ -26,24 +32,38 @@ ROWS: list[dict[str, Any]] = [
 
 
 def write(path: Path, rows: list[dict[str, Any]]) -> Path:
-    if path.suffix == ".jsonl":
-        path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
-    elif path.suffix == ".json":
-        path.write_text(json.dumps(rows, indent=1), encoding="utf-8")
-    elif path.suffix == ".csv":
-        with open(path, "w", encoding="utf-8", newline="") as file:
-            writer = csv.DictWriter(file, list(rows[0]))
+    kind = path.with_suffix("") if path.suffix in COMPRESSIONS else path
+    made = kind.with_name(f"plain{kind.suffix}")
+    if kind.suffix in (".jsonl", ".ndjson"):
+        made.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
+    elif kind.suffix == ".json":
+        made.write_text(json.dumps(rows, indent=1), encoding="utf-8")
+    elif kind.suffix in (".csv", ".tsv"):
+        with open(made, "w", encoding="utf-8", newline="") as file:
+            writer = csv.DictWriter(file, list(rows[0]), delimiter={".csv": ",", ".tsv": "\t"}[kind.suffix])
             writer.writeheader()
             writer.writerows(rows)
+    elif kind.suffix == ".txt":
+        made.write_text("".join(row["text"] + "\n" for row in rows), encoding="utf-8")
+    elif kind.suffix == ".parquet":
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), made)
     else:
-        import pyarrow
-        import pyarrow.parquet
-
-        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+        table = pyarrow.Table.from_pylist(rows)
+        with pyarrow.ipc.new_stream(str(made), table.schema) as writer:
+            writer.write_table(table)
+    content = made.read_bytes()
+    made.unlink()
+    if path.suffix == ".zst":
+        with pyarrow.CompressedOutputStream(str(path), "zstd") as file:
+            file.write(content)
+    else:
+        opened: Any = COMPRESSIONS.get(path.suffix, open)
+        with opened(path, "wb") as file:
+            file.write(content)
     return path
 
 
-def read(path: Path) -> list[dict[str, Any]]:
+def read(path: Path | str) -> list[dict[str, Any]]:
     return [row.fields for row in sources.rows(str(path))]
 
 
@@ -63,12 +83,18 @@ def refused(path: Path, content: bytes | str | None = None) -> str:
 # -- the same rows from every kind of file ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("suffix", READERS)
-def test_rows_come_back_as_they_were_written(suffix: str, tmp_path: Path) -> None:
-    assert read(write(tmp_path / f"rows{suffix}", ROWS)) == ROWS
+NAMES = [f"rows{ending}" for ending in READERS] + [
+    f"rows{ending}{compression}" for ending in TEXT_READERS for compression in COMPRESSIONS
+]
 
 
-@pytest.mark.parametrize("suffix", [".jsonl", ".json", ".parquet"])
+@pytest.mark.parametrize("name", NAMES)
+def test_rows_come_back_as_they_were_written(name: str, tmp_path: Path) -> None:
+    rows = [{"text": "plain"}, {"text": "– ünïcode 🙂\u2028"}] if ".txt" in name else ROWS
+    assert read(write(tmp_path / name, rows)) == rows
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".json", ".parquet", ".arrow"])
 def test_nested_fields_come_back_as_they_were_written(suffix: str, tmp_path: Path) -> None:
     rows = [{"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]}] * 2
     assert read(write(tmp_path / f"rows{suffix}", rows)) == rows
@@ -93,8 +119,11 @@ def test_each_row_knows_its_place(tmp_path: Path) -> None:
     assert places(write(tmp_path / "a.jsonl", ROWS)) == [":1", ":2", ":3"]
     assert places(write(tmp_path / "a.json", ROWS)) == ["[1]", "[2]", "[3]"]
     assert places(write(tmp_path / "a.parquet", ROWS)) == ["[1]", "[2]", "[3]"]
-    # A CSV row's place is its last line; the second row takes two.
-    assert places(write(tmp_path / "a.csv", ROWS)) == [":2", ":4", ":5"]
+    assert places(write(tmp_path / "a.arrow", ROWS)) == ["[1]", "[2]", "[3]"]
+    assert places(write(tmp_path / "a.txt", [{"text": "x"}, {"text": " "}, {"text": "y"}])) == [":1", ":3"]
+    # The second row takes two lines.
+    assert places(write(tmp_path / "a.csv", ROWS)) == [":2", ":3", ":5"]
+    assert places(write(tmp_path / "a.csv.gz", ROWS)) == [":2", ":3", ":5"]
 
 
 @pytest.mark.parametrize(
@@ -147,8 +176,6 @@ def test_a_cell_may_be_longer_than_the_csv_module_would_have_it(tmp_path: Path) 
         ('{"text": "x"}\n{"text": ["y"\n', "a.jsonl:2:14: "),
         ('{"text": "x"}\n{"text": "y"\r\n{"text": "z"}\n', "a.jsonl:2:13: "),
         ("{'text': 'x'}\n", "a.jsonl:1:2: "),
-        ('{"text": "a\0b"}\n', "a.jsonl:1:12: "),
-        ("\0\0\0\0\n", "a.jsonl:1:1: "),
         ('{"text": "x"} {"text": "y"}\n', "a.jsonl:1:15: "),
     ],
 )
@@ -210,9 +237,9 @@ def test_a_csv_row_with_too_many_cells_is_told_with_its_line(tmp_path: Path) -> 
     assert message.startswith("a.csv:3: more cells than the header")
 
 
-def test_a_csv_row_with_too_few_cells_lacks_the_last_fields(tmp_path: Path) -> None:
-    (tmp_path / "a.csv").write_text("text,note\nx\n")
-    assert read(tmp_path / "a.csv") == [{"text": "x", "note": None}]
+def test_a_csv_row_with_too_few_cells_is_told_with_its_line(tmp_path: Path) -> None:
+    message = refused(tmp_path / "a.csv", "text,note\nx,y\n\nx\n")
+    assert message.startswith("a.csv:4: fewer cells than the header")
 
 
 def test_an_unclosed_quote_of_a_csv_is_told(tmp_path: Path) -> None:
@@ -241,24 +268,25 @@ def test_a_damaged_parquet_file_is_told(cut: str, tmp_path: Path) -> None:
 
 
 def test_a_missing_file_names_the_nearest(tmp_path: Path) -> None:
-    for name in ("train.jsonl", "other.csv", "train.txt"):
+    for name in ("train.jsonl", "other.csv", "train.xml"):
         (tmp_path / name).write_text("")
     message = refused(tmp_path / "trian.jsonl")
     assert message.startswith("trian.jsonl: no such file")
     assert "did you mean `train.jsonl`?" in message
-    assert "train.txt" not in message
+    assert "train.xml" not in message
 
 
 def test_a_missing_folder_is_told(tmp_path: Path) -> None:
     assert "does not exist" in refused(tmp_path / "no" / "train.jsonl")
 
 
-def test_a_folder_named_like_a_file_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "rows.jsonl").mkdir()
-    refused(tmp_path / "rows.jsonl")
+@pytest.mark.parametrize("source", ["no/", "./no", "/no/where", "no/*.jsonl"])
+def test_what_can_only_be_local_is_not_looked_for_on_the_hub(source: str) -> None:
+    with pytest.raises(DataError, match=r"no such file or folder|matches no file"):
+        sources.rows(source)
 
 
-@pytest.mark.parametrize("name", ["train.txt", "train.JSONL", "train"])
+@pytest.mark.parametrize("name", ["train.xml", "train.JSONL", "train.parquet.gz", "train"])
 def test_a_file_of_unknown_kind_is_told_the_kinds(name: str, tmp_path: Path) -> None:
     message = refused(tmp_path / name, "x")
     assert all(suffix in message for suffix in READERS)
@@ -280,7 +308,7 @@ def test_a_hub_data_set_that_cannot_be_fetched_is_a_machine_error() -> None:
     """In a process of its own, for the hub library reads `HF_HUB_OFFLINE` once, on import."""
     program = (
         "from finetune.data import sources\nfrom finetune.errors import MachineError\n"
-        "for name in ('someone/nothing', 'train.txt'):\n"
+        "for name in ('someone/nothing', 'train.xml'):\n"
         "    try:\n        list(sources.rows(name))\n"
         "    except MachineError as error:\n        print(error)\n"
     )
@@ -290,3 +318,240 @@ def test_a_hub_data_set_that_cannot_be_fetched_is_a_machine_error() -> None:
     assert "`someone/nothing` (train) cannot be fetched from the hub" in hub
     assert "local file" not in hub
     assert "A local file must end in .jsonl" in file
+
+
+# -- folders, patterns and several sources ---------------------------------------------------------------------------
+
+
+@pytest.fixture
+def corpus(tmp_path: Path) -> Path:
+    """A folder of files of several kinds, some of them beside the point; each row names its file."""
+    folder = tmp_path / "corpus"
+    for name in ("b.jsonl", "a.csv", "c/d.parquet", "c/a.json.gz", "ignored.xml", ".hidden/e.jsonl", "c/.f.jsonl"):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        if name.endswith(".xml"):
+            (folder / name).write_text("<x/>")
+        else:
+            write(folder / name, [{"text": name}])
+    return folder
+
+
+def texts(source: Any) -> list[str]:
+    return [row.fields["text"] for row in sources.rows(source)]
+
+
+def test_a_folder_is_read_whole_in_the_order_of_names_without_hidden_and_unknown_files(corpus: Path) -> None:
+    assert texts(str(corpus)) == texts(f"{corpus}/") == ["a.csv", "b.jsonl", "c/a.json.gz", "c/d.parquet"]
+
+
+def test_a_pattern_reads_what_it_matches(corpus: Path) -> None:
+    assert texts(f"{corpus}/*.jsonl") == ["b.jsonl"]
+    assert texts(f"{corpus}/**/*.*") == ["a.csv", "b.jsonl", "c/a.json.gz", "c/d.parquet"]
+    assert texts(f"{corpus}/[ab].*") == ["a.csv", "b.jsonl"]
+
+
+def test_a_file_whose_name_has_the_signs_of_a_pattern_is_that_file(tmp_path: Path) -> None:
+    assert texts(str(write(tmp_path / "a[1].jsonl", [{"text": "x"}]))) == ["x"]
+
+
+def test_a_folder_that_datasets_saved_has_its_rows_once(tmp_path: Path) -> None:
+    import datasets
+
+    made = datasets.Dataset.from_dict({"text": [f"row {number}" for number in range(3000)]})
+    made.save_to_disk(tmp_path / "saved")
+    write(tmp_path / "saved" / "cache-0123.arrow", [{"text": "again"}])
+    assert texts(str(tmp_path / "saved")) == made["text"][:]
+
+
+def test_several_sources_are_read_in_their_order_and_each_row_names_its_own(corpus: Path) -> None:
+    several = [f"{corpus}/b.jsonl", Source(source=f"{corpus}/c")]
+    assert [(row.fields["text"], row.source) for row in sources.rows(several)] == [
+        ("b.jsonl", f"{corpus}/b.jsonl"),
+        ("c/a.json.gz", f"{corpus}/c"),
+        ("c/d.parquet", f"{corpus}/c"),
+    ]
+
+
+def test_a_whole_weight_repeats_each_row(corpus: Path) -> None:
+    weighted = [Source(source=f"{corpus}/a.csv", weight=3), f"{corpus}/b.jsonl"]
+    assert texts(weighted) == ["a.csv", "a.csv", "a.csv", "b.jsonl"]
+
+
+@pytest.mark.parametrize("weight", [0.25, 1.5, 2.9])
+def test_a_fraction_of_a_weight_chooses_rows_by_their_content_alone(weight: float, tmp_path: Path) -> None:
+    rows = [{"text": f"row {number}"} for number in range(2000)]
+    first = texts([Source(source=str(write(tmp_path / "a.jsonl", rows)), weight=weight)])
+    second = texts([Source(source=str(write(tmp_path / "b.json", rows[::-1])), weight=weight)])
+    assert sorted(first) == sorted(second)
+    # Four standard deviations of 2000 draws are at most 90.
+    assert abs(len(first) - 2000 * weight) < 90
+    times = {first.count(row["text"]) for row in rows[:100]}
+    assert times == {int(weight), int(weight) + 1}
+
+
+def test_what_a_weight_chooses_is_independent_of_what_is_held_out(tmp_path: Path) -> None:
+    """One hash for both would hold out only rows that a weight keeps, or none."""
+    rows = [{"text": f"row {number}"} for number in range(2000)]
+    chosen = list(sources.rows([Source(source=str(write(tmp_path / "a.jsonl", rows)), weight=0.5)]))
+    held_out = sum(row.share() < 0.2 for row in chosen) / len(chosen)
+    assert 0.15 < held_out < 0.25
+
+
+def test_a_file_that_is_read_twice_is_refused(corpus: Path) -> None:
+    for several in ([str(corpus), f"{corpus}/b.jsonl"], [f"{corpus}/b.jsonl"] * 2, ["builtin:python_docs"] * 2):
+        with pytest.raises(DataError, match=r"read twice.*`weight`"):
+            sources.rows(several)
+
+
+def test_a_source_that_does_not_exist_is_told_before_the_first_is_read(corpus: Path) -> None:
+    (corpus / "b.jsonl").write_text("no JSON\n")
+    with pytest.raises(DataError, match=r"bb\.jsonl: no such file"):
+        sources.rows([f"{corpus}/b.jsonl", f"{corpus}/bb.jsonl"])
+
+
+def test_small_local_files_are_at_hand_and_others_are_not(corpus: Path, tmp_path: Path) -> None:
+    assert sources.at_hand("builtin:python_docs")
+    assert sources.at_hand(str(corpus))
+    assert sources.at_hand([f"{corpus}/*.jsonl", Source(source="builtin:python_docs", weight=2)])
+    assert not sources.at_hand("someone/rows")
+    assert not sources.at_hand([str(corpus), "someone/rows"])
+    for name in ("large_a.jsonl", "large_b.jsonl"):
+        with open(tmp_path / name, "wb") as file:
+            file.truncate(10 * 2**20)
+    assert sources.at_hand(str(tmp_path / "large_a.jsonl"))
+    assert not sources.at_hand([str(tmp_path / "large_a.jsonl"), str(tmp_path / "large_b.jsonl")])
+
+
+def test_only_builtins_alone_keep_their_own_held_out_rows(corpus: Path) -> None:
+    assert sources.has_held_out_split(["builtin:python_docs"])
+    assert not sources.has_held_out_split(["builtin:python_docs", str(corpus)])
+
+
+# -- JSON lists, item by item ----------------------------------------------------------------------------------------
+
+_VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=8,
+)
+
+
+@settings(deadline=None, derandomize=True, max_examples=150)
+@given(
+    rows=st.lists(st.dictionaries(st.text(max_size=5), _VALUES, max_size=3), max_size=5),
+    indent=st.sampled_from([None, 1]),
+    ascii_only=st.booleans(),
+    piece=st.integers(1, 9),
+)
+def test_a_list_comes_back_wherever_its_text_is_cut(
+    rows: list[dict[str, Any]], indent: int | None, ascii_only: bool, piece: int
+) -> None:
+    text = json.dumps(rows, indent=indent, ensure_ascii=ascii_only)
+    assert listed(text, piece) == rows
+
+
+def listed(text: str, piece: int) -> list[Any]:
+    pieces = (text[at : at + piece] for at in range(0, len(text), piece))
+    return [value for value, _ in ListReader(Path("a.json"), pieces, limit=2**20).items()]
+
+
+@settings(deadline=None, derandomize=True, max_examples=200)
+@given(data=st.data(), piece=st.integers(1, 9))
+def test_a_broken_list_is_told_at_the_same_place_wherever_its_text_is_cut(data: st.DataObject, piece: int) -> None:
+    text = json.dumps([{"text": "a", "n": [1, 2.5, None, True]}, {"text": "\u00e9\\ud83d", "m": {}}], indent=1)
+    at = data.draw(st.integers(0, len(text) - 1))
+    broken = text[:at] + data.draw(st.sampled_from(["", '"', "{", "]", ",", "x", "\x01"])) + text[at + 1 :]
+
+    def outcome(size: int) -> Any:
+        try:
+            return listed(broken, size)
+        except DataError as error:
+            return str(error)
+
+    assert outcome(piece) == outcome(len(broken))
+
+
+# -- bounded memory --------------------------------------------------------------------------------------------------
+
+MEASURE = """
+import sys
+import csv, gzip, json, pyarrow.parquet
+from finetune.data import sources
+
+def peak_bytes():
+    return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmHWM")) * 1024
+
+before = peak_bytes()
+for path in sys.argv[1:]:
+    try:
+        print(sum(1 for _ in sources.rows(path)))
+    except sources.DataError as error:
+        print(str(error).splitlines()[0])
+print(peak_bytes() - before)
+"""
+
+
+def read_elsewhere(paths: list[Path]) -> tuple[list[str], int]:
+    """What a process of its own finds in each file, and by how many bytes its peak memory grows on the way."""
+    done = subprocess.run(
+        [sys.executable, "-c", MEASURE, *map(str, paths)],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    *found, grown = done.stdout.splitlines()
+    return found, int(grown)
+
+
+only_linux = pytest.mark.skipif(sys.platform != "linux", reason="reads the peak from /proc")
+
+
+@only_linux
+def test_files_of_200_mb_are_read_in_little_memory(tmp_path: Path) -> None:
+    rows, cell = 10_000, "A word and another. " * 1000
+    item = json.dumps({"text": cell})
+    for name, opened, start, between, end in (
+        ("rows.jsonl.gz", partial(gzip.open, compresslevel=1), item, "\n" + item, "\n"),
+        ("one_line.json", open, "[" + item, "," + item, "]"),
+        ("rows.csv", open, "text\n" + cell, "\n" + cell, "\n"),
+    ):
+        with opened(tmp_path / name, "wt") as file:
+            file.write(start)
+            for _ in range(rows - 1):
+                file.write(between)
+            file.write(end)
+    table = pyarrow.table({"text": [cell + str(number) for number in range(500)]})
+    with pyarrow.parquet.ParquetWriter(tmp_path / "rows.parquet", table.schema) as writer:
+        for _ in range(rows // 500):
+            writer.write_table(table)
+    found, grown = read_elsewhere(sorted(tmp_path.iterdir()))
+    assert found == [str(rows)] * 4
+    assert grown < 100 * 2**20
+
+
+@pytest.mark.parametrize(
+    ("name", "start", "repeated", "told"),
+    [
+        ("a.jsonl", '{"text": "', "x", "a.jsonl:1: the line is longer than 64 MiB"),
+        ("a.txt", "one\n", "x", "a.txt:2: the line is longer than 64 MiB"),
+        ("a.json", '[{"text": "y"},\n {"text": "', "x", "a.json:2:2: an item is longer than 64 MiB"),
+        ("a.csv", 'text\none\n"', "x" * 999 + "\n", "a.csv:3: not valid CSV in the row that begins here: field larger"),
+    ],
+)
+def test_what_is_too_long_for_a_row_is_refused(name: str, start: str, repeated: str, told: str, tmp_path: Path) -> None:
+    times = 66 * 2**20 // len(repeated)
+    assert refused(tmp_path / name, start + repeated * times).splitlines()[0].startswith(told)
+
+
+@only_linux
+def test_ten_gigabytes_that_are_no_rows_are_not_read_into_memory(tmp_path: Path) -> None:
+    """A file that the file system lost is as long as before, and full of zeros."""
+    for name in ("a.jsonl", "a.json", "a.csv", "a.txt"):
+        with open(tmp_path / name, "wb") as file:
+            file.truncate(10 * 2**30)
+    found, grown = read_elsewhere(sorted(tmp_path.iterdir()))
+    assert len(found) == 4
+    assert all("byte 1 of the line is NUL" in told for told in found)
+    assert grown < 400 * 2**20

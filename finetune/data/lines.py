@@ -1,0 +1,131 @@
+"""Text files as lines: unpacked, decoded and bounded in memory, with every byte that is no text told by its place."""
+
+from __future__ import annotations
+
+import bz2
+import codecs
+import gzip
+import io
+import lzma
+import zlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, cast
+
+from finetune.data.problems import Problems
+from finetune.errors import DataError
+
+# No row of text is longer than this (16 million tokens), so what is, is no row; and one row is held in memory.
+ROW_BYTES = 64 * 2**20
+_PIECE_BYTES = 2**20
+
+_MARK = codecs.BOM_UTF8.decode()
+
+
+def _zstandard(path: Path) -> Any:
+    import pyarrow
+
+    return pyarrow.CompressedInputStream(pyarrow.OSFile(str(path)), "zstd")
+
+
+COMPRESSIONS: dict[str, Callable[[Path], Any]] = {
+    ".gz": gzip.open,
+    ".bz2": bz2.open,
+    ".xz": lzma.open,
+    ".zst": _zstandard,
+}
+
+# What a file that is no UTF-8 text says of itself in its first bytes. UTF-32 stands first, for its mark begins with
+# UTF-16's.
+_FOREIGN = {
+    codecs.BOM_UTF32_LE: "is UTF-32; convert it with `iconv -f UTF-32 -t UTF-8`",
+    codecs.BOM_UTF32_BE: "is UTF-32; convert it with `iconv -f UTF-32 -t UTF-8`",
+    codecs.BOM_UTF16_LE: "is UTF-16; convert it with `iconv -f UTF-16 -t UTF-8`",
+    codecs.BOM_UTF16_BE: "is UTF-16; convert it with `iconv -f UTF-16 -t UTF-8`",
+    b"\x1f\x8b": "is compressed with gzip; let its name end in .gz",
+    b"BZh": "is compressed with bzip2; let its name end in .bz2",
+    b"\xfd7zXZ\0": "is compressed with xz; let its name end in .xz",
+    b"\x28\xb5\x2f\xfd": "is compressed with Zstandard; let its name end in .zst",
+    b"PK\x03\x04": "is a ZIP archive or a spreadsheet; unpack it, or save it as CSV",
+    b"PAR1": "is a Parquet file; let its name end in .parquet",
+    b"ARROW1": "is an Arrow file; let its name end in .arrow",
+}
+
+
+def lines(path: Path, problems: Problems) -> Iterator[tuple[int, str]]:
+    """Numbered lines with their line ends; a byte order mark is skipped.
+
+    A byte that is no text is a problem, and the line goes on with a space or a replacement character in its stead.
+    Raises DataError for a file that is no text at all, a line over `ROW_BYTES`, and damaged compression.
+    """
+    for number, whole, text in _parts(path, ROW_BYTES, problems):
+        if not whole:
+            limit = f"{ROW_BYTES // 2**20} MiB"
+            raise DataError(f"{path}:{number}: the line is longer than {limit}, which no row is; write one row a line")
+        yield number, text
+
+
+def pieces(path: Path, problems: Problems) -> Iterator[str]:
+    """The text of a file in pieces of about 1 MiB, whatever its lines. Problems and errors as in `lines`."""
+    held, characters = [], 0
+    for _, _, text in _parts(path, _PIECE_BYTES, problems):
+        held.append(text)
+        characters += len(text)
+        if characters >= _PIECE_BYTES:
+            yield "".join(held)
+            held, characters = [], 0
+    yield "".join(held)
+
+
+def _parts(path: Path, limit: int, problems: Problems) -> Iterator[tuple[int, bool, str]]:
+    """Lines, longer ones in parts of about `limit` bytes: (number of the line, whether it is whole, text)."""
+    number, before = 1, 0  # bytes of the line before this part
+    try:
+        with _opened(path) as file:
+            _check_start(path, file.peek(8))
+            while raw := file.readline(limit):
+                ended = raw.endswith(b"\n")
+                whole = before == 0 and (ended or len(raw) < limit)
+                # A part must not end within a character, whose later bytes are 0x80 to 0xBF.
+                while not (whole or ended) and b"\x80" <= file.peek(1)[:1] < b"\xc0":
+                    raw += file.read(1)
+                text = _decoded(raw, path, number, before, problems)
+                yield number, whole, text.removeprefix(_MARK) if before == 0 else text
+                number, before = (number + 1, 0) if ended else (number, before + len(raw))
+    except (EOFError, OSError, zlib.error, lzma.LZMAError) as error:
+        what = "cannot be read"
+        if path.suffix in COMPRESSIONS:
+            what = f"damaged, cut off, or no {path.suffix} file at all; make or fetch it again"
+        raise DataError(f"{path}:{number}: {what} ({error})") from None
+
+
+def _opened(path: Path) -> io.BufferedReader:
+    opened = COMPRESSIONS.get(path.suffix, io.FileIO)(path)
+    # What is in the buffer is lost where compressed data turn out to be damaged: a small one names a closer line.
+    return io.BufferedReader(cast(io.RawIOBase, opened), 2**16)
+
+
+def _check_start(path: Path, start: bytes) -> None:
+    for signature, what in _FOREIGN.items():
+        if start.startswith(signature):
+            raise DataError(f"{path}: expected UTF-8 text, but this {what}")
+    # ASCII in UTF-16 has a zero beside each character.
+    for name, zeros, characters in (("UTF-16LE", start[1:8:2], start[:8:2]), ("UTF-16BE", start[:8:2], start[1:8:2])):
+        if zeros and not any(zeros) and all(characters[: len(zeros)]):
+            raise DataError(f"{path}: looks like {name}; convert it with `iconv -f {name} -t UTF-8`")
+
+
+def _decoded(raw: bytes, path: Path, number: int, before: int, problems: Problems) -> str:
+    if b"\0" in raw:
+        place = f"{path}:{number}: byte {before + raw.index(0) + 1} of the line"
+        problems.add(f"{place} is NUL, which no text has; the file was cut off or overwritten, make or fetch it again")
+        raw = raw.replace(b"\0", b" ")
+    try:
+        return raw.decode()
+    except UnicodeDecodeError as error:
+        place = f"{path}:{number}: byte {before + error.start + 1} of the line"
+        byte = raw[error.start : error.start + 1]
+        guess = byte.decode("cp1252", errors="ignore")
+        likely = f" (`{guess}` in Windows-1252, so perhaps `iconv -f WINDOWS-1252 -t UTF-8`)" if guess else ""
+        problems.add(f"{place} is not UTF-8: 0x{byte.hex().upper()}{likely}; convert the file")
+        return raw.decode(errors="replace")

@@ -1,0 +1,54 @@
+"""What is wrong with rows and files, collected so that one reading tells it all."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Self, TypeVar
+
+from finetune.errors import DataError
+
+# A page of problems. Whoever has more has one cause, and need not wait for the rest of the file.
+LIMIT = 20
+
+Item = TypeVar("Item")
+
+
+class BadRows(DataError):
+    """All `problems` found, one a line."""
+
+    def __init__(self, problems: list[str]) -> None:
+        self.problems = problems[:LIMIT]
+        stopped = [f"Reading stopped after {LIMIT} problems; there may be more."] if len(problems) >= LIMIT else []
+        super().__init__("\n".join([*self.problems, *stopped]))
+
+
+class Problems:
+    """A block that collects problems (`with Problems() as problems:`) and ends in one DataError of them all.
+
+    A DataError raised inside is one of them. The `LIMIT`-th ends the block at once. A problem met again, because a
+    row is read twice, is told once.
+    """
+
+    def __init__(self) -> None:
+        self.found: list[str] = []
+
+    def add(self, problem: str | DataError) -> None:
+        """Note a problem. Raises BadRows with all of them when that makes `LIMIT`."""
+        added = problem.problems if isinstance(problem, BadRows) else [str(problem)]
+        self.found += [one for one in added if one not in self.found]
+        if len(self.found) >= LIMIT:
+            raise BadRows(self.found) from None
+
+    def reading(self, items: Iterable[Item]) -> Iterator[Item]:
+        """`items`, and after the last of them, or a DataError among them, the end of the block."""
+        with self:
+            yield from items
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, DataError):
+            self.add(error)
+        if self.found and (error is None or isinstance(error, DataError)):
+            raise BadRows(self.found) from None

@@ -1,0 +1,83 @@
+"""Facts about collecting problems: all are told at once, each once, in order, and no more than a page of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from finetune.data.problems import LIMIT, BadRows, Problems
+from finetune.errors import DataError, MachineError
+
+
+def block(*found: str | Exception) -> None:
+    """A block that adds each text and raises each exception."""
+    with Problems() as problems:
+        for one in found:
+            if isinstance(one, Exception):
+                raise one
+            problems.add(one)
+
+
+def collected(*found: str | Exception) -> list[str]:
+    """The lines of the error that such a block ends with."""
+    with pytest.raises(DataError) as caught:
+        block(*found)
+    assert caught.value.exit_code == 3
+    return str(caught.value).splitlines()
+
+
+def test_a_block_without_problems_ends_quietly() -> None:
+    block()
+
+
+def test_all_problems_are_told_in_their_order_and_each_once() -> None:
+    assert collected("a:1: x", "a:2: y", "a:1: x") == ["a:1: x", "a:2: y"]
+
+
+def test_an_error_that_ends_the_block_is_the_last_problem() -> None:
+    assert collected("a:1: x", DataError("a: cut off")) == ["a:1: x", "a: cut off"]
+
+
+def test_problems_of_an_inner_block_are_told_one_by_one() -> None:
+    assert collected("a:1: x", BadRows(["a:1: x", "a:2: y"])) == ["a:1: x", "a:2: y"]
+
+
+def test_an_error_of_another_kind_goes_through_as_it_is() -> None:
+    with pytest.raises(MachineError, match="no network"):
+        block("a:1: x", MachineError("no network"))
+
+
+def test_a_page_of_problems_ends_the_block_at_once() -> None:
+    problems = Problems()
+    for line in range(1, LIMIT):
+        problems.add(f"a:{line}: x")
+    with pytest.raises(BadRows) as caught:
+        problems.add("the last straw")
+    told = str(caught.value).splitlines()
+    assert told[: LIMIT - 1] == [f"a:{line}: x" for line in range(1, LIMIT)]
+    assert told[LIMIT - 1 :] == ["the last straw", f"Reading stopped after {LIMIT} problems; there may be more."]
+
+
+def test_reading_gives_every_item_before_it_tells() -> None:
+    problems = Problems()
+
+    def items() -> Iterator[int]:
+        for number in range(5):
+            if number == 2:
+                problems.add("the third is wrong")
+            else:
+                yield number
+
+    seen: list[int] = []
+    with pytest.raises(BadRows, match="the third is wrong"):
+        seen.extend(problems.reading(items()))
+    assert seen == [0, 1, 3, 4]
+
+
+def test_reading_that_is_given_up_tells_nothing() -> None:
+    problems = Problems()
+    reading = problems.reading(iter([1, 2]))
+    next(reading)
+    problems.add("something")
+    reading.close()  # type: ignore[attr-defined]
