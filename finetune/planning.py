@@ -227,7 +227,7 @@ def _data(config: Config) -> Prepared | None:
     if not sources.at_hand(config.data.train) or not (random or at_hand(model.tokenizer or model.name)):
         return None
     try:
-        tokenizer = load_tokenizer(model)
+        tokenizer = load_tokenizer(model, config.data.chat_template)
     except ArtifactError:
         return None  # a tokenizer that cannot be used is training's to complain of
     return prepare.prepare(config.data, tokenizer)

@@ -293,10 +293,19 @@ def _counts(counts: Counts, max_length: int) -> str:
     ]
     if counts.truncated:
         told.append(f"{words.count(counts.truncated)} cut to {words.count(max_length)}")
+    if counts.answers_truncated:
+        told.append(f"{words.count(counts.answers_truncated)} of them in the answer")
+    if counts.split:
+        told.append(f"{words.count(counts.split)} split")
+    if counts.duplicates:
+        told.append(f"{words.count(counts.duplicates)} duplicate{'s' if counts.duplicates > 1 else ''}")
     if counts.dropped:
+        why = ", ".join(f"{words.count(rows)} {why}" for why, rows in counts.dropped_why.items())
         places = ", ".join(counts.dropped_places[:_DROPPED_PLACES])
         more = ", ..." if counts.dropped > _DROPPED_PLACES else ""
-        told.append(f"{words.count(counts.dropped)} dropped, nothing left to train in them ({places}{more})")
+        told.append(f"{words.count(counts.dropped)} dropped: {why} ({places}{more})")
+    if counts.affected:
+        told.append("listed in data.jsonl")
     return ", ".join(told)
 
 
