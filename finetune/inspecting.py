@@ -49,4 +49,6 @@ def inspect_data(config: Config) -> DataLook:
     Raises a FinetuneError for what a person can mend; DataError also where the data would teach nothing.
     """
     libraries.quiet()
-    return DataLook(inspection.inspect(config.data, config.training, load_tokenizer(config.model)))
+    return DataLook(
+        inspection.inspect(config.data, config.training, load_tokenizer(config.model, config.data.chat_template))
+    )

@@ -239,7 +239,7 @@ def _data(config: Config) -> Prepared | None:
     if not rows_at_hand or not (random or at_hand(model.tokenizer or model.name)):
         return None
     try:
-        tokenizer = load_tokenizer(model)
+        tokenizer = load_tokenizer(model, config.data.chat_template)
     except ArtifactError:
         return None  # a tokenizer that cannot be used is training's to complain of
     return prepare.prepare(config.data, tokenizer)

@@ -32,7 +32,7 @@ from finetune.model.tokenizer import load_tokenizer
 from finetune.report import page, plots
 from finetune.report.result import Result
 from finetune.report.terminal import Terminal
-from finetune.rundir import RunDirectory, checkpoint_step, write_json
+from finetune.rundir import RunDirectory, checkpoint_step, write_json, write_lines
 from finetune.training import run as training
 from finetune.training.arguments import check
 from finetune.training.evaluation import held_out_loss
@@ -100,13 +100,14 @@ class _Training:
         run, terminal = self.run, self.terminal
         config, device = self.config, this_device()
         check(config, device)
-        tokenizer = load_tokenizer(config.model)
+        tokenizer = load_tokenizer(config.model, config.data.chat_template)
         architecture = load_architecture(config.model)
         implementation, reason = _attention(config, architecture, device)
         data = data_prepare.prepare(config.data, tokenizer)
         config, forecast = self._plan(architecture, device, data)
 
         resume_from = self._open(config, forecast, describe(device))
+        write_lines(run.data_file, data.affected())
         terminal.opened(run.path, config, device, data, f"{implementation} ({reason})", forecast)
         monitor = Monitor(meter_for(device.type))
         inspect.cap(config.memory.limit, device)
@@ -266,7 +267,7 @@ def _model_of(run: RunDirectory, which: str) -> tuple[Any, Any]:
     libraries.quiet()
     config = run.config()
     device = this_device()
-    tokenizer = load_tokenizer(config.model)
+    tokenizer = load_tokenizer(config.model, run.chat_template)
     if which == "merged" or (which == "adapter" and config.adapter.kind == "none"):
         fingerprint.check(tokenizer, run.merged)
         return export_merge.load_merged(run, device), tokenizer

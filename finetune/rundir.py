@@ -12,7 +12,7 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,7 @@ class RunDirectory:
         self.forecast_file = self.path / "forecast.json"
         self.metrics_file = self.path / "metrics.jsonl"
         self.events_file = self.path / "events.jsonl"
+        self.data_file = self.path / "data.jsonl"
         self.answers_file = self.path / "answers.json"
         self.checkpoints = self.path / "checkpoints"
         self.adapter = self.path / "adapter"
@@ -64,6 +65,12 @@ class RunDirectory:
         except OSError as error:
             raise MachineError(f"{self.path}: cannot be written: {error.strerror}; set `output.dir`") from None
 
+    @property
+    def chat_template(self) -> str:
+        """The template that was saved with what was trained, or the config's choice where nothing was saved yet."""
+        saved = [folder / "chat_template.jinja" for folder in (self.adapter, self.merged)]
+        return next((str(file) for file in saved if file.is_file()), self.config().data.chat_template)
+
     def config(self) -> Config:
         """The resolved config this run was started with."""
         return load(self.config_file)
@@ -83,7 +90,7 @@ class RunDirectory:
     def forget_metrics_after(self, step: int) -> None:
         """Drop the metric lines of steps that a resume will do again, so that each step has one line."""
         kept = [line for line in self.metrics() if line["step"] <= step]
-        write_text(self.metrics_file, "".join(json.dumps(line) + "\n" for line in kept))
+        write_lines(self.metrics_file, kept)
 
     @property
     def finished(self) -> bool:
@@ -176,6 +183,11 @@ def write_text(path: Path, text: str) -> None:
 
 def write_json(path: Path, value: Any) -> None:
     write_text(path, json.dumps(value, indent=2, allow_nan=False) + "\n")
+
+
+def write_lines(path: Path, values: Iterable[dict[str, Any]]) -> None:
+    """Replace a .jsonl file as a whole."""
+    write_text(path, "".join(json.dumps(value) + "\n" for value in values))
 
 
 def append_line(path: Path, value: dict[str, Any]) -> None:

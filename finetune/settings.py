@@ -11,8 +11,10 @@ from pathlib import Path
 from finetune.config import Choices, Config, load
 from finetune.config.reference import json_schema, markdown
 from finetune.data.formats import FORMATS
+from finetune.data.lengths import TOO_LONG
 from finetune.model.attention import ATTENTIONS
 from finetune.model.quantization import QUANTIZATIONS
+from finetune.template import TEMPLATES
 from finetune.training.optimizers import OPTIMIZERS
 from finetune.training.schedules import SCHEDULES
 from finetune.training.tracking import TRACKERS
@@ -21,6 +23,8 @@ CHOICES: Choices = {
     "model.attention": {"auto": None, **ATTENTIONS},
     "quantization.kind": QUANTIZATIONS,
     "data.format": FORMATS,
+    "data.chat_template": TEMPLATES,
+    "data.too_long": TOO_LONG,
     "training.schedule": SCHEDULES,
     "optimizer.kind": OPTIMIZERS,
     "tracking.to": TRACKERS,

@@ -21,19 +21,21 @@ class Choice:
     """Marks a string field whose allowed names are the keys of one table.
 
     The tables stand beside what they configure, above this package; they reach validation as
-    `context={"choices": …}`. Without that context any string passes.
+    `context={"choices": …}`. Without that context any string passes. `or_file` is the ending of files that may be
+    named instead.
     """
 
     table: str
+    or_file: str | None = None
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         return core_schema.with_info_after_validator_function(self._check, handler(source))
 
     def _check(self, name: str, info: ValidationInfo) -> str:
         tables: Choices = (info.context or {}).get("choices", {})
-        if self.table in tables and name not in tables[self.table]:
-            raise ValueError(unknown(name, tables[self.table]))
-        return name
+        if self.table not in tables or name in tables[self.table] or (self.or_file and name.endswith(self.or_file)):
+            return name
+        raise ValueError(unknown(name, tables[self.table]) + (f", or a {self.or_file} file" if self.or_file else ""))
 
 
 def unknown(name: str, known: Iterable[str]) -> str:

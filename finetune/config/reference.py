@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import types
 import typing
 from typing import Any
@@ -20,9 +21,13 @@ def json_schema(choices: Choices) -> dict[str, Any]:
     for _, section in _sections():
         properties = schema["$defs"][section.__name__]["properties"]
         for key, field in section.model_fields.items():
-            if table := _table(field):
+            if choice := _choice(field):
                 target = properties[key].get("items", properties[key])
-                target["enum"] = list(choices[table])
+                names = {"enum": list(choices[choice.table])}
+                if choice.or_file:
+                    target["anyOf"] = [names, {"pattern": f"{re.escape(choice.or_file)}$"}]
+                else:
+                    target.update(names)
     return schema
 
 
@@ -49,13 +54,14 @@ def markdown(choices: Choices) -> str:
             meaning = _flat(field.description or "")
             allowed = _allowed(field)
             lines.append(f"| `{key}` | `{_shown(field.default)}` | {meaning}{allowed} |")
-            if table := _table(field):
-                tables.append((table, choices[table]))
-        for table, entries in tables:
-            lines += ["", f"`{table}` is one of:", ""]
-            for choice, entry in entries.items():
+            if choice := _choice(field):
+                tables.append(choice)
+        for choice in tables:
+            file = f" (or the path of a {choice.or_file} file)" if choice.or_file else ""
+            lines += ["", f"`{choice.table}` is one of{file}:", ""]
+            for entry_name, entry in choices[choice.table].items():
                 text = entry.help if entry is not None else "the fastest of the following that works here"
-                lines.append(f"- `{choice}`: {text}")
+                lines.append(f"- `{entry_name}`: {text}")
     return "\n".join(lines) + "\n"
 
 
@@ -63,15 +69,15 @@ def _sections() -> list[tuple[str, type[Section]]]:
     return [(name, typing.cast(type[Section], field.annotation)) for name, field in Config.model_fields.items()]
 
 
-def _table(field: FieldInfo) -> str | None:
-    """The table of a choice field, also where the choice is the item of a list."""
+def _choice(field: FieldInfo) -> Choice | None:
+    """The mark of a choice field, also where the choice is the item of a list."""
     for mark in field.metadata:
         if isinstance(mark, Choice):
-            return mark.table
+            return mark
     for argument in typing.get_args(field.annotation):
         for mark in getattr(argument, "__metadata__", ()):
             if isinstance(mark, Choice):
-                return mark.table
+                return mark
     return None
 
 

@@ -133,10 +133,21 @@ class DataSection(Section):
     """Share of the rows held out by hash, where `eval: auto` must split them itself."""
     format: Annotated[str, Choice("data.format")] = "auto"
     """What a row looks like; `auto` detects it from the fields of each source's first row."""
+    columns: dict[str, str] = {}
+    """The rows' columns for fields of the format, where they are called otherwise: `{prompt: question}` takes the
+    format's `prompt` from the column `question`."""
+    chat_template: Annotated[str, Choice("data.chat_template", or_file=".jinja")] = "auto"
+    """How a conversation is written for the model."""
     max_length: Positive = 1024
-    """Longest row in tokens; what is over is cut off at the end, and counted."""
+    """Longest row in tokens."""
+    too_long: Annotated[str, Choice("data.too_long")] = "truncate"
+    """What becomes of longer rows; they are counted, and listed in the run's data.jsonl."""
+    duplicates: Literal["keep", "drop"] = "keep"
+    """Rows with the tokens and labels of an earlier one; they are counted and listed, too."""
     loss_on: Literal["assistant", "last", "all"] = "assistant"
-    """Tokens that are trained: the assistant's turns with their end-of-turn, the last of them, or all."""
+    """Tokens that are trained: the assistant's turns with their end-of-turn, the last of them, or all. Of a prompt and
+    completion the completion is trained, of tokenized rows their labels. A message with `train: false` or `weight: 0`
+    is left out."""
 
 
 class TrainingSection(Section):

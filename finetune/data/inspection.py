@@ -108,11 +108,10 @@ class Inspection:
     samples: tuple[Sample, ...]
 
     def as_dict(self) -> dict[str, Any]:
-        """The same as JSON values, with the share of tokens that is trained in each split."""
+        """The same as JSON values."""
         found = asdict(self)
         for name, counts in (("train", self.train), ("eval", self.eval)):
-            if counts is not None:
-                found[name]["supervised_share"] = supervised_share(counts)
+            found[name] = counts and counts.as_dict()
         return found
 
 
@@ -144,11 +143,6 @@ def inspect(section: DataSection, training: TrainingSection, tokenizer: Any) -> 
         worst_batch=worst_batches(lengths, trained, _chosen(training), training.batch_size, "the data's rows")[0],
         samples=tuple(_sample(row, tokenizer) for row in prepared.train.select(range(min(_SHOWN_ROWS, len(lengths))))),
     )
-
-
-def supervised_share(counts: Counts) -> float:
-    """Part of the tokens that is trained."""
-    return counts.trained_tokens / counts.tokens if counts.tokens else 0.0
 
 
 def _teaches(rows: Any, tokenizer: Any) -> bool:

@@ -3,30 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from finetune.config import DataSection, named
-from finetune.data import chat, formats, sources
+from finetune.config.fields import unknown
+from finetune.data import chat, formats, lengths, sources
+from finetune.data.chat import Encoded
+from finetune.data.counts import DUPLICATE, EMPTY, TOO_LONG, UNTRAINED, Affected, Counts
 from finetune.data.formats import RowError
 from finetune.data.problems import Problems
 from finetune.data.sources import Row
-from finetune.errors import DataError
-
-
-@dataclass
-class Counts:
-    """What became of the rows of one split."""
-
-    rows: int = 0
-    tokens: int = 0
-    trained_tokens: int = 0
-    longest: int = 0
-    truncated: int = 0
-    dropped: int = 0
-    dropped_places: list[str] = field(default_factory=list)
+from finetune.errors import ConfigError, DataError
 
 
 @dataclass(frozen=True)
@@ -41,20 +31,29 @@ class Prepared:
     train_counts: Counts
     eval_counts: Counts | None
 
+    def affected(self) -> Iterator[dict[str, Any]]:
+        """The rows of both splits that were left out or changed, as lines of data.jsonl."""
+        for split, found in (("train", self.train_counts), ("eval", self.eval_counts)):
+            for row in found.affected if found else ():
+                yield row.as_dict(split)
+
 
 def prepare(section: DataSection, tokenizer: Any) -> Prepared:
     """Read, format, tokenize and mask both splits.
 
-    Raises DataError for the rows that cannot be read (file:line and field, up to 20), or when nothing is left to train.
+    Raises DataError for the rows that cannot be read (file:line and field, up to 20), or when nothing is left to train;
+    ConfigError where `data.columns` names a field that no format has.
     """
+    _check_columns(section)
     problems = Problems()
     train_rows, eval_rows = _splits(section, problems)
     train, train_counts = _tokenize(train_rows, section, tokenizer, problems)
     if not train_counts.rows:
         where = f"`data.train` ({named(section.train)})"
         raise DataError(
-            f"{where} leaves nothing to train: {train_counts.dropped} rows dropped because no trained token was left "
-            f"within `data.max_length` {section.max_length}"
+            f"{where} leaves nothing to train: {train_counts.dropped} rows dropped "
+            f"({', '.join(f'{rows} {why}' for why, rows in train_counts.dropped_why.items())}), with `data.max_length` "
+            f"{section.max_length}, `data.too_long` {section.too_long} and `data.loss_on` {section.loss_on}"
             if train_counts.dropped
             else f"{where} has no rows"
         )
@@ -83,7 +82,8 @@ def held_out_ids(section: DataSection, tokenizer: Any, rows: int, tokens: int) -
     """Token ids of the first held-out rows (training rows, where none are held out), cut to `tokens`."""
     found = []
     for row in held_out_rows(section):
-        found.append(_encode(row, section.format, section, tokenizer).input_ids[:tokens])
+        example = _read(row, section.format, section)
+        found.append(_encode(row, example, section, tokenizer).input_ids[:tokens])
         if len(found) == rows:
             break
     return found
@@ -96,12 +96,15 @@ def held_out_rows(section: DataSection) -> Iterator[Row]:
 
 
 def questions(section: DataSection, count: int) -> list[tuple[list[formats.Message], str]]:
-    """The first held-out conversations as (messages before the last answer, that answer)."""
+    """The first held-out conversations as (messages before the last answer, that answer); none with tools."""
     found: list[tuple[list[formats.Message], str]] = []
     for row in held_out_rows(section):
-        example = _read(row, section.format)
-        if isinstance(example, formats.Chat) and example.messages[-1]["role"] == "assistant" and example.messages[:-1]:
-            found.append((example.messages[:-1], example.messages[-1]["content"]))
+        example = _read(row, section.format, section)
+        if not isinstance(example, formats.Chat) or example.tools:
+            continue
+        *asked, answer = example.messages
+        if asked and answer["role"] == "assistant" and answer["content"].strip():
+            found.append((asked, answer["content"]))
         if len(found) >= count:
             break
     return found
@@ -130,55 +133,91 @@ def _splits(section: DataSection, problems: Problems) -> tuple[Iterable[Row], It
 def _tokenize(rows: Iterable[Row], section: DataSection, tokenizer: Any, problems: Problems) -> tuple[Any, Counts]:
     import datasets
 
-    counts = Counts()
+    found = Counts()
     columns: dict[str, list[Any]] = {
         name: [] for name in ("input_ids", "labels", "length", "trained", "place", "source")
     }
     forms: dict[str, str] = {}
+    seen: dict[int, str] = {}
     for row in rows:
         if row.source not in forms:
-            forms[row.source] = _detect(row) if section.format == "auto" else section.format
+            forms[row.source] = _detect(row, section) if section.format == "auto" else section.format
         try:
-            encoded = _encode(row, forms[row.source], section, tokenizer)
+            kept = _kept(row, forms[row.source], section, tokenizer, seen, found.affected)
         except DataError as error:
             problems.add(error)
             continue
-        if len(encoded.input_ids) > section.max_length:
-            encoded = encoded.cut(section.max_length)
-            counts.truncated += 1
-        if not encoded.trained:
-            counts.dropped += 1
-            counts.dropped_places.append(row.place)
-            continue
-        counts.rows += 1
-        counts.tokens += len(encoded.input_ids)
-        counts.trained_tokens += encoded.trained
-        counts.longest = max(counts.longest, len(encoded.input_ids))
-        columns["input_ids"].append(np.array(encoded.input_ids, dtype=np.int32))
-        columns["labels"].append(np.array(encoded.labels, dtype=np.int32))
-        columns["length"].append(len(encoded.input_ids))
-        columns["trained"].append(encoded.trained)
-        columns["place"].append(row.place)
-        columns["source"].append(row.source)
-    return datasets.Dataset.from_dict(columns), counts
+        for encoded in kept:
+            found.rows += 1
+            found.tokens += len(encoded.input_ids)
+            found.trained_tokens += encoded.trained
+            found.longest = max(found.longest, len(encoded.input_ids))
+            columns["input_ids"].append(np.array(encoded.input_ids, dtype=np.int32))
+            columns["labels"].append(np.array(encoded.labels, dtype=np.int32))
+            columns["length"].append(len(encoded.input_ids))
+            columns["trained"].append(encoded.trained)
+            columns["place"].append(row.place)
+            columns["source"].append(row.source)
+    return datasets.Dataset.from_dict(columns), found
 
 
-def _detect(row: Row) -> str:
+def _kept(
+    row: Row, form: str, section: DataSection, tokenizer: Any, seen: dict[int, str], affected: list[Affected]
+) -> list[Encoded]:
+    """What a row of the source is trained as: one row, pieces of it, or none. What is done to it goes to `affected`.
+
+    `seen` is where each content was first found, by its hash.
+    """
+    example = _read(row, form, section)
+    if chat.is_empty(example, section.loss_on):
+        affected.append(Affected(row.place, "dropped", EMPTY))
+        return []
+    encoded = _encode(row, example, section, tokenizer)
+    length = len(encoded.input_ids)
+    if not encoded.trained:
+        affected.append(Affected(row.place, "dropped", UNTRAINED, length))
+        return []
+    # A source may be read more than once on purpose; a duplicate stands at another place.
+    if seen.setdefault(hash((tuple(encoded.input_ids), tuple(encoded.labels))), row.place) != row.place:
+        what = "dropped" if section.duplicates == "drop" else "kept"
+        affected.append(Affected(row.place, what, DUPLICATE, length))
+        if what == "dropped":
+            return []
+    if length <= section.max_length:
+        return [encoded]
     try:
-        return formats.detect(row.fields)
+        what, pieces = lengths.TOO_LONG[section.too_long].apply(encoded, section.max_length)
+    except RowError as error:
+        raise DataError(f"{row.place}: {error}") from None
+    trained = [piece for piece in pieces if piece.trained]
+    affected.append(Affected(row.place, what if trained else "dropped", TOO_LONG, length))
+    return trained
+
+
+def _check_columns(section: DataSection) -> None:
+    known = formats.known_fields(section.format)
+    for name in section.columns:
+        if name not in known:
+            raise ConfigError(
+                f"`data.columns`: the format `{section.format}` has no such field: {unknown(name, known)}"
+            )
+
+
+def _detect(row: Row, section: DataSection) -> str:
+    try:
+        return formats.detect(formats.mapped(row.fields, section.columns))
     except RowError as error:
         raise DataError(f"{row.place}: {error}") from None
 
 
-def _read(row: Row, form: str) -> formats.Example:
+def _read(row: Row, form: str, section: DataSection) -> formats.Example:
     try:
-        return formats.FORMATS[form].read(row.fields)
+        return formats.FORMATS[form].read(formats.mapped(row.fields, section.columns))
     except RowError as error:
         raise DataError(f"{row.place}: {error}") from None
 
 
-def _encode(row: Row, form: str, section: DataSection, tokenizer: Any) -> chat.Encoded:
-    example = _read(row, form)
+def _encode(row: Row, example: formats.Example, section: DataSection, tokenizer: Any) -> Encoded:
     try:
         return chat.encode(example, tokenizer, section.loss_on)
     except RowError as error:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from finetune import libraries
+from finetune import libraries, template
 from finetune.config import Config, QuantizationSection
 from finetune.data import fingerprint
 from finetune.data import prepare as data_prepare
@@ -48,7 +48,7 @@ def merge(run: RunDirectory, device: torch.device) -> dict[str, Any]:
     if config.model.weights == "random":
         raise ArtifactError(f"{run.path} has a base of random weights, which were not kept; there is nothing to merge")
     dtype = _MERGED_DTYPES[config.training.precision]
-    tokenizer = load_tokenizer(config.model)
+    tokenizer = load_tokenizer(config.model, run.chat_template)
     fingerprint.check(tokenizer, run.adapter)
     rows = data_prepare.held_out_ids(config.data, tokenizer, _ROWS, _ROW_TOKENS)
 
@@ -109,6 +109,10 @@ def _save(model: Any, tokenizer: Any, folder: Path, dtype: torch.dtype) -> None:
     model = model.to(dtype)
     # The base ran without a cache while its adapter was trained; whoever uses the merged model wants it.
     model.config.use_cache = True
+    # And it stops where an answer ends, whatever template that is the end of.
+    ends = model.generation_config.eos_token_id
+    known = ends if isinstance(ends, list) else [] if ends is None else [ends]
+    model.generation_config.eos_token_id = list(dict.fromkeys([*known, *template.stop_ids(tokenizer)]))
     model.save_pretrained(str(folder))
     fingerprint.save(tokenizer, folder)
 

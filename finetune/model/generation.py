@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 
+from finetune import template
+
 
 @torch.inference_mode()
 def answer(model: Any, tokenizer: Any, messages: list[dict[str, Any]], max_new_tokens: int = 128) -> str:
@@ -13,9 +15,7 @@ def answer(model: Any, tokenizer: Any, messages: list[dict[str, Any]], max_new_t
     was_training = model.training
     model.eval()
     try:
-        inputs = tokenizer.apply_chat_template(
-            messages, add_generation_prompt=True, return_dict=True, return_tensors="pt"
-        ).to(model.device)
+        inputs = template.render(tokenizer, messages, add_generation_prompt=True, return_tensors="pt").to(model.device)
         prompt_length = inputs["input_ids"].shape[1]
         generated = model.generate(
             **inputs,
@@ -26,7 +26,7 @@ def answer(model: Any, tokenizer: Any, messages: list[dict[str, Any]], max_new_t
             top_k=None,
             use_cache=True,
             pad_token_id=tokenizer.pad_token_id,
-            eos_token_id=tokenizer.eos_token_id,
+            eos_token_id=template.stop_ids(tokenizer),
         )
     finally:
         model.train(was_training)

@@ -4,25 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
+from finetune import template
 from finetune.config import ModelSection
 from finetune.errors import ArtifactError
 from finetune.model import catalog
 from finetune.model.locate import BUILTIN_BASE, hub_call, locate
 
-# For a base model without a template (Llama-2, Mistral and Gemma base models): plain text roles, so that no new
-# token has to be learnt, and the end of text as end of turn.
-PLAIN_TEMPLATE = (
-    "{{ bos_token }}{% for message in messages %}"
-    "{% if message['role'] == 'assistant' %}"
-    "### assistant:\n{% generation %}{{ message['content'] }}{{ eos_token }}{% endgeneration %}{{ '\n' }}"
-    "{% else %}### {{ message['role'] }}:\n{{ message['content'] }}\n{% endif %}"
-    "{% endfor %}"
-    "{% if add_generation_prompt %}### assistant:\n{% endif %}"
-)
 
-
-def load_tokenizer(section: ModelSection) -> Any:
-    """The tokenizer of the base, or the one `model.tokenizer` names.
+def load_tokenizer(section: ModelSection, chat_template: str = "auto") -> Any:
+    """The tokenizer of the base, or the one `model.tokenizer` names, with the template that `chat_template` chooses.
 
     A random-weight model without a tokenizer takes the built-in one: its ids are valid in any larger vocabulary.
     Padding uses the end of text where no pad token is set; labels and attention mask do not depend on its id.
@@ -44,7 +34,6 @@ def load_tokenizer(section: ModelSection) -> Any:
         raise ArtifactError(f"the tokenizer of `{name}` has no end-of-text token; set `eos_token` in its config")
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
-    if not tokenizer.chat_template:
-        tokenizer.chat_template = PLAIN_TEMPLATE
+    tokenizer.chat_template = template.choose(chat_template, tokenizer.chat_template)
     tokenizer.padding_side = "right"
     return tokenizer

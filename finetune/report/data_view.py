@@ -12,13 +12,12 @@ from itertools import groupby
 from rich.console import Console
 from rich.text import Text
 
-from finetune.data.inspection import Inspection, Piece, Sample, supervised_share
+from finetune.data.inspection import Inspection, Piece, Sample
 from finetune.data.prepare import Counts
 from finetune.report import markup, printing, words
 
 # Pieces of an unbroken run that a terminal shows at each of its ends; a page shows all.
 _SHOWN_PIECES = 40
-_DROPPED_PLACES = 3
 _TRAINED, _CONTEXT = "green", "dim"
 _ROWS = "the first rows as the model sees them"
 
@@ -83,7 +82,7 @@ def headline(found: Inspection) -> str:
     counts = found.train
     return (
         f"{words.count(counts.rows)} rows teach {words.count(counts.trained_tokens)} of {words.count(counts.tokens)} "
-        f"tokens ({words.share(supervised_share(counts))})"
+        f"tokens ({words.share(counts.supervised_share)})"
     )
 
 
@@ -100,9 +99,7 @@ def _facts(found: Inspection) -> dict[str, str]:
     }
     for name, counts in _splits(found).items():
         if counts.dropped:
-            places = ", ".join(counts.dropped_places[:_DROPPED_PLACES])
-            more = ", ..." if counts.dropped > _DROPPED_PLACES else ""
-            told[f"dropped, {name}"] = f"no trained token is left in {places}{more}"
+            told[f"dropped, {name}"] = words.dropped(counts)
     return {**told, "fingerprint": f"{found.fingerprint} (tokenizer and template)"}
 
 
@@ -120,9 +117,11 @@ def _split_rows(found: Inspection) -> list[tuple[str, ...]]:
         ("rows", *(words.count(counts.rows) for counts in splits)),
         ("tokens", *(words.count(counts.tokens) for counts in splits)),
         ("trained tokens", *(words.count(counts.trained_tokens) for counts in splits)),
-        ("share trained", *(words.share(supervised_share(counts)) for counts in splits)),
+        ("share trained", *(words.share(counts.supervised_share) for counts in splits)),
         ("longest row", *(words.count(counts.longest) for counts in splits)),
         ("truncated", *(words.count(counts.truncated) for counts in splits)),
+        ("split", *(words.count(counts.split) for counts in splits)),
+        ("duplicates", *(words.count(counts.duplicates) for counts in splits)),
         ("dropped", *(words.count(counts.dropped) for counts in splits)),
     ]
 

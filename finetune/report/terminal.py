@@ -35,7 +35,6 @@ from finetune.rundir import RunDirectory
 
 # Lines that a whole run prints where there is no terminal, besides its evaluations.
 _PLAIN_LINES = 10
-_DROPPED_PLACES = 3
 
 # Control characters but tab and newline: an answer could move the cursor or recolour the screen with them.
 _CONTROLS = dict.fromkeys([*range(9), *range(11, 32), *range(127, 160)], "\N{REPLACEMENT CHARACTER}")
@@ -298,10 +297,16 @@ def _counts(counts: Counts, max_length: int) -> str:
     ]
     if counts.truncated:
         told.append(f"{words.count(counts.truncated)} cut to {words.count(max_length)}")
+    if counts.answers_truncated:
+        told.append(f"{words.count(counts.answers_truncated)} of them in the answer")
+    if counts.split:
+        told.append(f"{words.count(counts.split)} split")
+    if counts.duplicates:
+        told.append(f"{words.count(counts.duplicates)} duplicate{'s' if counts.duplicates > 1 else ''}")
     if counts.dropped:
-        places = ", ".join(counts.dropped_places[:_DROPPED_PLACES])
-        more = ", ..." if counts.dropped > _DROPPED_PLACES else ""
-        told.append(f"{words.count(counts.dropped)} dropped, nothing left to train in them ({places}{more})")
+        told.append(f"{words.count(counts.dropped)} dropped: {words.dropped(counts)}")
+    if counts.affected:
+        told.append("listed in data.jsonl")
     return ", ".join(told)
 
 

@@ -5,9 +5,12 @@ from __future__ import annotations
 import math
 
 from finetune.data.batching import Batch
+from finetune.data.counts import Counts
 from finetune.memory.forecast import Forecast
 
 _MIB, _GIB = 2**20, 2**30
+# Rows that are named where they are many.
+_PLACES = 3
 
 
 def size(size_bytes: int) -> str:
@@ -63,6 +66,13 @@ def batch(shape: Batch) -> str:
     """The largest micro-batch in words, such as `4 rows x 2,048 tokens, padded`."""
     rows = f"{count(shape.rows)} row{'' if shape.rows == 1 else 's'}"
     return f"{rows} x {count(shape.tokens)} tokens{', padded' if shape.padded else ''}"
+
+
+def dropped(counts: Counts) -> str:
+    """Why rows were left out, and the places of the first: `2 empty answer (rows.jsonl:3, rows.jsonl:9)`."""
+    why = ", ".join(f"{count(rows)} {reason}" for reason, rows in counts.dropped_why.items())
+    places = ", ".join(counts.dropped_places[:_PLACES])
+    return f"{why} ({places}{', ...' if counts.dropped > _PLACES else ''})"
 
 
 def is_nothing(size_bytes: int) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -35,15 +35,14 @@ def word_tokenizer() -> Callable[..., Any]:
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    def make(template: str | None, pad_token: str = "<|pad|>", **tokens: str) -> Any:
-        vocabulary = {token: index for index, token in enumerate([*SPECIAL, *WORDS])}
+    def make(template: str | None, pad_token: str = "<|pad|>", special: Sequence[str] = (), **tokens: str) -> Any:
+        vocabulary = {token: index for index, token in enumerate(dict.fromkeys([*SPECIAL, *special, *WORDS]))}
         backend = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
         backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"\s|\w+|[^\s\w]"), behavior="isolated")
         backend.decoder = decoders.Fuse()
-        backend.add_special_tokens(SPECIAL)
-        tokenizer = PreTrainedTokenizerFast(
-            tokenizer_object=backend, eos_token="<|im_end|>", unk_token="<unk>", pad_token=pad_token, **tokens
-        )
+        backend.add_special_tokens([*SPECIAL, *special])
+        named = {"eos_token": "<|im_end|>", "unk_token": "<unk>", "pad_token": pad_token, **tokens}
+        tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, **named)
         tokenizer.chat_template = template
         return tokenizer
 
@@ -56,19 +55,26 @@ def byte_tokenizer() -> Callable[..., Any]:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
     from transformers import PreTrainedTokenizerFast
 
-    def make(template: str | None, trim_offsets: bool = False) -> Any:
+    def make(
+        template: str | None,
+        trim_offsets: bool = False,
+        special: Sequence[str] = (),
+        eos_token: str = "<|im_end|>",
+        **tokens: str,
+    ) -> Any:
         backend = Tokenizer(models.BPE())
         backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
         backend.post_processor = processors.ByteLevel(trim_offsets=trim_offsets)
         backend.decoder = decoders.ByteLevel()
         trainer = trainers.BpeTrainer(
-            vocab_size=320,
-            special_tokens=SPECIAL,
+            vocab_size=320 + len(special),
+            special_tokens=list(dict.fromkeys([*SPECIAL, *special])),
             initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
             show_progress=False,
         )
         backend.train_from_iterator(["system user assistant hello hello there", "the answer is the answer"], trainer)
-        tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|im_end|>", pad_token="<|pad|>")
+        named = {"eos_token": eos_token, "pad_token": "<|pad|>", **tokens}
+        tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, **named)
         tokenizer.chat_template = template
         return tokenizer
 

@@ -9,29 +9,18 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from conversations import TWO_TURNS, assistant, shown, system, trained_text, user
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from finetune.data.chat import IGNORE, Encoded, encode, marks_generation
 from finetune.data.formats import Chat, Completion, Message, RowError, Text
-from finetune.model.tokenizer import PLAIN_TEMPLATE
+from finetune.errors import ArtifactError
+from finetune.template import named
 
 Make = Callable[..., Any]
 
-
-def system(text: str) -> Message:
-    return {"role": "system", "content": text}
-
-
-def user(text: str) -> Message:
-    return {"role": "user", "content": text}
-
-
-def assistant(text: str) -> Message:
-    return {"role": "assistant", "content": text}
-
-
-TWO_TURNS = [system("Be brief."), user("Hi"), assistant("Hello there."), user("Why?"), assistant("Because so.")]
+PLAIN_TEMPLATE = named("plain")
 
 
 @pytest.fixture(scope="session")
@@ -49,22 +38,6 @@ def tight(unmarked: str) -> str:
 @pytest.fixture
 def templates(chatml: str, unmarked: str, tight: str) -> dict[str, str]:
     return {"marked": chatml, "unmarked": unmarked, "tight": tight, "plain": PLAIN_TEMPLATE}
-
-
-def shown(encoded: Encoded, tokenizer: Any) -> str:
-    """The tokens in a row, trained ones in brackets, special ones shortened to `<` (start), `>` (end) and `_` (pad)."""
-    short = {"<|im_start|>": "<", "<|im_end|>": ">", "<|pad|>": "_", "\n": "/"}
-    assert len(encoded.input_ids) == len(encoded.labels)
-    parts = []
-    for token, label in zip(encoded.input_ids, encoded.labels, strict=True):
-        text = tokenizer.convert_ids_to_tokens(token)
-        assert label in (IGNORE, token)
-        parts.append(short.get(text, text) if label == IGNORE else f"[{short.get(text, text)}]")
-    return "".join(parts)
-
-
-def trained_text(encoded: Encoded, tokenizer: Any) -> str:
-    return str(tokenizer.decode([label for label in encoded.labels if label != IGNORE], skip_special_tokens=False))
 
 
 # -- pinned, token by token ------------------------------------------------------------------------------------------
@@ -286,9 +259,8 @@ def test_a_conversation_without_an_assistant_may_be_learnt_whole(word_tokenizer:
     assert shown(encode(Chat([user("Hi")]), tokenizer, "all"), tokenizer) == "[<][user][/][Hi][>][/]"
 
 
-@pytest.mark.parametrize("loss_on", ["assistant", "last"])
 def test_a_template_that_shortens_earlier_answers_is_refused_with_the_reason(
-    loss_on: Any, word_tokenizer: Make, unmarked: str
+    word_tokenizer: Make, unmarked: str
 ) -> None:
     """As templates of reasoning models do, which drop what was thought in earlier turns."""
     forgets = unmarked.replace("{%- for", "{%- set last = messages|length - 1 -%}{%- for").replace(
@@ -296,14 +268,15 @@ def test_a_template_that_shortens_earlier_answers_is_refused_with_the_reason(
         "(message['content'] if loop.index0 == last or message['role'] == 'user' else '') + '<|im_end|>'",
     )
     tokenizer = word_tokenizer(forgets)
+    messages = [user("Hi"), assistant("Hello"), user("Why?"), assistant("so")]
     with pytest.raises(RowError) as caught:
-        encode(Chat([user("Hi"), assistant("Hello"), user("Why?"), assistant("so")]), tokenizer, loss_on)
+        encode(Chat(messages), tokenizer)
     message = str(caught.value)
     assert "messages[1]" in message
     assert "renders the conversation differently" in message
     assert "{% generation %}" in message
     assert "`data.loss_on: all`" in message
-    assert encode(Chat([user("Hi"), assistant("Hello")]), tokenizer, loss_on).trained
+    assert trained_text(encode(Chat(messages), tokenizer, "last"), tokenizer) == "so<|im_end|>"
 
 
 def test_the_remedy_of_that_refusal_works(word_tokenizer: Make, unmarked: str) -> None:
@@ -333,8 +306,8 @@ def test_what_a_template_raises_is_an_error_of_the_row(
     assert encode(Chat(TWO_TURNS[1:]), tokenizer, loss_on).trained
 
 
-def test_a_template_that_is_no_template_is_an_error_of_the_row(word_tokenizer: Make) -> None:
-    with pytest.raises(RowError, match="chat template"):
+def test_a_template_that_is_no_template_is_told_with_its_line(word_tokenizer: Make) -> None:
+    with pytest.raises(ArtifactError, match="chat template is not valid: line 1"):
         encode(Chat(TWO_TURNS), word_tokenizer("{% for message in messages %}"))
 
 

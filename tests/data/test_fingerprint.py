@@ -93,11 +93,11 @@ def test_a_folder_without_a_fingerprint_passes_and_a_damaged_one_does_not(
 
 
 @pytest.fixture
-def other_template(trained: RunDirectory, tiny_base: Path, tmp_path: Path) -> tuple[RunDirectory, str]:
-    """A copy of the trained run whose tokenizer's chat template was changed since, and the new fingerprint."""
+def other_tokenizer(trained: RunDirectory, tiny_base: Path, tmp_path: Path) -> tuple[RunDirectory, str]:
+    """A copy of the trained run whose tokenizer was changed since, and the new fingerprint."""
     changed = Path(shutil.copytree(tiny_base, tmp_path / "changed"))
-    template = changed / "chat_template.jinja"
-    template.write_text(template.read_text().replace("'\\n'", "' '"))
+    rules = json.loads((changed / "tokenizer.json").read_text())
+    (changed / "tokenizer.json").write_text(json.dumps(rules | {"normalizer": {"type": "Lowercase"}}))
     run = RunDirectory(shutil.copytree(trained.path, tmp_path / "run"))
     config = run.config().changed({"model.tokenizer": str(changed)})
     run.config_file.write_text(dump(config))
@@ -113,10 +113,10 @@ def other_template(trained: RunDirectory, tiny_base: Path, tmp_path: Path) -> tu
     ],
     ids=["generate", "merge", "evaluate"],
 )
-def test_weights_are_not_used_with_another_chat_template(
-    other_template: tuple[RunDirectory, str], use: Callable[[RunDirectory], object]
+def test_weights_are_not_used_with_another_tokenizer(
+    other_tokenizer: tuple[RunDirectory, str], use: Callable[[RunDirectory], object]
 ) -> None:
-    run, now = other_template
+    run, now = other_tokenizer
     with pytest.raises(ArtifactError) as caught:
         use(run)
     then = fingerprint.of(load_tokenizer(ModelSection()))
@@ -127,13 +127,13 @@ def test_weights_are_not_used_with_another_chat_template(
     assert not run.merged.exists()
 
 
-def test_the_base_answers_with_any_tokenizer(other_template: tuple[RunDirectory, str]) -> None:
-    run, _ = other_template
+def test_the_base_answers_with_any_tokenizer(other_tokenizer: tuple[RunDirectory, str]) -> None:
+    run, _ = other_tokenizer
     assert isinstance(finetune.generate(run, "What is `abc`?", which="base", max_new_tokens=2), str)
 
 
-def test_a_merged_model_is_bound_to_its_tokenizer_too(other_template: tuple[RunDirectory, str]) -> None:
-    run, _ = other_template
+def test_a_merged_model_is_bound_to_its_tokenizer_too(other_tokenizer: tuple[RunDirectory, str]) -> None:
+    run, _ = other_tokenizer
     fingerprint.save(load_tokenizer(ModelSection()), run.merged)
     with pytest.raises(ArtifactError, match="another tokenizer or chat template"):
         finetune.generate(run, "What is `abc`?", which="merged", max_new_tokens=2)

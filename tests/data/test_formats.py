@@ -6,15 +6,29 @@ from typing import Any
 
 import pytest
 
-from finetune.data.formats import FORMATS, ROLES, Chat, Completion, Example, RowError, Text, detect
+from finetune.data.formats import (
+    FORMATS,
+    ROLES,
+    Chat,
+    Completion,
+    Example,
+    RowError,
+    Text,
+    Tokens,
+    detect,
+    known_fields,
+    mapped,
+)
 
 ASK = {"role": "user", "content": "Why?"}
 TELL = {"role": "assistant", "content": "Because."}
+LIE = {"role": "assistant", "content": "No."}
+CALL = {"id": "1", "type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
 
 ROWS: list[tuple[str, dict[str, Any], Example]] = [
     ("messages", {"messages": [ASK, TELL], "id": 3}, Chat([ASK, TELL])),
     ("prompt_completion", {"prompt": "Why?", "completion": " Because."}, Completion("Why?", " Because.")),
-    ("prompt_completion", {"prompt": [ASK], "completion": [TELL]}, Chat([ASK, TELL], trained_from=1)),
+    ("prompt_completion", {"prompt": [ASK], "completion": [TELL]}, Chat([ASK, TELL])),
     (
         "alpaca",
         {"instruction": "Add.", "input": "1 and 2", "output": "3"},
@@ -34,6 +48,38 @@ ROWS: list[tuple[str, dict[str, Any], Example]] = [
         "alpaca",
         {"instruction": "Sing.", "input": None, "output": "La."},
         Chat([{"role": "user", "content": "Sing."}, {"role": "assistant", "content": "La."}]),
+    ),
+    (
+        "sharegpt",
+        {"conversations": [{"from": "human", "value": "Why?"}, {"from": "gpt", "value": "Because."}]},
+        Chat([ASK, TELL]),
+    ),
+    ("preference", {"prompt": "Why?", "chosen": " Because.", "rejected": " So."}, Completion("Why?", " Because.")),
+    ("preference", {"prompt": "Why?", "chosen": [TELL], "rejected": [LIE]}, Chat([ASK, TELL])),
+    ("preference", {"prompt": [ASK], "chosen": [TELL], "rejected": [LIE]}, Chat([ASK, TELL])),
+    ("preference", {"prompt": "Why?", "chosen": [ASK, TELL], "rejected": [ASK, LIE]}, Chat([ASK, TELL])),
+    ("preference", {"chosen": [ASK, TELL], "rejected": [ASK, LIE]}, Chat([ASK, TELL])),
+    (
+        "preference",
+        {"chosen": [ASK, TELL, ASK, TELL], "rejected": [ASK, TELL, ASK, LIE]},
+        Chat([ASK, TELL, ASK, TELL], frozenset({1})),
+    ),
+    (
+        "preference",
+        {"chosen": "Human: Why? Assistant: I know.", "rejected": "Human: Why? Assistant: I do not."},
+        Completion("Human: Why? Assistant: I", " know."),
+    ),
+    (
+        "preference",
+        {"chosen": "Human: Why?\nAssistant: Once.", "rejected": "Human: Why?\nAssistant: On."},
+        Completion("Human: Why?\nAssistant:", " Once."),
+    ),
+    ("tokenized", {"input_ids": [5, 6, 7]}, Tokens([5, 6, 7])),
+    ("tokenized", {"input_ids": [5, 6], "labels": [-100, 6], "attention_mask": None}, Tokens([5, 6], [-100, 6])),
+    (
+        "tokenized",
+        {"input_ids": [0, 5, 6, 0, 0], "labels": [0, -100, 6, 0, 0], "attention_mask": [0, 1, 1, 0, 0]},
+        Tokens([5, 6], [-100, 6]),
     ),
     ("text", {"text": "Once."}, Text("Once.")),
 ]
@@ -65,9 +111,72 @@ def test_a_row_of_no_format_is_told_its_fields_and_all_formats(row: dict[str, An
 
 
 @pytest.mark.parametrize("role", ROLES)
-def test_the_four_roles_are_known(role: str) -> None:
+def test_each_role_is_known_and_a_developer_is_the_system(role: str) -> None:
     message = {"role": role, "content": ""}
-    assert FORMATS["messages"].read({"messages": [message]}) == Chat([message])
+    known = {**message, "role": "system" if role == "developer" else role}
+    assert FORMATS["messages"].read({"messages": [message]}) == Chat([known])
+
+
+@pytest.mark.parametrize(
+    ("name", "role"),
+    [
+        ("system", "system"), ("human", "user"), ("user", "user"), ("gpt", "assistant"), ("assistant", "assistant"),
+        ("model", "assistant"), ("tool", "tool"), ("function", "tool"),
+    ],
+)  # fmt: skip
+def test_the_roles_of_sharegpt_are_those_of_chat_templates(name: str, role: str) -> None:
+    row = {"conversations": [{"from": name, "value": "x"}]}
+    assert FORMATS["sharegpt"].read(row) == Chat([{"role": role, "content": "x"}])
+
+
+def test_text_parts_are_joined() -> None:
+    parts = [{"type": "text", "text": "Be"}, {"type": "text", "text": "cause."}]
+    assert FORMATS["messages"].read({"messages": [{**TELL, "content": parts}]}) == Chat([TELL])
+
+
+def test_calls_of_tools_need_no_content_and_their_arguments_may_be_json_text() -> None:
+    written = {**CALL, "function": {"name": "add", "arguments": '{"a": 1}'}}
+    tool = {"role": "tool", "content": "1", "tool_call_id": "1", "name": "add"}
+    call = {"role": "assistant", "content": None, "tool_calls": [written]}
+    read = FORMATS["messages"].read({"messages": [ASK, call, tool], "tools": '[{"name": "add"}]'})
+    assert read == Chat(
+        [ASK, {"role": "assistant", "content": "", "tool_calls": [CALL]}, tool], tools=[{"name": "add"}]
+    )
+
+
+def test_a_field_that_is_null_is_not_there() -> None:
+    """As a table of uneven messages has it."""
+    empty = {"tool_calls": None, "tool_call_id": None, "weight": None, "train": None}
+    assert FORMATS["messages"].read({"messages": [{**ASK, **empty}, {**TELL, **empty}], "tools": None}) == (
+        Chat([ASK, TELL])
+    )
+
+
+@pytest.mark.parametrize("off", [{"train": False}, {"weight": 0}])
+@pytest.mark.parametrize("on", [{}, {"train": True}, {"weight": 1}, {"weight": 1.0}])
+def test_a_message_says_whether_it_is_trained(off: dict[str, Any], on: dict[str, Any]) -> None:
+    row = {"messages": [{**ASK, "weight": 0}, {**TELL, **off}, ASK, {**TELL, **on}]}
+    assert FORMATS["messages"].read(row) == Chat([ASK, TELL, ASK, TELL], frozenset({1}))
+    turns = [{"from": "gpt", "value": "Because.", **off}, {"from": "gpt", "value": "Because.", **on}]
+    assert FORMATS["sharegpt"].read({"conversations": turns}) == Chat([TELL, TELL], frozenset({0}))
+
+
+# -- columns ---------------------------------------------------------------------------------------------------------
+
+
+def test_columns_give_fields_their_names() -> None:
+    fields = mapped({"question": "Why?", "answer": "So.", "id": 3}, {"prompt": "question", "completion": "answer"})
+    assert FORMATS[detect(fields)].read(fields) == Completion("Why?", "So.")
+
+
+def test_a_column_that_is_not_there_is_told_with_the_nearest() -> None:
+    with pytest.raises(RowError, match=r"`prompt`.*`qestion`.*did you mean `question`"):
+        mapped({"question": "Why?"}, {"prompt": "qestion"})
+
+
+def test_the_fields_of_a_format_are_those_it_is_known_by_and_the_others_it_reads() -> None:
+    assert known_fields("alpaca") == ["instruction", "output", "input"]
+    assert {"messages", "prompt", "chosen", "labels", "text"} <= set(known_fields("auto"))
 
 
 @pytest.mark.parametrize(
@@ -92,6 +201,47 @@ def test_the_four_roles_are_known(role: str) -> None:
         ("alpaca", {"instruction": "x"}, ["`output` is missing"]),
         ("alpaca", {"instruction": "x", "input": 5, "output": "y"}, ["`input`", "not a number"]),
         ("alpaca", {"instruction": "x", "output": {"a": 1}}, ["`output`", "not an object"]),
+        ("messages", {"messages": [{"role": "user", "content": []}]}, ["`messages[0].content`", "not a list"]),
+        (
+            "messages",
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}]},
+            ["`messages[0].content[0]`", "'image_url'", "only text"],
+        ),
+        ("messages", {"messages": [{"role": "assistant", "content": None, "tool_calls": []}]}, ["not null"]),
+        ("messages", {"messages": [{**ASK, "tool_calls": [CALL]}]}, ["`messages[0].tool_calls`", "only the assistant"]),
+        ("messages", {"messages": [{**TELL, "tool_calls": "add"}]}, ["`messages[0].tool_calls`", "not text"]),
+        ("messages", {"messages": [{**TELL, "tool_calls": [{"name": "add"}]}]}, ["`messages[0].tool_calls[0]`"]),
+        (
+            "messages",
+            {"messages": [{**TELL, "tool_calls": [{"function": {"name": "add", "arguments": "{a"}}]}]},
+            ["`messages[0].tool_calls[0].function.arguments`", "not valid JSON"],
+        ),
+        (
+            "messages",
+            {"messages": [{**TELL, "tool_calls": [{"function": {"name": "add", "arguments": [1]}}]}]},
+            ["`messages[0].tool_calls[0].function.arguments`", "not a list"],
+        ),
+        ("messages", {"messages": [TELL], "tools": {"a": 1}}, ["`tools`", "not an object"]),
+        ("messages", {"messages": [TELL], "tools": "[1"}, ["`tools`", "not valid JSON"]),
+        ("messages", {"messages": [{**TELL, "weight": 0.5}]}, ["`messages[0].weight`", "0.5", "0 (not trained) or 1"]),
+        ("messages", {"messages": [{**TELL, "train": "no"}]}, ["`messages[0].train`", "true or false"]),
+        ("messages", {"messages": [{**TELL, "train": 1}]}, ["`messages[0].train`", "true or false"]),
+        ("messages", {"messages": [{**ASK, "train": True}, TELL]}, ["`messages[0].train`", "only the assistant"]),
+        ("sharegpt", {"conversations": []}, ["`conversations`", "at least one"]),
+        ("sharegpt", {"conversations": ["x"]}, ["`conversations[0]`", "`from` and `value`"]),
+        ("sharegpt", {"conversations": [{"from": "bot", "value": "x"}]}, ["`conversations[0].from`", "'bot'", "gpt"]),
+        ("sharegpt", {"conversations": [{"from": "gpt"}]}, ["`conversations[0].value`", "not null"]),
+        ("preference", {"chosen": "x"}, ["`rejected` is missing"]),
+        ("preference", {"chosen": [TELL], "rejected": "x"}, ["`rejected`", "list"]),
+        ("preference", {"chosen": "x", "rejected": "y", "prompt": 5}, ["`prompt`", "not a number"]),
+        ("tokenized", {}, ["`input_ids` is missing"]),
+        ("tokenized", {"input_ids": "5 6"}, ["`input_ids`", "not text"]),
+        ("tokenized", {"input_ids": [5, 6.5]}, ["`input_ids[1]`", "whole number"]),
+        ("tokenized", {"input_ids": [5, True]}, ["`input_ids[1]`", "not a boolean"]),
+        ("tokenized", {"input_ids": [5, 6], "labels": [5]}, ["`labels` has 1", "`input_ids` has 2"]),
+        ("tokenized", {"input_ids": [5], "attention_mask": [1, 1]}, ["`attention_mask` has 2"]),
+        ("tokenized", {"input_ids": [5], "attention_mask": [2]}, ["`attention_mask`", "0 and 1"]),
+        ("tokenized", {"input_ids": [5, 6, 7], "attention_mask": [1, 0, 1]}, ["`attention_mask[1]`"]),
         ("text", {"text": 1.5}, ["`text`", "not a number"]),
         ("text", {}, ["`text` is missing"]),
     ],
@@ -112,4 +262,4 @@ def test_assistant_turns_of_a_prompt_are_context() -> None:
     example = FORMATS["prompt_completion"].read(
         {"prompt": prompt, "completion": [{"role": "assistant", "content": "d"}]}
     )
-    assert example.trained_from == 3
+    assert example.context == {1}

@@ -135,8 +135,9 @@ def test_both_splits_are_counted_with_their_supervised_share(look, tmp_path: Pat
 
 
 def test_cut_and_dropped_rows_are_told_with_their_places(look) -> None:
-    found = look([chat("Hi", "one two one two"), chat("one " * 20, "two"), chat("Hi", "one")], max_length=14)
-    assert (found.train.rows, found.train.truncated, found.train.dropped) == (2, 2, 1)
+    rows = [chat("one " * 20, "two"), chat("Hi", ""), chat("Hi", "one")]
+    found = look(rows, max_length=14)
+    assert (found.train.rows, found.train.truncated, found.train.dropped) == (2, 1, 1)
     assert [place.rpartition("/")[2] for place in found.train.dropped_places] == ["rows.jsonl:2"]
 
 
@@ -250,17 +251,23 @@ def test_a_micro_batch_that_is_not_chosen_yet_pads_like_the_whole_batch(look) ->
 
 @pytest.mark.parametrize("answer", ["", " ", "\n "])
 def test_answers_without_text_teach_nothing(look, answer: str) -> None:
-    with pytest.raises(DataError, match=r"teaches nothing: in none of its 2 rows .* answers are not empty") as caught:
+    with pytest.raises(DataError, match=r"leaves nothing to train: 2 rows dropped \(2 empty answer\)") as caught:
         look([chat("Hi", answer), chat("Why?", answer)])
     assert caught.value.exit_code == 3
 
 
 def test_one_answer_with_text_is_enough(look) -> None:
-    assert look([chat("Hi", ""), chat("Hi", "one")]).train.rows == 2
+    found = look([chat("Hi", ""), chat("Hi", "one")]).as_dict()
+    assert (found["train"]["rows"], found["train"]["dropped_why"]) == (1, {"empty answer": 1})
+
+
+def test_unprintable_answers_teach_nothing(look) -> None:
+    with pytest.raises(DataError, match=r"teaches nothing: in none of its 1 rows .* answers are not empty"):
+        look([{"input_ids": [1, 2], "labels": [-100, 2]}])
 
 
 def test_no_rows_and_no_trained_tokens_are_refused_as_by_training(look) -> None:
     with pytest.raises(DataError, match="has no rows"):
         look([])
     with pytest.raises(DataError, match="1 rows dropped"):
-        look([chat("one " * 20, "two")], max_length=16)
+        look([chat("one " * 20, "two")], max_length=16, too_long="drop")

@@ -11,8 +11,9 @@ import pytest
 
 from finetune.config import DataSection, Source
 from finetune.data.chat import IGNORE
+from finetune.data.counts import TOO_LONG, UNTRAINED, Affected
 from finetune.data.prepare import held_out_rows, prepare, questions
-from finetune.errors import DataError
+from finetune.errors import ConfigError, DataError
 
 Write = Callable[..., str]
 
@@ -55,7 +56,7 @@ def test_rows_tokens_and_trained_tokens_are_counted(write: Write, tokenizer: Any
     prepared = prepare(DataSection(train=source, eval="none"), tokenizer)
     counts = prepared.train_counts
     assert (counts.rows, counts.tokens, counts.trained_tokens) == (2, length(1, 1) + length(2, 4), 2 + 5)
-    assert (counts.longest, counts.truncated, counts.dropped, counts.dropped_places) == (length(2, 4), 0, 0, [])
+    assert (counts.longest, counts.affected) == (length(2, 4), [])
     assert prepared.train["length"][:] == [length(1, 1), length(2, 4)]
     assert prepared.eval is None
     assert prepared.eval_counts is None
@@ -82,36 +83,110 @@ def test_a_row_of_the_longest_length_is_left_whole(write: Write, tokenizer: Any)
     assert (counts.truncated, counts.longest) == (0, length(1, 1))
 
 
-def test_a_longer_row_is_cut_at_the_end_and_counted(write: Write, tokenizer: Any) -> None:
-    source = write([chat("Hi", "one"), chat("Hi", "one two one two")])
+def test_a_longer_row_loses_its_prompt_before_its_answer_and_is_counted(write: Write, tokenizer: Any) -> None:
+    source = write([chat("Hi", "one"), chat("Hi", "one two one two"), chat("Hi", "one two one two one two")])
     section = DataSection(train=source, eval="none", max_length=length(1, 1))
     prepared = prepare(section, tokenizer)
-    assert (prepared.train_counts.rows, prepared.train_counts.truncated, prepared.train_counts.dropped) == (2, 1, 0)
-    labels = prepared.train[1]["labels"]
-    assert len(labels) == section.max_length
-    assert tokenizer.decode([label for label in labels if label != IGNORE]) == "one two"
-
-
-def test_a_row_whose_answer_is_cut_off_is_dropped_and_listed(write: Write, tokenizer: Any) -> None:
-    source = write([chat("Hi", "one"), chat("one " * 20, "two"), chat("Hi", "two"), chat("so " * 30, "two")])
-    prepared = prepare(DataSection(train=source, eval="none", max_length=16), tokenizer)
     counts = prepared.train_counts
-    assert (counts.rows, counts.dropped, counts.truncated) == (2, 2, 2)
+    assert (counts.rows, counts.truncated, counts.answers_truncated, counts.dropped) == (3, 2, 1, 0)
+    answers = ["one<|im_end|>", "one two one two<|im_end|>", "one two one two one"]
+    for row, answer in zip(prepared.train, answers, strict=True):
+        assert len(row["labels"]) == section.max_length
+        assert tokenizer.decode([label for label in row["labels"] if label != IGNORE]) == answer
+    assert counts.affected == [
+        Affected(f"{source}:2", "truncated", TOO_LONG, length(1, 7)),
+        Affected(f"{source}:3", "answer truncated", TOO_LONG, length(1, 11)),
+    ]
+
+
+def test_longer_rows_may_be_left_out_and_are_listed(write: Write, tokenizer: Any) -> None:
+    source = write([chat("Hi", "one"), chat("one " * 20, "two"), chat("Hi", "two"), chat("so " * 30, "two")])
+    prepared = prepare(DataSection(train=source, eval="none", max_length=16, too_long="drop"), tokenizer)
+    counts = prepared.train_counts
+    assert (counts.rows, counts.dropped, counts.truncated) == (2, 2, 0)
     assert counts.dropped_places == [f"{source}:2", f"{source}:4"]
+    assert counts.dropped_why == {TOO_LONG: 2}
     assert len(prepared.train) == 2
-    assert all(any(label != IGNORE for label in row["labels"]) for row in prepared.train)
 
 
-def test_an_empty_text_has_nothing_to_train_and_is_dropped(write: Write, tokenizer: Any) -> None:
-    source = write([{"text": ""}, {"text": "one"}])
-    assert prepare(DataSection(train=source, eval="none"), tokenizer).train_counts.dropped_places == [f"{source}:1"]
+def test_longer_rows_may_be_split_and_pieces_with_nothing_to_train_are_left_out(write: Write, tokenizer: Any) -> None:
+    source = write([chat("one " * 20, "two"), {"messages": chat("Hi", "one")["messages"] * 2}])
+    section = DataSection(train=source, eval="none", max_length=10, too_long="split")
+    prepared = prepare(section, tokenizer)
+    assert (prepared.train_counts.split, prepared.train_counts.dropped) == (2, 0)
+    trained = ["".join(tokenizer.decode([x]) for x in row["labels"] if x != IGNORE) for row in prepared.train]
+    assert trained == ["two<|im_end|>", "one", "<|im_end|>", "one<|im_end|>"]
+
+
+def test_longer_rows_may_stop_the_run_with_their_place(write: Write, tokenizer: Any) -> None:
+    source = write([chat("Hi", "one"), chat("one " * 20, "two")])
+    said = message(DataSection(train=source, eval="none", max_length=16, too_long="error"), tokenizer)
+    assert said.startswith(f"{source}:2: the row has ")
+    assert "over `data.max_length` 16" in said
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"text": ""},
+        {"text": " \n"},
+        chat("Hi", ""),
+        chat("Hi", "  "),
+        {"prompt": "Hi", "completion": " "},
+        {"instruction": "Hi", "output": ""},
+    ],
+)
+def test_an_empty_answer_is_dropped_and_listed(row: dict[str, Any], write: Write, tokenizer: Any) -> None:
+    source = write([row])
+    full = write([chat("Hi", "one")], "eval.jsonl")
+    prepared = prepare(DataSection(train=full, eval="none"), tokenizer)
+    assert prepared.train_counts.affected == []
+    assert "1 rows dropped (1 empty answer)" in message(DataSection(train=source, eval="none"), tokenizer)
+
+
+def test_one_empty_answer_among_others_is_no_reason_to_drop_a_row(write: Write, tokenizer: Any) -> None:
+    source = write([{"messages": [*chat("Hi", "")["messages"], *chat("Why?", "so")["messages"]]}])
+    assert prepare(DataSection(train=source, eval="none"), tokenizer).train_counts.affected == []
+    ends_blank = write([{"messages": [*chat("Hi", "so")["messages"], *chat("Why?", "")["messages"]]}])
+    assert "1 empty answer" in message(DataSection(train=ends_blank, eval="none", loss_on="last"), tokenizer)
+
+
+def test_a_row_with_every_answer_switched_off_is_dropped_and_listed(write: Write, tokenizer: Any) -> None:
+    off = {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "one", "train": False}]}
+    source = write([off, chat("Hi", "one")])
+    counts = prepare(DataSection(train=source, eval="none"), tokenizer).train_counts
+    assert counts.affected == [Affected(f"{source}:1", "dropped", UNTRAINED, length(1, 1))]
+    masked = write([{"input_ids": [5, 6], "labels": [IGNORE, IGNORE]}, {"input_ids": [5, 6]}])
+    counts = prepare(DataSection(train=masked, eval="none"), tokenizer).train_counts
+    assert counts.affected == [Affected(f"{masked}:1", "dropped", UNTRAINED, 2)]
+
+
+@pytest.mark.parametrize(("policy", "rows"), [("keep", 4), ("drop", 2)])
+def test_duplicates_are_counted_and_dropped_where_that_is_asked(
+    policy: Any, rows: int, write: Write, tokenizer: Any
+) -> None:
+    """By tokens and labels, whatever the rows look like."""
+    source = write([chat("Hi", "one"), chat("Hi", "two"), {**chat("Hi", "one"), "id": 3}, chat("Hi", "one")])
+    counts = prepare(DataSection(train=source, eval="none", duplicates=policy), tokenizer).train_counts
+    assert (counts.rows, counts.duplicates) == (rows, 2)
+    assert [row.place for row in counts.affected] == [f"{source}:3", f"{source}:4"]
+    assert {row.what for row in counts.affected} == {"kept" if policy == "keep" else "dropped"}
+
+
+def test_rows_of_both_splits_are_listed_with_their_split(write: Write, tokenizer: Any) -> None:
+    train, held_out = write([chat("Hi", "one")] * 2), write([chat("Hi", ""), chat("Hi", "one")], "eval.jsonl")
+    assert list(prepare(DataSection(train=train, eval=held_out), tokenizer).affected()) == [
+        {"place": f"{train}:2", "split": "train", "what": "kept", "why": "duplicate", "tokens": length(1, 1)},
+        {"place": f"{held_out}:1", "split": "eval", "what": "dropped", "why": "empty answer", "tokens": None},
+    ]
 
 
 def test_when_everything_is_dropped_the_count_and_the_cause_are_told(write: Write, tokenizer: Any) -> None:
     source = write([chat("one " * 20, "two")] * 3)
-    said = message(DataSection(train=source, eval="none", max_length=16), tokenizer)
-    assert "3 rows dropped" in said
+    said = message(DataSection(train=source, eval="none", max_length=16, too_long="drop"), tokenizer)
+    assert "3 rows dropped (3 over data.max_length)" in said
     assert "`data.max_length` 16" in said
+    assert "`data.too_long` drop" in said
     assert source in said
 
 
@@ -121,7 +196,7 @@ def test_a_file_without_rows_is_refused(write: Write, tokenizer: Any) -> None:
 
 def test_when_every_held_out_row_is_dropped_it_is_told(write: Write, tokenizer: Any) -> None:
     train, held_out = write([chat("Hi", "one")]), write([chat("one " * 20, "two")], "eval.jsonl")
-    said = message(DataSection(train=train, eval=held_out, max_length=16), tokenizer)
+    said = message(DataSection(train=train, eval=held_out, max_length=16, too_long="drop"), tokenizer)
     assert "no held-out row" in said
     assert "`data.eval" in said
 
@@ -307,6 +382,57 @@ def test_sources_without_rows_are_named(write: Write, tokenizer: Any) -> None:
     several = [write([], "a.jsonl"), Source(source=write([], "b.jsonl"), weight=2)]
     said = message(DataSection(train=several, eval="none"), tokenizer)
     assert f"({several[0]}, {several[1].source} (weight 2)) has no rows" in said
+
+
+# -- columns and tokens ----------------------------------------------------------------------------------------------
+
+
+def test_columns_are_mapped_before_the_format_is_detected(write: Write, tokenizer: Any) -> None:
+    source = write([{"question": "Why?", "answer": "so"}])
+    columns = {"instruction": "question", "output": "answer"}
+    [row] = prepare(DataSection(train=source, eval="none", columns=columns), tokenizer).train
+    assert tokenizer.decode([label for label in row["labels"] if label != IGNORE]) == "so<|im_end|>"
+    section = DataSection(train=source, eval=source, columns=columns)
+    assert questions(section, 1) == [([{"role": "user", "content": "Why?"}], "so")]
+
+
+def test_a_row_without_a_mapped_column_is_told_with_its_place(write: Write, tokenizer: Any) -> None:
+    source = write([{"question": "x", "text": "one"}, {"text": "one"}])
+    said = message(DataSection(train=source, eval="none", columns={"text": "question"}), tokenizer)
+    assert said.startswith(f"{source}:2: `data.columns` takes `text` from")
+
+
+@pytest.mark.parametrize(("form", "known"), [("auto", "messages"), ("alpaca", "instruction")])
+def test_a_mapped_field_that_no_format_has_is_told_with_those_there_are(
+    form: str, known: str, write: Write, tokenizer: Any
+) -> None:
+    section = DataSection(train=write([{"text": "one"}]), eval="none", format=form, columns={"qestion": "text"})
+    with pytest.raises(ConfigError) as caught:
+        prepare(section, tokenizer)
+    assert "`data.columns`" in str(caught.value)
+    assert "`qestion`" in str(caught.value)
+    assert known in str(caught.value)
+
+
+def test_tokenized_rows_are_trained_as_they_are(write: Write, tokenizer: Any) -> None:
+    source = write([{"input_ids": [5, 6, 7], "labels": [IGNORE, 6, 7]}, {"input_ids": [5, 6]}])
+    prepared = prepare(DataSection(train=source, eval="none"), tokenizer)
+    assert prepared.train["labels"][:] == [[IGNORE, 6, 7], [5, 6]]
+
+
+@pytest.mark.parametrize(
+    ("row", "words"),
+    [
+        ({"input_ids": [5, 99_999]}, "`input_ids[1]` is 99999, and the tokenizer has"),
+        ({"input_ids": [-1]}, "`input_ids[0]` is -1"),
+        ({"input_ids": [5, 6, 7], "labels": [6, 7, IGNORE]}, "`labels[0]` is 6, and `input_ids[0]` is 5"),
+    ],
+)
+def test_tokens_of_another_tokenizer_and_shifted_labels_are_told(
+    row: dict[str, Any], words: str, write: Write, tokenizer: Any
+) -> None:
+    source = write([row])
+    assert message(DataSection(train=source, eval="none"), tokenizer).startswith(f"{source}:1: {words}")
 
 
 # -- questions -------------------------------------------------------------------------------------------------------

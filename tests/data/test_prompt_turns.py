@@ -14,6 +14,6 @@ def test_turns_of_the_prompt_are_not_trained() -> None:
         {"role": "user", "content": "two"},
         {"role": "assistant", "content": "second answer"},
     ]
-    encoded = encode(Chat(messages, trained_from=3), tokenizer)
+    encoded = encode(Chat(messages, frozenset({0, 1, 2})), tokenizer)
     trained = [token for token, label in zip(encoded.input_ids, encoded.labels, strict=True) if label != IGNORE]
     assert tokenizer.decode(trained) == "second answer<|im_end|>"

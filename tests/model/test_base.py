@@ -16,7 +16,8 @@ from finetune.config import ModelSection, QuantizationSection
 from finetune.errors import ArtifactError, FinetuneError, MachineError
 from finetune.model.base import load_architecture, load_base
 from finetune.model.quantization import QUANTIZATIONS
-from finetune.model.tokenizer import PLAIN_TEMPLATE, load_tokenizer
+from finetune.model.tokenizer import load_tokenizer
+from finetune.template import named
 
 CPU = torch.device("cpu")
 
@@ -220,4 +221,4 @@ def test_a_tokenizer_without_template_and_pad_gets_both(copied_base: Path) -> No
     (copied_base / "tokenizer_config.json").write_text(json.dumps(settings))
     tokenizer = load_tokenizer(ModelSection(name=str(copied_base)))
     assert tokenizer.pad_token == tokenizer.eos_token
-    assert tokenizer.chat_template == PLAIN_TEMPLATE
+    assert tokenizer.chat_template == named("plain")

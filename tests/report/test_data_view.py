@@ -12,8 +12,8 @@ from markup_reader import Reader
 from rich.console import Console
 
 from finetune.data.batching import Batch
+from finetune.data.counts import EMPTY, TOO_LONG, UNTRAINED, Affected, Counts
 from finetune.data.inspection import Batching, Bin, Inspection, Piece, Sample, Source
-from finetune.data.prepare import Counts
 from finetune.inspecting import DataLook
 from finetune.report import data_view
 
@@ -27,11 +27,14 @@ def sample(*pieces: tuple[str, bool], place: str = "rows.jsonl:1") -> Sample:
     return Sample(place, len(pieces), trained, tuple(Piece(text, trained) for text, trained in pieces))
 
 
+AFFECTED = [Affected(f"rows.jsonl:{line}", "truncated", TOO_LONG, 2000) for line in range(7)]
+
+
 def inspection(**changes: Any) -> Inspection:
     """1,000 rows of two files, grouped by length, and one of them as the model sees it."""
     found = Inspection(
         fingerprint="0123456789abcdef" * 4,
-        train=Counts(rows=1000, tokens=200_000, trained_tokens=50_000, longest=300, truncated=7),
+        train=Counts(rows=1000, tokens=200_000, trained_tokens=50_000, longest=300, affected=AFFECTED),
         eval=Counts(rows=20, tokens=4000, trained_tokens=2000, longest=250),
         longest_place="rows.jsonl:17",
         sources=(Source("rows.jsonl", 600, 150_000), Source("more.csv", 400, 50_000)),
@@ -103,12 +106,12 @@ def test_batch_largest_batch_longest_row_and_fingerprint_are_told() -> None:
 
 
 def test_dropped_rows_are_told_by_place_and_only_where_there_are_some() -> None:
-    places = [f"rows.jsonl:{line}" for line in range(1, 6)]
-    train = Counts(rows=1, tokens=10, trained_tokens=5, longest=10, dropped=5, dropped_places=places)
+    rows = [Affected(f"rows.jsonl:{line}", "dropped", EMPTY if line < 3 else UNTRAINED) for line in range(1, 6)]
+    train = Counts(rows=1, tokens=10, trained_tokens=5, longest=10, affected=rows)
     text = shown(inspection(train=train))
     assert cells(text, "dropped") == ["dropped", "5", "0"]
-    assert "no trained token is left in rows.jsonl:1, rows.jsonl:2, rows.jsonl:3, ..." in text
-    assert "no trained token" not in shown(inspection())
+    assert "2 empty answer, 3 nothing to train (rows.jsonl:1, rows.jsonl:2, rows.jsonl:3, ...)" in text
+    assert "dropped, training" not in shown(inspection())
 
 
 def test_without_colours_brackets_say_what_is_trained() -> None:

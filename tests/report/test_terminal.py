@@ -13,13 +13,19 @@ from report_lines import evaluation_line, training_line
 from rich.console import Console
 
 from finetune.config import Config
+from finetune.data.counts import DUPLICATE, EMPTY, TOO_LONG, Affected
 from finetune.data.prepare import Counts, Prepared
 from finetune.report.terminal import Terminal
 from finetune.rundir import RunDirectory, write_json
 
 _PROOF = {"rows": 8, "tokens": 1234, "error": 0.0025, "bound": 0.011, "effect": 0.31, "agreement": 0.9951}
-_COUNTS = Counts(rows=1000, tokens=200_000, trained_tokens=50_000, longest=256, truncated=7, dropped=1,
-                 dropped_places=["rows.jsonl:3"])  # fmt: skip
+_AFFECTED = [
+    *(Affected(f"rows.jsonl:{line}", "truncated", TOO_LONG, 2000) for line in range(10, 16)),
+    Affected("rows.jsonl:20", "answer truncated", TOO_LONG, 3000),
+    Affected("rows.jsonl:3", "dropped", EMPTY),
+    Affected("rows.jsonl:5", "kept", DUPLICATE, 12),
+]
+_COUNTS = Counts(rows=1000, tokens=200_000, trained_tokens=50_000, longest=256, affected=_AFFECTED)
 
 
 class Log:
@@ -72,8 +78,8 @@ def test_a_log_has_no_control_characters(log: Log, run: RunDirectory) -> None:
 def test_header_tells_the_batch_arithmetic_the_data_and_the_device(log: Log, run: RunDirectory) -> None:
     whole_run(log.terminal, run)
     assert "16 rows = 4 micro-batches of 4" in log.text
-    assert "1,000 rows, 200,000 tokens, 25.0% trained, longest 256, 7 cut to 1,024, 1 dropped" in log.text
-    assert "rows.jsonl:3" in log.text
+    assert "1,000 rows, 200,000 tokens, 25.0% trained, longest 256, 7 cut to 1,024, " in log.text
+    assert "1 of them in the answer, 1 duplicate, 1 dropped: 1 empty answer (rows.jsonl:3), listed in" in log.text
     assert "sdpa (no flash-attn here)" in log.text
     assert "cpu, 2 cores, 2 threads" in log.text
     assert "fits: 7.00 of 12.00 GiB on RTX 3090" in log.text

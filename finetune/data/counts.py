@@ -1,0 +1,102 @@
+"""What became of the rows of a split: how many, how long, and each that was left out or changed, by its place."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+DUPLICATE = "duplicate"
+EMPTY = "empty answer"
+TOO_LONG = "over data.max_length"
+UNTRAINED = "nothing to train"
+
+
+@dataclass(frozen=True)
+class Affected:
+    """A row that is not what its source has, or is there twice.
+
+    `what` was done (dropped, truncated, answer truncated, split, kept), and `why`; `tokens` is the row's length before,
+    None where it was never tokenized.
+    """
+
+    place: str
+    what: str
+    why: str
+    tokens: int | None = None
+
+    def as_dict(self, split: str) -> dict[str, Any]:
+        """A line of the run's data.jsonl."""
+        return {"place": self.place, "split": split, "what": self.what, "why": self.why, "tokens": self.tokens}
+
+
+@dataclass
+class Counts:
+    """What became of the rows of one split. `rows` and `longest` (tokens) are of what is trained on."""
+
+    rows: int = 0
+    tokens: int = 0
+    trained_tokens: int = 0
+    longest: int = 0
+    affected: list[Affected] = field(default_factory=list)
+
+    @property
+    def truncated(self) -> int:
+        """Rows cut to `data.max_length`, in the prompt or in the answer."""
+        return self._count("truncated") + self.answers_truncated
+
+    @property
+    def answers_truncated(self) -> int:
+        """Rows whose last answer lost its end, and its end-of-turn with it."""
+        return self._count("answer truncated")
+
+    @property
+    def split(self) -> int:
+        """Rows taken apart into pieces."""
+        return self._count("split")
+
+    @property
+    def duplicates(self) -> int:
+        """Rows with the tokens and labels of an earlier one, kept or dropped."""
+        return sum(row.why == DUPLICATE for row in self.affected)
+
+    @property
+    def dropped(self) -> int:
+        """Rows left out."""
+        return self._count("dropped")
+
+    @property
+    def dropped_places(self) -> list[str]:
+        """Where the rows stand that were left out."""
+        return [row.place for row in self.affected if row.what == "dropped"]
+
+    @property
+    def dropped_why(self) -> Counter[str]:
+        """Rows left out by reason."""
+        return Counter(row.why for row in self.affected if row.what == "dropped")
+
+    def as_dict(self) -> dict[str, Any]:
+        """The numbers as JSON values, with the rows left out by reason."""
+        numbers = (
+            "rows",
+            "tokens",
+            "trained_tokens",
+            "longest",
+            "truncated",
+            "answers_truncated",
+            "split",
+            "duplicates",
+        )
+        return {name: getattr(self, name) for name in numbers} | {
+            "dropped": self.dropped,
+            "dropped_why": dict(self.dropped_why),
+            "supervised_share": self.supervised_share,
+        }
+
+    @property
+    def supervised_share(self) -> float:
+        """Part of the tokens that is trained."""
+        return self.trained_tokens / self.tokens if self.tokens else 0.0
+
+    def _count(self, what: str) -> int:
+        return sum(row.what == what for row in self.affected)

@@ -1,0 +1,160 @@
+"""Chat templates: the table of named ones, a file, or the tokenizer's own; and rendering that ends.
+
+transformers renders in jinja2's ImmutableSandboxedEnvironment: no attribute that starts with an underscore, no change
+to what it is given, ranges of at most 100,000. The sandbox does not bound time, so `render` does. It does so by the
+process's alarm clock: in the main thread only, and between two operations, not within one of C's. Memory is not
+bounded.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import signal
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from finetune.errors import ArtifactError, ConfigError
+
+# A row is rendered in well under a millisecond; a machine that swaps may take a thousand times as long.
+RENDER_SECONDS = 5.0
+
+SUFFIX = ".jinja"
+
+_FOLDER = Path(__file__).parent / "templates"
+_PROBE = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+
+
+@dataclass(frozen=True)
+class Template:
+    """A named template; its text is `templates/<name>.jinja`."""
+
+    help: str
+
+
+TEMPLATES: dict[str, Template] = {
+    "auto": Template("the tokenizer's own, or `plain` where it has none"),
+    "plain": Template("roles in plain text and the end of text as end of turn: no new token has to be learnt"),
+    "chatml": Template("`<|im_start|>role … <|im_end|>` (ChatML)"),
+    "llama2": Template("`[INST] … [/INST]` with `<<SYS>>` in the first question (Llama 2 chat)"),
+    "llama3": Template("`<|start_header_id|>role<|end_header_id|> … <|eot_id|>` (Llama 3)"),
+    "mistral": Template("`[INST] … [/INST]` with the system text before the first question (Mistral 7B v0.1, v0.2)"),
+    "gemma": Template("`<start_of_turn>role … <end_of_turn>`, without a system role (Gemma 1, 2)"),
+    "phi3": Template("`<|role|> … <|end|>` (Phi 3)"),
+}
+
+
+def named(name: str) -> str:
+    """The text of a template that ships with the program."""
+    return (_FOLDER / f"{name}{SUFFIX}").read_text(encoding="utf-8")
+
+
+def choose(choice: str, own: Any) -> Any:
+    """The template that `choice` (a name of TEMPLATES, or a .jinja file) means for a tokenizer with its `own`, if any.
+
+    Raises ConfigError for a file that cannot be read.
+    """
+    if choice == "auto":
+        return own or named("plain")
+    if not choice.endswith(SUFFIX):
+        return named(choice)
+    try:
+        return Path(choice).read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise ConfigError(
+            f"`data.chat_template`: {choice}: no such file; give one, or {', '.join(TEMPLATES)}"
+        ) from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"`data.chat_template`: {choice}: cannot be read: {error}") from None
+
+
+def render(tokenizer: Any, messages: list[dict[str, Any]], **options: Any) -> Any:
+    """`tokenizer.apply_chat_template`, as a dict with `input_ids`.
+
+    Raises ArtifactError for a template that is none, that tries what the sandbox forbids, or that goes on for more than
+    `RENDER_SECONDS`; and whatever the template itself raises.
+    """
+    from jinja2.exceptions import SecurityError, TemplateSyntaxError
+
+    try:
+        with _bounded(RENDER_SECONDS):
+            return tokenizer.apply_chat_template(messages, return_dict=True, **options)
+    except _OutOfTime:
+        raise ArtifactError(
+            f"the chat template had not ended after {RENDER_SECONDS:g} seconds; set `data.chat_template` to another"
+        ) from None
+    except SecurityError as error:
+        raise ArtifactError(
+            f"the chat template reaches out of its sandbox: {error}; set `data.chat_template` to one that you trust"
+        ) from None
+    except TemplateSyntaxError as error:
+        raise ArtifactError(f"the chat template is not valid: line {error.lineno}: {error.message}") from None
+
+
+class _OutOfTime(BaseException):
+    """Not an Exception, so that no handler on the way takes it for an error of its own."""
+
+
+@contextlib.contextmanager
+def _bounded(seconds: float) -> Iterator[None]:
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def stop(*_: Any) -> None:
+        raise _OutOfTime
+
+    earlier = signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, earlier)
+
+
+def end_of_turn(tokenizer: Any) -> int | None:
+    """The token that closes an assistant turn, found by rendering one; the end of text for a template that refuses to.
+
+    None where a turn is closed by no special token, so that no model could learn to stop.
+    """
+    return _end_of_turn(tokenizer, str(tokenizer.chat_template))
+
+
+@functools.lru_cache(maxsize=8)
+def _end_of_turn(tokenizer: Any, _: str) -> int | None:
+    try:
+        prompt = render(tokenizer, _PROBE[:1], add_generation_prompt=True)["input_ids"]
+        whole = render(tokenizer, _PROBE)["input_ids"]
+    except ArtifactError:
+        raise
+    except Exception:  # of whatever kind a template raises; it may want a system message first
+        return int(tokenizer.eos_token_id)
+    special = special_ids(tokenizer)
+    found = None
+    # A template may close the conversation as well (Phi 3): the first token after the answer's words counts.
+    for token in reversed(whole[len(prompt) :]):
+        if token in special:
+            found = int(token)
+        elif tokenizer.decode([token]).strip():
+            break
+    return found
+
+
+def stop_ids(tokenizer: Any) -> list[int]:
+    """The tokens at which an answer has ended: the end of text, and the end of turn where that is another."""
+    return sorted({tokenizer.eos_token_id, end_of_turn(tokenizer)} - {None})
+
+
+def special_ids(tokenizer: Any) -> frozenset[int]:
+    """The ids of tokens that no text spells, but the unknown token, which any text may."""
+    return _special_ids(tokenizer, len(tokenizer))
+
+
+@functools.lru_cache(maxsize=8)
+def _special_ids(tokenizer: Any, _: int) -> frozenset[int]:
+    added = (token for token, added in tokenizer.added_tokens_decoder.items() if added.special)
+    return frozenset({*added, *tokenizer.all_special_ids} - {tokenizer.unk_token_id})

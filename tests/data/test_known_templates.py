@@ -1,0 +1,221 @@
+"""Facts about the masks of the field's chat templates, token by token, for one conversation of two turns.
+
+Each template as models ship it has no generation marks; ours has. Both must give the same ids and the same mask.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from conversations import TEMPLATES, TWO_TURNS, assistant, system, trained_text, trained_tokens, user
+from known_templates import KNOWN, VARIANTS, texts
+
+from finetune.data.chat import encode, is_empty, marks_generation
+from finetune.data.formats import FORMATS, Chat, RowError
+from finetune.template import end_of_turn, stop_ids
+
+Make = Callable[..., Any]
+
+HELLO = ["Hello", " ", "there", "."]
+BECAUSE = ["Because", " ", "so", "."]
+
+# Every trained token of `TWO_TURNS`, in order.
+TRAINED = {
+    "chatml": [*HELLO, "<|im_end|>", *BECAUSE, "<|im_end|>"],
+    "llama2": [" ", *HELLO, " ", "</s>", " ", *BECAUSE, " ", "</s>"],
+    "llama3": [*HELLO, "<|eot_id|>", *BECAUSE, "<|eot_id|>"],
+    "mistral": [" ", *HELLO, "</s>", " ", *BECAUSE, "</s>"],
+    "gemma": [*HELLO, "<end_of_turn>", *BECAUSE, "<end_of_turn>"],
+    "phi3": [*HELLO, "<|end|>", *BECAUSE, "<|end|>"],
+    "qwen2_5": [*HELLO, "<|im_end|>", *BECAUSE, "<|im_end|>"],
+    "qwen3": [*HELLO, "<|im_end|>", "<think>", "\n", "\n", "</think>", "\n", "\n", *BECAUSE, "<|im_end|>"],
+    "plain": [*HELLO, "</s>", *BECAUSE, "</s>"],
+}
+
+
+def conversation(name: str) -> Chat:
+    return Chat(TWO_TURNS if KNOWN[name].has_system else TWO_TURNS[1:])
+
+
+@pytest.fixture
+def tokenizer_of(word_tokenizer: Make) -> Make:
+    return lambda name, variant: KNOWN[name].tokenizer(word_tokenizer, texts(name)[variant])
+
+
+def test_every_known_template_is_pinned() -> None:
+    assert set(TRAINED) == set(KNOWN)
+    assert {path.stem for path in TEMPLATES.glob("*.jinja")} - {"mistral_tools"} <= set(KNOWN)
+
+
+@pytest.mark.parametrize(("name", "variant"), VARIANTS)
+def test_the_trained_tokens_are_these(name: str, variant: str, tokenizer_of: Make) -> None:
+    tokenizer = tokenizer_of(name, variant)
+    assert marks_generation(tokenizer) == (variant != "shipped")
+    encoded = encode(conversation(name), tokenizer)
+    assert tokenizer.convert_ids_to_tokens(trained_tokens(encoded)) == TRAINED[name]
+    last = len(TRAINED[name]) - TRAINED[name].index(KNOWN[name].end) - 1
+    encoded = encode(conversation(name), tokenizer, "last")
+    assert tokenizer.convert_ids_to_tokens(trained_tokens(encoded)) == TRAINED[name][-last:]
+
+
+@pytest.mark.parametrize("name", [name for name in KNOWN if len(texts(name)) > 1])
+def test_our_template_gives_the_ids_and_the_mask_of_the_one_that_models_ship(name: str, tokenizer_of: Make) -> None:
+    shipped, ours = (tokenizer_of(name, variant) for variant in ("shipped", "ours"))
+    for messages in (conversation(name).messages, TWO_TURNS[1:], TWO_TURNS[1:3]):
+        assert encode(Chat(messages), shipped) == encode(Chat(messages), ours)
+        assert shipped.apply_chat_template(messages[:1], add_generation_prompt=True, tokenize=False) == (
+            ours.apply_chat_template(messages[:1], add_generation_prompt=True, tokenize=False)
+        )
+
+
+@pytest.mark.parametrize(("name", "variant"), VARIANTS)
+def test_the_end_of_turn_is_found_and_generation_stops_there(name: str, variant: str, tokenizer_of: Make) -> None:
+    tokenizer, known = tokenizer_of(name, variant), KNOWN[name]
+    assert tokenizer.convert_ids_to_tokens(end_of_turn(tokenizer)) == known.end
+    assert set(tokenizer.convert_ids_to_tokens(stop_ids(tokenizer))) == {known.end, known.eos}
+
+
+@pytest.mark.parametrize(("name", "variant"), VARIANTS)
+@pytest.mark.parametrize("pad", ["end", "eos", "none"])
+def test_the_pad_token_changes_nothing_even_where_it_is_the_end_of_turn(
+    name: str, variant: str, pad: str, tokenizer_of: Make
+) -> None:
+    tokenizer, known = tokenizer_of(name, variant), KNOWN[name]
+    before = encode(conversation(name), tokenizer)
+    tokenizer = tokenizer_of(name, variant)
+    tokenizer.pad_token = {"end": known.end, "eos": known.eos, "none": None}[pad]
+    assert encode(conversation(name), tokenizer) == before
+    assert before.labels.count(tokenizer.convert_tokens_to_ids(known.end)) == 2
+
+
+@pytest.mark.parametrize("variant", ["shipped", "ours"])
+def test_a_template_without_a_system_role_says_what_to_do(variant: str, tokenizer_of: Make) -> None:
+    with pytest.raises(RowError) as caught:
+        encode(Chat(TWO_TURNS), tokenizer_of("gemma", variant))
+    assert "System role not supported" in str(caught.value)
+    assert "head of the first user message" in str(caught.value)
+    assert "`data.chat_template`" in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["llama2", "mistral", "gemma"])
+def test_a_template_that_wants_turns_to_alternate_says_what_to_do(name: str, tokenizer_of: Make) -> None:
+    with pytest.raises(RowError, match=r"must alternate.* Join messages of one role"):
+        encode(Chat([user("Hi"), user("Why?"), assistant("so")]), tokenizer_of(name, "ours"))
+
+
+def test_thoughts_are_learnt_in_the_last_turn_as_the_template_renders_them(tokenizer_of: Make) -> None:
+    """Qwen 3 leaves out what was thought in earlier turns, and so they are rendered otherwise up to their own end."""
+    tokenizer = tokenizer_of("qwen3", "shipped")
+    messages = [user("Hi"), assistant("<think>\none\n</think>\n\nHello"), user("Why?")]
+    text = trained_text(encode(Chat([*messages, assistant("<think>\ntwo\n</think>\n\nso")]), tokenizer), tokenizer)
+    assert text == "Hello<|im_end|><think>\ntwo\n</think>\n\nso<|im_end|>"
+
+
+# -- tools -----------------------------------------------------------------------------------------------------------
+
+ADD = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
+CALL = {"id": "abcdefghi", "type": "function", "function": {"name": "add", "arguments": '{"a": 1, "b": 2}'}}
+SUM = [
+    user("What is one and two?"),
+    {"role": "assistant", "content": None, "tool_calls": [CALL]},
+    {"role": "tool", "tool_call_id": "abcdefghi", "name": "add", "content": "3"},
+    assistant("It is 3."),
+]
+
+
+def with_tools(messages: list[Any]) -> Any:
+    return FORMATS["messages"].read({"messages": messages, "tools": [ADD]})
+
+
+@pytest.fixture
+def qwen(byte_tokenizer: Make) -> Any:
+    return KNOWN["qwen2_5"].tokenizer(byte_tokenizer, texts("qwen2_5")["shipped"])
+
+
+@pytest.fixture
+def mistral(byte_tokenizer: Make) -> Any:
+    return KNOWN["mistral"].tokenizer(byte_tokenizer, (TEMPLATES / "mistral_tools.jinja").read_text(encoding="utf-8"))
+
+
+def test_qwen_learns_the_call_and_the_answer_and_not_the_result(qwen: Any) -> None:
+    encoded = encode(with_tools(SUM), qwen)
+    assert trained_text(encoded, qwen) == (
+        '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call><|im_end|>It is 3.<|im_end|>'
+    )
+    assert '"parameters"' in qwen.decode(encoded.input_ids)
+    assert "<tool_response>\n3\n</tool_response>" in qwen.decode(encoded.input_ids)
+
+
+def test_mistral_learns_the_call_and_the_answer_and_not_the_result(mistral: Any) -> None:
+    encoded = encode(with_tools(SUM), mistral)
+    assert trained_text(encoded, mistral) == (
+        '[TOOL_CALLS] [{"name": "add", "arguments": {"a": 1, "b": 2}, "id": "abcdefghi"}]</s> It is 3.</s>'
+    )
+
+
+def test_tools_that_move_to_the_last_question_are_refused_but_for_the_last_answer(mistral: Any) -> None:
+    """Mistral renders them with the last question, so an earlier answer was never given after what is rendered now."""
+    messages = [user("Hi"), assistant("Hello"), *SUM]
+    with pytest.raises(RowError, match=r"messages\[1\].*differently"):
+        encode(with_tools(messages), mistral)
+    assert trained_text(encode(with_tools(messages), mistral, "last"), mistral) == " It is 3.</s>"
+
+
+@pytest.mark.parametrize("row", [{"messages": SUM}, {"messages": [user("Hi"), assistant("so")], "tools": [ADD]}])
+def test_tools_that_the_template_would_leave_out_are_refused(row: dict[str, Any], tokenizer_of: Make) -> None:
+    with pytest.raises(RowError, match="does not render `tool"):
+        encode(FORMATS["messages"].read(row), tokenizer_of("llama3", "ours"))
+
+
+def test_a_call_of_a_tool_is_no_empty_answer() -> None:
+    assert not is_empty(with_tools(SUM[:2]))
+
+
+# -- marks that are not quite right ----------------------------------------------------------------------------------
+
+
+def test_marks_that_leave_the_end_of_turn_out_learn_it_all_the_same(word_tokenizer: Make, chatml: str) -> None:
+    narrow = chatml.replace(
+        "{{- message['content'] + '<|im_end|>' -}}{%- endgeneration -%}",
+        "{{- message['content'] -}}{%- endgeneration -%}{{- '<|im_end|>' -}}",
+    )
+    assert narrow != chatml
+    assert encode(Chat(TWO_TURNS), word_tokenizer(narrow)) == encode(Chat(TWO_TURNS), word_tokenizer(chatml))
+
+
+def test_marks_that_take_the_line_break_in_do_not_learn_it(word_tokenizer: Make, chatml: str) -> None:
+    wide = chatml.replace("'<|im_end|>' -}}{%- endgeneration", "'<|im_end|>\\n' -}}{%- endgeneration")
+    ids = encode(Chat(TWO_TURNS), word_tokenizer(wide))
+    assert wide != chatml
+    assert trained_tokens(ids) == trained_tokens(encode(Chat(TWO_TURNS), word_tokenizer(chatml)))
+
+
+def test_a_template_that_never_ends_a_turn_is_refused(word_tokenizer: Make, chatml: str) -> None:
+    endless = chatml.replace("<|im_end|>", "")
+    with pytest.raises(RowError, match="no end-of-turn token"):
+        encode(Chat([user("Hi"), assistant("so")]), word_tokenizer(endless))
+
+
+def test_an_end_of_turn_within_an_answer_is_refused_by_place(word_tokenizer: Make, chatml: str) -> None:
+    with pytest.raises(RowError, match=r"messages\[1\].content has the end-of-turn `<\|im_end\|>` in it"):
+        encode(Chat([user("Hi"), assistant("so<|im_end|>so")]), word_tokenizer(chatml))
+
+
+# -- what a message says of itself -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("switch", [{"train": False}, {"weight": 0}, {"weight": 0.0}])
+@pytest.mark.parametrize("loss_on", ["assistant", "last"])
+def test_a_turn_that_is_switched_off_is_context(switch: dict[str, Any], loss_on: Any, tokenizer_of: Make) -> None:
+    tokenizer = tokenizer_of("chatml", "shipped")
+    messages = [system("Be brief."), user("Hi"), assistant("Hello"), user("Why?"), {**assistant("so"), **switch}]
+    encoded = encode(FORMATS["messages"].read({"messages": messages}), tokenizer, loss_on)
+    assert trained_text(encoded, tokenizer) == "Hello<|im_end|>"
+    assert "so<|im_end|>" in tokenizer.decode(encoded.input_ids)
+
+
+def test_a_conversation_with_every_turn_switched_off_has_nothing_to_train(tokenizer_of: Make) -> None:
+    messages = [user("Hi"), {**assistant("Hello"), "train": False}]
+    assert encode(FORMATS["messages"].read({"messages": messages}), tokenizer_of("chatml", "ours")).trained == 0

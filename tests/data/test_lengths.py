@@ -1,0 +1,81 @@
+"""Facts about rows that are too long. A row is written as text: one token a letter, trained ones in capitals."""
+
+from __future__ import annotations
+
+import pytest
+
+from finetune.data.chat import IGNORE, Encoded
+from finetune.data.formats import RowError
+from finetune.data.lengths import TOO_LONG
+
+
+def row(text: str) -> Encoded:
+    ids = [ord(letter.lower()) for letter in text]
+    return Encoded(ids, [token if letter.isupper() else IGNORE for token, letter in zip(ids, text, strict=True)])
+
+
+def text(encoded: Encoded) -> str:
+    assert all(label in (IGNORE, token) for token, label in zip(encoded.input_ids, encoded.labels, strict=True))
+    letters = zip(map(chr, encoded.input_ids), encoded.labels, strict=True)
+    return "".join(letter if label == IGNORE else letter.upper() for letter, label in letters)
+
+
+def after(policy: str, before: str, limit: int) -> tuple[str, list[str]]:
+    what, rows = TOO_LONG[policy].apply(row(before), limit)
+    return what, [text(kept) for kept in rows]
+
+
+@pytest.mark.parametrize(
+    ("before", "limit", "what", "kept"),
+    [
+        ("abcdeFGH", 6, "truncated", "adeFGH"),
+        ("abcdeFGHijk", 9, "truncated", "abcdeFGHi"),
+        ("abcdeFGHijk", 6, "truncated", "adeFGH"),
+        ("abcdeFGH", 4, "truncated", "eFGH"),
+        ("abcdeFGH", 3, "answer truncated", "eFG"),
+        ("abcdeFGHIJKLM", 8, "answer truncated", "aeFGHIJK"),
+        ("aBCDEF", 4, "answer truncated", "aBCD"),
+        ("ABCDEF", 4, "answer truncated", "ABCD"),
+        ("abCDefGH", 7, "truncated", "aCDefGH"),
+        ("abCDefGH", 6, "truncated", "adefGH"),
+        ("abCDefGH", 5, "truncated", "aefGH"),
+        ("abCDefGH", 8, "truncated", "abCDefGH"),
+        ("abCDefGHij", 8, "truncated", "abCDefGH"),
+        ("aBCDeFghIJ", 8, "truncated", "adeFghIJ"),
+    ],
+)
+def test_truncation_keeps_the_first_token_and_the_last_answer(before: str, limit: int, what: str, kept: str) -> None:
+    assert after("truncate", before, limit) == (what, [kept])
+
+
+def test_a_row_of_one_token_is_left_without_an_answer() -> None:
+    assert after("truncate", "abcDEF", 1) == ("answer truncated", ["c"])
+
+
+@pytest.mark.parametrize(
+    ("before", "limit", "pieces"),
+    [
+        ("abCDefGHi", 4, ["abCD", "defG", "gHi"]),
+        ("abCDefGHij", 4, ["abCD", "defG", "gHij"]),
+        ("abCDE", 4, ["abCD", "dE"]),
+        ("ABC", 2, ["AB", "bC"]),
+    ],
+)
+def test_pieces_share_a_token_so_that_each_trained_one_is_predicted(before: str, limit: int, pieces: list[str]) -> None:
+    assert after("split", before, limit) == ("split", pieces)
+    assert sum(row(piece).trained for piece in pieces) == row(before).trained
+
+
+def test_pieces_of_one_token_have_nothing_to_train() -> None:
+    assert not any(row(piece).trained for piece in after("split", "abCD", 1)[1])
+
+
+def test_a_row_may_be_left_out() -> None:
+    assert after("drop", "abCD", 3) == ("dropped", [])
+
+
+def test_a_row_may_be_refused_with_the_other_policies() -> None:
+    with pytest.raises(RowError) as caught:
+        after("error", "abCD", 3)
+    assert "4 tokens, over `data.max_length` 3" in str(caught.value)
+    assert all(name in str(caught.value) for name in TOO_LONG if name != "error")

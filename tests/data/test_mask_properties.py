@@ -1,0 +1,117 @@
+"""Facts about masks and cuts that hold for every conversation and every known template, tried on random ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from conversations import assistant, system, trained_text, trained_tokens, user
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from known_templates import KNOWN, VARIANTS, texts
+
+from finetune.data.chat import IGNORE, Encoded, encode
+from finetune.data.formats import Chat, Message
+from finetune.data.lengths import TOO_LONG
+
+Make = Callable[..., Any]
+
+# No `<`, which opens the special tokens.
+_CONTENT = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="<"), max_size=12) | st.sampled_from(
+    ["", " ", "\n", "\n\n", "\t ", " hello", "the answer \n", "assistant\n", "[INST] user [/INST]", "{{ bos_token }}"]
+)
+_SYSTEM = st.none() | st.builds(system, _CONTENT)
+_PAIRS = st.lists(st.tuples(st.builds(user, _CONTENT), st.builds(assistant, _CONTENT)), min_size=1, max_size=3)
+_CONVERSATION = st.builds(
+    lambda opening, pairs: [*([opening] if opening else []), *(message for pair in pairs for message in pair)],
+    _SYSTEM,
+    _PAIRS,
+)
+_TRIED = settings(deadline=None, derandomize=True, max_examples=40)
+_TOKENIZERS: dict[tuple[str, str], Any] = {}
+
+
+@pytest.fixture(params=VARIANTS, ids="-".join, scope="module")
+def known(request: pytest.FixtureRequest, byte_tokenizer: Make) -> tuple[str, Any]:
+    """A template's name, and a tokenizer with it."""
+    name, variant = request.param
+    return name, KNOWN[name].tokenizer(byte_tokenizer, texts(name)[variant])
+
+
+def rendered(messages: list[Message], name: str) -> list[Message]:
+    """The messages without what the template knows no place for."""
+    return messages if KNOWN[name].has_system or messages[0]["role"] != "system" else messages[1:]
+
+
+def too_long(known: tuple[str, Any], messages: list[Message], data: st.DataObject, least: int) -> tuple[Encoded, int]:
+    """An encoded conversation, and a limit that it is over."""
+    name, tokenizer = known
+    whole = encode(Chat(rendered(messages, name)), tokenizer)
+    return whole, data.draw(st.integers(least, len(whole.input_ids) - 1))
+
+
+def runs(labels: list[int]) -> list[tuple[int, int]]:
+    """Where each unbroken run of trained tokens starts and ends."""
+    edges = [i for i, (a, b) in enumerate(zip([IGNORE, *labels], [*labels, IGNORE], strict=True))
+             if (a == IGNORE) != (b == IGNORE)]  # fmt: skip
+    return list(zip(edges[::2], edges[1::2], strict=True))
+
+
+@_TRIED
+@given(messages=_CONVERSATION)
+def test_each_trained_run_is_one_answer_with_its_end_of_turn(known: tuple[str, Any], messages: list[Message]) -> None:
+    name, tokenizer = known
+    messages = rendered(messages, name)
+    encoded = encode(Chat(messages), tokenizer)
+    answers = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
+    said = [KNOWN[name].said(messages[index]["content"], index == answers[-1]) for index in answers]
+    assert [tokenizer.decode(encoded.input_ids[start:end]) for start, end in runs(encoded.labels)] == said
+    assert encoded.labels.count(tokenizer.convert_tokens_to_ids(KNOWN[name].end)) == len(answers)
+    assert all(label in (IGNORE, token) for token, label in zip(encoded.input_ids, encoded.labels, strict=True))
+
+
+@_TRIED
+@given(messages=_CONVERSATION)
+def test_the_last_answer_is_the_end_of_all_answers(known: tuple[str, Any], messages: list[Message]) -> None:
+    name, tokenizer = known
+    messages = rendered(messages, name)
+    every, last = (encode(Chat(messages), tokenizer, loss_on) for loss_on in ("assistant", "last"))
+    assert every.input_ids == last.input_ids
+    assert trained_tokens(every)[-len(trained_tokens(last)) :] == trained_tokens(last)
+    assert runs(last.labels) == runs(every.labels)[-1:]
+
+
+@_TRIED
+@given(messages=_CONVERSATION, data=st.data())
+def test_a_truncated_row_keeps_the_last_answer_from_its_beginning_and_no_other_in_part(
+    known: tuple[str, Any], messages: list[Message], data: st.DataObject
+) -> None:
+    whole, limit = too_long(known, messages, data, least=1)
+    what, [cut] = TOO_LONG["truncate"].apply(whole, limit)
+    assert len(cut.input_ids) == len(cut.labels) == limit
+    assume(cut.trained)
+    texts_of = [trained_text(Encoded(row.input_ids[a:b], row.labels[a:b]), known[1])
+                for row in (whole, cut) for a, b in runs(row.labels)]  # fmt: skip
+    before, after = texts_of[: len(runs(whole.labels))], texts_of[len(runs(whole.labels)) :]
+    assert before[-1].startswith(after[-1].rstrip("\ufffd"))
+    assert after[:-1] == before[len(before) - len(after) : -1]
+    assert (after[-1] == before[-1]) == (what == "truncated")
+    start, end = runs(whole.labels)[-1]
+    if end - start < limit:
+        assert what == "truncated"
+
+
+@_TRIED
+@given(messages=_CONVERSATION, data=st.data())
+def test_pieces_of_a_split_row_train_what_the_row_trains(
+    known: tuple[str, Any], messages: list[Message], data: st.DataObject
+) -> None:
+    whole, limit = too_long(known, messages, data, least=2)
+    _, pieces = TOO_LONG["split"].apply(whole, limit)
+    first, *others = pieces
+    assert first.input_ids + [token for piece in others for token in piece.input_ids[1:]] == whole.input_ids
+    assert first.labels + [label for piece in others for label in piece.labels[1:]] == whole.labels
+    assert sum(piece.trained for piece in pieces) == whole.trained
+    assert {len(piece.input_ids) for piece in pieces[:-1]} == {limit}
+    assert 2 <= len(pieces[-1].input_ids) <= limit
