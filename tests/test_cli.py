@@ -111,8 +111,13 @@ def test_data_as_json(call, job: list[str]) -> None:
 @pytest.mark.parametrize(
     ("row", "overrides", "words"),
     [
-        ({"prompt": "Say", "completion": ""}, [], "teaches nothing"),
-        ({"prompt": "Say " * 99, "completion": "word"}, ["data.max_length=16"], "leaves nothing to train"),
+        ({"input_ids": [1, 2], "labels": [-100, 2]}, [], "teaches nothing"),
+        ({"prompt": "Say", "completion": ""}, [], "1 empty answer"),
+        (
+            {"prompt": "Say " * 99, "completion": "word"},
+            ["data.max_length=16", "data.too_long=drop"],
+            "leaves nothing to train",
+        ),
         ({"prompt": "Say", "completion": 7}, [], "rows.jsonl:1: `completion` must be text, not a number"),
     ],
 )
@@ -260,12 +265,13 @@ def test_generate_answers_with_each_model(call, trained: RunDirectory) -> None:
 
 
 @pytest.mark.parametrize("arguments", [("generate", "--prompt", "x"), ("merge",)], ids=lambda found: found[0])
-def test_another_chat_template_than_the_trained_one_exits_7(
+def test_another_tokenizer_than_the_trained_one_exits_7(
     call, trained: RunDirectory, tiny_base: Path, tmp_path: Path, arguments: tuple[str, ...]
 ) -> None:
     run, changed = RunDirectory(shutil.copytree(trained.path, tmp_path / "run")), tmp_path / "changed"
     shutil.copytree(tiny_base, changed)
-    (changed / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    rules = json.loads((changed / "tokenizer.json").read_text())
+    (changed / "tokenizer.json").write_text(json.dumps(rules | {"normalizer": {"type": "Lowercase"}}))
     run.config_file.write_text(dump(run.config().changed({"model.tokenizer": str(changed)})))
     command, *rest = arguments
     code, _, err = call(command, run.path, *rest)

@@ -392,7 +392,7 @@ def test_columns_are_mapped_before_the_format_is_detected(write: Write, tokenize
     columns = {"instruction": "question", "output": "answer"}
     [row] = prepare(DataSection(train=source, eval="none", columns=columns), tokenizer).train
     assert tokenizer.decode([label for label in row["labels"] if label != IGNORE]) == "so<|im_end|>"
-    section = DataSection(train=source, eval=source, columns=columns)
+    section = DataSection(train=source, eval="none", columns=columns)
     assert questions(section, 1) == [([{"role": "user", "content": "Why?"}], "so")]
 
 
