@@ -42,6 +42,8 @@ def figures() -> list[str]:
 def forecast_figures() -> list[str]:
     sweep, plan, peers = results("forecast_cpu")["summary"], results("plan_llama7b"), results("forecast_peers")
     fitted, limits, big = plan["fit"], plan["fit"]["limits"], peers["summary_above_100m_parameters"]
+    spaces = results("fit_cpu")["spaces"]
+    slower = [budget["slower_than_it"] for space in spaces.values() for budget in space["budgets"]]
     seconds = [job["median_seconds"] for job in results("forecast_speed")["jobs"].values()]
     return [
         f"{sweep['compared']} settings of eight architectures",
@@ -49,6 +51,8 @@ def forecast_figures() -> list[str]:
         f"the worst under-prediction {100 * sweep['worst_under_prediction']['error']:+.2f}%",
         f"the median {100 * sweep['median_absolute_error']:.2f}%",
         f"takes {seconds[0]:.1f} s for Llama-2-7B and {seconds[1]:.1f} s for 70B",
+        f"at most {100 * max(slower):.1f}% slower, and up to {-100 * min(slower):.1f}% faster",
+        f"differ by {100 * spaces['tiny']['noise']:.1f}% and {100 * spaces['110m']['noise']:.1f}%",
         f"here micro-batch {fitted['chosen']['training.micro_batch']} with",
         f"predicted {fitted['predicted_speed_up']:.2f} times as fast",
         f"rows of {limits['length']:,} tokens would fit, or a micro-batch of {limits['micro_batch']}",
@@ -96,6 +100,9 @@ def test_results_within_the_bounds_that_are_claimed() -> None:
     assert abs(sweep["largest_error"]["error"]) <= 0.01
     assert sweep["worst_under_prediction"]["error"] >= -0.005
     assert results("forecast_speed")["passed"]
+    spaces = results("fit_cpu")["spaces"]
+    assert all(budget["passed"] for space in spaces.values() for budget in space["budgets"])
+    assert {name: len(space["budgets"]) for name, space in spaces.items()} == {"tiny": 3, "110m": 3}
     peaks = {name: row["peak_bytes"] for name, row in results("memory_cpu")["rows"].items()}
     assert len(peaks) == 6
 
