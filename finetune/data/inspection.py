@@ -6,7 +6,7 @@ import math
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 from finetune.config import DataSection, TrainingSection, named
@@ -109,7 +109,7 @@ class Inspection:
 
     def as_dict(self) -> dict[str, Any]:
         """The same as JSON values."""
-        found = asdict(self)
+        found = asdict(replace(self, train=Counts(), eval=None))  # whose rows are not told one by one
         for name, counts in (("train", self.train), ("eval", self.eval)):
             found[name] = counts and counts.as_dict()
         return found

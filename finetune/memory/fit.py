@@ -217,7 +217,7 @@ class _Search:
         reasons = {
             _LAYERS: f"{layers} of {self._layers} layers recomputed; {room:.2f} GiB of the budget are left",
         }
-        if len(self._rows) > 1:
+        if not config.training.micro_batch_tokens:
             options = ", ".join(map(str, self._rows))
             reasons[_ROWS] = f"the fastest of {options}; {accumulation} of them make the global batch"
         if 0 < layers < self._layers:
