@@ -216,6 +216,19 @@ SETTINGS = (
     _S("qwen3-moe fp32, no checkpointing", "qwen3-moe", 128, 2, 2, f"{_FP32} memory.checkpointing=none"),
     _S("mixtral nf4", "mixtral", 256, 2, 1, "optimizer.kind=adamw_32bit"),
     _S("mixtral bf16, evaluated", "mixtral", 512, 1, 1, f"{_BF16} data.eval=rows"),
+    # Packed rows: each attended to by itself, with a mask of its own where its window or plain attention needs one.
+    _S("llama nf4, packed", "llama", 128, 4, 2, "data.packing=true", padded=False),
+    _S("mistral window, packed", "mistral", 256, 2, 1, f"data.packing=true {_BF16}", padded=False),
+    _S(
+        "gemma2 packed, no checkpointing",
+        "gemma2",
+        256,
+        2,
+        1,
+        "data.packing=true memory.checkpointing=none",
+        padded=False,
+    ),
+    _S("mixtral packed, evaluated", "mixtral", 128, 2, 1, f"data.packing=true {_BF16} data.eval=rows", padded=False),
     # Above 100 million parameters.
     _S("110m nf4", "llama-110m", 256, 2, 1, "optimizer.kind=adamw_8bit", resident=True),
     _S("120m int8, no checkpointing", "qwen2-120m", 256, 1, 1, f"{_INT8} memory.checkpointing=none", resident=True),
@@ -240,7 +253,7 @@ def _forecast(setting: Setting) -> dict[str, Any]:
     """Forecast bytes of `setting`: `peak_allocated_bytes`, and `phases` by the names of finetune.memory.monitor."""
     import measured_step
 
-    from finetune.data.batching import worst_batch
+    from finetune.data.batching import MicroBatching, worst_batches
     from finetune.memory import device, forecast
     from finetune.model import attention
     from finetune.training.rehearsal import rehearse
@@ -248,9 +261,12 @@ def _forecast(setting: Setting) -> dict[str, Any]:
     job = setting.job
     config, architecture = measured_step.config_of(job["config"]), measured_step.architecture_of(job["architecture"])
     lengths, trained = zip(*job["rows"], strict=True)
-    batch = worst_batch(lengths, trained, config.training.rows, "the setting")
+    way = MicroBatching.of(config.training, config.data)
+    [batch] = worst_batches(lengths, trained, way, len(lengths), "the setting")
     cpu = device.find("cpu", config.memory)
-    implementation = attention.planned(config.model.attention, architecture, "cpu", config.training.precision)
+    implementation = attention.planned(
+        config.model.attention, architecture, "cpu", config.training.precision, packed=config.data.packing
+    )
     held_out = None if config.data.eval == "none" else batch
     trace = rehearse(config, architecture, batch, held_out, cpu, implementation)
     accumulation = config.training.batch_size // config.training.rows

@@ -155,7 +155,9 @@ def _job(config: Config, architecture: Any, rows: Sequence[Row], measured: Measu
     libraries.quiet()
     device = torch.device("cpu")
     tokenizer = load_tokenizer(config.model)
-    implementation, _ = attention.choose(config.model.attention, architecture, device.type, config.training.precision)
+    implementation, _ = attention.choose(
+        config.model.attention, architecture, device.type, config.training.precision, packed=config.data.packing
+    )
     dtype = base.base_dtype(config.adapter, config.training)
     data = _data(config, architecture.vocab_size, rows)
     monitor = _Marks()

@@ -15,7 +15,7 @@ import torch
 from finetune import libraries
 from finetune.config import Config, dump
 from finetune.data import prepare, sources
-from finetune.data.batching import Batch, longest_batches, per_step, worst_batches
+from finetune.data.batching import Batch, MicroBatching, longest_batches, per_step, worst_batches
 from finetune.data.prepare import Prepared
 from finetune.errors import ArtifactError
 from finetune.memory import device as devices
@@ -25,7 +25,7 @@ from finetune.memory.device import Device
 from finetune.memory.fit import Fitted, Limits, NothingFits
 from finetune.memory.forecast import Forecast
 from finetune.memory.levers import Lever, levers
-from finetune.model import attention, catalog
+from finetune.model import attention, catalog, packing
 from finetune.model.base import load_architecture
 from finetune.model.locate import at_hand
 from finetune.model.tokenizer import load_tokenizer
@@ -61,20 +61,21 @@ class Planner:
 
     def _forecast(self, config: Config, batch: Batch, held_out: Batch | None) -> Forecast:
         implementation = attention.planned(
-            config.model.attention, self.architecture, self.device.type, config.training.precision
-        )
+            config.model.attention, self.architecture, self.device.type, config.training.precision,
+            packed=config.data.packing,
+        )  # fmt: skip
         if self.device.type == "cuda" and self.device.capability < _FLASH and not batch.padded:
             # Without flash attention, heads that share keys take PyTorch's plain products, scores and all.
             shared = getattr(self.architecture.get_text_config(), "num_key_value_heads", None)
             if shared not in (None, self.architecture.get_text_config().num_attention_heads):
-                implementation = "eager"
+                implementation = packing.EAGER if batch.packed else "eager"
         trace = rehearse(config, self.architecture, batch, held_out, self.device, implementation)
         return forecast.make(
             trace,
             self.device,
             batch,
             implementation,
-            micro_batches=max(1, per_step(config.training, batch) // processes()),
+            micro_batches=max(1, per_step(config.training, _way(config), batch) // processes()),
             merges=config.output.merge,
             merge_bytes=files.merge_bytes(config, trace),
             disk_bytes=files.disk_bytes(config, trace),
@@ -117,13 +118,17 @@ class Planner:
         training = config.training
         step_rows = max(1, training.batch_size // processes())
         if self.data is None or config.data.max_length != self.job.data.max_length:
-            longest = longest_batches(training, step_rows, config.data.max_length)
+            longest = longest_batches(_way(config), step_rows, config.data.max_length)
             return longest, None if config.data.eval == "none" else longest[0]
 
         def worst(rows: Any) -> list[Batch]:
-            return worst_batches(rows["length"], rows["trained"], training, step_rows, "the data's rows")
+            return worst_batches(rows["length"], rows["trained"], _way(config), step_rows, "the data's rows")
 
         return worst(self.data.train), None if self.data.eval is None else worst(self.data.eval)[0]
+
+
+def _way(config: Config) -> MicroBatching:
+    return MicroBatching.of(config.training, config.data)
 
 
 @dataclass(frozen=True, repr=False)
@@ -208,7 +213,7 @@ def does_not_fit(found: Forecast, levers: list[tuple[Lever, Forecast]]) -> str:
     batch = found.batch
     lines = [
         f"the job does not fit {found.device.name}: it would take {words.size(found.needed_bytes)} of "
-        f"{words.size(found.budget_bytes)}, at its largest batch ({batch.rows} x {batch.tokens} tokens, from "
+        f"{words.size(found.budget_bytes)}, at its largest batch ({words.batch(batch)}, from "
         f"{batch.source}). What would help:"
     ]
     for lever, after in levers:

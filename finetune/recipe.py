@@ -248,7 +248,7 @@ def evaluate(run: RunDirectory) -> dict[str, float]:
     rows, _ = data_prepare.prepare_held_out(config.data, tokenizer)
 
     def loss(model: Any) -> float:
-        return held_out_loss(model, tokenizer, rows, config.training, config.memory.loss_tokens)
+        return held_out_loss(model, tokenizer, rows, config)
 
     trained = loss(model)
     if config.adapter.kind == "lora":
@@ -282,7 +282,8 @@ def _model_of(run: RunDirectory, which: str) -> tuple[Any, Any]:
 
 
 def _attention(config: Config, architecture: Any, device: torch.device) -> tuple[str, str]:
-    return attention.choose(config.model.attention, architecture, device.type, config.training.precision)
+    packed = config.data.packing
+    return attention.choose(config.model.attention, architecture, device.type, config.training.precision, packed=packed)
 
 
 def _base(config: Config, architecture: Any, implementation: str, device: torch.device) -> Any:

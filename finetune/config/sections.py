@@ -144,6 +144,10 @@ class DataSection(Section):
     """What becomes of longer rows; they are counted, and listed in the run's data.jsonl."""
     duplicates: Literal["keep", "drop"] = "keep"
     """Rows with the tokens and labels of an earlier one; they are counted and listed, too."""
+    packing: bool = False
+    """Put the rows of a micro-batch one behind the other instead of padding them. No row attends to another and each
+    has positions of its own, so the gradient is the same. A micro-batch holds `training.micro_batch_tokens`, or as many
+    tokens as `micro_batch` rows of `max_length`."""
     loss_on: Literal["assistant", "last", "all"] = "assistant"
     """Tokens that are trained: the assistant's turns with their end-of-turn, the last of them, or all. Of a prompt and
     completion the completion is trained, of tokenized rows their labels. A message with `train: false` or `weight: 0`

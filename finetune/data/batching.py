@@ -1,12 +1,13 @@
 """The order of rows: random, or grouped by length and still random; a function of seed and epoch alone.
 
-How the rows of an optimizer step are shared out among its micro-batches, which changes no gradient. And the largest
-micro-batch that any order can produce, which is what decides whether a job fits.
+How the rows of an optimizer step are shared out among its micro-batches, by rows, by tokens or packed, which changes no
+gradient. And the largest micro-batch that any order can produce, which is what decides whether a job fits.
 """
 
 from __future__ import annotations
 
 import heapq
+from bisect import bisect_left, insort
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -14,7 +15,7 @@ from typing import Any
 import torch
 from torch.utils.data import Sampler
 
-from finetune.config import TrainingSection
+from finetune.config import DataSection, TrainingSection
 
 # Rows are sorted by length within windows of so many batches: long enough to pad little, short enough that the
 # order of batches stays random (the value transformers' own grouping uses).
@@ -61,25 +62,62 @@ class RowOrder(Sampler[int]):
             yield from batches[len(full) :]
 
 
-def micro_batches(lengths: Sequence[int], training: TrainingSection) -> list[list[int]]:
+@dataclass(frozen=True)
+class MicroBatching:
+    """How the rows of a step are shared out among its micro-batches.
+
+    `rows` each; or with `tokens` as many rows as take no more than that, padded to the longest of them, or `packed`:
+    one behind the other, with nothing between.
+    """
+
+    rows: int
+    tokens: int | None = None
+    packed: bool = False
+
+    @classmethod
+    def of(cls, training: TrainingSection, data: DataSection) -> MicroBatching:
+        """As the config says, once its micro-batch is a number."""
+        tokens = training.micro_batch_tokens
+        if data.packing and not tokens:
+            tokens = training.rows * data.max_length  # what that many rows take at most
+        return cls(1 if tokens else training.rows, tokens, data.packing)
+
+    def capacity(self, length: int) -> int:
+        """How many rows of `length` tokens fit."""
+        return max(1, self.tokens // length) if self.tokens else self.rows
+
+
+def micro_batches(lengths: Sequence[int], way: MicroBatching) -> list[list[int]]:
     """The rows of one optimizer step, by their place in `lengths` (tokens of each), in micro-batches.
 
-    Runs of `micro_batch` rows; or with `micro_batch_tokens` rows of similar length, the longest first, as many as take
-    no more tokens than that when all are padded to the longest. A row longer than that is a micro-batch of its own.
+    By rows, they stay in their order; by tokens, those of similar length come together, the longest first; packed, each
+    goes where it leaves the least room (best fit, the longest first). A row over the tokens is a micro-batch by itself.
     """
-    if not training.micro_batch_tokens:
-        return [list(range(at, min(at + training.rows, len(lengths)))) for at in range(0, len(lengths), training.rows)]
+    if not way.tokens:
+        return [list(range(at, min(at + way.rows, len(lengths)))) for at in range(0, len(lengths), way.rows)]
     order = sorted(range(len(lengths)), key=lambda row: -lengths[row])
+    if way.packed:
+        return _best_fit(order, lengths, way.tokens)
     found = []
     while order:
-        rows = _rows_within(training.micro_batch_tokens, lengths[order[0]])
+        rows = way.capacity(lengths[order[0]])
         found.append(order[:rows])
         order = order[rows:]
     return found
 
 
-def _rows_within(tokens: int, length: int) -> int:
-    return max(1, tokens // length)
+def _best_fit(order: Sequence[int], lengths: Sequence[int], tokens: int) -> list[list[int]]:
+    found: list[list[int]] = []
+    room: list[tuple[int, int]] = []  # (tokens left, micro-batch), in order
+    for row in order:
+        at = bisect_left(room, (lengths[row], -1))
+        left, number = room.pop(at) if at < len(room) else (tokens, len(found))
+        if number == len(found):
+            found.append([])
+        found[number].append(row)
+        if left > lengths[row]:
+            insort(room, (left - lengths[row], number))
+    return found
 
 
 @dataclass(frozen=True)
@@ -87,7 +125,8 @@ class Batch:
     """The largest micro-batch: `rows` of `tokens` each, padding included.
 
     `padded`: whether some row is shorter than the longest, so that attention needs a mask. `trained_tokens`: places
-    with a label, over all rows. `source` says where the lengths come from.
+    with a label, over all rows. `source` says where the lengths come from. `packed`: the lengths of the rows that a
+    packed micro-batch, one row to the model, is made of.
     """
 
     rows: int
@@ -95,6 +134,7 @@ class Batch:
     padded: bool
     trained_tokens: int
     source: str = "data.max_length"
+    packed: tuple[int, ...] = ()
 
     def as_dict(self) -> dict[str, Any]:
         """The batch as JSON values."""
@@ -102,22 +142,24 @@ class Batch:
 
 
 def worst_batches(
-    lengths: Sequence[int], trained: Sequence[int], training: TrainingSection, step_rows: int, source: str
+    lengths: Sequence[int], trained: Sequence[int], way: MicroBatching, step_rows: int, source: str
 ) -> list[Batch]:
     """The largest micro-batches that some order of these rows produces; one of them takes the most memory.
 
-    `step_rows` is the number of rows of a step in one process. Every order is possible in some epoch. With
-    `micro_batch_tokens` there are two, where they differ: the one with the most tokens, padding included, and with no
-    fewer trained tokens than any other has; and the one with the longest row.
+    `step_rows` is the number of rows of a step in one process. Every order is possible in some epoch. By tokens there
+    are two, where they differ: the one with the most tokens, padding included, and with no fewer trained tokens than
+    any other has; and the one with the longest row.
     """
-    if not training.micro_batch_tokens:
-        return [worst_batch(lengths, trained, training.rows, source)]
+    if way.packed:
+        return [_largest_packed(lengths, trained, way, step_rows, source)]
+    if not way.tokens:
+        return [worst_batch(lengths, trained, way.rows, source)]
     rows = sorted(zip(lengths, trained, strict=True))
     shapes: dict[int, tuple[int, int, int]] = {}
     best: list[int] = []  # the trained tokens of the rows with most of them, of as many as a micro-batch can have
     most_trained = 0
     for number, (length, count) in enumerate(rows, start=1):
-        at_most = min(_rows_within(training.micro_batch_tokens, length), step_rows)
+        at_most = min(way.capacity(length), step_rows)
         heapq.heappush(best, count)
         while len(best) > at_most:
             heapq.heappop(best)
@@ -132,6 +174,38 @@ def worst_batches(
 
     worst = replace(batch(largest), trained_tokens=min(most_trained, largest[0]))
     return [worst] if largest == longest else [worst, batch(longest)]
+
+
+def _largest_packed(
+    lengths: Sequence[int], trained: Sequence[int], way: MicroBatching, step_rows: int, source: str
+) -> Batch:
+    """As many tokens as the rows of a step can make together within the limit, the longest rows among them."""
+    assert way.tokens
+    in_order = sorted(lengths, reverse=True)
+    tokens = max(in_order[0], min(sum(in_order[:step_rows]), _largest_sum(in_order, way.tokens)))
+    segments, left = [], tokens
+    for length in in_order[:step_rows]:
+        if left == 0:
+            break
+        segments.append(min(length, left))
+        left -= segments[-1]
+    # No more trained tokens than the densest rows have, the last one in part; the first token of a row has no label.
+    most, left = 0, tokens
+    for length, count in sorted(zip(lengths, trained, strict=True), key=lambda row: -row[1] / row[0]):
+        taken = min(length, left)
+        most += min(count, taken)
+        left -= taken
+    return Batch(1, tokens, False, min(most, tokens - 1), source, tuple(segments))
+
+
+def _largest_sum(lengths: Sequence[int], limit: int) -> int:
+    """The largest sum within `limit` that some of `lengths` make; 0 where none does. Bit n: the sum n can be made."""
+    within, sums = (1 << (limit + 1)) - 1, 1
+    for length in lengths:
+        sums |= (sums << length) & within
+        if sums >> limit:
+            return limit
+    return sums.bit_length() - 1
 
 
 def worst_batch(lengths: Sequence[int], trained: Sequence[int], micro_batch: int, source: str) -> Batch:
@@ -155,17 +229,21 @@ def longest_batch(rows: int, length: int) -> Batch:
     return Batch(rows, length, rows > 1, rows * (length - 1))
 
 
-def longest_batches(training: TrainingSection, step_rows: int, max_length: int) -> list[Batch]:
+def longest_batches(way: MicroBatching, step_rows: int, max_length: int) -> list[Batch]:
     """The largest micro-batches where nothing is known of the rows but their limit."""
-    if not training.micro_batch_tokens:
-        return [longest_batch(training.rows, max_length)]
-    sizes = {
-        length: min(_rows_within(training.micro_batch_tokens, length), step_rows) for length in range(1, max_length + 1)
-    }
+    if way.packed:
+        tokens = min(max(max_length, way.tokens or 0), step_rows * max_length)
+        whole, rest = divmod(tokens, max_length)
+        lengths = (max_length,) * whole + (rest,) * (rest > 0)
+        return [Batch(1, tokens, False, tokens - len(lengths), packed=lengths)]
+    if not way.tokens:
+        return [longest_batch(way.rows, max_length)]
+    sizes = {length: min(way.capacity(length), step_rows) for length in range(1, max_length + 1)}
     most = max(sizes, key=lambda length: (sizes[length] * length, length))
     return [longest_batch(sizes[length], length) for length in dict.fromkeys((most, max_length))]
 
 
-def per_step(training: TrainingSection, batch: Batch) -> int:
+def per_step(training: TrainingSection, way: MicroBatching, batch: Batch) -> int:
     """How many micro-batches a step would be made of, if all were as `batch`; over all processes."""
-    return max(1, training.batch_size // (batch.rows if training.micro_batch_tokens else training.rows))
+    rows = len(batch.packed) or (batch.rows if way.tokens else way.rows)
+    return max(1, training.batch_size // rows)

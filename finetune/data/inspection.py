@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 from finetune.config import DataSection, TrainingSection, named
 from finetune.data import fingerprint
-from finetune.data.batching import Batch, RowOrder, micro_batches, worst_batches
+from finetune.data.batching import Batch, MicroBatching, RowOrder, micro_batches, worst_batches
 from finetune.data.chat import IGNORE
 from finetune.data.prepare import Counts, prepare
 from finetune.errors import DataError
@@ -25,13 +25,14 @@ _BIN_ENDS = [4, *(end for power in range(3, 40) for end in (2**power, 3 * 2 ** (
 # What a decoder gives for the first bytes of a character.
 _INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
 
-BATCHINGS: dict[str, tuple[bool, bool]] = {
-    "grouped by length": (True, False),
-    "shuffled": (False, False),
-    "grouped, by tokens": (True, True),
-    "shuffled, by tokens": (False, True),
+BATCHINGS: dict[str, tuple[bool, bool, bool]] = {
+    "grouped by length": (True, False, False),
+    "shuffled": (False, False, False),
+    "grouped, by tokens": (True, True, False),
+    "shuffled, by tokens": (False, True, False),
+    "packed": (False, True, True),
 }
-"""The ways to batch that are compared: name, whether grouped by length, whether in micro-batches by tokens."""
+"""The ways to batch that are compared: name, whether grouped by length, in micro-batches by tokens, and packed."""
 
 
 @dataclass(frozen=True)
@@ -56,8 +57,8 @@ class Bin:
 class Batching:
     """One epoch under one way to batch.
 
-    `changes` are the keys of the training section that choose it; `padding_share` is the part of all places in its
-    micro-batches that holds no token; `steps` counts optimizer steps.
+    `changes` are the keys that choose it; `padding_share` is the part of all places in its micro-batches that holds no
+    token; `steps` counts optimizer steps and `micro_batches` the passes that they take.
     """
 
     name: str
@@ -65,6 +66,7 @@ class Batching:
     configured: bool
     padding_share: float
     steps: int
+    micro_batches: int
 
 
 @dataclass(frozen=True)
@@ -128,6 +130,7 @@ def inspect(section: DataSection, training: TrainingSection, tokenizer: Any) -> 
             "do the trained tokens spell any text, only ends of turn and blanks; check that the answers are not empty, "
             "and `data.format`"
         )
+    way = MicroBatching.of(_chosen(training), section)
     lengths, trained, places = (prepared.train[column][:] for column in ("length", "trained", "place"))
     return Inspection(
         fingerprint=fingerprint.of(tokenizer),
@@ -139,8 +142,8 @@ def inspect(section: DataSection, training: TrainingSection, tokenizer: Any) -> 
         batch_size=training.batch_size,
         micro_batch=training.micro_batch,
         micro_batch_tokens=training.micro_batch_tokens,
-        batchings=_batchings(lengths, training),
-        worst_batch=worst_batches(lengths, trained, _chosen(training), training.batch_size, "the data's rows")[0],
+        batchings=_batchings(lengths, training, section),
+        worst_batch=worst_batches(lengths, trained, way, training.batch_size, "the data's rows")[0],
         samples=tuple(_sample(row, tokenizer) for row in prepared.train.select(range(min(_SHOWN_ROWS, len(lengths))))),
     )
 
@@ -172,31 +175,52 @@ def _bins(lengths: Sequence[int]) -> tuple[Bin, ...]:
     )
 
 
-def _batchings(lengths: Sequence[int], training: TrainingSection) -> tuple[Batching, ...]:
+def _batchings(lengths: Sequence[int], training: TrainingSection, section: DataSection) -> tuple[Batching, ...]:
     chosen = _chosen(training)
-    tokens = training.micro_batch_tokens or chosen.rows * max(lengths)
+    tokens = training.micro_batch_tokens or chosen.rows * (section.max_length if section.packing else max(lengths))
     found = []
-    for name, (grouped, by_tokens) in BATCHINGS.items():
-        changes = {"group_by_length": grouped, **({"micro_batch_tokens": tokens} if by_tokens else {})}
+    for name, (grouped, by_tokens, packed) in BATCHINGS.items():
+        way = MicroBatching(1, tokens, packed) if by_tokens else MicroBatching(chosen.rows)
+        order = RowOrder(lengths, training.batch_size, training.seed, grouped)
+        shares, passes = _epoch(lengths, order, training.batch_size, way)
         batching = Batching(
             name=name,
-            changes=changes,
-            configured=(grouped, by_tokens) == (training.group_by_length, bool(training.micro_batch_tokens)),
-            padding_share=_padding_share(lengths, chosen.model_copy(update={"micro_batch_tokens": None, **changes})),
+            changes={
+                "training.group_by_length": grouped,
+                **({"training.micro_batch_tokens": tokens} if by_tokens else {}),
+                **({"data.packing": True} if packed else {}),
+            },
+            configured=_is_configured(training, section, grouped, by_tokens, packed),
+            padding_share=shares,
             steps=math.ceil(len(lengths) / training.batch_size),
+            micro_batches=passes,
         )
         found.append(batching)
     return tuple(found)
 
 
-def _padding_share(lengths: Sequence[int], training: TrainingSection) -> float:
-    """Of the micro-batches of the first epoch, as training makes them."""
-    order = list(RowOrder(lengths, training.batch_size, training.seed, training.group_by_length))
-    places = 0
-    for at in range(0, len(order), training.batch_size):
-        step = [lengths[row] for row in order[at : at + training.batch_size]]
-        places += sum(len(part) * max(step[row] for row in part) for part in micro_batches(step, training))
-    return 1 - sum(lengths) / places
+def _is_configured(
+    training: TrainingSection, section: DataSection, grouped: bool, by_tokens: bool, packed: bool
+) -> bool:
+    """Packed rows are never padded, so that their order makes no difference worth a line."""
+    if section.packing or packed:
+        return section.packing and packed
+    return (grouped, by_tokens) == (training.group_by_length, bool(training.micro_batch_tokens))
+
+
+def _epoch(lengths: Sequence[int], rows: Iterable[int], batch_size: int, way: MicroBatching) -> tuple[float, int]:
+    """Padding share and number of the micro-batches of the first epoch, as training makes them."""
+    order = list(rows)
+    places = passes = 0
+    for at in range(0, len(order), batch_size):
+        step = [lengths[row] for row in order[at : at + batch_size]]
+        parts = micro_batches(step, way)
+        passes += len(parts)
+        if way.packed:
+            places += sum(step)
+        else:
+            places += sum(len(part) * max(step[row] for row in part) for part in parts)
+    return 1 - sum(lengths) / places, passes
 
 
 def _chosen(training: TrainingSection) -> TrainingSection:

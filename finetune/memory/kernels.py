@@ -16,10 +16,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.attention.varlen  # registers its operators
 
 from finetune.libraries import replaced
 
 _aten = torch.ops.aten
+_varlen = torch.ops.torch_attn._varlen_attn.default
+_varlen_backward = torch.ops.torch_attn._varlen_attn_backward.default
 
 # Multiples that FlashAttention-2 rounds lengths and head sizes up to (torch 2.13,
 # aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp, `mha_bwd`).
@@ -191,7 +194,24 @@ def _multiplies_bfloat16() -> bool:
 def _scratch_on_cuda(func: Any, args: Any) -> list[int]:
     if func is _aten._scaled_dot_product_flash_attention_for_cpu_backward.default:
         return _attention_scratch(*args)
+    if func is _varlen_backward:
+        return _packed_attention_scratch(*args)
     return []
+
+
+def _packed_attention_scratch(
+    gradient: Any, query: Any, key: Any, value: Any, out: Any, lse: Any, starts: Any, *rest: Any
+) -> list[int]:
+    """The same for packed rows (tokens, heads, head size), each with room for a block of its own.
+
+    (torch 2.13, flash_api.cpp `mha_varlen_bwd`: dq_accum, softmax_d, dk_expanded, dv_expanded.)
+    """
+    tokens, heads, size = query.shape
+    places = heads * (tokens + _FLASH_LENGTH * (len(starts) - 1))
+    scratch = [4 * places * _round_up(size, _FLASH_HEAD), 4 * places]
+    if key.shape[1] != heads:
+        scratch += [heads * key.shape[0] * size * key.element_size()] * 2
+    return scratch
 
 
 def _attention_scratch(gradient: Any, query: Any, key: Any, *rest: Any) -> list[int]:
@@ -263,8 +283,36 @@ def _linear(A: Any, B: Any, *args: Any, **kwargs: Any) -> int:
     return 2 * A.numel() * B.shape[0]
 
 
+def _packed(
+    query: Any, key: Any, value: Any, starts: Any, key_starts: Any, longest: int, *args: Any, **kwargs: Any
+) -> int:
+    from torch.utils.flop_counter import sdpa_flop_count
+
+    return sum(sdpa_flop_count(shape, shape, shape) for shape in _packed_shapes(query, longest))
+
+
+def _packed_backward(
+    gradient: Any, query: Any, key: Any, value: Any, out: Any, lse: Any, starts: Any, key_starts: Any, longest: int,
+    *args: Any, **kwargs: Any,
+) -> int:  # fmt: skip
+    from torch.utils.flop_counter import sdpa_backward_flop_count
+
+    return sum(sdpa_backward_flop_count(shape, shape, shape, shape) for shape in _packed_shapes(query, longest))
+
+
+def _packed_shapes(query: Any, longest: int) -> list[torch.Size]:
+    """(1, heads, length, head size) of packed rows as long as the longest: a fake tensor does not say where they begin.
+
+    The largest micro-batch is made of the longest rows, so that little is missed.
+    """
+    whole, rest = divmod(query.shape[0], longest)
+    return [torch.Size((1, query.shape[1], length, query.shape[2])) for length in [longest] * whole + [rest]]
+
+
 _FLOPS: dict[Any, Callable[..., int]] = {
     _aten.linear.default: _linear,
+    _varlen: _packed,
+    _varlen_backward: _packed_backward,
     _aten._scaled_dot_product_flash_attention_for_cpu.default: _attention,
     _aten._scaled_dot_product_flash_attention_for_cpu_backward.default: _attention_backward,
 }

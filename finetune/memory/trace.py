@@ -236,7 +236,7 @@ class Recorder(TorchDispatchMode):
     ) -> None:
         work = self._run().work
         work.calls += 1
-        formula = flop_registry.get(func._overloadpacket) or self._kernels.flops.get(func)
+        formula = self._kernels.flops.get(func) or flop_registry.get(func._overloadpacket)
         if formula:
             work.flops += int(formula(*args, **kwargs, out_val=out))
             return

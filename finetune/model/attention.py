@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from finetune.errors import MachineError
+from finetune.model import packing
 
 
 @dataclass(frozen=True)
@@ -21,11 +22,17 @@ class Attention:
     missing: Callable[[Any, str, str], str | None]
 
 
-def choose(name: str, config: Any, device: str, precision: str) -> tuple[str, str]:
+def choose(name: str, config: Any, device: str, precision: str, *, packed: bool = False) -> tuple[str, str]:
     """The transformers implementation for `name` ("auto" or a key of ATTENTIONS) and the reason, one clause.
 
-    Raises MachineError when the named one cannot be used with this model on this device.
+    `packed`: the one for packed rows. Raises MachineError when the named one cannot be used with this model on this
+    device.
     """
+    implementation, reason = _choose(name, config, device, precision)
+    return packing.variant(implementation, config, device, precision) if packed else implementation, reason
+
+
+def _choose(name: str, config: Any, device: str, precision: str) -> tuple[str, str]:
     if name != "auto":
         attention = ATTENTIONS[name]
         if obstacle := attention.missing(config, device, precision):
@@ -40,11 +47,15 @@ def choose(name: str, config: Any, device: str, precision: str) -> tuple[str, st
     raise AssertionError("eager attention has no requirement")
 
 
-def planned(name: str, config: Any, device: str, precision: str) -> str:
+def planned(name: str, config: Any, device: str, precision: str, *, packed: bool = False) -> str:
     """The implementation that a plan for a device that may not be here takes; what fused kernels keep is the same."""
     if name != "auto":
-        return ATTENTIONS[name].implementation
-    return "eager" if _sdpa(config, device, precision) else "sdpa"
+        implementation = ATTENTIONS[name].implementation
+    else:
+        implementation = "eager" if _sdpa(config, device, precision) else "sdpa"
+    if not packed:
+        return implementation
+    return packing.variant("eager" if implementation == "eager" else "sdpa", config, device, precision)
 
 
 def _flash_2(config: Any, device: str, precision: str) -> str | None:

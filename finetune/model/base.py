@@ -18,7 +18,7 @@ from torch import nn
 from finetune import libraries
 from finetune.config import AdapterSection, ModelSection, QuantizationSection, TrainingSection
 from finetune.errors import ArtifactError
-from finetune.model import catalog
+from finetune.model import catalog, packing
 from finetune.model.locate import hub_call, locate
 from finetune.model.quantization import bitsandbytes_config
 
@@ -88,6 +88,7 @@ def _pretrained(
 ) -> Any:
     from transformers import AutoModelForCausalLM
 
+    packing.register()
     model, report = hub_call(
         f"model `{section.name}`",
         lambda: AutoModelForCausalLM.from_pretrained(
@@ -156,6 +157,7 @@ def weightless_base(
     from transformers import AutoModelForCausalLM
     from transformers.integrations import replace_with_bnb_linear
 
+    packing.register()
     with torch.device("meta"):
         model = hub_call(
             f"the architecture `{architecture.model_type}`",

@@ -12,7 +12,7 @@ from itertools import groupby
 from rich.console import Console
 from rich.text import Text
 
-from finetune.data.inspection import Inspection, Piece, Sample
+from finetune.data.inspection import Batching, Inspection, Piece, Sample
 from finetune.data.prepare import Counts
 from finetune.report import markup, printing, words
 
@@ -74,7 +74,7 @@ def html(found: Inspection) -> str:
 # -- what there is to say ----------------------------------------------------------------------------------------------
 
 _SOURCE_HEAD = ("source", "rows", "tokens", "of all tokens")
-_BATCHING_HEAD = ("batching", "padding", "steps", "micro-batch", "")
+_BATCHING_HEAD = ("batching", "padding", "steps", "passes", "micro-batch", "")
 
 
 def headline(found: Inspection) -> str:
@@ -87,7 +87,9 @@ def headline(found: Inspection) -> str:
 
 
 def _facts(found: Inspection) -> dict[str, str]:
-    if found.micro_batch_tokens:
+    if found.worst_batch.packed:
+        at_once = "packed"
+    elif found.micro_batch_tokens:
         at_once = f"micro-batches of at most {words.count(found.micro_batch_tokens)} tokens"
     elif found.micro_batch == "auto":
         at_once = "micro-batch is auto: counted as one"
@@ -140,11 +142,17 @@ def _batching_rows(found: Inspection) -> list[tuple[str, ...]]:
             batching.name,
             words.share(batching.padding_share),
             words.count(batching.steps),
-            f"{words.count(tokens)} tokens" if (tokens := batching.changes.get("micro_batch_tokens")) else "by rows",
+            words.count(batching.micro_batches),
+            _size(batching),
             "as configured" if batching.configured else "",
         )
         for batching in found.batchings
     ]
+
+
+def _size(batching: Batching) -> str:
+    tokens = batching.changes.get("training.micro_batch_tokens")
+    return f"{words.count(tokens)} tokens" if tokens else "by rows"
 
 
 def _length_rows(found: Inspection) -> list[tuple[str, float, str, str]]:

@@ -21,6 +21,7 @@ from rich.table import Table
 from rich.text import Text
 
 from finetune.config import Config
+from finetune.data.batching import MicroBatching
 from finetune.data.inspection import Inspection
 from finetune.data.prepare import Counts, Prepared
 from finetune.memory.comparison import Difference
@@ -312,8 +313,9 @@ def _counts(counts: Counts, max_length: int) -> str:
 
 def _batch(config: Config) -> str:
     rows = config.training.batch_size
-    if config.training.micro_batch_tokens:
-        return f"{rows} rows in micro-batches of at most {words.count(config.training.micro_batch_tokens)} tokens"
+    if tokens := MicroBatching.of(config.training, config.data).tokens:
+        packed = "packed into" if config.data.packing else "in"
+        return f"{rows} rows {packed} micro-batches of at most {words.count(tokens)} tokens"
     micro = config.training.rows
     parts = rows // micro
     return f"{rows} rows = {parts} micro-batch{'es' if parts > 1 else ''} of {micro}"

@@ -64,6 +64,8 @@ def verdict(planned: Forecast) -> str:
 
 def batch(shape: Batch) -> str:
     """The largest micro-batch in words, such as `4 rows x 2,048 tokens, padded`."""
+    if shape.packed:
+        return f"{count(len(shape.packed))} rows packed into {count(shape.tokens)} tokens"
     rows = f"{count(shape.rows)} row{'' if shape.rows == 1 else 's'}"
     return f"{rows} x {count(shape.tokens)} tokens{', padded' if shape.padded else ''}"
 

@@ -1,26 +1,31 @@
-"""The rows of an optimizer step as its micro-batches, each padded to its own longest row."""
+"""The rows of an optimizer step as its micro-batches, each padded to its own longest row, or packed."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
-from finetune.config import TrainingSection
-from finetune.data.batching import micro_batches
+from finetune.data.batching import MicroBatching, micro_batches
 
-Inputs = dict[str, torch.Tensor]
+Inputs = dict[str, Any]
+"""What the model is called with: tensors of ids and labels (rows, tokens), and the mask of what is no padding; packed
+(1, tokens), with `position_ids` and `cu_seq_lens_q`, where each row begins and the last one ends."""
 
 
 class MicroBatches:
-    """Collates rows (`input_ids`, `labels`) into a list of micro-batches: ids, labels and mask, (rows, tokens) each."""
+    """Collates rows (`input_ids`, `labels`) into a list of micro-batches."""
 
-    def __init__(self, training: TrainingSection, pad_token_id: int) -> None:
-        self._training = training
-        self._pad = DataCollatorForLanguageModeling(pad_token_id=pad_token_id)
+    def __init__(self, way: MicroBatching, pad_token_id: int) -> None:
+        self._way = way
+        self._collate = DataCollatorForLanguageModeling(pad_token_id=pad_token_id, padding_free=way.packed)
 
     def __call__(self, rows: Sequence[dict[str, Any]]) -> list[Inputs]:
-        parts = micro_batches([len(row["input_ids"]) for row in rows], self._training)
-        return [self._pad([rows[place] for place in part]) for part in parts]
+        parts = micro_batches([len(row["input_ids"]) for row in rows], self._way)
+        return [self.micro_batch([rows[place] for place in part]) for part in parts]
+
+    def micro_batch(self, rows: Sequence[dict[str, Any]]) -> Inputs:
+        """These rows as one micro-batch."""
+        found: Inputs = self._collate(list(rows))
+        return found

@@ -11,10 +11,12 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
+from accelerate.utils import send_to_device
 from trl.kernels import chunked_logprob
 from trl.trainer.utils import add_fused_lm_head
 
-from finetune.config import TrainingSection
+from finetune.config import Config
+from finetune.data.batching import MicroBatching
 from finetune.libraries import replaced
 from finetune.model.base import DTYPES
 from finetune.training.collator import Inputs, MicroBatches
@@ -32,26 +34,27 @@ def summed_loss(model: Any, steps: Iterable[list[Inputs]]) -> torch.Tensor:
     model.eval()
     sums = torch.zeros(2, dtype=torch.float64, device=model.device)
     for batch in itertools.chain.from_iterable(steps):
-        inputs = {name: tensor.to(model.device) for name, tensor in batch.items()}
+        inputs = send_to_device(batch, model.device)
         outputs = model(**inputs, fused_lm_head=True)
         sums += torch.stack([-outputs.log_probs.double().sum(), outputs.label_mask.double().sum()])
     model.train(was_training)
     return sums
 
 
-def held_out_loss(model: Any, tokenizer: Any, rows: Any, training: TrainingSection, loss_tokens: int) -> float:
+def held_out_loss(model: Any, tokenizer: Any, rows: Any, config: Config) -> float:
     """Mean loss in nats per trained token of a model that is not in training, in the run's precision and tiles."""
+    training = config.training
     unwrapped = model.get_base_model() if hasattr(model, "peft_config") else model
     add_fused_lm_head(unwrapped, outputs=("log_probs",))
     steps = torch.utils.data.DataLoader(
         rows.select_columns(["input_ids", "labels"]),
         batch_size=training.batch_size,
-        collate_fn=MicroBatches(training, tokenizer.pad_token_id),
+        collate_fn=MicroBatches(MicroBatching.of(training, config.data), tokenizer.pad_token_id),
     )
     mixed = training.precision != "fp32"
     with (
         torch.autocast(model.device.type, DTYPES[training.precision], enabled=mixed),
-        replaced(chunked_logprob, "TOKEN_CHUNK_SIZE", loss_tokens),
+        replaced(chunked_logprob, "TOKEN_CHUNK_SIZE", config.memory.loss_tokens),
     ):
         total, count = summed_loss(model, steps).tolist()
     return total / count

@@ -6,11 +6,11 @@ import math
 import time
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
-import torch
 from transformers import TrainerCallback
 
 from finetune.errors import NumbersError
 from finetune.rundir import RunDirectory, append_line
+from finetune.training.collator import Inputs
 
 if TYPE_CHECKING:
     from finetune.training.trainer import Trainer
@@ -40,11 +40,12 @@ class StepCounts:
         self._places = 0
         self._tokens: Any = 0
 
-    def add(self, inputs: dict[str, torch.Tensor]) -> None:
-        mask = inputs["attention_mask"]
+    def add(self, inputs: Inputs) -> None:
         self.micro_batches += 1
-        self._places += mask.numel()
-        self._tokens = self._tokens + mask.sum()
+        places = inputs["input_ids"].numel()
+        self._places += places
+        # Packed rows come without a mask: no place is padding.
+        self._tokens = self._tokens + (inputs["attention_mask"].sum() if "attention_mask" in inputs else places)
 
     def take(self) -> dict[str, Any]:
         """Tokens, tokens per second and padding share of the step that ended; starts the next one."""

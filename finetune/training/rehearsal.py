@@ -19,7 +19,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from finetune.config import Config
-from finetune.data.batching import Batch, RowOrder, per_step
+from finetune.data.batching import Batch, MicroBatching, RowOrder, per_step
 from finetune.errors import FinetuneError, ForecastError
 from finetune.memory.device import Device
 from finetune.memory.trace import Answers, Recorder, Trace, TracedMonitor
@@ -29,7 +29,7 @@ from finetune.model.base import base_dtype, remote_code, weightless_base
 from finetune.rundir import RunDirectory
 from finetune.training import optimizers, stand_ins
 from finetune.training.arguments import arguments
-from finetune.training.collator import MicroBatches
+from finetune.training.collator import Inputs, MicroBatches
 from finetune.training.evaluation import summed_loss
 from finetune.training.trainer import Trainer
 
@@ -96,6 +96,8 @@ class _Rehearsal:
             # Sizes are those of bfloat16, and there is no loss scaling on a CPU, where this runs.
             config = config.model_copy(update={"training": config.training.model_copy(update={"precision": "bf16"})})
         self._config = config
+        self._way = MicroBatching.of(config.training, config.data)
+        self._collator = MicroBatches(self._way, pad_token_id=0)
         self._mode = mode
         self._device = device
         self.recorder = recorder
@@ -104,7 +106,7 @@ class _Rehearsal:
             architecture,
             config.quantization,
             # Fused attention keeps the same for backward whoever wrote the kernel: the output and a number a row.
-            attention="eager" if attention == "eager" else "sdpa",
+            attention=attention if attention.startswith(("eager", "packed")) else "sdpa",
             dtype=base_dtype(config.adapter, config.training),
             remote_code=remote_code(config.model),
             shorten=self._shorten,
@@ -145,7 +147,7 @@ class _Rehearsal:
             processing_class=stand_ins.tokenizer(),
             optimizer_cls_and_kwargs=optimizers.build(name, self._config.optimizer, 1e-4),
             order=RowOrder([1], 1, 0, False),
-            collator=MicroBatches(self._config.training, pad_token_id=0),
+            collator=self._collator,
             adapter=self._config.adapter,
             run=RunDirectory(folder),
             monitor=TracedMonitor(self.recorder),
@@ -246,7 +248,7 @@ class _Rehearsal:
     def step(self, batch: Batch) -> None:
         """Forward, backward and update in the steady state."""
         self.recorder.phase = "forward"
-        if per_step(self._config.training, batch) > 1:
+        if per_step(self._config.training, self._way, batch) > 1:
             self._make_gradients()
         inputs = self._inputs(batch)
         with self._recording():
@@ -303,15 +305,20 @@ class _Rehearsal:
             if parameter.requires_grad:
                 yield parameter, layer_of.get(parameter)
 
-    def _inputs(self, batch: Batch) -> dict[str, torch.Tensor]:
-        """A batch as the collator makes it."""
-        self.recorder.answers = Answers(batch.padded, batch.trained_tokens)
+    def _inputs(self, batch: Batch) -> Inputs:
+        """A batch as the collator makes it. Where packed rows begin is known, which decides what attention takes."""
+        self.recorder.answers = Answers(batch.padded or len(batch.packed) > 1, batch.trained_tokens)
+        rows = batch.packed or (batch.tokens,) * batch.rows
+        inputs = self._collator.micro_batch([{"input_ids": [0] * length, "labels": [0] * length} for length in rows])
         with self._mode:
-            shape = (batch.rows, batch.tokens)
-            inputs = {name: torch.ones(shape, dtype=torch.long) for name in ("input_ids", "labels", "attention_mask")}
-        for tensor in inputs.values():
-            self.recorder.keep(tensor, "activations")
-        return inputs
+            found = {
+                name: torch.ones_like(value) if isinstance(value, torch.Tensor) and value.dim() > 1 else value
+                for name, value in inputs.items()
+            }
+        for value in found.values():
+            if isinstance(value, torch.Tensor):
+                self.recorder.keep(value, "activations")
+        return found
 
 
 class _Turns(defaultdict[torch.nn.Parameter, Any]):

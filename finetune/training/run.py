@@ -12,10 +12,11 @@ from transformers import TrainerState
 
 from finetune.config import Config
 from finetune.data import fingerprint
-from finetune.data.batching import RowOrder
+from finetune.data.batching import MicroBatching, RowOrder
 from finetune.data.prepare import Prepared
 from finetune.memory import inspect
 from finetune.memory.monitor import Monitor
+from finetune.model import packing
 from finetune.rundir import RunDirectory, staged
 from finetune.training import optimizers
 from finetune.training.arguments import arguments
@@ -48,6 +49,8 @@ def train(
 
     Raises NumbersError for a loss that is not finite, MachineError when a checkpoint cannot be written.
     """
+    if config.data.packing:
+        packing.prove(model)
     trainer = _trainer(config, model, tokenizer, data, run, monitor, listener, device, resuming=bool(resume_from))
     initial = _keep_initial_adapter(config, model, run)
     if not (resume_from and _was_the_last(config, trainer, resume_from)):
@@ -85,7 +88,7 @@ def _trainer(
         optimizer_cls_and_kwargs=optimizers.build(name, config.optimizer, training.learning_rate),
         callbacks=_early_stopping(training.early_stopping),
         order=RowOrder(data.train["length"], training.batch_size, training.seed, training.group_by_length),
-        collator=MicroBatches(training, tokenizer.pad_token_id),
+        collator=MicroBatches(MicroBatching.of(training, config.data), tokenizer.pad_token_id),
         adapter=config.adapter,
         run=run,
         monitor=monitor,

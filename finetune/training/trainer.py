@@ -122,7 +122,7 @@ class Trainer(SFTTrainer):
             self.monitor.enter("backward")
         return loss
 
-    def _watch_for_leaks(self, inputs: dict[str, torch.Tensor], peak: Peak) -> None:
+    def _watch_for_leaks(self, inputs: Inputs, peak: Peak) -> None:
         # Gradients and optimizer states come into being during the first step, so its peaks grow by right; so do
         # those of a step's later micro-batches, which are therefore told apart by their place.
         if self.state.global_step < 1:

@@ -9,9 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from finetune.config import TrainingSection
+from finetune.config import DataSection, TrainingSection
 from finetune.data.batching import (
     Batch,
+    MicroBatching,
     RowOrder,
     longest_batch,
     longest_batches,
@@ -184,12 +185,12 @@ def test_micro_batches_by_tokens_hold_each_row_once_within_the_tokens_and_none_i
     rows: list[tuple[int, int]], tokens: int, batch_size: int, seed: int
 ) -> None:
     lengths, trained = zip(*((length, min(count, length - 1)) for length, count in rows), strict=True)
-    training = TrainingSection(batch_size=batch_size, micro_batch_tokens=tokens)
-    worst = worst_batches(lengths, trained, training, batch_size, "here")
+    way = MicroBatching(1, tokens)
+    worst = worst_batches(lengths, trained, way, batch_size, "here")
     assert len(worst) <= 2
     for group in (True, False):
         for step in batches(order(list(lengths), batch_size=batch_size, seed=seed, group=group), batch_size):
-            parts = micro_batches([lengths[row] for row in step], training)
+            parts = micro_batches([lengths[row] for row in step], way)
             assert sorted(place for part in parts for place in part) == list(range(len(step)))
             for part in parts:
                 found = [lengths[step[place]] for place in part]
@@ -201,19 +202,19 @@ def test_micro_batches_by_tokens_hold_each_row_once_within_the_tokens_and_none_i
 
 
 def test_the_worst_micro_batches_by_tokens_are_those_with_most_tokens_and_with_the_longest_row() -> None:
-    training = TrainingSection(batch_size=8, micro_batch_tokens=100)
+    way = MicroBatching(1, 100)
     lengths, trained = [10] * 20 + [33, 33, 33, 60], [4] * 20 + [30, 30, 30, 9]
-    most, longest = worst_batches(lengths, trained, training, 8, "here")
+    most, longest = worst_batches(lengths, trained, way, 8, "here")
     assert (most.rows, most.tokens, most.trained_tokens, most.padded) == (3, 33, 90, True)
     assert (longest.rows, longest.tokens, longest.trained_tokens, longest.padded) == (1, 60, 30, False)
-    [only] = worst_batches([7, 7], [3, 3], training, 8, "here")
+    [only] = worst_batches([7, 7], [3, 3], way, 8, "here")
     assert (only.rows, only.tokens, only.padded) == (2, 7, False)
 
 
 def test_where_nothing_is_known_of_the_rows_as_many_tokens_as_may_be_are_the_worst() -> None:
     def shapes(tokens: int, batch_size: int, max_length: int) -> list[tuple[int, int]]:
-        training = TrainingSection(batch_size=batch_size, micro_batch_tokens=tokens)
-        return [(batch.rows, batch.tokens) for batch in longest_batches(training, batch_size, max_length)]
+        way = MicroBatching(1, tokens)
+        return [(batch.rows, batch.tokens) for batch in longest_batches(way, batch_size, max_length)]
 
     assert shapes(2048, 16, 512) == [(4, 512)]
     assert shapes(1000, 16, 600) == [(2, 500), (1, 600)]
@@ -221,9 +222,62 @@ def test_where_nothing_is_known_of_the_rows_as_many_tokens_as_may_be_are_the_wor
     assert shapes(10_000, 4, 600) == [(4, 600)], "no more rows than a step has"
 
 
+@settings(deadline=None, derandomize=True)
+@given(rows=ROWS, tokens=st.integers(1, 120), batch_size=st.integers(1, 12), seed=st.integers(0, 9))
+def test_packed_micro_batches_hold_each_row_once_within_the_tokens_and_none_is_larger_than_the_worst(
+    rows: list[tuple[int, int]], tokens: int, batch_size: int, seed: int
+) -> None:
+    lengths, trained = zip(*((length, min(count, length - 1)) for length, count in rows), strict=True)
+    way = MicroBatching(1, tokens, packed=True)
+    [worst] = worst_batches(lengths, trained, way, batch_size, "here")
+    assert worst.rows == 1
+    assert sum(worst.packed) == worst.tokens <= max(tokens, *lengths)
+    for step in batches(order(list(lengths), batch_size=batch_size, seed=seed, group=False), batch_size):
+        parts = micro_batches([lengths[row] for row in step], way)
+        assert sorted(place for part in parts for place in part) == list(range(len(step)))
+        for part in parts:
+            places = sum(lengths[step[place]] for place in part)
+            assert places <= tokens or len(part) == 1
+            assert places <= worst.tokens
+            assert sum(trained[step[place]] for place in part) <= max(worst.trained_tokens, 0)
+
+
+def test_the_best_fit_leaves_the_least_room() -> None:
+    way = MicroBatching(1, 10, packed=True)
+    assert micro_batches([3, 6, 2, 7, 1, 11], way) == [[5], [3, 0], [1, 2, 4]]
+
+
+def test_the_largest_packed_micro_batch_is_what_the_rows_make_together() -> None:
+    def worst(lengths: list[int], tokens: int, step_rows: int = 8) -> tuple[int, tuple[int, ...]]:
+        way = MicroBatching(1, tokens, packed=True)
+        [batch] = worst_batches(lengths, [length - 1 for length in lengths], way, step_rows, "here")
+        return batch.tokens, batch.packed
+
+    assert worst([60, 60, 60], 150) == (120, (60, 60)), "no two rows and a half"
+    assert worst([60, 60, 30], 150) == (150, (60, 60, 30))
+    assert worst([60, 60, 30], 1000) == (150, (60, 60, 30)), "no more than there are"
+    assert worst([60, 60, 30], 1000, step_rows=2) == (120, (60, 60)), "no more rows than a step has"
+    assert worst([200, 10], 100) == (200, (200,)), "a row longer than that goes by itself"
+
+
+def test_where_nothing_is_known_packed_rows_fill_the_tokens() -> None:
+    [batch] = longest_batches(MicroBatching(1, 1000, packed=True), 16, 400)
+    assert (batch.tokens, batch.packed, batch.trained_tokens) == (1000, (400, 400, 200), 997)
+    [batch] = longest_batches(MicroBatching(1, 1000, packed=True), 2, 400)
+    assert (batch.tokens, batch.packed) == (800, (400, 400)), "no more rows than a step has"
+
+
+def test_a_packed_micro_batch_holds_what_its_rows_would_at_most() -> None:
+    data = DataSection(packing=True, max_length=100)
+    assert MicroBatching.of(TrainingSection(micro_batch=4), data) == MicroBatching(1, 400, packed=True)
+    assert MicroBatching.of(TrainingSection(micro_batch_tokens=90), data) == MicroBatching(1, 90, packed=True)
+    assert MicroBatching.of(TrainingSection(micro_batch=4), DataSection()) == MicroBatching(4)
+
+
 def test_where_nothing_is_known_every_row_is_as_long_as_it_may_be() -> None:
     assert longest_batch(4, 100) == Batch(4, 100, True, 4 * 99)
     assert longest_batch(1, 100).padded is False, "a row by itself needs no mask"
     assert longest_batch(2, 7).as_dict() == {
         "rows": 2, "tokens": 7, "padded": True, "trained_tokens": 12, "source": "data.max_length",
+        "packed": (),
     }  # fmt: skip

@@ -6,13 +6,17 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate.utils import send_to_device
 from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from finetune.config import AdapterSection, MemorySection, ModelSection, OptimizerSection, QuantizationSection
-from finetune.model import adapter, attention, checkpointing
+from finetune.data.batching import MicroBatching
+from finetune.model import adapter, attention, checkpointing, packing
 from finetune.model.base import load_architecture, load_base, random_base
 from finetune.model.quantization import bitsandbytes_config
 from finetune.training import optimizers
+from finetune.training.collator import MicroBatches
 
 pytestmark = pytest.mark.gpu
 
@@ -68,6 +72,34 @@ def loss_and_gradient(model: Any, device: torch.device) -> tuple[float, torch.Te
 def distance(one: torch.Tensor, other: torch.Tensor) -> float:
     """Relative distance of two vectors."""
     return float((one - other).norm() / other.norm())
+
+
+# -- packing -----------------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("implementation", [packing.VARLEN, packing.EACH, packing.EAGER])
+@pytest.mark.parametrize("window", [None, 8])
+def test_packed_rows_keep_apart_on_a_card(implementation: str, window: int | None, cuda: torch.device) -> None:
+    """Each row's logits are its own, with and without a sliding window; and the same with every implementation."""
+    config = AutoConfig.for_model(
+        "mistral", vocab_size=64, hidden_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        intermediate_size=96, sliding_window=window,
+    )  # fmt: skip
+    packing.register()
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=implementation, dtype=torch.bfloat16).to(cuda)
+    packing.prove(model)
+    lengths = [5, 40, 1, 18]
+    rows = [torch.randint(3, 64, (length,)).tolist() for length in lengths]
+    collated = MicroBatches(MicroBatching(1, 1000, packed=True), 0).micro_batch([{"input_ids": row} for row in rows])
+    inputs = send_to_device({name: value for name, value in collated.items() if name != "labels"}, cuda)
+    together = model(**inputs, use_cache=False).logits[0].float().split(lengths)
+    model.set_attn_implementation("eager")
+    for row, ours in zip(rows, together, strict=True):
+        ids = torch.tensor([row], device=cuda)
+        alone = model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False).logits[0].float()
+        assert distance(ours, alone) < 4 * BF16_TOLERANCE
 
 
 # -- optimizers --------------------------------------------------------------------------------------------------------

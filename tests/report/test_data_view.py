@@ -43,8 +43,8 @@ def inspection(**changes: Any) -> Inspection:
         micro_batch=8,
         micro_batch_tokens=None,
         batchings=(
-            Batching("grouped by length", {"group_by_length": True}, True, 0.0125, 63),
-            Batching("shuffled", {"group_by_length": False}, False, 0.4, 63),
+            Batching("grouped by length", {"training.group_by_length": True}, True, 0.0125, 63, 126),
+            Batching("shuffled", {"training.group_by_length": False}, False, 0.4, 63, 126),
         ),
         worst_batch=Batch(8, 300, True, 900, "the data's rows"),
         samples=(sample(("<s>", False), ("Hi", False), ("\n", False), (" one", True), ("</s>", True)),),
@@ -91,9 +91,9 @@ def test_sources_lengths_and_batchings_are_counted_and_the_configured_one_is_mar
     assert cells(text, "129 to 192") == ["129 to 192", "█" * 21 + "▍", "400", "40.0%"]
     assert cells(text, "193 to 256") == ["193 to 256", "0", "0.0%"]
     assert cells(text, "257 to 384") == ["257 to 384", "█" * 32, "600", "60.0%"]
-    grouped = ["grouped by length", "1.2%", "63", "by rows", "as configured"]
+    grouped = ["grouped by length", "1.2%", "63", "126", "by rows", "as configured"]
     assert cells(text, "grouped by length") == grouped
-    assert cells(text, "shuffled") == ["shuffled", "40.0%", "63", "by rows"]
+    assert cells(text, "shuffled") == ["shuffled", "40.0%", "63", "126", "by rows"]
 
 
 def test_batch_largest_batch_longest_row_and_fingerprint_are_told() -> None:
@@ -195,7 +195,7 @@ def test_the_page_tells_what_the_terminal_tells() -> None:
         "share trained 25.0% 50.0%",
         "more.csv 400 50,000 25.0%",
         "257 to 384 600 60.0%",
-        "shuffled 40.0% 63 by rows",
+        "shuffled 40.0% 63 126 by rows",
         "rows.jsonl:1: 5 tokens, 2 trained",
     ):
         assert expected in text

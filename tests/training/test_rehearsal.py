@@ -19,7 +19,7 @@ from traces import peaks
 
 from finetune.data.batching import Batch, longest_batch
 from finetune.memory import forecast
-from finetune.model import catalog
+from finetune.model import catalog, packing
 
 # Of the sweep's settings those that take the least time, each family, kind of base and lever among them.
 CHOSEN = {
@@ -31,6 +31,8 @@ CHOSEN = {
     "phi3 int8, no checkpointing",
     "phi fp32, eager",  # two layers checkpointed
     "mixtral bf16, evaluated",
+    "llama nf4, packed",
+    "gemma2 packed, no checkpointing",
 }
 LARGEST_ERROR, UNDER_PREDICTION = 0.01, 0.005
 
@@ -171,6 +173,21 @@ def test_layer_inputs_on_the_host_are_managed_memory_on_a_card_and_nothing_on_a_
     assert on_host.host_bytes - on_card.host_bytes >= inputs
     assert on_card.phases["forward"]["allocated_bytes"] - on_host.phases["forward"]["allocated_bytes"] >= inputs // 2
     assert on_host.seconds > on_card.seconds, "copies take time"
+
+
+def test_packed_rows_on_a_card_take_the_variable_length_kernel_and_no_more_than_padded_ones() -> None:
+    model = rehearsals.architecture()
+    padded = Batch(rows=4, tokens=256, padded=True, trained_tokens=1020)
+    packed = Batch(rows=1, tokens=1024, padded=False, trained_tokens=1020, packed=(256,) * 4)
+    card = rehearsals.card()
+    job = rehearsals.config(data__packing=True, training__micro_batch=4, training__batch_size=4, data__max_length=256)
+    ours = rehearsals.rehearse(job, model, where=card, batch=packed, attention=packing.VARLEN)
+    theirs = rehearsals.rehearse(job.changed({"data.packing": False}), model, where=card, batch=padded)
+    for phase in ("forward", "backward"):
+        assert 0.9 * peaks(theirs)[phase] < peaks(ours)[phase] < 1.02 * peaks(theirs)[phase]
+    assert ours.work(["forward"]).flops == pytest.approx(theirs.work(["forward"]).flops, rel=0.01)
+    accumulated = 4 * 4 * (1024 + 4 * 128) * 32  # float32, 4 heads, 128 places more for each row, 16 rounded up to 32
+    assert accumulated in [block.bytes for block in ours.blocks if block.category == "workspace"]
 
 
 def test_a_run_stopped_within_a_step_does_not_hide_the_update_of_the_next_forecast() -> None:

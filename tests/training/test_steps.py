@@ -27,10 +27,14 @@ def training_lines(run: RunDirectory) -> list[dict]:
 @pytest.mark.parametrize("grouped", ["true", "false"])
 def test_gradient_does_not_depend_on_the_micro_batch(quick, grouped: str) -> None:
     norms, losses, weights = [], [], []
-    for name, size in (("micro_batch", 1), ("micro_batch", 2), ("micro_batch", 8), ("micro_batch_tokens", 100)):
+    ways = (
+        "training.micro_batch=1", "training.micro_batch=2", "training.micro_batch=8", "training.micro_batch_tokens=100",
+        "data.packing=true",
+    )  # fmt: skip
+    for way in ways:
         config = quick(
             "training.batch_size=8",
-            f"training.{name}={size}",
+            way,
             f"training.group_by_length={grouped}",
             "training.max_steps=2",
             "optimizer.kind=sgd",
@@ -39,13 +43,13 @@ def test_gradient_does_not_depend_on_the_micro_batch(quick, grouped: str) -> Non
             "training.max_grad_norm=0",
             "training.learning_rate=0.1",
             "quantization.kind=none",
-            run=f"{name}{size}",
+            run=way,
         )
         run = finetune.train(config).run
         norms.append([line["grad_norm"] for line in training_lines(run)])
         losses.append([line["loss"] for line in training_lines(run)])
         weights.append(adapter_weights(run))
-    for other in (1, 2, 3):
+    for other in range(1, len(ways)):
         assert losses[other] == pytest.approx(losses[0], rel=1e-5)
         assert norms[other] == pytest.approx(norms[0], rel=1e-4)
         for name, tensor in weights[0].items():
@@ -79,11 +83,12 @@ def test_a_replaced_optimizer_is_said_in_one_line() -> None:
     assert optimizers.choose(OptimizerSection(kind="paged_adamw_8bit"), "cuda") == ("paged_adamw_8bit", None)
 
 
-@pytest.mark.parametrize("kind", ["lora", "none"])
-def test_resumed_run_ends_bit_equal(quick, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+@pytest.mark.parametrize(("kind", "packing"), [("lora", "false"), ("lora", "true"), ("none", "false")])
+def test_resumed_run_ends_bit_equal(quick, monkeypatch: pytest.MonkeyPatch, kind: str, packing: str) -> None:
     """Stopped twice, in the first epoch and in the third, with dropout, 8-bit states and shuffled, grouped rows."""
     overrides = [
         f"adapter.kind={kind}",
+        f"data.packing={packing}",
         "adapter.dropout=0.1",
         "quantization.kind=" + ("nf4" if kind == "lora" else "none"),
         "training.max_steps=12",

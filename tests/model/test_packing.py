@@ -1,0 +1,152 @@
+"""Packed rows: none sees another, whatever the architecture; and a model that lets them is refused."""
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from finetune.data.batching import MicroBatching
+from finetune.errors import MachineError
+from finetune.model import packing
+from finetune.training.collator import MicroBatches
+
+SHARED: dict[str, Any] = {
+    "vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "intermediate_size": 48, "max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+ARCHITECTURES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "mistral": {"sliding_window": 5},
+    "qwen2": {},
+    "gemma2": {"head_dim": 8, "sliding_window": 5, "query_pre_attn_scalar": 8},
+    "gemma3_text": {"head_dim": 8, "sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]},
+    "phi3": {},
+    "qwen3_moe": {"head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
+    "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64},
+}
+
+
+def model_of(architecture: str, attention: str) -> Any:
+    packing.register()
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(architecture, **{**SHARED, **ARCHITECTURES[architecture]})
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=attention)
+    for weight in model.parameters():
+        torch.nn.init.normal_(weight, std=0.3)  # large, so that attention is anything but even
+    return model.eval()
+
+
+@pytest.fixture(scope="module", params=[
+    (name, attention)
+    for name, attention in itertools.product(ARCHITECTURES, (packing.EACH, packing.EAGER))
+    if (name, attention) != ("gemma2", packing.EACH)
+], ids="-".join)  # fmt: skip
+def model(request: pytest.FixtureRequest) -> Any:
+    return model_of(*request.param)
+
+
+def packed(rows: list[list[int]]) -> dict[str, Any]:
+    return MicroBatches(MicroBatching(1, 1000, packed=True), 0).micro_batch([{"input_ids": row} for row in rows])
+
+
+ROWS = st.lists(st.lists(st.integers(3, 63), min_size=1, max_size=12), min_size=1, max_size=5)
+
+
+@torch.no_grad()
+@settings(deadline=None, derandomize=True, max_examples=15)
+@given(rows=ROWS)
+def test_packed_logits_are_the_rows_own(model: Any, rows: list[list[int]]) -> None:
+    inputs = packed(rows)
+    del inputs["labels"]
+    together = model(**inputs, use_cache=False).logits[0]
+    start = 0
+    for row in rows:
+        alone = model(input_ids=torch.tensor([row]), attention_mask=torch.ones(1, len(row)), use_cache=False).logits[0]
+        torch.testing.assert_close(together[start : start + len(row)], alone, rtol=1e-4, atol=1e-4)
+        start += len(row)
+
+
+@torch.no_grad()
+def test_rows_that_are_padded_are_attended_to_as_transformers_does(model: Any) -> None:
+    ids = torch.randint(3, 64, (3, 9), generator=torch.Generator().manual_seed(1))
+    mask = torch.arange(9)[None] < torch.tensor([9, 4, 7])[:, None]
+    plain = "eager" if model.config._attn_implementation == packing.EAGER else "sdpa"
+    ours = model(input_ids=ids, attention_mask=mask.long()).logits
+    unmasked = model(input_ids=ids).logits
+    name = model.config._attn_implementation
+    model.set_attn_implementation(plain)
+    torch.testing.assert_close(ours[mask], model(input_ids=ids, attention_mask=mask.long()).logits[mask])
+    torch.testing.assert_close(unmasked, model(input_ids=ids).logits)
+    model.set_attn_implementation(name)
+
+
+def test_no_mask_of_the_whole_row_is_made() -> None:
+    made: list[tuple[int, ...]] = []
+    model = model_of("mistral", packing.EACH)
+    inputs = packed([[3] * 20, [4] * 20, [5] * 20])
+
+    class Watch(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            out = func(*args, **(kwargs or {}))
+            if isinstance(out, torch.Tensor):
+                made.append(tuple(out.shape))
+            return out
+
+    with torch.no_grad(), Watch():
+        model(**inputs, use_cache=False)
+    assert (1, 1, 20, 20) in made, "the window needs a mask for each row"
+    assert not [shape for shape in made if shape[-2:] == (60, 60)]
+
+
+def test_generation_is_the_same_with_packed_attention(model: Any) -> None:
+    plain = "eager" if model.config._attn_implementation == packing.EAGER else "sdpa"
+    name = model.config._attn_implementation
+    asked = {"input_ids": torch.tensor([[3, 9, 27, 17, 40, 11, 8]]), "attention_mask": torch.ones(1, 7).long()}
+    ours = model.generate(**asked, max_new_tokens=8, do_sample=False)
+    model.set_attn_implementation(plain)
+    assert torch.equal(ours, model.generate(**asked, max_new_tokens=8, do_sample=False))
+    model.set_attn_implementation(name)
+
+
+def test_the_proof_passes_for_each_architecture(model: Any) -> None:
+    was_training = model.training
+    packing.prove(model)
+    assert model.training is was_training
+
+
+def test_a_model_whose_rows_see_each_other_is_refused() -> None:
+    model = model_of("llama", packing.EACH)
+    for layer in model.model.layers:
+        attend = layer.self_attn.forward
+        layer.self_attn.forward = lambda *args, attend=attend, **kwargs: attend(
+            *args, **{name: value for name, value in kwargs.items() if name != "cu_seq_lens_q"}
+        )
+    with pytest.raises(MachineError, match="do not keep apart when packed"):
+        packing.prove(model)
+
+
+def test_a_model_that_takes_no_packed_rows_is_refused() -> None:
+    model = model_of("llama", packing.EACH)
+    forward = model.forward
+    model.forward = lambda input_ids, position_ids, use_cache: forward(input_ids, position_ids=position_ids)
+    with pytest.raises(MachineError, match=r"takes no packed rows .*micro_batch_tokens"):
+        packing.prove(model)
+
+
+@pytest.mark.parametrize(("implementation", "device", "precision", "found"), [
+    ("sdpa", "cpu", "bf16", packing.EACH),
+    ("sdpa", "cuda", "bf16", packing.VARLEN),
+    ("sdpa", "cuda", "fp32", packing.EACH),
+    ("eager", "cuda", "bf16", packing.EAGER),
+    ("flash_attention_2", "cuda", "bf16", "flash_attention_2"),
+    ("flex_attention", "cuda", "bf16", "flex_attention"),
+])  # fmt: skip
+def test_each_attention_has_its_way_with_packed_rows(
+    implementation: str, device: str, precision: str, found: str
+) -> None:
+    config = AutoConfig.for_model("llama", **SHARED)
+    assert packing.variant(implementation, config, device, precision) == found
