@@ -90,7 +90,7 @@ def test_data_shows_counts_and_rows_writes_a_page_and_no_run(call, job: list[str
     page = tmp_path / "look.html"
     code, out, err = call("data", *job, "--html", page)
     assert (code, err) == (0, "")
-    for expected in ("rows teach", "held out", "grouped by length", "as configured", "fingerprint", "<|im_end|>⟧↵"):
+    for expected in ("rows teach", "held out", "grouped by length", "configured", "fingerprint", "<|im_end|>⟧↵"):
         assert expected in out
     assert page.read_text(encoding="utf-8").startswith("<!doctype html>")
     assert not (tmp_path / "run").exists()

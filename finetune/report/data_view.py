@@ -62,7 +62,7 @@ def html(found: Inspection) -> str:
                 + markup.table(_SOURCE_HEAD, _source_rows(found), numbers=True),
             ),
             markup.section("Training rows by length in tokens", _histogram(found)),
-            markup.section("Batches of an epoch", markup.table(_BATCHING_HEAD, _batching_rows(found))),
+            markup.section("Batches of an epoch", markup.table(_BATCHING_HEAD, _batching_rows(found), numbers=True)),
             markup.section(
                 f"{_ROWS.capitalize()}, <mark>trained tokens</mark> marked",
                 "".join(f"<h3>{markup.escape(_caption(sample))}</h3>{_tokens(sample)}" for sample in found.samples),
@@ -144,7 +144,7 @@ def _batching_rows(found: Inspection) -> list[tuple[str, ...]]:
             words.count(batching.steps),
             words.count(batching.micro_batches),
             _size(batching),
-            "as configured" if batching.configured else "",
+            "configured" if batching.configured else "",
         )
         for batching in found.batchings
     ]

@@ -91,7 +91,7 @@ def test_sources_lengths_and_batchings_are_counted_and_the_configured_one_is_mar
     assert cells(text, "129 to 192") == ["129 to 192", "█" * 21 + "▍", "400", "40.0%"]
     assert cells(text, "193 to 256") == ["193 to 256", "0", "0.0%"]
     assert cells(text, "257 to 384") == ["257 to 384", "█" * 32, "600", "60.0%"]
-    grouped = ["grouped by length", "1.2%", "63", "126", "by rows", "as configured"]
+    grouped = ["grouped by length", "1.2%", "63", "126", "by rows", "configured"]
     assert cells(text, "grouped by length") == grouped
     assert cells(text, "shuffled") == ["shuffled", "40.0%", "63", "126", "by rows"]
 
