@@ -36,6 +36,11 @@ _SILENCED_LOGS = {
 }
 
 
+# Whether a tokenizer uses all cores. Left open, a process that forks after it did says so on each fork.
+_PARALLEL = "TOKENIZERS_PARALLELISM"
+_PARALLEL_ASKED = os.environ.get(_PARALLEL)
+
+
 class _Without(logging.Filter):
     """Drops the messages that contain a text."""
 
@@ -50,7 +55,7 @@ class _Without(logging.Filter):
 def before_import() -> None:
     """Environment, warnings and log filters. Imports nothing heavy; what the user has set is kept."""
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    os.environ.setdefault(_PARALLEL, "false")
     for message in _SILENCED_WARNINGS:
         warnings.filterwarnings("ignore", message=message)
     for logger, text in _SILENCED_LOGS.items():
@@ -73,6 +78,19 @@ def importing_for_forecast() -> Iterator[None]:
             gc.enable()
         if said is None:
             del os.environ["TORCHDYNAMO_DISABLE"]
+
+
+@contextlib.contextmanager
+def tokenizing_in_parallel() -> Iterator[None]:
+    """Within the block tokenizers share the texts of one call among all cores, unless the user has said otherwise."""
+    if _PARALLEL_ASKED is not None:
+        yield
+        return
+    os.environ[_PARALLEL] = "true"
+    try:
+        yield
+    finally:
+        os.environ[_PARALLEL] = "false"
 
 
 def return_freed_memory() -> None:

@@ -122,7 +122,7 @@ class Planner:
             return longest, None if config.data.eval == "none" else longest[0]
 
         def worst(rows: Any) -> list[Batch]:
-            return worst_batches(rows["length"], rows["trained"], _way(config), step_rows, "the data's rows")
+            return worst_batches(rows["length"][:], rows["trained"][:], _way(config), step_rows, "the data's rows")
 
         return worst(self.data.train), None if self.data.eval is None else worst(self.data.eval)[0]
 

@@ -77,11 +77,45 @@ def render(tokenizer: Any, messages: list[dict[str, Any]], **options: Any) -> An
     Raises ArtifactError for a template that is none, that tries what the sandbox forbids, or that goes on for more than
     `RENDER_SECONDS`; and whatever the template itself raises.
     """
+    with _guarded():
+        return tokenizer.apply_chat_template(messages, return_dict=True, **options)
+
+
+def text(
+    tokenizer: Any,
+    messages: list[dict[str, Any]],
+    *,
+    tools: list[dict[str, Any]] | None = None,
+    prompt: bool = False,
+    marks: bool = False,
+) -> tuple[str, list[tuple[int, int]]]:
+    """The text that `render` tokenizes; with `prompt`, up to where the assistant begins to write.
+
+    With `marks` also where each run of characters starts and ends that the template marks as the assistant's
+    (`{% generation %}`). Raises as `render` does.
+    """
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    with _guarded():
+        # As `apply_chat_template` does it, which gives the marks by token only, and so one conversation at a time.
+        [rendered], found = render_jinja_template(
+            [[{key: value for key, value in message.items() if value is not None} for message in messages]],
+            tools=tools,
+            chat_template=tokenizer.get_chat_template(None, tools),
+            return_assistant_tokens_mask=marks,
+            add_generation_prompt=prompt,
+            **tokenizer.special_tokens_map,
+        )
+    return rendered, found[0] if marks else []
+
+
+@contextlib.contextmanager
+def _guarded() -> Iterator[None]:
     from jinja2.exceptions import SecurityError, TemplateSyntaxError
 
     try:
         with _bounded(RENDER_SECONDS):
-            return tokenizer.apply_chat_template(messages, return_dict=True, **options)
+            yield
     except _OutOfTime:
         raise ArtifactError(
             f"the chat template had not ended after {RENDER_SECONDS:g} seconds; set `data.chat_template` to another"

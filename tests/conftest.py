@@ -1,12 +1,16 @@
-"""What every test starts from: one thread, no network, and a small run that several tests look at."""
+"""What every test starts from: one thread, no network, an empty cache, and a small run that several tests look at."""
 
 import json
 import os
+import shutil
+import tempfile
 from collections.abc import Iterator
 
 # Before torch is imported: two busy processes on two cores would otherwise spin on each other's locks.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+# Read by `datasets` on import: what the tests prepare is kept for this session, and not among the user's own.
+os.environ["HF_DATASETS_CACHE"] = tempfile.mkdtemp(prefix="finetune-tests-")
 
 from pathlib import Path
 
@@ -26,6 +30,12 @@ TINY = Path(__file__).parent.parent / "configs" / "tiny_cpu.yaml"
 QUICK = [
     "training.max_steps=4", "training.batch_size=4", "training.micro_batch=2", "output.merge=false", "memory.check=off",
 ]  # fmt: skip
+
+
+@pytest.fixture(scope="session", autouse=True)
+def own_cache() -> Iterator[None]:
+    yield
+    shutil.rmtree(os.environ["HF_DATASETS_CACHE"], ignore_errors=True)
 
 
 @pytest.fixture(scope="session", autouse=True)

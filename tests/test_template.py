@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -82,24 +83,35 @@ def test_a_named_template_renders_what_the_one_shipped_with_trl_renders(name: st
 
 # -- the cage --------------------------------------------------------------------------------------------------------
 
+Draw = Callable[..., Any]
+
+
+@pytest.fixture(params=[template.render, template.text])
+def draw(request: pytest.FixtureRequest) -> Draw:
+    """As a conversation is rendered in generation, and as it is in preparation."""
+    return request.param
+
+
 ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
 
 
 @pytest.mark.parametrize("endless", [ENDLESS, "{% macro m(n) %}{{ m(n) ~ m(n) }}{% endmacro %}" + ENDLESS])
-def test_a_template_without_end_is_stopped(endless: str, tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_template_without_end_is_stopped(
+    endless: str, draw: Draw, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(template, "RENDER_SECONDS", 0.3)
     tokenizer.chat_template = endless
     started = time.monotonic()
     with pytest.raises(ArtifactError, match=r"had not ended after 0.3 seconds.*`data.chat_template`"):
-        template.render(tokenizer, ASK)
+        draw(tokenizer, ASK)
     assert time.monotonic() - started < 3
 
 
-def test_the_alarm_is_put_back_and_a_quick_template_never_hears_it(tokenizer: Any) -> None:
+def test_the_alarm_is_put_back_and_a_quick_template_never_hears_it(draw: Draw, tokenizer: Any) -> None:
     import signal
 
     before = signal.getsignal(signal.SIGALRM)
-    template.render(tokenizer, ASK)
+    draw(tokenizer, ASK)
     assert signal.getsignal(signal.SIGALRM) == before
     assert signal.getitimer(signal.ITIMER_REAL)[0] == 0
 
@@ -112,23 +124,23 @@ def test_the_alarm_is_put_back_and_a_quick_template_never_hears_it(tokenizer: An
         "{{ raise_exception.__globals__['os'] }}",
     ],
 )
-def test_a_template_does_not_get_out_of_the_sandbox(escape: str, tokenizer: Any) -> None:
+def test_a_template_does_not_get_out_of_the_sandbox(escape: str, draw: Draw, tokenizer: Any) -> None:
     tokenizer.chat_template = escape
     with pytest.raises(ArtifactError, match="reaches out of its sandbox"):
-        template.render(tokenizer, ASK)
+        draw(tokenizer, ASK)
 
 
 @pytest.mark.parametrize("reach", ["{% include '/etc/hostname' %}", "{{ range(100001) }}"])
-def test_a_template_reads_no_file_and_has_no_long_ranges(reach: str, tokenizer: Any) -> None:
+def test_a_template_reads_no_file_and_has_no_long_ranges(reach: str, draw: Draw, tokenizer: Any) -> None:
     tokenizer.chat_template = reach
     with pytest.raises((TypeError, OverflowError), match=r"no loader|too big"):
-        template.render(tokenizer, ASK)
+        draw(tokenizer, ASK)
 
 
-def test_a_mistake_in_a_template_is_told_with_its_line(tokenizer: Any) -> None:
+def test_a_mistake_in_a_template_is_told_with_its_line(draw: Draw, tokenizer: Any) -> None:
     tokenizer.chat_template = "\n{% for message in messages %}\n{% endif %}"
     with pytest.raises(ArtifactError, match="not valid: line 3"):
-        template.render(tokenizer, ASK)
+        draw(tokenizer, ASK)
 
 
 # -- a run keeps its own ---------------------------------------------------------------------------------------------

@@ -3,16 +3,21 @@
 The rule for a conversation: each assistant turn is trained with its end-of-turn, once; nothing else is. Where the
 template marks assistant turns (`{% generation %}`) the marks are used. Elsewhere the mask is found by rendering the
 conversation up to each turn and accepted only where the shorter rendering is a token prefix of the longer one.
+
+Tokenizing takes most of the time, and the least of it for hundreds of texts in one call. So the encoding of a row is
+written as a generator that yields a text where it needs tokens, and `encode_all` answers those of many rows at once.
 """
 
 from __future__ import annotations
 
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple, TypeVar
 
 from finetune import template
 from finetune.data.formats import Chat, Completion, Example, Message, RowError, Text, Tokens, in_common
 from finetune.errors import FinetuneError
+from finetune.libraries import tokenizing_in_parallel
 
 IGNORE = -100
 
@@ -21,15 +26,20 @@ LossOn = Literal["assistant", "last", "all"]
 
 @dataclass(frozen=True)
 class Encoded:
-    """Token ids and labels of one row, of the same length."""
+    """Token ids and labels of one row, of the same length.
+
+    A row that is cut keeps its first `head` tokens, if it can.
+    """
 
     input_ids: list[int]
     labels: list[int]
+    head: int = 1
 
     @property
     def trained(self) -> int:
         """Number of tokens that are predicted and trained; the first has no predecessor and never is."""
-        return sum(label != IGNORE for label in self.labels[1:])
+        first = bool(self.labels) and self.labels[0] != IGNORE
+        return len(self.labels) - self.labels.count(IGNORE) - first
 
     def cut(self, length: int, start: int = 0) -> Encoded:
         """At most `length` tokens from `start` on."""
@@ -38,16 +48,27 @@ class Encoded:
 
 def encode(example: Example, tokenizer: Any, loss_on: LossOn = "assistant") -> Encoded:
     """Tokens and labels of `example`. Raises RowError where no trustworthy mask can be found."""
-    match example:
-        case Chat():
-            return _chat(example, tokenizer, loss_on)
-        case Completion():
-            return _completion(example, tokenizer, loss_on)
-        case Tokens():
-            return _tokens(example, tokenizer)
-        case Text():
-            ids = _with_end(tokenizer(example.text)["input_ids"], tokenizer)
-            return Encoded(ids, list(ids))
+    [found] = encode_all([example], tokenizer, loss_on)
+    if isinstance(found, RowError):
+        raise found
+    return found
+
+
+def encode_all(examples: Sequence[Example], tokenizer: Any, loss_on: LossOn = "assistant") -> list[Encoded | RowError]:
+    """Tokens and labels of each example, or why no trustworthy mask can be found; none depends on the others."""
+    return _answered([_encoding(example, tokenizer, loss_on) for example in examples], tokenizer)
+
+
+def system_head(example: Example, encoded: Encoded, tokenizer: Any) -> int:
+    """With how many tokens `encoded` begins that belong to the system message, or come before it.
+
+    1 where there is none, or where the template shows it within the first question: in most templates a token of its
+    own begins the text.
+    """
+    if not isinstance(example, Chat) or example.messages[0]["role"] != "system":
+        return 1
+    [alone] = _answered([_rendering(example, 1, tokenizer)], tokenizer)
+    return 1 if isinstance(alone, RowError) else max(1, in_common(encoded.input_ids, alone.ids))
 
 
 def is_empty(example: Example, loss_on: LossOn = "assistant") -> bool:
@@ -75,15 +96,127 @@ def _answers(messages: list[Message]) -> list[int]:
     return [index for index, message in enumerate(messages) if message["role"] == "assistant"]
 
 
+# -- what is asked of the tokenizer, and how it is answered ----------------------------------------------------------
+
+Span = tuple[int, int]
+
+
+class Piece(NamedTuple):
+    """A text to tokenize; with `special` between the tokens that the tokenizer puts around any text of its own.
+
+    `marks` are spans of characters to be told as spans of tokens.
+    """
+
+    text: str
+    special: bool = False
+    marks: Sequence[Span] = ()
+
+
+class Tokenized(NamedTuple):
+    """The ids of a piece, and the runs of tokens that its marks cover; None where that cannot be told."""
+
+    ids: list[int]
+    runs: list[Span] | None
+
+
+Found = TypeVar("Found")
+Asking = Generator[Piece, Tokenized, Found]
+"""Work that yields a piece wherever it needs one tokenized. It raises RowError where a row is at fault."""
+
+
+def _answered(rows: Sequence[Asking[Found]], tokenizer: Any) -> list[Found | RowError]:
+    """What each comes to. The pieces that they wait for are tokenized together, those of all rows in one call."""
+    found: dict[int, Found | RowError] = {}
+    answers: dict[int, Tokenized | Exception | None] = dict.fromkeys(range(len(rows)))
+    while answers:
+        asked = {}
+        for row, answer in answers.items():
+            try:
+                asked[row] = _step(rows[row], answer)
+            except StopIteration as done:
+                found[row] = done.value
+            except RowError as error:
+                found[row] = error
+        answers = dict(zip(asked, _tokenized(list(asked.values()), tokenizer), strict=True))
+    return [found[row] for row in range(len(rows))]
+
+
+def _step(row: Asking[Found], answer: Tokenized | Exception | None) -> Piece:
+    if answer is None:
+        return next(row)
+    return row.throw(answer) if isinstance(answer, Exception) else row.send(answer)
+
+
+def _tokenized(pieces: list[Piece], tokenizer: Any) -> list[Tokenized | Exception]:
+    """The tokens of each piece, or what the tokenizer raises at it."""
+    found: dict[int, Tokenized | Exception] = {}
+    for special in (False, True):
+        places = [place for place, piece in enumerate(pieces) if piece.special == special]
+        if not places:
+            continue
+        try:
+            with tokenizing_in_parallel():
+                batch = tokenizer(
+                    [pieces[place].text for place in places],
+                    add_special_tokens=special,
+                    return_attention_mask=False,
+                    return_token_type_ids=False,
+                )
+        except Exception as error:  # of one text; the others are none the worse for it
+            for place in places:
+                found[place] = error if len(places) == 1 else _tokenized([pieces[place]], tokenizer)[0]
+        else:
+            for index, place in enumerate(places):
+                found[place] = Tokenized(batch["input_ids"][index], _runs(batch, index, pieces[place].marks))
+    return [found[place] for place in range(len(pieces))]
+
+
+def _runs(batch: Any, index: int, marks: Sequence[Span]) -> list[Span] | None:
+    """The unbroken runs of tokens under the `marks` of a text.
+
+    A mark is mapped by the offsets of its first and last character. Some tokenizers trim them: a mark that starts with
+    a space then begins at no token, and one that ends with a line break goes on to the end. Tokenizers written in
+    Python have none.
+    """
+    runs: list[Span] = []
+    if marks and not batch.is_fast:
+        return None
+    for first, after in marks:
+        if first == after:
+            continue
+        start, last = batch.char_to_token(index, first), batch.char_to_token(index, after - 1)
+        if start is None:
+            return None
+        end = len(batch["input_ids"][index]) if last is None else last + 1
+        if runs and start <= runs[-1][1]:
+            runs[-1] = (runs[-1][0], max(runs[-1][1], end))
+        else:
+            runs.append((start, end))
+    return runs
+
+
+def _encoding(example: Example, tokenizer: Any, loss_on: LossOn) -> Asking[Encoded]:
+    match example:
+        case Chat():
+            return (yield from _chat(example, tokenizer, loss_on))
+        case Completion():
+            return (yield from _completion(example, tokenizer, loss_on))
+        case Tokens():
+            return _tokens(example, tokenizer)
+        case Text():
+            ids = _with_end((yield Piece(example.text, special=True)).ids, tokenizer)
+            return Encoded(ids, list(ids))
+
+
 # -- text and tokens -------------------------------------------------------------------------------------------------
 
 
-def _completion(example: Completion, tokenizer: Any, loss_on: LossOn) -> Encoded:
+def _completion(example: Completion, tokenizer: Any, loss_on: LossOn) -> Asking[Encoded]:
     # Prompt and completion are tokenized apart, as generation will see the prompt: no token spans the boundary.
-    prompt = tokenizer(example.prompt)["input_ids"]
+    prompt = (yield Piece(example.prompt, special=True)).ids
     if prompt and prompt[-1] == tokenizer.eos_token_id:
         prompt = prompt[:-1]
-    completion = _with_end(tokenizer(example.completion, add_special_tokens=False)["input_ids"], tokenizer)
+    completion = _with_end((yield Piece(example.completion)).ids, tokenizer)
     ids = prompt + completion
     return Encoded(ids, list(ids) if loss_on == "all" else [IGNORE] * len(prompt) + completion)
 
@@ -108,23 +241,24 @@ def _tokens(example: Tokens, tokenizer: Any) -> Encoded:
 
 # -- conversations ---------------------------------------------------------------------------------------------------
 
-Span = tuple[int, int]
 
-
-def _chat(example: Chat, tokenizer: Any, loss_on: LossOn) -> Encoded:
+def _chat(example: Chat, tokenizer: Any, loss_on: LossOn) -> Asking[Encoded]:
     _check_template(example, tokenizer)
     if loss_on == "all":
-        ids = _render(example, len(example.messages), tokenizer)
-        return Encoded(ids, list(ids))
+        whole = yield from _rendering(example, len(example.messages), tokenizer)
+        return Encoded(whole.ids, list(whole.ids))
     if not _answers(example.messages):
         raise RowError("the conversation has no assistant turn, so there is nothing to train")
     turns = trained_turns(example, loss_on)
-    found = _marked(example, turns, tokenizer) if marks_generation(tokenizer) else None
-    ids, spans = found or _incremental(example, turns, tokenizer)
-    labels = [IGNORE] * len(ids)
+    marked = marks_generation(tokenizer)
+    whole = yield from _rendering(example, len(example.messages), tokenizer, marks=marked)
+    spans = _by_marks(example, turns, whole, tokenizer) if marked else None
+    if spans is None:
+        spans = yield from _by_prefixes(example, turns, whole.ids, tokenizer)
+    labels = [IGNORE] * len(whole.ids)
     for start, end in spans:
-        labels[start:end] = ids[start:end]
-    return Encoded(ids, labels)
+        labels[start:end] = whole.ids[start:end]
+    return Encoded(whole.ids, labels)
 
 
 def marks_generation(tokenizer: Any) -> bool:
@@ -144,14 +278,15 @@ def _check_template(example: Chat, tokenizer: Any) -> None:
             )
 
 
-def _render(example: Chat, messages: int, tokenizer: Any, prompt: bool = False) -> list[int]:
-    """Ids of the first so many messages; with `prompt`, up to where the assistant begins to write."""
-    return list(_rendered(example, messages, tokenizer, add_generation_prompt=prompt)["input_ids"])
-
-
-def _rendered(example: Chat, messages: int, tokenizer: Any, **options: Any) -> Any:
+def _rendering(
+    example: Chat, messages: int, tokenizer: Any, *, prompt: bool = False, marks: bool = False
+) -> Asking[Tokenized]:
+    """The first so many messages in tokens; with `prompt`, up to where the assistant begins to write."""
     try:
-        return template.render(tokenizer, example.messages[:messages], tools=example.tools, **options)
+        text, found = template.text(
+            tokenizer, example.messages[:messages], tools=example.tools, prompt=prompt, marks=marks
+        )
+        return (yield Piece(text, marks=found))
     except FinetuneError:
         raise
     except Exception as error:  # a template may raise anything of its own; the row is what it objects to
@@ -169,28 +304,20 @@ def _remedy(refusal: str) -> str:
     return ""
 
 
-def _marked(example: Chat, turns: list[int], tokenizer: Any) -> tuple[list[int], list[Span]] | None:
-    """By the template's own marks; None where they do not come through, one run of tokens for each answer.
-
-    transformers maps the marks to tokens by character offsets, which some tokenizers trim: a turn that starts with a
-    space is then lost, with all that follow, and one that ends with a line break goes on to the end.
-    """
-    rendered = _rendered(example, len(example.messages), tokenizer, return_assistant_tokens_mask=True)
-    ids, marks = list(rendered["input_ids"]), [bool(bit) for bit in rendered["assistant_masks"]]
-    edges = [at for at, (before, now) in enumerate(zip([False, *marks], [*marks, False], strict=True)) if before != now]
+def _by_marks(example: Chat, turns: list[int], whole: Tokenized, tokenizer: Any) -> list[Span] | None:
+    """By the template's own marks; None where they do not come through, one run of tokens for each answer."""
     answers = _answers(example.messages)
-    if len(edges) != 2 * len(answers):
+    if whole.runs is None or len(whole.runs) != len(answers):
         return None
-    runs = dict(zip(answers, zip(edges[::2], edges[1::2], strict=True), strict=True))
+    runs = dict(zip(answers, whole.runs, strict=True))
     try:
-        return ids, [_closed(ids, *runs[turn], turn, tokenizer) for turn in turns]
+        return [_closed(whole.ids, *runs[turn], turn, tokenizer) for turn in turns]
     except RowError:
         return None  # the renderings themselves do not lie
 
 
-def _incremental(example: Chat, turns: list[int], tokenizer: Any) -> tuple[list[int], list[Span]]:
+def _by_prefixes(example: Chat, turns: list[int], ids: list[int], tokenizer: Any) -> Asking[list[Span]]:
     """By rendering the conversation up to each turn, and to its end."""
-    ids = _render(example, len(example.messages), tokenizer)
     spans = []
     for turn in turns:
         if turn == 0:
@@ -198,20 +325,24 @@ def _incremental(example: Chat, turns: list[int], tokenizer: Any) -> tuple[list[
                 "messages[0]: where the assistant opens, the mask needs a template with {% generation %} marks; "
                 "put a user or system message first, or set `data.loss_on: all`"
             )
-        before = _render(example, turn, tokenizer, prompt=True)
-        end = _turn_end(example, turn, ids, len(before), tokenizer) if ids[: len(before)] == before else None
+        before = (yield from _rendering(example, turn, tokenizer, prompt=True)).ids
+        end = None
+        if ids[: len(before)] == before:
+            end = yield from _turn_end(example, turn, ids, len(before), tokenizer)
         if end is None:
             raise RowError(
                 f"messages[{turn}]: the chat template renders the conversation differently up to this turn, so its "
                 "tokens cannot be told apart; use a template with {% generation %} marks, or `data.loss_on: all`"
             )
         spans.append(_closed(ids, len(before), end, turn, tokenizer))
-    return ids, spans
+    return spans
 
 
-def _turn_end(example: Chat, turn: int, ids: list[int], start: int, tokenizer: Any) -> int | None:
+def _turn_end(example: Chat, turn: int, ids: list[int], start: int, tokenizer: Any) -> Asking[int | None]:
     """Where the turn that begins at `start` has ended, at the latest; None where that cannot be proven."""
-    after = _render(example, turn + 1, tokenizer)
+    after = ids
+    if turn + 1 < len(example.messages):
+        after = (yield from _rendering(example, turn + 1, tokenizer)).ids
     shared = in_common(ids, after)
     closing = after[shared:]
     if shared > start and not _words(closing, tokenizer) and ids[len(ids) - len(closing) :] == closing:

@@ -12,7 +12,7 @@ TOO_LONG = "over data.max_length"
 UNTRAINED = "nothing to train"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Affected:
     """A row that is not what its source has, or is there twice.
 
@@ -39,6 +39,13 @@ class Counts:
     trained_tokens: int = 0
     longest: int = 0
     affected: list[Affected] = field(default_factory=list)
+
+    def add(self, tokens: int, trained_tokens: int) -> None:
+        """Count one row that is trained on."""
+        self.rows += 1
+        self.tokens += tokens
+        self.trained_tokens += trained_tokens
+        self.longest = max(self.longest, tokens)
 
     @property
     def truncated(self) -> int:

@@ -9,12 +9,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
-from finetune.config import DataSection, TrainingSection, named
+from finetune.config import DataSection, TrainingSection
 from finetune.data import fingerprint
 from finetune.data.batching import Batch, MicroBatching, RowOrder, micro_batches, worst_batches
 from finetune.data.chat import IGNORE
 from finetune.data.prepare import Counts, prepare
-from finetune.errors import DataError
 
 # Rows shown as the model sees them: enough to notice a wrong mask, few enough to read.
 _SHOWN_ROWS = 3
@@ -120,16 +119,9 @@ class Inspection:
 def inspect(section: DataSection, training: TrainingSection, tokenizer: Any) -> Inspection:
     """Prepare the data as training does, and count.
 
-    Raises DataError for a row that cannot be read, or when the data would teach nothing: no row has a trained token,
-    or the trained tokens of all rows spell no text.
+    Raises what `prepare` raises.
     """
     prepared = prepare(section, tokenizer)
-    if not _teaches(prepared.train, tokenizer):
-        raise DataError(
-            f"`data.train` ({named(section.train)}) teaches nothing: in none of its {prepared.train_counts.rows} rows "
-            "do the trained tokens spell any text, only ends of turn and blanks; check that the answers are not empty, "
-            "and `data.format`"
-        )
     way = MicroBatching.of(_chosen(training), section)
     lengths, trained, places = (prepared.train[column][:] for column in ("length", "trained", "place"))
     return Inspection(
@@ -145,14 +137,6 @@ def inspect(section: DataSection, training: TrainingSection, tokenizer: Any) -> 
         batchings=_batchings(lengths, training, section),
         worst_batch=worst_batches(lengths, trained, way, training.batch_size, "the data's rows")[0],
         samples=tuple(_sample(row, tokenizer) for row in prepared.train.select(range(min(_SHOWN_ROWS, len(lengths))))),
-    )
-
-
-def _teaches(rows: Any, tokenizer: Any) -> bool:
-    """Whether some row's trained tokens spell text; the first one usually does, so few rows are looked at."""
-    return any(
-        tokenizer.decode([label for label in row["labels"][1:] if label != IGNORE], skip_special_tokens=True).strip()
-        for row in rows
     )
 
 

@@ -29,15 +29,17 @@ def _drop(row: Encoded, limit: int) -> tuple[str, list[Encoded]]:
 
 
 def _truncate(row: Encoded, limit: int) -> tuple[str, list[Encoded]]:
-    """The first token stays, which begins the text in most templates; the last answer stays; between them is cut.
+    """The row's head stays, and the last answer; between them is cut.
 
-    An answer over the limit leaves a quarter of the row to its prompt. An earlier answer without its beginning is
-    kept, but not trained.
+    The head is a system message that opens the conversation, where it fits in half of the room before the last answer;
+    else the first token, which begins the text in most templates. An answer over the limit leaves a quarter of the row
+    to its prompt. An earlier answer without its beginning is kept, but not trained.
     """
     start, end = _last_answer(row)
     room = limit - (end - start)
     prompt = min(start, room if room > 0 else max(1, limit // 4))
-    head = min(1, prompt - 1) if prompt else 0
+    head = row.head if 2 * row.head <= prompt else 1
+    head = min(head, prompt - 1) if prompt else 0
     begin = start - (prompt - head)
     labels = list(row.labels)
     if begin > head and labels[begin - 1] != IGNORE:
@@ -72,7 +74,8 @@ TOO_LONG: dict[str, TooLong] = {
     "error": TooLong("the run stops and names the row", _error),
     "drop": TooLong("the row is left out", _drop),
     "truncate": TooLong(
-        "the prompt loses its beginning, so that the last answer stays; an answer over the limit loses its end",
+        "the prompt loses its beginning but a system message of moderate length, so that the last answer stays; an "
+        "answer over the limit loses its end",
         _truncate,
     ),
     "split": TooLong("it becomes pieces of `max_length`; those with nothing to train are left out", _split),

@@ -1,22 +1,43 @@
-"""From the data section to two data sets of token ids and labels, with a count of what was left out and why."""
+"""From the data section to two data sets of token ids and labels, with a count of what was left out and why.
+
+Rows are read, tokenized and written to disk some hundreds at a time, and what is trained on is mapped into memory. So
+data that does not fit in memory is shuffled, batched and resumed as any other; there is no second kind of data set for
+it. What grows in memory with the rows is a hash of each, by which duplicates are told, and the list of those left out
+or changed.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
-from typing import Any
-
-import numpy as np
+from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, Literal
 
 from finetune.config import DataSection, named
 from finetune.config.fields import unknown
-from finetune.data import chat, formats, lengths, sources
-from finetune.data.chat import Encoded
+from finetune.data import cache, chat, fingerprint, formats, lengths, sources
+from finetune.data.chat import IGNORE, Encoded
 from finetune.data.counts import DUPLICATE, EMPTY, TOO_LONG, UNTRAINED, Affected, Counts
-from finetune.data.formats import RowError
+from finetune.data.formats import Example, RowError
 from finetune.data.problems import Problems
+from finetune.data.rows import RowsWriter, mapped
 from finetune.data.sources import Row
 from finetune.errors import ConfigError, DataError
+
+Split = Literal["train", "eval"]
+
+# A change to the code that makes other rows of the same data takes a new number, and no earlier entry is found.
+_VERSION = 1
+
+_ROWS, _COUNTS = "rows.arrow", "counts.json"
+
+# Read, tokenized and written together: enough for the tokenizer to share among cores, few enough to hold.
+_BATCH_ROWS = 256
+_BATCH_CHARACTERS = 2**19
 
 
 @dataclass(frozen=True)
@@ -39,17 +60,19 @@ class Prepared:
 
 
 def prepare(section: DataSection, tokenizer: Any) -> Prepared:
-    """Read, format, tokenize and mask both splits.
+    """Read, format, tokenize and mask both splits, or find them as an earlier start left them (see `cache`).
 
-    Raises DataError for the rows that cannot be read (file:line and field, up to 20), or when nothing is left to train;
-    ConfigError where `data.columns` names a field that no format has.
+    Raises DataError for the rows that cannot be read (file:line and field, up to 20), when nothing is left to train, or
+    when it would teach nothing: the trained tokens of all rows spell no text; ConfigError where `data.columns` names a
+    field that no format has; MachineError where the rows cannot be kept on disk.
     """
     _check_columns(section)
+    job = _Job(section, tokenizer)
     problems = Problems()
     train_rows, eval_rows = _splits(section, problems)
-    train, train_counts = _tokenize(train_rows, section, tokenizer, problems)
+    train, train_counts = job.split("train", train_rows, problems)
+    where = f"`data.train` ({named(section.train)})"
     if not train_counts.rows:
-        where = f"`data.train` ({named(section.train)})"
         raise DataError(
             f"{where} leaves nothing to train: {train_counts.dropped} rows dropped "
             f"({', '.join(f'{rows} {why}' for why, rows in train_counts.dropped_why.items())}), with `data.max_length` "
@@ -57,25 +80,18 @@ def prepare(section: DataSection, tokenizer: Any) -> Prepared:
             if train_counts.dropped
             else f"{where} has no rows"
         )
-    if eval_rows is None:
-        return Prepared(train, None, train_counts, None)
-    held_out, eval_counts = prepare_held_out(section, tokenizer)
+    held_out, eval_counts = (None, None) if eval_rows is None else _held_out(job)
+    if not _teaches(train, tokenizer):
+        raise DataError(
+            f"{where} teaches nothing: in none of its {train_counts.rows} rows do the trained tokens spell any text, "
+            "only ends of turn and blanks; check that the answers are not empty, and `data.format`"
+        )
     return Prepared(train, held_out, train_counts, eval_counts)
 
 
 def prepare_held_out(section: DataSection, tokenizer: Any) -> tuple[Any, Counts]:
     """The held-out split alone. Raises DataError when there is none, or no row of it is left."""
-    problems = Problems()
-    _, eval_rows = _splits(section, problems)
-    if eval_rows is None:
-        raise DataError("`data.eval: none` keeps nothing back, so there are no held-out rows")
-    held_out, counts = _tokenize(eval_rows, section, tokenizer, problems)
-    if not counts.rows:
-        raise DataError(
-            f"no held-out row is left (`data.eval: {named(section.eval)}`, share {section.eval_share}, "
-            f"{counts.dropped} dropped); set `data.eval` to a file, a larger `data.eval_share`, or `data.eval: none`"
-        )
-    return held_out, counts
+    return _held_out(_Job(section, tokenizer))
 
 
 def held_out_ids(section: DataSection, tokenizer: Any, rows: int, tokens: int) -> list[list[int]]:
@@ -130,68 +146,196 @@ def _splits(section: DataSection, problems: Problems) -> tuple[Iterable[Row], It
     )
 
 
-def _tokenize(rows: Iterable[Row], section: DataSection, tokenizer: Any, problems: Problems) -> tuple[Any, Counts]:
-    import datasets
+def _held_out(job: _Job) -> tuple[Any, Counts]:
+    section, problems = job.section, Problems()
+    _, rows = _splits(section, problems)
+    if rows is None:
+        raise DataError("`data.eval: none` keeps nothing back, so there are no held-out rows")
+    held_out, counts = job.split("eval", rows, problems)
+    if not counts.rows:
+        raise DataError(
+            f"no held-out row is left (`data.eval: {named(section.eval)}`, share {section.eval_share}, "
+            f"{counts.dropped} dropped); set `data.eval` to a file, a larger `data.eval_share`, or `data.eval: none`"
+        )
+    return held_out, counts
 
-    found = Counts()
-    columns: dict[str, list[Any]] = {
-        name: [] for name in ("input_ids", "labels", "length", "trained", "place", "source")
-    }
-    forms: dict[str, str] = {}
-    seen: dict[int, str] = {}
-    for row in rows:
-        if row.source not in forms:
-            forms[row.source] = _detect(row, section) if section.format == "auto" else section.format
+
+def _teaches(rows: Any, tokenizer: Any) -> bool:
+    """Whether some row's trained tokens spell text; the first one usually does, so few rows are looked at."""
+    return any(
+        tokenizer.decode([label for label in row["labels"][1:] if label != IGNORE], skip_special_tokens=True).strip()
+        for row in rows
+    )
+
+
+# -- a split on disk -------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Job:
+    """What decides the rows of both splits."""
+
+    section: DataSection
+    tokenizer: Any
+
+    def split(self, split: Split, rows: Iterable[Row], problems: Problems) -> tuple[Any, Counts]:
+        """The tokenized `rows` and their counts, from the cache where they are there. Raises as `prepare` does."""
+
+        def fill(folder: Path) -> None:
+            counts = Counts()
+            with RowsWriter(folder / _ROWS) as writer:
+                _Rows(self.section, self.tokenizer, problems, counts, writer).take(rows)
+            with cache.writing():
+                (folder / _COUNTS).write_text(json.dumps(asdict(counts)), encoding="utf-8")
+
+        folder = cache.entry(lambda: self._key(split), fill)
+        found = json.loads((folder / _COUNTS).read_text(encoding="utf-8"))
+        counts = Counts(**{**found, "affected": [Affected(**row) for row in found["affected"]]})
+        return mapped(folder / _ROWS), counts
+
+    def _key(self, split: Split) -> str | None:
+        """All that decides the split's rows, as one hash; None where the content of a source is not known."""
+        of_its_own = split == "eval" and self.section.eval != "auto"
+        contents = sources.contents(self.section.eval if of_its_own else self.section.train)
+        if contents is None:
+            return None
+        settings = self.section.model_dump(mode="json", exclude={"packing"})  # which changes no row
+        libraries = [version(name) for name in ("transformers", "tokenizers", "jinja2")]
+        parts = [_VERSION, split, contents, settings, self._spelling, libraries]
+        return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+
+    @cached_property
+    def _spelling(self) -> list[Any]:
+        return [fingerprint.of(self.tokenizer), getattr(self.tokenizer, "split_special_tokens", False)]
+
+
+@dataclass
+class _Read:
+    """A row of the source, or what is wrong with it, and how many problems had been told when it was read."""
+
+    row: Row
+    example: Example | DataError
+    at: int
+
+    @property
+    def characters(self) -> int:
+        """About so many, or tokens."""
+        match self.example:
+            case formats.Chat(messages):
+                return sum(len(message["content"]) for message in messages)
+            case formats.Completion(prompt, completion):
+                return len(prompt) + len(completion)
+            case formats.Text(text):
+                return len(text)
+            case formats.Tokens(input_ids):
+                return len(input_ids)
+        return 0
+
+
+@dataclass
+class _Rows:
+    """The rows of one split on their way to disk."""
+
+    section: DataSection
+    tokenizer: Any
+    problems: Problems
+    counts: Counts
+    writer: RowsWriter
+    forms: dict[str, str] = field(default_factory=dict)
+    seen: set[int] = field(default_factory=set)
+    last: tuple[str, bool] = ("", False)
+
+    def take(self, rows: Iterable[Row]) -> None:
+        """Tokenize, count and write them. Raises BadRows with all problems, in the order of the rows."""
+        with self.problems:
+            for batch in self._batches(rows):
+                self.writer.write(list(self._kept_of(batch)))
+                self.problems.stop_at(len(self.problems.found))
+
+    def _batches(self, rows: Iterable[Row]) -> Iterator[list[_Read]]:
+        batch: list[_Read] = []
+        characters = 0
         try:
-            kept = _kept(row, forms[row.source], section, tokenizer, seen, found.affected)
+            for row in rows:
+                batch.append(_Read(row, self._read(row), len(self.problems.found)))
+                characters += batch[-1].characters
+                if len(batch) == _BATCH_ROWS or characters >= _BATCH_CHARACTERS:
+                    yield batch
+                    batch, characters = [], 0
+        except DataError:  # at which reading ends; the rows before it may have problems of their own
+            yield batch
+            raise
+        yield batch
+
+    def _read(self, row: Row) -> Example | DataError:
+        try:
+            if row.source not in self.forms:
+                form = self.section.format
+                self.forms[row.source] = _detect(row, self.section) if form == "auto" else form
+            return _read(row, self.forms[row.source], self.section)
         except DataError as error:
-            problems.add(error)
-            continue
-        for encoded in kept:
-            found.rows += 1
-            found.tokens += len(encoded.input_ids)
-            found.trained_tokens += encoded.trained
-            found.longest = max(found.longest, len(encoded.input_ids))
-            columns["input_ids"].append(np.array(encoded.input_ids, dtype=np.int32))
-            columns["labels"].append(np.array(encoded.labels, dtype=np.int32))
-            columns["length"].append(len(encoded.input_ids))
-            columns["trained"].append(encoded.trained)
-            columns["place"].append(row.place)
-            columns["source"].append(row.source)
-    return datasets.Dataset.from_dict(columns), found
+            return error
 
+    def _kept_of(self, batch: list[_Read]) -> Iterator[tuple[Row, Encoded]]:
+        loss_on, told = self.section.loss_on, len(self.problems.found)
+        full = {
+            place: read.example
+            for place, read in enumerate(batch)
+            if not isinstance(read.example, DataError) and not chat.is_empty(read.example, loss_on)
+        }
+        encoded = dict(zip(full, chat.encode_all(list(full.values()), self.tokenizer, loss_on), strict=True))
+        for place, read in enumerate(batch):
+            try:
+                for kept in self._kept(read, encoded.get(place)):
+                    self.counts.add(len(kept.input_ids), kept.trained)
+                    yield read.row, kept
+            except DataError as error:
+                # Problems met while later rows were read have been told already, and stand behind this one.
+                self.problems.add(error, at=read.at + len(self.problems.found) - told)
 
-def _kept(
-    row: Row, form: str, section: DataSection, tokenizer: Any, seen: dict[int, str], affected: list[Affected]
-) -> list[Encoded]:
-    """What a row of the source is trained as: one row, pieces of it, or none. What is done to it goes to `affected`.
-
-    `seen` is where each content was first found, by its hash.
-    """
-    example = _read(row, form, section)
-    if chat.is_empty(example, section.loss_on):
-        affected.append(Affected(row.place, "dropped", EMPTY))
-        return []
-    encoded = _encode(row, example, section, tokenizer)
-    length = len(encoded.input_ids)
-    if not encoded.trained:
-        affected.append(Affected(row.place, "dropped", UNTRAINED, length))
-        return []
-    # A source may be read more than once on purpose; a duplicate stands at another place.
-    if seen.setdefault(hash((tuple(encoded.input_ids), tuple(encoded.labels))), row.place) != row.place:
-        what = "dropped" if section.duplicates == "drop" else "kept"
-        affected.append(Affected(row.place, what, DUPLICATE, length))
-        if what == "dropped":
+    def _kept(self, read: _Read, encoded: Encoded | RowError | None) -> list[Encoded]:
+        """What a row of the source is trained as: one row, pieces of it, or none. What is done to it is counted."""
+        place, section, affected = read.row.place, self.section, self.counts.affected
+        if isinstance(read.example, DataError):
+            raise read.example
+        if encoded is None:
+            affected.append(Affected(place, "dropped", EMPTY))
             return []
-    if length <= section.max_length:
-        return [encoded]
-    try:
-        what, pieces = lengths.TOO_LONG[section.too_long].apply(encoded, section.max_length)
-    except RowError as error:
-        raise DataError(f"{row.place}: {error}") from None
-    trained = [piece for piece in pieces if piece.trained]
-    affected.append(Affected(row.place, what if trained else "dropped", TOO_LONG, length))
-    return trained
+        if isinstance(encoded, RowError):
+            raise DataError(f"{place}: {encoded}")
+        length = len(encoded.input_ids)
+        if not encoded.trained:
+            affected.append(Affected(place, "dropped", UNTRAINED, length))
+            return []
+        if self._again(place, encoded):
+            what = "dropped" if section.duplicates == "drop" else "kept"
+            affected.append(Affected(place, what, DUPLICATE, length))
+            if what == "dropped":
+                return []
+        if length <= section.max_length:
+            return [encoded]
+        encoded = replace(encoded, head=chat.system_head(read.example, encoded, self.tokenizer))
+        try:
+            what, pieces = lengths.TOO_LONG[section.too_long].apply(encoded, section.max_length)
+        except RowError as error:
+            raise DataError(f"{place}: {error}") from None
+        trained = [piece for piece in pieces if piece.trained]
+        affected.append(Affected(place, what if trained else "dropped", TOO_LONG, length))
+        return trained
+
+    def _again(self, place: str, encoded: Encoded) -> bool:
+        """Whether an earlier row has the same tokens and labels, by 64-bit hashes.
+
+        A weight gives a row several times, one after the other: it is no duplicate of itself.
+        """
+        if place != self.last[0]:
+            content = hash((tuple(encoded.input_ids), tuple(encoded.labels)))
+            self.last = place, content in self.seen
+            self.seen.add(content)
+        return self.last[1]
+
+
+# -- rows of a source ------------------------------------------------------------------------------------------------
 
 
 def _check_columns(section: DataSection) -> None:

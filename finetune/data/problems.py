@@ -32,11 +32,20 @@ class Problems:
     def __init__(self) -> None:
         self.found: list[str] = []
 
-    def add(self, problem: str | DataError) -> None:
-        """Note a problem. Raises BadRows with all of them when that makes `LIMIT`."""
+    def add(self, problem: str | DataError, at: int | None = None) -> None:
+        """Note a problem, at this place among those found or as the last of them.
+
+        Raises BadRows once the first `LIMIT` are known: an earlier place may still be taken.
+        """
         added = problem.problems if isinstance(problem, BadRows) else [str(problem)]
-        self.found += [one for one in added if one not in self.found]
-        if len(self.found) >= LIMIT:
+        new = [one for one in added if one not in self.found]
+        at = len(self.found) if at is None else at
+        self.found[at:at] = new
+        self.stop_at(at + len(new))
+
+    def stop_at(self, known: int) -> None:
+        """Raise BadRows with what was found, where `known` first problems are `LIMIT` or more."""
+        if known >= LIMIT:
             raise BadRows(self.found) from None
 
     def reading(self, items: Iterable[Item]) -> Iterator[Item]:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import glob
 import hashlib
 import json
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from finetune.config import Source, Sources, entries
 from finetune.config.fields import unknown
-from finetune.data import python_docs
+from finetune.data import cache, python_docs
 from finetune.data.problems import Problems
 from finetune.data.readers import ENDINGS, Records, reader
 from finetune.errors import DataError, MachineError
@@ -61,6 +63,45 @@ def at_hand(sources: Sources) -> bool:
     outside = [entry.source for entry in entries(sources) if entry.source not in BUILTIN]
     found = [_files(source) for source in outside]
     return all(found) and sum(file.stat().st_size for files in found for file in files) <= _SMALL_BYTES
+
+
+def contents(sources: Sources) -> list[tuple[str, str]] | None:
+    """Each file or data set that is read, with what tells its content: a hash of its bytes, or the hub's commit.
+
+    None where that is not known. Raises what reading would where a data set cannot be fetched.
+    """
+    found = []
+    for entry in entries(sources):
+        try:
+            told = _contents(entry.source)
+        except OSError:
+            return None  # reading it will say what is wrong
+        if told is None:
+            return None
+        found += told
+    return found
+
+
+def _contents(source: str) -> list[tuple[str, str]] | None:
+    if source in BUILTIN:
+        # Made from the documentation of this very Python.
+        return [(source, f"{_digest(Path(python_docs.__file__))} {sys.version} {sys.flags.optimize}")]
+    if files := _files(source):
+        return [(str(file), _digest(file)) for file in files]
+    # `datasets` keeps what it has fetched in `<name>/<config>/<version>/<commit>/`.
+    kept = [Path(file["filename"]).parent for file in _fetched(source).cache_files]
+    return [(source, "/".join(folder.parts[-4:])) for folder in kept] or None
+
+
+def _digest(file: Path) -> str:
+    stat = file.stat()
+    return _digest_of(file, stat.st_ino, stat.st_size, stat.st_mtime_ns)
+
+
+@functools.lru_cache(maxsize=4096)
+def _digest_of(file: Path, *_: int) -> str:
+    """Once a start: a source is asked for before and after it is read, and for both splits."""
+    return cache.digest(file)
 
 
 def has_held_out_split(sources: Sources) -> bool:
@@ -152,11 +193,22 @@ def _builtin(source: str, split: str) -> Records:
 
 
 def _hub(name: str) -> Records:
+    for index, fields in enumerate(_fetched(name), start=1):
+        yield f"{name}[train]:{index}", dict(fields)
+
+
+@functools.lru_cache(maxsize=8)
+def _fetched(name: str) -> Any:
+    """The data set, fetched whole by its first reader and mapped into memory.
+
+    A streamed one would be fetched again by each: for the training rows, for the held-out ones, and for the questions,
+    and could not be read without a network the next time.
+    """
     import datasets
     from huggingface_hub.errors import HfHubHTTPError
 
     try:
-        loaded = datasets.load_dataset(name, split="train")
+        return datasets.load_dataset(name, split="train")
     except (datasets.exceptions.DatasetNotFoundError, ConnectionError, HfHubHTTPError, OSError) as error:
         local = f" A local file must end in {ENDINGS}." if "." in Path(name).name else ""
         raise MachineError(
@@ -164,8 +216,6 @@ def _hub(name: str) -> Records:
         ) from None
     except ValueError as error:
         raise DataError(f"data set `{name}`: {_first(error)}") from None
-    for index, fields in enumerate(loaded, start=1):
-        yield f"{name}[train]:{index}", dict(fields)
 
 
 def _first(error: Exception) -> str:

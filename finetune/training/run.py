@@ -87,7 +87,7 @@ def _trainer(
         processing_class=tokenizer,
         optimizer_cls_and_kwargs=optimizers.build(name, config.optimizer, training.learning_rate),
         callbacks=_early_stopping(training.early_stopping),
-        order=RowOrder(data.train["length"], training.batch_size, training.seed, training.group_by_length),
+        order=RowOrder(data.train["length"][:], training.batch_size, training.seed, training.group_by_length),
         collator=MicroBatches(MicroBatching.of(training, config.data), tokenizer.pad_token_id),
         adapter=config.adapter,
         run=run,

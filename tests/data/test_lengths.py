@@ -9,9 +9,10 @@ from finetune.data.formats import RowError
 from finetune.data.lengths import TOO_LONG
 
 
-def row(text: str) -> Encoded:
+def row(text: str, head: int = 1) -> Encoded:
     ids = [ord(letter.lower()) for letter in text]
-    return Encoded(ids, [token if letter.isupper() else IGNORE for token, letter in zip(ids, text, strict=True)])
+    labels = [token if letter.isupper() else IGNORE for token, letter in zip(ids, text, strict=True)]
+    return Encoded(ids, labels, head)
 
 
 def text(encoded: Encoded) -> str:
@@ -46,6 +47,26 @@ def after(policy: str, before: str, limit: int) -> tuple[str, list[str]]:
 )
 def test_truncation_keeps_the_first_token_and_the_last_answer(before: str, limit: int, what: str, kept: str) -> None:
     assert after("truncate", before, limit) == (what, [kept])
+
+
+@pytest.mark.parametrize(
+    ("before", "head", "limit", "kept"),
+    [
+        ("sysabcdeFGH", 3, 9, "syscdeFGH"),
+        ("sysabcdeFGH", 3, 10, "sysbcdeFGH"),
+        ("sysabcdeFGH", 3, 8, "sbcdeFGH"),
+        ("sysabCDefGH", 3, 9, "sysCDefGH"),
+        ("sysabCDefGH", 3, 8, "sysdefGH"),
+        ("systemaFGH", 6, 9, "sstemaFGH"),
+        ("sysabcFGHIJKLM", 3, 8, "scFGHIJK"),
+        ("sysFGHIJ", 3, 6, "sFGHIJ"),
+    ],
+)
+def test_a_head_stays_whole_where_it_fits_in_half_of_the_room_before_the_last_answer(
+    before: str, head: int, limit: int, kept: str
+) -> None:
+    _, [cut] = TOO_LONG["truncate"].apply(row(before, head), limit)
+    assert text(cut) == kept
 
 
 def test_a_row_of_one_token_is_left_without_an_answer() -> None:

@@ -11,8 +11,8 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from known_templates import KNOWN, VARIANTS, texts
 
-from finetune.data.chat import IGNORE, Encoded, encode
-from finetune.data.formats import Chat, Message
+from finetune.data.chat import IGNORE, Encoded, encode, encode_all, marks_generation
+from finetune.data.formats import Chat, Completion, Example, Message, RowError, Text, Tokens
 from finetune.data.lengths import TOO_LONG
 
 Make = Callable[..., Any]
@@ -115,3 +115,47 @@ def test_pieces_of_a_split_row_train_what_the_row_trains(
     assert sum(piece.trained for piece in pieces) == whole.trained
     assert {len(piece.input_ids) for piece in pieces[:-1]} == {limit}
     assert 2 <= len(pieces[-1].input_ids) <= limit
+
+
+_ROLE = st.sampled_from(["system", "user", "assistant", "tool"])
+_ANY = st.lists(st.builds(lambda role, content: {"role": role, "content": content}, _ROLE, _CONTENT), min_size=1)
+_EXAMPLE = (
+    st.builds(Chat, _CONVERSATION | _ANY)
+    | st.builds(Completion, _CONTENT, _CONTENT)
+    | st.builds(Text, _CONTENT)
+    | st.sampled_from([Tokens([5, 6]), Tokens([5, 99_999]), Chat([{"role": "user", "content": "\ud800"}])])
+)
+
+
+@_TRIED
+@given(examples=st.lists(_EXAMPLE, max_size=6), loss_on=st.sampled_from(["assistant", "last", "all"]))
+def test_rows_that_are_encoded_together_come_out_as_each_by_itself(
+    known: tuple[str, Any], examples: list[Example], loss_on: Any
+) -> None:
+    """Refused ones among them, in the same words."""
+    _, tokenizer = known
+
+    def alone(example: Example) -> Encoded | str:
+        try:
+            return encode(example, tokenizer, loss_on)
+        except RowError as error:
+            return str(error)
+
+    together = encode_all(examples, tokenizer, loss_on)
+    assert [str(one) if isinstance(one, RowError) else one for one in together] == list(map(alone, examples))
+
+
+@_TRIED
+@given(messages=_CONVERSATION)
+def test_the_tokens_are_those_that_transformers_gives_and_so_are_the_marks(
+    known: tuple[str, Any], messages: list[Message]
+) -> None:
+    name, tokenizer = known
+    messages = rendered(messages, name)
+    ids = tokenizer.apply_chat_template(messages, return_dict=True)["input_ids"]
+    assert [encode(Chat(messages), tokenizer, loss_on).input_ids for loss_on in ("assistant", "all")] == [ids, ids]
+    if name == "chatml" and marks_generation(tokenizer):
+        marked = tokenizer.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
+        assert [label != IGNORE for label in encode(Chat(messages), tokenizer).labels] == [
+            bool(bit) for bit in marked["assistant_masks"]
+        ]

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from finetune.config import DataSection, Source
+from finetune.data import prepare as preparing
 from finetune.data.chat import IGNORE
 from finetune.data.counts import TOO_LONG, UNTRAINED, Affected
 from finetune.data.prepare import held_out_rows, prepare, questions
@@ -99,6 +100,18 @@ def test_a_longer_row_loses_its_prompt_before_its_answer_and_is_counted(write: W
     ]
 
 
+def test_a_longer_row_keeps_its_system_message_too_where_there_is_room(write: Write, tokenizer: Any) -> None:
+    system = {"role": "system", "content": "Be brief."}
+    source = write([{"messages": [system, *chat("so " * 20, "one")["messages"]]}])
+    for limit, kept in ((30, True), (16, False)):
+        [row] = prepare(DataSection(train=source, eval="none", max_length=limit), tokenizer).train
+        text = tokenizer.decode(row["input_ids"])
+        assert len(row["input_ids"]) == limit
+        assert text.startswith("<|im_start|>system\nBe brief.<|im_end|>\n" if kept else "<|im_start|>")
+        assert ("Be brief." in text) == kept
+        assert text.endswith("<|im_start|>assistant\none<|im_end|>")
+
+
 def test_longer_rows_may_be_left_out_and_are_listed(write: Write, tokenizer: Any) -> None:
     source = write([chat("Hi", "one"), chat("one " * 20, "two"), chat("Hi", "two"), chat("so " * 30, "two")])
     prepared = prepare(DataSection(train=source, eval="none", max_length=16, too_long="drop"), tokenizer)
@@ -173,6 +186,17 @@ def test_duplicates_are_counted_and_dropped_where_that_is_asked(
     assert {row.what for row in counts.affected} == {"kept" if policy == "keep" else "dropped"}
 
 
+@pytest.mark.parametrize(("policy", "rows"), [("keep", 8), ("drop", 4)])
+def test_a_row_that_its_weight_repeats_is_no_duplicate_of_itself(
+    policy: Any, rows: int, write: Write, tokenizer: Any
+) -> None:
+    source = write([chat("Hi", "one"), chat("Hi", "two"), chat("Hi", "one"), chat("Hi", "two")])
+    section = DataSection(train=[Source(source=source, weight=2)], eval="none", duplicates=policy)
+    counts = prepare(section, tokenizer).train_counts
+    assert (counts.rows, counts.duplicates) == (rows, 4)
+    assert [row.place for row in counts.affected] == [f"{source}:{line}" for line in (3, 3, 4, 4)]
+
+
 def test_rows_of_both_splits_are_listed_with_their_split(write: Write, tokenizer: Any) -> None:
     train, held_out = write([chat("Hi", "one")] * 2), write([chat("Hi", ""), chat("Hi", "one")], "eval.jsonl")
     assert list(prepare(DataSection(train=train, eval=held_out), tokenizer).affected()) == [
@@ -188,6 +212,12 @@ def test_when_everything_is_dropped_the_count_and_the_cause_are_told(write: Writ
     assert "`data.max_length` 16" in said
     assert "`data.too_long` drop" in said
     assert source in said
+
+
+def test_rows_that_teach_nothing_are_refused(write: Write, tokenizer: Any) -> None:
+    """The first token has no predecessor, so that of a single word nothing but its end is trained."""
+    said = message(DataSection(train=write([{"text": "one"}] * 2), eval="none"), tokenizer)
+    assert "teaches nothing: in none of its 2 rows" in said
 
 
 def test_a_file_without_rows_is_refused(write: Write, tokenizer: Any) -> None:
@@ -252,7 +282,7 @@ def test_a_larger_share_holds_out_the_same_rows_and_more(write: Write) -> None:
 
 def test_equal_rows_are_on_the_same_side(write: Write, tokenizer: Any) -> None:
     prepared = prepare(
-        DataSection(train=write([{"text": f"so {n % 40}x"} for n in range(400)]), eval_share=0.3), tokenizer
+        DataSection(train=write([{"text": f"so so {n % 40}x"} for n in range(400)]), eval_share=0.3), tokenizer
     )
     assert prepared.eval_counts is not None
     assert prepared.eval_counts.rows % 10 == 0
@@ -275,7 +305,7 @@ def test_an_evaluation_file_is_held_out_whole_and_nothing_else_is(write: Write, 
 
 
 def test_the_evaluation_file_may_be_of_another_format(write: Write, tokenizer: Any) -> None:
-    section = DataSection(train=write([{"text": "one"}]), eval=write([chat("Hi", "two")], "eval.jsonl"))
+    section = DataSection(train=write([{"text": "one one"}]), eval=write([chat("Hi", "two")], "eval.jsonl"))
     prepared = prepare(section, tokenizer)
     assert prepared.eval is not None
     assert tokenizer.decode([label for label in prepared.eval[0]["labels"] if label != IGNORE]) == "two<|im_end|>"
@@ -307,7 +337,7 @@ def test_a_row_of_no_format_is_told_with_its_place(write: Write, tokenizer: Any)
 
 
 def test_a_named_format_is_held_against_every_row(write: Write, tokenizer: Any) -> None:
-    source = write([{"text": "one", "instruction": "x", "output": "y"}, {"text": "one"}])
+    source = write([{"text": "one two", "instruction": "x", "output": "y"}, {"text": "one two"}])
     assert prepare(DataSection(train=source, eval="none", format="text"), tokenizer).train_counts.rows == 2
     said = message(DataSection(train=source, eval="none", format="alpaca"), tokenizer)
     assert said == f"{source}:2: `instruction` is missing"
@@ -330,6 +360,28 @@ def test_all_wrong_rows_and_lines_are_told_in_their_order(write: Write, tokenize
         file.write('{"messages": [\n' + json.dumps({"messages": [{"role": "user", "content": "Hi"}]}) + "\n")
     told = message(DataSection(train=source, eval="none"), tokenizer).splitlines()
     assert [line.split(" ")[0].removeprefix(source) for line in told] == [":2:", ":4:", ":5:15:", ":6:"]
+
+
+@pytest.mark.parametrize("batch", [1, 7, 256])
+def test_the_first_problems_are_told_in_the_order_of_the_rows_whoever_finds_them(
+    batch: int, write: Write, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The reader finds those of a line as it reads ahead, the format those of a field, the template those of turns."""
+    monkeypatch.setattr(preparing, "_BATCH_ROWS", batch)
+    source = write([])
+    lines = [
+        '{"messages": [',
+        json.dumps({"messages": 5}),
+        json.dumps({"messages": [{"role": "user", "content": "Hi"}]}),
+    ]
+    good = json.dumps(chat("Hi", "one"))
+    for count in (4, 9):
+        Path(source).write_text("\n".join(line for _ in range(count) for line in (good, *lines)) + "\n")
+        told = message(DataSection(train=source, eval="none"), tokenizer).splitlines()
+        places = [line.split(" ")[0].removeprefix(source) for line in told if line.startswith(source)]
+        wrong = [f":{number}:" for number in range(2, 4 * count + 1) if number % 4 != 1]
+        assert [f":{place.split(':')[1]}:" for place in places] == wrong[:20]
+        assert ("stopped after 20 problems" in told[-1]) == (count == 9)
 
 
 def test_a_wrong_row_that_is_repeated_by_its_weight_is_told_once(write: Write, tokenizer: Any) -> None:

@@ -1,0 +1,132 @@
+"""What was prepared, kept on disk for the next start.
+
+An entry is a folder named by a key, under `HF_DATASETS_CACHE/finetune`. It is filled under another name and gets its
+own by one rename, so that it is whole or not there, also where two processes make the same one. What a crash or a disk
+has damaged since is told by the sizes and hashes in its manifest, and made again. Deleting the folder costs a new
+preparation and nothing else.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import json
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from finetune.errors import MachineError
+
+_MANIFEST = "manifest.json"
+
+# Entries that nothing has used for so long are removed when a new one is made.
+_KEPT_SECONDS = 30 * 24 * 3600
+
+_PIECE_BYTES = 2**20
+
+
+def folder() -> Path:
+    """Where the entries are; it follows `HF_HOME` and `HF_DATASETS_CACHE`."""
+    import datasets
+
+    return Path(datasets.config.HF_DATASETS_CACHE) / "finetune"
+
+
+def entry(key: Callable[[], str | None], fill: Callable[[Path], None]) -> Path:
+    """The folder that `fill` fills, as an earlier start left it where there is one for this `key`.
+
+    `key` tells what goes into the folder, or None where that cannot be known; it is asked again after filling, because
+    a file may have changed meanwhile. What has no certain key is kept until this process ends. Raises MachineError
+    where the folder cannot be written, and what `fill` raises, which leaves nothing behind.
+    """
+    before = key()
+    if before and (found := _found(before)):
+        return found
+    with writing():
+        folder().mkdir(parents=True, exist_ok=True, mode=0o700)
+        _remove_unused()
+        made = Path(tempfile.mkdtemp(prefix=".making-", dir=folder()))
+    try:
+        fill(made)
+        if not before or key() != before:
+            atexit.register(shutil.rmtree, made, ignore_errors=True)
+            return made
+        with writing():
+            (made / _MANIFEST).write_text(json.dumps(_manifest(made)), encoding="utf-8")
+            return _published(made, before)
+    except BaseException:
+        shutil.rmtree(made, ignore_errors=True)
+        raise
+
+
+@contextlib.contextmanager
+def writing() -> Iterator[None]:
+    """Tell an OSError within the block as the MachineError that it is: the folder cannot be written."""
+    try:
+        yield
+    except OSError as error:
+        raise _unwritable(error) from None
+
+
+def _unwritable(error: OSError) -> MachineError:
+    there = next(parent for parent in (folder().absolute(), *folder().absolute().parents) if parent.exists())
+    free_bytes = shutil.disk_usage(there).free
+    return MachineError(
+        f"{folder()}: the prepared data cannot be written there: {error.strerror or error} "
+        f"({free_bytes / 2**30:.1f} GiB free). It takes 8 bytes a token: make room, delete that folder if other jobs "
+        "have filled it, or set HF_DATASETS_CACHE to one elsewhere"
+    )
+
+
+def _found(key: str) -> Path | None:
+    found = folder() / key
+    try:
+        if json.loads((found / _MANIFEST).read_text(encoding="utf-8")) != _manifest(found):
+            return None
+    except (OSError, ValueError):
+        return None
+    with contextlib.suppress(OSError):
+        os.utime(found)
+    return found
+
+
+def _published(made: Path, key: str) -> Path:
+    target = folder() / key
+    for _ in range(2):
+        with contextlib.suppress(OSError):
+            made.rename(target)
+            return target
+        if found := _found(key):  # by a process that was faster
+            shutil.rmtree(made, ignore_errors=True)
+            return found
+        shutil.rmtree(target, ignore_errors=True)
+    made.rename(target)
+    return target
+
+
+def _remove_unused() -> None:
+    for found in folder().iterdir():
+        with contextlib.suppress(OSError):
+            if time.time() - found.stat().st_mtime > _KEPT_SECONDS:
+                shutil.rmtree(found)
+
+
+def _manifest(entry: Path) -> dict[str, Any]:
+    """Bytes and hash of each file, which tell damage and not forgery: the folder is its owner's alone."""
+    files = sorted(file for file in entry.iterdir() if file.name != _MANIFEST)
+    return {file.name: {"bytes": file.stat().st_size, "xxh3": digest(file)} for file in files}
+
+
+def digest(file: Path) -> str:
+    """xxh3 (128 bits) of a file's bytes in hex, at the speed of the disk. Raises OSError."""
+    import xxhash
+
+    found = xxhash.xxh3_128()
+    with open(file, "rb", buffering=0) as opened:
+        while piece := opened.read(_PIECE_BYTES):
+            found.update(piece)
+    return found.hexdigest()

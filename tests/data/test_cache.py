@@ -1,0 +1,412 @@
+"""Facts about what is kept of a preparation: found again while nothing has changed, and never when damaged."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import stat
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+
+from finetune.config import DataSection, Source
+from finetune.data import cache, sources
+from finetune.data import prepare as preparing
+from finetune.data.prepare import Prepared, prepare, prepare_held_out
+from finetune.errors import DataError
+
+TEXTS = [{"text": f"one two {'so ' * number}"} for number in range(9)]
+
+
+@pytest.fixture(autouse=True)
+def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of the entries, which only this test uses."""
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    return cache.folder()
+
+
+@pytest.fixture
+def tokenizer(word_tokenizer: Callable[..., Any], chatml: str) -> Any:
+    return word_tokenizer(chatml)
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    return write(tmp_path / "train.jsonl", TEXTS)
+
+
+def write(path: Path, rows: list[dict[str, Any]]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+def file_of(rows: Any) -> Path:
+    return Path(rows.cache_files[0]["filename"])
+
+
+def section(source: Path, **settings: Any) -> DataSection:
+    return DataSection(**{"train": str(source), "eval": "none", **settings})
+
+
+def everything(prepared: Prepared) -> list[Any]:
+    return [prepared.train[:], prepared.eval and prepared.eval[:], prepared.train_counts, prepared.eval_counts]
+
+
+# -- what is found again ---------------------------------------------------------------------------------------------
+
+
+def test_a_second_start_finds_the_rows_of_the_first(source: Path, tokenizer: Any, kept: Path) -> None:
+    job = section(source, eval="auto", eval_share=0.5)
+    first = prepare(job, tokenizer)
+    made = {file: file.stat().st_mtime_ns for file in kept.rglob("*.*")}
+    second = prepare(job, tokenizer)
+    assert file_of(second.train) == file_of(first.train)
+    assert {file: file.stat().st_mtime_ns for file in kept.rglob("*.*")} == made
+    assert len(list(kept.iterdir())) == 2
+    assert everything(second) == everything(first)
+    held_out, _ = prepare_held_out(job, tokenizer)
+    assert file_of(held_out) == file_of(first.eval)
+
+
+def test_the_rows_are_mapped_from_their_file_with_their_types(source: Path, tokenizer: Any) -> None:
+    rows = prepare(section(source), tokenizer).train
+    ids, count, text = datasets.List(datasets.Value("int32")), datasets.Value("int64"), datasets.Value("string")
+    assert rows.features == {
+        "input_ids": ids, "labels": ids, "length": count, "trained": count, "place": text, "source": text,
+    }  # fmt: skip
+    assert isinstance(rows.data, datasets.table.MemoryMappedTable)
+
+
+def test_rows_left_out_are_listed_alike_by_a_second_start(tmp_path: Path, tokenizer: Any) -> None:
+    source = write(tmp_path / "a.jsonl", [*TEXTS, TEXTS[0], {"text": " "}])
+    job = section(source, max_length=8, eval="auto", eval_share=0.3)
+    first = prepare(job, tokenizer)
+    assert {row["why"] for row in first.affected()} == {"duplicate", "empty answer", "over data.max_length"}
+    assert list(prepare(job, tokenizer).affected()) == list(first.affected())
+
+
+CHANGES: dict[str, dict[str, Any]] = {
+    "max_length": {"max_length": 5},
+    "too_long": {"too_long": "drop"},
+    "duplicates": {"duplicates": "drop"},
+    "loss_on": {"loss_on": "last"},
+    "format": {"format": "text"},
+    "columns": {"columns": {"text": "text"}},
+    "eval": {"eval": "auto", "eval_share": 0.5},
+}
+
+
+@pytest.mark.parametrize("changed", CHANGES)
+def test_any_other_setting_is_prepared_anew(changed: str, source: Path, tokenizer: Any) -> None:
+    first = prepare(section(source), tokenizer)
+    second = prepare(section(source, **CHANGES[changed]), tokenizer)
+    assert file_of(second.train) != file_of(first.train)
+
+
+def test_another_share_held_out_is_prepared_anew(source: Path, tokenizer: Any) -> None:
+    first, second = (prepare(section(source, eval="auto", eval_share=share), tokenizer) for share in (0.3, 0.6))
+    assert file_of(first.train) != file_of(second.train)
+    assert file_of(first.eval) != file_of(second.eval)
+
+
+def test_another_weight_or_order_of_sources_is_prepared_anew(source: Path, tmp_path: Path, tokenizer: Any) -> None:
+    other = write(tmp_path / "other.jsonl", TEXTS[:2])
+    mixes: list[Any] = [
+        [str(source)],
+        [str(source), str(other)],
+        [str(other), str(source)],
+        [str(source), Source(source=str(other), weight=2)],
+    ]
+    files = {file_of(prepare(DataSection(train=mix, eval="none"), tokenizer).train) for mix in mixes}
+    assert len(files) == len(mixes)
+
+
+def test_one_other_byte_in_a_file_is_prepared_anew(source: Path, tokenizer: Any) -> None:
+    first = prepare(section(source), tokenizer)
+    before = source.stat()
+    source.write_bytes(source.read_bytes().replace(b"one", b"two", 1))
+    assert source.stat().st_size == before.st_size
+    second = prepare(section(source), tokenizer)
+    assert file_of(second.train) != file_of(first.train)
+    assert second.train[0]["input_ids"] != first.train[0]["input_ids"]
+
+
+def test_a_new_file_in_a_folder_is_prepared_anew(tmp_path: Path, tokenizer: Any) -> None:
+    folder = tmp_path / "corpus"
+    folder.mkdir()
+    write(folder / "a.jsonl", TEXTS)
+    assert prepare(section(folder), tokenizer).train_counts.rows == 9
+    write(folder / "b.jsonl", TEXTS)
+    assert prepare(section(folder), tokenizer).train_counts.rows == 18
+
+
+def test_a_file_written_again_with_the_same_content_is_found(source: Path, tokenizer: Any) -> None:
+    first = prepare(section(source), tokenizer)
+    write(source, TEXTS)
+    assert file_of(prepare(section(source), tokenizer).train) == file_of(first.train)
+
+
+def test_another_template_or_vocabulary_is_prepared_anew(source: Path, word_tokenizer: Any, chatml: str) -> None:
+    tokenizers = [
+        word_tokenizer(chatml),
+        word_tokenizer(chatml.replace("<|im_start|>", "<|im_start|> ")),
+        word_tokenizer(chatml, special=["<|new|>"]),
+        word_tokenizer(chatml, bos_token="<|im_start|>"),
+    ]
+    files = {file_of(prepare(section(source), tokenizer).train) for tokenizer in tokenizers}
+    assert len(files) == len(tokenizers)
+
+
+def test_another_version_of_the_preparation_prepares_anew(
+    source: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = prepare(section(source), tokenizer)
+    monkeypatch.setattr(preparing, "_VERSION", preparing._VERSION + 1)
+    assert file_of(prepare(section(source), tokenizer).train) != file_of(first.train)
+
+
+def test_a_change_of_the_held_out_file_leaves_the_training_rows(source: Path, tmp_path: Path, tokenizer: Any) -> None:
+    held_out = write(tmp_path / "eval.jsonl", TEXTS[:2])
+    job = section(source, eval=str(held_out))
+    first = prepare(job, tokenizer)
+    write(held_out, TEXTS[2:5])
+    second = prepare(job, tokenizer)
+    assert file_of(second.train) == file_of(first.train)
+    assert second.eval_counts is not None
+    assert second.eval_counts.rows == 3
+
+
+def test_the_builtin_data_is_known_by_its_python() -> None:
+    assert sources.contents("builtin:python_docs") == sources.contents(["builtin:python_docs"])
+    [(name, told)] = sources.contents("builtin:python_docs") or []
+    assert name == "builtin:python_docs"
+    assert sys.version in told
+
+
+def fetched(cache_folder: Path, commit: str, rows: list[dict[str, Any]]) -> None:
+    """What `datasets` leaves of the hub's `someone/thing` at a commit, which it loads without a network."""
+    folder = cache_folder / "someone___thing" / "default" / "0.0.0" / commit
+    folder.mkdir(parents=True)
+    with datasets.arrow_writer.ArrowWriter(path=str(folder / "thing-train.arrow")) as writer:
+        for row in rows:
+            writer.write(row)
+        examples, size = writer.finalize()
+    splits = datasets.SplitDict(dataset_name="thing")
+    splits.add(datasets.SplitInfo("train", num_bytes=size, num_examples=examples))
+    named = {"builder_name": "json", "dataset_name": "thing", "config_name": "default", "version": "0.0.0"}
+    datasets.DatasetInfo(features=datasets.Features.from_arrow_schema(writer.schema), splits=splits, **named
+                         ).write_to_directory(str(folder))  # fmt: skip
+
+
+def test_a_hub_data_set_is_known_by_its_commit(tokenizer: Any, kept: Path) -> None:
+    job = DataSection(train="someone/thing", eval="none")
+    files = []
+    for commit, rows in (("a" * 40, TEXTS[:2]), ("b" * 40, TEXTS[:3])):
+        fetched(kept.parent, commit, rows)
+        for _ in range(2):
+            sources._fetched.cache_clear()  # as in another process
+            prepared = prepare(job, tokenizer)
+            assert prepared.train_counts.rows == len(rows)
+            files.append(file_of(prepared.train))
+    assert files[0] == files[1] != files[2] == files[3]
+
+
+# -- what is not trusted ---------------------------------------------------------------------------------------------
+
+
+def cut(file: Path) -> None:
+    os.truncate(file, file.stat().st_size - 1)
+
+
+def flip(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+
+
+@pytest.mark.parametrize("damage", [cut, flip, Path.unlink])
+@pytest.mark.parametrize("name", ["rows.arrow", "counts.json", "manifest.json"])
+def test_what_is_damaged_is_prepared_anew(name: str, damage: Any, source: Path, tokenizer: Any, kept: Path) -> None:
+    first = prepare(section(source), tokenizer)
+    expected = everything(first)
+    del first
+    [entry] = kept.iterdir()
+    damage(entry / name)
+    assert everything(prepare(section(source), tokenizer)) == expected
+    assert {file.name for file in entry.iterdir()} == {"rows.arrow", "counts.json", "manifest.json"}
+    assert cache.entry(lambda: entry.name, lambda _: pytest.fail("it is whole again")) == entry
+    assert list(kept.iterdir()) == [entry]
+
+
+def test_nothing_is_kept_of_rows_with_problems(source: Path, tokenizer: Any, kept: Path) -> None:
+    with open(source, "a") as file:
+        file.write('{"text": 5}\n')
+    for _ in range(2):
+        with pytest.raises(DataError, match=r"train.jsonl:10: `text` must be text"):
+            prepare(section(source), tokenizer)
+        assert list(kept.iterdir()) == []
+
+
+def test_a_file_that_changes_while_it_is_read_is_not_kept_under_its_name(kept: Path) -> None:
+    keys = iter(["before", "after"])
+    made = cache.entry(lambda: next(keys), lambda folder: write_text(folder, "content"))
+    assert (made / "file").read_text() == "content"
+    assert not (kept / "before").exists()
+    assert not (kept / "after").exists()
+
+
+def write_text(folder: Path, text: str) -> None:
+    (folder / "file").write_text(text)
+
+
+def test_of_two_that_make_the_same_entry_the_second_takes_that_of_the_first(kept: Path) -> None:
+    def slow(folder: Path) -> None:
+        assert cache.entry(lambda: "key", lambda faster: write_text(faster, "same")) == kept / "key"
+        write_text(folder, "same")
+
+    assert cache.entry(lambda: "key", slow) == kept / "key"
+    assert [entry.name for entry in kept.iterdir()] == ["key"]
+    assert (kept / "key" / "file").read_text() == "same"
+
+
+def test_rows_in_use_outlive_their_entry(source: Path, tokenizer: Any, kept: Path) -> None:
+    rows = prepare(section(source), tokenizer).train
+    expected = rows[:]
+    shutil.rmtree(kept)
+    assert rows[:] == expected
+
+
+# -- the folder ------------------------------------------------------------------------------------------------------
+
+
+def test_the_entries_are_their_owners_alone(source: Path, tokenizer: Any, kept: Path) -> None:
+    prepare(section(source), tokenizer)
+    for folder in (kept, *kept.iterdir()):
+        assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+
+
+def test_what_nothing_used_for_long_goes_when_something_new_comes(source: Path, tokenizer: Any, kept: Path) -> None:
+    jobs = [section(source, max_length=length) for length in (50, 60, 70)]
+    unused, used = (file_of(prepare(job, tokenizer).train).parent for job in jobs[:2])
+    long_ago = time.time() - 31 * 24 * 3600
+    for entry in (unused, used):
+        os.utime(entry, (long_ago, long_ago))
+    prepare(jobs[1], tokenizer)
+    prepare(jobs[2], tokenizer)
+    assert not unused.exists()
+    assert used.exists()
+
+
+ELSEWHERE = """
+import json, resource, signal, sys
+from pathlib import Path
+from finetune.data import cache
+from finetune.errors import FinetuneError
+
+def fill(folder):
+    (folder / "file").write_text("content")
+    {during}
+
+try:
+    print(cache.entry(lambda: {key}, fill))
+except FinetuneError as error:
+    print(error.exit_code, error)
+"""
+
+
+def elsewhere(kept: Path, key: str | None, during: str = "pass", start: str = "") -> subprocess.CompletedProcess[str]:
+    """An entry made in a process of its own."""
+    return subprocess.run(
+        [sys.executable, "-c", start + ELSEWHERE.format(during=during, key=repr(key))],
+        env=os.environ | {"HF_DATASETS_CACHE": str(kept.parent), "PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+def test_a_process_that_is_killed_leaves_nothing_that_is_taken_for_an_entry(kept: Path) -> None:
+    done = elsewhere(kept, "key", "import os; os.kill(os.getpid(), signal.SIGKILL)")
+    assert done.returncode == -signal.SIGKILL
+    assert [entry.name[:8] for entry in kept.iterdir()] == [".making-"]
+    assert cache.entry(lambda: "key", lambda folder: write_text(folder, "whole")) == kept / "key"
+    assert (kept / "key" / "file").read_text() == "whole"
+
+
+def test_what_has_no_key_is_there_until_the_process_ends(kept: Path) -> None:
+    done = elsewhere(kept, None)
+    assert Path(done.stdout.strip()).parent == kept
+    assert list(kept.iterdir()) == []
+
+
+WRITER = """from finetune.data.rows import RowsWriter
+    from finetune.data.chat import Encoded
+    from finetune.data.sources import Row
+    with RowsWriter(folder / "rows.arrow") as writer:
+        for _ in range(100):
+            writer.write([(Row("a:1", {}), Encoded([1] * 10_000, [1] * 10_000))])"""
+
+
+def test_a_disk_that_takes_no_more_is_told_with_what_to_do(kept: Path) -> None:
+    limit = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, 2**20))\n"
+    told = elsewhere(kept, "key", WRITER, limit).stdout
+    assert told.startswith(f"4 {kept}: the prepared data cannot be written there: File too large")
+    assert "GiB free" in told
+    assert "HF_DATASETS_CACHE" in told
+    assert list(kept.iterdir()) == []
+
+
+def test_a_folder_that_cannot_be_made_is_told_with_what_to_do(kept: Path) -> None:
+    kept.parent.parent.mkdir(exist_ok=True)
+    kept.parent.write_text("a file stands in its place")
+    told = elsewhere(kept, "key").stdout
+    assert told.startswith(f"4 {kept}: the prepared data cannot be written there: ")
+    assert "HF_DATASETS_CACHE" in told
+
+
+# -- bounded memory --------------------------------------------------------------------------------------------------
+
+MEASURE = """
+import sys
+from finetune.config import DataSection, ModelSection
+from finetune.data.prepare import prepare
+from finetune.model.tokenizer import load_tokenizer
+
+def peak_bytes():
+    return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmHWM")) * 1024
+
+tokenizer = load_tokenizer(ModelSection())
+prepare(DataSection(train=sys.argv[1], eval="none", max_length=2**14), tokenizer)
+before = peak_bytes()
+prepared = prepare(DataSection(train=sys.argv[2], eval="none", max_length=2**14), tokenizer)
+print(prepared.train_counts.tokens, peak_bytes() - before)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads the peak from /proc")
+def test_more_rows_take_no_more_memory(tmp_path: Path) -> None:
+    """20 times as many rows of 10,000 tokens; as lists, their ids and labels alone would take 64 MB."""
+    small, large = tmp_path / "small.jsonl", tmp_path / "large.jsonl"
+    row = {"input_ids": [17, 18, 19, 20] * 2500}
+    write(small, [row] * 20)
+    write(large, [row] * 400)
+    done = subprocess.run(
+        [sys.executable, "-c", MEASURE, str(small), str(large)],
+        env=os.environ | {"HF_DATASETS_CACHE": str(tmp_path), "PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=True,
+    )
+    tokens, grown = map(int, done.stdout.split())
+    assert tokens == 4_000_000
+    assert grown < 30 * 2**20
