@@ -24,3 +24,17 @@ class MicroBatches:
     def __call__(self, rows: Sequence[dict[str, Any]]) -> list[Inputs]:
         parts = micro_batches([len(row["input_ids"]) for row in rows], self._training)
         return [self._pad([rows[place] for place in part]) for part in parts]
+
+
+def split(inputs: Inputs) -> tuple[Inputs, Inputs] | None:
+    """The rows of a micro-batch as two smaller ones, each padded to its own longest row; None for a single row."""
+    rows = len(inputs["input_ids"])
+    if rows == 1:
+        return None
+    half = (rows + 1) // 2
+    return _rows(inputs, slice(half)), _rows(inputs, slice(half, rows))
+
+
+def _rows(inputs: Inputs, chosen: slice) -> Inputs:
+    tokens = int(inputs["attention_mask"][chosen].sum(dim=1).max())
+    return {name: tensor[chosen, :tokens] for name, tensor in inputs.items()}

@@ -147,6 +147,7 @@ class _Rehearsal:
             order=RowOrder([1], 1, 0, False),
             collator=MicroBatches(self._config.training, pad_token_id=0),
             adapter=self._config.adapter,
+            training=self._config.training,
             run=RunDirectory(folder),
             monitor=TracedMonitor(self.recorder),
             listener=cast(Any, None),  # nothing is trained, and nobody told

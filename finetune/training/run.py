@@ -87,6 +87,7 @@ def _trainer(
         order=RowOrder(data.train["length"], training.batch_size, training.seed, training.group_by_length),
         collator=MicroBatches(training, tokenizer.pad_token_id),
         adapter=config.adapter,
+        training=training,
         run=run,
         monitor=monitor,
         listener=listener,
