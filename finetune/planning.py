@@ -75,7 +75,7 @@ class Planner:
             self.device,
             batch,
             implementation,
-            micro_batches=max(1, per_step(config.training, _way(config), batch) // processes()),
+            micro_batches=max(1, per_step(config.training.batch_size, _way(config), batch) // processes()),
             merges=config.output.merge,
             merge_bytes=files.merge_bytes(config, trace),
             disk_bytes=files.disk_bytes(config, trace),

@@ -229,7 +229,8 @@ def merge(run: RunDirectory, *, terminal: Terminal | None = None) -> dict[str, A
     """
     libraries.quiet()
     terminal = terminal or Terminal()
-    proof = export_merge.merge(run, this_device())
+    with exhausted.told_of_merge(run):
+        proof = export_merge.merge(run, this_device())
     run.event("merged", **proof)
     terminal.merged(run, proof)
     return proof

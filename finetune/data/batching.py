@@ -243,7 +243,7 @@ def longest_batches(way: MicroBatching, step_rows: int, max_length: int) -> list
     return [longest_batch(sizes[length], length) for length in dict.fromkeys((most, max_length))]
 
 
-def per_step(training: TrainingSection, way: MicroBatching, batch: Batch) -> int:
-    """How many micro-batches a step would be made of, if all were as `batch`; over all processes."""
+def per_step(step_rows: int, way: MicroBatching, batch: Batch) -> int:
+    """How many micro-batches a step of so many rows would be made of, if all were as `batch`."""
     rows = len(batch.packed) or (batch.rows if way.tokens else way.rows)
-    return max(1, training.batch_size // rows)
+    return max(1, step_rows // rows)

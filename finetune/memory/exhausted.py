@@ -17,7 +17,10 @@ from finetune.rundir import RunDirectory
 
 @contextlib.contextmanager
 def told(config: Config, run: RunDirectory, monitor: Monitor, device: torch.device) -> Iterator[None]:
-    """Turn torch's out of memory, in loading or in a step, into OutOfMemoryError with the levers (exit code 6)."""
+    """Turn torch's out of memory, in loading or in a step, into OutOfMemoryError with the levers (exit code 6).
+
+    Notes on the error (PEP 678) say what it was that did not fit.
+    """
     try:
         with inspect.recorded(run.snapshot_file, device, config.memory.snapshot):
             yield
@@ -27,12 +30,31 @@ def told(config: Config, run: RunDirectory, monitor: Monitor, device: torch.devi
         monitor.leave()
         run.event("out_of_memory", memory=monitor.run)
         snapshot = f"\nAllocator snapshot: {run.snapshot_file}" if run.snapshot_file.exists() else ""
-        first = (str(error).splitlines() or ["no memory left"])[0]
+        first = "\n".join([(str(error).splitlines() or ["no memory left"])[0], *getattr(error, "__notes__", ())])
         raise OutOfMemoryError(
             f"out of memory: {first}\nTry, in this order: {'; '.join(map(str, levers(config)))}.{snapshot}"
         ) from None
 
 
+@contextlib.contextmanager
+def told_of_merge(run: RunDirectory) -> Iterator[None]:
+    """Turn out of memory in a merge into OutOfMemoryError: the training is over, and only the merge is to be redone."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        first = (str(error).splitlines() or ["no memory left"])[0]
+        raise OutOfMemoryError(
+            f"out of memory while merging: {first}\n{run.adapter} is complete and was not touched; `finetune merge "
+            f"{run.path}` merges it where there is more memory, or once some is free"
+        ) from None
+
+
+# What libraries say in a plain RuntimeError: torch's CPU allocator, C++, and CUDA outside torch's own allocator.
+_SAID = ("DefaultCPUAllocator", "std::bad_alloc", "CUBLAS_STATUS_ALLOC_FAILED", "CUDA error: out of memory")
+
+
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether a device or the host had no memory left; torch's CPU allocator raises a plain RuntimeError for it."""
-    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "DefaultCPUAllocator" in str(error)
+    """Whether a device or the host had no memory left."""
+    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or any(text in str(error) for text in _SAID)

@@ -18,14 +18,53 @@ class MicroBatches:
     """Collates rows (`input_ids`, `labels`) into a list of micro-batches."""
 
     def __init__(self, way: MicroBatching, pad_token_id: int) -> None:
-        self._way = way
+        self.way = way
         self._collate = DataCollatorForLanguageModeling(pad_token_id=pad_token_id, padding_free=way.packed)
 
     def __call__(self, rows: Sequence[dict[str, Any]]) -> list[Inputs]:
-        parts = micro_batches([len(row["input_ids"]) for row in rows], self._way)
+        parts = micro_batches([len(row["input_ids"]) for row in rows], self.way)
         return [self.micro_batch([rows[place] for place in part]) for part in parts]
 
     def micro_batch(self, rows: Sequence[dict[str, Any]]) -> Inputs:
         """These rows as one micro-batch."""
         found: Inputs = self._collate(list(rows))
         return found
+
+
+def split(inputs: Inputs) -> tuple[Inputs, Inputs] | None:
+    """The rows of a micro-batch as two smaller ones, each padded to its own longest row; None for a single row."""
+    packed = "cu_seq_lens_q" in inputs
+    rows = len(inputs["cu_seq_lens_q"]) - 1 if packed else len(inputs["input_ids"])
+    if rows == 1:
+        return None
+    some = _packed_rows if packed else _rows
+    half = (rows + 1) // 2
+    return some(inputs, 0, half), some(inputs, half, rows)
+
+
+def first_row(inputs: Inputs) -> list[int]:
+    """The tokens of the first row of a micro-batch, without padding."""
+    one = (_packed_rows if "cu_seq_lens_q" in inputs else _rows)(inputs, 0, 1)
+    found: list[int] = one["input_ids"][0].tolist()
+    return found
+
+
+def _rows(inputs: Inputs, first: int, end: int) -> Inputs:
+    tokens = int(inputs["attention_mask"][first:end].sum(dim=1).max())
+    return {name: tensor[first:end, :tokens] for name, tensor in inputs.items()}
+
+
+def _packed_rows(inputs: Inputs, first: int, end: int) -> Inputs:
+    starts = inputs["cu_seq_lens_q"][first : end + 1]
+    tokens = slice(int(starts[0]), int(starts[-1]))
+    starts = starts - starts[0]
+    longest = int(starts.diff().max())
+    by_token = {name: inputs[name][:, tokens] for name in ("input_ids", "labels", "position_ids")}
+    return {
+        **by_token,
+        "cu_seq_lens_q": starts,
+        "cu_seq_lens_k": starts,
+        "max_length_q": longest,
+        "max_length_k": longest,
+        "seq_idx": inputs["seq_idx"][:, tokens] - first,
+    }

@@ -7,7 +7,7 @@ the number changes with the batch size. No logits are kept: TRL's fused head sco
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -17,28 +17,64 @@ from trl.trainer.utils import add_fused_lm_head
 
 from finetune.config import Config
 from finetune.data.batching import MicroBatching
+from finetune.errors import OutOfMemoryError
 from finetune.libraries import replaced
+from finetune.memory.exhausted import is_out_of_memory
 from finetune.model.base import DTYPES
+from finetune.training import healing
 from finetune.training.collator import Inputs, MicroBatches
 
 
+class DoesNotFit(OutOfMemoryError):
+    """A row that alone is more than the memory takes; `inputs` is its micro-batch."""
+
+    def __init__(self, inputs: Inputs, reason: str) -> None:
+        super().__init__(f"out of memory in an evaluation, at a row of {inputs['input_ids'].numel()} tokens: {reason}")
+        self.inputs = inputs
+
+
 @torch.no_grad()
-def summed_loss(model: Any, steps: Iterable[list[Inputs]]) -> torch.Tensor:
+def summed_loss(
+    model: Any,
+    steps: Iterable[list[Inputs]],
+    limit: healing.Limit | None = None,
+    tell: Callable[[Inputs], None] = lambda part: None,
+) -> torch.Tensor:
     """(sum of the trained tokens' losses in nats, their number) over `steps`, float64, on the model's device.
 
-    Each is a list of micro-batches, as in training.
+    Each is a list of micro-batches, as in training. Nothing but the two sums is kept of one. Those that do not fit
+    are split, which `limit` remembers and `tell` is told.
 
-    `model` must have TRL's fused head.
+    `model` must have TRL's fused head. Raises DoesNotFit where a row alone does not fit.
     """
+    limit = limit or healing.Limit()
     was_training = model.training
     model.eval()
     sums = torch.zeros(2, dtype=torch.float64, device=model.device)
-    for batch in itertools.chain.from_iterable(steps):
-        inputs = send_to_device(batch, model.device)
-        outputs = model(**inputs, fused_lm_head=True)
-        sums += torch.stack([-outputs.log_probs.double().sum(), outputs.label_mask.double().sum()])
-    model.train(was_training)
+    try:
+        for batch in itertools.chain.from_iterable(steps):
+            parts = limit.parts([batch])
+            while parts:
+                try:
+                    sums += _sums(model, parts[0])
+                    del parts[0]
+                    continue
+                except (MemoryError, RuntimeError) as error:
+                    if not is_out_of_memory(error):
+                        raise
+                    if not limit.lower(parts[0]):
+                        raise DoesNotFit(parts[0], (str(error).splitlines() or ["no memory left"])[0]) from None
+                healing.release()
+                tell(parts[0])
+                parts = limit.parts(parts)
+    finally:
+        model.train(was_training)
     return sums
+
+
+def _sums(model: Any, batch: Inputs) -> torch.Tensor:
+    outputs = model(**send_to_device(batch, model.device), fused_lm_head=True)
+    return torch.stack([-outputs.log_probs.double().sum(), outputs.label_mask.double().sum()])
 
 
 def held_out_loss(model: Any, tokenizer: Any, rows: Any, config: Config) -> float:

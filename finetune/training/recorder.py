@@ -11,6 +11,7 @@ from transformers import TrainerCallback
 from finetune.errors import NumbersError
 from finetune.rundir import RunDirectory, append_line
 from finetune.training.collator import Inputs
+from finetune.training.guards import Skips, Spikes
 
 if TYPE_CHECKING:
     from finetune.training.trainer import Trainer
@@ -33,9 +34,10 @@ class StepCounts:
 
     def __init__(self) -> None:
         self._started = time.perf_counter()
-        self._clear()
+        self.clear()
 
-    def _clear(self) -> None:
+    def clear(self) -> None:
+        """Forget the micro-batches so far, of a step that begins again; its time goes on."""
         self.micro_batches = 0
         self._places = 0
         self._tokens: Any = 0
@@ -51,7 +53,7 @@ class StepCounts:
         """Tokens, tokens per second and padding share of the step that ended; starts the next one."""
         now = time.perf_counter()
         tokens, seconds, places = int(self._tokens), now - self._started, self._places
-        self._clear()
+        self.clear()
         self._started = now
         return {
             "tokens": tokens,
@@ -65,11 +67,13 @@ class StepCounts:
 
 
 class StepRecorder(TrainerCallback):
-    """Writes metrics.jsonl, tells the listener, and stops a run whose loss is no longer a number."""
+    """Writes metrics.jsonl, tells the listener, and stops a run whose numbers stay other than finite."""
 
     def __init__(self, trainer: Trainer, profiler: Any | None) -> None:
         self.trainer = trainer
         self.profiler = profiler
+        self._skips = Skips()
+        self._spikes = Spikes()
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.trainer.listener.started(state.global_step, state.max_steps)
@@ -101,14 +105,34 @@ class StepRecorder(TrainerCallback):
             "epoch": round(state.epoch, 4),
             **self.trainer.step_counts.take(),
             "memory": self.trainer.monitor.take_step(),
+            **({"skipped": True} if self.trainer.skipped else {}),
         }
         append_line(self.trainer.run.metrics_file, line)
         self.trainer.listener.stepped(line)
-        # Under loss scaling an infinite norm is the scaler's business: it skips the step and backs off.
-        watched = ("loss",) if args.fp16 else ("loss", "grad_norm")
-        for name in watched:
-            if name in logs and line[name] is None:
-                self._stop(name, state.global_step)
+        self._watch(line)
+
+    def _watch(self, line: dict[str, Any]) -> None:
+        """Report a skipped update or a spike of the loss; stop where updates will be skipped for good."""
+        trainer, step = self.trainer, line["step"]
+        if line["loss"] is None:
+            # transformers subtracts the sum of the losses from itself, which leaves a NaN as it is for all later steps.
+            trainer._tr_loss.zero_()
+        scaler = trainer.accelerator.scaler
+        for_good = self._skips.see(trainer.skipped, scaler.get_scale() if scaler and trainer.skipped else None)
+        if trainer.skipped:
+            name = "loss" if line["loss"] is None else "grad_norm"
+            in_a_row, total = self._skips.in_a_row, self._skips.total
+            trainer.run.event(
+                "update_skipped", step=step, reason=f"{name} is not finite", in_a_row=in_a_row, total=total
+            )
+            trainer.listener.note(f"step {step}: {name} is not a finite number; the update is skipped, {total} so far")
+            if for_good:
+                self._stop(name, step)
+        if (median := self._spikes.see(line["loss"])) is not None:
+            trainer.run.event("loss_spike", step=step, loss=line["loss"], median=median)
+            trainer.listener.note(
+                f"step {step}: the loss of {line['loss']:.3f} is far above the {median:.3f} before it"
+            )
 
     def on_evaluate(self, args: Any, state: Any, control: Any, metrics: dict[str, Any], **kwargs: Any) -> None:
         # Called inside `evaluate`, whose phase is still open.

@@ -248,7 +248,7 @@ class _Rehearsal:
     def step(self, batch: Batch) -> None:
         """Forward, backward and update in the steady state."""
         self.recorder.phase = "forward"
-        if per_step(self._config.training, self._way, batch) > 1:
+        if per_step(self._config.training.batch_size, self._way, batch) > 1:
             self._make_gradients()
         inputs = self._inputs(batch)
         with self._recording():

@@ -6,9 +6,12 @@ and transformers'. Nothing here changes a number of the step: a test holds its l
 
 from __future__ import annotations
 
+import functools
 import itertools
+import math
 import shutil
 import time
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +24,14 @@ from trl.kernels import chunked_logprob
 
 from finetune.config import AdapterSection
 from finetune.data.batching import RowOrder
-from finetune.errors import MachineError
+from finetune.errors import FinetuneError, MachineError
+from finetune.memory.exhausted import is_out_of_memory
 from finetune.memory.monitor import LeakWatch, Monitor, Peak
 from finetune.model.adapter import set_trained_dtype
 from finetune.rundir import RunDirectory, checkpoint_step, staged
+from finetune.training import healing, worst_first
 from finetune.training.collator import Inputs, MicroBatches
-from finetune.training.evaluation import summed_loss
+from finetune.training.evaluation import DoesNotFit, summed_loss
 from finetune.training.recorder import Listener, StepCounts, StepRecorder
 
 
@@ -60,6 +65,9 @@ class Trainer(SFTTrainer):
         self.save_best = save_best
         self.step_counts = StepCounts()
         self.leaks = LeakWatch()
+        self.limits = {"train": healing.Limit(), "eval": healing.Limit()}
+        self.skipped = False
+        self._grad_norm: torch.Tensor | float = 0.0
         chunked_logprob.TOKEN_CHUNK_SIZE = loss_tokens  # read at each call; trl 1.16 has no argument for it
         super().__init__(data_collator=collator, **arguments)
         set_trained_dtype(self.model, adapter)  # TRL cast the adapter; see there
@@ -90,14 +98,60 @@ class Trainer(SFTTrainer):
     def training_step(self, model: Any, inputs: list[Inputs], num_items_in_batch: Any = None) -> torch.Tensor:
         """Forward and backward of each micro-batch of one optimizer step; the step's loss.
 
-        transformers sees a step as one batch, so that the number of micro-batches is free.
+        transformers sees a step as one batch, so that the number of micro-batches is free. Out of memory, the one that
+        did not fit is split and the step begun again; raised again, with the row on it, where it was a single row.
         """
-        self.current_gradient_accumulation_steps = len(inputs)
-        *before, last = inputs
-        with self.accelerator.no_sync(model):
-            losses = [self._micro_step(model, micro_batch, num_items_in_batch) for micro_batch in before]
-        losses.append(self._micro_step(model, last, num_items_in_batch))
+        start = healing.StepStart(self)
+        while True:
+            parts = self.limits["train"].parts(inputs)
+            self.current_gradient_accumulation_steps = len(parts)
+            losses: list[torch.Tensor] = []
+            try:
+                *before, last = parts
+                with self.accelerator.no_sync(model):
+                    for part in before:
+                        losses.append(self._micro_step(model, part, num_items_in_batch))
+                losses.append(self._micro_step(model, last, num_items_in_batch))
+                break
+            except (MemoryError, RuntimeError) as error:
+                # Several processes wait for each other in the last backward pass; none can do its step again alone.
+                if not is_out_of_memory(error) or self.accelerator.num_processes > 1:
+                    raise
+                too_large = parts[len(losses)]
+                if not self.limits["train"].lower(too_large):
+                    self._give_up(error, too_large, start)
+                    raise
+            # Here the error is gone, and with it what the frames of the failed pass held.
+            start.restore()
+            healing.release()
+            self.tell_split(too_large)
         return torch.stack(losses).sum()
+
+    def tell_split(self, inputs: Inputs, **fields: Any) -> None:
+        """Write down that a micro-batch did not fit and was split."""
+        rows, tokens = inputs["input_ids"].shape
+        self.run.event("micro_batch_split", step=self.state.global_step + 1, rows=rows, tokens=tokens, **fields)
+        self.listener.note(
+            f"out of memory at {rows} rows of {tokens} tokens: split in two, as all micro-batches of that size will be"
+        )
+
+    def _give_up(self, error: BaseException, inputs: Inputs, start: healing.StepStart) -> None:
+        """Say on `error` which row is too large, and save what the steps before have trained."""
+        place, step = healing.place_of(self.train_dataset, inputs), self.state.global_step
+        tokens = inputs["input_ids"].numel()
+        self.run.event("row_does_not_fit", step=step + 1, place=place, tokens=tokens)
+        error.add_note(f"The row that does not fit, alone in its micro-batch: {place}, {tokens} tokens.")
+        start.restore()
+        if self.args.device.type == "cpu":  # elsewhere it stays, for the allocator's snapshot; saving needs the host's
+            healing.release(error)
+        if step == 0 or self.run.checkpoint(step) in self.run.complete_checkpoints():
+            return
+        try:
+            self._save_checkpoint(self.model, None)
+        except (FinetuneError, MemoryError, RuntimeError) as unsaved:
+            error.add_note(f"Step {step} could not be saved: {unsaved}.")
+        else:
+            error.add_note(f"Step {step} was saved.")
 
     def _micro_step(self, model: Any, inputs: Inputs, trained_tokens: Any) -> torch.Tensor:
         self.step_counts.add(inputs)
@@ -108,6 +162,56 @@ class Trainer(SFTTrainer):
             peak = self.monitor.leave()
         self._watch_for_leaks(inputs, peak)
         return loss
+
+    # -- the update ------------------------------------------------------------------------------------------------
+
+    def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
+        prepared = super()._prepare_for_training(*args, **kwargs)
+        update = self.optimizer.step
+
+        @functools.wraps(update)
+        def watched(*args: Any, **kwargs: Any) -> None:
+            self._update(update)
+
+        self.optimizer.step = watched
+        worst_first.rehearse(self)
+        return prepared
+
+    def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
+        self._grad_norm = super()._get_grad_norm(model, grad_norm)
+        return self._grad_norm
+
+    def _update(self, update: Callable[[], None]) -> None:
+        """The optimizer's step. Without finite gradients there is none: weights, states and schedule stay as they are.
+
+        So it is with and without loss scaling; the scale goes down then. transformers asks accelerate's optimizer
+        whether the schedule goes on, and accelerate 1.15 takes the step of a fused optimizer for done, which the
+        scaler leaves to find out by itself that it must not do anything.
+        """
+        self.skipped = self.optimizer._is_overflow = not math.isfinite(float(self._grad_norm))
+        if not self.skipped:
+            self._in_memory(update)
+        elif self.accelerator.scaler is not None:
+            self.accelerator.scaler.update()
+
+    def _in_memory(self, update: Callable[[], None]) -> None:
+        """The update; once more with freed memory where it ran out before anything was changed."""
+        start = healing.UpdateStart(self.optimizer.optimizer)
+        try:
+            update()
+            return
+        except (MemoryError, RuntimeError) as error:
+            if not is_out_of_memory(error):
+                raise
+            if not start.undo():
+                error.add_note(
+                    "The optimizer had changed some weights and not others, so that this step cannot be done again; "
+                    "the checkpoints before it are untouched."
+                )
+                raise
+        healing.release()
+        self.run.event("update_retried", step=self.state.global_step + 1)
+        update()
 
     def _get_num_items_in_batch(self, batch_samples: list[list[Inputs]], device: torch.device) -> Any:
         return super()._get_num_items_in_batch(list(itertools.chain.from_iterable(batch_samples)), device)
@@ -135,16 +239,33 @@ class Trainer(SFTTrainer):
             self.listener.note(text)
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
-        with self.monitor.phase("evaluation"):
-            metrics = super().evaluate(*args, **kwargs)
-        self.step_counts.restart_clock()
-        return metrics
+        try:
+            with self.monitor.phase("evaluation"):
+                return super().evaluate(*args, **kwargs)
+        except DoesNotFit as row:
+            if self.accelerator.num_processes > 1:  # the others wait for this one's sums
+                raise
+            self.control.should_evaluate = False
+            self.tell_no_evaluation(row)
+            return {}
+        finally:
+            self.step_counts.restart_clock()
+
+    def held_out_sums(self, steps: Iterable[list[Inputs]]) -> torch.Tensor:
+        """See `summed_loss`; what does not fit is split, and written down."""
+        return summed_loss(self.model, steps, self.limits["eval"], lambda part: self.tell_split(part, evaluation=True))
+
+    def tell_no_evaluation(self, row: DoesNotFit) -> None:
+        """Write down which held-out row is too large to evaluate any."""
+        place, tokens = healing.place_of(self.eval_dataset, row.inputs), row.inputs["input_ids"].numel()
+        self.run.event("evaluation_skipped", step=self.state.global_step, place=place, tokens=tokens)
+        self.listener.note(f"no evaluation: out of memory at {place} alone, {tokens} tokens; training goes on")
 
     def evaluation_loop(
         self, dataloader: Any, description: str, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any
     ) -> EvalLoopOutput:
         self.callback_handler.eval_dataloader = dataloader
-        sums = self.accelerator.reduce(summed_loss(self.model, dataloader))
+        sums = self.accelerator.reduce(self.held_out_sums(dataloader))
         loss, tokens = sums.tolist()
         return EvalLoopOutput(
             predictions=None,
@@ -161,6 +282,8 @@ class Trainer(SFTTrainer):
     # -- checkpoints -----------------------------------------------------------------------------------------------
 
     def _determine_best_metric(self, metrics: dict[str, float], trial: Any) -> bool:
+        if not metrics:  # the evaluation was skipped
+            return False
         best = super()._determine_best_metric(metrics, trial)
         if best and self.save_best:
             self.control.should_save = True

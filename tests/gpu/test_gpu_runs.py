@@ -28,6 +28,12 @@ def losses(run: RunDirectory) -> list[float]:
     return [line["loss"] for line in run.metrics() if "loss" in line]
 
 
+def peaks_of(run: RunDirectory) -> dict[str, dict[str, int]]:
+    """Peak memory by phase, over the whole run."""
+    (trained,) = [event for event in run.events() if event["event"] == "trained"]
+    return trained["memory"]
+
+
 def falls(run: RunDirectory) -> bool:
     """Whether the mean of the last three losses is well below that of the first three."""
     found = losses(run)
@@ -69,7 +75,7 @@ def test_memory_lines_nest(configure: Configure, cuda: torch.device) -> None:
         assert {"forward", "backward", "optimizer"} <= set(phases)
         for peak in phases.values():
             assert 0 < peak["allocated_bytes"] <= peak["reserved_bytes"] <= peak["device_bytes"]
-    assert result.run.events()[-1]["memory"]["load"]["allocated_bytes"] > 0
+    assert peaks_of(result.run)["load"]["allocated_bytes"] > 0
 
 
 def test_the_backward_peak_is_above_the_optimizer_peak(configure: Configure, cuda: torch.device) -> None:
@@ -82,7 +88,7 @@ def test_the_backward_peak_is_above_the_optimizer_peak(configure: Configure, cud
 @pytest.mark.parametrize(
     "limit",
     [
-        pytest.param("256MiB", id="in-training"),
+        pytest.param("40MiB", id="in-training"),  # takes the weights, and not one row of 512 tokens
         pytest.param("2MiB", id="in-loading"),
     ],
 )
@@ -92,6 +98,7 @@ def test_a_cap_that_is_too_small_ends_with_exit_code_6_and_a_snapshot(
     # In a process of its own: the cap holds for the whole process.
     config = configure(
         memory__limit=limit,
+        memory__check="off",
         memory__checkpointing="none",
         training__batch_size=64,
         training__micro_batch=64,
@@ -102,14 +109,37 @@ def test_a_cap_that_is_too_small_ends_with_exit_code_6_and_a_snapshot(
     assert done.stderr.startswith("error: out of memory")
     assert "Traceback" not in done.stderr
     assert (tmp_path / "run" / "memory_snapshot.pickle").stat().st_size > 0
+    assert ("The row that does not fit" in done.stderr) == (limit == "40MiB")
+
+
+def test_a_cap_that_takes_fewer_rows_is_trained_within(
+    configure: Configure, cuda: torch.device, tmp_path: Path
+) -> None:
+    changes = {
+        "memory__checkpointing": "none",
+        "memory__check": "off",
+        "training__batch_size": 64,
+        "training__micro_batch": 64,
+        "training__max_steps": 6,
+        "data__max_length": 512,
+    }
+    done = train_in_a_process(dump(configure(**changes, memory__limit="256MiB")), tmp_path / "capped.yaml")
+    assert done.returncode == 0, done.stderr
+    capped = RunDirectory(tmp_path / "run")
+    splits = [event for event in capped.events() if event["event"] == "micro_batch_split"]
+    assert splits[0]["rows"] == 64
+    assert splits[0]["step"] == 1
+    assert max(peak["reserved_bytes"] for peak in peaks_of(capped).values()) <= 256 * 2**20
+    roomy = recipe.train(configure(**changes, output__dir=tmp_path / "roomy")).run
+    assert losses(capped) == pytest.approx(losses(roomy), rel=2e-2)
 
 
 def test_a_cap_that_fits_is_kept(configure: Configure, cuda: torch.device, tmp_path: Path) -> None:
     limit_bytes = 512 * 2**20
-    done = train_in_a_process(dump(configure(memory__limit="512MiB")), tmp_path / "capped.yaml")
+    config = configure(memory__limit="512MiB", memory__check="off")
+    done = train_in_a_process(dump(config), tmp_path / "capped.yaml")
     assert done.returncode == 0, done.stderr
-    peaks = RunDirectory(tmp_path / "run").events()[-1]["memory"]
-    assert max(peak["reserved_bytes"] for peak in peaks.values()) <= limit_bytes
+    assert max(peak["reserved_bytes"] for peak in peaks_of(RunDirectory(tmp_path / "run")).values()) <= limit_bytes
 
 
 def test_a_snapshot_is_written_when_asked_for(configure: Configure, cuda: torch.device) -> None:

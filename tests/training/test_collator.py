@@ -1,4 +1,4 @@
-"""Micro-batches hold what their rows hold, however a step is shared out."""
+"""Micro-batches hold what their rows hold, however a step is shared out, and however they are split."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ from hypothesis import strategies as st
 
 from finetune.data.batching import MicroBatching
 from finetune.data.chat import IGNORE
-from finetune.training.collator import MicroBatches
+from finetune.training.collator import Inputs, MicroBatches, first_row, split
+
+Held = tuple[list[int], list[int]]
+"""The tokens of a row, and the labels of all but the first, which has no predecessor: no batch predicts it."""
 
 PAD = 0
 TOKEN = st.tuples(st.integers(0, 9), st.booleans())  # a token may be the padding token, as where pad equals eos
@@ -28,30 +31,36 @@ def rows_of(step: list[list[tuple[int, bool]]]) -> list[dict[str, list[int]]]:
     ]
 
 
+def held(inputs: Inputs) -> list[Held]:
+    """The rows of a micro-batch; what lies between them must not be trained."""
+    ids, labels = inputs["input_ids"], inputs["labels"].clone()
+    if "cu_seq_lens_q" in inputs:
+        starts = inputs["cu_seq_lens_q"].tolist()
+        spans = [(0, slice(start, end)) for start, end in itertools.pairwise(starts)]
+        assert ids.shape == (1, starts[-1]), "nothing after the last row"
+        for number, (_, span) in enumerate(spans):
+            assert inputs["position_ids"][0, span].tolist() == list(range(span.stop - span.start))
+            assert set(inputs["seq_idx"][0, span].tolist()) == {number}
+        assert inputs["max_length_q"] == max(span.stop - span.start for _, span in spans)
+    else:
+        spans = [(row, slice(0, int(mask.sum()))) for row, mask in enumerate(inputs["attention_mask"])]
+        assert max(span.stop for _, span in spans) == ids.shape[1], "no more padding than must be"
+    found = []
+    for row, span in spans:
+        found.append((ids[row, span].tolist(), labels[row, span][1:].tolist()))
+        labels[row, span] = IGNORE
+    assert torch.all(labels == IGNORE), "no padding is trained"
+    return found
+
+
 @settings(deadline=None, derandomize=True)
 @given(step=STEP, way=WAYS)
 def test_each_row_is_there_once_with_its_labels_and_nothing_else_is_trained(
     step: list[list[tuple[int, bool]]], way: MicroBatching
 ) -> None:
     rows = rows_of(step)
-    found = []
-    for inputs in MicroBatches(way, PAD)(rows):
-        ids, labels = inputs["input_ids"], inputs["labels"]
-        if way.packed:
-            starts = inputs["cu_seq_lens_q"].tolist()
-            spans = [(0, slice(start, end)) for start, end in itertools.pairwise(starts)]
-            assert starts[-1] == ids.shape[1], "nothing after the last row"
-            for _, span in spans:
-                assert inputs["position_ids"][0, span].tolist() == list(range(span.stop - span.start))
-        else:
-            spans = [(row, slice(0, int(mask.sum()))) for row, mask in enumerate(inputs["attention_mask"])]
-        for row, span in spans:
-            # The first token of a row has no predecessor: no batch predicts it.
-            found.append((ids[row, span].tolist(), labels[row, span][1:].tolist()))
-            labels[row, span] = IGNORE
-        assert torch.all(labels == IGNORE), "no padding is trained"
-    wanted = [(row["input_ids"], row["labels"][1:]) for row in rows]
-    assert sorted(found) == sorted(wanted)
+    found = [row for inputs in MicroBatches(way, PAD)(rows) for row in held(inputs)]
+    assert sorted(found) == sorted((row["input_ids"], row["labels"][1:]) for row in rows)
 
 
 @settings(deadline=None, derandomize=True)
@@ -60,3 +69,21 @@ def test_the_trained_tokens_are_as_many_in_every_way(step: list[list[tuple[int, 
     """As the loss counts them: predicted from the place before, within a row of the micro-batch."""
     trained = sum(int((inputs["labels"][:, 1:] != IGNORE).sum()) for inputs in MicroBatches(way, PAD)(rows_of(step)))
     assert trained == sum(is_trained for row in step for _, is_trained in row[1:])
+
+
+@settings(deadline=None, derandomize=True)
+@given(step=STEP, way=WAYS)
+def test_a_micro_batch_splits_into_two_that_hold_its_rows_in_order(
+    step: list[list[tuple[int, bool]]], way: MicroBatching
+) -> None:
+    for inputs in MicroBatches(way, PAD)(rows_of(step)):
+        whole = held(inputs)
+        assert first_row(inputs) == whole[0][0]
+        halves = split(inputs)
+        if len(whole) == 1:
+            assert halves is None
+            continue
+        assert halves is not None
+        first, second = map(held, halves)
+        assert first + second == whole
+        assert len(first) - len(second) in (0, 1)

@@ -1,0 +1,157 @@
+"""FAULTS.md, row 10: one inf gradient, and an inf that stays."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import finetune
+from finetune.errors import NumbersError
+from finetune.rundir import RunDirectory, checkpoint_step
+from finetune.training.guards import SKIPS_IN_A_ROW, Skips, Spikes
+from finetune.training.recorder import StepRecorder
+from finetune.training.trainer import Trainer
+
+FEW = ["data.eval=none", "training.eval_every=null", "optimizer.kind=adamw_8bit"]
+
+
+@pytest.fixture
+def overflow(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """A function that makes the loss (`loss=True`) or one number of one gradient infinite in some steps."""
+
+    def infinite_gradient(gradient: torch.Tensor) -> torch.Tensor:
+        gradient = gradient.clone()
+        gradient.view(-1)[0] = math.inf
+        return gradient
+
+    def install(*steps: int, loss: bool = False) -> None:
+        def micro_step(self: Trainer, model: Any, inputs: Any, trained_tokens: Any) -> torch.Tensor:
+            if self.state.global_step + 1 not in steps:
+                return plain(self, model, inputs, trained_tokens)
+            if loss:
+                return plain(self, model, inputs, torch.zeros_like(trained_tokens) * math.nan)
+            weight = next(weight for name, weight in model.named_parameters() if "lora_B" in name)
+            hook = weight.register_hook(infinite_gradient)
+            try:
+                return plain(self, model, inputs, trained_tokens)
+            finally:
+                hook.remove()
+
+        plain = Trainer._micro_step
+        monkeypatch.setattr(Trainer, "_micro_step", micro_step)
+
+    return install
+
+
+@pytest.fixture
+def states(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[dict[str, torch.Tensor]]]:
+    """Weights and optimizer states at the beginning of each step."""
+    found: list[dict[str, torch.Tensor]] = []
+
+    def on_step_begin(self: StepRecorder, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        trainer = self.trainer
+        tensors = {name: weight for name, weight in trainer.model.named_parameters() if weight.requires_grad}
+        for number, values in enumerate(trainer.optimizer.state.values()):
+            tensors |= {f"{number}.{name}": torch.as_tensor(value) for name, value in values.items()}
+        found.append({name: tensor.detach().clone() for name, tensor in tensors.items()})
+
+    monkeypatch.setattr(StepRecorder, "on_step_begin", on_step_begin)
+    return found
+
+
+def equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_row_10_one_infinite_gradient_is_skipped_and_written_down(quick, overflow, states) -> None:
+    overflow(3)
+    run = finetune.train(quick(*FEW, "training.max_steps=5")).run
+    lines = run.metrics()
+    assert [line["step"] for line in lines if line.get("skipped")] == [3]
+    assert [line["grad_norm"] is None for line in lines] == [False, False, True, False, False]
+    assert all(math.isfinite(line["loss"]) for line in lines)
+    (event,) = [event for event in run.events() if event["event"] == "update_skipped"]
+    assert (event["step"], event["reason"], event["total"]) == (3, "grad_norm is not finite", 1)
+    # states[n] is how step n + 1 began.
+    assert not equal(states[1], states[2])
+    assert equal(states[2], states[3]), "neither a weight nor a moment nor a step count has changed"
+    assert not equal(states[3], states[4])
+    assert lines[3]["learning_rate"] == lines[2]["learning_rate"], "nor has the schedule gone on, as under loss scaling"
+    assert lines[4]["learning_rate"] < lines[3]["learning_rate"]
+    assert all(tensor.isfinite().all() for tensor in load_file(run.adapter / "adapter_model.safetensors").values())
+
+
+def test_row_10_one_nan_loss_is_shown_as_none_and_does_not_stay(quick, overflow) -> None:
+    """transformers' running sum of losses would keep the NaN for all later steps."""
+    overflow(2, loss=True)
+    run = finetune.train(quick(*FEW)).run
+    lines = run.metrics()
+    assert [line["loss"] is None for line in lines] == [False, True, False, False]
+    assert [line.get("skipped", False) for line in lines] == [False, True, False, False]
+    assert run.finished
+
+
+def test_row_10_a_fault_that_stays_stops_at_the_last_finite_checkpoint(quick, overflow, monkeypatch) -> None:
+    config = quick(*FEW, "training.max_steps=9", "output.save_every=2")
+    overflow(3, 5, 6, 7, 8, 9)
+    with pytest.raises(NumbersError, match="grad_norm is not a finite number at step 7") as stopped:
+        finetune.train(config)
+    assert stopped.value.exit_code == 5
+    run = RunDirectory(config.output.dir)
+    assert [line["step"] for line in run.metrics() if line.get("skipped")] == [3, 5, 6, 7]
+    saved = run.complete_checkpoints()
+    assert [checkpoint_step(path) for path in saved] == [4, 6]
+    assert str(saved[-1]) in str(stopped.value)
+    for path in saved:
+        weights = load_file(path / "adapter_model.safetensors")
+        assert all(tensor.isfinite().all() for tensor in weights.values())
+    assert not run.adapter.exists()
+
+    monkeypatch.undo()
+    assert finetune.train(config).run.finished, "without the fault it goes on from there"
+
+
+def test_skips_are_too_many_only_in_a_row() -> None:
+    skips = Skips()
+    row = [True] * (SKIPS_IN_A_ROW - 1)
+    assert not any(skips.see(skipped, None) for skipped in [*row, False, *row, False])
+    assert [skips.see(True, None) for _ in range(SKIPS_IN_A_ROW)] == [*[False] * (SKIPS_IN_A_ROW - 1), True]
+    assert skips.total == 3 * SKIPS_IN_A_ROW - 2
+
+
+def losses(count: int) -> list[float]:
+    """Noise around 2, the same each time."""
+    return [2 + 0.1 * math.sin(7 * number) for number in range(count)]
+
+
+def test_a_spike_of_the_loss_is_reported_once() -> None:
+    spikes = Spikes()
+    assert not any(spikes.see(loss) for loss in losses(60))
+    assert spikes.see(4.0) == pytest.approx(2, abs=0.1)
+    assert spikes.see(4.0) is None, "still above"
+    assert spikes.see(2.0) is None
+    assert spikes.see(4.0) is not None, "once more"
+
+
+def test_what_is_no_spike() -> None:
+    spikes = Spikes()
+    assert not any(spikes.see(loss) for loss in [9.0, 3.0, *losses(10)]), "too early to tell"
+    assert not any(Spikes().see(loss) for loss in [None, math.nan, math.inf])
+    even = Spikes()
+    assert not any(even.see(loss) for loss in [*[0.01] * 40, 0.08]), "hundreds of deviations, and next to nothing"
+    falling = Spikes()
+    assert not any(falling.see(5 / (1 + number / 10)) for number in range(200))
+
+
+def test_a_spike_is_an_event(quick, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Spikes, "AT_LEAST", 2)
+    monkeypatch.setattr(Spikes, "GRAIN_NATS", 0.0)
+    run = finetune.train(quick(*FEW, "training.max_steps=5", "training.learning_rate=3")).run
+    spikes = [event for event in run.events() if event["event"] == "loss_spike"]
+    assert spikes
+    assert all(event["loss"] > event["median"] for event in spikes)

@@ -1,0 +1,83 @@
+"""FAULTS.md, row 11: a NaN loss in fp16. On a GPU: tests/gpu/test_gpu_healing.py."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+import finetune
+from finetune.errors import NumbersError
+from finetune.rundir import RunDirectory
+from finetune.training import run as training
+from finetune.training.guards import Skips
+from finetune.training.trainer import Trainer
+
+FEW = ["data.eval=none", "training.eval_every=null", "optimizer.kind=adamw_torch_fused"]
+
+
+@pytest.fixture
+def scaled(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """torch's own scaler, on the CPU, around steps in float32; the loss scale after each step.
+
+    The fused optimizer is the one to which torch's scaler leaves it to skip the update.
+    """
+    scales: list[float] = []
+    make = training._trainer
+
+    def with_scaler(*args, **kwargs) -> Trainer:
+        trainer = make(*args, **kwargs)
+        trainer.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+        trainer.accelerator.native_amp = True
+        monkeypatch.setitem(trainer.accelerator.state._shared_state, "_mixed_precision", "fp16")
+        return trainer
+
+    def update(self: Trainer, step) -> None:
+        plain(self, step)
+        scales.append(self.accelerator.scaler.get_scale())
+
+    plain = Trainer._update
+    monkeypatch.setattr(training, "_trainer", with_scaler)
+    monkeypatch.setattr(Trainer, "_update", update)
+    return scales
+
+
+def with_nan_losses(monkeypatch: pytest.MonkeyPatch, first: int, last: int) -> None:
+    def micro_step(self: Trainer, model, inputs, trained_tokens) -> torch.Tensor:
+        if first <= self.state.global_step + 1 <= last:
+            trained_tokens = trained_tokens * math.nan
+        return plain(self, model, inputs, trained_tokens)
+
+    plain = Trainer._micro_step
+    monkeypatch.setattr(Trainer, "_micro_step", micro_step)
+
+
+def test_row_11_the_scaler_backs_off_and_a_nan_is_never_shown_as_0(quick, scaled, monkeypatch) -> None:
+    with_nan_losses(monkeypatch, 2, 3)
+    run = finetune.train(quick(*FEW, "training.max_steps=5")).run
+    lines = run.metrics()
+    assert [line["loss"] is None for line in lines] == [False, True, True, False, False]
+    assert all(line["loss"] > 0 for line in lines if line["loss"] is not None)
+    assert [line.get("skipped", False) for line in lines] == [False, True, True, False, False]
+    assert scaled == [4, 2, 1, 1, 1]
+    assert len({line["learning_rate"] for line in lines[1:4]}) == 1, "the schedule waits"
+    assert lines[4]["learning_rate"] < lines[3]["learning_rate"]
+    assert run.finished
+
+
+def test_row_11_a_nan_that_stays_stops_once_the_scale_is_used_up(quick, scaled, monkeypatch) -> None:
+    config = quick(*FEW, "training.max_steps=9")
+    with_nan_losses(monkeypatch, 3, 9)
+    with pytest.raises(NumbersError, match="loss is not a finite number") as stopped:
+        finetune.train(config)
+    assert stopped.value.exit_code == 5
+    assert scaled == [4, 4, 2, 1, 0.5]
+    assert len(RunDirectory(config.output.dir).metrics()) == 5
+
+
+def test_skips_under_loss_scaling_are_too_many_when_the_scale_is_used_up() -> None:
+    skips = Skips()
+    assert not any(skips.see(True, 2.0**power) for power in range(16, -1, -1))
+    assert skips.see(True, 0.5)
+    assert not skips.see(False, None)

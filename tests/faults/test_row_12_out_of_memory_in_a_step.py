@@ -1,0 +1,247 @@
+"""FAULTS.md, row 12: out of memory in forward, backward and update; and one row that does not fit by itself."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from steps import address_space, assert_gradients_close, gradients, micro_batches, out_of_memory, ready
+
+import finetune
+from finetune.config import Config
+from finetune.errors import OutOfMemoryError
+from finetune.rundir import RunDirectory, checkpoint_step
+from finetune.training.collator import split
+from finetune.training.healing import Limit
+from finetune.training.trainer import Trainer
+
+# float32 throughout, so that gradients show what was lost and not what was rounded.
+EXACT = ["quantization.kind=none", "data.eval=none", "training.eval_every=null"]
+
+
+@pytest.fixture(scope="module")
+def make(tmp_path_factory: pytest.TempPathFactory, rows_file: Path) -> Callable[..., Trainer]:
+    from conftest import QUICK, TINY
+
+    from finetune.settings import load_config
+
+    def make(*overrides: str) -> Trainer:
+        directory = tmp_path_factory.mktemp("healing") / "run"
+        job = [*QUICK, *EXACT, f"data.train={rows_file}", f"output.dir={directory}", "training.batch_size=8"]
+        return ready(load_config(TINY, [*job, "training.micro_batch=8", *overrides]))
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def plain(make: Callable[..., Trainer]) -> Trainer:
+    return make("memory.checkpointing=none")
+
+
+@pytest.fixture(scope="module")
+def checkpointed(make: Callable[..., Trainer]) -> Trainer:
+    return make("memory.checkpointing=all")
+
+
+@pytest.fixture(scope="module")
+def with_dropout(make: Callable[..., Trainer]) -> Trainer:
+    return make("memory.checkpointing=all", "adapter.dropout=0.3")
+
+
+ROWS = [0, 6, 3, 12, 1, 9, 5, 7]
+
+
+@pytest.mark.parametrize("size", [8, 4], ids=["1x8", "2x4"])
+@pytest.mark.parametrize(
+    ("kind", "where"),
+    [
+        ("plain", "forward"),
+        ("plain", "backward"),
+        ("checkpointed", "forward"),
+        ("checkpointed", "backward"),
+        ("checkpointed", "recompute"),
+    ],
+)
+def test_row_12_gradients_equal_those_of_the_undisturbed_step(
+    request: pytest.FixtureRequest, kind: str, where: str, size: int
+) -> None:
+    trainer: Trainer = request.getfixturevalue(kind)
+    trainer.limits["train"] = Limit()
+    inputs = micro_batches(trainer, ROWS, size)
+    loss, expected = gradients(trainer, inputs)
+    # Only the last micro-batch is too large, so that gradients of an earlier one are there when it fails.
+    inputs.sort(key=lambda part: part["input_ids"].numel())
+    with out_of_memory(trainer, where, inputs[-1]["input_ids"].numel() - 1) as refused:
+        healed_loss, healed = gradients(trainer, inputs)
+    assert refused == [inputs[-1]["input_ids"].numel()], "it failed once, and not again once it was split"
+    assert healed_loss == pytest.approx(loss, rel=1e-6)
+    assert_gradients_close(healed, expected)
+    event = trainer.run.events()[-1]
+    assert (event["event"], event["rows"], event["step"]) == ("micro_batch_split", size, 1)
+
+
+@pytest.mark.parametrize("where", ["forward", "backward", "recompute"])
+def test_row_12_nothing_of_the_failed_pass_remains(with_dropout: Trainer, where: str) -> None:
+    """Bit by bit what the two halves give from the start, dropout and counters included."""
+    trainer = with_dropout
+    trainer.limits["train"] = Limit()
+    trainer._metrics["train"].clear()
+    trainer._total_train_tokens = 0
+    (batch,) = micro_batches(trainer, ROWS, 8)
+    expected_loss, expected = gradients(trainer, list(split(batch)))
+    counted, trainer._total_train_tokens = trainer._total_train_tokens, 0
+    trainer._metrics["train"].clear()
+    trainer.step_counts.clear()
+    with out_of_memory(trainer, where, batch["input_ids"].numel() - 1) as refused:
+        loss, found = gradients(trainer, [batch])
+    assert len(refused) == 1
+    assert loss == expected_loss
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    assert trainer._total_train_tokens == counted
+    assert len(trainer._metrics["train"]["entropy"]) == 2
+    assert trainer.step_counts.micro_batches == 2
+
+
+def test_row_12_it_is_remembered_for_micro_batches_of_that_size(plain: Trainer) -> None:
+    plain.limits["train"] = Limit()
+    large, small = micro_batches(plain, ROWS, 8), micro_batches(plain, ROWS, 2)
+    with out_of_memory(plain, "forward", large[0]["input_ids"].numel() // 3) as refused:
+        gradients(plain, large)
+        found = list(refused)
+        assert len(found) >= 2, "halves did not fit either"
+        gradients(plain, large)
+        gradients(plain, small)
+        assert refused == found
+    assert len(plain.limits["train"].parts(small)) == len(small)
+
+
+def test_row_12_a_real_limit_on_memory_is_trained_through_to_the_same_adapter(quick, tmp_path: Path) -> None:
+    """The host's allocator refuses a pass of eight long rows at once, and takes one of fewer."""
+    file = tmp_path / "long.jsonl"
+    rows = [" ".join(f"{number} {word}" for word in range(400)) for number in range(32)]
+    file.write_text("".join(json.dumps({"text": row}) + "\n" for row in rows))
+
+    def train(name: str) -> RunDirectory:
+        config = quick(*EXACT, f"data.train={file}", "data.format=text", "data.max_length=256",
+                       "training.batch_size=8", "training.micro_batch=8", "training.max_steps=1",
+                       "training.warmup=0", "memory.checkpointing=none", "optimizer.kind=sgd",
+                       "training.learning_rate=0.1", run=name)  # fmt: skip
+        return finetune.train(config).run
+
+    expected = train("roomy")
+    with address_space(300 * 2**20):
+        found = train("tight")
+    splits = [event for event in found.events() if event["event"] == "micro_batch_split"]
+    assert splits
+    assert not [event for event in expected.events() if event["event"] == "micro_batch_split"]
+    weights = [load_file(run.adapter / "adapter_model.safetensors") for run in (expected, found)]
+    for name, tensor in weights[0].items():
+        torch.testing.assert_close(weights[1][name], tensor, rtol=0, atol=1e-6)
+
+
+# -- the update --------------------------------------------------------------------------------------------------------
+
+
+def updated(trainer: Trainer) -> dict[str, torch.Tensor]:
+    """The trained weights after one update, which is then taken back."""
+    trained = {name: weight for name, weight in trainer.model.named_parameters() if weight.requires_grad}
+    before = {name: weight.detach().clone() for name, weight in trained.items()}
+    generator = torch.Generator().manual_seed(1)
+    for weight in trained.values():
+        weight.grad = torch.randn(weight.shape, generator=generator)
+    trainer._get_grad_norm(trainer.model)
+    for group in trainer.optimizer.param_groups:
+        group["lr"] = 1e-3
+    try:
+        trainer.optimizer.step()
+        return {name: weight.detach().clone() for name, weight in trained.items()}
+    finally:
+        with torch.no_grad():
+            for name, weight in trained.items():
+                weight.copy_(before[name])
+                weight.grad = None
+
+
+def test_row_12_an_update_that_changed_nothing_is_done_again(make: Callable[..., Trainer], monkeypatch) -> None:
+    """PyTorch makes the states of all weights before it changes the first; one that is half made must not stay."""
+    trainer = make("optimizer.kind=adamw_torch_fused")
+    expected = updated(trainer)
+    trainer.optimizer.optimizer.state.clear()
+    zeros_like, made = torch.zeros_like, []
+
+    def exhausted(*args, **kwargs) -> torch.Tensor:
+        made.append(args)
+        if len(made) == 6:
+            raise torch.OutOfMemoryError("CUDA out of memory. (injected)")
+        return zeros_like(*args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "zeros_like", exhausted)
+        found = updated(trainer)
+    assert len(made) > 6
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    assert trainer.run.events()[-1]["event"] == "update_retried"
+
+
+def test_row_12_an_update_that_changed_some_weights_is_not_done_again(
+    make: Callable[..., Trainer], monkeypatch
+) -> None:
+    trainer = make("optimizer.kind=adamw_8bit")
+    update, calls = trainer.optimizer.optimizer.update_step, []
+
+    def exhausted(*args) -> None:
+        calls.append(args)
+        if len(calls) == 3:
+            raise torch.OutOfMemoryError("CUDA out of memory. (injected)")
+        update(*args)
+
+    monkeypatch.setattr(trainer.optimizer.optimizer, "update_step", exhausted)
+    with pytest.raises(torch.OutOfMemoryError) as stopped:
+        updated(trainer)
+    assert len(calls) == 3
+    assert "some weights and not others" in stopped.value.__notes__[0]
+
+
+# -- one row -----------------------------------------------------------------------------------------------------------
+
+
+def test_row_12_a_row_that_does_not_fit_alone_is_named_and_the_steps_before_it_are_saved(
+    quick, rows_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    overrides = [*EXACT, "training.max_steps=6", "adapter.dropout=0.1"]
+    whole = finetune.train(quick(*overrides, run="whole")).run
+    refused = []
+
+    def exhausted(self, model, inputs, trained_tokens):
+        if self.state.global_step >= 3:
+            refused.append(inputs["input_ids"].shape)
+            raise torch.OutOfMemoryError("CUDA out of memory. (injected)")
+        return micro_step(self, model, inputs, trained_tokens)
+
+    micro_step = Trainer._micro_step
+    config: Config = quick(*overrides)
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "_micro_step", exhausted)
+        with pytest.raises(OutOfMemoryError) as stopped:
+            finetune.train(config)
+    assert stopped.value.exit_code == 6
+    assert [shape[0] for shape in refused] == [2, 1]
+    run = RunDirectory(config.output.dir)
+    (named,) = [event for event in run.events() if event["event"] == "row_does_not_fit"]
+    assert named["step"] == 4
+    file, line = named["place"].rsplit(":", 1)
+    assert file == str(rows_file)
+    assert 1 <= int(line) <= 24
+    assert named["place"] in str(stopped.value)
+    assert "Step 3 was saved" in str(stopped.value)
+    assert "memory.loss_tokens=512" in str(stopped.value), "the levers"
+    assert [checkpoint_step(path) for path in run.complete_checkpoints()] == [3]
+
+    finetune.train(config)
+    files = [load_file(run.adapter / "adapter_model.safetensors") for run in (whole, run)]
+    assert all(torch.equal(files[0][name], files[1][name]) for name in files[0])
+    assert [line["step"] for line in run.metrics()] == [1, 2, 3, 4, 5, 6]

@@ -1,0 +1,156 @@
+"""FAULTS.md, row 13: one row of 100,000 tokens; and the longest batch before all others."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from steps import address_space, ready
+
+import finetune
+from finetune.config import OptimizerSection, TrainingSection
+from finetune.data.batching import worst_batches
+from finetune.errors import DataError, OutOfMemoryError
+from finetune.rundir import RunDirectory
+from finetune.training import optimizers, worst_first
+from finetune.training.recorder import StepRecorder
+from finetune.training.trainer import Trainer
+
+LONG = "data.max_length=200000"
+
+
+@pytest.fixture
+def one_long_row(tmp_path: Path, rows_file: Path) -> Path:
+    """The rows, and as the eleventh one of 100,000 tokens and more."""
+    file = tmp_path / "long.jsonl"
+    lines = rows_file.read_text().splitlines()
+    turns = [{"role": "user", "content": "Go on"}, {"role": "assistant", "content": "7 x " * 34_000}]
+    lines.insert(10, json.dumps({"messages": turns}))
+    file.write_text("\n".join(lines) + "\n")
+    return file
+
+
+def test_row_13_a_row_over_max_length_is_found_before_training(quick, one_long_row: Path) -> None:
+    config = quick(f"data.train={one_long_row}", "data.too_long=error")
+    with pytest.raises(DataError, match=rf"{one_long_row}:11: the row has 1\d\d,\d\d\d tokens") as found:
+        finetune.train(config)
+    assert found.value.exit_code == 3
+
+
+def test_row_13_a_row_that_does_not_fit_is_found_before_the_first_step(quick, one_long_row: Path) -> None:
+    config = quick(f"data.train={one_long_row}", LONG, "data.eval=none", "training.eval_every=null")
+    with address_space(64 * 2**20), pytest.raises(OutOfMemoryError) as found:
+        finetune.train(config)
+    assert found.value.exit_code == 6
+    assert f"{one_long_row}:11, 1" in str(found.value), "the row and its hundred thousand tokens"
+    assert "data.max_length=100000" in str(found.value), "the levers"
+    run = RunDirectory(config.output.dir)
+    assert run.metrics() == []
+    events = [event["event"] for event in run.events()]
+    assert events == ["started", "micro_batch_split", "row_does_not_fit", "out_of_memory"]
+
+
+def test_row_13_the_longest_rows_come_first(quick, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+
+    def micro_step(self: Trainer, model, inputs, trained_tokens):
+        seen.append((self.step_counts, tuple(inputs["input_ids"].shape)))
+        return plain(self, model, inputs, trained_tokens)
+
+    plain = Trainer._micro_step
+    monkeypatch.setattr(Trainer, "_micro_step", micro_step)
+    run = finetune.train(quick("data.eval=none", "training.eval_every=null", "training.max_steps=2")).run
+    shapes = [shape for _, shape in seen]
+    assert len(shapes) == 2 + 2 * 2, "two passes of the worst, as with accumulation, and two steps of two"
+    assert shapes[0] == shapes[1] == max(shapes, key=lambda shape: shape[0] * shape[1])
+    assert shapes[0][1] == max(length for _, length in shapes)
+    assert [event["event"] for event in run.events()][:2] == ["started", "worst_batch_fits"]
+    assert [line["step"] for line in run.metrics()] == [1, 2]
+
+
+@pytest.mark.parametrize("tokens", [None, 60])
+def test_the_rows_chosen_make_the_worst_batches(tokens: int | None) -> None:
+    lengths = [10, 50, 20, 20, 19, 50, 3]
+    training = TrainingSection(batch_size=4, micro_batch=2, micro_batch_tokens=tokens)
+    for batch in worst_batches(lengths, lengths, training, 4, "the data's rows"):
+        rows = worst_first.longest_rows(lengths, batch)
+        assert (len(rows), max(lengths[row] for row in rows)) == (batch.rows, batch.tokens)
+
+
+def as_it_stands(trainer: Trainer) -> dict[str, bytes]:
+    """Every trained weight and optimizer state, bit by bit."""
+    found = {name: weight.detach() for name, weight in trainer.model.named_parameters() if weight.requires_grad}
+    for number, values in enumerate(trainer.optimizer.state.values()):
+        found |= {f"{number}.{name}": torch.as_tensor(value) for name, value in values.items() if value is not None}
+    return {name: value.cpu().contiguous().numpy().tobytes() for name, value in found.items()}
+
+
+def test_row_13_every_optimizer_is_left_as_it_stands(quick) -> None:
+    """With states from steps before, as in a resumed run, and with none."""
+    trainer = ready(quick("data.eval=none", "training.eval_every=null"))
+    trained = [weight for weight in trainer.model.parameters() if weight.requires_grad]
+    rate = 1e-3
+    for kind in {optimizers.choose(OptimizerSection(kind=kind), "cpu")[0] for kind in optimizers.OPTIMIZERS}:
+        made, arguments = optimizers.build(kind, OptimizerSection(), rate)
+        trainer.optimizer = trainer.accelerator.prepare(made(trained, **arguments, weight_decay=0.1))
+        before = as_it_stands(trainer)
+        worst_first.rehearse(trainer)
+        after = as_it_stands(trainer)
+        assert all(after[name] == value for name, value in before.items()), kind
+        for weight in trained:
+            weight.grad = torch.randn_like(weight)
+        trainer.optimizer.step()
+        assert as_it_stands(trainer) != after, kind
+        before = as_it_stands(trainer)
+        worst_first.rehearse(trainer)
+        assert as_it_stands(trainer) == before, kind
+        assert [group["lr"] for group in trainer.optimizer.param_groups] == [rate]
+        assert all(weight.grad is None for weight in trained)
+
+
+@pytest.mark.parametrize("kind", ["adamw_8bit", "adamw_torch_fused"])
+def test_row_13_everything_is_put_back_bit_by_bit(quick, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    """A run ends with the weights of one that does not try the worst first, with dropout; resumed, too."""
+    overrides = [f"optimizer.kind={kind}", "adapter.dropout=0.1", "training.max_steps=3", "output.save_every=2",
+                 "output.best=false", "training.eval_every=null"]  # fmt: skip
+
+    def weights(run: RunDirectory) -> dict[str, torch.Tensor]:
+        return load_file(run.adapter / "adapter_model.safetensors")
+
+    found = finetune.train(quick(*overrides, run="with")).run
+    with monkeypatch.context() as patch:
+        patch.setattr(worst_first, "rehearse", lambda trainer: None)
+        expected = finetune.train(quick(*overrides, run="without")).run
+    assert all(torch.equal(weights(expected)[name], tensor) for name, tensor in weights(found).items())
+    kept = ("step", "loss", "grad_norm", "learning_rate", "tokens", "padding_share", "eval_loss")
+    lines = [[{name: line.get(name) for name in kept} for line in run.metrics()] for run in (expected, found)]
+    assert lines[0] == lines[1]
+
+
+def test_row_13_a_resumed_run_tries_the_worst_first_and_puts_it_back(quick, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Optimizer states and step counts of a checkpoint are among what is put back."""
+    overrides = ["data.eval=none", "training.eval_every=null", "adapter.dropout=0.1", "optimizer.kind=adamw_8bit",
+                 "output.save_every=2"]  # fmt: skip
+
+    class Stopped(Exception):
+        pass
+
+    def train(name: str, step: int | None) -> RunDirectory:
+        def on_step_begin(self, args, state, control, **kwargs):
+            if state.global_step == step:
+                raise Stopped
+
+        with monkeypatch.context() as patch:
+            patch.setattr(StepRecorder, "on_step_begin", on_step_begin)
+            return finetune.train(quick(*overrides, run=name)).run
+
+    whole = train("whole", None)
+    with pytest.raises(Stopped):
+        train("stopped", 3)
+    stopped = train("stopped", None)
+    assert [event["step"] for event in stopped.events() if event["event"] == "worst_batch_fits"] == [0, 2]
+    files = [load_file(run.adapter / "adapter_model.safetensors") for run in (whole, stopped)]
+    assert all(torch.equal(files[0][name], files[1][name]) for name in files[0])

@@ -1,0 +1,114 @@
+"""FAULTS.md, row 14: out of memory in an evaluation and in a merge ends no training; logits are never accumulated."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from steps import address_space, ready
+
+import finetune
+from finetune import recipe
+from finetune.errors import OutOfMemoryError
+from finetune.rundir import RunDirectory
+from finetune.training import evaluation
+
+JOB = ["training.eval_every=2", "output.best=false", "quantization.kind=none"]
+
+
+def weights(run: RunDirectory) -> dict[str, torch.Tensor]:
+    return load_file(run.adapter / "adapter_model.safetensors")
+
+
+def held_out(run: RunDirectory) -> list[float]:
+    return [line["eval_loss"] for line in run.metrics() if "eval_loss" in line]
+
+
+@pytest.fixture
+def exhausted(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """In an evaluation there is memory for so many rows at a time, none at first."""
+    rows = [0]
+
+    def sums(model, batch):
+        if len(batch["input_ids"]) > rows[0]:
+            raise torch.OutOfMemoryError("CUDA out of memory. (injected)")
+        return plain(model, batch)
+
+    plain = evaluation._sums
+    monkeypatch.setattr(evaluation, "_sums", sums)
+    return rows
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory, rows_file) -> RunDirectory:
+    from conftest import QUICK, TINY
+
+    from finetune.settings import load_config
+
+    directory = tmp_path_factory.mktemp("undisturbed") / "run"
+    return finetune.train(
+        load_config(TINY, [*QUICK, *JOB, f"data.train={rows_file}", "data.eval_share=0.2", f"output.dir={directory}"])
+    ).run
+
+
+def test_row_14_an_evaluation_that_does_not_fit_is_split(quick, exhausted, undisturbed: RunDirectory) -> None:
+    exhausted[0] = 1
+    run = finetune.train(quick(*JOB)).run
+    assert held_out(run) == pytest.approx(held_out(undisturbed), rel=1e-6)
+    splits = [event for event in run.events() if event["event"] == "micro_batch_split"]
+    assert [event["evaluation"] for event in splits] == [True], "once, with the worst first, and then remembered"
+    assert all(torch.equal(weights(run)[name], tensor) for name, tensor in weights(undisturbed).items())
+
+
+def test_row_14_an_evaluation_of_which_no_row_fits_is_left_out(quick, exhausted, undisturbed: RunDirectory) -> None:
+    run = finetune.train(quick(*JOB)).run
+    assert run.finished
+    assert held_out(run) == []
+    skipped = [event for event in run.events() if event["event"] == "evaluation_skipped"]
+    assert [event["step"] for event in skipped] == [0, 0, 2, 4], "tried with the worst first, and at each of three"
+    assert all(".jsonl:" in event["place"] for event in skipped)
+    assert all(torch.equal(weights(run)[name], tensor) for name, tensor in weights(undisturbed).items())
+
+
+def test_row_14_no_logits_are_made_and_nothing_of_a_batch_is_kept(quick) -> None:
+    trainer = ready(quick("data.eval_share=0.5"))
+    outputs = []
+
+    def seen(module, args, kwargs, output):
+        sizes = [value.numel() for value in output.values() if isinstance(value, torch.Tensor)]
+        assert max(sizes) <= kwargs["input_ids"].numel(), "a number for each token, and not one for each of 2,048"
+        assert not any(kept() is not None for kept in outputs), "of an earlier batch"
+        outputs.append(weakref.ref(output.log_probs))
+
+    hook = trainer.model.get_base_model().register_forward_hook(seen, with_kwargs=True)
+    batches = list(trainer.get_eval_dataloader())
+    trainer.held_out_sums([*batches, *batches])
+    hook.remove()
+    assert len(outputs) >= 4
+
+
+def test_row_14_a_merge_out_of_memory_leaves_the_training_and_is_done_again(quick, monkeypatch) -> None:
+    config = quick("output.merge=true", "data.eval=none", "training.eval_every=null")
+    merge = recipe.merge
+
+    def in_little_memory(*args, **kwargs):
+        with address_space(2**20):
+            return merge(*args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(recipe, "merge", in_little_memory)
+        with pytest.raises(OutOfMemoryError, match="finetune merge") as stopped:
+            finetune.train(config)
+    assert stopped.value.exit_code == 6
+    run = RunDirectory(config.output.dir)
+    assert not run.finished
+    assert not run.merged.exists()
+    before, lines = weights(run), run.metrics_file.read_bytes()
+
+    assert finetune.train(config).run.finished
+    assert (run.merged / "merge.json").is_file()
+    assert run.metrics_file.read_bytes() == lines
+    assert all(torch.equal(weights(run)[name], tensor) for name, tensor in before.items())

@@ -1,0 +1,125 @@
+"""FAULTS.md, rows 11 to 13, on a GPU: a real cap on its memory, loss scaling, and the worst batch first."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from steps import gradients, micro_batches, ready
+
+from finetune import recipe
+from finetune.config import Config
+from finetune.errors import NumbersError
+from finetune.memory import inspect
+from finetune.rundir import RunDirectory
+from finetune.training import worst_first
+from finetune.training.trainer import Trainer
+
+pytestmark = pytest.mark.gpu
+
+Configure = Callable[..., Config]
+
+# Of the largest gradient: float32, but other kernels and another order of sums at another number of rows.
+TOLERANCE = 1e-4
+
+
+@pytest.mark.parametrize("checkpointing", ["none", "all"])
+def test_row_12_gradients_under_a_real_cap_equal_those_without(
+    configure: Configure, cuda: torch.device, checkpointing: str
+) -> None:
+    trainer = ready(
+        configure(training__precision="fp32", quantization__kind="none", data__max_length=512, training__batch_size=32,
+                  training__micro_batch=32, memory__check="off", memory__checkpointing=checkpointing)
+    )  # fmt: skip
+    inputs = micro_batches(trainer, range(32), 32)
+    gradients(trainer, inputs)  # libraries' first use
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_reserved()
+    torch.cuda.reset_peak_memory_stats()
+    loss, expected = gradients(trainer, inputs)
+    needed = torch.cuda.max_memory_reserved() - before
+    torch.cuda.empty_cache()
+    try:
+        inspect.cap(torch.cuda.memory_reserved() + int(0.7 * needed), cuda)
+        healed_loss, healed = gradients(trainer, inputs)
+    finally:
+        inspect.cap(None, cuda)
+    assert trainer.run.events()[-1]["event"] == "micro_batch_split"
+    assert healed_loss == pytest.approx(loss, rel=1e-5)
+    largest = max(float(gradient.abs().max()) for gradient in expected.values())
+    for name, gradient in expected.items():
+        torch.testing.assert_close(healed[name], gradient, rtol=0, atol=TOLERANCE * largest)
+
+
+@pytest.mark.parametrize("kind", ["paged_adamw_8bit", "paged_adamw_32bit", "adamw_torch_fused"])
+def test_row_13_the_worst_first_puts_everything_back(configure: Configure, device: torch.device, kind: str) -> None:
+    """Paged states are large from 100,000 numbers on, which the whole tiny model has and its adapter has not."""
+    trainer = ready(
+        configure(
+            adapter__kind="none",
+            quantization__kind="none",
+            optimizer__kind=kind,
+            optimizer__weight_decay=0.1,
+            memory__check="off",
+        )
+    )
+
+    def state() -> dict[str, torch.Tensor]:
+        found = {name: weight.detach() for name, weight in trainer.model.named_parameters()}
+        for number, values in enumerate(trainer.optimizer.state.values()):
+            found |= {f"{number}.{name}": torch.as_tensor(value) for name, value in values.items()}
+        return {name: value.cpu().clone() for name, value in found.items()}
+
+    for weight in trainer.model.parameters():
+        weight.grad = torch.randn_like(weight)
+    trainer.optimizer.optimizer.step()
+    trainer.model.zero_grad()
+    before, addresses = state(), [tensor.data_ptr() for tensor in trainer.model.parameters()]
+    worst_first.rehearse(trainer)
+    after = state()
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert addresses == [tensor.data_ptr() for tensor in trainer.model.parameters()]
+    assert all(weight.grad is None for weight in trainer.model.parameters())
+
+
+def with_nan_losses(monkeypatch: pytest.MonkeyPatch, first: int, last: int) -> None:
+    def micro_step(self: Trainer, model: Any, inputs: Any, trained_tokens: Any) -> torch.Tensor:
+        if first <= self.state.global_step + 1 <= last:
+            trained_tokens = trained_tokens * math.nan
+        return plain(self, model, inputs, trained_tokens)
+
+    plain = Trainer._micro_step
+    monkeypatch.setattr(Trainer, "_micro_step", micro_step)
+
+
+@pytest.mark.parametrize("kind", ["paged_adamw_8bit", "adamw_torch_fused"])
+def test_row_11_the_scaler_backs_off_from_a_nan_in_fp16(
+    configure: Configure, cuda: torch.device, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    with_nan_losses(monkeypatch, 5, 6)
+    run = recipe.train(configure(training__precision="fp16", optimizer__kind=kind)).run
+    lines = run.metrics()
+    assert [line["step"] for line in lines if line["loss"] is None] == [5, 6]
+    assert all(line["loss"] > 0 for line in lines if line["loss"] is not None)
+    skipped = [line["step"] for line in lines if line.get("skipped")]
+    assert {5, 6} <= set(skipped)
+    # The schedule waits for each: a later line's rate is that of as many steps before.
+    rates = [line["learning_rate"] for line in lines]
+    assert rates[4] == rates[5] == rates[6]
+    (checkpoint,) = run.complete_checkpoints()
+    scaler = torch.load(checkpoint / "scaler.pt", weights_only=True)
+    assert scaler["scale"] == 2.0 ** (16 - len(skipped))
+
+
+def test_row_11_a_nan_that_stays_in_fp16_stops(configure: Configure, cuda: torch.device, monkeypatch) -> None:
+    with_nan_losses(monkeypatch, 2, 60)
+    config = configure(training__precision="fp16", training__max_steps=60)
+    with pytest.raises(NumbersError):
+        recipe.train(config)
+    lines = RunDirectory(Path(str(config.output.dir))).metrics()
+    assert 17 <= len(lines) <= 18
