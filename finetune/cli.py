@@ -211,6 +211,30 @@ def report(run: Run, debug: Debug = False) -> None:
 
 
 @app.command()
+def doctor(
+    run: Annotated[
+        Path | None, typer.Argument(help="A run directory, to examine it instead.", show_default=False)
+    ] = None,
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Say what is wrong with this machine, or with a run directory, and what to do; connects to nothing."""
+
+    def work() -> None:
+        from finetune import doctor
+        from finetune.report.terminal import Terminal
+
+        found = doctor.examine_run(run) if run else doctor.examine_machine()
+        if as_json:
+            _print_json(found.as_dict())
+        else:
+            Terminal().examined((one.about, one.status, one.what, one.remedy) for one in found.findings)
+        sys.exit(found.exit_code)
+
+    _run(work, debug)
+
+
+@app.command()
 def schema(
     markdown: Annotated[bool, typer.Option("--markdown", help="The reference as Markdown instead.")] = False,
     debug: Debug = False,

@@ -55,6 +55,7 @@ def train(config: Config, *, fresh: bool = False, terminal: Terminal | None = No
     libraries.quiet()
     terminal = terminal or Terminal()
     run = RunDirectory(config.output.dir or "runs/unnamed")
+    run.refuse_links_out()
     if run.has_results and not fresh:
         _refuse_changes(config, run)
         if run.finished and not _wants_more_steps(config, run):
@@ -273,6 +274,7 @@ def _model_of(run: RunDirectory, which: str) -> tuple[Any, Any]:
         fingerprint.check(tokenizer, run.merged)
         return export_merge.load_merged(run, device), tokenizer
     if which == "adapter":
+        adapter.check_files(run.adapter)
         fingerprint.check(tokenizer, run.adapter)
     architecture = load_architecture(config.model)
     implementation, _ = _attention(config, architecture, device)

@@ -49,7 +49,16 @@ class RunDirectory:
         run = cls(path)
         if not run.config_file.is_file():
             raise ArtifactError(f"{path}: not a run directory (no config.yaml); give the folder `finetune train` wrote")
+        run.refuse_links_out()
         return run
+
+    def refuse_links_out(self) -> None:
+        """Raise ArtifactError for a link out of the directory, through which writes would land elsewhere."""
+        inside = self.path.resolve()
+        for folder, folders, files in os.walk(self.path):
+            for path in (Path(folder, name) for name in [*folders, *files]):
+                if path.is_symlink() and not path.resolve().is_relative_to(inside):
+                    raise ArtifactError(f"{path}: a link that leads out of {self.path}; put there what it points to")
 
     def create(self, config: Config) -> None:
         """Make the directory and save the resolved config.
@@ -59,7 +68,7 @@ class RunDirectory:
         if not self.events_file.exists() and self.path.is_dir() and any(self.path.iterdir()):
             raise MachineError(f"{self.path}: not empty, and not a run; set `output.dir` to a folder of its own")
         try:
-            self.path.mkdir(parents=True, exist_ok=True)
+            self.path.mkdir(mode=0o700, parents=True, exist_ok=True)  # private to the user, with all that is in it
             self.events_file.touch()  # marks the folder as a run's from the first moment
             write_text(self.config_file, dump(config))
         except OSError as error:

@@ -1,26 +1,32 @@
 """Chat templates: the table of named ones, a file, or the tokenizer's own; and rendering that ends.
 
 transformers renders in jinja2's ImmutableSandboxedEnvironment: no attribute that starts with an underscore, no change
-to what it is given, ranges of at most 100,000. The sandbox does not bound time, so `render` does. It does so by the
-process's alarm clock: in the main thread only, and between two operations, not within one of C's. Memory is not
-bounded.
+to what it is given, ranges of at most 100,000. The sandbox bounds neither time nor memory, so `render` does: time by
+the process's alarm clock, in the main thread only and between two operations; powers, which may take forever within
+one, are refused; memory by the process's data limit, where the system has one (Linux).
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import os
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from finetune import libraries
 from finetune.errors import ArtifactError, ConfigError
 
 # A row is rendered in well under a millisecond; a machine that swaps may take a thousand times as long.
 RENDER_SECONDS = 5.0
+
+# What rendering may take, and what may come of it: the longest row that is read has 64 MiB of text.
+RENDER_BYTES = 2**30
+_RENDERED_CHARACTERS = 2**27
 
 SUFFIX = ".jinja"
 
@@ -74,8 +80,8 @@ def choose(choice: str, own: Any) -> Any:
 def render(tokenizer: Any, messages: list[dict[str, Any]], **options: Any) -> Any:
     """`tokenizer.apply_chat_template`, as a dict with `input_ids`.
 
-    Raises ArtifactError for a template that is none, that tries what the sandbox forbids, or that goes on for more than
-    `RENDER_SECONDS`; and whatever the template itself raises.
+    Raises ArtifactError for a template that is none, that tries what the sandbox forbids, that goes on for more than
+    `RENDER_SECONDS` or takes more than `RENDER_BYTES`; and whatever the template itself raises.
     """
     with _guarded():
         return tokenizer.apply_chat_template(messages, return_dict=True, **options)
@@ -94,11 +100,11 @@ def text(
     With `marks` also where each run of characters starts and ends that the template marks as the assistant's
     (`{% generation %}`). Raises as `render` does.
     """
-    from transformers.utils.chat_template_utils import render_jinja_template
+    from transformers.utils import chat_template_utils
 
     with _guarded():
         # As `apply_chat_template` does it, which gives the marks by token only, and so one conversation at a time.
-        [rendered], found = render_jinja_template(
+        [rendered], found = chat_template_utils.render_jinja_template(
             [[{key: value for key, value in message.items() if value is not None} for message in messages]],
             tools=tools,
             chat_template=tokenizer.get_chat_template(None, tools),
@@ -111,15 +117,29 @@ def text(
 
 @contextlib.contextmanager
 def _guarded() -> Iterator[None]:
+    """Bound what is rendered within the block, and tell what a template does that it must not."""
     from jinja2.exceptions import SecurityError, TemplateSyntaxError
+    from transformers import tokenization_utils_base
+    from transformers.utils import chat_template_utils
 
+    rendering = _bounded(chat_template_utils.render_jinja_template)
     try:
-        with _bounded(RENDER_SECONDS):
+        with (
+            libraries.replaced(tokenization_utils_base, "render_jinja_template", rendering),
+            libraries.replaced(chat_template_utils, "render_jinja_template", rendering),
+            libraries.replaced(chat_template_utils, "ImmutableSandboxedEnvironment", _sandbox()),
+        ):
             yield
     except _OutOfTime:
         raise ArtifactError(
             f"the chat template had not ended after {RENDER_SECONDS:g} seconds; set `data.chat_template` to another"
         ) from None
+    except MemoryError:
+        raise ArtifactError(
+            f"the chat template takes more than {RENDER_BYTES} bytes; set `data.chat_template` to another"
+        ) from None
+    except RecursionError:
+        raise ArtifactError("the chat template is nested too deeply; set `data.chat_template` to another") from None
     except SecurityError as error:
         raise ArtifactError(
             f"the chat template reaches out of its sandbox: {error}; set `data.chat_template` to one that you trust"
@@ -132,8 +152,58 @@ class _OutOfTime(BaseException):
     """Not an Exception, so that no handler on the way takes it for an error of its own."""
 
 
+@functools.cache
+def _sandbox() -> type:
+    """jinja2's sandbox without powers."""
+    from jinja2.exceptions import SecurityError
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    class Sandbox(ImmutableSandboxedEnvironment):
+        intercepted_binops = frozenset({"**"})
+
+        def call_binop(self, *_: Any) -> Any:
+            raise SecurityError("powers (`**`) are not allowed")
+
+    return Sandbox
+
+
+def _bounded(render: Callable[..., Any]) -> Callable[..., Any]:
+    """transformers' `render_jinja_template` in bounded time and memory. Tokenizing its text is not bounded by these:
+    the tokenizer ends the process where it gets no memory."""
+
+    def bounded(*positional: Any, **named: Any) -> Any:
+        with _for_at_most(RENDER_SECONDS), _with_at_most(RENDER_BYTES):
+            texts, marks = render(*positional, **named)
+        if any(len(text) > _RENDERED_CHARACTERS for text in texts):
+            raise MemoryError
+        return texts, marks
+
+    return bounded
+
+
 @contextlib.contextmanager
-def _bounded(seconds: float) -> Iterator[None]:
+def _with_at_most(more_bytes: int) -> Iterator[None]:
+    """Let the process take so much more memory than it has, and no more: Python then raises MemoryError."""
+    import resource
+
+    try:
+        statm = os.open("/proc/self/statm", os.O_RDONLY)  # for each row: a file object would take six times as long
+    except OSError:
+        yield
+        return
+    held = int(os.read(statm, 256).split()[5]) * resource.getpagesize()  # data and stack, as the limit counts them
+    os.close(statm)
+    soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    limits = [held + more_bytes, *(limit for limit in (soft, hard) if limit != resource.RLIM_INFINITY)]
+    resource.setrlimit(resource.RLIMIT_DATA, (min(limits), hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
+
+
+@contextlib.contextmanager
+def _for_at_most(seconds: float) -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from jobs import QUICK, TINY
 
 import finetune
 from finetune import recipe
@@ -23,13 +24,6 @@ from finetune.config import Config
 from finetune.model.locate import BUILTIN_BASE, locate
 from finetune.rundir import RunDirectory
 from finetune.settings import load_config
-
-TINY = Path(__file__).parent.parent / "configs" / "tiny_cpu.yaml"
-
-# A job of seconds: short rows, few of them, one evaluation at each end, and no forecast, which takes as long again.
-QUICK = [
-    "training.max_steps=4", "training.batch_size=4", "training.micro_batch=2", "output.merge=false", "memory.check=off",
-]  # fmt: skip
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -166,11 +166,23 @@ def _files(source: str) -> list[Path]:
     path = Path(source)
     if path.is_dir():
         found = [file for file in path.rglob("*") if not _is_hidden(file.relative_to(path))]
+        _refuse_links_out(path, found)
     elif path.exists() or not glob.has_magic(source):
         found = [path]
     else:
         found = [Path(match) for match in glob.glob(source, recursive=True)]
     return sorted(file for file in found if reader(file) and file.is_file())
+
+
+def _refuse_links_out(folder: Path, found: list[Path]) -> None:
+    """A folder is often someone else's; what is taken from it must not be the reader's own files (such as a key)."""
+    inside = folder.resolve()
+    for file in found:
+        if not (target := file.resolve()).is_relative_to(inside) and reader(file):
+            raise DataError(
+                f"{file}: a link that leads out of {folder}, to {target}; name that file itself, or a pattern such as "
+                f"{folder / ('*' + file.suffix)}, if it is meant"
+            )
 
 
 def _is_hidden(path: Path) -> bool:
@@ -214,7 +226,7 @@ def _fetched(name: str) -> Any:
         raise MachineError(
             f"data set `{name}` (train) cannot be fetched from the hub: {_first(error)}{local}"
         ) from None
-    except ValueError as error:
+    except (ValueError, RuntimeError) as error:  # the latter for a data set that is a script, which is not run
         raise DataError(f"data set `{name}`: {_first(error)}") from None
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from finetune import libraries, template
-from finetune.config import Config, QuantizationSection
+from finetune.config import Config, ModelSection, QuantizationSection
 from finetune.data import fingerprint
 from finetune.data import prepare as data_prepare
 from finetune.environment import describe
@@ -22,8 +22,8 @@ from finetune.errors import ArtifactError, MachineError
 from finetune.export import proof
 from finetune.export.card import model_card
 from finetune.model import attention
-from finetune.model.adapter import load_adapter
-from finetune.model.base import load_architecture, load_base
+from finetune.model.adapter import check_files, load_adapter
+from finetune.model.base import from_safetensors, load_architecture, load_base, pinned_code
 from finetune.model.locate import hub_call, weights_directory
 from finetune.model.tokenizer import load_tokenizer
 from finetune.rundir import RunDirectory, staged, write_json
@@ -49,6 +49,7 @@ def merge(run: RunDirectory, device: torch.device) -> dict[str, Any]:
         raise ArtifactError(f"{run.path} has a base of random weights, which were not kept; there is nothing to merge")
     dtype = _MERGED_DTYPES[config.training.precision]
     tokenizer = load_tokenizer(config.model, run.chat_template)
+    check_files(run.adapter)
     fingerprint.check(tokenizer, run.adapter)
     rows = data_prepare.held_out_ids(config.data, tokenizer, _ROWS, _ROW_TOKENS)
 
@@ -64,7 +65,7 @@ def merge(run: RunDirectory, device: torch.device) -> dict[str, Any]:
             del base, adapted, merged
             libraries.return_freed_memory()
             result = proof.compare(
-                proof.logits(_load(folder, dtype, device), rows),
+                proof.logits(_load(folder, config.model, dtype, device), rows),
                 adapted_logits,
                 base_logits,
                 proof.bound(layers, dtype),
@@ -89,7 +90,7 @@ def load_merged(run: RunDirectory, device: torch.device) -> Any:
     """The published merged model. Raises ArtifactError where there is none."""
     if not (run.merged / "config.json").is_file():
         raise ArtifactError(f"{run.merged}: no merged model here; run `finetune merge {run.path}`")
-    return _load(run.merged, None, device)
+    return _load(run.merged, run.config().model, None, device)
 
 
 def _base(config: Config, dtype: torch.dtype, device: torch.device) -> Any:
@@ -117,14 +118,14 @@ def _save(model: Any, tokenizer: Any, folder: Path, dtype: torch.dtype) -> None:
     fingerprint.save(tokenizer, folder)
 
 
-def _load(folder: Path, dtype: torch.dtype | None, device: torch.device) -> Any:
-    from transformers import AutoModelForCausalLM
-
+def _load(folder: Path, section: ModelSection, dtype: torch.dtype | None, device: torch.device) -> Any:
+    code = pinned_code(section)
+    if section.trust_remote_code:
+        # The base's own config, which points to the pinned code; that of the merged model points to a copy beside it.
+        code["config"] = load_architecture(section)
     return hub_call(
         f"merged model {folder}",
-        lambda: AutoModelForCausalLM.from_pretrained(
-            str(folder), dtype=dtype or "auto", device_map={"": device}, use_safetensors=True
-        ),
+        lambda: from_safetensors(str(folder), dtype=dtype or "auto", device_map={"": device}, **code),
     )
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from finetune import weight_files
 from finetune.config import AdapterSection
 from finetune.config.fields import unknown
 from finetune.errors import ArtifactError, ConfigError, MachineError
@@ -138,6 +140,7 @@ class _StoredWeights:
         self._open = safe_open
         self._file_of: dict[str, Path] = {}
         for file in sorted(weights_directory(base_name, revision).glob("*.safetensors")):
+            weight_files.check(file)
             with safe_open(file, framework="pt") as stored:
                 self._file_of.update(dict.fromkeys(stored.keys(), file))
         self._base_name = base_name
@@ -149,10 +152,53 @@ class _StoredWeights:
             return stored.get_tensor(name)
 
 
+# What an adapter of ours may say of itself; what PEFT knows besides must be unset. Among that are imports of a named
+# module, reads of a named pickle, and copies of layers without number (peft 0.21: `megatron_core`, `corda_config`,
+# `layer_replication`).
+_OWN = {
+    "base_model_name_or_path", "inference_mode", "init_lora_weights", "lora_alpha", "lora_dropout", "modules_to_save",
+    "peft_version", "r", "revision", "target_modules", "use_dora", "use_rslora",
+}  # fmt: skip
+
+
+def check_files(directory: Path) -> None:
+    """Refuse an adapter that is no LoRA as this program writes it, before PEFT reads it.
+
+    Raises ArtifactError naming the file: where one is missing or damaged, where the weights are none in safetensors,
+    and where adapter_config.json asks for what is not trained here.
+    """
+    file, weights = directory / "adapter_config.json", directory / "adapter_model.safetensors"
+    if not file.is_file():
+        raise ArtifactError(f"{directory}: no adapter here (no {file.name}); did training finish?")
+    try:
+        said = json.loads(file.read_text(encoding="utf-8"))
+        asked = _unknown_wishes(said)
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        raise ArtifactError(f"{file}: damaged: {error}; train again") from None
+    if asked:
+        raise ArtifactError(
+            f"{file}: {', '.join(asked)} is nothing that this program trains; use an adapter of its own"
+        )
+    weight_files.check(weights)
+    ranks = weight_files.shapes(weights)
+    if not any(".lora_A." in name and shape[0] == said["r"] for name, shape in ranks.items()):
+        raise ArtifactError(f"{file}: rank {said['r']} is not that of the weights in {weights.name}; train again")
+
+
+def _unknown_wishes(said: dict[str, Any]) -> list[str]:
+    """The settings of an adapter_config.json that a plain LoRA does not have."""
+    from peft import LoraConfig
+
+    plain = LoraConfig(task_type="CAUSAL_LM").to_dict()
+    wrong = [name for name, value in said.items() if name not in _OWN and value != plain.get(name)]
+    # A start other than zero reads files or takes the base apart anew; a text as target is a regular expression.
+    sound = {"init_lora_weights": bool, "target_modules": list}
+    return wrong + [name for name, kind in sound.items() if not isinstance(said[name], kind)]
+
+
 def load_adapter(base: Any, directory: Path) -> Any:
     """`base` with the adapter saved in `directory`. Raises ArtifactError when it is missing or damaged."""
     from peft import PeftModel
 
-    if not (directory / "adapter_config.json").is_file():
-        raise ArtifactError(f"{directory}: no adapter here (no adapter_config.json); did training finish?")
+    check_files(directory)
     return hub_call(f"adapter {directory}", lambda: PeftModel.from_pretrained(base, str(directory)))

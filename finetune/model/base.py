@@ -8,19 +8,24 @@ Embeddings, norms and output head keep the 16-bit type they came in: nothing is 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import os
+from collections.abc import Callable, Iterator
 from copy import deepcopy
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from finetune import libraries
+from finetune import libraries, weight_files
 from finetune.config import AdapterSection, ModelSection, QuantizationSection, TrainingSection
-from finetune.errors import ArtifactError
+from finetune.errors import ArtifactError, ConfigError
 from finetune.model import catalog, packing
 from finetune.model.locate import hub_call, locate
 from finetune.model.quantization import bitsandbytes_config
+
+_NO_CODE: dict[str, Any] = {"trust_remote_code": False}
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 TRAINED_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -42,10 +47,23 @@ def load_architecture(section: ModelSection) -> Any:
         return catalog.config(section.name)
     return hub_call(
         f"model `{section.name}`",
-        lambda: AutoConfig.from_pretrained(
-            locate(section.name), revision=section.revision, trust_remote_code=section.trust_remote_code
-        ),
+        lambda: AutoConfig.from_pretrained(locate(section.name), revision=section.revision, **pinned_code(section)),
     )
+
+
+def pinned_code(section: ModelSection) -> dict[str, Any]:
+    """transformers' arguments that say whether Python code shipped with the model may run, and of which commit.
+
+    `code_revision` also holds where a model's config points to code in another repository, which transformers would
+    take as it is today. Raises ConfigError for a local directory, whose code no commit pins.
+    """
+    revision = remote_code(section)
+    if revision and Path(locate(section.name)).is_dir():
+        raise ConfigError(
+            f"`model.trust_remote_code`: {section.name} is a directory, whose code no commit pins; give the hub name "
+            "with `model.revision` (what is in the hub's cache needs no network)"
+        )
+    return {"trust_remote_code": True, "code_revision": revision} if revision else _NO_CODE
 
 
 def load_base(
@@ -86,21 +104,18 @@ def _pretrained(
     dtype: torch.dtype,
     device: torch.device,
 ) -> Any:
-    from transformers import AutoModelForCausalLM
-
     packing.register()
     model, report = hub_call(
         f"model `{section.name}`",
-        lambda: AutoModelForCausalLM.from_pretrained(
+        lambda: from_safetensors(
             locate(section.name),
             config=deepcopy(architecture),  # building writes the quantization into it
             revision=section.revision,
-            trust_remote_code=section.trust_remote_code,
+            **pinned_code(section),
             quantization_config=bitsandbytes_config(quantization, dtype),
             attn_implementation=attention,
             dtype=dtype,
             device_map={"": device},
-            use_safetensors=True,
             output_loading_info=True,
         ),
     )
@@ -112,6 +127,48 @@ def _pretrained(
         )
     model.config.use_cache = False
     return model
+
+
+def from_safetensors(place: str, **arguments: Any) -> Any:
+    """`AutoModelForCausalLM.from_pretrained` for the model in `place` and nothing else, from safetensors files alone.
+
+    Raises ArtifactError for a file that is none, that lies outside, or whose header `weight_files.check` refuses; and
+    for an adapter beside the model, which transformers would load as well, or load its base instead.
+    """
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import find_adapter_config_file
+
+    if found := find_adapter_config_file(place, revision=arguments.get("revision")):
+        raise ArtifactError(f"{found}: an adapter beside a model is not used here; give a base without one")
+    with _checked_files(place):
+        return AutoModelForCausalLM.from_pretrained(place, use_safetensors=True, **arguments)
+
+
+@contextlib.contextmanager
+def _checked_files(place: str) -> Iterator[None]:
+    """Look at each weight file once transformers has found it, local or in the hub's cache, and before it is read.
+
+    `use_safetensors` is not enough: an index may name pickles and other folders, and config.json an
+    `adapter_model.bin` (transformers 5.23, `_get_resolved_checkpoint_files`, `get_checkpoint_shard_files`).
+    """
+    from transformers import modeling_utils
+
+    find = modeling_utils._get_resolved_checkpoint_files
+
+    def find_and_check(*positional: Any, **named: Any) -> Any:
+        files, index = find(*positional, **named)
+        for file in map(os.path.normpath, files):
+            if os.path.isdir(place) and not Path(file).is_relative_to(os.path.normpath(place)):
+                raise ArtifactError(f"{place}: its index names {file}, which lies outside; fetch the model again")
+            if not file.endswith(weight_files.SUFFIX):
+                raise ArtifactError(
+                    f"{file}: only {weight_files.SUFFIX} files are read; convert it, or give another base"
+                )
+            weight_files.check(Path(file))
+        return files, index
+
+    with libraries.replaced(modeling_utils, "_get_resolved_checkpoint_files", find_and_check):
+        yield
 
 
 def remote_code(section: ModelSection) -> str | None:
@@ -165,7 +222,8 @@ def weightless_base(
                 deepcopy(architecture),
                 attn_implementation=attention,
                 dtype=dtype,
-                **({"trust_remote_code": True, "code_revision": remote_code} if remote_code else {}),
+                # Not to be asked on the terminal, as transformers would where nothing is said.
+                **({"trust_remote_code": True, "code_revision": remote_code} if remote_code else _NO_CODE),
             ),
         )
     shorten(model)

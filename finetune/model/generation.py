@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from finetune import template
+from finetune.errors import ArtifactError, FinetuneError
 
 
 @torch.inference_mode()
@@ -15,7 +16,7 @@ def answer(model: Any, tokenizer: Any, messages: list[dict[str, Any]], max_new_t
     was_training = model.training
     model.eval()
     try:
-        inputs = template.render(tokenizer, messages, add_generation_prompt=True, return_tensors="pt").to(model.device)
+        inputs = _prompt(tokenizer, messages).to(model.device)
         prompt_length = inputs["input_ids"].shape[1]
         generated = model.generate(
             **inputs,
@@ -31,3 +32,12 @@ def answer(model: Any, tokenizer: Any, messages: list[dict[str, Any]], max_new_t
     finally:
         model.train(was_training)
     return tokenizer.decode(generated[0, prompt_length:], skip_special_tokens=True).strip()
+
+
+def _prompt(tokenizer: Any, messages: list[dict[str, Any]]) -> Any:
+    try:
+        return template.render(tokenizer, messages, add_generation_prompt=True, return_tensors="pt")
+    except FinetuneError:
+        raise
+    except Exception as error:  # of whatever kind a template raises
+        raise ArtifactError(f"the chat template does not render this conversation: {error}") from None

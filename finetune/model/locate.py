@@ -7,12 +7,14 @@ from pathlib import Path
 from typing import TypeVar
 
 from finetune.config.fields import unknown
-from finetune.errors import ArtifactError, MachineError
+from finetune.errors import ArtifactError, FinetuneError, MachineError
 from finetune.model import catalog
 
 BUILTIN_BASE = "builtin:tiny-llama"
 
 _PACKAGE = Path(__file__).resolve().parent.parent
+# The libraries read a JSON file whole. A large vocabulary takes tens of MB.
+_JSON_BYTES = 128 * 2**20
 # Inside an installed wheel, or beside the package in a checkout.
 _BUILTIN_PLACES = (_PACKAGE / "_builtin" / "tiny-llama", _PACKAGE.parent / "data" / "tiny-llama")
 
@@ -32,10 +34,17 @@ def locate(name: str) -> str:
     if path.is_dir():
         if not (path / "config.json").is_file():
             raise ArtifactError(f"{name}: a model directory needs config.json; this one has none")
+        _refuse_huge_json(path)
         return str(path)
     if path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
         raise ArtifactError(f"{name}: no such model directory")
     return name
+
+
+def _refuse_huge_json(folder: Path) -> None:
+    for file in folder.glob("*.json"):
+        if (size := file.stat().st_size) > _JSON_BYTES:
+            raise ArtifactError(f"{file}: {size} bytes of JSON, which no model has; fetch the model again")
 
 
 def at_hand(name: str) -> bool:
@@ -86,8 +95,10 @@ def hub_call(what: str, load: Callable[[], T]) -> T:
                 "is a network, or set `model.name` to a directory (`model.weights: random` needs no weights)"
             ) from None
         raise ArtifactError(f"{what}: {_first(error)}") from None
-    except (ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
-        if type(error).__name__ == "OutOfMemoryError":
+    except FinetuneError:
+        raise
+    except Exception as error:  # of whatever kind: the files are foreign, and tokenizers raises bare exceptions
+        if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
             raise
         if "Couldn't instantiate the backend tokenizer" in str(error):
             raise ArtifactError(f"{what}: it has no tokenizer files; set `model.tokenizer`") from None
@@ -100,5 +111,7 @@ def _nearest(what: str) -> str:
 
 
 def _first(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__
+    lines = [line.strip() for line in str(error).strip().splitlines()]
+    if not lines:
+        return type(error).__name__
+    return " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]

@@ -8,6 +8,7 @@ from finetune import template
 from finetune.config import ModelSection
 from finetune.errors import ArtifactError
 from finetune.model import catalog
+from finetune.model.base import pinned_code
 from finetune.model.locate import BUILTIN_BASE, hub_call, locate
 
 
@@ -23,12 +24,12 @@ def load_tokenizer(section: ModelSection, chat_template: str = "auto") -> Any:
     if section.weights == "random" and section.tokenizer is None and catalog.find(section.name):
         name = BUILTIN_BASE
     # `revision` pins the base; a tokenizer from elsewhere has its own history.
-    revision = section.revision if name == section.name else None
+    own = name == section.name
+    revision = section.revision if own else None
+    code = pinned_code(section) if own else {"trust_remote_code": False}
     tokenizer = hub_call(
         f"the tokenizer of `{name}`",
-        lambda: AutoTokenizer.from_pretrained(
-            locate(name), revision=revision, trust_remote_code=section.trust_remote_code
-        ),
+        lambda: AutoTokenizer.from_pretrained(locate(name), revision=revision, **code),
     )
     if tokenizer.eos_token_id is None:
         raise ArtifactError(f"the tokenizer of `{name}` has no end-of-text token; set `eos_token` in its config")

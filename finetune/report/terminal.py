@@ -9,7 +9,7 @@ import json
 import math
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -29,7 +29,7 @@ from finetune.memory.fit import Fitted, Limits
 from finetune.memory.forecast import Forecast
 from finetune.memory.levers import Lever
 from finetune.memory.monitor import headline
-from finetune.report import data_view, forecast_view, words
+from finetune.report import data_view, doctor_view, forecast_view, words
 from finetune.report.figures import Figures
 from finetune.report.result import Result
 from finetune.rundir import RunDirectory
@@ -83,6 +83,10 @@ class Terminal:
         forecast_view.levers(
             [(str(lever), after.needed_bytes, after.fits, lever.cost) for lever, after in levers], self._console
         )
+
+    def examined(self, findings: Iterable[tuple[str, str, str, str]]) -> None:
+        """(about, status, what, remedy) of each thing that `finetune doctor` looked at."""
+        doctor_view.show(findings, self._console)
 
     def chose(self, fitted: Fitted) -> None:
         """What was chosen for `auto`, and why."""

@@ -25,7 +25,7 @@ EXACT = ["quantization.kind=none", "data.eval=none", "training.eval_every=null"]
 
 @pytest.fixture(scope="module")
 def make(tmp_path_factory: pytest.TempPathFactory, rows_file: Path) -> Callable[..., Trainer]:
-    from conftest import QUICK, TINY
+    from jobs import QUICK, TINY
 
     from finetune.settings import load_config
 

@@ -44,7 +44,7 @@ def exhausted(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory, rows_file) -> RunDirectory:
-    from conftest import QUICK, TINY
+    from jobs import QUICK, TINY
 
     from finetune.settings import load_config
 

@@ -1,0 +1,19 @@
+"""`finetune doctor` on a machine with a GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from finetune import doctor
+
+pytestmark = pytest.mark.gpu
+
+
+def test_each_card_and_the_library_for_it_are_told(cuda: torch.device) -> None:
+    found = {one.about: one for one in doctor.examine_machine().findings}
+    assert torch.version.cuda in found["CUDA"].what
+    for index in range(torch.cuda.device_count()):
+        assert torch.cuda.get_device_name(index) in found[f"GPU {index}"].what
+    assert found["bitsandbytes library"].what == "here, for CUDA"
+    assert found["optimizer"].what == "paged_adamw_8bit, the default"

@@ -1,0 +1,17 @@
+"""Row 26: pickles where a checkpoint's state should be."""
+
+from __future__ import annotations
+
+from hostile import TINY, Trap, refused
+
+from finetune.rundir import RunDirectory
+
+
+def test_a_checkpoint_with_pickles_is_refused_and_nothing_is_unpickled(run: RunDirectory, trap: Trap, call) -> None:
+    """The files in which transformers keeps a checkpoint's state."""
+    for checkpoint in run.complete_checkpoints():
+        for name in ("optimizer.pt", "scheduler.pt", "rng_state.pth", "training_args.bin", "adapter_model.bin"):
+            trap.pickled(checkpoint / name)
+    job = ["training.max_steps=21", "training.eval_every=10", "data.eval_share=0.01", "output.merge=false"]
+    told = call("train", TINY, *job, f"output.dir={run.path}", writes=run.path)
+    refused(told, run.complete_checkpoints()[-1].name)

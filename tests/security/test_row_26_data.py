@@ -1,0 +1,100 @@
+"""Row 26: data that would run code, take the reader's own files along, or fill the memory."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import pickle
+from pathlib import Path
+
+import pyarrow
+import pytest
+from hostile import TINY, Trap, refused
+
+from finetune.data import sources
+from finetune.data.problems import Problems
+from finetune.errors import DataError
+
+ROW = json.dumps({"prompt": "Say", "completion": "word"}) + "\n"
+
+
+@pytest.fixture
+def look(call, foreign: Path):
+    """`finetune data` on a source."""
+
+    def run(source: object):
+        return call("data", TINY, f"data.train={source}", "data.eval=none", "--json")
+
+    return run
+
+
+def test_a_folder_with_a_loading_script_gives_its_rows_alone(foreign: Path, trap: Trap, look) -> None:
+    (foreign / "foreign.py").write_text(trap.python)
+    (foreign / "dataset_infos.json").write_text("{}")
+    (foreign / "rows.jsonl").write_text(ROW * 3)
+    told = look(foreign / "*.jsonl")
+    assert (told.code, json.loads(told.out)["train"]["rows"]) == (0, 3)
+
+
+def test_a_hub_data_set_with_a_loading_script_is_refused(
+    foreign: Path, trap: Trap, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What `datasets` says of it, asked with a local folder, as there is no hub here."""
+    (foreign / "foreign.py").write_text(trap.python)
+    with pytest.raises(DataError, match="script"):
+        list(sources._hub(str(foreign / "foreign.py")))
+    assert not trap.went_off
+
+
+def test_a_pickle_in_an_arrow_schema_is_not_read(foreign: Path, trap: Trap, look) -> None:
+    """Older versions of pyarrow unpickled such a type when they read a file (CVE-2023-47248)."""
+    extension = {"ARROW:extension:name": "arrow.py_extension_type", "ARROW:extension:metadata": pickle.dumps(trap, 0)}
+    field = pyarrow.field("text", pyarrow.string(), metadata=extension)
+    table = pyarrow.table({"text": ["some words"] * 3}, schema=pyarrow.schema([field]))
+    with pyarrow.OSFile(str(foreign / "rows.arrow"), "wb") as file, pyarrow.ipc.new_file(file, table.schema) as writer:
+        writer.write_table(table)
+    assert look(foreign / "rows.arrow").code == 0
+
+
+@pytest.mark.parametrize("linked", ["file", "folder"])
+def test_a_link_out_of_a_folder_is_refused_and_names_its_target(
+    linked: str, foreign: Path, tmp_path: Path, look
+) -> None:
+    private = tmp_path / "private"
+    private.mkdir()
+    (private / "key.txt").write_text("a key of mine\n")
+    (foreign / "rows.txt").write_text("some words\n" * 3)
+    if linked == "file":
+        (foreign / "more.txt").symlink_to(private / "key.txt")
+        refused(look(foreign), foreign / "more.txt", "a link that leads out", private / "key.txt", code=3)
+        assert look(foreign / "more.txt").code == 0, "what the config names itself is meant"
+    else:
+        (foreign / "more").symlink_to(private)
+        told = look(foreign)
+        assert told.code == 3 or json.loads(told.out)["train"]["rows"] == 3, "not followed, or refused"
+
+
+def test_a_link_within_a_folder_is_followed(foreign: Path) -> None:
+    (foreign / "blobs").mkdir()
+    (foreign / "blobs" / "0123").write_text(ROW)
+    (foreign / "rows.jsonl").symlink_to(foreign / "blobs" / "0123")
+    assert len(list(sources.rows(str(foreign), problems=Problems()))) == 1
+
+
+def test_a_compressed_bomb_takes_the_memory_of_the_longest_row(foreign: Path, look) -> None:
+    bomb = foreign / "rows.jsonl.gz"
+    with gzip.open(bomb, "wb", compresslevel=1) as file:
+        for _ in range(768):
+            file.write(b"a" * 2**20)
+    told = look(bomb)
+    refused(told, f"{bomb}:1: the line is longer than 64 MiB", code=3)
+    assert told.grown_bytes < 320 * 2**20
+
+
+def test_an_archive_is_not_unpacked(foreign: Path, look) -> None:
+    import zipfile
+
+    archive = foreign / "rows.jsonl"
+    with zipfile.ZipFile(archive, "w") as file:
+        file.writestr("../../outside.jsonl", ROW)
+    refused(look(archive), "is a ZIP archive", code=3)

@@ -1,0 +1,248 @@
+"""Row 26: a base or an adapter that would run code, read a pickle or reach out of its folder. Nothing of it happens."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hostile import Trap, change, refused
+
+from finetune.config import ModelSection
+from finetune.errors import ConfigError
+from finetune.model.base import pinned_code
+from finetune.rundir import RunDirectory
+
+# -- a base ------------------------------------------------------------------------------------------------------------
+
+
+def _pickle_alone(base: Path, trap: Trap) -> None:
+    (base / "model.safetensors").unlink()
+    trap.pickled(base / "pytorch_model.bin")
+
+
+def _pickle_by_another_name(base: Path, trap: Trap) -> None:
+    trap.pickled(base / "model.safetensors")
+
+
+def _pickle_in_the_index(base: Path, trap: Trap) -> None:
+    (base / "model.safetensors").unlink()
+    trap.pickled(base / "model-1.bin")
+    _index(base, "model-1.bin")
+
+
+def _pickle_in_the_config(base: Path, trap: Trap) -> None:
+    trap.pickled(base / "adapter_model.bin")
+    change(base / "config.json", transformers_weights="adapter_model.bin")
+
+
+def _weights_outside(base: Path, trap: Trap) -> None:
+    shutil.move(base / "model.safetensors", base.parent / "outside.safetensors")
+    _index(base, "../outside.safetensors")
+
+
+def _weights_at_an_absolute_place(base: Path, trap: Trap) -> None:
+    outside = shutil.move(base / "model.safetensors", base.parent / "outside.safetensors")
+    _index(base, str(outside))
+
+
+def _index(base: Path, file: str) -> None:
+    index = {"metadata": {}, "weight_map": {"model.embed_tokens.weight": file, "model.norm.weight": file}}
+    (base / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def _adapter_beside(base: Path, trap: Trap) -> None:
+    trap.pickled(base / "adapter_model.bin")
+    config = {"peft_type": "LORA", "base_model_name_or_path": "someone/else", "r": 1, "target_modules": ["q_proj"]}
+    (base / "adapter_config.json").write_text(json.dumps(config))
+
+
+def _code(base: Path, trap: Trap) -> None:
+    for name in ("modeling_evil", "configuration_evil", "tokenization_evil"):
+        (base / f"{name}.py").write_text(trap.python)
+
+
+def _code_for_the_config(base: Path, trap: Trap) -> None:
+    _code(base, trap)
+    change(base / "config.json", model_type="evil", auto_map={"AutoConfig": "configuration_evil.Config"})
+
+
+def _code_elsewhere_for_the_config(base: Path, trap: Trap) -> None:
+    change(base / "config.json", model_type="evil", auto_map={"AutoConfig": "someone/else--configuration_evil.Config"})
+
+
+def _code_for_the_tokenizer(base: Path, trap: Trap) -> None:
+    _code(base, trap)
+    auto_map = {"AutoTokenizer": ["tokenization_evil.Tokenizer", None]}
+    change(base / "tokenizer_config.json", tokenizer_class="EvilTokenizer", auto_map=auto_map)
+
+
+def _huge_tokenizer(base: Path, trap: Trap) -> None:
+    os.truncate(base / "tokenizer.json", 2**40)  # a hole: it takes no room
+
+
+def _tokenizer_with_broken_ids(base: Path, trap: Trap) -> None:
+    rules = json.loads((base / "tokenizer.json").read_text())
+    rules["model"]["vocab"] = {word: 10**18 + index for word, index in rules["model"]["vocab"].items()}
+    (base / "tokenizer.json").write_text(json.dumps(rules))
+
+
+def _nested(base: Path, trap: Trap) -> None:
+    (base / "config.json").write_text("[" * 100_000)
+
+
+def _kernel(base: Path, trap: Trap) -> None:
+    change(base / "config.json", experts_implementation="someone/kernel")
+
+
+def _absurd_sizes(base: Path, trap: Trap) -> None:
+    change(base / "config.json", num_attention_heads=0)
+
+
+def _template(text: str) -> Callable[[Path, Trap], None]:
+    def write(base: Path, trap: Trap) -> None:
+        (base / "chat_template.jinja").write_text(text.replace("TRACE", str(trap.trace)))
+
+    return write
+
+
+_OUT = "{{ ''.__class__.__base__.__subclasses__()[-1].__init__.__globals__['os'].system('touch TRACE') }}"
+
+BASES: dict[str, tuple[Callable[[Path, Trap], None], str]] = {
+    "a pickle alone": (_pickle_alone, "model.safetensors"),
+    "a pickle by another name": (_pickle_by_another_name, "model.safetensors"),
+    "a pickle in the index": (_pickle_in_the_index, "model-1.bin: only .safetensors files are read"),
+    "a pickle in the config": (_pickle_in_the_config, "adapter_model.bin: only .safetensors files are read"),
+    "weights outside": (_weights_outside, "outside.safetensors, which lies outside"),
+    "weights at an absolute place": (_weights_at_an_absolute_place, "outside.safetensors, which lies outside"),
+    "an adapter beside the model": (_adapter_beside, "adapter_config.json: an adapter beside a model"),
+    "code for the config": (_code_for_the_config, "base"),
+    "code elsewhere for the config": (_code_elsewhere_for_the_config, "base"),
+    "code for the tokenizer": (_code_for_the_tokenizer, "base"),
+    "a huge tokenizer": (_huge_tokenizer, "tokenizer.json: 1099511627776 bytes"),
+    "a tokenizer with broken ids": (_tokenizer_with_broken_ids, "expected u32"),
+    "a config nested without end": (_nested, "base"),
+    "a kernel from the hub": (_kernel, "someone/kernel"),
+    "no attention heads": (_absurd_sizes, "base"),
+    "a template that reaches out": (_template(_OUT), "reaches out of its sandbox"),
+    "a template that takes all memory": (_template("{{ 'a' * 10000000000 }}"), "the chat template takes more than"),
+    "a template that computes without end": (_template("{{ 9 ** 9 ** 9 }}"), "powers (`**`) are not allowed"),
+    "a template nested without end": (
+        _template("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}"),
+        "nested too deeply",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BASES)
+def test_a_hostile_base_is_refused_and_nothing_runs(name: str, base: Path, trap: Trap, train) -> None:
+    spoil, words = BASES[name]
+    spoil(base, trap)
+    refused(train(f"model.name={base}"), words)
+
+
+@pytest.mark.parametrize("weights", ["pretrained", "random"])
+def test_code_beside_a_known_architecture_is_left_alone(weights: str, base: Path, trap: Trap, train) -> None:
+    """Many models ship code that transformers has long had of its own: that is what runs."""
+    _code(base, trap)
+    for name in ("sitecustomize.py", "torch.py", "custom_generate/generate.py"):
+        (base / name).parent.mkdir(exist_ok=True)
+        (base / name).write_text(trap.python)
+    auto_map = {"AutoConfig": "configuration_evil.Config", "AutoModelForCausalLM": "modeling_evil.Model"}
+    change(base / "config.json", auto_map=auto_map)
+    change(base / "tokenizer_config.json", auto_map={"AutoTokenizer": [None, "tokenization_evil.Tokenizer"]})
+    told = train(f"model.name={base}", f"model.weights={weights}")
+    assert told.code == 0, told.err
+
+
+def test_foreign_code_needs_a_full_commit_hash(train) -> None:
+    for revision in ("null", "main", "abc123"):
+        told = train("model.name=someone/model", "model.trust_remote_code=true", f"model.revision={revision}")
+        refused(told, "needs `revision` to be a full 40-digit commit", code=2)
+
+
+def test_the_code_of_a_directory_is_pinned_by_nothing_and_never_runs(base: Path, trap: Trap, train) -> None:
+    _code_for_the_config(base, trap)
+    commit = "abcdef0123" * 4
+    told = train(f"model.name={base}", "model.trust_remote_code=true", f"model.revision={commit}")
+    refused(told, "is a directory, whose code no commit pins", code=2)
+
+
+def test_the_commit_holds_for_code_in_another_repository_and_not_for_another_tokenizer() -> None:
+    commit = "abcdef0123" * 4
+    section = ModelSection(name="someone/model", trust_remote_code=True, revision=commit)
+    assert pinned_code(section) == {"trust_remote_code": True, "code_revision": commit}
+    assert pinned_code(ModelSection(name="someone/model", revision=commit)) == {"trust_remote_code": False}
+    with pytest.raises(ConfigError):
+        pinned_code(ModelSection(trust_remote_code=True, revision=commit))
+
+
+# -- an adapter --------------------------------------------------------------------------------------------------------
+
+
+def _says(**values: Any) -> Callable[[RunDirectory, Trap], None]:
+    return lambda run, trap: change(run.adapter / "adapter_config.json", **values)
+
+
+def _pickled_adapter(run: RunDirectory, trap: Trap) -> None:
+    (run.adapter / "adapter_model.safetensors").unlink()
+    trap.pickled(run.adapter / "adapter_model.bin")
+
+
+def _pickled_covariance(run: RunDirectory, trap: Trap) -> None:
+    trap.pickled(run.adapter / "cache.pt")
+    change(run.adapter / "adapter_config.json", init_lora_weights="corda",
+           corda_config={"cache_file": str(run.adapter / "cache.pt"), "corda_method": "kpm"})  # fmt: skip
+
+
+ADAPTERS: dict[str, tuple[Callable[[RunDirectory, Trap], None], str]] = {
+    "a pickle": (_pickled_adapter, "adapter_model.safetensors"),
+    "a pickled cache": (_pickled_covariance, "corda_config"),
+    "an import": (_says(megatron_config={"a": 1}, megatron_core="megatron.core.this"), "megatron_c"),
+    "another import": (_says(auto_mapping={"base_model_class": "s", "parent_library": "this"}), "auto_mapping"),
+    "another method": (_says(peft_type="XLORA", adapters={"a": "someone/else"}), "peft_type"),
+    "no method": (_says(peft_type={"a": 1}), "peft_type"),
+    "layers without number": (_says(layer_replication=[[0, 4]] * 1000), "layer_replication"),
+    "a huge rank": (_says(r=10**9), "rank 1000000000 is not that of the weights"),
+    "a regular expression without end": (_says(target_modules="(a+)+$"), "target_modules"),
+    "ranks by regular expression": (_says(rank_pattern={"(a+)+$": 8}), "rank_pattern"),
+    "another start": (_says(init_lora_weights="eva"), "init_lora_weights"),
+}
+
+
+@pytest.mark.parametrize("name", ADAPTERS)
+def test_a_hostile_adapter_is_refused_and_nothing_runs(name: str, run: RunDirectory, trap: Trap, call) -> None:
+    spoil, words = ADAPTERS[name]
+    spoil(run, trap)
+    refused(call("generate", run.path, "--prompt", "x"), run.adapter, words)
+
+
+def test_merge_and_eval_refuse_it_too(run: RunDirectory, trap: Trap, call) -> None:
+    _pickled_adapter(run, trap)
+    refused(call("merge", run.path, writes=run.path), "adapter_model.safetensors")
+    refused(call("eval", run.path), "adapter_model.safetensors")
+    assert not run.merged.exists()
+
+
+def test_the_base_that_an_adapter_names_is_not_fetched(run: RunDirectory, call) -> None:
+    _says(base_model_name_or_path="someone/else", revision="main")(run, None)  # type: ignore[arg-type]
+    assert call("generate", run.path, "--prompt", "x", "--max-new-tokens", 2).code == 0
+
+
+# -- a merged model ----------------------------------------------------------------------------------------------------
+
+
+def test_a_hostile_merged_model_is_refused_without_asking(run: RunDirectory, base: Path, trap: Trap, call) -> None:
+    """transformers asks on the terminal whether code may run, where nobody has said so."""
+    _code_for_the_config(base, trap)
+    base.rename(run.merged)
+    refused(call("generate", run.path, "--prompt", "x", "--model", "merged"), run.merged)
+    shutil.rmtree(run.merged)
+    run.merged.mkdir()
+    (run.merged / "config.json").write_text('{"model_type": "llama"}')
+    trap.pickled(run.merged / "pytorch_model.bin")
+    refused(call("generate", run.path, "--prompt", "x", "--model", "merged"), run.merged)

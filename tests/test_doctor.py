@@ -1,0 +1,193 @@
+"""`finetune doctor`: what it says of a machine, and of run directories that were damaged for real."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from finetune import cli, doctor
+from finetune.doctor import Finding
+from finetune.errors import ArtifactError
+from finetune.rundir import RunDirectory
+
+
+@pytest.fixture
+def run(trained: RunDirectory, tmp_path: Path) -> RunDirectory:
+    """A copy of the finished run, to damage."""
+    return RunDirectory(shutil.copytree(trained.path, tmp_path / "run"))
+
+
+def wrong(run: RunDirectory) -> list[Finding]:
+    """What is not well with a run, and the check that the exit code says so."""
+    found = doctor.examine_run(run.path)
+    assert (found.exit_code == 7) == any(one.status == "error" for one in found.findings)
+    return [one for one in found.findings if one.status != "ok"]
+
+
+def flip(file: Path, at: int) -> None:
+    """Turn over the lowest bit of one byte; negative places count from the end."""
+    content = bytearray(file.read_bytes())
+    content[at] ^= 1
+    file.write_bytes(content)
+
+
+def cut(file: Path, size: int) -> None:
+    os.truncate(file, size)
+
+
+# -- a machine ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_machine_is_told_with_versions_memory_disks_and_what_would_be_used() -> None:
+    found = {one.about: one for one in doctor.examine_machine().findings}
+    assert found["torch"].what.startswith(torch.__version__)
+    assert {"python", "peft", "bitsandbytes library", "host memory", "runs", "model cache", "hub", "threads"} <= set(
+        found
+    )
+    if not torch.cuda.is_available():
+        assert found["attention"].what.startswith("sdpa")
+        assert "adamw_8bit" in found["optimizer"].what
+    assert "HF_HUB_OFFLINE" in found["hub"].what
+    assert all(one.remedy for one in found.values() if one.status == "error")
+
+
+def test_a_version_outside_the_range_is_a_warning_and_a_missing_one_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        doctor.importlib.metadata, "requires", lambda _: ["torch<2", "no-such-thing>=1", "wandb; extra == 'trackers'"]
+    )
+    _, torch_found, missing = doctor._versions()
+    assert (torch_found.status, torch_found.remedy) == ("warning", "pip install 'torch<2'")
+    assert (missing.status, missing.remedy) == ("error", "pip install 'no-such-thing>=1'")
+    assert doctor.Examination([missing], 4).exit_code == 4
+    assert doctor.Examination([torch_found], 4).exit_code == 0
+
+
+def test_a_folder_for_runs_that_cannot_be_written_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(doctor.os, "access", lambda folder, _: Path(folder) != tmp_path)  # root may write anywhere
+    [runs] = [one for one in doctor._disks() if one.about == "runs"]
+    assert (runs.status, runs.remedy) == ("error", "set `output.dir` to a folder of your own")
+
+
+def test_no_token_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    import huggingface_hub.constants
+
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setenv("HF_TOKEN", "hf_canary")
+    found = doctor._hub()
+    assert "with a token" in found.what
+    assert "canary" not in str(found)
+
+
+# -- a run directory ---------------------------------------------------------------------------------------------------
+
+
+def test_a_sound_run_has_nothing_wrong(trained: RunDirectory) -> None:
+    assert wrong(trained) == []
+    found = {one.about: one.what for one in doctor.examine_run(trained.path).findings}
+    assert found["state"] == "finished, 20 steps"
+    assert found["adapter"] == "whole, weights finite"
+
+
+def test_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ArtifactError, match="not a run directory"):
+        doctor.examine_run(tmp_path)
+
+
+def _not_a_number(run: RunDirectory) -> None:
+    file = run.adapter / "adapter_model.safetensors"
+    tensors = load_file(file)
+    next(iter(tensors.values()))[0, 0] = float("nan")
+    save_file(tensors, file)
+
+
+def _other_rank(run: RunDirectory) -> None:
+    file = run.adapter / "adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"r": 4}))
+
+
+def _checkpoint(run: RunDirectory) -> Path:
+    return run.complete_checkpoints()[-1]
+
+
+def _append(file: Path, text: str) -> None:
+    with open(file, "a") as opened:
+        opened.write(text)
+
+
+DAMAGES: dict[str, tuple[Callable[[RunDirectory], object], str, str]] = {
+    "config gone": (lambda run: run.config_file.unlink(), "config.yaml", "no such file"),
+    "config cut": (lambda run: run.config_file.write_text("model: {nam: x"), "config.yaml", "not valid YAML"),
+    "events gone": (lambda run: run.events_file.unlink(), "events.jsonl", "missing"),
+    "event bit": (lambda run: flip(run.events_file, 0), "events.jsonl", "line 1 is no JSON object"),
+    "a list": (lambda run: _append(run.metrics_file, "[1]\n"), "metrics.jsonl", "no JSON object with `step`"),
+    "environment cut": (lambda run: cut(run.environment_file, 40), "environment.json", "damaged"),
+    "weights gone": (lambda run: (run.adapter / "adapter_model.safetensors").unlink(), "adapter", "No such file"),
+    "weights cut": (lambda run: cut(run.adapter / "adapter_model.safetensors", 5000), "adapter", "beyond the file"),
+    "header bit": (lambda run: flip(run.adapter / "adapter_model.safetensors", 0), "adapter", "adapter_model"),
+    "rank": (_other_rank, "adapter", "rank 4 is not that of the weights"),
+    "nan": (_not_a_number, "adapter", "not finite"),
+    "template": (lambda run: _append(run.adapter / "chat_template.jinja", "x"), "tokenizer", "another tokenizer"),
+    "fingerprint": (lambda run: cut(run.adapter / "fingerprint.json", 9), "tokenizer", "fingerprint.json: damaged"),
+    "checkpoint weights gone": (
+        lambda run: [file.unlink() for file in _checkpoint(run).glob("*.safetensors")], "checkpoints/step-00000020", "",
+    ),
+    "checkpoint cut": (
+        lambda run: cut(_checkpoint(run) / "adapter_model.safetensors", 5000), "checkpoints/step-00000020", "adapter",
+    ),
+    "replaced": (lambda run: run.adapter.rename(f"{run.adapter}.replaced"), "adapter.replaced", "was being replaced"),
+    "link": (lambda run: (run.path / "merged").symlink_to("/etc"), "links", "leads out"),
+    "merged empty": (lambda run: run.merged.mkdir(), "merged", "config.json"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_damage_is_named_with_its_remedy(run: RunDirectory, damage: str) -> None:
+    inflict, about, words = DAMAGES[damage]
+    inflict(run)
+    found = [one for one in wrong(run) if one.about == about]
+    assert found, f"{about} is not among what is wrong"
+    assert found[0].status == "error"
+    assert words in found[0].what
+    assert found[0].remedy
+
+
+def test_a_line_cut_off_by_a_crash_and_leftovers_of_a_write_are_no_errors(run: RunDirectory) -> None:
+    _append(run.metrics_file, '{"step": 21, "lo')
+    (run.checkpoints / "step-00000021.incomplete").mkdir()
+    assert [(one.about, one.status) for one in wrong(run)] == [
+        ("metrics.jsonl", "warning"),
+        ("checkpoints/step-00000021.incomplete", "warning"),
+    ]
+
+
+def test_a_run_that_another_process_trains_in_is_told_with_its_number(run: RunDirectory) -> None:
+    with open(run.path / "lock", "w") as lock:
+        lock.write("4711\n")
+        lock.flush()
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert ["process 4711 trains here now" in one.what for one in wrong(run)] == [True]
+    assert wrong(run) == []
+
+
+def test_the_command_prints_a_line_each_or_json_and_exits_7(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    (run.adapter / "adapter_model.safetensors").unlink()
+    for option, told in (((), "error    adapter"), (("--json",), '"sound": false')):
+        monkeypatch.setattr(sys, "argv", ["finetune", "doctor", str(run.path), *option])
+        with pytest.raises(SystemExit) as stopped:
+            cli.main()
+        assert stopped.value.code == 7
+        out, err = capsys.readouterr()
+        assert err == ""
+        assert told in out
