@@ -286,6 +286,7 @@ def train(
     from finetune.model import adapter, attention, base, checkpointing
     from finetune.model.tokenizer import load_tokenizer
     from finetune.rundir import RunDirectory
+    from finetune.signals import Signals
     from finetune.training import run as training
     from finetune.training.arguments import check
 
@@ -304,7 +305,18 @@ def train(
             )
         whole = adapter.attach(model, config.adapter, config.model.name, config.training.seed)
         checkpointing.apply(model, config.memory, device.type)
-        training.train(config, whole, tokenizer, data, run, monitor, measured_step._Silent(), device=device)
+        training.train(
+            config,
+            whole,
+            tokenizer,
+            data,
+            run,
+            monitor,
+            measured_step._Silent(),
+            device=device,
+            signals=Signals(),
+            made_with={},
+        )
         meter.read()
         steps = [line for line in run.metrics() if "loss" in line]
     return meter, monitor.run, steps, implementation

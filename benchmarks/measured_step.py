@@ -36,6 +36,7 @@ from finetune.model import adapter, attention, base, checkpointing
 from finetune.model.tokenizer import load_tokenizer
 from finetune.rundir import RunDirectory
 from finetune.settings import CHOICES
+from finetune.signals import Signals
 from finetune.training import run as training
 
 STEPS = 2
@@ -176,7 +177,9 @@ def _job(config: Config, architecture: Any, rows: Sequence[Row], measured: Measu
         measured.weight_bytes = _weight_bytes(whole)
         measured.trained_bytes = sum(p.nbytes for p in whole.parameters() if p.requires_grad)
         _mark(_BUILT)
-        training.train(config, whole, tokenizer, data, run, monitor, _Silent(), device=device)
+        training.train(
+            config, whole, tokenizer, data, run, monitor, _Silent(), device=device, signals=Signals(), made_with={}
+        )
         _mark(_BETWEEN)
         measured.resident_bytes = _status("VmHWM") - resident_before
         steps = [line for line in run.metrics() if "loss" in line]

@@ -11,7 +11,7 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
-from finetune.errors import FinetuneError, OutOfMemoryError
+from finetune.errors import FinetuneError, OutOfMemoryError, Terminated
 
 INTERRUPTED = 130
 
@@ -280,6 +280,8 @@ def _run(work: Callable[[], None], debug: bool) -> None:
         _fail(
             f"out of memory: {message}; use a machine with more, or free some of this one", OutOfMemoryError.exit_code
         )
+    except Terminated as ended:
+        _fail(str(ended), Terminated.exit_code)
     except KeyboardInterrupt:
         _fail("interrupted; start the same command again to go on from the last checkpoint", INTERRUPTED)
 

@@ -22,6 +22,7 @@ import psutil
 import torch
 
 from finetune import libraries, weight_files
+from finetune.checkpoint import problems_of
 from finetune.config import Config, OptimizerSection
 from finetune.data import fingerprint
 from finetune.errors import ArtifactError, ConfigError, FinetuneError, MachineError
@@ -370,14 +371,6 @@ def _damaged(file: Path) -> bool:
         return any(not _is_line(line, "event", str) for line in file.read_bytes().split(b"\n")[:-1])
     except OSError:
         return True
-
-
-def problems_of(checkpoint: Path) -> list[str]:
-    """What is wrong with a checkpoint: weights that are missing, damaged or not finite."""
-    files = sorted(checkpoint.glob("*" + weight_files.SUFFIX))
-    if not files:
-        return [f"{checkpoint}: no {weight_files.SUFFIX} file"]
-    return [problem for file in files for problem in _problems_of_weights(file)]
 
 
 def _folder(folder: Path, check: Callable[[Path], None], remedy: str) -> Iterator[Finding]:

@@ -51,3 +51,16 @@ class ArtifactError(FinetuneError):
 
 class ForecastError(ArtifactError):
     """A model whose step cannot be forecast; it may train all the same."""
+
+
+class Terminated(SystemExit):
+    """SIGTERM ended the run, in good order. No Exception, so that no library takes it for a failure of its own."""
+
+    exit_code = 143
+
+    def __init__(self, message: str) -> None:
+        super().__init__(self.exit_code)
+        self.message = message
+
+    def __str__(self) -> str:
+        return self.message

@@ -6,6 +6,7 @@ weights. Each stage hands one value to the next and none reaches back.
 
 from __future__ import annotations
 
+import contextlib
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,37 +14,35 @@ from typing import Any
 
 import torch
 
-from finetune import libraries, planning
+from finetune import libraries, planning, resuming
+from finetune.checkpoint import set_aside
 from finetune.config import Config
 from finetune.data import fingerprint
 from finetune.data import prepare as data_prepare
 from finetune.environment import describe
-from finetune.errors import ConfigError, ForecastError, OutOfMemoryError
+from finetune.errors import ForecastError, MachineError, OutOfMemoryError, Terminated
 from finetune.export import merge as export_merge
 from finetune.memory import comparison, exhausted, inspect
 from finetune.memory import device as devices
 from finetune.memory.fit import NothingFits
 from finetune.memory.forecast import Forecast
 from finetune.memory.monitor import Monitor, meter_for
-from finetune.model import adapter, attention, checkpointing
+from finetune.model import adapter, attention, checkpointing, identity
 from finetune.model.base import base_dtype, load_architecture, load_base
 from finetune.model.generation import answer
 from finetune.model.tokenizer import load_tokenizer
 from finetune.report import page, plots
 from finetune.report.result import Result
 from finetune.report.terminal import Terminal
-from finetune.rundir import RunDirectory, checkpoint_step, write_json, write_lines
+from finetune.rundir import DISK_ERRORS, RunDirectory, checkpoint_step, not_written, write_json, write_lines
+from finetune.signals import Signals
 from finetune.training import run as training
-from finetune.training.arguments import check
+from finetune.training.arguments import check, first_process
 from finetune.training.evaluation import held_out_loss
 
 # Held-out questions answered before and after training: enough to see a difference, few enough to read.
 _QUESTIONS = 3
 _ANSWER_TOKENS = 96
-
-# What may change between two starts of a run: how far it goes, how it is watched, and what memory it takes.
-_MAY_CHANGE = ("training.max_steps", "training.epochs", "training.micro_batch", "training.eval_every",
-               "training.early_stopping", "memory.", "tracking.", "output.")  # fmt: skip
 
 
 def train(config: Config, *, fresh: bool = False, terminal: Terminal | None = None) -> Result:
@@ -57,31 +56,20 @@ def train(config: Config, *, fresh: bool = False, terminal: Terminal | None = No
     run = RunDirectory(config.output.dir or "runs/unnamed")
     run.refuse_links_out()
     if run.has_results and not fresh:
-        _refuse_changes(config, run)
+        resuming.refuse_changes(config, run)
         if run.finished and not _wants_more_steps(config, run):
             terminal.note(
                 f"{run.path} is finished. Go on: set training.max_steps above its {run.steps_done} steps; "
                 "start anew: --fresh (the old run is moved aside)"
             )
             return Result(run)
-    with terminal:
-        return _Training(config, run, terminal, fresh).go()
-
-
-def _refuse_changes(config: Config, run: RunDirectory) -> None:
-    """Raise ConfigError naming the keys in which `config` differs from the run's own, where that would mix two jobs."""
-    before, now = run.config().model_dump(), config.model_dump()
-    changed = [
-        f"{section}.{key} ({before[section][key]} → {value})"
-        for section, values in now.items()
-        for key, value in values.items()
-        if before[section][key] != value and not f"{section}.{key}".startswith(_MAY_CHANGE)
-    ]
-    if changed:
-        raise ConfigError(
-            f"{run.path} was started with another config: {', '.join(changed)}. Set another `output.dir`, or give "
-            "--fresh to start anew (the old run is moved aside)"
-        )
+    with terminal, Signals() as signals, contextlib.ExitStack() as held:
+        try:
+            return _Training(config, run, terminal, fresh, signals, held).go()
+        except OSError as error:
+            if error.errno not in DISK_ERRORS:
+                raise
+            raise MachineError(not_written(Path(error.filename or run.path), error)) from None
 
 
 def _wants_more_steps(config: Config, run: RunDirectory) -> bool:
@@ -90,15 +78,20 @@ def _wants_more_steps(config: Config, run: RunDirectory) -> bool:
 
 @dataclass
 class _Training:
-    """One start of a run: the stages of `go`, in order."""
+    """One start of a run: the stages of `go`, in order. `held` is given back at the end: the run directory's lock."""
 
     config: Config
     run: RunDirectory
     terminal: Terminal
     fresh: bool
+    signals: Signals
+    held: contextlib.ExitStack
+    locked: bool = False
 
     def go(self) -> Result:
         run, terminal = self.run, self.terminal
+        if run.exists:
+            self._lock()  # before anything that takes time
         config, device = self.config, this_device()
         check(config, device)
         tokenizer = load_tokenizer(config.model, config.data.chat_template)
@@ -107,7 +100,9 @@ class _Training:
         data = data_prepare.prepare(config.data, tokenizer)
         config, forecast = self._plan(architecture, device, data)
 
-        resume_from = self._open(config, forecast, describe(device))
+        environment = describe(device)
+        made_with = resuming.made_with(config, data, tokenizer, environment)
+        start = self._open(config, forecast, environment, made_with)
         write_lines(run.data_file, data.affected())
         terminal.opened(run.path, config, device, data, f"{implementation} ({reason})", forecast)
         monitor = Monitor(meter_for(device.type))
@@ -115,6 +110,8 @@ class _Training:
         with exhausted.told(config, run, monitor, device):
             with monitor.phase("load"):
                 base = _base(config, architecture, implementation, device)
+            made_with["base"] = identity.of_base(config.model)  # now it is on this machine
+            self._log_changes(start, made_with)
             monitor.take_step()  # loading is reported once, not with the first step
             self._ask_base(base, tokenizer)
             model = adapter.attach(base, config.adapter, config.model.name, config.training.seed, config.model.revision)
@@ -122,8 +119,9 @@ class _Training:
             terminal.built(model)
 
             outcome = training.train(
-                config, model, tokenizer, data, run, monitor, terminal, device=device, resume_from=resume_from
-            )
+                config, model, tokenizer, data, run, monitor, terminal, device=device, signals=self.signals,
+                made_with=made_with, resume_from=start.checkpoint,
+            )  # fmt: skip
             self._ask_again(model, tokenizer)
         terminal.answers(run)
         run.event("trained", step=outcome.steps, best_step=outcome.best_step, memory=monitor.run)
@@ -133,7 +131,7 @@ class _Training:
         if config.output.merge and config.adapter.kind == "lora":
             del base, model
             libraries.return_freed_memory()
-            merge(run, terminal=terminal)
+            _merge(run, terminal)
         run.event("finished", step=outcome.steps, best_step=outcome.best_step)
         report(run)
         terminal.finished(run)
@@ -169,25 +167,57 @@ class _Training:
             self.terminal.note(told)
         return config, forecast
 
-    def _open(self, config: Config, forecast: Forecast | None, environment: dict[str, Any]) -> Path | None:
-        """Make or reopen the run directory; the checkpoint to resume from, if there is one."""
-        if self.fresh and self.run.exists:
-            self.terminal.note(f"the earlier run is now {self.run.move_aside()}")
-        checkpoints = self.run.complete_checkpoints()
-        self.run.create(config)
+    def _lock(self) -> None:
+        """Keep other processes out of the run directory. Raises MachineError where one is in it."""
+        if first_process() and not self.locked:
+            self.held.enter_context(self.run.locked())
+            self.held.push(self._note_signal)
+            self.locked = True
+
+    def _unlock(self) -> None:
+        self.held.close()
+        self.locked = False
+
+    def _note_signal(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
+        if isinstance(error, (Terminated, KeyboardInterrupt)):
+            name = "interrupted" if isinstance(error, KeyboardInterrupt) else "terminated"
+            self.run.event(name, step=max(self.run.saved_steps, default=0))
+
+    def _open(
+        self, config: Config, forecast: Forecast | None, environment: dict[str, Any], made_with: dict[str, Any]
+    ) -> resuming.Start:
+        """Make or reopen the run directory; where training starts."""
+        run = self.run
+        if self.fresh and run.exists:
+            self._unlock()
+            self.terminal.note(f"the earlier run is now {run.move_aside()}")
+        run.claim()
+        self._lock()
+        start = resuming.find(run)
+        resuming.compare(run, start, made_with)
+        run.create(config)
+        run.remove_leftovers()
         if forecast:
-            write_json(self.run.forecast_file, comparison.as_dict(forecast, {}))
-        write_json(self.run.environment_file, {"seed": self.config.training.seed, **environment})
-        if not checkpoints:
-            self.run.forget_metrics_after(-1)
-            self.run.answers_file.unlink(missing_ok=True)
-            self.run.event("started", seed=self.config.training.seed)
-            return None
-        newest = checkpoints[-1]
-        self.run.forget_metrics_after(checkpoint_step(newest))
-        self.run.event("resumed", step=checkpoint_step(newest), checkpoint=newest.name)
-        self.terminal.note(f"resuming from {newest}")
-        return newest
+            write_json(run.forecast_file, comparison.as_dict(forecast, {}))
+        write_json(run.environment_file, {"seed": self.config.training.seed, **environment})
+        run.forget_metrics_after(start.step)
+        if not start.checkpoint:
+            run.answers_file.unlink(missing_ok=True)
+            run.event("started", seed=self.config.training.seed)
+            return start
+        for damaged, problems in start.damaged.items():
+            aside = set_aside(damaged)
+            run.event("checkpoint_damaged", step=checkpoint_step(damaged), moved_to=aside.name, problems=problems)
+            self.terminal.note(f"{damaged.name} cannot be used ({'; '.join(problems)}); it is now {aside.name}")
+        run.event("resumed", step=start.step, checkpoint=start.checkpoint.name)
+        why = "the newest whole checkpoint" if start.damaged else "the last checkpoint"
+        self.terminal.note(f"resuming from {start.checkpoint}, {why}")
+        return start
+
+    def _log_changes(self, start: resuming.Start, made_with: dict[str, Any]) -> None:
+        """Write down what changed since the checkpoint was made; raises ConfigError for another base."""
+        if changes := resuming.compare(self.run, start, made_with):
+            self.run.event("changed", **changes)
 
     def _ask_base(self, base: Any, tokenizer: Any) -> None:
         """The base's answers to the first held-out questions, once a run; random weights have nothing to say."""
@@ -226,12 +256,16 @@ def report(run: RunDirectory) -> Path:
 def merge(run: RunDirectory, *, terminal: Terminal | None = None) -> dict[str, Any]:
     """Merge the adapter into the unquantized base and publish `merged/` once its logits are proven equal.
 
-    Returns the comparison. Raises ArtifactError when the merged model differs by more than the stated bound.
+    Returns the comparison. Raises ArtifactError when the merged model differs by more than the stated bound,
+    MachineError where a process trains in the run directory.
     """
     libraries.quiet()
-    terminal = terminal or Terminal()
-    with exhausted.told_of_merge(run):
-        proof = export_merge.merge(run, this_device())
+    with run.locked(), Signals(), exhausted.told_of_merge(run):
+        return _merge(run, terminal or Terminal())
+
+
+def _merge(run: RunDirectory, terminal: Terminal) -> dict[str, Any]:
+    proof = export_merge.merge(run, this_device())
     run.event("merged", **proof)
     terminal.merged(run, proof)
     return proof

@@ -1,12 +1,15 @@
 """The run directory: where everything of a run stands, and how it is written so that nothing looks finished early.
 
 Small files are replaced whole (write, fsync, rename); `metrics.jsonl` and `events.jsonl` only grow. A run is
-finished when its last event says so; a directory that a stage writes (`adapter/`, `merged/`) appears by rename.
+finished when its last event says so; a directory that a stage writes (`adapter/`, `merged/`) appears by rename. One
+process at a time trains in it, and only its user can read it.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
+import fcntl
 import json
 import os
 import re
@@ -21,6 +24,7 @@ from finetune.errors import ArtifactError, MachineError
 
 _CHECKPOINT = "step-"
 _PARTIAL = ".incomplete"
+_REPLACED = ".replaced"
 
 
 class RunDirectory:
@@ -35,6 +39,7 @@ class RunDirectory:
         self.events_file = self.path / "events.jsonl"
         self.data_file = self.path / "data.jsonl"
         self.answers_file = self.path / "answers.json"
+        self.lock_file = self.path / "lock"
         self.checkpoints = self.path / "checkpoints"
         self.adapter = self.path / "adapter"
         self.merged = self.path / "merged"
@@ -61,16 +66,24 @@ class RunDirectory:
                     raise ArtifactError(f"{path}: a link that leads out of {self.path}; put there what it points to")
 
     def create(self, config: Config) -> None:
-        """Make the directory and save the resolved config.
+        """Make the directory and save the resolved config. Raises MachineError, as `claim` does."""
+        self.claim()
+        try:
+            write_text(self.config_file, dump(config))
+        except OSError as error:
+            raise MachineError(not_written(self.config_file, error)) from None
+
+    def claim(self) -> None:
+        """Make the directory, and mark it as a run's.
 
         Raises MachineError where it cannot be written, or holds files that are not a run's.
         """
         if not self.events_file.exists() and self.path.is_dir() and any(self.path.iterdir()):
             raise MachineError(f"{self.path}: not empty, and not a run; set `output.dir` to a folder of its own")
         try:
-            self.path.mkdir(mode=0o700, parents=True, exist_ok=True)  # private to the user, with all that is in it
-            self.events_file.touch()  # marks the folder as a run's from the first moment
-            write_text(self.config_file, dump(config))
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self.path.mkdir(mode=0o700, exist_ok=True)
+            self.events_file.touch()
         except OSError as error:
             raise MachineError(f"{self.path}: cannot be written: {error.strerror}; set `output.dir`") from None
 
@@ -83,6 +96,30 @@ class RunDirectory:
     def config(self) -> Config:
         """The resolved config this run was started with."""
         return load(self.config_file)
+
+    @contextlib.contextmanager
+    def locked(self) -> Iterator[None]:
+        """Keep other processes from training here; released by the kernel however this one ends.
+
+        Raises MachineError, naming the process, where another one does.
+        """
+        with open(self.lock_file, "a+", encoding="utf-8") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                file.seek(0)
+                raise MachineError(
+                    f"{self.path} is in use by process {file.read().strip()}: wait for its end or stop it, or set "
+                    "another `output.dir`"
+                ) from None
+            except OSError as error:
+                # Some network file systems have no locks; a run there is worth more than the guard.
+                if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
+                    raise
+            file.truncate(0)
+            file.write(f"{os.getpid()}\n")
+            file.flush()
+            yield
 
     # -- lines that grow -------------------------------------------------------------------------------------------
 
@@ -115,9 +152,22 @@ class RunDirectory:
         return max((event["step"] for event in self.events() if event["event"] == "trained"), default=0)
 
     @property
+    def saved_steps(self) -> list[int]:
+        """Steps of the checkpoints that were written since the run was started from nothing."""
+        steps: list[int] = []
+        for event in self.events():
+            if event["event"] == "started":
+                steps.clear()
+            elif event["event"] == "saved":
+                steps.append(event["step"])
+        return steps
+
+    @property
     def has_results(self) -> bool:
         """Whether anything was trained here that another start would go on from or stand beside."""
-        return self.exists and bool(self.complete_checkpoints() or self.adapter.exists() or self.merged.exists())
+        return self.exists and bool(
+            self.complete_checkpoints() or self.saved_steps or self.adapter.exists() or self.merged.exists()
+        )
 
     @property
     def exists(self) -> bool:
@@ -133,6 +183,14 @@ class RunDirectory:
         """Checkpoints that were published, oldest first. Half-written ones carry another suffix."""
         found = self.checkpoints.glob(f"{_CHECKPOINT}*") if self.checkpoints.is_dir() else []
         return sorted(path for path in found if path.is_dir() and re.fullmatch(r"step-\d{8,}", path.name))
+
+    def remove_leftovers(self) -> None:
+        """Remove what a kill left half-written, and put back what it left half-replaced."""
+        for folder in (self.path, self.checkpoints):
+            for replaced in folder.glob("*" + _REPLACED):
+                _put_back(replaced.with_suffix(""))
+            for partial in folder.glob("*" + _PARTIAL):
+                _remove(partial)
 
     # -- starting over ---------------------------------------------------------------------------------------------
 
@@ -156,19 +214,26 @@ def checkpoint_step(path: Path) -> int:
 def staged(target: Path) -> Iterator[Path]:
     """Write a directory under a temporary name and publish it by rename when the block ends without an error.
 
-    An earlier `target` is replaced only then. Files are fsynced before the rename, so that the name never points
-    to less than what was written.
+    An earlier `target` is replaced only then. Files and directory are fsynced before the rename, so that the name never
+    points to less than what was written.
     """
+    _put_back(target)
     partial = target.with_name(target.name + _PARTIAL)
-    shutil.rmtree(partial, ignore_errors=True)
+    _remove(partial)
     partial.mkdir(parents=True)
-    yield partial
-    for file in partial.rglob("*"):
-        if file.is_file():
-            _fsync(file)
-    replaced = target.with_name(target.name + ".replaced")
+    try:
+        yield partial
+        for path in (*partial.rglob("*"), partial):
+            _fsync(path)
+        _publish(partial, target)
+    except BaseException:
+        _remove(partial)  # a full disk needs the room for the line that says so
+        raise
+
+
+def _publish(partial: Path, target: Path) -> None:
+    replaced = target.with_name(target.name + _REPLACED)
     if target.exists():
-        shutil.rmtree(replaced, ignore_errors=True)
         target.rename(replaced)
     try:
         partial.rename(target)
@@ -177,7 +242,31 @@ def staged(target: Path) -> Iterator[Path]:
             replaced.rename(target)
         raise
     _fsync(target.parent)
-    shutil.rmtree(replaced, ignore_errors=True)
+    _remove(replaced)
+
+
+def _put_back(target: Path) -> None:
+    """Undo or finish a replacement of `target` that was cut short between its two renames."""
+    replaced = target.with_name(target.name + _REPLACED)
+    if replaced.exists():
+        if target.exists():
+            _remove(replaced)
+        else:
+            replaced.rename(target)
+
+
+def dispose(folder: Path) -> None:
+    """Remove a directory so that a kill on the way leaves no half of it under its name."""
+    partial = folder.with_name(folder.name + _PARTIAL)
+    _remove(partial)
+    _remove(folder.rename(partial))
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def write_text(path: Path, text: str) -> None:
@@ -200,12 +289,33 @@ def write_lines(path: Path, values: Iterable[dict[str, Any]]) -> None:
 
 
 def append_line(path: Path, value: dict[str, Any]) -> None:
-    with open(path, "a+b") as file:
-        torn = ""
-        if file.tell():
-            file.seek(-1, os.SEEK_END)
-            torn = "\n" if file.read(1) != b"\n" else ""
-        file.write((torn + json.dumps(value) + "\n").encode())
+    """Add one line. Raises MachineError where the disk does not take it."""
+    try:
+        with open(path, "a+b") as file:
+            torn = ""
+            if file.tell():
+                file.seek(-1, os.SEEK_END)
+                torn = "\n" if file.read(1) != b"\n" else ""
+            file.write((torn + json.dumps(value) + "\n").encode())
+    except OSError as error:
+        raise MachineError(not_written(path, error)) from None
+
+
+DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS, errno.EACCES, errno.EPERM)
+"""What a disk says that is full, failing, or not ours to write."""
+
+
+def not_written(path: Path, error: Exception) -> str:
+    """What a person is told of a write that failed: the file, why, the room left, and what to do."""
+    try:
+        free = f"{shutil.disk_usage(path.parent).free:,} bytes are free"
+    except OSError:
+        free = "its directory is gone"
+    why = getattr(error, "strerror", None) or error
+    return (
+        f"{path} could not be written: {why}; {free}. What was saved before is untouched: make room, or set "
+        "`output.dir` to another disk, and start the same command again"
+    )
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 
 from finetune import libraries, template
 from finetune.config import Config, ModelSection, QuantizationSection
@@ -78,10 +79,10 @@ def merge(run: RunDirectory, device: torch.device) -> dict[str, Any]:
             }
             write_json(folder / "merge.json", {**record, "environment": describe(device)})
             (folder / "README.md").write_text(model_card(config, record), encoding="utf-8")
-    except OSError as error:
+    except (OSError, SafetensorError) as error:  # safetensors 0.8 makes its own of a full disk
         raise MachineError(
-            f"{run.merged}: the merged model could not be written: {error.strerror or error}; the adapter is safe in "
-            f"{run.adapter}. Make room and run `finetune merge {run.path}` again"
+            f"{run.merged}: the merged model could not be written: {getattr(error, 'strerror', None) or error}; the "
+            f"adapter is safe in {run.adapter}. Make room and run `finetune merge {run.path}` again"
         ) from None
     return record
 

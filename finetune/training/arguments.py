@@ -42,6 +42,11 @@ def processes() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
+def first_process() -> bool:
+    """Whether this process is the one that writes the run directory."""
+    return os.environ.get("RANK", "0") == "0"
+
+
 def arguments(config: Config, run: RunDirectory, *, evaluates: bool, resuming: bool, device: torch.device) -> SFTConfig:
     """The SFTConfig that `config`, which passed `check`, stands for."""
     training, optimizer = config.training, config.optimizer

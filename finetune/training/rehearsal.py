@@ -27,6 +27,7 @@ from finetune.memory.unroll import NotAlike, Shortened, shorten, unroll, whole
 from finetune.model import adapter, checkpointing, depth, fake
 from finetune.model.base import base_dtype, remote_code, weightless_base
 from finetune.rundir import RunDirectory
+from finetune.signals import Signals
 from finetune.training import optimizers, stand_ins
 from finetune.training.arguments import arguments
 from finetune.training.collator import Inputs, MicroBatches
@@ -152,7 +153,8 @@ class _Rehearsal:
             run=RunDirectory(folder),
             monitor=TracedMonitor(self.recorder),
             listener=cast(Any, None),  # nothing is trained, and nobody told
-            keep=2,
+            saver=cast(Any, None),
+            signals=Signals(),
             save_best=False,
             loss_tokens=self._config.memory.loss_tokens,
         )

@@ -2,24 +2,31 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import TrainerState
+from safetensors import SafetensorError
+from transformers import EarlyStoppingCallback, TrainerState
+from transformers.trainer import TRAINER_STATE_NAME
 
+from finetune.checkpoint import read_json
 from finetune.config import Config
 from finetune.data import fingerprint
 from finetune.data.batching import MicroBatching, RowOrder
 from finetune.data.prepare import Prepared
+from finetune.errors import FinetuneError, MachineError
 from finetune.memory import inspect
 from finetune.memory.monitor import Monitor
 from finetune.model import packing
-from finetune.rundir import RunDirectory, staged
+from finetune.rundir import RunDirectory, not_written, staged
+from finetune.signals import Signals
 from finetune.training import optimizers
 from finetune.training.arguments import arguments
+from finetune.training.checkpoints import Saver
 from finetune.training.collator import MicroBatches
 from finetune.training.recorder import Listener
 from finetune.training.trainer import Trainer, save_weights
@@ -43,24 +50,44 @@ def train(
     listener: Listener,
     *,
     device: torch.device,
+    signals: Signals,
+    made_with: dict[str, Any],
     resume_from: Path | None = None,
 ) -> Outcome:
     """Run the optimizer steps and write `adapter/` (or `merged/`, where every weight was trained).
 
-    Raises NumbersError for a loss that is not finite, MachineError when a checkpoint cannot be written.
+    `made_with` is what checkpoints remember of their origin; `resume_from` is a whole one. Raises NumbersError for a
+    loss that is not finite, MachineError when a checkpoint cannot be written, ArtifactError when one does not fit, and
+    Terminated or KeyboardInterrupt after the save that a signal asked for.
     """
     if config.data.packing:
         packing.prove(model)
-    trainer = _trainer(config, model, tokenizer, data, run, monitor, listener, device, resuming=bool(resume_from))
+    saver = Saver(run, config.output.keep, made_with, verified=[resume_from] if resume_from else [])
+    trainer = _trainer(
+        config, model, tokenizer, data, run, monitor, listener, device, saver, signals, resuming=bool(resume_from)
+    )
     initial = _keep_initial_adapter(config, model, run)
     if not (resume_from and _was_the_last(config, trainer, resume_from)):
-        trainer.train(resume_from_checkpoint=str(resume_from) if resume_from else None)
+        _run_steps(trainer, resume_from)
     if config.output.best and (best := trainer.best_checkpoint()):
         trainer.load_weights(best)
         run.event("best_loaded", step=trainer.state.best_global_step)
     _publish(config, trainer.model, tokenizer, run, initial)
     state = trainer.state
     return Outcome(state.global_step, state.best_global_step or None)
+
+
+def _run_steps(trainer: Trainer, resume_from: Path | None) -> None:
+    """Train to the end, or to the end of the step in which a signal came; the last save is awaited either way."""
+    try:
+        with trainer.signals.waiting():
+            trainer.train(resume_from_checkpoint=str(resume_from) if resume_from else None)
+            trainer.saver.wait()
+    except BaseException:
+        with contextlib.suppress(FinetuneError):  # the first error is the one to tell
+            trainer.saver.wait()
+        raise
+    trainer.signals.end(f"step {trainer.state.global_step} is saved in {trainer.run.checkpoints}")
 
 
 def _trainer(
@@ -72,6 +99,8 @@ def _trainer(
     monitor: Monitor,
     listener: Listener,
     device: torch.device,
+    saver: Saver,
+    signals: Signals,
     *,
     resuming: bool,
 ) -> Trainer:
@@ -93,7 +122,8 @@ def _trainer(
         run=run,
         monitor=monitor,
         listener=listener,
-        keep=config.output.keep,
+        saver=saver,
+        signals=signals,
         save_best=config.output.best,
         loss_tokens=config.memory.loss_tokens,
         profiler=inspect.profiler(config.memory.profile_steps, run.profile, device),
@@ -102,22 +132,28 @@ def _trainer(
 
 def _early_stopping(patience: int | None) -> list[Any]:
     """transformers' callback for `training.early_stopping`, or nothing."""
-    from transformers import EarlyStoppingCallback
-
     return [EarlyStoppingCallback(early_stopping_patience=patience)] if patience else []
 
 
 def _was_the_last(config: Config, trainer: Trainer, checkpoint: Path) -> bool:
     """Whether nothing is left to train after `checkpoint`; its weights and state are then taken as they are.
 
-    transformers would train one step over the end when that lies within an epoch.
+    transformers would train one step over the end when that lies within an epoch, and an evaluation's interval over
+    where early stopping ended.
     """
-    state = TrainerState.load_from_json(str(checkpoint / "trainer_state.json"))
-    if state.global_step < (config.training.max_steps or state.max_steps):
+    state = TrainerState(**read_json(checkpoint, TRAINER_STATE_NAME))
+    patience = config.training.early_stopping
+    stopped_early = patience and _evaluations_without_gain(state) >= patience
+    if state.global_step < (config.training.max_steps or state.max_steps) and not stopped_early:
         return False
     trainer.load_weights(checkpoint)
     trainer.state = state
     return True
+
+
+def _evaluations_without_gain(state: TrainerState) -> int:
+    counted = state.stateful_callbacks.get(EarlyStoppingCallback.__name__, {})
+    return counted.get("attributes", {}).get("early_stopping_patience_counter", 0)
 
 
 def _keep_initial_adapter(config: Config, model: Any, run: RunDirectory) -> Path | None:
@@ -133,12 +169,15 @@ def _keep_initial_adapter(config: Config, model: Any, run: RunDirectory) -> Path
 def _publish(config: Config, model: Any, tokenizer: Any, run: RunDirectory, initial: Path | None) -> None:
     """Write the trained weights where other tools look for them; the directory appears when it is whole."""
     target = run.merged if config.adapter.kind == "none" else run.adapter
-    with staged(target) as folder:
-        if initial:
-            # W = residual + B0 A0, so the update on W is BA - B0 A0: an adapter of twice the rank (PiSSA, section 3.3).
-            save_weights(model, folder, path_initial_model_for_weight_conversion=str(initial))
-        else:
-            save_weights(model, folder)
-        fingerprint.save(tokenizer, folder)
+    try:
+        with staged(target) as folder:
+            if initial:
+                # W = residual + B0 A0, so the update on W is BA - B0 A0: an adapter of twice the rank (PiSSA, 3.3).
+                save_weights(model, folder, path_initial_model_for_weight_conversion=str(initial))
+            else:
+                save_weights(model, folder)
+            fingerprint.save(tokenizer, folder)
+    except SafetensorError as error:  # what safetensors 0.8 makes of a full disk
+        raise MachineError(not_written(target, error)) from None
     if initial:
         shutil.rmtree(initial)

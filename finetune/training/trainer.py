@@ -9,27 +9,40 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-import shutil
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.utils import gather_object, reduce
 from bitsandbytes.optim import GlobalOptimManager
 from bitsandbytes.optim.optimizer import Optimizer8bit
+from transformers import TrainerCallback
+from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import EvalLoopOutput
 from trl import SFTTrainer
 from trl.kernels import chunked_logprob
 
+from finetune.checkpoint import problems_of
 from finetune.config import AdapterSection
 from finetune.data.batching import RowOrder
-from finetune.errors import FinetuneError, MachineError
+from finetune.errors import FinetuneError, Terminated
 from finetune.memory.exhausted import is_out_of_memory
 from finetune.memory.monitor import LeakWatch, Monitor, Peak
 from finetune.model.adapter import set_trained_dtype
-from finetune.rundir import RunDirectory, checkpoint_step, staged
+from finetune.rundir import RunDirectory
+from finetune.signals import Signals
 from finetune.training import healing, worst_first
+from finetune.training.checkpoints import (
+    Saver,
+    random_state,
+    restore,
+    restore_random,
+    restore_random_state,
+    restore_weights,
+    snapshot,
+)
 from finetune.training.collator import Inputs, MicroBatches
 from finetune.training.evaluation import DoesNotFit, summed_loss
 from finetune.training.recorder import Listener, StepCounts, StepRecorder
@@ -39,7 +52,7 @@ class Trainer(SFTTrainer):
     """SFTTrainer that measures the memory of each phase and writes the run directory.
 
     `order` gives the training rows' order and `collator` the micro-batches of a step; `run`, `monitor` and `listener`
-    receive what happens.
+    receive what happens; `saver` writes the checkpoints, and `signals` may ask for one, or for the end.
     """
 
     def __init__(
@@ -51,7 +64,8 @@ class Trainer(SFTTrainer):
         run: RunDirectory,
         monitor: Monitor,
         listener: Listener,
-        keep: int,
+        saver: Saver,
+        signals: Signals,
         save_best: bool,
         loss_tokens: int,
         profiler: Any | None = None,
@@ -61,7 +75,8 @@ class Trainer(SFTTrainer):
         self.run = run
         self.monitor = monitor
         self.listener = listener
-        self.keep = keep
+        self.saver = saver
+        self.signals = signals
         self.save_best = save_best
         self.step_counts = StepCounts()
         self.leaks = LeakWatch()
@@ -75,6 +90,8 @@ class Trainer(SFTTrainer):
             callback for callback in self.callback_handler.callbacks if type(callback).__name__ != "PrinterCallback"
         ]
         self.add_callback(StepRecorder(self, profiler))
+        self.stop_and_save = StopAndSave(self)
+        self.add_callback(self.stop_and_save)
 
     def _move_model_to_device(self, model: Any, device: torch.device) -> None:
         """Nothing: the weights were made where they belong."""
@@ -144,10 +161,12 @@ class Trainer(SFTTrainer):
         start.restore()
         if self.args.device.type == "cpu":  # elsewhere it stays, for the allocator's snapshot; saving needs the host's
             healing.release(error)
-        if step == 0 or self.run.checkpoint(step) in self.run.complete_checkpoints():
-            return
         try:
+            self.saver.wait()
+            if step == 0 or self.run.checkpoint(step) in self.run.complete_checkpoints():
+                return
             self._save_checkpoint(self.model, None)
+            self.saver.wait()
         except (FinetuneError, MemoryError, RuntimeError) as unsaved:
             error.add_note(f"Step {step} could not be saved: {unsaved}.")
         else:
@@ -281,8 +300,23 @@ class Trainer(SFTTrainer):
 
     # -- checkpoints -----------------------------------------------------------------------------------------------
 
-    def _determine_best_metric(self, metrics: dict[str, float], trial: Any) -> bool:
-        if not metrics:  # the evaluation was skipped
+    def _evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float] | None:
+        """transformers' evaluation; None where a signal cut it short: then a resume makes up for it."""
+        before = random_state()
+        try:
+            with self.signals.waiting(False):
+                self.signals.end()
+                return super()._evaluate(*args, **kwargs)
+        except (Terminated, KeyboardInterrupt):
+            if not self.state.global_step or self.signals.name is None:
+                raise
+            restore_random_state(before)
+            self.stop_and_save.owes_evaluation = True
+            self.control.should_save = self.control.should_training_stop = True
+            return None
+
+    def _determine_best_metric(self, metrics: dict[str, float] | None, trial: Any) -> bool:
+        if not metrics:  # the evaluation was skipped, or cut short
             return False
         best = super()._determine_best_metric(metrics, trial)
         if best and self.save_best:
@@ -290,46 +324,37 @@ class Trainer(SFTTrainer):
         return best
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        step = self.state.global_step
+        """Copy the state to the host; it is written, verified and published while training goes on."""
+        self.saver.wait()
         started = time.perf_counter()
         self.monitor.enter("save")
         try:
-            with staged(self.run.checkpoint(step)) as folder:
-                save_weights(self.model, folder)
-                self._save_optimizer_and_scheduler(str(folder))
-                self._save_scaler(str(folder))
-                self._save_rng_state(str(folder))
-                self._export_callback_state()
-                self.state.save_to_json(str(folder / "trainer_state.json"))
-        except OSError as error:
-            raise MachineError(
-                f"checkpoint at step {step} could not be written to {self.run.checkpoints}: {error.strerror or error}; "
-                "earlier checkpoints are untouched"
-            ) from None
+            several = self.args.world_size > 1
+            random_states = gather_object([random_state()]) if several else [random_state()]
+            self._export_callback_state()
+            contents = snapshot(self, self.saver.made_with, random_states)
         finally:
             peak = self.monitor.leave()
-        seconds = round(time.perf_counter() - started, 3)
         self.monitor.take("save")
-        self.run.event("saved", step=step, seconds=seconds, memory=peak)
-        self._prune()
+        if self.args.should_save:
+            self.saver.start(contents, self.state.best_global_step, time.perf_counter() - started, peak)
         self.step_counts.restart_clock()
 
     def _export_callback_state(self) -> None:
         """Put counters such as early stopping's into the state that is saved (as Trainer._save_checkpoint does)."""
-        from transformers.trainer_callback import ExportableState
+        for callback in self._stateful_callbacks():
+            self.state.stateful_callbacks[type(callback).__name__] = callback.state()
 
-        for callback in [*self.callback_handler.callbacks, self.control]:
-            if isinstance(callback, ExportableState):
-                self.state.stateful_callbacks[type(callback).__name__] = callback.state()
+    def _load_callback_state(self) -> None:
+        """Counters go on where they stood; what the config says of them may have changed, and holds."""
+        for callback in self._stateful_callbacks():
+            stored = self.state.stateful_callbacks.get(type(callback).__name__, {})
+            for name, value in stored.get("attributes", {}).items():
+                if hasattr(callback, name):
+                    setattr(callback, name, value)
 
-    def _prune(self) -> None:
-        """Remove the oldest checkpoints over `keep`, never the best one and never the newest."""
-        checkpoints = self.run.complete_checkpoints()
-        for path in checkpoints[:-1]:
-            if len(self.run.complete_checkpoints()) <= self.keep:
-                break
-            if checkpoint_step(path) != self.state.best_global_step:
-                shutil.rmtree(path)
+    def _stateful_callbacks(self) -> list[Any]:
+        return [callback for callback in self.callback_handler.callbacks if isinstance(callback, ExportableState)]
 
     def best_checkpoint(self) -> Path | None:
         """The checkpoint of the best evaluation, where it is on disk and not simply the last one."""
@@ -337,11 +362,60 @@ class Trainer(SFTTrainer):
         if not best or best == self.state.global_step:
             return None
         path = self.run.checkpoint(best)
-        return path if path.is_dir() else None
+        if not path.is_dir():
+            return None
+        if problems := problems_of(path):
+            self.run.event("best_damaged", step=best, problems=problems)
+            self.listener.note(
+                f"{path}, the best, cannot be used ({'; '.join(problems)}); the last is exported instead"
+            )
+            return None
+        return path
 
-    def load_weights(self, checkpoint: Path) -> None:
+    def load_weights(self, folder: Path) -> None:
         """Put a checkpoint's trained weights into the model."""
-        self._load_from_checkpoint(str(checkpoint))
+        restore_weights(self.model, folder)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        restore_weights(self.model, Path(resume_from_checkpoint))
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint:
+            restore(self, Path(checkpoint))
+
+    def _load_scaler(self, checkpoint: str | None) -> None:
+        """Nothing: it came with the optimizer."""
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        if checkpoint:
+            restore_random(Path(checkpoint), self.args.process_index)
+        if self.stop_and_save.owes_evaluation:
+            self.stop_and_save.owes_evaluation = False
+            self._determine_best_metric(self._evaluate(None, None), None)
+
+
+class StopAndSave(TrainerCallback, ExportableState):
+    """Before an update: the save under way is over, or raises. After it: a save or an end that a signal asked for."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self.trainer = trainer
+        self.owes_evaluation = False
+
+    def state(self) -> dict[str, Any]:
+        return {"args": {}, "attributes": {"owes_evaluation": self.owes_evaluation}}
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        # A save has the time of a forward and backward pass; were it longer, a kill could cost more than one interval.
+        self.trainer.saver.wait()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        signals = self.trainer.signals
+        save, stop = signals.take_save(), signals.name is not None
+        if args.world_size > 1:  # every process must leave the loop at the same step
+            asked = reduce(torch.tensor([save, stop], dtype=torch.int64, device=args.device), "sum").tolist()
+            save, stop = bool(asked[0]), bool(asked[1])
+        control.should_save |= save or stop
+        control.should_training_stop |= stop
 
 
 def save_weights(model: Any, folder: Path, **arguments: Any) -> None:

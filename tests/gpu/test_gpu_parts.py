@@ -15,7 +15,7 @@ from finetune.data.batching import MicroBatching
 from finetune.model import adapter, attention, checkpointing, packing
 from finetune.model.base import load_architecture, load_base, random_base
 from finetune.model.quantization import bitsandbytes_config
-from finetune.training import optimizers
+from finetune.training import checkpoints, optimizers
 from finetune.training.collator import MicroBatches
 
 pytestmark = pytest.mark.gpu
@@ -240,3 +240,35 @@ def sum_of_sizes(architecture: Any) -> int:
 
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(architecture).num_parameters()
+
+
+def test_row_17_a_paged_state_comes_back_bit_for_bit_and_paged(device: torch.device) -> None:
+    """And takes no more of the card's memory than before."""
+    section = OptimizerSection(kind="paged_adamw_8bit")
+    name, _ = optimizers.choose(section, device.type)
+
+    def made() -> tuple[nn.Parameter, Any]:
+        weight = nn.Parameter(torch.ones(PAGED_ELEMENTS * 2, device=device))
+        kind, arguments = optimizers.build(name, section, 1e-3)
+        return weight, kind([weight], **arguments)
+
+    def step(weight: nn.Parameter, optimizer: Any) -> None:
+        weight.grad = torch.linspace(-1, 1, weight.numel(), device=device)
+        optimizer.step()
+
+    weight, optimizer = made()
+    step(weight, optimizer)
+    described, live = checkpoints.optimizer_state(optimizer)
+    stored = {key: tensor.to("cpu", copy=True) for key, tensor in live.items()}
+    other, again = made()
+    other.data.copy_(weight.data)
+    checkpoints.restore_optimizer(again, described, stored)
+    for key, value in optimizer.state[weight].items():
+        restored = again.state[other][key]
+        if isinstance(value, torch.Tensor):
+            assert torch.equal(restored, value)
+            assert getattr(restored, "is_paged", False) == getattr(value, "is_paged", False)
+            assert restored.device == value.device
+    step(weight, optimizer)
+    step(other, again)
+    assert torch.equal(weight, other)

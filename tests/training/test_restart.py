@@ -39,6 +39,23 @@ def test_a_run_killed_after_its_last_step_is_only_exported(quick, evaluation: li
     assert all(torch.equal(expected[name], found[name]) for name in expected)
 
 
+def test_a_run_killed_after_it_stopped_early_is_only_exported(quick) -> None:
+    """Its count of evaluations without a gain comes back with the checkpoint."""
+    config = quick(
+        "training.max_steps=40", "training.eval_every=1", "training.early_stopping=2", "training.learning_rate=0.5",
+        "training.schedule=constant", "optimizer.kind=adamw_torch_fused", "output.save_every=1", "output.best=false",
+        "quantization.kind=none", "adapter.targets=[q_proj]",
+    )  # fmt: skip
+    run = finetune.train(config).run
+    expected, lines = weights(run), run.metrics_file.read_text()
+    assert run.steps_done < 40, "the job was meant to stop early"
+    forget_the_end(run)
+    finetune.train(config)
+    assert run.metrics_file.read_text() == lines
+    found = weights(run)
+    assert all(torch.equal(expected[name], found[name]) for name in expected)
+
+
 def test_more_steps_continue_a_finished_run(quick) -> None:
     run = finetune.train(quick("training.max_steps=3", "data.eval=none", "training.eval_every=null")).run
     finetune.train(quick("training.max_steps=5", "data.eval=none", "training.eval_every=null"))

@@ -1,0 +1,113 @@
+"""What a checkpoint costs the training, beside writing the same bytes to the same disk.
+
+A job with a large adapter on the built-in base trains on the CPU and saves every few steps. Of each save are taken:
+
+- held: how long the training thread stood still, for the copy of the state, and before the next update where the save
+  was not over yet. This is the verdict: at most 1.1 of the raw time.
+- whole: from the copy to the published checkpoint: hashed, written, fsynced, read back and renamed.
+- raw: files of the same sizes written and fsynced one after the other, with nothing else; just after the job, in turn.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import harness
+
+BOUND = 1.1
+"""Largest time that training is held, over the raw time."""
+
+_JOB = """
+import sys, time
+from pathlib import Path
+import torch
+torch.set_num_threads(1)
+from finetune import recipe
+from finetune.settings import load_config
+from finetune.training.checkpoints import Saver
+
+recipe._ANSWER_TOKENS = 1
+waited = []
+wait = Saver.wait
+
+def timed(self):
+    started = time.perf_counter()
+    wait(self)
+    waited.append(round(time.perf_counter() - started, 4))
+
+Saver.wait = timed
+result = recipe.train(load_config("configs/tiny_cpu.yaml", sys.argv[1:]))
+result.run.event("waited", seconds=waited)
+"""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rank", type=int, default=2048)
+    parser.add_argument("--saves", type=int, default=8)
+    parser.add_argument("--folder", type=Path, help="on the disk to measure; by default the one of temporary files")
+    parser.add_argument("--output", type=Path, default=harness.RESULTS / "saving.json")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory(dir=options.folder) as temporary:
+        folder = Path(temporary)
+        run = folder / "run"
+        harness.succeeded(harness.python("-c", _JOB, *job(run, options.rank, options.saves), threads=1))
+        saved = [line for line in harness.read_lines(run / "events.jsonl") if line["event"] == "saved"]
+        waited = harness.event(run, "waited")["seconds"]
+        newest = max((run / "checkpoints").glob("step-*"))
+        sizes = [file.stat().st_size for file in newest.iterdir()]
+        contents = [os.urandom(size) for size in sizes]
+        raw = [write(folder / "raw", contents) for _ in range(options.saves)]
+    # All waiting together is shared out: which save an update waited for is not noted.
+    held = statistics.median(line["held_seconds"] for line in saved) + sum(waited) / len(saved)
+    whole, raw_seconds = statistics.median(line["seconds"] for line in saved), statistics.median(raw)
+    result: dict[str, Any] = {
+        "command": harness.command_line(),
+        "checkpoint_bytes": sum(sizes),
+        "saves": len(saved),
+        "held_seconds": round(held, 4),
+        "copy_seconds": [line["held_seconds"] for line in saved],
+        "waited_seconds": round(sum(waited), 4),
+        "whole_seconds": [line["seconds"] for line in saved],
+        "raw_seconds": [round(seconds, 4) for seconds in raw],
+        "held_over_raw": round(held / raw_seconds, 3),
+        "whole_over_raw": round(whole / raw_seconds, 3),
+        "bound": BOUND,
+        "passed": held <= BOUND * raw_seconds,
+        "environment": harness.environment(threads=1),
+    }
+    harness.write_result(options.output, result)
+    print(json.dumps({name: value for name, value in result.items() if name != "environment"}, indent=2))
+    sys.exit(not result["passed"])
+
+
+def job(run: Path, rank: int, saves: int) -> list[str]:
+    return [
+        f"adapter.rank={rank}", "quantization.kind=none", "memory.checkpointing=none", "memory.check=off",
+        "data.eval=none", "training.eval_every=null", "training.batch_size=32", "training.micro_batch=8",
+        f"training.max_steps={2 * saves}", "output.save_every=2", "output.merge=false", f"output.dir={run}",
+    ]  # fmt: skip
+
+
+def write(folder: Path, contents: list[bytes]) -> float:
+    """Seconds to write and fsync files of these contents."""
+    folder.mkdir(exist_ok=True)
+    started = time.perf_counter()
+    for number, content in enumerate(contents):
+        with open(folder / str(number), "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+    return time.perf_counter() - started
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,81 @@
+"""What SIGTERM, SIGINT and SIGUSR1 do to a run.
+
+While steps are trained, SIGTERM and a first SIGINT let the step end and be saved; a second SIGINT ends at once. At any
+other time (tokenizing, loading, evaluating, merging) they end what is under way at once, for nothing there is lost.
+SIGUSR1 asks for a checkpoint now.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import threading
+from collections.abc import Iterator
+from types import TracebackType
+from typing import Any, NoReturn, Self
+
+from finetune.errors import Terminated
+
+
+class Signals:
+    """The signals that came. As a context manager it receives them, in the main thread only, where Python allows it."""
+
+    def __init__(self) -> None:
+        self._stopping: signal.Signals | None = None
+        self._save_asked = False
+        self._waits = False
+        self._before: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> Self:
+        if threading.current_thread() is threading.main_thread():
+            for number, handler in (
+                (signal.SIGTERM, self._stop), (signal.SIGINT, self._stop), (signal.SIGUSR1, self._save),
+            ):  # fmt: skip
+                self._before[number] = signal.signal(number, handler)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        for number, handler in self._before.items():
+            # None: whoever embeds Python had set one of its own, which cannot be set from here.
+            signal.signal(number, handler if handler is not None else signal.SIG_DFL)
+
+    @property
+    def name(self) -> str | None:
+        """The signal that ends the run, such as SIGTERM, if one came."""
+        return self._stopping.name if self._stopping else None
+
+    def take_save(self) -> bool:
+        """Whether a checkpoint was asked for since the last call."""
+        asked, self._save_asked = self._save_asked, False
+        return asked
+
+    @contextlib.contextmanager
+    def waiting(self, waits: bool = True) -> Iterator[None]:
+        """Within the block signals wait until somebody looks; `waits=False`: within such a block they do not."""
+        before, self._waits = self._waits, waits
+        try:
+            yield
+        finally:
+            self._waits = before
+
+    def end(self, what: str = "nothing was lost") -> None:
+        """Raise what ends the run, if a signal came: Terminated, or KeyboardInterrupt for SIGINT."""
+        if self._stopping is not None:
+            self._raise(what)
+
+    def _raise(self, what: str) -> NoReturn:
+        if self._stopping == signal.SIGINT:
+            raise KeyboardInterrupt
+        raise Terminated(f"terminated: {what}. Start the same command again to go on")
+
+    def _stop(self, number: int, frame: Any) -> None:
+        first, again = self._stopping is None, self._stopping == number == signal.SIGINT
+        if first:
+            self._stopping = signal.Signals(number)
+        if again or (first and not self._waits):
+            self._raise("what was saved before is untouched")
+
+    def _save(self, number: int, frame: Any) -> None:
+        self._save_asked = True

@@ -1,0 +1,298 @@
+"""Processes that run the command line and are killed, signalled or starved at a chosen moment.
+
+Importing torch and trl takes eight seconds, so one process imports all of it and then forks for each start. The product
+knows nothing of this: a child watches its own system calls through Python's audit events, and acts at the n-th that
+matches.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import json
+import os
+import re
+import resource
+import signal
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@dataclass(frozen=True)
+class Fault:
+    """Do `action` at the `nth` event that matches: send signals by name, raise an errno, `fill` the disk, or
+    `flip` a bit.
+
+    `event`: open (for writing), read, rename, mkdir, remove, fsync, or module:function for a call. `path`: a regular
+    expression that the path must contain; empty for calls. `file_bytes`: the largest file the child may write, beyond
+    which it is killed in the middle of the write (`dies`) or gets EFBIG.
+    """
+
+    event: str = ""
+    path: str = ""
+    nth: int = 1
+    action: str | int = "SIGKILL"
+    file_bytes: int | None = None
+    dies: bool = False
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A child's end: its exit code (negative for a signal), and all it printed."""
+
+    code: int
+    output: str
+
+
+class Child:
+    """A child under way."""
+
+    def __init__(self, children: Children, pid: int, log: Path) -> None:
+        self._children, self.pid, self._log = children, pid, log
+
+    def send(self, number: signal.Signals) -> None:
+        os.kill(self.pid, number)
+
+    def wait(self) -> Ended:
+        """Its end."""
+        status = self._children.ask({"wait": self.pid})["status"]
+        return Ended(os.waitstatus_to_exitcode(status), self._log.read_text(errors="replace"))
+
+    def wait_until_stopped(self, seconds: float = 60) -> None:
+        """Until a SIGSTOP that it was to send itself came."""
+        until = time.monotonic() + seconds
+        while " T " not in Path(f"/proc/{self.pid}/stat").read_text():
+            assert time.monotonic() < until, self._log.read_text(errors="replace")
+            time.sleep(0.01)
+
+
+class Children:
+    """Starts children. Close it, or use it as a context manager."""
+
+    def __init__(self, folder: Path, *, preload: str = "finetune") -> None:
+        self._folder, self._count = folder, 0
+        folder.mkdir(parents=True, exist_ok=True)
+        environment = {
+            **os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1",
+            "OMP_WAIT_POLICY": "passive",
+        }  # fmt: skip
+        self._server = subprocess.Popen(
+            [sys.executable, __file__, preload], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT,
+            env=environment,
+        )  # fmt: skip
+
+    def __enter__(self) -> Children:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        assert self._server.stdin
+        assert self._server.stdout
+        self._server.stdin.close()
+        self._server.stdout.close()
+        self._server.wait()
+
+    def ask(self, request: dict[str, Any]) -> dict[str, Any]:
+        assert self._server.stdin
+        assert self._server.stdout
+        self._server.stdin.write(json.dumps(request) + "\n")
+        self._server.stdin.flush()
+        answer = self._server.stdout.readline()
+        assert answer, "the process that forks is gone"
+        return json.loads(answer)
+
+    def start(self, arguments: Sequence[object], fault: Fault | None = None) -> Child:
+        """Start the command with `arguments`."""
+        self._count += 1
+        log = self._folder / f"{self._count:04d}.log"
+        request = {"arguments": [str(item) for item in arguments], "log": str(log), "fault": fault and fault.__dict__}
+        return Child(self, self.ask(request)["pid"], log)
+
+    def run(self, arguments: Sequence[object], fault: Fault | None = None) -> Ended:
+        """Start it and wait for its end."""
+        return self.start(arguments, fault).wait()
+
+
+# -- in the process that forks, and in its children ------------------------------------------------------------------
+
+
+def _serve(preload: str) -> None:
+    main = {"finetune": _finetune, "plain": _plain}[preload]()
+    gc.freeze()
+    for line in sys.stdin:
+        request = json.loads(line)
+        if "wait" in request:
+            _, status = os.waitpid(request["wait"], 0)
+            _answer(status=status)
+            continue
+        pid = os.fork()
+        if not pid:
+            _child(main, **request)
+        _answer(pid=pid)
+
+
+def _answer(**values: int) -> None:
+    sys.stdout.write(json.dumps(values) + "\n")
+    sys.stdout.flush()
+
+
+def _finetune() -> Any:
+    import torch
+
+    import finetune.report.page
+    import finetune.training.run  # noqa: F401
+    from finetune import cli, recipe
+
+    torch.set_num_threads(1)
+    recipe._ANSWER_TOKENS = 1  # whole answers would take half the time of a run of seconds
+
+    def main(arguments: list[str]) -> None:
+        if arguments[0] == "save":
+            cli._run(lambda: _save(*arguments[1:]), debug=False)
+        else:
+            cli.app(arguments, prog_name="finetune")
+
+    return main
+
+
+def contents(step: int) -> Any:
+    """A small checkpoint's contents; each step's differ."""
+    import torch
+
+    from finetune.checkpoint import Contents
+
+    tensors = {name: {"weight": torch.full((1024,), float(step))} for name in ("adapter.safetensors", "b.safetensors")}
+    return Contents(step=step, tensors=tensors, values={"state.json": {"step": step}}, made_with={})
+
+
+def _save(folder: str, step: str) -> None:
+    """Save a small checkpoint as a training does, and prune."""
+    from finetune import checkpoint
+    from finetune.rundir import RunDirectory
+
+    run = RunDirectory(folder)
+    checkpoint.write(run, contents(int(step)))
+    checkpoint.prune(run, 2, None, set())
+
+
+def _plain() -> Any:
+    import torch
+
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    import plain_trainer
+
+    torch.set_num_threads(1)
+    return plain_trainer.main
+
+
+def _child(main: Any, arguments: list[str], log: str, fault: dict[str, Any] | None) -> None:
+    code = 70
+    try:
+        output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        os.dup2(output, 1)
+        os.dup2(output, 2)
+        os.close(0)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        if fault:
+            _inject(Fault(**fault))
+        main(arguments)
+        code = 0
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else 0 if end.code is None else 1
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        with contextlib.suppress(Exception):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(code)
+
+
+def _fill(path: Path) -> None:
+    """Leave no room on the file system of `path`."""
+    while not path.is_dir() or not path.is_mount():
+        path = path.parent
+    with contextlib.suppress(OSError), open(path / "filler", "wb", buffering=0) as file:
+        while True:
+            file.write(bytes(1024))
+
+
+def _flip(path: Path) -> None:
+    """One bit of a file, as a failing disk does."""
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+_AUDITED = {"os.rename": "rename", "os.mkdir": "mkdir", "os.remove": "remove"}
+
+
+def _inject(fault: Fault) -> None:
+    if fault.file_bytes is not None:
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (fault.file_bytes, resource.RLIM_INFINITY))
+        if fault.dies:
+            signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
+    seen = 0
+
+    def happened(event: str, path: str) -> None:
+        nonlocal seen
+        if event != fault.event or not re.search(fault.path, path):
+            return
+        seen += 1
+        if seen != fault.nth:
+            return
+        if fault.action in ("fill", "flip"):
+            {"fill": _fill, "flip": _flip}[fault.action](Path(path))
+            return
+        if isinstance(fault.action, int):
+            raise OSError(fault.action, os.strerror(fault.action), path)
+        for name in fault.action.split():
+            os.kill(os.getpid(), getattr(signal, name))
+
+    def hook(name: str, arguments: tuple[Any, ...]) -> None:
+        if name == "open" and not isinstance(arguments[0], int):
+            writes = arguments[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT)
+            happened("open" if writes else "read", os.fsdecode(arguments[0]))
+        elif name in _AUDITED:
+            happened(_AUDITED[name], os.fspath(arguments[0]))
+
+    sys.addaudithook(hook)
+    fsync = os.fsync
+
+    def counted(descriptor: int) -> None:
+        happened("fsync", os.readlink(f"/proc/self/fd/{descriptor}"))
+        fsync(descriptor)
+
+    os.fsync = counted
+    if ":" in fault.event:
+        _watch_calls(fault.event, happened)
+
+
+def _watch_calls(event: str, happened: Any) -> None:
+    module_name, _, function = event.partition(":")
+    module: Any = __import__("importlib").import_module(module_name)
+    *owners, name = function.split(".")
+    for owner in owners:
+        module = getattr(module, owner)
+    real = getattr(module, name)
+
+    def watched(*arguments: Any, **named: Any) -> Any:
+        happened(event, "")
+        return real(*arguments, **named)
+
+    setattr(module, name, watched)
+
+
+if __name__ == "__main__":
+    _serve(sys.argv[1])

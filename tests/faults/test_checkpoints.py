@@ -1,0 +1,693 @@
+"""Rows 1 to 9, 16, 17 and 25 of the faults a run must survive: kills, disks, damage, signals, other processes.
+
+Every fault is injected for real, into processes of their own: kills, a full tmpfs, limits of the kernel, flipped bits.
+"""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import json
+import re
+import shutil
+import signal
+import struct
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from children import Children, Ended, Fault, contents
+from safetensors.torch import load_file, save_file
+
+import finetune
+from finetune import checkpoint, resuming
+from finetune.config import OptimizerSection
+from finetune.data.batching import RowOrder
+from finetune.errors import ArtifactError, ConfigError, DataError
+from finetune.rundir import RunDirectory, checkpoint_step, write_lines
+from finetune.training import checkpoints, optimizers
+
+CONFIG = "configs/tiny_cpu.yaml"
+STEPS = 9
+STEP = "finetune.training.trainer:Trainer.training_step"
+# Dropout, accumulation, 8-bit states, rows shuffled in groups, more than one epoch, evaluations between the saves.
+JOB = [
+    "quantization.kind=none", "adapter.dropout=0.1", "adapter.rank=32", "adapter.targets=[q_proj, v_proj]",
+    "memory.checkpointing=none", "optimizer.kind=paged_adamw_8bit",
+    "data.eval_share=0.2", "training.batch_size=4", "training.micro_batch=2", f"training.max_steps={STEPS}",
+    "training.eval_every=4", "output.save_every=2", "output.merge=false", "memory.check=off",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def children(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Children]:
+    with Children(tmp_path_factory.mktemp("children")) as started:
+        yield started
+
+
+class Job:
+    """One job, started as often as it takes in one run directory."""
+
+    def __init__(self, children: Children, rows_file: Path, folder: Path, job: list[str]) -> None:
+        self.run = RunDirectory(folder)
+        self.arguments = ["train", CONFIG, *job, f"data.train={rows_file}", f"output.dir={folder}"]
+        self._children = children
+
+    def go(self, fault: Fault | None = None, *more: str) -> Ended:
+        return self._children.run([*self.arguments, *more], fault)
+
+    def start(self, fault: Fault | None = None):
+        return self._children.start(self.arguments, fault)
+
+    @property
+    def weights(self) -> bytes:
+        return (self.run.adapter / "adapter_model.safetensors").read_bytes()
+
+    def names(self) -> list[str]:
+        return [event["event"] for event in self.run.events()]
+
+
+@pytest.fixture
+def job(children: Children, rows_file: Path, tmp_path: Path):
+    """A function from overrides to a job in a directory of its own."""
+
+    def make(overrides: list[str] = JOB, folder: Path = tmp_path / "run") -> Job:
+        return Job(children, rows_file, folder, overrides)
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def whole(children: Children, rows_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Job:
+    """The uninterrupted run. Do not write to it."""
+    job = Job(children, rows_file, tmp_path_factory.mktemp("whole") / "run", JOB)
+    ended = job.go()
+    assert ended.code == 0, ended.output
+    return job
+
+
+def made(folder: Path) -> RunDirectory:
+    """An empty run directory."""
+    folder.mkdir()
+    return RunDirectory(folder)
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 6 MiB."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=6m", "tmpfs", folder], capture_output=True).returncode:
+        pytest.skip("mounting a small disk needs root")
+    yield folder
+    subprocess.run(["umount", "--lazy", folder], check=True)
+
+
+# -- 1, 2: kills -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("event", ["mkdir", "open", "fsync", "rename", "remove"])
+def test_row_01_a_kill_at_any_write_fsync_or_rename_of_a_save_leaves_a_whole_checkpoint(
+    children: Children, tmp_path: Path, event: str
+) -> None:
+    """The third save replaces the first. Each event of that kind in turn, until none is left."""
+    for nth in itertools.count(1):
+        run = made(tmp_path / f"{event}{nth}")
+        for step in (1, 2):
+            checkpoint.write(run, contents(step))
+        ended = children.run(["save", run.path, 3], Fault(event, str(run.path), nth))
+        newest, damaged = checkpoint.newest_valid(run)
+        assert newest is not None
+        assert checkpoint_step(newest) in (2, 3)
+        assert damaged == {}, "what stands under a checkpoint's name is whole"
+        if ended.code == 0:
+            break
+        assert ended.code == -signal.SIGKILL
+        run.remove_leftovers()
+        assert children.run(["save", run.path, 4]).code == 0
+        assert {path.name for path in run.checkpoints.iterdir()} <= {
+            "latest", "step-00000002", "step-00000003", "step-00000004",
+        }  # fmt: skip
+        assert (run.checkpoints / "latest").read_text() == "step-00000004\n"
+    assert nth > 1, f"a save has no {event}"
+
+
+def test_row_01_a_kill_between_the_two_renames_of_a_replacement_loses_neither(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path)
+    (tmp_path / "merged.replaced").mkdir()
+    (tmp_path / "merged.replaced" / "weights").write_text("old")
+    (tmp_path / "merged.incomplete").mkdir()
+    run.remove_leftovers()
+    assert [path.name for path in tmp_path.iterdir()] == ["merged"]
+    assert (tmp_path / "merged" / "weights").read_text() == "old"
+
+
+def test_row_02_killed_three_times_a_run_ends_with_the_same_bits(job, whole: Job) -> None:
+    """In the middle of a step, in the middle of a write, and at a publication: in both epochs."""
+    killed = job()
+    for fault in (
+        Fault(STEP, nth=4),
+        Fault(file_bytes=300_000, dies=True),
+        Fault("rename", "step-00000008.incomplete$"),
+    ):
+        ended = killed.go(fault)
+        assert ended.code < 0, ended.output
+    ended = killed.go()
+    assert ended.code == 0, ended.output
+    assert killed.weights == whole.weights
+    assert [line["step"] for line in killed.run.metrics() if "loss" in line] == list(range(1, STEPS + 1))
+    assert [event["step"] for event in killed.run.events() if event["event"] == "resumed"] == [2, 2, 6]
+    assert not list(killed.run.path.rglob("*.incomplete"))
+
+
+# -- 3, 4, 5: disks --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("file", ["adapter", "b", "state", "manifest", "latest"])
+def test_row_03_a_disk_that_fills_during_a_save_ends_in_4_with_the_bytes(
+    children: Children, small_disk: Path, file: str
+) -> None:
+    run = made(small_disk / "run")
+    checkpoint.write(run, contents(1))
+    ended = children.run(["save", run.path, 2], Fault("open", f"checkpoints/.*{file}", action="fill"))
+    assert ended.code == 4, ended.output
+    assert re.search(r"checkpoint at step 2 could not be written to .*No space left on device; bytes needed: [\d,]+, "
+                     r"free: [\d,]+\. Earlier checkpoints are untouched", ended.output)  # fmt: skip
+    newest, damaged = checkpoint.newest_valid(run)
+    assert newest in (run.checkpoint(1), run.checkpoint(2) if file == "latest" else None)
+    assert not damaged
+    (small_disk / "filler").unlink()
+    assert children.run(["save", run.path, 2]).code == 0
+
+
+def test_row_03_a_training_on_a_full_disk_ends_in_4_and_goes_on_when_there_is_room(
+    job, whole: Job, small_disk: Path
+) -> None:
+    """First the save finds the room gone before it writes, then a line of metrics is what does not fit."""
+    starved = job(folder=small_disk / "run")
+    ended = starved.go(Fault("rename", "step-00000002.incomplete", action="fill"))
+    assert ended.code == 4, ended.output
+    assert re.search(r"could not be written: No space left on device; \d+ bytes are free|bytes needed", ended.output)
+    assert "Traceback" not in ended.output
+    assert starved.run.complete_checkpoints() == [starved.run.checkpoint(2)]
+    # Room for lines, not for a checkpoint.
+    (small_disk / "filler").unlink()
+    (small_disk / "filler").write_bytes(bytes(shutil.disk_usage(small_disk).free - 2**20))
+    ended = starved.go()
+    assert ended.code == 4, ended.output
+    assert re.search(r"checkpoint at step \d could not be written.* the disk is too full; bytes needed: [\d,]+, free: "
+                     r"[\d,]+\. ", ended.output)  # fmt: skip
+    (small_disk / "filler").unlink()
+    assert starved.go().code == 0
+    assert starved.weights == whole.weights
+
+
+@pytest.mark.parametrize("event", ["open", "fsync", "rename", "mkdir"])
+def test_row_04_an_input_output_error_ends_in_4_with_the_checkpoint_before(
+    children: Children, tmp_path: Path, event: str
+) -> None:
+    run = made(tmp_path / "run")
+    checkpoint.write(run, contents(1))
+    ended = children.run(["save", run.path, 2], Fault(event, "step-00000002.incomplete", action=errno.EIO))
+    assert ended.code == 4
+    assert "Input/output error" in ended.output
+    assert checkpoint.newest_valid(run) == (run.checkpoint(1), {})
+
+
+def test_row_04_a_limit_on_the_size_of_files_ends_in_4_with_the_checkpoint_before(
+    children: Children, tmp_path: Path
+) -> None:
+    run = made(tmp_path / "run")
+    checkpoint.write(run, contents(1))
+    ended = children.run(["save", run.path, 2], Fault(file_bytes=2048))
+    assert ended.code == 4
+    assert "File too large" in ended.output
+    assert checkpoint.newest_valid(run) == (run.checkpoint(1), {})
+
+
+def test_row_04_a_directory_that_turned_read_only_or_vanished_ends_in_4(children: Children, small_disk: Path) -> None:
+    run = made(small_disk / "run")
+    checkpoint.write(run, contents(1))
+    subprocess.run(["mount", "-o", "remount,ro", small_disk], check=True)
+    ended = children.run(["save", run.path, 2])
+    subprocess.run(["mount", "-o", "remount,rw", small_disk], check=True)
+    assert ended.code == 4
+    assert "Read-only file system" in ended.output
+    assert checkpoint.newest_valid(run) == (run.checkpoint(1), {})
+    (small_disk / "file").write_text("")
+    ended = children.run(["save", small_disk / "file" / "run", 2])
+    assert ended.code == 4
+    assert "Not a directory" in ended.output
+    ended = children.run(["save", small_disk / "gone", 2])
+    assert ended.code == 4
+    assert "No such file or directory" in ended.output
+    assert not (small_disk / "gone").exists()
+
+
+def test_row_04_a_run_directory_that_vanishes_while_training_ends_in_4(job) -> None:
+    orphan = job()
+    child = orphan.start(Fault(STEP, nth=3, action="SIGSTOP"))
+    child.wait_until_stopped()
+    shutil.rmtree(orphan.run.path)
+    child.send(signal.SIGCONT)
+    ended = child.wait()
+    assert ended.code == 4, ended.output
+    assert "No such file or directory" in ended.output
+    assert "Traceback" not in ended.output
+
+
+def test_row_05_a_disk_full_at_the_merge_leaves_the_adapter_and_a_merge_that_can_be_done_again(
+    job, small_disk: Path
+) -> None:
+    merging = job([*JOB, "output.merge=true", "training.max_steps=1", "data.eval=none", "training.eval_every=null"],
+                  small_disk / "run")  # fmt: skip
+    ended = merging.go(Fault("mkdir", r"merged\.incomplete", action="fill"))
+    assert ended.code == 4, ended.output
+    assert "the adapter is safe in" in ended.output
+    adapter = merging.weights
+    assert not merging.run.merged.exists()
+    (small_disk / "filler").unlink()
+    ended = merging._children.run(["merge", merging.run.path])
+    assert ended.code == 0, ended.output
+    assert (merging.run.merged / "merge.json").is_file()
+    assert merging.weights == adapter
+
+
+# -- 6, 7, 25: damage ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def damaged(whole: Job, tmp_path: Path) -> RunDirectory:
+    """A copy of the run as a kill after its last checkpoint leaves it; to be damaged."""
+    run = RunDirectory(shutil.copytree(whole.run.path, tmp_path / "run"))
+    shutil.rmtree(run.adapter)
+    write_lines(run.events_file, [event for event in run.events() if event["event"] not in ("trained", "finished")])
+    return run
+
+
+def files_of(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+FILES = ["adapter_config.json", "adapter_model.safetensors", "manifest.json", "optimizer.safetensors", "state.json",
+         "trainer_state.json"]  # fmt: skip
+
+
+def test_rows_06_07_every_file_deleted_truncated_or_with_a_bit_flipped_is_named_and_not_used(
+    damaged: RunDirectory,
+) -> None:
+    older, newest = damaged.complete_checkpoints()
+    assert checkpoint.newest_valid(damaged) == (newest, {})
+    assert files_of(newest) == FILES
+    for name in FILES:
+        file, content = newest / name, (newest / name).read_bytes()
+        for bad in (None, b"", content[:-1], content + b"\0", *flipped(content)):
+            file.unlink(missing_ok=True)
+            if bad is not None:
+                file.write_bytes(bad)
+            found, problems = checkpoint.newest_valid(damaged)
+            assert found == older, (name, bad and len(bad))
+            assert name in "; ".join(problems[newest])
+        file.write_bytes(content)
+    assert checkpoint.newest_valid(damaged) == (newest, {})
+
+
+def flipped(content: bytes) -> Iterator[bytes]:
+    """One bit flipped at the start, in the middle and at the end."""
+    for place in (0, len(content) // 2, len(content) - 1):
+        bad = bytearray(content)
+        bad[place] ^= 1
+        yield bytes(bad)
+
+
+def test_row_07_a_disk_that_gives_back_other_bits_ends_in_4_before_anything_is_published(
+    children: Children, tmp_path: Path
+) -> None:
+    run = made(tmp_path / "run")
+    checkpoint.write(run, contents(1))
+    ended = children.run(["save", run.path, 2], Fault("read", "adapter.safetensors", action="flip"))
+    assert ended.code == 4
+    assert "adapter.safetensors reads back otherwise" in " ".join(ended.output.split())
+    assert checkpoint.newest_valid(run) == (run.checkpoint(1), {})
+
+
+def test_row_07_a_run_falls_back_to_the_newest_whole_checkpoint_and_says_so(
+    job, whole: Job, damaged: RunDirectory
+) -> None:
+    older, newest = damaged.complete_checkpoints()
+    file = newest / "optimizer.safetensors"
+    file.write_bytes(next(flipped(file.read_bytes())))
+    again = job(folder=damaged.path)
+    ended = again.go()
+    assert ended.code == 0, ended.output
+    said = " ".join(ended.output.split())
+    assert f"{newest.name} cannot be used (optimizer.safetensors is damaged" in said
+    assert re.search(rf"resuming from .*{older.name}", said)
+    assert newest.with_name(newest.name + ".damaged").is_dir(), "nothing is deleted silently"
+    assert again.weights == whole.weights
+    (event,) = [event for event in damaged.events() if event["event"] == "checkpoint_damaged"]
+    assert (event["step"], event["moved_to"]) == (STEPS, newest.name + ".damaged")
+
+
+@pytest.mark.parametrize("how", ["no file", "no checkpoint", "a flag"])
+def test_row_06_without_a_whole_checkpoint_a_run_ends_in_7_and_never_starts_over(
+    job, damaged: RunDirectory, how: str
+) -> None:
+    for folder in damaged.complete_checkpoints():
+        if how == "no checkpoint":
+            shutil.rmtree(folder)
+        else:
+            (folder / "state.json").unlink()
+    before = damaged.metrics_file.read_bytes()
+    again = job(folder=damaged.path)
+    for _ in range(2 if how == "a flag" else 1):
+        ended = again.go()
+        assert ended.code == 7, ended.output
+        assert "no checkpoint in" in ended.output
+        assert ("state.json is missing" in ended.output) == (how != "no checkpoint")
+    assert damaged.metrics_file.read_bytes() == before
+    if how == "a flag":
+        assert again.go(None, "training.max_steps=1", "--fresh").code == 0
+        assert damaged.path.with_name("run.1").is_dir()
+
+
+def test_row_06_a_checkpoint_with_a_pickle_is_refused_by_its_name(damaged: RunDirectory) -> None:
+    older, newest = damaged.complete_checkpoints()
+    (newest / "optimizer.pt").write_bytes(b"")
+    found, problems = checkpoint.newest_valid(damaged)
+    assert found == older
+    assert "optimizer.pt is a pickle" in problems[newest][0]
+
+
+def test_row_06_retention_counts_whole_checkpoints_and_keeps_the_best(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path)
+    for step in (1, 2, 3, 4):
+        checkpoint.write(run, contents(step))
+    (run.checkpoint(3) / "state.json").unlink()
+    checkpoint.prune(run, 2, None, set())
+    assert steps(run) == [2, 3, 4], "the damaged one does not count"
+    checkpoint.write(run, contents(5))
+    checkpoint.prune(run, 2, 2, set())
+    assert steps(run) == [2, 5]
+
+
+def steps(run: RunDirectory) -> list[int]:
+    return [checkpoint_step(path) for path in run.complete_checkpoints()]
+
+
+@pytest.mark.parametrize(
+    "header", [b"", struct.pack("<Q", 2**40) + b"{}", struct.pack("<Q", 99 * 2**20) + b"{}", b"\xff" * 64]
+)
+def test_row_25_a_checkpoint_with_a_broken_or_huge_header_is_refused(tmp_path: Path, header: bytes) -> None:
+    """Its manifest agrees with it: what is refused is the file."""
+    run = RunDirectory(tmp_path)
+    folder = checkpoint.write(run, contents(1))
+    (folder / "b.safetensors").write_bytes(header)
+    sign(folder)
+    (problem,) = checkpoint.problems_of(folder)
+    assert "b.safetensors" in problem
+    with pytest.raises(ArtifactError, match=r"b\.safetensors"):
+        checkpoint.read_tensors(folder, "b.safetensors")
+
+
+def sign(folder: Path) -> None:
+    """Make the manifest agree with the files, as someone would who means harm."""
+    manifest = json.loads((folder / "manifest.json").read_text())
+    del manifest["sha256"]
+    for name, line in manifest["files"].items():
+        if (folder / name).is_file():
+            content = (folder / name).read_bytes()
+            line.update(bytes=len(content), sha256=checkpoint._sha256(content))
+    manifest["sha256"] = checkpoint._sha256(checkpoint._json(manifest))
+    (folder / "manifest.json").write_bytes(checkpoint._json(manifest))
+
+
+def test_row_25_a_manifest_that_names_a_file_outside_is_refused(tmp_path: Path) -> None:
+    folder = checkpoint.write(made(tmp_path / "run"), contents(1))
+    manifest = json.loads((folder / "manifest.json").read_text())
+    manifest["files"]["../secret"] = {"bytes": 1, "sha256": ""}
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    sign(folder)
+    assert checkpoint.problems_of(folder) == ["manifest.json names `../secret`, which lies outside the checkpoint"]
+
+
+def test_row_25_a_checkpoint_of_weights_that_are_no_numbers_is_neither_written_nor_used(tmp_path: Path) -> None:
+    from finetune.errors import NumbersError
+
+    run = RunDirectory(tmp_path)
+    made = contents(1)
+    made.tensors["b.safetensors"]["weight"][7] = float("nan")
+    with pytest.raises(NumbersError, match="not finite at step 1"):
+        checkpoint.write(run, made)
+    assert run.complete_checkpoints() == []
+    folder = checkpoint.write(run, contents(1))
+    save_file({"weight": torch.tensor([1.0, float("inf")])}, folder / "b.safetensors")
+    sign(folder)
+    assert checkpoint.problems_of(folder) == ["b.safetensors: `weight` is not finite"]
+
+
+# -- 8, 9: signals ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("fault", "saved"),
+    [
+        pytest.param(Fault(STEP, nth=3, action="SIGTERM SIGTERM"), 3, id="step"),
+        pytest.param(Fault("open", r"step-00000004\.incomplete/opt", action="SIGTERM"), 5, id="save"),
+        pytest.param(Fault("finetune.training.trainer:summed_loss", nth=2, action="SIGTERM"), 4, id="evaluation"),
+    ],
+)
+def test_row_08_sigterm_in_training_saves_ends_in_143_and_a_resume_ends_with_the_same_bits(
+    job, whole: Job, fault: Fault, saved: int
+) -> None:
+    stopped = job()
+    ended = stopped.go(fault)
+    assert ended.code == 143, ended.output
+    assert f"step {saved} is saved" in " ".join(ended.output.split())
+    assert stopped.run.complete_checkpoints()[-1] == stopped.run.checkpoint(saved)
+    assert stopped.names()[-1] == "terminated"
+    if saved != 5:
+        assert stopped.go().code == 0
+        assert stopped.weights == whole.weights
+        assert evaluations(stopped.run) == evaluations(whole.run)
+
+
+def evaluations(run: RunDirectory) -> list[tuple[int, float]]:
+    return [(line["step"], line["eval_loss"]) for line in run.metrics() if "eval_loss" in line]
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        pytest.param(Fault("read", r"rows\.jsonl$", action="SIGTERM"), id="tokenizing"),
+        pytest.param(Fault("finetune.recipe:load_base", action="SIGTERM"), id="loading"),
+        pytest.param(Fault("mkdir", r"merged\.incomplete", action="SIGTERM SIGTERM"), id="merging"),
+    ],
+)
+def test_row_08_sigterm_at_any_other_time_ends_at_once_in_143_and_the_command_can_be_given_again(
+    job, fault: Fault
+) -> None:
+    stopped = job(["training.max_steps=1", "quantization.kind=none", "output.merge=true", "data.eval=none",
+                   "training.eval_every=null", "memory.check=off"])  # fmt: skip
+    ended = stopped.go(fault)
+    assert ended.code == 143, ended.output
+    assert "terminated" in ended.output
+    assert "Traceback" not in ended.output
+    if stopped.run.adapter.exists():
+        assert not stopped.run.merged.exists()
+        assert stopped.go().code == 0
+        assert (stopped.run.merged / "merge.json").is_file()
+
+
+@pytest.mark.parametrize(("signals", "saved"), [("SIGINT", 3), ("SIGINT SIGINT", 2)])
+def test_row_09_sigint_once_ends_after_a_save_and_twice_at_once_with_nothing_corrupt(
+    job, whole: Job, signals: str, saved: int
+) -> None:
+    stopped = job()
+    ended = stopped.go(Fault(STEP, nth=3, action=signals))
+    assert ended.code == 130, ended.output
+    assert "interrupted" in ended.output
+    assert checkpoint.newest_valid(stopped.run) == (stopped.run.checkpoint(saved), {})
+    if signals != "SIGINT":
+        assert stopped.go().code == 0
+        assert stopped.weights == whole.weights
+
+
+def test_sigusr1_saves_a_checkpoint_and_training_goes_on(job, whole: Job) -> None:
+    asked = job()
+    assert asked.go(Fault(STEP, nth=3, action="SIGUSR1")).code == 0
+    assert asked.run.saved_steps == [2, 3, 4, 6, 8, 9]
+    assert asked.weights == whole.weights
+
+
+# -- 16: other processes ---------------------------------------------------------------------------------------------
+
+
+def test_a_second_process_in_a_run_directory_is_refused_by_the_first_ones_number(job) -> None:
+    first = job()
+    stopped = first.start(Fault(STEP, nth=2, action="SIGSTOP"))
+    stopped.wait_until_stopped()
+    for more in ((), ("--fresh",)):
+        ended = first.go(None, *more)
+        assert ended.code == 4
+        assert f"in use by process {stopped.pid}" in ended.output
+    stopped.send(signal.SIGKILL)
+    assert stopped.wait().code == -signal.SIGKILL
+    assert first.run.path.stat().st_mode & 0o077 == 0, "private to the user"
+
+
+@pytest.mark.parametrize("processes", [2, 4])
+@pytest.mark.parametrize("grouped", [True, False])
+def test_row_16_another_number_of_processes_trains_the_same_rows_at_each_step(processes: int, grouped: bool) -> None:
+    """As accelerate shares the batches of a step among processes; rows in whole steps."""
+    from accelerate.data_loader import BatchSamplerShard
+    from torch.utils.data import BatchSampler
+
+    order = RowOrder([10 + row % 7 for row in range(40)], 8, 1, grouped)
+    alone = [sorted(batch) for batch in BatchSampler(order, 8, False)]
+    shares = [
+        list(BatchSamplerShard(BatchSampler(order, 8 // processes, False), processes, process))
+        for process in range(processes)
+    ]
+    assert [sorted(itertools.chain(*step)) for step in zip(*shares, strict=True)] == alone
+
+
+def test_row_16_processes_that_cannot_share_the_batch_are_refused_naming_it(
+    quick, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    with pytest.raises(ConfigError, match=r"`training\.batch_size` 4 cannot be shared by 3 processes"):
+        finetune.train(quick())
+
+
+def test_row_16_another_micro_batch_goes_on_with_the_same_rows_and_is_logged(quick) -> None:
+    common = ["data.eval=none", "training.eval_every=null", "quantization.kind=none", "optimizer.kind=sgd",
+              "adapter.targets=[q_proj]", "training.schedule=constant"]  # fmt: skip
+    whole = finetune.train(quick(*common, run="whole")).run
+    run = finetune.train(quick(*common, "training.max_steps=2", run="other")).run
+    finetune.train(quick(*common, "training.micro_batch=1", run="other"))
+    (changed,) = [event for event in run.events() if event["event"] == "changed"]
+    assert changed["config"]["training.micro_batch"] == [2, 1]
+    assert changed["config"]["training.max_steps"] == [2, 4]
+    ours, theirs = (load_file(each.adapter / "adapter_model.safetensors") for each in (run, whole))
+    for name, tensor in theirs.items():
+        torch.testing.assert_close(ours[name], tensor, rtol=1e-5, atol=1e-7)
+
+
+def test_what_changed_since_is_refused_by_its_field(
+    children: Children, rows_file: Path, tiny_base: Path, tmp_path: Path
+) -> None:
+    """Rows, chat template and base weights, each changed in its file while the config stays as it is."""
+    rows, template, base = (Path(tmp_path / name) for name in ("rows.jsonl", "template.jinja", "base"))
+    shutil.copy(rows_file, rows)
+    shutil.copy(tiny_base / "chat_template.jinja", template)
+    shutil.copytree(tiny_base, base)
+    overrides = [*JOB, f"model.name={base}", f"data.chat_template={template}"]
+    job = Job(children, rows, tmp_path / "run", overrides)
+    assert job.go(Fault(STEP, nth=4)).code == -signal.SIGKILL
+    before = job.run.metrics_file.read_bytes()
+    weights = base / "model.safetensors"
+    for file, changed, code, field in (
+        (rows, rows.read_bytes().replace(b"Say 7", b"Say 8"), 3, "`data.train`"),
+        (template, template.read_bytes() + b" ", 2, "`data.chat_template`"),
+        (weights, other_weights(weights, tmp_path), 2, "`model.name`"),
+    ):
+        content = file.read_bytes()
+        file.write_bytes(changed)
+        ended = job.go()
+        assert (ended.code, field in ended.output) == (code, True), ended.output
+        file.write_bytes(content)
+    assert job.run.metrics_file.read_bytes() == before
+    assert len(job.run.saved_steps) == 1
+
+
+def other_weights(file: Path, folder: Path) -> bytes:
+    """Another training of the same base."""
+    save_file({name: tensor * 1.01 for name, tensor in load_file(file).items()}, folder / "other", {"format": "pt"})
+    return (folder / "other").read_bytes()
+
+
+def test_harmless_changes_are_found_and_told(whole: Job) -> None:
+    run = whole.run
+    start = resuming.find(run)
+    now = checkpoint.manifest_of(run.complete_checkpoints()[-1])["made_with"]
+    assert resuming.compare(run, start, now) == {}
+    now["packages"]["torch"] = "9"
+    now["processes"] = 2
+    now["config"]["output"]["keep"] = 5
+    found = resuming.compare(run, start, now)
+    assert found == {
+        "config": {"output.keep": [2, 5]}, "packages": {"torch": [torch.__version__, "9"]}, "processes": [1, 2],
+    }  # fmt: skip
+    now["data"]["eval"] = None
+    with pytest.raises(DataError, match=r"`data\.eval`"):
+        resuming.compare(run, start, now)
+
+
+# -- 17: optimizer states --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", optimizers.OPTIMIZERS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_row_17_an_optimizers_state_comes_back_bit_for_bit(kind: str, dtype: torch.dtype) -> None:
+    """Small weights have 32-bit states and large ones 8-bit ones; Adafactor's are not of the weights' type."""
+    section = OptimizerSection(kind=kind, weight_decay=0.1)
+    name, _ = optimizers.choose(section, "cpu")
+
+    def made() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(64, 96), torch.nn.Linear(96, 3)).to(dtype)
+        optimizer, arguments = optimizers.build(name, section, 1e-2)
+        return model, optimizer(model.parameters(), **arguments)
+
+    def step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> None:
+        torch.manual_seed(seed)
+        for weight in model.parameters():
+            weight.grad = torch.randn_like(weight)
+        optimizer.step()
+
+    model, optimizer = made()
+    for seed in range(3):
+        step(model, optimizer, seed)
+    described, tensors = checkpoints.optimizer_state(optimizer)
+    described, tensors = json.loads(json.dumps(described)), {key: tensor.clone() for key, tensor in tensors.items()}
+    other, again = made()
+    other.load_state_dict(model.state_dict())
+    checkpoints.restore_optimizer(again, described, tensors)
+    redescribed, retensors = checkpoints.optimizer_state(again)
+    assert json.loads(json.dumps(redescribed)) == described
+    assert all(torch.equal(retensors[key], tensor) and retensors[key].dtype == tensor.dtype
+               for key, tensor in tensors.items())  # fmt: skip
+    assert retensors.keys() == tensors.keys(), "what is shared is held once, as before"
+    for seed in (5, 6):
+        step(model, optimizer, seed)
+        step(other, again, seed)
+    assert all(torch.equal(one, two) for one, two in zip(model.parameters(), other.parameters(), strict=True))
+
+
+def test_row_17_a_state_of_another_job_is_refused(tmp_path: Path) -> None:
+    weight = torch.zeros(64, 96)
+    optimizer, arguments = optimizers.build("adamw_8bit", OptimizerSection(), 1e-2)
+    small, large = (optimizer([torch.nn.Parameter(weight[:rows].detach().clone())], **arguments) for rows in (48, 64))
+    for each in (small, large):
+        each.param_groups[0]["params"][0].grad = torch.ones_like(each.param_groups[0]["params"][0])
+        each.step()
+    with pytest.raises(ArtifactError, match="state1"):
+        checkpoints.restore_optimizer(large, *checkpoints.optimizer_state(small))
+
+
+def test_random_generators_come_back(tmp_path: Path) -> None:
+    import random
+
+    import numpy as np
+
+    def draw() -> list[float]:
+        return [random.gauss(0, 1), float(np.random.normal()), float(torch.randn(1)), random.random()]
+
+    draw()
+    state = json.loads(json.dumps(checkpoints.random_state()))
+    expected = draw()
+    checkpoints.restore_random_state(state)
+    assert draw() == expected
