@@ -10,7 +10,7 @@ BIN := .venv/bin
 READY := .venv/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help setup finetune data plan fit merge test check notebooks bench sweep gpu-check docs
+.PHONY: help setup finetune data plan fit merge test check notebooks bench sweep faults gpu-check docs
 
 help: ## Show the targets.
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | column -t -s '	'
@@ -55,15 +55,21 @@ docs: $(READY) ## Make docs/config.md from the docstrings.
 notebooks: $(READY) ## Execute the notebooks.
 	$(BIN)/python -m pytest tests/test_notebooks.py
 
-bench: $(READY) ## Run the CPU benchmarks and write benchmarks/results/.
+bench: $(READY) ## Run the CPU benchmarks and write benchmarks/results/ (an hour).
 	$(BIN)/python benchmarks/overhead.py
 	$(BIN)/python benchmarks/memory_cpu.py
+	$(BIN)/python benchmarks/batching.py
+	$(BIN)/python benchmarks/preparation.py
+	$(BIN)/python benchmarks/saving.py
 
 sweep: $(READY) ## Compare the forecast with 72 real training steps and with the peers, and time it (an hour).
 	$(BIN)/python benchmarks/forecast_cpu.py
 	$(BIN)/python benchmarks/forecast_peers.py
 	$(BIN)/python benchmarks/forecast_speed.py
 	$(BIN)/python benchmarks/fit_cpu.py
+
+faults: $(READY) ## Kill runs 200 times and at each write, fsync and rename, beside a plain Trainer script (an hour).
+	$(BIN)/python benchmarks/faults.py
 
 # Not through $(READY): an offline GPU machine brings its own Python, with finetune's wheels on its path.
 gpu-check: ## On a CUDA machine: the gpu tests, the 7B job capped at 24 GiB, the forecast beside 28 jobs.
