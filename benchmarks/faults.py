@@ -211,14 +211,14 @@ def main() -> None:
                     ),
                 }
             print(tool.name, json.dumps(found[tool.name]), flush=True)
-    result = {
-        "command": harness.command_line(),
-        "save_interval_steps": INTERVAL,
-        "steps": {"random": STEPS, "failpoints": FAILPOINT_STEPS},
-        "tools": found,
-        "environment": harness.environment(threads=1),
-    }
-    harness.write_result(options.output, result)
+            result = {
+                "command": harness.command_line(),
+                "save_interval_steps": INTERVAL,
+                "steps": {"random": STEPS, "failpoints": FAILPOINT_STEPS},
+                "tools": found,
+                "environment": harness.environment(threads=1),
+            }
+            harness.write_result(options.output, result)  # after each tool: what is done in an hour is not lost
     rows = [
         (f"{name}, {how}", *(counts[key] for key in KEYS))
         for name, both in found.items()
