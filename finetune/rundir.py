@@ -271,9 +271,13 @@ def _remove(path: Path) -> None:
 
 def write_text(path: Path, text: str) -> None:
     """Replace a small file as a whole."""
+    _replace(path, [text])
+
+
+def _replace(path: Path, texts: Iterable[str]) -> None:
     temporary = path.with_name(path.name + _PARTIAL)
     with open(temporary, "w", encoding="utf-8") as file:
-        file.write(text)
+        file.writelines(texts)
         file.flush()
         os.fsync(file.fileno())
     os.replace(temporary, path)
@@ -285,7 +289,7 @@ def write_json(path: Path, value: Any) -> None:
 
 def write_lines(path: Path, values: Iterable[dict[str, Any]]) -> None:
     """Replace a .jsonl file as a whole."""
-    write_text(path, "".join(json.dumps(value) + "\n" for value in values))
+    _replace(path, (json.dumps(value) + "\n" for value in values))
 
 
 def append_line(path: Path, value: dict[str, Any]) -> None:
@@ -319,13 +323,14 @@ def not_written(path: Path, error: Exception) -> str:
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The JSON objects of a .jsonl file; a last line cut short by a crash is left out."""
+    """The JSON objects of a .jsonl file; a line that is none, such as one cut short by a crash, is left out."""
     if not path.is_file():
         return []
     rows = []
     for line in path.read_text(encoding="utf-8").splitlines():
         with contextlib.suppress(json.JSONDecodeError):
-            rows.append(json.loads(line))
+            if isinstance(row := json.loads(line), dict):
+                rows.append(row)
     return rows
 
 

@@ -340,6 +340,10 @@ def contradictions(config: Config) -> list[tuple[str, str]]:
     if training.precision == "fp16" and adapter.dtype == "bfloat16":
         remedy = "set `adapter.dtype: float32`"
         found.append(("adapter.dtype", f"fp16 with loss scaling needs trained weights in float32; {remedy}"))
+    if config.output.merge and config.model.weights == "random":
+        found.append(
+            ("output.merge", "random weights are not kept, so nothing can be merged; set `output.merge: false`")
+        )
     trained = {entry.source for entry in entries(config.data.train)}
     for held_out in entries(config.data.eval):
         if held_out.source in trained and not held_out.source.startswith("builtin:"):

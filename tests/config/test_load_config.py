@@ -390,6 +390,7 @@ RULES: list[tuple[str, list[str], tuple[str, ...], list[str]]] = [
         ("`model.weights: pretrained`", "`weights: pretrained`", "`adapter.init: default`"),
         ["model.weights=pretrained"],
     ),
+    ("output.merge", ["output.merge=true", "model.weights=random"], ("`output.merge: false`",), ["output.merge=false"]),
     (
         "adapter.dtype",
         ["training.precision=fp16", "adapter.dtype=bfloat16"],
@@ -455,7 +456,7 @@ def test_each_rule_between_sections_has_a_case_above() -> None:
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "append"
     ]
     keys_and_causes = {(key, broken[-1]) for key, broken, _, _ in RULES if "." in key}
-    assert len(rules) == len(keys_and_causes - {("adapter.kind", "adapter.rslora=true")}) == 9
+    assert len(rules) == len(keys_and_causes - {("adapter.kind", "adapter.rslora=true")}) == 10
 
 
 def test_each_rule_within_a_section_has_a_case_above() -> None:
