@@ -35,6 +35,12 @@ def figures() -> list[str]:
         f"differ by {merge['error']:.2%} from base plus adapter",
         f"explains {merge['bound']:.2%}",
         f"moved the base by {merge['effect']:.1%}",
+        *(
+            f"| {name} | {padding['padding_share']:.2%} | {padding['micro_batches']:,} | "
+            f"{results('batching')['training'][name]['padding_share']:.2%} | "
+            f"{results('batching')['training'][name]['speed_up']:.2f} |"
+            for name, padding in results("batching")["padding"].items()
+        ),
         *forecast_figures(),
     ]
 
@@ -100,6 +106,8 @@ def test_results_within_the_bounds_that_are_claimed() -> None:
     assert abs(sweep["largest_error"]["error"]) <= 0.01
     assert sweep["worst_under_prediction"]["error"] >= -0.005
     assert results("forecast_speed")["passed"]
+    assert results("batching")["passed"]
+    assert results("batching")["padding"]["packed"]["fill"] >= 0.98
     spaces = results("fit_cpu")["spaces"]
     assert all(budget["passed"] for space in spaces.values() for budget in space["budgets"])
     assert {name: len(space["budgets"]) for name, space in spaces.items()} == {"tiny": 3, "110m": 3}
