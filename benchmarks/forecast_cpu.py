@@ -254,7 +254,7 @@ def _forecast(setting: Setting) -> dict[str, Any]:
     import measured_step
 
     from finetune.data.batching import MicroBatching, worst_batches
-    from finetune.memory import device, forecast
+    from finetune.memory import device, files, forecast
     from finetune.model import attention
     from finetune.training.rehearsal import rehearse
 
@@ -270,7 +270,10 @@ def _forecast(setting: Setting) -> dict[str, Any]:
     held_out = None if config.data.eval == "none" else batch
     trace = rehearse(config, architecture, batch, held_out, cpu, implementation)
     accumulation = config.training.batch_size // config.training.rows
-    found = forecast.make(trace, cpu, batch, implementation, micro_batches=accumulation, merge_bytes=0, disk_bytes=0)
+    found = forecast.make(
+        trace, cpu, batch, implementation, micro_batches=accumulation, merge_bytes=0, disk_bytes=0,
+        checkpoint_bytes=files.checkpoint_bytes(trace),
+    )  # fmt: skip
     phases = {name: peak["allocated_bytes"] for name, peak in found.phases.items()}
     # The instrument's peak begins with the finished model.
     return {"peak_allocated_bytes": max(size for name, size in phases.items() if name != "load"), "phases": phases}

@@ -410,7 +410,7 @@ def _check_model(folder: Path) -> None:
     """A model in Hugging Face format: its config, and every file that its index names."""
     index = folder / "model.safetensors.index.json"
     try:
-        json.loads((folder / "config.json").read_bytes())
+        dict(json.loads((folder / "config.json").read_bytes()))
         named = set(json.loads(index.read_bytes())["weight_map"].values()) if index.exists() else {"model.safetensors"}
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ArtifactError(f"{folder}: config.json or the index is missing or damaged: {error}") from None

@@ -6,7 +6,7 @@ needs no network; of any other the config is fetched.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +51,7 @@ class Planner:
     architecture: Any
     device: Device
     data: Prepared | None
+    _worst: dict[tuple[MicroBatching, int], tuple[list[Batch], Batch | None]] = field(default_factory=dict)
 
     def forecast(self, config: Config | None = None, *, evaluates: bool = True) -> Forecast:
         """What `config` (by default the job itself) takes. Without `evaluates` the evaluation is left out."""
@@ -79,6 +80,8 @@ class Planner:
             merges=config.output.merge,
             merge_bytes=files.merge_bytes(config, trace),
             disk_bytes=files.disk_bytes(config, trace),
+            checkpoint_bytes=files.checkpoint_bytes(trace),
+            saves_between=config.output.save_every is not None,
         )
 
     def levers(self, config: Config, found: Forecast) -> list[tuple[Lever, Forecast]]:
@@ -121,10 +124,16 @@ class Planner:
             longest = longest_batches(_way(config), step_rows, config.data.max_length)
             return longest, None if config.data.eval == "none" else longest[0]
 
-        def worst(rows: Any) -> list[Batch]:
-            return worst_batches(rows["length"][:], rows["trained"][:], _way(config), step_rows, "the data's rows")
+        way = _way(config)
+        if (way, step_rows) not in self._worst:
+            self._worst[way, step_rows] = self._worst_of(self.data, way, step_rows)
+        return self._worst[way, step_rows]
 
-        return worst(self.data.train), None if self.data.eval is None else worst(self.data.eval)[0]
+    def _worst_of(self, data: Prepared, way: MicroBatching, step_rows: int) -> tuple[list[Batch], Batch | None]:
+        def worst(rows: Any) -> list[Batch]:
+            return worst_batches(rows["length"][:], rows["trained"][:], way, step_rows, "the data's rows")
+
+        return worst(data.train), None if data.eval is None else worst(data.eval)[0]
 
 
 def _way(config: Config) -> MicroBatching:

@@ -28,7 +28,7 @@ from finetune.memory.fit import NothingFits
 from finetune.memory.forecast import Forecast
 from finetune.memory.monitor import Monitor, meter_for
 from finetune.model import adapter, attention, checkpointing, identity
-from finetune.model.base import base_dtype, load_architecture, load_base
+from finetune.model.base import autocast, base_dtype, load_architecture, load_base
 from finetune.model.generation import answer
 from finetune.model.tokenizer import load_tokenizer
 from finetune.report import page, plots
@@ -224,16 +224,17 @@ class _Training:
         if self.config.model.weights == "random" or self.run.answers_file.exists():
             return
         asked = data_prepare.questions(self.config.data, _QUESTIONS)
-        rows = [
-            {
-                "messages": messages,
-                "question": messages[-1]["content"],
-                "reference": reference,
-                "before": answer(base, tokenizer, messages, _ANSWER_TOKENS),
-                "after": None,
-            }
-            for messages, reference in asked
-        ]
+        with autocast(self.config.training.precision, base.device):
+            rows = [
+                {
+                    "messages": messages,
+                    "question": messages[-1]["content"],
+                    "reference": reference,
+                    "before": answer(base, tokenizer, messages, _ANSWER_TOKENS),
+                    "after": None,
+                }
+                for messages, reference in asked
+            ]
         write_json(self.run.answers_file, rows)
 
     def _ask_again(self, model: Any, tokenizer: Any) -> None:
@@ -241,8 +242,9 @@ class _Training:
         if not self.run.answers_file.exists():
             return
         rows = json.loads(self.run.answers_file.read_text(encoding="utf-8"))
-        for row in rows:
-            row["after"] = answer(model, tokenizer, row["messages"], _ANSWER_TOKENS)
+        with autocast(self.config.training.precision, model.device):
+            for row in rows:
+                row["after"] = answer(model, tokenizer, row["messages"], _ANSWER_TOKENS)
         write_json(self.run.answers_file, rows)
 
 
@@ -260,12 +262,14 @@ def merge(run: RunDirectory, *, terminal: Terminal | None = None) -> dict[str, A
     MachineError where a process trains in the run directory.
     """
     libraries.quiet()
-    with run.locked(), Signals(), exhausted.told_of_merge(run):
+    run.config()  # of a foreign run perhaps: refused before anything is written there
+    with run.locked(), Signals():
         return _merge(run, terminal or Terminal())
 
 
 def _merge(run: RunDirectory, terminal: Terminal) -> dict[str, Any]:
-    proof = export_merge.merge(run, this_device())
+    with exhausted.told_of_merge(run):
+        proof = export_merge.merge(run, this_device())
     run.event("merged", **proof)
     terminal.merged(run, proof)
     return proof

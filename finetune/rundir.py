@@ -81,17 +81,24 @@ class RunDirectory:
         if not self.events_file.exists() and self.path.is_dir() and any(self.path.iterdir()):
             raise MachineError(f"{self.path}: not empty, and not a run; set `output.dir` to a folder of its own")
         try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            self.path.mkdir(mode=0o700, exist_ok=True)
+            if not self.path.is_dir():
+                self.path.parent.mkdir(parents=True, exist_ok=True)
+                self.path.mkdir(mode=0o700)
             self.events_file.touch()
         except OSError as error:
             raise MachineError(f"{self.path}: cannot be written: {error.strerror}; set `output.dir`") from None
 
     @property
     def chat_template(self) -> str:
-        """The template that was saved with what was trained, or the config's choice where nothing was saved yet."""
-        saved = [folder / "chat_template.jinja" for folder in (self.adapter, self.merged)]
-        return next((str(file) for file in saved if file.is_file()), self.config().data.chat_template)
+        """The template that was saved with what was trained, or the config's choice where nothing was saved yet.
+
+        Of a tokenizer with several templates the tokenizer's own are taken: a file is but one of them.
+        """
+        for folder in (self.adapter, self.merged):
+            file = folder / "chat_template.jinja"
+            if file.is_file() and not (folder / "additional_chat_templates").is_dir():
+                return str(file)
+        return self.config().data.chat_template
 
     def config(self) -> Config:
         """The resolved config this run was started with."""
@@ -327,8 +334,8 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     if not path.is_file():
         return []
     rows = []
-    for line in path.read_text(encoding="utf-8").splitlines():
-        with contextlib.suppress(json.JSONDecodeError):
+    for line in path.read_bytes().split(b"\n"):
+        with contextlib.suppress(ValueError):  # no JSON, or no text at all
             if isinstance(row := json.loads(line), dict):
                 rows.append(row)
     return rows

@@ -206,7 +206,11 @@ class _Job:
 
     @cached_property
     def _spelling(self) -> list[Any]:
-        return [fingerprint.of(self.tokenizer), getattr(self.tokenizer, "split_special_tokens", False)]
+        known = [fingerprint.of(self.tokenizer), getattr(self.tokenizer, "split_special_tokens", False)]
+        if self.tokenizer.is_fast:
+            return known
+        # Of one that is written in Python the vocabulary does not tell all.
+        return [*known, type(self.tokenizer).__name__, json.dumps(self.tokenizer.init_kwargs, default=str)]
 
 
 @dataclass

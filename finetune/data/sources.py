@@ -181,7 +181,7 @@ def _refuse_links_out(folder: Path, found: list[Path]) -> None:
         if not (target := file.resolve()).is_relative_to(inside) and reader(file):
             raise DataError(
                 f"{file}: a link that leads out of {folder}, to {target}; name that file itself, or a pattern such as "
-                f"{folder / ('*' + file.suffix)}, if it is meant"
+                f"{file.parent / ('*' + file.suffix)}, if it is meant"
             )
 
 

@@ -1,4 +1,4 @@
-"""What is no part of a step: the space that checkpoints and exports take on disk, and the memory of a merge."""
+"""What is no part of a step: checkpoints in memory and on disk, what exports take there, and the memory of a merge."""
 
 from __future__ import annotations
 
@@ -11,10 +11,14 @@ _FLOAT32 = 4
 
 def disk_bytes(config: Config, trace: Trace) -> int:
     """Bytes on disk: the checkpoints kept and the one being written, what is published, and the merged model."""
-    trained = _bytes(trace, "adapter")
-    checkpoint = trained + _bytes(trace, "optimizer_states")
+    trained, checkpoint = _bytes(trace, "adapter"), checkpoint_bytes(trace)
     merged = _SIXTEEN_BIT * trace.parameters if config.output.merge and config.adapter.kind == "lora" else 0
     return (config.output.keep + 1) * checkpoint + trained + merged
+
+
+def checkpoint_bytes(trace: Trace) -> int:
+    """The copy of weights and optimizer states in host memory, from which a checkpoint is written."""
+    return _bytes(trace, "adapter") + _bytes(trace, "optimizer_states")
 
 
 def merge_bytes(config: Config, trace: Trace) -> int:

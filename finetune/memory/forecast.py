@@ -6,6 +6,7 @@ memory; on a CPU the live tensors are what counts.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -105,18 +106,21 @@ def make(
     merge_bytes: int,
     disk_bytes: int,
     merges: bool = False,
+    checkpoint_bytes: int = 0,
+    saves_between: bool = False,
 ) -> Forecast:
     """The forecast of a trace of one micro-batch and one update.
 
+    `checkpoint_bytes`: the copy in host memory from which a checkpoint is written. It is there after the last step, and
+    with `saves_between` during a forward and backward pass as well.
     `merges`: whether the run merges at its end, so that the merge must fit as well. `merge_bytes` (its device memory)
     and `disk_bytes` are not in a step; see `finetune.memory.files`.
     """
-    replay = _replayed(trace, device)
+    on_device = checkpoint_bytes if device.type == "cpu" else 0
+    replay = _replayed(trace, device, on_device, saves_between)
     passes, update = trace.work(("forward", "backward")), trace.work(("optimizer",))
     seconds = micro_batches * _seconds(passes, device) + _seconds(update, device) / 2  # the trace has two updates
     phases = {name: replay.phases[name] for name in PHASES if name in replay.phases}
-    # Saving copies tensors to the host one by one, and adds nothing on the device to what stands after an update.
-    phases["save"] = {"allocated_bytes": replay.resting_bytes, "reserved_bytes": replay.reserved_bytes}
     if merge_bytes:
         phases["merge"] = {"allocated_bytes": merge_bytes, "reserved_bytes": merge_bytes}
     categories, least = replay.at_peak(), merge_bytes if merges else 0
@@ -128,7 +132,7 @@ def make(
         batch=batch,
         peak_allocated_bytes=max(replay.peak_allocated_bytes, least),
         peak_reserved_bytes=max(replay.peak_reserved_bytes, least),
-        host_bytes=replay.managed_peak_bytes + (device.outside_bytes if device.type == "cpu" else 0),
+        host_bytes=replay.managed_peak_bytes + (device.outside_bytes if device.type == "cpu" else checkpoint_bytes),
         disk_bytes=disk_bytes,
         phases=phases,
         categories=categories,
@@ -149,19 +153,19 @@ def _seconds(work: Any, device: Device) -> float:
     )
 
 
-def _replayed(trace: Trace, device: Device) -> _Replay:
+def _replayed(trace: Trace, device: Device, checkpoint_bytes: int, saves_between: bool) -> _Replay:
     """The replay with room for every segment or, where that is too much, with the room there is.
 
     Before it fails, the allocator gives back the segments that lie idle: a job may fit that would reserve more.
     """
     replay = _Replay(trace, device)
-    replay.run()
+    replay.run(checkpoint_bytes, saves_between)
     room = device.budget_bytes - device.outside_bytes
     if device.type == "cpu" or replay.peak_reserved_bytes <= room:
         return replay
     tight = _Replay(trace, device, room)
     try:
-        tight.run()
+        tight.run(checkpoint_bytes, saves_between)
     except CapacityError:
         return replay
     return tight
@@ -189,11 +193,10 @@ class _Replay:
         self._stride = 1
         self.phases: dict[str, dict[str, int]] = {}
         self.managed_peak_bytes = 0
-        self.resting_bytes = 0
         self.curve: list[Point] = []
 
-    def run(self) -> None:
-        """The load, two steps (the second meets the segments of the first), and the evaluation."""
+    def run(self, checkpoint_bytes: int, saves_between: bool) -> None:
+        """The load, two steps (the second meets the segments of the first), a save, and the evaluation."""
         first = next(number for number, run in enumerate(self._trace.runs) if run.phase == "forward")
         after = [number for number, run in enumerate(self._trace.runs) if number > first and run.phase not in _STEP]
         last = after[0] if after else len(self._trace.runs)
@@ -207,10 +210,23 @@ class _Replay:
         self._play(step)
         self._recording = True
         self._stride = max(1, sum(len(run.events) for run in step) // _CURVE_POINTS)
-        self._play(step)
+        update = next(number for number, run in enumerate(step) if run.phase == "optimizer")
+        with self._saving(checkpoint_bytes if saves_between else 0):  # the update waits until the copy is written
+            self._play(step[:update])
+        self._play(step[update:])
         self._recording = False
-        self.resting_bytes = self._allocated
+        with self._saving(checkpoint_bytes):
+            self._see("save")
         self._play(self._trace.runs[last:])
+
+    @contextlib.contextmanager
+    def _saving(self, size: int) -> Iterator[None]:
+        """A copy of the state in the device's own memory: on a CPU, which has no other."""
+        self._live["checkpoint"] += size
+        self._allocated += size
+        yield
+        self._live["checkpoint"] -= size
+        self._allocated -= size
 
     @property
     def reserved_bytes(self) -> int:

@@ -172,7 +172,7 @@ def check_files(directory: Path) -> None:
         raise ArtifactError(f"{directory}: no adapter here (no {file.name}); did training finish?")
     try:
         said = json.loads(file.read_text(encoding="utf-8"))
-        asked = _unknown_wishes(said)
+        asked, rank = _unknown_wishes(said), said["r"]
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise ArtifactError(f"{file}: damaged: {error}; train again") from None
     if asked:
@@ -181,8 +181,8 @@ def check_files(directory: Path) -> None:
         )
     weight_files.check(weights)
     ranks = weight_files.shapes(weights)
-    if not any(".lora_A." in name and shape[0] == said["r"] for name, shape in ranks.items()):
-        raise ArtifactError(f"{file}: rank {said['r']} is not that of the weights in {weights.name}; train again")
+    if not any(".lora_A." in name and shape[:1] == [rank] for name, shape in ranks.items()):
+        raise ArtifactError(f"{file}: rank {rank} is not that of the weights in {weights.name}; train again")
 
 
 def _unknown_wishes(said: dict[str, Any]) -> list[str]:
@@ -192,8 +192,8 @@ def _unknown_wishes(said: dict[str, Any]) -> list[str]:
     plain = LoraConfig(task_type="CAUSAL_LM").to_dict()
     wrong = [name for name, value in said.items() if name not in _OWN and value != plain.get(name)]
     # A start other than zero reads files or takes the base apart anew; a text as target is a regular expression.
-    sound = {"init_lora_weights": bool, "target_modules": list}
-    return wrong + [name for name, kind in sound.items() if not isinstance(said[name], kind)]
+    sound = {"init_lora_weights": bool, "target_modules": list, "modules_to_save": list | None}
+    return wrong + [name for name, kind in sound.items() if not isinstance(said.get(name), kind)]
 
 
 def load_adapter(base: Any, directory: Path) -> Any:

@@ -31,6 +31,11 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 TRAINED_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
+def autocast(precision: str, device: torch.device) -> torch.autocast:
+    """The mixed arithmetic of a step in `precision` (bf16, fp16 or fp32), for a model that is not in the trainer."""
+    return torch.autocast(device.type, DTYPES[precision], enabled=precision != "fp32")
+
+
 def base_dtype(adapter: AdapterSection, training: TrainingSection) -> torch.dtype:
     """The type in which unquantized base weights are kept.
 

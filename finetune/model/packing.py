@@ -76,7 +76,7 @@ def _by_row(
         if attention_mask is not None or cu_seq_lens_q is None:
             return attend(module, query, key, value, attention_mask, **options)
         lengths = _lengths(cu_seq_lens_q)
-        window = options.get("sliding_window")
+        window = _window(module, max(lengths), options)
         rows = zip(lengths, query.split(lengths, 2), key.split(lengths, 2), value.split(lengths, 2), strict=True)
         outputs = [
             attend(module, row_query, row_key, row_value, mask_of(length, window, query), **options)[0]
@@ -85,6 +85,20 @@ def _by_row(
         return torch.cat(outputs, dim=1), None
 
     return attention
+
+
+def _window(module: Any, longest: int, options: dict[str, Any]) -> int | None:
+    """The sliding window of the layer, where it has one. Some models tell it to their mask and not to attention."""
+    if "sliding_window" in options or hasattr(module, "sliding_window"):
+        found: int | None = options.get("sliding_window", getattr(module, "sliding_window", None))
+        return found
+    window = getattr(module.config, "sliding_window", None)
+    if window is not None and longest > window and getattr(module.config, "use_sliding_window", True):
+        raise MachineError(
+            f"`data.packing`: {type(module).__name__} does not say which of its layers have the sliding window of "
+            f"{window} tokens, and a row has {longest}; set `data.packing: false`, or `data.max_length: {window}`"
+        )
+    return None
 
 
 def _lengths(starts: torch.Tensor) -> list[int]:
@@ -124,13 +138,16 @@ def _varlen(otherwise: Callable[..., Any]) -> Callable[..., Any]:
 
     def attention(
         module: Any, query: Any, key: Any, value: Any, attention_mask: Any, scaling: float | None = None,
-        sliding_window: int | None = None, cu_seq_lens_q: Any = None, max_length_q: int | None = None, **options: Any,
+        cu_seq_lens_q: Any = None, max_length_q: int | None = None, **options: Any,
     ) -> tuple[torch.Tensor, None]:  # fmt: skip
-        if attention_mask is not None or cu_seq_lens_q is None:
+        if attention_mask is not None or cu_seq_lens_q is None or options.get("dropout"):
+            # The kernel knows no dropout.
             return otherwise(
-                module, query, key, value, attention_mask, scaling=scaling, sliding_window=sliding_window, **options
+                module, query, key, value, attention_mask, scaling=scaling, cu_seq_lens_q=cu_seq_lens_q, **options
             )
         from torch.nn.attention.varlen import varlen_attn
+
+        window = _window(module, int(max_length_q or 0), options)
 
         # The kernel computes in 16 bit. Under autocast norms may have made float32 of queries and keys.
         dtype = value.dtype if value.dtype != torch.float32 else torch.get_autocast_dtype(value.device.type)
@@ -138,7 +155,7 @@ def _varlen(otherwise: Callable[..., Any]) -> Callable[..., Any]:
         output = varlen_attn(
             query, key, value, cu_seq_lens_q, cu_seq_lens_q, max_length_q, max_length_q, scale=scaling,
             # The window counts the keys before the query; transformers' counts the query, too.
-            window_size=(-1 if sliding_window is None else sliding_window - 1, 0),
+            window_size=(-1 if window is None else window - 1, 0),
             enable_gqa=query.shape[1] != key.shape[1],
         )  # fmt: skip
         return output.unsqueeze(0), None
@@ -149,7 +166,8 @@ def _varlen(otherwise: Callable[..., Any]) -> Callable[..., Any]:
 def prove(model: Any) -> None:
     """Check on `model` itself that a packed row's logits are its own: not moved by the row before it.
 
-    Three passes over some tokens. Raises MachineError for an architecture that mixes packed rows.
+    Three passes over some tokens, under the autocast of a step. Raises MachineError for an architecture that mixes
+    packed rows, or takes none.
     """
     first, other, row = _probe(model.config.get_text_config().vocab_size)
     remedy = "set `data.packing: false`, with `training.micro_batch_tokens` to pad little"
@@ -158,8 +176,11 @@ def prove(model: Any) -> None:
         strayed = max(
             float((_last_logits(model, [before, row]) - alone).norm() / alone.norm()) for before in (first, other)
         )
-    except TypeError as error:
-        raise MachineError(f"`data.packing`: this model takes no packed rows ({error}); {remedy}") from None
+    except torch.OutOfMemoryError:
+        raise
+    except (TypeError, ValueError, RuntimeError) as error:
+        first = (str(error).splitlines() or [type(error).__name__])[0]
+        raise MachineError(f"`data.packing`: this model takes no packed rows ({first}); {remedy}") from error
     if not strayed < _STRAYS:
         raise MachineError(
             f"`data.packing`: this model's rows do not keep apart when packed (logits stray by {strayed:.0%}); {remedy}"

@@ -51,7 +51,8 @@ def arguments(config: Config, run: RunDirectory, *, evaluates: bool, resuming: b
     """The SFTConfig that `config`, which passed `check`, stands for."""
     training, optimizer = config.training, config.optimizer
     if "tensorboard" in config.tracking.to:
-        os.environ.setdefault("TENSORBOARD_LOGGING_DIR", str(run.path / "tensorboard"))
+        # transformers 5 has no argument for it. Each run of a process has its own.
+        os.environ["TENSORBOARD_LOGGING_DIR"] = str(run.path / "tensorboard")
     schedule = SCHEDULES[training.schedule]
     return SFTConfig(
         output_dir=str(run.path),

@@ -33,20 +33,26 @@ class MicroBatches:
 
 def split(inputs: Inputs) -> tuple[Inputs, Inputs] | None:
     """The rows of a micro-batch as two smaller ones, each padded to its own longest row; None for a single row."""
-    packed = "cu_seq_lens_q" in inputs
-    rows = len(inputs["cu_seq_lens_q"]) - 1 if packed else len(inputs["input_ids"])
+    rows = row_count(inputs)
     if rows == 1:
         return None
-    some = _packed_rows if packed else _rows
     half = (rows + 1) // 2
-    return some(inputs, 0, half), some(inputs, half, rows)
+    return _some(inputs, 0, half), _some(inputs, half, rows)
+
+
+def row_count(inputs: Inputs) -> int:
+    """How many rows a micro-batch holds, packed ones too."""
+    return len(inputs["cu_seq_lens_q"]) - 1 if "cu_seq_lens_q" in inputs else len(inputs["input_ids"])
 
 
 def first_row(inputs: Inputs) -> list[int]:
     """The tokens of the first row of a micro-batch, without padding."""
-    one = (_packed_rows if "cu_seq_lens_q" in inputs else _rows)(inputs, 0, 1)
-    found: list[int] = one["input_ids"][0].tolist()
+    found: list[int] = _some(inputs, 0, 1)["input_ids"][0].tolist()
     return found
+
+
+def _some(inputs: Inputs, first: int, end: int) -> Inputs:
+    return (_packed_rows if "cu_seq_lens_q" in inputs else _rows)(inputs, first, end)
 
 
 def _rows(inputs: Inputs, first: int, end: int) -> Inputs:

@@ -20,7 +20,7 @@ from finetune.data.batching import MicroBatching
 from finetune.errors import OutOfMemoryError
 from finetune.libraries import replaced
 from finetune.memory.exhausted import is_out_of_memory
-from finetune.model.base import DTYPES
+from finetune.model.base import autocast
 from finetune.training import healing
 from finetune.training.collator import Inputs, MicroBatches
 
@@ -87,9 +87,8 @@ def held_out_loss(model: Any, tokenizer: Any, rows: Any, config: Config) -> floa
         batch_size=training.batch_size,
         collate_fn=MicroBatches(MicroBatching.of(training, config.data), tokenizer.pad_token_id),
     )
-    mixed = training.precision != "fp32"
     with (
-        torch.autocast(model.device.type, DTYPES[training.precision], enabled=mixed),
+        autocast(training.precision, model.device),
         replaced(chunked_logprob, "TOKEN_CHUNK_SIZE", config.memory.loss_tokens),
     ):
         total, count = summed_loss(model, steps).tolist()

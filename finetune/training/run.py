@@ -22,6 +22,7 @@ from finetune.errors import FinetuneError, MachineError
 from finetune.memory import inspect
 from finetune.memory.monitor import Monitor
 from finetune.model import packing
+from finetune.model.base import autocast
 from finetune.rundir import RunDirectory, not_written, staged
 from finetune.signals import Signals
 from finetune.training import optimizers
@@ -61,7 +62,8 @@ def train(
     Terminated or KeyboardInterrupt after the save that a signal asked for.
     """
     if config.data.packing:
-        packing.prove(model)
+        with autocast(config.training.precision, device):
+            packing.prove(model)
     saver = Saver(run, config.output.keep, made_with, verified=[resume_from] if resume_from else [])
     trainer = _trainer(
         config, model, tokenizer, data, run, monitor, listener, device, saver, signals, resuming=bool(resume_from)

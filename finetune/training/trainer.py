@@ -43,7 +43,7 @@ from finetune.training.checkpoints import (
     restore_weights,
     snapshot,
 )
-from finetune.training.collator import Inputs, MicroBatches
+from finetune.training.collator import Inputs, MicroBatches, row_count
 from finetune.training.evaluation import DoesNotFit, summed_loss
 from finetune.training.recorder import Listener, StepCounts, StepRecorder
 
@@ -146,10 +146,11 @@ class Trainer(SFTTrainer):
 
     def tell_split(self, inputs: Inputs, **fields: Any) -> None:
         """Write down that a micro-batch did not fit and was split."""
-        rows, tokens = inputs["input_ids"].shape
+        rows, tokens = row_count(inputs), inputs["input_ids"].shape[1]
+        packed = "packed into" if "cu_seq_lens_q" in inputs else "of"
         self.run.event("micro_batch_split", step=self.state.global_step + 1, rows=rows, tokens=tokens, **fields)
         self.listener.note(
-            f"out of memory at {rows} rows of {tokens} tokens: split in two, as all micro-batches of that size will be"
+            f"out of memory at {rows} rows {packed} {tokens} tokens: split in two, as all of that size from now on"
         )
 
     def _give_up(self, error: BaseException, inputs: Inputs, start: healing.StepStart) -> None:

@@ -62,12 +62,19 @@ def _evaluate(trainer: Trainer, inputs: list[Inputs]) -> None:
 
 
 def _largest(trainer: Trainer, rows: Any) -> Iterator[tuple[Batch, list[Inputs]]]:
-    """The shapes that take most memory, each as the micro-batches of a step of its rows."""
+    """The shapes that take most memory, each with a micro-batch of it."""
     way, step_rows = trainer.data_collator.way, trainer.args.per_device_train_batch_size
     lengths = rows["length"][:]
     for batch in worst_batches(lengths, rows["trained"][:], way, step_rows, "the data's rows"):
-        chosen = longest_rows(lengths, batch)
-        yield batch, trainer.data_collator([rows[row] for row in chosen])
+        chosen = [rows[row] for row in longest_rows(lengths, batch)]
+        if batch.packed:  # others may fill it to the last token, of which these would leave some
+            chosen = [cut(row, length) for row, length in zip(chosen, batch.packed, strict=True)]
+        yield batch, [trainer.data_collator.micro_batch(chosen)]
+
+
+def cut(row: dict[str, Any], length: int) -> dict[str, Any]:
+    """The first tokens of a row."""
+    return {name: row[name][:length] for name in ("input_ids", "labels")}
 
 
 def longest_rows(lengths: Sequence[int], batch: Batch) -> list[int]:

@@ -11,8 +11,8 @@ from safetensors.torch import load_file
 from steps import address_space, ready
 
 import finetune
-from finetune.config import OptimizerSection, TrainingSection
-from finetune.data.batching import worst_batches
+from finetune.config import OptimizerSection
+from finetune.data.batching import MicroBatching, worst_batches
 from finetune.errors import DataError, OutOfMemoryError
 from finetune.rundir import RunDirectory
 from finetune.training import optimizers, worst_first
@@ -74,10 +74,26 @@ def test_row_13_the_longest_rows_come_first(quick, monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize("tokens", [None, 60])
 def test_the_rows_chosen_make_the_worst_batches(tokens: int | None) -> None:
     lengths = [10, 50, 20, 20, 19, 50, 3]
-    training = TrainingSection(batch_size=4, micro_batch=2, micro_batch_tokens=tokens)
-    for batch in worst_batches(lengths, lengths, training, 4, "the data's rows"):
+    way = MicroBatching(2, tokens)
+    for batch in worst_batches(lengths, lengths, way, 4, "the data's rows"):
         rows = worst_first.longest_rows(lengths, batch)
         assert (len(rows), max(lengths[row] for row in rows)) == (batch.rows, batch.tokens)
+
+
+def test_row_13_the_largest_packed_micro_batch_comes_first_to_the_last_token(
+    quick, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = []
+    plain = Trainer._micro_step
+
+    def micro_step(self: Trainer, model, inputs, trained_tokens):
+        seen.append(inputs["input_ids"].shape[1])
+        return plain(self, model, inputs, trained_tokens)
+
+    monkeypatch.setattr(Trainer, "_micro_step", micro_step)
+    config = quick("data.packing=true", "training.micro_batch_tokens=70", "data.eval=none", "training.eval_every=null")
+    finetune.train(config)
+    assert seen[0] == 70 >= max(seen)
 
 
 def as_it_stands(trainer: Trainer) -> dict[str, bytes]:

@@ -92,14 +92,14 @@ def test_row_14_no_logits_are_made_and_nothing_of_a_batch_is_kept(quick) -> None
 
 def test_row_14_a_merge_out_of_memory_leaves_the_training_and_is_done_again(quick, monkeypatch) -> None:
     config = quick("output.merge=true", "data.eval=none", "training.eval_every=null")
-    merge = recipe.merge
+    merge = recipe._merge
 
     def in_little_memory(*args, **kwargs):
         with address_space(2**20):
             return merge(*args, **kwargs)
 
     with monkeypatch.context() as patch:
-        patch.setattr(recipe, "merge", in_little_memory)
+        patch.setattr(recipe, "_merge", in_little_memory)
         with pytest.raises(OutOfMemoryError, match="finetune merge") as stopped:
             finetune.train(config)
     assert stopped.value.exit_code == 6

@@ -23,6 +23,7 @@ import torch
 
 import finetune
 from finetune import cli
+from finetune.data import cache
 
 _ROOT = Path(finetune.__file__).resolve().parents[1]
 
@@ -113,7 +114,8 @@ class Watch:
 
 
 def watched(*arguments: object, writable: Iterable[Path], foreign: Iterable[Path], folder: Path) -> Told:
-    """Run `finetune ARGUMENTS` in a fork. It may write below `writable` alone, and run nothing from `foreign`.
+    """Run `finetune ARGUMENTS` in a fork. It may write below `writable` and keep prepared rows in their cache, and run
+    nothing from `foreign`.
 
     `folder` takes what it prints.
     """
@@ -125,7 +127,7 @@ def watched(*arguments: object, writable: Iterable[Path], foreign: Iterable[Path
         scratch.mkdir()
         tempfile.tempdir = str(scratch)
         size = psutil.Process().memory_info().rss
-        watch = Watch([*writable, scratch], foreign)
+        watch = Watch([*writable, scratch, cache.folder()], foreign)
         code = 99
         try:
             for descriptor, file in ((1, out), (2, err)):
