@@ -10,7 +10,9 @@ written as a generator that yields a text where it needs tokens, and `encode_all
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Generator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, TypeVar
 
@@ -124,11 +126,19 @@ Asking = Generator[Piece, Tokenized, Found]
 """Work that yields a piece wherever it needs one tokenized. It raises RowError where a row is at fault."""
 
 
+Answers = dict[int, Tokenized | Exception | None]
+"""What each row waited for, by its number; None before its first piece."""
+
+
 def _answered(rows: Sequence[Asking[Found]], tokenizer: Any) -> list[Found | RowError]:
-    """What each comes to. The pieces that they wait for are tokenized together, those of all rows in one call."""
+    """What each comes to. The pieces that they wait for are tokenized together, those of half the rows in one call.
+
+    The halves take turns: while one's pieces are with the tokenizer, which is not Python's and leaves it running, the
+    other's are rendered. That stays in this thread, for only in the main one its time is bounded.
+    """
     found: dict[int, Found | RowError] = {}
-    answers: dict[int, Tokenized | Exception | None] = dict.fromkeys(range(len(rows)))
-    while answers:
+
+    def ask(answers: Answers) -> dict[int, Piece]:
         asked = {}
         for row, answer in answers.items():
             try:
@@ -137,7 +147,18 @@ def _answered(rows: Sequence[Asking[Found]], tokenizer: Any) -> list[Found | Row
                 found[row] = done.value
             except RowError as error:
                 found[row] = error
-        answers = dict(zip(asked, _tokenized(list(asked.values()), tokenizer), strict=True))
+        return asked
+
+    middle = (len(rows) + 1) // 2
+    with ThreadPoolExecutor(max_workers=1) as tokenizing:
+        waiting: deque[tuple[dict[int, Piece], Future[list[Tokenized | Exception]]]] = deque()
+        turns: deque[Answers] = deque(dict.fromkeys(half) for half in (range(middle), range(middle, len(rows))))
+        while turns or waiting:
+            if not turns:
+                earlier, answered = waiting.popleft()
+                turns.append(dict(zip(earlier, answered.result(), strict=True)))
+            if asked := ask(turns.popleft()):
+                waiting.append((asked, tokenizing.submit(_tokenized, list(asked.values()), tokenizer)))
     return [found[row] for row in range(len(rows))]
 
 
