@@ -17,6 +17,7 @@ from finetune.rundir import (
     RunDirectory,
     append_line,
     checkpoint_step,
+    dispose,
     read_lines,
     staged,
     write_json,
@@ -365,3 +366,80 @@ def test_an_earlier_run_is_moved_aside_with_all_it_has(run: RunDirectory) -> Non
         assert aside == run.path.with_name(f"run.{number}")
         assert not run.path.exists()
     assert [contents(run.path.with_name(f"run.{number}")) for number in (1, 2, 3)] == earlier
+
+
+# -- what a kill left ------------------------------------------------------------------------------------------------
+
+
+def test_a_directory_is_staged_anew_over_what_a_kill_left_of_it(tmp_path: Path) -> None:
+    target = tmp_path / "adapter"
+    (tmp_path / "adapter.incomplete").mkdir()
+    (tmp_path / "adapter.incomplete" / "half").write_text("half")
+    with staged(target) as folder:
+        (folder / "weights").write_text("new")
+    assert contents(tmp_path) == {"adapter/weights": "new"}
+
+
+def test_a_replacement_that_a_kill_cut_short_is_undone_before_the_next_one_begins(tmp_path: Path) -> None:
+    target = tmp_path / "adapter"
+    (tmp_path / "adapter.replaced").mkdir()
+    (tmp_path / "adapter.replaced" / "weights").write_text("old")
+    with staged(target):
+        assert contents(target) == {"weights": "old"}
+
+
+def test_a_directory_is_disposed_of_over_what_a_kill_left_of_an_earlier_one(tmp_path: Path) -> None:
+    for name in ("step-00000001", "step-00000001.incomplete"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "weights").write_text("x")
+    dispose(tmp_path / "step-00000001")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_saved_steps_are_those_since_the_last_start_from_nothing(run: RunDirectory) -> None:
+    assert run.saved_steps == []
+    for name in ("started", "saved", "resumed", "saved"):
+        run.event(name, step=len(run.events()))
+    assert run.saved_steps == [1, 3]
+    run.event("started")
+    assert run.saved_steps == []
+
+
+def test_leftovers_are_removed_whatever_they_are_and_nothing_behind_a_link_is(
+    run: RunDirectory, tmp_path: Path
+) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "mine").write_text("x")
+    run.checkpoints.mkdir()
+    for folder in (run.path, run.checkpoints):
+        (folder / "file.incomplete").write_text("half")
+        (folder / "link.incomplete").symlink_to(elsewhere)
+        (folder / "folder.incomplete").mkdir()
+        (folder / "folder.incomplete" / "half").write_text("half")
+    run.remove_leftovers()
+    assert [path.name for path in run.path.rglob("*.incomplete")] == []
+    assert contents(elsewhere) == {"mine": "x"}
+
+
+def test_all_of_a_small_file_is_on_disk_before_it_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    brought: list[int] = []
+    fsync = os.fsync
+    monkeypatch.setattr(os, "fsync", lambda file: (brought.append(os.fstat(file).st_size), fsync(file))[1])
+    write_text(tmp_path / "latest", "step-00000001\n")
+    assert brought == [14]
+
+
+def test_the_error_of_a_block_is_not_hidden_by_that_of_the_removal_after_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failing(*arguments: Any, **more: Any) -> None:
+        raise OSError("input/output error")
+
+    def fail() -> None:
+        with staged(tmp_path / "adapter"):
+            monkeypatch.setattr(os, "rmdir", failing)
+            raise ValueError("the first")
+
+    with pytest.raises(ValueError, match="the first"):
+        fail()

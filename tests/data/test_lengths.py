@@ -43,6 +43,10 @@ def after(policy: str, before: str, limit: int) -> tuple[str, list[str]]:
         ("abCDefGH", 8, "truncated", "abCDefGH"),
         ("abCDefGHij", 8, "truncated", "abCDefGH"),
         ("aBCDeFghIJ", 8, "truncated", "adeFghIJ"),
+        ("abcdeFGHIJKL", 8, "truncated", "eFGHIJKL"),
+        ("abcdeFGHIJKLMNOPQRST", 12, "answer truncated", "adeFGHIJKLMN"),
+        ("ABcdEFgh", 7, "truncated", "ABcdEFg"),
+        ("abcdef", 4, "truncated", "abcd"),
     ],
 )
 def test_truncation_keeps_the_first_token_and_the_last_answer(before: str, limit: int, what: str, kept: str) -> None:
@@ -80,6 +84,7 @@ def test_a_row_of_one_token_is_left_without_an_answer() -> None:
         ("abCDefGHij", 4, ["abCD", "defG", "gHij"]),
         ("abCDE", 4, ["abCD", "dE"]),
         ("ABC", 2, ["AB", "bC"]),
+        ("ABCD", 2, ["AB", "bC", "cD"]),
     ],
 )
 def test_pieces_share_a_token_so_that_each_trained_one_is_predicted(before: str, limit: int, pieces: list[str]) -> None:
