@@ -81,8 +81,9 @@ class RunDirectory:
         if not self.events_file.exists() and self.path.is_dir() and any(self.path.iterdir()):
             raise MachineError(f"{self.path}: not empty, and not a run; set `output.dir` to a folder of its own")
         try:
-            if not self.path.is_dir():
+            if not self.path.parent.is_dir():
                 self.path.parent.mkdir(parents=True, exist_ok=True)
+            if not self.path.is_dir():
                 self.path.mkdir(mode=0o700)
             self.events_file.touch()
         except OSError as error:

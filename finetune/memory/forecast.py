@@ -210,7 +210,7 @@ class _Replay:
         self._play(step)
         self._recording = True
         self._stride = max(1, sum(len(run.events) for run in step) // _CURVE_POINTS)
-        update = next(number for number, run in enumerate(step) if run.phase == "optimizer")
+        update = next((number for number, run in enumerate(step) if run.phase == "optimizer"), len(step))
         with self._saving(checkpoint_bytes if saves_between else 0):  # the update waits until the copy is written
             self._play(step[:update])
         self._play(step[update:])
@@ -222,10 +222,10 @@ class _Replay:
     @contextlib.contextmanager
     def _saving(self, size: int) -> Iterator[None]:
         """A copy of the state in the device's own memory: on a CPU, which has no other."""
-        self._live["checkpoint"] += size
+        self._live["workspace"] += size
         self._allocated += size
         yield
-        self._live["checkpoint"] -= size
+        self._live["workspace"] -= size
         self._allocated -= size
 
     @property

@@ -35,7 +35,6 @@ CATEGORIES = {
     "layer_inputs": "layer inputs",
     "activations": "activations",
     "loss": "loss and logits",
-    "checkpoint": "checkpoint being written",
     "workspace": "workspace",
 }
 """What a block of memory is for: the key in JSON and the words for a person."""
