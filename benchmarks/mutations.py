@@ -44,8 +44,9 @@ ACCEPTED = Path(__file__).with_name("mutations_accepted.json")
 AREAS: dict[str, tuple[dict[str, str], list[str]]] = {
     "masks": (
         {
-            "finetune.data.chat": "Encoded.trained Encoded.cut system_head is_empty trained_turns _answers _answered "
-            "_step _tokenized _runs _encoding _completion _with_end _tokens _chat marks_generation _check_template "
+            "finetune.data.tokenizing": "answered _step _tokenized _runs",
+            "finetune.data.chat": "Encoded.trained Encoded.cut system_head is_empty trained_turns _answers _encoding "
+            "_completion _with_end _tokens _chat marks_generation _check_template "
             "_rendering _by_marks _by_prefixes _turn_end _closed _words",
             "finetune.data.lengths": "_error _drop _truncate _last_answer _split",
         },
@@ -70,8 +71,9 @@ AREAS: dict[str, tuple[dict[str, str], list[str]]] = {
     "checkpoints": (
         {
             "finetune.checkpoint": "Contents.bytes write _refuse_numbers _safetensors _write _parts _json _sha256 "
-            "_finite problems_of manifest_of _read_small _problems_of_file newest_valid set_aside prune _is_whole "
+            "problems_of manifest_of _read_small _problems_of_file newest_valid set_aside prune _is_whole "
             "read_json read_tensors",
+            "finetune.weight_files": "not_finite is_finite",
             "finetune.rundir": "RunDirectory.finished RunDirectory.saved_steps RunDirectory.complete_checkpoints "
             "RunDirectory.remove_leftovers RunDirectory.forget_metrics_after checkpoint_step staged _publish _put_back "
             "dispose _remove _replace append_line read_lines _fsync",

@@ -92,7 +92,7 @@ def write(run: RunDirectory, contents: Contents) -> Path:
 def _refuse_numbers(contents: Contents) -> None:
     for name, tensors in contents.tensors.items():
         for key, tensor in tensors.items():
-            if not _finite(tensor):
+            if not weight_files.is_finite(tensor):
                 raise NumbersError(
                     f"`{key}` is not finite at step {contents.step}, so {name} is not saved; the checkpoints before "
                     "are good. Lower `training.learning_rate`, lengthen `training.warmup`, or use bf16 instead of fp16"
@@ -170,12 +170,6 @@ def _sha256(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()
 
 
-def _finite(tensor: torch.Tensor) -> bool:
-    if not tensor.is_floating_point() or not tensor.numel():
-        return True
-    return bool(torch.stack(torch.aminmax(tensor)).isfinite().all())  # a NaN is both
-
-
 # -- verifying -------------------------------------------------------------------------------------------------------
 
 
@@ -249,8 +243,7 @@ def _problems_of_file(file: Path, expected: dict[str, Any]) -> list[str]:
         weight_files.check(file)
     except ArtifactError as error:
         return [str(error)]
-    with safe_open(file, framework="pt") as stored:
-        return [f"{name}: `{key}` is not finite" for key in stored.keys() if not _finite(stored.get_tensor(key))]  # noqa: SIM118
+    return [f"{name}: `{key}` is not finite" for key in weight_files.not_finite(file)]
 
 
 # -- choosing --------------------------------------------------------------------------------------------------------

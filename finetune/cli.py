@@ -221,10 +221,11 @@ def doctor(
     """Say what is wrong with this machine, or with a run directory, and what to do; connects to nothing."""
 
     def work() -> None:
-        from finetune import doctor
+        from finetune.doctor import machine
+        from finetune.doctor import run as run_directory
         from finetune.report.terminal import Terminal
 
-        found = doctor.examine_run(run) if run else doctor.examine_machine()
+        found = run_directory.examine(run) if run else machine.examine()
         if as_json:
             _print_json(found.as_dict())
         else:

@@ -8,10 +8,13 @@ length for as much as 100 MB, of which the library makes 1.5 GiB of objects befo
 
 from __future__ import annotations
 
+import math
 import os
 import stat
 import struct
 from pathlib import Path
+
+import torch
 
 from finetune.errors import ArtifactError
 
@@ -62,6 +65,21 @@ def shapes(path: Path) -> dict[str, list[int]]:
 
     with safe_open(path, framework="np") as stored:
         return {name: stored.get_slice(name).get_shape() for name in stored.keys()}  # noqa: SIM118 -- not a dict
+
+
+def not_finite(path: Path) -> list[str]:
+    """Names of the tensors of a file that `check` let pass which hold a NaN or an infinity."""
+    from safetensors import safe_open
+
+    with safe_open(path, framework="pt") as stored:
+        return [name for name in stored.keys() if not is_finite(stored.get_tensor(name))]  # noqa: SIM118 -- not a dict
+
+
+def is_finite(tensor: torch.Tensor) -> bool:
+    """Whether every number of `tensor` is finite; makes no copy of it."""
+    if not tensor.is_floating_point() or not tensor.numel():
+        return True
+    return all(math.isfinite(end) for end in torch.aminmax(tensor))  # a NaN is both
 
 
 def _without_waiting(path: str, flags: int) -> int:

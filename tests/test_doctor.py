@@ -14,8 +14,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from finetune import cli, doctor
-from finetune.doctor import Finding
+from finetune import cli
+from finetune.doctor import machine
+from finetune.doctor import run as run_directory
+from finetune.doctor.findings import Examination, Finding
 from finetune.errors import ArtifactError
 from finetune.rundir import RunDirectory
 
@@ -28,7 +30,7 @@ def run(trained: RunDirectory, tmp_path: Path) -> RunDirectory:
 
 def wrong(run: RunDirectory) -> list[Finding]:
     """What is not well with a run, and the check that the exit code says so."""
-    found = doctor.examine_run(run.path)
+    found = run_directory.examine(run.path)
     assert (found.exit_code == 7) == any(one.status == "error" for one in found.findings)
     return [one for one in found.findings if one.status != "ok"]
 
@@ -48,7 +50,7 @@ def cut(file: Path, size: int) -> None:
 
 
 def test_a_machine_is_told_with_versions_memory_disks_and_what_would_be_used() -> None:
-    found = {one.about: one for one in doctor.examine_machine().findings}
+    found = {one.about: one for one in machine.examine().findings}
     assert found["torch"].what.startswith(torch.__version__)
     assert {"python", "peft", "bitsandbytes library", "host memory", "runs", "model cache", "hub", "threads"} <= set(
         found
@@ -62,19 +64,19 @@ def test_a_machine_is_told_with_versions_memory_disks_and_what_would_be_used() -
 
 def test_a_version_outside_the_range_is_a_warning_and_a_missing_one_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        doctor.importlib.metadata, "requires", lambda _: ["torch<2", "no-such-thing>=1", "wandb; extra == 'trackers'"]
+        machine.importlib.metadata, "requires", lambda _: ["torch<2", "no-such-thing>=1", "wandb; extra == 'trackers'"]
     )
-    _, torch_found, missing = doctor._versions()
+    _, torch_found, missing = machine._versions()
     assert (torch_found.status, torch_found.remedy) == ("warning", "pip install 'torch<2'")
     assert (missing.status, missing.remedy) == ("error", "pip install 'no-such-thing>=1'")
-    assert doctor.Examination([missing], 4).exit_code == 4
-    assert doctor.Examination([torch_found], 4).exit_code == 0
+    assert Examination([missing], 4).exit_code == 4
+    assert Examination([torch_found], 4).exit_code == 0
 
 
 def test_a_folder_for_runs_that_cannot_be_written_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(doctor.os, "access", lambda folder, _: Path(folder) != tmp_path)  # root may write anywhere
-    [runs] = [one for one in doctor._disks() if one.about == "runs"]
+    monkeypatch.setattr(machine.os, "access", lambda folder, _: Path(folder) != tmp_path)  # root may write anywhere
+    [runs] = [one for one in machine._disks() if one.about == "runs"]
     assert (runs.status, runs.remedy) == ("error", "set `output.dir` to a folder of your own")
 
 
@@ -83,7 +85,7 @@ def test_no_token_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setenv("HF_TOKEN", "hf_canary")
-    found = doctor._hub()
+    found = machine._hub()
     assert "with a token" in found.what
     assert "canary" not in str(found)
 
@@ -93,14 +95,14 @@ def test_no_token_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_sound_run_has_nothing_wrong(trained: RunDirectory) -> None:
     assert wrong(trained) == []
-    found = {one.about: one.what for one in doctor.examine_run(trained.path).findings}
+    found = {one.about: one.what for one in run_directory.examine(trained.path).findings}
     assert found["state"] == "finished, 20 steps"
     assert found["adapter"] == "whole, weights finite"
 
 
 def test_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ArtifactError, match="not a run directory"):
-        doctor.examine_run(tmp_path)
+        run_directory.examine(tmp_path)
 
 
 def _not_a_number(run: RunDirectory) -> None:

@@ -9,14 +9,12 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import random
 import threading
 import time
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
-import numpy as np
 import torch
 from bitsandbytes.optim.optimizer import Optimizer8bit
 from transformers.trainer import TRAINER_STATE_NAME
@@ -26,6 +24,7 @@ from finetune.checkpoint import Contents
 from finetune.errors import ArtifactError, MachineError
 from finetune.memory.monitor import Peak
 from finetune.rundir import RunDirectory
+from finetune.training.randomness import RandomState
 
 ADAPTER_FILE, MODEL_FILE = "adapter_model.safetensors", "model.safetensors"
 OPTIMIZER_FILE, STATE_FILE = "optimizer.safetensors", "state.json"
@@ -148,39 +147,6 @@ def _parameters(optimizer: Any) -> list[torch.nn.Parameter]:
     return [weight for group in optimizer.param_groups for weight in group["params"]]
 
 
-# -- random generators -----------------------------------------------------------------------------------------------
-
-
-def random_state() -> dict[str, Any]:
-    """The generators of this process as JSON values: Python's, NumPy's, torch's and those of its CUDA devices."""
-    name, keys, *rest = cast(tuple[Any, ...], np.random.get_state())
-    return {
-        "python": random.getstate(),
-        "numpy": [name, keys.tolist(), *rest],
-        "torch": _hex(torch.get_rng_state()),
-        "cuda": [_hex(state) for state in torch.cuda.get_rng_state_all()] if torch.cuda.is_available() else [],
-    }
-
-
-def restore_random_state(state: dict[str, Any]) -> None:
-    """Set the generators to a `random_state`."""
-    version, keys, gauss = state["python"]
-    random.setstate((version, tuple(keys), gauss))
-    name, words, *rest = state["numpy"]
-    np.random.set_state((name, np.array(words, dtype=np.uint32), *rest))
-    torch.set_rng_state(_from_hex(state["torch"]))
-    for device, stored in enumerate(state["cuda"][: torch.cuda.device_count()]):
-        torch.cuda.set_rng_state(_from_hex(stored), device)
-
-
-def _hex(state: torch.Tensor) -> str:
-    return bytes(state.tolist()).hex()
-
-
-def _from_hex(state: str) -> torch.Tensor:
-    return torch.tensor(list(bytes.fromhex(state)), dtype=torch.uint8)
-
-
 # -- all of it -------------------------------------------------------------------------------------------------------
 
 
@@ -238,7 +204,7 @@ def restore_random(folder: Path, process: int) -> None:
     """Set the generators of this process to those of a checkpoint, where it was among those that made it."""
     states = checkpoint.read_json(folder, STATE_FILE)["random"]
     if process < len(states):
-        restore_random_state(states[process])
+        RandomState.from_json(states[process]).restore()
 
 
 def _inner(optimizer: Any) -> Any:

@@ -6,16 +6,15 @@ anywhere between rows: the gradient is the same but for the order in which its t
 
 from __future__ import annotations
 
-import random
 import traceback
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 
 from finetune import libraries
 from finetune.training.collator import Inputs, first_row, split
+from finetune.training.randomness import RandomState
 
 if TYPE_CHECKING:
     from finetune.training.trainer import Trainer
@@ -45,21 +44,6 @@ class Limit:
 
 def _places(inputs: Inputs) -> int:
     return inputs["input_ids"].numel()
-
-
-class RandomState:
-    """The generators of Python, NumPy, torch and the CUDA device in use, as they stood when this was made."""
-
-    def __init__(self) -> None:
-        self._python, self._numpy, self._torch = random.getstate(), np.random.get_state(), torch.get_rng_state()
-        self._cuda = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
-
-    def restore(self) -> None:
-        random.setstate(self._python)
-        np.random.set_state(self._numpy)
-        torch.set_rng_state(self._torch)
-        if self._cuda is not None:
-            torch.cuda.set_rng_state(self._cuda)
 
 
 class StepStart:

@@ -7,12 +7,10 @@ from __future__ import annotations
 
 import contextlib
 import os
-import random
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import torch
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -22,6 +20,7 @@ from finetune.libraries import replaced
 from finetune.memory.device import Device
 from finetune.memory.trace import Recorder
 from finetune.model import fake
+from finetune.training.randomness import RandomState
 
 # What torchrun tells its processes.
 _LAUNCHED = ("WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -54,13 +53,11 @@ def undisturbed() -> Iterator[None]:
 @contextlib.contextmanager
 def _random_state_kept() -> Iterator[None]:
     """Adapter and trainer seed what they find; a run must draw the same numbers whether it was rehearsed or not."""
-    states = random.getstate(), np.random.get_state()
+    before = RandomState()
     try:
-        with torch.random.fork_rng():
-            yield
+        yield
     finally:
-        random.setstate(states[0])
-        np.random.set_state(states[1])
+        before.restore()
 
 
 @contextlib.contextmanager

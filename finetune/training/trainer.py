@@ -36,15 +36,14 @@ from finetune.signals import Signals
 from finetune.training import healing, worst_first
 from finetune.training.checkpoints import (
     Saver,
-    random_state,
     restore,
     restore_random,
-    restore_random_state,
     restore_weights,
     snapshot,
 )
 from finetune.training.collator import Inputs, MicroBatches, row_count
 from finetune.training.evaluation import DoesNotFit, summed_loss
+from finetune.training.randomness import RandomState
 from finetune.training.recorder import Listener, StepCounts, StepRecorder
 
 
@@ -303,7 +302,7 @@ class Trainer(SFTTrainer):
 
     def _evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float] | None:
         """transformers' evaluation; None where a signal cut it short: then a resume makes up for it."""
-        before = random_state()
+        before = RandomState()
         try:
             with self.signals.waiting(False):
                 self.signals.end()
@@ -311,7 +310,7 @@ class Trainer(SFTTrainer):
         except (Terminated, KeyboardInterrupt):
             if not self.state.global_step or self.signals.name is None:
                 raise
-            restore_random_state(before)
+            before.restore()
             self.stop_and_save.owes_evaluation = True
             self.control.should_save = self.control.should_training_stop = True
             return None
@@ -330,8 +329,9 @@ class Trainer(SFTTrainer):
         started = time.perf_counter()
         self.monitor.enter("save")
         try:
-            several = self.args.world_size > 1
-            random_states = gather_object([random_state()]) if several else [random_state()]
+            random_states = [RandomState().as_json()]
+            if self.args.world_size > 1:
+                random_states = gather_object(random_states)
             self._export_callback_state()
             contents = snapshot(self, self.saver.made_with, random_states)
         finally:

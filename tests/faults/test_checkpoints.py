@@ -28,6 +28,7 @@ from finetune.data.batching import RowOrder
 from finetune.errors import ArtifactError, ConfigError, DataError
 from finetune.rundir import RunDirectory, checkpoint_step, write_lines
 from finetune.training import checkpoints, optimizers
+from finetune.training.randomness import RandomState
 
 CONFIG = "configs/tiny_cpu.yaml"
 STEPS = 9
@@ -688,7 +689,7 @@ def test_random_generators_come_back(tmp_path: Path) -> None:
         return [random.gauss(0, 1), float(np.random.normal()), float(torch.randn(1)), random.random()]
 
     draw()
-    state = json.loads(json.dumps(checkpoints.random_state()))
+    state = json.loads(json.dumps(RandomState().as_json()))
     expected = draw()
-    checkpoints.restore_random_state(state)
+    RandomState.from_json(state).restore()
     assert draw() == expected

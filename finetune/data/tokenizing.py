@@ -1,0 +1,129 @@
+"""Many rows tokenized in few calls, though each asks for its tokens as if it were alone.
+
+Tokenizing takes most of the time of preparing data, and the least of it for hundreds of texts in one call. So the work
+on a row is a generator that yields a text where it needs tokens, and `answered` collects what many rows wait for.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Generator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, NamedTuple, TypeVar
+
+from finetune.data.formats import RowError
+from finetune.libraries import tokenizing_in_parallel
+
+Span = tuple[int, int]
+
+
+class Piece(NamedTuple):
+    """A text to tokenize; with `special` between the tokens that the tokenizer puts around any text of its own.
+
+    `marks` are spans of characters to be told as spans of tokens.
+    """
+
+    text: str
+    special: bool = False
+    marks: Sequence[Span] = ()
+
+
+class Tokenized(NamedTuple):
+    """The ids of a piece, and the runs of tokens that its marks cover; None where that cannot be told."""
+
+    ids: list[int]
+    runs: list[Span] | None
+
+
+Found = TypeVar("Found")
+Asking = Generator[Piece, Tokenized, Found]
+"""Work that yields a piece wherever it needs one tokenized. It raises RowError where a row is at fault."""
+
+Answers = dict[int, Tokenized | Exception | None]
+"""What each row waited for, by its number; None before its first piece."""
+
+
+def answered(rows: Sequence[Asking[Found]], tokenizer: Any) -> list[Found | RowError]:
+    """What each comes to. The pieces that they wait for are tokenized together, those of half the rows in one call.
+
+    The halves take turns: while one's pieces are with the tokenizer, which is not Python's and leaves it running, the
+    other's are rendered. That stays in this thread, for only in the main one its time is bounded.
+    """
+    found: dict[int, Found | RowError] = {}
+
+    def ask(answers: Answers) -> dict[int, Piece]:
+        asked = {}
+        for row, answer in answers.items():
+            try:
+                asked[row] = _step(rows[row], answer)
+            except StopIteration as done:
+                found[row] = done.value
+            except RowError as error:
+                found[row] = error
+        return asked
+
+    middle = (len(rows) + 1) // 2
+    with ThreadPoolExecutor(max_workers=1) as tokenizing:
+        waiting: deque[tuple[dict[int, Piece], Future[list[Tokenized | Exception]]]] = deque()
+        turns: deque[Answers] = deque(dict.fromkeys(half) for half in (range(middle), range(middle, len(rows))))
+        while turns or waiting:
+            if not turns:
+                earlier, answered = waiting.popleft()
+                turns.append(dict(zip(earlier, answered.result(), strict=True)))
+            if asked := ask(turns.popleft()):
+                waiting.append((asked, tokenizing.submit(_tokenized, list(asked.values()), tokenizer)))
+    return [found[row] for row in range(len(rows))]
+
+
+def _step(row: Asking[Found], answer: Tokenized | Exception | None) -> Piece:
+    if answer is None:
+        return next(row)
+    return row.throw(answer) if isinstance(answer, Exception) else row.send(answer)
+
+
+def _tokenized(pieces: list[Piece], tokenizer: Any) -> list[Tokenized | Exception]:
+    """The tokens of each piece, or what the tokenizer raises at it."""
+    found: dict[int, Tokenized | Exception] = {}
+    for special in (False, True):
+        places = [place for place, piece in enumerate(pieces) if piece.special == special]
+        if not places:
+            continue
+        try:
+            with tokenizing_in_parallel():
+                batch = tokenizer(
+                    [pieces[place].text for place in places],
+                    add_special_tokens=special,
+                    return_attention_mask=False,
+                    return_token_type_ids=False,
+                )
+        except Exception as error:  # of one text; the others are none the worse for it
+            for place in places:
+                found[place] = error if len(places) == 1 else _tokenized([pieces[place]], tokenizer)[0]
+        else:
+            for index, place in enumerate(places):
+                found[place] = Tokenized(batch["input_ids"][index], _runs(batch, index, pieces[place].marks))
+    return [found[place] for place in range(len(pieces))]
+
+
+def _runs(batch: Any, index: int, marks: Sequence[Span]) -> list[Span] | None:
+    """The unbroken runs of tokens under the `marks` of a text.
+
+    A mark is mapped by the offsets of its first and last character. Some tokenizers trim them: a mark that starts with
+    a space then begins at no token, and one that ends with a line break goes on to the end. Tokenizers written in
+    Python have none.
+    """
+    runs: list[Span] = []
+    if marks and not batch.is_fast:
+        return None
+    for first, after in marks:
+        if first == after:
+            continue
+        start, last = batch.char_to_token(index, first), batch.char_to_token(index, after - 1)
+        if start is None:
+            return None
+        end = len(batch["input_ids"][index]) if last is None else last + 1
+        if runs and start <= runs[-1][1]:
+            runs[-1] = (runs[-1][0], max(runs[-1][1], end))
+        else:
+            runs.append((start, end))
+    return runs

@@ -1,0 +1,194 @@
+"""What a job would find on this machine. Looks and tells; nothing is connected to or changed."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import locale
+import os
+import platform
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import psutil
+import torch
+
+from finetune import libraries
+from finetune.config import OptimizerSection
+from finetune.doctor.findings import Examination, Finding
+from finetune.errors import MachineError
+from finetune.memory import device as devices
+from finetune.model import attention
+from finetune.report import words
+from finetune.training import optimizers
+
+# A 7B model in 16 bit has 13 GiB, and merging writes it once more.
+_LITTLE_DISK = 16 * 2**30
+
+
+def examine() -> Examination:
+    """What a job would find here: versions, devices, memory, disks, and what would be used of what there is."""
+    libraries.quiet()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    return Examination(
+        [
+            *_versions(),
+            *(_cards() if device == "cuda" else _no_card()),
+            _host_memory(),
+            *_disks(),
+            _attention(device),
+            _optimizer(device),
+            _bitsandbytes(device),
+            _hub(),
+            _threads(),
+            _text(),
+        ],
+        MachineError.exit_code,
+    )
+
+
+def _versions() -> Iterator[Finding]:
+    from packaging.requirements import Requirement
+
+    yield Finding("python", "ok", platform.python_version())  # pip refuses to install this program on an older one
+    for text in importlib.metadata.requires("finetune") or []:
+        wanted = Requirement(text)
+        if wanted.marker and not wanted.marker.evaluate({"extra": ""}):
+            continue
+        supported = ",".join(sorted(map(str, wanted.specifier), reverse=True))
+        install = f"pip install '{wanted.name}{supported}'"
+        try:
+            version = importlib.metadata.version(wanted.name)
+        except importlib.metadata.PackageNotFoundError:
+            yield Finding(wanted.name, "error", f"not installed; {supported} is needed", install)
+            continue
+        if wanted.specifier.contains(version, prereleases=True):
+            yield Finding(wanted.name, "ok", f"{version} (of {supported})")
+        else:
+            yield Finding(wanted.name, "warning", f"{version}, outside of {supported}", install)
+
+
+def _cards() -> Iterator[Finding]:
+    driver = torch._C._cuda_getDriverVersion()
+    yield Finding("CUDA", "ok", f"torch is built for {torch.version.cuda}, the driver takes up to {_cuda(driver)}")
+    for index in range(torch.cuda.device_count()):
+        properties = torch.cuda.get_device_properties(index)
+        with torch.cuda.device(index):
+            free, total = torch.cuda.mem_get_info()
+            bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
+        told = (
+            f"{properties.name}, {words.size(free)} of {words.size(total)} free, compute capability "
+            f"{properties.major}.{properties.minor}, {'bf16' if bf16 else 'no bf16: set `training.precision: fp16`'}"
+        )
+        crowded = free < total / 2
+        yield Finding(
+            f"GPU {index}",
+            "warning" if crowded or not bf16 else "ok",
+            told,
+            "other processes hold more than half of it: stop them, or set `memory.budget`" if crowded else "",
+        )
+
+
+def _cuda(version: int) -> str:
+    return f"{version // 1000}.{version % 1000 // 10}"
+
+
+def _no_card() -> Iterator[Finding]:
+    if not any(Path(place).exists() for place in ("/dev/nvidia0", "/proc/driver/nvidia/version")):
+        yield Finding("GPU", "warning", "none: jobs run on the CPU", "enough for small models; use a machine with one")
+    elif torch.version.cuda is None:
+        yield Finding(
+            "GPU", "error", "there is one, and this torch has no CUDA", "install torch with CUDA (pytorch.org)"
+        )
+    else:
+        yield Finding(
+            "GPU",
+            "error",
+            f"there is one, and torch for CUDA {torch.version.cuda} cannot use it",
+            "update the driver, or give this container or job the device (nvidia-smi, CUDA_VISIBLE_DEVICES)",
+        )
+
+
+def _host_memory() -> Finding:
+    memory = psutil.virtual_memory()
+    left = devices.left_by_control_groups()
+    told = f"{words.size(memory.available)} of {words.size(memory.total)} free"
+    if left < memory.available:
+        told += f", of which this container or batch job may take {words.size(int(left))}"
+    return Finding("host memory", "ok", told)
+
+
+def _disks() -> Iterator[Finding]:
+    from datasets.config import HF_DATASETS_CACHE
+    from huggingface_hub.constants import HF_HUB_CACHE
+
+    places = {"runs": Path("runs"), "model cache": Path(HF_HUB_CACHE), "data cache": Path(HF_DATASETS_CACHE)}
+    for name, place in places.items():
+        folder = next(found for found in (place.absolute(), *place.absolute().parents) if found.is_dir())
+        free = shutil.disk_usage(folder).free
+        move = "set `output.dir`" if name == "runs" else f"set {'HF_HOME' if name[0] == 'm' else 'HF_DATASETS_CACHE'}"
+        if not os.access(folder, os.W_OK | os.X_OK):
+            yield Finding(name, "error", f"{place}: {folder} cannot be written to", f"{move} to a folder of your own")
+        elif free < _LITTLE_DISK:
+            little = f"{place}: {words.size(free)} free; a 7B model in 16 bit has 13 GiB"
+            yield Finding(name, "warning", little, f"make room, or {move} to a larger disk")
+        else:
+            yield Finding(name, "ok", f"{place}: {words.size(free)} free")
+
+
+def _attention(device: str) -> Finding:
+    # What a model without peculiarities gets; one that caps its logits (Gemma 2) gets eager.
+    chosen, reason = attention.choose("auto", SimpleNamespace(), device, _precision(device))
+    return Finding("attention", "ok", f"{chosen} ({reason})")
+
+
+def _precision(device: str) -> str:
+    return "bf16" if device == "cpu" or torch.cuda.is_bf16_supported(including_emulation=False) else "fp16"
+
+
+def _optimizer(device: str) -> Finding:
+    name, replaced = optimizers.choose(OptimizerSection(), device)
+    return Finding("optimizer", "ok", replaced or f"{name}, the default")
+
+
+def _bitsandbytes(device: str) -> Finding:
+    """Whether its compiled part is here: without it there is no quantized base and no 8-bit optimizer."""
+    try:
+        from bitsandbytes.cextension import lib
+    except Exception as error:  # of whatever kind a broken installation raises
+        return Finding("bitsandbytes library", "error", f"cannot be imported: {error}", "install bitsandbytes again")
+    compiled = type(lib).__name__
+    if compiled == "ErrorHandlerMockBNBNativeLibrary":
+        remedy = f"install a bitsandbytes that is built for CUDA {torch.version.cuda}, or set BNB_CUDA_VERSION"
+        return Finding("bitsandbytes library", "error", "no compiled library for this machine", remedy)
+    if device == "cuda" and not lib.compiled_with_cuda:
+        remedy = f"install a bitsandbytes that is built for CUDA {torch.version.cuda}"
+        return Finding("bitsandbytes library", "error", "here for the CPU only, and there is a GPU", remedy)
+    return Finding("bitsandbytes library", "ok", f"here, for {'CUDA' if lib.compiled_with_cuda else 'the CPU'}")
+
+
+def _hub() -> Finding:
+    """What the settings say; nothing is connected to, and no token is shown."""
+    from huggingface_hub import constants, get_token
+
+    if constants.HF_HUB_OFFLINE:
+        return Finding("hub", "ok", "offline by HF_HUB_OFFLINE: local directories and what is in the cache")
+    token = "with a token" if get_token() else "without a token: gated models are refused"
+    elsewhere = ", at another address (HF_ENDPOINT)" if "HF_ENDPOINT" in os.environ else ""
+    return Finding("hub", "ok", f"asked for what a config names and the cache lacks{elsewhere}, {token}; not tried now")
+
+
+def _threads() -> Finding:
+    threads, cores = torch.get_num_threads(), len(psutil.Process().cpu_affinity() or [])
+    told = f"{threads} threads of torch on {cores} cores"
+    if threads > cores:
+        return Finding("threads", "warning", told, f"set OMP_NUM_THREADS={cores}")
+    return Finding("threads", "ok", told)
+
+
+def _text() -> Finding:
+    encoding = locale.getpreferredencoding(False)
+    if encoding.lower().replace("-", "") == "utf8":
+        return Finding("text", "ok", encoding)
+    return Finding("text", "warning", f"{encoding}: what is no ASCII prints as ?", "set LC_ALL=C.UTF-8")

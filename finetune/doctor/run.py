@@ -1,0 +1,209 @@
+"""What a run directory holds, and whether it can be relied on. Looks and tells; nothing is changed or repaired."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from finetune import libraries, weight_files
+from finetune.checkpoint import problems_of
+from finetune.config import Config
+from finetune.data import fingerprint
+from finetune.doctor.findings import Examination, Finding
+from finetune.errors import ArtifactError, ConfigError, FinetuneError, MachineError
+from finetune.model import adapter
+from finetune.model.tokenizer import load_tokenizer
+from finetune.rundir import RunDirectory, checkpoint_step
+from finetune.settings import load_config
+
+
+def examine(path: Path) -> Examination:
+    """Whether what a run directory holds can be relied on. Raises ArtifactError for what is no run directory."""
+    libraries.quiet()
+    run = RunDirectory(path)
+    if not run.config_file.is_file() and not run.events_file.is_file():
+        RunDirectory.open(path)  # says so
+    findings = list(_run_findings(run))
+    return Examination(findings, ArtifactError.exit_code)
+
+
+def _run_findings(run: RunDirectory) -> Iterator[Finding]:
+    yield from _links(run)
+    config = None
+    try:
+        config = load_config(run.config_file)
+    except ConfigError as error:
+        yield Finding(
+            "config.yaml", "error", str(error), "mend the line, or copy the config that the run was started with"
+        )
+    else:
+        yield Finding("config.yaml", "ok", f"{config.model.name}, {config.adapter.kind}")
+    yield from _lines(run)
+    yield from _records(run)
+    yield _lock(run)
+    yield from _checkpoints(run)
+    if run.adapter.exists():
+        yield from _folder(run.adapter, adapter.check_files, "train again, or restore the folder from a copy")
+    if run.merged.exists():
+        yield from _folder(run.merged, _check_model, f"delete it and run `finetune merge {run.path}`")
+    if config:
+        yield _tokenizer(run, config)
+    yield from _leftovers(run)
+
+
+def _links(run: RunDirectory) -> Iterator[Finding]:
+    try:
+        run.refuse_links_out()
+    except ArtifactError as error:
+        yield Finding("links", "error", str(error), "remove the link")
+
+
+def _lines(run: RunDirectory) -> Iterator[Finding]:
+    """The files of JSON lines: each line an object with the key that readers look for."""
+    for file, key, kind in (
+        (run.events_file, "event", str),
+        (run.metrics_file, "step", int),
+        (run.data_file, "place", str),
+    ):
+        if not file.exists():
+            if file == run.events_file:
+                yield Finding(
+                    file.name, "error", "missing: whether the run has finished cannot be told", "start it again"
+                )
+            continue
+        try:
+            *whole, last = file.read_bytes().split(b"\n")
+        except OSError as error:
+            yield Finding(file.name, "error", f"cannot be read: {error.strerror}", "give yourself the right to")
+            continue
+        wrong = [number for number, line in enumerate(whole, start=1) if not _is_line(line, key, kind)]
+        if wrong:
+            told = f"line {wrong[0]} is no JSON object with `{key}`" + (
+                f", and {len(wrong) - 1} more" if wrong[1:] else ""
+            )
+            yield Finding(file.name, "error", told, "remove the damaged lines")
+        elif last and not _is_line(last, key, kind):
+            told = f"{len(whole)} lines, and a last one that was cut off when the process ended; it is left out"
+            yield Finding(file.name, "warning", told)
+        else:
+            yield Finding(file.name, "ok", f"{len(whole)} lines")
+
+
+def _is_line(line: bytes, key: str, kind: type) -> bool:
+    try:
+        value = json.loads(line)
+    except (ValueError, RecursionError):
+        return False
+    return isinstance(value, dict) and isinstance(value.get(key), kind)
+
+
+def _records(run: RunDirectory) -> Iterator[Finding]:
+    for file in (run.environment_file, run.forecast_file, run.answers_file):
+        if not file.exists():
+            continue
+        try:
+            json.loads(file.read_bytes())
+        except (OSError, ValueError, RecursionError) as error:
+            yield Finding(file.name, "error", f"damaged: {error}", "delete it; the next start writes it again")
+
+
+def _lock(run: RunDirectory) -> Finding:
+    file = run.path / "lock"
+    if not file.is_file():
+        return Finding("lock", "ok", "no process trains here")
+    with open(file, encoding="utf-8", errors="replace") as opened:
+        try:
+            fcntl.flock(opened, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            told = f"process {opened.read(20).strip()} trains here now, so what it writes may look unfinished"
+            return Finding("lock", "warning", told, "look again when it has ended")
+        except OSError:
+            return Finding("lock", "warning", "this file system has no locks", "start one process at a time")
+    return Finding("lock", "ok", "no process trains here")
+
+
+def _checkpoints(run: RunDirectory) -> Iterator[Finding]:
+    sound = []
+    for checkpoint in run.complete_checkpoints():
+        name = f"checkpoints/{checkpoint.name}"
+        if problems := problems_of(checkpoint):
+            yield Finding(name, "error", "; ".join(problems), "delete it; the next start goes on from an older one")
+        else:
+            sound.append(checkpoint)
+            yield Finding(name, "ok", "whole")
+    if run.events_file.is_file() and not _damaged(run.events_file):
+        if run.finished:
+            yield Finding("state", "ok", f"finished, {run.steps_done} steps")
+        elif sound:
+            yield Finding(
+                "state", "ok", f"not finished; `finetune train` goes on from step {checkpoint_step(sound[-1])}"
+            )
+        else:
+            yield Finding("state", "ok", "not finished, and no checkpoint; `finetune train` begins anew")
+
+
+def _damaged(file: Path) -> bool:
+    try:
+        return any(not _is_line(line, "event", str) for line in file.read_bytes().split(b"\n")[:-1])
+    except OSError:
+        return True
+
+
+def _folder(folder: Path, check: Callable[[Path], None], remedy: str) -> Iterator[Finding]:
+    """One finding for a folder of weights that is sound, or one for each thing wrong in it."""
+    wrong = []
+    try:
+        check(folder)
+    except ArtifactError as error:
+        wrong.append(str(error))
+    for file in sorted(folder.glob("*" + weight_files.SUFFIX)):
+        wrong += _problems_of_weights(file)
+    for problem in dict.fromkeys(wrong):  # both look at the headers
+        yield Finding(folder.name, "error", problem, remedy)
+    if not wrong:
+        yield Finding(folder.name, "ok", "whole, weights finite")
+
+
+def _problems_of_weights(file: Path) -> list[str]:
+    try:
+        weight_files.check(file)
+    except ArtifactError as error:
+        return [str(error)]
+    return [f"{file}: `{name}` has values that are not finite" for name in weight_files.not_finite(file)]
+
+
+def _check_model(folder: Path) -> None:
+    """A model in Hugging Face format: its config, and every file that its index names."""
+    index = folder / "model.safetensors.index.json"
+    try:
+        dict(json.loads((folder / "config.json").read_bytes()))
+        named = set(json.loads(index.read_bytes())["weight_map"].values()) if index.exists() else {"model.safetensors"}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ArtifactError(f"{folder}: config.json or the index is missing or damaged: {error}") from None
+    for name in sorted(named):
+        weight_files.check(folder / name)
+
+
+def _tokenizer(run: RunDirectory, config: Config) -> Finding:
+    """Whether the tokenizer that the config names is still the one that the weights were trained with."""
+    folder = run.adapter if run.adapter.exists() else run.merged
+    try:
+        tokenizer = load_tokenizer(config.model, run.chat_template)
+        fingerprint.check(tokenizer, folder)
+    except MachineError as error:
+        return Finding("tokenizer", "warning", str(error), "look again where the base is at hand")
+    except FinetuneError as error:
+        return Finding("tokenizer", "error", str(error), "put the base back where `model.name` points")
+    return Finding("tokenizer", "ok", f"as in training, from {config.model.tokenizer or config.model.name}")
+
+
+def _leftovers(run: RunDirectory) -> Iterator[Finding]:
+    for path in sorted([*run.path.rglob("*.incomplete"), *run.path.rglob("*.replaced")]):
+        name = str(path.relative_to(run.path))
+        if path.suffix == ".replaced" and not path.with_suffix("").exists():
+            told = f"{path.stem} was being replaced when the process ended"
+            yield Finding(name, "error", told, f"rename it to {path.stem}")
+        else:
+            yield Finding(name, "warning", "left by a write that was interrupted", "delete it")
