@@ -45,7 +45,7 @@ AREAS: dict[str, tuple[dict[str, str], list[str]]] = {
     "masks": (
         {
             "finetune.data.tokenizing": "answered _step _tokenized _runs",
-            "finetune.data.chat": "Encoded.trained Encoded.cut system_head is_empty trained_turns _answers _encoding "
+            "finetune.data.chat": "Encoded.trained Encoded.cut system_heads is_empty trained_turns _answers _encoding "
             "_completion _with_end _tokens _chat marks_generation _check_template "
             "_rendering _by_marks _by_prefixes _turn_end _closed _words",
             "finetune.data.lengths": "_error _drop _truncate _last_answer _split",

@@ -58,16 +58,22 @@ def encode_all(examples: Sequence[Example], tokenizer: Any, loss_on: LossOn = "a
     return answered([_encoding(example, tokenizer, loss_on) for example in examples], tokenizer)
 
 
-def system_head(example: Example, encoded: Encoded, tokenizer: Any) -> int:
-    """With how many tokens `encoded` begins that belong to the system message, or come before it.
+def system_heads(rows: Sequence[tuple[Example, Encoded]], tokenizer: Any) -> list[int]:
+    """With how many tokens each row begins that belong to the system message, or come before it.
 
     1 where there is none, or where the template shows it within the first question: in most templates a token of its
     own begins the text.
     """
-    if not isinstance(example, Chat) or example.messages[0]["role"] != "system":
-        return 1
-    [alone] = answered([_rendering(example, 1, tokenizer)], tokenizer)
-    return 1 if isinstance(alone, RowError) else max(1, in_common(encoded.input_ids, alone.ids))
+    first = {
+        place: _rendering(example, 1, tokenizer)
+        for place, (example, _) in enumerate(rows)
+        if isinstance(example, Chat) and example.messages[0]["role"] == "system"
+    }
+    heads = [1] * len(rows)
+    for place, alone in zip(first, answered(list(first.values()), tokenizer), strict=True):
+        if not isinstance(alone, RowError):
+            heads[place] = max(1, in_common(rows[place][1].input_ids, alone.ids))
+    return heads
 
 
 def is_empty(example: Example, loss_on: LossOn = "assistant") -> bool:

@@ -11,10 +11,14 @@ from finetune.data.formats import RowError
 
 @dataclass(frozen=True)
 class TooLong:
-    """A policy: from a row that is too long and the limit in tokens to what was done, and the rows that are left."""
+    """A policy: from a row that is too long and the limit in tokens to what was done, and the rows that are left.
+
+    `keeps_head`: it looks at the row's `head`.
+    """
 
     help: str
     apply: Callable[[Encoded, int], tuple[str, list[Encoded]]]
+    keeps_head: bool = False
 
 
 def _error(row: Encoded, limit: int) -> tuple[str, list[Encoded]]:
@@ -77,6 +81,7 @@ TOO_LONG: dict[str, TooLong] = {
         "the prompt loses its beginning but a system message of moderate length, so that the last answer stays; an "
         "answer over the limit loses its end",
         _truncate,
+        keeps_head=True,
     ),
     "split": TooLong("it becomes pieces of `max_length`; those with nothing to train are left out", _split),
 }

@@ -19,8 +19,6 @@ from finetune.errors import DataError
 ROW_BYTES = 64 * 2**20
 _PIECE_BYTES = 2**20
 
-_MARK = codecs.BOM_UTF8.decode()
-
 
 def _zstandard(path: Path) -> Any:
     import pyarrow
@@ -53,9 +51,10 @@ _FOREIGN = {
 
 
 def lines(path: Path, problems: Problems) -> Iterator[tuple[int, str]]:
-    """Numbered lines with their line ends; a byte order mark is skipped.
+    """Numbered lines with their line ends.
 
-    A byte that is no text is a problem, and the line goes on with a space or a replacement character in its stead.
+    A byte that is no text is a problem, and the line goes on with a space or a replacement character in its stead; a
+    byte order mark is one, and the line goes on without.
     Raises DataError for a file that is no text at all, a line over `ROW_BYTES`, and damaged compression.
     """
     for number, whole, text in _parts(path, ROW_BYTES, problems):
@@ -89,8 +88,7 @@ def _parts(path: Path, limit: int, problems: Problems) -> Iterator[tuple[int, bo
                 # A part must not end within a character, whose later bytes are 0x80 to 0xBF.
                 while not (whole or ended) and b"\x80" <= file.peek(1)[:1] < b"\xc0":
                     raw += file.read(1)
-                text = _decoded(raw, path, number, before, problems)
-                yield number, whole, text.removeprefix(_MARK) if before == 0 else text
+                yield number, whole, _decoded(raw, path, number, before, problems)
                 number, before = (number + 1, 0) if ended else (number, before + len(raw))
     except (EOFError, OSError, zlib.error, lzma.LZMAError) as error:
         what = "cannot be read"
@@ -108,14 +106,22 @@ def _opened(path: Path) -> io.BufferedReader:
 def _check_start(path: Path, start: bytes) -> None:
     for signature, what in _FOREIGN.items():
         if start.startswith(signature):
-            raise DataError(f"{path}: expected UTF-8 text, but this {what}")
+            told = "".join(f"{byte:02X}" for byte in signature)
+            raise DataError(f"{path}:1: byte 1: expected UTF-8 text, but this {what} (it begins with 0x{told})")
     # ASCII in UTF-16 has a zero beside each character.
     for name, zeros, characters in (("UTF-16LE", start[1:8:2], start[:8:2]), ("UTF-16BE", start[:8:2], start[1:8:2])):
         if zeros and not any(zeros) and all(characters[: len(zeros)]):
-            raise DataError(f"{path}: looks like {name}; convert it with `iconv -f {name} -t UTF-8`")
+            nul = 1 + start.index(0)
+            raise DataError(f"{path}:1: byte {nul} is NUL: looks like {name}; convert it: `iconv -f {name} -t UTF-8`")
 
 
 def _decoded(raw: bytes, path: Path, number: int, before: int, problems: Problems) -> str:
+    if before == 0 and raw.startswith(codecs.BOM_UTF8):
+        problems.add(
+            f"{path}:{number}: bytes 1 to 3 of the line are a byte order mark (0xEFBBBF), which is no text; remove it: "
+            "`sed -i 's/^\\xEF\\xBB\\xBF//' FILE`, or save as UTF-8 without one"
+        )
+        raw, before = raw.removeprefix(codecs.BOM_UTF8), len(codecs.BOM_UTF8)
     if b"\0" in raw:
         place = f"{path}:{number}: byte {before + raw.index(0) + 1} of the line"
         problems.add(f"{place} is NUL, which no text has; the file was cut off or overwritten, make or fetch it again")

@@ -288,6 +288,8 @@ class _Rows:
             if not isinstance(read.example, DataError) and not chat.is_empty(read.example, loss_on)
         }
         encoded = dict(zip(full, chat.encode_all(list(full.values()), self.tokenizer, loss_on), strict=True))
+        if lengths.TOO_LONG[self.section.too_long].keeps_head:
+            encoded |= self._with_heads(full, encoded)
         for place, read in enumerate(batch):
             try:
                 for kept in self._kept(read, encoded.get(place)):
@@ -296,6 +298,18 @@ class _Rows:
             except DataError as error:
                 # Problems met while later rows were read have been told already, and stand behind this one.
                 self.problems.add(error, at=read.at + len(self.problems.found) - told)
+
+    def _with_heads(
+        self, full: dict[int, Example], encoded: dict[int, Encoded | RowError]
+    ) -> dict[int, Encoded | RowError]:
+        """Those that are too long, with the length of their head."""
+        long = {
+            place: row
+            for place, row in encoded.items()
+            if isinstance(row, Encoded) and len(row.input_ids) > self.section.max_length
+        }
+        heads = chat.system_heads([(full[place], row) for place, row in long.items()], self.tokenizer)
+        return {place: replace(row, head=head) for (place, row), head in zip(long.items(), heads, strict=True)}
 
     def _kept(self, read: _Read, encoded: Encoded | RowError | None) -> list[Encoded]:
         """What a row of the source is trained as: one row, pieces of it, or none. What is done to it is counted."""
@@ -318,7 +332,6 @@ class _Rows:
                 return []
         if length <= section.max_length:
             return [encoded]
-        encoded = replace(encoded, head=chat.system_head(read.example, encoded, self.tokenizer))
         try:
             what, pieces = lengths.TOO_LONG[section.too_long].apply(encoded, section.max_length)
         except RowError as error:
