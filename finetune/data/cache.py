@@ -2,14 +2,15 @@
 
 An entry is a folder named by a key, under `HF_DATASETS_CACHE/finetune`. It is filled under another name and gets its
 own by one rename, so that it is whole or not there, also where two processes make the same one. What a crash or a disk
-has damaged since is told by the sizes and hashes in its manifest, and made again. Deleting the folder costs a new
-preparation and nothing else.
+has damaged since is told by the sizes and hashes in its manifest, and made again; what a killed process was filling is
+removed by the next one that makes an entry. Deleting the folder costs a new preparation and nothing else.
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
+import fcntl
 import json
 import os
 import shutil
@@ -25,6 +26,9 @@ _MANIFEST = "manifest.json"
 
 # Entries that nothing has used for so long are removed when a new one is made.
 _KEPT_SECONDS = 30 * 24 * 3600
+_MAKING = ".making-"
+# A process locks the folder that it fills at once; after so many seconds none can be about to.
+_LOCKED_SECONDS = 60
 
 _PIECE_BYTES = 2**20
 
@@ -49,7 +53,8 @@ def entry(key: Callable[[], str | None], fill: Callable[[Path], None]) -> Path:
     with writing():
         folder().mkdir(parents=True, exist_ok=True, mode=0o700)
         _remove_unused()
-        made = Path(tempfile.mkdtemp(prefix=".making-", dir=folder()))
+        made = Path(tempfile.mkdtemp(prefix=_MAKING, dir=folder()))
+        lock = _locked(made)  # until the entry is published, or this process ends
     try:
         fill(made)
         if not before or key() != before:
@@ -57,8 +62,11 @@ def entry(key: Callable[[], str | None], fill: Callable[[Path], None]) -> Path:
             return made
         with writing():
             (made / _MANIFEST).write_text(json.dumps(_manifest(made)), encoding="utf-8")
-            return _published(made, before)
+            published = _published(made, before)
+        os.close(lock)
+        return published
     except BaseException:
+        os.close(lock)
         shutil.rmtree(made, ignore_errors=True)
         raise
 
@@ -111,8 +119,30 @@ def _published(made: Path, key: str) -> Path:
 def _remove_unused() -> None:
     for found in folder().iterdir():
         with contextlib.suppress(OSError):
-            if time.time() - found.stat().st_mtime > _KEPT_SECONDS:
+            unused_seconds = time.time() - found.stat().st_mtime
+            making = found.name.startswith(_MAKING) and unused_seconds > _LOCKED_SECONDS
+            if unused_seconds > _KEPT_SECONDS or (making and _abandoned(found)):
                 shutil.rmtree(found)
+
+
+def _locked(made: Path) -> int:
+    """The open folder, which says by its lock that it is being filled. Some network file systems have no locks."""
+    opened = os.open(made, os.O_RDONLY)
+    with contextlib.suppress(OSError):
+        fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    return opened
+
+
+def _abandoned(made: Path) -> bool:
+    """Whether the process that filled it is gone. Raises OSError where that cannot be told."""
+    opened = os.open(made, os.O_RDONLY)
+    try:
+        fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    finally:
+        os.close(opened)
+    return True
 
 
 def _manifest(entry: Path) -> dict[str, Any]:

@@ -337,9 +337,25 @@ def elsewhere(kept: Path, key: str | None, during: str = "pass", start: str = ""
 def test_a_process_that_is_killed_leaves_nothing_that_is_taken_for_an_entry(kept: Path) -> None:
     done = elsewhere(kept, "key", "import os; os.kill(os.getpid(), signal.SIGKILL)")
     assert done.returncode == -signal.SIGKILL
-    assert [entry.name[:8] for entry in kept.iterdir()] == [".making-"]
+    [left] = kept.iterdir()
+    assert left.name.startswith(".making-")
     assert cache.entry(lambda: "key", lambda folder: write_text(folder, "whole")) == kept / "key"
     assert (kept / "key" / "file").read_text() == "whole"
+    assert left.exists(), "it might be about to be locked"
+    os.utime(left, (time.time() - 120, time.time() - 120))
+    cache.entry(lambda: "other", lambda folder: write_text(folder, "whole"))
+    assert not left.exists()
+
+
+def test_what_another_process_still_fills_is_left_to_it(kept: Path) -> None:
+    def fill(folder: Path) -> None:
+        os.utime(folder, (time.time() - 120, time.time() - 120))
+        done = elsewhere(kept, "other")
+        assert done.returncode == 0, done.stderr
+        write_text(folder, "whole")
+
+    assert (cache.entry(lambda: "key", fill) / "file").read_text() == "whole"
+    assert (kept / "other").is_dir()
 
 
 def test_what_has_no_key_is_there_until_the_process_ends(kept: Path) -> None:
