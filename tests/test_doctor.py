@@ -6,10 +6,12 @@ import fcntl
 import json
 import os
 import shutil
+import socket
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import huggingface_hub
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -19,7 +21,7 @@ from finetune.doctor import machine
 from finetune.doctor import run as run_directory
 from finetune.doctor.findings import Examination, Finding
 from finetune.errors import ArtifactError
-from finetune.rundir import RunDirectory
+from finetune.rundir import RunDirectory, write_lines
 
 
 @pytest.fixture
@@ -161,6 +163,36 @@ def test_damage_is_named_with_its_remedy(run: RunDirectory, damage: str) -> None
     assert found[0].status == "error"
     assert words in found[0].what
     assert found[0].remedy
+
+
+def test_a_run_that_train_would_refuse_to_go_on_with_is_not_sound(run: RunDirectory) -> None:
+    """Unfinished, and of its checkpoints none is whole: first damaged, then gone."""
+    events = [event for event in run.events() if event["event"] not in ("trained", "finished")]
+    write_lines(run.events_file, events)
+    shutil.rmtree(run.adapter)
+    for checkpoint in run.complete_checkpoints():
+        cut(checkpoint / "adapter_model.safetensors", 5000)
+    found = {one.about: one for one in wrong(run)}
+    assert found["state"].status == "error"
+    assert "refuses to go on" in found["state"].what
+    assert found["checkpoints/step-00000010"].remedy == "put it back from a copy"
+    assert found["checkpoints/latest"].status == "warning"
+    for checkpoint in run.complete_checkpoints():
+        shutil.rmtree(checkpoint)
+    assert "refuses to go on" in {one.about: one for one in wrong(run)}["state"].what
+    write_lines(run.events_file, [event for event in events if event["event"] != "saved"])
+    assert "state" not in {one.about for one in wrong(run)}
+
+
+def test_looking_at_a_run_asks_no_hub(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the base is on the hub, and nothing says that there is no network."""
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    asked: list[object] = []
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *address, **_: asked.append(address))
+    run.config_file.write_text(run.config_file.read_text().replace("builtin:tiny-llama", "someone/some-model"))
+    [told] = [one for one in wrong(run) if one.about == "tokenizer"]
+    assert told.status == "warning"
+    assert asked == []
 
 
 def test_a_line_cut_off_by_a_crash_and_leftovers_of_a_write_are_no_errors(run: RunDirectory) -> None:

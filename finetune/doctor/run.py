@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from finetune import libraries, weight_files
-from finetune.checkpoint import problems_of
+from finetune.checkpoint import LATEST, problems_of
 from finetune.config import Config
 from finetune.data import fingerprint
 from finetune.doctor.findings import Examination, Finding
@@ -125,23 +125,28 @@ def _lock(run: RunDirectory) -> Finding:
 
 
 def _checkpoints(run: RunDirectory) -> Iterator[Finding]:
-    sound = []
-    for checkpoint in run.complete_checkpoints():
+    problems = {checkpoint: problems_of(checkpoint) for checkpoint in run.complete_checkpoints()}
+    sound = [checkpoint for checkpoint, found in problems.items() if not found]
+    remedy = "the next start sets it aside" if sound else "put it back from a copy"
+    for checkpoint, found in problems.items():
         name = f"checkpoints/{checkpoint.name}"
-        if problems := problems_of(checkpoint):
-            yield Finding(name, "error", "; ".join(problems), "delete it; the next start goes on from an older one")
-        else:
-            sound.append(checkpoint)
-            yield Finding(name, "ok", "whole")
-    if run.events_file.is_file() and not _damaged(run.events_file):
-        if run.finished:
-            yield Finding("state", "ok", f"finished, {run.steps_done} steps")
-        elif sound:
-            yield Finding(
-                "state", "ok", f"not finished; `finetune train` goes on from step {checkpoint_step(sound[-1])}"
-            )
-        else:
-            yield Finding("state", "ok", "not finished, and no checkpoint; `finetune train` begins anew")
+        yield Finding(name, "error", "; ".join(found), remedy) if found else Finding(name, "ok", "whole")
+    latest = run.checkpoints / LATEST
+    if latest.is_file() and run.checkpoints / latest.read_text(errors="replace").strip() not in sound:
+        yield Finding("checkpoints/latest", "warning", "names no whole checkpoint", "the next save writes it again")
+    if not run.events_file.is_file() or _damaged(run.events_file):
+        return
+    if run.finished:
+        yield Finding("state", "ok", f"finished, {run.steps_done} steps")
+    elif sound:
+        yield Finding("state", "ok", f"not finished; `finetune train` goes on from step {checkpoint_step(sound[-1])}")
+    elif problems or run.saved_steps:
+        yield Finding(
+            "state", "error", "not finished, and no checkpoint is whole, so that `finetune train` refuses to go on",
+            "put one back from a copy, or start anew with --fresh (this run is moved aside)",
+        )  # fmt: skip
+    else:
+        yield Finding("state", "ok", "not finished, and no checkpoint yet; `finetune train` begins anew")
 
 
 def _damaged(file: Path) -> bool:
@@ -190,7 +195,8 @@ def _tokenizer(run: RunDirectory, config: Config) -> Finding:
     """Whether the tokenizer that the config names is still the one that the weights were trained with."""
     folder = run.adapter if run.adapter.exists() else run.merged
     try:
-        tokenizer = load_tokenizer(config.model, run.chat_template)
+        with libraries.offline():
+            tokenizer = load_tokenizer(config.model, run.chat_template)
         fingerprint.check(tokenizer, folder)
     except MachineError as error:
         return Finding("tokenizer", "warning", str(error), "look again where the base is at hand")
