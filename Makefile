@@ -10,7 +10,7 @@ BIN := .venv/bin
 READY := .venv/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help setup finetune data plan fit merge test check notebooks bench sweep faults gpu-check docs
+.PHONY: help setup finetune data plan fit merge test check notebooks bench sweep faults mutations gpu-check docs
 
 help: ## Show the targets.
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | column -t -s '	'
@@ -70,6 +70,9 @@ sweep: $(READY) ## Compare the forecast with 72 real training steps and with the
 
 faults: $(READY) ## Kill runs 200 times and at each write, fsync and rename, beside a plain Trainer script (an hour).
 	$(BIN)/python benchmarks/faults.py
+
+mutations: $(READY) ## Put 800 faults into masks, loss normaliser and checkpoints, and see which the tests find (an hour).
+	$(BIN)/python benchmarks/mutations.py
 
 # Not through $(READY): an offline GPU machine brings its own Python, with finetune's wheels on its path.
 gpu-check: ## On a CUDA machine: the gpu tests, the 7B job capped at 24 GiB, the forecast beside 28 jobs.

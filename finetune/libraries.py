@@ -119,6 +119,35 @@ def quiet() -> None:
 
 
 @contextlib.contextmanager
+def offline() -> Iterator[None]:
+    """Within the block the hub is not asked, not even whether what is in its cache is the newest."""
+    from huggingface_hub import constants
+
+    with replaced(constants, "HF_HUB_OFFLINE", True):
+        yield
+
+
+@contextlib.contextmanager
+def deterministic() -> Iterator[None]:
+    """Within the block the same computation gives the same bits on a GPU, by slower kernels where others would not.
+
+    https://docs.pytorch.org/docs/stable/notes/randomness.html; cuBLAS takes its setting when it is first used.
+    """
+    import torch
+
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    os.environ.setdefault("FLASH_ATTENTION_DETERMINISTIC", "1")
+    before = torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.benchmark
+    torch.use_deterministic_algorithms(True)
+    torch.backends.cudnn.benchmark = False
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0])
+        torch.backends.cudnn.benchmark = before[1]
+
+
+@contextlib.contextmanager
 def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
     """Let a library use `value` for one of its names, within the block."""
     missing = object()

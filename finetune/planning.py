@@ -81,7 +81,7 @@ class Planner:
             merge_bytes=files.merge_bytes(config, trace),
             disk_bytes=files.disk_bytes(config, trace),
             checkpoint_bytes=files.checkpoint_bytes(trace),
-            saves_between=config.output.save_every is not None,
+            saves_between=_saves_between(config),
         )
 
     def levers(self, config: Config, found: Forecast) -> list[tuple[Lever, Forecast]]:
@@ -134,6 +134,12 @@ class Planner:
             return worst_batches(rows["length"][:], rows["trained"][:], way, step_rows, "the data's rows")
 
         return worst(data.train), None if data.eval is None else worst(data.eval)[0]
+
+
+def _saves_between(config: Config) -> bool:
+    """Whether training goes on after some save; the number of steps is known where the job gives it."""
+    every, steps = config.output.save_every, config.training.max_steps
+    return every is not None and (steps is None or steps > every)
 
 
 def _way(config: Config) -> MicroBatching:

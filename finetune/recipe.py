@@ -59,7 +59,8 @@ def train(config: Config, *, fresh: bool = False, terminal: Terminal | None = No
         resuming.refuse_changes(config, run)
         if run.finished and not _wants_more_steps(config, run):
             terminal.note(
-                f"{run.path} is finished. Go on: set training.max_steps above its {run.steps_done} steps; "
+                f"{run.path} is finished. Go on: set training.max_steps above its {run.steps_done} steps, or more "
+                "training.epochs; "
                 "start anew: --fresh (the old run is moved aside)"
             )
             return Result(run)
@@ -73,7 +74,10 @@ def train(config: Config, *, fresh: bool = False, terminal: Terminal | None = No
 
 
 def _wants_more_steps(config: Config, run: RunDirectory) -> bool:
-    return (config.training.max_steps or 0) > run.steps_done
+    now, then = config.training, run.config().training
+    if now.max_steps:
+        return now.max_steps > run.steps_done
+    return then.max_steps is not None or now.epochs > then.epochs
 
 
 @dataclass
@@ -108,6 +112,8 @@ class _Training:
         monitor = Monitor(meter_for(device.type))
         inspect.cap(config.memory.limit, device)
         with exhausted.told(config, run, monitor, device):
+            if config.training.deterministic and device.type == "cuda":
+                self.held.enter_context(libraries.deterministic())
             with monitor.phase("load"):
                 base = _base(config, architecture, implementation, device)
             made_with["base"] = identity.of_base(config.model)  # now it is on this machine
@@ -132,8 +138,8 @@ class _Training:
             del base, model
             libraries.return_freed_memory()
             _merge(run, terminal)
-        run.event("finished", step=outcome.steps, best_step=outcome.best_step)
         report(run)
+        run.event("finished", step=outcome.steps, best_step=outcome.best_step)
         terminal.finished(run)
         return Result(run)
 

@@ -1,8 +1,8 @@
 """What SIGTERM, SIGINT and SIGUSR1 do to a run.
 
-While steps are trained, SIGTERM and a first SIGINT let the step end and be saved; a second SIGINT ends at once. At any
-other time (tokenizing, loading, evaluating, merging) they end what is under way at once, for nothing there is lost.
-SIGUSR1 asks for a checkpoint now.
+While steps are trained, SIGTERM and a first SIGINT let the step end and be saved; a SIGINT after either ends at once.
+At any other time (tokenizing, loading, evaluating, merging) they end what is under way at once, for nothing there is
+lost. SIGUSR1 asks for a checkpoint now.
 """
 
 from __future__ import annotations
@@ -71,8 +71,9 @@ class Signals:
         raise Terminated(f"terminated: {what}. Start the same command again to go on")
 
     def _stop(self, number: int, frame: Any) -> None:
-        first, again = self._stopping is None, self._stopping == number == signal.SIGINT
-        if first:
+        first = self._stopping is None
+        again = not first and number == signal.SIGINT
+        if first or again:
             self._stopping = signal.Signals(number)
         if again or (first and not self._waits):
             self._raise("what was saved before is untouched")

@@ -186,6 +186,8 @@ class TrainingSection(Section):
     """Stop after so many evaluations without a better held-out loss."""
     seed: int = 42
     """Seed of adapter, data order and dropout."""
+    deterministic: bool = False
+    """Let a repeated or resumed run give the same bits on a GPU too, at some speed; on a CPU it does in any case."""
 
     @model_validator(mode="after")
     def _check_counts(self) -> Self:
@@ -271,8 +273,8 @@ class OutputSection(Section):
 
     dir: str | None = None
     """Run directory; by default runs/ and the name of the config file."""
-    save_every: Positive | None = None
-    """Write a checkpoint each so many steps, besides after the last."""
+    save_every: Positive | None = 100
+    """Write a checkpoint each so many steps, besides after the last; null: after the last alone."""
     keep: Annotated[int, Field(ge=2)] = 2
     """Checkpoints kept, the best by held-out loss among them."""
     best: bool = True

@@ -69,8 +69,13 @@ def train(
         config, model, tokenizer, data, run, monitor, listener, device, saver, signals, resuming=bool(resume_from)
     )
     initial = _keep_initial_adapter(config, model, run)
-    if not (resume_from and _was_the_last(config, trainer, resume_from)):
-        _run_steps(trainer, resume_from)
+    last = _last_state(config, trainer, resume_from) if resume_from else None
+    with signals.waiting():
+        if resume_from and last:
+            trainer.take_as_trained(resume_from, last)
+        else:
+            _run_steps(trainer, resume_from)
+    signals.end(f"step {trainer.state.global_step} is saved in {run.checkpoints}")
     if config.output.best and (best := trainer.best_checkpoint()):
         trainer.load_weights(best)
         run.event("best_loaded", step=trainer.state.best_global_step)
@@ -82,14 +87,14 @@ def train(
 def _run_steps(trainer: Trainer, resume_from: Path | None) -> None:
     """Train to the end, or to the end of the step in which a signal came; the last save is awaited either way."""
     try:
-        with trainer.signals.waiting():
-            trainer.train(resume_from_checkpoint=str(resume_from) if resume_from else None)
-            trainer.saver.wait()
+        trainer.train(resume_from_checkpoint=str(resume_from) if resume_from else None)
+        trainer.saver.wait()
+    except KeyboardInterrupt:  # the second one, which does not wait for anything
+        raise
     except BaseException:
         with contextlib.suppress(FinetuneError):  # the first error is the one to tell
             trainer.saver.wait()
         raise
-    trainer.signals.end(f"step {trainer.state.global_step} is saved in {trainer.run.checkpoints}")
 
 
 def _trainer(
@@ -137,8 +142,8 @@ def _early_stopping(patience: int | None) -> list[Any]:
     return [EarlyStoppingCallback(early_stopping_patience=patience)] if patience else []
 
 
-def _was_the_last(config: Config, trainer: Trainer, checkpoint: Path) -> bool:
-    """Whether nothing is left to train after `checkpoint`; its weights and state are then taken as they are.
+def _last_state(config: Config, trainer: Trainer, checkpoint: Path) -> TrainerState | None:
+    """The state of `checkpoint`, if no step is left after it.
 
     transformers would train one step over the end when that lies within an epoch, and an evaluation's interval over
     where early stopping ended.
@@ -146,11 +151,7 @@ def _was_the_last(config: Config, trainer: Trainer, checkpoint: Path) -> bool:
     state = TrainerState(**read_json(checkpoint, TRAINER_STATE_NAME))
     patience = config.training.early_stopping
     stopped_early = patience and _evaluations_without_gain(state) >= patience
-    if state.global_step < (config.training.max_steps or state.max_steps) and not stopped_early:
-        return False
-    trainer.load_weights(checkpoint)
-    trainer.state = state
-    return True
+    return state if stopped_early or state.global_step >= trainer.total_steps() else None
 
 
 def _evaluations_without_gain(state: TrainerState) -> int:

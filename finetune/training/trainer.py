@@ -6,6 +6,7 @@ and transformers'. Nothing here changes a number of the step: a test holds its l
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import math
@@ -18,7 +19,7 @@ import torch
 from accelerate.utils import gather_object, reduce
 from bitsandbytes.optim import GlobalOptimManager
 from bitsandbytes.optim.optimizer import Optimizer8bit
-from transformers import TrainerCallback
+from transformers import TrainerCallback, TrainerState
 from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import EvalLoopOutput
 from trl import SFTTrainer
@@ -45,6 +46,10 @@ from finetune.training.collator import Inputs, MicroBatches, row_count
 from finetune.training.evaluation import DoesNotFit, summed_loss
 from finetune.training.randomness import RandomState
 from finetune.training.recorder import Listener, StepCounts, StepRecorder
+
+
+class _NothingLeft(Exception):
+    """An evaluation before a resumed run's first step has ended it."""
 
 
 class Trainer(SFTTrainer):
@@ -301,7 +306,10 @@ class Trainer(SFTTrainer):
     # -- checkpoints -----------------------------------------------------------------------------------------------
 
     def _evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float] | None:
-        """transformers' evaluation; None where a signal cut it short: then a resume makes up for it."""
+        """transformers' evaluation, which moves no random number of the training's.
+
+        None where a signal cut it short: then a resume makes up for it.
+        """
         before = RandomState()
         try:
             with self.signals.waiting(False):
@@ -310,10 +318,11 @@ class Trainer(SFTTrainer):
         except (Terminated, KeyboardInterrupt):
             if not self.state.global_step or self.signals.name is None:
                 raise
-            before.restore()
             self.stop_and_save.owes_evaluation = True
             self.control.should_save = self.control.should_training_stop = True
             return None
+        finally:
+            before.restore()
 
     def _determine_best_metric(self, metrics: dict[str, float] | None, trial: Any) -> bool:
         if not metrics:  # the evaluation was skipped, or cut short
@@ -373,6 +382,18 @@ class Trainer(SFTTrainer):
             return None
         return path
 
+    def total_steps(self) -> int:
+        """Optimizer steps of the whole job, as its config says now."""
+        *_, steps = self.set_initial_training_values(self.args, self.get_train_dataloader())
+        return int(steps)
+
+    def take_as_trained(self, folder: Path, state: TrainerState) -> None:
+        """Take over a checkpoint after which no step is left, with the evaluation that it may lack."""
+        self.load_weights(folder)
+        self.state = state
+        self._load_callback_state()
+        self.make_up_for_evaluation()
+
     def load_weights(self, folder: Path) -> None:
         """Put a checkpoint's trained weights into the model."""
         restore_weights(self.model, folder)
@@ -390,9 +411,26 @@ class Trainer(SFTTrainer):
     def _load_rng_state(self, checkpoint: str | None) -> None:
         if checkpoint:
             restore_random(Path(checkpoint), self.args.process_index)
+        self.make_up_for_evaluation()
+        if self.control.should_training_stop:
+            raise _NothingLeft
+
+    def make_up_for_evaluation(self) -> None:
+        """Evaluate as a signal kept the run from doing before this start, if one did."""
         if self.stop_and_save.owes_evaluation:
             self.stop_and_save.owes_evaluation = False
             self._determine_best_metric(self._evaluate(None, None), None)
+
+    def _init_training_state(self, max_steps: int, *args: Any, **kwargs: Any) -> tuple[int, int]:
+        """transformers'; but how often a resumed run saves and evaluates is as its config says now, not as then."""
+        found: tuple[int, int] = super()._init_training_state(max_steps, *args, **kwargs)
+        self.state.compute_steps(self.args, max_steps)
+        return found
+
+    def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
+        """transformers' epoch; none of it where the evaluation that a resume makes up for ends the run."""
+        with contextlib.suppress(_NothingLeft):
+            super()._run_epoch(*args, **kwargs)
 
 
 class StopAndSave(TrainerCallback, ExportableState):

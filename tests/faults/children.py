@@ -28,12 +28,12 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @dataclass(frozen=True)
 class Fault:
-    """Do `action` at the `nth` event that matches: send signals by name, raise an errno, `fill` the disk, or
-    `flip` a bit.
+    """Do `action` at the `nth` event that matches: send signals by name (`hang` waits a second between them, or for
+    good as the last), raise an errno, `fill` the disk, or `flip` a bit.
 
-    `event`: open (for writing), read, rename, mkdir, remove, fsync, or module:function for a call. `path`: a regular
-    expression that the path must contain; empty for calls. `file_bytes`: the largest file the child may write, beyond
-    which it is killed in the middle of the write (`dies`) or gets EFBIG.
+    `event`: open (for writing), read, rename, mkdir, remove (of a file or a folder), fsync, or module:function for a
+    call. `path`: a regular expression that the path must contain; empty for calls. `file_bytes`: the largest file the
+    child may write, beyond which it is killed in the middle of the write (`dies`) or gets EFBIG.
     """
 
     event: str = ""
@@ -234,7 +234,8 @@ def _flip(path: Path) -> None:
     path.write_bytes(content)
 
 
-_AUDITED = {"os.rename": "rename", "os.mkdir": "mkdir", "os.remove": "remove"}
+# With the place of the folder's descriptor among the arguments, to which `shutil.rmtree` gives bare names.
+_AUDITED = {"os.rename": ("rename", 2), "os.mkdir": ("mkdir", 2), "os.remove": ("remove", 1), "os.rmdir": ("remove", 1)}
 
 
 def _inject(fault: Fault) -> None:
@@ -257,15 +258,23 @@ def _inject(fault: Fault) -> None:
             return
         if isinstance(fault.action, int):
             raise OSError(fault.action, os.strerror(fault.action), path)
-        for name in fault.action.split():
-            os.kill(os.getpid(), getattr(signal, name))
+        actions = fault.action.split()
+        for place, name in enumerate(actions, start=1):
+            if name == "hang":
+                time.sleep(1 if place < len(actions) else 3600)
+            else:
+                os.kill(os.getpid(), getattr(signal, name))
 
     def hook(name: str, arguments: tuple[Any, ...]) -> None:
         if name == "open" and not isinstance(arguments[0], int):
             writes = arguments[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT)
             happened("open" if writes else "read", os.fsdecode(arguments[0]))
         elif name in _AUDITED:
-            happened(_AUDITED[name], os.fspath(arguments[0]))
+            event, folder = _AUDITED[name]
+            path = os.fsdecode(arguments[0])
+            if arguments[folder] not in (-1, None):
+                path = os.path.join(os.readlink(f"/proc/self/fd/{arguments[folder]}"), path)
+            happened(event, path)
 
     sys.addaudithook(hook)
     fsync = os.fsync

@@ -34,6 +34,8 @@ CONFIG = "configs/tiny_cpu.yaml"
 STEPS = 9
 # Within a step, after its backward pass. The steps of the worst batch, before the first, do not come by here.
 STEP = "finetune.training.trainer:Trainer._get_grad_norm"
+# The rehearsed one comes first, then that before the first step.
+EVALUATION = "finetune.training.trainer:summed_loss"
 # Dropout, accumulation, 8-bit states, rows shuffled in groups, more than one epoch, evaluations between the saves.
 JOB = [
     "quantization.kind=none", "adapter.dropout=0.1", "adapter.rank=32", "adapter.targets=[q_proj, v_proj]",
@@ -458,7 +460,9 @@ def test_row_25_a_checkpoint_of_weights_that_are_no_numbers_is_neither_written_n
     [
         pytest.param(Fault(STEP, nth=3, action="SIGTERM SIGTERM"), 3, id="step"),
         pytest.param(Fault("open", r"step-00000004\.incomplete/opt", action="SIGTERM"), 5, id="save"),
-        pytest.param(Fault("finetune.training.trainer:summed_loss", nth=3, action="SIGTERM"), 4, id="evaluation"),
+        pytest.param(Fault(EVALUATION, nth=3, action="SIGTERM"), 4, id="evaluation"),
+        pytest.param(Fault(STEP, nth=STEPS, action="SIGTERM"), STEPS, id="last step"),
+        pytest.param(Fault(EVALUATION, nth=5, action="SIGTERM"), STEPS, id="last evaluation"),
     ],
 )
 def test_row_08_sigterm_in_training_saves_ends_in_143_and_a_resume_ends_with_the_same_bits(
@@ -470,10 +474,31 @@ def test_row_08_sigterm_in_training_saves_ends_in_143_and_a_resume_ends_with_the
     assert f"step {saved} is saved" in " ".join(ended.output.split())
     assert stopped.run.complete_checkpoints()[-1] == stopped.run.checkpoint(saved)
     assert stopped.names()[-1] == "terminated"
-    if saved != 5:
-        assert stopped.go().code == 0
-        assert stopped.weights == whole.weights
-        assert evaluations(stopped.run) == evaluations(whole.run)
+    assert stopped.go().code == 0
+    assert stopped.weights == whole.weights
+    assert evaluations(stopped.run) == evaluations(whole.run)
+
+
+def test_row_08_sigterm_in_the_evaluation_that_ends_a_run_early_adds_no_step(job, tmp_path: Path) -> None:
+    early = [*JOB, "training.max_steps=30", "training.eval_every=1", "training.early_stopping=1",
+             "training.learning_rate=0.5", "training.schedule=constant", "output.best=false"]  # fmt: skip
+    whole = job(early, tmp_path / "whole")
+    assert whole.go().code == 0
+    last = whole.run.steps_done
+    assert last < 30, "the job was meant to stop early"
+    stopped = job(early)
+    assert stopped.go(Fault(EVALUATION, nth=2 + last, action="SIGTERM")).code == 143
+    assert stopped.run.complete_checkpoints()[-1] == stopped.run.checkpoint(last)
+    assert len(evaluations(stopped.run)) == len(evaluations(whole.run)) - 1
+    assert stopped.go().code == 0
+    assert evaluations(stopped.run) == evaluations(whole.run)
+    assert stopped.weights == whole.weights
+
+
+def test_how_often_a_run_is_evaluated_changes_no_bit_of_what_it_trains(job, whole: Job) -> None:
+    never = job([*JOB, "training.eval_every=null"])
+    assert never.go().code == 0
+    assert never.weights == whole.weights
 
 
 def evaluations(run: RunDirectory) -> list[tuple[int, float]]:
@@ -483,7 +508,8 @@ def evaluations(run: RunDirectory) -> list[tuple[int, float]]:
 @pytest.mark.parametrize(
     "fault",
     [
-        pytest.param(Fault("read", r"rows\.jsonl$", action="SIGTERM"), id="tokenizing"),
+        pytest.param(Fault("read", r"rows\.jsonl$", action="SIGTERM"), id="reading"),
+        pytest.param(Fault("finetune.data.tokenizing:_tokenized", action="SIGTERM"), id="tokenizing"),
         pytest.param(Fault("finetune.recipe:load_base", action="SIGTERM"), id="loading"),
         pytest.param(Fault("mkdir", r"merged\.incomplete", action="SIGTERM SIGTERM"), id="merging"),
     ],
@@ -512,9 +538,18 @@ def test_row_09_sigint_once_ends_after_a_save_and_twice_at_once_with_nothing_cor
     assert ended.code == 130, ended.output
     assert "interrupted" in ended.output
     assert checkpoint.newest_valid(stopped.run) == (stopped.run.checkpoint(saved), {})
-    if signals != "SIGINT":
-        assert stopped.go().code == 0
-        assert stopped.weights == whole.weights
+    assert stopped.go().code == 0
+    assert stopped.weights == whole.weights
+
+
+def test_row_09_a_second_sigint_does_not_wait_for_the_save_under_way(job, whole: Job) -> None:
+    """The save of step 2 is stopped for good at its first file."""
+    stopped = job()
+    ended = stopped.go(Fault("finetune.checkpoint:_write", action="SIGINT hang SIGINT hang"))
+    assert ended.code == 130, ended.output
+    assert stopped.run.complete_checkpoints() == []
+    assert stopped.go().code == 0
+    assert stopped.weights == whole.weights
 
 
 def test_sigusr1_saves_a_checkpoint_and_training_goes_on(job, whole: Job) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import weakref
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ from finetune import recipe
 from finetune.errors import OutOfMemoryError
 from finetune.rundir import RunDirectory
 from finetune.training import evaluation
+from finetune.training.trainer import Trainer
 
 JOB = ["training.eval_every=2", "output.best=false", "quantization.kind=none"]
 
@@ -61,6 +64,30 @@ def test_row_14_an_evaluation_that_does_not_fit_is_split(quick, exhausted, undis
     splits = [event for event in run.events() if event["event"] == "micro_batch_split"]
     assert [event["evaluation"] for event in splits] == [True], "once, with the worst first, and then remembered"
     assert all(torch.equal(weights(run)[name], tensor) for name, tensor in weights(undisturbed).items())
+
+
+def test_row_14_a_real_limit_in_an_evaluation_is_evaluated_through(quick, tmp_path: Path, monkeypatch) -> None:
+    """The host's allocator refuses eight long held-out rows at once; the training rows are short."""
+    file = tmp_path / "long.jsonl"
+    rows = [" ".join(f"{number} {word}" for word in range(400)) for number in range(16)]
+    file.write_text("".join(json.dumps({"prompt": "Say", "completion": row}) + "\n" for row in rows))
+
+    def train(name: str) -> RunDirectory:
+        config = quick(*JOB, f"data.eval={file}", "data.max_length=512", "data.too_long=truncate",
+                       "training.batch_size=8", "training.micro_batch=8", "training.max_steps=2", run=name)  # fmt: skip
+        return finetune.train(config).run
+
+    def in_little_memory(self: Trainer, *args):
+        with address_space(96 * 2**20):
+            return plain(self, *args)
+
+    roomy = train("roomy")
+    plain = Trainer.held_out_sums
+    monkeypatch.setattr(Trainer, "held_out_sums", in_little_memory)
+    tight = train("tight")
+    assert [event for event in tight.events() if event["event"] == "micro_batch_split"]
+    assert held_out(tight) == pytest.approx(held_out(roomy), rel=1e-6)
+    assert all(torch.equal(weights(tight)[name], tensor) for name, tensor in weights(roomy).items())
 
 
 def test_row_14_an_evaluation_of_which_no_row_fits_is_left_out(quick, exhausted, undisturbed: RunDirectory) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from finetune import recipe
 from finetune.config import Config, dump
@@ -65,6 +66,28 @@ def test_fp16_with_loss_scaling_trains(configure: Configure, cuda: torch.device)
     assert falls(result.run)
     (checkpoint,) = result.run.complete_checkpoints()
     assert json.loads((checkpoint / "state.json").read_text())["scaler"]["scale"] >= 1
+
+
+@pytest.mark.parametrize("quantization", ["nf4", "none"])
+def test_rows_02_and_17_a_resumed_run_ends_with_the_same_bits_in_the_same_memory(
+    configure: Configure, cuda: torch.device, tmp_path: Path, quantization: str
+) -> None:
+    def train(name: str, steps: int) -> RunDirectory:
+        config = configure(
+            output__dir=tmp_path / name, output__save_every=2, training__max_steps=steps,
+            quantization__kind=quantization, training__deterministic=True, training__schedule="constant",
+            training__warmup=0, adapter__dropout=0.1, adapter__rank=64, optimizer__kind="paged_adamw_8bit",
+        )  # fmt: skip
+        return recipe.train(config).run
+
+    whole = train("whole", 6)
+    for steps in (2, 4, 6):
+        stopped = train("stopped", steps)
+    assert losses(stopped) == losses(whole)
+    weights = [load_file(run.adapter / "adapter_model.safetensors") for run in (whole, stopped)]
+    assert all(torch.equal(weights[1][name], tensor) for name, tensor in weights[0].items())
+    peaks = [run.metrics()[-1]["memory"]["backward"]["allocated_bytes"] for run in (whole, stopped)]
+    assert peaks[1] == pytest.approx(peaks[0], rel=0.02)
 
 
 def test_memory_lines_nest(configure: Configure, cuda: torch.device) -> None:

@@ -1,5 +1,6 @@
 """Starting again: what goes on, what is refused, and what is never touched."""
 
+import gc
 import json
 import shutil
 from pathlib import Path
@@ -12,6 +13,7 @@ import finetune
 from finetune.errors import ArtifactError, ConfigError, DataError, MachineError
 from finetune.export import merge
 from finetune.rundir import RunDirectory, write_text
+from finetune.training.trainer import Trainer
 
 
 def weights(run: RunDirectory) -> dict[str, torch.Tensor]:
@@ -54,6 +56,48 @@ def test_a_run_killed_after_it_stopped_early_is_only_exported(quick) -> None:
     assert run.metrics_file.read_text() == lines
     found = weights(run)
     assert all(torch.equal(expected[name], found[name]) for name in expected)
+
+
+def test_how_often_a_resumed_run_saves_and_evaluates_is_as_its_config_says_now(quick) -> None:
+    run = finetune.train(quick("training.max_steps=2", "training.eval_every=2", "output.save_every=2")).run
+    finetune.train(quick("training.max_steps=6", "training.eval_every=3", "output.save_every=1", "output.keep=9"))
+    assert run.saved_steps == [2, 3, 4, 5, 6]
+    assert [line["step"] for line in run.metrics() if "eval_loss" in line] == [0, 2, 3, 6]
+
+
+def test_more_epochs_continue_a_run_whether_it_came_to_its_end_or_was_killed_before(quick) -> None:
+    def job(epochs: int):
+        return quick("training.max_steps=null", f"training.epochs={epochs}", "training.batch_size=16")
+
+    run = finetune.train(job(1)).run
+    epoch = run.steps_done
+    finetune.train(job(2))
+    assert run.steps_done == 2 * epoch
+    forget_the_end(run)
+    finetune.train(job(3))
+    assert run.steps_done == 3 * epoch
+    assert [line["step"] for line in run.metrics() if "loss" in line] == list(range(1, 3 * epoch + 1))
+
+
+def test_row_17_a_resumed_run_holds_the_memory_of_one_that_never_stopped(quick, monkeypatch) -> None:
+    held: list[int] = []
+
+    def counted(self: Trainer, *args, **kwargs):
+        gc.collect()
+        tensors = [found for found in gc.get_objects() if type(found) in (torch.Tensor, torch.nn.Parameter)]
+        storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
+        held.append(sum(storages.values()))
+        return plain(self, *args, **kwargs)
+
+    plain = Trainer._get_grad_norm
+    monkeypatch.setattr(Trainer, "_get_grad_norm", counted)
+    job = ["optimizer.kind=paged_adamw_8bit", "data.eval=none", "training.eval_every=null", "adapter.rank=64"]
+    whole = finetune.train(quick("training.max_steps=4", *job)).run
+    never_stopped = held[-1]
+    whole.path.rename(whole.path.with_name("whole"))
+    finetune.train(quick("training.max_steps=2", *job))
+    finetune.train(quick("training.max_steps=4", *job))
+    assert held[-1] == pytest.approx(never_stopped, rel=0.02)
 
 
 def test_more_steps_continue_a_finished_run(quick) -> None:
