@@ -129,7 +129,7 @@ def test_row_13_every_optimizer_is_left_as_it_stands(quick) -> None:
 
 @pytest.mark.parametrize("kind", ["adamw_8bit", "adamw_torch_fused"])
 def test_row_13_everything_is_put_back_bit_by_bit(quick, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
-    """A run ends with the weights of one that does not try the worst first, with dropout; resumed, too."""
+    """A run ends with the weights of one that does not try the worst first, with dropout."""
     overrides = [f"optimizer.kind={kind}", "adapter.dropout=0.1", "training.max_steps=3", "output.save_every=2",
                  "output.best=false", "training.eval_every=null"]  # fmt: skip
 
