@@ -115,6 +115,7 @@ class Children:
         """Start the command with `arguments`."""
         self._count += 1
         log = self._folder / f"{self._count:04d}.log"
+        log.touch()  # a child may be killed before it comes to that
         request = {"arguments": [str(item) for item in arguments], "log": str(log), "fault": fault and fault.__dict__}
         return Child(self, self.ask(request)["pid"], log)
 
