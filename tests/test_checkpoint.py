@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -216,3 +217,42 @@ def test_of_whole_checkpoints_as_many_stay_as_are_kept_with_the_best_among_them(
     flip(run.checkpoint(1) / "state.json")
     checkpoint.prune(run, 2, 1, set())
     assert [checkpoint_step(path) for path in run.complete_checkpoints()] == [1, 4, 5], "a damaged best does not count"
+
+
+def test_nothing_is_written_to_a_disk_that_cannot_take_it_all(run: RunDirectory, monkeypatch) -> None:
+    checkpoint.write(run, contents(1))
+    monkeypatch.setattr(checkpoint, "_SMALL_FILES_BYTES", 2**60)
+    with pytest.raises(MachineError, match="the disk is too full; bytes needed: 1,15"):
+        checkpoint.write(run, contents(2))
+    assert {path.name for path in run.checkpoints.iterdir()} == {"latest", "step-00000001"}
+
+
+def test_a_manifest_of_another_format_or_another_step_is_refused(run: RunDirectory) -> None:
+    folder = checkpoint.write(run, contents(1))
+    moved = shutil.copytree(folder, run.checkpoint(2))
+    assert checkpoint.problems_of(moved) == ["manifest.json is of step 1"]
+    resign(folder, lambda manifest: manifest.update(format=2))
+    assert checkpoint.problems_of(folder) == ["manifest.json is of format 2; this version reads 1"]
+
+
+def test_a_folder_and_a_file_that_the_disk_does_not_give_back_are_named(run: RunDirectory, monkeypatch) -> None:
+    folder = checkpoint.write(run, contents())
+
+    def failing(*arguments: object) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "iterdir", failing)
+        assert checkpoint.problems_of(folder) == ["cannot be read: Input/output error"]
+    monkeypatch.setattr(checkpoint.hashlib, "file_digest", failing)
+    assert checkpoint.problems_of(folder)[0] == "a.safetensors cannot be read: Input/output error"
+
+
+def test_values_that_are_gone_or_no_json_are_refused_by_name(run: RunDirectory) -> None:
+    folder = checkpoint.write(run, contents())
+    assert checkpoint.read_json(folder, "state.json") == {"step": 1}
+    with pytest.raises(ArtifactError, match=r"other\.json cannot be used \(FileNotFoundError\)"):
+        checkpoint.read_json(folder, "other.json")
+    (folder / "state.json").write_text("{")
+    with pytest.raises(ArtifactError, match=r"state\.json cannot be used \(JSONDecodeError\)"):
+        checkpoint.read_json(folder, "state.json")

@@ -443,3 +443,28 @@ def test_the_error_of_a_block_is_not_hidden_by_that_of_the_removal_after_it(
 
     with pytest.raises(ValueError, match="the first"):
         fail()
+
+
+def test_a_block_that_fails_leaves_nothing_behind(tmp_path: Path) -> None:
+    with pytest.raises(ZeroDivisionError), staged(tmp_path / "adapter") as folder:
+        (folder / "weights").write_text("half")
+        raise ZeroDivisionError
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_replacement_that_was_cut_short_after_both_renames_is_finished(tmp_path: Path) -> None:
+    for name, text in (("adapter", "new"), ("adapter.replaced", "old")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "weights").write_text(text)
+    with pytest.raises(ZeroDivisionError), staged(tmp_path / "adapter"):
+        raise ZeroDivisionError
+    assert contents(tmp_path) == {"adapter/weights": "new"}
+
+
+def test_a_line_ends_where_the_next_begins_and_one_that_cannot_be_written_is_told(tmp_path: Path) -> None:
+    file = tmp_path / "events.jsonl"
+    for step in range(3):
+        append_line(file, {"step": step})
+    assert file.read_text() == '{"step": 0}\n{"step": 1}\n{"step": 2}\n'
+    with pytest.raises(MachineError, match=r"gone/events\.jsonl"):
+        append_line(tmp_path / "gone" / "events.jsonl", {})
