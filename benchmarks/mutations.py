@@ -50,7 +50,7 @@ AREAS: dict[str, tuple[dict[str, str], list[str]]] = {
             "_rendering _by_marks _by_prefixes _turn_end _closed _words",
             "finetune.data.lengths": "_error _drop _truncate _last_answer _split",
         },
-        ["data/test_lengths.py", "data/test_chat_masks.py", "data/test_known_templates.py",
+        ["data/test_lengths.py", "data/test_marks.py", "data/test_chat_masks.py", "data/test_known_templates.py",
          "data/test_formats.py", "data/test_prepare.py", "data/test_broken_corpus.py", "data/test_mask_properties.py"],
     ),
     "normaliser": (

@@ -446,9 +446,13 @@ def test_the_error_of_a_block_is_not_hidden_by_that_of_the_removal_after_it(
 
 
 def test_a_block_that_fails_leaves_nothing_behind(tmp_path: Path) -> None:
-    with pytest.raises(ZeroDivisionError), staged(tmp_path / "adapter") as folder:
-        (folder / "weights").write_text("half")
-        raise ZeroDivisionError
+    def fail() -> None:
+        with staged(tmp_path / "adapter") as folder:
+            (folder / "weights").write_text("half")
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail()
     assert list(tmp_path.iterdir()) == []
 
 

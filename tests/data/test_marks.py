@@ -1,0 +1,255 @@
+"""Facts about masks by the template's own marks, where nothing else could find them, and about tokenizing in few calls.
+
+The template begins with as many `#` as there are messages, so that no shorter rendering is a beginning of a longer one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from conversations import TWO_TURNS, assistant, shown, trained_text, user
+
+from finetune.data.chat import IGNORE, Encoded, encode, encode_all, is_empty, system_heads
+from finetune.data.formats import Chat, Completion, RowError, Text, Tokens
+
+Make = Callable[..., Any]
+
+_COUNT = "{%- for message in messages -%}#{%- endfor -%}"
+_MARKED = "{%- generation -%}{{- message['content'] + '<|im_end|>' -}}{%- endgeneration -%}"
+
+# What stands in the marks' place, and is the same mask.
+_MARKS = {
+    "end of turn within": _MARKED,
+    "end of turn behind": "{%- generation -%}{{- message['content'] -}}{%- endgeneration -%}{{- '<|im_end|>' -}}",
+    "line break within": "{%- generation -%}{{- message['content'] + '<|im_end|>\\n' -}}{%- endgeneration -%}",
+    "in two": "{%- generation -%}{{- message['content'] -}}{%- endgeneration -%}"
+    "{%- generation -%}{{- '<|im_end|>' -}}{%- endgeneration -%}",
+    "within a word": "{%- generation -%}{{- message['content'][:3] -}}{%- endgeneration -%}"
+    "{%- generation -%}{{- message['content'][3:] + '<|im_end|>' -}}{%- endgeneration -%}",
+    "an empty one": "{%- generation -%}{%- endgeneration -%}" + _MARKED,
+}
+
+
+def counted(chatml: str, marks: str = _MARKED) -> str:
+    assert _MARKED in chatml
+    return _COUNT + chatml.replace(_MARKED, marks)
+
+
+@pytest.mark.parametrize("marks", _MARKS)
+def test_marks_alone_give_the_mask_wherever_they_end(marks: str, word_tokenizer: Make, chatml: str) -> None:
+    tokenizer = word_tokenizer(counted(chatml, _MARKS[marks]))
+    breaks = "//" if marks == "line break within" else "/"
+    assert shown(encode(Chat(TWO_TURNS), tokenizer), tokenizer) == (
+        f"#####<system/Be brief.>/<user/Hi>/<assistant/[Hello][ ][there][.][>]{breaks}"
+        f"<user/Why?>/<assistant/[Because][ ][so][.][>]{breaks}"
+    )
+
+
+def test_without_marks_such_a_template_is_refused(word_tokenizer: Make, chatml: str) -> None:
+    unmarked = _MARKED.replace("{%- generation -%}", "").replace("{%- endgeneration -%}", "")
+    with pytest.raises(RowError, match=r"messages\[2\]: the chat template renders the conversation differently"):
+        encode(Chat(TWO_TURNS), word_tokenizer(counted(chatml, unmarked)))
+
+
+def test_marks_around_nothing_are_no_mask(word_tokenizer: Make, chatml: str) -> None:
+    tokenizer = word_tokenizer(counted(chatml, _MARKS["end of turn behind"]))
+    with pytest.raises(RowError, match="differently"):
+        encode(Chat([user("Hi"), assistant("")]), tokenizer)
+
+
+def test_an_assistant_that_opens_needs_marks_and_is_told_so(word_tokenizer: Make, chatml: str) -> None:
+    opened = Chat([assistant("Hello"), user("Hi"), assistant("so")])
+    tokenizer = word_tokenizer(counted(chatml))
+    assert trained_text(encode(opened, tokenizer), tokenizer) == "Hello<|im_end|>so<|im_end|>"
+    unmarked = chatml.replace("{%- generation -%}", "").replace("{%- endgeneration -%}", "")
+    with pytest.raises(RowError, match=r"messages\[0\]: where the assistant opens"):
+        encode(opened, word_tokenizer(unmarked))
+
+
+@pytest.mark.parametrize("behind", ["", "\\n", "\\n\\n"])
+def test_a_call_ends_with_the_token_that_closes_it(behind: str, word_tokenizer: Make, chatml: str) -> None:
+    called = (
+        "{%- generation -%}{%- if message.tool_calls -%}{{- message['content'] + '<|call|>" + behind + "' -}}"
+        "{%- else -%}{{- message['content'] + '<|im_end|>' -}}{%- endif -%}{%- endgeneration -%}"
+    )
+    tokenizer = word_tokenizer(counted(chatml, called), special=["<|call|>"])
+    call = {**assistant("one two"), "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": {}}}]}
+    text = trained_text(encode(Chat([user("Hi"), call, user("so"), assistant("one")]), tokenizer), tokenizer)
+    assert text == "one two<|call|>one<|im_end|>"
+    with pytest.raises(RowError, match="differently"):  # nothing but line breaks: the marks are not trusted
+        encode(Chat([user("Hi"), {**call, "content": "\n"}]), word_tokenizer(
+            counted(chatml, called.replace("<|call|>", "\\n")), special=["<|call|>"]))  # fmt: skip
+
+
+def test_a_mark_at_no_token_is_not_trusted_and_one_that_ends_at_none_is_closed_by_its_end(
+    byte_tokenizer: Make, chatml: str
+) -> None:
+    """The offsets of some tokenizers leave white space out."""
+    within = counted(chatml, _MARKS["line break within"])
+    tokenizer = byte_tokenizer(within, trim_offsets=True)
+    assert trained_text(encode(Chat([user("Hi"), assistant("so")]), tokenizer), tokenizer) == "so<|im_end|>"
+    with pytest.raises(RowError, match="differently"):
+        encode(Chat([user("Hi"), assistant(" so")]), tokenizer)
+    sound = byte_tokenizer(within)
+    assert trained_text(encode(Chat([user("Hi"), assistant(" so")]), sound), sound) == " so<|im_end|>"
+
+
+# -- without marks: where a turn has ended ---------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="session")
+def closed(chatml: str) -> str:
+    """ChatML without marks that closes any conversation with a token of its own, and renders calls."""
+    unmarked = chatml.replace("{%- generation -%}", "").replace("{%- endgeneration -%}", "")
+    ends = "{%- if not add_generation_prompt -%}{{- '<|pad|>' -}}{%- endif -%}"
+    words = "message['content'] + ('#' if message.tool_calls else '') + '<|im_end|>'"
+    return unmarked.replace("message['content'] + '<|im_end|>'", words) + ends
+
+
+CALL = {**assistant("so"), "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": {}}}]}
+
+
+def test_a_call_before_the_end_is_told_apart_though_the_conversation_is_closed(
+    word_tokenizer: Make, closed: str
+) -> None:
+    tokenizer = word_tokenizer(closed, pad_token="<unk>")
+    rows = Chat([user("Hi"), CALL, user("Why?"), assistant("one")])
+    assert trained_text(encode(rows, tokenizer), tokenizer) == "so#<|im_end|>one<|im_end|>"
+
+
+def test_a_call_that_a_longer_conversation_renders_differently_is_refused_though_its_words_are_there(
+    word_tokenizer: Make, closed: str
+) -> None:
+    forgets = closed.replace("'#' if message.tool_calls", "'#' if message.tool_calls and loop.last")
+    with pytest.raises(RowError, match=r"messages\[1\].*differently"):
+        encode(Chat([user("Hi"), CALL, user("Why?"), assistant("one")]), word_tokenizer(forgets, pad_token="<unk>"))
+
+
+def test_an_answer_that_nothing_ends_is_refused_though_the_questions_have_ends(
+    word_tokenizer: Make, chatml: str
+) -> None:
+    endless = _COUNT.replace("#", "") + chatml.replace(
+        _MARKED, "{{- message['content'] + ('#' if loop.last else '') -}}"
+    )
+    with pytest.raises(RowError, match=r"messages\[1\]"):
+        encode(Chat([user("Hi"), assistant("so"), user("Why?")]), word_tokenizer(endless))
+
+
+# -- what is tokenized together --------------------------------------------------------------------------------------
+
+
+def test_special_tokens_go_around_texts_of_their_own_and_nothing_else(word_tokenizer: Make, chatml: str) -> None:
+    from tokenizers.processors import TemplateProcessing
+
+    tokenizer = word_tokenizer(chatml)
+    begin = ("<|im_start|>", tokenizer.convert_tokens_to_ids("<|im_start|>"))
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="<|im_start|> $A", special_tokens=[begin])
+    rows = encode_all([Completion("Why?", "so"), Text("so so"), Chat([user("Hi"), assistant("so")])], tokenizer)
+    assert [shown(row, tokenizer) for row in rows if isinstance(row, Encoded)] == [
+        "<Why?[so][>]",
+        "[<][so][ ][so][>]",
+        "<user/Hi>/<assistant/[so][>]/",
+    ]
+
+
+def test_a_text_that_the_tokenizer_refuses_costs_its_own_row_alone(chatml: str) -> None:
+    """As one without an unknown token does at a word that it does not know."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = ["<|im_start|>", "<|im_end|>", "user", "assistant", "\n", "Hi", "so", "Because"]
+    backend = Tokenizer(models.WordLevel({word: number for number, word in enumerate(words)}, unk_token="no such"))
+    backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"\s|\w+|[^\s\w]"), behavior="isolated")
+    backend.decoder = decoders.Fuse()
+    backend.add_special_tokens(words[:2])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|im_end|>", pad_token="<|im_end|>")
+    tokenizer.chat_template = chatml
+    answers = ["so", "unheard", "Because"]
+    found = encode_all([Chat([user("Hi"), assistant(answer)]) for answer in answers], tokenizer)
+    assert isinstance(found[1], RowError)
+    assert [trained_text(row, tokenizer) for row in (found[0], found[2])] == ["so<|im_end|>", "Because<|im_end|>"]
+
+
+def test_a_tokenizer_written_in_python_knows_no_offsets_and_masks_all_the_same(chatml: str) -> None:
+    from transformers import PythonBackend
+
+    class Letters(PythonBackend):
+        def __init__(self, **tokens: Any) -> None:
+            self.letters = {chr(code): code - 10 for code in range(10, 127)}
+            super().__init__(**tokens)
+
+        @property
+        def vocab_size(self) -> int:
+            return len(self.letters)
+
+        def get_vocab(self) -> dict[str, int]:
+            return {**self.letters, **self.added_tokens_encoder}
+
+        def _tokenize(self, text: str, **_: Any) -> list[str]:
+            return list(text)
+
+        def _convert_token_to_id(self, token: str) -> int:
+            return self.letters[token]
+
+        def _convert_id_to_token(self, index: int) -> str:
+            return chr(index + 10)
+
+        def convert_tokens_to_string(self, tokens: list[str]) -> str:
+            return "".join(tokens)
+
+    tokenizer = Letters(eos_token="<|im_end|>", pad_token="<|im_end|>")
+    tokenizer.chat_template = chatml
+    assert not tokenizer.is_fast
+    row = encode(Chat([user("Hi"), assistant("so it is"), user("Why"), assistant("so")]), tokenizer)
+    text = "".join(tokenizer.convert_ids_to_tokens([label for label in row.labels if label != IGNORE]))
+    assert text == "so it is<|im_end|>so<|im_end|>"
+
+
+# -- heads, blanks and ids -------------------------------------------------------------------------------------------
+
+
+def test_the_head_of_a_row_is_its_system_message_and_else_one_token(word_tokenizer: Make, chatml: str) -> None:
+    examples = [Chat(TWO_TURNS), Chat(TWO_TURNS[1:]), Text("so"), Completion("Why?", "so")]
+
+    def heads(template: str) -> list[int]:
+        tokenizer = word_tokenizer(template)
+        rows = [row for row in encode_all(examples, tokenizer) if isinstance(row, Encoded)]
+        return system_heads(list(zip(examples, rows, strict=True)), tokenizer)
+
+    assert heads(chatml) == [len(["<", "system", "\n", "Be", " ", "brief", ".", ">", "\n"]), 1, 1, 1]
+    assert heads(counted(chatml)) == [1, 1, 1, 1], "one `#` is in common"
+    other = chatml.replace("{%- for", "{%- if messages|length == 1 -%}:{%- endif -%}{%- for", 1)
+    assert heads(other) == [1, 1, 1, 1], "nothing is in common"
+    refuses = "{%- if messages|length == 1 -%}{{ raise_exception('no question') }}{%- endif -%}" + chatml
+    assert heads(refuses) == [1, 1, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("example", "loss_on", "empty"),
+    [
+        (Completion("Why?", "so"), "assistant", False),
+        (Completion("Why?", " \n"), "assistant", True),
+        (Completion("Why?", " \n"), "all", False),
+        (Completion(" ", " \n"), "all", True),
+        (Completion(" ", "so"), "all", False),
+        (Text(" "), "assistant", True),
+        (Text("so"), "assistant", False),
+        (Tokens([1]), "assistant", False),
+        (Chat([user("Hi"), assistant(" ")]), "assistant", True),
+        (Chat([user("Hi"), assistant(" ")]), "all", False),
+        (Chat([user("Hi"), assistant(" "), user("Why?"), assistant("so")]), "assistant", False),
+    ],
+)
+def test_empty_is_what_would_teach_nothing(example: Any, loss_on: Any, empty: bool) -> None:
+    assert is_empty(example, loss_on) is empty
+
+
+def test_ids_from_the_first_to_the_last_of_the_vocabulary_are_taken_and_no_other(word_tokenizer: Make) -> None:
+    tokenizer = word_tokenizer(None)
+    last = len(tokenizer) - 1
+    assert encode(Tokens([0, last]), tokenizer) == Encoded([0, last], [0, last])
+    for wrong in (-1, last + 1):
+        with pytest.raises(RowError, match=rf"`input_ids\[1\]` is {wrong}, and the tokenizer has"):
+            encode(Tokens([0, wrong]), tokenizer)
