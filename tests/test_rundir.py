@@ -472,3 +472,10 @@ def test_a_line_ends_where_the_next_begins_and_one_that_cannot_be_written_is_tol
     assert file.read_text() == '{"step": 0}\n{"step": 1}\n{"step": 2}\n'
     with pytest.raises(MachineError, match=r"gone/events\.jsonl"):
         append_line(tmp_path / "gone" / "events.jsonl", {})
+
+
+def test_a_staged_directory_leaves_no_file_open(tmp_path: Path) -> None:
+    before = os.listdir("/proc/self/fd")
+    with staged(tmp_path / "adapter") as folder:
+        (folder / "weights").write_text("whole")
+    assert os.listdir("/proc/self/fd") == before

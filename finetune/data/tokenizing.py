@@ -123,7 +123,7 @@ def _runs(batch: Any, index: int, marks: Sequence[Span]) -> list[Span] | None:
             return None
         end = len(batch["input_ids"][index]) if last is None else last + 1
         if runs and start <= runs[-1][1]:
-            runs[-1] = (runs[-1][0], max(runs[-1][1], end))
+            runs[-1] = (runs[-1][0], end)
         else:
             runs.append((start, end))
     return runs

@@ -47,6 +47,16 @@ def test_marks_alone_give_the_mask_wherever_they_end(marks: str, word_tokenizer:
     )
 
 
+def test_answers_that_are_a_token_apart_stay_apart(word_tokenizer: Make) -> None:
+    template = _COUNT + (
+        "{%- for message in messages -%}{%- if message['role'] == 'assistant' -%}" + _MARKED + "{%- else -%}"
+        "{{- ':' -}}{%- endif -%}{%- endfor -%}"
+    )
+    tokenizer = word_tokenizer(template)
+    rows = Chat([user("Hi"), assistant("so"), user("Why?"), assistant("one")])
+    assert shown(encode(rows, tokenizer), tokenizer) == "####:[so][>]:[one][>]"
+
+
 def test_without_marks_such_a_template_is_refused(word_tokenizer: Make, chatml: str) -> None:
     unmarked = _MARKED.replace("{%- generation -%}", "").replace("{%- endgeneration -%}", "")
     with pytest.raises(RowError, match=r"messages\[2\]: the chat template renders the conversation differently"):
@@ -130,11 +140,32 @@ def test_a_call_that_a_longer_conversation_renders_differently_is_refused_though
 def test_an_answer_that_nothing_ends_is_refused_though_the_questions_have_ends(
     word_tokenizer: Make, chatml: str
 ) -> None:
-    endless = _COUNT.replace("#", "") + chatml.replace(
-        _MARKED, "{{- message['content'] + ('#' if loop.last else '') -}}"
-    )
-    with pytest.raises(RowError, match=r"messages\[1\]"):
-        encode(Chat([user("Hi"), assistant("so"), user("Why?")]), word_tokenizer(endless))
+    endless = chatml.replace(_MARKED, "{{- message['content'] + ('#' if loop.last else '') -}}")
+    for last in (user("Why?"), assistant("one")):
+        with pytest.raises(RowError, match=r"messages\[1\]"):
+            encode(Chat([user("Hi"), assistant("so"), last]), word_tokenizer(endless))
+
+
+def test_an_answer_that_is_rendered_otherwise_at_the_end_is_found_by_its_words(
+    word_tokenizer: Make, chatml: str
+) -> None:
+    forgets = chatml.replace(_MARKED, "{{- message['content'] + ('#' if loop.last else '') + '<|im_end|>' -}}")
+    tokenizer = word_tokenizer(forgets)
+    rows = Chat([user("Hi"), assistant("one . two"), user("Why?"), assistant("so")])
+    assert trained_text(encode(rows, tokenizer), tokenizer) == "one . two<|im_end|>so#<|im_end|>"
+
+
+BARE = (
+    "{%- for message in messages -%}{{- '<|im_start|>' + message['content'] -}}{%- endfor -%}"
+    "{%- if add_generation_prompt -%}{{- '<|im_start|>' -}}{%- endif -%}"
+)
+
+
+@pytest.mark.parametrize("answer", ["one<|pad|>two", "one<|pad|>two\n", "\n", "one"])
+def test_no_other_special_token_is_taken_for_the_end_of_a_turn(answer: str, word_tokenizer: Make) -> None:
+    """Neither one amid the answer, nor the one before it."""
+    with pytest.raises(RowError, match=r"messages\[1\]: the chat template closes this turn with no end-of-turn token"):
+        encode(Chat([user("Hi"), assistant(answer)]), word_tokenizer(BARE, pad_token="<unk>"))
 
 
 # -- what is tokenized together --------------------------------------------------------------------------------------
