@@ -80,7 +80,7 @@ AREAS: dict[str, tuple[dict[str, str], list[str]]] = {
             "dispose _remove _replace append_line read_lines _fsync",
         },
         ["test_checkpoint.py", "test_rundir.py", "faults/test_checkpoints.py", "security/test_row_26_checkpoints.py",
-         "test_doctor.py", "training/test_restart.py"],
+         "test_doctor.py"],
     ),
 }  # fmt: skip
 """By area: the functions of each module, and the test files, the fastest first."""
