@@ -71,6 +71,21 @@ def test_iterating_twice_without_a_new_epoch_repeats_the_order() -> None:
     assert list(rows) == list(rows)
 
 
+@pytest.mark.parametrize(
+    ("seed", "epoch", "expected"),
+    [
+        (42, 0, [4, 1, 6, 3, 5, 7, 2, 0]),
+        (42, 1, [5, 6, 7, 3, 0, 2, 4, 1]),
+        (2**62 + 1, 0, [6, 1, 2, 3, 4, 7, 5, 0]),
+        (2**62 + 1, 3, [2, 6, 4, 5, 7, 0, 1, 3]),
+    ],
+)
+def test_the_order_is_the_one_of_earlier_versions_so_that_their_runs_go_on(
+    seed: int, epoch: int, expected: list[int]
+) -> None:
+    assert order([1] * 8, seed=seed, epoch=epoch, group=False) == expected
+
+
 def test_two_seeds_share_no_epoch() -> None:
     """Else a second run with the next seed would see the orders of the first, an epoch later."""
     assert order(LONG_TAILED, seed=42, epoch=1) != order(LONG_TAILED, seed=43, epoch=0)

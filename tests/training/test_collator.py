@@ -53,6 +53,13 @@ def held(inputs: Inputs) -> list[Held]:
     return found
 
 
+def test_each_half_of_a_split_is_padded_to_its_own_longest_row_and_the_first_has_the_odd_one() -> None:
+    rows = [{"input_ids": [1] * length, "labels": [1] * length} for length in (2, 1, 2, 5, 4)]
+    halves = split(MicroBatches(MicroBatching(8), PAD).micro_batch(rows))
+    assert halves is not None
+    assert [tuple(half["input_ids"].shape) for half in halves] == [(3, 2), (2, 5)]
+
+
 @settings(deadline=None, derandomize=True)
 @given(step=STEP, way=WAYS)
 def test_each_row_is_there_once_with_its_labels_and_nothing_else_is_trained(
