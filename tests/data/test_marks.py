@@ -144,6 +144,10 @@ def test_an_answer_that_nothing_ends_is_refused_though_the_questions_have_ends(
     for last in (user("Why?"), assistant("one")):
         with pytest.raises(RowError, match=r"messages\[1\]"):
             encode(Chat([user("Hi"), assistant("so"), last]), word_tokenizer(endless))
+    ended = "message['content'] + ('<|im_end|>' if messages|length == 2 else '#' if loop.last else '')"
+    at_times = chatml.replace(_MARKED, "{{- " + ended + " -}}")
+    with pytest.raises(RowError, match=r"messages\[1\].*differently"):
+        encode(Chat([user("Hi"), assistant("so"), assistant("one")]), word_tokenizer(at_times))
 
 
 def test_an_answer_that_is_rendered_otherwise_at_the_end_is_found_by_its_words(
