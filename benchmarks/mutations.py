@@ -366,13 +366,10 @@ def tried(mutants: dict[int, Mutant], test_file: str, folder: Path) -> list[dict
             with open(log, "wb") as output:
                 os.dup2(output.fileno(), 1)
                 os.dup2(output.fileno(), 2)
-            options = [
-                "-p",
-                "no:cacheprovider",
-                "-W",
-                "ignore::pytest.PytestAssertRewriteWarning",
-                f"--basetemp={folder / 'tests'}",
-            ]
+            # What is collected late would fail whichever test runs then.
+            ignored = ("pytest.PytestAssertRewriteWarning", "pytest.PytestUnraisableExceptionWarning")
+            options = [f"-Wignore::{name}" for name in ignored]
+            options += ["-p", "no:cacheprovider", f"--basetemp={folder / 'tests'}"]
             pytest.main([*options, str(harness.ROOT / "tests" / test_file)], plugins=[Campaign(mutants, lines)])
         except BaseException:
             traceback.print_exc()
