@@ -346,7 +346,8 @@ class Campaign:
             os._exit(0)
         os.close(sink)
         # What runs on is ended from here: the product has a use of its own for alarms.
-        ended, _, _ = select.select([source], [], [], 10 + sum(executed.seconds[test] for test in tests))
+        limit = 10 + sum(executed.seconds[test] for test in tests) if mutant else None
+        ended, _, _ = select.select([source], [], [], limit)
         if not ended:
             os.kill(pid, signal.SIGKILL)
         with open(source, "rb") as pipe:
