@@ -187,7 +187,7 @@ class TrainingSection(Section):
     seed: int = 42
     """Seed of adapter, data order and dropout."""
     deterministic: bool = False
-    """Let a repeated or resumed run give the same bits on a GPU too, at some speed; on a CPU it does in any case."""
+    """Let a repeated or resumed run give the same bits on a GPU too, more slowly; on a CPU it does in any case."""
 
     @model_validator(mode="after")
     def _check_counts(self) -> Self:

@@ -192,11 +192,11 @@ def _rendering(
         text, found = template.text(
             tokenizer, example.messages[:messages], tools=example.tools, prompt=prompt, marks=marks
         )
-        return (yield Piece(text, marks=found))
     except FinetuneError:
         raise
     except Exception as error:  # a template may raise anything of its own; the row is what it objects to
         raise RowError(f"the chat template refuses it: {error}{_remedy(str(error).lower())}") from None
+    return (yield Piece(text, marks=found))
 
 
 def _remedy(refusal: str) -> str:

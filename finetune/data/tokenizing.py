@@ -39,7 +39,7 @@ Found = TypeVar("Found")
 Asking = Generator[Piece, Tokenized, Found]
 """Work that yields a piece wherever it needs one tokenized. It raises RowError where a row is at fault."""
 
-Answers = dict[int, Tokenized | Exception | None]
+Answers = dict[int, Tokenized | RowError | None]
 """What each row waited for, by its number; None before its first piece."""
 
 
@@ -64,26 +64,26 @@ def answered(rows: Sequence[Asking[Found]], tokenizer: Any) -> list[Found | RowE
 
     middle = (len(rows) + 1) // 2
     with ThreadPoolExecutor(max_workers=1) as tokenizing:
-        waiting: deque[tuple[dict[int, Piece], Future[list[Tokenized | Exception]]]] = deque()
+        waiting: deque[tuple[dict[int, Piece], Future[list[Tokenized | RowError]]]] = deque()
         turns: deque[Answers] = deque(dict.fromkeys(half) for half in (range(middle), range(middle, len(rows))))
         while turns or waiting:
             if not turns:
-                earlier, answered = waiting.popleft()
-                turns.append(dict(zip(earlier, answered.result(), strict=True)))
+                earlier, pending = waiting.popleft()
+                turns.append(dict(zip(earlier, pending.result(), strict=True)))
             if asked := ask(turns.popleft()):
                 waiting.append((asked, tokenizing.submit(_tokenized, list(asked.values()), tokenizer)))
     return [found[row] for row in range(len(rows))]
 
 
-def _step(row: Asking[Found], answer: Tokenized | Exception | None) -> Piece:
+def _step(row: Asking[Found], answer: Tokenized | RowError | None) -> Piece:
     if answer is None:
         return next(row)
-    return row.throw(answer) if isinstance(answer, Exception) else row.send(answer)
+    return row.throw(answer) if isinstance(answer, RowError) else row.send(answer)
 
 
-def _tokenized(pieces: list[Piece], tokenizer: Any) -> list[Tokenized | Exception]:
-    """The tokens of each piece, or what the tokenizer raises at it."""
-    found: dict[int, Tokenized | Exception] = {}
+def _tokenized(pieces: list[Piece], tokenizer: Any) -> list[Tokenized | RowError]:
+    """The tokens of each piece, or why the tokenizer has none for it."""
+    found: dict[int, Tokenized | RowError] = {}
     for special in (False, True):
         places = [place for place, piece in enumerate(pieces) if piece.special == special]
         if not places:
@@ -96,9 +96,12 @@ def _tokenized(pieces: list[Piece], tokenizer: Any) -> list[Tokenized | Exceptio
                     return_attention_mask=False,
                     return_token_type_ids=False,
                 )
-        except Exception as error:  # of one text; the others are none the worse for it
+        except Exception as error:  # tokenizers raises bare ones, at one text; the others are none the worse for it
             for place in places:
-                found[place] = error if len(places) == 1 else _tokenized([pieces[place]], tokenizer)[0]
+                if len(places) == 1:
+                    found[place] = RowError(f"the tokenizer refuses it: {error}")
+                else:
+                    [found[place]] = _tokenized([pieces[place]], tokenizer)
         else:
             for index, place in enumerate(places):
                 found[place] = Tokenized(batch["input_ids"][index], _runs(batch, index, pieces[place].marks))

@@ -204,6 +204,9 @@ def test_a_text_that_the_tokenizer_refuses_costs_its_own_row_alone(chatml: str) 
     answers = ["so", "unheard", "Because"]
     found = encode_all([Chat([user("Hi"), assistant(answer)]) for answer in answers], tokenizer)
     assert isinstance(found[1], RowError)
+    others = encode_all([Text("so unheard"), Completion("Hi", "so"), Completion("Hi", "unheard")], tokenizer)
+    assert [type(row) for row in others] == [RowError, Encoded, RowError]
+    assert all("the tokenizer refuses it" in str(row) for row in (found[1], others[0], others[2]))
     assert [trained_text(row, tokenizer) for row in (found[0], found[2])] == ["so<|im_end|>", "Because<|im_end|>"]
 
 
