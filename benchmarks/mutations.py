@@ -86,12 +86,10 @@ AREAS: dict[str, tuple[dict[str, str], list[str]]] = {
 }  # fmt: skip
 """By area: the functions of each module, and the test files, the fastest first."""
 
-ELSEWHERE = {"children", "job"}
+ELSEWHERE = {"children", "job", "train_apart"}
 """Fixtures of tests whose subject runs in another process, where no mutant is."""
 EXAMPLES = 8
 """Of a property test, for each mutant."""
-LEFT_OUT = {"test_row_12_a_real_limit_on_memory_is_trained_through_to_the_same_adapter"}
-"""Tests that measure the memory of the whole process, and do not pass in a fork of another."""
 
 
 # -- mutants -----------------------------------------------------------------------------------------------------------
@@ -304,11 +302,7 @@ class Campaign:
                 os._exit(1)
 
     def pytest_runtestloop(self, session: Any) -> bool:
-        items = [
-            item
-            for item in session.items
-            if item.name not in LEFT_OUT and not ELSEWHERE & set(item._fixtureinfo.argnames)
-        ]
+        items = [item for item in session.items if not ELSEWHERE & set(item._fixtureinfo.argnames)]
         for item in items:
             if known := getattr(item.obj, "_hypothesis_internal_use_settings", None):
                 item.obj._hypothesis_internal_use_settings = settings(
@@ -389,7 +383,7 @@ def campaign(area: str, chosen: dict[int, Mutant], folder: Path) -> Iterator[dic
     left, test_files = dict(chosen), AREAS[area][1]
     began = time.perf_counter()
     executed: set[int] = set()
-    left_out: list[str] = sorted(LEFT_OUT)
+    left_out: list[str] = []
     ended = {"killed": 0, "timed_out": 0}
     for place, test_file in enumerate(test_files, start=1):
         for line in tried(left, test_file, folder) if left else []:

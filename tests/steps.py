@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import resource
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -104,15 +102,3 @@ def out_of_memory(trainer: Trainer, where: str, places: int) -> Iterator[list[in
         yield refused
     finally:
         hook.remove()
-
-
-@contextlib.contextmanager
-def address_space(extra_bytes: int) -> Iterator[None]:
-    """Let this process have no more than so much on top of what it has mapped; what goes over it fails."""
-    (line,) = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmSize:")]
-    _, hard = before = resource.getrlimit(resource.RLIMIT_AS)
-    resource.setrlimit(resource.RLIMIT_AS, (int(line.split()[1]) * 1024 + extra_bytes, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_AS, before)

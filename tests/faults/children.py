@@ -32,14 +32,16 @@ class Fault:
     good as the last), raise an errno, `fill` the disk, or `flip` a bit.
 
     `event`: open (for writing), read, rename, mkdir, remove (of a file or a folder), fsync, or module:function for a
-    call. `path`: a regular expression that the path must contain; empty for calls. `file_bytes`: the largest file the
-    child may write, beyond which it is killed in the middle of the write (`dies`) or gets EFBIG.
+    call. `path`: a regular expression that the path must contain; empty for calls. `memory_bytes`: instead of an
+    action, let the child map no more than so much beyond what it has then. `file_bytes`: the largest file the child may
+    write, beyond which it is killed in the middle of the write (`dies`) or gets EFBIG.
     """
 
     event: str = ""
     path: str = ""
     nth: int = 1
     action: str | int = "SIGKILL"
+    memory_bytes: int | None = None
     file_bytes: int | None = None
     dies: bool = False
 
@@ -228,6 +230,11 @@ def _fill(path: Path) -> None:
             file.write(bytes(1024))
 
 
+def _limit_memory(extra_bytes: int) -> None:
+    mapped = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (mapped + extra_bytes, resource.RLIM_INFINITY))
+
+
 def _flip(path: Path) -> None:
     """One bit of a file, as a failing disk does."""
     content = bytearray(path.read_bytes())
@@ -253,6 +260,9 @@ def _inject(fault: Fault) -> None:
             return
         seen += 1
         if seen != fault.nth:
+            return
+        if fault.memory_bytes is not None:
+            _limit_memory(fault.memory_bytes)
             return
         if fault.action in ("fill", "flip"):
             {"fill": _fill, "flip": _flip}[fault.action](Path(path))

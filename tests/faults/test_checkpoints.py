@@ -45,12 +45,6 @@ JOB = [
 ]  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def children(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Children]:
-    with Children(tmp_path_factory.mktemp("children")) as started:
-        yield started
-
-
 class Job:
     """One job, started as often as it takes in one run directory."""
 

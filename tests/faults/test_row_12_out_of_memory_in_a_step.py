@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from children import Fault
 from safetensors.torch import load_file
-from steps import address_space, assert_gradients_close, gradients, micro_batches, out_of_memory, ready
+from steps import assert_gradients_close, gradients, micro_batches, out_of_memory, ready
 
 import finetune
 from finetune.config import Config
@@ -119,22 +120,23 @@ def test_row_12_it_is_remembered_for_micro_batches_of_that_size(plain: Trainer) 
     assert len(plain.limits["train"].parts(small)) == len(small)
 
 
-def test_row_12_a_real_limit_on_memory_is_trained_through_to_the_same_adapter(quick, tmp_path: Path) -> None:
+def test_row_12_a_real_limit_on_memory_is_trained_through_to_the_same_adapter(train_apart, tmp_path: Path) -> None:
     """The host's allocator refuses a pass of eight long rows at once, and takes one of fewer."""
     file = tmp_path / "long.jsonl"
     rows = [" ".join(f"{number} {word}" for word in range(400)) for number in range(32)]
     file.write_text("".join(json.dumps({"text": row}) + "\n" for row in rows))
 
-    def train(name: str) -> RunDirectory:
-        config = quick(*EXACT, f"data.train={file}", "data.format=text", "data.max_length=256",
-                       "training.batch_size=8", "training.micro_batch=8", "training.max_steps=1",
-                       "training.warmup=0", "memory.checkpointing=none", "optimizer.kind=sgd",
-                       "training.learning_rate=0.1", run=name)  # fmt: skip
-        return finetune.train(config).run
+    def train(name: str, fault: Fault | None = None) -> RunDirectory:
+        run, ended = train_apart(
+            fault, *EXACT, f"data.train={file}", "data.format=text", "data.max_length=256", "training.batch_size=8",
+            "training.micro_batch=8", "training.max_steps=1", "training.warmup=0", "memory.checkpointing=none",
+            "optimizer.kind=sgd", "training.learning_rate=0.1", run=name,
+        )  # fmt: skip
+        assert ended.code == 0, ended.output
+        return run
 
     expected = train("roomy")
-    with address_space(300 * 2**20):
-        found = train("tight")
+    found = train("tight", Fault("finetune.training.trainer:Trainer.training_step", memory_bytes=300 * 2**20))
     splits = [event for event in found.events() if event["event"] == "micro_batch_split"]
     assert splits
     assert not [event for event in expected.events() if event["event"] == "micro_batch_split"]

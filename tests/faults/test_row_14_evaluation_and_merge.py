@@ -9,15 +9,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from children import Fault
 from safetensors.torch import load_file
-from steps import address_space, ready
+from steps import ready
 
 import finetune
-from finetune import recipe
-from finetune.errors import OutOfMemoryError
 from finetune.rundir import RunDirectory
 from finetune.training import evaluation
-from finetune.training.trainer import Trainer
 
 JOB = ["training.eval_every=2", "output.best=false", "quantization.kind=none"]
 
@@ -66,25 +64,22 @@ def test_row_14_an_evaluation_that_does_not_fit_is_split(quick, exhausted, undis
     assert all(torch.equal(weights(run)[name], tensor) for name, tensor in weights(undisturbed).items())
 
 
-def test_row_14_a_real_limit_in_an_evaluation_is_evaluated_through(quick, tmp_path: Path, monkeypatch) -> None:
+def test_row_14_a_real_limit_in_an_evaluation_is_evaluated_through(train_apart, tmp_path: Path) -> None:
     """The host's allocator refuses eight long held-out rows at once; the training rows are short."""
     file = tmp_path / "long.jsonl"
     rows = [" ".join(f"{number} {word}" for word in range(400)) for number in range(16)]
     file.write_text("".join(json.dumps({"prompt": "Say", "completion": row}) + "\n" for row in rows))
 
-    def train(name: str) -> RunDirectory:
-        config = quick(*JOB, f"data.eval={file}", "data.max_length=512", "data.too_long=truncate",
-                       "training.batch_size=8", "training.micro_batch=8", "training.max_steps=2", run=name)  # fmt: skip
-        return finetune.train(config).run
-
-    def in_little_memory(self: Trainer, *args):
-        with address_space(96 * 2**20):
-            return plain(self, *args)
+    def train(name: str, fault: Fault | None = None) -> RunDirectory:
+        run, ended = train_apart(
+            fault, *JOB, f"data.eval={file}", "data.max_length=512", "data.too_long=truncate", "training.batch_size=8",
+            "training.micro_batch=8", "training.max_steps=2", run=name,
+        )  # fmt: skip
+        assert ended.code == 0, ended.output
+        return run
 
     roomy = train("roomy")
-    plain = Trainer.held_out_sums
-    monkeypatch.setattr(Trainer, "held_out_sums", in_little_memory)
-    tight = train("tight")
+    tight = train("tight", Fault("finetune.training.trainer:Trainer.held_out_sums", memory_bytes=96 * 2**20))
     assert [event for event in tight.events() if event["event"] == "micro_batch_split"]
     assert held_out(tight) == pytest.approx(held_out(roomy), rel=1e-6)
     assert all(torch.equal(weights(tight)[name], tensor) for name, tensor in weights(roomy).items())
@@ -117,25 +112,18 @@ def test_row_14_no_logits_are_made_and_nothing_of_a_batch_is_kept(quick) -> None
     assert len(outputs) >= 4
 
 
-def test_row_14_a_merge_out_of_memory_leaves_the_training_and_is_done_again(quick, monkeypatch) -> None:
-    config = quick("output.merge=true", "data.eval=none", "training.eval_every=null")
-    merge = recipe._merge
-
-    def in_little_memory(*args, **kwargs):
-        with address_space(2**20):
-            return merge(*args, **kwargs)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(recipe, "_merge", in_little_memory)
-        with pytest.raises(OutOfMemoryError, match="finetune merge") as stopped:
-            finetune.train(config)
-    assert stopped.value.exit_code == 6
-    run = RunDirectory(config.output.dir)
+def test_row_14_a_merge_out_of_memory_leaves_the_training_and_is_done_again(train_apart) -> None:
+    job = ["output.merge=true", "data.eval=none", "training.eval_every=null"]
+    run, ended = train_apart(Fault("finetune.recipe:_merge", memory_bytes=2**20), *job)
+    assert ended.code == 6, ended.output
+    assert "finetune merge" in " ".join(ended.output.split())
     assert not run.finished
     assert not run.merged.exists()
     before, lines = weights(run), run.metrics_file.read_bytes()
 
-    assert finetune.train(config).run.finished
+    again, ended = train_apart(None, *job)
+    assert ended.code == 0, ended.output
+    assert again.finished
     assert (run.merged / "merge.json").is_file()
     assert run.metrics_file.read_bytes() == lines
     assert all(torch.equal(weights(run)[name], tensor) for name, tensor in before.items())
