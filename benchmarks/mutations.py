@@ -330,6 +330,7 @@ class Campaign:
     def _forked(self, mutant: Mutant | None, tests: list[Any], executed: Executed) -> tuple[str, str]:
         sink, source = os.pipe()[::-1]
         if (pid := os.fork()) == 0:
+            _own_threads()
             self.pipe = sink
             # What takes ever more memory fails.
             used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
@@ -359,6 +360,7 @@ def tried(mutants: dict[int, Mutant], test_file: str, folder: Path) -> list[dict
     lines.unlink(missing_ok=True)
     if (pid := os.fork()) == 0:
         try:
+            _own_threads()
             with open(log, "wb") as output:
                 os.dup2(output.fileno(), 1)
                 os.dup2(output.fileno(), 2)
@@ -423,16 +425,21 @@ def shown(number: int, mutant: Mutant, executed: bool) -> dict[str, Any]:
     return {**found, "reason": reason} if reason else found
 
 
+def _own_threads() -> None:
+    # torch makes its pool anew at the first use in a fork, and fails where several threads come to that at once.
+    import torch
+
+    torch.set_num_threads(1)
+
+
 def import_all(folder: Path) -> None:
     """Everything, once for all forks; what it reads of the environment when it is imported is set before."""
     os.environ |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_CACHE": str(folder / "cache")}
     settings.register_profile("mutations", phases=[Phase.explicit, Phase.generate], database=None, deadline=None)
     settings.load_profile("mutations")
-    import torch
-
     import finetune.training.run  # noqa: F401
 
-    torch.set_num_threads(1)
+    _own_threads()
 
 
 def main() -> None:

@@ -199,8 +199,12 @@ def _plain() -> Any:
 
 
 def _child(main: Any, arguments: list[str], log: str, fault: dict[str, Any] | None) -> None:
+    import torch
+
     code = 70
     try:
+        # torch makes its pool anew at the first use in a fork, and fails where several threads come to that at once.
+        torch.set_num_threads(1)
         output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
         os.dup2(output, 1)
         os.dup2(output, 2)

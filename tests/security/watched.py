@@ -119,7 +119,6 @@ def watched(*arguments: object, writable: Iterable[Path], foreign: Iterable[Path
 
     `folder` takes what it prints.
     """
-    torch.set_num_threads(1)
     out, err, report = (folder / f"told.{kind}" for kind in ("out", "err", "json"))
     child = os.fork()
     if child == 0:
@@ -129,6 +128,8 @@ def watched(*arguments: object, writable: Iterable[Path], foreign: Iterable[Path
         size = psutil.Process().memory_info().rss
         watch = Watch([*writable, scratch, cache.folder()], foreign)
         code = 99
+        # torch makes its pool anew at the first use in a fork, and fails where several threads come to that at once.
+        torch.set_num_threads(1)
         try:
             for descriptor, file in ((1, out), (2, err)):
                 os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), descriptor)
