@@ -41,6 +41,15 @@ _PARALLEL = "TOKENIZERS_PARALLELISM"
 _PARALLEL_ASKED = os.environ.get(_PARALLEL)
 
 
+def _after_fork() -> None:
+    # A fork has none of the threads that tokenizers may have started, and would wait for them without an end.
+    global _PARALLEL_ASKED
+    os.environ[_PARALLEL] = _PARALLEL_ASKED = "false"
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+
 class _Without(logging.Filter):
     """Drops the messages that contain a text."""
 
@@ -82,7 +91,10 @@ def importing_for_forecast() -> Iterator[None]:
 
 @contextlib.contextmanager
 def tokenizing_in_parallel() -> Iterator[None]:
-    """Within the block tokenizers share the texts of one call among all cores, unless the user has said otherwise."""
+    """Within the block tokenizers share the texts of one call among all cores.
+
+    Not where the user has said otherwise, and not in a fork.
+    """
     if _PARALLEL_ASKED is not None:
         yield
         return
