@@ -65,11 +65,10 @@ AREAS: dict[str, tuple[dict[str, str], list[str]]] = {
             "finetune.training.trainer": "Trainer.training_step Trainer._micro_step Trainer._update "
             "Trainer._get_num_items_in_batch Trainer.evaluation_loop",
         },
-        ["data/test_batching.py", "training/test_collator.py", "training/test_evaluation.py",
-         "faults/test_row_23_accumulation.py",
-         "faults/test_row_14_evaluation_and_merge.py",
-         "faults/test_row_10_numbers_that_are_not_finite.py", "training/test_parity.py", "training/test_steps.py",
-         "faults/test_row_12_out_of_memory_in_a_step.py"],
+        ["data/test_batching.py", "training/test_collator.py", "training/test_evaluation.py", "memory/test_monitor.py",
+         "faults/test_row_23_accumulation.py", "faults/test_row_11_loss_scaling.py",
+         "faults/test_row_12_out_of_memory_in_a_step.py", "faults/test_row_14_evaluation_and_merge.py",
+         "faults/test_row_10_numbers_that_are_not_finite.py", "training/test_parity.py", "training/test_steps.py"],
     ),
     "checkpoints": (
         {

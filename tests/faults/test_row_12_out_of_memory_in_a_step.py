@@ -8,11 +8,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from accelerate import Accelerator
 from children import Fault
 from safetensors.torch import load_file
 from steps import assert_gradients_close, gradients, micro_batches, out_of_memory, ready
 
 import finetune
+from finetune import libraries
 from finetune.config import Config
 from finetune.errors import OutOfMemoryError
 from finetune.rundir import RunDirectory, checkpoint_step
@@ -118,6 +120,38 @@ def test_row_12_it_is_remembered_for_micro_batches_of_that_size(plain: Trainer) 
         gradients(plain, small)
         assert refused == found
     assert len(plain.limits["train"].parts(small)) == len(small)
+
+
+def test_row_12_what_the_failed_pass_held_is_given_back_before_the_next(plain: Trainer, monkeypatch) -> None:
+    plain.limits["train"] = Limit()
+    inputs = micro_batches(plain, ROWS, 8)
+    freed: list[int] = []
+    monkeypatch.setattr(libraries, "return_freed_memory", lambda: freed.append(len(refused)))
+    with out_of_memory(plain, "forward", inputs[0]["input_ids"].numel() - 1) as refused:
+        gradients(plain, inputs)
+    assert freed == [1], "after the one failure"
+
+
+def test_row_12_an_error_of_another_kind_is_not_tried_again(plain: Trainer, monkeypatch) -> None:
+    plain.limits["train"] = Limit()
+
+    def fail(self, *args, **kwargs):
+        monkeypatch.undo()
+        raise RuntimeError("no matter of memory")
+
+    monkeypatch.setattr(Trainer, "compute_loss", fail)
+    with pytest.raises(RuntimeError, match="no matter of memory"):
+        gradients(plain, micro_batches(plain, ROWS, 8))
+
+
+def test_row_12_of_several_processes_none_does_a_step_again(plain: Trainer, monkeypatch) -> None:
+    """The others wait for it in the backward pass that failed."""
+    plain.limits["train"] = Limit()
+    inputs = micro_batches(plain, ROWS, 8)
+    monkeypatch.setattr(Accelerator, "num_processes", 2)
+    with out_of_memory(plain, "forward", 1) as refused, pytest.raises(torch.OutOfMemoryError):
+        gradients(plain, inputs)
+    assert len(refused) == 1
 
 
 def test_row_12_a_real_limit_on_memory_is_trained_through_to_the_same_adapter(train_apart, tmp_path: Path) -> None:

@@ -14,8 +14,10 @@ from safetensors.torch import load_file
 from steps import ready
 
 import finetune
+from finetune import libraries
 from finetune.rundir import RunDirectory
 from finetune.training import evaluation
+from finetune.training.collator import row_count
 
 JOB = ["training.eval_every=2", "output.best=false", "quantization.kind=none"]
 
@@ -62,6 +64,35 @@ def test_row_14_an_evaluation_that_does_not_fit_is_split(quick, exhausted, undis
     splits = [event for event in run.events() if event["event"] == "micro_batch_split"]
     assert [event["evaluation"] for event in splits] == [True], "once, with the worst first, and then remembered"
     assert all(torch.equal(weights(run)[name], tensor) for name, tensor in weights(undisturbed).items())
+
+
+def test_row_14_each_part_that_does_not_fit_is_split_and_told_and_its_memory_given_back(
+    quick, exhausted, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = ready(quick("data.eval=none", "training.eval_every=null"))
+    batch = trainer.data_collator.micro_batch([trainer.train_dataset[row] for row in (0, 1, 2)])
+    exhausted[0] = 3
+    expected = evaluation.summed_loss(trainer.model, [[batch]])
+    exhausted[0] = 1
+    told: list[int] = []
+    freed: list[int] = []
+    monkeypatch.setattr(libraries, "return_freed_memory", lambda: freed.append(len(told)))
+    found = evaluation.summed_loss(trainer.model, [[batch]], tell=lambda part: told.append(row_count(part)))
+    assert told == [3, 2]
+    assert freed == [0, 1]
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=0)
+
+
+def test_row_14_an_error_of_another_kind_is_not_tried_again(quick, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = ready(quick("data.eval_share=0.5"))
+
+    def fail(*args):
+        monkeypatch.undo()
+        raise RuntimeError("no matter of memory")
+
+    monkeypatch.setattr(evaluation, "_sums", fail)
+    with pytest.raises(RuntimeError, match="no matter of memory"):
+        trainer.held_out_sums(trainer.get_eval_dataloader())
 
 
 def test_row_14_a_real_limit_in_an_evaluation_is_evaluated_through(train_apart, tmp_path: Path) -> None:
