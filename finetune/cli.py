@@ -44,9 +44,10 @@ def train(
         from finetune import recipe
         from finetune.report.terminal import Terminal
         from finetune.settings import load_config
+        from finetune.training import processes
 
         result = recipe.train(load_config(config, overrides or []), fresh=fresh, terminal=Terminal(quiet=as_json))
-        if as_json:
+        if as_json and processes.first():
             _print_json(result.summary())
 
     _run(work, debug)

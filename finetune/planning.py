@@ -31,7 +31,7 @@ from finetune.model.locate import at_hand
 from finetune.model.tokenizer import load_tokenizer
 from finetune.report import forecast_view, words
 from finetune.rundir import write_text
-from finetune.training.arguments import processes
+from finetune.training import processes
 from finetune.training.rehearsal import rehearse
 
 # The compute capability from which PyTorch's own flash attention runs.
@@ -76,7 +76,7 @@ class Planner:
             self.device,
             batch,
             implementation,
-            micro_batches=max(1, per_step(config.training.batch_size, _way(config), batch) // processes()),
+            micro_batches=max(1, per_step(config.training.batch_size, _way(config), batch) // processes.count()),
             merges=config.output.merge,
             merge_bytes=files.merge_bytes(config, trace),
             disk_bytes=files.disk_bytes(config, trace),
@@ -100,7 +100,7 @@ class Planner:
             self.architecture.get_text_config().num_hidden_layers,
             lambda config: self.forecast(config, evaluates=self._evaluation_is_larger(config)),
             offloads=self.device.type == "cuda",
-            rows=fitting.divisors(training.batch_size // processes())
+            rows=fitting.divisors(training.batch_size // processes.count())
             if training.micro_batch == "auto"
             else [training.rows],
             checkpointing=None if memory.checkpointing == "auto" else memory.checkpointing,
@@ -119,7 +119,7 @@ class Planner:
     def _worst_batches(self, config: Config) -> tuple[list[Batch], Batch | None]:
         """The largest training micro-batches that data and sampler can produce, and the largest held-out one."""
         training = config.training
-        step_rows = max(1, training.batch_size // processes())
+        step_rows = max(1, training.batch_size // processes.count())
         if self.data is None or config.data.max_length != self.job.data.max_length:
             longest = longest_batches(_way(config), step_rows, config.data.max_length)
             return longest, None if config.data.eval == "none" else longest[0]

@@ -36,8 +36,9 @@ from finetune.report.result import Result
 from finetune.report.terminal import Terminal
 from finetune.rundir import DISK_ERRORS, RunDirectory, checkpoint_step, not_written, write_json, write_lines
 from finetune.signals import Signals
+from finetune.training import processes
 from finetune.training import run as training
-from finetune.training.arguments import check, first_process
+from finetune.training.arguments import check
 from finetune.training.evaluation import held_out_loss
 
 # Held-out questions answered before and after training: enough to see a difference, few enough to read.
@@ -48,11 +49,13 @@ _ANSWER_TOKENS = 96
 def train(config: Config, *, fresh: bool = False, terminal: Terminal | None = None) -> Result:
     """Train as `config` says and return what came out; a run that was interrupted goes on where it stopped.
 
+    Of several processes the first one prints and writes the run directory.
+
     `fresh` moves an earlier run in the same directory aside instead. Raises a FinetuneError for whatever a person
     can mend.
     """
     libraries.quiet()
-    terminal = terminal or Terminal()
+    terminal = (terminal or Terminal()) if processes.first() else Terminal(quiet=True)
     run = RunDirectory(config.output.dir or "runs/unnamed")
     run.refuse_links_out()
     if run.has_results and not fresh:
@@ -66,7 +69,8 @@ def train(config: Config, *, fresh: bool = False, terminal: Terminal | None = No
             return Result(run)
     with terminal, Signals() as signals, contextlib.ExitStack() as held:
         try:
-            return _Training(config, run, terminal, fresh, signals, held).go()
+            _Training(config, run, terminal, fresh, signals, held).go()
+            return Result(run)
         except OSError as error:
             if error.errno not in DISK_ERRORS:
                 raise
@@ -92,12 +96,12 @@ class _Training:
     held: contextlib.ExitStack
     locked: bool = False
 
-    def go(self) -> Result:
+    def go(self) -> None:
         run, terminal = self.run, self.terminal
-        if run.exists:
-            self._lock()  # before anything that takes time
         config, device = self.config, this_device()
         check(config, device)
+        processes.meet(device)
+        processes.first_does(lambda: self._lock() if run.exists else None)  # before anything that takes time
         tokenizer = load_tokenizer(config.model, config.data.chat_template)
         architecture = load_architecture(config.model)
         implementation, reason = _attention(config, architecture, device)
@@ -106,9 +110,12 @@ class _Training:
 
         environment = describe(device)
         made_with = resuming.made_with(config, data, tokenizer, environment)
-        start = self._open(config, forecast, environment, made_with)
-        write_lines(run.data_file, data.affected())
-        terminal.opened(run.path, config, device, data, f"{implementation} ({reason})", forecast)
+        start = processes.first_does(lambda: self._open(config, forecast, environment, made_with, data))
+        if not processes.first():
+            run = self.run = run.of_process(processes.number())
+            run.claim()
+        told = f"{implementation} ({reason})"
+        terminal.opened(run.path, config, device, data, told, forecast, processes.count())
         monitor = Monitor(meter_for(device.type))
         inspect.cap(config.memory.limit, device)
         with exhausted.told(config, run, monitor, device):
@@ -119,7 +126,8 @@ class _Training:
             made_with["base"] = identity.of_base(config.model)  # now it is on this machine
             self._log_changes(start, made_with)
             monitor.take_step()  # loading is reported once, not with the first step
-            self._ask_base(base, tokenizer)
+            if processes.first():
+                self._ask_base(base, tokenizer)
             model = adapter.attach(base, config.adapter, config.model.name, config.training.seed, config.model.revision)
             checkpointing.apply(base, config.memory, device.type)
             terminal.built(model)
@@ -128,6 +136,9 @@ class _Training:
                 config, model, tokenizer, data, run, monitor, terminal, device=device, signals=self.signals,
                 made_with=made_with, resume_from=start.checkpoint,
             )  # fmt: skip
+            processes.part()
+            if not processes.first():
+                return
             self._ask_again(model, tokenizer)
         terminal.answers(run)
         run.event("trained", step=outcome.steps, best_step=outcome.best_step, memory=monitor.run)
@@ -141,7 +152,6 @@ class _Training:
         report(run)
         run.event("finished", step=outcome.steps, best_step=outcome.best_step)
         terminal.finished(run)
-        return Result(run)
 
     def _plan(self, architecture: Any, device: torch.device, data: Any) -> tuple[Config, Forecast | None]:
         """The config with what was `auto` fitted to the device, and the forecast of its step.
@@ -175,7 +185,7 @@ class _Training:
 
     def _lock(self) -> None:
         """Keep other processes out of the run directory. Raises MachineError where one is in it."""
-        if first_process() and not self.locked:
+        if not self.locked:
             self.held.enter_context(self.run.locked())
             self.held.push(self._note_signal)
             self.locked = True
@@ -190,7 +200,12 @@ class _Training:
             self.run.event(name, step=max(self.run.saved_steps, default=0))
 
     def _open(
-        self, config: Config, forecast: Forecast | None, environment: dict[str, Any], made_with: dict[str, Any]
+        self,
+        config: Config,
+        forecast: Forecast | None,
+        environment: dict[str, Any],
+        made_with: dict[str, Any],
+        data: data_prepare.Prepared,
     ) -> resuming.Start:
         """Make or reopen the run directory; where training starts."""
         run = self.run
@@ -206,6 +221,7 @@ class _Training:
         if forecast:
             write_json(run.forecast_file, comparison.as_dict(forecast, {}))
         write_json(run.environment_file, {"seed": self.config.training.seed, **environment})
+        write_lines(run.data_file, data.affected())
         run.forget_metrics_after(start.step)
         if not start.checkpoint:
             run.answers_file.unlink(missing_ok=True)
@@ -341,5 +357,6 @@ def _base(config: Config, architecture: Any, implementation: str, device: torch.
 
 
 def this_device() -> torch.device:
-    """The GPU where there is one, else the CPU."""
+    """The GPU where there is one, else the CPU; each process has its own."""
+    processes.choose_gpu()
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")

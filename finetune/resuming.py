@@ -18,7 +18,7 @@ from finetune.data.prepare import Prepared
 from finetune.errors import ArtifactError, ConfigError, DataError
 from finetune.model import identity
 from finetune.rundir import RunDirectory, checkpoint_step
-from finetune.training.arguments import processes
+from finetune.training import processes
 
 # What may change between two starts of a run: how far it goes, how it is watched, and what memory it takes.
 _MAY_CHANGE = ("training.max_steps", "training.epochs", "training.micro_batch", "training.eval_every",
@@ -45,7 +45,7 @@ def made_with(config: Config, data: Prepared, tokenizer: Any, environment: dict[
         "data": {"train": fingerprint.of_rows(data.train), "eval": data.eval and fingerprint.of_rows(data.eval)},
         "tokenizer": fingerprint.of(tokenizer),
         "base": identity.of_base(config.model),
-        "processes": processes(),
+        "processes": processes.count(),
         "packages": environment["packages"],
     }
 

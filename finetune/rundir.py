@@ -89,6 +89,10 @@ class RunDirectory:
         except OSError as error:
             raise MachineError(f"{self.path}: cannot be written: {error.strerror}; set `output.dir`") from None
 
+    def of_process(self, number: int) -> RunDirectory:
+        """Where a process of this run other than the first writes its own events and step lines."""
+        return RunDirectory(self.path / "processes" / str(number))
+
     @property
     def chat_template(self) -> str:
         """The template that was saved with what was trained, or the config's choice where nothing was saved yet.

@@ -51,6 +51,11 @@ class Signals:
         asked, self._save_asked = self._save_asked, False
         return asked
 
+    def take_stop(self, name: str | None) -> None:
+        """Take a signal that came to another process of the run for one of this."""
+        if name and self._stopping is None:
+            self._stopping = signal.Signals[name]
+
     @contextlib.contextmanager
     def waiting(self, waits: bool = True) -> Iterator[None]:
         """Within the block signals wait until somebody looks; `waits=False`: within such a block they do not."""

@@ -121,7 +121,14 @@ class Terminal:
             )
 
     def opened(
-        self, path: Path, config: Config, device: Any, data: Prepared, attention: str, forecast: Forecast | None
+        self,
+        path: Path,
+        config: Config,
+        device: Any,
+        data: Prepared,
+        attention: str,
+        forecast: Forecast | None,
+        processes: int = 1,
     ) -> None:
         """The header: what is about to be done, on what, with what."""
         facts = {
@@ -130,7 +137,7 @@ class Terminal:
             "adapter": _adapter(config),
             "data": _counts(data.train_counts, config.data.max_length),
             "held out": _counts(data.eval_counts, config.data.max_length) if data.eval_counts else "none",
-            "batch": _batch(config),
+            "batch": _batch(config, config.training.batch_size // processes, processes),
             "attention": attention,
             "device": _device(RunDirectory(path), str(device)),
         }
@@ -315,8 +322,10 @@ def _counts(counts: Counts, max_length: int) -> str:
     return ", ".join(told)
 
 
-def _batch(config: Config) -> str:
-    rows = config.training.batch_size
+def _batch(config: Config, rows: int, processes: int) -> str:
+    """How the rows of a step are shared out; `rows` is the share of each process."""
+    if processes > 1:
+        return f"{config.training.batch_size} rows over {processes} processes; each {_batch(config, rows, 1)}"
     if tokens := MicroBatching.of(config.training, config.data).tokens:
         packed = "packed into" if config.data.packing else "in"
         return f"{rows} rows {packed} micro-batches of at most {words.count(tokens)} tokens"

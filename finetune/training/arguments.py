@@ -10,7 +10,7 @@ from trl import SFTConfig
 from finetune.config import Config
 from finetune.errors import ConfigError, MachineError
 from finetune.rundir import RunDirectory
-from finetune.training import tracking
+from finetune.training import processes, tracking
 from finetune.training.schedules import SCHEDULES
 
 # transformers counts evaluations and saves in steps; "only at the end" is a step that is never reached.
@@ -27,24 +27,14 @@ def check(config: Config, device: torch.device) -> None:
     tracking.check(config.tracking)
     training = config.training
     if training.micro_batch_tokens or training.micro_batch == "auto":
-        rows, each = processes(), ""
+        rows, each = processes.count(), ""
     else:
-        rows, each = training.rows * processes(), f" with `training.micro_batch` {training.rows}"
+        rows, each = training.rows * processes.count(), f" with `training.micro_batch` {training.rows}"
     if training.batch_size % rows:
         raise ConfigError(
-            f"`training.batch_size` {training.batch_size} cannot be shared by {processes()} processes{each}; make it "
-            f"a multiple of {rows}"
+            f"`training.batch_size` {training.batch_size} cannot be shared by {processes.count()} processes{each}; "
+            f"make it a multiple of {rows}"
         )
-
-
-def processes() -> int:
-    """Number of processes that a launcher such as torchrun started."""
-    return int(os.environ.get("WORLD_SIZE", "1"))
-
-
-def first_process() -> bool:
-    """Whether this process is the one that writes the run directory."""
-    return os.environ.get("RANK", "0") == "0"
 
 
 def arguments(config: Config, run: RunDirectory, *, evaluates: bool, resuming: bool, device: torch.device) -> SFTConfig:
@@ -58,9 +48,11 @@ def arguments(config: Config, run: RunDirectory, *, evaluates: bool, resuming: b
         output_dir=str(run.path),
         run_name=run.path.name,
         use_cpu=device.type == "cpu",
-        # A step is one batch, which our collator shares out among micro-batches.
-        per_device_train_batch_size=training.batch_size // processes(),
-        per_device_eval_batch_size=training.batch_size // processes(),
+        # A step is one batch, which our collator shares out among processes and micro-batches. So none is filled up.
+        per_device_train_batch_size=training.batch_size,
+        per_device_eval_batch_size=training.batch_size,
+        accelerator_config={"even_batches": False},
+        ddp_find_unused_parameters=False,
         gradient_accumulation_steps=1,
         num_train_epochs=training.epochs,
         max_steps=training.max_steps or -1,

@@ -1,4 +1,7 @@
-"""The rows of an optimizer step as its micro-batches, each padded to its own longest row, or packed."""
+"""The rows of an optimizer step as its micro-batches, each padded to its own longest row, or packed.
+
+Of several processes each takes its share of the rows; those of all together are the rows that one process would take.
+"""
 
 from __future__ import annotations
 
@@ -14,14 +17,20 @@ Inputs = dict[str, Any]
 (1, tokens), with `position_ids` and `cu_seq_lens_q`, where each row begins and the last one ends."""
 
 
-class MicroBatches:
-    """Collates rows (`input_ids`, `labels`) into a list of micro-batches."""
+class Idle(Inputs):
+    """A micro-batch that trains nothing."""
 
-    def __init__(self, way: MicroBatching, pad_token_id: int) -> None:
+
+class MicroBatches:
+    """Collates this process's share of rows (`input_ids`, `labels`) into a list of micro-batches."""
+
+    def __init__(self, way: MicroBatching, pad_token_id: int, process: int = 0, processes: int = 1) -> None:
         self.way = way
+        self._share = slice(process, None, processes)
         self._collate = DataCollatorForLanguageModeling(pad_token_id=pad_token_id, padding_free=way.packed)
 
     def __call__(self, rows: Sequence[dict[str, Any]]) -> list[Inputs]:
+        rows = rows[self._share]
         parts = micro_batches([len(row["input_ids"]) for row in rows], self.way)
         return [self.micro_batch([rows[place] for place in part]) for part in parts]
 
@@ -29,6 +38,10 @@ class MicroBatches:
         """These rows as one micro-batch."""
         found: Inputs = self._collate(list(rows))
         return found
+
+    def idle(self) -> Idle:
+        """What a process that has fewer micro-batches than the others does meanwhile."""
+        return Idle(self.micro_batch([{"input_ids": [0, 0], "labels": [-100, -100]}]))
 
 
 def split(inputs: Inputs) -> tuple[Inputs, Inputs] | None:

@@ -10,7 +10,8 @@ from transformers import TrainerCallback
 
 from finetune.errors import NumbersError
 from finetune.rundir import RunDirectory, append_line
-from finetune.training.collator import Inputs
+from finetune.training import processes
+from finetune.training.collator import Idle, Inputs
 from finetune.training.guards import Skips, Spikes
 
 if TYPE_CHECKING:
@@ -44,15 +45,19 @@ class StepCounts:
 
     def add(self, inputs: Inputs) -> None:
         self.micro_batches += 1
+        if isinstance(inputs, Idle):
+            return
         places = inputs["input_ids"].numel()
         self._places += places
         # Packed rows come without a mask: no place is padding.
         self._tokens = self._tokens + (inputs["attention_mask"].sum() if "attention_mask" in inputs else places)
 
     def take(self) -> dict[str, Any]:
-        """Tokens, tokens per second and padding share of the step that ended; starts the next one."""
+        """Tokens, tokens per second and padding share of the step that ended, in all processes; starts the next one."""
         now = time.perf_counter()
-        tokens, seconds, places = int(self._tokens), now - self._started, self._places
+        counts = processes.gathered((int(self._tokens), self._places))
+        tokens, places = (sum(values) for values in zip(*counts, strict=True))
+        seconds = now - self._started
         self.clear()
         self._started = now
         return {

@@ -25,7 +25,7 @@ from finetune.model import packing
 from finetune.model.base import autocast
 from finetune.rundir import RunDirectory, not_written, staged
 from finetune.signals import Signals
-from finetune.training import optimizers
+from finetune.training import optimizers, processes
 from finetune.training.arguments import arguments
 from finetune.training.checkpoints import Saver
 from finetune.training.collator import MicroBatches
@@ -68,7 +68,7 @@ def train(
     trainer = _trainer(
         config, model, tokenizer, data, run, monitor, listener, device, saver, signals, resuming=bool(resume_from)
     )
-    initial = _keep_initial_adapter(config, model, run)
+    initial = _keep_initial_adapter(config, model, run) if processes.first() else None
     last = _last_state(config, trainer, resume_from) if resume_from else None
     with signals.waiting():
         if resume_from and last:
@@ -76,12 +76,15 @@ def train(
         else:
             _run_steps(trainer, resume_from)
     signals.end(f"step {trainer.state.global_step} is saved in {run.checkpoints}")
+    state = trainer.state
+    outcome = Outcome(state.global_step, state.best_global_step or None)
+    if not processes.first():
+        return outcome
     if config.output.best and (best := trainer.best_checkpoint()):
         trainer.load_weights(best)
         run.event("best_loaded", step=trainer.state.best_global_step)
     _publish(config, trainer.model, tokenizer, run, initial)
-    state = trainer.state
-    return Outcome(state.global_step, state.best_global_step or None)
+    return outcome
 
 
 def _run_steps(trainer: Trainer, resume_from: Path | None) -> None:
@@ -124,7 +127,9 @@ def _trainer(
         optimizer_cls_and_kwargs=optimizers.build(name, config.optimizer, training.learning_rate),
         callbacks=_early_stopping(training.early_stopping),
         order=RowOrder(data.train["length"][:], training.batch_size, training.seed, training.group_by_length),
-        collator=MicroBatches(MicroBatching.of(training, config.data), tokenizer.pad_token_id),
+        collator=MicroBatches(
+            MicroBatching.of(training, config.data), tokenizer.pad_token_id, processes.number(), processes.count()
+        ),
         adapter=config.adapter,
         run=run,
         monitor=monitor,

@@ -67,7 +67,8 @@ def _one_process() -> Iterator[None]:
     Nor may it find gradients still to be accumulated, as a run leaves them that was stopped within a step: accelerate
     would pass the update over.
     """
-    settled = bool(PartialState._shared_state)
+    settled = {state: dict(state._shared_state) for state in (PartialState, AcceleratorState)}
+    AcceleratorState._reset_state(reset_partial_state=True)
     accumulating = dict(GradientState._shared_state)
     GradientState._reset_state()
     launched = {name: os.environ.pop(name) for name in _LAUNCHED if name in os.environ}
@@ -77,8 +78,9 @@ def _one_process() -> Iterator[None]:
         os.environ.update(launched)
         GradientState._shared_state.clear()
         GradientState._shared_state.update(accumulating)
-        if not settled:
-            AcceleratorState._reset_state(reset_partial_state=True)
+        AcceleratorState._reset_state(reset_partial_state=True)
+        for state, values in settled.items():
+            state._shared_state.update(values)
 
 
 @contextlib.contextmanager

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate.utils import gather_object, reduce
+from accelerate.data_loader import BatchSamplerShard
 from bitsandbytes.optim import GlobalOptimManager
 from bitsandbytes.optim.optimizer import Optimizer8bit
 from transformers import TrainerCallback, TrainerState
@@ -34,7 +34,7 @@ from finetune.memory.monitor import LeakWatch, Monitor, Peak
 from finetune.model.adapter import set_trained_dtype
 from finetune.rundir import RunDirectory
 from finetune.signals import Signals
-from finetune.training import healing, worst_first
+from finetune.training import healing, processes, worst_first
 from finetune.training.checkpoints import (
     Saver,
     restore,
@@ -125,6 +125,8 @@ class Trainer(SFTTrainer):
         start = healing.StepStart(self)
         while True:
             parts = self.limits["train"].parts(inputs)
+            most = max(processes.gathered(len(parts)))  # TRL's counts make the processes wait in each
+            parts += [self.data_collator.idle() for _ in range(most - len(parts))]
             self.current_gradient_accumulation_steps = len(parts)
             losses: list[torch.Tensor] = []
             try:
@@ -238,7 +240,8 @@ class Trainer(SFTTrainer):
         update()
 
     def _get_num_items_in_batch(self, batch_samples: list[list[Inputs]], device: torch.device) -> Any:
-        return super()._get_num_items_in_batch(list(itertools.chain.from_iterable(batch_samples)), device)
+        parts = list(itertools.chain.from_iterable(batch_samples)) or [self.data_collator.idle()]
+        return super()._get_num_items_in_batch(parts, device)
 
     def floating_point_ops(self, inputs: list[Inputs]) -> int:
         """Not counted: transformers' estimate knows neither adapters nor quantized weights."""
@@ -303,6 +306,13 @@ class Trainer(SFTTrainer):
     def _get_train_sampler(self, train_dataset: Any = None) -> RowOrder:
         return self.order
 
+    def _get_dataloader(self, *args: Any, **kwargs: Any) -> Any:
+        """transformers' loader, of whole steps in every process: the collator takes each one's share of the rows."""
+        loader = super()._get_dataloader(*args, **kwargs)
+        if isinstance(loader.batch_sampler, BatchSamplerShard):  # as transformers itself has it for some samplers
+            loader.batch_sampler.num_processes, loader.batch_sampler.process_index = 1, 0
+        return loader
+
     # -- checkpoints -----------------------------------------------------------------------------------------------
 
     def _evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float] | None:
@@ -312,8 +322,10 @@ class Trainer(SFTTrainer):
         """
         before = RandomState()
         try:
-            with self.signals.waiting(False):
-                self.signals.end()
+            # Of several processes none can leave alone.
+            with self.signals.waiting(self.args.world_size > 1):
+                if self.args.world_size == 1:
+                    self.signals.end()
                 return super()._evaluate(*args, **kwargs)
         except (Terminated, KeyboardInterrupt):
             if not self.state.global_step or self.signals.name is None:
@@ -338,9 +350,7 @@ class Trainer(SFTTrainer):
         started = time.perf_counter()
         self.monitor.enter("save")
         try:
-            random_states = [RandomState().as_json()]
-            if self.args.world_size > 1:
-                random_states = gather_object(random_states)
+            random_states = processes.gathered(RandomState().as_json())
             self._export_callback_state()
             contents = snapshot(self, self.saver.made_with, random_states)
         finally:
@@ -449,10 +459,10 @@ class StopAndSave(TrainerCallback, ExportableState):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         signals = self.trainer.signals
-        save, stop = signals.take_save(), signals.name is not None
-        if args.world_size > 1:  # every process must leave the loop at the same step
-            asked = reduce(torch.tensor([save, stop], dtype=torch.int64, device=args.device), "sum").tolist()
-            save, stop = bool(asked[0]), bool(asked[1])
+        # Every process must leave the loop at the same step, whichever was told to.
+        came = processes.gathered((signals.take_save(), signals.name))
+        signals.take_stop(next((name for _, name in came if name), None))
+        save, stop = any(asked for asked, _ in came), signals.name is not None
         control.should_save |= save or stop
         control.should_training_stop |= stop
 

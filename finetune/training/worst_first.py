@@ -38,7 +38,7 @@ def rehearse(trainer: Trainer) -> None:
     _make_states(trainer)
     for batch, inputs in _largest(trainer, trainer.train_dataset):
         # With accumulation the gradients of an earlier micro-batch are there while a later one runs.
-        passes = min(2, per_step(trainer.args.per_device_train_batch_size, trainer.data_collator.way, batch))
+        passes = min(2, per_step(_step_rows(trainer), trainer.data_collator.way, batch))
         trained_tokens = trainer._get_num_items_in_batch([inputs], trainer.args.device)
         trainer.training_step(trainer.model_wrapped, inputs * passes, trained_tokens)
         _update(trainer)
@@ -63,13 +63,18 @@ def _evaluate(trainer: Trainer, inputs: list[Inputs]) -> None:
 
 def _largest(trainer: Trainer, rows: Any) -> Iterator[tuple[Batch, list[Inputs]]]:
     """The shapes that take most memory, each with a micro-batch of it."""
-    way, step_rows = trainer.data_collator.way, trainer.args.per_device_train_batch_size
+    way, step_rows = trainer.data_collator.way, _step_rows(trainer)
     lengths = rows["length"][:]
     for batch in worst_batches(lengths, rows["trained"][:], way, step_rows, "the data's rows"):
         chosen = [rows[row] for row in longest_rows(lengths, batch)]
         if batch.packed:  # others may fill it to the last token, of which these would leave some
             chosen = [cut(row, length) for row, length in zip(chosen, batch.packed, strict=True)]
         yield batch, [trainer.data_collator.micro_batch(chosen)]
+
+
+def _step_rows(trainer: Trainer) -> int:
+    """Rows of a step that one process takes."""
+    return int(trainer.args.per_device_train_batch_size) // int(trainer.args.world_size)
 
 
 def cut(row: dict[str, Any], length: int) -> dict[str, Any]:

@@ -113,12 +113,17 @@ class Children:
         assert answer, "the process that forks is gone"
         return json.loads(answer)
 
-    def start(self, arguments: Sequence[object], fault: Fault | None = None) -> Child:
-        """Start the command with `arguments`."""
+    def start(
+        self, arguments: Sequence[object], fault: Fault | None = None, environment: dict[str, str] | None = None
+    ) -> Child:
+        """Start the command with `arguments`, and what is added to its environment."""
         self._count += 1
         log = self._folder / f"{self._count:04d}.log"
         log.touch()  # a child may be killed before it comes to that
-        request = {"arguments": [str(item) for item in arguments], "log": str(log), "fault": fault and fault.__dict__}
+        request = {
+            "arguments": [str(item) for item in arguments], "log": str(log), "fault": fault and fault.__dict__,
+            "environment": environment or {},
+        }  # fmt: skip
         return Child(self, self.ask(request)["pid"], log)
 
     def run(self, arguments: Sequence[object], fault: Fault | None = None) -> Ended:
@@ -198,10 +203,13 @@ def _plain() -> Any:
     return plain_trainer.main
 
 
-def _child(main: Any, arguments: list[str], log: str, fault: dict[str, Any] | None) -> None:
+def _child(
+    main: Any, arguments: list[str], log: str, fault: dict[str, Any] | None, environment: dict[str, str]
+) -> None:
     import torch
 
     code = 70
+    os.environ |= environment
     try:
         # torch makes its pool anew at the first use in a fork, and fails where several threads come to that at once.
         torch.set_num_threads(1)

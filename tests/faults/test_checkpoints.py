@@ -24,7 +24,6 @@ from safetensors.torch import load_file, save_file
 import finetune
 from finetune import checkpoint, resuming
 from finetune.config import OptimizerSection
-from finetune.data.batching import RowOrder
 from finetune.errors import ArtifactError, ConfigError, DataError
 from finetune.rundir import RunDirectory, checkpoint_step, write_lines
 from finetune.training import checkpoints, optimizers
@@ -577,22 +576,6 @@ def test_a_second_process_in_a_run_directory_is_refused_by_the_first_ones_number
     stopped.send(signal.SIGKILL)
     assert stopped.wait().code == -signal.SIGKILL
     assert first.run.path.stat().st_mode & 0o077 == 0, "private to the user"
-
-
-@pytest.mark.parametrize("processes", [2, 4])
-@pytest.mark.parametrize("grouped", [True, False])
-def test_row_16_another_number_of_processes_trains_the_same_rows_at_each_step(processes: int, grouped: bool) -> None:
-    """As accelerate shares the batches of a step among processes; rows in whole steps."""
-    from accelerate.data_loader import BatchSamplerShard
-    from torch.utils.data import BatchSampler
-
-    order = RowOrder([10 + row % 7 for row in range(40)], 8, 1, grouped)
-    alone = [sorted(batch) for batch in BatchSampler(order, 8, False)]
-    shares = [
-        list(BatchSamplerShard(BatchSampler(order, 8 // processes, False), processes, process))
-        for process in range(processes)
-    ]
-    assert [sorted(itertools.chain(*step)) for step in zip(*shares, strict=True)] == alone
 
 
 def test_row_16_processes_that_cannot_share_the_batch_are_refused_naming_it(

@@ -1,0 +1,132 @@
+"""FAULTS.md, row 16: several processes train what one trains, and their number may change on resume."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from children import ROOT, Children, Ended, Fault
+from conftest import Together
+from jobs import QUICK
+from safetensors.torch import load_file
+
+from finetune.rundir import RunDirectory
+
+STEP = "finetune.training.trainer:Trainer._get_grad_norm"
+# 19 rows: three steps of six and one of one row an epoch.
+ROWS = [*QUICK, "data.eval_share=0.2", "training.batch_size=6", "training.micro_batch=1", "training.max_steps=6"]
+# Plain descent, so that a gradient that is off shows as such.
+EXACT = ["quantization.kind=none", "optimizer.kind=sgd", "training.learning_rate=0.1", "training.warmup=0",
+         "training.eval_every=2", "output.save_every=2"]  # fmt: skip
+RANDOM = ["adapter.dropout=0.1", "optimizer.kind=adamw_8bit", "data.packing=true", "output.save_every=2",
+          "training.eval_every=null", "data.eval=none"]  # fmt: skip
+
+Make = Callable[..., Together]
+
+
+@pytest.fixture
+def job(children: Children, rows_file: Path, tmp_path: Path) -> Make:
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(rows_file.read_text().splitlines(keepends=True)[:21]))
+
+    def make(*overrides: str, run: str = "run") -> Together:
+        return Together(children, [*ROWS, f"data.train={file}", *overrides], RunDirectory(tmp_path / run))
+
+    return make
+
+
+def weights(run: RunDirectory) -> dict[str, torch.Tensor]:
+    return load_file(run.adapter / "adapter_model.safetensors")
+
+
+def lines(run: RunDirectory, *names: str) -> list[float]:
+    return [line[name] for line in run.metrics() for name in names if name in line]
+
+
+def assert_all(ended: list[Ended], code: int) -> None:
+    for each in ended:
+        assert each.code == code, each.output
+
+
+def assert_close(found: RunDirectory, expected: RunDirectory) -> None:
+    for name, tensor in weights(expected).items():
+        torch.testing.assert_close(weights(found)[name], tensor, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("processes", [2, 3])
+def test_row_16_several_processes_train_what_one_trains(job: Make, processes: int) -> None:
+    """Also in an epoch's last step, which has one row for all of them, and with two held-out rows."""
+    alone, together = job(*EXACT, run="alone"), job(*EXACT, run="together")
+    assert_all(alone.go(1), 0)
+    assert_all(together.go(processes), 0)
+    assert_close(together.run, alone.run)
+    assert lines(together.run, "tokens") == lines(alone.run, "tokens")
+    for name in ("loss", "grad_norm", "eval_loss"):
+        assert lines(together.run, name) == pytest.approx(lines(alone.run, name), rel=1e-5)
+
+
+def test_row_16_killed_processes_resume_to_the_same_bits(job: Make) -> None:
+    """With the random numbers of each, 8-bit states and packed rows."""
+    whole, killed = job(*RANDOM, run="whole"), job(*RANDOM, run="killed")
+    assert_all(whole.go(2), 0)
+    assert_all(killed.go(2, dict.fromkeys((0, 1), Fault(STEP, nth=4))), -signal.SIGKILL)
+    assert not killed.run.adapter.exists()
+    assert_all(killed.go(2), 0)
+    assert [event["step"] for event in killed.run.events() if event["event"] == "resumed"] == [2]
+    assert weights(killed.run).keys() == weights(whole.run).keys()
+    assert all(torch.equal(weights(killed.run)[name], tensor) for name, tensor in weights(whole.run).items())
+
+
+@pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 3)])
+def test_row_16_another_number_of_processes_goes_on_with_the_same_rows_and_is_logged(
+    job: Make, before: int, after: int
+) -> None:
+    whole, changed = job(*EXACT, run="whole"), job(*EXACT, run="changed")
+    assert_all(whole.go(1), 0)
+    assert_all(changed.go(before, dict.fromkeys(range(before), Fault(STEP, nth=4))), -signal.SIGKILL)
+    assert_all(changed.go(after), 0)
+    (event,) = [event for event in changed.run.events() if event["event"] == "changed"]
+    assert event["processes"] == [before, after]
+    assert_close(changed.run, whole.run)
+    assert lines(changed.run, "loss") == pytest.approx(lines(whole.run, "loss"), rel=1e-5)
+
+
+@pytest.mark.parametrize("told", [0, 1])
+def test_row_16_a_signal_to_one_process_saves_and_ends_all(job: Make, told: int) -> None:
+    whole, stopped = job(*EXACT, run="whole"), job(*EXACT, run="stopped")
+    assert_all(whole.go(1), 0)
+    assert_all(stopped.go(2, {told: Fault(STEP, nth=3, action="SIGTERM")}), 143)
+    assert stopped.run.saved_steps == [2, 3]
+    assert not stopped.run.adapter.exists()
+    assert_all(stopped.go(2), 0)
+    assert_close(stopped.run, whole.run)
+
+
+def test_row_16_torchrun_is_refused_where_another_process_trains(job: Make) -> None:
+    """By the first process; the others, which wait for it, are ended by torchrun."""
+    held = job(*EXACT)
+    [other] = held.start(1, {0: Fault(STEP, nth=2, action="SIGSTOP")})
+    other.wait_until_stopped()
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    ended = subprocess.run([*torchrun, "-m", "finetune", *held.arguments], capture_output=True, text=True, cwd=ROOT)
+    assert ended.returncode == 1
+    assert f"in use by process {other.pid}" in " ".join(ended.stderr.split())
+    other.send(signal.SIGKILL)
+    other.wait()
+
+
+def test_row_16_only_the_first_process_writes_the_run_and_prints(job: Make) -> None:
+    together = job(*EXACT, "training.max_steps=2")
+    first, second = together.go(2)
+    assert "6 rows over 2 processes; each 3 rows = 3 micro-batches of 1" in first.output
+    assert second.output == ""
+    names = [event["event"] for event in together.run.events()]
+    assert names.count("worst_batch_fits") == names.count("trained") == names.count("finished") == 1
+    own = together.run.of_process(1)
+    assert sorted(path.name for path in own.path.iterdir()) == ["events.jsonl", "metrics.jsonl"]
+    assert lines(own, "step", "loss") == lines(together.run, "step", "loss")
