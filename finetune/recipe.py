@@ -106,7 +106,7 @@ class _Training:
         architecture = load_architecture(config.model)
         implementation, reason = _attention(config, architecture, device)
         data = data_prepare.prepare(config.data, tokenizer)
-        config, forecast = self._plan(architecture, device, data)
+        config, forecast = processes.first_does(lambda: self._plan(architecture, device, data))
 
         environment = describe(device)
         made_with = resuming.made_with(config, data, tokenizer, environment)
@@ -114,6 +114,7 @@ class _Training:
         if not processes.first():
             run = self.run = run.of_process(processes.number())
             run.claim()
+            run.forget_metrics_after(start.step)
         told = f"{implementation} ({reason})"
         terminal.opened(run.path, config, device, data, told, forecast, processes.count())
         monitor = Monitor(meter_for(device.type))

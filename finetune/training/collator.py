@@ -18,7 +18,7 @@ Inputs = dict[str, Any]
 
 
 class Idle(Inputs):
-    """A micro-batch that trains nothing."""
+    """A micro-batch that trains nothing, for a process whose share of a step makes fewer than another's."""
 
 
 class MicroBatches:
@@ -26,21 +26,23 @@ class MicroBatches:
 
     def __init__(self, way: MicroBatching, pad_token_id: int, process: int = 0, processes: int = 1) -> None:
         self.way = way
-        self._share = slice(process, None, processes)
+        self._process, self._processes = process, processes
         self._collate = DataCollatorForLanguageModeling(pad_token_id=pad_token_id, padding_free=way.packed)
 
     def __call__(self, rows: Sequence[dict[str, Any]]) -> list[Inputs]:
-        rows = rows[self._share]
-        parts = micro_batches([len(row["input_ids"]) for row in rows], self.way)
-        return [self.micro_batch([rows[place] for place in part]) for part in parts]
+        shares = [rows[process :: self._processes] for process in range(self._processes)]
+        parts = [micro_batches([len(row["input_ids"]) for row in share], self.way) for share in shares]
+        mine = shares[self._process]
+        found = [self.micro_batch([mine[place] for place in part]) for part in parts[self._process]]
+        # The processes wait for each other in every micro-batch, so each has as many.
+        return found + [self._idle() for _ in range(max(map(len, parts)) - len(found))]
 
     def micro_batch(self, rows: Sequence[dict[str, Any]]) -> Inputs:
         """These rows as one micro-batch."""
         found: Inputs = self._collate(list(rows))
         return found
 
-    def idle(self) -> Idle:
-        """What a process that has fewer micro-batches than the others does meanwhile."""
+    def _idle(self) -> Idle:
         return Idle(self.micro_batch([{"input_ids": [0, 0], "labels": [-100, -100]}]))
 
 

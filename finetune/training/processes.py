@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from datetime import timedelta
 from typing import TypeVar
 
 import torch
@@ -14,6 +15,9 @@ from finetune.errors import MachineError
 
 T = TypeVar("T")
 
+# The others wait while the first one verifies checkpoints, asks the base, or writes to a slow disk.
+_PATIENCE = timedelta(hours=2)
+
 
 def count() -> int:
     """Number of processes that a launcher started; 1 without one."""
@@ -22,7 +26,7 @@ def count() -> int:
 
 def number() -> int:
     """That of this process among them, from 0."""
-    return int(os.environ.get("RANK", "0"))
+    return int(os.environ["RANK"]) if count() > 1 else 0
 
 
 def first() -> bool:
@@ -41,7 +45,7 @@ def meet(device: torch.device) -> None:
     if count() == 1:
         return
     try:
-        PartialState(cpu=device.type == "cpu").wait_for_everyone()
+        PartialState(cpu=device.type == "cpu", timeout=_PATIENCE).wait_for_everyone()
     except (RuntimeError, ValueError, NotImplementedError) as error:
         raise MachineError(f"the {count()} processes do not find each other: {error}") from None
 

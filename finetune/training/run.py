@@ -91,7 +91,8 @@ def _run_steps(trainer: Trainer, resume_from: Path | None) -> None:
     """Train to the end, or to the end of the step in which a signal came; the last save is awaited either way."""
     try:
         trainer.train(resume_from_checkpoint=str(resume_from) if resume_from else None)
-        trainer.saver.wait()
+        # A launcher that sees one process end after a signal leaves the others half a minute.
+        processes.first_does(trainer.saver.wait)
     except KeyboardInterrupt:  # the second one, which does not wait for anything
         raise
     except BaseException:

@@ -125,8 +125,6 @@ class Trainer(SFTTrainer):
         start = healing.StepStart(self)
         while True:
             parts = self.limits["train"].parts(inputs)
-            most = max(processes.gathered(len(parts)))  # TRL's counts make the processes wait in each
-            parts += [self.data_collator.idle() for _ in range(most - len(parts))]
             self.current_gradient_accumulation_steps = len(parts)
             losses: list[torch.Tensor] = []
             try:
@@ -240,8 +238,7 @@ class Trainer(SFTTrainer):
         update()
 
     def _get_num_items_in_batch(self, batch_samples: list[list[Inputs]], device: torch.device) -> Any:
-        parts = list(itertools.chain.from_iterable(batch_samples)) or [self.data_collator.idle()]
-        return super()._get_num_items_in_batch(parts, device)
+        return super()._get_num_items_in_batch(list(itertools.chain.from_iterable(batch_samples)), device)
 
     def floating_point_ops(self, inputs: list[Inputs]) -> int:
         """Not counted: transformers' estimate knows neither adapters nor quantized weights."""
@@ -320,21 +317,27 @@ class Trainer(SFTTrainer):
 
         None where a signal cut it short: then a resume makes up for it.
         """
-        before = RandomState()
+        before, several = RandomState(), self.args.world_size > 1
+        if several and self.stop_and_save.stops:
+            self._owe_evaluation()
+            return None
         try:
-            # Of several processes none can leave alone.
-            with self.signals.waiting(self.args.world_size > 1):
-                if self.args.world_size == 1:
+            with self.signals.waiting(several):  # of several processes none can leave the others in an evaluation
+                if not several:
                     self.signals.end()
                 return super()._evaluate(*args, **kwargs)
         except (Terminated, KeyboardInterrupt):
-            if not self.state.global_step or self.signals.name is None:
+            if several or not self.state.global_step or self.signals.name is None:
                 raise
-            self.stop_and_save.owes_evaluation = True
-            self.control.should_save = self.control.should_training_stop = True
+            self._owe_evaluation()
             return None
         finally:
             before.restore()
+
+    def _owe_evaluation(self) -> None:
+        self.stop_and_save.owes_evaluation = True
+        self.control.should_evaluate = False  # nor again where this step ends an epoch
+        self.control.should_save = self.control.should_training_stop = True
 
     def _determine_best_metric(self, metrics: dict[str, float] | None, trial: Any) -> bool:
         if not metrics:  # the evaluation was skipped, or cut short
@@ -352,11 +355,11 @@ class Trainer(SFTTrainer):
         try:
             random_states = processes.gathered(RandomState().as_json())
             self._export_callback_state()
-            contents = snapshot(self, self.saver.made_with, random_states)
+            contents = snapshot(self, self.saver.made_with, random_states) if self.args.should_save else None
         finally:
             peak = self.monitor.leave()
         self.monitor.take("save")
-        if self.args.should_save:
+        if contents:
             self.saver.start(contents, self.state.best_global_step, time.perf_counter() - started, peak)
         self.step_counts.restart_clock()
 
@@ -449,6 +452,7 @@ class StopAndSave(TrainerCallback, ExportableState):
     def __init__(self, trainer: Trainer) -> None:
         self.trainer = trainer
         self.owes_evaluation = False
+        self.stops = False
 
     def state(self) -> dict[str, Any]:
         return {"args": {}, "attributes": {"owes_evaluation": self.owes_evaluation}}
@@ -462,9 +466,9 @@ class StopAndSave(TrainerCallback, ExportableState):
         # Every process must leave the loop at the same step, whichever was told to.
         came = processes.gathered((signals.take_save(), signals.name))
         signals.take_stop(next((name for _, name in came if name), None))
-        save, stop = any(asked for asked, _ in came), signals.name is not None
-        control.should_save |= save or stop
-        control.should_training_stop |= stop
+        self.stops = signals.name is not None
+        control.should_save |= self.stops or any(asked for asked, _ in came)
+        control.should_training_stop |= self.stops
 
 
 def save_weights(model: Any, folder: Path, **arguments: Any) -> None:

@@ -58,6 +58,8 @@ def _evaluate(trainer: Trainer, inputs: list[Inputs]) -> None:
     try:
         trainer.held_out_sums([inputs])
     except DoesNotFit as row:
+        if trainer.args.world_size > 1:  # as in the evaluation itself
+            raise
         trainer.tell_no_evaluation(row)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import subprocess
 import sys
@@ -96,19 +97,22 @@ def test_row_16_another_number_of_processes_goes_on_with_the_same_rows_and_is_lo
     assert lines(changed.run, "loss") == pytest.approx(lines(whole.run, "loss"), rel=1e-5)
 
 
-@pytest.mark.parametrize("told", [0, 1])
-def test_row_16_a_signal_to_one_process_saves_and_ends_all(job: Make, told: int) -> None:
+@pytest.mark.parametrize(("told", "step"), [(0, 3), (1, 4)])
+def test_row_16_a_signal_to_one_process_saves_and_ends_all(job: Make, told: int, step: int) -> None:
+    """Before the evaluation that step 4 owes, which a resume makes up for."""
     whole, stopped = job(*EXACT, run="whole"), job(*EXACT, run="stopped")
     assert_all(whole.go(1), 0)
-    assert_all(stopped.go(2, {told: Fault(STEP, nth=3, action="SIGTERM")}), 143)
-    assert stopped.run.saved_steps == [2, 3]
+    assert_all(stopped.go(2, {told: Fault(STEP, nth=step, action="SIGTERM")}), 143)
+    assert stopped.run.saved_steps == [2, step]
+    assert len(lines(stopped.run, "eval_loss")) == 2
     assert not stopped.run.adapter.exists()
     assert_all(stopped.go(2), 0)
     assert_close(stopped.run, whole.run)
+    assert lines(stopped.run, "eval_loss") == pytest.approx(lines(whole.run, "eval_loss"), rel=1e-5)
 
 
 def test_row_16_torchrun_is_refused_where_another_process_trains(job: Make) -> None:
-    """By the first process; the others, which wait for it, are ended by torchrun."""
+    """By the first process, which tells the others."""
     held = job(*EXACT)
     [other] = held.start(1, {0: Fault(STEP, nth=2, action="SIGSTOP")})
     other.wait_until_stopped()
@@ -121,12 +125,13 @@ def test_row_16_torchrun_is_refused_where_another_process_trains(job: Make) -> N
 
 
 def test_row_16_only_the_first_process_writes_the_run_and_prints(job: Make) -> None:
-    together = job(*EXACT, "training.max_steps=2")
+    together = job(*EXACT, "training.max_steps=2", "memory.check=warn")
     first, second = together.go(2)
     assert "6 rows over 2 processes; each 3 rows = 3 micro-batches of 1" in first.output
     assert second.output == ""
     names = [event["event"] for event in together.run.events()]
     assert names.count("worst_batch_fits") == names.count("trained") == names.count("finished") == 1
+    assert json.loads(together.run.forecast_file.read_text())["fits"]
     own = together.run.of_process(1)
     assert sorted(path.name for path in own.path.iterdir()) == ["events.jsonl", "metrics.jsonl"]
     assert lines(own, "step", "loss") == lines(together.run, "step", "loss")
