@@ -26,7 +26,7 @@ def count() -> int:
 
 def number() -> int:
     """That of this process among them, from 0."""
-    return int(os.environ["RANK"]) if count() > 1 else 0
+    return int(os.environ.get("RANK", "0")) if count() > 1 else 0
 
 
 def first() -> bool:
