@@ -96,6 +96,8 @@ def _tokenized(pieces: list[Piece], tokenizer: Any) -> list[Tokenized | RowError
                     return_attention_mask=False,
                     return_token_type_ids=False,
                 )
+        except MemoryError:  # the machine's, and no row's
+            raise
         except Exception as error:  # tokenizers raises bare ones, at one text; the others are none the worse for it
             for place in places:
                 if len(places) == 1:
