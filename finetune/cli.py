@@ -26,6 +26,10 @@ Overrides = Annotated[
     typer.Argument(help="section.key=value, such as training.max_steps=20.", show_default=False),
 ]
 Run = Annotated[Path, typer.Argument(help="A run directory, such as runs/tiny_cpu.", show_default=False)]
+TrustCode = Annotated[
+    bool,
+    typer.Option("--trust-remote-code", help="Run the Python code that the run's base ships with, at its revision."),
+]
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
 
@@ -142,7 +146,7 @@ def fit(
 
 
 @app.command()
-def merge(run: Run, as_json: Json = False, debug: Debug = False) -> None:
+def merge(run: Run, trust_code: TrustCode = False, as_json: Json = False, debug: Debug = False) -> None:
     """Merge the adapter into the unquantized base, and prove the result equal to what was trained."""
 
     def work() -> None:
@@ -150,7 +154,8 @@ def merge(run: Run, as_json: Json = False, debug: Debug = False) -> None:
         from finetune.report.terminal import Terminal
         from finetune.rundir import RunDirectory
 
-        proof = recipe.merge(RunDirectory.open(run), terminal=Terminal(quiet=as_json))
+        terminal = Terminal(quiet=as_json)
+        proof = recipe.merge(RunDirectory.open(run), trust_remote_code=trust_code, terminal=terminal)
         if as_json:
             _print_json(proof)
 
@@ -163,6 +168,7 @@ def generate(
     prompt: Annotated[str, typer.Option("--prompt", help="What to answer.", show_default=False)],
     model: Annotated[str, typer.Option("--model", help="base, adapter or merged.")] = "adapter",
     max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", min=1)] = 256,
+    trust_code: TrustCode = False,
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
@@ -174,14 +180,16 @@ def generate(
         from finetune import recipe
         from finetune.rundir import RunDirectory
 
-        text = recipe.generate(RunDirectory.open(run), prompt, which=model, max_new_tokens=max_new_tokens)
+        text = recipe.generate(
+            RunDirectory.open(run), prompt, which=model, max_new_tokens=max_new_tokens, trust_remote_code=trust_code
+        )
         _print_json({"model": model, "answer": text}) if as_json else typer.echo(text)
 
     _run(work, debug)
 
 
 @app.command("eval")
-def evaluate(run: Run, as_json: Json = False, debug: Debug = False) -> None:
+def evaluate(run: Run, trust_code: TrustCode = False, as_json: Json = False, debug: Debug = False) -> None:
     """Held-out loss and perplexity of the base and of what was trained."""
 
     def work() -> None:
@@ -189,7 +197,7 @@ def evaluate(run: Run, as_json: Json = False, debug: Debug = False) -> None:
         from finetune.report.terminal import Terminal
         from finetune.rundir import RunDirectory
 
-        losses = recipe.evaluate(RunDirectory.open(run))
+        losses = recipe.evaluate(RunDirectory.open(run), trust_remote_code=trust_code)
         if as_json:
             _print_json(losses)
         else:

@@ -35,6 +35,7 @@ from finetune.report import page, plots
 from finetune.report.result import Result
 from finetune.report.terminal import Terminal
 from finetune.rundir import DISK_ERRORS, RunDirectory, checkpoint_step, not_written, write_json, write_lines
+from finetune.settings import config_of
 from finetune.signals import Signals
 from finetune.training import processes
 from finetune.training import run as training
@@ -149,7 +150,7 @@ class _Training:
         if config.output.merge and config.adapter.kind == "lora":
             del base, model
             libraries.return_freed_memory()
-            _merge(run, terminal)
+            _merge(run, config, terminal)
         report(run)
         run.event("finished", step=outcome.steps, best_step=outcome.best_step)
         terminal.finished(run)
@@ -278,36 +279,53 @@ def report(run: RunDirectory) -> Path:
     return run.report_file
 
 
-def merge(run: RunDirectory, *, terminal: Terminal | None = None) -> dict[str, Any]:
+def merge(run: RunDirectory, *, trust_remote_code: bool = False, terminal: Terminal | None = None) -> dict[str, Any]:
     """Merge the adapter into the unquantized base and publish `merged/` once its logits are proven equal.
 
-    Returns the comparison. Raises ArtifactError when the merged model differs by more than the stated bound,
-    MachineError where a process trains in the run directory.
+    `trust_remote_code` allows the Python code that the run's base ships with. Returns the comparison. Raises
+    ArtifactError when the merged model differs by more than the stated bound, or where such code is needed and not
+    allowed; MachineError where a process trains in the run directory.
     """
     libraries.quiet()
-    run.config()  # of a foreign run perhaps: refused before anything is written there
+    # A foreign run is refused before anything is written there.
+    config = config_of(run, trust_remote_code=trust_remote_code)
     with run.locked(), Signals():
-        return _merge(run, terminal or Terminal())
+        return _merge(run, config, terminal or Terminal())
 
 
-def _merge(run: RunDirectory, terminal: Terminal) -> dict[str, Any]:
+def _merge(run: RunDirectory, config: Config, terminal: Terminal) -> dict[str, Any]:
     with exhausted.told_of_merge(run):
-        proof = export_merge.merge(run, this_device())
+        proof = export_merge.merge(run, config, this_device())
     run.event("merged", **proof)
     terminal.merged(run, proof)
     return proof
 
 
-def generate(run: RunDirectory, prompt: str, *, which: str = "adapter", max_new_tokens: int = 256) -> str:
-    """Answer `prompt` with the run's `base`, `adapter` or `merged` model."""
-    model, tokenizer = _model_of(run, which)
+def generate(
+    run: RunDirectory,
+    prompt: str,
+    *,
+    which: str = "adapter",
+    max_new_tokens: int = 256,
+    trust_remote_code: bool = False,
+) -> str:
+    """Answer `prompt` with the run's `base`, `adapter` or `merged` model.
+
+    `trust_remote_code` allows the Python code that the run's base ships with. Raises ArtifactError where such code is
+    needed and not allowed.
+    """
+    config = config_of(run, trust_remote_code=trust_remote_code)
+    model, tokenizer = _model_of(run, config, which)
     return answer(model, tokenizer, [{"role": "user", "content": prompt}], max_new_tokens)
 
 
-def evaluate(run: RunDirectory) -> dict[str, float]:
-    """Held-out loss in nats per trained token of the base and of what was trained, as during training."""
-    config = run.config()
-    model, tokenizer = _model_of(run, "adapter")
+def evaluate(run: RunDirectory, *, trust_remote_code: bool = False) -> dict[str, float]:
+    """Held-out loss in nats per trained token of the base and of what was trained, as during training.
+
+    `trust_remote_code` as for `generate`.
+    """
+    config = config_of(run, trust_remote_code=trust_remote_code)
+    model, tokenizer = _model_of(run, config, "adapter")
     rows, _ = data_prepare.prepare_held_out(config.data, tokenizer)
 
     def loss(model: Any) -> float:
@@ -319,21 +337,20 @@ def evaluate(run: RunDirectory) -> dict[str, float]:
             return {"base": loss(model), "adapter": trained}
     del model
     libraries.return_freed_memory()
-    return {"base": loss(_model_of(run, "base")[0]), "adapter": trained}
+    return {"base": loss(_model_of(run, config, "base")[0]), "adapter": trained}
 
 
-def _model_of(run: RunDirectory, which: str) -> tuple[Any, Any]:
+def _model_of(run: RunDirectory, config: Config, which: str) -> tuple[Any, Any]:
     """The run's base, base with adapter (as it was trained), or merged model, and the tokenizer.
 
     Raises ArtifactError where that is no longer the tokenizer that the weights were trained with.
     """
     libraries.quiet()
-    config = run.config()
     device = this_device()
     tokenizer = load_tokenizer(config.model, run.chat_template)
     if which == "merged" or (which == "adapter" and config.adapter.kind == "none"):
         fingerprint.check(tokenizer, run.merged)
-        return export_merge.load_merged(run, device), tokenizer
+        return export_merge.load_merged(run, config.model, device), tokenizer
     if which == "adapter":
         adapter.check_files(run.adapter)
         fingerprint.check(tokenizer, run.adapter)

@@ -106,7 +106,7 @@ class RunDirectory:
         return self.config().data.chat_template
 
     def config(self) -> Config:
-        """The resolved config this run was started with."""
+        """The resolved config this run was started with, to compare with; see `settings.config_of` to act on it."""
         return load(self.config_file)
 
     @contextlib.contextmanager

@@ -9,14 +9,14 @@ from pathlib import Path
 
 from finetune import libraries, weight_files
 from finetune.checkpoint import LATEST, problems_of
-from finetune.config import Config
+from finetune.config import Config, load
 from finetune.data import fingerprint
 from finetune.doctor.findings import Examination, Finding
 from finetune.errors import ArtifactError, ConfigError, FinetuneError, MachineError
 from finetune.model import adapter
 from finetune.model.tokenizer import load_tokenizer
 from finetune.rundir import RunDirectory, checkpoint_step
-from finetune.settings import load_config
+from finetune.settings import CHOICES
 
 
 def examine(path: Path) -> Examination:
@@ -31,15 +31,18 @@ def examine(path: Path) -> Examination:
 
 def _run_findings(run: RunDirectory) -> Iterator[Finding]:
     yield from _links(run)
-    config = None
+    config, foreign = None, False
     try:
-        config = load_config(run.config_file)
+        config = load(run.config_file, choices=CHOICES)
     except ConfigError as error:
         yield Finding(
             "config.yaml", "error", str(error), "mend the line, or copy the config that the run was started with"
         )
     else:
         yield Finding("config.yaml", "ok", f"{config.model.name}, {config.adapter.kind}")
+        if foreign := config.model.trust_remote_code:
+            yield _foreign_code(config)
+            config = config.changed({"model.trust_remote_code": False})  # nothing runs here
     yield from _lines(run)
     yield from _records(run)
     yield _lock(run)
@@ -49,8 +52,15 @@ def _run_findings(run: RunDirectory) -> Iterator[Finding]:
     if run.merged.exists():
         yield from _folder(run.merged, _check_model, f"delete it and run `finetune merge {run.path}`")
     if config:
-        yield _tokenizer(run, config)
+        yield _tokenizer(run, config, foreign)
     yield from _leftovers(run)
+
+
+def _foreign_code(config: Config) -> Finding:
+    told = f"Python code shipped with `{config.model.name}` at revision {config.model.revision}, which was not run"
+    return Finding(
+        "foreign code", "warning", told, "read it before you give generate, eval or merge --trust-remote-code"
+    )
 
 
 def _links(run: RunDirectory) -> Iterator[Finding]:
@@ -191,12 +201,20 @@ def _check_model(folder: Path) -> None:
         weight_files.check(folder / name)
 
 
-def _tokenizer(run: RunDirectory, config: Config) -> Finding:
-    """Whether the tokenizer that the config names is still the one that the weights were trained with."""
+def _tokenizer(run: RunDirectory, config: Config, foreign: bool) -> Finding:
+    """Whether the tokenizer that the config names is still the one that the weights were trained with.
+
+    `foreign`: it may need Python code, which does not run here.
+    """
     folder = run.adapter if run.adapter.exists() else run.merged
     try:
         with libraries.offline():
-            tokenizer = load_tokenizer(config.model, run.chat_template)
+            try:
+                tokenizer = load_tokenizer(config.model, run.chat_template)
+            except ArtifactError as error:
+                if not foreign:
+                    raise
+                raise MachineError(f"cannot be read without that code: {error}") from None
         fingerprint.check(tokenizer, folder)
     except MachineError as error:
         return Finding("tokenizer", "warning", str(error), "look again where the base is at hand")

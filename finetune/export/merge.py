@@ -33,17 +33,17 @@ from finetune.rundir import RunDirectory, staged, write_json
 _ROWS = 8
 _ROW_TOKENS = 256
 
+_CLASS = "AutoModelForCausalLM"
 _MERGED_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.bfloat16}
 
 
-def merge(run: RunDirectory, device: torch.device) -> dict[str, Any]:
+def merge(run: RunDirectory, config: Config, device: torch.device) -> dict[str, Any]:
     """Write `merged/` and return its proof (see `finetune.export.proof.Proof`) with the hash of the base.
 
     Raises ArtifactError when there is no adapter, when the tokenizer is not the one it was trained with, or when the
     merged model is not the trained one; MachineError when the disk does not take it. The adapter and an earlier
     `merged/` are untouched by a failure.
     """
-    config = run.config()
     if config.adapter.kind == "none":
         raise ArtifactError(f"{run.path} trained every weight; {run.merged} is already the whole model")
     if config.model.weights == "random":
@@ -87,11 +87,11 @@ def merge(run: RunDirectory, device: torch.device) -> dict[str, Any]:
     return record
 
 
-def load_merged(run: RunDirectory, device: torch.device) -> Any:
-    """The published merged model. Raises ArtifactError where there is none."""
+def load_merged(run: RunDirectory, section: ModelSection, device: torch.device) -> Any:
+    """The published merged model of the base in `section`. Raises ArtifactError where there is none."""
     if not (run.merged / "config.json").is_file():
         raise ArtifactError(f"{run.merged}: no merged model here; run `finetune merge {run.path}`")
-    return _load(run.merged, run.config().model, None, device)
+    return _load(run.merged, section, None, device)
 
 
 def _base(config: Config, dtype: torch.dtype, device: torch.device) -> Any:
@@ -120,14 +120,21 @@ def _save(model: Any, tokenizer: Any, folder: Path, dtype: torch.dtype) -> None:
 
 
 def _load(folder: Path, section: ModelSection, dtype: torch.dtype | None, device: torch.device) -> Any:
-    code = pinned_code(section)
-    if section.trust_remote_code:
-        # The base's own config, which points to the pinned code; that of the merged model points to a copy beside it.
-        code["config"] = load_architecture(section)
-    return hub_call(
-        f"merged model {folder}",
-        lambda: from_safetensors(str(folder), dtype=dtype or "auto", device_map={"": device}, **code),
-    )
+    from transformers import GenerationConfig
+
+    def load() -> Any:
+        code = pinned_code(section)
+        if section.trust_remote_code:
+            # transformers 5.23 takes a class by a bare name from the folder itself, and where it reads the generation
+            # config also runs the folder's `custom_generate/generate.py`; neither is the code that is pinned.
+            code["config"] = architecture = load_architecture(section)
+            place = getattr(architecture, "auto_map", {}).get(_CLASS)
+            if place and "--" not in place:
+                architecture.auto_map[_CLASS] = f"{section.name}--{place}"
+            code["generation_config"] = GenerationConfig.from_pretrained(str(folder))
+        return from_safetensors(str(folder), dtype=dtype or "auto", device_map={"": device}, **code)
+
+    return hub_call(f"merged model {folder}", load)
 
 
 def _refuse_unless_equal(result: proof.Proof) -> None:
