@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,7 @@ from finetune.model.generation import answer
 from finetune.model.tokenizer import load_tokenizer
 from finetune.report import page, plots
 from finetune.report.result import Result
-from finetune.report.terminal import Terminal
+from finetune.report.terminal import Terminal, note_beside_output
 from finetune.rundir import DISK_ERRORS, RunDirectory, checkpoint_step, not_written, write_json, write_lines
 from finetune.settings import config_of
 from finetune.signals import Signals
@@ -110,7 +111,7 @@ class _Training:
         config, forecast = processes.first_does(lambda: self._plan(architecture, device, data))
 
         environment = describe(device)
-        made_with = resuming.made_with(config, data, tokenizer, environment)
+        made_with = resuming.made_with(config, data, tokenizer, environment, terminal.note)
         start = processes.first_does(lambda: self._open(config, forecast, environment, made_with, data))
         if not processes.first():
             run = self.run = run.of_process(processes.number())
@@ -125,7 +126,7 @@ class _Training:
                 self.held.enter_context(libraries.deterministic())
             with monitor.phase("load"):
                 base = _base(config, architecture, implementation, device)
-            made_with["base"] = identity.of_base(config.model)  # now it is on this machine
+            made_with["base"] = identity.of_base(config.model, terminal.note)  # now it is on this machine
             self._log_changes(start, made_with)
             monitor.take_step()  # loading is reported once, not with the first step
             if processes.first():
@@ -150,7 +151,7 @@ class _Training:
         if config.output.merge and config.adapter.kind == "lora":
             del base, model
             libraries.return_freed_memory()
-            _merge(run, config, terminal)
+            _merge(run, config, terminal, terminal.note)
         report(run)
         run.event("finished", step=outcome.steps, best_step=outcome.best_step)
         terminal.finished(run)
@@ -242,6 +243,11 @@ class _Training:
         """Write down what changed since the checkpoint was made; raises ConfigError for another base."""
         if changes := resuming.compare(self.run, start, made_with):
             self.run.event("changed", **changes)
+            if "base" in changes:
+                self.terminal.note(
+                    "the checkpoint is of an earlier version, which knew a base by samples: whether "
+                    f"{self.config.model.name} is still the same is not known"
+                )
 
     def _ask_base(self, base: Any, tokenizer: Any) -> None:
         """The base's answers to the first held-out questions, once a run; random weights have nothing to say."""
@@ -290,12 +296,12 @@ def merge(run: RunDirectory, *, trust_remote_code: bool = False, terminal: Termi
     # A foreign run is refused before anything is written there.
     config = config_of(run, trust_remote_code=trust_remote_code)
     with run.locked(), Signals():
-        return _merge(run, config, terminal or Terminal())
+        return _merge(run, config, terminal or Terminal(), note_beside_output)
 
 
-def _merge(run: RunDirectory, config: Config, terminal: Terminal) -> dict[str, Any]:
+def _merge(run: RunDirectory, config: Config, terminal: Terminal, note: Callable[[str], None]) -> dict[str, Any]:
     with exhausted.told_of_merge(run):
-        proof = export_merge.merge(run, config, this_device())
+        proof = export_merge.merge(run, config, this_device(), note)
     run.event("merged", **proof)
     terminal.merged(run, proof)
     return proof
@@ -343,7 +349,7 @@ def evaluate(run: RunDirectory, *, trust_remote_code: bool = False) -> dict[str,
 def _model_of(run: RunDirectory, config: Config, which: str) -> tuple[Any, Any]:
     """The run's base, base with adapter (as it was trained), or merged model, and the tokenizer.
 
-    Raises ArtifactError where that is no longer the tokenizer that the weights were trained with.
+    Raises ArtifactError where the tokenizer, or the base, is no longer the one that the weights were trained with.
     """
     libraries.quiet()
     device = this_device()
@@ -357,6 +363,11 @@ def _model_of(run: RunDirectory, config: Config, which: str) -> tuple[Any, Any]:
     architecture = load_architecture(config.model)
     implementation, _ = _attention(config, architecture, device)
     base = _base(config, architecture, implementation, device)
+    trained = run.adapter if config.adapter.kind == "lora" else run.merged
+    if trained.exists():
+        fingerprint.check_base(
+            config.model, identity.of_base(config.model, note_beside_output), trained, note_beside_output
+        )
     if which == "base":
         return base, tokenizer
     return adapter.load_adapter(base, run.adapter), tokenizer

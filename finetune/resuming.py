@@ -6,7 +6,7 @@ does not (how far the run goes, how it is watched, the memory it takes, library 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -38,13 +38,15 @@ class Start:
         return checkpoint_step(self.checkpoint) if self.checkpoint else -1
 
 
-def made_with(config: Config, data: Prepared, tokenizer: Any, environment: dict[str, Any]) -> dict[str, Any]:
+def made_with(
+    config: Config, data: Prepared, tokenizer: Any, environment: dict[str, Any], note: Callable[[str], None]
+) -> dict[str, Any]:
     """What a checkpoint remembers of its origin, as JSON values; `base` is None until it is on this machine."""
     return {
         "config": config.model_dump(mode="json"),
         "data": {"train": fingerprint.of_rows(data.train), "eval": data.eval and fingerprint.of_rows(data.eval)},
         "tokenizer": fingerprint.of(tokenizer),
-        "base": identity.of_base(config.model),
+        "base": identity.of_base(config.model, note),
         "processes": processes.count(),
         "packages": environment["packages"],
     }
@@ -83,7 +85,8 @@ def compare(run: RunDirectory, start: Start, now: dict[str, Any]) -> dict[str, A
                 f"`data.{split}`: its rows are not those that {run.path} was started with, so it cannot go on in the "
                 "same order. Put the files back, or give --fresh to start anew"
             )
-    if now["base"] and then["base"] != now["base"]:
+    unknown_base = now["base"] and then["base"] and not identity.comparable(then["base"])
+    if now["base"] and then["base"] != now["base"] and not unknown_base:
         raise ConfigError(
             f"`model.name`: the files of {now['config']['model']['name']} are not those that {run.path} was started "
             "with. Set `model.revision` to the commit of then or put the files back, or give --fresh to start anew"
@@ -97,6 +100,7 @@ def compare(run: RunDirectory, start: Start, now: dict[str, Any]) -> dict[str, A
         "config": {change.key: [change.before, change.now] for change in changes},
         "packages": packages,
         "processes": [then["processes"], now["processes"]] if then["processes"] != now["processes"] else None,
+        "base": [then["base"], now["base"]] if unknown_base else None,
     }
     return {name: value for name, value in found.items() if value}
 

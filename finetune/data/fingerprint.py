@@ -1,15 +1,18 @@
 """The fingerprints of a tokenizer with its template, and of rows: kept with weights, compared before they are used.
 
-Weights have learnt one spelling of text as tokens. With another they still answer, only worse, and nothing says why.
+Weights have learnt one spelling of text as tokens, and an adapter one base. With another they still answer, only worse,
+and nothing says why.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from finetune.config import ModelSection
 from finetune.errors import ArtifactError
 from finetune.rundir import write_json
 
@@ -41,10 +44,10 @@ def of_rows(rows: Any) -> str:
     return digest.hexdigest()
 
 
-def save(tokenizer: Any, folder: Path) -> None:
-    """Write the tokenizer and its fingerprint beside the weights in `folder`."""
+def save(tokenizer: Any, base: str | None, folder: Path) -> None:
+    """Write the tokenizer and its fingerprint beside the weights in `folder`, with the identity of their base."""
     tokenizer.save_pretrained(str(folder))
-    write_json(folder / _FILE, {"tokenizer": of(tokenizer)})
+    write_json(folder / _FILE, {"tokenizer": of(tokenizer), "base": base})
 
 
 def check(tokenizer: Any, folder: Path) -> None:
@@ -52,17 +55,55 @@ def check(tokenizer: Any, folder: Path) -> None:
 
     A folder without a fingerprint passes: it holds nothing yet, or comes from elsewhere.
     """
-    file = folder / _FILE
-    if not file.is_file():
+    if (kept := _kept(folder)) is None:
         return
-    try:
-        then = str(json.loads(file.read_text(encoding="utf-8"))["tokenizer"])
-    except (ValueError, KeyError, TypeError):
-        raise ArtifactError(f"{file}: damaged, so the tokenizer cannot be compared; train again") from None
-    now = of(tokenizer)
+    then, now = str(kept["tokenizer"]), of(tokenizer)
     if then != now:
         raise ArtifactError(
-            f"{folder} was trained with another tokenizer or chat template: fingerprint {then[:_DIGITS]} then, "
-            f"{now[:_DIGITS]} now. The files it was trained with are in that folder: copy them back to where "
+            f"{folder} was trained with another tokenizer or chat template: fingerprint {_digits(then)} then, "
+            f"{_digits(now)} now. The files it was trained with are in that folder: copy them back to where "
             "`model.tokenizer` or `model.name` points, or set `model.revision` to the commit of then; else train again"
         )
+
+
+def check_base(section: ModelSection, now: str | None, folder: Path, note: Callable[[str], None]) -> None:
+    """Raise ArtifactError where the weights in `folder` were trained on another base than that of `section`, whose
+    identity is `now` (None where that is not known).
+
+    What cannot be compared is noted.
+    """
+    then = (_kept(folder) or {}).get("base")
+    if section.weights == "random":
+        note(f"{folder} was trained on random weights, which were not kept: the base has other ones now")
+    elif now is None:
+        note(f"the files of {section.name} are not at hand, so whether {folder} was trained on them is not known")
+    elif then is None:
+        note(
+            f"{folder} does not say which base it was trained on, as earlier versions did not: whether that was "
+            f"{section.name} as it is now is not known"
+        )
+    elif then != now:
+        raise ArtifactError(
+            f"{folder} was trained on another base: config or weights of {section.name} have changed since (identity "
+            f"{_digits(then)} then, {_digits(now)} now). Put its files back, or set `model.revision` in config.yaml to "
+            "the commit of then; else train again"
+        )
+
+
+def _kept(folder: Path) -> dict[str, Any] | None:
+    """What was saved beside the weights in `folder`; None where nothing was. Raises ArtifactError for damage."""
+    file = folder / _FILE
+    if not file.is_file():
+        return None
+    try:
+        kept = json.loads(file.read_bytes())
+        sound = isinstance(kept["tokenizer"], str) and isinstance(kept.get("base"), str | None)
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
+        sound = False
+    if not sound:
+        raise ArtifactError(f"{file}: damaged, so tokenizer and base cannot be compared; train again")
+    return dict(kept)
+
+
+def _digits(identity: str) -> str:
+    return ascii(identity.rpartition(":")[2][:_DIGITS])[1:-1]

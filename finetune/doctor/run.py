@@ -13,7 +13,7 @@ from finetune.config import Config, load
 from finetune.data import fingerprint
 from finetune.doctor.findings import Examination, Finding
 from finetune.errors import ArtifactError, ConfigError, FinetuneError, MachineError
-from finetune.model import adapter
+from finetune.model import adapter, identity
 from finetune.model.tokenizer import load_tokenizer
 from finetune.rundir import RunDirectory, checkpoint_step
 from finetune.settings import CHOICES
@@ -53,6 +53,7 @@ def _run_findings(run: RunDirectory) -> Iterator[Finding]:
         yield from _folder(run.merged, _check_model, f"delete it and run `finetune merge {run.path}`")
     if config:
         yield _tokenizer(run, config, foreign)
+        yield from _base(run, config)
     yield from _leftovers(run)
 
 
@@ -221,6 +222,24 @@ def _tokenizer(run: RunDirectory, config: Config, foreign: bool) -> Finding:
     except FinetuneError as error:
         return Finding("tokenizer", "error", str(error), "put the base back where `model.name` points")
     return Finding("tokenizer", "ok", f"as in training, from {config.model.tokenizer or config.model.name}")
+
+
+def _base(run: RunDirectory, config: Config) -> Iterator[Finding]:
+    """Whether the base that the config names is still the one that was trained on."""
+    folder = run.adapter if config.adapter.kind == "lora" else run.merged
+    if not folder.exists():
+        return
+    unknown: list[str] = []
+    try:
+        with libraries.offline():
+            fingerprint.check_base(config.model, identity.of_base(config.model), folder, unknown.append)
+    except FinetuneError as error:
+        yield Finding("base", "error", str(error), "put the base back where `model.name` points")
+    else:
+        for told in unknown:
+            yield Finding("base", "warning", told)
+        if not unknown:
+            yield Finding("base", "ok", f"as in training, {config.model.name}")
 
 
 def _leftovers(run: RunDirectory) -> Iterator[Finding]:

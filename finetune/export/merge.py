@@ -6,8 +6,7 @@ adapter on held-out rows. A merge that differs by more than rounding explains ne
 
 from __future__ import annotations
 
-import hashlib
-import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +21,10 @@ from finetune.environment import describe
 from finetune.errors import ArtifactError, MachineError
 from finetune.export import proof
 from finetune.export.card import model_card
-from finetune.model import attention
+from finetune.model import attention, identity
 from finetune.model.adapter import check_files, load_adapter
 from finetune.model.base import from_safetensors, load_architecture, load_base, pinned_code
-from finetune.model.locate import hub_call, weights_directory
+from finetune.model.locate import hub_call
 from finetune.model.tokenizer import load_tokenizer
 from finetune.rundir import RunDirectory, staged, write_json
 
@@ -37,12 +36,12 @@ _CLASS = "AutoModelForCausalLM"
 _MERGED_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.bfloat16}
 
 
-def merge(run: RunDirectory, config: Config, device: torch.device) -> dict[str, Any]:
-    """Write `merged/` and return its proof (see `finetune.export.proof.Proof`) with the hash of the base.
+def merge(run: RunDirectory, config: Config, device: torch.device, note: Callable[[str], None]) -> dict[str, Any]:
+    """Write `merged/` and return its proof (see `finetune.export.proof.Proof`) with the identity of the base.
 
-    Raises ArtifactError when there is no adapter, when the tokenizer is not the one it was trained with, or when the
-    merged model is not the trained one; MachineError when the disk does not take it. The adapter and an earlier
-    `merged/` are untouched by a failure.
+    `note` is told what cannot be compared. Raises ArtifactError when there is no adapter, when tokenizer or base are
+    not those it was trained with, or when the merged model is not the trained one; MachineError when the disk does not
+    take it. The adapter and an earlier `merged/` are untouched by a failure.
     """
     if config.adapter.kind == "none":
         raise ArtifactError(f"{run.path} trained every weight; {run.merged} is already the whole model")
@@ -55,6 +54,8 @@ def merge(run: RunDirectory, config: Config, device: torch.device) -> dict[str, 
     rows = data_prepare.held_out_ids(config.data, tokenizer, _ROWS, _ROW_TOKENS)
 
     base = _base(config, dtype, device)
+    base_identity = identity.of_base(config.model, note)
+    fingerprint.check_base(config.model, base_identity, run.adapter, note)
     base_logits = proof.logits(base, rows)
     layers = base.config.get_text_config().num_hidden_layers
     adapted = load_adapter(base, run.adapter)
@@ -62,7 +63,7 @@ def merge(run: RunDirectory, config: Config, device: torch.device) -> dict[str, 
     merged = adapted.merge_and_unload(safe_merge=True)
     try:
         with staged(run.merged) as folder:
-            _save(merged, tokenizer, folder, dtype)
+            _save(merged, tokenizer, base_identity, folder, dtype)
             del base, adapted, merged
             libraries.return_freed_memory()
             result = proof.compare(
@@ -75,7 +76,7 @@ def merge(run: RunDirectory, config: Config, device: torch.device) -> dict[str, 
             record = {
                 **result.as_dict(),
                 "base": config.model.name,
-                "base_sha256": base_hash(config.model.name, config.model.revision),
+                "base_sha256": base_identity and base_identity.rpartition(":")[2],
             }
             write_json(folder / "merge.json", {**record, "environment": describe(device)})
             (folder / "README.md").write_text(model_card(config, record), encoding="utf-8")
@@ -107,7 +108,7 @@ def _base(config: Config, dtype: torch.dtype, device: torch.device) -> Any:
     return base.dequantize(dtype) if config.adapter.init == "loftq" else base
 
 
-def _save(model: Any, tokenizer: Any, folder: Path, dtype: torch.dtype) -> None:
+def _save(model: Any, tokenizer: Any, base_identity: str | None, folder: Path, dtype: torch.dtype) -> None:
     model = model.to(dtype)
     # The base ran without a cache while its adapter was trained; whoever uses the merged model wants it.
     model.config.use_cache = True
@@ -116,7 +117,7 @@ def _save(model: Any, tokenizer: Any, folder: Path, dtype: torch.dtype) -> None:
     known = ends if isinstance(ends, list) else [] if ends is None else [ends]
     model.generation_config.eos_token_id = list(dict.fromkeys([*known, *template.stop_ids(tokenizer)]))
     model.save_pretrained(str(folder))
-    fingerprint.save(tokenizer, folder)
+    fingerprint.save(tokenizer, base_identity, folder)
 
 
 def _load(folder: Path, section: ModelSection, dtype: torch.dtype | None, device: torch.device) -> Any:
@@ -144,13 +145,3 @@ def _refuse_unless_equal(result: proof.Proof) -> None:
             f"and rounding explains {result.bound:.2%} (the adapter itself moved them by {result.effect:.2%}). Nothing "
             "was published; use the adapter with its base instead"
         )
-
-
-def base_hash(name: str, revision: str | None = None) -> str:
-    """One sha256 over the names and contents of the base's weight files, local or in the hub's cache."""
-    place = weights_directory(name, revision)
-    digest = hashlib.sha256()
-    for file in sorted(place.glob("*.safetensors")):
-        with open(file, "rb") as stored:
-            digest.update(json.dumps([file.name, hashlib.file_digest(stored, "sha256").hexdigest()]).encode())
-    return digest.hexdigest()

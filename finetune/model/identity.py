@@ -1,26 +1,32 @@
-"""Whether a base is still the same one: a hash of its files that is taken in a moment, at each start of a run."""
+"""Whether a base is still the same one: a hash of its config and of every byte of its weights."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-import struct
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from finetune import weight_files
 from finetune.config import ModelSection
-from finetune.errors import FinetuneError
+from finetune.errors import ArtifactError, FinetuneError
+from finetune.model import file_hashes
 from finetune.model.locate import weights_directory
-from finetune.weight_files import HEADER_BYTES, SUFFIX
+from finetune.weight_files import SUFFIX
 
-# Another training of the same base has files of the same names, sizes and headers, and other numbers everywhere.
-_SAMPLES = 64
-_SAMPLE_BYTES = 4096
+# Earlier versions hashed samples of the weights; what they wrote is bare hex.
+_WHOLE = "sha256:"
+# Read in some ten seconds: worth a word before it is.
+_LARGE_BYTES = 4 * 2**30
+_INDEX = SUFFIX + ".index.json"
 
 
-def of_base(section: ModelSection) -> str | None:
-    """sha256 in hex of config.json and, of each weight file, its name, size, header and samples of its numbers.
+def of_base(section: ModelSection, note: Callable[[str], None] = lambda text: None) -> str | None:
+    """What tells a base from every other: a hash of config.json and of the weight files that are loaded.
 
-    None for random weights, which no file holds, and for a base that is not here yet.
+    None for random weights, which no file holds, and for a base that is not here, or not in a form that is loaded.
+    `note` is told where reading it takes a while. Raises ArtifactError for a file that is damaged or cannot be read.
     """
     if section.weights == "random":
         return None
@@ -28,19 +34,45 @@ def of_base(section: ModelSection) -> str | None:
         folder = weights_directory(section.name, section.revision)
     except FinetuneError:
         return None
-    parts = [hashlib.sha256((folder / "config.json").read_bytes()).hexdigest()]
-    for file in sorted(folder.glob("*" + SUFFIX)):
-        parts += [file.name, str(file.stat().st_size), _sampled(file)]
-    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+    if not (files := _loaded_files(folder)):
+        return None
+    for file in files:
+        weight_files.check(file)
+    try:
+        new_bytes = sum(file.stat().st_size for file in files if not file_hashes.known(file))
+        if new_bytes >= _LARGE_BYTES:
+            note(
+                f"reading the {new_bytes / 2**30:.1f} GiB of {section.name} to know them again; once, not at each start"
+            )
+        config = hashlib.sha256((folder / "config.json").read_bytes()).hexdigest()
+        with ThreadPoolExecutor(max_workers=4) as pool:
+            parts = [config, *pool.map(file_hashes.sha256, files)]
+    except OSError as error:
+        raise ArtifactError(f"{error.filename or folder}: cannot be read: {error.strerror}") from None
+    return _WHOLE + hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
 
-def _sampled(file: Path) -> str:
-    digest, size = hashlib.sha256(), file.stat().st_size
-    with open(file, "rb") as stored:
-        start = stored.read(8)
-        header_bytes = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
-        digest.update(stored.read(min(header_bytes, HEADER_BYTES)))
-        for number in range(_SAMPLES):
-            stored.seek(8 + header_bytes + (size - 8 - header_bytes) * number // _SAMPLES if header_bytes < size else 0)
-            digest.update(stored.read(_SAMPLE_BYTES))
-    return digest.hexdigest()
+def comparable(identity: str | None) -> bool:
+    """Whether an identity that was kept is of whole files, as `of_base` gives it now."""
+    return identity is not None and identity.startswith(_WHOLE)
+
+
+def _loaded_files(folder: Path) -> list[Path]:
+    """The files that transformers 5.23 loads from `folder` (`_get_resolved_checkpoint_files`), by name.
+
+    Others may lie beside them, such as the same weights in another format. None where one is missing, or is nothing
+    that is loaded here.
+    """
+    try:
+        config = json.loads((folder / "config.json").read_bytes())
+        name = config.get("transformers_weights") or "model" + SUFFIX
+        if not config.get("transformers_weights") and not (folder / name).is_file():
+            name = "model" + _INDEX
+        names = [name]
+        if name.endswith(_INDEX):
+            names = sorted({str(each) for each in json.loads((folder / name).read_bytes())["weight_map"].values()})
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
+        return []
+    inside = all(each.endswith(SUFFIX) and not {"..", "/"} & set(Path(each).parts) for each in names)
+    files = [folder / each for each in names] if inside else []
+    return files if all(file.is_file() for file in files) else []

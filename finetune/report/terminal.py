@@ -366,3 +366,8 @@ def _speed(figures: Figures) -> str:
     if figures.tokens_per_second is None or figures.padding_share is None:
         return ""
     return f"{words.count(figures.tokens_per_second)} tokens/s, {words.share(figures.padding_share)} padding"
+
+
+def note_beside_output(text: str) -> None:
+    """A note on stderr, for commands whose stdout is an answer or JSON."""
+    Terminal(console=Console(stderr=True)).note(text)

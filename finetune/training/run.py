@@ -83,7 +83,7 @@ def train(
     if config.output.best and (best := trainer.best_checkpoint()):
         trainer.load_weights(best)
         run.event("best_loaded", step=trainer.state.best_global_step)
-    _publish(config, trainer.model, tokenizer, run, initial)
+    _publish(config, trainer.model, tokenizer, made_with["base"], run, initial)
     return outcome
 
 
@@ -175,7 +175,9 @@ def _keep_initial_adapter(config: Config, model: Any, run: RunDirectory) -> Path
     return folder
 
 
-def _publish(config: Config, model: Any, tokenizer: Any, run: RunDirectory, initial: Path | None) -> None:
+def _publish(
+    config: Config, model: Any, tokenizer: Any, base: str | None, run: RunDirectory, initial: Path | None
+) -> None:
     """Write the trained weights where other tools look for them; the directory appears when it is whole."""
     target = run.merged if config.adapter.kind == "none" else run.adapter
     try:
@@ -185,7 +187,7 @@ def _publish(config: Config, model: Any, tokenizer: Any, run: RunDirectory, init
                 save_weights(model, folder, path_initial_model_for_weight_conversion=str(initial))
             else:
                 save_weights(model, folder)
-            fingerprint.save(tokenizer, folder)
+            fingerprint.save(tokenizer, base, folder)
     except SafetensorError as error:  # what safetensors 0.8 makes of a full disk
         raise MachineError(not_written(target, error)) from None
     if initial:

@@ -1,0 +1,203 @@
+"""What tells one base from another: every byte of what is loaded, and nothing else."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import time
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from finetune.config import ModelSection
+from finetune.model import base as base_module
+from finetune.model import file_hashes, identity
+
+
+@pytest.fixture(autouse=True)
+def memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder of its own for what is remembered."""
+    import datasets
+
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    monkeypatch.setattr(file_hashes, "_SETTLED_NANOSECONDS", 10**8)  # this machine's ticks are of milliseconds
+    return file_hashes.memory()
+
+
+@pytest.fixture
+def base(tiny_base: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(tiny_base, tmp_path / "base"))
+
+
+def of(base: Path) -> str | None:
+    return identity.of_base(ModelSection(name=str(base)))
+
+
+def write_at(file: Path, place: int, content: bytes) -> None:
+    with open(file, "r+b") as opened:
+        opened.seek(place)
+        opened.write(content)
+
+
+def age(file: Path) -> None:
+    """Wait until a change of the file can be told by its times."""
+    time.sleep(max(0, file.stat().st_ctime + 0.2 - time.time()))
+
+
+def shard(base: Path) -> None:
+    """The same weights in two files with an index, as large models have them."""
+    tensors = load_file(base / "model.safetensors")
+    (base / "model.safetensors").unlink()
+    index = {}
+    for number, names in enumerate((sorted(tensors)[::2], sorted(tensors)[1::2]), start=1):
+        file = f"model-{number:05d}-of-00002.safetensors"
+        save_file({name: tensors[name] for name in names}, base / file, {"format": "pt"})
+        index.update(dict.fromkeys(names, file))
+    (base / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}))
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_every_byte_of_the_weights_counts(base: Path, sharded: bool) -> None:
+    if sharded:
+        shard(base)
+    seen = {of(base)}
+    for file in sorted(base.glob("*.safetensors")):
+        size = file.stat().st_size
+        for place in (size // 2, size // 3 + 1, size - 1):
+            before = file.read_bytes()[place]
+            write_at(file, place, bytes([before ^ 1]))
+            seen.add(of(base))
+            write_at(file, place, bytes([before]))
+    assert len(seen) == 1 + 3 * len(list(base.glob("*.safetensors")))
+    assert None not in seen
+
+
+def test_the_config_counts(base: Path) -> None:
+    before = of(base)
+    config = json.loads((base / "config.json").read_text())
+    (base / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 1e-3}))
+    assert of(base) != before
+
+
+def test_neither_times_nor_names_nor_files_that_are_not_loaded_count(base: Path, tmp_path: Path) -> None:
+    before = of(base)
+    os.utime(base / "model.safetensors", (1, 1))
+    (base / "pytorch_model.bin").write_bytes(b"no weights")
+    shutil.copy(base / "model.safetensors", base / "consolidated.safetensors")
+    (base / "README.md").write_text("x")
+    moved = shutil.copytree(base, tmp_path / "moved")
+    assert of(base) == of(moved) == before
+
+
+def test_a_base_in_the_hubs_cache_is_known_by_its_content_and_not_by_its_names(base: Path, tmp_path: Path) -> None:
+    """There a weight file is a link to a blob whose name is the hash that it had on the hub."""
+    linked = Path(shutil.copytree(base, tmp_path / "linked"))
+    blob = tmp_path / ("0" * 64)
+    shutil.move(linked / "model.safetensors", blob)
+    (linked / "model.safetensors").symlink_to(blob)
+    assert of(linked) == of(base)
+    write_at(blob, blob.stat().st_size // 2, b"\1\2\3\4")
+    assert of(linked) != of(base)
+
+
+def test_random_weights_and_what_is_not_here_have_none(base: Path) -> None:
+    assert identity.of_base(ModelSection(weights="random")) is None
+    assert identity.of_base(ModelSection(name="someone/nothing")) is None
+    shard(base)
+    next(base.glob("*-00002-of-*")).unlink()
+    assert of(base) is None
+
+
+@pytest.mark.parametrize("form", ["one file", "shards", "named in the config"])
+def test_what_is_hashed_is_what_is_loaded(form: str, base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if form == "shards":
+        shard(base)
+    elif form == "named in the config":
+        (base / "model.safetensors").rename(base / "other.safetensors")
+        config = json.loads((base / "config.json").read_text())
+        (base / "config.json").write_text(json.dumps(config | {"transformers_weights": "other.safetensors"}))
+    loaded: list[Path] = []
+    check = base_module.weight_files.check
+    monkeypatch.setattr(base_module.weight_files, "check", lambda file: (loaded.append(file), check(file)))
+    base_module.from_safetensors(str(base))
+    assert sorted(loaded) == identity._loaded_files(base)
+    assert loaded
+
+
+# -- what is remembered ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    """A file whose hash was remembered, and is wrong in what is remembered: whoever trusts that shows it."""
+    file = tmp_path / "weights"
+    file.write_bytes(b"some weights")
+    age(file)
+    file_hashes.sha256(file)
+    entries = json.loads(file_hashes.memory().read_text())
+    entries[os.path.realpath(file)]["sha256"] = "remembered"
+    file_hashes.memory().write_text(json.dumps(entries))
+    assert file_hashes.sha256(file) == "remembered"
+    return file
+
+
+def test_what_is_remembered_is_its_users_alone(file: Path, memory: Path) -> None:
+    assert memory.stat().st_mode & 0o777 == 0o600
+    assert [found.name for found in memory.parent.iterdir()] == [memory.name], "and nothing else is left there"
+
+
+@pytest.mark.parametrize("spoil", ["written", "times set back", "replaced"])
+def test_a_file_that_changed_is_read_again(spoil: str, file: Path) -> None:
+    times = file.stat().st_atime_ns, file.stat().st_mtime_ns
+    if spoil == "replaced":
+        other = file.with_name("other")
+        other.write_bytes(b"SOME WEIGHTS")
+        os.replace(other, file)
+    else:
+        file.write_bytes(b"SOME WEIGHTS")
+    if spoil != "written":
+        os.utime(file, ns=times)
+    assert file_hashes.sha256(file) != "remembered"
+
+
+def test_a_file_that_may_change_within_the_same_tick_is_not_remembered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(file_hashes, "_SETTLED_NANOSECONDS", 3600 * 10**9)
+    (tmp_path / "weights").write_bytes(b"some weights")
+    file_hashes.sha256(tmp_path / "weights")
+    assert not file_hashes.known(tmp_path / "weights")
+
+
+@pytest.mark.parametrize("spoil", ["others may write it", "its group may write it", "another's", "a link", "damaged"])
+def test_what_another_could_have_written_is_not_trusted(spoil: str, file: Path, memory: Path) -> None:
+    if spoil == "another's":
+        if os.geteuid():
+            pytest.skip("only root can give a file away")
+        os.chown(memory, 65534, 65534)
+    elif spoil == "a link":
+        memory.rename(memory.with_name("elsewhere"))
+        memory.symlink_to(memory.with_name("elsewhere"))
+    elif spoil == "damaged":
+        memory.write_text("[" * 100_000)
+    else:
+        memory.chmod(0o602 if spoil.startswith("others") else 0o620)
+    assert file_hashes.sha256(file) != "remembered"
+    assert file_hashes.sha256(file) != "remembered"
+
+
+def test_entries_that_are_none_are_read_again(file: Path, memory: Path) -> None:
+    key = os.path.realpath(file)
+    stamp = json.loads(memory.read_text())[key]["stamp"]
+    for entry in (1, [], {}, {"stamp": stamp}, {"stamp": stamp, "sha256": 7}, {"stamp": stamp[:4], "sha256": "x"}):
+        memory.write_text(json.dumps({key: entry}))
+        assert len(file_hashes.sha256(file)) == 64
+
+
+def test_a_folder_that_cannot_be_written_costs_time_alone(tmp_path: Path, memory: Path) -> None:
+    memory.parent.parent.write_text("a file where the folder should be")
+    (tmp_path / "weights").write_bytes(b"some weights")
+    age(tmp_path / "weights")
+    assert file_hashes.sha256(tmp_path / "weights") == file_hashes.sha256(tmp_path / "weights")

@@ -1,0 +1,140 @@
+"""An adapter belongs to one base: with any other it is refused, wherever a base is loaded."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import finetune
+from finetune import checkpoint, resuming
+from finetune.config import dump
+from finetune.doctor import run as run_directory
+from finetune.errors import ArtifactError, ConfigError
+from finetune.model import identity
+from finetune.rundir import RunDirectory
+
+USES: dict[str, Callable[[RunDirectory], object]] = {
+    "generate": lambda run: finetune.generate(run, "x", max_new_tokens=2),
+    "generate with the base": lambda run: finetune.generate(run, "x", which="base", max_new_tokens=2),
+    "evaluate": finetune.evaluate,
+    "merge": finetune.merge,
+}
+
+
+@pytest.fixture
+def base(tiny_base: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(tiny_base, tmp_path / "base"))
+
+
+@pytest.fixture
+def run(trained: RunDirectory, base: Path, tmp_path: Path) -> RunDirectory:
+    """A run on that base: the same files, in another place."""
+    run = RunDirectory(shutil.copytree(trained.path, tmp_path / "run"))
+    run.config_file.write_text(dump(run.config().changed({"model.name": str(base)})))
+    return run
+
+
+def overwrite(base: Path) -> None:
+    """A few zeros in the middle of the weights, where a sample would not have looked."""
+    file = base / "model.safetensors"
+    with open(file, "r+b") as opened:
+        opened.seek(file.stat().st_size // 2 + 12345)
+        opened.write(bytes(4096))
+
+
+def base_finding(run: RunDirectory) -> tuple[str, str]:
+    [found] = [found for found in run_directory.examine(run.path).findings if found.about == "base"]
+    return found.status, found.what
+
+
+@pytest.mark.parametrize("use", USES)
+def test_the_weights_of_another_base_are_refused(use: str, run: RunDirectory, base: Path) -> None:
+    overwrite(base)
+    with pytest.raises(ArtifactError, match="was trained on another base") as caught:
+        USES[use](run)
+    assert str(base) in str(caught.value)
+    assert not run.merged.exists()
+
+
+@pytest.mark.parametrize("use", USES)
+def test_the_same_files_elsewhere_are_the_same_base(
+    use: str, run: RunDirectory, capsys: pytest.CaptureFixture[str]
+) -> None:
+    USES[use](run)
+    assert "not known" not in capsys.readouterr().err
+    assert base_finding(run) == ("ok", f"as in training, {run.config().model.name}")
+
+
+def test_doctor_finds_it(run: RunDirectory, base: Path) -> None:
+    overwrite(base)
+    status, what = base_finding(run)
+    assert status == "error"
+    assert "was trained on another base" in what
+
+
+@pytest.mark.parametrize("use", ["generate", "evaluate", "merge"])
+def test_a_run_of_an_earlier_version_is_used_with_a_word(
+    use: str, run: RunDirectory, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = run.adapter / "fingerprint.json"
+    file.write_text(json.dumps({"tokenizer": json.loads(file.read_text())["tokenizer"]}))
+    USES[use](run)
+    assert "does not say which base it was trained on" in " ".join(capsys.readouterr().err.split())
+    assert base_finding(run)[0] == "warning"
+
+
+def test_doctor_says_where_the_base_is_not_at_hand(run: RunDirectory) -> None:
+    run.config_file.write_text(dump(run.config().changed({"model.name": "someone/nothing"})))
+    status, what = base_finding(run)
+    assert status == "warning"
+    assert "not at hand" in what
+
+
+def test_a_fingerprint_that_is_damaged_is_no_fingerprint_that_is_missing(run: RunDirectory) -> None:
+    file = run.adapter / "fingerprint.json"
+    kept = json.loads(file.read_text())
+    for damaged in (kept | {"base": 7}, kept | {"base": []}, [kept], 1):
+        file.write_text(json.dumps(damaged))
+        with pytest.raises(ArtifactError, match=r"fingerprint\.json: damaged"):
+            finetune.generate(run, "x", max_new_tokens=2)
+
+
+def test_of_a_whole_model_the_base_that_it_is_compared_with_is_checked(quick, base: Path) -> None:
+    job = ["adapter.kind=none", "quantization.kind=none", "training.learning_rate=1e-4", "training.max_steps=1"]
+    run = finetune.train(quick(*job, f"model.name={base}")).run
+    assert base_finding(run)[0] == "ok"
+    overwrite(base)
+    assert isinstance(finetune.generate(run, "x", max_new_tokens=2), str), "it needs no base"
+    with pytest.raises(ArtifactError, match="was trained on another base"):
+        finetune.evaluate(run)
+    assert base_finding(run)[0] == "error"
+
+
+def test_random_weights_are_told_from_those_of_training(quick, capsys: pytest.CaptureFixture[str]) -> None:
+    run = finetune.train(quick("model.weights=random", "training.max_steps=1")).run
+    finetune.generate(run, "x", max_new_tokens=2)
+    assert "random weights, which were not kept" in " ".join(capsys.readouterr().err.split())
+
+
+# -- going on ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_resume_compares_whole_files_and_says_so_where_it_cannot(run: RunDirectory, base: Path) -> None:
+    start = resuming.find(run)
+    assert start.checkpoint
+    now = checkpoint.manifest_of(start.checkpoint)["made_with"]
+    assert identity.comparable(now["base"])
+    overwrite(base)
+    other = {**now, "base": identity.of_base(run.config().model)}
+    with pytest.raises(ConfigError, match=r"`model\.name`"):
+        resuming.compare(run, start, other)
+    manifest = json.loads((start.checkpoint / checkpoint.MANIFEST).read_text())
+    manifest.pop("sha256")
+    manifest["made_with"]["base"] = "0" * 64  # as earlier versions wrote it, of samples
+    signed = {**manifest, "sha256": checkpoint._sha256(checkpoint._json(manifest))}
+    (start.checkpoint / checkpoint.MANIFEST).write_bytes(checkpoint._json(signed))
+    assert resuming.compare(run, start, now) == {"base": ["0" * 64, now["base"]]}
