@@ -358,7 +358,7 @@ def _model_of(run: RunDirectory, config: Config, which: str) -> tuple[Any, Any]:
         fingerprint.check(tokenizer, run.merged)
         return export_merge.load_merged(run, config.model, device), tokenizer
     if which == "adapter":
-        adapter.check_files(run.adapter)
+        adapter.check_files(run.adapter, config.adapter)
         fingerprint.check(tokenizer, run.adapter)
     architecture = load_architecture(config.model)
     implementation, _ = _attention(config, architecture, device)
@@ -370,7 +370,7 @@ def _model_of(run: RunDirectory, config: Config, which: str) -> tuple[Any, Any]:
         )
     if which == "base":
         return base, tokenizer
-    return adapter.load_adapter(base, run.adapter), tokenizer
+    return adapter.load_adapter(base, run.adapter, config.adapter), tokenizer
 
 
 def _attention(config: Config, architecture: Any, device: torch.device) -> tuple[str, str]:

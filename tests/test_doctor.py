@@ -138,7 +138,7 @@ DAMAGES: dict[str, tuple[Callable[[RunDirectory], object], str, str]] = {
     "weights gone": (lambda run: (run.adapter / "adapter_model.safetensors").unlink(), "adapter", "No such file"),
     "weights cut": (lambda run: cut(run.adapter / "adapter_model.safetensors", 5000), "adapter", "beyond the file"),
     "header bit": (lambda run: flip(run.adapter / "adapter_model.safetensors", 0), "adapter", "adapter_model"),
-    "rank": (_other_rank, "adapter", "rank 4 is not that of the weights"),
+    "rank": (_other_rank, "adapter", "`r` is 4"),
     "nan": (_not_a_number, "adapter", "not finite"),
     "template": (lambda run: _append(run.adapter / "chat_template.jinja", "x"), "tokenizer", "another tokenizer"),
     "fingerprint": (lambda run: cut(run.adapter / "fingerprint.json", 9), "tokenizer", "fingerprint.json: damaged"),

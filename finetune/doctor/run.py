@@ -7,13 +7,16 @@ import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import torch
+
 from finetune import libraries, weight_files
 from finetune.checkpoint import LATEST, problems_of
-from finetune.config import Config, load
+from finetune.config import Config, QuantizationSection, load
 from finetune.data import fingerprint
 from finetune.doctor.findings import Examination, Finding
 from finetune.errors import ArtifactError, ConfigError, FinetuneError, MachineError
 from finetune.model import adapter, identity
+from finetune.model.base import load_architecture, weightless_base
 from finetune.model.tokenizer import load_tokenizer
 from finetune.rundir import RunDirectory, checkpoint_step
 from finetune.settings import CHOICES
@@ -48,7 +51,7 @@ def _run_findings(run: RunDirectory) -> Iterator[Finding]:
     yield _lock(run)
     yield from _checkpoints(run)
     if run.adapter.exists():
-        yield from _folder(run.adapter, adapter.check_files, "train again, or restore the folder from a copy")
+        yield from _adapter(run, config)
     if run.merged.exists():
         yield from _folder(run.merged, _check_model, f"delete it and run `finetune merge {run.path}`")
     if config:
@@ -165,6 +168,30 @@ def _damaged(file: Path) -> bool:
         return any(not _is_line(line, "event", str) for line in file.read_bytes().split(b"\n")[:-1])
     except OSError:
         return True
+
+
+def _adapter(run: RunDirectory, config: Config | None) -> Iterator[Finding]:
+    """What can be told of an adapter without its base's weights, and where that is not at hand, without its names."""
+    section = config.adapter if config and config.adapter.kind == "lora" else None
+    base = None
+    if config and section:
+        try:
+            with libraries.offline():
+                base = weightless_base(
+                    load_architecture(config.model), QuantizationSection(kind="none"), attention="eager",
+                    dtype=torch.float32,
+                )  # fmt: skip
+        except FinetuneError as error:
+            told = f"whether its tensors are those of the base is not known: {error}"
+            yield Finding("adapter", "warning", told, "look again where the base is at hand")
+
+    def check(folder: Path) -> None:
+        if section:
+            adapter.check_files(folder, section)
+            if base is not None:
+                adapter.check_on(base, folder, section)
+
+    yield from _folder(run.adapter, check, "train again, or restore the folder from a copy")
 
 
 def _folder(folder: Path, check: Callable[[Path], None], remedy: str) -> Iterator[Finding]:

@@ -49,7 +49,7 @@ def merge(run: RunDirectory, config: Config, device: torch.device, note: Callabl
         raise ArtifactError(f"{run.path} has a base of random weights, which were not kept; there is nothing to merge")
     dtype = _MERGED_DTYPES[config.training.precision]
     tokenizer = load_tokenizer(config.model, run.chat_template)
-    check_files(run.adapter)
+    check_files(run.adapter, config.adapter)
     fingerprint.check(tokenizer, run.adapter)
     rows = data_prepare.held_out_ids(config.data, tokenizer, _ROWS, _ROW_TOKENS)
 
@@ -58,12 +58,13 @@ def merge(run: RunDirectory, config: Config, device: torch.device, note: Callabl
     fingerprint.check_base(config.model, base_identity, run.adapter, note)
     base_logits = proof.logits(base, rows)
     layers = base.config.get_text_config().num_hidden_layers
-    adapted = load_adapter(base, run.adapter)
+    adapted = load_adapter(base, run.adapter, config.adapter)
     adapted_logits = proof.logits(adapted, rows)
     merged = adapted.merge_and_unload(safe_merge=True)
     try:
         with staged(run.merged) as folder:
-            _save(merged, tokenizer, base_identity, folder, dtype)
+            _save(merged, tokenizer, folder, dtype)
+            fingerprint.save(tokenizer, base_identity, folder)
             del base, adapted, merged
             libraries.return_freed_memory()
             result = proof.compare(
@@ -108,7 +109,7 @@ def _base(config: Config, dtype: torch.dtype, device: torch.device) -> Any:
     return base.dequantize(dtype) if config.adapter.init == "loftq" else base
 
 
-def _save(model: Any, tokenizer: Any, base_identity: str | None, folder: Path, dtype: torch.dtype) -> None:
+def _save(model: Any, tokenizer: Any, folder: Path, dtype: torch.dtype) -> None:
     model = model.to(dtype)
     # The base ran without a cache while its adapter was trained; whoever uses the merged model wants it.
     model.config.use_cache = True
@@ -117,7 +118,6 @@ def _save(model: Any, tokenizer: Any, base_identity: str | None, folder: Path, d
     known = ends if isinstance(ends, list) else [] if ends is None else [ends]
     model.generation_config.eos_token_id = list(dict.fromkeys([*known, *template.stop_ids(tokenizer)]))
     model.save_pretrained(str(folder))
-    fingerprint.save(tokenizer, base_identity, folder)
 
 
 def _load(folder: Path, section: ModelSection, dtype: torch.dtype | None, device: torch.device) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import reprlib
 from pathlib import Path
 from typing import Any
 
@@ -24,17 +25,23 @@ def attach(base: Any, section: AdapterSection, base_name: str, seed: int, revisi
     """
     if section.kind == "none":
         return base.to(TRAINED_DTYPES[section.dtype]).requires_grad_(True)
+    torch.manual_seed(seed)
+    model = _adapted(base, section)
+    if section.init == "loftq":
+        _start_from_quantization_error(model, base_name, revision)
+    set_trained_dtype(model, section)
+    return model
+
+
+def _adapted(base: Any, section: AdapterSection, *, inference_mode: bool = False, **options: Any) -> Any:
     from peft import get_peft_model
 
     if section.dora and getattr(base, "is_loaded_in_8bit", False) and base.device.type == "cpu":
         # peft 0.21 `dequantize_module_weight` loses the scales of an 8-bit weight that stays on the CPU.
         raise MachineError("`adapter.dora` on an int8 base needs a CUDA device; set `quantization.kind: nf4`")
-    torch.manual_seed(seed)
-    model = get_peft_model(base, lora_config(base, section))
-    if section.init == "loftq":
-        _start_from_quantization_error(model, base_name, revision)
-    set_trained_dtype(model, section)
-    return model
+    config = lora_config(base, section)
+    config.inference_mode = inference_mode
+    return get_peft_model(base, config, **options)
 
 
 def lora_config(base: Any, section: AdapterSection) -> Any:
@@ -152,53 +159,181 @@ class _StoredWeights:
             return stored.get_tensor(name)
 
 
-# What an adapter of ours may say of itself; what PEFT knows besides must be unset. Among that are imports of a named
-# module, reads of a named pickle, and copies of layers without number (peft 0.21: `megatron_core`, `corda_config`,
-# `layer_replication`).
-_OWN = {
-    "base_model_name_or_path", "inference_mode", "init_lora_weights", "lora_alpha", "lora_dropout", "modules_to_save",
-    "peft_version", "r", "revision", "target_modules", "use_dora", "use_rslora",
-}  # fmt: skip
+# -- what was saved --------------------------------------------------------------------------------------------------
+
+_CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+_CONFIG_BYTES = 2**22
+# What an adapter_config.json says of where it comes from, with the types that it may have. Nothing here reads it.
+_ORIGIN = {
+    "base_model_name_or_path": str | None,
+    "inference_mode": bool,
+    "peft_version": str | None,
+    "revision": str | None,
+}
+# What follows from the base's modules.
+_OF_BASE = {"target_modules": list, "target_parameters": list | None}
+_NEEDED = ("peft_type", "r", "lora_alpha", "target_modules", "use_dora", "use_rslora")
+_TYPES = ("F32", "BF16")
 
 
-def check_files(directory: Path) -> None:
-    """Refuse an adapter that is no LoRA as this program writes it, before PEFT reads it.
+def weights(model: Any) -> dict[str, torch.Tensor]:
+    """The adapter's tensors themselves (no copies), under the names that PEFT gives them in a file."""
+    from peft import get_peft_model_state_dict
 
-    Raises ArtifactError naming the file: where one is missing or damaged, where the weights are none in safetensors,
-    and where adapter_config.json asks for what is not trained here.
+    # "auto" would ask the hub whether the vocabulary grew; extra_modules says what else is trained.
+    return dict(get_peft_model_state_dict(model, save_embedding_layers=False))
+
+
+def published(section: AdapterSection) -> AdapterSection:
+    """The adapter that training with `section` publishes.
+
+    PiSSA's is a plain one of twice the rank, of the same scale (see `finetune.training.run`); LoftQ's start is in its
+    weights.
     """
-    file, weights = directory / "adapter_config.json", directory / "adapter_model.safetensors"
+    if section.init != "pissa":
+        return section.model_copy(update={"init": "default"})
+    alpha = section.alpha * (2**0.5 if section.rslora else 2)
+    return section.model_copy(update={"init": "default", "rank": 2 * section.rank, "alpha": alpha})
+
+
+def check_files(directory: Path, section: AdapterSection) -> None:
+    """Refuse an adapter that is not what training with `section` publishes, as far as that shows without its base.
+
+    Raises ArtifactError naming the file: where one is missing or damaged, where the weights are none in safetensors or
+    not finite, and where adapter_config.json says anything else than `section`.
+    """
+    file, weights_file = directory / _CONFIG, directory / _WEIGHTS
+    said = _said(directory)
+    free, expected = {**_ORIGIN, **_OF_BASE}, _expected(published(section))
+    wrong = [name for name, kind in free.items() if not isinstance(said[name], kind)]
+    wrong += [name for name in said if name not in free and not _same(said[name], expected.get(name))]
+    if isinstance(section.targets, list) and not said.get("target_parameters"):
+        wrong += [] if _same(said["target_modules"], section.targets) else ["target_modules"]
+    if wrong:
+        told = ", ".join(f"`{_shown(name)}` is {_shown(reprlib.repr(said[name]))}" for name in wrong[:3])
+        raise ArtifactError(
+            f"{file}: {told}, which is not what the run's config.yaml trains; put back the adapter of this run, or "
+            "train again"
+        )
+    weight_files.check(weights_file)
+    with _opened(weights_file) as stored:
+        for name in stored.keys():  # noqa: SIM118 -- not a dict
+            if (kind := stored.get_slice(name).get_dtype()) not in _TYPES:
+                raise ArtifactError(
+                    f"{weights_file}: `{_shown(name)}` is of type {kind}; {' or '.join(_TYPES)} is read"
+                )
+            if not weight_files.is_finite(stored.get_tensor(name)):
+                raise ArtifactError(f"{weights_file}: `{_shown(name)}` has values that are not finite")
+
+
+def check_on(base: Any, directory: Path, section: AdapterSection) -> None:
+    """Refuse an adapter with other targets, or other tensors or shapes, than training `base` with `section` gives.
+
+    `base` may be on the meta device, and is changed. Raises ArtifactError.
+    """
+    _built(base, directory, section, low_cpu_mem_usage=True)
+
+
+def load_adapter(base: Any, directory: Path, section: AdapterSection) -> Any:
+    """`base` with the adapter saved in `directory`, which must be exactly what training with `section` publishes.
+
+    PEFT's own loading takes the settings from the file, leaves out tensors that the model lacks and starts those that
+    the file lacks (peft 0.21, `set_peft_model_state_dict`). Here the model is made as for training, and filled. Raises
+    ArtifactError when the adapter is missing, damaged, or another.
+    """
+    check_files(directory, section)
+    model = _built(base, directory, section)
+    with torch.no_grad(), _opened(directory / _WEIGHTS) as stored:
+        for name, weight in weights(model).items():
+            weight.copy_(stored.get_tensor(name))
+    return model.eval()
+
+
+def _built(base: Any, directory: Path, section: AdapterSection, **options: Any) -> Any:
+    """`base` with an untrained adapter as `section` publishes it, once that saved in `directory` is seen to fit it."""
+    model = hub_call(f"adapter {directory}", lambda: _adapted(base, published(section), inference_mode=True, **options))
+    said, made = _said(directory), _values(model.peft_config["default"])
+    for name in _OF_BASE:
+        if not _same(said[name] or None, made[name] or None):
+            raise ArtifactError(
+                f"{directory / _CONFIG}: `{name}` is {_shown(reprlib.repr(said[name]))}, and this base has "
+                f"{_shown(reprlib.repr(made[name]))}; put back the adapter of this run, or train again"
+            )
+    found = weight_files.shapes(directory / _WEIGHTS)
+    expected = {name: list(weight.shape) for name, weight in weights(model).items()}
+    wrong = sorted(name for name in found.keys() | expected.keys() if found.get(name) != expected.get(name))
+    if wrong:
+        first = wrong[0]
+        raise ArtifactError(
+            f"{directory / _WEIGHTS}: {len(wrong)} tensors are not those of this base and config, such as "
+            f"`{_shown(first)}`: {found.get(first, 'missing')} instead of {expected.get(first, 'nothing')}; put back "
+            "the adapter of this run, or train again"
+        )
+    return model
+
+
+def _said(directory: Path) -> dict[str, Any]:
+    """What adapter_config.json says, with PEFT's default for what it may leave out. Raises ArtifactError."""
+    from peft import LoraConfig
+
+    file = directory / _CONFIG
     if not file.is_file():
         raise ArtifactError(f"{directory}: no adapter here (no {file.name}); did training finish?")
     try:
+        if file.stat().st_size > _CONFIG_BYTES:
+            raise ValueError("too large")
         said = json.loads(file.read_text(encoding="utf-8"))
-        asked, rank = _unknown_wishes(said), said["r"]
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-        raise ArtifactError(f"{file}: damaged: {error}; train again") from None
-    if asked:
-        raise ArtifactError(
-            f"{file}: {', '.join(asked)} is nothing that this program trains; use an adapter of its own"
-        )
-    weight_files.check(weights)
-    ranks = weight_files.shapes(weights)
-    if not any(".lora_A." in name and shape[:1] == [rank] for name, shape in ranks.items()):
-        raise ArtifactError(f"{file}: rank {rank} is not that of the weights in {weights.name}; train again")
+        if not isinstance(said, dict):
+            raise ValueError("no JSON object")
+        if missing := [name for name in _NEEDED if name not in said]:
+            raise ValueError(f"{', '.join(missing)} missing")
+    except (OSError, ValueError, TypeError, RecursionError) as error:
+        raise ArtifactError(f"{file}: damaged: {_shown(str(error))}; train again") from None
+    return {**_values(LoraConfig(task_type="CAUSAL_LM")), **said}
 
 
-def _unknown_wishes(said: dict[str, Any]) -> list[str]:
-    """The settings of an adapter_config.json that a plain LoRA does not have."""
+def _expected(section: AdapterSection) -> dict[str, Any]:
+    """What a plain LoRA says of itself, and what `section` adds: each thing else that PEFT knows stays unset.
+
+    Among that are imports of a named module, reads of a named pickle, and copies of layers without number (peft 0.21:
+    `megatron_core`, `corda_config`, `layer_replication`).
+    """
     from peft import LoraConfig
 
-    plain = LoraConfig(task_type="CAUSAL_LM").to_dict()
-    wrong = [name for name, value in said.items() if name not in _OWN and value != plain.get(name)]
-    # A start other than zero reads files or takes the base apart anew; a text as target is a regular expression.
-    sound = {"init_lora_weights": bool, "target_modules": list, "modules_to_save": list | None}
-    return wrong + [name for name, kind in sound.items() if not isinstance(said.get(name), kind)]
+    return _values(
+        LoraConfig(
+            r=section.rank,
+            lora_alpha=section.alpha,
+            lora_dropout=section.dropout,
+            use_rslora=section.rslora,
+            use_dora=section.dora,
+            modules_to_save=list(section.extra_modules) or None,
+            task_type="CAUSAL_LM",
+        )
+    )
 
 
-def load_adapter(base: Any, directory: Path) -> Any:
-    """`base` with the adapter saved in `directory`. Raises ArtifactError when it is missing or damaged."""
-    from peft import PeftModel
+def _values(config: Any) -> dict[str, Any]:
+    """A LoraConfig as JSON values."""
+    values = {name: sorted(value) if isinstance(value, set) else value for name, value in config.to_dict().items()}
+    return dict(json.loads(json.dumps(values)))
 
-    check_files(directory)
-    return hub_call(f"adapter {directory}", lambda: PeftModel.from_pretrained(base, str(directory)))
+
+def _same(said: Any, expected: Any) -> bool:
+    """Whether two JSON values mean the same: 32 is 32.0, but no truth, and a list of names has no order."""
+    if isinstance(said, list) and isinstance(expected, list):
+        return all(isinstance(name, str) for name in said) and sorted(said) == sorted(expected)
+    if isinstance(expected, float) and type(said) is int:
+        return said == expected
+    return type(said) is type(expected) and said == expected
+
+
+def _opened(file: Path) -> Any:
+    from safetensors import safe_open
+
+    return safe_open(file, framework="pt")
+
+
+def _shown(text: str) -> str:
+    """Text of a foreign file in an error: no control characters, and not without end."""
+    return ascii(text)[1:-1][:100]

@@ -23,6 +23,7 @@ from finetune import checkpoint
 from finetune.checkpoint import Contents
 from finetune.errors import ArtifactError, MachineError
 from finetune.memory.monitor import Peak
+from finetune.model import adapter
 from finetune.rundir import RunDirectory
 from finetune.training.randomness import RandomState
 
@@ -40,10 +41,7 @@ def trained_weights(model: Any) -> dict[str, torch.Tensor]:
     """
     if not hasattr(model, "peft_config"):
         return {name: weight.data for name, weight in model.named_parameters() if weight.requires_grad}
-    from peft import get_peft_model_state_dict
-
-    # "auto" would ask the hub whether the vocabulary grew; extra_modules says what else is trained.
-    return dict(get_peft_model_state_dict(model, save_embedding_layers=False))
+    return adapter.weights(model)
 
 
 def _weights_file(model: Any) -> str:

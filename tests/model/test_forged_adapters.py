@@ -1,0 +1,300 @@
+"""An adapter that is not exactly what was trained is refused wherever it is read, and never with a traceback."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import random
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import finetune
+from finetune import checkpoint
+from finetune.config import AdapterSection, ModelSection, QuantizationSection
+from finetune.doctor import run as run_directory
+from finetune.errors import ArtifactError
+from finetune.model import adapter
+from finetune.model.base import load_architecture, load_base, weightless_base
+from finetune.rundir import RunDirectory
+from finetune.training import checkpoints
+
+Tensors = dict[str, torch.Tensor]
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+
+
+def weightless() -> Any:
+    return weightless_base(
+        load_architecture(ModelSection()), QuantizationSection(kind="none"), attention="eager", dtype=torch.float32
+    )
+
+
+def real() -> Any:
+    section = ModelSection()
+    return load_base(
+        section, QuantizationSection(kind="nf4"), load_architecture(section), attention="sdpa", dtype=torch.float32,
+        device=torch.device("cpu"),
+    )  # fmt: skip
+
+
+@pytest.fixture
+def folder(trained: RunDirectory, tmp_path: Path) -> Path:
+    """The adapter of the trained run, to forge."""
+    return Path(shutil.copytree(trained.adapter, tmp_path / "adapter"))
+
+
+@pytest.fixture
+def section(trained: RunDirectory) -> AdapterSection:
+    return trained.config().adapter
+
+
+@pytest.fixture
+def run(trained: RunDirectory, tmp_path: Path) -> RunDirectory:
+    return RunDirectory(shutil.copytree(trained.path, tmp_path / "run"))
+
+
+def test_what_was_trained_is_accepted_and_is_what_is_loaded(folder: Path, section: AdapterSection) -> None:
+    adapter.check_files(folder, section)
+    adapter.check_on(weightless(), folder, section)
+    model = adapter.load_adapter(real(), folder, section)
+    stored = load_file(folder / WEIGHTS)
+    live = adapter.weights(model)
+    assert stored.keys() == live.keys()
+    assert all(torch.equal(tensor, live[name]) for name, tensor in stored.items())
+    assert not any(parameter.requires_grad for parameter in model.parameters())
+
+
+# -- adapter_config.json -----------------------------------------------------------------------------------------------
+
+# Nothing reads these; they say where the adapter comes from.
+ORIGIN = {"base_model_name_or_path", "inference_mode", "peft_version", "revision"}
+VALUES: list[Any] = [
+    None, True, False, 0, 1, -1, 8, 16.5, 10**30, -0.5, math.nan, math.inf, "", "(a+)+$", "\ud800", "\x1b[2J",
+    [], ["q_proj"], ["lm_head"], [7], {}, {"q_proj": 64},
+]  # fmt: skip
+
+
+def forged_configs(said: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Every setting with every value that is not its own, settings that no one knows, and settings left out."""
+    for name, value in itertools.product([*said, "unknown", "\x1b[2J"], VALUES):
+        same = value == said.get(name) and isinstance(value, bool) == isinstance(said.get(name), bool)
+        absent = value in (None, []) and said.get(name) in (None, []) and name in ("target_parameters", "unknown")
+        if name not in ORIGIN and not same and not absent and not (value is None and name not in said):
+            yield {**said, name: value}
+    for name in ("peft_type", "r", "lora_alpha", "target_modules", "use_dora", "use_rslora"):
+        yield {key: value for key, value in said.items() if key != name}
+    for name, wrong in (("base_model_name_or_path", 7), ("inference_mode", "x"), ("revision", []), ("peft_version", 1)):
+        yield {**said, name: wrong}
+    for name in said["target_modules"]:
+        yield {**said, "target_modules": [each for each in said["target_modules"] if each != name]}
+
+
+def test_a_forged_config_is_refused(folder: Path, section: AdapterSection) -> None:
+    said = json.loads((folder / CONFIG).read_text())
+    forged = list(forged_configs(said))
+    assert len(forged) > 800
+    for values in forged:
+        (folder / CONFIG).write_text(json.dumps(values))
+        with pytest.raises(ArtifactError, match="adapter_config") as caught:
+            adapter.load_adapter(weightless(), folder, section)
+        assert str(caught.value).isprintable()
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "", "[]", "7", '"x"', "[" * 100_000, '{"a":' * 100_000, '[["peft_type", "LORA"]]', "{", "\x00",
+        '{"r": ' + "9" * 5000,
+    ],
+    ids=lambda text: text[:12],
+)  # fmt: skip
+def test_a_config_that_is_none_is_refused(text: str, folder: Path, section: AdapterSection) -> None:
+    (folder / CONFIG).write_text(text)
+    with pytest.raises(ArtifactError, match="damaged"):
+        adapter.load_adapter(weightless(), folder, section)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"rank": 8}, {"alpha": 33}, {"dropout": 0.1}, {"rslora": True}, {"dora": True}, {"extra_modules": ["norm"]},
+        {"targets": ["q_proj"]}, {"targets": ["q_proj", "v_proj"], "dora": True}, {"init": "pissa"},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_the_adapter_of_another_config_is_refused(other: dict[str, Any], folder: Path, section: AdapterSection) -> None:
+    """The run's config.yaml says what was trained; an adapter that does not fit it is another's."""
+    with pytest.raises(ArtifactError):
+        adapter.load_adapter(weightless(), folder, section.model_copy(update=other))
+
+
+# -- tensors -----------------------------------------------------------------------------------------------------------
+
+
+def without(tensors: Tensors, name: str) -> Tensors:
+    return {key: tensor for key, tensor in tensors.items() if key != name}
+
+
+def without_layer(tensors: Tensors, name: str) -> Tensors:
+    layer = name.split(".layers.")[1].split(".")[0]
+    return {key: tensor for key, tensor in tensors.items() if f".layers.{layer}." not in key}
+
+
+def changed(change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Tensors, str], Tensors]:
+    return lambda tensors, name: {**tensors, name: change(tensors[name]).contiguous()}
+
+
+def renamed(change: Callable[[str], str]) -> Callable[[Tensors, str], Tensors]:
+    return lambda tensors, name: {**without(tensors, name), change(name): tensors[name]}
+
+
+def added(change: Callable[[str], str]) -> Callable[[Tensors, str], Tensors]:
+    return lambda tensors, name: {**tensors, change(name): tensors[name].clone()}
+
+
+def with_value(value: float) -> Callable[[torch.Tensor], torch.Tensor]:
+    return lambda tensor: tensor.clone().index_put_(
+        (torch.tensor(0), torch.tensor(tensor.shape[1] - 1)), torch.tensor(value)
+    )
+
+
+FORGERIES: dict[str, Callable[[Tensors, str], Tensors]] = {
+    "one missing": without,
+    "a layer missing": without_layer,
+    "all but one missing": lambda tensors, name: {name: tensors[name]},
+    "none at all": lambda tensors, name: {},
+    "not a number": changed(with_value(math.nan)),
+    "infinite": changed(with_value(math.inf)),
+    "minus infinite": changed(with_value(-math.inf)),
+    "turned": changed(lambda tensor: tensor.T),
+    "flat": changed(torch.flatten),
+    "in a list": changed(lambda tensor: tensor[None]),
+    "a row more": changed(lambda tensor: torch.cat([tensor, tensor[:1]])),
+    "a row less": changed(lambda tensor: tensor[1:]),
+    "empty": changed(lambda tensor: tensor[:0]),
+    "a scalar": changed(lambda tensor: tensor[0, 0].clone()),
+    **{
+        f"of type {kind}": changed(lambda tensor, kind=kind: tensor.to(kind))
+        for kind in (torch.float16, torch.float64, torch.int8, torch.int64, torch.bool, torch.float8_e4m3fn)
+    },
+    "renamed": renamed(lambda name: name + "x"),
+    "of another layer": renamed(lambda name: name.replace(".layers.", ".layers.9")),
+    "of another adapter": renamed(lambda name: name.replace(".lora_", ".lora_X")),
+    "with PEFT's own name": renamed(lambda name: name.replace(".weight", ".default.weight")),
+    "without its beginning": renamed(lambda name: name.removeprefix("base_model.model.")),
+    "an unknown one": added(lambda name: "unknown"),
+    "one with controls": added(lambda name: "\x1b[2J"),
+    "a weight of the base": added(lambda name: "base_model.model.model.norm.weight"),
+    "the head of the base": added(lambda name: "base_model.model.lm_head.weight"),
+    "a magnitude": added(lambda name: name.rsplit(".lora_", 1)[0] + ".lora_magnitude_vector"),
+    "a bias": added(lambda name: name.replace(".weight", ".bias")),
+}  # fmt: skip
+
+
+def test_forged_tensors_are_refused(folder: Path, section: AdapterSection) -> None:
+    tensors = load_file(folder / WEIGHTS)
+    chosen = random.Random(11).sample(sorted(tensors), 5)
+    for (what, forge), name in itertools.product(FORGERIES.items(), chosen):
+        save_file(forge(tensors, name), folder / WEIGHTS, {"format": "pt"})
+        try:
+            adapter.load_adapter(weightless(), folder, section)
+        except ArtifactError as error:
+            told = str(error)
+        else:
+            pytest.fail(f"{what} is accepted: {name}")
+        assert told.isprintable()
+
+
+def test_one_bit_in_the_header_is_refused_or_harmless(folder: Path, section: AdapterSection) -> None:
+    """Single flipped bits: an ArtifactError, or the very same tensors (such as in the metadata)."""
+    content = (folder / WEIGHTS).read_bytes()
+    tensors = load_file(folder / WEIGHTS)
+    places = random.Random(12)
+    for _ in range(150):
+        place, bit = places.randrange(1500), places.randrange(8)
+        forged = bytearray(content)
+        forged[place] ^= 1 << bit
+        (folder / WEIGHTS).write_bytes(forged)
+        try:
+            adapter.load_adapter(weightless(), folder, section)
+        except ArtifactError:
+            continue
+        found = load_file(folder / WEIGHTS)
+        assert found.keys() == tensors.keys()
+        assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items())
+
+
+# -- wherever it is read -----------------------------------------------------------------------------------------------
+
+USES: dict[str, Callable[[RunDirectory], object]] = {
+    "generate": lambda run: finetune.generate(run, "x", max_new_tokens=2),
+    "evaluate": finetune.evaluate,
+    "merge": finetune.merge,
+}
+SAMPLES = ["one missing", "an unknown one", "not a number", "turned", "a weight of the base"]
+
+
+def forge(file: Path, what: str) -> None:
+    tensors = load_file(file)
+    save_file(FORGERIES[what](tensors, sorted(tensors)[3]), file, {"format": "pt"})
+
+
+@pytest.mark.parametrize("what", SAMPLES)
+def test_generate_eval_merge_and_doctor_refuse_it(what: str, run: RunDirectory) -> None:
+    forge(run.adapter / WEIGHTS, what)
+    for use in USES.values():
+        with pytest.raises(ArtifactError, match=WEIGHTS):
+            use(run)
+    assert not run.merged.exists()
+    wrong = [found.about for found in run_directory.examine(run.path).findings if found.status != "ok"]
+    assert wrong == ["adapter"]
+
+
+@pytest.mark.parametrize("values", [{"use_dora": True}, {"lora_alpha": math.nan}, {"target_modules": ["q_proj"]}])
+def test_doctor_and_generate_read_the_config_alike(values: dict[str, Any], run: RunDirectory) -> None:
+    file = run.adapter / CONFIG
+    file.write_text(json.dumps({**json.loads(file.read_text()), **values}))
+    with pytest.raises(ArtifactError, match=next(iter(values))):
+        finetune.generate(run, "x", max_new_tokens=2)
+    [wrong] = [found for found in run_directory.examine(run.path).findings if found.status != "ok"]
+    assert (wrong.about, wrong.status) == ("adapter", "error")
+
+
+def test_doctor_says_what_it_cannot_compare_without_the_base(run: RunDirectory) -> None:
+    run.config_file.write_text(run.config_file.read_text().replace("builtin:tiny-llama", "someone/nothing"))
+    found = [found for found in run_directory.examine(run.path).findings if found.about == "adapter"]
+    assert [one.status for one in found] == ["warning", "ok"]
+    forge(run.adapter / WEIGHTS, "not a number")
+    found = [found for found in run_directory.examine(run.path).findings if found.about == "adapter"]
+    assert [one.status for one in found] == ["warning", "error"]
+
+
+@pytest.mark.parametrize(
+    "what", [what for what in FORGERIES if what not in ("not a number", "infinite", "minus infinite")]
+)
+def test_a_resume_refuses_such_a_checkpoint(what: str, run: RunDirectory, section: AdapterSection) -> None:
+    """Its manifest made anew, as whoever forges it would; values that are not finite are found with the hashes."""
+    folder = run.complete_checkpoints()[-1]
+    forge(folder / WEIGHTS, what)
+    model = adapter.attach(real(), section, "builtin:tiny-llama", seed=1)
+    with pytest.raises(ArtifactError):
+        checkpoints.restore_weights(model, folder)
+
+
+def test_a_checkpoint_of_weights_that_are_not_finite_is_not_whole(run: RunDirectory) -> None:
+    folder = run.complete_checkpoints()[-1]
+    forge(folder / WEIGHTS, "not a number")
+    manifest = json.loads((folder / checkpoint.MANIFEST).read_text())
+    manifest.pop("sha256")
+    manifest["files"][WEIGHTS] = {
+        "bytes": (folder / WEIGHTS).stat().st_size, "sha256": checkpoint._sha256((folder / WEIGHTS).read_bytes())
+    }  # fmt: skip
+    signed = {**manifest, "sha256": checkpoint._sha256(checkpoint._json(manifest))}
+    (folder / checkpoint.MANIFEST).write_bytes(checkpoint._json(signed))
+    assert any("not finite" in problem for problem in checkpoint.problems_of(folder))
