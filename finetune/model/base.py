@@ -50,10 +50,25 @@ def load_architecture(section: ModelSection) -> Any:
 
     if section.weights == "random" and catalog.find(section.name):
         return catalog.config(section.name)
-    return hub_call(
+    architecture = hub_call(
         f"model `{section.name}`",
         lambda: AutoConfig.from_pretrained(locate(section.name), revision=section.revision, **pinned_code(section)),
     )
+    _refuse_kernels(architecture, section.name)
+    return architecture
+
+
+def _refuse_kernels(architecture: Any, place: str) -> None:
+    """Raise ArtifactError for a config.json that names compiled code on the hub, which transformers 5.23 would fetch
+    and run where the package `kernels` is installed (`hub_kernels.is_kernel`).
+    """
+    for part in (architecture, *(getattr(architecture, name, None) for name in architecture.sub_configs)):
+        for key in ("attn_implementation", "experts_implementation"):
+            if isinstance(kernel := getattr(part, f"_{key}", None), str) and "/" in kernel:
+                raise ArtifactError(
+                    f"{place}: its config.json asks for the kernel {kernel!a} (`{key}`), code from the hub that "
+                    "nothing pins; remove that line"
+                )
 
 
 def pinned_code(section: ModelSection) -> dict[str, Any]:
@@ -140,11 +155,14 @@ def from_safetensors(place: str, **arguments: Any) -> Any:
     Raises ArtifactError for a file that is none, that lies outside, or whose header `weight_files.check` refuses; and
     for an adapter beside the model, which transformers would load as well, or load its base instead.
     """
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.utils import find_adapter_config_file
 
     if found := find_adapter_config_file(place, revision=arguments.get("revision")):
         raise ArtifactError(f"{found}: an adapter beside a model is not used here; give a base without one")
+    if "config" not in arguments:
+        arguments["config"] = AutoConfig.from_pretrained(place, **_NO_CODE)
+        _refuse_kernels(arguments["config"], place)
     with _checked_files(place):
         return AutoModelForCausalLM.from_pretrained(place, use_safetensors=True, **arguments)
 

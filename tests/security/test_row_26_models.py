@@ -99,6 +99,10 @@ def _kernel(base: Path, trap: Trap) -> None:
     change(base / "config.json", experts_implementation="someone/kernel")
 
 
+def _attention_kernel(base: Path, trap: Trap) -> None:
+    change(base / "config.json", attn_implementation="kernels-community/flash-attn")
+
+
 def _absurd_sizes(base: Path, trap: Trap) -> None:
     change(base / "config.json", num_attention_heads=0)
 
@@ -127,6 +131,7 @@ BASES: dict[str, tuple[Callable[[Path, Trap], None], str]] = {
     "a tokenizer with broken ids": (_tokenizer_with_broken_ids, "expected u32"),
     "a config nested without end": (_nested, "base"),
     "a kernel from the hub": (_kernel, "someone/kernel"),
+    "an attention kernel from the hub": (_attention_kernel, "asks for the kernel 'kernels-community/flash-attn'"),
     "no attention heads": (_absurd_sizes, "base"),
     "a template that reaches out": (_template(_OUT), "reaches out of its sandbox"),
     "a template that takes all memory": (_template("{{ 'a' * 10000000000 }}"), "the chat template takes more than"),
@@ -241,6 +246,8 @@ def test_a_hostile_merged_model_is_refused_without_asking(run: RunDirectory, bas
     _code_for_the_config(base, trap)
     base.rename(run.merged)
     refused(call("generate", run.path, "--prompt", "x", "--model", "merged"), run.merged)
+    change(run.merged / "config.json", model_type="llama", auto_map={}, attn_implementation="kernels-community/a")
+    refused(call("generate", run.path, "--prompt", "x", "--model", "merged"), "the kernel 'kernels-community/a'")
     shutil.rmtree(run.merged)
     run.merged.mkdir()
     (run.merged / "config.json").write_text('{"model_type": "llama"}')
