@@ -20,13 +20,14 @@ from accelerate.data_loader import BatchSamplerShard
 from bitsandbytes.optim import GlobalOptimManager
 from bitsandbytes.optim.optimizer import Optimizer8bit
 from transformers import TrainerCallback, TrainerState
+from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import EvalLoopOutput
 from trl import SFTTrainer
 from trl.kernels import chunked_logprob
 
-from finetune.checkpoint import problems_of
-from finetune.config import AdapterSection
+from finetune.checkpoint import problems_of, read_json
+from finetune.config import AdapterSection, TrainingSection
 from finetune.data.batching import RowOrder
 from finetune.errors import FinetuneError, Terminated
 from finetune.memory.exhausted import is_out_of_memory
@@ -34,7 +35,7 @@ from finetune.memory.monitor import LeakWatch, Monitor, Peak
 from finetune.model.adapter import set_trained_dtype
 from finetune.rundir import RunDirectory
 from finetune.signals import Signals
-from finetune.training import healing, processes, worst_first
+from finetune.training import healing, processes, schedules, worst_first
 from finetune.training.checkpoints import (
     Saver,
     restore,
@@ -65,6 +66,7 @@ class Trainer(SFTTrainer):
         order: RowOrder,
         collator: MicroBatches,
         adapter: AdapterSection,
+        training: TrainingSection,
         run: RunDirectory,
         monitor: Monitor,
         listener: Listener,
@@ -76,6 +78,7 @@ class Trainer(SFTTrainer):
         **arguments: Any,
     ) -> None:
         self.order = order
+        self.section = training
         self.run = run
         self.monitor = monitor
         self.listener = listener
@@ -113,6 +116,12 @@ class Trainer(SFTTrainer):
             optimizer.check_overrides()
             exceptions.module_weight_config_triple.clear()
         return optimizer
+
+    def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> torch.optim.lr_scheduler.LRScheduler:
+        """Ours in place of transformers', whose first step has a rate of 0."""
+        self.lr_scheduler = schedules.scheduler(self.section, optimizer or self.optimizer, num_training_steps)
+        self._created_lr_scheduler = True
+        return self.lr_scheduler
 
     # -- the step, phase by phase ----------------------------------------------------------------------------------
 
@@ -415,8 +424,18 @@ class Trainer(SFTTrainer):
         restore_weights(self.model, Path(resume_from_checkpoint))
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        if checkpoint:
-            restore(self, Path(checkpoint))
+        if not checkpoint:
+            return
+        restore(self, Path(checkpoint))
+        then, now = read_json(Path(checkpoint), TRAINER_STATE_NAME)["max_steps"], self.total_steps()
+        done = self.lr_scheduler.last_epoch
+        if done and then != now:
+            before, after = schedules.rate(self.section, done, then), schedules.rate(self.section, done + 1, now)
+            self.run.event("schedule_changed", step=done, steps=[then, now], learning_rate=[before, after])
+            self.listener.note(
+                f"the schedule now ends at step {now}, not {then}: the learning rate goes from {before:.2e} at step "
+                f"{done} to {after:.2e} at the next, and on as `training.schedule: {self.section.schedule}` says"
+            )
 
     def _load_scaler(self, checkpoint: str | None) -> None:
         """Nothing: it came with the optimizer."""
