@@ -150,6 +150,11 @@ class RunDirectory:
         kept = [line for line in self.metrics() if line["step"] <= step]
         write_lines(self.metrics_file, kept)
 
+    def forget_evaluation_at(self, step: int) -> None:
+        """Drop the line of an evaluation that a resume will do again."""
+        kept = [line for line in self.metrics() if line["step"] != step or "eval_loss" not in line]
+        write_lines(self.metrics_file, kept)
+
     @property
     def finished(self) -> bool:
         """Whether the last start of this run came to its end, exports and report included."""

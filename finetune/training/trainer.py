@@ -11,7 +11,7 @@ import functools
 import itertools
 import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +47,10 @@ from finetune.training.collator import Inputs, MicroBatches, row_count
 from finetune.training.evaluation import DoesNotFit, summed_loss
 from finetune.training.randomness import RandomState
 from finetune.training.recorder import Listener, StepCounts, StepRecorder
+
+
+class _CutShort(Exception):
+    """A signal ended an evaluation before its loss was known."""
 
 
 class _NothingLeft(Exception):
@@ -298,7 +302,8 @@ class Trainer(SFTTrainer):
         self, dataloader: Any, description: str, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any
     ) -> EvalLoopOutput:
         self.callback_handler.eval_dataloader = dataloader
-        sums = self.accelerator.reduce(self.held_out_sums(dataloader))
+        with self._until_a_signal():
+            sums = self.accelerator.reduce(self.held_out_sums(dataloader))
         loss, tokens = sums.tolist()
         return EvalLoopOutput(
             predictions=None,
@@ -324,28 +329,47 @@ class Trainer(SFTTrainer):
     def _evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float] | None:
         """transformers' evaluation, which moves no random number of the training's.
 
-        None where a signal cut it short: then a resume makes up for it.
+        None where a signal came before its loss was known: then a resume makes up for it. A signal that comes later
+        ends the run after this step, with the evaluation written down and counted.
         """
-        before, several = RandomState(), self.args.world_size > 1
-        if several and self.stop_and_save.stops:
+        before = RandomState()
+        if self._several and self.stop_and_save.stops:
             self._owe_evaluation()
             return None
         try:
-            with self.signals.waiting(several):  # of several processes none can leave the others in an evaluation
-                if not several:
-                    self.signals.end()
-                return super()._evaluate(*args, **kwargs)
-        except (Terminated, KeyboardInterrupt):
-            if several or not self.state.global_step or self.signals.name is None:
-                raise
+            found: dict[str, float] = super()._evaluate(*args, **kwargs)
+        except _CutShort:
             self._owe_evaluation()
             return None
         finally:
             before.restore()
+        if self.signals.name and not self._several:  # several learn of it together, at the end of the next step
+            self._save_and_stop()
+        return found
+
+    @property
+    def _several(self) -> bool:
+        return self.args.world_size > 1
+
+    @contextlib.contextmanager
+    def _until_a_signal(self) -> Iterator[None]:
+        """Within the block a signal ends an evaluation at once; of several processes none can leave the others."""
+        try:
+            with self.signals.waiting(self._several):
+                if not self._several:
+                    self.signals.end()
+                yield
+        except (Terminated, KeyboardInterrupt):
+            if self._several or not self.state.global_step or self.signals.name is None:
+                raise
+            raise _CutShort from None
 
     def _owe_evaluation(self) -> None:
         self.stop_and_save.owes_evaluation = True
         self.control.should_evaluate = False  # nor again where this step ends an epoch
+        self._save_and_stop()
+
+    def _save_and_stop(self) -> None:
         self.control.should_save = self.control.should_training_stop = True
 
     def _determine_best_metric(self, metrics: dict[str, float] | None, trial: Any) -> bool:
@@ -451,6 +475,7 @@ class Trainer(SFTTrainer):
         """Evaluate as a signal kept the run from doing before this start, if one did."""
         if self.stop_and_save.owes_evaluation:
             self.stop_and_save.owes_evaluation = False
+            self.run.forget_evaluation_at(self.state.global_step)  # of a start that was killed after it made up for it
             self._determine_best_metric(self._evaluate(None, None), None)
 
     def _init_training_state(self, max_steps: int, *args: Any, **kwargs: Any) -> tuple[int, int]:
