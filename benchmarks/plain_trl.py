@@ -48,7 +48,7 @@ def main() -> None:
             max_steps=options.max_steps,
             learning_rate=2e-4,
             lr_scheduler_type="cosine",
-            warmup_steps=0.03,
+            warmup_steps=0,
             optim="adamw_torch_fused",
             max_length=256,
             assistant_only_loss=True,

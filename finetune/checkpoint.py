@@ -24,7 +24,7 @@ from safetensors import safe_open
 
 from finetune import weight_files
 from finetune.errors import ArtifactError, MachineError, NumbersError
-from finetune.rundir import RunDirectory, checkpoint_step, dispose, staged, write_text
+from finetune.rundir import RunDirectory, checkpoint_step, dispose, refuse_another, staged, write_text
 
 MANIFEST = "manifest.json"
 LATEST = "latest"
@@ -69,6 +69,7 @@ def write(run: RunDirectory, contents: Contents) -> Path:
     something else. Earlier checkpoints are untouched by a failure.
     """
     target = run.checkpoint(contents.step)
+    refuse_another(target)
     _refuse_numbers(contents)
     try:
         run.checkpoints.mkdir(exist_ok=True)

@@ -280,6 +280,8 @@ def _run(work: Callable[[], None], debug: bool) -> None:
     except FinetuneError as error:
         if debug:
             raise
+        if error.shared and not _speaks():
+            sys.exit(error.exit_code)
         _fail(str(error), error.exit_code)
     except (MemoryError, RuntimeError) as error:
         from finetune.memory.exhausted import is_out_of_memory
@@ -294,6 +296,12 @@ def _run(work: Callable[[], None], debug: bool) -> None:
         _fail(str(ended), Terminated.exit_code)
     except KeyboardInterrupt:
         _fail("interrupted; start the same command again to go on from the last checkpoint", INTERRUPTED)
+
+
+def _speaks() -> bool:
+    from finetune.training import processes
+
+    return processes.first_here()
 
 
 def _fail(message: str, code: int) -> NoReturn:

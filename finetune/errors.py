@@ -11,6 +11,8 @@ class FinetuneError(Exception):
     """Base of every error that is meant for the user."""
 
     exit_code = 1
+    shared = False
+    """Whether all processes of a run raise it alike, so that one of them says it."""
 
 
 class ConfigError(FinetuneError):

@@ -59,24 +59,31 @@ def train(config: Config, *, fresh: bool = False, terminal: Terminal | None = No
     libraries.quiet()
     terminal = (terminal or Terminal()) if processes.first() else Terminal(quiet=True)
     run = RunDirectory(config.output.dir or "runs/unnamed")
-    run.refuse_links_out()
-    if run.has_results and not fresh:
-        resuming.refuse_changes(config, run)
-        if run.finished and not _wants_more_steps(config, run):
-            terminal.note(
-                f"{run.path} is finished. Go on: set training.max_steps above its {run.steps_done} steps, or more "
-                "training.epochs; "
-                "start anew: --fresh (the old run is moved aside)"
-            )
-            return Result(run)
-    with terminal, Signals() as signals, contextlib.ExitStack() as held:
+    with terminal, Signals() as signals, processes.together(this_device()), contextlib.ExitStack() as held:
         try:
-            _Training(config, run, terminal, fresh, signals, held).go()
+            if not processes.first_does(lambda: _nothing_to_do(config, run, fresh, terminal)):
+                _Training(config, run, terminal, fresh, signals, held).go()
             return Result(run)
         except OSError as error:
             if error.errno not in DISK_ERRORS:
                 raise
             raise MachineError(not_written(Path(error.filename or run.path), error)) from None
+
+
+def _nothing_to_do(config: Config, run: RunDirectory, fresh: bool, terminal: Terminal) -> bool:
+    """Whether the run is finished, as the config has it. Raises ConfigError where the run is of another config."""
+    run.refuse_links_out()
+    if fresh or not run.has_results:
+        return False
+    resuming.refuse_changes(config, run)
+    if not run.finished or _wants_more_steps(config, run):
+        return False
+    terminal.note(
+        f"{run.path} is finished. Go on: set training.max_steps above its {run.steps_done} steps, or more "
+        "training.epochs; "
+        "start anew: --fresh (the old run is moved aside)"
+    )
+    return True
 
 
 def _wants_more_steps(config: Config, run: RunDirectory) -> bool:
@@ -102,20 +109,25 @@ class _Training:
         run, terminal = self.run, self.terminal
         config, device = self.config, this_device()
         check(config, device)
-        processes.meet(device)
+        environment = describe(device)
+        given = {"config": config.model_dump(mode="json"), "packages": environment["packages"]}
+        resuming.refuse_other_ranks(given)
         processes.first_does(lambda: self._lock() if run.exists else None)  # before anything that takes time
         tokenizer = load_tokenizer(config.model, config.data.chat_template)
+        resuming.refuse_other_ranks({"tokenizer": fingerprint.of(tokenizer)})
         architecture = load_architecture(config.model)
         implementation, reason = _attention(config, architecture, device)
         data = data_prepare.prepare(config.data, tokenizer)
-        config, forecast = processes.first_does(lambda: self._plan(architecture, device, data))
-
-        environment = describe(device)
         made_with = resuming.made_with(config, data, tokenizer, environment, terminal.note)
+        resuming.refuse_other_ranks(made_with)
+        config, forecast = processes.first_does(lambda: self._plan(architecture, device, data))
+        config = resuming.own_places(config, self.config)
+        made_with["config"] = config.model_dump(mode="json")
         start = processes.first_does(lambda: self._open(config, forecast, environment, made_with, data))
         if not processes.first():
             run = self.run = run.of_process(processes.number())
             run.claim()
+            self.held.enter_context(run.held())
             run.forget_metrics_after(start.step)
         told = f"{implementation} ({reason})"
         terminal.opened(run.path, config, device, data, told, forecast, processes.count())
@@ -127,6 +139,7 @@ class _Training:
             with monitor.phase("load"):
                 base = _base(config, architecture, implementation, device)
             made_with["base"] = identity.of_base(config.model, terminal.note)  # now it is on this machine
+            resuming.refuse_other_ranks(made_with)
             self._log_changes(start, made_with)
             monitor.take_step()  # loading is reported once, not with the first step
             if processes.first():

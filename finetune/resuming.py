@@ -15,7 +15,7 @@ from finetune import checkpoint
 from finetune.config import Config
 from finetune.data import fingerprint
 from finetune.data.prepare import Prepared
-from finetune.errors import ArtifactError, ConfigError, DataError
+from finetune.errors import ArtifactError, ConfigError, DataError, MachineError
 from finetune.model import identity
 from finetune.rundir import RunDirectory, checkpoint_step
 from finetune.training import processes
@@ -23,6 +23,9 @@ from finetune.training import processes
 # What may change between two starts of a run: how far it goes, how it is watched, and what memory it takes.
 _MAY_CHANGE = ("training.max_steps", "training.epochs", "training.micro_batch", "training.eval_every",
                "training.early_stopping", "memory.", "tracking.", "output.")  # fmt: skip
+
+# Where files lie. What is in them is compared by itself, except that of `output.dir`, which the first process writes.
+_PLACES = ("model.name", "model.tokenizer", "data.train", "data.eval", "data.chat_template", "output.dir")
 
 
 @dataclass(frozen=True)
@@ -50,6 +53,60 @@ def made_with(
         "processes": processes.count(),
         "packages": environment["packages"],
     }
+
+
+def refuse_other_ranks(mine: dict[str, Any]) -> None:
+    """Raise in all processes, naming rank and field, where one has something else in `mine` than rank 0.
+
+    Raises ConfigError, DataError, ArtifactError for another base, or MachineError for other versions of the libraries.
+    What a process does not know (None) is not compared; nor is where files lie, but what is in them.
+    """
+    processes.agree(_refuse_other_ranks, mine)
+
+
+def _refuse_other_ranks(ranks: list[dict[str, Any]]) -> None:
+    first = ranks[0]
+    for rank, other in enumerate(ranks):
+        if "config" in first:
+            changes = [
+                f"`{change.key}` is {change.now} (rank 0: {change.before})"
+                for change in _changes(first["config"], other["config"])
+                if change.key not in _places(first["config"])
+            ]
+            if changes:
+                raise ConfigError(f"rank {rank} was given another config than rank 0: {', '.join(changes)}")
+        if other.get("tokenizer") != first.get("tokenizer"):
+            raise ConfigError(
+                f"rank {rank}: `model.tokenizer`, `data.chat_template` lead to another tokenizer or template than on "
+                "rank 0; give all ranks the same files"
+            )
+        for split in first.get("data", {}):
+            if other["data"][split] != first["data"][split]:
+                raise DataError(
+                    f"rank {rank}: `data.{split}` has other rows than on rank 0; give all ranks the same files"
+                )
+        if first.get("base") and other["base"] and other["base"] != first["base"]:
+            raise ArtifactError(
+                f"rank {rank}: `model.name` leads to another base than on rank 0; give all ranks the same files, or "
+                "set `model.revision` to a commit"
+            )
+        for name, version in first.get("packages", {}).items():
+            if other["packages"].get(name) != version:
+                raise MachineError(
+                    f"rank {rank} has {name} {other['packages'].get(name)}, and rank 0 has {version}; install the same "
+                    "versions for all ranks"
+                )
+
+
+def own_places(config: Config, own: Config) -> Config:
+    """`config` with the places of files as `own` names them, which may lie elsewhere on another machine."""
+    sections = {key: key.split(".") for key in _PLACES}
+    return config.changed({key: getattr(getattr(own, name), field) for key, (name, field) in sections.items()})
+
+
+def _places(config: dict[str, Any]) -> tuple[str, ...]:
+    """The keys that say where files lie; random weights have none, and are told by their name."""
+    return tuple(key for key in _PLACES if key != "model.name" or config["model"]["weights"] != "random")
 
 
 def refuse_changes(config: Config, run: RunDirectory) -> None:

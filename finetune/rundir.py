@@ -90,8 +90,13 @@ class RunDirectory:
             raise MachineError(f"{self.path}: cannot be written: {error.strerror}; set `output.dir`") from None
 
     def of_process(self, number: int) -> RunDirectory:
-        """Where a process of this run other than the first writes its own events and step lines."""
-        return RunDirectory(self.path / "processes" / str(number))
+        """Where a process of this run other than the first writes its own events and step lines.
+
+        The checkpoints are the run's: one for all processes.
+        """
+        own = RunDirectory(self.path / "processes" / str(number))
+        own.checkpoints = self.checkpoints
+        return own
 
     @property
     def chat_template(self) -> str:
@@ -110,12 +115,24 @@ class RunDirectory:
         return load(self.config_file)
 
     @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """Within the block writes below raise MachineError once another directory stands in the place of this one."""
+        # Open, so that the file system cannot give its number to another one.
+        descriptor = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
+        _HELD[descriptor] = self.path
+        try:
+            yield
+        finally:
+            del _HELD[descriptor]
+            os.close(descriptor)
+
+    @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
         """Keep other processes from training here; released by the kernel however this one ends.
 
         Raises MachineError, naming the process, where another one does.
         """
-        with open(self.lock_file, "a+", encoding="utf-8") as file:
+        with self.held(), open(self.lock_file, "a+", encoding="utf-8") as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
@@ -148,6 +165,11 @@ class RunDirectory:
     def forget_metrics_after(self, step: int) -> None:
         """Drop the metric lines of steps that a resume will do again, so that each step has one line."""
         kept = [line for line in self.metrics() if line["step"] <= step]
+        write_lines(self.metrics_file, kept)
+
+    def forget_evaluation_at(self, step: int) -> None:
+        """Drop the line of an evaluation that a resume will do again."""
+        kept = [line for line in self.metrics() if line["step"] != step or "eval_loss" not in line]
         write_lines(self.metrics_file, kept)
 
     @property
@@ -217,6 +239,26 @@ class RunDirectory:
         raise MachineError(f"{self.path}: too many earlier runs beside it; move them away")
 
 
+# The directories that this process writes, by the descriptors that say which ones they are.
+_HELD: dict[int, Path] = {}
+
+
+def refuse_another(path: Path) -> None:
+    """Raise MachineError where `path` lies below a directory that took the place of one that is held.
+
+    So it is when a run is renamed while it trains, and another one started under its name.
+    """
+    for descriptor, folder in list(_HELD.items()):
+        if path.is_relative_to(folder):
+            with contextlib.suppress(FileNotFoundError):  # the write itself says so
+                if not os.path.samestat(os.stat(folder), os.fstat(descriptor)):
+                    raise MachineError(
+                        f"{folder} is another directory than the one this run was started in, which was moved or "
+                        "replaced while it trained; nothing is written there. What was saved is where that one is "
+                        "now: start the command again with `output.dir` set to it"
+                    )
+
+
 def checkpoint_step(path: Path) -> int:
     """The optimizer step a checkpoint directory is named after."""
     return int(path.name.removeprefix(_CHECKPOINT))
@@ -229,6 +271,7 @@ def staged(target: Path) -> Iterator[Path]:
     An earlier `target` is replaced only then. Files and directory are fsynced before the rename, so that the name never
     points to less than what was written.
     """
+    refuse_another(target)
     _put_back(target)
     partial = target.with_name(target.name + _PARTIAL)
     _remove(partial)
@@ -237,8 +280,10 @@ def staged(target: Path) -> Iterator[Path]:
         yield partial
         for path in (*partial.rglob("*"), partial):
             _fsync(path)
+        refuse_another(target)
         _publish(partial, target)
     except BaseException:
+        refuse_another(target)
         _remove(partial)  # a full disk needs the room for the line that says so
         raise
 
@@ -269,6 +314,7 @@ def _put_back(target: Path) -> None:
 
 def dispose(folder: Path) -> None:
     """Remove a directory so that a kill on the way leaves no half of it under its name."""
+    refuse_another(folder)
     partial = folder.with_name(folder.name + _PARTIAL)
     _remove(partial)
     _remove(folder.rename(partial))
@@ -287,11 +333,13 @@ def write_text(path: Path, text: str) -> None:
 
 
 def _replace(path: Path, texts: Iterable[str]) -> None:
+    refuse_another(path)
     temporary = path.with_name(path.name + _PARTIAL)
     with open(temporary, "w", encoding="utf-8") as file:
         file.writelines(texts)
         file.flush()
         os.fsync(file.fileno())
+    refuse_another(path)
     os.replace(temporary, path)
 
 
@@ -306,12 +354,14 @@ def write_lines(path: Path, values: Iterable[dict[str, Any]]) -> None:
 
 def append_line(path: Path, value: dict[str, Any]) -> None:
     """Add one line. Raises MachineError where the disk does not take it."""
+    refuse_another(path)
     try:
         with open(path, "a+b") as file:
             torn = ""
             if file.tell():
                 file.seek(-1, os.SEEK_END)
                 torn = "\n" if file.read(1) != b"\n" else ""
+            refuse_another(path)  # once more: what was opened may be another's by now
             file.write((torn + json.dumps(value) + "\n").encode())
     except OSError as error:
         raise MachineError(not_written(path, error)) from None

@@ -174,7 +174,8 @@ class TrainingSection(Section):
     schedule: Annotated[str, Choice("training.schedule")] = "cosine"
     """Course of the learning rate after warm-up."""
     warmup: Annotated[float, Field(ge=0)] = 0.03
-    """Warm-up: below 1 a share of all steps, else a number of steps."""
+    """Warm-up: below 1 a share of all steps, else a number of steps. The rate rises evenly from its first step, which
+    is not 0, to its last, which has the peak; with 0 the first step has it."""
     max_grad_norm: Annotated[float, Field(ge=0)] = 1.0
     """Gradients are scaled down to this norm; 0 switches clipping off."""
     precision: Literal["bf16", "fp16", "fp32"] = "bf16"

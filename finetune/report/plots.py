@@ -12,7 +12,7 @@ from matplotlib.ticker import MaxNLocator
 
 from finetune.report import words
 from finetune.report.figures import MEASURES, Figures, measures, smooth
-from finetune.rundir import RunDirectory
+from finetune.rundir import RunDirectory, refuse_another
 
 # Okabe and Ito's palette (jfly.uni-koeln.de/color), which colour-blind readers can tell apart.
 _BLUE, _SKY, _GREEN, _ORANGE, _PINK = "#0072B2", "#56B4E9", "#009E73", "#D55E00", "#CC79A7"
@@ -38,6 +38,7 @@ def training(run: RunDirectory) -> Path:
         _finish(axes)
     figure.align_ylabels()
     figure.get_layout_engine().set(w_pad=0.12, h_pad=0.12)
+    refuse_another(run.plot_file)
     figure.savefig(run.plot_file, format="png", metadata={"Software": None})
     return run.plot_file
 

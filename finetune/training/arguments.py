@@ -11,7 +11,6 @@ from finetune.config import Config
 from finetune.errors import ConfigError, MachineError
 from finetune.rundir import RunDirectory
 from finetune.training import processes, tracking
-from finetune.training.schedules import SCHEDULES
 
 # transformers counts evaluations and saves in steps; "only at the end" is a step that is never reached.
 _NEVER = 10**9
@@ -43,7 +42,6 @@ def arguments(config: Config, run: RunDirectory, *, evaluates: bool, resuming: b
     if "tensorboard" in config.tracking.to:
         # transformers 5 has no argument for it. Each run of a process has its own.
         os.environ["TENSORBOARD_LOGGING_DIR"] = str(run.path / "tensorboard")
-    schedule = SCHEDULES[training.schedule]
     return SFTConfig(
         output_dir=str(run.path),
         run_name=run.path.name,
@@ -57,9 +55,6 @@ def arguments(config: Config, run: RunDirectory, *, evaluates: bool, resuming: b
         num_train_epochs=training.epochs,
         max_steps=training.max_steps or -1,
         learning_rate=training.learning_rate,
-        lr_scheduler_type=schedule.transformers_name,
-        lr_scheduler_kwargs=dict(schedule.arguments) or None,
-        warmup_steps=training.warmup,
         max_grad_norm=training.max_grad_norm,
         weight_decay=optimizer.weight_decay,
         bf16=training.precision == "bf16",

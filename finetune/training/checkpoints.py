@@ -189,13 +189,22 @@ def restore(trainer: Any, folder: Path) -> None:
     tensors = checkpoint.read_tensors(folder, OPTIMIZER_FILE)
     try:
         restore_optimizer(_inner(trainer.optimizer), state["optimizer"], tensors)
-        trainer.lr_scheduler.load_state_dict(state["schedule"])
+        _restore_schedule(trainer.lr_scheduler, state["schedule"])
         if state["scaler"] and (scaler := getattr(trainer.accelerator, "scaler", None)):
             scaler.load_state_dict(state["scaler"])
     except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
         raise ArtifactError(
             f"{folder}: its state does not fit this job ({error}); give --fresh to start anew"
         ) from None
+
+
+def _restore_schedule(schedule: Any, state: dict[str, Any]) -> None:
+    """Give the schedule its count of updates; the next step's rate is that of the job as it is now, perhaps longer."""
+    done = state["last_epoch"]
+    rates = [peak * factor(done) for peak, factor in zip(schedule.base_lrs, schedule.lr_lambdas, strict=True)]
+    schedule.load_state_dict({**state, "_last_lr": rates})
+    for group, rate in zip(schedule.optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
 
 
 def restore_random(folder: Path, process: int) -> None:

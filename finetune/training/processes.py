@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Callable
+import secrets
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import TypeVar
 
@@ -11,12 +13,16 @@ import torch
 from accelerate import PartialState
 from accelerate.utils import broadcast_object_list, gather_object
 
-from finetune.errors import MachineError
+from finetune.errors import FinetuneError, MachineError, Terminated
+from finetune.training import watch
+from finetune.training.watch import Lost, Watch
 
 T = TypeVar("T")
 
 # The others wait while the first one verifies checkpoints, asks the base, or writes to a slow disk.
 _PATIENCE = timedelta(hours=2)
+
+_watch: Watch | None = None
 
 
 def count() -> int:
@@ -34,20 +40,69 @@ def first() -> bool:
     return number() == 0
 
 
+def first_here() -> bool:
+    """Whether this process is the one of its machine that says what all of them have to say."""
+    return count() == 1 or os.environ.get("LOCAL_RANK", "0") == "0"
+
+
 def choose_gpu() -> None:
     """Give each process of a machine a GPU of its own."""
     if count() > 1 and torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
 
 
-def meet(device: torch.device) -> None:
-    """Wait until all processes have come here; from then on they can exchange values. Raises MachineError."""
+@contextlib.contextmanager
+def together(device: torch.device) -> Iterator[None]:
+    """Within the block, until `part`, the processes can exchange values; one that is lost ends the others.
+
+    Raises MachineError naming it, and where the processes do not find each other.
+    """
+    global _watch
     if count() == 1:
+        yield
         return
     try:
         PartialState(cpu=device.type == "cpu", timeout=_PATIENCE).wait_for_everyone()
     except (RuntimeError, ValueError, NotImplementedError) as error:
         raise MachineError(f"the {count()} processes do not find each other: {error}") from None
+    watched = _watch = _connected()
+    try:
+        yield
+    except BaseException as error:
+        if named := _lost_rank(watched, error):
+            raise named from None
+        signalled = isinstance(error, (Terminated, KeyboardInterrupt))
+        first_line = (str(error).splitlines() or [type(error).__name__])[0]
+        failure = Lost(number(), f"ended: {first_line[:500]}", signalled)
+        watched.leave(None if getattr(error, "shared", False) else failure)
+        raise
+    finally:
+        watched.leave()
+
+
+def _connected() -> Watch:
+    """The watch of this process, over a connection of its own to the first one."""
+    server = watch.host() if first() else None
+    told = (server.getsockname()[1], secrets.token_hex(16)) if server else None
+    port, token = broadcast_object_list([told])[0]
+    if server is None:
+        return watch.connect((os.environ["MASTER_ADDR"], port), token, number())
+    with server:
+        return watch.accept(server, token, count() - 1)
+
+
+def _lost_rank(watched: Watch, error: BaseException) -> MachineError | None:
+    """The loss of another rank, where `error` came of it: from a collective, or as a launcher ends the ranks left."""
+    if isinstance(error, torch.distributed.DistError) or "gloo" in str(error):
+        try:
+            lost = watched.lost(watch.SILENCE_SECONDS + watch.GRACE_SECONDS)
+        except Terminated:
+            lost = watched.lost(2 * watch.BEAT_SECONDS)
+        return lost.error() if lost else MachineError(f"the ranks no longer reach each other: {error}")
+    if isinstance(error, (Terminated, KeyboardInterrupt)):
+        lost = watched.lost(2 * watch.BEAT_SECONDS)
+        return lost.error() if lost and not lost.signalled else None
+    return None
 
 
 def first_does(work: Callable[[], T]) -> T:
@@ -62,7 +117,7 @@ def first_does(work: Callable[[], T]) -> T:
             done = None, error
     value, failed = broadcast_object_list([done])[0]
     if failed:
-        raise failed
+        raise _shared(failed)
     return value
 
 
@@ -74,7 +129,23 @@ def gathered(value: T) -> list[T]:
     return values
 
 
+def agree(check: Callable[[list[T]], None], value: T) -> None:
+    """Let each process hold the values of all, in their order, against each other; what `check` raises, all raise."""
+    try:
+        check(gathered(value))
+    except FinetuneError as error:
+        raise _shared(error) from None
+
+
+def _shared(error: Exception) -> Exception:
+    if isinstance(error, FinetuneError):
+        error.shared = True
+    return error
+
+
 def part() -> None:
     """Leave the others, who are done or go on without this process."""
     if count() > 1:
+        if _watch:
+            _watch.leave()
         PartialState().destroy_process_group()

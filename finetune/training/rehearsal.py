@@ -150,6 +150,7 @@ class _Rehearsal:
             order=RowOrder([1], 1, 0, False),
             collator=self._collator,
             adapter=self._config.adapter,
+            training=self._config.training,
             run=RunDirectory(folder),
             monitor=TracedMonitor(self.recorder),
             listener=cast(Any, None),  # nothing is trained, and nobody told

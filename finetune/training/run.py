@@ -132,6 +132,7 @@ def _trainer(
             MicroBatching.of(training, config.data), tokenizer.pad_token_id, processes.number(), processes.count()
         ),
         adapter=config.adapter,
+        training=training,
         run=run,
         monitor=monitor,
         listener=listener,

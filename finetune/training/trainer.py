@@ -11,7 +11,7 @@ import functools
 import itertools
 import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +20,14 @@ from accelerate.data_loader import BatchSamplerShard
 from bitsandbytes.optim import GlobalOptimManager
 from bitsandbytes.optim.optimizer import Optimizer8bit
 from transformers import TrainerCallback, TrainerState
+from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import EvalLoopOutput
 from trl import SFTTrainer
 from trl.kernels import chunked_logprob
 
-from finetune.checkpoint import problems_of
-from finetune.config import AdapterSection
+from finetune.checkpoint import problems_of, read_json
+from finetune.config import AdapterSection, TrainingSection
 from finetune.data.batching import RowOrder
 from finetune.errors import FinetuneError, Terminated
 from finetune.memory.exhausted import is_out_of_memory
@@ -34,7 +35,7 @@ from finetune.memory.monitor import LeakWatch, Monitor, Peak
 from finetune.model.adapter import set_trained_dtype
 from finetune.rundir import RunDirectory
 from finetune.signals import Signals
-from finetune.training import healing, processes, worst_first
+from finetune.training import healing, processes, schedules, worst_first
 from finetune.training.checkpoints import (
     Saver,
     restore,
@@ -46,6 +47,10 @@ from finetune.training.collator import Inputs, MicroBatches, row_count
 from finetune.training.evaluation import DoesNotFit, summed_loss
 from finetune.training.randomness import RandomState
 from finetune.training.recorder import Listener, StepCounts, StepRecorder
+
+
+class _CutShort(Exception):
+    """A signal ended an evaluation before its loss was known."""
 
 
 class _NothingLeft(Exception):
@@ -65,6 +70,7 @@ class Trainer(SFTTrainer):
         order: RowOrder,
         collator: MicroBatches,
         adapter: AdapterSection,
+        training: TrainingSection,
         run: RunDirectory,
         monitor: Monitor,
         listener: Listener,
@@ -76,6 +82,7 @@ class Trainer(SFTTrainer):
         **arguments: Any,
     ) -> None:
         self.order = order
+        self.section = training
         self.run = run
         self.monitor = monitor
         self.listener = listener
@@ -113,6 +120,12 @@ class Trainer(SFTTrainer):
             optimizer.check_overrides()
             exceptions.module_weight_config_triple.clear()
         return optimizer
+
+    def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> torch.optim.lr_scheduler.LRScheduler:
+        """Ours in place of transformers', whose first step has a rate of 0."""
+        self.lr_scheduler = schedules.scheduler(self.section, optimizer or self.optimizer, num_training_steps)
+        self._created_lr_scheduler = True
+        return self.lr_scheduler
 
     # -- the step, phase by phase ----------------------------------------------------------------------------------
 
@@ -289,7 +302,8 @@ class Trainer(SFTTrainer):
         self, dataloader: Any, description: str, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any
     ) -> EvalLoopOutput:
         self.callback_handler.eval_dataloader = dataloader
-        sums = self.accelerator.reduce(self.held_out_sums(dataloader))
+        with self._until_a_signal():
+            sums = self.accelerator.reduce(self.held_out_sums(dataloader))
         loss, tokens = sums.tolist()
         return EvalLoopOutput(
             predictions=None,
@@ -315,28 +329,47 @@ class Trainer(SFTTrainer):
     def _evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float] | None:
         """transformers' evaluation, which moves no random number of the training's.
 
-        None where a signal cut it short: then a resume makes up for it.
+        None where a signal came before its loss was known: then a resume makes up for it. A signal that comes later
+        ends the run after this step, with the evaluation written down and counted.
         """
-        before, several = RandomState(), self.args.world_size > 1
-        if several and self.stop_and_save.stops:
+        before = RandomState()
+        if self._several and self.stop_and_save.stops:
             self._owe_evaluation()
             return None
         try:
-            with self.signals.waiting(several):  # of several processes none can leave the others in an evaluation
-                if not several:
-                    self.signals.end()
-                return super()._evaluate(*args, **kwargs)
-        except (Terminated, KeyboardInterrupt):
-            if several or not self.state.global_step or self.signals.name is None:
-                raise
+            found: dict[str, float] = super()._evaluate(*args, **kwargs)
+        except _CutShort:
             self._owe_evaluation()
             return None
         finally:
             before.restore()
+        if self.signals.name and not self._several:  # several learn of it together, at the end of the next step
+            self._save_and_stop()
+        return found
+
+    @property
+    def _several(self) -> bool:
+        return self.args.world_size > 1
+
+    @contextlib.contextmanager
+    def _until_a_signal(self) -> Iterator[None]:
+        """Within the block a signal ends an evaluation at once; of several processes none can leave the others."""
+        try:
+            with self.signals.waiting(self._several):
+                if not self._several:
+                    self.signals.end()
+                yield
+        except (Terminated, KeyboardInterrupt):
+            if self._several or not self.state.global_step or self.signals.name is None:
+                raise
+            raise _CutShort from None
 
     def _owe_evaluation(self) -> None:
         self.stop_and_save.owes_evaluation = True
         self.control.should_evaluate = False  # nor again where this step ends an epoch
+        self._save_and_stop()
+
+    def _save_and_stop(self) -> None:
         self.control.should_save = self.control.should_training_stop = True
 
     def _determine_best_metric(self, metrics: dict[str, float] | None, trial: Any) -> bool:
@@ -415,8 +448,18 @@ class Trainer(SFTTrainer):
         restore_weights(self.model, Path(resume_from_checkpoint))
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        if checkpoint:
-            restore(self, Path(checkpoint))
+        if not checkpoint:
+            return
+        restore(self, Path(checkpoint))
+        then, now = read_json(Path(checkpoint), TRAINER_STATE_NAME)["max_steps"], self.total_steps()
+        done = self.lr_scheduler.last_epoch
+        if done and then != now:
+            before, after = schedules.rate(self.section, done, then), schedules.rate(self.section, done + 1, now)
+            self.run.event("schedule_changed", step=done, steps=[then, now], learning_rate=[before, after])
+            self.listener.note(
+                f"the schedule now ends at step {now}, not {then}: the learning rate goes from {before:.2e} at step "
+                f"{done} to {after:.2e} at the next, and on as `training.schedule: {self.section.schedule}` says"
+            )
 
     def _load_scaler(self, checkpoint: str | None) -> None:
         """Nothing: it came with the optimizer."""
@@ -432,6 +475,7 @@ class Trainer(SFTTrainer):
         """Evaluate as a signal kept the run from doing before this start, if one did."""
         if self.stop_and_save.owes_evaluation:
             self.stop_and_save.owes_evaluation = False
+            self.run.forget_evaluation_at(self.state.global_step)  # of a start that was killed after it made up for it
             self._determine_best_metric(self._evaluate(None, None), None)
 
     def _init_training_state(self, max_steps: int, *args: Any, **kwargs: Any) -> tuple[int, int]:

@@ -39,8 +39,10 @@ class Together:
         self.arguments = ["train", str(TINY), *job, f"output.dir={run.path}"]
         self._children = children
 
-    def start(self, processes: int, faults: dict[int, Fault] | None = None) -> list[Child]:
-        """Start them; `faults` by the number of the process."""
+    def start(
+        self, processes: int, faults: dict[int, Fault] | None = None, own: dict[int, list[str]] | None = None
+    ) -> list[Child]:
+        """Start them; `faults` and overrides of its `own` by the number of the process."""
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
@@ -48,13 +50,15 @@ class Together:
         launched = {**size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
         return [
             self._children.start(
-                self.arguments,
+                [*self.arguments, *(own or {}).get(number, [])],
                 (faults or {}).get(number),
                 {name: str(value) for name, value in {**launched, "RANK": number, "LOCAL_RANK": number}.items()},
             )
             for number in range(processes)
         ]
 
-    def go(self, processes: int, faults: dict[int, Fault] | None = None) -> list[Ended]:
+    def go(
+        self, processes: int, faults: dict[int, Fault] | None = None, own: dict[int, list[str]] | None = None
+    ) -> list[Ended]:
         """Start them and wait for the end of each."""
-        return [child.wait() for child in self.start(processes, faults)]
+        return [child.wait() for child in self.start(processes, faults, own)]

@@ -488,6 +488,45 @@ def test_row_08_sigterm_in_the_evaluation_that_ends_a_run_early_adds_no_step(job
     assert stopped.weights == whole.weights
 
 
+@pytest.mark.parametrize(
+    "moment",
+    [
+        pytest.param("transformers.trainer_callback:EarlyStoppingCallback.on_evaluate", id="before it is counted"),
+        pytest.param("finetune.training.recorder:StepRecorder.on_evaluate", id="before it is written"),
+        pytest.param("finetune.report.terminal:Terminal.evaluated", id="after it was written"),
+    ],
+)
+def test_row_08_sigterm_once_the_held_out_loss_is_known_ends_with_that_evaluation_counted_once(
+    job, tmp_path: Path, moment: str
+) -> None:
+    """In the first evaluation without a gain of a run that the second one ends: counted twice, it would end there."""
+    early = [*JOB, "training.max_steps=30", "training.eval_every=1", "training.early_stopping=2",
+             "training.learning_rate=0.5", "training.schedule=constant", "output.best=false"]  # fmt: skip
+    whole = job(early, tmp_path / "whole")
+    assert whole.go().code == 0
+    last = whole.run.steps_done
+    assert last < 30, "the job was meant to stop early"
+    losses = [loss for _, loss in evaluations(whole.run)]
+    assert losses[last - 1] >= min(losses[1 : last - 1]), "the evaluation before the last one has no gain"
+    stopped = job(early)
+    assert stopped.go(Fault(moment, nth=last, action="SIGTERM")).code == 143  # the first is before the first step
+    assert stopped.run.complete_checkpoints()[-1] == stopped.run.checkpoint(last - 1)
+    assert evaluations(stopped.run) == evaluations(whole.run)[:last]
+    assert stopped.go().code == 0
+    assert evaluations(stopped.run) == evaluations(whole.run)
+    assert stopped.weights == whole.weights
+
+
+def test_row_08_an_evaluation_made_up_for_has_one_line_also_when_a_kill_follows_it(job, whole: Job) -> None:
+    stopped = job()
+    assert stopped.go(Fault(EVALUATION, nth=3, action="SIGTERM")).code == 143
+    assert stopped.go(Fault("finetune.report.terminal:Terminal.evaluated")).code == -signal.SIGKILL
+    assert evaluations(stopped.run) == evaluations(whole.run)[:2]
+    assert stopped.go().code == 0
+    assert evaluations(stopped.run) == evaluations(whole.run)
+    assert stopped.weights == whole.weights
+
+
 def test_how_often_a_run_is_evaluated_changes_no_bit_of_what_it_trains(job, whole: Job) -> None:
     never = job([*JOB, "training.eval_every=null"])
     assert never.go().code == 0

@@ -149,9 +149,17 @@ def test_what_is_no_spike() -> None:
 
 
 def test_a_spike_is_an_event(quick, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Spikes, "AT_LEAST", 2)
-    monkeypatch.setattr(Spikes, "GRAIN_NATS", 0.0)
-    run = finetune.train(quick(*FEW, "training.max_steps=5", "training.learning_rate=3")).run
-    spikes = [event for event in run.events() if event["event"] == "loss_spike"]
-    assert spikes
-    assert all(event["loss"] > event["median"] for event in spikes)
+    def on_step_begin(self: StepRecorder, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step + 1 == spoilt:
+            for name, weight in self.trainer.model.named_parameters():
+                if "lora_B" in name:
+                    weight.data += 1
+
+    spoilt = 5
+    monkeypatch.setattr(StepRecorder, "on_step_begin", on_step_begin)
+    monkeypatch.setattr(Spikes, "AT_LEAST", spoilt - 1)
+    even = ["training.batch_size=24", "training.micro_batch=4", "training.learning_rate=1e-6"]
+    run = finetune.train(quick(*FEW, *even, f"training.max_steps={spoilt}")).run
+    (spike,) = [event for event in run.events() if event["event"] == "loss_spike"]
+    assert spike["step"] == spoilt
+    assert spike["loss"] == run.metrics()[-1]["loss"] > spike["median"]

@@ -100,11 +100,28 @@ def test_row_17_a_resumed_run_holds_the_memory_of_one_that_never_stopped(quick, 
     assert held[-1] == pytest.approx(never_stopped, rel=0.02)
 
 
-def test_more_steps_continue_a_finished_run(quick) -> None:
-    run = finetune.train(quick("training.max_steps=3", "data.eval=none", "training.eval_every=null")).run
-    finetune.train(quick("training.max_steps=5", "data.eval=none", "training.eval_every=null"))
+def test_more_steps_continue_a_finished_run_at_the_rate_of_the_longer_schedule(quick, capsys) -> None:
+    job = ["data.eval=none", "training.eval_every=null", "training.schedule=linear", "training.warmup=1"]
+    run = finetune.train(quick("training.max_steps=3", *job)).run
+    finetune.train(quick("training.max_steps=5", *job))
     assert [line["step"] for line in run.metrics()] == [1, 2, 3, 4, 5]
     assert run.steps_done == 5
+    peak = quick().training.learning_rate
+    found = [line["learning_rate"] for line in run.metrics()]
+    assert found == pytest.approx([peak, peak, peak / 2, peak / 2, peak / 4])
+    (event,) = [event for event in run.events() if event["event"] == "schedule_changed"]
+    assert (event["step"], event["steps"], event["learning_rate"]) == (3, [3, 5], found[2:4])
+    told = " ".join(capsys.readouterr().out.split())
+    assert "the schedule now ends at step 5, not 3: the learning rate goes from" in told
+
+
+def test_a_run_that_goes_on_as_it_was_says_nothing_of_its_schedule(quick) -> None:
+    run = finetune.train(quick("training.max_steps=3", "output.save_every=2")).run
+    forget_the_end(run)
+    shutil.rmtree(run.checkpoint(3))
+    finetune.train(quick("training.max_steps=3", "output.save_every=2"))
+    assert [line["step"] for line in run.metrics() if "loss" in line] == [1, 2, 3]
+    assert not [event for event in run.events() if event["event"] == "schedule_changed"]
 
 
 @pytest.mark.parametrize("end", ["finished", "interrupted"])

@@ -1,0 +1,219 @@
+"""Ranks that do not train the same job, and ranks that are lost: each ends all of them, named, and none waits."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from children import Children, Ended, Fault
+from conftest import Together
+from jobs import QUICK
+from safetensors.torch import load_file, save_file
+
+from finetune import resuming
+from finetune.errors import MachineError
+from finetune.rundir import RunDirectory
+from finetune.training import watch
+
+STEP = "finetune.training.trainer:Trainer._get_grad_norm"
+JOB = [*QUICK, "data.eval=none", "training.eval_every=null", "training.batch_size=6", "training.micro_batch=1",
+       "output.save_every=2", "quantization.kind=none"]  # fmt: skip
+
+Make = Callable[..., Together]
+
+
+@pytest.fixture
+def job(children: Children, rows_file: Path, tmp_path: Path) -> Make:
+    def make(*overrides: str) -> Together:
+        return Together(children, [*JOB, f"data.train={rows_file}", *overrides], RunDirectory(tmp_path / "run"))
+
+    return make
+
+
+def said(ended: Ended) -> str:
+    return " ".join(ended.output.split())
+
+
+# -- other jobs ------------------------------------------------------------------------------------------------------
+
+
+def another_config(folder: Path, rows: Path, base: Path) -> list[str]:
+    return ["training.learning_rate=0.01", "output.save_every=3"]
+
+
+def another_last_row(folder: Path, rows: Path, base: Path) -> list[str]:
+    *before, last = rows.read_text().splitlines(keepends=True)
+    turns = json.loads(last)["messages"]
+    turns[-1]["content"] += " other"
+    (folder / "rows.jsonl").write_text("".join(before) + json.dumps({"messages": turns}) + "\n")
+    return [f"data.train={folder / 'rows.jsonl'}"]
+
+
+def another_template(folder: Path, rows: Path, base: Path) -> list[str]:
+    return ["data.chat_template=llama3"]
+
+
+def another_base(folder: Path, rows: Path, base: Path) -> list[str]:
+    shutil.copytree(base, folder / "base")
+    file = folder / "base" / "model.safetensors"
+    tensors = load_file(file)
+    save_file({name: tensor * 1.01 for name, tensor in tensors.items()}, file, {"format": "pt"})
+    return [f"model.name={folder / 'base'}", f"model.tokenizer={base}"]
+
+
+@pytest.mark.parametrize(
+    ("make_other", "code", "named"),
+    [
+        (another_config, 2, ["`training.learning_rate` is 0.01 (rank 0: 0.003)", "`output.save_every` is 3"]),
+        (another_template, 2, ["`data.chat_template`"]),
+        (another_last_row, 3, ["`data.train`"]),
+        (another_base, 7, ["`model.name`"]),
+    ],
+)
+def test_a_rank_with_another_job_ends_all_with_one_message_that_names_it(
+    job: Make, rows_file: Path, tiny_base: Path, tmp_path: Path, make_other: Callable, code: int, named: list[str]
+) -> None:
+    together = job("training.learning_rate=0.003")
+    first, second = together.go(2, own={1: make_other(tmp_path, rows_file, tiny_base)})
+    assert (first.code, second.code) == (code, code), first.output + second.output
+    assert "rank 1" in said(first)
+    assert all(text in said(first) for text in named), first.output
+    assert second.output == "", "the first one has said it"
+    assert not together.run.saved_steps
+    assert not together.run.metrics()
+
+
+def test_the_same_files_in_other_places_are_the_same_job(
+    job: Make, rows_file: Path, tiny_base: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(tiny_base, tmp_path / "base")
+    shutil.copy(rows_file, tmp_path / "copy.jsonl")
+    together = job("training.max_steps=2", f"model.name={tiny_base}")
+    own = [f"data.train={tmp_path / 'copy.jsonl'}", f"model.name={tmp_path / 'base'}"]
+    ended = together.go(2, own={1: own})
+    assert [each.code for each in ended] == [0, 0], ended[0].output + ended[1].output
+    assert together.run.config().model.name == str(tiny_base)
+
+
+def test_another_version_of_a_library_is_named_with_both_versions() -> None:
+    ranks = [{"packages": {"torch": version}} for version in ("2.13.0", "2.13.0", "2.12.1")]
+    with pytest.raises(MachineError, match=r"rank 2 has torch 2\.12\.1, and rank 0 has 2\.13\.0"):
+        resuming._refuse_other_ranks(ranks)
+
+
+def test_a_rank_that_fails_alone_ends_the_others_with_its_message(job: Make, tmp_path: Path) -> None:
+    ended, other = job().go(2, own={1: [f"data.train={tmp_path / 'nowhere.jsonl'}"]})
+    assert other.code == 3, other.output
+    assert ended.code == 4, ended.output
+    assert "rank 1 ended:" in said(ended)
+    assert "nowhere.jsonl" in said(ended)
+    assert "Traceback" not in ended.output
+
+
+# -- lost ranks ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("ranks", "killed"), [(2, 0), (3, 1)])
+def test_a_killed_rank_ends_the_others_naming_it_and_a_resume_goes_on(job: Make, ranks: int, killed: int) -> None:
+    together = job()
+    ended = together.go(ranks, {killed: Fault(STEP, nth=3)})
+    assert ended.pop(killed).code == -signal.SIGKILL
+    for each in ended:
+        assert each.code == 4, each.output
+        assert f"rank {killed} was killed" in said(each)
+        assert "Traceback" not in each.output
+    assert [each.code for each in together.go(ranks)] == [0] * ranks
+    assert [event["step"] for event in together.run.events() if event["event"] == "resumed"] == [2]
+
+
+def test_a_stopped_rank_ends_the_others_within_a_minute_naming_it(job: Make) -> None:
+    together = job()
+    children = together.start(3, {1: Fault(STEP, nth=3, action="SIGSTOP")})
+    children[1].wait_until_stopped()
+    stopped = time.monotonic()
+    for child in (children[0], children[2]):
+        ended = child.wait()
+        assert ended.code == 4, ended.output
+        assert "rank 1 has said nothing for" in said(ended)
+    assert time.monotonic() - stopped < 60
+    children[1].send(signal.SIGKILL)
+    children[1].wait()
+
+
+def test_the_last_words_of_a_rank_name_a_directory_that_is_there(job: Make) -> None:
+    together = job()
+    ended = together.go(2, dict.fromkeys((0, 1), Fault(STEP, nth=3, action="SIGTERM")))
+    for each in ended:
+        assert each.code == 143, each.output
+        assert f"step 3 is saved in {together.run.checkpoints}." in said(each)
+
+
+# -- the watch by itself ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def watches(monkeypatch: pytest.MonkeyPatch):
+    """Watches of three ranks in one process, with less patience. Ended by themselves, none ends the process."""
+    monkeypatch.setattr(watch, "BEAT_SECONDS", 0.02)
+    monkeypatch.setattr(watch, "SILENCE_SECONDS", 0.5)
+    made: dict[int, watch.Watch] = {}
+    import threading
+
+    server = watch.host()
+    port = server.getsockname()[1]
+
+    def connect(rank: int) -> None:
+        made[rank] = watch.connect(("localhost", port), "token", rank)
+
+    threads = [threading.Thread(target=connect, args=(rank,)) for rank in (1, 2)]
+    for thread in threads:
+        thread.start()
+    with server:
+        made[0] = watch.accept(server, "token", 2)
+    for thread in threads:
+        thread.join()
+    yield made
+    for one in made.values():
+        one.leave()
+
+
+def test_ranks_that_are_done_are_not_lost(watches: dict[int, watch.Watch]) -> None:
+    watches[1].leave()
+    time.sleep(0.2)
+    assert watches[0].lost(0.2) is None
+    watches[0].leave()
+    assert watches[2].lost(0.2) is None
+
+
+def test_a_loss_comes_to_all_with_its_reason(watches: dict[int, watch.Watch]) -> None:
+    failure = watch.Lost(1, "ended: no such file")
+    watches[1].leave(failure)
+    assert watches[0].lost(5) == failure
+    assert watches[2].lost(5) == failure
+
+
+def test_a_silence_of_rank_0_is_found_by_the_others(
+    watches: dict[int, watch.Watch], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(watches[0]._peers[1], "say", lambda **message: None)
+    lost = watches[1].lost(5)
+    assert lost is not None
+    assert lost.rank == 0
+    assert "has said nothing" in lost.why
+
+
+def test_a_stranger_without_the_token_is_no_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    import socket
+
+    monkeypatch.setattr(watch, "_CONNECT_SECONDS", 0.5)
+    with watch.host() as server:
+        address = ("localhost", server.getsockname()[1])
+        with socket.create_connection(address) as stranger:
+            stranger.sendall(b'{"token": "guessed", "rank": 1}\n')
+            with pytest.raises(MachineError, match=r"ranks \[1\]"):
+                watch.accept(server, "token", 1)
