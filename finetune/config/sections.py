@@ -230,7 +230,7 @@ class OptimizerSection(Section):
     """Decay of the first moment (momentum for SGD)."""
     beta2: Share = 0.999
     """Decay of the second moment."""
-    epsilon: Above0 = 1e-8
+    epsilon: Annotated[float, Field(ge=1e-30, le=_NUMBER)] = 1e-8
     """Added to the denominator."""
 
 
