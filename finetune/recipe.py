@@ -27,9 +27,9 @@ from finetune.memory import device as devices
 from finetune.memory.fit import NothingFits
 from finetune.memory.forecast import Forecast
 from finetune.memory.monitor import Monitor, meter_for
-from finetune.model import adapter, attention, checkpointing, identity
+from finetune.model import adapter, attention, bounds, checkpointing, identity
 from finetune.model.base import autocast, base_dtype, load_architecture, load_base
-from finetune.model.generation import answer
+from finetune.model.generation import TooLong, answer
 from finetune.model.tokenizer import load_tokenizer
 from finetune.report import page, plots
 from finetune.report.result import Result
@@ -56,6 +56,9 @@ def train(config: Config, *, fresh: bool = False, terminal: Terminal | None = No
     """
     libraries.quiet()
     terminal = (terminal or Terminal()) if processes.first() else Terminal(quiet=True)
+    config, note = bounds.settled(config)
+    if note:
+        terminal.note(note)
     run = RunDirectory(config.output.dir or "runs/unnamed")
     run.refuse_links_out()
     if run.has_results and not fresh:
@@ -104,8 +107,10 @@ class _Training:
         processes.first_does(lambda: self._lock() if run.exists else None)  # before anything that takes time
         tokenizer = load_tokenizer(config.model, config.data.chat_template)
         architecture = load_architecture(config.model)
+        bounds.check_tokenizer(tokenizer, architecture, config.model)
         implementation, reason = _attention(config, architecture, device)
         data = data_prepare.prepare(config.data, tokenizer)
+        data_prepare.check_ids(data, tokenizer, bounds.vocabulary(architecture), config.model.name)
         config, forecast = processes.first_does(lambda: self._plan(architecture, device, data))
 
         environment = describe(device)
@@ -248,16 +253,18 @@ class _Training:
             return
         asked = data_prepare.questions(self.config.data, _QUESTIONS)
         with autocast(self.config.training.precision, base.device):
-            rows = [
-                {
-                    "messages": messages,
-                    "question": messages[-1]["content"],
-                    "reference": reference,
-                    "before": answer(base, tokenizer, messages, _ANSWER_TOKENS),
-                    "after": None,
-                }
-                for messages, reference in asked
-            ]
+            rows = []
+            for messages, reference in asked:
+                with contextlib.suppress(TooLong):  # rows are cut for training, and questions are not
+                    rows.append(
+                        {
+                            "messages": messages,
+                            "question": messages[-1]["content"],
+                            "reference": reference,
+                            "before": answer(base, tokenizer, messages, _ANSWER_TOKENS),
+                            "after": None,
+                        }
+                    )
         write_json(self.run.answers_file, rows)
 
     def _ask_again(self, model: Any, tokenizer: Any) -> None:
@@ -338,6 +345,7 @@ def _model_of(run: RunDirectory, which: str) -> tuple[Any, Any]:
         adapter.check_files(run.adapter)
         fingerprint.check(tokenizer, run.adapter)
     architecture = load_architecture(config.model)
+    bounds.check_tokenizer(tokenizer, architecture, config.model)
     implementation, _ = _attention(config, architecture, device)
     base = _base(config, architecture, implementation, device)
     if which == "base":
