@@ -11,7 +11,8 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
-from finetune.errors import FinetuneError, OutOfMemoryError, Terminated
+from finetune.errors import FinetuneError, MachineError, OutOfMemoryError, Terminated
+from finetune.visible import LINES, VisibleStream, visible
 
 INTERRUPTED = 130
 
@@ -183,7 +184,7 @@ def generate(
         text = recipe.generate(
             RunDirectory.open(run), prompt, which=model, max_new_tokens=max_new_tokens, trust_remote_code=trust_code
         )
-        _print_json({"model": model, "answer": text}) if as_json else typer.echo(text)
+        _print_json({"model": model, "answer": text}) if as_json else typer.echo(visible(text, LINES))
 
     _run(work, debug)
 
@@ -214,7 +215,7 @@ def report(run: Run, debug: Debug = False) -> None:
         from finetune import recipe
         from finetune.rundir import RunDirectory
 
-        typer.echo(recipe.report(RunDirectory.open(run)))
+        typer.echo(visible(str(recipe.report(RunDirectory.open(run)))))
 
     _run(work, debug)
 
@@ -283,6 +284,10 @@ def _run(work: Callable[[], None], debug: bool) -> None:
         if error.shared and not _speaks():
             sys.exit(error.exit_code)
         _fail(str(error), error.exit_code)
+    except OSError as error:
+        if debug or error.filename is None:
+            raise
+        _fail(f"{error.filename}: {error.strerror}", MachineError.exit_code)
     except (MemoryError, RuntimeError) as error:
         from finetune.memory.exhausted import is_out_of_memory
 
@@ -305,12 +310,13 @@ def _speaks() -> bool:
 
 
 def _fail(message: str, code: int) -> NoReturn:
-    typer.echo(f"error: {message}", err=True)
+    sys.stderr.write(f"error: {message}\n")
     sys.exit(code)
 
 
 def main() -> None:
     """The console script `finetune`."""
+    sys.stderr = VisibleStream(sys.stderr)
     try:
         app()
     finally:

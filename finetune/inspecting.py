@@ -14,6 +14,7 @@ from finetune.config import Config
 from finetune.data import inspection
 from finetune.data.inspection import Inspection
 from finetune.errors import MachineError
+from finetune.model import bounds
 from finetune.model.tokenizer import load_tokenizer
 from finetune.report import data_view
 from finetune.rundir import write_text
@@ -49,6 +50,7 @@ def inspect_data(config: Config) -> DataLook:
     Raises a FinetuneError for what a person can mend; DataError also where the data would teach nothing.
     """
     libraries.quiet()
+    config, _ = bounds.settled(config)
     return DataLook(
         inspection.inspect(config.data, config.training, load_tokenizer(config.model, config.data.chat_template))
     )

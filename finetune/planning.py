@@ -25,7 +25,7 @@ from finetune.memory.device import Device
 from finetune.memory.fit import Fitted, Limits, NothingFits
 from finetune.memory.forecast import Forecast
 from finetune.memory.levers import Lever, levers
-from finetune.model import attention, catalog, packing
+from finetune.model import attention, bounds, catalog, packing
 from finetune.model.base import load_architecture
 from finetune.model.locate import at_hand
 from finetune.model.tokenizer import load_tokenizer
@@ -188,6 +188,7 @@ def plan(config: Config, gpu: str | None = None) -> Plan:
     a card that is not known.
     """
     planner = planner_for(config, gpu)
+    config = planner.job
     if not config.fitted:
         try:
             config = planner.fit().config
@@ -241,7 +242,9 @@ def planner_for(config: Config, gpu: str | None = None) -> Planner:
     """The planner of a job on a device that need not be here."""
     libraries.quiet()
     device = devices.find(gpu or ("auto" if torch.cuda.is_available() else "cpu"), config.memory)
-    return Planner(config, _architecture(config), device, _data(config))
+    architecture = _architecture(config)
+    config, _ = bounds.within_positions(config, architecture)
+    return Planner(config, architecture, device, _data(config, architecture))
 
 
 def _architecture(config: Config) -> Any:
@@ -250,7 +253,7 @@ def _architecture(config: Config) -> Any:
     return catalog.config(name) if catalog.find(name) else load_architecture(config.model)
 
 
-def _data(config: Config) -> Prepared | None:
+def _data(config: Config, architecture: Any) -> Prepared | None:
     """The tokenized data, where it and the tokenizer are at hand and small."""
     model = config.model
     random = model.weights == "random" and model.tokenizer is None and catalog.find(model.name)
@@ -262,4 +265,5 @@ def _data(config: Config) -> Prepared | None:
         tokenizer = load_tokenizer(model, config.data.chat_template)
     except ArtifactError:
         return None  # a tokenizer that cannot be used is training's to complain of
+    bounds.check_tokenizer(tokenizer, architecture, model)
     return prepare.prepare(config.data, tokenizer)

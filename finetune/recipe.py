@@ -28,9 +28,9 @@ from finetune.memory import device as devices
 from finetune.memory.fit import NothingFits
 from finetune.memory.forecast import Forecast
 from finetune.memory.monitor import Monitor, meter_for
-from finetune.model import adapter, attention, checkpointing, identity
+from finetune.model import adapter, attention, bounds, checkpointing, identity
 from finetune.model.base import autocast, base_dtype, load_architecture, load_base
-from finetune.model.generation import answer
+from finetune.model.generation import TooLong, answer
 from finetune.model.tokenizer import load_tokenizer
 from finetune.report import page, plots
 from finetune.report.result import Result
@@ -58,6 +58,9 @@ def train(config: Config, *, fresh: bool = False, terminal: Terminal | None = No
     """
     libraries.quiet()
     terminal = (terminal or Terminal()) if processes.first() else Terminal(quiet=True)
+    config, note = bounds.settled(config)
+    if note:
+        terminal.note(note)
     run = RunDirectory(config.output.dir or "runs/unnamed")
     with terminal, Signals() as signals, processes.together(this_device()), contextlib.ExitStack() as held:
         try:
@@ -116,8 +119,10 @@ class _Training:
         tokenizer = load_tokenizer(config.model, config.data.chat_template)
         resuming.refuse_other_ranks({"tokenizer": fingerprint.of(tokenizer)})
         architecture = load_architecture(config.model)
+        bounds.check_tokenizer(tokenizer, architecture, config.model)
         implementation, reason = _attention(config, architecture, device)
         data = data_prepare.prepare(config.data, tokenizer)
+        data_prepare.check_ids(data, tokenizer, bounds.vocabulary(architecture), config.model.name)
         made_with = resuming.made_with(config, data, tokenizer, environment, terminal.note)
         resuming.refuse_other_ranks(made_with)
         config, forecast = processes.first_does(lambda: self._plan(architecture, device, data))
@@ -268,16 +273,18 @@ class _Training:
             return
         asked = data_prepare.questions(self.config.data, _QUESTIONS)
         with autocast(self.config.training.precision, base.device):
-            rows = [
-                {
-                    "messages": messages,
-                    "question": messages[-1]["content"],
-                    "reference": reference,
-                    "before": answer(base, tokenizer, messages, _ANSWER_TOKENS),
-                    "after": None,
-                }
-                for messages, reference in asked
-            ]
+            rows = []
+            for messages, reference in asked:
+                with contextlib.suppress(TooLong):  # rows are cut for training, and questions are not
+                    rows.append(
+                        {
+                            "messages": messages,
+                            "question": messages[-1]["content"],
+                            "reference": reference,
+                            "before": answer(base, tokenizer, messages, _ANSWER_TOKENS),
+                            "after": None,
+                        }
+                    )
         write_json(self.run.answers_file, rows)
 
     def _ask_again(self, model: Any, tokenizer: Any) -> None:
@@ -374,6 +381,7 @@ def _model_of(run: RunDirectory, config: Config, which: str) -> tuple[Any, Any]:
         adapter.check_files(run.adapter, config.adapter)
         fingerprint.check(tokenizer, run.adapter)
     architecture = load_architecture(config.model)
+    bounds.check_tokenizer(tokenizer, architecture, config.model)
     implementation, _ = _attention(config, architecture, device)
     base = _base(config, architecture, implementation, device)
     trained = run.adapter if config.adapter.kind == "lora" else run.merged

@@ -31,7 +31,7 @@ class RunDirectory:
     """Paths and writes below `runs/<name>/`. Creating the object touches nothing on disk."""
 
     def __init__(self, path: str | Path) -> None:
-        self.path = Path(path)
+        self.path = Path(os.path.expanduser(path))
         self.config_file = self.path / "config.yaml"
         self.environment_file = self.path / "environment.json"
         self.forecast_file = self.path / "forecast.json"
@@ -52,17 +52,18 @@ class RunDirectory:
     def open(cls, path: str | Path) -> RunDirectory:
         """An existing run. Raises ArtifactError where there is none."""
         run = cls(path)
-        if not run.config_file.is_file():
+        if not os.path.isfile(run.config_file):  # which is False for a path that cannot be
             raise ArtifactError(f"{path}: not a run directory (no config.yaml); give the folder `finetune train` wrote")
         run.refuse_links_out()
         return run
 
     def refuse_links_out(self) -> None:
         """Raise ArtifactError for a link out of the directory, through which writes would land elsewhere."""
-        inside = self.path.resolve()
+        # `Path.resolve` fails on links that lead in a circle.
+        inside = os.path.realpath(self.path)
         for folder, folders, files in os.walk(self.path):
             for path in (Path(folder, name) for name in [*folders, *files]):
-                if path.is_symlink() and not path.resolve().is_relative_to(inside):
+                if path.is_symlink() and not Path(os.path.realpath(path)).is_relative_to(inside):
                     raise ArtifactError(f"{path}: a link that leads out of {self.path}; put there what it points to")
 
     def create(self, config: Config) -> None:

@@ -53,6 +53,14 @@ def test_train_prints_losses_peaks_and_answers(call, job: list[str], tmp_path: P
     assert RunDirectory(tmp_path / "run").finished
 
 
+def test_an_answer_cannot_steer_the_terminal(call, trained: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("finetune.recipe.generate", lambda *_, **__: "one\n\ttwo \x1b[2J\u202e")
+    code, out, _ = call("generate", trained.path, "--prompt", "x")
+    assert (code, out) == (0, "one\n\ttwo \ufffd[2J\ufffd\n")
+    code, out, _ = call("generate", trained.path, "--prompt", "x", "--json")
+    assert json.loads(out)["answer"].endswith("\x1b[2J\u202e")
+
+
 def test_train_as_json(call, job: list[str]) -> None:
     code, out, _ = call("train", *job, "--json")
     assert code == 0

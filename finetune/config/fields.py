@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import os
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -46,7 +47,9 @@ def unknown(name: str, known: Iterable[str]) -> str:
     return f"`{name}` is not known; {hint}choose from {', '.join(known)}"
 
 
-_SIZE = re.compile(r"^\s*([0-9]+(?:\.[0-9]+)?)\s*(B|KiB|MiB|GiB|TiB)\s*$")
+# More digits than any size has are refused by the bound of the field.
+_SIZE = re.compile(r"^\s*([0-9]{1,30}(?:\.[0-9]{1,30})?)\s*(B|KiB|MiB|GiB|TiB)\s*$")
+_LARGEST_SIZE = 2**60
 _UNIT_BYTES = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 
 
@@ -62,28 +65,67 @@ def parse_size(value: Any) -> Any:
 
 Size = Annotated[
     int,
-    Field(gt=0, le=2**60),
+    Field(gt=0, le=_LARGEST_SIZE),
     BeforeValidator(parse_size),
-    WithJsonSchema({"type": ["integer", "string"], "examples": ["24GiB"]}),
+    WithJsonSchema(
+        {
+            "anyOf": [
+                {"type": "integer", "exclusiveMinimum": 0, "maximum": _LARGEST_SIZE},
+                {"type": "string", "pattern": _SIZE.pattern},
+            ],
+            "examples": ["24GiB"],
+        }
+    ),
 ]
 
-_EVERY = re.compile(r"every-([1-9][0-9]*)")
+_EVERY = re.compile(r"every-([1-9][0-9]{0,5})")
+_CHECKPOINTING = ("none", "all", "auto")
+_LAYERS = 10**6
 
 
 def _check_checkpointing(value: str | int) -> str | int:
-    if isinstance(value, bool) or (isinstance(value, int) and value < 0):
-        raise ValueError("a number of layers is zero or more")
-    if isinstance(value, str) and value not in ("none", "all", "auto") and not _EVERY.fullmatch(value):
+    if isinstance(value, int) and not 0 <= value < _LAYERS:
+        raise ValueError(f"a number of layers is zero or more, and below {_LAYERS}")
+    if isinstance(value, str) and value not in _CHECKPOINTING and not _EVERY.fullmatch(value):
         raise ValueError(
             f"`{value}` is not known; choose none, all, auto, every-2 (every n-th layer) or a number of layers"
         )
     return value
 
 
-Checkpointing = Annotated[str | int, AfterValidator(_check_checkpointing)]
+Checkpointing = Annotated[
+    str | int,
+    AfterValidator(_check_checkpointing),
+    WithJsonSchema(
+        {
+            "anyOf": [
+                {"enum": list(_CHECKPOINTING)},
+                {"type": "string", "pattern": f"^{_EVERY.pattern}$"},
+                {"type": "integer", "minimum": 0, "exclusiveMaximum": _LAYERS},
+            ]
+        }
+    ),
+]
 
 
 def every_n(checkpointing: str | int) -> int | None:
     """The n of `every-n`, or None for the other forms."""
     match = _EVERY.fullmatch(checkpointing) if isinstance(checkpointing, str) else None
     return int(match.group(1)) if match else None
+
+
+# What Linux takes: of a whole path less than 4,096 bytes, of each name in it 255 (limits.h).
+_PATH_BYTES, _NAME_BYTES = 4095, 255
+
+
+def _check_place(place: str) -> str:
+    place = os.path.expanduser(place)
+    if len(place.encode()) > _PATH_BYTES or any(len(name.encode()) > _NAME_BYTES for name in place.split("/")):
+        raise ValueError(
+            f"longer than a path can be, {_PATH_BYTES} bytes with {_NAME_BYTES} for each name in it: {place[:40]}..."
+        )
+    return place
+
+
+Place = Annotated[str, Field(min_length=1), AfterValidator(_check_place)]
+"""A path, with `~` as the home directory, or a name that may stand in its place: of the hub, of a built-in."""

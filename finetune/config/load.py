@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -23,12 +24,13 @@ def load(path: str | Path, overrides: Sequence[str] = (), choices: Choices | Non
 
     Raises ConfigError with all problems, each with file:line or `override`, when there is any.
     """
-    path = Path(path)
+    path = Path(os.path.expanduser(path))
     try:
-        text = path.read_text(encoding="utf-8-sig")
+        with open(path, encoding="utf-8-sig") as file:
+            text = file.read(strict_yaml.MAX_BYTES + 1)
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such file{_nearest_file(path)}") from None
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, ValueError) as error:  # a ValueError for what is no UTF-8, and for a null character in the path
         raise ConfigError(f"{path}: cannot be read: {error}") from None
     document = strict_yaml.parse(text)
     problems = [f"{path}:{problem.line}: {problem.message}" for problem in document.problems]
@@ -178,7 +180,7 @@ def _known_keys(path: tuple[str, ...]) -> list[str]:
 
 
 def _nearest_file(path: Path) -> str:
-    if not path.parent.is_dir():
+    if not os.path.isdir(path.parent):
         return ""
     known = sorted(str(found) for found in path.parent.glob("*.yaml"))
     return f"; {unknown(str(path), known)}" if known else ""

@@ -14,8 +14,16 @@ from finetune.config.sections import Config, Section
 
 
 def json_schema(choices: Choices) -> dict[str, Any]:
-    """JSON schema of a config file; choice fields list their table's names."""
+    """JSON schema of a config file; choice fields list their table's names.
+
+    It holds for files that are read as YAML 1.1, too, as most editors read them (see `_as_yaml_1_1`), and a section
+    or file with nothing in it has its defaults.
+    """
     schema = Config.model_json_schema()
+    schema["type"] = ["object", "null"]
+    for section in schema["properties"].values():
+        section["anyOf"] = [{"$ref": section.pop("$ref")}, {"type": "null"}]
+    _as_yaml_1_1(schema["$defs"])
     schema["$schema"] = "https://json-schema.org/draft/2020-12/schema"
     schema["title"] = "finetune config"
     for _, section in _sections():
@@ -29,6 +37,30 @@ def json_schema(choices: Choices) -> dict[str, Any]:
                 else:
                     target.update(names)
     return schema
+
+
+# Numbers of YAML 1.2 that are text in YAML 1.1 (https://yaml.org/type/float.html, https://yaml.org/type/int.html):
+# 2e-4 and 1.5e3, whose exponents have no sign or whose digits no point; 0o17 and 08.
+_TEXT_IN_1_1 = {
+    "number": r"^[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)[eE][-+]?[0-9]+$|^[-+]\.[0-9]+$",
+    "integer": r"^0o[0-7]+$|^[-+]?0[0-9]+$",
+}
+
+
+def _as_yaml_1_1(schema: Any) -> None:
+    """Let each number within `schema` also be the text that YAML 1.1 takes it for."""
+    if isinstance(schema, list):
+        for part in schema:
+            _as_yaml_1_1(part)
+    elif isinstance(schema, dict):
+        for part in list(schema.values()):
+            _as_yaml_1_1(part)
+        if (kind := schema.get("type")) in ("number", "integer"):
+            bounds = {key: schema.pop(key) for key in list(schema) if key in ("type", *_BOUNDS)}
+            schema["anyOf"] = [bounds, {"type": "string", "pattern": _TEXT_IN_1_1[kind]}]
+
+
+_BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
 
 
 def markdown(choices: Choices) -> str:

@@ -12,10 +12,15 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from finetune.config.fields import Checkpointing, Choice, Size
+from finetune.config.fields import Checkpointing, Choice, Place, Size
 
-Positive = Annotated[int, Field(gt=0)]
-Name = Annotated[str, Field(min_length=1)]
+# Above what any job needs, and below what the libraries' 32-bit counts and float32 numbers hold.
+_COUNT, _ROWS, _WEIGHT, _NUMBER = 2**31 - 1, 2**20, 1e4, 1e9
+
+Positive = Annotated[int, Field(gt=0, le=_COUNT)]
+Rows = Annotated[int, Field(gt=0, le=_ROWS)]
+Above0 = Annotated[float, Field(gt=0, le=_NUMBER)]
+AtLeast0 = Annotated[float, Field(ge=0, le=_NUMBER)]
 Share = Annotated[float, Field(ge=0, lt=1)]
 
 
@@ -35,19 +40,19 @@ class Section(BaseModel):
 class ModelSection(Section):
     """The base model."""
 
-    name: str = "builtin:tiny-llama"
+    name: Place = "builtin:tiny-llama"
     """Base model: `builtin:tiny-llama`, a local directory, or a hub name such as `meta-llama/Llama-2-7b-hf`."""
     revision: str | None = None
     """Hub branch, tag or commit; pin a commit for a run that can be repeated."""
     weights: Literal["pretrained", "random"] = "pretrained"
     """`random` builds the architecture with random weights, layer by layer: measure a job without the weights."""
-    tokenizer: str | None = None
+    tokenizer: Place | None = None
     """Tokenizer, where it is not the model's own: `builtin:tiny-llama`, a local directory or a hub name."""
     attention: Annotated[str, Choice("model.attention")] = "auto"
     """Attention implementation; `auto` takes the fastest this machine has and logs why."""
     trust_remote_code: bool = False
-    """Run Python code shipped with the model. Needs `model.revision` to be a full commit hash. Consents only in a config
-    of your own, or on the command line; never from a run directory."""
+    """Run Python code shipped with the model. Needs `model.revision` to be a full commit hash. Consents only in a
+    config of your own, or on the command line; never from a run directory."""
 
     @model_validator(mode="after")
     def _pin_remote_code(self) -> Self:
@@ -75,7 +80,7 @@ class AdapterSection(Section):
     """`lora` trains low-rank adapters; `none` trains every weight of an unquantized base."""
     rank: Positive = 16
     """Rank r of the update BA."""
-    alpha: Annotated[float, Field(gt=0)] = 32
+    alpha: Above0 = 32
     """The update is scaled by alpha / rank, or by alpha / sqrt(rank) with `rslora`."""
     dropout: Share = 0.0
     """Dropout on the adapter's input."""
@@ -97,16 +102,16 @@ class AdapterSection(Section):
 class Source(Section):
     """One of several sources."""
 
-    source: Name
+    source: Place
     """A source, as `data.train` takes it alone."""
-    weight: Annotated[float, Field(gt=0)] = 1.0
+    weight: Annotated[float, Field(gt=0, le=_WEIGHT)] = 1.0
     """How often each of its rows is seen where others are seen once; of a fraction, rows are chosen by hash."""
 
     def __str__(self) -> str:
         return self.source if self.weight == 1 else f"{self.source} (weight {self.weight:g})"
 
 
-Sources = Name | Annotated[list[Name | Source], Field(min_length=1)]
+Sources = Place | Annotated[list[Place | Source], Field(min_length=1)]
 
 
 def entries(sources: Sources) -> list[Source]:
@@ -137,7 +142,7 @@ class DataSection(Section):
     columns: dict[str, str] = {}
     """The rows' columns for fields of the format, where they are called otherwise: `{prompt: question}` takes the
     format's `prompt` from the column `question`."""
-    chat_template: Annotated[str, Choice("data.chat_template", or_file=".jinja")] = "auto"
+    chat_template: Annotated[Place, Choice("data.chat_template", or_file=".jinja")] = "auto"
     """How a conversation is written for the model."""
     max_length: Positive = 1024
     """Longest row in tokens."""
@@ -158,25 +163,25 @@ class DataSection(Section):
 class TrainingSection(Section):
     """The optimizer steps."""
 
-    batch_size: Positive = 16
+    batch_size: Rows = 16
     """Global batch: rows per optimizer step, over all processes."""
-    micro_batch: Positive | Literal["auto"] = 4
+    micro_batch: Rows | Literal["auto"] = 4
     """Rows one forward pass sees; gradient accumulation follows from it and does not change the gradient. `auto`
     takes the fastest that the forecast lets fit."""
     micro_batch_tokens: Positive | None = None
     """Tokens one forward pass sees, padding included, in place of `micro_batch`: many short rows or few long ones."""
-    epochs: Annotated[float, Field(gt=0)] = 1.0
+    epochs: Above0 = 1.0
     """Passes over the data, where `max_steps` is not given."""
     max_steps: Positive | None = None
     """Optimizer steps; wins over `epochs`."""
-    learning_rate: Annotated[float, Field(gt=0)] = 2e-4
+    learning_rate: Above0 = 2e-4
     """Peak learning rate."""
     schedule: Annotated[str, Choice("training.schedule")] = "cosine"
     """Course of the learning rate after warm-up."""
-    warmup: Annotated[float, Field(ge=0)] = 0.03
+    warmup: AtLeast0 = 0.03
     """Warm-up: below 1 a share of all steps, else a number of steps. The rate rises evenly from its first step, which
     is not 0, to its last, which has the peak; with 0 the first step has it."""
-    max_grad_norm: Annotated[float, Field(ge=0)] = 1.0
+    max_grad_norm: AtLeast0 = 1.0
     """Gradients are scaled down to this norm; 0 switches clipping off."""
     precision: Literal["bf16", "fp16", "fp32"] = "bf16"
     """Arithmetic of forward and backward; fp16 scales the loss."""
@@ -186,7 +191,7 @@ class TrainingSection(Section):
     """Evaluate each so many steps, besides before the first and after the last."""
     early_stopping: Positive | None = None
     """Stop after so many evaluations without a better held-out loss."""
-    seed: int = 42
+    seed: Annotated[int, Field(ge=0, lt=2**32)] = 42
     """Seed of adapter, data order and dropout."""
     deterministic: bool = False
     """Let a repeated or resumed run give the same bits on a GPU too, more slowly; on a CPU it does in any case."""
@@ -198,7 +203,7 @@ class TrainingSection(Section):
             if self.micro_batch == "auto":
                 problems.append("`micro_batch: auto` chooses rows; leave it out beside `micro_batch_tokens`")
         elif self.micro_batch != "auto" and self.batch_size % self.micro_batch:
-            fitting = max(n for n in range(1, self.micro_batch + 1) if self.batch_size % n == 0)
+            fitting = next(n for n in range(self.micro_batch, 0, -1) if self.batch_size % n == 0)
             problems.append(
                 f"`batch_size` {self.batch_size} is not a multiple of `micro_batch` {self.micro_batch}; "
                 f"the nearest micro-batch that divides it is {fitting}"
@@ -221,13 +226,13 @@ class OptimizerSection(Section):
 
     kind: Annotated[str, Choice("optimizer.kind")] = "paged_adamw_8bit"
     """Optimizer; what this device cannot do is replaced, and said."""
-    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    weight_decay: AtLeast0 = 0.0
     """Decoupled weight decay."""
     beta1: Share = 0.9
     """Decay of the first moment (momentum for SGD)."""
     beta2: Share = 0.999
     """Decay of the second moment."""
-    epsilon: Annotated[float, Field(gt=0)] = 1e-8
+    epsilon: Annotated[float, Field(ge=1e-30, le=_NUMBER)] = 1e-8
     """Added to the denominator."""
 
 
@@ -250,7 +255,7 @@ class MemorySection(Section):
     snapshot: bool = False
     """Record the CUDA allocator's history and write it at the end, for pytorch.org/memory_viz. A snapshot without
     history is always written on out of memory."""
-    profile_steps: Annotated[int, Field(ge=0)] = 0
+    profile_steps: Annotated[int, Field(ge=0, le=_COUNT)] = 0
     """Write a profiler trace with memory of so many steps, after the first, for TensorBoard."""
 
     @model_validator(mode="after")
@@ -273,11 +278,11 @@ class TrackingSection(Section):
 class OutputSection(Section):
     """The run directory."""
 
-    dir: str | None = None
+    dir: Place | None = None
     """Run directory; by default runs/ and the name of the config file."""
     save_every: Positive | None = 100
     """Write a checkpoint each so many steps, besides after the last; null: after the last alone."""
-    keep: Annotated[int, Field(ge=2)] = 2
+    keep: Annotated[int, Field(ge=2, le=_COUNT)] = 2
     """Checkpoints kept, the best by held-out loss among them."""
     best: bool = True
     """Export the adapter of the best evaluation instead of the last, where both were saved."""

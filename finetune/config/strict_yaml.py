@@ -56,9 +56,9 @@ def scalar(text: str) -> Any:
         return text.lower() == "true"
     if _INT.match(text) and len(text) <= MAX_DIGITS:
         return int(text)
-    if _OCTAL.match(text):
+    if _OCTAL.match(text) and len(text) <= MAX_DIGITS:
         return int(text[2:], 8)
-    if _HEX.match(text):
+    if _HEX.match(text) and len(text) <= MAX_DIGITS:
         return int(text[2:], 16)
     if _FLOAT.match(text):
         return float(text)
@@ -103,7 +103,14 @@ def _scan(text: str) -> tuple[Problem | None, dict[int, str]]:
     """
     depth = 0
     tagged: dict[int, str] = {}
-    for event in yaml.parse(text, Loader=yaml.SafeLoader):
+    loader = yaml.SafeLoader(text)
+    while True:
+        try:
+            event = loader.get_event()
+        except (ValueError, OverflowError):  # of chr()
+            return Problem(loader.line + 1, "not valid YAML: an escape such as `\\U00110000` that is no character"), {}
+        if event is None:
+            return None, tagged
         assert event.start_mark is not None
         line = event.start_mark.line + 1
         if isinstance(event, yaml.AliasEvent):
@@ -115,8 +122,7 @@ def _scan(text: str) -> tuple[Problem | None, dict[int, str]]:
         if depth > MAX_DEPTH:
             return Problem(line, "nested too deeply"), {}
         if getattr(event, "tag", None) is not None:
-            tagged[event.start_mark.index] = event.tag  # type: ignore[attr-defined]
-    return None, tagged
+            tagged[event.start_mark.index] = event.tag
 
 
 class _Builder:
@@ -137,6 +143,9 @@ class _Builder:
             if self._has_tag(key_node):
                 continue
             key = key_node.value
+            if not key.isprintable():
+                self.problems.append(Problem(line, f"the key {key!a} has characters that no key has"))
+                continue
             if key in values:
                 first = self.lines[(*path, key)]
                 dotted = ".".join((*path, key))
@@ -158,7 +167,19 @@ class _Builder:
             return [self.value(item, (*path, str(index))) for index, item in enumerate(node.value)]
         assert isinstance(node, yaml.ScalarNode)
         # A quoted or block scalar is text, whatever it looks like.
-        return scalar(node.value) if node.style is None else node.value
+        return scalar(node.value) if node.style is None else self._text(node.value, line)
+
+    def _text(self, text: str, line: int) -> str | None:
+        """`text` with its surrogate pairs joined, which is how JSON escapes a character above U+FFFF."""
+        try:
+            joined = text.encode("utf-16", "surrogatepass").decode("utf-16")
+        except UnicodeDecodeError:
+            self.problems.append(Problem(line, "half of a surrogate pair (`\\ud800` to `\\udfff`) is no character"))
+            return None
+        if "\0" in joined:
+            self.problems.append(Problem(line, "a null character (`\\0`) is not allowed in text"))
+            return None
+        return joined
 
     def _has_tag(self, node: yaml.Node) -> bool:
         tag = self.tagged.get(node.start_mark.index)

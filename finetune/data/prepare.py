@@ -26,7 +26,7 @@ from finetune.data.formats import Example, RowError
 from finetune.data.problems import Problems
 from finetune.data.rows import RowsWriter, mapped
 from finetune.data.sources import Row
-from finetune.errors import ConfigError, DataError
+from finetune.errors import ArtifactError, ConfigError, DataError
 
 Split = Literal["train", "eval"]
 
@@ -87,6 +87,29 @@ def prepare(section: DataSection, tokenizer: Any) -> Prepared:
             "only ends of turn and blanks; check that the answers are not empty, and `data.format`"
         )
     return Prepared(train, held_out, train_counts, eval_counts)
+
+
+def check_ids(data: Prepared, tokenizer: Any, size: int | None, base: str) -> None:
+    """Raise ArtifactError where a row has a token for which `base`, with embeddings for `size` tokens, has none."""
+    for rows in (data.train, data.eval):
+        if size is None or rows is None or _largest_id(rows) < size:
+            continue
+        row = next(row for row in rows if max(row["input_ids"], default=0) >= size)
+        found = next(id for id in row["input_ids"] if id >= size)
+        raise ArtifactError(
+            f"{row['place']}: token {found} ({tokenizer.convert_ids_to_tokens(found)!r}) is not among the {size} that "
+            f"`{base}` has embeddings for; set `model.tokenizer` to the one that the base was trained with, or another "
+            "`data.chat_template`"
+        )
+
+
+def _largest_id(rows: Any) -> int:
+    """A second for some 10^9 tokens, as they are mapped into memory."""
+    import pyarrow.compute
+
+    return max(
+        (pyarrow.compute.max(chunk.flatten()).as_py() or 0 for chunk in rows.data.column("input_ids").chunks), default=0
+    )
 
 
 def prepare_held_out(section: DataSection, tokenizer: Any) -> tuple[Any, Counts]:

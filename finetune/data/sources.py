@@ -6,6 +6,7 @@ import functools
 import glob
 import hashlib
 import json
+import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -178,7 +179,8 @@ def _refuse_links_out(folder: Path, found: list[Path]) -> None:
     """A folder is often someone else's; what is taken from it must not be the reader's own files (such as a key)."""
     inside = folder.resolve()
     for file in found:
-        if not (target := file.resolve()).is_relative_to(inside) and reader(file):
+        target = Path(os.path.realpath(file))  # which, unlike `resolve`, takes links that lead in a circle
+        if not target.is_relative_to(inside) and reader(file):
             raise DataError(
                 f"{file}: a link that leads out of {folder}, to {target}; name that file itself, or a pattern such as "
                 f"{file.parent / ('*' + file.suffix)}, if it is meant"

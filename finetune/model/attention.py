@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from finetune.errors import MachineError
-from finetune.model import packing
+from finetune.model import catalog, packing
 
 
 @dataclass(frozen=True)
@@ -61,16 +61,18 @@ def planned(name: str, config: Any, device: str, precision: str, *, packed: bool
 def _flash_2(config: Any, device: str, precision: str) -> str | None:
     from transformers.utils import is_flash_attn_2_available
 
-    return _flash(device, precision, "flash-attn", is_flash_attn_2_available(), (8, 0))
+    return _flash(config, device, precision, "flash-attn", is_flash_attn_2_available(), (8, 0))
 
 
 def _flash_3(config: Any, device: str, precision: str) -> str | None:
     from transformers.utils import is_flash_attn_3_available
 
-    return _flash(device, precision, "flash-attn-3", is_flash_attn_3_available(), (9, 0))
+    return _flash(config, device, precision, "flash-attn-3", is_flash_attn_3_available(), (9, 0))
 
 
-def _flash(device: str, precision: str, package: str, installed: bool, capability: tuple[int, int]) -> str | None:
+def _flash(
+    config: Any, device: str, precision: str, package: str, installed: bool, capability: tuple[int, int]
+) -> str | None:
     import torch
 
     if device != "cuda":
@@ -79,17 +81,27 @@ def _flash(device: str, precision: str, package: str, installed: bool, capabilit
         return "it computes in 16 bit, and `training.precision` is fp32"
     if torch.cuda.get_device_capability() < capability:
         return f"the card is older than compute capability {capability[0]}.{capability[1]}"
+    if not _supports(config, "_supports_flash_attn"):
+        return "this model has no flash attention in transformers"
     return None if installed else f"the package {package} is not installed"
 
 
 def _sdpa(config: Any, device: str, precision: str) -> str | None:
     if getattr(config, "attn_logit_softcapping", None) is not None:
         return "this model caps attention logits, which SDPA cannot"
-    return None
+    return None if _supports(config, "_supports_sdpa") else "this model has no SDPA in transformers"
 
 
 def _flex(config: Any, device: str, precision: str) -> str | None:
-    return None if device == "cuda" else "it needs a CUDA device"
+    if device != "cuda":
+        return "it needs a CUDA device"
+    return None if _supports(config, "_supports_flex_attn") else "this model has no flex_attention in transformers"
+
+
+def _supports(config: Any, attribute: str) -> bool:
+    """What the model's class in transformers says it can do; true of a model that brings its own code."""
+    found = catalog.model_class(config)
+    return found is None or bool(getattr(found, attribute))
 
 
 def _eager(config: Any, device: str, precision: str) -> str | None:

@@ -93,6 +93,16 @@ def config(name: str) -> PreTrainedConfig:
     return AutoConfig.for_model(**deepcopy(dict(entry.facts)))
 
 
+def model_class(config: Any) -> Any | None:
+    """The causal language model that transformers has for a configuration; None for one that brings its own code."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        return None
+    found = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    return found[0] if isinstance(found, tuple) else found
+
+
 def nearest(name: str, limit: int = 3) -> list[str]:
     """Up to `limit` names and aliases that look like `name`, the closest first.
 

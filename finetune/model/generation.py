@@ -7,17 +7,31 @@ from typing import Any
 import torch
 
 from finetune import template
-from finetune.errors import ArtifactError, FinetuneError
+from finetune.errors import ArtifactError, ConfigError, FinetuneError
+from finetune.model import bounds
+
+
+class TooLong(ConfigError):
+    """A prompt that leaves no position for an answer."""
 
 
 @torch.inference_mode()
 def answer(model: Any, tokenizer: Any, messages: list[dict[str, Any]], max_new_tokens: int = 128) -> str:
-    """The model's next turn after `messages`, decoded greedily, without special tokens."""
+    """The model's next turn after `messages`, decoded greedily, without special tokens.
+
+    It ends where the model's positions do. Raises TooLong where the prompt takes them all.
+    """
     was_training = model.training
     model.eval()
     try:
         inputs = _prompt(tokenizer, messages).to(model.device)
         prompt_length = inputs["input_ids"].shape[1]
+        if (known := bounds.table_size(model)) is not None:
+            max_new_tokens = min(max_new_tokens, known - prompt_length)
+            if max_new_tokens < 1:
+                raise TooLong(
+                    f"the prompt has {prompt_length} tokens, and the base {known} positions; ask something shorter"
+                )
         generated = model.generate(
             **inputs,
             max_new_tokens=max_new_tokens,

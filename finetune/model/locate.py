@@ -30,7 +30,7 @@ def locate(name: str) -> str:
             if (place / "config.json").is_file():
                 return str(place)
         raise ArtifactError(f"{BUILTIN_BASE} is missing from this installation; make it with data/build_tiny_llama.py")
-    path = Path(name).expanduser()
+    path = Path(name)
     if path.is_dir():
         if not (path / "config.json").is_file():
             raise ArtifactError(f"{name}: a model directory needs config.json; this one has none")

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from finetune.errors import MachineError
+from finetune.model import catalog
 
 EACH, VARLEN, EAGER = "packed_sdpa", "packed_sdpa_varlen", "packed_eager"
 """Names in transformers: SDPA for each row, PyTorch's variable-length kernel, plain products for each row."""
@@ -28,15 +29,36 @@ _STRAYS = 0.1
 _PROBE_TOKENS = 16
 
 
+_REMEDY = "set `data.packing: false`, with `training.micro_batch_tokens` to pad little"
+
+
 def variant(implementation: str, config: Any, device: str, precision: str) -> str:
-    """The implementation that attends to packed rows as `implementation` does to padded ones."""
+    """The implementation that attends to packed rows as `implementation` does to padded ones.
+
+    Raises MachineError for an architecture that has a table of its own implementations and takes no other.
+    """
     if implementation == "eager":
-        return EAGER
-    if implementation != "sdpa":
-        return implementation
-    text = config.get_text_config()
-    head = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    return VARLEN if device == "cuda" and precision != "fp32" and head <= 256 else EACH
+        packed = EAGER
+    elif implementation != "sdpa":
+        packed = implementation
+    else:
+        text = config.get_text_config()
+        head = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+        packed = VARLEN if device == "cuda" and precision != "fp32" and head <= 256 else EACH
+    if any(packed not in table for table in _tables(config)):
+        raise MachineError(f"`data.packing`: {config.model_type} models take no packed rows in transformers; {_REMEDY}")
+    return packed
+
+
+def _tables(config: Any) -> list[dict[str, Any]]:
+    """The tables from names to attention classes beside a model's code: older models look nowhere else.
+
+    In transformers 5.23 those of Falcon, GPT-J, GPT-Neo and GIT.
+    """
+    if (found := catalog.model_class(config)) is None:
+        return []
+    beside = vars(sys.modules[found.__module__])
+    return [table for name, table in beside.items() if name.endswith("ATTENTION_CLASSES") and isinstance(table, dict)]
 
 
 def register() -> None:
@@ -170,20 +192,19 @@ def prove(model: Any) -> None:
     packed rows, or takes none.
     """
     first, other, row = _probe(model.config.get_text_config().vocab_size)
-    remedy = "set `data.packing: false`, with `training.micro_batch_tokens` to pad little"
     try:
         alone = _last_logits(model, [row])
         strayed = max(
             float((_last_logits(model, [before, row]) - alone).norm() / alone.norm()) for before in (first, other)
         )
-    except torch.OutOfMemoryError:
+    except (torch.OutOfMemoryError, MemoryError):
         raise
-    except (TypeError, ValueError, RuntimeError) as error:
+    except Exception as error:  # of whatever kind: the model's code knows nothing of packed rows
         first = (str(error).splitlines() or [type(error).__name__])[0]
-        raise MachineError(f"`data.packing`: this model takes no packed rows ({first}); {remedy}") from error
+        raise MachineError(f"`data.packing`: this model takes no packed rows ({first}); {_REMEDY}") from error
     if not strayed < _STRAYS:
         raise MachineError(
-            f"`data.packing`: this model's rows do not keep apart when packed (logits stray by {strayed:.0%}); {remedy}"
+            f"`data.packing`: this model's rows do not keep apart when packed (by {strayed:.0%}); {_REMEDY}"
         )
 
 

@@ -8,6 +8,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from finetune.visible import visible
+
 _BAR_CELLS = 32
 _EIGHTHS = "▏▎▍▌▋▊▉"
 
@@ -55,9 +57,7 @@ def bars(console: Console, rows: Iterable[tuple[str, float, str, str]]) -> None:
 
 def plain(console: Console, told: str) -> Text:
     """`told` as it is: no markup is read in it, no control character kept, and the console can encode it."""
-    return Text(
-        encodable(console, "".join(letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in told))
-    )
+    return Text(encodable(console, visible(told)))
 
 
 def encodable(console: Console, told: str) -> str:

@@ -29,16 +29,14 @@ from finetune.memory.fit import Fitted, Limits
 from finetune.memory.forecast import Forecast
 from finetune.memory.levers import Lever
 from finetune.memory.monitor import headline
-from finetune.report import data_view, doctor_view, forecast_view, words
+from finetune.report import data_view, doctor_view, forecast_view, printing, words
 from finetune.report.figures import Figures
 from finetune.report.result import Result
 from finetune.rundir import RunDirectory
+from finetune.visible import LINES, visible
 
 # Lines that a whole run prints where there is no terminal, besides its evaluations.
 _PLAIN_LINES = 10
-
-# Control characters but tab and newline: an answer could move the cursor or recolour the screen with them.
-_CONTROLS = dict.fromkeys([*range(9), *range(11, 32), *range(127, 160)], "\N{REPLACEMENT CHARACTER}")
 
 
 class Terminal:
@@ -271,8 +269,7 @@ class Terminal:
 
     def _text(self, text: str, style: str = "") -> Text:
         """`text` as it is: no markup is read in it, no control character kept, and the console can encode it."""
-        encoding = self._console.encoding
-        return Text(text.translate(_CONTROLS).encode(encoding, "replace").decode(encoding), style=style)
+        return Text(printing.encodable(self._console, visible(text, LINES)), style=style)
 
     def _print(self, printed: Any, *, soft_wrap: bool = False) -> None:
         if not self._quiet:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from finetune.config import MemorySection
+from finetune.config import MemorySection, dump, load
 from finetune.config.fields import every_n, parse_size, unknown
+from finetune.errors import ConfigError
 
 
 @pytest.mark.parametrize(
@@ -83,3 +86,24 @@ def test_an_unknown_name_gets_the_nearest_one_and_the_list() -> None:
 
 def test_a_name_like_no_other_gets_the_list_alone() -> None:
     assert unknown("zzz", ["linear", "cosine"]) == "`zzz` is not known; choose from linear, cosine"
+
+
+@pytest.mark.parametrize("key", ["model.name", "model.tokenizer", "data.train", "data.eval", "output.dir"])
+def test_a_path_begins_at_home_where_it_says_so(key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/someone")
+    (tmp_path / "job.yaml").write_text("")
+    config = load(tmp_path / "job.yaml", [f"{key}=~/x", "data.chat_template=~/own.jinja"])
+    section, name = key.split(".")
+    assert getattr(getattr(config, section), name) == "/home/someone/x"
+    assert config.data.chat_template == "/home/someone/own.jinja"
+    (tmp_path / "saved.yaml").write_text(dump(config))
+    monkeypatch.setenv("HOME", "/home/another")
+    assert load(tmp_path / "saved.yaml") == config
+
+
+@pytest.mark.parametrize("key", ["model.name", "model.tokenizer", "data.train", "output.dir", "data.chat_template"])
+@pytest.mark.parametrize("path", ["x" * 256, "é" * 128, "a/" * 2_048 + "b"])
+def test_a_path_longer_than_any_system_takes_is_refused(key: str, path: str, tmp_path: Path) -> None:
+    (tmp_path / "job.yaml").write_text("")
+    with pytest.raises(ConfigError, match=f"`{key}`: longer than a path can be"):
+        load(tmp_path / "job.yaml", [f"{key}={path}"])

@@ -173,6 +173,28 @@ def test_a_control_character_is_reported_in_one_line_with_its_line(character: st
     assert "\n" not in problem.message
 
 
+@pytest.mark.parametrize("escape", ["\\U00110000", "\\UFFFFFFFF", "\\ud800", "\\udc00\\ud800", "\\0", "x\\x00y"])
+def test_an_escape_that_no_text_can_hold_is_refused_with_its_line(escape: str) -> None:
+    [(line, _)] = problems(f'a: 1\nb: "{escape}"\n')
+    assert line == 2
+
+
+def test_a_surrogate_pair_is_the_character_that_json_means_by_it() -> None:
+    assert values('a: "\\ud83d\\ude42"\n') == {"a": "\N{SLIGHTLY SMILING FACE}"}
+
+
+@pytest.mark.parametrize("key", ['"\\x1b[2J"', '"a\\nb"', '"\\u202e"', '"\\ud83d"', '"\\0"'])
+def test_a_key_that_is_no_plain_word_is_refused_and_not_repeated_as_it_is(key: str) -> None:
+    [(line, message)] = problems(f"a: 1\n{key}: 2\n")
+    assert line == 2
+    assert message.isprintable()
+
+
+@pytest.mark.parametrize("number", ["9" * 5_000, "0x" + "f" * 5_000, "0o" + "7" * 5_000])
+def test_a_number_of_thousands_of_digits_is_not_made_an_integer(number: str) -> None:
+    assert not isinstance(scalar(number), int)
+
+
 # -- what a hostile file may not do ----------------------------------------------------------------------------------
 
 
@@ -260,7 +282,7 @@ def test_nesting_within_the_bound_is_read() -> None:
 
 # Characters that may stand as they are in a JSON string and in a YAML double-quoted scalar.
 _TEXT = st.text(st.characters(exclude_categories=["Cc", "Cs", "Cn", "Zl", "Zp"], exclude_characters="\ufeff"))
-_KEY = _TEXT.filter(lambda key: len(key) < 40)
+_KEY = _TEXT.filter(lambda key: len(key) < 40 and key.isprintable())
 _SCALAR = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | _TEXT
 _VALUE = st.recursive(_SCALAR, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(_KEY, inner, max_size=3))
 

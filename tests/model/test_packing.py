@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from finetune.data.batching import MicroBatching
 from finetune.errors import MachineError
-from finetune.model import packing
+from finetune.model import attention, packing
 from finetune.training.collator import MicroBatches
 
 SHARED: dict[str, Any] = {
@@ -150,3 +150,45 @@ def test_each_attention_has_its_way_with_packed_rows(
 ) -> None:
     config = AutoConfig.for_model("llama", **SHARED)
     assert packing.variant(implementation, config, device, precision) == found
+
+
+# Models that have their attention in a table of their own, and one that has no implementation but its own.
+SMALL: dict[str, dict[str, Any]] = {
+    "falcon": {"hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 2, "vocab_size": 64},
+    "gptj": {"n_embd": 32, "n_head": 4, "n_layer": 2, "rotary_dim": 8, "vocab_size": 64},
+    "gpt_neo": {
+        "hidden_size": 32, "num_heads": 4, "num_layers": 2, "attention_types": [[["global", "local"], 1]],
+        "vocab_size": 64,
+    },
+    "bloom": {"hidden_size": 32, "n_head": 4, "n_layer": 2, "vocab_size": 64},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("architecture", ["falcon", "gptj", "gpt_neo"])
+def test_a_model_with_a_table_of_its_own_is_refused_before_it_is_built(architecture: str) -> None:
+    config = AutoConfig.for_model(architecture, **SMALL[architecture])
+    for decide in (attention.choose, attention.planned):
+        with pytest.raises(MachineError, match=rf"`data\.packing`: {architecture} models take no packed rows"):
+            decide("auto", config, "cpu", "fp32", packed=True)
+
+
+@pytest.mark.parametrize("architecture", SMALL)
+def test_the_attention_that_is_chosen_by_itself_is_one_that_the_model_has(architecture: str) -> None:
+    config = AutoConfig.for_model(architecture, **SMALL[architecture])
+    implementation, reason = attention.choose("auto", config, "cpu", "fp32")
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=implementation)
+    assert model(torch.tensor([[1, 2, 3]])).logits.shape == (1, 3, 64)
+    assert ("this model has no SDPA" in reason) == (implementation == "eager")
+    assert attention.planned("auto", config, "cpu", "fp32") == implementation
+
+
+def test_a_model_that_fails_on_packed_rows_in_a_way_of_its_own_is_refused() -> None:
+    class Own(torch.nn.Module):
+        config = AutoConfig.for_model("llama", **SHARED)
+        device = torch.device("cpu")
+
+        def forward(self, **_: Any) -> None:
+            raise KeyError("attention_mask")
+
+    with pytest.raises(MachineError, match=r"`data\.packing`: this model takes no packed rows \('attention_mask'\)"):
+        packing.prove(Own())

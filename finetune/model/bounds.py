@@ -1,0 +1,115 @@
+"""What a base can take: the token ids below its vocabulary, and rows no longer than its positions."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import nn
+
+from finetune.config import Config, ModelSection, QuantizationSection
+from finetune.errors import ArtifactError, ConfigError, FinetuneError
+from finetune.model.base import load_architecture, remote_code, weightless_base
+
+# Kinds of rotary scaling that lengthen the context beyond `max_position_embeddings`; of others (llama3, longrope) it
+# is already the length after scaling.
+_LENGTHENS = ("linear", "dynamic", "yarn")
+
+
+def vocabulary(architecture: Any) -> int | None:
+    """Rows of the embedding, which may be more than the tokenizer has tokens; None where the config does not say."""
+    size = getattr(architecture.get_text_config(), "vocab_size", None)
+    return size if isinstance(size, int) else None
+
+
+def check_tokenizer(tokenizer: Any, architecture: Any, section: ModelSection) -> None:
+    """Raise ArtifactError for a tokenizer that spells text with ids for which the base has no embedding.
+
+    Tokens that were added to it are not counted: some checkpoints name more than they were trained with, such as
+    Gemma 3 1B a token for images. Whether the rows use one is looked at in the rows.
+    """
+    size = vocabulary(architecture)
+    if size is None:
+        return
+    ends = [getattr(tokenizer, f"{kind}_token_id") for kind in ("eos", "pad")]
+    largest = max(tokenizer.vocab_size - 1, *(end for end in ends if end is not None))
+    if largest >= size:
+        raise ArtifactError(
+            f"the tokenizer of `{section.tokenizer or section.name}` has token ids up to {largest}, and "
+            f"`{section.name}` has embeddings for {size} tokens: they do not belong together; set `model.tokenizer` to "
+            "the one that the base was trained with"
+        )
+
+
+def positions(architecture: Any) -> int | None:
+    """The longest row, in tokens, that the base was made for, rotary scaling included; None where it sets no bound."""
+    text = architecture.get_text_config()
+    count = getattr(text, "max_position_embeddings", None) or getattr(text, "max_seq_len", None)
+    if not isinstance(count, int) or count <= 0:
+        return None
+    rope = getattr(text, "rope_parameters", None) or {}
+    factor = rope.get("factor")
+    if rope.get("rope_type") in _LENGTHENS and isinstance(factor, (int, float)) and math.isfinite(factor):
+        return max(count, int(factor * (rope.get("original_max_position_embeddings") or count)))
+    return count
+
+
+def within_positions(config: Config, architecture: Any) -> tuple[Config, str | None]:
+    """`config` with rows that the base can take, and what to say of it in a line, if anything.
+
+    A default `data.max_length` is lowered to the base's positions. One that was set and is above them is refused where
+    a position more has no embedding (ConfigError), and kept where positions are computed.
+    """
+    name, length = config.model.name, config.data.max_length
+    known = positions(architecture)
+    if known is None or length <= known:
+        return config, None
+    if "max_length" not in config.data.model_fields_set:
+        lowered = config.changed({"data.max_length": known})
+        return lowered, f"data.max_length: {known}, the positions of `{name}`, instead of {length}"
+    if _is_bounded(config.model, architecture):
+        raise ConfigError(
+            f"`data.max_length`: {length} is more than the {known} positions of `{name}`; set it to {known}"
+        )
+    return config, (
+        f"`data.max_length` {length} is above the {known} positions that `{name}` was made for: it may not make sense "
+        "of longer rows"
+    )
+
+
+def settled(config: Config) -> tuple[Config, str | None]:
+    """`within_positions` of the base where its config is at hand; elsewhere `config` as it is."""
+    try:
+        architecture = load_architecture(config.model)
+    except FinetuneError:
+        return config, None
+    return within_positions(config, architecture)
+
+
+def _is_bounded(model: ModelSection, architecture: Any) -> bool:
+    text = architecture.get_text_config()
+    if getattr(text, "rope_parameters", None) or getattr(text, "alibi", False):
+        return False
+    built = weightless_base(
+        architecture,
+        QuantizationSection(kind="none"),
+        attention="eager",
+        dtype=torch.float32,
+        remote_code=remote_code(model),
+    )
+    return table_size(built) is not None
+
+
+def table_size(model: Any) -> int | None:
+    """Positions for which `model` keeps a table: a row of more ends in an IndexError. None where it computes them."""
+    known = positions(model.config)
+    if known is None:
+        return None
+    words = model.get_input_embeddings()
+    tables = [module.weight for module in model.modules() if isinstance(module, nn.Embedding) and module is not words]
+    tables += [buffer for buffer in model.buffers() if buffer.ndim == 2]
+    # OPT and BART keep two rows more than they have positions; MPT makes its table of distances in each pass.
+    if model.config.model_type == "mpt" or any(known <= len(table) <= known + 2 for table in tables):
+        return known
+    return None

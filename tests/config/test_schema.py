@@ -1,0 +1,127 @@
+"""The JSON schema accepts what the program accepts, and refuses the types and names that it refuses."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+import yaml
+
+from finetune import settings
+from finetune.config import dump
+from finetune.errors import ConfigError
+from finetune.settings import load_config
+from finetune.template import TEMPLATES
+
+CONFIGS = sorted((Path(settings.__file__).parents[1] / "configs").glob("*.yaml"))
+
+
+@pytest.fixture(scope="module")
+def check() -> Any:
+    schema = settings.schema()
+    jsonschema.Draft202012Validator.check_schema(schema)
+    return jsonschema.Draft202012Validator(schema).is_valid
+
+
+def read_as_yaml_1_1(text: str) -> Any:
+    """As PyYAML reads it, and most editors do: `2e-4` is text."""
+    return yaml.safe_load(text)
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_a_shipped_config_is_valid_as_yaml_1_1(path: Path, check: Any) -> None:
+    assert check(read_as_yaml_1_1(path.read_text()))
+    assert check(read_as_yaml_1_1(dump(load_config(path))))
+
+
+ACCEPTED = [
+    "",
+    "training:\n",
+    "training: {learning_rate: 2e-4}",
+    "training: {learning_rate: 3e3}",
+    "training: {learning_rate: 1.5e-4}",
+    "training: {learning_rate: .5e-4}",
+    "training: {learning_rate: +.5}",
+    "training: {learning_rate: 1}",
+    "training: {warmup: 1E2, epochs: 2e0}",
+    "training: {batch_size: 0o20, micro_batch: 08}",
+    "training: {micro_batch: auto}",
+    "training: {max_steps: null}",
+    "optimizer: {epsilon: 1e-8, weight_decay: 0}",
+    "data: {chat_template: my/own.jinja}",
+    "data: {train: [a.jsonl, {source: b/, weight: 5e-1}]}",
+    "memory: {budget: 24GiB, limit: 1024}",
+    "memory: {budget: 1.5 GiB}",
+    "memory: {checkpointing: every-2}",
+    "memory: {checkpointing: 3}",
+    "adapter: {targets: [q_proj]}",
+    *(f"data: {{chat_template: {name}}}" for name in TEMPLATES),
+]
+
+
+@pytest.mark.parametrize("text", ACCEPTED)
+def test_what_the_program_accepts_is_valid(text: str, check: Any, tmp_path: Path) -> None:
+    config = tmp_path / "config.yaml"
+    config.write_text(text)
+    load_config(config)
+    assert check(read_as_yaml_1_1(text))
+
+
+REFUSED = [
+    "- a",
+    "training: 5",
+    "training: []",
+    "trainings: {}",
+    "training: {learning_rate: fast}",
+    "training: {learning_rate: e5}",
+    "training: {learning_rate: '0.5'}",
+    "training: {learning_rate: 0}",
+    "training: {learning_rate: 1.0e+308}",
+    "training: {learning_rate: true}",
+    "training: {batch_size: '16'}",
+    "training: {batch_size: 1.5}",
+    "training: {batch_size: -1}",
+    "training: {batch_size: 99999999999999999999}",
+    "training: {micro_batch: most}",
+    "training: {seed: -5}",
+    "training: {seed: 4294967296}",
+    "training: {seed: null}",
+    "training: {schedule: cosin}",
+    "training: {precision: bf32}",
+    "training: {lr: 1}",
+    "optimizer: {kind: adam}",
+    "quantization: {kind: nf5, double: true}",
+    "quantization: {double: 1}",
+    "data: {chat_template: chatm}",
+    "data: {chat_template: own.txt}",
+    "data: {chat_template: []}",
+    "data: {train: []}",
+    "data: {train: [{source: a, weight: 0}]}",
+    "data: {train: [{weight: 1}]}",
+    "data: {train: [{source: a, weights: 1}]}",
+    "data: {format: chat}",
+    "data: {columns: [a]}",
+    "memory: {budget: 24GB}",
+    "memory: {budget: 0}",
+    "memory: {checkpointing: every-0}",
+    "memory: {checkpointing: some}",
+    "memory: {checkpointing: -1}",
+    "adapter: {targets: []}",
+    "adapter: {targets: all}",
+    "adapter: {rank: 0}",
+    "tracking: {to: [mlflo]}",
+    "model: {name: ''}",
+    "model: {attention: flash}",
+    "output: {keep: 1}",
+]
+
+
+@pytest.mark.parametrize("text", REFUSED)
+def test_a_type_or_name_that_the_program_refuses_is_invalid(text: str, check: Any, tmp_path: Path) -> None:
+    config = tmp_path / "config.yaml"
+    config.write_text(text)
+    with pytest.raises(ConfigError):
+        load_config(config)
+    assert not check(read_as_yaml_1_1(text))

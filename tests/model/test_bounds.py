@@ -1,0 +1,218 @@
+"""A base takes the tokens it has embeddings for, and rows no longer than its positions; what is more is known early."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from jobs import QUICK
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+import finetune
+from finetune import recipe
+from finetune.config import Config
+from finetune.errors import ArtifactError, ConfigError, DataError
+from finetune.model import attention, bounds
+from finetune.model.generation import answer
+from finetune.report.terminal import Terminal
+from finetune.rundir import RunDirectory
+from finetune.settings import load_config
+
+POSITIONS = 40
+GPT2: dict[str, Any] = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": POSITIONS, "eos_token_id": 0}
+LLAMA: dict[str, Any] = {
+    "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4,
+    "intermediate_size": 48, "max_position_embeddings": POSITIONS,
+}  # fmt: skip
+
+
+@pytest.fixture
+def make_base(tmp_path: Path, tiny_base: Path):
+    """A function from an architecture to a directory with a model of random weights and the built-in tokenizer."""
+
+    def make(kind: str, values: dict[str, Any], *, more_tokens: int = 0, weights: bool = True) -> Path:
+        folder = tmp_path / kind
+        tokenizer = AutoTokenizer.from_pretrained(tiny_base)
+        config = AutoConfig.for_model(kind, vocab_size=len(tokenizer) + more_tokens, **values)
+        torch.manual_seed(0)
+        AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+        if not weights:
+            (folder / "model.safetensors").unlink()
+        return folder
+
+    return make
+
+
+@pytest.fixture
+def long_rows(tmp_path: Path) -> Path:
+    """Rows of which some are longer than the positions of the bases here, in question or in answer."""
+    file = tmp_path / "rows.jsonl"
+    sizes = [(2, 3), (2, 90), (90, 3), (3, 2)] * 6
+    rows = [
+        [{"role": "user", "content": f"{n} " + "ask " * asked}, {"role": "assistant", "content": "say " * said}]
+        for n, (asked, said) in enumerate(sizes)
+    ]
+    file.write_text("".join(json.dumps({"messages": row}) + "\n" for row in rows))
+    return file
+
+
+class Notes(Terminal):
+    def __init__(self) -> None:
+        super().__init__(quiet=True)
+        self.notes: list[str] = []
+
+    def note(self, text: str) -> None:
+        self.notes.append(text)
+
+
+# -- positions ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore:fan_in_fan_out is set to False:UserWarning")  # peft, of GPT-2's layers
+@pytest.mark.parametrize(("kind", "values"), [("gpt2", GPT2), ("llama", LLAMA)])
+def test_the_default_length_is_what_the_base_has_and_is_said(make_base, long_rows, tmp_path, kind, values) -> None:
+    (tmp_path / "job.yaml").write_text("training: {precision: fp32}\nquantization: {kind: none}\n")
+    job = [f"model.name={make_base(kind, values)}", f"data.train={long_rows}", "data.eval_share=0.5"]
+    config = load_config(tmp_path / "job.yaml", [*QUICK, *job, f"output.dir={tmp_path / 'run'}"])
+    terminal = Notes()
+    found = recipe.train(config, terminal=terminal)
+    assert [note for note in terminal.notes if note.startswith(f"data.max_length: {POSITIONS}, the positions")]
+    assert found.run.config().data.max_length == POSITIONS
+    assert max(line["tokens"] for line in found.run.metrics() if "tokens" in line) > 0
+    recipe.train(config, terminal=terminal)
+    assert "is finished" in terminal.notes[-1], "the same command goes on with the same length"
+    answers = json.loads(found.run.answers_file.read_text())
+    assert len(answers) >= (1 if kind == "gpt2" else 3)
+    assert {"data", "plan"} == {
+        name
+        for name, length in {
+            "data": finetune.inspect_data(config).inspection.train.longest,
+            "plan": finetune.plan(config, "cpu").forecast.batch.tokens,
+        }.items()
+        if length == POSITIONS
+    }
+
+
+def test_a_length_that_was_set_is_refused_where_positions_are_a_table(make_base, quick) -> None:
+    base = make_base("gpt2", GPT2, weights=False)
+    config = quick(f"model.name={base}", f"data.max_length={POSITIONS + 1}")
+    for run in (recipe.train, finetune.inspect_data, lambda config: finetune.plan(config, "cpu")):
+        with pytest.raises(ConfigError, match=r"`data\.max_length`: 41 is more than the 40 positions .* set it to 40"):
+            run(config)
+
+
+def test_a_length_that_was_set_is_kept_and_told_where_positions_are_computed(make_base, long_rows, quick) -> None:
+    base, terminal = make_base("llama", LLAMA), Notes()
+    job = [f"model.name={base}", f"data.train={long_rows}", "data.max_length=80", "quantization.kind=none"]
+    assert recipe.train(quick(*job), terminal=terminal).run.config().data.max_length == 80
+    assert [note for note in terminal.notes if "`data.max_length` 80 is above the 40 positions" in note]
+
+
+@pytest.mark.parametrize(
+    ("kind", "values"),
+    [
+        ("gpt2", GPT2),
+        ("opt", {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "ffn_dim": 32,
+                 "word_embed_proj_dim": 32, "max_position_embeddings": POSITIONS}),
+        ("gptj", {"n_embd": 32, "n_head": 4, "n_layer": 2, "rotary_dim": 8, "n_positions": POSITIONS}),
+        ("gpt_neo", {"hidden_size": 32, "num_heads": 4, "num_layers": 2, "max_position_embeddings": POSITIONS,
+                     "attention_types": [[["global", "local"], 1]]}),
+        ("mpt", {"d_model": 32, "n_heads": 4, "n_layers": 2, "max_seq_len": POSITIONS}),
+        ("bloom", {"hidden_size": 32, "n_head": 4, "n_layer": 2}),
+        ("falcon", {"hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 2, "alibi": True,
+                    "max_position_embeddings": POSITIONS}),
+        ("llama", LLAMA),
+    ],
+)  # fmt: skip
+def test_a_table_is_told_by_what_happens_behind_its_end(kind: str, values: dict[str, Any]) -> None:
+    config = AutoConfig.for_model(kind, vocab_size=64, **values)
+    implementation, _ = attention.choose("auto", config, "cpu", "fp32")
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=implementation).eval()
+    model(torch.ones(1, POSITIONS, dtype=torch.long))
+    try:
+        model(torch.ones(1, POSITIONS + 1, dtype=torch.long))
+    except (IndexError, RuntimeError):
+        assert bounds.table_size(model) == POSITIONS
+    else:
+        assert bounds.table_size(model) is None
+
+
+@pytest.mark.parametrize(
+    ("rope", "expected"),
+    [
+        ({}, 100),
+        ({"rope_type": "default"}, 100),
+        ({"rope_type": "linear", "factor": 4.0}, 400),
+        ({"rope_type": "dynamic", "factor": 2.5}, 250),
+        ({"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 50}, 400),
+        ({"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 50}, 100),
+        ({"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 50}, 100),
+        ({"rope_type": "linear", "factor": float("inf")}, 100),
+    ],
+)
+def test_rotary_scaling_counts(rope: dict[str, Any], expected: int) -> None:
+    config = AutoConfig.for_model("llama", max_position_embeddings=100)
+    config.rope_parameters = {"rope_theta": 10_000.0, **rope}
+    assert bounds.positions(config) == expected
+
+
+def test_a_base_that_says_nothing_of_positions_bounds_nothing() -> None:
+    architecture = AutoConfig.for_model("bloom", hidden_size=32, n_head=4, n_layer=2)
+    assert bounds.within_positions(Config(), architecture) == (Config(), None)
+
+
+def test_an_answer_ends_with_the_positions_and_a_prompt_that_takes_them_all_is_refused(make_base) -> None:
+    base = make_base("gpt2", GPT2)
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(base), AutoTokenizer.from_pretrained(base)
+    assert isinstance(answer(model, tokenizer, [{"role": "user", "content": "a"}], 500), str)
+    with pytest.raises(ConfigError, match=r"the prompt has .* tokens, and the base 40 positions"):
+        answer(model, tokenizer, [{"role": "user", "content": "word " * POSITIONS}], 5)
+
+
+# -- vocabulary --------------------------------------------------------------------------------------------------------
+
+
+def test_a_tokenizer_that_spells_more_than_the_base_embeds_is_refused_before_the_weights(
+    make_base, quick, trained: RunDirectory, tmp_path: Path
+) -> None:
+    base = make_base("llama", LLAMA, more_tokens=-700, weights=False)
+    config = quick(f"model.name={base}", "training.max_steps=1")
+    for run in (recipe.train, lambda config: finetune.plan(config, "cpu")):
+        with pytest.raises(ArtifactError, match=r"token ids up to \d+, and `.*` has embeddings for \d+ tokens"):
+            run(config)
+    run = RunDirectory(shutil.copytree(trained.path, tmp_path / "run"))
+    run.config_file.write_text(run.config_file.read_text().replace("builtin:tiny-llama", str(base)))
+    for use in (lambda: recipe.generate(run, "x"), lambda: recipe.evaluate(run)):
+        with pytest.raises(ArtifactError):
+            use()
+
+
+def test_an_embedding_with_rows_to_spare_is_fine(make_base, quick) -> None:
+    base = make_base("llama", {**LLAMA, "max_position_embeddings": 1024}, more_tokens=64)
+    recipe.train(quick(f"model.name={base}", "quantization.kind=none"), terminal=Notes())
+
+
+@pytest.mark.parametrize("wrong", [-1, 2_048, 2**31, 10**30])
+def test_a_number_that_is_no_token_is_a_problem_of_its_row(wrong: int, quick, tmp_path: Path) -> None:
+    file = tmp_path / "tokens.jsonl"
+    file.write_text(json.dumps({"input_ids": [5, wrong]}) + "\n")
+    config: Config = quick(f"data.train={file}", "data.eval=none")
+    with pytest.raises(DataError, match=rf"tokens\.jsonl:1: `input_ids\[1\]` is {wrong}"):
+        finetune.inspect_data(config)
+
+
+def test_a_special_token_of_a_template_that_the_base_was_not_given_is_named(make_base, quick, rows_file) -> None:
+    base = make_base("llama", {**LLAMA, "max_position_embeddings": 1024}, weights=False)
+    tokenizer = AutoTokenizer.from_pretrained(base)
+    tokenizer.add_special_tokens(
+        {"additional_special_tokens": ["<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]}
+    )
+    tokenizer.save_pretrained(base)
+    config = quick(f"model.name={base}", "data.chat_template=llama3")
+    with pytest.raises(ArtifactError, match=r"rows\.jsonl:\d+: token \d+ \('<\|.*\|>'\) is not among the 2048"):
+        recipe.train(config, terminal=Notes())
