@@ -6,6 +6,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
+CONTROL_TOKENS = "control tokens as text"
 DUPLICATE = "duplicate"
 EMPTY = "empty answer"
 TOO_LONG = "over data.max_length"
@@ -14,7 +15,7 @@ UNTRAINED = "nothing to train"
 
 @dataclass(frozen=True, slots=True)
 class Affected:
-    """A row that is not what its source has, or is there twice.
+    """A row that is not what its source has, is there twice, or has text that spells control tokens.
 
     `what` was done (dropped, truncated, answer truncated, split, kept), and `why`; `tokens` is the row's length before,
     None where it was never tokenized.
@@ -68,6 +69,11 @@ class Counts:
         return sum(row.why == DUPLICATE for row in self.affected)
 
     @property
+    def control_tokens(self) -> int:
+        """Rows whose text spells control tokens, which are ordinary text there."""
+        return sum(row.why == CONTROL_TOKENS for row in self.affected)
+
+    @property
     def dropped(self) -> int:
         """Rows left out."""
         return self._count("dropped")
@@ -93,6 +99,7 @@ class Counts:
             "answers_truncated",
             "split",
             "duplicates",
+            "control_tokens",
         )
         return {name: getattr(self, name) for name in numbers} | {
             "dropped": self.dropped,

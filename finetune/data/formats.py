@@ -31,12 +31,13 @@ class Chat:
     """A conversation, rendered by the chat template.
 
     Assistant turns whose index is in `context` are shown to the model and not trained. `tools` are the functions the
-    assistant may call, as JSON schemas for the template.
+    assistant may call, as JSON schemas for the template. The texts of an `escaped` example have stand-ins (control.py).
     """
 
     messages: list[Message]
     context: frozenset[int] = frozenset()
     tools: list[dict[str, Any]] | None = None
+    escaped: bool = False
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,7 @@ class Completion:
 
     prompt: str
     completion: str
+    escaped: bool = False
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,7 @@ class Text:
     """Plain text, learnt whole."""
 
     text: str
+    escaped: bool = False
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from finetune.config import DataSection, named
 from finetune.config.fields import unknown
 from finetune.data import cache, chat, fingerprint, formats, lengths, sources
 from finetune.data.chat import IGNORE, Encoded
-from finetune.data.counts import DUPLICATE, EMPTY, TOO_LONG, UNTRAINED, Affected, Counts
+from finetune.data.counts import CONTROL_TOKENS, DUPLICATE, EMPTY, TOO_LONG, UNTRAINED, Affected, Counts
 from finetune.data.formats import Example, RowError
 from finetune.data.problems import Problems
 from finetune.data.rows import RowsWriter, mapped
@@ -31,7 +31,7 @@ from finetune.errors import ConfigError, DataError
 Split = Literal["train", "eval"]
 
 # A change to the code that makes other rows of the same data takes a new number, and no earlier entry is found.
-_VERSION = 1
+_VERSION = 2
 
 _ROWS, _COUNTS = "rows.arrow", "counts.json"
 
@@ -287,7 +287,8 @@ class _Rows:
             for place, read in enumerate(batch)
             if not isinstance(read.example, DataError) and not chat.is_empty(read.example, loss_on)
         }
-        encoded = dict(zip(full, chat.encode_all(list(full.values()), self.tokenizer, loss_on), strict=True))
+        rows = chat.encode_all(list(full.values()), self.tokenizer, loss_on, self.section.control_tokens)
+        encoded = dict(zip(full, rows, strict=True))
         if lengths.TOO_LONG[self.section.too_long].keeps_head:
             encoded |= self._with_heads(full, encoded)
         for place, read in enumerate(batch):
@@ -308,7 +309,8 @@ class _Rows:
             for place, row in encoded.items()
             if isinstance(row, Encoded) and len(row.input_ids) > self.section.max_length
         }
-        heads = chat.system_heads([(full[place], row) for place, row in long.items()], self.tokenizer)
+        rows = [(full[place], row) for place, row in long.items()]
+        heads = chat.system_heads(rows, self.tokenizer, self.section.control_tokens)
         return {place: replace(row, head=head) for (place, row), head in zip(long.items(), heads, strict=True)}
 
     def _kept(self, read: _Read, encoded: Encoded | RowError | None) -> list[Encoded]:
@@ -325,6 +327,8 @@ class _Rows:
         if not encoded.trained:
             affected.append(Affected(place, "dropped", UNTRAINED, length))
             return []
+        if encoded.escaped:
+            affected.append(Affected(place, "kept", CONTROL_TOKENS, length))
         if self._again(place, encoded):
             what = "dropped" if section.duplicates == "drop" else "kept"
             affected.append(Affected(place, what, DUPLICATE, length))
@@ -380,6 +384,6 @@ def _read(row: Row, form: str, section: DataSection) -> formats.Example:
 
 def _encode(row: Row, example: formats.Example, section: DataSection, tokenizer: Any) -> Encoded:
     try:
-        return chat.encode(example, tokenizer, section.loss_on)
+        return chat.encode(example, tokenizer, section.loss_on, section.control_tokens)
     except RowError as error:
         raise DataError(f"{row.place}: {error}") from None

@@ -102,6 +102,8 @@ def _facts(found: Inspection) -> dict[str, str]:
     for name, counts in _splits(found).items():
         if counts.dropped:
             told[f"dropped, {name}"] = words.dropped(counts)
+        if counts.control_tokens:
+            told[f"control tokens, {name}"] = words.control_tokens(counts)
     return {**told, "fingerprint": f"{found.fingerprint} (tokenizer and template)"}
 
 

@@ -315,6 +315,8 @@ def _counts(counts: Counts, max_length: int) -> str:
         told.append(f"{words.count(counts.split)} split")
     if counts.duplicates:
         told.append(f"{words.count(counts.duplicates)} duplicate{'s' if counts.duplicates > 1 else ''}")
+    if counts.control_tokens:
+        told.append(f"{words.count(counts.control_tokens)} with control tokens as text")
     if counts.dropped:
         told.append(f"{words.count(counts.dropped)} dropped: {words.dropped(counts)}")
     if counts.affected:
