@@ -9,6 +9,8 @@ The encoding of a row is a generator that yields a text where it needs tokens; s
 
 from __future__ import annotations
 
+import functools
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeVar
@@ -101,6 +103,17 @@ def system_heads(
 
 def _head(example: Chat, tokenizer: Any, control_tokens: ControlTokens) -> Asking[Tokenized]:
     return (yield from _rendering(_read(example, tokenizer, control_tokens), 1, tokenizer))
+
+
+def unused(example: Chat, tokenizer: Any) -> list[str]:
+    """The fields of its messages that the chat template does not know."""
+    names = {name for message in example.messages for name in message} - {"role", "content", "tool_calls"}
+    return sorted(names - _names_in(str(tokenizer.chat_template)))
+
+
+@functools.lru_cache(maxsize=8)
+def _names_in(chat_template: str) -> frozenset[str]:
+    return frozenset(re.findall(r"\w+", chat_template))
 
 
 def is_empty(example: Example, loss_on: LossOn = "assistant") -> bool:

@@ -33,13 +33,17 @@ class Affected:
 
 @dataclass
 class Counts:
-    """What became of the rows of one split. `rows` and `longest` (tokens) are of what is trained on."""
+    """What became of the rows of one split. `rows` and `longest` (tokens) are of what is trained on.
+
+    `unused` are the fields of rows and messages that hold something and go nowhere.
+    """
 
     rows: int = 0
     tokens: int = 0
     trained_tokens: int = 0
     longest: int = 0
     affected: list[Affected] = field(default_factory=list)
+    unused: list[str] = field(default_factory=list)
 
     def add(self, tokens: int, trained_tokens: int) -> None:
         """Count one row that is trained on."""
@@ -104,6 +108,7 @@ class Counts:
         return {name: getattr(self, name) for name in numbers} | {
             "dropped": self.dropped,
             "dropped_why": dict(self.dropped_why),
+            "unused": self.unused,
             "supervised_share": self.supervised_share,
         }
 

@@ -98,7 +98,7 @@ def held_out_ids(section: DataSection, tokenizer: Any, rows: int, tokens: int) -
     """Token ids of the first held-out rows (training rows, where none are held out), cut to `tokens`."""
     found = []
     for row in held_out_rows(section):
-        example = _read(row, section.format, section)
+        example = _read(row, section)
         found.append(_encode(row, example, section, tokenizer).input_ids[:tokens])
         if len(found) == rows:
             break
@@ -115,7 +115,7 @@ def questions(section: DataSection, count: int) -> list[tuple[list[formats.Messa
     """The first held-out conversations as (messages before the last answer, that answer); none with tools."""
     found: list[tuple[list[formats.Message], str]] = []
     for row in held_out_rows(section):
-        example = _read(row, section.format, section)
+        example = _read(row, section)
         if not isinstance(example, formats.Chat) or example.tools:
             continue
         *asked, answer = example.messages
@@ -276,9 +276,13 @@ class _Rows:
             if row.source not in self.forms:
                 form = self.section.format
                 self.forms[row.source] = _detect(row, self.section) if form == "auto" else form
-            return _read(row, self.forms[row.source], self.section)
+            example, unused = _example(row, self.forms[row.source], self.section)
         except DataError as error:
             return error
+        if isinstance(example, formats.Chat):
+            unused += [f"messages.{name}" for name in chat.unused(example, self.tokenizer)]
+        self.counts.unused += [name for name in unused if name not in self.counts.unused]
+        return example
 
     def _kept_of(self, batch: list[_Read]) -> Iterator[tuple[Row, Encoded]]:
         loss_on, told = self.section.loss_on, len(self.problems.found)
@@ -375,9 +379,13 @@ def _detect(row: Row, section: DataSection) -> str:
         raise DataError(f"{row.place}: {error}") from None
 
 
-def _read(row: Row, form: str, section: DataSection) -> formats.Example:
+def _read(row: Row, section: DataSection) -> formats.Example:
+    return _example(row, section.format, section)[0]
+
+
+def _example(row: Row, form: str, section: DataSection) -> tuple[formats.Example, list[str]]:
     try:
-        return formats.FORMATS[form].read(formats.mapped(row.fields, section.columns))
+        return formats.read(row.fields, form, section.columns)
     except RowError as error:
         raise DataError(f"{row.place}: {error}") from None
 

@@ -104,6 +104,8 @@ def _facts(found: Inspection) -> dict[str, str]:
             told[f"dropped, {name}"] = words.dropped(counts)
         if counts.control_tokens:
             told[f"control tokens, {name}"] = words.control_tokens(counts)
+    if unused := words.unused(found.train, found.eval):
+        told["columns not used"] = unused
     return {**told, "fingerprint": f"{found.fingerprint} (tokenizer and template)"}
 
 

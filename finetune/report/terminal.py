@@ -141,6 +141,8 @@ class Terminal:
             "attention": attention,
             "device": _device(RunDirectory(path), str(device)),
         }
+        if unused := words.unused(data.train_counts, data.eval_counts):
+            facts["not used"] = f"columns {unused}"
         if forecast:
             facts["memory"] = words.verdict(forecast)
         self._facts(facts)

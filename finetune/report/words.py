@@ -12,6 +12,8 @@ from finetune.memory.forecast import Forecast
 _MIB, _GIB = 2**20, 2**30
 # Rows that are named where they are many.
 _PLACES = 3
+# And columns.
+_COLUMNS = 12
 
 
 def size(size_bytes: int) -> str:
@@ -85,6 +87,13 @@ def control_tokens(counts: Counts) -> str:
         f"{count(len(places))} {spell} some ({_places(places)}), which stay ordinary text; for rows that were rendered "
         "before, set data.control_tokens: parse"
     )
+
+
+def unused(*splits: Counts | None) -> str:
+    """The fields of rows that go nowhere, the first of many."""
+    names = list(dict.fromkeys(name for counts in splits if counts for name in counts.unused))
+    more = len(names) - _COLUMNS
+    return ", ".join(names[:_COLUMNS]) + (f" and {count(more)} more" if more > 0 else "")
 
 
 def _places(places: Sequence[str]) -> str:

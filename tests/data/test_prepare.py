@@ -504,3 +504,13 @@ def test_questions_are_held_out_conversations_without_their_last_answer(write: W
 
 def test_plain_text_asks_nothing(write: Write) -> None:
     assert questions(DataSection(train=write([{"text": "one"}]), eval="none"), 3) == []
+
+
+def test_columns_that_go_nowhere_are_known_once_for_the_split(write: Write, tokenizer: Any) -> None:
+    answer = {"role": "assistant", "content": "so", "reasoning_content": "hm", "id": 5}
+    row = {"messages": [{"role": "user", "content": "Hi"}, answer], "source": "web", "lang": ""}
+    found = prepare(DataSection(train=write([row, {**row, "lang": "en"}]), eval="none"), tokenizer)
+    assert found.train_counts.unused == ["source", "messages.id", "messages.reasoning_content", "lang"]
+    tokenizer.chat_template = tokenizer.chat_template + "{# reasoning_content #}"
+    found = prepare(DataSection(train=write([row]), eval="none"), tokenizer)
+    assert found.train_counts.unused == ["source", "messages.id"]
