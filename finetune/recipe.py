@@ -20,7 +20,7 @@ from finetune.config import Config
 from finetune.data import fingerprint
 from finetune.data import prepare as data_prepare
 from finetune.environment import describe
-from finetune.errors import ForecastError, MachineError, OutOfMemoryError, Terminated
+from finetune.errors import DataError, ForecastError, MachineError, OutOfMemoryError, Terminated
 from finetune.export import merge as export_merge
 from finetune.memory import comparison, exhausted, inspect
 from finetune.memory import device as devices
@@ -106,6 +106,8 @@ class _Training:
         architecture = load_architecture(config.model)
         implementation, reason = _attention(config, architecture, device)
         data = data_prepare.prepare(config.data, tokenizer)
+        if data.warning and config.training.early_stopping:
+            raise DataError(f"`training.early_stopping` needs held-out rows; {data.warning}")
         config, forecast = processes.first_does(lambda: self._plan(architecture, device, data))
 
         environment = describe(device)

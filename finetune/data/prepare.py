@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
@@ -44,13 +45,15 @@ _BATCH_CHARACTERS = 2**19
 class Prepared:
     """Tokenized splits and counts.
 
-    A split is a `datasets.Dataset` of input_ids, labels, length, number of trained tokens, place and source.
+    A split is a `datasets.Dataset` of input_ids, labels, length, number of trained tokens, place and source. There is
+    a `warning` where `data.eval: auto` found nothing to hold out.
     """
 
     train: Any
     eval: Any | None
     train_counts: Counts
     eval_counts: Counts | None
+    warning: str | None = None
 
     def affected(self) -> Iterator[dict[str, Any]]:
         """The rows of both splits that were left out or changed, as lines of data.jsonl."""
@@ -80,13 +83,20 @@ def prepare(section: DataSection, tokenizer: Any) -> Prepared:
             if train_counts.dropped
             else f"{where} has no rows"
         )
-    held_out, eval_counts = (None, None) if eval_rows is None else _held_out(job)
+    held_out, eval_counts, warning = None, None, None
+    if eval_rows is not None:
+        try:
+            held_out, eval_counts = _held_out(job)
+        except _NothingHeldOut as error:
+            if section.eval != "auto":
+                raise
+            warning = f"none: {error}"
     if not _teaches(train, tokenizer):
         raise DataError(
             f"{where} teaches nothing: in none of its {train_counts.rows} rows do the trained tokens spell any text, "
             "only ends of turn and blanks; check that the answers are not empty, and `data.format`"
         )
-    return Prepared(train, held_out, train_counts, eval_counts)
+    return Prepared(train, held_out, train_counts, eval_counts, warning)
 
 
 def prepare_held_out(section: DataSection, tokenizer: Any) -> tuple[Any, Counts]:
@@ -108,7 +118,12 @@ def held_out_ids(section: DataSection, tokenizer: Any, rows: int, tokens: int) -
 def held_out_rows(section: DataSection) -> Iterator[Row]:
     """The held-out rows as they stand in the source; the training rows where nothing is held out."""
     train_rows, eval_rows = _splits(section, Problems())
-    yield from train_rows if eval_rows is None else eval_rows
+    anything = False
+    for row in eval_rows or ():
+        anything = True
+        yield row
+    if not anything:
+        yield from train_rows
 
 
 def questions(section: DataSection, count: int) -> list[tuple[list[formats.Message], str]]:
@@ -137,13 +152,33 @@ def _splits(section: DataSection, problems: Problems) -> tuple[Iterable[Row], It
     if sources.has_held_out_split(section.train):
         return train, sources.rows(section.train, "eval", problems)
 
-    def held_out(row: Row) -> bool:
-        return row.share() < section.eval_share
+    def side(rows: Iterable[Row], held_out: bool) -> Iterator[Row]:
+        below = _held_out_below(section)
+        yield from (row for row in rows if (row.share() < below) == held_out)
 
-    return (
-        (row for row in train if not held_out(row)),
-        (row for row in sources.rows(section.train, "train", problems) if held_out(row)),
-    )
+    return side(train, False), side(sources.rows(section.train, "train", problems), True)
+
+
+def _held_out_below(section: DataSection) -> float:
+    """The share (`Row.share`) below which rows are held out: `eval_share`, unless that leaves one side without a row.
+
+    Then the row with the least or the greatest share is put on it, with those equal to it. Where all rows are equal
+    none is held out.
+    """
+    least, greatest = 1.0, 0.0
+    try:
+        for row in sources.rows(section.train, "train"):
+            share = row.share()
+            least, greatest = min(least, share), max(greatest, share)
+            if least < section.eval_share <= greatest:  # nearly always within the first few rows
+                return section.eval_share
+    except DataError:  # told where the rows are read to be prepared
+        return section.eval_share
+    return min(max(section.eval_share, math.nextafter(least, 1)), greatest) if least < greatest else 0.0
+
+
+class _NothingHeldOut(DataError):
+    """No held-out row is left, though some are asked for."""
 
 
 def _held_out(job: _Job) -> tuple[Any, Counts]:
@@ -153,7 +188,7 @@ def _held_out(job: _Job) -> tuple[Any, Counts]:
         raise DataError("`data.eval: none` keeps nothing back, so there are no held-out rows")
     held_out, counts = job.split("eval", rows, problems)
     if not counts.rows:
-        raise DataError(
+        raise _NothingHeldOut(
             f"no held-out row is left (`data.eval: {named(section.eval)}`, share {section.eval_share}, "
             f"{counts.dropped} dropped); set `data.eval` to a file, a larger `data.eval_share`, or `data.eval: none`"
         )

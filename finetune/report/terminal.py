@@ -136,7 +136,9 @@ class Terminal:
             "base": _base(config),
             "adapter": _adapter(config),
             "data": _counts(data.train_counts, config.data.max_length),
-            "held out": _counts(data.eval_counts, config.data.max_length) if data.eval_counts else "none",
+            "held out": _counts(data.eval_counts, config.data.max_length)
+            if data.eval_counts
+            else data.warning or "none",
             "batch": _batch(config, config.training.batch_size // processes, processes),
             "attention": attention,
             "device": _device(RunDirectory(path), str(device)),
