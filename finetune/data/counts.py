@@ -35,7 +35,8 @@ class Affected:
 class Counts:
     """What became of the rows of one split. `rows` and `longest` (tokens) are of what is trained on.
 
-    `unused` are the fields of rows and messages that hold something and go nowhere.
+    `unused` are the fields of rows and messages that hold something and go nowhere; `kinds` counts the rows by the kind
+    of example that they are (`formats.kind`).
     """
 
     rows: int = 0
@@ -44,10 +45,12 @@ class Counts:
     longest: int = 0
     affected: list[Affected] = field(default_factory=list)
     unused: list[str] = field(default_factory=list)
+    kinds: dict[str, int] = field(default_factory=dict)
 
-    def add(self, tokens: int, trained_tokens: int) -> None:
+    def add(self, tokens: int, trained_tokens: int, kind: str) -> None:
         """Count one row that is trained on."""
         self.rows += 1
+        self.kinds[kind] = self.kinds.get(kind, 0) + 1
         self.tokens += tokens
         self.trained_tokens += trained_tokens
         self.longest = max(self.longest, tokens)

@@ -80,6 +80,32 @@ class Tokens:
 Example = Chat | Completion | Text | Tokens
 
 
+ASKED: dict[str, Callable[[str], Example]] = {
+    "chat": lambda text: Chat([{"role": "user", "content": text}]),
+    "completion": lambda text: Completion(text, ""),
+    "text": Text,
+    "tokens": Text,
+}
+"""What a person asks, in the shape of the rows that were learnt; by the name of a kind of example (`kind`)."""
+
+
+def kind(example: Example) -> str:
+    """`chat`, `completion`, `text` or `tokens`."""
+    return type(example).__name__.lower()
+
+
+def shown(prompt: list[Message] | str) -> str:
+    """A prompt as people read it: a question by itself, and a conversation with who says what."""
+    if isinstance(prompt, str) or [message["role"] for message in prompt] == ["user"]:
+        return prompt if isinstance(prompt, str) else str(prompt[0]["content"])
+    return "\n".join(f"{message['role']}: {_said(message)}" for message in prompt)
+
+
+def _said(message: Message) -> str:
+    calls = [json.dumps(call["function"], ensure_ascii=False) for call in message.get("tool_calls") or ()]
+    return "\n".join([*([message["content"]] if message["content"] or not calls else []), *calls])
+
+
 class RowError(ValueError):
     """A row does not have the shape its format asks for; the message names the field."""
 

@@ -55,6 +55,12 @@ class Prepared:
     eval_counts: Counts | None
     warning: str | None = None
 
+    @property
+    def kind(self) -> str:
+        """The kind of example (`formats.kind`) that most training rows are."""
+        kinds = self.train_counts.kinds
+        return max(kinds, key=kinds.__getitem__)
+
     def affected(self) -> Iterator[dict[str, Any]]:
         """The rows of both splits that were left out or changed, as lines of data.jsonl."""
         for split, found in (("train", self.train_counts), ("eval", self.eval_counts)):
@@ -126,16 +132,23 @@ def held_out_rows(section: DataSection) -> Iterator[Row]:
         yield from train_rows
 
 
-def questions(section: DataSection, count: int) -> list[tuple[list[formats.Message], str]]:
-    """The first held-out conversations as (messages before the last answer, that answer); none with tools."""
-    found: list[tuple[list[formats.Message], str]] = []
+def questions(section: DataSection, count: int) -> list[tuple[list[formats.Message] | str, str]]:
+    """The first held-out prompts, each with the answer that is to be learnt.
+
+    A prompt is the messages before the last answer, or the text before a completion. Conversations with tools are left
+    out, and texts that ask for nothing.
+    """
+    found: list[tuple[list[formats.Message] | str, str]] = []
     for row in held_out_rows(section):
-        example = _read(row, section)
-        if not isinstance(example, formats.Chat) or example.tools:
-            continue
-        *asked, answer = example.messages
-        if asked and answer["role"] == "assistant" and answer["content"].strip():
-            found.append((asked, answer["content"]))
+        match _read(row, section):
+            case formats.Chat([*asked, {"role": "assistant", "content": answer}], tools=None):
+                prompt: list[formats.Message] | str = asked
+            case formats.Completion(prompt, answer):
+                pass
+            case _:
+                continue
+        if prompt and answer.strip():
+            found.append((prompt, answer))
         if len(found) >= count:
             break
     return found
@@ -333,7 +346,7 @@ class _Rows:
         for place, read in enumerate(batch):
             try:
                 for kept in self._kept(read, encoded.get(place)):
-                    self.counts.add(len(kept.input_ids), kept.trained)
+                    self.counts.add(len(kept.input_ids), kept.trained, formats.kind(full[place]))
                     yield read.row, kept
             except DataError as error:
                 # Problems met while later rows were read have been told already, and stand behind this one.

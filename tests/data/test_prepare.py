@@ -552,6 +552,8 @@ def test_questions_are_held_out_conversations_without_their_last_answer(write: W
 
 def test_plain_text_asks_nothing(write: Write) -> None:
     assert questions(DataSection(train=write([{"text": "one"}]), eval="none"), 3) == []
+    completions = write([{"prompt": "Why?", "completion": " so"}, {"prompt": "", "completion": "so"}])
+    assert questions(DataSection(train=completions, eval="none"), 3) == [("Why?", " so")]
 
 
 def test_columns_that_go_nowhere_are_known_once_for_the_split(write: Write, tokenizer: Any) -> None:
