@@ -18,10 +18,10 @@ import torch
 from finetune import libraries, planning, resuming
 from finetune.checkpoint import set_aside
 from finetune.config import Config
-from finetune.data import fingerprint
+from finetune.data import chat, fingerprint, formats
 from finetune.data import prepare as data_prepare
 from finetune.environment import describe
-from finetune.errors import ForecastError, MachineError, OutOfMemoryError, Terminated
+from finetune.errors import ArtifactError, DataError, ForecastError, MachineError, OutOfMemoryError, Terminated
 from finetune.export import merge as export_merge
 from finetune.memory import comparison, exhausted, inspect
 from finetune.memory import device as devices
@@ -122,6 +122,8 @@ class _Training:
         bounds.check_tokenizer(tokenizer, architecture, config.model)
         implementation, reason = _attention(config, architecture, device)
         data = data_prepare.prepare(config.data, tokenizer)
+        if data.warning and config.training.early_stopping:
+            raise DataError(f"`training.early_stopping` needs held-out rows; {data.warning}")
         data_prepare.check_ids(data, tokenizer, bounds.vocabulary(architecture), config.model.name)
         made_with = resuming.made_with(config, data, tokenizer, environment, terminal.note)
         resuming.refuse_other_ranks(made_with)
@@ -246,7 +248,7 @@ class _Training:
         run.forget_metrics_after(start.step)
         if not start.checkpoint:
             run.answers_file.unlink(missing_ok=True)
-            run.event("started", seed=self.config.training.seed)
+            run.event("started", seed=self.config.training.seed, learns=data.kind)
             return start
         for damaged, problems in start.damaged.items():
             aside = set_aside(damaged)
@@ -274,14 +276,14 @@ class _Training:
         asked = data_prepare.questions(self.config.data, _QUESTIONS)
         with autocast(self.config.training.precision, base.device):
             rows = []
-            for messages, reference in asked:
+            for prompt, reference in asked:
                 with contextlib.suppress(TooLong):  # rows are cut for training, and questions are not
                     rows.append(
                         {
-                            "messages": messages,
-                            "question": messages[-1]["content"],
+                            "prompt": prompt,
+                            "question": formats.shown(prompt),
                             "reference": reference,
-                            "before": answer(base, tokenizer, messages, _ANSWER_TOKENS),
+                            "before": answer(base, tokenizer, self._prompt_ids(prompt, tokenizer), _ANSWER_TOKENS),
                             "after": None,
                         }
                     )
@@ -294,8 +296,12 @@ class _Training:
         rows = json.loads(self.run.answers_file.read_text(encoding="utf-8"))
         with autocast(self.config.training.precision, model.device):
             for row in rows:
-                row["after"] = answer(model, tokenizer, row["messages"], _ANSWER_TOKENS)
+                row["after"] = answer(model, tokenizer, self._prompt_ids(row["prompt"], tokenizer), _ANSWER_TOKENS)
         write_json(self.run.answers_file, rows)
+
+    def _prompt_ids(self, prompt: list[formats.Message] | str, tokenizer: Any) -> list[int]:
+        example = formats.Completion(prompt, "") if isinstance(prompt, str) else formats.Chat(prompt)
+        return _prompt_ids(example, tokenizer, self.config)
 
 
 def report(run: RunDirectory) -> Path:
@@ -335,14 +341,25 @@ def generate(
     max_new_tokens: int = 256,
     trust_remote_code: bool = False,
 ) -> str:
-    """Answer `prompt` with the run's `base`, `adapter` or `merged` model.
+    """Answer `prompt`, in the shape of the rows that were learnt, with the run's `base`, `adapter` or `merged` model.
 
+    A run on conversations answers it as a user's message; one on completions, or on plain text, goes on with it.
     `trust_remote_code` allows the Python code that the run's base ships with. Raises ArtifactError where such code is
     needed and not allowed.
     """
     config = config_of(run, trust_remote_code=trust_remote_code)
     model, tokenizer = _model_of(run, config, which)
-    return answer(model, tokenizer, [{"role": "user", "content": prompt}], max_new_tokens)
+    kinds = [event.get("learns") for event in run.events() if event["event"] == "started"]
+    asked = formats.ASKED.get(str(kinds[-1]) if kinds else "chat", formats.ASKED["chat"])
+    return answer(model, tokenizer, _prompt_ids(asked(prompt), tokenizer, config), max_new_tokens)
+
+
+def _prompt_ids(example: formats.Example, tokenizer: Any, config: Config) -> list[int]:
+    try:
+        ids = chat.prompt_ids(example, tokenizer, config.data.control_tokens)
+    except formats.RowError as error:
+        raise ArtifactError(f"the prompt cannot be written for the model: {error}") from None
+    return ids or [tokenizer.eos_token_id]  # an empty prompt of a tokenizer that begins texts with no token
 
 
 def evaluate(run: RunDirectory, *, trust_remote_code: bool = False) -> dict[str, float]:

@@ -144,6 +144,9 @@ class DataSection(Section):
     format's `prompt` from the column `question`."""
     chat_template: Annotated[Place, Choice("data.chat_template", or_file=".jinja")] = "auto"
     """How a conversation is written for the model."""
+    control_tokens: Literal["text", "parse"] = "text"
+    """What text of a row that spells a control token, such as `</s>`, becomes: `text` trains it as
+    ordinary text, so that no row can forge a turn; `parse` makes it the token, for rows that were rendered before."""
     max_length: Positive = 1024
     """Longest row in tokens."""
     too_long: Annotated[str, Choice("data.too_long")] = "truncate"

@@ -9,11 +9,14 @@ The encoding of a row is a generator that yields a text where it needs tokens; s
 
 from __future__ import annotations
 
+import functools
+import re
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from dataclasses import dataclass, replace
+from typing import Any, Literal, TypeVar
 
 from finetune import template
+from finetune.data import control
 from finetune.data.formats import Chat, Completion, Example, Message, RowError, Text, Tokens, in_common
 from finetune.data.tokenizing import Asking, Piece, Span, Tokenized, answered
 from finetune.errors import FinetuneError
@@ -21,18 +24,21 @@ from finetune.errors import FinetuneError
 IGNORE = -100
 
 LossOn = Literal["assistant", "last", "all"]
+ControlTokens = Literal["text", "parse"]
 
 
 @dataclass(frozen=True)
 class Encoded:
     """Token ids and labels of one row, of the same length.
 
-    A row that is cut keeps its first `head` tokens, if it can.
+    A row that is cut keeps its first `head` tokens, if it can. In one that was `escaped`, control tokens that its text
+    spells are ordinary text.
     """
 
     input_ids: list[int]
     labels: list[int]
     head: int = 1
+    escaped: bool = False
 
     @property
     def trained(self) -> int:
@@ -45,27 +51,46 @@ class Encoded:
         return Encoded(self.input_ids[start : start + length], self.labels[start : start + length])
 
 
-def encode(example: Example, tokenizer: Any, loss_on: LossOn = "assistant") -> Encoded:
+def encode(
+    example: Example, tokenizer: Any, loss_on: LossOn = "assistant", control_tokens: ControlTokens = "text"
+) -> Encoded:
     """Tokens and labels of `example`. Raises RowError where no trustworthy mask can be found."""
-    [found] = encode_all([example], tokenizer, loss_on)
+    [found] = encode_all([example], tokenizer, loss_on, control_tokens)
     if isinstance(found, RowError):
         raise found
     return found
 
 
-def encode_all(examples: Sequence[Example], tokenizer: Any, loss_on: LossOn = "assistant") -> list[Encoded | RowError]:
+def encode_all(
+    examples: Sequence[Example],
+    tokenizer: Any,
+    loss_on: LossOn = "assistant",
+    control_tokens: ControlTokens = "text",
+) -> list[Encoded | RowError]:
     """Tokens and labels of each example, or why no trustworthy mask can be found; none depends on the others."""
-    return answered([_encoding(example, tokenizer, loss_on) for example in examples], tokenizer)
+    return answered([_encoding(example, tokenizer, loss_on, control_tokens) for example in examples], tokenizer)
 
 
-def system_heads(rows: Sequence[tuple[Example, Encoded]], tokenizer: Any) -> list[int]:
+def prompt_ids(example: Example, tokenizer: Any, control_tokens: ControlTokens = "text") -> list[int]:
+    """The tokens that ask for what the example lacks, as its row begins: the conversation up to where the assistant
+    begins to write, a prompt without its completion, or a text to go on with. Raises RowError as `encode` does.
+    """
+    [found] = answered([_prompt(example, tokenizer, control_tokens)], tokenizer)
+    if isinstance(found, RowError):
+        raise found
+    return found
+
+
+def system_heads(
+    rows: Sequence[tuple[Example, Encoded]], tokenizer: Any, control_tokens: ControlTokens = "text"
+) -> list[int]:
     """With how many tokens each row begins that belong to the system message, or come before it.
 
     1 where there is none, or where the template shows it within the first question: in most templates a token of its
     own begins the text.
     """
     first = {
-        place: _rendering(example, 1, tokenizer)
+        place: _head(example, tokenizer, control_tokens)
         for place, (example, _) in enumerate(rows)
         if isinstance(example, Chat) and example.messages[0]["role"] == "system"
     }
@@ -74,6 +99,21 @@ def system_heads(rows: Sequence[tuple[Example, Encoded]], tokenizer: Any) -> lis
         if not isinstance(alone, RowError):
             heads[place] = max(1, in_common(rows[place][1].input_ids, alone.ids))
     return heads
+
+
+def _head(example: Chat, tokenizer: Any, control_tokens: ControlTokens) -> Asking[Tokenized]:
+    return (yield from _rendering(_read(example, tokenizer, control_tokens), 1, tokenizer))
+
+
+def unused(example: Chat, tokenizer: Any) -> list[str]:
+    """The fields of its messages that the chat template does not know."""
+    names = {name for message in example.messages for name in message} - {"role", "content", "tool_calls"}
+    return sorted(names - _names_in(str(tokenizer.chat_template)))
+
+
+@functools.lru_cache(maxsize=8)
+def _names_in(chat_template: str) -> frozenset[str]:
+    return frozenset(re.findall(r"\w+", chat_template))
 
 
 def is_empty(example: Example, loss_on: LossOn = "assistant") -> bool:
@@ -101,17 +141,38 @@ def _answers(messages: list[Message]) -> list[int]:
     return [index for index, message in enumerate(messages) if message["role"] == "assistant"]
 
 
-def _encoding(example: Example, tokenizer: Any, loss_on: LossOn) -> Asking[Encoded]:
+Readable = TypeVar("Readable", bound=Example)
+
+
+def _read(example: Readable, tokenizer: Any, control_tokens: ControlTokens) -> Readable:
+    """The example as its text is to be read: with control tokens in it, or as text alone."""
+    return control.escaped(example, tokenizer) if control_tokens == "text" else example
+
+
+def _encoding(example: Example, tokenizer: Any, loss_on: LossOn, control_tokens: ControlTokens) -> Asking[Encoded]:
+    example = _read(example, tokenizer, control_tokens)
     match example:
-        case Chat():
-            return (yield from _chat(example, tokenizer, loss_on))
-        case Completion():
-            return (yield from _completion(example, tokenizer, loss_on))
+        case Chat(escaped=escaped):
+            return replace((yield from _chat(example, tokenizer, loss_on)), escaped=escaped)
+        case Completion(escaped=escaped):
+            return replace((yield from _completion(example, tokenizer, loss_on)), escaped=escaped)
         case Tokens():
             return _tokens(example, tokenizer)
-        case Text():
-            ids = _with_end((yield Piece(example.text, special=True)).ids, tokenizer)
-            return Encoded(ids, list(ids))
+        case Text(text, escaped):
+            ids = _with_end((yield Piece(text, special=True, escaped=escaped)).ids, tokenizer)
+            return Encoded(ids, list(ids), escaped=escaped)
+
+
+def _prompt(example: Example, tokenizer: Any, control_tokens: ControlTokens) -> Asking[list[int]]:
+    example = _read(example, tokenizer, control_tokens)
+    match example:
+        case Chat(messages):
+            _check_template(example, tokenizer)
+            return (yield from _rendering(example, len(messages), tokenizer, prompt=True)).ids
+        case Completion(text, _, escaped) | Text(text, escaped):
+            return (yield from _opening(text, escaped, tokenizer))
+        case Tokens(input_ids):
+            return input_ids
 
 
 # -- text and tokens -------------------------------------------------------------------------------------------------
@@ -119,12 +180,16 @@ def _encoding(example: Example, tokenizer: Any, loss_on: LossOn) -> Asking[Encod
 
 def _completion(example: Completion, tokenizer: Any, loss_on: LossOn) -> Asking[Encoded]:
     # Prompt and completion are tokenized apart, as generation will see the prompt: no token spans the boundary.
-    prompt = (yield Piece(example.prompt, special=True)).ids
-    if prompt and prompt[-1] == tokenizer.eos_token_id:
-        prompt = prompt[:-1]
-    completion = _with_end((yield Piece(example.completion)).ids, tokenizer)
+    prompt = yield from _opening(example.prompt, example.escaped, tokenizer)
+    completion = _with_end((yield Piece(example.completion, escaped=example.escaped)).ids, tokenizer)
     ids = prompt + completion
     return Encoded(ids, list(ids) if loss_on == "all" else [IGNORE] * len(prompt) + completion)
+
+
+def _opening(text: str, escaped: bool, tokenizer: Any) -> Asking[list[int]]:
+    """A text that more will follow: without the end that some tokenizers put to any."""
+    ids = (yield Piece(text, special=True, escaped=escaped)).ids
+    return ids[:-1] if ids and ids[-1] == tokenizer.eos_token_id else ids
 
 
 def _with_end(ids: list[int], tokenizer: Any) -> list[int]:
@@ -196,7 +261,7 @@ def _rendering(
         raise
     except Exception as error:  # a template may raise anything of its own; the row is what it objects to
         raise RowError(f"the chat template refuses it: {error}{_remedy(str(error).lower())}") from None
-    return (yield Piece(text, marks=found))
+    return (yield Piece(text, marks=found, escaped=example.escaped))
 
 
 def _remedy(refusal: str) -> str:
@@ -260,7 +325,8 @@ def _turn_end(example: Chat, turn: int, ids: list[int], start: int, tokenizer: A
         return None
     end = ids.index(ends, start)
     rendered = tokenizer.decode(ids[start:end], clean_up_tokenization_spaces=False).strip()
-    said = example.messages[turn]["content"].strip()
+    content = example.messages[turn]["content"]
+    said = (control.plain(content, tokenizer) if example.escaped else content).strip()
     if rendered == said or (rendered and said and (rendered.endswith(said) or said.endswith(rendered))):
         return end + 1
     return None

@@ -6,6 +6,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
+CONTROL_TOKENS = "control tokens as text"
 DUPLICATE = "duplicate"
 EMPTY = "empty answer"
 TOO_LONG = "over data.max_length"
@@ -14,7 +15,7 @@ UNTRAINED = "nothing to train"
 
 @dataclass(frozen=True, slots=True)
 class Affected:
-    """A row that is not what its source has, or is there twice.
+    """A row that is not what its source has, is there twice, or has text that spells control tokens.
 
     `what` was done (dropped, truncated, answer truncated, split, kept), and `why`; `tokens` is the row's length before,
     None where it was never tokenized.
@@ -32,17 +33,24 @@ class Affected:
 
 @dataclass
 class Counts:
-    """What became of the rows of one split. `rows` and `longest` (tokens) are of what is trained on."""
+    """What became of the rows of one split. `rows` and `longest` (tokens) are of what is trained on.
+
+    `unused` are the fields of rows and messages that hold something and go nowhere; `kinds` counts the rows by the kind
+    of example that they are (`formats.kind`).
+    """
 
     rows: int = 0
     tokens: int = 0
     trained_tokens: int = 0
     longest: int = 0
     affected: list[Affected] = field(default_factory=list)
+    unused: list[str] = field(default_factory=list)
+    kinds: dict[str, int] = field(default_factory=dict)
 
-    def add(self, tokens: int, trained_tokens: int) -> None:
+    def add(self, tokens: int, trained_tokens: int, kind: str) -> None:
         """Count one row that is trained on."""
         self.rows += 1
+        self.kinds[kind] = self.kinds.get(kind, 0) + 1
         self.tokens += tokens
         self.trained_tokens += trained_tokens
         self.longest = max(self.longest, tokens)
@@ -66,6 +74,11 @@ class Counts:
     def duplicates(self) -> int:
         """Rows with the tokens and labels of an earlier one, kept or dropped."""
         return sum(row.why == DUPLICATE for row in self.affected)
+
+    @property
+    def control_tokens(self) -> int:
+        """Rows whose text spells control tokens, which are ordinary text there."""
+        return sum(row.why == CONTROL_TOKENS for row in self.affected)
 
     @property
     def dropped(self) -> int:
@@ -93,10 +106,12 @@ class Counts:
             "answers_truncated",
             "split",
             "duplicates",
+            "control_tokens",
         )
         return {name: getattr(self, name) for name in numbers} | {
             "dropped": self.dropped,
             "dropped_why": dict(self.dropped_why),
+            "unused": self.unused,
             "supervised_share": self.supervised_share,
         }
 

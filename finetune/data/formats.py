@@ -13,7 +13,14 @@ Message = dict[str, Any]
 Fields = Mapping[str, Any]
 
 # Roles as rows may call them, and as chat templates know them.
-ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
+ROLES = {
+    "system": "system",
+    "developer": "system",
+    "user": "user",
+    "assistant": "assistant",
+    "tool": "tool",
+    "function": "tool",
+}
 _SHAREGPT_ROLES = {
     "human": "user",
     "user": "user",
@@ -23,7 +30,12 @@ _SHAREGPT_ROLES = {
     "system": "system",
     "tool": "tool",
     "function": "tool",
+    "observation": "tool",
+    "function_call": "assistant",
 }
+# What only other kinds of models or of training can learn from.
+_MEDIA = ("image", "images", "video", "videos", "audio", "audios")
+_VERDICTS = ("label", "kto_tag")
 
 
 @dataclass(frozen=True)
@@ -31,12 +43,13 @@ class Chat:
     """A conversation, rendered by the chat template.
 
     Assistant turns whose index is in `context` are shown to the model and not trained. `tools` are the functions the
-    assistant may call, as JSON schemas for the template.
+    assistant may call, as JSON schemas for the template. The texts of an `escaped` example have stand-ins (control.py).
     """
 
     messages: list[Message]
     context: frozenset[int] = frozenset()
     tools: list[dict[str, Any]] | None = None
+    escaped: bool = False
 
 
 @dataclass(frozen=True)
@@ -45,6 +58,7 @@ class Completion:
 
     prompt: str
     completion: str
+    escaped: bool = False
 
 
 @dataclass(frozen=True)
@@ -52,6 +66,7 @@ class Text:
     """Plain text, learnt whole."""
 
     text: str
+    escaped: bool = False
 
 
 @dataclass(frozen=True)
@@ -65,18 +80,48 @@ class Tokens:
 Example = Chat | Completion | Text | Tokens
 
 
+ASKED: dict[str, Callable[[str], Example]] = {
+    "chat": lambda text: Chat([{"role": "user", "content": text}]),
+    "completion": lambda text: Completion(text, ""),
+    "text": Text,
+    "tokens": Text,
+}
+"""What a person asks, in the shape of the rows that were learnt; by the name of a kind of example (`kind`)."""
+
+
+def kind(example: Example) -> str:
+    """`chat`, `completion`, `text` or `tokens`."""
+    return type(example).__name__.lower()
+
+
+def shown(prompt: list[Message] | str) -> str:
+    """A prompt as people read it: a question by itself, and a conversation with who says what."""
+    if isinstance(prompt, str) or [message["role"] for message in prompt] == ["user"]:
+        return prompt if isinstance(prompt, str) else str(prompt[0]["content"])
+    return "\n".join(f"{message['role']}: {_said(message)}" for message in prompt)
+
+
+def _said(message: Message) -> str:
+    calls = [json.dumps(call["function"], ensure_ascii=False) for call in message.get("tool_calls") or ()]
+    return "\n".join([*([message["content"]] if message["content"] or not calls else []), *calls])
+
+
 class RowError(ValueError):
     """A row does not have the shape its format asks for; the message names the field."""
 
 
 @dataclass(frozen=True)
 class Format:
-    """One kind of row: it is recognised by the fields it must have, and read by `read`."""
+    """One kind of row: it is recognised by the fields it must have, and read by `read`.
+
+    A format `of_answers` learns how to answer, so that each row must be a good example.
+    """
 
     help: str
     required: tuple[str, ...]
     read: Callable[[Fields], Example]
     optional: tuple[str, ...] = ()
+    of_answers: bool = True
 
     def matches(self, fields: Fields) -> bool:
         return all(name in fields for name in self.required)
@@ -95,10 +140,23 @@ def _sharegpt(fields: Fields) -> Example:
         where = f"conversations[{index}]"
         if not isinstance(turn, Mapping):
             raise RowError(f"`{where}` must be an object with `from` and `value`, not {_kind(turn)}")
-        rest = {key: turn[key] for key in _SWITCHES if key in turn}
-        role = _role(turn, "from", _SHAREGPT_ROLES, where)
-        turns.append({"role": role, "content": _content(turn, "value", where), **rest})
+        turns.append(_turn(turn, where))
+    if not _is_nothing(fields.get("rejected")):
+        raise RowError(
+            "`rejected` beside `conversations`: the answer to prefer is not in the conversation, so it would not be "
+            "learnt. Write the row as `prompt` (a list of messages), `chosen` and `rejected`"
+        )
     return _conversation(turns, fields, where="conversations")
+
+
+def _turn(turn: Mapping[str, Any], where: str) -> Message:
+    role = _role(turn, "from", _SHAREGPT_ROLES, where)
+    rest = {key: value for key, value in turn.items() if key not in ("from", "value") and value is not None}
+    if turn["from"] != "function_call":
+        return {**rest, "role": role, "content": _content(turn, "value", where)}
+    calls = _json(turn.get("value"), f"{where}.value")
+    wrapped = [{"type": "function", "function": call} for call in (calls if isinstance(calls, list) else [calls])]
+    return {**rest, "role": role, "content": "", "tool_calls": _tool_calls(wrapped, f"{where}.value")}
 
 
 def _list_of_messages(fields: Fields, name: str) -> list[Any]:
@@ -118,6 +176,10 @@ def _message(message: Any, where: str) -> Message:
         raise RowError(f"`{where}` must be an object with `role` and `content`, not {_kind(message)}")
     read: Message = {key: value for key, value in message.items() if value is not None}
     read["role"] = _role(message, "role", ROLES, where)
+    if call := read.pop("function_call", None):  # as OpenAI had it before `tool_calls`
+        read.setdefault("tool_calls", [{"type": "function", "function": call}])
+    if "reasoning_content" in read:
+        read["reasoning_content"] = _content(read, "reasoning_content", where)
     if read.get("tool_calls"):
         if read["role"] != "assistant":
             raise RowError(f"`{where}.tool_calls`: only the assistant calls tools")
@@ -186,14 +248,23 @@ _SWITCHES = ("train", "weight")
 def _conversation(
     messages: list[Message], fields: Fields, context: Iterable[int] = (), where: str = "messages"
 ) -> Chat:
-    """The conversation without its switches, and with the turns that they leave out as context."""
+    """The conversation without its switches, and with the turns that they leave out as context.
+
+    A system message of the row's own opens it.
+    """
     left_out = set(context)
     for index, message in enumerate(messages):
         if not _is_trained(message, f"{where}[{index}]"):
             left_out.add(index)
     plain = [{key: value for key, value in message.items() if key not in _SWITCHES} for message in messages]
+    opening = [] if _is_nothing(fields.get("system")) else [{"role": "system", "content": _text(fields, "system")}]
+    if opening and plain[0]["role"] == "system":
+        if plain[0]["content"] != opening[0]["content"]:
+            raise RowError(f"`system` and `{where}[0]` are two system messages; keep one of them")
+        opening = []
     answers = {index for index, message in enumerate(messages) if message["role"] == "assistant"}
-    return Chat(plain, frozenset(left_out & answers), _tools(fields))
+    turned_off = frozenset(index + len(opening) for index in left_out & answers)
+    return Chat([*opening, *plain], turned_off, _tools(fields))
 
 
 def _is_trained(message: Message, where: str) -> bool:
@@ -212,12 +283,19 @@ def _is_trained(message: Message, where: str) -> bool:
 
 
 def _tools(fields: Fields) -> list[dict[str, Any]] | None:
-    tools = _json(fields.get("tools") or None, "tools")
-    if tools is None:
+    tools, functions = (_objects(fields, name) for name in ("tools", "functions"))
+    # As OpenAI had them before `tools`.
+    return tools or (functions and [{"type": "function", "function": function} for function in functions])
+
+
+def _objects(fields: Fields, name: str) -> list[dict[str, Any]] | None:
+    """A field's list of objects, perhaps as JSON text; None where there is nothing in it."""
+    found = _json(fields.get(name) or None, name)
+    if found is None:
         return None
-    if not isinstance(tools, list) or not all(isinstance(tool, Mapping) for tool in tools):
-        raise RowError(f"`tools` must be a list of objects, not {_kind(tools)}")
-    return [dict(tool) for tool in tools]
+    if not isinstance(found, list) or not all(isinstance(one, Mapping) for one in found):
+        raise RowError(f"`{name}` must be a list of objects, not {_kind(found)}")
+    return [dict(one) for one in found]
 
 
 # -- a question and its answer ---------------------------------------------------------------------------------------
@@ -231,11 +309,25 @@ def _prompt_completion(fields: Fields) -> Example:
 
 
 def _alpaca(fields: Fields) -> Example:
+    asked = _instruction(fields)
+    return _conversation([*asked, {"role": "assistant", "content": _text(fields, "output")}], fields)
+
+
+def _instruction(fields: Fields) -> list[Message]:
+    """The earlier turns of an Alpaca row, and its question."""
+    messages = []
+    history = _json(fields.get("history") or [], "history")
+    if not isinstance(history, list):
+        raise RowError(f"`history` must be a list of pairs of question and answer, not {_kind(history)}")
+    for index, pair in enumerate(history):
+        if not isinstance(pair, list) or len(pair) != 2:
+            raise RowError(f"`history[{index}]` must be a question and its answer, two texts")
+        said = dict(zip(("user", "assistant"), pair, strict=True))
+        messages += [{"role": role, "content": _content(said, role, f"history[{index}]")} for role in said]
     question = _text(fields, "instruction")
     if fields.get("input"):
         question += "\n\n" + _text(fields, "input")
-    answer = _text(fields, "output")
-    return Chat([{"role": "user", "content": question}, {"role": "assistant", "content": answer}])
+    return [*messages, {"role": "user", "content": question}]
 
 
 def _preference(fields: Fields) -> Example:
@@ -251,6 +343,9 @@ def _preference(fields: Fields) -> Example:
     chosen_text, rejected_text = _text(fields, "chosen"), _text(fields, "rejected")
     if fields.get("prompt") is not None:
         return Completion(_text(fields, "prompt"), chosen_text)
+    if fields.get("instruction") is not None:
+        asked = _instruction(fields)
+        return _conversation([*asked, {"role": "assistant", "content": chosen_text}], fields, range(len(asked)))
     shared = chosen_text[: in_common(chosen_text, rejected_text)]
     # Back to white space, so that the answer begins with a whole word.
     shared = shared[: len(shared.rstrip()) if shared[-1:].isspace() else max(shared.rfind(" "), shared.rfind("\n"), 0)]
@@ -266,7 +361,9 @@ def in_common(first: Sequence[Any], second: Sequence[Any]) -> int:
 def _prompt_messages(fields: Fields) -> list[Message]:
     if isinstance(fields.get("prompt"), list):
         return _read_messages(fields, "prompt")
-    return [] if fields.get("prompt") is None else [{"role": "user", "content": _text(fields, "prompt")}]
+    if fields.get("prompt") is None:
+        return [] if fields.get("instruction") is None else _instruction(fields)
+    return [{"role": "user", "content": _text(fields, "prompt")}]
 
 
 # -- text and tokens -------------------------------------------------------------------------------------------------
@@ -341,6 +438,54 @@ def _kind(value: Any) -> str:
 # -- which format, which columns -------------------------------------------------------------------------------------
 
 
+class _Noted(dict[str, Any]):
+    """The fields of a row, which notes those that are read."""
+
+    def __init__(self, fields: Fields) -> None:
+        super().__init__(fields)
+        self.read: set[str] = set()
+
+    def __getitem__(self, name: str) -> Any:
+        self.read.add(name)
+        return super().__getitem__(name)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        self.read.add(name)
+        return super().get(name, default)
+
+
+def read(fields: Fields, form: str, columns: Mapping[str, str]) -> tuple[Example, list[str]]:
+    """A row's example, and the names of the fields that hold something and are not used.
+
+    Raises RowError for a row without the shape that `form` asks for, and for one that only other kinds of training can
+    learn from.
+    """
+    fields = mapped(fields, columns)
+    form = detect(fields) if form == "auto" else form
+    noted = _Noted(fields)
+    for name in fields.keys() - columns.values():
+        if name in _MEDIA and not _is_nothing(fields[name]):
+            raise RowError(f"`{name}`: only text is trained here, so leave the row out, or the field where it can go")
+        if name in _VERDICTS and FORMATS[form].of_answers and _is_verdict(fields[name]):
+            raise RowError(
+                f"`{name}` says which answers are good and which are bad (KTO), and bad ones would be learnt as good "
+                "ones here; keep the rows of good answers, without this field"
+            )
+    example = FORMATS[form].read(noted)
+    unused = fields.keys() - noted.read - set(columns.values())
+    return example, [name for name in fields if name in unused and not _is_nothing(fields[name])]
+
+
+def _is_nothing(value: Any) -> bool:
+    """Whether a field is there for other rows: null, or empty."""
+    return value is None or (isinstance(value, (str, bytes, list, Mapping)) and not value)
+
+
+def _is_verdict(value: Any) -> bool:
+    """Whether it is true or false, as JSON, a table or a text file have it."""
+    return str(value).lower() in ("true", "false", "0", "1", "0.0", "1.0")
+
+
 def detect(fields: Fields) -> str:
     """The name of the first format whose fields a row has. Raises RowError naming the fields it found."""
     for name, form in FORMATS.items():
@@ -378,27 +523,38 @@ FORMATS: dict[str, Format] = {
         "`messages` with role and content, perhaps `tool_calls`, and `tools` of the row (OpenAI's)",
         ("messages",),
         _messages,
-        ("tools",),
+        ("tools", "functions", "system"),
     ),
-    "sharegpt": Format("`conversations` with from and value", ("conversations",), _sharegpt, ("tools",)),
+    "sharegpt": Format(
+        "`conversations` with from and value, perhaps `system` and `tools`",
+        ("conversations",),
+        _sharegpt,
+        ("tools", "functions", "system"),
+    ),
     "preference": Format(
         "`chosen` and `rejected`, perhaps `prompt`, text or messages; the chosen answer is learnt",
         ("chosen", "rejected"),
         _preference,
-        ("prompt", "tools"),
+        ("prompt", "instruction", "input", "history", "tools", "functions", "system"),
     ),
     "prompt_completion": Format(
         "`prompt` and `completion`, text or messages; the completion is learnt",
         ("prompt", "completion"),
         _prompt_completion,
-        ("tools",),
+        ("tools", "functions", "system"),
     ),
-    "alpaca": Format("`instruction`, `output` and perhaps `input`", ("instruction", "output"), _alpaca, ("input",)),
+    "alpaca": Format(
+        "`instruction`, `output` and perhaps `input`, `system` and `history`",
+        ("instruction", "output"),
+        _alpaca,
+        ("input", "history", "tools", "functions", "system"),
+    ),
     "tokenized": Format(
         "`input_ids`, perhaps `labels` (else all are trained) and `attention_mask`",
         ("input_ids",),
         _tokenized,
         ("labels", "attention_mask"),
+        of_answers=False,
     ),
-    "text": Format("`text`, learnt whole", ("text",), _plain_text),
+    "text": Format("`text`, learnt whole", ("text",), _plain_text, of_answers=False),
 }

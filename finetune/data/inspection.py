@@ -92,7 +92,8 @@ class Inspection:
 
     `fingerprint` is that of the tokenizer and template; `longest_place` is where the longest training row stands.
     Where `micro_batch` is `auto`, batchings and worst batch are counted with the whole batch at once. By tokens means
-    by as many as the largest micro-batch of rows has, unless `micro_batch_tokens` says how many.
+    by as many as the largest micro-batch of rows has, unless `micro_batch_tokens` says how many. A `warning` says why
+    nothing is held out.
     """
 
     fingerprint: str
@@ -107,6 +108,7 @@ class Inspection:
     batchings: tuple[Batching, ...]
     worst_batch: Batch
     samples: tuple[Sample, ...]
+    warning: str | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """The same as JSON values."""
@@ -137,6 +139,7 @@ def inspect(section: DataSection, training: TrainingSection, tokenizer: Any) -> 
         batchings=_batchings(lengths, training, section),
         worst_batch=worst_batches(lengths, trained, way, training.batch_size, "the data's rows")[0],
         samples=tuple(_sample(row, tokenizer) for row in prepared.train.select(range(min(_SHOWN_ROWS, len(lengths))))),
+        warning=prepared.warning,
     )
 
 

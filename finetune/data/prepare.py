@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
@@ -21,7 +22,7 @@ from finetune.config import DataSection, named
 from finetune.config.fields import unknown
 from finetune.data import cache, chat, fingerprint, formats, lengths, sources
 from finetune.data.chat import IGNORE, Encoded
-from finetune.data.counts import DUPLICATE, EMPTY, TOO_LONG, UNTRAINED, Affected, Counts
+from finetune.data.counts import CONTROL_TOKENS, DUPLICATE, EMPTY, TOO_LONG, UNTRAINED, Affected, Counts
 from finetune.data.formats import Example, RowError
 from finetune.data.problems import Problems
 from finetune.data.rows import RowsWriter, mapped
@@ -31,7 +32,7 @@ from finetune.errors import ArtifactError, ConfigError, DataError
 Split = Literal["train", "eval"]
 
 # A change to the code that makes other rows of the same data takes a new number, and no earlier entry is found.
-_VERSION = 1
+_VERSION = 2
 
 _ROWS, _COUNTS = "rows.arrow", "counts.json"
 
@@ -44,13 +45,21 @@ _BATCH_CHARACTERS = 2**19
 class Prepared:
     """Tokenized splits and counts.
 
-    A split is a `datasets.Dataset` of input_ids, labels, length, number of trained tokens, place and source.
+    A split is a `datasets.Dataset` of input_ids, labels, length, number of trained tokens, place and source. There is
+    a `warning` where `data.eval: auto` found nothing to hold out.
     """
 
     train: Any
     eval: Any | None
     train_counts: Counts
     eval_counts: Counts | None
+    warning: str | None = None
+
+    @property
+    def kind(self) -> str:
+        """The kind of example (`formats.kind`) that most training rows are."""
+        kinds = self.train_counts.kinds
+        return max(kinds, key=kinds.__getitem__)
 
     def affected(self) -> Iterator[dict[str, Any]]:
         """The rows of both splits that were left out or changed, as lines of data.jsonl."""
@@ -80,13 +89,20 @@ def prepare(section: DataSection, tokenizer: Any) -> Prepared:
             if train_counts.dropped
             else f"{where} has no rows"
         )
-    held_out, eval_counts = (None, None) if eval_rows is None else _held_out(job)
+    held_out, eval_counts, warning = None, None, None
+    if eval_rows is not None:
+        try:
+            held_out, eval_counts = _held_out(job)
+        except _NothingHeldOut as error:
+            if section.eval != "auto":
+                raise
+            warning = f"none: {error}"
     if not _teaches(train, tokenizer):
         raise DataError(
             f"{where} teaches nothing: in none of its {train_counts.rows} rows do the trained tokens spell any text, "
             "only ends of turn and blanks; check that the answers are not empty, and `data.format`"
         )
-    return Prepared(train, held_out, train_counts, eval_counts)
+    return Prepared(train, held_out, train_counts, eval_counts, warning)
 
 
 def check_ids(data: Prepared, tokenizer: Any, size: int | None, base: str) -> None:
@@ -121,7 +137,7 @@ def held_out_ids(section: DataSection, tokenizer: Any, rows: int, tokens: int) -
     """Token ids of the first held-out rows (training rows, where none are held out), cut to `tokens`."""
     found = []
     for row in held_out_rows(section):
-        example = _read(row, section.format, section)
+        example = _read(row, section)
         found.append(_encode(row, example, section, tokenizer).input_ids[:tokens])
         if len(found) == rows:
             break
@@ -131,19 +147,31 @@ def held_out_ids(section: DataSection, tokenizer: Any, rows: int, tokens: int) -
 def held_out_rows(section: DataSection) -> Iterator[Row]:
     """The held-out rows as they stand in the source; the training rows where nothing is held out."""
     train_rows, eval_rows = _splits(section, Problems())
-    yield from train_rows if eval_rows is None else eval_rows
+    anything = False
+    for row in eval_rows or ():
+        anything = True
+        yield row
+    if not anything:
+        yield from train_rows
 
 
-def questions(section: DataSection, count: int) -> list[tuple[list[formats.Message], str]]:
-    """The first held-out conversations as (messages before the last answer, that answer); none with tools."""
-    found: list[tuple[list[formats.Message], str]] = []
+def questions(section: DataSection, count: int) -> list[tuple[list[formats.Message] | str, str]]:
+    """The first held-out prompts, each with the answer that is to be learnt.
+
+    A prompt is the messages before the last answer, or the text before a completion. Conversations with tools are left
+    out, and texts that ask for nothing.
+    """
+    found: list[tuple[list[formats.Message] | str, str]] = []
     for row in held_out_rows(section):
-        example = _read(row, section.format, section)
-        if not isinstance(example, formats.Chat) or example.tools:
-            continue
-        *asked, answer = example.messages
-        if asked and answer["role"] == "assistant" and answer["content"].strip():
-            found.append((asked, answer["content"]))
+        match _read(row, section):
+            case formats.Chat([*asked, {"role": "assistant", "content": answer}], tools=None):
+                prompt: list[formats.Message] | str = asked
+            case formats.Completion(prompt, answer):
+                pass
+            case _:
+                continue
+        if prompt and answer.strip():
+            found.append((prompt, answer))
         if len(found) >= count:
             break
     return found
@@ -160,13 +188,33 @@ def _splits(section: DataSection, problems: Problems) -> tuple[Iterable[Row], It
     if sources.has_held_out_split(section.train):
         return train, sources.rows(section.train, "eval", problems)
 
-    def held_out(row: Row) -> bool:
-        return row.share() < section.eval_share
+    def side(rows: Iterable[Row], held_out: bool) -> Iterator[Row]:
+        below = _held_out_below(section)
+        yield from (row for row in rows if (row.share() < below) == held_out)
 
-    return (
-        (row for row in train if not held_out(row)),
-        (row for row in sources.rows(section.train, "train", problems) if held_out(row)),
-    )
+    return side(train, False), side(sources.rows(section.train, "train", problems), True)
+
+
+def _held_out_below(section: DataSection) -> float:
+    """The share (`Row.share`) below which rows are held out: `eval_share`, unless that leaves one side without a row.
+
+    Then the row with the least or the greatest share is put on it, with those equal to it. Where all rows are equal
+    none is held out.
+    """
+    least, greatest = 1.0, 0.0
+    try:
+        for row in sources.rows(section.train, "train"):
+            share = row.share()
+            least, greatest = min(least, share), max(greatest, share)
+            if least < section.eval_share <= greatest:  # nearly always within the first few rows
+                return section.eval_share
+    except DataError:  # told where the rows are read to be prepared
+        return section.eval_share
+    return min(max(section.eval_share, math.nextafter(least, 1)), greatest) if least < greatest else 0.0
+
+
+class _NothingHeldOut(DataError):
+    """No held-out row is left, though some are asked for."""
 
 
 def _held_out(job: _Job) -> tuple[Any, Counts]:
@@ -176,7 +224,7 @@ def _held_out(job: _Job) -> tuple[Any, Counts]:
         raise DataError("`data.eval: none` keeps nothing back, so there are no held-out rows")
     held_out, counts = job.split("eval", rows, problems)
     if not counts.rows:
-        raise DataError(
+        raise _NothingHeldOut(
             f"no held-out row is left (`data.eval: {named(section.eval)}`, share {section.eval_share}, "
             f"{counts.dropped} dropped); set `data.eval` to a file, a larger `data.eval_share`, or `data.eval: none`"
         )
@@ -299,9 +347,13 @@ class _Rows:
             if row.source not in self.forms:
                 form = self.section.format
                 self.forms[row.source] = _detect(row, self.section) if form == "auto" else form
-            return _read(row, self.forms[row.source], self.section)
+            example, unused = _example(row, self.forms[row.source], self.section)
         except DataError as error:
             return error
+        if isinstance(example, formats.Chat):
+            unused += [f"messages.{name}" for name in chat.unused(example, self.tokenizer)]
+        self.counts.unused += [name for name in unused if name not in self.counts.unused]
+        return example
 
     def _kept_of(self, batch: list[_Read]) -> Iterator[tuple[Row, Encoded]]:
         loss_on, told = self.section.loss_on, len(self.problems.found)
@@ -310,13 +362,14 @@ class _Rows:
             for place, read in enumerate(batch)
             if not isinstance(read.example, DataError) and not chat.is_empty(read.example, loss_on)
         }
-        encoded = dict(zip(full, chat.encode_all(list(full.values()), self.tokenizer, loss_on), strict=True))
+        rows = chat.encode_all(list(full.values()), self.tokenizer, loss_on, self.section.control_tokens)
+        encoded = dict(zip(full, rows, strict=True))
         if lengths.TOO_LONG[self.section.too_long].keeps_head:
             encoded |= self._with_heads(full, encoded)
         for place, read in enumerate(batch):
             try:
                 for kept in self._kept(read, encoded.get(place)):
-                    self.counts.add(len(kept.input_ids), kept.trained)
+                    self.counts.add(len(kept.input_ids), kept.trained, formats.kind(full[place]))
                     yield read.row, kept
             except DataError as error:
                 # Problems met while later rows were read have been told already, and stand behind this one.
@@ -331,7 +384,8 @@ class _Rows:
             for place, row in encoded.items()
             if isinstance(row, Encoded) and len(row.input_ids) > self.section.max_length
         }
-        heads = chat.system_heads([(full[place], row) for place, row in long.items()], self.tokenizer)
+        rows = [(full[place], row) for place, row in long.items()]
+        heads = chat.system_heads(rows, self.tokenizer, self.section.control_tokens)
         return {place: replace(row, head=head) for (place, row), head in zip(long.items(), heads, strict=True)}
 
     def _kept(self, read: _Read, encoded: Encoded | RowError | None) -> list[Encoded]:
@@ -348,6 +402,8 @@ class _Rows:
         if not encoded.trained:
             affected.append(Affected(place, "dropped", UNTRAINED, length))
             return []
+        if encoded.escaped:
+            affected.append(Affected(place, "kept", CONTROL_TOKENS, length))
         if self._again(place, encoded):
             what = "dropped" if section.duplicates == "drop" else "kept"
             affected.append(Affected(place, what, DUPLICATE, length))
@@ -394,15 +450,19 @@ def _detect(row: Row, section: DataSection) -> str:
         raise DataError(f"{row.place}: {error}") from None
 
 
-def _read(row: Row, form: str, section: DataSection) -> formats.Example:
+def _read(row: Row, section: DataSection) -> formats.Example:
+    return _example(row, section.format, section)[0]
+
+
+def _example(row: Row, form: str, section: DataSection) -> tuple[formats.Example, list[str]]:
     try:
-        return formats.FORMATS[form].read(formats.mapped(row.fields, section.columns))
+        return formats.read(row.fields, form, section.columns)
     except RowError as error:
         raise DataError(f"{row.place}: {error}") from None
 
 
 def _encode(row: Row, example: formats.Example, section: DataSection, tokenizer: Any) -> Encoded:
     try:
-        return chat.encode(example, tokenizer, section.loss_on)
+        return chat.encode(example, tokenizer, section.loss_on, section.control_tokens)
     except RowError as error:
         raise DataError(f"{row.place}: {error}") from None

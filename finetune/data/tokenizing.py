@@ -6,11 +6,13 @@ on a row is a generator that yields a text where it needs tokens, and `answered`
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from collections.abc import Generator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple, TypeVar
 
+from finetune.data import control
 from finetune.data.formats import RowError
 from finetune.libraries import tokenizing_in_parallel
 
@@ -20,12 +22,13 @@ Span = tuple[int, int]
 class Piece(NamedTuple):
     """A text to tokenize; with `special` between the tokens that the tokenizer puts around any text of its own.
 
-    `marks` are spans of characters to be told as spans of tokens.
+    `marks` are spans of characters to be told as spans of tokens. An `escaped` text has stand-ins (control.py).
     """
 
     text: str
     special: bool = False
     marks: Sequence[Span] = ()
+    escaped: bool = False
 
 
 class Tokenized(NamedTuple):
@@ -84,18 +87,13 @@ def _step(row: Asking[Found], answer: Tokenized | RowError | None) -> Piece:
 def _tokenized(pieces: list[Piece], tokenizer: Any) -> list[Tokenized | RowError]:
     """The tokens of each piece, or why the tokenizer has none for it."""
     found: dict[int, Tokenized | RowError] = {}
-    for special in (False, True):
-        places = [place for place, piece in enumerate(pieces) if piece.special == special]
+    for special, escaped in itertools.product((False, True), repeat=2):
+        places = [place for place, piece in enumerate(pieces) if (piece.special, piece.escaped) == (special, escaped)]
         if not places:
             continue
         try:
             with tokenizing_in_parallel():
-                batch = tokenizer(
-                    [pieces[place].text for place in places],
-                    add_special_tokens=special,
-                    return_attention_mask=False,
-                    return_token_type_ids=False,
-                )
+                encodings = _encodings([pieces[place].text for place in places], tokenizer, special, escaped)
         except MemoryError:  # the machine's, and no row's
             raise
         except Exception as error:  # tokenizers raises bare ones, at one text; the others are none the worse for it
@@ -105,12 +103,25 @@ def _tokenized(pieces: list[Piece], tokenizer: Any) -> list[Tokenized | RowError
                 else:
                     [found[place]] = _tokenized([pieces[place]], tokenizer)
         else:
-            for index, place in enumerate(places):
-                found[place] = Tokenized(batch["input_ids"][index], _runs(batch, index, pieces[place].marks))
+            for place, (ids, encoding) in zip(places, encodings, strict=True):
+                found[place] = Tokenized(ids, _runs(encoding, pieces[place].marks))
+                if escaped:
+                    try:
+                        control.check(pieces[place].text, ids, tokenizer, special)
+                    except RowError as error:
+                        found[place] = error
     return [found[place] for place in range(len(pieces))]
 
 
-def _runs(batch: Any, index: int, marks: Sequence[Span]) -> list[Span] | None:
+def _encodings(texts: list[str], tokenizer: Any, special: bool, escaped: bool) -> list[tuple[list[int], Any]]:
+    """The ids of each text with its `tokenizers.Encoding`, which tokenizers written in Python do not have."""
+    if escaped:
+        return [(encoding.ids, encoding) for encoding in control.tokenize(texts, tokenizer, special)]
+    batch = tokenizer(texts, add_special_tokens=special, return_attention_mask=False, return_token_type_ids=False)
+    return list(zip(batch["input_ids"], batch.encodings or [None] * len(texts), strict=True))
+
+
+def _runs(encoding: Any, marks: Sequence[Span]) -> list[Span] | None:
     """The unbroken runs of tokens under the `marks` of a text.
 
     A mark is mapped by the offsets of its first and last character. Some tokenizers trim them: a mark that starts with
@@ -118,15 +129,15 @@ def _runs(batch: Any, index: int, marks: Sequence[Span]) -> list[Span] | None:
     Python have none.
     """
     runs: list[Span] = []
-    if marks and not batch.is_fast:
+    if marks and encoding is None:
         return None
     for first, after in marks:
         if first == after:
             continue
-        start, last = batch.char_to_token(index, first), batch.char_to_token(index, after - 1)
+        start, last = encoding.char_to_token(first), encoding.char_to_token(after - 1)
         if start is None:
             return None
-        end = len(batch["input_ids"][index]) if last is None else last + 1
+        end = len(encoding.ids) if last is None else last + 1
         if runs and start <= runs[-1][1]:
             runs[-1] = (runs[-1][0], end)
         else:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from finetune import template
-from finetune.errors import ArtifactError, ConfigError, FinetuneError
+from finetune.errors import ConfigError
 from finetune.model import bounds
 
 
@@ -16,24 +16,24 @@ class TooLong(ConfigError):
 
 
 @torch.inference_mode()
-def answer(model: Any, tokenizer: Any, messages: list[dict[str, Any]], max_new_tokens: int = 128) -> str:
-    """The model's next turn after `messages`, decoded greedily, without special tokens.
+def answer(model: Any, tokenizer: Any, prompt: list[int], max_new_tokens: int = 128) -> str:
+    """What the model writes after the tokens of `prompt`, decoded greedily, without special tokens.
 
     It ends where the model's positions do. Raises TooLong where the prompt takes them all.
     """
     was_training = model.training
     model.eval()
     try:
-        inputs = _prompt(tokenizer, messages).to(model.device)
-        prompt_length = inputs["input_ids"].shape[1]
         if (known := bounds.table_size(model)) is not None:
-            max_new_tokens = min(max_new_tokens, known - prompt_length)
+            max_new_tokens = min(max_new_tokens, known - len(prompt))
             if max_new_tokens < 1:
                 raise TooLong(
-                    f"the prompt has {prompt_length} tokens, and the base {known} positions; ask something shorter"
+                    f"the prompt has {len(prompt)} tokens, and the base {known} positions; ask something shorter"
                 )
+        input_ids = torch.tensor([prompt], device=model.device)  # (rows, tokens)
         generated = model.generate(
-            **inputs,
+            input_ids=input_ids,
+            attention_mask=torch.ones_like(input_ids),
             max_new_tokens=max_new_tokens,
             do_sample=False,
             temperature=None,
@@ -45,13 +45,4 @@ def answer(model: Any, tokenizer: Any, messages: list[dict[str, Any]], max_new_t
         )
     finally:
         model.train(was_training)
-    return tokenizer.decode(generated[0, prompt_length:], skip_special_tokens=True).strip()
-
-
-def _prompt(tokenizer: Any, messages: list[dict[str, Any]]) -> Any:
-    try:
-        return template.render(tokenizer, messages, add_generation_prompt=True, return_tensors="pt")
-    except FinetuneError:
-        raise
-    except Exception as error:  # of whatever kind a template raises
-        raise ArtifactError(f"the chat template does not render this conversation: {error}") from None
+    return tokenizer.decode(generated[0, len(prompt) :], skip_special_tokens=True).strip()

@@ -99,9 +99,15 @@ def _facts(found: Inspection) -> dict[str, str]:
         "batch": f"{words.count(found.batch_size)} rows a step, {at_once}",
         "largest batch": f"{words.batch(found.worst_batch)}; the longest row is {found.longest_place}",
     }
+    if found.warning:
+        told["held out"] = found.warning
     for name, counts in _splits(found).items():
         if counts.dropped:
             told[f"dropped, {name}"] = words.dropped(counts)
+        if counts.control_tokens:
+            told[f"control tokens, {name}"] = words.control_tokens(counts)
+    if unused := words.unused(found.train, found.eval):
+        told["columns not used"] = unused
     return {**told, "fingerprint": f"{found.fingerprint} (tokenizer and template)"}
 
 

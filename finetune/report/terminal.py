@@ -134,11 +134,15 @@ class Terminal:
             "base": _base(config),
             "adapter": _adapter(config),
             "data": _counts(data.train_counts, config.data.max_length),
-            "held out": _counts(data.eval_counts, config.data.max_length) if data.eval_counts else "none",
+            "held out": _counts(data.eval_counts, config.data.max_length)
+            if data.eval_counts
+            else data.warning or "none",
             "batch": _batch(config, config.training.batch_size // processes, processes),
             "attention": attention,
             "device": _device(RunDirectory(path), str(device)),
         }
+        if unused := words.unused(data.train_counts, data.eval_counts):
+            facts["not used"] = f"columns {unused}"
         if forecast:
             facts["memory"] = words.verdict(forecast)
         self._facts(facts)
@@ -312,6 +316,8 @@ def _counts(counts: Counts, max_length: int) -> str:
         told.append(f"{words.count(counts.split)} split")
     if counts.duplicates:
         told.append(f"{words.count(counts.duplicates)} duplicate{'s' if counts.duplicates > 1 else ''}")
+    if counts.control_tokens:
+        told.append(f"{words.count(counts.control_tokens)} with control tokens as text")
     if counts.dropped:
         told.append(f"{words.count(counts.dropped)} dropped: {words.dropped(counts)}")
     if counts.affected:

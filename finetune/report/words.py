@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 from finetune.data.batching import Batch
-from finetune.data.counts import Counts
+from finetune.data.counts import CONTROL_TOKENS, Counts
 from finetune.memory.forecast import Forecast
 
 _MIB, _GIB = 2**20, 2**30
 # Rows that are named where they are many.
 _PLACES = 3
+# And columns.
+_COLUMNS = 12
 
 
 def size(size_bytes: int) -> str:
@@ -73,8 +76,28 @@ def batch(shape: Batch) -> str:
 def dropped(counts: Counts) -> str:
     """Why rows were left out, and the places of the first: `2 empty answer (rows.jsonl:3, rows.jsonl:9)`."""
     why = ", ".join(f"{count(rows)} {reason}" for reason, rows in counts.dropped_why.items())
-    places = ", ".join(counts.dropped_places[:_PLACES])
-    return f"{why} ({places}{', ...' if counts.dropped > _PLACES else ''})"
+    return f"{why} ({_places(counts.dropped_places)})"
+
+
+def control_tokens(counts: Counts) -> str:
+    """How many rows spell control tokens in their text, the places of the first, and what becomes of them."""
+    places = [row.place for row in counts.affected if row.why == CONTROL_TOKENS]
+    spell = "row spells" if len(places) == 1 else "rows spell"
+    return (
+        f"{count(len(places))} {spell} some ({_places(places)}), which stay ordinary text; for rows that were rendered "
+        "before, set data.control_tokens: parse"
+    )
+
+
+def unused(*splits: Counts | None) -> str:
+    """The fields of rows that go nowhere, the first of many."""
+    names = list(dict.fromkeys(name for counts in splits if counts for name in counts.unused))
+    more = len(names) - _COLUMNS
+    return ", ".join(names[:_COLUMNS]) + (f" and {count(more)} more" if more > 0 else "")
+
+
+def _places(places: Sequence[str]) -> str:
+    return ", ".join(places[:_PLACES]) + (", ..." if len(places) > _PLACES else "")
 
 
 def is_nothing(size_bytes: int) -> bool:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from conversations import TEMPLATES
+from transformers import AddedToken
 
 from finetune import template
 from finetune.model.locate import BUILTIN_BASE, locate
@@ -16,7 +17,7 @@ Said = Callable[[str, bool], str]
 
 @dataclass(frozen=True)
 class Known:
-    """A template in `templates/` with its special tokens, and the text of a turn that is learnt, by what was said.
+    """A template in `templates/` with its special tokens, other `added` ones, and the text of a turn that is learnt.
 
     The second argument of `said` is whether the turn is the last.
     """
@@ -27,11 +28,14 @@ class Known:
     said: Said
     bos: str | None = None
     has_system: bool = True
+    added: tuple[str, ...] = ()
 
     def tokenizer(self, make: Callable[..., Any], text: str) -> Any:
         bos = {"bos_token": self.bos} if self.bos else {}
         names = dict.fromkeys([self.end, self.eos, *([self.bos] if self.bos else []), *self.special])
-        return make(text, special=list(names), eos_token=self.eos, **bos)
+        tokenizer = make(text, special=list(names), eos_token=self.eos, **bos)
+        tokenizer.add_tokens([AddedToken(name, normalized=False) for name in self.added])
+        return tokenizer
 
 
 _CHATML = ("<|im_start|>", "<|im_end|>")
@@ -65,8 +69,9 @@ KNOWN = {
     "qwen3": Known(
         "<|im_end|>",
         "<|im_end|>",
-        (*_CHATML, "<think>", "</think>"),
+        _CHATML,
         lambda said, last: ("<think>\n\n</think>\n\n" + said.lstrip("\n") if last else said) + "<|im_end|>",
+        added=("<think>", "</think>", "<tool_call>", "</tool_call>"),
     ),
     "plain": Known("</s>", "</s>", (), lambda said, last: said + "</s>"),
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from finetune.data.formats import (
     detect,
     known_fields,
     mapped,
+    read,
 )
 
 ASK = {"role": "user", "content": "Why?"}
@@ -111,9 +113,9 @@ def test_a_row_of_no_format_is_told_its_fields_and_all_formats(row: dict[str, An
 
 
 @pytest.mark.parametrize("role", ROLES)
-def test_each_role_is_known_and_a_developer_is_the_system(role: str) -> None:
+def test_each_role_is_known_by_the_name_that_templates_have_for_it(role: str) -> None:
     message = {"role": role, "content": ""}
-    known = {**message, "role": "system" if role == "developer" else role}
+    known = {**message, "role": {"developer": "system", "function": "tool"}.get(role, role)}
     assert FORMATS["messages"].read({"messages": [message]}) == Chat([known])
 
 
@@ -121,7 +123,7 @@ def test_each_role_is_known_and_a_developer_is_the_system(role: str) -> None:
     ("name", "role"),
     [
         ("system", "system"), ("human", "user"), ("user", "user"), ("gpt", "assistant"), ("assistant", "assistant"),
-        ("model", "assistant"), ("tool", "tool"), ("function", "tool"),
+        ("model", "assistant"), ("tool", "tool"), ("function", "tool"), ("observation", "tool"),
     ],
 )  # fmt: skip
 def test_the_roles_of_sharegpt_are_those_of_chat_templates(name: str, role: str) -> None:
@@ -161,6 +163,124 @@ def test_a_message_says_whether_it_is_trained(off: dict[str, Any], on: dict[str,
     assert FORMATS["sharegpt"].read({"conversations": turns}) == Chat([TELL, TELL], frozenset({0}))
 
 
+# -- fields of other programs ----------------------------------------------------------------------------------------
+
+BRIEF = {"role": "system", "content": "Be brief."}
+DIALOGUE = [{"from": "human", "value": "Why?"}, {"from": "gpt", "value": "Because."}]
+ALPACA = {"instruction": "Why?", "output": "Because."}
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"messages": [ASK, TELL], "system": "Be brief."},
+        {"messages": [BRIEF, ASK, TELL], "system": "Be brief."},
+        {"conversations": DIALOGUE, "system": "Be brief."},
+        {**ALPACA, "system": "Be brief."},
+        {"prompt": [ASK], "completion": [TELL], "system": "Be brief."},
+        {"prompt": [ASK], "chosen": [TELL], "rejected": [LIE], "system": "Be brief."},
+    ],
+)
+def test_the_system_message_of_a_row_opens_the_conversation(row: dict[str, Any]) -> None:
+    example, unused = read(row, "auto", {})
+    assert (example, unused) == (Chat([BRIEF, ASK, TELL]), [])
+    assert read({**row, "system": ""}, "auto", {})[0].messages[-2:] == [ASK, TELL]
+
+
+def test_turns_that_are_context_stay_so_behind_a_system_message() -> None:
+    turns = [ASK, {**TELL, "weight": 0}, ASK, TELL]
+    assert FORMATS["messages"].read({"messages": turns, "system": "Be brief."}).context == {2}
+
+
+def test_two_system_messages_are_refused() -> None:
+    with pytest.raises(RowError, match=r"`system` and `messages\[0\]` are two system messages"):
+        FORMATS["messages"].read({"messages": [BRIEF, ASK, TELL], "system": "Be long."})
+
+
+@pytest.mark.parametrize("history", [[["Why?", "Because."]], '[["Why?", "Because."]]'])
+def test_the_history_of_an_alpaca_row_is_earlier_turns(history: Any) -> None:
+    row = {"instruction": "So?", "input": "x", "output": "No.", "history": history}
+    asked = {"role": "user", "content": "So?\n\nx"}
+    assert FORMATS["alpaca"].read(row) == Chat([ASK, TELL, asked, LIE])
+    chosen = {"instruction": "So?", "input": "x", "history": history, "chosen": "No.", "rejected": "Yes."}
+    preferred = Chat([ASK, TELL, asked, LIE], frozenset({1}))
+    assert FORMATS["preference"].read(chosen) == preferred
+    assert FORMATS["preference"].read({**chosen, "chosen": [LIE], "rejected": [TELL]}) == preferred
+
+
+def test_calls_of_functions_are_calls_of_tools() -> None:
+    """OpenAI's earlier names, and ShareGPT's."""
+    function = {"name": "add", "parameters": {}}
+    call = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+    turns = [
+        ASK,
+        {"role": "assistant", "content": None, "function_call": {"name": "add", "arguments": '{"a": 1}'}},
+        {"role": "function", "name": "add", "content": "1"},
+        TELL,
+    ]
+    called = {"role": "assistant", "content": "", "tool_calls": [call]}
+    result = {"role": "tool", "name": "add", "content": "1"}
+    tools = [{"type": "function", "function": function}]
+    expected = Chat([ASK, called, result, TELL], tools=tools)
+    assert FORMATS["messages"].read({"messages": turns, "functions": [function]}) == expected
+    values = [
+        {"from": "human", "value": "Why?"},
+        {"from": "function_call", "value": '{"name": "add", "arguments": {"a": 1}}'},
+        {"from": "observation", "value": "1", "name": "add"},
+        {"from": "gpt", "value": "Because."},
+    ]
+    row = {"conversations": values, "tools": json.dumps(tools)}
+    assert FORMATS["sharegpt"].read(row) == expected
+
+
+def test_what_was_thought_goes_to_the_template() -> None:
+    thought = {**TELL, "reasoning_content": "Hm."}
+    assert FORMATS["messages"].read({"messages": [ASK, thought]}) == Chat([ASK, thought])
+    turns = [DIALOGUE[0], {**DIALOGUE[1], "reasoning_content": "Hm."}]
+    assert FORMATS["sharegpt"].read({"conversations": turns}) == Chat([ASK, thought])
+
+
+PLAIN_ROWS = [{"messages": [ASK, TELL]}, {"conversations": DIALOGUE}, ALPACA, {"prompt": "Why?", "completion": "So."}]
+
+
+@pytest.mark.parametrize("row", PLAIN_ROWS)
+@pytest.mark.parametrize("verdict", [True, False, 0, 1.0, "False", "1"])
+@pytest.mark.parametrize("name", ["label", "kto_tag"])
+def test_answers_that_are_called_good_or_bad_are_refused(row: dict[str, Any], verdict: Any, name: str) -> None:
+    with pytest.raises(RowError, match=rf"`{name}` says which answers are good and which are bad \(KTO\)"):
+        read({**row, name: verdict}, "auto", {})
+
+
+@pytest.mark.parametrize("label", ["sports", 7, None, ""])
+def test_a_label_of_another_kind_is_a_column_like_any(label: Any) -> None:
+    assert read({**ALPACA, "label": label}, "auto", {})[1] == ([] if label in (None, "") else ["label"])
+    assert read({"text": "Once.", "label": 1}, "auto", {}) == (Text("Once."), ["label"])
+
+
+@pytest.mark.parametrize("row", [*PLAIN_ROWS, {"text": "x"}, {"prompt": "a", "chosen": "b", "rejected": "c"}])
+@pytest.mark.parametrize("name", ["image", "images", "videos", "audio"])
+def test_images_are_refused_and_an_empty_field_for_them_is_not(row: dict[str, Any], name: str) -> None:
+    for there in ("cat.png", ["cat.png"], {"bytes": "x"}):
+        with pytest.raises(RowError, match=f"`{name}`: only text is trained here"):
+            read({**row, name: there}, "auto", {})
+    for absent in (None, [], ""):
+        assert read({**row, name: absent}, "auto", {})[1] == []
+
+
+def test_a_preferred_answer_beside_a_conversation_is_refused() -> None:
+    answers = {"chosen": DIALOGUE[1], "rejected": {"from": "gpt", "value": "No."}}
+    with pytest.raises(RowError, match="`rejected` beside `conversations`"):
+        read({"conversations": DIALOGUE[:1], **answers}, "auto", {})
+
+
+def test_fields_that_go_nowhere_are_named_and_mapped_ones_are_not_among_them() -> None:
+    assert read({"id": 1, **ALPACA, "source": "web", "lang": None}, "auto", {})[1] == ["id", "source"]
+    row = {"question": "Why?", "answer": "So.", "id": 1, "system": "Be brief."}
+    columns = {"prompt": "question", "completion": "answer"}
+    # Plain text has no place for a system message.
+    assert read(row, "auto", columns) == (Completion("Why?", "So."), ["id", "system"])
+
+
 # -- columns ---------------------------------------------------------------------------------------------------------
 
 
@@ -175,7 +295,8 @@ def test_a_column_that_is_not_there_is_told_with_the_nearest() -> None:
 
 
 def test_the_fields_of_a_format_are_those_it_is_known_by_and_the_others_it_reads() -> None:
-    assert known_fields("alpaca") == ["instruction", "output", "input"]
+    assert known_fields("alpaca")[:3] == ["instruction", "output", "input"]
+    assert known_fields("tokenized") == ["input_ids", "labels", "attention_mask"]
     assert {"messages", "prompt", "chosen", "labels", "text"} <= set(known_fields("auto"))
 
 
@@ -242,6 +363,15 @@ def test_the_fields_of_a_format_are_those_it_is_known_by_and_the_others_it_reads
         ("tokenized", {"input_ids": [5], "attention_mask": [1, 1]}, ["`attention_mask` has 2"]),
         ("tokenized", {"input_ids": [5], "attention_mask": [2]}, ["`attention_mask`", "0 and 1"]),
         ("tokenized", {"input_ids": [5, 6, 7], "attention_mask": [1, 0, 1]}, ["`attention_mask[1]`"]),
+        ("alpaca", {"instruction": "x", "output": "y", "history": "x"}, ["`history`", "not valid JSON"]),
+        ("alpaca", {"instruction": "x", "output": "y", "history": [["a"]]}, ["`history[0]`", "two texts"]),
+        ("alpaca", {"instruction": "x", "output": "y", "history": [["a", 1]]}, ["`history[0].assistant`"]),
+        ("alpaca", {"instruction": "x", "output": "y", "system": 5}, ["`system`", "not a number"]),
+        ("messages", {"messages": [{**ASK, "function_call": {"name": "x"}}]}, ["only the assistant calls tools"]),
+        ("messages", {"messages": [TELL], "functions": {"a": 1}}, ["`functions`", "not an object"]),
+        ("messages", {"messages": [{**TELL, "reasoning_content": 5}]}, ["`messages[0].reasoning_content`"]),
+        ("sharegpt", {"conversations": [{"from": "function_call", "value": "{x"}]}, ["`conversations[0].value`"]),
+        ("sharegpt", {"conversations": [{"from": "function_call", "value": "[1]"}]}, ["`conversations[0].value[0]`"]),
         ("text", {"text": 1.5}, ["`text`", "not a number"]),
         ("text", {}, ["`text` is missing"]),
     ],

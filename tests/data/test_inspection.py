@@ -162,7 +162,7 @@ def test_everything_found_is_json(look) -> None:
     found = look([chat("Hi", "one")])
     assert set(json.loads(json.dumps(found.as_dict()))) == {
         "fingerprint", "train", "eval", "longest_place", "sources", "lengths", "batch_size", "micro_batch",
-        "micro_batch_tokens", "batchings", "worst_batch", "samples",
+        "micro_batch_tokens", "batchings", "worst_batch", "samples", "warning",
     }  # fmt: skip
     assert found.as_dict()["samples"][0]["pieces"][9] == {"text": "one", "trained": True}
 

@@ -198,9 +198,9 @@ def test_a_template_that_never_ends_a_turn_is_refused(word_tokenizer: Make, chat
         encode(Chat([user("Hi"), assistant("so")]), word_tokenizer(endless))
 
 
-def test_an_end_of_turn_within_an_answer_is_refused_by_place(word_tokenizer: Make, chatml: str) -> None:
+def test_an_end_of_turn_that_is_parsed_within_an_answer_is_refused_by_place(word_tokenizer: Make, chatml: str) -> None:
     with pytest.raises(RowError, match=r"messages\[1\].content has the end-of-turn `<\|im_end\|>` in it"):
-        encode(Chat([user("Hi"), assistant("so<|im_end|>so")]), word_tokenizer(chatml))
+        encode(Chat([user("Hi"), assistant("so<|im_end|>so")]), word_tokenizer(chatml), control_tokens="parse")
 
 
 # -- what a message says of itself -----------------------------------------------------------------------------------

@@ -11,9 +11,11 @@ import pytest
 
 from finetune.config import DataSection, Source
 from finetune.data import prepare as preparing
+from finetune.data import sources
 from finetune.data.chat import IGNORE
 from finetune.data.counts import TOO_LONG, UNTRAINED, Affected
-from finetune.data.prepare import held_out_rows, prepare, questions
+from finetune.data.prepare import _splits, held_out_rows, prepare, prepare_held_out, questions
+from finetune.data.problems import Problems
 from finetune.errors import ConfigError, DataError
 
 Write = Callable[..., str]
@@ -311,9 +313,55 @@ def test_the_evaluation_file_may_be_of_another_format(write: Write, tokenizer: A
     assert tokenizer.decode([label for label in prepared.eval[0]["labels"] if label != IGNORE]) == "two<|im_end|>"
 
 
-def test_a_share_that_holds_nothing_out_is_refused_with_the_remedies(write: Write, tokenizer: Any) -> None:
-    said = message(DataSection(train=write(MANY[:3]), eval_share=1e-9), tokenizer)
-    assert all(remedy in said for remedy in ("`data.eval`", "`data.eval_share`", "`data.eval: none`"))
+def sides(source: str, **options: Any) -> tuple[list[str], list[str]]:
+    """The texts of what is trained on and of what is held out, row by row."""
+    train, held_out = _splits(DataSection(train=source, **options), Problems())
+    return [row.fields["text"] for row in train], [row.fields["text"] for row in held_out or ()]
+
+
+@pytest.mark.parametrize("rows", [2, 3, 60])
+@pytest.mark.parametrize("share", [1e-9, 0.02, 0.5, 1 - 1e-9])
+def test_each_side_has_a_row_and_the_hash_alone_decides_where_it_gives_each_one(
+    rows: int, share: float, write: Write
+) -> None:
+    for number in range(30):
+        texts = [f"{number} {row}" for row in range(rows)] * 2
+        source = write([{"text": text} for text in texts], f"{number}.jsonl")
+        train, held_out = sides(source, eval_share=share)
+        assert train
+        assert held_out
+        assert sorted(train + held_out) == sorted(texts)
+        assert not {*train} & {*held_out}  # equal rows share a fate
+        by_hash = [row.fields["text"] for row in sources.rows(source) if row.share() < share]
+        if 0 < len(by_hash) < len(texts):
+            assert held_out == by_hash
+        else:
+            assert len(held_out if not by_hash else train) == 2  # one, and its equal
+        assert sides(write([{"text": text} for text in reversed(texts)], "other.jsonl"), eval_share=share) == (
+            train[::-1],
+            held_out[::-1],
+        )
+
+
+@pytest.mark.parametrize("share", [1e-9, 0.5, 1 - 1e-9])
+def test_rows_that_are_all_equal_are_all_trained_with_a_warning(share: float, write: Write, tokenizer: Any) -> None:
+    section = DataSection(train=write([{"text": "one two"}] * 3), eval_share=share)
+    prepared = prepare(section, tokenizer)
+    assert (prepared.train_counts.rows, prepared.eval, prepared.eval_counts) == (3, None, None)
+    assert "no held-out row is left" in str(prepared.warning)
+    assert all(remedy in str(prepared.warning) for remedy in ("`data.eval`", "`data.eval_share`", "`data.eval: none`"))
+    assert len(list(held_out_rows(section))) == 3
+    with pytest.raises(DataError, match="no held-out row is left"):
+        prepare_held_out(section, tokenizer)
+
+
+def test_a_broken_file_is_told_as_ever_where_nothing_would_be_held_out(write: Write, tokenizer: Any) -> None:
+    source = write([{"text": "one"}, {"txt": "two"}])
+    with open(source, "a") as file:
+        file.write("{\n")
+    said = message(DataSection(train=source, eval_share=1e-9), tokenizer)
+    assert f"{source}:2: " in said
+    assert f"{source}:3:2: " in said
 
 
 # -- errors have a place ---------------------------------------------------------------------------------------------
@@ -504,3 +552,15 @@ def test_questions_are_held_out_conversations_without_their_last_answer(write: W
 
 def test_plain_text_asks_nothing(write: Write) -> None:
     assert questions(DataSection(train=write([{"text": "one"}]), eval="none"), 3) == []
+    completions = write([{"prompt": "Why?", "completion": " so"}, {"prompt": "", "completion": "so"}])
+    assert questions(DataSection(train=completions, eval="none"), 3) == [("Why?", " so")]
+
+
+def test_columns_that_go_nowhere_are_known_once_for_the_split(write: Write, tokenizer: Any) -> None:
+    answer = {"role": "assistant", "content": "so", "reasoning_content": "hm", "id": 5}
+    row = {"messages": [{"role": "user", "content": "Hi"}, answer], "source": "web", "lang": ""}
+    found = prepare(DataSection(train=write([row, {**row, "lang": "en"}]), eval="none"), tokenizer)
+    assert found.train_counts.unused == ["source", "messages.id", "messages.reasoning_content", "lang"]
+    tokenizer.chat_template = tokenizer.chat_template + "{# reasoning_content #}"
+    found = prepare(DataSection(train=write([row]), eval="none"), tokenizer)
+    assert found.train_counts.unused == ["source", "messages.id"]

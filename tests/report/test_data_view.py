@@ -12,7 +12,7 @@ from markup_reader import Reader
 from rich.console import Console
 
 from finetune.data.batching import Batch
-from finetune.data.counts import EMPTY, TOO_LONG, UNTRAINED, Affected, Counts
+from finetune.data.counts import CONTROL_TOKENS, EMPTY, TOO_LONG, UNTRAINED, Affected, Counts
 from finetune.data.inspection import Batching, Bin, Inspection, Piece, Sample, Source
 from finetune.inspecting import DataLook
 from finetune.report import data_view
@@ -73,6 +73,27 @@ def cells(text: str, name: str) -> list[str]:
 
 def test_the_first_line_is_the_answer() -> None:
     assert shown(inspection()).splitlines()[0] == "1,000 rows teach 50,000 of 200,000 tokens (25.0%)"
+
+
+def test_what_of_the_rows_goes_nowhere_and_what_stays_text_is_told_in_a_line_each() -> None:
+    assert "not used" not in shown(inspection())
+    spelt = [Affected("rows.jsonl:7", "kept", CONTROL_TOKENS, 20)]
+    many = [f"column{number}" for number in range(30)]
+    found = inspection(
+        train=Counts(rows=1000, tokens=2, trained_tokens=1, affected=spelt, unused=["id", "lang\x1b[31m"]),
+        eval=Counts(rows=20, tokens=2, unused=["id", *many]),
+        warning="none: all rows are equal",
+    )
+    lines = shown(found).splitlines()
+    [unused] = [line for line in lines if line.startswith("columns not used")]
+    assert "id, lang\N{REPLACEMENT CHARACTER}[31m, column0, " in unused
+    assert unused.endswith("and 20 more")
+    [control] = [line for line in lines if line.startswith("control tokens, training")]
+    assert all(word in control for word in ("1 row ", "rows.jsonl:7", "ordinary text", "data.control_tokens: parse"))
+    assert any(line.startswith("held out ") and line.endswith("none: all rows are equal") for line in lines)
+    page = data_view.page(found)
+    assert "rows.jsonl:7" in page
+    assert "column0" in page
 
 
 def test_splits_stand_side_by_side_and_one_alone_where_nothing_is_held_out() -> None:

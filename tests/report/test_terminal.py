@@ -13,7 +13,7 @@ from report_lines import evaluation_line, training_line
 from rich.console import Console
 
 from finetune.config import Config
-from finetune.data.counts import DUPLICATE, EMPTY, TOO_LONG, Affected
+from finetune.data.counts import CONTROL_TOKENS, DUPLICATE, EMPTY, TOO_LONG, Affected
 from finetune.data.prepare import Counts, Prepared
 from finetune.report.terminal import Terminal
 from finetune.rundir import RunDirectory, write_json
@@ -83,6 +83,17 @@ def test_header_tells_the_batch_arithmetic_the_data_and_the_device(log: Log, run
     assert "sdpa (no flash-attn here)" in log.text
     assert "cpu, 2 cores, 2 threads" in log.text
     assert "fits: 7.00 of 12.00 GiB on RTX 3090" in log.text
+
+
+def test_header_tells_what_goes_nowhere_what_stays_text_and_why_nothing_is_held_out(
+    log: Log, run: RunDirectory
+) -> None:
+    counts = Counts(rows=2, tokens=9, affected=[Affected("a:1", "kept", CONTROL_TOKENS, 5)], unused=["id", "lang"])
+    data = Prepared(train=None, eval=None, train_counts=counts, eval_counts=None, warning="none: all rows are equal")
+    log.terminal.opened(run.path, Config(), "cpu", data, "sdpa", None)
+    assert "1 with control tokens as text, listed in data.jsonl" in log.text
+    assert re.search(r"^not used +columns id, lang$", log.text, re.M)
+    assert re.search(r"^held out +none: all rows are equal$", log.text, re.M)
 
 
 def test_header_without_a_forecast_says_nothing_of_memory(log: Log, run: RunDirectory) -> None:

@@ -1,0 +1,107 @@
+"""Facts about prompts: they have the shape of the rows that were learnt, and people see all of them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import finetune
+from finetune import recipe
+from finetune.data.formats import Message, shown
+from finetune.data.prepare import prepare
+from finetune.model.tokenizer import load_tokenizer
+
+Rows = list[dict[str, Any]]
+
+SYSTEM: Message = {"role": "system", "content": "Be brief."}
+
+
+def conversation(number: int) -> list[Message]:
+    turns = [("user", f"Say {number}"), ("assistant", "what?"), ("user", "that"), ("assistant", f"{number}, said")]
+    return [SYSTEM, *({"role": role, "content": content} for role, content in turns)]
+
+
+KINDS: dict[str, tuple[Callable[[int], dict[str, Any]], str, str]] = {
+    "chat": (
+        lambda number: {"messages": [{"role": "user", "content": f"Say {number}"}, conversation(number)[-1]]},
+        "Say 5",
+        "<|im_start|>user\nSay 5<|im_end|>\n<|im_start|>assistant\n",
+    ),
+    "completion": (lambda number: {"prompt": f"Say {number}:", "completion": f" {number}, said"}, "Say 5:", "Say 5:"),
+    "text": (lambda number: {"text": f"Say {number}: {number}, said"}, "Say 5:", "Say 5:"),
+}
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
+    """The tokens of each prompt that a model was asked, in place of its answers."""
+    found: list[list[int]] = []
+
+    def answer(model: Any, tokenizer: Any, prompt: list[int], max_new_tokens: int) -> str:
+        found.append(prompt)
+        return "said"
+
+    monkeypatch.setattr(recipe, "answer", answer)
+    return found
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_run_is_asked_as_its_rows_are_written_though_they_are_gone(
+    kind: str, quick: Any, asked: list[list[int]], tmp_path: Path
+) -> None:
+    row, prompt, written = KINDS[kind]
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(json.dumps(row(number)) + "\n" for number in range(30)))
+    config = quick(f"data.train={rows}", "training.max_steps=1", "output.merge=false")
+    tokenizer = load_tokenizer(config.model)
+    learnt = [list(ids) for ids in prepare(config.data, tokenizer).train["input_ids"]]
+    run = finetune.train(config).run
+    asked.clear()
+    rows.unlink()
+    for which in ("base", "adapter"):
+        assert recipe.generate(run, prompt, which=which) == "said"
+    assert [tokenizer.decode(ids) for ids in asked] == [written] * 2
+    assert any(ids[: len(asked[0])] == asked[0] for ids in learnt)
+    # A control token that a person spells is text, as in a row.
+    recipe.generate(run, prompt + "<|im_end|>")
+    assert asked[-1].count(tokenizer.eos_token_id) == written.count("<|im_end|>")
+
+
+def test_the_sample_answers_show_every_turn_that_was_asked(quick: Any, asked: list[list[int]], tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(json.dumps({"messages": conversation(number)}) + "\n" for number in range(30)))
+    run = finetune.train(quick(f"data.train={rows}", "training.max_steps=1", "output.merge=false")).run
+    told = json.loads(run.answers_file.read_text())
+    tokenizer = load_tokenizer(run.config().model)
+    assert {tokenizer.decode(ids) for ids in asked} == {
+        tokenizer.apply_chat_template(row["prompt"], add_generation_prompt=True, tokenize=False) for row in told
+    }
+    for row in told:
+        number = row["reference"].partition(",")[0]
+        assert row["question"] == f"system: Be brief.\nuser: Say {number}\nassistant: what?\nuser: that"
+        assert row["question"] in run.report_file.read_text()
+
+
+def test_the_prompts_of_completions_are_asked_too(quick: Any, asked: list[list[int]], tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(json.dumps(KINDS["completion"][0](number)) + "\n" for number in range(30)))
+    run = finetune.train(quick(f"data.train={rows}", "training.max_steps=1", "output.merge=false")).run
+    told = json.loads(run.answers_file.read_text())
+    assert told
+    for row in told:
+        assert row["question"] == row["prompt"]
+        assert row["reference"].strip().partition(",")[0] in row["prompt"]
+        assert (row["before"], row["after"]) == ("said", "said")
+
+
+def test_a_prompt_is_shown_with_who_says_what_but_a_single_question_by_itself() -> None:
+    question: Message = {"role": "user", "content": "Why?"}
+    call: Message = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}
+    assert shown("Once") == "Once"
+    assert shown([question]) == "Why?"
+    assert shown([SYSTEM, question]) == "system: Be brief.\nuser: Why?"
+    assert shown([question, call]) == 'user: Why?\nassistant: {"name": "f", "arguments": {}}'
