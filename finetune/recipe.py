@@ -28,7 +28,8 @@ from finetune.memory.fit import NothingFits
 from finetune.memory.forecast import Forecast
 from finetune.memory.monitor import Monitor, meter_for
 from finetune.model import adapter, attention, checkpointing, identity
-from finetune.model.base import autocast, base_dtype, load_architecture, load_base
+from finetune.model.base import autocast, base_dtype, load_architecture, load_base, outline
+from finetune.model.experts import Mixture
 from finetune.model.generation import answer
 from finetune.model.tokenizer import load_tokenizer
 from finetune.report import page, plots
@@ -105,6 +106,7 @@ class _Training:
         tokenizer = load_tokenizer(config.model, config.data.chat_template)
         architecture = load_architecture(config.model)
         implementation, reason = _attention(config, architecture, device)
+        mixture = _outline(config, architecture, implementation)
         data = data_prepare.prepare(config.data, tokenizer)
         config, forecast = processes.first_does(lambda: self._plan(architecture, device, data))
 
@@ -116,7 +118,7 @@ class _Training:
             run.claim()
             run.forget_metrics_after(start.step)
         told = f"{implementation} ({reason})"
-        terminal.opened(run.path, config, device, data, told, forecast, processes.count())
+        terminal.opened(run.path, config, device, data, told, forecast, processes.count(), mixture)
         monitor = Monitor(meter_for(device.type))
         inspect.cap(config.memory.limit, device)
         with exhausted.told(config, run, monitor, device):
@@ -348,6 +350,15 @@ def _model_of(run: RunDirectory, which: str) -> tuple[Any, Any]:
 def _attention(config: Config, architecture: Any, device: torch.device) -> tuple[str, str]:
     packed = config.data.packing
     return attention.choose(config.model.attention, architecture, device.type, config.training.precision, packed=packed)
+
+
+def _outline(config: Config, architecture: Any, implementation: str) -> Mixture | None:
+    """What is known of the base's experts. Raises ConfigError for an adapter that the base cannot have."""
+    dtype = base_dtype(config.adapter, config.training)
+    base, mixture = outline(config.model, config.quantization, architecture, attention=implementation, dtype=dtype)
+    if config.adapter.kind == "lora":
+        adapter.lora_config(base, config.adapter)
+    return mixture
 
 
 def _base(config: Config, architecture: Any, implementation: str, device: torch.device) -> Any:

@@ -22,7 +22,7 @@ from finetune.environment import describe
 from finetune.errors import ArtifactError, MachineError
 from finetune.export import proof
 from finetune.export.card import model_card
-from finetune.model import attention
+from finetune.model import attention, experts
 from finetune.model.adapter import check_files, load_adapter
 from finetune.model.base import from_safetensors, load_architecture, load_base, pinned_code
 from finetune.model.locate import hub_call, weights_directory
@@ -57,6 +57,7 @@ def merge(run: RunDirectory, device: torch.device) -> dict[str, Any]:
     base = _base(config, dtype, device)
     base_logits = proof.logits(base, rows)
     layers = base.config.get_text_config().num_hidden_layers
+    mixture = experts.is_mixture(base)
     adapted = load_adapter(base, run.adapter)
     adapted_logits = proof.logits(adapted, rows)
     merged = adapted.merge_and_unload(safe_merge=True)
@@ -70,6 +71,7 @@ def merge(run: RunDirectory, device: torch.device) -> dict[str, Any]:
                 adapted_logits,
                 base_logits,
                 proof.bound(layers, dtype),
+                mixture=mixture,
             )
             _refuse_unless_equal(result)
             record = {

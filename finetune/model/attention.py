@@ -85,7 +85,10 @@ def _flash(device: str, precision: str, package: str, installed: bool, capabilit
 def _sdpa(config: Any, device: str, precision: str) -> str | None:
     if getattr(config, "attn_logit_softcapping", None) is not None:
         return "this model caps attention logits, which SDPA cannot"
-    return None
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    model = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    return None if getattr(model, "_supports_sdpa", True) else "this model does not support it"
 
 
 def _flex(config: Any, device: str, precision: str) -> str | None:

@@ -7,6 +7,7 @@ import math
 from finetune.data.batching import Batch
 from finetune.data.counts import Counts
 from finetune.memory.forecast import Forecast
+from finetune.model.experts import Mixture
 
 _MIB, _GIB = 2**20, 2**30
 # Rows that are named where they are many.
@@ -68,6 +69,21 @@ def batch(shape: Batch) -> str:
         return f"{count(len(shape.packed))} rows packed into {count(shape.tokens)} tokens"
     rows = f"{count(shape.rows)} row{'' if shape.rows == 1 else 's'}"
     return f"{rows} x {count(shape.tokens)} tokens{', padded' if shape.padded else ''}"
+
+
+def mixture(stored: Mixture) -> str:
+    """How the experts of a mixture are stored, and how many of all parameters are not quantized."""
+    told = f"{count(stored.experts)} a layer" if stored.experts else "experts"
+    if stored.kind == "none":
+        return told + ", not quantized"
+    if stored.quantized_experts == 1:
+        told += f" in {stored.kind}"
+    elif stored.quantized_experts == 0:
+        why = "has a form for linear layers alone" if stored.kind == "int8" else "has no form for how they are kept"
+        told += f", not quantized: {stored.kind} {why}"
+    else:
+        told += f", {share(stored.quantized_experts)} of their parameters in {stored.kind}"
+    return f"{told}; {count(stored.unquantized)} of all {count(stored.parameters)} parameters are not quantized"
 
 
 def dropped(counts: Counts) -> str:

@@ -78,10 +78,10 @@ def test_nothing_is_real_and_tied_weights_stay_tied() -> None:
     assert {tensor.device.type for _, tensor in tensors(model)} == {"cpu"}
 
 
-def test_only_quantized_layers_count_as_such() -> None:
+def test_only_quantized_weights_count_as_such() -> None:
     for kind in ("nf4", "int8"):
         model = faked(QuantizationSection(kind=kind))
-        assert fake.is_quantized(model.model.layers[0].mlp.up_proj)
-        assert not fake.is_quantized(model.lm_head)
-        assert not fake.is_quantized(model.model.norm)
-    assert not any(fake.is_quantized(module) for module in faked(QuantizationSection(kind="none")).modules())
+        assert fake.is_quantized(model.model.layers[0].mlp.up_proj.weight)
+        assert not fake.is_quantized(model.lm_head.weight)
+        assert not fake.is_quantized(model.model.norm.weight)
+    assert not any(fake.is_quantized(weight) for weight in faked(QuantizationSection(kind="none")).parameters())
