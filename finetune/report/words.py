@@ -72,18 +72,18 @@ def batch(shape: Batch) -> str:
 
 
 def mixture(stored: Mixture) -> str:
-    """How the experts of a mixture are stored, and how many of all parameters are not quantized."""
-    told = f"{count(stored.experts)} a layer" if stored.experts else "experts"
+    """How the experts of a mixture are stored, and how many of all parameters stay unquantized."""
+    told = f"{count(stored.experts)} a layer" if stored.experts else "all"
     if stored.kind == "none":
-        return told + ", not quantized"
+        return f"{told} unquantized"
     if stored.quantized_experts == 1:
         told += f" in {stored.kind}"
     elif stored.quantized_experts == 0:
-        why = "has a form for linear layers alone" if stored.kind == "int8" else "has no form for how they are kept"
-        told += f", not quantized: {stored.kind} {why}"
+        form = "linear layers only" if stored.kind == "int8" else "no experts kept as this architecture keeps them"
+        told += f" unquantized (bitsandbytes has {stored.kind} for {form})"
     else:
         told += f", {share(stored.quantized_experts)} of their parameters in {stored.kind}"
-    return f"{told}; {count(stored.unquantized)} of all {count(stored.parameters)} parameters are not quantized"
+    return f"{told}; {count(stored.unquantized)} of all {count(stored.parameters)} parameters stay unquantized"
 
 
 def dropped(counts: Counts) -> str:

@@ -43,14 +43,15 @@ def size(tensor: torch.Tensor) -> tuple[int, torch.dtype]:
     return tensor.untyped_storage().nbytes(), tensor.dtype
 
 
+@pytest.mark.parametrize("name", ["llama", "mixture"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize(("kind", "double"), KINDS)
 def test_weights_and_quantization_states_have_the_bytes_of_real_ones(
-    kind: str, double: bool, dtype: torch.dtype
+    kind: str, double: bool, dtype: torch.dtype, name: str
 ) -> None:
     section = QuantizationSection(kind=kind, double=double)
-    found = {name: size(tensor) for name, tensor in tensors(faked(section, dtype=dtype))}
-    expected = {name: size(tensor) for name, tensor in tensors(real(section, dtype=dtype))}
+    found = {name: size(tensor) for name, tensor in tensors(faked(section, name, dtype))}
+    expected = {name: size(tensor) for name, tensor in tensors(real(section, name, dtype))}
     assert found == expected
 
 
