@@ -78,6 +78,9 @@ ARCHITECTURES: dict[str, Architecture] = {
     "mixtral": _architecture(
         "mixtral", 128, 4, (4, 2), 1024, intermediate_size=256, num_local_experts=4, num_experts_per_tok=2, **UNTIED
     ),
+    "qwen3-moe-wide": _architecture(
+        "qwen3_moe", 192, 3, (4, 2), 1024, head_dim=48, num_experts=32, num_experts_per_tok=2, moe_intermediate_size=384
+    ),
     "llama-110m": _architecture("llama", 768, 12, (12, 4), 32000, intermediate_size=2048),
     "qwen2-120m": _architecture("qwen2", 768, 12, (12, 12), 32000, intermediate_size=2304),
     "mistral-120m": _architecture("mistral", 768, 12, (12, 4), 32000, sliding_window=None, **UNTIED),
@@ -130,6 +133,8 @@ _S = Setting
 _FP32 = "quantization.kind=none training.precision=fp32"
 _BF16 = "quantization.kind=none"
 _INT8 = "quantization.kind=int8"
+# Small tiles of logits, so that the experts decide.
+_EXPERTS = "memory.loss_tokens=16"
 _FULL = "adapter.kind=none quantization.kind=none"
 SETTINGS = (
     # Llama: the levers one after the other around QLoRA's defaults.
@@ -214,6 +219,16 @@ SETTINGS = (
     # Mixtures of experts.
     _S("qwen3-moe nf4", "qwen3-moe", 256, 2),
     _S("qwen3-moe fp32, no checkpointing", "qwen3-moe", 128, 2, 2, f"{_FP32} memory.checkpointing=none"),
+    _S("qwen3-moe, experts nf4", "qwen3-moe-wide", 64, 1, 1, _EXPERTS),
+    _S("qwen3-moe, experts nf4, no checkpointing", "qwen3-moe-wide", 64, 1, 1, f"{_EXPERTS} memory.checkpointing=none"),
+    _S(
+        "qwen3-moe, experts fp4 single",
+        "qwen3-moe-wide",
+        64,
+        2,
+        1,
+        f"{_EXPERTS} quantization.kind=fp4 quantization.double=false memory.checkpointing=every-2 data.eval=rows",
+    ),
     _S("mixtral nf4", "mixtral", 256, 2, 1, "optimizer.kind=adamw_32bit"),
     _S("mixtral bf16, evaluated", "mixtral", 512, 1, 1, f"{_BF16} data.eval=rows"),
     # Packed rows: each attended to by itself, with a mask of its own where its window or plain attention needs one.

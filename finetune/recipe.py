@@ -29,7 +29,8 @@ from finetune.memory.fit import NothingFits
 from finetune.memory.forecast import Forecast
 from finetune.memory.monitor import Monitor, meter_for
 from finetune.model import adapter, attention, bounds, checkpointing, identity
-from finetune.model.base import autocast, base_dtype, load_architecture, load_base
+from finetune.model.base import autocast, base_dtype, load_architecture, load_base, outline
+from finetune.model.experts import Mixture
 from finetune.model.generation import TooLong, answer
 from finetune.model.tokenizer import load_tokenizer
 from finetune.report import page, plots
@@ -121,6 +122,7 @@ class _Training:
         architecture = load_architecture(config.model)
         bounds.check_tokenizer(tokenizer, architecture, config.model)
         implementation, reason = _attention(config, architecture, device)
+        mixture = _outline(config, architecture, implementation)
         data = data_prepare.prepare(config.data, tokenizer)
         if data.warning and config.training.early_stopping:
             raise DataError(f"`training.early_stopping` needs held-out rows; {data.warning}")
@@ -137,7 +139,7 @@ class _Training:
             self.held.enter_context(run.held())
             run.forget_metrics_after(start.step)
         told = f"{implementation} ({reason})"
-        terminal.opened(run.path, config, device, data, told, forecast, processes.count())
+        terminal.opened(run.path, config, device, data, told, forecast, processes.count(), mixture)
         monitor = Monitor(meter_for(device.type))
         inspect.cap(config.memory.limit, device)
         with exhausted.told(config, run, monitor, device):
@@ -414,6 +416,15 @@ def _model_of(run: RunDirectory, config: Config, which: str) -> tuple[Any, Any]:
 def _attention(config: Config, architecture: Any, device: torch.device) -> tuple[str, str]:
     packed = config.data.packing
     return attention.choose(config.model.attention, architecture, device.type, config.training.precision, packed=packed)
+
+
+def _outline(config: Config, architecture: Any, implementation: str) -> Mixture | None:
+    """What is known of the base's experts. Raises ConfigError for an adapter that the base cannot have."""
+    dtype = base_dtype(config.adapter, config.training)
+    base, mixture = outline(config.model, config.quantization, architecture, attention=implementation, dtype=dtype)
+    if config.adapter.kind == "lora":
+        adapter.lora_config(base, config.adapter)
+    return mixture
 
 
 def _base(config: Config, architecture: Any, implementation: str, device: torch.device) -> Any:

@@ -85,7 +85,9 @@ class AdapterSection(Section):
     dropout: Share = 0.0
     """Dropout on the adapter's input."""
     targets: Literal["all-linear"] | Annotated[list[str], Field(min_length=1)] = "all-linear"
-    """Modules that get an adapter: `all-linear` (every linear layer but the output head) or a list of names."""
+    """Modules that get an adapter: `all-linear` (every linear layer but the output head and the routers of a mixture of
+    experts) or a list of names. The fused experts of a mixture are no linear layers; where they are not held in 4 bit
+    they can be named, as `experts.gate_up_proj` and `experts.down_proj`."""
     rslora: bool = False
     """Rank-stabilised scaling (arXiv 2312.03732)."""
     dora: bool = False

@@ -21,7 +21,7 @@ from finetune.environment import describe
 from finetune.errors import ArtifactError, MachineError
 from finetune.export import proof
 from finetune.export.card import model_card
-from finetune.model import attention, identity
+from finetune.model import attention, experts, identity
 from finetune.model.adapter import check_files, load_adapter
 from finetune.model.base import from_safetensors, load_architecture, load_base, pinned_code
 from finetune.model.locate import hub_call
@@ -58,6 +58,7 @@ def merge(run: RunDirectory, config: Config, device: torch.device, note: Callabl
     fingerprint.check_base(config.model, base_identity, run.adapter, note)
     base_logits = proof.logits(base, rows)
     layers = base.config.get_text_config().num_hidden_layers
+    mixture = experts.is_mixture(base)
     adapted = load_adapter(base, run.adapter, config.adapter)
     adapted_logits = proof.logits(adapted, rows)
     merged = adapted.merge_and_unload(safe_merge=True)
@@ -72,6 +73,7 @@ def merge(run: RunDirectory, config: Config, device: torch.device, note: Callabl
                 adapted_logits,
                 base_logits,
                 proof.bound(layers, dtype),
+                mixture=mixture,
             )
             _refuse_unless_equal(result)
             record = {

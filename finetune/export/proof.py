@@ -5,6 +5,9 @@ independent roundings add up like a random walk, so that after L layers of two b
 hidden state grows like u·sqrt(2L) (Higham and Mary, SIAM J. Sci. Comput. 41(5), 2019, theorem 2.4). `SAFETY` covers
 that a layer has several products. The measure is the root mean square of the difference of the centred logits over
 that of the centred logits themselves: softmax does not see a constant shift.
+
+A mixture of experts is no continuous function: where two experts are about to be chosen alike, rounding decides, and
+the logits of that token differ by any amount. Of a mixture the measure is therefore that of the median token.
 """
 
 from __future__ import annotations
@@ -25,7 +28,8 @@ class Proof:
     """The comparison of merged with unmerged logits on `rows` held-out rows of together `tokens` tokens.
 
     `error` and `bound` are relative (see the module); `effect` is how far the adapter moved the base's logits in the
-    same measure; `agreement` is the share of tokens with the same most likely successor.
+    same measure; `agreement` is the share of tokens with the same most likely successor. `median`: whether the measure
+    is that of the median token.
     """
 
     rows: int
@@ -34,6 +38,7 @@ class Proof:
     bound: float
     effect: float
     agreement: float
+    median: bool = False
 
     @property
     def holds(self) -> bool:
@@ -60,15 +65,24 @@ def logits(model: Any, rows: list[list[int]]) -> list[torch.Tensor]:
     return found
 
 
-def compare(merged: list[torch.Tensor], adapted: list[torch.Tensor], base: list[torch.Tensor], bound: float) -> Proof:
-    """The proof from the three models' centred logits on the same rows."""
+def compare(
+    merged: list[torch.Tensor],
+    adapted: list[torch.Tensor],
+    base: list[torch.Tensor],
+    bound: float,
+    *,
+    mixture: bool = False,
+) -> Proof:
+    """The proof from the three models' centred logits on the same rows; `mixture`: whether they have experts."""
+    distance = _median_distance if mixture else _distance
     return Proof(
         rows=len(adapted),
         tokens=sum(len(row) for row in adapted),
-        error=_distance(merged, adapted),
+        error=distance(merged, adapted),
         bound=bound,
-        effect=_distance(base, adapted),
+        effect=distance(base, adapted),
         agreement=_agreement(merged, adapted),
+        median=mixture,
     )
 
 
@@ -77,6 +91,11 @@ def _distance(these: list[torch.Tensor], those: list[torch.Tensor]) -> float:
     size = sum(float(b.double().square().sum()) for b in those)
     # A NaN anywhere makes the quotient NaN, which no comparison with a bound lets through.
     return math.sqrt(difference / size) if difference == difference else math.nan
+
+
+def _median_distance(these: list[torch.Tensor], those: list[torch.Tensor]) -> float:
+    a, b = torch.cat(these).double(), torch.cat(those).double()  # (tokens, vocabulary)
+    return float(((a - b).norm(dim=-1) / b.norm(dim=-1)).median())  # NaN where there is one
 
 
 def _agreement(these: list[torch.Tensor], those: list[torch.Tensor]) -> float:

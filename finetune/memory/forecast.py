@@ -15,6 +15,7 @@ from finetune.data.batching import Batch
 from finetune.memory.allocator import CachingAllocator, CapacityError
 from finetune.memory.device import Device
 from finetune.memory.trace import CATEGORIES, Run, Trace
+from finetune.model.experts import Mixture
 
 PHASES = ("load", "forward", "backward", "optimizer", "evaluation", "save", "merge")
 WORDS = {**CATEGORIES, "context": "context and libraries", "allocator_slack": "allocator slack"}
@@ -42,6 +43,7 @@ class Forecast:
 
     `phases` gives allocated and reserved bytes (on a CPU the same) without the context; `categories` adds up, at the
     moment of the peak, to what is compared with the budget. `seconds` is a bound from below, for ranking settings.
+    `mixture` says how experts are stored, where the base has some.
     """
 
     device: Device
@@ -57,6 +59,7 @@ class Forecast:
     seconds: float
     tokens: int
     curve: tuple[Point, ...] = field(repr=False, default=())
+    mixture: Mixture | None = None
 
     @property
     def needed_bytes(self) -> int:
@@ -93,6 +96,7 @@ class Forecast:
             "attention": self.attention,
             "flops": self.flops,
             "seconds": round(self.seconds, 4),
+            "mixture": self.mixture and self.mixture.as_dict(),
         }
 
 
@@ -140,6 +144,7 @@ def make(
         seconds=seconds,
         tokens=micro_batches * batch.rows * batch.tokens,
         curve=tuple(replay.curve),
+        mixture=trace.mixture,
     )
 
 

@@ -25,6 +25,7 @@ from torch.utils.flop_counter import flop_registry
 
 from finetune.memory.kernels import Kernels
 from finetune.memory.monitor import Monitor, Peak
+from finetune.model.experts import Mixture
 
 CATEGORIES = {
     "base_weights": "base weights",
@@ -101,13 +102,15 @@ class Run:
 class Trace:
     """A recorded step: its blocks, and what happens to them in order.
 
-    `parameters` is the number of them in the whole base, `largest_weight` in its largest linear layer.
+    `parameters` is the number of them in the whole base, `largest_weight` in the largest that may get an
+    adapter. `mixture` says how the base's experts are stored, where it has some.
     """
 
     blocks: list[Block]
     runs: list[Run]
     parameters: int = 0
     largest_weight: int = 0
+    mixture: Mixture | None = None
 
     def timeline(self) -> Iterator[tuple[Run, Block, int]]:
         """(run, block, +1 or -1) for each allocation and free, in order."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import reprlib
 from pathlib import Path
@@ -10,10 +11,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from finetune import weight_files
+from finetune import libraries, weight_files
 from finetune.config import AdapterSection
 from finetune.config.fields import unknown
 from finetune.errors import ArtifactError, ConfigError, MachineError
+from finetune.model import experts
 from finetune.model.base import TRAINED_DTYPES
 from finetune.model.locate import hub_call, weights_directory
 
@@ -41,7 +43,8 @@ def _adapted(base: Any, section: AdapterSection, *, inference_mode: bool = False
         raise MachineError("`adapter.dora` on an int8 base needs a CUDA device; set `quantization.kind: nf4`")
     config = lora_config(base, section)
     config.inference_mode = inference_mode
-    return get_peft_model(base, config, **options)
+    with _targets_as_named():
+        return get_peft_model(base, config, **options)
 
 
 def lora_config(base: Any, section: AdapterSection) -> Any:
@@ -50,11 +53,13 @@ def lora_config(base: Any, section: AdapterSection) -> Any:
 
     # The fast initialisation of the PiSSA paper: a randomised SVD, here with 16 iterations.
     start: Any = "pissa_niter_16" if section.init == "pissa" else True
+    modules, parameters = _targets(base, section)
     return LoraConfig(
         r=section.rank,
         lora_alpha=section.alpha,
         lora_dropout=section.dropout,
-        target_modules=_targets(base, section),
+        target_modules=modules,
+        target_parameters=parameters or None,
         modules_to_save=_extra_modules(base, section) or None,
         use_rslora=section.rslora,
         use_dora=section.dora,
@@ -80,12 +85,64 @@ def trained_parameters(model: Any) -> int:
     return sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
 
 
-def _targets(base: Any, section: AdapterSection) -> str | list[str]:
+def _targets(base: Any, section: AdapterSection) -> tuple[str | list[str], list[str]]:
+    """The modules and the parameters that get an adapter, as PEFT takes them.
+
+    Of a mixture of experts, `all-linear` leaves out the routers; its experts are parameters and no linear layers.
+    """
     if section.targets == "all-linear":
-        return "all-linear"
-    candidates = _linear_names(base)
-    _check(section.targets, candidates, "adapter.targets")
-    return list(section.targets)
+        return _linear_but_routers(base) if experts.is_mixture(base) else "all-linear", []
+    linear, parameters = _linear_names(base), _parameter_names(base)
+    _check(section.targets, [*linear, *parameters], "adapter.targets")
+    chosen = {name: parameters[name] for name in section.targets if name in parameters}
+    _refuse_on_parameters(chosen, section)
+    return [name for name in section.targets if name not in chosen], list(chosen)
+
+
+def _linear_but_routers(base: Any) -> list[str]:
+    """The full names of all linear layers but the output head and the routers."""
+    kept = {base.get_output_embeddings(), *experts.routers(base).values()}
+    return [name for name, module in base.named_modules() if isinstance(module, nn.Linear) and module not in kept]
+
+
+def _parameter_names(base: Any) -> dict[str, Any]:
+    """Experts and routers that are no linear layers, by the last two parts of their names, such as `gate.weight`."""
+    found = {name: getattr(module, part) for name, module, part in experts.weights(base)}
+    found |= {
+        f"{name}.weight": module.weight
+        for name, module in experts.routers(base).items()
+        if not isinstance(module, nn.Linear)
+    }
+    return {".".join(name.split(".")[-2:]): parameter for name, parameter in found.items()}
+
+
+def _refuse_on_parameters(chosen: dict[str, Any], section: AdapterSection) -> None:
+    """Raise ConfigError for what PEFT cannot do with an adapter on a parameter (peft 0.21, `ParamWrapper`)."""
+    for name, parameter in chosen.items():
+        if not parameter.is_floating_point() or hasattr(parameter, "quant_state"):
+            raise ConfigError(
+                f"`adapter.targets`: `{name}` is held in 4 bit, where experts take no adapter; leave it out, or set "
+                "`quantization.kind` to `int8` or `none`, which keep experts in 16 bit"
+            )
+        wrong = {"dropout": section.dropout, "dora": section.dora, "init": section.init == "pissa"}
+        if asked := [f"`adapter.{key}`" for key, value in wrong.items() if value]:
+            raise ConfigError(
+                f"`adapter.targets`: `{name}` is a parameter and no linear layer, whose adapter cannot have "
+                f"{', '.join(asked)}; take that back, or leave `{name}` out"
+            )
+
+
+def _targets_as_named() -> contextlib.AbstractContextManager[None]:
+    """Keep PEFT from taking the linear layers of a mixture for the experts that transformers 4 had by their names.
+
+    peft 0.21 does so for adapters made with transformers 4 (`convert_peft_config_for_transformers`): it would move an
+    adapter on the `gate_proj` of shared experts or dense layers to the fused experts, at twice the rank.
+    """
+    from peft.utils import transformers_weight_conversion
+
+    return libraries.replaced(
+        transformers_weight_conversion, "convert_peft_config_for_transformers", lambda *args, **kwargs: None
+    )
 
 
 def _extra_modules(base: Any, section: AdapterSection) -> list[str]:

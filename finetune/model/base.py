@@ -21,9 +21,10 @@ from torch import nn
 from finetune import libraries, weight_files
 from finetune.config import AdapterSection, ModelSection, QuantizationSection, TrainingSection
 from finetune.errors import ArtifactError, ConfigError
-from finetune.model import catalog, packing
+from finetune.model import catalog, experts, packing
+from finetune.model.experts import Mixture
 from finetune.model.locate import hub_call, locate
-from finetune.model.quantization import bitsandbytes_config
+from finetune.model.quantization import QUANTIZATIONS, bitsandbytes_config
 
 _NO_CODE: dict[str, Any] = {"trust_remote_code": False}
 
@@ -124,21 +125,24 @@ def _pretrained(
     dtype: torch.dtype,
     device: torch.device,
 ) -> Any:
+    from finetune.model import quantizers
+
     packing.register()
-    model, report = hub_call(
-        f"model `{section.name}`",
-        lambda: from_safetensors(
-            locate(section.name),
-            config=deepcopy(architecture),  # building writes the quantization into it
-            revision=section.revision,
-            **pinned_code(section),
-            quantization_config=bitsandbytes_config(quantization, dtype),
-            attn_implementation=attention,
-            dtype=dtype,
-            device_map={"": device},
-            output_loading_info=True,
-        ),
-    )
+    with quantizers.used(quantization):
+        model, report = hub_call(
+            f"model `{section.name}`",
+            lambda: from_safetensors(
+                locate(section.name),
+                config=deepcopy(architecture),  # building writes the quantization into it
+                revision=section.revision,
+                **pinned_code(section),
+                quantization_config=bitsandbytes_config(quantization, dtype),
+                attn_implementation=attention,
+                dtype=dtype,
+                device_map={"": device},
+                output_loading_info=True,
+            ),
+        )
     if missing := sorted(report["missing_keys"]):
         # transformers would fill them with random numbers and train on.
         raise ArtifactError(
@@ -230,7 +234,7 @@ def weightless_base(
     remote_code: str | None = None,
     shorten: Callable[[Any], None] = lambda model: None,
 ) -> Any:
-    """The base on the meta device, its linear layers already bitsandbytes': every module, and no memory.
+    """The base on the meta device, its linear layers and experts already bitsandbytes': every module, and no memory.
 
     `shorten` may take layers out before they are looked at.
     """
@@ -255,6 +259,7 @@ def weightless_base(
         model = replace_with_bnb_linear(
             model, modules_to_not_convert=_kept_modules(model), quantization_config=quantization_config
         )
+        experts.quantize(model, quantization)
         _bias_as_loaded(model, dtype)
         model.quantization_method = quantization_config.quant_method
         model.is_loaded_in_4bit = bool(quantization_config.load_in_4bit)
@@ -274,10 +279,53 @@ def _bias_as_loaded(model: Any, dtype: torch.dtype) -> None:
 
 
 def _kept_modules(model: Any) -> list[str]:
-    """The output head stays in 16 bit, as in the QLoRA paper and in transformers' own loading."""
+    """The output head stays in 16 bit, as in the QLoRA paper and in transformers' own loading, and so do routers."""
     from transformers.quantizers.base import get_keys_to_not_convert
 
-    return list(get_keys_to_not_convert(model))
+    return [*get_keys_to_not_convert(model), *experts.routers(model)]
+
+
+def outline(
+    section: ModelSection, quantization: QuantizationSection, architecture: Any, *, attention: str, dtype: torch.dtype
+) -> tuple[Any, Mixture | None]:
+    """The base without its weights, and what is known of its experts (see `mixture`).
+
+    Raises ConfigError for a class whose layers and head are not told apart, which the loss needs.
+    """
+    found: list[Mixture | None] = []
+    model = weightless_base(
+        architecture,
+        quantization,
+        attention=attention,
+        dtype=dtype,
+        remote_code=remote_code(section),
+        shorten=lambda whole: found.append(mixture(whole, quantization)),
+    )
+    if model.base_model is model:
+        raise ConfigError(
+            f"`model.name`: {type(model).__name__} cannot be trained here: transformers has no name for its layers "
+            "without the head, which the loss needs"
+        )
+    return model, found[0]
+
+
+def mixture(model: Any, quantization: QuantizationSection) -> Mixture | None:
+    """How the experts of a base will be stored that is not quantized yet; None for one without experts."""
+    from transformers.pytorch_utils import Conv1D
+    from transformers.quantizers.quantizers_utils import should_convert_module
+
+    if not experts.is_mixture(model):
+        return None
+    kept, names = _kept_modules(model), set()
+    if quantization.kind != "none":
+        names = {
+            f"{name}.weight"
+            for name, module in model.named_modules()
+            if type(module) in (nn.Linear, Conv1D) and should_convert_module(name, kept)
+        }
+    if QUANTIZATIONS[quantization.kind].four_bit:
+        names |= {name for name, _, _ in experts.weights(model)}
+    return experts.mixture(model, quantization.kind, names)
 
 
 def _materialise(model: Any, module: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
@@ -296,8 +344,13 @@ def _materialise(model: Any, module: nn.Module, dtype: torch.dtype, device: torc
         return
     if not (module._parameters or module._buffers):
         return
+    packed = {name: one for name, one in module._parameters.items() if isinstance(one, bnb.nn.Params4bit)}
+    for name, parameter in packed.items():
+        module._parameters[name] = nn.Parameter(parameter.data, requires_grad=False)
     module.to_empty(device=device, recurse=False)
     model._init_weights(module)
+    for name, parameter in packed.items():
+        module._parameters[name] = type(parameter)(getattr(module, name).data, **parameter.__dict__).to(device)
 
 
 def _keep_training_layout(model: Any) -> None:

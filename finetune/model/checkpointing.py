@@ -7,6 +7,8 @@ from typing import Any
 
 from finetune.config import MemorySection
 from finetune.config.fields import every_n
+from finetune.errors import ConfigError
+from finetune.model import experts
 
 
 def apply(model: Any, section: MemorySection, device_type: str) -> None:
@@ -17,6 +19,10 @@ def apply(model: Any, section: MemorySection, device_type: str) -> None:
     chosen = pattern(section.checkpointing, len(layers(model)))
     if not any(chosen):
         return
+    if not model.supports_gradient_checkpointing:
+        raise ConfigError(
+            f"`memory.checkpointing`: transformers' {type(model).__name__} does not support it; set it to `none`"
+        )
     # bitsandbytes' 8-bit product keeps its input on the autograd node itself (0.50, `MatMul8bitFp` and `MatMul8bitLt`),
     # where only the older form of checkpointing, which builds no graph in the first pass, lets go of it.
     eight_bit = bool(getattr(model, "is_loaded_in_8bit", False))
@@ -31,6 +37,7 @@ def choose(model: Any, chosen: Sequence[bool]) -> None:
     """Checkpoint just these of the layers, where checkpointing is on."""
     for layer, on in zip(layers(model), chosen, strict=True):
         layer.gradient_checkpointing = on
+        experts.checkpointed(layer, on)
 
 
 def pattern(checkpointing: str | int, count: int) -> list[bool]:

@@ -108,15 +108,19 @@ class _Fakes:
         return weight
 
 
-def is_quantized(module: nn.Module) -> bool:
-    """Whether the module's weight was quantized by `fill`."""
-    weight = getattr(module, "weight", None)
+def is_quantized(weight: Any) -> bool:
+    """Whether a weight was quantized by `fill`."""
     return getattr(weight, "quant_state", None) is not None or getattr(weight, "SCB", None) is not None
+
+
+def shape(weight: Any) -> torch.Size:
+    """The shape that a quantized weight stands for."""
+    return weight.quant_state.shape if hasattr(weight, "quant_state") else weight.shape
 
 
 def values(weight: Any) -> int:
     """How many values a quantized weight stands for."""
-    return math.prod(weight.quant_state.shape) if hasattr(weight, "quant_state") else weight.numel()
+    return math.prod(shape(weight))
 
 
 def quantize(weight: Any, section: QuantizationSection, dtype: torch.dtype) -> None:

@@ -22,7 +22,7 @@ _IMAGE_STYLE = "max-width: 100%; height: auto; background: #fff"
 def show(forecast: Forecast, console: Console) -> None:
     """Print the forecast: whether it fits, what the memory goes to, and what else a step takes."""
     printing.say(console, words.verdict(forecast), style="bold green" if forecast.fits else "bold red")
-    printing.facts(console, {"batch": _batch(forecast), "attention": forecast.attention})
+    printing.facts(console, _settings(forecast))
     printing.say(console, "")
     _bars(console, forecast)
     printing.say(console, "")
@@ -68,9 +68,7 @@ def html(forecast: Forecast) -> str:
     return "".join(
         [
             f"<p><strong>{markup.escape(words.verdict(forecast))}</strong></p>",
-            _html_table(
-                (), [("batch", _batch(forecast)), ("attention", forecast.attention), *_costs(forecast).items()]
-            ),
+            _html_table((), [*_settings(forecast).items(), *_costs(forecast).items()]),
             _html_table(
                 ("at the peak", "size", "share"),
                 [(name, words.size(size_bytes), words.share(share)) for name, size_bytes, share in _at_peak(forecast)],
@@ -82,6 +80,12 @@ def html(forecast: Forecast) -> str:
 
 
 # -- what there is to say ----------------------------------------------------------------------------------------------
+
+
+def _settings(forecast: Forecast) -> dict[str, str]:
+    """What the forecast is of."""
+    experts = {"experts": words.mixture(forecast.mixture)} if forecast.mixture else {}
+    return {"batch": _batch(forecast), "attention": forecast.attention, **experts}
 
 
 def _batch(forecast: Forecast) -> str:

@@ -29,6 +29,7 @@ from finetune.memory.fit import Fitted, Limits
 from finetune.memory.forecast import Forecast
 from finetune.memory.levers import Lever
 from finetune.memory.monitor import headline
+from finetune.model.experts import Mixture
 from finetune.report import data_view, doctor_view, forecast_view, printing, words
 from finetune.report.figures import Figures
 from finetune.report.result import Result
@@ -127,12 +128,15 @@ class Terminal:
         attention: str,
         forecast: Forecast | None,
         processes: int = 1,
+        mixture: Mixture | None = None,
     ) -> None:
         """The header: what is about to be done, on what, with what."""
+        leaves_out = mixture and config.adapter.kind == "lora" and config.adapter.targets == "all-linear"
         facts = {
             "run": str(path),
             "base": _base(config),
-            "adapter": _adapter(config),
+            **({"experts": words.mixture(mixture)} if mixture else {}),
+            "adapter": _adapter(config) + (", without routers and experts" if leaves_out else ""),
             "data": _counts(data.train_counts, config.data.max_length),
             "held out": _counts(data.eval_counts, config.data.max_length)
             if data.eval_counts
@@ -221,7 +225,8 @@ class Terminal:
         """What was proven about the merged model, and where it is."""
         self.close()
         self._say(
-            f"\nmerged and proven: on {words.count(proof['tokens'])} held-out tokens its logits differ by "
+            f"\nmerged and proven: on {words.count(proof['tokens'])} held-out tokens its logits differ "
+            f"{'at the median token ' if proof.get('median') else ''}by "
             f"{proof['error']:.3%} from base plus adapter (rounding explains {proof['bound']:.3%}; the adapter moved "
             f"the base by {proof['effect']:.3%}), and {proof['agreement']:.2%} of the most likely tokens are the same. "
             f"It is in {run.merged}"

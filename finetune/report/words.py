@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from finetune.data.batching import Batch
 from finetune.data.counts import CONTROL_TOKENS, Counts
 from finetune.memory.forecast import Forecast
+from finetune.model.experts import Mixture
 
 _MIB, _GIB = 2**20, 2**30
 # Rows that are named where they are many.
@@ -71,6 +72,21 @@ def batch(shape: Batch) -> str:
         return f"{count(len(shape.packed))} rows packed into {count(shape.tokens)} tokens"
     rows = f"{count(shape.rows)} row{'' if shape.rows == 1 else 's'}"
     return f"{rows} x {count(shape.tokens)} tokens{', padded' if shape.padded else ''}"
+
+
+def mixture(stored: Mixture) -> str:
+    """How the experts of a mixture are stored, and how many of all parameters stay unquantized."""
+    told = f"{count(stored.experts)} a layer" if stored.experts else "all"
+    if stored.kind == "none":
+        return f"{told} unquantized"
+    if stored.quantized_experts == 1:
+        told += f" in {stored.kind}"
+    elif stored.quantized_experts == 0:
+        form = "linear layers only" if stored.kind == "int8" else "no experts kept as this architecture keeps them"
+        told += f" unquantized (bitsandbytes has {stored.kind} for {form})"
+    else:
+        told += f", {share(stored.quantized_experts)} of their parameters in {stored.kind}"
+    return f"{told}; {count(stored.unquantized)} of all {count(stored.parameters)} parameters stay unquantized"
 
 
 def dropped(counts: Counts) -> str:

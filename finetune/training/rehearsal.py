@@ -24,8 +24,8 @@ from finetune.errors import FinetuneError, ForecastError
 from finetune.memory.device import Device
 from finetune.memory.trace import Answers, Recorder, Trace, TracedMonitor
 from finetune.memory.unroll import NotAlike, Shortened, shorten, unroll, whole
-from finetune.model import adapter, checkpointing, depth, fake
-from finetune.model.base import base_dtype, remote_code, weightless_base
+from finetune.model import adapter, checkpointing, depth, experts, fake
+from finetune.model.base import base_dtype, mixture, remote_code, weightless_base
 from finetune.rundir import RunDirectory
 from finetune.signals import Signals
 from finetune.training import optimizers, stand_ins
@@ -78,7 +78,12 @@ def _rehearse(
         if evaluation:
             rehearsal.evaluate(evaluation)
         trace = unroll(recorder.trace(), rehearsal.shortened)
-        return replace(trace, parameters=rehearsal.parameters, largest_weight=rehearsal.largest_weight)
+        return replace(
+            trace,
+            parameters=rehearsal.parameters,
+            largest_weight=rehearsal.largest_weight,
+            mixture=rehearsal.mixture,
+        )
 
 
 class _Rehearsal:
@@ -126,7 +131,14 @@ class _Rehearsal:
     def _shorten(self, base: Any) -> None:
         self.parameters = sum(weight.numel() for weight in base.parameters())
         linear = [module.weight.numel() for module in base.modules() if isinstance(module, torch.nn.Linear)]
-        self.largest_weight = max(linear)
+        targets = self._config.adapter.targets
+        fused = [
+            getattr(module, name).numel()
+            for path, module, name in experts.weights(base)
+            if path.endswith(tuple(f".{target}" for target in targets if targets != "all-linear"))
+        ]
+        self.largest_weight = max(linear + fused)
+        self.mixture = mixture(base, self._config.quantization)
         kinds = depth.kinds(base)
         chosen = checkpointing.pattern(self._config.memory.checkpointing, len(kinds))
         self.shortened = self._shortening(list(zip(kinds, chosen, strict=True)))
@@ -235,11 +247,16 @@ class _Rehearsal:
             for buffer in module.buffers(recurse=False):
                 self.recorder.keep(buffer, "base_weights", layer)
         self.recorder.layer = None
-        quantized = [module.weight for module in self._model.modules() if fake.is_quantized(module)]
+        quantized = [weight for weight in self._model.parameters() if fake.is_quantized(weight)]
         if quantized:
             dtype = base_dtype(self._config.adapter, self._config.training)
+            largest = max(quantized, key=fake.values)
             with self._recording():
-                fake.quantize(max(quantized, key=fake.values), self._config.quantization, dtype)
+                # The experts of a file are stacked before they are joined, and random ones made for a whole module.
+                fused = len(fake.shape(largest)) > 2
+                beside = torch.empty(fake.shape(largest), dtype=dtype) if fused else None
+                fake.quantize(largest, self._config.quantization, dtype)
+                del beside
 
     def make_optimizer_states(self) -> None:
         """The optimizer's first step, on gradients of zeros."""

@@ -95,6 +95,7 @@ class Trainer(SFTTrainer):
         self.skipped = False
         self._grad_norm: torch.Tensor | float = 0.0
         chunked_logprob.TOKEN_CHUNK_SIZE = loss_tokens  # read at each call; trl 1.16 has no argument for it
+        _name_experts(arguments["model"].config.get_text_config())
         super().__init__(data_collator=collator, **arguments)
         set_trained_dtype(self.model, adapter)  # TRL cast the adapter; see there
         self.callback_handler.callbacks = [
@@ -522,3 +523,12 @@ def save_weights(model: Any, folder: Path, **arguments: Any) -> None:
         model.save_pretrained(str(folder), save_embedding_layers=False, **arguments)
     else:
         model.save_pretrained(str(folder))
+
+
+def _name_experts(config: Any) -> None:
+    """Let TRL find the number of experts for the balancing loss: it reads `num_experts` alone (trl 1.16)."""
+    if not hasattr(config, "output_router_logits") or hasattr(config, "num_experts"):
+        return
+    for name in ("num_local_experts", "n_routed_experts", "moe_num_experts"):
+        if hasattr(config, name):
+            type(config).attribute_map = {**type(config).attribute_map, "num_experts": name}

@@ -205,3 +205,18 @@ def test_untied_embeddings_and_added_tokens_survive_the_merge(quick, tiny_base: 
     merged = AutoModelForCausalLM.from_pretrained(run.merged)
     assert merged.get_input_embeddings().weight.shape[0] == 2049
     assert not torch.equal(merged.lm_head.weight, merged.get_input_embeddings().weight)
+
+
+def test_a_token_that_takes_another_expert_is_no_failure_of_a_mixture_and_one_of_a_dense_model() -> None:
+    generator = torch.Generator().manual_seed(0)
+    trained, base = (torch.randn(20, 8, generator=generator) for _ in range(2))
+    rerouted, wrong = trained.clone(), trained * 1.1
+    rerouted[3] = torch.randn(8, generator=generator)
+
+    def holds(merged: torch.Tensor, mixture: bool) -> bool:
+        return proof.compare([merged], [trained], [base], 0.01, mixture=mixture).holds
+
+    assert holds(rerouted, mixture=True)
+    assert not holds(rerouted, mixture=False)
+    assert not holds(wrong, mixture=True)
+    assert not holds(trained * float("nan"), mixture=True)

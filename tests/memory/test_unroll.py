@@ -142,8 +142,6 @@ def test_only_the_ends_may_come_and_go_otherwise() -> None:
 # -- real models -------------------------------------------------------------------------------------------------------
 
 
-# peft 0.21 and the experts of transformers 5.23, which are one parameter and no module.
-@pytest.mark.filterwarnings("ignore:The following (rank|alpha)_pattern keys:RuntimeWarning")
 @pytest.mark.parametrize(
     ("architecture", "layers", "changes"),
     [

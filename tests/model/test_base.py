@@ -121,18 +121,30 @@ print(json.dumps({"peak": peak - before, "final": anonymous() - before}))
 """
 
 
-@pytest.mark.parametrize("weights", ["random", "pretrained"])
-@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads Linux's accounting")
-def test_loading_never_holds_a_second_full_copy(weights: str, tmp_path: Path) -> None:
-    """84M parameters in 16 bit are 169 MB. NF4 keeps 44 MB of them, and loading needs little more at any moment."""
-    from transformers import LlamaConfig, LlamaForCausalLM
+# 85M parameters, of a Llama in linear layers, of a mixture nearly all in experts: two parameters in each of 40 layers.
+_LLAMA = {"num_hidden_layers": 12, "hidden_size": 768, "intermediate_size": 2048}
+_MIXTRAL = {"num_hidden_layers": 40, "hidden_size": 256, "intermediate_size": 256, "num_local_experts": 10}
 
-    config = LlamaConfig(
-        hidden_size=768, intermediate_size=2048, num_hidden_layers=12, num_attention_heads=12, num_key_value_heads=12,
-        vocab_size=2048, tie_word_embeddings=True, architectures=["LlamaForCausalLM"],
+
+@pytest.mark.parametrize("weights", ["random", "pretrained"])
+@pytest.mark.parametrize(
+    ("name", "shape", "quantized"),
+    [("llama", _LLAMA, 12 * (4 * 768**2 + 3 * 768 * 2048)), ("mixtral", _MIXTRAL, 40 * (3 * 256**2 + 30 * 256**2))],
+    ids=["llama", "mixtral"],
+)
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads Linux's accounting")
+def test_loading_never_holds_a_second_full_copy(
+    name: str, shape: dict[str, int], quantized: int, weights: str, tmp_path: Path
+) -> None:
+    """85M parameters in 16 bit are 170 MB. NF4 keeps 44 MB of them, and loading needs little more at any moment."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.for_model(
+        name, **shape, num_attention_heads=4, num_key_value_heads=4 if name == "llama" else 2, vocab_size=2048,
+        tie_word_embeddings=True,
     )  # fmt: skip
     if weights == "pretrained":
-        LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(tmp_path)
+        AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(tmp_path)
     else:
         config.save_pretrained(tmp_path)
     done = subprocess.run(
@@ -144,7 +156,7 @@ def test_loading_never_holds_a_second_full_copy(weights: str, tmp_path: Path) ->
         check=True,
     )
     measured = json.loads(done.stdout.splitlines()[-1])
-    linear_bytes = 2 * 12 * (4 * 768 * 768 + 3 * 768 * 2048)
+    linear_bytes = 2 * quantized
     assert measured["final"] < 0.35 * linear_bytes
     assert measured["peak"] - measured["final"] < 0.25 * linear_bytes, "a second copy would be 1.0"
 

@@ -43,14 +43,15 @@ def size(tensor: torch.Tensor) -> tuple[int, torch.dtype]:
     return tensor.untyped_storage().nbytes(), tensor.dtype
 
 
+@pytest.mark.parametrize("name", ["llama", "mixture"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize(("kind", "double"), KINDS)
 def test_weights_and_quantization_states_have_the_bytes_of_real_ones(
-    kind: str, double: bool, dtype: torch.dtype
+    kind: str, double: bool, dtype: torch.dtype, name: str
 ) -> None:
     section = QuantizationSection(kind=kind, double=double)
-    found = {name: size(tensor) for name, tensor in tensors(faked(section, dtype=dtype))}
-    expected = {name: size(tensor) for name, tensor in tensors(real(section, dtype=dtype))}
+    found = {name: size(tensor) for name, tensor in tensors(faked(section, name, dtype))}
+    expected = {name: size(tensor) for name, tensor in tensors(real(section, name, dtype))}
     assert found == expected
 
 
@@ -78,10 +79,10 @@ def test_nothing_is_real_and_tied_weights_stay_tied() -> None:
     assert {tensor.device.type for _, tensor in tensors(model)} == {"cpu"}
 
 
-def test_only_quantized_layers_count_as_such() -> None:
+def test_only_quantized_weights_count_as_such() -> None:
     for kind in ("nf4", "int8"):
         model = faked(QuantizationSection(kind=kind))
-        assert fake.is_quantized(model.model.layers[0].mlp.up_proj)
-        assert not fake.is_quantized(model.lm_head)
-        assert not fake.is_quantized(model.model.norm)
-    assert not any(fake.is_quantized(module) for module in faked(QuantizationSection(kind="none")).modules())
+        assert fake.is_quantized(model.model.layers[0].mlp.up_proj.weight)
+        assert not fake.is_quantized(model.lm_head.weight)
+        assert not fake.is_quantized(model.model.norm.weight)
+    assert not any(fake.is_quantized(weight) for weight in faked(QuantizationSection(kind="none")).parameters())

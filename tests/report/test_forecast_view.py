@@ -12,6 +12,7 @@ from rich.console import Console
 
 from finetune.data.batching import Batch
 from finetune.memory.forecast import WORDS
+from finetune.model.experts import Mixture
 from finetune.report import forecast_view
 
 
@@ -190,3 +191,14 @@ def test_html_escapes_what_comes_from_outside() -> None:
 
 def test_html_of_a_forecast_without_a_curve_has_no_picture() -> None:
     assert "<img" not in forecast_view.html(forecast(curve=()))
+
+
+def test_of_a_mixture_it_is_told_how_the_experts_are_stored() -> None:
+    assert "experts" not in shown(forecast())
+    held = forecast(mixture=Mixture(128, "nf4", 1.0, 1_500_000_000, 30_500_000_000))
+    line = "experts    128 a layer in nf4; 1,500,000,000 of all 30,500,000,000 parameters stay unquantized"
+    assert line in shown(held).splitlines()
+    assert "128 a layer in nf4" in forecast_view.html(held)
+    assert held.as_dict()["mixture"]["quantized_experts"] == 1.0
+    partly = forecast(mixture=Mixture(8, "fp4", 0.5, 10, 20))
+    assert "experts    8 a layer, 50.0% of their parameters in fp4; 10 of all 20 parameters" in shown(partly)

@@ -1,0 +1,216 @@
+"""Mixtures of experts: which weights are experts and which are routers, and experts held in 4 bit.
+
+transformers 5 keeps all experts of a layer in a few parameters of shape (experts, ..., ...), which neither
+bitsandbytes' replacement of linear layers nor PEFT's `all-linear` knows of. In 4 bit such a parameter is a
+`Params4bit`, like the weight of a `Linear4bit`. The forward pass of its module works on the dequantized experts, which
+are dropped when it returns and dequantized again for the backward pass.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Iterator, Set
+from copy import copy
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from finetune.config import QuantizationSection
+from finetune.model.quantization import QUANTIZATIONS
+
+_ROUTER_CLASS = re.compile("Router|TopKGating")
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """How a mixture of experts is stored.
+
+    `experts`: in a layer, the most where layers differ. `kind`: the quantization of its linear layers.
+    `quantized_experts`: the share of the experts' parameters in that kind. `unquantized` of all `parameters` are not.
+    """
+
+    experts: int
+    kind: str
+    quantized_experts: float
+    unquantized: int
+    parameters: int
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def mixture(model: nn.Module, kind: str, quantized: Set[str]) -> Mixture:
+    """What is known of a mixture whose parameters called `quantized` are, or will be, quantized to `kind`."""
+    sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
+    kept = tuple(f"{name}." for name in routers(model))
+    inside = {
+        name
+        for path, module in model.named_modules()
+        if _holds_experts(path, module)
+        for name, parameter in module.named_parameters(prefix=path)
+        if parameter.dim() > 1 and "bias" not in name and not name.startswith(kept)
+    }
+    return Mixture(
+        experts=max((_experts_in(path, module) for path, module in model.named_modules()), default=0),
+        kind=kind,
+        quantized_experts=sum(sizes[name] for name in inside & quantized) / sum(sizes[name] for name in inside),
+        unquantized=sum(size for name, size in sizes.items() if name not in quantized),
+        parameters=sum(sizes.values()),
+    )
+
+
+def weights(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
+    """(name in the model, module, name in the module) of each parameter that holds all experts of a layer.
+
+    Such a parameter has three dimensions, and the name of its module's class contains `Expert`.
+    """
+    for path, module in model.named_modules():
+        if "Expert" in type(module).__name__:
+            for name, parameter in module._parameters.items():
+                if parameter is not None and len(_shape(parameter)) == 3:
+                    yield f"{path}.{name}", module, name
+
+
+def routers(model: nn.Module) -> dict[str, nn.Module]:
+    """The modules with a matrix that decides between experts, by name: not quantized, and not in `all-linear`.
+
+    They are of a class called `...Router...` or `...TopKGating`, or linear layers beside experts with as many outputs
+    as there are experts, or with one (the gate of a shared expert).
+    """
+    if not is_mixture(model):
+        return {}
+    found: dict[str, nn.Module] = {}
+    for path, module in model.named_modules():
+        if _ROUTER_CLASS.search(type(module).__name__):
+            found |= {name: part for name, part in module.named_modules(prefix=path) if _outputs(part)}
+        experts = {count for name, child in module.named_children() if (count := _experts_in(name, child))}
+        if experts:
+            found |= {
+                f"{path}.{name}": child
+                for name, child in module.named_children()
+                if isinstance(child, nn.Linear) and child.out_features in {1, *experts}
+            }
+    return found
+
+
+def is_mixture(model: nn.Module) -> bool:
+    """Whether some layer has experts, in whatever form."""
+    return any(_holds_experts(path, module) for path, module in model.named_modules())
+
+
+def quantize(model: nn.Module, section: QuantizationSection) -> None:
+    """Give the experts of a model on the meta device the 4-bit form of `section`, to be filled when they are loaded.
+
+    With int8 they stay as they are: bitsandbytes 0.50 has 8-bit linear layers, and no 8-bit form of other weights.
+    """
+    if not QUANTIZATIONS[section.kind].four_bit:
+        return
+    import bitsandbytes as bnb
+
+    for _, module, name in list(weights(model)):
+        module._parameters[name] = bnb.nn.Params4bit(
+            getattr(module, name).data, compress_statistics=section.double, quant_type=section.kind
+        )
+        if not hasattr(module, "packs_for_backward"):
+            held: Any = module
+            held.source_cls = type(module)  # transformers asks it of whatever it quantizes
+            held.packs_for_backward = True
+            module.register_forward_pre_hook(_unpack)
+            # Also where the pass ends early, as checkpointing ends its recomputation.
+            module.register_forward_hook(_pack, always_call=True)
+
+
+def dequantize(model: nn.Module, dtype: torch.dtype) -> None:
+    """Turn experts in 4 bit into plain parameters in `dtype`, one parameter after the other."""
+    for _, module, name in list(weights(model)):
+        if is_packed(parameter := getattr(module, name)):
+            module._parameters[name] = nn.Parameter(_dequantized(parameter).to(dtype), requires_grad=False)
+
+
+def is_packed(parameter: Any) -> bool:
+    """Whether a parameter holds 4-bit values."""
+    return getattr(parameter, "quant_state", None) is not None
+
+
+def checkpointed(layer: nn.Module, on: bool) -> None:
+    """Say whether checkpointing decides what the experts of `layer` keep for the backward pass.
+
+    Elsewhere they keep themselves packed and are dequantized again, as bitsandbytes' linear layers are. Within a
+    checkpointed layer nothing is kept, and hooks on saved tensors would take them away from checkpointing's own.
+    """
+    for module in layer.modules():
+        if hasattr(module, "packs_for_backward"):
+            module.packs_for_backward = not on
+
+
+def _unpack(module: Any, inputs: Any) -> None:
+    """Put the dequantized experts in place of the packed ones, until `_pack`."""
+    packed = {name: one for name, one in module._parameters.items() if is_packed(one)}
+    module.unpacked = contextlib.ExitStack()
+    module.unpacked.callback(module._parameters.update, packed)
+    module._parameters.update({name: _dequantized(one) for name, one in packed.items()})
+    if module.packs_for_backward and torch.is_grad_enabled():
+        saved = _SavedPacked({_storage(module._parameters[name]): one for name, one in packed.items()})
+        module.unpacked.enter_context(torch.autograd.graph.saved_tensors_hooks(saved.pack, _dequantized_again))
+
+
+def _pack(module: Any, inputs: Any, output: Any) -> None:
+    module.unpacked.close()
+
+
+class _SavedPacked:
+    """Saves views of dequantized experts for the backward pass as the packed experts and the view's shape."""
+
+    def __init__(self, packed: dict[int, Any]) -> None:
+        self._packed = packed
+
+    def pack(self, tensor: torch.Tensor) -> Any:
+        packed = self._packed.get(_storage(tensor))
+        return tensor if packed is None else (packed, tensor.shape, tensor.stride(), tensor.storage_offset())
+
+
+def _dequantized_again(saved: Any) -> torch.Tensor:
+    if isinstance(saved, torch.Tensor):
+        return saved
+    packed, shape, stride, offset = saved
+    return _dequantized(packed).as_strided(shape, stride, offset)
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def _dequantized(parameter: Any) -> torch.Tensor:
+    from bitsandbytes.functional import dequantize_4bit
+
+    state = parameter.quant_state
+    # As one long row: on a CPU bitsandbytes 0.50 misreads rows that are no multiple of a block long (its
+    # `dequantize_4bit` begins a new block with each row, and quantization does not).
+    flat = copy(state)
+    flat.shape = torch.Size((state.shape.numel(),))
+    return dequantize_4bit(parameter.data, flat).view(state.shape)
+
+
+def _shape(parameter: Any) -> torch.Size:
+    """The shape that a parameter stands for, packed or not."""
+    return parameter.quant_state.shape if is_packed(parameter) else parameter.shape
+
+
+def _holds_experts(path: str, module: nn.Module) -> bool:
+    return "Expert" in type(module).__name__ or path.rpartition(".")[2] == "experts"
+
+
+def _experts_in(name: str, module: nn.Module) -> int:
+    """How many experts a module holds itself: as parameters, or as modules, as transformers did before version 5."""
+    if isinstance(module, (nn.ModuleList, nn.ModuleDict)) and _holds_experts(name, module):
+        return len(module)
+    return max((_shape(getattr(one, inner))[0] for _, one, inner in weights(module) if one is module), default=0)
+
+
+def _outputs(module: nn.Module) -> int:
+    """Outputs of a module that is a matrix, and 0 for any other."""
+    weight = getattr(module, "weight", None)
+    return weight.shape[0] if isinstance(weight, nn.Parameter) and weight.dim() == 2 else 0

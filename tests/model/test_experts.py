@@ -1,0 +1,359 @@
+"""Mixtures of experts: what is held in 4 bit, what gets an adapter, and whole runs of several architectures."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+import finetune
+from finetune.config import AdapterSection, MemorySection, ModelSection, QuantizationSection
+from finetune.doctor import run as run_directory
+from finetune.errors import ConfigError
+from finetune.model import attention, checkpointing, experts
+from finetune.model.adapter import attach
+from finetune.model.base import load_architecture, load_base, outline
+from finetune.report import words
+from finetune.rundir import RunDirectory
+
+CPU = torch.device("cpu")
+IDS = torch.arange(3, 35)[None]
+EXPERTS = 4
+SHARED: dict[str, Any] = {
+    "vocab_size": 2048, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "intermediate_size": 48, "max_position_embeddings": 256, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+    "num_experts_per_tok": 2,
+}  # fmt: skip
+ARCHITECTURES: dict[str, dict[str, Any]] = {
+    "mixtral": {"num_local_experts": EXPERTS},
+    "qwen3_moe": {"head_dim": 8, "num_experts": EXPERTS, "moe_intermediate_size": 16},
+    "olmoe": {"num_experts": EXPERTS},
+    "granitemoe": {"num_local_experts": EXPERTS},
+    "gpt_oss": {"head_dim": 8, "num_local_experts": EXPERTS},
+    "deepseek_v3": {
+        "n_routed_experts": EXPERTS, "moe_intermediate_size": 16, "n_shared_experts": 1, "n_group": 1, "topk_group": 1,
+        "first_k_dense_replace": 1, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8,
+        "qk_nope_head_dim": 8, "v_head_dim": 8, "num_key_value_heads": 4,
+    },
+}  # fmt: skip
+SHARED_EXPERTS: dict[str, Any] = {
+    "num_experts": EXPERTS, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 32,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def base_of(tmp_path_factory: pytest.TempPathFactory, tiny_base: Path) -> Callable[[str], Path]:
+    """A function from an architecture's name to a directory with such a model and the built-in base's tokenizer."""
+    root = tmp_path_factory.mktemp("mixtures")
+
+    def make(name: str) -> Path:
+        folder = root / name
+        if not folder.exists():
+            torch.manual_seed(0)
+            config = AutoConfig.for_model(name, **{**SHARED, **ARCHITECTURES.get(name, SHARED_EXPERTS)})
+            model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+            for weight in model.parameters():
+                if weight.dim() > 1:
+                    torch.nn.init.normal_(weight, std=0.1)  # large, so that experts differ
+            model.save_pretrained(folder)
+            for file in tiny_base.iterdir():
+                if "token" in file.name or file.suffix == ".jinja":
+                    shutil.copy(file, folder)
+        return folder
+
+    return make
+
+
+def load(folder: Path, kind: str = "nf4", weights: str = "pretrained") -> Any:
+    section = ModelSection(name=str(folder), weights=weights)
+    return load_base(
+        section, QuantizationSection(kind=kind), load_architecture(section), attention="eager", dtype=torch.bfloat16,
+        device=CPU,
+    )  # fmt: skip
+
+
+def whole(model: Any) -> Any:
+    """`model` with its experts dequantized once and for all, as a reference."""
+    experts.dequantize(model, torch.bfloat16)
+    return model
+
+
+@torch.inference_mode()
+def logits(model: Any) -> torch.Tensor:
+    return model.eval()(input_ids=IDS).logits
+
+
+# -- experts in 4 bit --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("weights", ["pretrained", "random"])
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_experts_take_four_bits_and_compute_what_the_dequantized_ones_do(
+    name: str, weights: str, base_of: Callable[[str], Path]
+) -> None:
+    folder = base_of(name)
+    model = load(folder, weights=weights)
+    held = {path: getattr(module, part) for path, module, part in experts.weights(model)}
+    assert len(held) == (2 if name == "deepseek_v3" else 4)
+    for parameter in held.values():
+        assert parameter.dtype is torch.uint8
+        assert parameter.quant_state.shape[0] == EXPERTS
+        assert 2 * parameter.numel() == parameter.quant_state.shape.numel()
+    found = logits(model)
+    assert torch.equal(found, logits(whole(model)))
+    if weights == "pretrained":
+        plain = dict(load(folder, "none").named_parameters())
+        for path, module, part in experts.weights(model):
+            # 4-bit NormalFloat is off by some 9% of a normal variable's standard deviation (arXiv 2305.14314).
+            error = getattr(module, part) - plain[path]
+            assert error.flatten(1).norm(dim=1).max() < 0.12 * plain[path].flatten(1).norm(dim=1).min()
+
+
+@pytest.mark.parametrize("kind", ["nf4", "int8"])
+def test_routers_are_not_quantized(kind: str, base_of: Callable[[str], Path]) -> None:
+    """Qwen2's gate of the shared expert is a linear layer, which transformers' own loading would quantize."""
+    for name in ("qwen2_moe", "gpt_oss"):
+        for weights in ("pretrained", "random"):
+            routers = experts.routers(load(base_of(name), kind, weights))
+            assert len(routers) == (4 if name == "qwen2_moe" else 2)
+            assert {module.weight.dtype for module in routers.values()} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize("layers", ["all", "none", "every-2"])
+def test_gradients_through_experts_in_four_bit_are_those_through_dequantized_ones(
+    layers: str, base_of: Callable[[str], Path]
+) -> None:
+    def gradients(model: Any, chosen: str) -> list[torch.Tensor]:
+        adapted = attach(model, AdapterSection(rank=4, targets=["q_proj"]), "", seed=1)
+        checkpointing.apply(model, MemorySection(checkpointing=chosen), "cpu")
+        for name, parameter in adapted.named_parameters():
+            if "lora_B" in name:
+                torch.nn.init.normal_(parameter, std=0.1)
+        adapted.train()
+        adapted(input_ids=IDS, labels=IDS).loss.backward()
+        assert all(experts.is_packed(getattr(module, part)) for _, module, part in experts.weights(model)) != (
+            model is reference
+        )
+        return [parameter.grad for parameter in adapted.parameters() if parameter.requires_grad]
+
+    reference = whole(load(base_of("mixtral")))
+    expected = gradients(reference, "none")
+    found = gradients(load(base_of("mixtral")), layers)
+    assert sum(gradient.abs().sum() for gradient in expected) > 0
+    assert all(torch.equal(one, other) for one, other in zip(expected, found, strict=True))
+
+
+@pytest.mark.parametrize("layers", ["all", "none"])
+def test_no_dequantized_expert_outlives_the_forward_pass(layers: str, base_of: Callable[[str], Path]) -> None:
+    model = load(base_of("mixtral"))
+    checkpointing.apply(model, MemorySection(checkpointing=layers), "cpu")
+    made: list[Any] = []
+
+    def remember(module: Any, *_: Any) -> None:
+        made.extend(torch.multiprocessing.reductions.StorageWeakRef(one.untyped_storage()) for one in seen(module))
+
+    def seen(module: Any) -> list[torch.Tensor]:
+        return [parameter for parameter in module._parameters.values() if parameter.dtype is torch.bfloat16]
+
+    for module in {module for _, module, _ in experts.weights(model)}:
+        module.register_forward_pre_hook(remember)  # after those that dequantize
+    model.train()
+    model.enable_input_require_grads()
+    loss = model(input_ids=IDS, labels=IDS).loss
+    assert len(made) == 4
+    assert all(reference.expired() for reference in made)
+    loss.backward()
+
+
+def test_a_forward_pass_that_fails_leaves_the_experts_packed(base_of: Callable[[str], Path]) -> None:
+    model = load(base_of("mixtral"))
+    before = logits(model)
+    [_, module, _], *_ = experts.weights(model)
+    with pytest.raises(RuntimeError):
+        module(torch.zeros(2, 7, dtype=torch.bfloat16), torch.zeros(2, 2, dtype=torch.long), torch.zeros(2, 2))
+    assert all(experts.is_packed(getattr(one, part)) for _, one, part in experts.weights(model))
+    assert torch.equal(logits(model), before)
+
+
+# -- what is said of them ----------------------------------------------------------------------------------------------
+
+
+def told(folder: Path, kind: str) -> str:
+    section = ModelSection(name=str(folder))
+    _, mixture = outline(
+        section, QuantizationSection(kind=kind), load_architecture(section), attention="eager", dtype=torch.bfloat16
+    )
+    assert mixture is not None
+    loaded = load(folder, kind)
+    assert mixture.parameters == sum(weight.numel() for weight in load(folder, "none").parameters())
+    assert mixture.unquantized == sum(
+        weight.numel() for weight in loaded.parameters() if weight.dtype in (torch.bfloat16, torch.float32)
+    )
+    return words.mixture(mixture)
+
+
+@pytest.mark.parametrize("name", [*ARCHITECTURES, "qwen2_moe"])
+def test_what_is_told_of_experts_is_what_is_loaded(name: str, base_of: Callable[[str], Path]) -> None:
+    assert told(base_of(name), "nf4").startswith("4 a layer in nf4; ")
+    assert told(base_of(name), "int8").startswith("4 a layer unquantized (bitsandbytes has int8 for linear layers only")
+    assert told(base_of(name), "none") == "4 a layer unquantized"
+
+
+def test_experts_in_a_form_that_is_not_quantized_are_told_to_be() -> None:
+    """DBRX keeps all experts of a layer in matrices, one below the other."""
+    config = AutoConfig.for_model(
+        "dbrx", d_model=32, n_heads=4, n_layers=2, max_seq_len=64, vocab_size=64,
+        attn_config={"kv_n_heads": 2, "rope_theta": 10000.0},
+        ffn_config={"ffn_hidden_size": 16, "moe_num_experts": 4, "moe_top_k": 2, "hidden_size": 32},
+    )  # fmt: skip
+    section = ModelSection(name="dbrx", weights="random")
+    _, mixture = outline(section, QuantizationSection(), config, attention="eager", dtype=torch.bfloat16)
+    assert mixture is not None
+    assert words.mixture(mixture).startswith("all unquantized (bitsandbytes has nf4 for no experts kept as")
+
+
+def test_a_dense_model_is_no_mixture(tiny_base: Path) -> None:
+    model = load(tiny_base)
+    assert not experts.is_mixture(model)
+    assert experts.routers(model) == {}
+
+
+# -- adapters ----------------------------------------------------------------------------------------------------------
+
+
+def adapted(model: Any, **section: Any) -> set[str]:
+    """The modules with an adapter."""
+    peft = attach(model, AdapterSection(rank=2, **section), "", seed=1)
+    return {
+        name.split(".lora_A")[0] for name, one in peft.named_parameters() if ".lora_A" in name and one.requires_grad
+    }
+
+
+@pytest.mark.parametrize("kind", ["nf4", "int8", "none"])
+@pytest.mark.parametrize("name", [*ARCHITECTURES, "qwen2_moe"])
+def test_all_linear_takes_every_linear_layer_but_head_and_routers(
+    name: str, kind: str, base_of: Callable[[str], Path]
+) -> None:
+    model = load(base_of(name), kind)
+    routers, head = experts.routers(model), model.get_output_embeddings()
+    expected = {
+        f"base_model.model.{path}"
+        for path, module in model.named_modules()
+        if isinstance(module, torch.nn.Linear) and path not in routers and module is not head
+    }
+    assert adapted(model) == expected
+    names = {path.rpartition(".")[2] for path in expected}
+    assert {"gate", "router", "shared_expert_gate"} & names == set()
+    assert ("gate_proj" in names) == (name in ("deepseek_v3", "qwen2_moe")), "shared experts and dense layers"
+
+
+def test_a_router_that_is_named_is_trained(base_of: Callable[[str], Path]) -> None:
+    assert all("mlp.gate" in name for name in adapted(load(base_of("mixtral")), targets=["gate.weight"]))
+    gates = adapted(load(base_of("qwen2_moe")), targets=["shared_expert_gate"])
+    assert len(gates) == 2
+
+
+def test_the_candidates_name_experts_and_routers(base_of: Callable[[str], Path]) -> None:
+    with pytest.raises(ConfigError, match=r"experts\.gate_up_proj, experts\.down_proj, gate\.weight"):
+        attach(load(base_of("mixtral"), "none"), AdapterSection(targets=["gate_proj"]), "", seed=1)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "told"),
+    [
+        ([], r"`experts\.down_proj` is held in 4 bit.*`int8` or `none`"),
+        (["quantization.kind=none", "adapter.dropout=0.1"], r"cannot have `adapter\.dropout`"),
+        (["quantization.kind=int8", "adapter.dora=true"], r"cannot have `adapter\.dora`"),
+        (["quantization.kind=none", "adapter.init=pissa"], r"cannot have `adapter\.init`"),
+    ],
+)
+def test_an_adapter_that_experts_cannot_have_is_refused_before_weights_are_loaded(
+    overrides: list[str], told: str, base_of: Callable[[str], Path], quick: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from finetune import recipe
+
+    def load_base(*arguments: Any, **named: Any) -> None:
+        raise AssertionError("weights were loaded")
+
+    monkeypatch.setattr(recipe, "load_base", load_base)
+    job = quick(f"model.name={base_of('mixtral')}", "adapter.targets=[q_proj,experts.down_proj]", *overrides)
+    with pytest.raises(ConfigError, match=told):
+        finetune.train(job)
+
+
+# -- whole runs --------------------------------------------------------------------------------------------------------
+
+
+def use(run: RunDirectory) -> dict[str, float]:
+    """Generate, evaluate, merge and examine a run; the held-out losses."""
+    assert isinstance(finetune.generate(run, "Say 3", max_new_tokens=2), str)
+    losses = finetune.evaluate(run)
+    assert losses["adapter"] < losses["base"]
+    proof = finetune.merge(run)
+    assert proof["median"]
+    assert proof["error"] <= proof["bound"] < proof["effect"]
+    found = run_directory.examine(run.path)
+    assert [one for one in found.findings if one.status != "ok"] == []
+    return losses
+
+
+STEPS = ["training.max_steps=2", "training.learning_rate=0.01", "training.warmup=0"]
+
+
+@pytest.mark.parametrize("name", [*ARCHITECTURES, "qwen2_moe"])
+def test_what_was_trained_generates_evaluates_merges_and_is_whole(
+    name: str, base_of: Callable[[str], Path], quick: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = finetune.train(quick(f"model.name={base_of(name)}", *STEPS)).run
+    assert "experts" in capsys.readouterr().out
+    said = json.loads((run.adapter / "adapter_config.json").read_text())
+    assert not said["target_parameters"]
+    use(run)
+
+
+@pytest.mark.parametrize(
+    ("kind", "targets"),
+    [("none", "[q_proj,experts.gate_up_proj,experts.down_proj]"), ("nf4", "[q_proj,gate.weight]")],
+    ids=["experts", "router"],
+)
+def test_adapters_on_experts_and_routers_load_too(
+    kind: str, targets: str, base_of: Callable[[str], Path], quick: Any
+) -> None:
+    job = [f"model.name={base_of('mixtral')}", f"quantization.kind={kind}", f"adapter.targets={targets}"]
+    use(finetune.train(quick(*job, *STEPS)).run)
+
+
+def test_a_mixture_resumes_where_it_stopped(base_of: Callable[[str], Path], quick: Any) -> None:
+    job = [f"model.name={base_of('olmoe')}", "data.eval=none", *STEPS]
+    finetune.train(quick(*job, "training.max_steps=1", "training.schedule=constant"))
+    resumed = finetune.train(quick(*job, "training.schedule=constant")).run
+    at_once = finetune.train(quick(*job, "training.schedule=constant", run="other")).run
+    assert [event["event"] for event in resumed.events()].count("resumed") == 1
+    one, other = ((run.adapter / "adapter_model.safetensors").read_bytes() for run in (resumed, at_once))
+    assert one == other
+
+
+# -- what mixtures brought to light ------------------------------------------------------------------------------------
+
+
+def test_a_model_without_sdpa_gets_plain_attention(base_of: Callable[[str], Path]) -> None:
+    architecture = load_architecture(ModelSection(name=str(base_of("gpt_oss"))))
+    implementation, reason = attention.choose("auto", architecture, "cpu", "bf16")
+    assert implementation == attention.planned("auto", architecture, "cpu", "bf16") == "eager"
+    assert "no sdpa: this model does not support it" in reason
+
+
+def test_checkpointing_that_a_model_does_not_support_is_refused() -> None:
+    config = AutoConfig.for_model("jetmoe", **{**SHARED, "num_local_experts": EXPERTS, "kv_channels": 8})
+    model = load_base(
+        ModelSection(name="jetmoe", weights="random"), QuantizationSection(), config, attention="eager",
+        dtype=torch.bfloat16, device=CPU,
+    )  # fmt: skip
+    with pytest.raises(ConfigError, match=r"`memory\.checkpointing`.*JetMoeForCausalLM.*`none`"):
+        checkpointing.apply(model, MemorySection(), "cpu")
