@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 from finetune.config.fields import unknown
@@ -438,6 +439,11 @@ def _kind(value: Any) -> str:
 # -- which format, which columns -------------------------------------------------------------------------------------
 
 
+# Of those a row has, where none is known: a wide table has thousands.
+_NAMED_FIELDS = 20
+_COMPARED_FIELDS = 1000
+
+
 class _Noted(dict[str, Any]):
     """The fields of a row, which notes those that are read."""
 
@@ -492,7 +498,7 @@ def detect(fields: Fields) -> str:
         if name != "auto" and form.matches(fields):
             return name
     wanted = "; ".join(f"{name}: {form.help}" for name, form in FORMATS.items() if name != "auto")
-    found = ", ".join(map(str, fields))
+    found = ", ".join(map(str, islice(fields, _NAMED_FIELDS))) + (" and more" if len(fields) > _NAMED_FIELDS else "")
     raise RowError(f"no format has the fields {found}; `data.columns` can map them. Known are {wanted}")
 
 
@@ -503,7 +509,8 @@ def mapped(fields: Fields, columns: Mapping[str, str]) -> Fields:
     """
     for name, column in columns.items():
         if column not in fields:
-            raise RowError(f"`data.columns` takes `{name}` from a column that is not here: {unknown(column, fields)}")
+            near = unknown(column, islice(fields, _COMPARED_FIELDS))
+            raise RowError(f"`data.columns` takes `{name}` from a column that is not here: {near}")
     return {**fields, **{name: fields[column] for name, column in columns.items()}}
 
 

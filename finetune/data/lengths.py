@@ -13,12 +13,14 @@ from finetune.data.formats import RowError
 class TooLong:
     """A policy: from a row that is too long and the limit in tokens to what was done, and the rows that are left.
 
-    `keeps_head`: it looks at the row's `head`.
+    `keeps_head`: it looks at the row's `head`. `blind`: it looks at nothing, so a row with too much text to tokenize
+    is no matter.
     """
 
     help: str
     apply: Callable[[Encoded, int], tuple[str, list[Encoded]]]
     keeps_head: bool = False
+    blind: bool = False
 
 
 def _error(row: Encoded, limit: int) -> tuple[str, list[Encoded]]:
@@ -76,7 +78,7 @@ def _split(row: Encoded, limit: int) -> tuple[str, list[Encoded]]:
 
 TOO_LONG: dict[str, TooLong] = {
     "error": TooLong("the run stops and names the row", _error),
-    "drop": TooLong("the row is left out", _drop),
+    "drop": TooLong("the row is left out", _drop, blind=True),
     "truncate": TooLong(
         "the prompt loses its beginning but a system message of moderate length, so that the last answer stays; an "
         "answer over the limit loses its end",

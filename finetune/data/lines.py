@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import bz2
 import codecs
-import gzip
-import io
-import lzma
-import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, cast
 
+from finetune.data.compressed import COMPRESSIONS, ERRORS, opened
 from finetune.data.problems import Problems
 from finetune.errors import DataError
 
@@ -19,19 +14,9 @@ from finetune.errors import DataError
 ROW_BYTES = 64 * 2**20
 _PIECE_BYTES = 2**20
 
+# Blank lines one after the other: more are an overwritten file or a decompression bomb, and would take minutes.
+_BLANK_LINES = 2**20
 
-def _zstandard(path: Path) -> Any:
-    import pyarrow
-
-    return pyarrow.CompressedInputStream(pyarrow.OSFile(str(path)), "zstd")
-
-
-COMPRESSIONS: dict[str, Callable[[Path], Any]] = {
-    ".gz": gzip.open,
-    ".bz2": bz2.open,
-    ".xz": lzma.open,
-    ".zst": _zstandard,
-}
 
 # What a file that is no UTF-8 text says of itself in its first bytes. UTF-32 stands first, for its mark begins with
 # UTF-16's.
@@ -47,6 +32,7 @@ _FOREIGN = {
     b"PK\x03\x04": "is a ZIP archive or a spreadsheet; unpack it, or save it as CSV",
     b"PAR1": "is a Parquet file; let its name end in .parquet",
     b"ARROW1": "is an Arrow file; let its name end in .arrow",
+    b"version https://git-lfs": "is a Git LFS pointer in place of the file; fetch it with `git lfs pull`",
 }
 
 
@@ -55,7 +41,8 @@ def lines(path: Path, problems: Problems) -> Iterator[tuple[int, str]]:
 
     A byte that is no text is a problem, and the line goes on with a space or a replacement character in its stead; a
     byte order mark is one, and the line goes on without.
-    Raises DataError for a file that is no text at all, a line over `ROW_BYTES`, and damaged compression.
+    Raises DataError for a file that is no text at all, a line over `ROW_BYTES`, over a million blank lines together,
+    and damaged compression.
     """
     for number, whole, text in _parts(path, ROW_BYTES, problems):
         if not whole:
@@ -80,9 +67,13 @@ def _parts(path: Path, limit: int, problems: Problems) -> Iterator[tuple[int, bo
     """Lines, longer ones in parts of about `limit` bytes: (number of the line, whether it is whole, text)."""
     number, before = 1, 0  # bytes of the line before this part
     try:
-        with _opened(path) as file:
+        with opened(path) as file:
             _check_start(path, file.peek(8))
+            blank = 0
             while raw := file.readline(limit):
+                blank = blank + 1 if raw.isspace() else 0
+                if blank > _BLANK_LINES:
+                    raise DataError(f"{path}:{number}: over a million blank lines, so no rows; make or fetch it again")
                 ended = raw.endswith(b"\n")
                 whole = before == 0 and (ended or len(raw) < limit)
                 # A part must not end within a character, whose later bytes are 0x80 to 0xBF.
@@ -90,17 +81,11 @@ def _parts(path: Path, limit: int, problems: Problems) -> Iterator[tuple[int, bo
                     raw += file.read(1)
                 yield number, whole, _decoded(raw, path, number, before, problems)
                 number, before = (number + 1, 0) if ended else (number, before + len(raw))
-    except (EOFError, OSError, zlib.error, lzma.LZMAError) as error:
+    except ERRORS as error:
         what = "cannot be read"
-        if path.suffix in COMPRESSIONS:
+        if path.suffix.lower() in COMPRESSIONS:
             what = f"damaged, cut off, or no {path.suffix} file at all; make or fetch it again"
         raise DataError(f"{path}:{number}: {what} ({error})") from None
-
-
-def _opened(path: Path) -> io.BufferedReader:
-    opened = COMPRESSIONS.get(path.suffix, io.FileIO)(path)
-    # What is in the buffer is lost where compressed data turn out to be damaged: a small one names a closer line.
-    return io.BufferedReader(cast(io.RawIOBase, opened), 2**16)
 
 
 def _check_start(path: Path, start: bytes) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from importlib.metadata import version
@@ -27,6 +27,7 @@ from finetune.data.formats import Example, RowError
 from finetune.data.problems import Problems
 from finetune.data.rows import RowsWriter, mapped
 from finetune.data.sources import Row
+from finetune.data.tokenizing import TooMuchText
 from finetune.errors import ArtifactError, ConfigError, DataError
 
 Split = Literal["train", "eval"]
@@ -296,8 +297,8 @@ class _Read:
     def characters(self) -> int:
         """About so many, or tokens."""
         match self.example:
-            case formats.Chat(messages):
-                return sum(len(message["content"]) for message in messages)
+            case formats.Chat(messages, tools=tools):
+                return _characters([messages, tools])
             case formats.Completion(prompt, completion):
                 return len(prompt) + len(completion)
             case formats.Text(text):
@@ -305,6 +306,14 @@ class _Read:
             case formats.Tokens(input_ids):
                 return len(input_ids)
         return 0
+
+
+def _characters(value: Any) -> int:
+    """Of all texts within."""
+    if isinstance(value, str):
+        return len(value)
+    inner = value.values() if isinstance(value, Mapping) else value if isinstance(value, list) else ()
+    return sum(map(_characters, inner))
 
 
 @dataclass
@@ -395,6 +404,9 @@ class _Rows:
             raise read.example
         if encoded is None:
             affected.append(Affected(place, "dropped", EMPTY))
+            return []
+        if isinstance(encoded, TooMuchText) and lengths.TOO_LONG[section.too_long].blind:
+            affected.append(Affected(place, "dropped", TOO_LONG))
             return []
         if isinstance(encoded, RowError):
             raise DataError(f"{place}: {encoded}")

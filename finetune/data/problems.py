@@ -10,6 +10,9 @@ from finetune.errors import DataError
 # A page of problems. Whoever has more has one cause, and need not wait for the rest of the file.
 LIMIT = 20
 
+# Characters of one problem. What a message quotes of a row, such as a name, may be as long as the row.
+_CHARACTERS = 2000
+
 Item = TypeVar("Item")
 
 
@@ -37,7 +40,7 @@ class Problems:
 
         Raises BadRows once the first `LIMIT` are known: an earlier place may still be taken.
         """
-        added = problem.problems if isinstance(problem, BadRows) else [str(problem)]
+        added = problem.problems if isinstance(problem, BadRows) else [_shortened(str(problem))]
         new = [one for one in added if one not in self.found]
         at = len(self.found) if at is None else at
         self.found[at:at] = new
@@ -61,3 +64,10 @@ class Problems:
             self.add(error)
         if self.found and (error is None or isinstance(error, DataError)):
             raise BadRows(self.found) from None
+
+
+def _shortened(problem: str) -> str:
+    if len(problem) <= _CHARACTERS:
+        return problem
+    half = _CHARACTERS // 2
+    return f"{problem[:half]} [{len(problem) - 2 * half:,} characters] {problem[-half:]}"

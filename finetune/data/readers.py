@@ -7,9 +7,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from finetune.data.lines import COMPRESSIONS, ROW_BYTES, lines, pieces
+from finetune.data.compressed import COMPRESSIONS
+from finetune.data.lines import ROW_BYTES, lines, pieces
 from finetune.data.problems import Problems
-from finetune.data.strict_json import Decoder, JsonError, ListReader
+from finetune.data.strict_json import Decoder, JsonError, ListReader, repeated
 from finetune.errors import DataError
 
 Records = Iterator[tuple[str, dict[str, Any]]]
@@ -18,15 +19,14 @@ Records = Iterator[tuple[str, dict[str, Any]]]
 Reader = Callable[[Path, Problems], Records]
 """Yields what is sound, notes each record that is not, and raises DataError where nothing can be read any more."""
 
-# Rows of a column file held at a time, few enough for rows of a whole document each.
-_BATCH_ROWS = 64
+# Rows of a column file held at a time: few enough for rows of a whole document each.
+_BATCH_ROWS = 16
 
 
 def reader(path: Path) -> Reader | None:
-    """The reader for a file of this name, or None."""
-    if path.suffix in COMPRESSIONS:
-        return TEXT_READERS.get(path.with_suffix("").suffix)
-    return READERS.get(path.suffix)
+    """The reader for a file of this name, or None. Upper and lower case are the same."""
+    *_, before, last = ["", "", *(suffix.lower() for suffix in path.suffixes)]
+    return TEXT_READERS.get(before) if last in COMPRESSIONS else READERS.get(last)
 
 
 def _jsonl(path: Path, problems: Problems) -> Records:
@@ -68,10 +68,20 @@ def _json(path: Path, problems: Problems) -> Records:
 def _csv(path: Path, problems: Problems, delimiter: str = ",") -> Records:
     # A cell may hold a whole document; the default limit of 128 KiB is against files that are not CSV at all.
     csv.field_size_limit(ROW_BYTES)
-    cells = csv.reader((line for _, line in lines(path, problems)), delimiter=delimiter, strict=True)
+    row_characters = 0
+
+    def row_lines() -> Iterator[str]:
+        nonlocal row_characters
+        for _, line in lines(path, problems):
+            row_characters += len(line)
+            if row_characters > ROW_BYTES:
+                raise DataError(f"{place}: the row that begins here is longer than {ROW_BYTES // 2**20} MiB")
+            yield line
+
+    cells = csv.reader(row_lines(), delimiter=delimiter, strict=True)
     names: list[str] | None = None
     while True:
-        place = f"{path}:{cells.line_num + 1}"  # where the row begins; it may go on for lines
+        place, row_characters = f"{path}:{cells.line_num + 1}", 0  # where the row begins; it may go on for lines
         try:
             row = next(cells, None)
         except csv.Error as error:
@@ -82,19 +92,14 @@ def _csv(path: Path, problems: Problems, delimiter: str = ",") -> Records:
         if not row:
             continue
         if names is None:
-            names = _header(row, place)
+            if twice := repeated(row):
+                raise DataError(f"{place}: the header has the name `{twice}` twice; give each column its own")
+            names = row
         elif len(row) != len(names):
             more = "more" if len(row) > len(names) else "fewer"
             problems.add(f"{place}: {more} cells than the header has names ({len(row)}, not {len(names)})")
         else:
             yield place, dict(zip(names, row, strict=True))
-
-
-def _header(names: list[str], place: str) -> list[str]:
-    for name in names:
-        if names.count(name) > 1:
-            raise DataError(f"{place}: the header has the name `{name}` twice; give each column its own")
-    return names
 
 
 def _tsv(path: Path, problems: Problems) -> Records:
@@ -103,19 +108,39 @@ def _tsv(path: Path, problems: Problems) -> Records:
 
 def _text(path: Path, problems: Problems) -> Records:
     for number, line in lines(path, problems):
-        line = line.rstrip("\r\n")
-        if line.strip():
-            yield f"{path}:{number}", {"text": line}
+        text = line.rstrip("\r\n")
+        if number == 1 and "\r" in text and not line.endswith("\n"):
+            problems.add(f"{path}:1: lines end in carriage returns alone; convert them with `tr '\\r' '\\n'`")
+        if text.strip():
+            yield f"{path}:{number}", {"text": text}
 
 
 def _parquet(path: Path, problems: Problems) -> Records:
     import pyarrow.parquet
 
     def batches() -> Iterator[Any]:
-        with pyarrow.parquet.ParquetFile(path) as file:
-            yield from file.iter_batches(batch_size=_BATCH_ROWS)
+        # The checksums of pages are verified where the writer left any. Read ahead, a group would be held whole.
+        with pyarrow.parquet.ParquetFile(path, page_checksum_verification=True, pre_buffer=False) as file:
+            _refuse_long_rows(path, file.metadata)
+            rows = 0
+            for batch in file.iter_batches(batch_size=_BATCH_ROWS):
+                rows += batch.num_rows
+                yield batch
+            if rows != file.metadata.num_rows:
+                raise ValueError(f"{rows:,} rows, and its footer tells of {file.metadata.num_rows:,}")
 
     return _columnar(path, batches(), "a Parquet file")
+
+
+def _refuse_long_rows(path: Path, metadata: Any) -> None:
+    """Raise DataError where the rows of a group are too long on average, as in a decompression bomb.
+
+    Columns are not looked at: pyarrow 26 ends the process at some that are damaged (`RowGroupMetaData.column`).
+    """
+    for number in range(metadata.num_row_groups):
+        group = metadata.row_group(number)
+        if group.total_byte_size > ROW_BYTES * max(1, group.num_rows):
+            raise DataError(f"{path}: {_TOO_LONG} (row group {number})")
 
 
 def _arrow(path: Path, problems: Problems) -> Records:
@@ -123,15 +148,29 @@ def _arrow(path: Path, problems: Problems) -> Records:
 
     def batches() -> Iterator[Any]:
         with pyarrow.OSFile(str(path)) as file:
-            is_file = file.read(6) == b"ARROW1"
+            is_file, found = file.read(6) == b"ARROW1", 0
             file.seek(0)
-            if is_file:
-                opened = pyarrow.ipc.open_file(file)
-                yield from (opened.get_batch(index) for index in range(opened.num_record_batches))
-            else:
-                yield from pyarrow.ipc.open_stream(file)
+            listed = pyarrow.ipc.open_file(file).num_record_batches if is_file else None
+            file.seek(8 if is_file else 0)
+            # An Arrow file holds a stream between its first 8 bytes and its footer.
+            stream = pyarrow.ipc.open_stream(file)
+            end = file.tell()
+            for batch in stream:
+                end = file.tell()
+                found += 1
+                yield batch
+            # A stream ends with a mark of its own, by which one that was cut off between two batches is told.
+            if file.tell() == end:
+                raise ValueError("cut off: it has no end-of-stream mark")
+            if listed is None and file.tell() < file.size():
+                raise ValueError(f"{file.size() - file.tell():,} bytes behind its end-of-stream mark")
+            if listed not in (None, found):
+                raise ValueError(f"{found} batches, and its footer tells of {listed}")
 
     return _columnar(path, batches(), "an Arrow file or stream")
+
+
+_TOO_LONG = f"a row takes more than {ROW_BYTES // 2**20} MiB, which no row does"
 
 
 def _columnar(path: Path, batches: Iterator[Any], kind: str) -> Records:
@@ -140,18 +179,69 @@ def _columnar(path: Path, batches: Iterator[Any], kind: str) -> Records:
     index = 0
     try:
         for batch in batches:
-            names = batch.schema.names
-            if len(set(names)) < len(names):
-                raise DataError(f"{path}: two columns have one name, among {', '.join(names)}; rename one")
+            if twice := repeated(batch.schema.names):
+                raise DataError(f"{path}: two columns have the name `{twice}`; rename one")
             batch.validate(full=True)  # damaged offsets would otherwise be followed out of the buffer
-            for start in range(0, batch.num_rows, _BATCH_ROWS):
-                for fields in batch.slice(start, _BATCH_ROWS).to_pylist():
+            for rows in _slices(batch):
+                if rows.num_rows == 1 and sum(map(_size_bytes, rows.columns)) > ROW_BYTES:
+                    raise DataError(f"{path}[{index + 1}]: {_TOO_LONG}")
+                for fields in _fields(rows, f"{path}[{index + 1}]"):
                     index += 1
                     yield f"{path}[{index}]", fields
     except (pyarrow.ArrowException, OSError, ValueError) as error:
         after = f" after row {index}" if index else ""
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise DataError(f"{path}: not {kind}, or damaged{after}; make or fetch it again ({reason})") from None
+
+
+def _slices(batch: Any) -> Iterator[Any]:
+    """A batch in parts whose rows take about `ROW_BYTES`, even if each has the longest value of a dictionary."""
+    start = 0
+    while start < batch.num_rows:
+        part = batch.slice(start, _BATCH_ROWS)
+        part = part.slice(0, max(1, ROW_BYTES // max(1, part.nbytes)))
+        yield part
+        start += part.num_rows
+
+
+def _size_bytes(array: Any) -> int:
+    """Bytes of the values themselves; those of a dictionary or a view share buffers with many rows."""
+    import pyarrow.types as kinds
+
+    kind = array.type
+    if kinds.is_dictionary(kind):
+        return _size_bytes(array.dictionary_decode())
+    if kinds.is_list(kind) or kinds.is_large_list(kind) or kinds.is_fixed_size_list(kind):
+        return _size_bytes(array.flatten())
+    if kinds.is_struct(kind):
+        return sum(map(_size_bytes, array.flatten()))
+    if kinds.is_string_view(kind) or kinds.is_binary_view(kind):
+        return _size_bytes(array.cast("large_binary"))
+    return int(array.nbytes)
+
+
+def _fields(rows: Any, place: str) -> list[dict[str, Any]]:
+    """The rows as Python has them; a date or time that Python has not, such as year 10000, as its text."""
+    try:
+        return rows.to_pylist()
+    except (ArithmeticError, LookupError, ValueError):
+        columns = {name: _values(rows.column(name), name, place) for name in rows.schema.names}
+        return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
+
+
+def _values(column: Any, name: str, place: str) -> list[Any]:
+    import pyarrow
+
+    try:
+        return column.to_pylist()
+    except (ArithmeticError, LookupError, ValueError) as error:
+        try:
+            return column.cast(pyarrow.string()).to_pylist()
+        except pyarrow.ArrowException:
+            raise DataError(
+                f"{place}: the column `{name}` ({column.type}) has a value here or close behind that Python cannot "
+                f"hold: {error}; leave the column out, or mend it"
+            ) from None
 
 
 TEXT_READERS: dict[str, Reader] = {

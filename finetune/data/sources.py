@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import glob
 import hashlib
 import json
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -43,6 +45,9 @@ _SMALL_BYTES = 16 * 2**20
 
 # What `datasets` puts beside its Arrow files, which holds no rows or holds them again.
 _BESIDE_ROWS = ("dataset_info.json", "state.json", "dataset_dict.json", "cache-*.arrow")
+
+# One of several files, as the hub and `datasets` name them.
+_PART = re.compile(r"(?P<name>.*?)(?P<number>\d{4,})-of-(?P<parts>\d{4,})(?P<ending>\D.*)")
 
 
 def rows(sources: Sources, split: str = "train", problems: Problems | None = None) -> Rows:
@@ -150,37 +155,95 @@ def _records(source: str, split: str, problems: Problems) -> Records:
         return _builtin(source, split)
     if files := _files(source):
         return _local(files, problems)
-    path = Path(source)
-    if path.is_dir():
+    if os.path.isdir(source):
         raise DataError(f"{source}: the folder has no file ending in {ENDINGS}")
-    if path.exists():
+    if os.path.exists(source):
         raise DataError(f"{source}: expected a file ending in {ENDINGS}")
     if glob.has_magic(source):
         raise DataError(f"{source}: matches no file ending in {ENDINGS}")
+    path = Path(source)
     if reader(path) or path.is_absolute() or source.startswith(".") or source.endswith("/"):
         raise DataError(f"{source}: no such file or folder{_nearest(path)}")
     return _hub(source)
 
 
 def _files(source: str) -> list[Path]:
-    """The local files that a source reads, in the order of their names; none for what is not local."""
-    path = Path(source)
-    if path.is_dir():
-        found = [file for file in path.rglob("*") if not _is_hidden(file.relative_to(path))]
-        _refuse_links_out(path, found)
-    elif path.exists() or not glob.has_magic(source):
-        found = [path]
+    """The local files that a source reads, in the order of their names; none for what is not local.
+
+    Raises DataError for a path that no file can have, and for whatever would leave out rows in silence: what cannot be
+    opened, links to nothing or to another folder, missing parts.
+    """
+    _check_path(source)
+    if os.path.isdir(source):
+        found = _below(Path(source))
+        _refuse_missing_parts(found)
+    elif os.path.exists(source) or not glob.has_magic(source):
+        found = [Path(source)] if os.path.isfile(source) else []
     else:
-        found = [Path(match) for match in glob.glob(source, recursive=True)]
-    return sorted(file for file in found if reader(file) and file.is_file())
+        found = [path for path in map(Path, glob.glob(source, recursive=True)) if reader(path)]
+    files = sorted(file for file in found if reader(file) and not file.is_dir())
+    for file in files:
+        _check_path(str(file))
+        if not file.is_file():
+            raise DataError(f"{file}: a link to a file that is not there, or no file at all; restore or remove it")
+    return files
+
+
+def _check_path(path: str) -> None:
+    """Raise DataError for a path that cannot be: too long, a loop of links, or with bytes that no text has.
+
+    A name that is not UTF-8 could be read, but neither shown nor written to a file of the run.
+    """
+    try:
+        path.encode()
+        if "\0" in path or not glob.has_magic(path):
+            os.stat(path)
+    except FileNotFoundError:
+        return
+    except UnicodeEncodeError:
+        shown = path.encode(errors="backslashreplace").decode()
+        raise DataError(f"{shown}: the name is not UTF-8; rename it") from None
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise DataError(f"{path[:200]!r} cannot be read: {reason}") from None
+
+
+def _below(folder: Path) -> list[Path]:
+    """The files of a folder and those within, without hidden ones. Raises DataError for links that lead elsewhere."""
+    found: list[Path] = []
+
+    def fail(error: OSError) -> None:
+        raise DataError(f"{error.filename}: cannot be read: {error.strerror}")
+
+    for at, folders, names in os.walk(folder, onerror=fail):
+        inner = [Path(at, name) for name in folders]
+        for link in (path for path in inner if path.is_symlink() and not _is_hidden(path.relative_to(folder))):
+            raise DataError(f"{link}: a link to a folder, which is not followed; remove it, or name that folder itself")
+        folders[:] = [path.name for path in inner if not _is_hidden(path.relative_to(folder))]
+        found += [file for name in names if not _is_hidden((file := Path(at, name)).relative_to(folder))]
+    _refuse_links_out(folder, found)
+    return found
+
+
+def _refuse_missing_parts(files: list[Path]) -> None:
+    """Raise DataError where of `train-00000-of-00005.parquet` and its like some are not there."""
+    there: dict[tuple[str, ...], set[str]] = {}
+    for file in files:
+        if reader(file) and (part := _PART.match(file.name)):
+            there.setdefault((str(file.parent), part["name"], part["parts"], part["ending"]), set()).add(part["number"])
+    for (folder, name, parts, ending), numbers in there.items():
+        if len(numbers) < int(parts):
+            raise DataError(
+                f"{folder}: {len(numbers):,} of {int(parts):,} files {name}…-of-{parts}{ending} are here; fetch the "
+                "others, or name those that are meant, in a list or by a pattern"
+            )
 
 
 def _refuse_links_out(folder: Path, found: list[Path]) -> None:
     """A folder is often someone else's; what is taken from it must not be the reader's own files (such as a key)."""
-    inside = folder.resolve()
+    inside = os.path.realpath(folder)
     for file in found:
-        target = Path(os.path.realpath(file))  # which, unlike `resolve`, takes links that lead in a circle
-        if not target.is_relative_to(inside) and reader(file):
+        if not (target := Path(os.path.realpath(file))).is_relative_to(inside) and reader(file):
             raise DataError(
                 f"{file}: a link that leads out of {folder}, to {target}; name that file itself, or a pattern such as "
                 f"{file.parent / ('*' + file.suffix)}, if it is meant"
@@ -239,7 +302,9 @@ def _first(error: Exception) -> str:
 def _nearest(path: Path) -> str:
     if not path.parent.is_dir():
         return f"; the folder {path.parent} does not exist either"
-    known = sorted(str(found) for found in path.parent.iterdir() if reader(found))
+    known: list[str] = []
+    with contextlib.suppress(OSError):  # of a folder that cannot be listed
+        known = sorted(str(found) for found in path.parent.iterdir() if reader(found))
     return f"; {unknown(str(path), known)}" if known else ""
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,9 @@ from finetune.errors import DataError
 _SPACE = re.compile(r"[ \t\n\r]*")
 # Characters of the longest word that is an error when cut off, an escaped surrogate pair, and some room.
 _WORD = 16
+
+# Levels of lists and objects within each other: far below where Python's own recursion ends, which later steps share.
+_LEVELS = 100
 
 
 class JsonError(ValueError):
@@ -42,19 +45,21 @@ class Decoder:
         """The value that begins at `start`, and where it ends. Raises JsonError."""
         self.wrong = []
         try:
-            return self._decoder.raw_decode(text, start)
+            value, end = self._decoder.raw_decode(text, start)
         except json.JSONDecodeError as error:
             raise JsonError(error.msg, error.pos) from None
         except RecursionError:
             raise JsonError("nested too deeply", start) from None
         except ValueError:
             raise JsonError("a whole number of more than 4300 digits, which Python does not read", start) from None
+        if text.count("[", start, end) + text.count("{", start, end) > _LEVELS and _is_deep(value):
+            raise JsonError("nested too deeply", start)
+        return value, end
 
     def _object(self, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         fields = dict(pairs)
         if len(fields) < len(pairs):
-            keys = [key for key, _ in pairs]
-            twice = next(key for key in keys if keys.count(key) > 1)
+            twice = repeated(key for key, _ in pairs)
             self.wrong.append(f"the key `{twice}` is given twice in one object; keep one")
         return fields
 
@@ -123,6 +128,8 @@ class ListReader:
                 if not cut or not self._more():
                     raise self._error(str(error), error.at) from None
                 continue
+            if end - self._at > self._limit:
+                raise self._too_long()
             # So may a number that ends there.
             if end < len(self._text) or not self._more():
                 self._at = end
@@ -132,15 +139,20 @@ class ListReader:
         """Read on, at least as much again as is left, so that a long item is tried a few times only."""
         left = self._text[self._at :]
         if len(left) > self._limit:
-            raise self._error(f"an item is longer than {self._limit // 2**20} MiB, which no row is", self._at)
-        added = ""
-        while len(added) <= len(left) and (piece := next(self._pieces, "")):
-            added += piece
+            raise self._too_long()
+        added = []
+        wanted = min(len(left), self._limit - len(left))
+        while wanted >= 0 and (piece := next(self._pieces, "")):
+            added.append(piece)
+            wanted -= len(piece)
         if not added:
             return False
         self._line, self._column = self._place(self._at)
-        self._text, self._at = left + added, 0
+        self._text, self._at = "".join([left, *added]), 0
         return True
+
+    def _too_long(self) -> DataError:
+        return self._error(f"an item is longer than {self._limit // 2**20} MiB, which no row is", self._at)
 
     def _place(self, at: int) -> tuple[int, int]:
         line_breaks = self._text.count("\n", 0, at)
@@ -157,3 +169,24 @@ def _after_space(text: str, start: int) -> int:
     found = _SPACE.match(text, start)
     assert found is not None
     return found.end()
+
+
+def _is_deep(value: Any) -> bool:
+    """Whether there are more than `_LEVELS` levels of lists and objects."""
+    level = [value]
+    for _ in range(_LEVELS):
+        inner = (item for outer in level for item in (outer.values() if isinstance(outer, dict) else outer))
+        level = [item for item in inner if isinstance(item, (dict, list))]
+        if not level:
+            return False
+    return True
+
+
+def repeated(names: Iterable[str]) -> str | None:
+    """The first name that was there before; None where all differ."""
+    seen: set[str] = set()
+    for name in names:
+        if name in seen:
+            return name
+        seen.add(name)
+    return None

@@ -13,11 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from packed import packed
 
 from finetune import cli, recipe
 from finetune.config import DataSection, ModelSection
 from finetune.data import sources
-from finetune.data.lines import COMPRESSIONS
+from finetune.data.compressed import COMPRESSIONS
 from finetune.data.prepare import prepare
 from finetune.data.problems import LIMIT
 from finetune.errors import DataError
@@ -165,23 +166,10 @@ def test_a_folder_of_broken_files_tells_of_more_than_the_first(tmp_path: Path, t
 SOUND = "".join(json.dumps({"text": f"Line {number}, {number**3}."}) + "\n" for number in range(30_000)).encode()
 
 
-def packed(path: Path, content: bytes) -> bytes:
-    """`content` in the compression of the path's ending."""
-    import pyarrow
-
-    if path.suffix == ".zst":
-        with pyarrow.CompressedOutputStream(str(path), "zstd") as file:
-            file.write(content)
-    else:
-        with COMPRESSIONS[path.suffix](path, "wb") as file:  # type: ignore[call-arg]
-            file.write(content)
-    return path.read_bytes()
-
-
 @pytest.mark.parametrize("ending", COMPRESSIONS)
 def test_a_compressed_file_that_is_cut_off_is_told_with_the_line_it_stops_near(ending: str, tmp_path: Path) -> None:
     path = tmp_path / f"rows.jsonl{ending}"
-    path.write_bytes(packed(path, SOUND)[:-5000])
+    path.write_bytes(packed(SOUND, ending)[:-5000])
     read: list[sources.Row] = []
     with pytest.raises(DataError) as caught:
         read.extend(sources.rows(str(path)))
@@ -193,7 +181,7 @@ def test_a_compressed_file_that_is_cut_off_is_told_with_the_line_it_stops_near(e
 @pytest.mark.parametrize("ending", COMPRESSIONS)
 def test_a_compressed_file_that_is_damaged_is_told(ending: str, tmp_path: Path, tokenizer: Any) -> None:
     path = tmp_path / f"rows.txt{ending}"
-    whole = bytearray(packed(path, SOUND[:2000]))
+    whole = bytearray(packed(SOUND[:2000], ending))
     whole[-6] ^= 0xFF  # in the check sum of gzip and xz, in the data of the others
     whole[len(whole) // 2] ^= 0xFF
     path.write_bytes(whole)

@@ -16,10 +16,11 @@ import pyarrow.parquet
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from packed import packed
 
 from finetune.config import Source
 from finetune.data import sources
-from finetune.data.lines import COMPRESSIONS
+from finetune.data.compressed import COMPRESSIONS
 from finetune.data.readers import READERS, TEXT_READERS
 from finetune.data.strict_json import ListReader
 from finetune.errors import DataError
@@ -53,13 +54,7 @@ def write(path: Path, rows: list[dict[str, Any]]) -> Path:
             writer.write_table(table)
     content = made.read_bytes()
     made.unlink()
-    if path.suffix == ".zst":
-        with pyarrow.CompressedOutputStream(str(path), "zstd") as file:
-            file.write(content)
-    else:
-        opened: Any = COMPRESSIONS.get(path.suffix, open)
-        with opened(path, "wb") as file:
-            file.write(content)
+    path.write_bytes(packed(content, path.suffix))
     return path
 
 
@@ -92,6 +87,14 @@ NAMES = [f"rows{ending}" for ending in READERS] + [
 def test_rows_come_back_as_they_were_written(name: str, tmp_path: Path) -> None:
     rows = [{"text": "plain"}, {"text": "– ünïcode 🙂\u2028"}] if ".txt" in name else ROWS
     assert read(write(tmp_path / name, rows)) == rows
+
+
+@pytest.mark.parametrize("name", ["ROWS.JSONL", "rows.Csv", "rows.jsonl.GZ", "rows.v2.Json.Xz"])
+def test_an_ending_may_have_capitals(name: str, tmp_path: Path) -> None:
+    folder = tmp_path / "corpus"
+    folder.mkdir()
+    write(tmp_path / name.lower(), ROWS).rename(folder / name)
+    assert read(folder / name) == read(folder) == ROWS
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".json", ".parquet", ".arrow"])
@@ -286,7 +289,7 @@ def test_what_can_only_be_local_is_not_looked_for_on_the_hub(source: str) -> Non
         sources.rows(source)
 
 
-@pytest.mark.parametrize("name", ["train.xml", "train.JSONL", "train.parquet.gz", "train"])
+@pytest.mark.parametrize("name", ["train.xml", "train.jsonl.zip", "train.parquet.gz", "train"])
 def test_a_file_of_unknown_kind_is_told_the_kinds(name: str, tmp_path: Path) -> None:
     message = refused(tmp_path / name, "x")
     assert all(suffix in message for suffix in READERS)
@@ -537,7 +540,7 @@ def test_files_of_200_mb_are_read_in_little_memory(tmp_path: Path) -> None:
         ("a.jsonl", '{"text": "', "x", "a.jsonl:1: the line is longer than 64 MiB"),
         ("a.txt", "one\n", "x", "a.txt:2: the line is longer than 64 MiB"),
         ("a.json", '[{"text": "y"},\n {"text": "', "x", "a.json:2:2: an item is longer than 64 MiB"),
-        ("a.csv", 'text\none\n"', "x" * 999 + "\n", "a.csv:3: not valid CSV in the row that begins here: field larger"),
+        ("a.csv", 'text\none\n"', "x" * 999 + "\n", "a.csv:3: the row that begins here is longer than 64 MiB"),
     ],
 )
 def test_what_is_too_long_for_a_row_is_refused(name: str, start: str, repeated: str, told: str, tmp_path: Path) -> None:

@@ -1,0 +1,228 @@
+"""Time and memory are bounded whatever a file holds: what no row can use is refused before it is worked on.
+
+Times are an order of magnitude above what a slow machine takes, and one below what it took without the bound.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet
+import pytest
+
+from finetune.config import DataSection
+from finetune.data import sources, tokenizing
+from finetune.data.lines import ROW_BYTES
+from finetune.data.prepare import Prepared, prepare
+from finetune.errors import DataError
+
+
+@pytest.fixture(autouse=True)
+def soon() -> Iterator[None]:
+    started = time.monotonic()
+    yield
+    assert time.monotonic() - started < 20
+
+
+def told(path: Path) -> str:
+    with pytest.raises(DataError) as caught:
+        list(sources.rows(str(path)))
+    return str(caught.value)
+
+
+# -- one row of very much text ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def tokenizer(word_tokenizer: Callable[..., Any], chatml: str) -> Any:
+    return word_tokenizer(chatml)
+
+
+LONG = {
+    "text": lambda long: {"text": long},
+    "completion": lambda long: {"prompt": "Hi", "completion": long},
+    "prompt": lambda long: {"prompt": long, "completion": "Hello"},
+    "question": lambda long: {"messages": [said("user", long), said("assistant", "Hello")]},
+    "turns": lambda long: {"messages": [said("user", long[: len(long) // 4]), said("assistant", "so")] * 4},
+    "call": lambda long: {"messages": [said("user", "Hi"), said("assistant", long)]},
+}
+
+
+def said(role: str, content: str) -> dict[str, str]:
+    return {"role": role, "content": content}
+
+
+@pytest.mark.parametrize("kind", LONG)
+def test_more_text_than_is_tokenized_is_refused_or_dropped_and_counted(
+    kind: str, tmp_path: Path, tokenizer: Any
+) -> None:
+    long = "two " * (tokenizing.TEXT_CHARACTERS // 4)
+    row, path = LONG[kind](long + "two "), tmp_path / "rows.jsonl"
+    short = LONG[kind]("two two")
+    path.write_text("".join(json.dumps(one) + "\n" for one in (short, row, short)))
+
+    def prepared(**settings: Any) -> Prepared:
+        return prepare(DataSection(train=str(path), eval="none", **settings), tokenizer)
+
+    for too_long in ("truncate", "split", "error"):
+        with pytest.raises(DataError, match=r"rows.jsonl:2: the row has [0-9,]+ characters"):
+            prepared(too_long=too_long)
+    counts = prepared(too_long="drop").train_counts
+    assert (counts.rows, counts.dropped_why) == (2, {"over data.max_length": 1})
+    assert counts.dropped_places == [f"{path}:2"]
+
+
+def test_as_much_text_as_is_tokenized_is(tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tokenizing, "TEXT_CHARACTERS", 4000)
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps({"text": "two " * 1000}) + "\n")
+    counts = prepare(
+        DataSection(train=str(path), eval="none", max_length=100, too_long="split"), tokenizer
+    ).train_counts
+    assert counts.tokens > 2000
+
+
+# -- files that unpack to much, or to nothing ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("blank", ["\n", "\r\n", " \n"])
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.json", "rows.csv", "rows.txt"])
+def test_a_gigabyte_of_line_breaks_is_refused(name: str, blank: str, tmp_path: Path) -> None:
+    path = tmp_path / f"{name}.gz"
+    start = {"rows.json": b"[", "rows.csv": b"text\n"}.get(name, b"")
+    piece = gzip.compress(blank.encode() * (2**22 // len(blank)), 1)
+    path.write_bytes(gzip.compress(start) + piece * 256)
+    assert "over a million blank lines" in told(path)
+
+
+def test_thousands_of_blank_lines_are_passed_over(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text("\n" * 50_000 + '{"text": "so"}' + "\n" * 50_000)
+    assert [row.place for row in sources.rows(str(path))] == [f"{path}:50001"]
+
+
+def test_the_bound_of_a_row_holds_in_a_list_too(tmp_path: Path) -> None:
+    path = tmp_path / "rows.json"
+    path.write_text(json.dumps([{"text": "so"}, {"text": "x" * (ROW_BYTES + 1)}]))
+    assert f"{path}:1:18: an item is longer than 64 MiB" in told(path)
+
+
+def test_a_row_of_many_short_lines_is_bounded(tmp_path: Path) -> None:
+    path = tmp_path / "rows.csv"
+    path.write_text('text\nso\n"' + ('x" "' * 5 + "\n" + 'x","' * 5 + "\n") * 3_000_000)
+    assert "rows.csv:3: " in told(path)
+
+
+def string(characters: int) -> Any:
+    return pyarrow.table({"text": ["a" * characters]})
+
+
+def bomb(path: Path) -> None:
+    pyarrow.parquet.write_table(string(ROW_BYTES + 1), path, compression="zstd")
+
+
+def bomb_among_short_rows(path: Path) -> None:
+    table = pyarrow.concat_tables([pyarrow.table({"text": ["so"] * 10}), string(ROW_BYTES + 1)])
+    pyarrow.parquet.write_table(table, path, compression="zstd")
+
+
+def repeated_number(path: Path) -> None:
+    numbers = pyarrow.array([[7] * (ROW_BYTES // 4)], pyarrow.list_(pyarrow.int64()))
+    pyarrow.parquet.write_table(pyarrow.table({"text": ["so"], "n": numbers}), path, compression="zstd")
+
+
+def compressed_stream(path: Path) -> None:
+    table, options = string(ROW_BYTES + 1), pyarrow.ipc.IpcWriteOptions(compression="zstd")
+    with pyarrow.ipc.new_stream(str(path), table.schema, options=options) as writer:
+        writer.write_table(table)
+
+
+@pytest.mark.parametrize(
+    ("name", "make"),
+    [
+        ("rows.parquet", bomb),
+        ("rows.parquet", bomb_among_short_rows),
+        ("rows.parquet", repeated_number),
+        ("rows.arrow", compressed_stream),
+    ],
+)
+def test_a_small_file_with_a_row_of_much_is_refused(name: str, make: Callable[[Path], None], tmp_path: Path) -> None:
+    path = tmp_path / name
+    make(path)
+    assert path.stat().st_size < 2**20
+    assert "a row takes more than 64 MiB" in told(path)
+
+
+def test_a_large_dictionary_of_short_values_is_read(tmp_path: Path) -> None:
+    """Each row refers to one of them, so that a row is short and a batch looks long."""
+    values = pyarrow.array([f"{number} " + "x" * 2000 for number in range(40_000)])
+    table = pyarrow.table({"text": pyarrow.DictionaryArray.from_arrays(pyarrow.array([5, 39_999, 5]), values)})
+    with pyarrow.ipc.new_stream(str(tmp_path / "rows.arrow"), table.schema) as writer:
+        writer.write_table(table)
+    found = [row.fields["text"][:6] for row in sources.rows(str(tmp_path / "rows.arrow"))]
+    assert found == ["5 xxxx", "39999 ", "5 xxxx"]
+
+
+def test_views_into_a_large_buffer_are_read(tmp_path: Path) -> None:
+    """As Polars writes its Arrow files."""
+    kind = pyarrow.list_(pyarrow.struct({"role": pyarrow.string_view(), "content": pyarrow.string_view()}))
+    rows = [[said("user", f"{number} " + "x" * 40_000)] for number in range(1700)]
+    table = pyarrow.table({"messages": pyarrow.array(rows, kind)})
+    with pyarrow.ipc.new_file(str(tmp_path / "rows.arrow"), table.schema) as writer:
+        writer.write_table(table)
+    assert [row.fields["messages"][0]["content"] for row in sources.rows(str(tmp_path / "rows.arrow"))] == [
+        row[0]["content"] for row in rows
+    ]
+
+
+# -- wide and deep ---------------------------------------------------------------------------------------------------
+
+NAMES = [f"name{number}" for number in range(100_000)]
+
+
+def test_a_header_of_a_hundred_thousand_names_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "rows.csv"
+    path.write_text(",".join(NAMES) + "\n" + ",".join("x" for _ in NAMES) + "\n")
+    assert [len(row.fields) for row in sources.rows(str(path))] == [len(NAMES)]
+    path.write_text(",".join([*NAMES, NAMES[-1]]) + "\n")
+    assert told(path) == f"{path}:1: the header has the name `name99999` twice; give each column its own"
+
+
+def test_an_object_of_a_hundred_thousand_keys_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps(dict.fromkeys(NAMES, 1)) + "\n")
+    assert [len(row.fields) for row in sources.rows(str(path))] == [len(NAMES)]
+    path.write_text(json.dumps(dict.fromkeys(NAMES, 1))[:-1] + ', "name99999": 2}\n')
+    assert told(path) == f"{path}:1: the key `name99999` is given twice in one object; keep one"
+
+
+@pytest.mark.parametrize("columns", [{}, {"text": "name99999x"}])
+def test_a_message_about_many_or_long_names_is_short(columns: dict[str, str], tmp_path: Path, tokenizer: Any) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text((json.dumps(dict.fromkeys(NAMES, 1)) + "\n") * 2 + json.dumps({"k" * 2**20: 1}) + "\n")
+    with pytest.raises(DataError) as caught:
+        prepare(DataSection(train=str(path), eval="none", columns=columns), tokenizer)
+    assert f"{path}:1: " in str(caught.value)
+    assert len(str(caught.value)) < 10_000
+
+
+@pytest.mark.parametrize("opening", ["[", '{"a": '])
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.json"])
+@pytest.mark.parametrize("levels", [90, 110, 900, 990, 100_000])
+def test_nesting_is_bounded_before_anything_recurses(
+    levels: int, name: str, opening: str, tmp_path: Path, tokenizer: Any
+) -> None:
+    path, closing = tmp_path / name, {"[": "]"}.get(opening, "}")
+    row = '{"text": "so so", "deep": ' + opening * levels + "1" + closing * levels + "}"
+    path.write_text(f"[{row}]" if name == "rows.json" else row)
+    job = DataSection(train=str(path), eval_share=0.001)  # by a hash of all fields
+    if levels < 100:
+        assert prepare(job.model_copy(update={"eval": "none"}), tokenizer).train_counts.rows == 1
+    else:
+        with pytest.raises(DataError, match="nested too deeply"):
+            prepare(job, tokenizer)
