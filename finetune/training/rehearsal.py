@@ -26,6 +26,7 @@ from finetune.memory.trace import Answers, Recorder, Trace, TracedMonitor
 from finetune.memory.unroll import NotAlike, Shortened, shorten, unroll, whole
 from finetune.model import adapter, checkpointing, depth, fake
 from finetune.model.base import base_dtype, remote_code, weightless_base
+from finetune.model.causality import needs_mask
 from finetune.rundir import RunDirectory
 from finetune.signals import Signals
 from finetune.training import optimizers, stand_ins
@@ -157,6 +158,11 @@ class _Rehearsal:
             signals=Signals(),
             save_best=False,
             loss_tokens=self._config.memory.loss_tokens,
+            masked=needs_mask(
+                self._model.config,
+                self._config.training.precision,
+                self._device.capability if self._device.type == "cuda" else None,
+            ),
         )
         with warnings.catch_warnings():
             # transformers counts embeddings by their addresses, which fake ones have not.
@@ -265,7 +271,7 @@ class _Rehearsal:
         self.recorder.phase = "evaluation"
         inputs = self._inputs(batch)
         with self._recording():
-            summed_loss(self._trainer.model, [[inputs]])
+            summed_loss(self._trainer.model, [[inputs]], masked=self._trainer.masked)
 
     @contextlib.contextmanager
     def _recording(self) -> Iterator[None]:
