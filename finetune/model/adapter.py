@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from pathlib import Path
 from typing import Any
@@ -54,6 +55,20 @@ def lora_config(base: Any, section: AdapterSection) -> Any:
         init_lora_weights=start,
         task_type="CAUSAL_LM",
     )
+
+
+def casts_by_autocast(model: Any, section: AdapterSection, precision: str) -> contextlib.AbstractContextManager[None]:
+    """Within the block autocast alone casts the inputs of LoRA layers, and PEFT does not.
+
+    PEFT casts each input to the adapter's float32, and autocast casts it back: two copies of every activation, to the
+    same numbers (peft 0.21, lora/layer.py; lora/bnb.py where CUDA's autocast is off). DoRA keeps the cast: its norms of
+    the weights take the input's type.
+    """
+    from peft.helpers import disable_input_dtype_casting
+
+    active = precision != "fp32" and not section.dora
+    found: contextlib.AbstractContextManager[None] = disable_input_dtype_casting(model, active=active)
+    return found
 
 
 def set_trained_dtype(model: Any, section: AdapterSection) -> None:

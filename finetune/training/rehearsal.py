@@ -276,7 +276,8 @@ class _Rehearsal:
     @contextlib.contextmanager
     def _recording(self) -> Iterator[None]:
         self.recorder.category = "activations"
-        with self._mode, self.recorder:
+        casting = adapter.casts_by_autocast(self._model, self._config.adapter, self._config.training.precision)
+        with casting, self._mode, self.recorder:
             yield
         self.recorder.layer = None
 

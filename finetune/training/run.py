@@ -23,6 +23,7 @@ from finetune.errors import FinetuneError, MachineError
 from finetune.memory import inspect
 from finetune.memory.monitor import Monitor
 from finetune.model import causality, packing
+from finetune.model.adapter import casts_by_autocast
 from finetune.model.base import autocast
 from finetune.rundir import RunDirectory, not_written, staged
 from finetune.signals import Signals
@@ -72,7 +73,8 @@ def train(
     )
     initial = _keep_initial_adapter(config, model, run) if processes.first() else None
     last = _last_state(config, trainer, resume_from) if resume_from else None
-    with signals.waiting(), libraries.without_cudnn_attention():
+    casting = casts_by_autocast(model, config.adapter, config.training.precision)
+    with signals.waiting(), libraries.without_cudnn_attention(), casting:
         if resume_from and last:
             trainer.take_as_trained(resume_from, last)
         else:
