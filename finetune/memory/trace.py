@@ -41,7 +41,8 @@ CATEGORIES = {
 
 _WEIGHTS = ("base_weights", "quantization_state", "adapter")
 _aten = torch.ops.aten
-# How "is no place padded?" is asked: `mask.all()`, or `mask.sum() == mask.numel()` (transformers 5.23, masking_utils).
+# How "is no place padded?" and "does no row begin within another?" are asked: `mask.all()`, or `mask.sum() ==
+# mask.numel()` (transformers 5.23, masking_utils).
 _ALL = (_aten.all.default, _aten.eq.Scalar)
 
 
@@ -335,19 +336,19 @@ def _flat(values: Any) -> Iterator[Any]:
 class Answers:
     """What the worst batch answers where a program looks into its data.
 
-    `padded`: whether rows differ in length, so that attention needs a mask. `trained_tokens`: how many places have a
+    `uneven`: whether attention needs a mask, of padding or of packed rows. `trained_tokens`: how many places have a
     label.
     """
 
-    def __init__(self, padded: bool, trained_tokens: int) -> None:
-        self.padded = padded
+    def __init__(self, uneven: bool, trained_tokens: int) -> None:
+        self.uneven = uneven
         self.trained_tokens = trained_tokens
         self.shapes = {_aten.index.Tensor: self._index}
 
     def scalar(self, tensor: torch.Tensor, source: Any) -> Any:
-        """The value of a tensor of one element: 1, or for "are all places real tokens?" whether they are."""
+        """The value of a tensor of one element: 1, or for "is every place alike?" whether it is."""
         if tensor.dtype is torch.bool:
-            return not self.padded if source in _ALL else True
+            return not self.uneven if source in _ALL else True
         return 1 if not tensor.dtype.is_floating_point else 1.0
 
     def _index(self, func: Any, args: Any) -> tuple[Any, Any]:

@@ -70,7 +70,7 @@ def _rehearse(
     config: Config, architecture: Any, train: Batch, evaluation: Batch | None, device: Device, attention: str,
     shortening: Shortening,
 ) -> Trace:  # fmt: skip
-    recorder = Recorder(device.kernels, Answers(padded=False, trained_tokens=0))
+    recorder = Recorder(device.kernels, Answers(uneven=False, trained_tokens=0))
     with tempfile.TemporaryDirectory() as folder, stand_ins.undisturbed(), stand_ins.like(device, recorder) as mode:
         rehearsal = _Rehearsal(config, architecture, Path(folder), mode, recorder, device, attention, shortening)
         rehearsal.load()
@@ -316,7 +316,9 @@ class _Rehearsal:
 
     def _inputs(self, batch: Batch) -> Inputs:
         """A batch as the collator makes it. Where packed rows begin is known, which decides what attention takes."""
-        self.recorder.answers = Answers(batch.padded or len(batch.packed) > 1, batch.trained_tokens)
+        # With a mask transformers looks for padding in it; without one, whether positions start anew, as packed.
+        uneven = (batch.padded and self._trainer.masked) or len(batch.packed) > 1
+        self.recorder.answers = Answers(uneven, batch.trained_tokens)
         rows = batch.packed or (batch.tokens,) * batch.rows
         inputs = self._collator.micro_batch([{"input_ids": [0] * length, "labels": [0] * length} for length in rows])
         with self._mode:
