@@ -66,8 +66,9 @@ class Block:
 
 @dataclass
 class Work:
-    """What a stretch computes: floating-point operations, bytes that its other operators read and write, and calls.
+    """What a stretch computes: floating-point operations, bytes that bandwidth-bound operators move, and calls.
 
+    Operators without a count of operations are bandwidth-bound, and so are products with a low-rank matrix.
     `copied_bytes` go between the host and the device.
     """
 
@@ -126,12 +127,14 @@ class Recorder(TorchDispatchMode):
     """Records a step that runs on fake tensors; enter it inside a FakeTensorMode.
 
     `kernels` says what the device's kernels allocate out of an operator's sight. `answers` decides what a program asks
-    of data that fake tensors have not.
+    of data that fake tensors have not. A product with fewer operations a byte than `flops_per_byte`, the device's
+    arithmetic over its bandwidth, is bandwidth-bound.
     """
 
-    def __init__(self, kernels: Kernels, answers: Answers) -> None:
+    def __init__(self, kernels: Kernels, answers: Answers, flops_per_byte: float = 0.0) -> None:
         super().__init__()
         self._kernels = kernels
+        self._flops_per_byte = flops_per_byte
         self.answers = answers
         self._blocks: list[Block] = []
         self._runs: list[Run] = []
@@ -189,7 +192,9 @@ class Recorder(TorchDispatchMode):
         if inside := self._kernels.python.get(func):
             return self._inside(inside, args, kwargs)
         if func is _aten.add.Tensor and _accumulates_in_place(args):
-            return args[0].add_(args[1])
+            held = args[0].add_(args[1])
+            self._count(_aten.add_.Tensor, args, kwargs, held, inputs, [held])
+            return held
         if func in self.answers.shapes:
             func, args = self.answers.shapes[func](func, args)
         scratch = [self._open(size, "workspace") for size in self._kernels.scratch(func, args)]
@@ -237,13 +242,15 @@ class Recorder(TorchDispatchMode):
     ) -> None:
         work = self._run().work
         work.calls += 1
-        formula = self._kernels.flops.get(func) or flop_registry.get(func._overloadpacket)
-        if formula:
-            work.flops += int(formula(*args, **kwargs, out_val=out))
-            return
-        work.moved_bytes += sum(
+        moved_bytes = sum(
             tensor.numel() * tensor.element_size() for tensor in (*inputs, *outputs) if isinstance(tensor, torch.Tensor)
         )
+        if formula := self._kernels.flops.get(func) or flop_registry.get(func._overloadpacket):
+            flops = int(formula(*args, **kwargs, out_val=out))
+            work.flops += flops
+            if flops >= moved_bytes * self._flops_per_byte:
+                return
+        work.moved_bytes += moved_bytes
 
     # -- blocks ----------------------------------------------------------------------------------------------------
 

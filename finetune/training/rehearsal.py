@@ -70,7 +70,8 @@ def _rehearse(
     config: Config, architecture: Any, train: Batch, evaluation: Batch | None, device: Device, attention: str,
     shortening: Shortening,
 ) -> Trace:  # fmt: skip
-    recorder = Recorder(device.kernels, Answers(uneven=False, trained_tokens=0))
+    answers = Answers(uneven=False, trained_tokens=0)
+    recorder = Recorder(device.kernels, answers, device.flops / device.bandwidth_bytes)
     with tempfile.TemporaryDirectory() as folder, stand_ins.undisturbed(), stand_ins.like(device, recorder) as mode:
         rehearsal = _Rehearsal(config, architecture, Path(folder), mode, recorder, device, attention, shortening)
         rehearsal.load()

@@ -177,6 +177,33 @@ def test_a_product_takes_two_operations_for_each_pair() -> None:
     assert out.shape == (3, 7)
 
 
+def test_a_product_with_a_low_rank_matrix_is_bandwidth_bound_and_a_large_one_is_not() -> None:
+    recorder = Recorder(kernels(), Answers(uneven=False, trained_tokens=0), flops_per_byte=20.0)
+    with FakeTensorMode(), recorder:
+        values, low_rank, square = torch.empty(512, 512), torch.empty(512, 4), torch.empty(512, 512)
+        recorder.phase = "forward"
+        small = values @ low_rank
+        moved = 4 * (512 * 512 + 2 * 512 * 4)
+        assert recorder.trace().work(["forward"]) == Work(2 * 512 * 512 * 4, moved, 1)
+        recorder.phase = "backward"
+        large = values @ square
+        assert recorder.trace().work(["backward"]) == Work(2 * 512**3, 0, 1)
+    assert small.shape == (512, 4)
+    assert large.shape == (512, 512)
+
+
+def test_a_gradient_that_autograd_adds_in_place_reads_two_and_writes_one() -> None:
+    with recording() as recorder:
+        weight = torch.empty(10, requires_grad=True)
+        loss = (weight * 2).sum() + (weight * 3).sum()
+        recorder.phase = "backward"
+        loss.backward()
+        made = recorder.trace().work(["backward"])
+    # The sums' gradients are views of one number; each product reads a gradient and writes another.
+    products = 2 * (40 + 40)
+    assert made.moved_bytes == pytest.approx(products + 3 * 40, abs=16)
+
+
 def test_what_is_no_product_reads_its_inputs_and_writes_its_output_and_a_view_does_neither() -> None:
     with recording() as recorder:
         first, second = torch.empty(10), torch.empty(10)
