@@ -160,6 +160,23 @@ def deterministic() -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def without_cudnn_attention() -> Iterator[None]:
+    """Within the block scaled_dot_product_attention takes its flash and memory-efficient kernels, never cuDNN's.
+
+    torch prefers cuDNN's on compute capability 9 and 10, whose backward pass gives NaN gradients of the queries with a
+    mask, at lengths of 64 modulo 128 (pytorch/pytorch#196678, huggingface/trl#7181).
+    """
+    import torch
+
+    before = torch.backends.cuda.cudnn_sdp_enabled()
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    try:
+        yield
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(before)
+
+
+@contextlib.contextmanager
 def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
     """Let a library use `value` for one of its names, within the block."""
     missing = object()

@@ -27,6 +27,7 @@ from finetune.memory.forecast import Forecast
 from finetune.memory.levers import Lever, levers
 from finetune.model import attention, bounds, catalog, packing
 from finetune.model.base import load_architecture
+from finetune.model.causality import has_flash
 from finetune.model.locate import at_hand
 from finetune.model.tokenizer import load_tokenizer
 from finetune.report import forecast_view, words
@@ -34,8 +35,6 @@ from finetune.rundir import write_text
 from finetune.training import processes
 from finetune.training.rehearsal import rehearse
 
-# The compute capability from which PyTorch's own flash attention runs.
-_FLASH = (8, 0)
 # A lever that takes less than this share off is not worth telling.
 _TELLING = 0.005
 
@@ -65,7 +64,8 @@ class Planner:
             config.model.attention, self.architecture, self.device.type, config.training.precision,
             packed=config.data.packing,
         )  # fmt: skip
-        if self.device.type == "cuda" and self.device.capability < _FLASH and not batch.padded:
+        capability = self.device.capability if self.device.type == "cuda" else None
+        if not batch.padded and not has_flash(config.training.precision, capability):
             # Without flash attention, heads that share keys take PyTorch's plain products, scores and all.
             shared = getattr(self.architecture.get_text_config(), "num_key_value_heads", None)
             if shared not in (None, self.architecture.get_text_config().num_attention_heads):

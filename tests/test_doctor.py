@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import importlib.metadata
 import json
 import os
 import shutil
@@ -73,6 +74,18 @@ def test_a_version_outside_the_range_is_a_warning_and_a_missing_one_an_error(mon
     assert (missing.status, missing.remedy) == ("error", "pip install 'no-such-thing>=1'")
     assert Examination([missing], 4).exit_code == 4
     assert Examination([torch_found], 4).exit_code == 0
+
+
+def test_a_program_that_is_not_installed_is_a_warning_and_the_rest_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a machine without a network, to which the checkout was carried."""
+
+    def requires(name: str) -> list[str]:
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "requires", requires)
+    found = {one.about: one for one in machine.examine().findings}
+    assert found["finetune"].status == "warning"
+    assert {"python", "host memory", "bitsandbytes library"} <= found.keys()
 
 
 def test_a_folder_for_runs_that_cannot_be_written_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -124,9 +124,9 @@ def _best_fit(order: Sequence[int], lengths: Sequence[int], tokens: int) -> list
 class Batch:
     """The largest micro-batch: `rows` of `tokens` each, padding included.
 
-    `padded`: whether some row is shorter than the longest, so that attention needs a mask. `trained_tokens`: places
-    with a label, over all rows. `source` says where the lengths come from. `packed`: the lengths of the rows that a
-    packed micro-batch, one row to the model, is made of.
+    `padded`: whether some row is shorter than the longest. `trained_tokens`: places with a label, over all rows.
+    `source` says where the lengths come from. `packed`: the lengths of the rows that a packed micro-batch, one row to
+    the model, is made of.
     """
 
     rows: int

@@ -52,7 +52,13 @@ def _versions() -> Iterator[Finding]:
     from packaging.requirements import Requirement
 
     yield Finding("python", "ok", platform.python_version())  # pip refuses to install this program on an older one
-    for text in importlib.metadata.requires("finetune") or []:
+    try:
+        requirements = importlib.metadata.requires("finetune") or []
+    except importlib.metadata.PackageNotFoundError:
+        told = "runs from a folder and is not installed, so the versions it needs are not known here"
+        yield Finding("finetune", "warning", told, "pip install . in its folder")
+        return
+    for text in requirements:
         wanted = Requirement(text)
         if wanted.marker and not wanted.marker.evaluate({"extra": ""}):
             continue

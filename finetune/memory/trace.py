@@ -42,7 +42,8 @@ CATEGORIES = {
 
 _WEIGHTS = ("base_weights", "quantization_state", "adapter")
 _aten = torch.ops.aten
-# How "is no place padded?" is asked: `mask.all()`, or `mask.sum() == mask.numel()` (transformers 5.23, masking_utils).
+# How "is no place padded?" and "does no row begin within another?" are asked: `mask.all()`, or `mask.sum() ==
+# mask.numel()` (transformers 5.23, masking_utils).
 _ALL = (_aten.all.default, _aten.eq.Scalar)
 
 
@@ -66,8 +67,9 @@ class Block:
 
 @dataclass
 class Work:
-    """What a stretch computes: floating-point operations, bytes that its other operators read and write, and calls.
+    """What a stretch computes: floating-point operations, bytes that bandwidth-bound operators move, and calls.
 
+    Operators without a count of operations are bandwidth-bound, and so are products with a low-rank matrix.
     `copied_bytes` go between the host and the device.
     """
 
@@ -128,12 +130,14 @@ class Recorder(TorchDispatchMode):
     """Records a step that runs on fake tensors; enter it inside a FakeTensorMode.
 
     `kernels` says what the device's kernels allocate out of an operator's sight. `answers` decides what a program asks
-    of data that fake tensors have not.
+    of data that fake tensors have not. A product with fewer operations a byte than `flops_per_byte`, the device's
+    arithmetic over its bandwidth, is bandwidth-bound.
     """
 
-    def __init__(self, kernels: Kernels, answers: Answers) -> None:
+    def __init__(self, kernels: Kernels, answers: Answers, flops_per_byte: float = 0.0) -> None:
         super().__init__()
         self._kernels = kernels
+        self._flops_per_byte = flops_per_byte
         self.answers = answers
         self._blocks: list[Block] = []
         self._runs: list[Run] = []
@@ -191,7 +195,9 @@ class Recorder(TorchDispatchMode):
         if inside := self._kernels.python.get(func):
             return self._inside(inside, args, kwargs)
         if func is _aten.add.Tensor and _accumulates_in_place(args):
-            return args[0].add_(args[1])
+            held = args[0].add_(args[1])
+            self._count(_aten.add_.Tensor, args, kwargs, held, inputs, [held])
+            return held
         if func in self.answers.shapes:
             func, args = self.answers.shapes[func](func, args)
         scratch = [self._open(size, "workspace") for size in self._kernels.scratch(func, args)]
@@ -239,13 +245,15 @@ class Recorder(TorchDispatchMode):
     ) -> None:
         work = self._run().work
         work.calls += 1
-        formula = self._kernels.flops.get(func) or flop_registry.get(func._overloadpacket)
-        if formula:
-            work.flops += int(formula(*args, **kwargs, out_val=out))
-            return
-        work.moved_bytes += sum(
+        moved_bytes = sum(
             tensor.numel() * tensor.element_size() for tensor in (*inputs, *outputs) if isinstance(tensor, torch.Tensor)
         )
+        if formula := self._kernels.flops.get(func) or flop_registry.get(func._overloadpacket):
+            flops = int(formula(*args, **kwargs, out_val=out))
+            work.flops += flops
+            if flops >= moved_bytes * self._flops_per_byte:
+                return
+        work.moved_bytes += moved_bytes
 
     # -- blocks ----------------------------------------------------------------------------------------------------
 
@@ -338,19 +346,19 @@ def _flat(values: Any) -> Iterator[Any]:
 class Answers:
     """What the worst batch answers where a program looks into its data.
 
-    `padded`: whether rows differ in length, so that attention needs a mask. `trained_tokens`: how many places have a
+    `uneven`: whether attention needs a mask, of padding or of packed rows. `trained_tokens`: how many places have a
     label.
     """
 
-    def __init__(self, padded: bool, trained_tokens: int) -> None:
-        self.padded = padded
+    def __init__(self, uneven: bool, trained_tokens: int) -> None:
+        self.uneven = uneven
         self.trained_tokens = trained_tokens
         self.shapes = {_aten.index.Tensor: self._index}
 
     def scalar(self, tensor: torch.Tensor, source: Any) -> Any:
-        """The value of a tensor of one element: 1, or for "are all places real tokens?" whether they are."""
+        """The value of a tensor of one element: 1, or for "is every place alike?" whether it is."""
         if tensor.dtype is torch.bool:
-            return not self.padded if source in _ALL else True
+            return not self.uneven if source in _ALL else True
         return 1 if not tensor.dtype.is_floating_point else 1.0
 
     def _index(self, func: Any, args: Any) -> tuple[Any, Any]:

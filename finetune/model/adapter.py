@@ -68,6 +68,20 @@ def lora_config(base: Any, section: AdapterSection) -> Any:
     )
 
 
+def casts_by_autocast(model: Any, section: AdapterSection, precision: str) -> contextlib.AbstractContextManager[None]:
+    """Within the block autocast alone casts the inputs of LoRA layers, and PEFT does not.
+
+    PEFT casts each input to the adapter's float32, and autocast casts it back: two copies of every activation, to the
+    same numbers (peft 0.21, lora/layer.py; lora/bnb.py where CUDA's autocast is off). DoRA keeps the cast: its norms of
+    the weights take the input's type.
+    """
+    from peft.helpers import disable_input_dtype_casting
+
+    active = precision != "fp32" and not section.dora
+    found: contextlib.AbstractContextManager[None] = disable_input_dtype_casting(model, active=active)
+    return found
+
+
 def set_trained_dtype(model: Any, section: AdapterSection) -> None:
     """Put every trained weight into `section.dtype`.
 

@@ -10,6 +10,8 @@ A packed micro-batch comes without `attention_mask`, with `position_ids` that re
 
 from __future__ import annotations
 
+import functools
+import inspect
 import itertools
 import sys
 from collections.abc import Callable, Sequence
@@ -178,11 +180,17 @@ def _varlen(otherwise: Callable[..., Any]) -> Callable[..., Any]:
             query, key, value, cu_seq_lens_q, cu_seq_lens_q, max_length_q, max_length_q, scale=scaling,
             # The window counts the keys before the query; transformers' counts the query, too.
             window_size=(-1 if window is None else window - 1, 0),
-            enable_gqa=query.shape[1] != key.shape[1],
+            **({"enable_gqa": query.shape[1] != key.shape[1]} if _asks_for_groups(varlen_attn) else {}),
         )  # fmt: skip
         return output.unsqueeze(0), None
 
     return attention
+
+
+@functools.cache
+def _asks_for_groups(varlen_attn: Callable[..., Any]) -> bool:
+    """Whether heads that share keys must be asked for; torch 2.11 has no argument for it and takes them as they are."""
+    return "enable_gqa" in inspect.signature(varlen_attn).parameters
 
 
 def prove(model: Any) -> None:

@@ -13,8 +13,8 @@ from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 from finetune.data.batching import MicroBatching, micro_batches
 
 Inputs = dict[str, Any]
-"""What the model is called with: tensors of ids and labels (rows, tokens), and the mask of what is no padding; packed
-(1, tokens), with `position_ids` and `cu_seq_lens_q`, where each row begins and the last one ends."""
+"""A micro-batch: tensors of ids and labels (rows, tokens), and the mask of what is no padding; packed (1, tokens), with
+`position_ids` and `cu_seq_lens_q`, where each row begins and the last one ends."""
 
 
 class Idle(Inputs):
@@ -53,6 +53,14 @@ def split(inputs: Inputs) -> tuple[Inputs, Inputs] | None:
         return None
     half = (rows + 1) // 2
     return _some(inputs, 0, half), _some(inputs, half, rows)
+
+
+def for_model(inputs: Inputs, *, masked: bool) -> Inputs:
+    """The arguments of the model's forward pass for a micro-batch, with its padding mask only where it is `masked`.
+
+    See `finetune.model.causality.needs_mask`.
+    """
+    return inputs if masked else {name: value for name, value in inputs.items() if name != "attention_mask"}
 
 
 def row_count(inputs: Inputs) -> int:

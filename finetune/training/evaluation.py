@@ -21,8 +21,9 @@ from finetune.errors import OutOfMemoryError
 from finetune.libraries import replaced
 from finetune.memory.exhausted import is_out_of_memory
 from finetune.model.base import autocast
+from finetune.model.causality import capability_of, needs_mask
 from finetune.training import healing
-from finetune.training.collator import Inputs, MicroBatches
+from finetune.training.collator import Inputs, MicroBatches, for_model
 
 
 class DoesNotFit(OutOfMemoryError):
@@ -39,11 +40,13 @@ def summed_loss(
     steps: Iterable[list[Inputs]],
     limit: healing.Limit | None = None,
     tell: Callable[[Inputs], None] = lambda part: None,
+    *,
+    masked: bool,
 ) -> torch.Tensor:
     """(sum of the trained tokens' losses in nats, their number) over `steps`, float64, on the model's device.
 
     Each is a list of micro-batches, as in training. Nothing but the two sums is kept of one. Those that do not fit
-    are split, which `limit` remembers and `tell` is told.
+    are split, which `limit` remembers and `tell` is told. With `masked` the model is given the padding mask.
 
     `model` must have TRL's fused head. Raises DoesNotFit where a row alone does not fit.
     """
@@ -56,7 +59,7 @@ def summed_loss(
             parts = limit.parts([batch])
             while parts:
                 try:
-                    sums += _sums(model, parts[0])
+                    sums += _sums(model, for_model(parts[0], masked=masked))
                     del parts[0]
                     continue
                 except (MemoryError, RuntimeError) as error:
@@ -91,5 +94,6 @@ def held_out_loss(model: Any, tokenizer: Any, rows: Any, config: Config) -> floa
         autocast(training.precision, model.device),
         replaced(chunked_logprob, "TOKEN_CHUNK_SIZE", config.memory.loss_tokens),
     ):
-        total, count = summed_loss(model, steps).tolist()
+        masked = needs_mask(model.config, training.precision, capability_of(model.device))
+        total, count = summed_loss(model, steps, masked=masked).tolist()
     return total / count

@@ -26,6 +26,7 @@ from finetune.memory.trace import Answers, Recorder, Trace, TracedMonitor
 from finetune.memory.unroll import NotAlike, Shortened, shorten, unroll, whole
 from finetune.model import adapter, checkpointing, depth, experts, fake
 from finetune.model.base import base_dtype, mixture, remote_code, weightless_base
+from finetune.model.causality import needs_mask
 from finetune.rundir import RunDirectory
 from finetune.signals import Signals
 from finetune.training import optimizers, stand_ins
@@ -69,7 +70,8 @@ def _rehearse(
     config: Config, architecture: Any, train: Batch, evaluation: Batch | None, device: Device, attention: str,
     shortening: Shortening,
 ) -> Trace:  # fmt: skip
-    recorder = Recorder(device.kernels, Answers(padded=False, trained_tokens=0))
+    answers = Answers(uneven=False, trained_tokens=0)
+    recorder = Recorder(device.kernels, answers, device.flops / device.bandwidth_bytes)
     with tempfile.TemporaryDirectory() as folder, stand_ins.undisturbed(), stand_ins.like(device, recorder) as mode:
         rehearsal = _Rehearsal(config, architecture, Path(folder), mode, recorder, device, attention, shortening)
         rehearsal.load()
@@ -170,6 +172,11 @@ class _Rehearsal:
             signals=Signals(),
             save_best=False,
             loss_tokens=self._config.memory.loss_tokens,
+            masked=needs_mask(
+                self._model.config,
+                self._config.training.precision,
+                self._device.capability if self._device.type == "cuda" else None,
+            ),
         )
         with warnings.catch_warnings():
             # transformers counts embeddings by their addresses, which fake ones have not.
@@ -283,12 +290,13 @@ class _Rehearsal:
         self.recorder.phase = "evaluation"
         inputs = self._inputs(batch)
         with self._recording():
-            summed_loss(self._trainer.model, [[inputs]])
+            summed_loss(self._trainer.model, [[inputs]], masked=self._trainer.masked)
 
     @contextlib.contextmanager
     def _recording(self) -> Iterator[None]:
         self.recorder.category = "activations"
-        with self._mode, self.recorder:
+        casting = adapter.casts_by_autocast(self._model, self._config.adapter, self._config.training.precision)
+        with casting, self._mode, self.recorder:
             yield
         self.recorder.layer = None
 
@@ -327,7 +335,9 @@ class _Rehearsal:
 
     def _inputs(self, batch: Batch) -> Inputs:
         """A batch as the collator makes it. Where packed rows begin is known, which decides what attention takes."""
-        self.recorder.answers = Answers(batch.padded or len(batch.packed) > 1, batch.trained_tokens)
+        # With a mask transformers looks for padding in it; without one, whether positions start anew, as packed.
+        uneven = (batch.padded and self._trainer.masked) or len(batch.packed) > 1
+        self.recorder.answers = Answers(uneven, batch.trained_tokens)
         rows = batch.packed or (batch.tokens,) * batch.rows
         inputs = self._collator.micro_batch([{"input_ids": [0] * length, "labels": [0] * length} for length in rows])
         with self._mode:

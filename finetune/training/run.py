@@ -13,6 +13,7 @@ from safetensors import SafetensorError
 from transformers import EarlyStoppingCallback, TrainerState
 from transformers.trainer import TRAINER_STATE_NAME
 
+from finetune import libraries
 from finetune.checkpoint import read_json
 from finetune.config import Config
 from finetune.data import fingerprint
@@ -21,7 +22,8 @@ from finetune.data.prepare import Prepared
 from finetune.errors import FinetuneError, MachineError
 from finetune.memory import inspect
 from finetune.memory.monitor import Monitor
-from finetune.model import packing
+from finetune.model import causality, packing
+from finetune.model.adapter import casts_by_autocast
 from finetune.model.base import autocast
 from finetune.rundir import RunDirectory, not_written, staged
 from finetune.signals import Signals
@@ -61,8 +63,9 @@ def train(
     loss that is not finite, MachineError when a checkpoint cannot be written, ArtifactError when one does not fit, and
     Terminated or KeyboardInterrupt after the save that a signal asked for.
     """
-    if config.data.packing:
-        with autocast(config.training.precision, device):
+    with autocast(config.training.precision, device):
+        causality.prove(model)
+        if config.data.packing:
             packing.prove(model)
     saver = Saver(run, config.output.keep, made_with, verified=[resume_from] if resume_from else [])
     trainer = _trainer(
@@ -70,7 +73,8 @@ def train(
     )
     initial = _keep_initial_adapter(config, model, run) if processes.first() else None
     last = _last_state(config, trainer, resume_from) if resume_from else None
-    with signals.waiting():
+    casting = casts_by_autocast(model, config.adapter, config.training.precision)
+    with signals.waiting(), libraries.without_cudnn_attention(), casting:
         if resume_from and last:
             trainer.take_as_trained(resume_from, last)
         else:
@@ -140,6 +144,7 @@ def _trainer(
         signals=signals,
         save_best=config.output.best,
         loss_tokens=config.memory.loss_tokens,
+        masked=causality.needs_mask(model.config, training.precision, causality.capability_of(device)),
         profiler=inspect.profiler(config.memory.profile_steps, run.profile, device),
     )
 

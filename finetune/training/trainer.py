@@ -43,7 +43,7 @@ from finetune.training.checkpoints import (
     restore_weights,
     snapshot,
 )
-from finetune.training.collator import Inputs, MicroBatches, row_count
+from finetune.training.collator import Inputs, MicroBatches, for_model, row_count
 from finetune.training.evaluation import DoesNotFit, summed_loss
 from finetune.training.randomness import RandomState
 from finetune.training.recorder import Listener, StepCounts, StepRecorder
@@ -61,7 +61,8 @@ class Trainer(SFTTrainer):
     """SFTTrainer that measures the memory of each phase and writes the run directory.
 
     `order` gives the training rows' order and `collator` the micro-batches of a step; `run`, `monitor` and `listener`
-    receive what happens; `saver` writes the checkpoints, and `signals` may ask for one, or for the end.
+    receive what happens; `saver` writes the checkpoints, and `signals` may ask for one, or for the end. With `masked`
+    the model is given the padding mask.
     """
 
     def __init__(
@@ -78,6 +79,7 @@ class Trainer(SFTTrainer):
         signals: Signals,
         save_best: bool,
         loss_tokens: int,
+        masked: bool,
         profiler: Any | None = None,
         **arguments: Any,
     ) -> None:
@@ -89,6 +91,7 @@ class Trainer(SFTTrainer):
         self.saver = saver
         self.signals = signals
         self.save_best = save_best
+        self.masked = masked
         self.step_counts = StepCounts()
         self.leaks = LeakWatch()
         self.limits = {"train": healing.Limit(), "eval": healing.Limit()}
@@ -259,7 +262,11 @@ class Trainer(SFTTrainer):
         return 0
 
     def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        loss = super().compute_loss(model, inputs, *args, **kwargs)
+        def called(**inputs: Any) -> Any:
+            return model(**for_model(inputs, masked=self.masked))
+
+        # TRL counts tokens by the mask, and wants it for that.
+        loss = super().compute_loss(called, inputs, *args, **kwargs)
         if self.model.training:
             self.monitor.enter("backward")
         return loss
@@ -291,7 +298,10 @@ class Trainer(SFTTrainer):
 
     def held_out_sums(self, steps: Iterable[list[Inputs]]) -> torch.Tensor:
         """See `summed_loss`; what does not fit is split, and written down."""
-        return summed_loss(self.model, steps, self.limits["eval"], lambda part: self.tell_split(part, evaluation=True))
+        return summed_loss(
+            self.model, steps, self.limits["eval"], lambda part: self.tell_split(part, evaluation=True),
+            masked=self.masked,
+        )  # fmt: skip
 
     def tell_no_evaluation(self, row: DoesNotFit) -> None:
         """Write down which held-out row is too large to evaluate any."""

@@ -72,12 +72,14 @@ def test_row_14_each_part_that_does_not_fit_is_split_and_told_and_its_memory_giv
     trainer = ready(quick("data.eval=none", "training.eval_every=null"))
     batch = trainer.data_collator.micro_batch([trainer.train_dataset[row] for row in (0, 1, 2)])
     exhausted[0] = 3
-    expected = evaluation.summed_loss(trainer.model, [[batch]])
+    expected = evaluation.summed_loss(trainer.model, [[batch]], masked=False)
     exhausted[0] = 1
     told: list[int] = []
     freed: list[int] = []
     monkeypatch.setattr(libraries, "return_freed_memory", lambda: freed.append(len(told)))
-    found = evaluation.summed_loss(trainer.model, [[batch]], tell=lambda part: told.append(row_count(part)))
+    found = evaluation.summed_loss(
+        trainer.model, [[batch]], tell=lambda part: told.append(row_count(part)), masked=False
+    )
     assert told == [3, 2]
     assert freed == [0, 1]
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=0)

@@ -17,7 +17,11 @@ import torch
 from finetune.config import Config
 from finetune.settings import load_config
 
-DEVICE = torch.device(os.environ.get("FINETUNE_GPU_TESTS_ON", "cuda"))
+# A card has a number: torch.cuda.set_per_process_memory_fraction takes no device without one.
+DEVICE = torch.device(os.environ.get("FINETUNE_GPU_TESTS_ON", "cuda:0"))
+
+# cuBLAS reads it before the process's first product; later runs here are deterministic.
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 _SENTENCES = (
     "The lake was still, and the boat lay where we had left it.",

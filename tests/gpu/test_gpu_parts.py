@@ -14,7 +14,6 @@ from finetune.config import AdapterSection, MemorySection, ModelSection, Optimiz
 from finetune.data.batching import MicroBatching
 from finetune.model import adapter, attention, checkpointing, packing
 from finetune.model.base import load_architecture, load_base, random_base
-from finetune.model.quantization import bitsandbytes_config
 from finetune.training import checkpoints, optimizers
 from finetune.training.collator import MicroBatches
 
@@ -218,7 +217,7 @@ def test_random_4_bit_weights_need_one_module_more_than_their_final_size(double:
     torch.cuda.reset_peak_memory_stats()
     model = random_base(
         architecture,
-        bitsandbytes_config(QuantizationSection(double=double), torch.bfloat16),
+        QuantizationSection(double=double),
         attention="sdpa",
         dtype=torch.bfloat16,
         device=cuda,

@@ -24,7 +24,7 @@ def kernels(python: Any = None, scratch: Any = lambda func, args: []) -> Kernels
 
 @contextlib.contextmanager
 def recording(given: Kernels | None = None, answers: Answers | None = None) -> Iterator[Recorder]:
-    recorder = Recorder(given or kernels(), answers or Answers(padded=False, trained_tokens=0))
+    recorder = Recorder(given or kernels(), answers or Answers(uneven=False, trained_tokens=0))
     with FakeTensorMode(allow_non_fake_inputs=True), recorder:
         yield recorder
 
@@ -100,7 +100,7 @@ def test_what_was_there_before_is_kept_and_what_was_recorded_can_be_named() -> N
     assert (block.bytes, block.category, block.managed) == (12, "optimizer_states", True)
 
     mode = FakeTensorMode()
-    recorder = Recorder(kernels(), Answers(padded=False, trained_tokens=0))
+    recorder = Recorder(kernels(), Answers(uneven=False, trained_tokens=0))
     with mode:
         outside = torch.empty(6)
     recorder.keep(outside, "base_weights", 4)
@@ -109,7 +109,7 @@ def test_what_was_there_before_is_kept_and_what_was_recorded_can_be_named() -> N
 
 
 def test_an_optimizer_is_followed_from_weight_to_weight() -> None:
-    recorder = Recorder(kernels(), Answers(padded=False, trained_tokens=0))
+    recorder = Recorder(kernels(), Answers(uneven=False, trained_tokens=0))
     mode = FakeTensorMode()
     with mode:
         first, second = torch.empty(4), torch.empty(6)
@@ -177,6 +177,33 @@ def test_a_product_takes_two_operations_for_each_pair() -> None:
     assert out.shape == (3, 7)
 
 
+def test_a_product_with_a_low_rank_matrix_is_bandwidth_bound_and_a_large_one_is_not() -> None:
+    recorder = Recorder(kernels(), Answers(uneven=False, trained_tokens=0), flops_per_byte=20.0)
+    with FakeTensorMode(), recorder:
+        values, low_rank, square = torch.empty(512, 512), torch.empty(512, 4), torch.empty(512, 512)
+        recorder.phase = "forward"
+        small = values @ low_rank
+        moved = 4 * (512 * 512 + 2 * 512 * 4)
+        assert recorder.trace().work(["forward"]) == Work(2 * 512 * 512 * 4, moved, 1)
+        recorder.phase = "backward"
+        large = values @ square
+        assert recorder.trace().work(["backward"]) == Work(2 * 512**3, 0, 1)
+    assert small.shape == (512, 4)
+    assert large.shape == (512, 512)
+
+
+def test_a_gradient_that_autograd_adds_in_place_reads_two_and_writes_one() -> None:
+    with recording() as recorder:
+        weight = torch.empty(10, requires_grad=True)
+        loss = (weight * 2).sum() + (weight * 3).sum()
+        recorder.phase = "backward"
+        loss.backward()
+        made = recorder.trace().work(["backward"])
+    # The sums' gradients are views of one number; each product reads a gradient and writes another.
+    products = 2 * (40 + 40)
+    assert made.moved_bytes == pytest.approx(products + 3 * 40, abs=16)
+
+
 def test_what_is_no_product_reads_its_inputs_and_writes_its_output_and_a_view_does_neither() -> None:
     with recording() as recorder:
         first, second = torch.empty(10), torch.empty(10)
@@ -194,14 +221,14 @@ def test_what_is_no_product_reads_its_inputs_and_writes_its_output_and_a_view_do
 
 @pytest.mark.parametrize("padded", [True, False])
 def test_whether_a_mask_is_needed_is_answered_by_the_batch(padded: bool) -> None:
-    with recording(answers=Answers(padded=padded, trained_tokens=1)):
+    with recording(answers=Answers(uneven=padded, trained_tokens=1)):
         mask = torch.ones(2, 4, dtype=torch.bool)
         assert bool(mask.all()) is not padded
         assert bool(mask.sum() == mask.numel()) is not padded
 
 
 def test_other_numbers_are_one_and_other_questions_true() -> None:
-    with recording(answers=Answers(padded=True, trained_tokens=1)):
+    with recording(answers=Answers(uneven=True, trained_tokens=1)):
         assert torch.empty(3).sum().item() == 1.0
         assert torch.empty(3, dtype=torch.long).max().item() == 1
         assert bool(torch.empty(3).isfinite().any())
@@ -209,7 +236,7 @@ def test_other_numbers_are_one_and_other_questions_true() -> None:
 
 @pytest.mark.parametrize(("trained", "rows"), [(5, 5), (8, 8), (100, 8)])
 def test_a_mask_selects_as_many_rows_as_there_are_trained_tokens(trained: int, rows: int) -> None:
-    with recording(answers=Answers(padded=False, trained_tokens=trained)):
+    with recording(answers=Answers(uneven=False, trained_tokens=trained)):
         values = torch.empty(2, 4, 3)
         assert values[torch.ones(2, 4, dtype=torch.bool)].shape == (rows, 3)
         assert values[torch.zeros(6, dtype=torch.long)].shape == (6, 4, 3), "other indices take what they say"

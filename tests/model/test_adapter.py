@@ -6,7 +6,7 @@ import torch
 from finetune.config import AdapterSection, MemorySection, ModelSection, QuantizationSection
 from finetune.errors import ConfigError
 from finetune.model import attention, checkpointing
-from finetune.model.adapter import attach, set_trained_dtype, trained_parameters
+from finetune.model.adapter import attach, casts_by_autocast, set_trained_dtype, trained_parameters
 from finetune.model.base import load_architecture, load_base
 
 CPU = torch.device("cpu")
@@ -176,3 +176,22 @@ def test_eager_and_sdpa_agree() -> None:
         assert model.config._attn_implementation == implementation
         found.append(logits(model))
     torch.testing.assert_close(*found, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["nf4", "int8", "none"])
+def test_autocast_alone_casts_what_a_lora_layer_is_given(kind: str) -> None:
+    """And the logits are the same to the bit."""
+    section = AdapterSection(rank=4)
+    model = attach(base(kind, torch.bfloat16), section, BASE, seed=1)
+    given: list[torch.dtype] = []
+    for name, module in model.named_modules():
+        if name.endswith("lora_A.default"):
+            module.register_forward_pre_hook(lambda module, inputs: given.append(inputs[0].dtype))
+    with torch.autocast("cpu", torch.bfloat16):
+        before = logits(model)
+        assert set(given) == {torch.float32}, "PEFT's own cast"
+        given.clear()
+        with casts_by_autocast(model, section, "bf16"):
+            found = logits(model)
+    assert set(given) == {torch.bfloat16}
+    assert torch.equal(found, before)

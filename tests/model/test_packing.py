@@ -137,6 +137,49 @@ def test_a_model_that_takes_no_packed_rows_is_refused() -> None:
         packing.prove(model)
 
 
+def in_torch_2_11(
+    query: Any, key: Any, value: Any, starts: Any, key_starts: Any, longest: int, longest_key: int, *,
+    scale: float | None = None, window_size: tuple[int, int] = (-1, -1),
+) -> Any:  # fmt: skip
+    """What `torch.nn.attention.varlen.varlen_attn` promises, row by row on a CPU. (tokens, heads, head size)."""
+    assert window_size[1] == 0, "causal"
+    assert torch.equal(starts, key_starts)
+    assert longest == longest_key == int(starts.diff().max())
+    groups = query.shape[1] // key.shape[1]
+    outputs = []
+    for start, end in itertools.pairwise(starts.tolist()):
+        row_query, row_key, row_value = (
+            part[start:end].transpose(0, 1).float() for part in (query, key.repeat_interleave(groups, 1),
+                                                                 value.repeat_interleave(groups, 1)))  # fmt: skip
+        at = torch.arange(end - start)
+        behind = at[:, None] - at[None, :]
+        hidden = (behind < 0) | ((behind > window_size[0]) if window_size[0] >= 0 else False)
+        scores = (row_query @ row_key.transpose(1, 2) * scale).masked_fill(hidden, -torch.inf)
+        outputs.append((scores.softmax(-1) @ row_value).transpose(0, 1))
+    return torch.cat(outputs).to(query.dtype)
+
+
+def in_torch_2_13(*tensors: Any, enable_gqa: bool = False, **options: Any) -> Any:
+    """The same, which takes heads that share keys only where it is asked to."""
+    assert enable_gqa == (tensors[0].shape[1] != tensors[1].shape[1])
+    return in_torch_2_11(*tensors, **options)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("varlen_attn", [in_torch_2_11, in_torch_2_13])
+@pytest.mark.parametrize("architecture", ["llama", "mistral", "phi3"])
+def test_the_variable_length_kernel_is_given_what_each_torch_wants(
+    architecture: str, varlen_attn: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", varlen_attn)
+    inputs = packed([[3, 9, 27], [5, 17, 40, 11, 8, 6, 33], [12]])
+    del inputs["labels"]
+    # The kernel computes in 16 bit.
+    found = model_of(architecture, packing.VARLEN).bfloat16()(**inputs, use_cache=False).logits.float()
+    expected = model_of(architecture, packing.EACH).bfloat16()(**inputs, use_cache=False).logits.float()
+    assert float((found - expected).norm() / expected.norm()) < 4 * 2.0**-7
+
+
 @pytest.mark.parametrize(("implementation", "device", "precision", "found"), [
     ("sdpa", "cpu", "bf16", packing.EACH),
     ("sdpa", "cuda", "bf16", packing.VARLEN),

@@ -1,0 +1,73 @@
+"""Whether a model looks ahead, and so whether it must be told which places of a micro-batch are padding.
+
+Rows are padded on the right. Where no token sees a later one, no real token sees padding, and a mask that hides it
+changes no loss and no gradient. It has its price all the same: with a mask, scaled_dot_product_attention leaves its
+flash kernel, computes the upper half of the scores too, and wants keys and values repeated for each query head
+(transformers 5.23, `use_gqa_in_sdpa`).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from finetune.errors import ArtifactError
+
+# The compute capability from which SDPA has a flash kernel.
+_FLASH = (8, 0)
+
+# How far a row's logits may move, as a share of their size, when the tokens behind it change: in a causal model not at
+# all, but for the rounding of a mixture of experts, whose products then have other shapes.
+_MOVES = 0.02
+_PROBE_TOKENS = 16
+
+
+def needs_mask(config: Any, precision: str, capability: tuple[int, int] | None) -> bool:
+    """Whether a causal model is given the padding mask all the same.
+
+    `config` is the model's, `capability` the card's compute capability (None for a CPU). The balancing loss of a
+    mixture of experts counts real tokens by it. And without SDPA's flash kernel, grouped heads without a mask take the
+    whole score matrix; with one, transformers repeats the keys and the memory-efficient kernel runs.
+    """
+    routed = bool(getattr(config.get_text_config(), "output_router_logits", False))
+    return routed or not has_flash(precision, capability)
+
+
+def has_flash(precision: str, capability: tuple[int, int] | None) -> bool:
+    """Whether SDPA has a flash kernel, which takes heads that share keys, on a card or (None) a CPU."""
+    return capability is None or (capability >= _FLASH and precision != "fp32")
+
+
+def capability_of(device: torch.device) -> tuple[int, int] | None:
+    """The compute capability of the card that is `device`; None for a CPU."""
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+
+
+def prove(model: Any) -> None:
+    """Check on `model` itself that its logits for a row do not depend on the tokens behind it.
+
+    Two forward passes over some tokens, under the autocast of a step. Raises ArtifactError for a model that looks
+    ahead, which next-token prediction cannot train.
+    """
+    words = model.config.get_text_config().vocab_size
+    generator = torch.Generator().manual_seed(0)
+    # (1, tokens): a row, and other tokens behind it in each.
+    row, behind, other = torch.randint(words, (3, 1, _PROBE_TOKENS), generator=generator).to(model.device)
+    one, two = (_logits(model, torch.cat([row, end], dim=1))[:, :_PROBE_TOKENS] for end in (behind, other))
+    moved = float((one - two).norm() / one.norm())
+    if not moved < _MOVES:
+        raise ArtifactError(
+            f"this model's logits move by {moved:.0%} with the tokens behind them: it sees the token that it is to "
+            "predict, so it cannot be trained as a causal language model; give a decoder"
+        )
+
+
+@torch.no_grad()
+def _logits(model: Any, ids: torch.Tensor) -> torch.Tensor:
+    """(1, tokens, words), less their mean."""
+    was_training = model.training
+    model.eval()
+    logits = model(input_ids=ids, use_cache=False).logits.float()
+    model.train(was_training)
+    return logits - logits.mean(-1, keepdim=True)

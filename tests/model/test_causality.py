@@ -1,0 +1,103 @@
+"""The padding mask is left out where it changes nothing, and a model that looks ahead is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from steps import assert_gradients_close, gradients, micro_batches, ready
+from test_packing import ARCHITECTURES, SHARED
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from finetune.errors import ArtifactError
+from finetune.model import causality
+from finetune.training.collator import Inputs, for_model
+
+# Rows of 9 and 4 tokens, padded on the right.
+IDS = torch.tensor([[5, 9, 3, 7, 11, 4, 8, 6, 10], [7, 3, 9, 12, 0, 0, 0, 0, 0]])
+MASK = (torch.arange(9) < torch.tensor([[9], [4]])).long()
+MICRO_BATCH: Inputs = {"input_ids": IDS, "attention_mask": MASK, "labels": IDS.masked_fill(MASK == 0, -100)}
+
+OTHERS: dict[str, dict[str, Any]] = {
+    "qwen3": {"head_dim": 8},
+    "granite": {},
+    "olmo2": {},
+    "opt": {"ffn_dim": 48, "word_embed_proj_dim": 32},  # positions counted from the mask
+    "bloom": {"n_head": 4, "n_layer": 2},  # slopes by distance, made from the mask
+    "mamba": {},  # no attention; the mask zeroes padded states
+    "falcon_h1": {"mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_n_groups": 1},
+}
+
+
+def model_of(architecture: str, attention: str = "sdpa") -> Any:
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(architecture, **{**SHARED, **{**ARCHITECTURES, **OTHERS}[architecture]})
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=attention)
+    for weight in model.parameters():
+        torch.nn.init.normal_(weight, std=0.2)  # large, so that attention is anything but even
+    return model.eval()
+
+
+@pytest.mark.parametrize("architecture", [*ARCHITECTURES, *OTHERS])
+def test_loss_and_gradients_without_the_mask_are_those_with_it(architecture: str) -> None:
+    plain = architecture in ("gemma2", "bloom", "mamba")
+    model = model_of(architecture, "eager" if plain else "sdpa")
+    causality.prove(model)
+    found = []
+    for masked in (True, False):
+        model.zero_grad()
+        loss = model(**for_model(MICRO_BATCH, masked=masked), use_cache=False).loss
+        loss.backward()
+        found.append((loss.item(), {name: weight.grad.clone() for name, weight in model.named_parameters()
+                                    if weight.grad is not None}))  # fmt: skip
+    (with_mask, expected), (without, gradient) = found
+    assert without == pytest.approx(with_mask, rel=1e-6)
+    assert_gradients_close(gradient, expected)
+
+
+def test_a_step_without_the_mask_is_the_step_with_it(quick) -> None:
+    trainer = ready(quick("quantization.kind=none", "training.precision=fp32"))
+    inputs = micro_batches(trainer, range(4), 2)
+    assert any((part["attention_mask"] == 0).any() for part in inputs), "some row is padded"
+    given: list[set[str]] = []
+    trainer.model.get_base_model().model.register_forward_pre_hook(
+        lambda module, args, kwargs: given.append({name for name, value in kwargs.items() if value is not None}),
+        with_kwargs=True,
+    )
+    loss, without = gradients(trainer, inputs)
+    assert all("attention_mask" not in names for names in given)
+    trainer.masked = True
+    masked_loss, expected = gradients(trainer, inputs)
+    assert "attention_mask" in given[-1]
+    assert loss == pytest.approx(masked_loss, rel=1e-6)
+    assert_gradients_close(without, expected)
+
+
+def test_a_model_that_sees_the_next_token_is_refused() -> None:
+    config = AutoConfig.for_model("bert", **{**SHARED, "is_decoder": False})
+    model = AutoModelForCausalLM.from_config(config).eval()
+    for weight in model.parameters():
+        if weight.dim() > 1:
+            torch.nn.init.normal_(weight, std=0.2)
+    with pytest.raises(ArtifactError, match="sees the token that it is to predict"):
+        causality.prove(model)
+
+
+def test_the_mask_stays_where_it_is_needed() -> None:
+    config = AutoConfig.for_model("llama", **SHARED)
+    assert not causality.needs_mask(config, "bf16", None)
+    assert not causality.needs_mask(config, "bf16", (9, 0))
+    assert causality.needs_mask(config, "bf16", (7, 5)), "no flash kernel on this card"
+    assert causality.needs_mask(config, "fp32", (9, 0)), "no flash kernel in this precision"
+    balanced = AutoConfig.for_model("mixtral", **SHARED, output_router_logits=True)
+    assert causality.needs_mask(balanced, "bf16", (9, 0)), "its balancing loss counts real tokens"
+
+
+def test_cudnn_attention_is_off_within_the_block_and_then_as_before() -> None:
+    from finetune import libraries
+
+    before = torch.backends.cuda.cudnn_sdp_enabled()
+    with libraries.without_cudnn_attention():
+        assert not torch.backends.cuda.cudnn_sdp_enabled()
+    assert torch.backends.cuda.cudnn_sdp_enabled() == before
