@@ -51,8 +51,8 @@ class ModelSection(Section):
     attention: Annotated[str, Choice("model.attention")] = "auto"
     """Attention implementation; `auto` takes the fastest this machine has and logs why."""
     trust_remote_code: bool = False
-    """Run Python code shipped with the model. Needs `model.revision` to be a full commit hash. Consents only in a
-    config of your own, or on the command line; never from a run directory."""
+    """Run Python code shipped with the model. Needs `model.revision` to be a full commit hash. It counts in a config of
+    your own or on the command line, not in a run directory."""
 
     @model_validator(mode="after")
     def _pin_remote_code(self) -> Self:

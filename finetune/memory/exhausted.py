@@ -51,8 +51,12 @@ def told_of_merge(run: RunDirectory) -> Iterator[None]:
         ) from None
 
 
-# What libraries say in a plain RuntimeError: torch's CPU allocator, C++, and CUDA outside torch's own allocator.
-_SAID = ("DefaultCPUAllocator", "std::bad_alloc", "CUBLAS_STATUS_ALLOC_FAILED", "CUDA error: out of memory")
+# What libraries say in a plain RuntimeError: torch's CPU allocator, torch where it maps a file, C++, and CUDA outside
+# torch's own allocator.
+_SAID = (
+    "DefaultCPUAllocator", "Cannot allocate memory", "std::bad_alloc", "CUBLAS_STATUS_ALLOC_FAILED",
+    "CUDA error: out of memory",
+)  # fmt: skip
 
 
 def is_out_of_memory(error: BaseException) -> bool:
