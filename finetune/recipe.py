@@ -161,7 +161,6 @@ class _Training:
                 config, model, tokenizer, data, run, monitor, terminal, device=device, signals=self.signals,
                 made_with=made_with, resume_from=start.checkpoint,
             )  # fmt: skip
-            processes.part()
             if not processes.first():
                 return
             self._ask_again(model, tokenizer)

@@ -144,7 +144,7 @@ def _shared(error: Exception) -> Exception:
 
 
 def part() -> None:
-    """Leave the others, who are done or go on without this process."""
+    """Leave the other processes, at the end of the work in common."""
     if count() > 1:
         if _watch:
             _watch.leave()

@@ -79,6 +79,7 @@ def train(
             trainer.take_as_trained(resume_from, last)
         else:
             _run_steps(trainer, resume_from)
+    processes.part()  # the first one does the rest alone
     signals.end(f"step {trainer.state.global_step} is saved in {run.checkpoints}")
     state = trainer.state
     outcome = Outcome(state.global_step, state.best_global_step or None)

@@ -22,7 +22,7 @@ from finetune.errors import MachineError
 
 BEAT_SECONDS = 1.0
 SILENCE_SECONDS = 30.0
-"""A rank that says nothing for so long is taken for lost. No library holds Python's lock that long."""
+"""A rank that says nothing for so long is taken for lost. Its thread needs Python's lock for a moment each second."""
 GRACE_SECONDS = 10.0
 """Time for the main thread to end by itself, before a process that waits in a collective is ended."""
 _CONNECT_SECONDS = 60.0
@@ -120,7 +120,7 @@ class Watch:
                     del self._peers[rank]
                     peer.close()
                     return None
-        except OSError:
+        except (OSError, ValueError):
             return Lost(rank, "was killed, or its machine is gone: its connection closed without a word")
         if peer.silent_seconds > SILENCE_SECONDS:
             return Lost(rank, f"has said nothing for {SILENCE_SECONDS:.0f} seconds: it is stopped, or its machine is")
@@ -160,7 +160,7 @@ def accept(server: socket.socket, token: str, others: int) -> Watch:
             raise MachineError(f"rank 0 waited {_CONNECT_SECONDS:.0f} seconds for ranks {missing} to connect") from None
         connection.settimeout(_CONNECT_SECONDS)
         with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
-            with connection.makefile("rb") as opened:
+            with connection.makefile("rb", buffering=0) as opened:  # no byte more than the line
                 hello = json.loads(opened.readline(_LINE_BYTES))
             if hello["token"] == token:
                 connections[int(hello["rank"])] = connection
