@@ -98,7 +98,7 @@ class Source(Section):
 
     source: Name
     """A source, as `data.train` takes it alone."""
-    weight: Annotated[float, Field(gt=0)] = 1.0
+    weight: Annotated[float, Field(gt=0, le=1000)] = 1.0
     """How often each of its rows is seen where others are seen once; of a fraction, rows are chosen by hash."""
 
     def __str__(self) -> str:
