@@ -143,7 +143,7 @@ class _Training:
         monitor = Monitor(meter_for(device.type))
         inspect.cap(config.memory.limit, device)
         with exhausted.told(config, run, monitor, device):
-            if config.training.deterministic and device.type == "cuda":
+            if self.config.training.deterministic and device.type == "cuda":
                 self.held.enter_context(libraries.deterministic())
             with monitor.phase("load"):
                 base = _base(config, architecture, implementation, device)

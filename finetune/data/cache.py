@@ -1,9 +1,12 @@
 """What was prepared, kept on disk for the next start.
 
-An entry is a folder named by a key, under `HF_DATASETS_CACHE/finetune`. It is filled under another name and gets its
-own by one rename, so that it is whole or not there, also where two processes make the same one. What a crash or a disk
-has damaged since is told by the sizes and hashes in its manifest, and made again; what a killed process was filling is
-removed by the next one that makes an entry. Deleting the folder costs a new preparation and nothing else.
+An entry is a folder named by a key, under `HF_DATASETS_CACHE/finetune-<user id>`. It is filled under another name and
+gets its own by one rename, so that it is whole or not there, also where two processes make the same one. What a crash
+or a disk has damaged since is told by the sizes and hashes in its manifest, and made again; what a killed process was
+filling is removed by the next one that makes an entry. Deleting the folder costs a new preparation and nothing else.
+
+What anyone else could have written is no entry: rows from there would be trained on unseen. Where another user owns the
+folder, or may write to it, each process prepares for itself.
 """
 
 from __future__ import annotations
@@ -11,7 +14,9 @@ from __future__ import annotations
 import atexit
 import contextlib
 import fcntl
+import functools
 import json
+import logging
 import os
 import shutil
 import tempfile
@@ -21,6 +26,9 @@ from pathlib import Path
 from typing import Any
 
 from finetune.errors import MachineError
+from finetune.private import not_private
+
+_LOG = logging.getLogger(__name__)
 
 _MANIFEST = "manifest.json"
 
@@ -34,10 +42,25 @@ _PIECE_BYTES = 2**20
 
 
 def folder() -> Path:
-    """Where the entries are; it follows `HF_HOME` and `HF_DATASETS_CACHE`."""
+    """Where the entries are; it follows `HF_HOME` and `HF_DATASETS_CACHE`, which users of a cluster may share.
+
+    Where that is not this user's alone, a temporary one that goes with the process.
+    """
     import datasets
 
-    return Path(datasets.config.HF_DATASETS_CACHE) / "finetune"
+    place = Path(datasets.config.HF_DATASETS_CACHE) / f"finetune-{os.geteuid()}"
+    if os.path.lexists(place) and (why := not_private(place)):
+        return _temporary(place, why)
+    return place
+
+
+@functools.cache
+def _temporary(place: Path, why: str) -> Path:
+    with writing(Path(tempfile.gettempdir())):
+        made = Path(tempfile.mkdtemp(prefix="finetune-"))
+    atexit.register(shutil.rmtree, made, ignore_errors=True)
+    _LOG.warning("%s is not used: %s. The data is prepared in %s, for this start alone", place, why, made)
+    return made
 
 
 def entry(key: Callable[[], str | None], fill: Callable[[Path], None]) -> Path:
@@ -72,19 +95,19 @@ def entry(key: Callable[[], str | None], fill: Callable[[Path], None]) -> Path:
 
 
 @contextlib.contextmanager
-def writing() -> Iterator[None]:
+def writing(place: Path | None = None) -> Iterator[None]:
     """Tell an OSError within the block as the MachineError that it is: the folder cannot be written."""
     try:
         yield
     except OSError as error:
-        raise _unwritable(error) from None
+        raise _unwritable(place or folder(), error) from None
 
 
-def _unwritable(error: OSError) -> MachineError:
-    there = next(parent for parent in (folder().absolute(), *folder().absolute().parents) if parent.exists())
+def _unwritable(place: Path, error: OSError) -> MachineError:
+    there = next(parent for parent in (place.absolute(), *place.absolute().parents) if parent.exists())
     free_bytes = shutil.disk_usage(there).free
     return MachineError(
-        f"{folder()}: the prepared data cannot be written there: {error.strerror or error} "
+        f"{place}: the prepared data cannot be written there: {error.strerror or error} "
         f"({free_bytes / 2**30:.1f} GiB free). It takes 8 bytes a token: make room, delete that folder if other jobs "
         "have filled it, or set HF_DATASETS_CACHE to one elsewhere"
     )
@@ -92,6 +115,8 @@ def _unwritable(error: OSError) -> MachineError:
 
 def _found(key: str) -> Path | None:
     found = folder() / key
+    if not_private(found):
+        return None
     try:
         if json.loads((found / _MANIFEST).read_text(encoding="utf-8")) != _manifest(found):
             return None

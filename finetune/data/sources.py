@@ -180,7 +180,10 @@ def _files(source: str) -> list[Path]:
     elif os.path.exists(source) or not glob.has_magic(source):
         found = [Path(source)] if os.path.isfile(source) else []
     else:
-        found = [path for path in map(Path, glob.glob(source, recursive=True)) if reader(path)]
+        try:
+            found = [path for path in map(Path, glob.glob(source, recursive=True)) if reader(path)]
+        except RecursionError:
+            raise DataError(f"{source[:200]!r} cannot be read: a pattern of too many folders") from None
     files = sorted(file for file in found if reader(file) and not file.is_dir())
     for file in files:
         _check_path(str(file))

@@ -22,6 +22,7 @@ from finetune.data import cache, sources
 from finetune.data import prepare as preparing
 from finetune.data.prepare import Prepared, prepare, prepare_held_out
 from finetune.errors import DataError
+from finetune.private import not_private
 
 TEXTS = [{"text": f"one two {'so ' * number}"} for number in range(9)]
 
@@ -291,6 +292,79 @@ def test_the_entries_are_their_owners_alone(source: Path, tokenizer: Any, kept: 
     prepare(section(source), tokenizer)
     for folder in (kept, *kept.iterdir()):
         assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+
+
+def writable_by_the_group(folder: Path) -> None:
+    folder.chmod(0o770)
+
+
+def writable_by_all(folder: Path) -> None:
+    folder.chmod(0o777)
+
+
+def of_another_user(folder: Path) -> None:
+    os.chown(folder, 4321, -1)
+
+
+def linked_by_another_user(folder: Path) -> None:
+    folder.rename(folder.with_name("elsewhere"))
+    folder.symlink_to("elsewhere")
+    os.chown(folder, 4321, -1, follow_symlinks=False)
+
+
+FOREIGN = [writable_by_the_group, writable_by_all, of_another_user, linked_by_another_user]
+as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root may give files away")
+foreign = [pytest.param(change, marks=as_root if "user" in change.__name__ else ()) for change in FOREIGN]
+
+
+@pytest.mark.parametrize("change", foreign)
+def test_a_folder_that_others_could_have_written_is_not_used(
+    change: Any, source: Path, tokenizer: Any, kept: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    expected = everything(first := prepare(section(source), tokenizer))
+    [entry] = kept.iterdir()
+    before = {file: file.stat().st_mtime_ns for file in entry.iterdir()}
+    change(kept)
+    found = [prepare(section(source), tokenizer) for _ in range(2)]
+    assert file_of(first.train) not in {file_of(again.train) for again in found}
+    assert [everything(again) for again in found] == [expected] * 2
+    assert {file: file.stat().st_mtime_ns for file in entry.iterdir()} == before
+    assert len({file_of(again.train) for again in found}) == 1, "for this process it is a cache like any other"
+    [told] = caplog.messages
+    assert told.startswith(f"{kept} is not used: ")
+    assert stat.S_IMODE(cache.folder().stat().st_mode) == 0o700
+
+
+@pytest.mark.parametrize("change", [change for change in foreign if change.values[0] is not linked_by_another_user])
+def test_an_entry_that_others_could_have_written_is_made_again(
+    change: Any, source: Path, tokenizer: Any, kept: Path
+) -> None:
+    expected = everything(prepare(section(source), tokenizer))
+    [entry] = kept.iterdir()
+    change(entry)
+    assert everything(prepare(section(source), tokenizer)) == expected
+    [entry] = kept.iterdir()
+    assert not_private(entry) is None
+
+
+def test_a_process_that_may_not_use_the_folder_leaves_nothing_behind(kept: Path, tmp_path: Path) -> None:
+    kept.mkdir(parents=True)
+    kept.chmod(0o777)
+    (tmp_path / "tmp").mkdir()
+    done = elsewhere(kept, "key", start=f"import tempfile; tempfile.tempdir = {str(tmp_path / 'tmp')!r}\n")
+    assert Path(done.stdout.strip()).parent.parent == tmp_path / "tmp"
+    assert done.stderr.startswith(f"{kept} is not used: other users may write to it")
+    assert done.stderr.count("\n") == 1
+    assert list((tmp_path / "tmp").iterdir()) == list(kept.iterdir()) == []
+
+
+def test_a_folder_of_the_user_is_private_and_users_do_not_share_one(kept: Path, tmp_path: Path) -> None:
+    assert str(os.geteuid()) in kept.name
+    (tmp_path / "real").mkdir(mode=0o700)
+    (tmp_path / "link").symlink_to("real")
+    assert not_private(tmp_path / "real") is None
+    assert not_private(tmp_path / "link") is None
+    assert not_private(tmp_path / "gone") is not None
 
 
 def test_what_nothing_used_for_long_goes_when_something_new_comes(source: Path, tokenizer: Any, kept: Path) -> None:

@@ -295,6 +295,89 @@ def test_a_file_of_unknown_kind_is_told_the_kinds(name: str, tmp_path: Path) -> 
     assert all(suffix in message for suffix in READERS)
 
 
+IMPOSSIBLE = {
+    "long name": ("x" * 300 + ".jsonl", "File name too long"),
+    "long path": ("a/" * 3000 + "x.jsonl", "File name too long"),
+    "deep pattern": ("*/" * 3000 + "x.jsonl", "too many folders"),
+    "NUL": ("a\0.jsonl", "null byte"),
+    "NUL in a pattern": ("a\0/*.jsonl", "null byte"),
+    "below a file": (f"{__file__}/x.jsonl", "Not a directory"),
+}
+
+
+@pytest.mark.parametrize("eval_too", [False, True])
+@pytest.mark.parametrize("source", IMPOSSIBLE)
+def test_a_path_that_no_file_can_have_is_a_data_error(source: str, eval_too: bool, tmp_path: Path) -> None:
+    path, reason = IMPOSSIBLE[source]
+    sound = str(write(tmp_path / "a.jsonl", ROWS))
+    look = partial(sources.refuse_shared, sound, path) if eval_too else partial(sources.rows, path)
+    with pytest.raises(DataError, match=reason):
+        look()
+
+
+def linked_to_itself(folder: Path) -> None:
+    (folder / "b.jsonl").symlink_to("b.jsonl")
+
+
+def linked_to_nothing(folder: Path) -> None:
+    (folder / "b.jsonl").symlink_to("gone.jsonl")
+
+
+def linked_folder(folder: Path) -> None:
+    (folder / "more").mkdir()
+    write(folder / "more" / "b.jsonl", ROWS)
+    (folder / "again").symlink_to("more")
+
+
+def no_file(folder: Path) -> None:
+    os.mkfifo(folder / "b.jsonl")
+
+
+def name_that_is_no_text(folder: Path) -> None:
+    write(folder / "c.jsonl", ROWS).rename(folder / os.fsdecode(b"b\xff.jsonl"))
+
+
+def folder_name_that_is_no_text(folder: Path) -> None:
+    inner = folder / os.fsdecode(b"b\xff")
+    inner.mkdir()
+    write(inner / "b.jsonl", ROWS)
+
+
+def two_of_three_parts(folder: Path) -> None:
+    for number in (0, 2):
+        write(folder / f"train-0000{number}-of-00003.jsonl", ROWS)
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (linked_to_itself, "b.jsonl' cannot be read: Too many levels of symbolic links"),
+        (linked_to_nothing, "b.jsonl: a link to a file that is not there"),
+        (linked_folder, "again: a link to a folder, which is not followed"),
+        (no_file, "b.jsonl: a link to a file that is not there, or no file at all"),
+        (name_that_is_no_text, r"b\\udcff.jsonl: the name is not UTF-8"),
+        (folder_name_that_is_no_text, r"b\\udcff/b.jsonl: the name is not UTF-8"),
+        (two_of_three_parts, "2 of 3 files train-…-of-00003.jsonl are here"),
+    ],
+)
+def test_what_a_folder_would_leave_out_in_silence_is_refused(make: Any, reason: str, tmp_path: Path) -> None:
+    folder = tmp_path / "corpus"
+    folder.mkdir()
+    write(folder / "a.jsonl", ROWS)
+    assert read(folder) == ROWS
+    make(folder)
+    with pytest.raises(DataError, match=reason):
+        sources.rows(str(folder))
+
+
+def test_all_parts_are_read_and_a_pattern_takes_some(tmp_path: Path) -> None:
+    for number in range(3):
+        write(tmp_path / f"train-0000{number}-of-00003.jsonl", ROWS)
+        write(tmp_path / f"page-{number}-of-20.jsonl", ROWS)
+    assert read(tmp_path) == ROWS * 6
+    assert read(tmp_path / "train-0000[01]-*.jsonl") == ROWS * 2
+
+
 def test_an_unknown_builtin_names_the_nearest() -> None:
     with pytest.raises(DataError, match="did you mean `builtin:python_docs`"):
         list(sources.rows("builtin:python_doc"))
