@@ -41,7 +41,7 @@ from finetune.settings import config_of
 from finetune.signals import Signals
 from finetune.training import processes
 from finetune.training import run as training
-from finetune.training.arguments import check
+from finetune.training.arguments import check, check_shares
 from finetune.training.evaluation import held_out_loss
 
 # Held-out questions answered before and after training: enough to see a difference, few enough to read.
@@ -63,6 +63,7 @@ def train(config: Config, *, fresh: bool = False, terminal: Terminal | None = No
     if note:
         terminal.note(note)
     run = RunDirectory(config.output.dir or "runs/unnamed")
+    check_shares(config)
     with terminal, Signals() as signals, processes.together(this_device()), contextlib.ExitStack() as held:
         try:
             if not processes.first_does(lambda: _nothing_to_do(config, run, fresh, terminal)):

@@ -24,6 +24,11 @@ def check(config: Config, device: torch.device) -> None:
     """
     _check_precision(config.training.precision, device)
     tracking.check(config.tracking)
+    check_shares(config)
+
+
+def check_shares(config: Config) -> None:
+    """Raise ConfigError for a batch that the processes cannot share."""
     training = config.training
     if training.micro_batch_tokens or training.micro_batch == "auto":
         rows, each = processes.count(), ""
