@@ -71,7 +71,8 @@ def plain(text: str, tokenizer: Any) -> str:
 
 def tokenize(texts: list[str], tokenizer: Any, special: bool) -> list[Any]:
     """The `tokenizers.Encoding` of escaped texts; with `special`, between the tokens around any text."""
-    return _reading_text(tokenizer, str(tokenizer.chat_template)).encode_batch(texts, add_special_tokens=special)
+    copy = _reading_text(tokenizer, str(tokenizer.chat_template), len(tokenizer))
+    return copy.encode_batch(texts, add_special_tokens=special)
 
 
 def check(text: str, ids: list[int], tokenizer: Any, special: bool) -> None:
@@ -144,11 +145,11 @@ def _texts(value: Any) -> Iterator[str]:
 
 
 def _control(tokenizer: Any) -> _Control:
-    return _control_of(tokenizer, str(tokenizer.chat_template))
+    return _control_of(tokenizer, str(tokenizer.chat_template), len(tokenizer))
 
 
 @functools.lru_cache(maxsize=8)
-def _control_of(tokenizer: Any, chat_template: str) -> _Control:
+def _control_of(tokenizer: Any, _: str, __: int) -> _Control:
     tokens = _tokens(tokenizer)
     # No text spells a pattern that matches nothing.
     pattern = _any_of(sorted(tokens)) if tokens else r"(?!)"
@@ -201,18 +202,18 @@ def _any_of(words: list[str]) -> str:
 
 
 @functools.lru_cache(maxsize=2)
-def _reading_text(tokenizer: Any, chat_template: str) -> Any:
+def _reading_text(tokenizer: Any, _: str, __: int) -> Any:
     """A copy of the tokenizer's backend that turns stand-ins back after it has looked for control tokens."""
     from tokenizers import Tokenizer
 
-    control = _control_of(tokenizer, chat_template)
+    tokens = _tokens(tokenizer)
     rules = json.loads(tokenizer.backend_tokenizer.to_str())
     for token in rules["added_tokens"]:
-        if token["content"] in _tokens(tokenizer):
+        if token["content"] in tokens:
             token["normalized"] = False  # it would be looked for after normalization, among letters turned back
     back = [
         {"type": "Replace", "pattern": {"String": stand_in}, "content": letter}
-        for letter, stand_in in control.stand_ins.items()
+        for letter, stand_in in _control(tokenizer).stand_ins.items()
     ]
     own = [rules["normalizer"]] if rules["normalizer"] else []
     copy = Tokenizer.from_str(json.dumps({**rules, "normalizer": {"type": "Sequence", "normalizers": [*back, *own]}}))
