@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +22,7 @@ from finetune.config import Config
 from finetune.data import fingerprint
 from finetune.data import prepare as data_prepare
 from finetune.environment import describe
-from finetune.errors import ForecastError, MachineError, OutOfMemoryError, Terminated
+from finetune.errors import ForecastError, MachineError, NumbersError, OutOfMemoryError, Terminated
 from finetune.export import merge as export_merge
 from finetune.memory import comparison, exhausted, inspect
 from finetune.memory import device as devices
@@ -28,7 +30,7 @@ from finetune.memory.fit import NothingFits
 from finetune.memory.forecast import Forecast
 from finetune.memory.monitor import Monitor, meter_for
 from finetune.model import adapter, attention, bounds, checkpointing, identity
-from finetune.model.base import autocast, base_dtype, load_architecture, load_base
+from finetune.model.base import autocast, base_dtype, load_architecture, load_base, refuse_not_finite
 from finetune.model.generation import TooLong, answer
 from finetune.model.tokenizer import load_tokenizer
 from finetune.report import page, plots
@@ -72,12 +74,23 @@ def train(config: Config, *, fresh: bool = False, terminal: Terminal | None = No
             return Result(run)
     with terminal, Signals() as signals, contextlib.ExitStack() as held:
         try:
-            _Training(config, run, terminal, fresh, signals, held).go()
+            with _blaming_base(config):
+                _Training(config, run, terminal, fresh, signals, held).go()
             return Result(run)
         except OSError as error:
             if error.errno not in DISK_ERRORS:
                 raise
             raise MachineError(not_written(Path(error.filename or run.path), error)) from None
+
+
+@contextlib.contextmanager
+def _blaming_base(config: Config) -> Iterator[None]:
+    """Where numbers are not finite, say so of the base's weights first: no learning rate mends those."""
+    try:
+        yield
+    except NumbersError:
+        refuse_not_finite(config.model)
+        raise
 
 
 def _wants_more_steps(config: Config, run: RunDirectory) -> bool:
@@ -308,7 +321,8 @@ def _merge(run: RunDirectory, terminal: Terminal) -> dict[str, Any]:
 def generate(run: RunDirectory, prompt: str, *, which: str = "adapter", max_new_tokens: int = 256) -> str:
     """Answer `prompt` with the run's `base`, `adapter` or `merged` model."""
     model, tokenizer = _model_of(run, which)
-    return answer(model, tokenizer, [{"role": "user", "content": prompt}], max_new_tokens)
+    with _blaming_base(run.config()):
+        return answer(model, tokenizer, [{"role": "user", "content": prompt}], max_new_tokens)
 
 
 def evaluate(run: RunDirectory) -> dict[str, float]:
@@ -318,7 +332,10 @@ def evaluate(run: RunDirectory) -> dict[str, float]:
     rows, _ = data_prepare.prepare_held_out(config.data, tokenizer)
 
     def loss(model: Any) -> float:
-        return held_out_loss(model, tokenizer, rows, config)
+        nats = held_out_loss(model, tokenizer, rows, config)
+        if not math.isfinite(nats):
+            refuse_not_finite(config.model)
+        return nats
 
     trained = loss(model)
     if config.adapter.kind == "lora":

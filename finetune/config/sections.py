@@ -144,7 +144,7 @@ class DataSection(Section):
     chat_template: Annotated[Place, Choice("data.chat_template", or_file=".jinja")] = "auto"
     """How a conversation is written for the model."""
     max_length: Positive = 1024
-    """Longest row in tokens."""
+    """Longest row in tokens; the default is lowered to the base's positions where it has fewer."""
     too_long: Annotated[str, Choice("data.too_long")] = "truncate"
     """What becomes of longer rows; they are counted, and listed in the run's data.jsonl."""
     duplicates: Literal["keep", "drop"] = "keep"

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 
-from finetune import libraries, template
+from finetune import libraries, template, weight_files
 from finetune.config import Config, ModelSection, QuantizationSection
 from finetune.data import fingerprint
 from finetune.data import prepare as data_prepare
@@ -24,7 +24,7 @@ from finetune.export import proof
 from finetune.export.card import model_card
 from finetune.model import attention
 from finetune.model.adapter import check_files, load_adapter
-from finetune.model.base import from_safetensors, load_architecture, load_base, pinned_code
+from finetune.model.base import from_safetensors, load_architecture, load_base, pinned_code, refuse_not_finite
 from finetune.model.locate import hub_call, weights_directory
 from finetune.model.tokenizer import load_tokenizer
 from finetune.rundir import RunDirectory, staged, write_json
@@ -56,6 +56,8 @@ def merge(run: RunDirectory, device: torch.device) -> dict[str, Any]:
 
     base = _base(config, dtype, device)
     base_logits = proof.logits(base, rows)
+    if not all(map(weight_files.is_finite, base_logits)):
+        refuse_not_finite(config.model)
     layers = base.config.get_text_config().num_hidden_layers
     adapted = load_adapter(base, run.adapter)
     adapted_logits = proof.logits(adapted, rows)
