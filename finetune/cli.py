@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -22,6 +23,13 @@ app = typer.Typer(
 )  # fmt: skip
 
 ConfigFile = Annotated[Path, typer.Argument(help="A config, such as configs/tiny_cpu.yaml.", show_default=False)]
+
+
+def path(text: str) -> Path:
+    """A file to write; a shell leaves the `~` of `--html=~/data.html` to the program."""
+    return Path(os.path.expanduser(text))
+
+
 Overrides = Annotated[
     list[str] | None,
     typer.Argument(help="section.key=value, such as training.max_steps=20.", show_default=False),
@@ -62,7 +70,7 @@ def train(
 def data(
     config: ConfigFile,
     overrides: Overrides = None,
-    page: Annotated[Path | None, typer.Option("--html", help="Write the same as an HTML page.")] = None,
+    page: Annotated[Path | None, typer.Option("--html", parser=path, help="Write the same as an HTML page.")] = None,
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
@@ -95,7 +103,9 @@ def plan(
     config: ConfigFile,
     overrides: Overrides = None,
     gpu: Gpu = None,
-    picture: Annotated[Path | None, typer.Option("--picture", help="Draw memory over the step as a PNG.")] = None,
+    picture: Annotated[
+        Path | None, typer.Option("--picture", parser=path, help="Draw memory over the step as a PNG.")
+    ] = None,
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
@@ -124,7 +134,9 @@ def fit(
     config: ConfigFile,
     overrides: Overrides = None,
     gpu: Gpu = None,
-    output: Annotated[Path | None, typer.Option("--output", help="Where to write the fitted config.")] = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", parser=path, help="Where to write the fitted config.")
+    ] = None,
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,15 @@ from finetune.config import Config
 from finetune.data import chat, fingerprint, formats
 from finetune.data import prepare as data_prepare
 from finetune.environment import describe
-from finetune.errors import ArtifactError, DataError, ForecastError, MachineError, OutOfMemoryError, Terminated
+from finetune.errors import (
+    ArtifactError,
+    DataError,
+    ForecastError,
+    MachineError,
+    NumbersError,
+    OutOfMemoryError,
+    Terminated,
+)
 from finetune.export import merge as export_merge
 from finetune.memory import comparison, exhausted, inspect
 from finetune.memory import device as devices
@@ -29,7 +38,7 @@ from finetune.memory.fit import NothingFits
 from finetune.memory.forecast import Forecast
 from finetune.memory.monitor import Monitor, meter_for
 from finetune.model import adapter, attention, bounds, checkpointing, identity
-from finetune.model.base import autocast, base_dtype, load_architecture, load_base, outline
+from finetune.model.base import autocast, base_dtype, load_architecture, load_base, outline, refuse_not_finite
 from finetune.model.experts import Mixture
 from finetune.model.generation import TooLong, answer
 from finetune.model.tokenizer import load_tokenizer
@@ -67,7 +76,8 @@ def train(config: Config, *, fresh: bool = False, terminal: Terminal | None = No
     with terminal, Signals() as signals, processes.together(this_device()), contextlib.ExitStack() as held:
         try:
             if not processes.first_does(lambda: _nothing_to_do(config, run, fresh, terminal)):
-                _Training(config, run, terminal, fresh, signals, held).go()
+                with _blaming_base(config):
+                    _Training(config, run, terminal, fresh, signals, held).go()
             return Result(run)
         except OSError as error:
             if error.errno not in DISK_ERRORS:
@@ -89,6 +99,16 @@ def _nothing_to_do(config: Config, run: RunDirectory, fresh: bool, terminal: Ter
         "start anew: --fresh (the old run is moved aside)"
     )
     return True
+
+
+@contextlib.contextmanager
+def _blaming_base(config: Config) -> Iterator[None]:
+    """Where numbers are not finite, say so of the base's weights first: no learning rate mends those."""
+    try:
+        yield
+    except NumbersError:
+        refuse_not_finite(config.model)
+        raise
 
 
 def _wants_more_steps(config: Config, run: RunDirectory) -> bool:
@@ -353,7 +373,8 @@ def generate(
     model, tokenizer = _model_of(run, config, which)
     kinds = [event.get("learns") for event in run.events() if event["event"] == "started"]
     asked = formats.ASKED.get(str(kinds[-1]) if kinds else "chat", formats.ASKED["chat"])
-    return answer(model, tokenizer, _prompt_ids(asked(prompt), tokenizer, config), max_new_tokens)
+    with _blaming_base(config):
+        return answer(model, tokenizer, _prompt_ids(asked(prompt), tokenizer, config), max_new_tokens)
 
 
 def _prompt_ids(example: formats.Example, tokenizer: Any, config: Config) -> list[int]:
@@ -374,7 +395,10 @@ def evaluate(run: RunDirectory, *, trust_remote_code: bool = False) -> dict[str,
     rows, _ = data_prepare.prepare_held_out(config.data, tokenizer)
 
     def loss(model: Any) -> float:
-        return held_out_loss(model, tokenizer, rows, config)
+        nats = held_out_loss(model, tokenizer, rows, config)
+        if not math.isfinite(nats):
+            refuse_not_finite(config.model)
+        return nats
 
     trained = loss(model)
     if config.adapter.kind == "lora":

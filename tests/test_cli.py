@@ -53,6 +53,42 @@ def test_train_prints_losses_peaks_and_answers(call, job: list[str], tmp_path: P
     assert RunDirectory(tmp_path / "run").finished
 
 
+def test_a_path_that_the_system_refuses_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        cli._run(lambda: (tmp_path / ("x" * 300)).write_text(""), debug=False)
+    assert stopped.value.code == 4
+    assert capsys.readouterr().err == f"error: {tmp_path / ('x' * 300)}: File name too long\n"
+
+
+@pytest.mark.parametrize("run", ["x" * 300, "a/" * 3_000, "loop", "loop/run"])
+def test_a_run_that_cannot_be_is_no_run(call, run: str, tmp_path: Path) -> None:
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    code, _, err = call("report", f"{tmp_path}/{run}")
+    assert code == 7
+    assert "not a run directory" in err
+
+
+@pytest.mark.parametrize("config", ["x" * 300, "a/" * 3_000, "loop", "loop/job.yaml"])
+def test_a_config_that_cannot_be_is_refused(call, config: str, tmp_path: Path) -> None:
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    code, _, err = call("data", f"{tmp_path}/{config}")
+    assert code == 2
+    assert err.startswith(f"error: {tmp_path}/")
+
+
+def test_files_to_read_and_to_write_may_be_at_home(
+    call, job: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    shutil.copy(TINY, tmp_path / "job.yaml")
+    code, _, err = call("data", "~/job.yaml", *job[1:], "--html=~/data.html")
+    assert (code, err) == (0, "")
+    assert (tmp_path / "data.html").is_file()
+    code, _, err = call("report", "~/gone")
+    assert code == 7
+    assert f"{tmp_path / 'gone'}: not a run directory" in err or "~/gone: not a run directory" in err
+
+
 def test_an_answer_cannot_steer_the_terminal(call, trained: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("finetune.recipe.generate", lambda *_, **__: "one\n\ttwo \x1b[2J\u202e")
     code, out, _ = call("generate", trained.path, "--prompt", "x")

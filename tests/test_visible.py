@@ -72,10 +72,3 @@ def test_so_it_is_with_what_a_library_says_of_a_model_and_in_a_traceback(tmp_pat
     assert ended.returncode != 0
     assert ended.stderr
     assert not steers(ended.stdout + ended.stderr)
-
-
-def test_an_operating_system_error_is_one_line(tmp_path: Path) -> None:
-    ended = finetune("plan", TINY, "--gpu", "cpu", "memory.check=off", "--picture", tmp_path / ("x" * 300 + ".png"))
-    assert ended.returncode == 4
-    assert "File name too long" in ended.stderr
-    assert "Traceback" not in ended.stderr

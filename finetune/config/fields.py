@@ -42,9 +42,17 @@ class Choice:
 def unknown(name: str, known: Iterable[str]) -> str:
     """Say that `name` is unknown, with the nearest known name and the list of all."""
     known = list(known)
-    near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    near = difflib.get_close_matches(name[:_LONGEST_SHOWN], known, n=1, cutoff=0.5)
     hint = f"did you mean `{near[0]}`? " if near else ""
-    return f"`{name}` is not known; {hint}choose from {', '.join(known)}"
+    return f"`{shortened(name)}` is not known; {hint}choose from {', '.join(known)}"
+
+
+_LONGEST_SHOWN = 200
+
+
+def shortened(text: str) -> str:
+    """`text`, of which a message repeats no more than one can take in."""
+    return text if len(text) <= _LONGEST_SHOWN else text[: _LONGEST_SHOWN - 3] + "..."
 
 
 # More digits than any size has are refused by the bound of the field.
@@ -59,7 +67,9 @@ def parse_size(value: Any) -> Any:
         return value
     match = _SIZE.match(value)
     if not match:
-        raise ValueError(f"`{value}` is not a size; write a number with B, KiB, MiB, GiB or TiB, such as 24GiB")
+        raise ValueError(
+            f"`{shortened(value)}` is not a size; write a number with B, KiB, MiB, GiB or TiB, such as 24GiB"
+        )
     return int(Decimal(match.group(1)) * _UNIT_BYTES[match.group(2)])
 
 
@@ -88,7 +98,8 @@ def _check_checkpointing(value: str | int) -> str | int:
         raise ValueError(f"a number of layers is zero or more, and below {_LAYERS}")
     if isinstance(value, str) and value not in _CHECKPOINTING and not _EVERY.fullmatch(value):
         raise ValueError(
-            f"`{value}` is not known; choose none, all, auto, every-2 (every n-th layer) or a number of layers"
+            f"`{shortened(value)}` is not known; choose none, all, auto, every-2 (every n-th layer) or a number of "
+            "layers"
         )
     return value
 
@@ -122,7 +133,7 @@ def _check_place(place: str) -> str:
     place = os.path.expanduser(place)
     if len(place.encode()) > _PATH_BYTES or any(len(name.encode()) > _NAME_BYTES for name in place.split("/")):
         raise ValueError(
-            f"longer than a path can be, {_PATH_BYTES} bytes with {_NAME_BYTES} for each name in it: {place[:40]}..."
+            f"longer than a path can be, {_PATH_BYTES} bytes with {_NAME_BYTES} for each name in it: {shortened(place)}"
         )
     return place
 

@@ -11,7 +11,7 @@ import yaml
 from pydantic import ValidationError
 
 from finetune.config import strict_yaml
-from finetune.config.fields import Choices, unknown
+from finetune.config.fields import Choices, shortened, unknown
 from finetune.config.sections import Config, Section, Source, contradictions
 from finetune.errors import ConfigError
 
@@ -116,7 +116,7 @@ def _merged(errors: list[Any]) -> list[Any]:
 def _explain(item: Any, where: dict[tuple[str, ...], str], file: str) -> str:
     path = _config_path(item["loc"])
     place = _place(path, where, file)
-    key = ".".join(path)
+    key = shortened(".".join(path))
     if item["type"] == "extra_forbidden":
         known = _known_keys(path[:-1])
         return f"{place}: unknown {'section' if len(path) == 1 else 'key'} `{key}`; {unknown(path[-1], known)}"

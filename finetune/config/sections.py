@@ -150,7 +150,7 @@ class DataSection(Section):
     """What text of a row that spells a control token, such as `</s>`, becomes: `text` trains it as
     ordinary text, so that no row can forge a turn; `parse` makes it the token, for rows that were rendered before."""
     max_length: Positive = 1024
-    """Longest row in tokens."""
+    """Longest row in tokens; the default is lowered to the base's positions where it has fewer."""
     too_long: Annotated[str, Choice("data.too_long")] = "truncate"
     """What becomes of longer rows; they are counted, and listed in the run's data.jsonl."""
     duplicates: Literal["keep", "drop"] = "keep"

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 
-from finetune import libraries, template
+from finetune import libraries, template, weight_files
 from finetune.config import Config, ModelSection, QuantizationSection
 from finetune.data import fingerprint
 from finetune.data import prepare as data_prepare
@@ -23,7 +23,7 @@ from finetune.export import proof
 from finetune.export.card import model_card
 from finetune.model import attention, experts, identity
 from finetune.model.adapter import check_files, load_adapter
-from finetune.model.base import from_safetensors, load_architecture, load_base, pinned_code
+from finetune.model.base import from_safetensors, load_architecture, load_base, pinned_code, refuse_not_finite
 from finetune.model.locate import hub_call
 from finetune.model.tokenizer import load_tokenizer
 from finetune.rundir import RunDirectory, staged, write_json
@@ -57,6 +57,8 @@ def merge(run: RunDirectory, config: Config, device: torch.device, note: Callabl
     base_identity = identity.of_base(config.model, note)
     fingerprint.check_base(config.model, base_identity, run.adapter, note)
     base_logits = proof.logits(base, rows)
+    if not all(map(weight_files.is_finite, base_logits)):
+        refuse_not_finite(config.model)
     layers = base.config.get_text_config().num_hidden_layers
     mixture = experts.is_mixture(base)
     adapted = load_adapter(base, run.adapter, config.adapter)

@@ -23,7 +23,7 @@ from finetune.config import AdapterSection, ModelSection, QuantizationSection, T
 from finetune.errors import ArtifactError, ConfigError
 from finetune.model import catalog, experts, packing
 from finetune.model.experts import Mixture
-from finetune.model.locate import hub_call, locate
+from finetune.model.locate import hub_call, locate, weights_directory
 from finetune.model.quantization import QUANTIZATIONS, bitsandbytes_config
 
 _NO_CODE: dict[str, Any] = {"trust_remote_code": False}
@@ -196,6 +196,19 @@ def _checked_files(place: str) -> Iterator[None]:
 
     with libraries.replaced(modeling_utils, "_get_resolved_checkpoint_files", find_and_check):
         yield
+
+
+def refuse_not_finite(section: ModelSection) -> None:
+    """Raise ArtifactError where weights of the base are not finite, naming the first; reads all of its files."""
+    if section.weights == "random":
+        return
+    for file in sorted(weights_directory(section.name, section.revision).glob("*" + weight_files.SUFFIX)):
+        if names := weight_files.not_finite(file):
+            raise ArtifactError(
+                f"{file}: `{names[0]}` of the base has values that are not finite"
+                + (f", and {len(names) - 1} more tensors have some" if names[1:] else "")
+                + "; fetch the base again, or give another"
+            )
 
 
 def remote_code(section: ModelSection) -> str | None:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from finetune import template
-from finetune.errors import ConfigError
+from finetune.errors import ConfigError, NumbersError
 from finetune.model import bounds
 
 
@@ -19,8 +19,11 @@ class TooLong(ConfigError):
 def answer(model: Any, tokenizer: Any, prompt: list[int], max_new_tokens: int = 128) -> str:
     """What the model writes after the tokens of `prompt`, decoded greedily, without special tokens.
 
-    It ends where the model's positions do. Raises TooLong where the prompt takes them all.
+    It ends where the model's positions do. Raises TooLong where the prompt takes them all, NumbersError where the
+    model has nothing but NaN to say.
     """
+    from transformers import LogitsProcessorList
+
     was_training = model.training
     model.eval()
     try:
@@ -42,7 +45,14 @@ def answer(model: Any, tokenizer: Any, prompt: list[int], max_new_tokens: int = 
             use_cache=True,
             pad_token_id=tokenizer.pad_token_id,
             eos_token_id=template.stop_ids(tokenizer),
+            logits_processor=LogitsProcessorList([_refuse_nan]),
         )
     finally:
         model.train(was_training)
     return tokenizer.decode(generated[0, len(prompt) :], skip_special_tokens=True).strip()
+
+
+def _refuse_nan(_: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+    if logits.isnan().any():
+        raise NumbersError("the model's logits are not numbers (NaN): its weights are damaged")
+    return logits

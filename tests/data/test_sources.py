@@ -641,3 +641,11 @@ def test_ten_gigabytes_that_are_no_rows_are_not_read_into_memory(tmp_path: Path)
     assert len(found) == 4
     assert all("byte 1 of the line is NUL" in told for told in found)
     assert grown < 400 * 2**20
+
+
+def test_links_that_lead_in_a_circle_are_no_rows(tmp_path: Path) -> None:
+    (tmp_path / "loop.jsonl").symlink_to(tmp_path / "loop.jsonl")
+    (tmp_path / "rows.jsonl").write_text('{"text": "a"}\n')
+    assert len(list(sources.rows(str(tmp_path)))) == 1
+    with pytest.raises(DataError, match=r"loop\.jsonl: no such file"):
+        list(sources.rows(str(tmp_path / "loop.jsonl")))
