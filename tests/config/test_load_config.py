@@ -215,6 +215,7 @@ def test_sources_are_one_name_or_a_list_of_names_some_with_a_weight(write: Write
         ("{source: b/, weight: 0}", "`data.train.1.weight`: expected greater than 0, not 0"),
         ("{source: b/, weight: twice}", "`data.train.1.weight`: expected a number, not 'twice'"),
         ("{source: b/, wieght: 2}", "unknown key `data.train.1.wieght`; `wieght` is not known; did you mean `weight`?"),
+        ("{source: b/, weight: 1e308}", "`data.train.1.weight`: expected less than or equal to 1000, not 1e+308"),
         ("{weight: 2}", "`data.train.1.source` is missing"),
         ("5", "`data.train.1`: expected text or a `source` with its `weight`, not 5"),
         ("''", "`data.train.1`: expected a name or a `source` with its `weight`, not ''"),

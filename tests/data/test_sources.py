@@ -112,6 +112,40 @@ def test_any_json_lines_come_back(rows: list[dict[str, Any]], tmp_path_factory: 
     assert read(write(tmp_path_factory.getbasetemp() / "any.jsonl", rows)) == rows
 
 
+BEYOND = {"date": pyarrow.date32(), "seconds": pyarrow.timestamp("s"), "zone": pyarrow.timestamp("ms", "UTC")}
+
+
+@pytest.mark.parametrize("kind", BEYOND)
+@pytest.mark.parametrize("suffix", [".parquet", ".arrow"])
+def test_dates_that_python_has_not_are_read_beside_the_rows(suffix: str, kind: str, tmp_path: Path) -> None:
+    """Year 292,277 and its like stand for `never` in databases."""
+    numbers = pyarrow.array([0, 2**31 - 1] if kind == "date" else [0, 2**53])
+    stored = numbers.cast(pyarrow.int32()) if kind == "date" else numbers
+    table = pyarrow.table({"text": ["one", "two"], "until": stored.view(BEYOND[kind])})
+    path = tmp_path / f"rows{suffix}"
+    if suffix == ".parquet":
+        pyarrow.parquet.write_table(table, path)
+    else:
+        with pyarrow.ipc.new_stream(str(path), table.schema) as writer:
+            writer.write_table(table)
+    found = list(sources.rows(str(path)))
+    assert [row.fields["text"] for row in found] == ["one", "two"]
+    assert "1970-01-01" in str(found[0].fields["until"])
+    assert found[0].share() != found[1].share()
+
+
+@pytest.mark.parametrize("suffix", [".parquet", ".arrow"])
+def test_a_date_within_a_list_that_python_has_not_names_its_column(suffix: str, tmp_path: Path) -> None:
+    dates = pyarrow.array([[2**53]], pyarrow.list_(pyarrow.int64())).cast(pyarrow.list_(pyarrow.timestamp("ms")))
+    table, path = pyarrow.table({"text": ["one"], "dates": dates}), tmp_path / f"rows{suffix}"
+    if suffix == ".parquet":
+        pyarrow.parquet.write_table(table, path)
+    else:
+        with pyarrow.ipc.new_stream(str(path), table.schema) as writer:
+            writer.write_table(table)
+    assert refused(path).startswith(f"rows{suffix}[1]: the column `dates`")
+
+
 def test_a_parquet_file_of_many_batches_numbers_its_rows_through(tmp_path: Path) -> None:
     path = write(tmp_path / "rows.parquet", [{"text": str(number)} for number in range(2500)])
     assert [row["text"] for row in read(path)] == [str(number) for number in range(2500)]
