@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
-from finetune.errors import FinetuneError, OutOfMemoryError, Terminated
+from finetune.errors import FinetuneError, MachineError, OutOfMemoryError, Terminated
 
 INTERRUPTED = 130
 
@@ -206,7 +207,10 @@ def report(run: Run, debug: Debug = False) -> None:
         from finetune import recipe
         from finetune.rundir import RunDirectory
 
-        typer.echo(recipe.report(RunDirectory.open(run)))
+        opened = RunDirectory.open(run)
+        typer.echo(recipe.report(opened))
+        if not opened.finished:
+            typer.echo(f"{run} is not finished: the report has what there is so far", err=True)
 
     _run(work, debug)
 
@@ -282,6 +286,12 @@ def _run(work: Callable[[], None], debug: bool) -> None:
         _fail(
             f"out of memory: {message}; use a machine with more, or free some of this one", OutOfMemoryError.exit_code
         )
+    except BrokenPipeError:  # who reads the output has seen enough; click ends quietly
+        raise
+    except OSError as error:
+        if debug:
+            raise
+        _fail(f"{error.filename or 'the output'}: {error.strerror or error}", MachineError.exit_code)
     except Terminated as ended:
         _fail(str(ended), Terminated.exit_code)
     except KeyboardInterrupt:
@@ -290,6 +300,10 @@ def _run(work: Callable[[], None], debug: bool) -> None:
 
 def _fail(message: str, code: int) -> NoReturn:
     typer.echo(f"error: {message}", err=True)
+    try:
+        sys.stdout.flush()
+    except OSError:  # Python would try once more at its end, and exit with 120
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     sys.exit(code)
 
 

@@ -7,7 +7,6 @@ weights. Each stage hands one value to the next and none reaches back.
 from __future__ import annotations
 
 import contextlib
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from finetune.config import Config
 from finetune.data import fingerprint
 from finetune.data import prepare as data_prepare
 from finetune.environment import describe
-from finetune.errors import ForecastError, MachineError, OutOfMemoryError, Terminated
+from finetune.errors import ArtifactError, ForecastError, MachineError, OutOfMemoryError, Terminated
 from finetune.export import merge as export_merge
 from finetune.memory import comparison, exhausted, inspect
 from finetune.memory import device as devices
@@ -57,7 +56,7 @@ def train(config: Config, *, fresh: bool = False, terminal: Terminal | None = No
     libraries.quiet()
     terminal = (terminal or Terminal()) if processes.first() else Terminal(quiet=True)
     run = RunDirectory(config.output.dir or "runs/unnamed")
-    run.refuse_links_out()
+    run.check_layout()
     if run.has_results and not fresh:
         resuming.refuse_changes(config, run)
         if run.finished and not _wants_more_steps(config, run):
@@ -127,8 +126,7 @@ class _Training:
             made_with["base"] = identity.of_base(config.model)  # now it is on this machine
             self._log_changes(start, made_with)
             monitor.take_step()  # loading is reported once, not with the first step
-            if processes.first():
-                self._ask_base(base, tokenizer)
+            asked = self._ask_base(base, tokenizer) if processes.first() else []
             model = adapter.attach(base, config.adapter, config.model.name, config.training.seed, config.model.revision)
             checkpointing.apply(base, config.memory, device.type)
             terminal.built(model)
@@ -140,7 +138,7 @@ class _Training:
             processes.part()
             if not processes.first():
                 return
-            self._ask_again(model, tokenizer)
+            self._ask_again(model, tokenizer, asked)
         terminal.answers(run)
         run.event("trained", step=outcome.steps, best_step=outcome.best_step, memory=monitor.run)
         if forecast:
@@ -210,7 +208,7 @@ class _Training:
     ) -> resuming.Start:
         """Make or reopen the run directory; where training starts."""
         run = self.run
-        if self.fresh and run.exists:
+        if self.fresh and run.events_file.exists():
             self._unlock()
             self.terminal.note(f"the earlier run is now {run.move_aside()}")
         run.claim()
@@ -242,11 +240,13 @@ class _Training:
         if changes := resuming.compare(self.run, start, made_with):
             self.run.event("changed", **changes)
 
-    def _ask_base(self, base: Any, tokenizer: Any) -> None:
+    def _ask_base(self, base: Any, tokenizer: Any) -> list[dict[str, Any]]:
         """The base's answers to the first held-out questions, once a run; random weights have nothing to say."""
-        if self.config.model.weights == "random" or self.run.answers_file.exists():
-            return
+        if self.config.model.weights == "random":
+            return []
         asked = data_prepare.questions(self.config.data, _QUESTIONS)
+        if kept := self._answered_before(asked):
+            return kept
         with autocast(self.config.training.precision, base.device):
             rows = [
                 {
@@ -259,12 +259,22 @@ class _Training:
                 for messages, reference in asked
             ]
         write_json(self.run.answers_file, rows)
+        return rows
 
-    def _ask_again(self, model: Any, tokenizer: Any) -> None:
+    def _answered_before(self, asked: list[tuple[Any, str]]) -> list[dict[str, Any]]:
+        """The base's answers of an earlier start; none where they are not to what is asked, whatever the file says."""
+        try:
+            rows: list[dict[str, Any]] = [{**row} for row in self.run.answers()]
+        except ArtifactError as error:
+            self.terminal.note(f"{error}; the base is asked again")
+            return []
+        same = [(row.get("messages"), row["reference"]) for row in rows] == [(*each,) for each in asked]
+        return rows if same else []
+
+    def _ask_again(self, model: Any, tokenizer: Any, rows: list[dict[str, Any]]) -> None:
         """The trained model's answers beside the base's."""
-        if not self.run.answers_file.exists():
+        if not rows:
             return
-        rows = json.loads(self.run.answers_file.read_text(encoding="utf-8"))
         with autocast(self.config.training.precision, model.device):
             for row in rows:
                 row["after"] = answer(model, tokenizer, row["messages"], _ANSWER_TOKENS)

@@ -10,6 +10,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from finetune import records
 from finetune.errors import ArtifactError
 from finetune.rundir import write_json
 
@@ -53,12 +54,9 @@ def check(tokenizer: Any, folder: Path) -> None:
     A folder without a fingerprint passes: it holds nothing yet, or comes from elsewhere.
     """
     file = folder / _FILE
-    if not file.is_file():
+    if not records.exists(file):
         return
-    try:
-        then = str(json.loads(file.read_text(encoding="utf-8"))["tokenizer"])
-    except (ValueError, KeyError, TypeError):
-        raise ArtifactError(f"{file}: damaged, so the tokenizer cannot be compared; train again") from None
+    then = records.read(file, records.FINGERPRINT)["tokenizer"]
     now = of(tokenizer)
     if then != now:
         raise ArtifactError(

@@ -372,9 +372,9 @@ class Trainer(SFTTrainer):
         """Counters go on where they stood; what the config says of them may have changed, and holds."""
         for callback in self._stateful_callbacks():
             stored = self.state.stateful_callbacks.get(type(callback).__name__, {})
-            for name, value in stored.get("attributes", {}).items():
-                if hasattr(callback, name):
-                    setattr(callback, name, value)
+            for name, value in callback.state()["attributes"].items():
+                if (then := stored.get("attributes", {}).get(name)) is not None:
+                    setattr(callback, name, type(value)(then))
 
     def _stateful_callbacks(self) -> list[Any]:
         return [callback for callback in self.callback_handler.callbacks if isinstance(callback, ExportableState)]
