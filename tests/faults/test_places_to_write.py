@@ -10,11 +10,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from forecasts import forecast
 from jobs import TINY
 
 import finetune
-from finetune import cli
+from finetune import cli, planning
+from finetune.config import Config
 from finetune.errors import MachineError
+from finetune.memory.fit import Fitted
 from finetune.rundir import RunDirectory
 
 Call = Callable[..., tuple[int, str, str]]
@@ -76,7 +79,6 @@ def refused(told: tuple[int, str, str], path: Path, why: str) -> None:
 WRITERS = {
     "data": ["data", TINY, "--html"],
     "plan": ["plan", TINY, "--picture"],
-    "fit": ["fit", TINY, "--output"],
 }
 
 
@@ -100,6 +102,19 @@ def test_a_file_asked_for_that_cannot_be_written(command: str, call: Call, disk:
     refused(call(*WRITERS[command], "/dev/full", *small), Path("/dev/full"), "No space left on device")
     assert contents(disk) == before
     assert Path("/dev/full").is_char_device()
+
+
+def test_a_fitted_config_that_cannot_be_written(disk: Path) -> None:
+    """Without the fit before it, which takes most of a minute."""
+    fitted = Fitted(Config(), forecast(), {}, forecast(), tried=1)
+    with pytest.raises(MachineError, match=r"made could not be written: No such file.*its directory is not there"):
+        planning.write(fitted, disk / "missing" / "made")
+    fill(disk)
+    with pytest.raises(MachineError, match=r"made could not be written: No space left on .*bytes are free"):
+        planning.write(fitted, disk / "made")
+    assert sorted(os.listdir(disk)) == ["filler"]
+    planning.write(fitted, Path("/dev/null"))
+    assert Path("/dev/null").is_char_device()
 
 
 @pytest.mark.parametrize("command", ["report", "merge"])
@@ -127,11 +142,11 @@ def test_an_output_that_is_full_is_told(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def earlier(quick, tmp_path: Path) -> Callable[[Path], finetune.Config]:
+def earlier(quick, tmp_path: Path) -> Callable[[Path], Config]:
     """A function that puts a run of one step at a path; its config."""
     done = finetune.train(quick("training.max_steps=1", "data.eval=none", "training.eval_every=null")).run
 
-    def make(place: Path) -> finetune.Config:
+    def make(place: Path) -> Config:
         shutil.copytree(done.path, place, dirs_exist_ok=True)
         return done.config().changed({"output.dir": str(place)})
 
