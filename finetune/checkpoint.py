@@ -11,10 +11,9 @@ import hashlib
 import json
 import os
 import shutil
-import stat
 import struct
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
-from finetune import weight_files
+from finetune import records, weight_files
 from finetune.errors import ArtifactError, MachineError, NumbersError
 from finetune.rundir import RunDirectory, checkpoint_step, dispose, refuse_another, staged, write_text
 
@@ -193,33 +192,22 @@ def problems_of(checkpoint: Path) -> list[str]:
 def manifest_of(checkpoint: Path) -> dict[str, Any]:
     """The manifest. Raises ArtifactError where it is missing, damaged, or of another checkpoint."""
     file = checkpoint / MANIFEST
+    if not os.path.lexists(file):
+        raise ArtifactError(f"{MANIFEST} is missing, so nothing says that the rest is whole")
+    if file.is_symlink() or file.stat().st_size > _MANIFEST_BYTES:
+        raise ArtifactError(f"{MANIFEST} is damaged (a link, or too large)")
     try:
-        manifest = json.loads(_read_small(file))
-        whole = manifest.pop("sha256") == _sha256(_json(manifest))
-        step, names = int(manifest["step"]), [str(name) for name in manifest["files"]]
-        whole &= all({"bytes", "sha256"} <= line.keys() for line in manifest["files"].values())
-        dict(manifest["made_with"])
-    except FileNotFoundError:
-        raise ArtifactError(f"{MANIFEST} is missing, so nothing says that the rest is whole") from None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise ArtifactError(f"{MANIFEST} is damaged ({type(error).__name__})") from None
-    if not whole:
+        found = records.read(file, records.MANIFEST)
+    except ArtifactError as error:
+        raise ArtifactError(f"{MANIFEST} is damaged ({error})") from None
+    manifest: dict[str, Any] = {**found}
+    if manifest.pop("sha256") != _sha256(_json(manifest)):
         raise ArtifactError(f"{MANIFEST} is damaged (its hash is not the one it states)")
-    if manifest.get("format") != _FORMAT:
-        raise ArtifactError(f"{MANIFEST} is of format {manifest.get('format')}; this version reads {_FORMAT}")
-    if step != checkpoint_step(checkpoint):
-        raise ArtifactError(f"{MANIFEST} is of step {step}")
-    for name in names:
-        if Path(name).name != name:
-            raise ArtifactError(f"{MANIFEST} names `{name}`, which lies outside the checkpoint")
-    return dict(manifest)
-
-
-def _read_small(file: Path) -> bytes:
-    status = os.lstat(file)
-    if not stat.S_ISREG(status.st_mode) or status.st_size > _MANIFEST_BYTES:
-        raise ValueError("no file, or too large")
-    return file.read_bytes()
+    if manifest["format"] != _FORMAT:
+        raise ArtifactError(f"{MANIFEST} is of format {manifest['format']}; this version reads {_FORMAT}")
+    if manifest["step"] != checkpoint_step(checkpoint):
+        raise ArtifactError(f"{MANIFEST} is of step {manifest['step']}")
+    return manifest
 
 
 def _problems_of_file(file: Path, expected: dict[str, Any]) -> list[str]:
@@ -250,8 +238,10 @@ def _problems_of_file(file: Path, expected: dict[str, Any]) -> list[str]:
 # -- choosing --------------------------------------------------------------------------------------------------------
 
 
-def newest_valid(run: RunDirectory) -> tuple[Path | None, dict[Path, list[str]]]:
-    """The newest checkpoint that is whole, if there are any, and the newer ones with what is wrong with them.
+def newest_valid(
+    run: RunDirectory, problems_of: Callable[[Path], list[str]] = problems_of
+) -> tuple[Path | None, dict[Path, list[str]]]:
+    """The newest checkpoint without problems, if there are any, and the newer ones with theirs.
 
     Raises ArtifactError where there are checkpoints, or were, and none is whole: a run never starts over by itself.
     """
@@ -299,14 +289,6 @@ def _is_whole(checkpoint: Path, verified: set[Path]) -> bool:
     if checkpoint not in verified and not problems_of(checkpoint):
         verified.add(checkpoint)
     return checkpoint in verified
-
-
-def read_json(checkpoint: Path, name: str) -> Any:
-    """One of a checkpoint's JSON files. Raises ArtifactError where it cannot be read."""
-    try:
-        return json.loads((checkpoint / name).read_bytes())
-    except (OSError, ValueError, RecursionError) as error:
-        raise ArtifactError(f"{checkpoint / name} cannot be used ({type(error).__name__})") from None
 
 
 def read_tensors(checkpoint: Path, name: str) -> dict[str, torch.Tensor]:

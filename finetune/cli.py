@@ -227,7 +227,10 @@ def report(run: Run, debug: Debug = False) -> None:
         from finetune import recipe
         from finetune.rundir import RunDirectory
 
-        typer.echo(visible(str(recipe.report(RunDirectory.open(run)))))
+        opened = RunDirectory.open(run)
+        typer.echo(visible(str(recipe.report(opened))))
+        if not opened.finished:
+            typer.echo(f"{run} is not finished: the report has what there is so far", err=True)
 
     _run(work, debug)
 
@@ -296,10 +299,6 @@ def _run(work: Callable[[], None], debug: bool) -> None:
         if error.shared and not _speaks():
             sys.exit(error.exit_code)
         _fail(str(error), error.exit_code)
-    except OSError as error:
-        if debug or error.filename is None:
-            raise
-        _fail(f"{error.filename}: {error.strerror}", MachineError.exit_code)
     except (MemoryError, RuntimeError) as error:
         from finetune.memory.exhausted import is_out_of_memory
 
@@ -309,6 +308,12 @@ def _run(work: Callable[[], None], debug: bool) -> None:
         _fail(
             f"out of memory: {message}; use a machine with more, or free some of this one", OutOfMemoryError.exit_code
         )
+    except BrokenPipeError:  # who reads the output has seen enough; click ends quietly
+        raise
+    except OSError as error:
+        if debug:
+            raise
+        _fail(f"{error.filename or 'the output'}: {error.strerror or error}", MachineError.exit_code)
     except Terminated as ended:
         _fail(str(ended), Terminated.exit_code)
     except KeyboardInterrupt:
@@ -323,6 +328,10 @@ def _speaks() -> bool:
 
 def _fail(message: str, code: int) -> NoReturn:
     sys.stderr.write(f"error: {message}\n")
+    try:
+        sys.stdout.flush()
+    except OSError:  # Python would try once more at its end, and exit with 120
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     sys.exit(code)
 
 

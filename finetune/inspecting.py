@@ -13,7 +13,6 @@ from finetune import libraries
 from finetune.config import Config
 from finetune.data import inspection
 from finetune.data.inspection import Inspection
-from finetune.errors import MachineError
 from finetune.model import bounds
 from finetune.model.tokenizer import load_tokenizer
 from finetune.report import data_view
@@ -32,10 +31,7 @@ class DataLook:
 
     def write(self, path: Path) -> None:
         """A self-contained HTML page. Raises MachineError where it cannot be written."""
-        try:
-            write_text(path, data_view.page(self.inspection))
-        except OSError as error:
-            raise MachineError(f"{path}: cannot be written: {error.strerror}; give another file") from None
+        write_text(path, data_view.page(self.inspection))
 
     def __repr__(self) -> str:
         return f"<data: {data_view.headline(self.inspection)}>"

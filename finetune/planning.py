@@ -31,7 +31,7 @@ from finetune.model.causality import has_flash
 from finetune.model.locate import at_hand
 from finetune.model.tokenizer import load_tokenizer
 from finetune.report import forecast_view, words
-from finetune.rundir import write_text
+from finetune.rundir import write_bytes, write_text
 from finetune.training import processes
 from finetune.training.rehearsal import rehearse
 
@@ -169,10 +169,10 @@ class Plan:
         return {**self.forecast.as_dict(), "levers": levers}
 
     def draw(self, path: Path) -> None:
-        """Memory over the step as a PNG."""
+        """Memory over the step as a PNG. Raises MachineError where it cannot be written."""
         from finetune.report import memory_plot  # with matplotlib, which a plan in text need not wait for
 
-        memory_plot.forecast(self.forecast, path)
+        write_bytes(path, memory_plot.forecast(self.forecast))
 
     def __repr__(self) -> str:
         return f"<plan: {words.verdict(self.forecast)}>"
@@ -220,7 +220,7 @@ def _open_planner(config: Config, gpu: str | None) -> Planner:
 
 
 def write(fitted: Fitted, path: Path) -> None:
-    """The fitted config as a file, with a comment beside each value that was chosen."""
+    """The fitted config as a file, with a comment beside each value that was chosen. Raises MachineError."""
     write_text(path, "\n".join(fitting.explained(dump(fitted.config), fitted.reasons)) + "\n")
 
 

@@ -7,7 +7,6 @@ weights. Each stage hands one value to the next and none reaches back.
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -87,7 +86,7 @@ def train(config: Config, *, fresh: bool = False, terminal: Terminal | None = No
 
 def _nothing_to_do(config: Config, run: RunDirectory, fresh: bool, terminal: Terminal) -> bool:
     """Whether the run is finished, as the config has it. Raises ConfigError where the run is of another config."""
-    run.refuse_links_out()
+    run.check_layout()
     if fresh or not run.has_results:
         return False
     resuming.refuse_changes(config, run)
@@ -172,8 +171,7 @@ class _Training:
             resuming.refuse_other_ranks(made_with)
             self._log_changes(start, made_with)
             monitor.take_step()  # loading is reported once, not with the first step
-            if processes.first():
-                self._ask_base(base, tokenizer)
+            asked = self._ask_base(base, tokenizer) if processes.first() else []
             model = adapter.attach(base, config.adapter, config.model.name, config.training.seed, config.model.revision)
             checkpointing.apply(base, config.memory, device.type)
             terminal.built(model)
@@ -184,7 +182,7 @@ class _Training:
             )  # fmt: skip
             if not processes.first():
                 return
-            self._ask_again(model, tokenizer)
+            self._ask_again(model, tokenizer, asked)
         terminal.answers(run)
         run.event("trained", step=outcome.steps, best_step=outcome.best_step, memory=monitor.run)
         if forecast:
@@ -254,7 +252,7 @@ class _Training:
     ) -> resuming.Start:
         """Make or reopen the run directory; where training starts."""
         run = self.run
-        if self.fresh and run.exists:
+        if self.fresh and run.events_file.exists():
             self._unlock()
             self.terminal.note(f"the earlier run is now {run.move_aside()}")
         run.claim()
@@ -291,11 +289,13 @@ class _Training:
                     f"{self.config.model.name} is still the same is not known"
                 )
 
-    def _ask_base(self, base: Any, tokenizer: Any) -> None:
+    def _ask_base(self, base: Any, tokenizer: Any) -> list[dict[str, Any]]:
         """The base's answers to the first held-out questions, once a run; random weights have nothing to say."""
-        if self.config.model.weights == "random" or self.run.answers_file.exists():
-            return
+        if self.config.model.weights == "random":
+            return []
         asked = data_prepare.questions(self.config.data, _QUESTIONS)
+        if kept := self._answered_before(asked):
+            return kept
         with autocast(self.config.training.precision, base.device):
             rows = []
             for prompt, reference in asked:
@@ -310,12 +310,23 @@ class _Training:
                         }
                     )
         write_json(self.run.answers_file, rows)
+        return rows
 
-    def _ask_again(self, model: Any, tokenizer: Any) -> None:
+    def _answered_before(self, asked: list[tuple[Any, str]]) -> list[dict[str, Any]]:
+        """The base's answers of an earlier start; none where they are not to what is asked, whatever the file says."""
+        try:
+            rows: list[dict[str, Any]] = [{**row} for row in self.run.answers()]
+        except ArtifactError as error:
+            self.terminal.note(f"{error}; the base is asked again")
+            return []
+        # Questions too long for the model's positions were left out.
+        same = rows and all((row.get("prompt"), row["reference"]) in asked for row in rows)
+        return rows if same else []
+
+    def _ask_again(self, model: Any, tokenizer: Any, rows: list[dict[str, Any]]) -> None:
         """The trained model's answers beside the base's."""
-        if not self.run.answers_file.exists():
+        if not rows:
             return
-        rows = json.loads(self.run.answers_file.read_text(encoding="utf-8"))
         with autocast(self.config.training.precision, model.device):
             for row in rows:
                 row["after"] = answer(model, tokenizer, self._prompt_ids(row["prompt"], tokenizer), _ANSWER_TOKENS)

@@ -11,14 +11,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from finetune import checkpoint
+from finetune import checkpoint, records
 from finetune.config import Config
 from finetune.data import fingerprint
 from finetune.data.prepare import Prepared
 from finetune.errors import ArtifactError, ConfigError, DataError, MachineError
 from finetune.model import identity
 from finetune.rundir import RunDirectory, checkpoint_step
-from finetune.training import processes
+from finetune.training import checkpoints, processes
 
 # What may change between two starts of a run: how far it goes, how it is watched, and what memory it takes.
 _MAY_CHANGE = ("training.max_steps", "training.epochs", "training.micro_batch", "training.eval_every",
@@ -115,8 +115,8 @@ def refuse_changes(config: Config, run: RunDirectory) -> None:
 
 
 def find(run: RunDirectory) -> Start:
-    """The newest whole checkpoint. Raises ArtifactError where there are some, and none is whole."""
-    return Start(*checkpoint.newest_valid(run))
+    """The newest checkpoint to go on from. Raises ArtifactError where there are some, and none can be used."""
+    return Start(*checkpoint.newest_valid(run, checkpoints.problems_of))
 
 
 def compare(run: RunDirectory, start: Start, now: dict[str, Any]) -> dict[str, Any]:
@@ -129,6 +129,10 @@ def compare(run: RunDirectory, start: Start, now: dict[str, Any]) -> dict[str, A
     then = checkpoint.manifest_of(start.checkpoint)["made_with"]
     if not now.keys() <= then.keys():
         raise ArtifactError(f"{start.checkpoint}: its manifest does not say what it was made with; use --fresh")
+    try:
+        records.check(then, records.MADE_WITH)
+    except ValueError as error:
+        raise ArtifactError(f"{start.checkpoint}: in its manifest, `made_with`: {error}; use --fresh") from None
     changes = list(_changes(then["config"], now["config"]))
     _refuse(run, [change for change in changes if not change.harmless])
     if then["tokenizer"] != now["tokenizer"]:

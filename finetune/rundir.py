@@ -19,8 +19,10 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from finetune import records
 from finetune.config import Config, dump, load
 from finetune.errors import ArtifactError, MachineError
+from finetune.records import Answer, Environment, MergeProof
 
 _CHECKPOINT = "step-"
 _PARTIAL = ".incomplete"
@@ -47,32 +49,51 @@ class RunDirectory:
         self.report_file = self.path / "report.html"
         self.profile = self.path / "profile"
         self.snapshot_file = self.path / "memory_snapshot.pickle"
+        self._files = (
+            self.config_file, self.environment_file, self.forecast_file, self.metrics_file, self.events_file,
+            self.data_file, self.answers_file, self.lock_file, self.plot_file, self.report_file, self.snapshot_file,
+        )  # fmt: skip
+        self._folders = (self.checkpoints, self.adapter, self.merged, self.profile)
 
     @classmethod
     def open(cls, path: str | Path) -> RunDirectory:
         """An existing run. Raises ArtifactError where there is none."""
         run = cls(path)
+        run.check_layout()
         if not os.path.isfile(run.config_file):  # which is False for a path that cannot be
             raise ArtifactError(f"{path}: not a run directory (no config.yaml); give the folder `finetune train` wrote")
-        run.refuse_links_out()
         return run
 
-    def refuse_links_out(self) -> None:
-        """Raise ArtifactError for a link out of the directory, through which writes would land elsewhere."""
+    def check_layout(self) -> None:
+        """Raise ArtifactError for what no run has, and what reading or writing here would be led astray by.
+
+        A link out of the directory, through which writes would land elsewhere; a pipe or device, which would be waited
+        for; a folder where a file belongs, or the other way round; or that it cannot be looked at.
+        """
+        try:
+            self._check_layout()
+        except OSError as error:
+            raise ArtifactError(f"{error.filename}: cannot be read: {error.strerror}") from None
+
+    def _check_layout(self) -> None:
         # `Path.resolve` fails on links that lead in a circle.
         inside = os.path.realpath(self.path)
         for folder, folders, files in os.walk(self.path):
             for path in (Path(folder, name) for name in [*folders, *files]):
-                if path.is_symlink() and not Path(os.path.realpath(path)).is_relative_to(inside):
+                if not Path(os.path.realpath(path)).is_relative_to(inside):
                     raise ArtifactError(f"{path}: a link that leads out of {self.path}; put there what it points to")
+                # A process that trains here may have removed it meanwhile.
+                if not path.is_file() and not path.is_dir() and os.path.lexists(path):
+                    raise ArtifactError(f"{path}: neither a file nor a folder; remove it")
+        belongs = dict.fromkeys(self._files, Path.is_file) | dict.fromkeys(self._folders, Path.is_dir)
+        for path, is_as_written in belongs.items():
+            if path.exists() and not is_as_written(path):
+                raise ArtifactError(f"{path}: a {'folder' if path.is_dir() else 'file'} no run has there; remove it")
 
     def create(self, config: Config) -> None:
         """Make the directory and save the resolved config. Raises MachineError, as `claim` does."""
         self.claim()
-        try:
-            write_text(self.config_file, dump(config))
-        except OSError as error:
-            raise MachineError(not_written(self.config_file, error)) from None
+        write_text(self.config_file, dump(config))
 
     def claim(self) -> None:
         """Make the directory, and mark it as a run's.
@@ -82,10 +103,11 @@ class RunDirectory:
         if not self.events_file.exists() and self.path.is_dir() and any(self.path.iterdir()):
             raise MachineError(f"{self.path}: not empty, and not a run; set `output.dir` to a folder of its own")
         try:
-            if not self.path.parent.is_dir():
-                self.path.parent.mkdir(parents=True, exist_ok=True)
-            if not self.path.is_dir():
-                self.path.mkdir(mode=0o700)
+            place = Path(os.path.realpath(self.path))  # a link may be there before what it points to
+            if not place.parent.is_dir():
+                place.parent.mkdir(parents=True, exist_ok=True)
+            if not place.is_dir():
+                place.mkdir(mode=0o700)
             self.events_file.touch()
         except OSError as error:
             raise MachineError(f"{self.path}: cannot be written: {error.strerror}; set `output.dir`") from None
@@ -112,8 +134,12 @@ class RunDirectory:
         return self.config().data.chat_template
 
     def config(self) -> Config:
-        """The resolved config this run was started with, to compare with; see `settings.config_of` to act on it."""
-        return load(self.config_file)
+        """The resolved config this run was started with, to compare with; see `settings.config_of` to act on it.
+
+        Raises ArtifactError where there is none, and ConfigError.
+        """
+        with records.open_file(self.config_file):  # which refuses a pipe, where `load` would wait
+            return load(self.config_file)
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
@@ -133,22 +159,29 @@ class RunDirectory:
 
         Raises MachineError, naming the process, where another one does.
         """
-        with self.held(), open(self.lock_file, "a+", encoding="utf-8") as file:
+        try:
+            file = open(self.lock_file, "a+", encoding="utf-8", errors="replace")  # noqa: SIM115 -- closed below
+        except OSError as error:
+            raise MachineError(not_written(self.lock_file, error)) from None
+        with self.held(), file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 file.seek(0)
                 raise MachineError(
-                    f"{self.path} is in use by process {file.read().strip()}: wait for its end or stop it, or set "
-                    "another `output.dir`"
+                    f"{self.path} is in use by process {re.sub('[^0-9]', '', file.read(20))}: wait for its end or stop "
+                    "it, or set another `output.dir`"
                 ) from None
             except OSError as error:
                 # Some network file systems have no locks; a run there is worth more than the guard.
                 if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
-                    raise
-            file.truncate(0)
-            file.write(f"{os.getpid()}\n")
-            file.flush()
+                    raise MachineError(f"{self.lock_file} cannot be locked: {error.strerror}") from None
+            try:
+                file.truncate(0)
+                file.write(f"{os.getpid()}\n")
+                file.flush()
+            except OSError as error:
+                raise MachineError(not_written(self.lock_file, error)) from None
             yield
 
     # -- lines that grow -------------------------------------------------------------------------------------------
@@ -158,10 +191,12 @@ class RunDirectory:
         append_line(self.events_file, {"time": round(time.time(), 3), "event": name, **fields})
 
     def events(self) -> list[dict[str, Any]]:
-        return read_lines(self.events_file)
+        """The lines of events.jsonl that are as this program writes them."""
+        return records.read_lines(self.events_file, records.EVENT).rows
 
     def metrics(self) -> list[dict[str, Any]]:
-        return read_lines(self.metrics_file)
+        """The lines of metrics.jsonl that are as this program writes them."""
+        return records.read_lines(self.metrics_file, records.METRIC).rows
 
     def forget_metrics_after(self, step: int) -> None:
         """Drop the metric lines of steps that a resume will do again, so that each step has one line."""
@@ -209,6 +244,22 @@ class RunDirectory:
         """Whether a run was ever started here."""
         return self.events_file.is_file() and self.config_file.is_file()
 
+    # -- files that are replaced as a whole ------------------------------------------------------------------------
+
+    def answers(self) -> list[Answer]:
+        """The held-out questions and their answers; none where none were asked. Raises ArtifactError."""
+        return records.read(self.answers_file, records.ANSWERS) if records.exists(self.answers_file) else []
+
+    def environment(self) -> Environment | None:
+        """What the last start was done with, where it was written down. Raises ArtifactError."""
+        file = self.environment_file
+        return records.read(file, records.ENVIRONMENT) if records.exists(file) else None
+
+    def merge_proof(self) -> MergeProof | None:
+        """How near the merged model is to what was trained, where there is one. Raises ArtifactError."""
+        file = self.merged / "merge.json"
+        return records.read(file, records.MERGE_PROOF) if records.exists(file) else None
+
     # -- checkpoints -----------------------------------------------------------------------------------------------
 
     def checkpoint(self, step: int) -> Path:
@@ -217,7 +268,7 @@ class RunDirectory:
     def complete_checkpoints(self) -> list[Path]:
         """Checkpoints that were published, oldest first. Half-written ones carry another suffix."""
         found = self.checkpoints.glob(f"{_CHECKPOINT}*") if self.checkpoints.is_dir() else []
-        return sorted(path for path in found if path.is_dir() and re.fullmatch(r"step-\d{8,}", path.name))
+        return sorted(path for path in found if path.is_dir() and re.fullmatch(r"step-[0-9]{8,}", path.name))
 
     def remove_leftovers(self) -> None:
         """Remove what a kill left half-written, and put back what it left half-replaced."""
@@ -230,14 +281,23 @@ class RunDirectory:
     # -- starting over ---------------------------------------------------------------------------------------------
 
     def move_aside(self) -> Path:
-        """Rename an earlier run so that a fresh one can take its place; nothing is deleted."""
-        path = self.path.resolve()
-        for number in range(1, 10_000):
-            aside = path.with_name(f"{path.name}.{number}")
-            if not aside.exists():
-                path.rename(aside)
-                return aside
-        raise MachineError(f"{self.path}: too many earlier runs beside it; move them away")
+        """Rename an earlier run so that a fresh one can take its place; nothing is deleted.
+
+        Raises MachineError where it cannot be renamed, and then it stays as it was.
+        """
+        path = Path(os.path.realpath(self.path))
+        try:
+            numbered = (path.with_name(f"{path.name}.{number}") for number in range(1, 10_000))
+            aside = next((place for place in numbered if not os.path.lexists(place)), None)
+            if aside is None:
+                raise OSError(errno.EEXIST, "too many earlier runs beside it")
+            path.rename(aside)
+        except OSError as error:
+            raise MachineError(
+                f"{path}: the earlier run cannot be renamed, so it stays: {error.strerror}; move it yourself, or set "
+                "another `output.dir`"
+            ) from None
+        return aside
 
 
 # The directories that this process writes, by the descriptors that say which ones they are.
@@ -328,20 +388,35 @@ def _remove(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
+def write_bytes(path: Path, content: bytes) -> None:
+    """Replace a file as a whole: what is there changes only once all of `content` is on disk.
+
+    A device or pipe is written to as it is. Raises MachineError where the disk does not take it, and leaves nothing.
+    """
+    refuse_another(path)
+    in_place = path.exists() and not path.is_file()
+    written = path if in_place else path.with_name(path.name + _PARTIAL)
+    try:
+        with open(written, "wb") as file:
+            file.write(content)
+            file.flush()
+            if not in_place:
+                os.fsync(file.fileno())
+        if not in_place:
+            refuse_another(path)
+            os.replace(written, path)
+    except BaseException as error:
+        if not in_place:
+            with contextlib.suppress(OSError):
+                _remove(written)
+        if isinstance(error, OSError):
+            raise MachineError(not_written(path, error)) from None
+        raise
+
+
 def write_text(path: Path, text: str) -> None:
-    """Replace a small file as a whole."""
-    _replace(path, [text])
-
-
-def _replace(path: Path, texts: Iterable[str]) -> None:
-    refuse_another(path)
-    temporary = path.with_name(path.name + _PARTIAL)
-    with open(temporary, "w", encoding="utf-8") as file:
-        file.writelines(texts)
-        file.flush()
-        os.fsync(file.fileno())
-    refuse_another(path)
-    os.replace(temporary, path)
+    """Replace a file as a whole; see `write_bytes`."""
+    write_bytes(path, text.encode())
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -349,8 +424,8 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def write_lines(path: Path, values: Iterable[dict[str, Any]]) -> None:
-    """Replace a .jsonl file as a whole."""
-    _replace(path, (json.dumps(value) + "\n" for value in values))
+    """Replace a .jsonl file as a whole; see `write_bytes`."""
+    write_text(path, "".join(json.dumps(value) + "\n" for value in values))
 
 
 def append_line(path: Path, value: dict[str, Any]) -> None:
@@ -377,24 +452,12 @@ def not_written(path: Path, error: Exception) -> str:
     try:
         free = f"{shutil.disk_usage(path.parent).free:,} bytes are free"
     except OSError:
-        free = "its directory is gone"
+        free = "its directory is not there"
     why = getattr(error, "strerror", None) or error
     return (
-        f"{path} could not be written: {why}; {free}. What was saved before is untouched: make room, or set "
-        "`output.dir` to another disk, and start the same command again"
+        f"{path} could not be written: {why}; {free}. What was there before is untouched: make room, or choose another "
+        "place (a run's is `output.dir`), and start the same command again"
     )
-
-
-def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The JSON objects of a .jsonl file; a line that is none, such as one cut short by a crash, is left out."""
-    if not path.is_file():
-        return []
-    rows = []
-    for line in path.read_bytes().split(b"\n"):
-        with contextlib.suppress(ValueError):  # no JSON, or no text at all
-            if isinstance(row := json.loads(line), dict):
-                rows.append(row)
-    return rows
 
 
 def _fsync(path: Path) -> None:

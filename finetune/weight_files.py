@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 
 from finetune.errors import ArtifactError
+from finetune.records import without_waiting
 
 SUFFIX = ".safetensors"
 
@@ -34,7 +35,7 @@ def check(path: Path) -> None:
     from safetensors import SafetensorError, safe_open
 
     try:
-        with open(path, "rb", opener=_without_waiting) as file:
+        with open(path, "rb", opener=without_waiting) as file:
             status = os.fstat(file.fileno())
             if not stat.S_ISREG(status.st_mode):
                 raise ArtifactError(f"{path}: not a file; a {SUFFIX} file must stand there")
@@ -80,8 +81,3 @@ def is_finite(tensor: torch.Tensor) -> bool:
     if not tensor.is_floating_point() or not tensor.numel():
         return True
     return all(math.isfinite(end) for end in torch.aminmax(tensor))  # a NaN is both
-
-
-def _without_waiting(path: str, flags: int) -> int:
-    """Opens a pipe without waiting for its writer; the same as always for a file."""
-    return os.open(path, flags | os.O_NONBLOCK)

@@ -246,13 +246,3 @@ def test_a_folder_and_a_file_that_the_disk_does_not_give_back_are_named(run: Run
         assert checkpoint.problems_of(folder) == ["cannot be read: Input/output error"]
     monkeypatch.setattr(checkpoint.hashlib, "file_digest", failing)
     assert checkpoint.problems_of(folder)[0] == "a.safetensors cannot be read: Input/output error"
-
-
-def test_values_that_are_gone_or_no_json_are_refused_by_name(run: RunDirectory) -> None:
-    folder = checkpoint.write(run, contents())
-    assert checkpoint.read_json(folder, "state.json") == {"step": 1}
-    with pytest.raises(ArtifactError, match=r"other\.json cannot be used \(FileNotFoundError\)"):
-        checkpoint.read_json(folder, "other.json")
-    (folder / "state.json").write_text("{")
-    with pytest.raises(ArtifactError, match=r"state\.json cannot be used \(JSONDecodeError\)"):
-        checkpoint.read_json(folder, "state.json")

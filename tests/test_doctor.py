@@ -142,19 +142,19 @@ def _append(file: Path, text: str) -> None:
 
 
 DAMAGES: dict[str, tuple[Callable[[RunDirectory], object], str, str]] = {
-    "config gone": (lambda run: run.config_file.unlink(), "config.yaml", "no such file"),
+    "config gone": (lambda run: run.config_file.unlink(), "config.yaml", "No such file"),
     "config cut": (lambda run: run.config_file.write_text("model: {nam: x"), "config.yaml", "not valid YAML"),
     "events gone": (lambda run: run.events_file.unlink(), "events.jsonl", "missing"),
-    "event bit": (lambda run: flip(run.events_file, 0), "events.jsonl", "line 1 is no JSON object"),
-    "a list": (lambda run: _append(run.metrics_file, "[1]\n"), "metrics.jsonl", "no JSON object with `step`"),
-    "environment cut": (lambda run: cut(run.environment_file, 40), "environment.json", "damaged"),
+    "event bit": (lambda run: flip(run.events_file, 0), "events.jsonl", "line 1 is left out"),
+    "a list": (lambda run: _append(run.metrics_file, "[1]\n"), "metrics.jsonl", "line 24 is left out"),
+    "environment cut": (lambda run: cut(run.environment_file, 40), "environment.json", "not as this program writes it"),
     "weights gone": (lambda run: (run.adapter / "adapter_model.safetensors").unlink(), "adapter", "No such file"),
     "weights cut": (lambda run: cut(run.adapter / "adapter_model.safetensors", 5000), "adapter", "beyond the file"),
     "header bit": (lambda run: flip(run.adapter / "adapter_model.safetensors", 0), "adapter", "adapter_model"),
     "rank": (_other_rank, "adapter", "`r` is 4"),
     "nan": (_not_a_number, "adapter", "not finite"),
     "template": (lambda run: _append(run.adapter / "chat_template.jinja", "x"), "tokenizer", "another tokenizer"),
-    "fingerprint": (lambda run: cut(run.adapter / "fingerprint.json", 9), "tokenizer", "fingerprint.json: damaged"),
+    "fingerprint": (lambda run: cut(run.adapter / "fingerprint.json", 9), "tokenizer", "fingerprint.json: not as"),
     "checkpoint weights gone": (
         lambda run: [file.unlink() for file in _checkpoint(run).glob("*.safetensors")], "checkpoints/step-00000020", "",
     ),
@@ -162,7 +162,7 @@ DAMAGES: dict[str, tuple[Callable[[RunDirectory], object], str, str]] = {
         lambda run: cut(_checkpoint(run) / "adapter_model.safetensors", 5000), "checkpoints/step-00000020", "adapter",
     ),
     "replaced": (lambda run: run.adapter.rename(f"{run.adapter}.replaced"), "adapter.replaced", "was being replaced"),
-    "link": (lambda run: (run.path / "merged").symlink_to("/etc"), "links", "leads out"),
+    "link": (lambda run: (run.path / "merged").symlink_to("/etc"), "layout", "leads out"),
     "merged empty": (lambda run: run.merged.mkdir(), "merged", "config.json"),
 }  # fmt: skip
 

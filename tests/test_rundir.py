@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from finetune import records
 from finetune.config import Config, ModelSection, OutputSection
 from finetune.errors import ArtifactError, MachineError
 from finetune.rundir import (
@@ -18,7 +19,6 @@ from finetune.rundir import (
     append_line,
     checkpoint_step,
     dispose,
-    read_lines,
     staged,
     write_json,
     write_text,
@@ -286,40 +286,44 @@ def test_lines_come_back_and_a_file_cut_anywhere_gives_its_whole_lines(
     path.unlink(missing_ok=True)
     for line in lines:
         append_line(path, line)
-    assert read_lines(path) == lines
+    assert records.read_lines(path, records.OBJECT).rows == lines
     if not lines:
         return
     whole = path.read_bytes()
     path.write_bytes(whole[:cut])
-    found = read_lines(path)
+    found = records.read_lines(path, records.OBJECT).rows
     assert found == lines[: len(found)]
     assert len(found) >= whole[:cut].count(b"\n")
 
 
+def evaluated(step: int) -> dict[str, Any]:
+    """A line of metrics.jsonl."""
+    return {"step": step, "eval_loss": step / 3, "memory": {}}
+
+
 def test_metrics_of_steps_that_are_done_again_are_forgotten(run: RunDirectory) -> None:
-    for step in (1, 2, 3, 4):
-        append_line(run.metrics_file, {"step": step, "loss": step / 3})
-    append_line(run.metrics_file, {"step": 2, "eval_loss": 0.5})
+    for step in (1, 2, 3, 4, 2):
+        append_line(run.metrics_file, evaluated(step))
     run.forget_metrics_after(2)
-    assert run.metrics() == [{"step": 1, "loss": 1 / 3}, {"step": 2, "loss": 2 / 3}, {"step": 2, "eval_loss": 0.5}]
-    append_line(run.metrics_file, {"step": 3, "loss": 9})
-    assert run.metrics()[-1] == {"step": 3, "loss": 9}
+    assert run.metrics() == [evaluated(1), evaluated(2), evaluated(2)]
+    append_line(run.metrics_file, evaluated(3))
+    assert run.metrics()[-1] == evaluated(3)
 
 
 def test_forgetting_all_metrics_leaves_none(run: RunDirectory) -> None:
     run.forget_metrics_after(-1)
-    append_line(run.metrics_file, {"step": 0, "eval_loss": 2.0})
+    append_line(run.metrics_file, evaluated(0))
     run.forget_metrics_after(-1)
     assert run.metrics() == []
 
 
 def test_forgetting_takes_a_half_written_line_away(run: RunDirectory) -> None:
-    append_line(run.metrics_file, {"step": 1})
+    append_line(run.metrics_file, evaluated(1))
     with open(run.metrics_file, "a") as file:
         file.write('{"step": 2, "lo')
     run.forget_metrics_after(1)
-    append_line(run.metrics_file, {"step": 2})
-    assert run.metrics() == [{"step": 1}, {"step": 2}]
+    append_line(run.metrics_file, evaluated(2))
+    assert run.metrics() == [evaluated(1), evaluated(2)]
 
 
 # -- small files -----------------------------------------------------------------------------------------------------
@@ -334,9 +338,10 @@ def test_a_small_file_is_replaced_as_a_whole(tmp_path: Path, monkeypatch: pytest
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", full)
-        with pytest.raises(OSError, match="no space"):
+        with pytest.raises(MachineError, match=rf"{path} could not be written: no space; [\d,]+ bytes are free"):
             write_text(path, "new and longer")
     assert path.read_text() == "old"
+    assert [found.name for found in tmp_path.iterdir()] == ["answers.json"]
     write_text(path, "new – ünïcode")
     assert path.read_text(encoding="utf-8") == "new – ünïcode"
     assert [found.name for found in tmp_path.iterdir()] == ["answers.json"]

@@ -12,11 +12,10 @@ from typing import Any
 import pytest
 
 import finetune
-from finetune import recipe, template
+from finetune import recipe, records, template
 from finetune.config import ModelSection
 from finetune.errors import ArtifactError, ConfigError
 from finetune.model.tokenizer import load_tokenizer
-from finetune.rundir import read_lines
 from finetune.settings import load_config
 
 ASK = [{"role": "user", "content": "Hi"}]
@@ -161,7 +160,7 @@ def test_a_run_answers_and_merges_with_the_template_that_it_was_trained_with(qui
     stops_at = json.loads((run.merged / "generation_config.json").read_text(encoding="utf-8"))["eos_token_id"]
     assert set(tokenizer.convert_ids_to_tokens(stops_at)) == {"<|endoftext|>", "<|im_end|>", "<|pad|>"}
 
-    listed = read_lines(run.data_file)
+    listed = records.read_lines(run.data_file, records.AFFECTED).rows
     assert listed
     assert all(row["what"] in ("truncated", "answer truncated") for row in listed)
     assert {row["split"] for row in listed} == {"train", "eval"}

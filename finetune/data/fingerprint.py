@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from finetune import records
 from finetune.config import ModelSection
 from finetune.errors import ArtifactError
 from finetune.rundir import write_json
@@ -57,7 +58,7 @@ def check(tokenizer: Any, folder: Path) -> None:
     """
     if (kept := _kept(folder)) is None:
         return
-    then, now = str(kept["tokenizer"]), of(tokenizer)
+    then, now = kept["tokenizer"], of(tokenizer)
     if then != now:
         raise ArtifactError(
             f"{folder} was trained with another tokenizer or chat template: fingerprint {_digits(then)} then, "
@@ -72,7 +73,8 @@ def check_base(section: ModelSection, now: str | None, folder: Path, note: Calla
 
     What cannot be compared is noted.
     """
-    then = (_kept(folder) or {}).get("base")
+    kept = _kept(folder)
+    then = kept.get("base") if kept else None
     if section.weights == "random":
         note(f"{folder} was trained on random weights, which were not kept: the base has other ones now")
     elif now is None:
@@ -90,19 +92,10 @@ def check_base(section: ModelSection, now: str | None, folder: Path, note: Calla
         )
 
 
-def _kept(folder: Path) -> dict[str, Any] | None:
+def _kept(folder: Path) -> records.Fingerprint | None:
     """What was saved beside the weights in `folder`; None where nothing was. Raises ArtifactError for damage."""
     file = folder / _FILE
-    if not file.is_file():
-        return None
-    try:
-        kept = json.loads(file.read_bytes())
-        sound = isinstance(kept["tokenizer"], str) and isinstance(kept.get("base"), str | None)
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
-        sound = False
-    if not sound:
-        raise ArtifactError(f"{file}: damaged, so tokenizer and base cannot be compared; train again")
-    return dict(kept)
+    return records.read(file, records.FINGERPRINT) if records.exists(file) else None
 
 
 def _digits(identity: str) -> str:

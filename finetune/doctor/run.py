@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import fcntl
-import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
+from pydantic import TypeAdapter
 
-from finetune import libraries, weight_files
-from finetune.checkpoint import LATEST, problems_of
+from finetune import libraries, records, weight_files
+from finetune.checkpoint import LATEST
 from finetune.config import Config, QuantizationSection, load
 from finetune.data import fingerprint
 from finetune.doctor.findings import Examination, Finding
@@ -20,6 +21,7 @@ from finetune.model.base import load_architecture, weightless_base
 from finetune.model.tokenizer import load_tokenizer
 from finetune.rundir import RunDirectory, checkpoint_step
 from finetune.settings import CHOICES
+from finetune.training.checkpoints import MODEL_FILE, problems_of
 
 
 def examine(path: Path) -> Examination:
@@ -33,11 +35,12 @@ def examine(path: Path) -> Examination:
 
 
 def _run_findings(run: RunDirectory) -> Iterator[Finding]:
-    yield from _links(run)
+    yield from _layout(run)
     config, foreign = None, False
     try:
-        config = load(run.config_file, choices=CHOICES)
-    except ConfigError as error:
+        with records.open_file(run.config_file):
+            config = load(run.config_file, choices=CHOICES)
+    except (ArtifactError, ConfigError) as error:
         yield Finding(
             "config.yaml", "error", str(error), "mend the line, or copy the config that the run was started with"
         )
@@ -67,71 +70,69 @@ def _foreign_code(config: Config) -> Finding:
     )
 
 
-def _links(run: RunDirectory) -> Iterator[Finding]:
+def _layout(run: RunDirectory) -> Iterator[Finding]:
     try:
-        run.refuse_links_out()
+        run.check_layout()
     except ArtifactError as error:
-        yield Finding("links", "error", str(error), "remove the link")
+        yield Finding("layout", "error", str(error), "until then no command reads this run")
 
 
 def _lines(run: RunDirectory) -> Iterator[Finding]:
-    """The files of JSON lines: each line an object with the key that readers look for."""
-    for file, key, kind in (
-        (run.events_file, "event", str),
-        (run.metrics_file, "step", int),
-        (run.data_file, "place", str),
+    """The files of JSON lines: how many of them are as they were written, and what is left out."""
+    for file, shape in (
+        (run.events_file, records.EVENT),
+        (run.metrics_file, records.METRIC),
+        (run.data_file, records.AFFECTED),
     ):
-        if not file.exists():
+        if not records.exists(file):
             if file == run.events_file:
                 yield Finding(
                     file.name, "error", "missing: whether the run has finished cannot be told", "start it again"
                 )
             continue
         try:
-            *whole, last = file.read_bytes().split(b"\n")
-        except OSError as error:
-            yield Finding(file.name, "error", f"cannot be read: {error.strerror}", "give yourself the right to")
+            found = records.read_lines(file, shape)
+        except ArtifactError as error:
+            yield Finding(file.name, "error", str(error), "put the file back from a copy")
             continue
-        wrong = [number for number, line in enumerate(whole, start=1) if not _is_line(line, key, kind)]
-        if wrong:
-            told = f"line {wrong[0]} is no JSON object with `{key}`" + (
-                f", and {len(wrong) - 1} more" if wrong[1:] else ""
+        if found.wrong:
+            (number, why), *more = found.wrong.items()
+            told = f"line {number} is left out, not as this program writes it: {why}"
+            yield Finding(
+                file.name, "error", told + (f"; and {len(more)} more" if more else ""), "remove the damaged lines"
             )
-            yield Finding(file.name, "error", told, "remove the damaged lines")
-        elif last and not _is_line(last, key, kind):
-            told = f"{len(whole)} lines, and a last one that was cut off when the process ended; it is left out"
+        elif found.torn:
+            told = f"{len(found.rows)} lines, and a last one that was cut off when the process ended; it is left out"
             yield Finding(file.name, "warning", told)
         else:
-            yield Finding(file.name, "ok", f"{len(whole)} lines")
-
-
-def _is_line(line: bytes, key: str, kind: type) -> bool:
-    try:
-        value = json.loads(line)
-    except (ValueError, RecursionError):
-        return False
-    return isinstance(value, dict) and isinstance(value.get(key), kind)
+            yield Finding(file.name, "ok", f"{len(found.rows)} lines")
 
 
 def _records(run: RunDirectory) -> Iterator[Finding]:
-    for file in (run.environment_file, run.forecast_file, run.answers_file):
-        if not file.exists():
-            continue
+    shapes: dict[Path, TypeAdapter[Any]] = {
+        run.environment_file: records.ENVIRONMENT,
+        run.forecast_file: records.OBJECT,
+        run.answers_file: records.ANSWERS,
+        run.merged / "merge.json": records.MERGE_PROOF,
+    }
+    for file, shape in shapes.items():
         try:
-            json.loads(file.read_bytes())
-        except (OSError, ValueError, RecursionError) as error:
-            yield Finding(file.name, "error", f"damaged: {error}", "delete it; the next start writes it again")
+            if records.exists(file):
+                records.read(file, shape)
+        except ArtifactError as error:
+            yield Finding(file.name, "error", str(error), "delete it; the next start or merge writes it again")
 
 
 def _lock(run: RunDirectory) -> Finding:
-    file = run.path / "lock"
+    file = run.lock_file
     if not file.is_file():
         return Finding("lock", "ok", "no process trains here")
-    with open(file, encoding="utf-8", errors="replace") as opened:
+    with records.open_file(file) as opened:
         try:
             fcntl.flock(opened, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
-            told = f"process {opened.read(20).strip()} trains here now, so what it writes may look unfinished"
+            process = opened.read(20).decode(errors="replace").strip()
+            told = f"process {process} trains here now, so what it writes may look unfinished"
             return Finding("lock", "warning", told, "look again when it has ended")
         except OSError:
             return Finding("lock", "warning", "this file system has no locks", "start one process at a time")
@@ -146,9 +147,13 @@ def _checkpoints(run: RunDirectory) -> Iterator[Finding]:
         name = f"checkpoints/{checkpoint.name}"
         yield Finding(name, "error", "; ".join(found), remedy) if found else Finding(name, "ok", "whole")
     latest = run.checkpoints / LATEST
-    if latest.is_file() and run.checkpoints / latest.read_text(errors="replace").strip() not in sound:
+    if latest.is_file() and run.checkpoints / records.read_bytes(latest).decode(errors="replace").strip() not in sound:
         yield Finding("checkpoints/latest", "warning", "names no whole checkpoint", "the next save writes it again")
-    if not run.events_file.is_file() or _damaged(run.events_file):
+    try:
+        events = records.read_lines(run.events_file, records.EVENT)
+    except ArtifactError:
+        return
+    if events.wrong or not run.events_file.exists():
         return
     if run.finished:
         yield Finding("state", "ok", f"finished, {run.steps_done} steps")
@@ -161,13 +166,6 @@ def _checkpoints(run: RunDirectory) -> Iterator[Finding]:
         )  # fmt: skip
     else:
         yield Finding("state", "ok", "not finished, and no checkpoint yet; `finetune train` begins anew")
-
-
-def _damaged(file: Path) -> bool:
-    try:
-        return any(not _is_line(line, "event", str) for line in file.read_bytes().split(b"\n")[:-1])
-    except OSError:
-        return True
 
 
 def _adapter(run: RunDirectory, config: Config | None) -> Iterator[Finding]:
@@ -221,11 +219,11 @@ def _check_model(folder: Path) -> None:
     """A model in Hugging Face format: its config, and every file that its index names."""
     index = folder / "model.safetensors.index.json"
     try:
-        dict(json.loads((folder / "config.json").read_bytes()))
-        named = set(json.loads(index.read_bytes())["weight_map"].values()) if index.exists() else {"model.safetensors"}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        records.read(folder / "config.json", records.OBJECT)
+        parts = records.read(index, records.WEIGHT_INDEX)["weight_map"].values() if index.exists() else [MODEL_FILE]
+    except ArtifactError as error:
         raise ArtifactError(f"{folder}: config.json or the index is missing or damaged: {error}") from None
-    for name in sorted(named):
+    for name in sorted(set(parts)):
         weight_files.check(folder / name)
 
 

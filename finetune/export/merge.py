@@ -26,7 +26,7 @@ from finetune.model.adapter import check_files, load_adapter
 from finetune.model.base import from_safetensors, load_architecture, load_base, pinned_code, refuse_not_finite
 from finetune.model.locate import hub_call
 from finetune.model.tokenizer import load_tokenizer
-from finetune.rundir import RunDirectory, staged, write_json
+from finetune.rundir import RunDirectory, not_written, staged, write_json
 
 # Held-out rows and tokens of each that the logits are compared on.
 _ROWS = 8
@@ -87,8 +87,8 @@ def merge(run: RunDirectory, config: Config, device: torch.device, note: Callabl
             (folder / "README.md").write_text(model_card(config, record), encoding="utf-8")
     except (OSError, SafetensorError) as error:  # safetensors 0.8 makes its own of a full disk
         raise MachineError(
-            f"{run.merged}: the merged model could not be written: {getattr(error, 'strerror', None) or error}; the "
-            f"adapter is safe in {run.adapter}. Make room and run `finetune merge {run.path}` again"
+            f"{not_written(run.merged, error)}; the adapter is safe in {run.adapter}, and `finetune merge {run.path}` "
+            "merges it"
         ) from None
     return record
 

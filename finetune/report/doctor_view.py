@@ -19,6 +19,8 @@ def show(findings: Iterable[tuple[str, str, str, str]], console: Console) -> Non
     for about, status, what, remedy in rows:
         line = Text(f"{status:7}  ", style=_STYLES[status])
         told = "; ".join(what.splitlines()) + (f" → {remedy}" if remedy else "")
-        line.append_text(Text.assemble((f"{about:{width}}  ", ""), style="default"))
+        name = plain(console, f"{about:{width}}  ")  # it may be that of a file, which can hold anything
+        name.stylize("default")
+        line.append_text(name)
         line.append_text(plain(console, told))
         console.print(line, soft_wrap=not console.is_terminal, highlight=False)

@@ -36,7 +36,7 @@ class Figures:
         """The figures of a run as it stands on disk now, finished or not."""
         lines = run.metrics()
         return cls(
-            training=[line for line in lines if "loss" in line],
+            training=[line for line in lines if "eval_loss" not in line],
             evaluations=[line for line in lines if "eval_loss" in line],
             events=run.events(),
         )
@@ -91,6 +91,11 @@ class Figures:
         base, exported = self.base_eval_loss, self.exported_eval_loss
         return 1 - exported / base if base and exported is not None else None
 
+    @property
+    def trained(self) -> bool:
+        """Whether the last start came to the end of the training."""
+        return any(event["event"] == "trained" for event in self._last_start())
+
     def _last_start(self) -> list[dict[str, Any]]:
         """The events since the run was started or resumed last."""
         starts = [at for at, event in enumerate(self.events) if event["event"] in ("started", "resumed")]
@@ -125,8 +130,9 @@ class Figures:
     @property
     def padding_share(self) -> float | None:
         """Share of all places in all batches that held padding."""
-        tokens = sum(line["tokens"] for line in self.training)
-        places = sum(line["tokens"] / (1 - line["padding_share"]) for line in self.training)
+        lines = [line for line in self.training if line["padding_share"] < 1]
+        tokens = sum(line["tokens"] for line in lines)
+        places = sum(line["tokens"] / (1 - line["padding_share"]) for line in lines)
         return 1 - tokens / places if places else None
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Iterable, Sequence
-from io import BytesIO
 
 from rich.console import Console
 
@@ -195,7 +194,5 @@ def _picture(forecast: Forecast) -> str:
         return ""
     from finetune.report import memory_plot  # with matplotlib, which a forecast in text need not wait for
 
-    image = BytesIO()
-    memory_plot.forecast(forecast, image)
-    encoded = base64.b64encode(image.getvalue()).decode()
+    encoded = base64.b64encode(memory_plot.forecast(forecast)).decode()
     return f'<img alt="Memory over a step" style="{_IMAGE_STYLE}" src="data:image/png;base64,{encoded}">'

@@ -40,6 +40,10 @@ mark { background: var(--trained); color: inherit; }
 """
 
 
+# Control characters but tab and line break: a page may be printed on a terminal, and none of them belongs in HTML.
+_CONTROLS = dict.fromkeys([*range(9), *range(11, 32), *range(127, 160)], "\N{REPLACEMENT CHARACTER}")
+
+
 def document(title: str, body: str) -> str:
     """A whole page that needs nothing but itself: `title`, a plain text, above the markup `body`."""
     name = escape(title)
@@ -73,4 +77,4 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]], *, numbers: bool =
 def escape(text: str) -> str:
     """`text` as markup that shows it and does nothing else."""
     # JSON can hold half of a surrogate pair, which no file in UTF-8 can.
-    return html.escape(text.encode("utf-8", "replace").decode("utf-8"))
+    return html.escape(text.translate(_CONTROLS).encode("utf-8", "replace").decode("utf-8"))

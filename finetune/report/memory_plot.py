@@ -7,9 +7,9 @@ the part which settings can shrink is the part that catches the eye.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from io import BytesIO
 from itertools import accumulate, groupby, pairwise
-from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
@@ -44,9 +44,11 @@ _TITLE_LETTERS = 100
 _UNITS = {"GiB": 2**30, "MiB": 2**20}
 
 
-def forecast(planned: Forecast, path: Path | IO[bytes]) -> None:
-    """Write the picture of the forecast as a PNG."""
-    draw(planned).savefig(path, format="png", metadata={"Software": None})
+def forecast(planned: Forecast) -> bytes:
+    """The picture of the forecast as a PNG."""
+    image = BytesIO()
+    draw(planned).savefig(image, format="png", metadata={"Software": None})
+    return image.getvalue()
 
 
 def draw(planned: Forecast) -> Figure:

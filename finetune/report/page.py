@@ -6,18 +6,17 @@ Every function returns markup; see `finetune.report.markup` for what comes from 
 from __future__ import annotations
 
 import base64
-import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from finetune import records
 from finetune.memory.monitor import headline
+from finetune.records import Answer
 from finetune.report import markup, words
 from finetune.report.figures import MEASURES, Figures, measures
 from finetune.rundir import RunDirectory, write_text
-
-_ANSWERS = {"reference": "reference", "before": "before training", "after": "after training"}
 
 # Events whose facts have a section of their own.
 _TOLD_ELSEWHERE = {"trained", "finished", "merged"}
@@ -54,7 +53,8 @@ def _document(run: RunDirectory) -> str:
 
 
 def _results(figures: Figures) -> str:
-    rows = [("steps", words.count(figures.steps))]
+    rows = [] if figures.trained else [("state", "not finished: what there is so far")]
+    rows.append(("steps", words.count(figures.steps)))
     if figures.training:
         rows.append(("training loss of the last step", words.loss(figures.final_loss)))
     if figures.evaluations:
@@ -84,7 +84,7 @@ def _held_out(figures: Figures) -> list[tuple[str, str]]:
 def _plot(run: RunDirectory) -> str:
     if not run.plot_file.is_file():
         return ""
-    image = base64.b64encode(run.plot_file.read_bytes()).decode()
+    image = base64.b64encode(records.read_bytes(run.plot_file)).decode()
     return f'<img alt="Loss and peak memory over the steps" src="data:image/png;base64,{image}">'
 
 
@@ -102,16 +102,21 @@ def _answers(run: RunDirectory) -> str:
     return "".join(
         f'<h3>{markup.escape(row["question"])}</h3><div class="answers">'
         + "".join(
-            f'<div class="answer"><h4>{title}</h4><p>{markup.escape(row.get(key, ""))}</p></div>'
-            for key, title in _ANSWERS.items()
+            f'<div class="answer"><h4>{title}</h4><p>{markup.escape(text)}</p></div>' for title, text in _texts(row)
         )
         + "</div>"
-        for row in _json(run.answers_file) or []
+        for row in run.answers()
     )
 
 
+def _texts(row: Answer) -> list[tuple[str, str]]:
+    """What there is to compare; the answer after training comes last."""
+    texts = [("reference", row["reference"]), ("before training", row["before"])]
+    return texts if row["after"] is None else [*texts, ("after training", row["after"])]
+
+
 def _proof(run: RunDirectory) -> str:
-    proof = _json(run.merged / "merge.json")
+    proof = run.merge_proof()
     if not proof:
         return ""
     rows = [
@@ -150,22 +155,26 @@ def _fact(key: str, value: Any) -> str:
     if key == "memory":
         peaks = value if isinstance(next(iter(value.values())), dict) else {"": value}
         return f"peak memory {words.size(headline(peaks))}"
-    if key.endswith("_bytes"):
-        return f"{key.removesuffix('_bytes')} {words.size(value)}"
     if key == "seconds":
         return f"{value:.1f} s"
-    return f"{key} {value}"
+    return f"{key.removesuffix('_bytes')} {_amount(key, value)}"
+
+
+def _amount(key: str, value: Any) -> str:
+    """A value that only its key says something of."""
+    is_size = key.endswith("_bytes") and type(value) is int and 0 <= value <= records.LARGEST_BYTES
+    return words.size(value) if is_size else str(value)
 
 
 def _preformatted(file: Path) -> str:
-    return f"<pre>{markup.escape(file.read_text(encoding='utf-8'))}</pre>" if file.is_file() else ""
+    return f"<pre>{markup.escape(records.read_bytes(file).decode(errors='replace'))}</pre>" if file.is_file() else ""
 
 
 def _environment(run: RunDirectory) -> str:
-    return markup.table((), _flat(_json(run.environment_file) or {}))
+    return markup.table((), _flat(run.environment() or {}))
 
 
-def _flat(values: dict[str, Any], prefix: str = "") -> Iterable[tuple[str, str]]:
+def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, str]]:
     """Nested values as (name, text), the names of the levels joined."""
     for key, value in values.items():
         name = prefix + key.removesuffix("_bytes").replace("_", " ")
@@ -174,8 +183,4 @@ def _flat(values: dict[str, Any], prefix: str = "") -> Iterable[tuple[str, str]]
         elif value is None:
             yield name, "unknown"
         else:
-            yield name, words.size(value) if key.endswith("_bytes") else str(value)
-
-
-def _json(file: Path) -> Any:
-    return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else None
+            yield name, _amount(key, value)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from matplotlib.ticker import MaxNLocator
 
 from finetune.report import words
 from finetune.report.figures import MEASURES, Figures, measures, smooth
-from finetune.rundir import RunDirectory, refuse_another
+from finetune.rundir import RunDirectory, write_bytes
 
 # Okabe and Ito's palette (jfly.uni-koeln.de/color), which colour-blind readers can tell apart.
 _BLUE, _SKY, _GREEN, _ORANGE, _PINK = "#0072B2", "#56B4E9", "#009E73", "#D55E00", "#CC79A7"
@@ -38,8 +39,9 @@ def training(run: RunDirectory) -> Path:
         _finish(axes)
     figure.align_ylabels()
     figure.get_layout_engine().set(w_pad=0.12, h_pad=0.12)
-    refuse_another(run.plot_file)
-    figure.savefig(run.plot_file, format="png", metadata={"Software": None})
+    image = BytesIO()
+    figure.savefig(image, format="png", metadata={"Software": None})
+    write_bytes(run.plot_file, image.getvalue())
     return run.plot_file
 
 
@@ -112,7 +114,7 @@ def _columns(series: list[tuple[int, int]], unit: str) -> tuple[list[int], list[
 
 def _limits(lowest: float, highest: float) -> tuple[float, float]:
     """An axis that spans at least a quarter of the peak, so that what hardly changes looks as if it hardly changes."""
-    half = 0.6 * max(highest - lowest, highest / 4)
+    half = 0.6 * max(highest - lowest, highest / 4) or 1
     middle = (highest + lowest) / 2
     return max(0.0, middle - half), middle + half
 

@@ -5,7 +5,6 @@ On a terminal the progress is one live line; in a log it is a plain line now and
 
 from __future__ import annotations
 
-import json
 import math
 import sys
 import time
@@ -24,6 +23,7 @@ from finetune.config import Config
 from finetune.data.batching import MicroBatching
 from finetune.data.inspection import Inspection
 from finetune.data.prepare import Counts, Prepared
+from finetune.errors import MachineError
 from finetune.memory.comparison import Difference
 from finetune.memory.fit import Fitted, Limits
 from finetune.memory.forecast import Forecast
@@ -212,14 +212,13 @@ class Terminal:
     def answers(self, run: RunDirectory) -> None:
         """Held-out questions with the reference and the answers before and after training."""
         self.close()
-        if not run.answers_file.is_file():
-            return
-        for row in json.loads(run.answers_file.read_text(encoding="utf-8")):
+        for row in run.answers():
             self._say("")
             self._say(row["question"].strip(), style="bold")
-            for kind in ("reference", "before", "after"):
-                self._print(Text(kind, style="dim"))
-                self._print(Padding(self._text(row.get(kind, "").strip()), (0, 0, 0, 4), expand=False))
+            for kind, text in (("reference", row["reference"]), ("before", row["before"]), ("after", row["after"])):
+                if text is not None:
+                    self._print(Text(kind, style="dim"))
+                    self._print(Padding(self._text(text.strip()), (0, 0, 0, 4), expand=False))
 
     def merged(self, run: RunDirectory, proof: dict[str, Any]) -> None:
         """What was proven about the merged model, and where it is."""
@@ -281,8 +280,12 @@ class Terminal:
         return Text(printing.encodable(self._console, visible(text, LINES)), style=style)
 
     def _print(self, printed: Any, *, soft_wrap: bool = False) -> None:
-        if not self._quiet:
+        if self._quiet:
+            return
+        try:
             self._console.print(printed, soft_wrap=soft_wrap, highlight=False)
+        except OSError as error:
+            raise MachineError(f"the output could not be written: {error.strerror}") from None
 
 
 # -- a config, a data set, a device in a few words ---------------------------------------------------------------------
@@ -344,11 +347,11 @@ def _batch(config: Config, rows: int, processes: int) -> str:
 
 def _device(run: RunDirectory, device: str) -> str:
     """The device as environment.json describes it, or its bare name."""
-    if not run.environment_file.is_file():
+    environment = run.environment()
+    if environment is None:
         return device
-    environment = json.loads(run.environment_file.read_text(encoding="utf-8"))
-    described = environment.get("device", {})
-    if "name" in described:
+    described = environment["device"]
+    if "name" in described and "total_bytes" in described:
         return f"{described['name']} ({device}), {words.size(described['total_bytes'])}"
     return f"{device}, {environment.get('cpu_cores')} cores, {environment.get('threads')} threads"
 

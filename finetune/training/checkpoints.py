@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import threading
 import time
 from collections.abc import Iterable
@@ -17,14 +18,15 @@ from typing import Any
 
 import torch
 from bitsandbytes.optim.optimizer import Optimizer8bit
+from transformers import TrainerState
 from transformers.trainer import TRAINER_STATE_NAME
 
-from finetune import checkpoint
+from finetune import checkpoint, records
 from finetune.checkpoint import Contents
 from finetune.errors import ArtifactError, MachineError
 from finetune.memory.monitor import Peak
 from finetune.model import adapter
-from finetune.rundir import RunDirectory
+from finetune.rundir import RunDirectory, checkpoint_step
 from finetune.training.randomness import RandomState
 
 ADAPTER_FILE, MODEL_FILE = "adapter_model.safetensors", "model.safetensors"
@@ -64,6 +66,25 @@ def _copy(tensor: torch.Tensor, into: torch.Tensor, what: str) -> None:
             f"{what} is {tensor.dtype} of {tuple(tensor.shape)}, and this job's is {into.dtype} of {tuple(into.shape)}"
         )
     into.copy_(tensor)
+
+
+def _refuse_other_kind(what: str, stored: Any, live: Any) -> None:
+    """Raise ValueError where a value of a checkpoint is not of the kind that the job's own is of."""
+    if isinstance(live, dict) and isinstance(stored, dict):
+        if unknown := sorted(stored.keys() - live.keys()):
+            raise ValueError(f"{what} has no `{unknown[0]}`")
+        for key, value in stored.items():
+            _refuse_other_kind(f"{what}.{key}", value, live[key])
+    elif isinstance(live, (list, tuple)) and isinstance(stored, list):
+        if len(live) != len(stored):
+            raise ValueError(f"{what} has {len(stored)} values instead of {len(live)}")
+        for number, (value, expected) in enumerate(zip(stored, live, strict=True)):
+            _refuse_other_kind(f"{what}.{number}", value, expected)
+    elif isinstance(live, float) and type(stored) in (int, float):
+        if not math.isfinite(stored):
+            raise ValueError(f"{what} is not a finite number")
+    elif type(stored) is not type(live):
+        raise ValueError(f"{what} is {type(stored).__name__} instead of {type(live).__name__}")
 
 
 def _refuse_other_names(what: object, found: Iterable[str], expected: Iterable[str]) -> None:
@@ -109,6 +130,7 @@ def restore_optimizer(optimizer: Any, described: dict[str, Any], tensors: dict[s
     else:
         _restore_torch(optimizer, states)
     for group, stored in zip(optimizer.param_groups, groups, strict=True):
+        _refuse_other_kind("groups", stored, {key: value for key, value in group.items() if key != "params"})
         group.update({key: tuple(value) if isinstance(value, list) else value for key, value in stored.items()})
 
 
@@ -126,6 +148,7 @@ def _restore_bitsandbytes(optimizer: Optimizer8bit, states: list[dict[str, Any]]
                 if isinstance(value, torch.Tensor):
                     _copy(value, made[key], f"{OPTIMIZER_FILE}: `{key}`")
                 else:
+                    _refuse_other_kind(key, value, made[key])
                     made[key] = value
 
 
@@ -185,14 +208,16 @@ def _adapter_config(config: Any) -> dict[str, Any]:
 
 def restore(trainer: Any, folder: Path) -> None:
     """Give optimizer, schedule and scaler the state of a checkpoint. Raises ArtifactError where it does not fit."""
-    state = checkpoint.read_json(folder, STATE_FILE)
+    state = records.read(folder / STATE_FILE, records.CHECKPOINT_STATE)
     tensors = checkpoint.read_tensors(folder, OPTIMIZER_FILE)
     try:
-        restore_optimizer(_inner(trainer.optimizer), state["optimizer"], tensors)
+        restore_optimizer(_inner(trainer.optimizer), {**state["optimizer"]}, tensors)
+        _refuse_other_kind("schedule", state["schedule"], trainer.lr_scheduler.state_dict())
         _restore_schedule(trainer.lr_scheduler, state["schedule"])
         if state["scaler"] and (scaler := getattr(trainer.accelerator, "scaler", None)):
+            _refuse_other_kind("scaler", state["scaler"], scaler.state_dict())
             scaler.load_state_dict(state["scaler"])
-    except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError, OverflowError, RuntimeError) as error:
         raise ArtifactError(
             f"{folder}: its state does not fit this job ({error}); give --fresh to start anew"
         ) from None
@@ -209,9 +234,41 @@ def _restore_schedule(schedule: Any, state: dict[str, Any]) -> None:
 
 def restore_random(folder: Path, process: int) -> None:
     """Set the generators of this process to those of a checkpoint, where it was among those that made it."""
-    states = checkpoint.read_json(folder, STATE_FILE)["random"]
-    if process < len(states):
-        RandomState.from_json(states[process]).restore()
+    if process < len(states := _random_states(folder)):
+        states[process].restore()
+
+
+def _random_states(folder: Path) -> list[RandomState]:
+    """The generators of each process. Raises ArtifactError."""
+    states = records.read(folder / STATE_FILE, records.CHECKPOINT_STATE)["random"]
+    try:
+        return [RandomState.from_json(state) for state in states]
+    except (ValueError, LookupError, TypeError, OverflowError, RuntimeError) as error:
+        raise ArtifactError(f"{folder / STATE_FILE}: `random` holds no states of generators: {error}") from None
+
+
+def read_trainer_state(folder: Path) -> TrainerState:
+    """transformers' part of a checkpoint. Raises ArtifactError, also for what this version of it does not know."""
+    file = folder / TRAINER_STATE_NAME
+    found = records.read(file, records.TRAINER_STATE)
+    state: dict[str, Any] = {**found}
+    if unknown := sorted(state.keys() - {field.name for field in dataclasses.fields(TrainerState)}):
+        raise ArtifactError(f"{file}: this version of transformers has no `{unknown[0]}`; use the one that wrote it")
+    if state["global_step"] != checkpoint_step(folder):
+        raise ArtifactError(f"{file}: `global_step` is {state['global_step']}, and not the checkpoint's")
+    return TrainerState(**state)
+
+
+def problems_of(folder: Path) -> list[str]:
+    """What keeps training from going on from a checkpoint, each naming its file; nothing for one it can go on from."""
+    if damaged := checkpoint.problems_of(folder):
+        return damaged
+    try:
+        read_trainer_state(folder)
+        _random_states(folder)
+    except ArtifactError as error:
+        return [str(error)]
+    return []
 
 
 def _inner(optimizer: Any) -> Any:

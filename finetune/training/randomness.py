@@ -37,7 +37,10 @@ class RandomState:
 
     @classmethod
     def from_json(cls, state: dict[str, Any]) -> RandomState:
-        """What `as_json` wrote; without a CUDA device in use, its generator is left out."""
+        """What `as_json` wrote; without a CUDA device in use, its generator is left out.
+
+        Raises ValueError, TypeError, LookupError, OverflowError or RuntimeError for what it cannot have written.
+        """
         made = cls()
         version, keys, gauss = state["python"]
         made._python = version, tuple(keys), gauss
@@ -46,6 +49,10 @@ class RandomState:
         made._torch = _from_hex(state["torch"])
         if state["cuda"] and made._cuda is not None:
             made._cuda = _from_hex(state["cuda"])
+        # Generators of no other use: what they take, those of the process take.
+        random.Random().setstate(made._python)
+        np.random.RandomState().set_state(made._numpy)
+        torch.Generator().set_state(made._torch)
         return made
 
 

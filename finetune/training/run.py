@@ -11,10 +11,8 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from transformers import EarlyStoppingCallback, TrainerState
-from transformers.trainer import TRAINER_STATE_NAME
 
 from finetune import libraries
-from finetune.checkpoint import read_json
 from finetune.config import Config
 from finetune.data import fingerprint
 from finetune.data.batching import MicroBatching, RowOrder
@@ -29,7 +27,7 @@ from finetune.rundir import RunDirectory, not_written, staged
 from finetune.signals import Signals
 from finetune.training import optimizers, processes
 from finetune.training.arguments import arguments
-from finetune.training.checkpoints import Saver
+from finetune.training.checkpoints import Saver, read_trainer_state
 from finetune.training.collator import MicroBatches
 from finetune.training.recorder import Listener
 from finetune.training.trainer import Trainer, save_weights
@@ -161,7 +159,7 @@ def _last_state(config: Config, trainer: Trainer, checkpoint: Path) -> TrainerSt
     transformers would train one step over the end when that lies within an epoch, and an evaluation's interval over
     where early stopping ended.
     """
-    state = TrainerState(**read_json(checkpoint, TRAINER_STATE_NAME))
+    state = read_trainer_state(checkpoint)
     patience = config.training.early_stopping
     stopped_early = patience and _evaluations_without_gain(state) >= patience
     return state if stopped_early or state.global_step >= trainer.total_steps() else None
@@ -195,7 +193,7 @@ def _publish(
             else:
                 save_weights(model, folder)
             fingerprint.save(tokenizer, base, folder)
-    except SafetensorError as error:  # what safetensors 0.8 makes of a full disk
+    except (OSError, SafetensorError) as error:  # safetensors 0.8 makes its own of a full disk
         raise MachineError(not_written(target, error)) from None
     if initial:
         shutil.rmtree(initial)

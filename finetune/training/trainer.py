@@ -20,13 +20,12 @@ from accelerate.data_loader import BatchSamplerShard
 from bitsandbytes.optim import GlobalOptimManager
 from bitsandbytes.optim.optimizer import Optimizer8bit
 from transformers import TrainerCallback, TrainerState
-from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import EvalLoopOutput
 from trl import SFTTrainer
 from trl.kernels import chunked_logprob
 
-from finetune.checkpoint import problems_of, read_json
+from finetune.checkpoint import problems_of
 from finetune.config import AdapterSection, TrainingSection
 from finetune.data.batching import RowOrder
 from finetune.errors import FinetuneError, Terminated
@@ -38,6 +37,7 @@ from finetune.signals import Signals
 from finetune.training import healing, processes, schedules, worst_first
 from finetune.training.checkpoints import (
     Saver,
+    read_trainer_state,
     restore,
     restore_random,
     restore_weights,
@@ -416,9 +416,9 @@ class Trainer(SFTTrainer):
         """Counters go on where they stood; what the config says of them may have changed, and holds."""
         for callback in self._stateful_callbacks():
             stored = self.state.stateful_callbacks.get(type(callback).__name__, {})
-            for name, value in stored.get("attributes", {}).items():
-                if hasattr(callback, name):
-                    setattr(callback, name, value)
+            for name, value in callback.state()["attributes"].items():
+                if (then := stored.get("attributes", {}).get(name)) is not None:
+                    setattr(callback, name, type(value)(then))
 
     def _stateful_callbacks(self) -> list[Any]:
         return [callback for callback in self.callback_handler.callbacks if isinstance(callback, ExportableState)]
@@ -462,7 +462,7 @@ class Trainer(SFTTrainer):
         if not checkpoint:
             return
         restore(self, Path(checkpoint))
-        then, now = read_json(Path(checkpoint), TRAINER_STATE_NAME)["max_steps"], self.total_steps()
+        then, now = read_trainer_state(Path(checkpoint)).max_steps, self.total_steps()
         done = self.lr_scheduler.last_epoch
         if done and then != now:
             before, after = schedules.rate(self.section, done, then), schedules.rate(self.section, done + 1, now)

@@ -56,7 +56,7 @@ def test_markup_in_names_and_events_is_harmless(tmp_path) -> None:
     run.path.mkdir()
     run.config_file.write_text("model: <script>", encoding="utf-8")
     run.event("<script>", **{"<script>": "<script>"})
-    write_json(run.environment_file, {"<script>": "<script>"})
+    write_json(run.environment_file, {"device": {"type": "cpu"}, "<script>": "<script>"})
     page.write(run)
     assert "script" not in Reader(run.report_file.read_text(encoding="utf-8")).tags
 

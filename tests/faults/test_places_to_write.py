@@ -1,0 +1,186 @@
+"""Each command that writes, where it cannot: exit 4 with the path and the reason, and nothing half-written."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from forecasts import forecast
+from jobs import TINY
+
+import finetune
+from finetune import cli, planning
+from finetune.config import Config
+from finetune.errors import MachineError
+from finetune.memory.fit import Fitted
+from finetune.rundir import RunDirectory
+
+Call = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> Call:
+    """Run `finetune ARGUMENTS` in this process; returns (exit code, stdout, stderr)."""
+    monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")  # a command that forecasts switches the compiler off
+
+    def run(*arguments: object) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["finetune", *map(str, arguments)])
+        code = 0
+        try:
+            cli.main()
+        except SystemExit as stopped:
+            code = int(stopped.code or 0)
+        return code, *capsys.readouterr()
+
+    return run
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of its own."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=16m", "tmpfs", folder], capture_output=True).returncode:
+        pytest.skip("mounting a disk needs root")
+    yield folder
+    subprocess.run(["umount", "--lazy", folder], check=True)
+
+
+def fill(disk: Path) -> None:
+    with open(disk / "filler", "wb", buffering=0) as file:
+        try:
+            while True:
+                file.write(bytes(2**16))
+        except OSError:
+            pass
+
+
+def protect(disk: Path) -> None:
+    subprocess.run(["mount", "-o", "remount,ro", disk], check=True)
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def refused(told: tuple[int, str, str], path: Path, why: str) -> None:
+    code, _, err = told
+    assert code == 4, err
+    assert err.startswith(f"error: {path}")
+    assert why in err
+    assert "bytes are free" in err or "its directory is not there" in err
+
+
+WRITERS = {
+    "data": ["data", TINY, "--html"],
+    "plan": ["plan", TINY, "--picture"],
+}
+
+
+@pytest.mark.parametrize("command", WRITERS)
+def test_a_file_asked_for_that_cannot_be_written(command: str, call: Call, disk: Path, rows_file: Path) -> None:
+    small = [
+        f"data.train={rows_file}",
+        "data.max_length=32",
+        "training.batch_size=2",
+        "training.micro_batch=2",
+        "data.eval_share=0.2",
+    ]
+    arguments = [*WRITERS[command], disk / "made", *small]
+    refused(call(*WRITERS[command], disk / "missing" / "made", *small), disk / "missing" / "made", "No such file")
+    (disk / "made").write_text("mine")
+    fill(disk)
+    before = contents(disk)
+    refused(call(*arguments), disk / "made", "No space left on device")
+    protect(disk)
+    refused(call(*arguments), disk / "made", "Read-only file system")
+    refused(call(*WRITERS[command], "/dev/full", *small), Path("/dev/full"), "No space left on device")
+    assert contents(disk) == before
+    assert Path("/dev/full").is_char_device()
+
+
+def test_a_fitted_config_that_cannot_be_written(disk: Path) -> None:
+    """Without the fit before it, which takes most of a minute."""
+    fitted = Fitted(Config(), forecast(), {}, forecast(), tried=1)
+    with pytest.raises(MachineError, match=r"made could not be written: No such file.*its directory is not there"):
+        planning.write(fitted, disk / "missing" / "made")
+    fill(disk)
+    with pytest.raises(MachineError, match=r"made could not be written: No space left on .*bytes are free"):
+        planning.write(fitted, disk / "made")
+    assert sorted(os.listdir(disk)) == ["filler"]
+    planning.write(fitted, Path("/dev/null"))
+    assert Path("/dev/null").is_char_device()
+
+
+@pytest.mark.parametrize("command", ["report", "merge"])
+def test_a_run_that_cannot_be_written_to(command: str, call: Call, disk: Path, trained: RunDirectory) -> None:
+    run = RunDirectory(shutil.copytree(trained.path, disk / "run"))
+    run.lock_file.write_text("1\n")
+    fill(disk)
+    before = contents(disk)
+    refused(call(command, run.path), run.path, "No space left on device")
+    assert contents(disk) | {"run/lock": b""} == before | {"run/lock": b""}
+    protect(disk)
+    refused(call(command, run.path), run.path, "Read-only file system")
+    assert contents(disk) | {"run/lock": b""} == before | {"run/lock": b""}
+
+
+def test_an_output_that_is_full_is_told(tmp_path: Path) -> None:
+    with open("/dev/full", "w") as full:
+        ended = subprocess.run(
+            [sys.executable, "-m", "finetune", "schema"], stdout=full, stderr=subprocess.PIPE, text=True, check=False
+        )
+    assert (ended.returncode, ended.stderr) == (4, "error: the output: No space left on device\n")
+
+
+# -- --fresh -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def earlier(quick, tmp_path: Path) -> Callable[[Path], Config]:
+    """A function that puts a run of one step at a path; its config."""
+    done = finetune.train(quick("training.max_steps=1", "data.eval=none", "training.eval_every=null")).run
+
+    def make(place: Path) -> Config:
+        shutil.copytree(done.path, place, dirs_exist_ok=True)
+        return done.config().changed({"output.dir": str(place)})
+
+    return make
+
+
+def test_fresh_at_a_mount_point_or_under_a_name_that_cannot_grow_is_refused_and_moves_nothing(
+    earlier, disk: Path, tmp_path: Path
+) -> None:
+    for place, why in ((disk, "busy"), (tmp_path / ("x" * 255), "too long")):
+        config = earlier(place)
+        before = contents(place)
+        with pytest.raises(MachineError, match=rf"{place}: the earlier run cannot be renamed, so it stays: .*{why}"):
+            finetune.train(config, fresh=True)
+        assert contents(place) | {"lock": b""} == before | {"lock": b""}
+        assert finetune.train(config).run.finished
+
+
+def test_fresh_through_a_link_moves_the_run_and_makes_the_new_one_where_it_was(earlier, tmp_path: Path) -> None:
+    place, link = tmp_path / "elsewhere" / "place", tmp_path / "link"
+    place.parent.mkdir()
+    link.symlink_to(place)
+    config = earlier(place).changed({"output.dir": str(link)})
+    before = contents(place)
+    for number in (1, 2):
+        assert finetune.train(config, fresh=True).run.finished
+        assert sorted(os.listdir(place.parent)) == ["place", *(f"place.{each}" for each in range(1, number + 1))]
+        assert finetune.train(config).run.finished
+    assert contents(place.with_name("place.1")) | {"lock": b""} == before | {"lock": b""}
+
+
+def test_fresh_takes_a_run_away_that_lacks_its_config(earlier, tmp_path: Path) -> None:
+    config = earlier(tmp_path / "place")
+    (tmp_path / "place" / "config.yaml").unlink()
+    run = finetune.train(config, fresh=True).run
+    assert run.events()[0]["event"] == "started"
+    assert (tmp_path / "place.1" / "adapter").is_dir()
