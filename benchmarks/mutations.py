@@ -73,15 +73,16 @@ AREAS: dict[str, tuple[dict[str, str], list[str]]] = {
     "checkpoints": (
         {
             "finetune.checkpoint": "Contents.bytes write _refuse_numbers _safetensors _write _parts _json _sha256 "
-            "problems_of manifest_of _read_small _problems_of_file newest_valid set_aside prune _is_whole "
-            "read_json read_tensors",
+            "problems_of manifest_of _problems_of_file newest_valid set_aside prune _is_whole "
+            "read_tensors",
+            "finetune.records": "exists open_file read_bytes read read_lines check _parsed _plain",
             "finetune.weight_files": "not_finite is_finite",
             "finetune.rundir": "RunDirectory.finished RunDirectory.saved_steps RunDirectory.complete_checkpoints "
             "RunDirectory.remove_leftovers RunDirectory.forget_metrics_after checkpoint_step staged _publish _put_back "
-            "dispose _remove _replace append_line read_lines _fsync",
+            "dispose _remove write_bytes append_line _fsync",
         },
-        ["test_checkpoint.py", "test_rundir.py", "faults/test_checkpoints.py", "security/test_row_26_checkpoints.py",
-         "test_doctor.py"],
+        ["test_checkpoint.py", "test_rundir.py", "test_records.py", "faults/test_checkpoints.py",
+         "security/test_row_26_checkpoints.py", "test_doctor.py"],
     ),
 }  # fmt: skip
 """By area: the functions of each module, and the test files, the fastest first."""

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import stat
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Annotated, Any, NotRequired, Required, TypeVar, cast
 
-from pydantic import ConfigDict, Discriminator, Field, Tag, TypeAdapter, ValidationError, with_config
+from pydantic import AfterValidator, ConfigDict, Discriminator, Field, Tag, TypeAdapter, ValidationError, with_config
+from pydantic_core import PydanticCustomError
 from typing_extensions import TypedDict  # pydantic asks for it below Python 3.12
 
 from finetune.errors import ArtifactError
@@ -39,7 +41,15 @@ Number = Annotated[float, Field(ge=-_LARGEST_FLOAT32, le=_LARGEST_FLOAT32)]  # w
 Positive = Annotated[float, Field(ge=0, le=_LARGEST_FLOAT32)]
 Share = Annotated[float, Field(ge=0, le=1)]
 Peak = dict[str, Bytes]
-FileName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]*$", max_length=255)]
+
+
+def _file_name(name: str) -> str:
+    if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]{,254}", name):
+        raise PydanticCustomError("file_name", "not the name of a file beside it")
+    return name
+
+
+FileName = Annotated[str, AfterValidator(_file_name)]
 
 # Strict: "3", 3.0 and true are not the integer 3. Keys of a later version are kept.
 _written = with_config(ConfigDict(strict=True, extra="allow"))
@@ -361,7 +371,7 @@ def check(value: Any, shape: TypeAdapter[T]) -> T:
         shape.validate_python(value)
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-        where = ".".join(str(part) for part in first["loc"])
+        where = ".".join(str(part) for part in first["loc"] if part != "[key]")
         raise ValueError(f"`{_printable(where)}`: {first['msg']}" if where else first["msg"]) from None
     return cast(T, value)
 
