@@ -75,5 +75,5 @@ mutations: $(READY) ## Put 800 faults into masks, loss normaliser and checkpoint
 	$(BIN)/python benchmarks/mutations.py
 
 # Not through $(READY): an offline GPU machine brings its own Python, with finetune's wheels on its path.
-gpu-check: ## On a CUDA machine: the gpu tests, the 7B job capped at 24 GiB, the forecast beside 28 jobs.
-	$(or $(wildcard $(BIN)/python),$(PYTHON)) benchmarks/gpu_check.py
+gpu-check: ## On a CUDA machine: all that a card decides, in slices of at most four minutes; ARGS="--slices nan 7b-batch-4".
+	$(or $(wildcard $(BIN)/python),$(PYTHON)) benchmarks/gpu_check.py $(ARGS)

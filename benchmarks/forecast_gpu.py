@@ -1,6 +1,6 @@
 """How far the forecast of `finetune plan` is from what a real training step takes on the CUDA device that is here.
 
-    python benchmarks/forecast_gpu.py [--only NAME] [--seconds N]        (a part of `make gpu-check`)
+    python benchmarks/forecast_gpu.py [--only NAME] [--part I/N] [--seconds N]        (slices of `make gpu-check`)
 
 The GPU's counterpart of forecast_cpu.py, from 100 million parameters to 7 billion, all with random weights: it needs
 no network and no model files. Each setting is forecast and then really trained for two steps, in a process of its
@@ -62,7 +62,7 @@ NO_DEVICE = 4
 
 # On a CPU a resident peak must be what is in use; on a GPU machine this changes nothing that is measured.
 _ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_TELEMETRY": "1", "TOKENIZERS_PARALLELISM": "false"}
-_EXPANDABLE = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+_EXPANDABLE = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
 
 
 # -- the settings ------------------------------------------------------------------------------------------------------
@@ -79,7 +79,7 @@ _EXPECTED = {"llama": 12, _110M: 12, _120M: 12, _05B: 15, _06B: 16, _GEMMA: 17, 
 class Setting(forecast_cpu.Setting):
     """A job as in forecast_cpu.py, whose `architecture` may also be a name of the catalog.
 
-    `recorded`: keep the allocator's history. `expandable`: with PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True.
+    `recorded`: keep the allocator's history. `expandable`: with PYTORCH_ALLOC_CONF=expandable_segments:True.
     """
 
     recorded: bool = False
@@ -674,7 +674,7 @@ def main() -> None:
     if options.worker:
         work(options.worker, options.on, options.answer, options.recordings, options.idle)
         return
-    names = options.only or [setting.name for setting in SETTINGS]
+    names = options.only or [setting.name for setting in part_of(SETTINGS, options.part)]
     chosen = [setting for setting in (*SETTINGS, TINY) if setting.name in names]
     if not chosen:
         sys.exit(f"no setting of that name; there are: {', '.join(setting.name for setting in (*SETTINGS, TINY))}")
@@ -691,6 +691,19 @@ def main() -> None:
     sweep(chosen, deadline, lambda setting: process_of(setting, options.on, options.recordings, idle_bytes), tell)
     print(table(result))
     sys.exit(0 if result["summary"]["passed"] else 1)
+
+
+def part_of(settings: Sequence[Setting], part: str) -> list[Setting]:
+    """Part I of N of `settings`, given as `I/N`: those that follow each other, of about the same expected seconds."""
+    number, of = map(int, part.split("/"))
+    share = sum(setting.seconds for setting in settings) / of
+    before = 0.0
+    found = []
+    for setting in settings:
+        if min(int((before + setting.seconds / 2) / share), of - 1) == number - 1:
+            found.append(setting)
+        before += setting.seconds
+    return found
 
 
 def _facts(on: str, deadline: Deadline) -> dict[str, Any]:
@@ -737,6 +750,7 @@ def table(result: Mapping[str, Any]) -> str:
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", action="append", metavar="NAME", help="only this setting (may be repeated)")
+    parser.add_argument("--part", default="1/1", metavar="I/N", help="only part I of N of the settings")
     parser.add_argument("--seconds", type=float, default=SECONDS, help=f"end after so many seconds (default {SECONDS})")
     parser.add_argument("--on", choices=("cuda", "cpu"), default="cuda", help="cpu: try the path without a GPU")
     parser.add_argument("--output", type=Path, default=harness.RESULTS / "forecast_gpu.json")

@@ -1,52 +1,65 @@
-"""One command for the day a GPU is there: the tests marked `gpu`, a 7B job under a cap of 24 GiB, and the forecast.
+"""One command for the day a GPU is there: what a card decides, in slices of at most four minutes.
 
-    make gpu-check            or            python3 benchmarks/gpu_check.py
+    make gpu-check            or            python3 benchmarks/gpu_check.py [--slices NAME ...] [--seconds N]
 
-It needs no network and no model files: the 7B architecture comes from the catalog, its weights are random, its rows
-are made here. Each part runs in a process of its own, so that its peaks are clean, and the next part runs whatever
-became of the last; running out of memory is a result. Figures, peaks by phase and the environment go to
-benchmarks/results/gpu_check.json after each part. The last part compares the forecast with 28 trained settings (see
-forecast_gpu.py, whose result and recordings stand beside) and takes up to nine minutes: where a command may take ten,
-give it one of its own, `--parts forecast`.
+It needs no network and no model files: architectures come from the catalog, weights are random, rows are made here.
+The slices stand in gpu_slices.py, the most telling first. Each runs in a process of its own, so that its peaks are
+clean and a crash ends it alone; running out of memory is a result. As each ends, three files are written: its findings
+into benchmarks/results/gpu_check.json, beside those of slices that ran earlier; the small files of its runs and the
+recordings of the allocator into gpu_check.tar.gz; and what it printed into gpu_check.log.
 
-Exit code: 0 all passed, 1 a part failed, 4 there is no CUDA device.
+With `--seconds N` it ends in time, and says which slices were left out. Where one command may take ten minutes, give
+it 560 and the next command the slices that were left out.
+
+    python benchmarks/gpu_check.py --on cpu
+
+tries every slice without a GPU, on tiny models, and writes where --output says (needed, so that nothing is mistaken
+for a card's result).
+
+Exit code: 0 all passed, 1 a slice failed or was left out, 4 there is no CUDA device.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import math
-import statistics
+import os
+import shutil
+import signal
+import subprocess
 import sys
+import tarfile
 import tempfile
-import xml.etree.ElementTree as ElementTree
-from collections.abc import Callable
-from functools import partial
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import gpu_slices
 import harness
 
 NO_DEVICE = 4
-OUT_OF_MEMORY = 6
-"""Exit codes of finetune (see finetune.errors)."""
+"""Exit code of finetune for a machine that lacks something (see finetune.errors)."""
 
-CONFIG = harness.ROOT / "configs" / "llama7b_qlora.yaml"
-TOKENS, STEPS, WARM_UP_STEPS = 2048, 12, 3
-"""Tokens a row, optimizer steps, and how many of the first are left out of the speed and the steady peaks."""
-BATCHES = (1, 4)
-LIMIT = "24GiB"
+LIMIT_SECONDS = 240.0
+"""No slice takes longer."""
+LOG_BYTES = 200_000
+"""What is kept of a slice's output: its end."""
+FILE_BYTES, ARCHIVE_BYTES = 2**20, 15 * 2**20
+"""The largest file taken from a slice's runs, and what all files may take together before they are compressed."""
 
+_SMALL = frozenset({".json", ".jsonl", ".yaml", ".xml"})
 _HAS_CUDA = "import torch; raise SystemExit(0 if torch.cuda.is_available() else 4)"
 
 
 def main() -> None:
     options = _options()
-    if reason := obstacle():
+    if options.on == "cuda" and (reason := obstacle()):
         print(f"gpu-check: {reason}; nothing was run", file=sys.stderr)
         sys.exit(NO_DEVICE)
-    sys.exit(0 if check(options.parts, options.output) else 1)
+    sys.exit(0 if check(options.slices, options.on, options.output, options.seconds) else 1)
 
 
 def obstacle() -> str | None:
@@ -56,208 +69,183 @@ def obstacle() -> str | None:
         return None
     if done.exit_code == NO_DEVICE:
         return "this machine has no CUDA device that torch can use"
-    return f"torch cannot be imported ({_last_line(done.errors)})"
+    return (
+        f"torch cannot be imported ({harness.without_paths((done.errors.strip().splitlines() or ['no output'])[-1])})"
+    )
 
 
-def check(parts: list[str], output: Path) -> bool:
-    """Run `parts` in order, write the result after each, and tell whether all passed."""
-    result: dict[str, Any] = {
-        "command": harness.command_line(),
-        "environment": harness.environment(),
-        "job": {
-            "config": str(CONFIG.relative_to(harness.ROOT)),
-            "weights": "random",
-            "tokens": TOKENS,
-            "steps": STEPS,
-            "warm_up_steps": WARM_UP_STEPS,
-            "limit": LIMIT,
-        },
-        "parts": {},
-    }
-    for name in parts:
-        print(f"gpu-check: {name} ...", flush=True)
-        found = result["parts"][name] = PARTS[name]()
-        harness.write_result(output, result)
-        print(_summary(name, found), flush=True)
-    passed = all(found["passed"] for found in result["parts"].values())
+def check(names: Sequence[str], on: str, output: Path, seconds: float | None = None) -> bool:
+    """Run the slices `names` in order, write after each, and tell whether all of them passed."""
+    ends = time.monotonic() + (math.inf if seconds is None else seconds)
+    result: dict[str, Any] = {"command": harness.command_line(), "on": on, "left_out": [], "slices": _earlier(output)}
+    log = output.with_suffix(".log")
+    log.parent.mkdir(parents=True, exist_ok=True)
+    log.write_text("", encoding="utf-8")
+    with _folders(output) as (work, kept):
+        for name in names:
+            left = ends - time.monotonic()
+            if left < gpu_slices.SLICES[name].seconds:
+                result["left_out"].append(name)
+                result["slices"].pop(name, None)  # an earlier result would be taken for this run's
+                print(f"gpu-check: {name} left out, {left:.0f} s were left", flush=True)
+            else:
+                print(f"gpu-check: {name} ...", flush=True)
+                found, said = run_slice(name, on, work, kept, min(LIMIT_SECONDS, left))
+                result["slices"][name] = found
+                with open(log, "a", encoding="utf-8") as file:
+                    file.write(f"==== {name} ====\n{said}\n")
+                print(summary(name, found), flush=True)
+            result["not_packed"] = pack(kept, output)
+            harness.write_result(output, result)
+    passed = not result["left_out"] and all(result["slices"][name]["passed"] for name in names)
     print(f"gpu-check: {'all passed' if passed else 'FAILED'}")
     return passed
 
 
-# -- the tests ---------------------------------------------------------------------------------------------------------
+def run_slice(name: str, on: str, work: Path, kept: Path, limit: float) -> tuple[dict[str, Any], str]:
+    """One slice in a process group of its own, which is ended after `limit` seconds: what it found, and its output."""
+    scratch, answer, output = work / name, work / f"{name}.json", work / f"{name}.log"
+    command = [
+        sys.executable, gpu_slices.__file__, name, "--on", on, "--answer", answer, "--scratch", scratch,
+        "--shared", work / "shared", "--kept", kept / name,
+    ]  # fmt: skip
+    started = time.monotonic()
+    with open(output, "wb") as file:
+        process = subprocess.Popen(
+            [str(part) for part in command],
+            cwd=harness.ROOT,
+            env=_variables(on, scratch),
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            process_group=0,
+        )
+        try:
+            exit_code: int | None = process.wait(limit)
+        except subprocess.TimeoutExpired:
+            exit_code = None
+        finally:
+            # Its children too: a training process would go on to hold the card.
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    said = output.read_bytes()[-LOG_BYTES:].decode("utf-8", "replace")
+    found: dict[str, Any] = {"passed": False, "findings": {}}
+    if answer.is_file():
+        found = json.loads(answer.read_text(encoding="utf-8"))
+    if exit_code is None:
+        found |= {"passed": False, "error": f"ended after {limit:.0f} s"}
+    elif exit_code and "error" not in found and not found["findings"]:
+        found["error"] = f"its process ended with {exit_code}: {harness.without_paths(said.strip()[-1000:])}"
+    elif exit_code not in (0, 1):
+        found |= {"passed": False, "error": f"its process ended with {exit_code}"}
+    found["seconds"] = round(time.monotonic() - started, 1)
+    found["at"] = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+    _take_small_files(scratch, kept / name)
+    shutil.rmtree(scratch, ignore_errors=True)
+    return found, said
 
 
-def tests() -> dict[str, Any]:
-    """The tests marked `gpu`: how many passed, were skipped or failed, and what the failures say."""
-    with tempfile.TemporaryDirectory(prefix="gpu-check-") as scratch:
-        report = Path(scratch) / "report.xml"
-        # The project's tests turn warnings into errors; those of another machine's torch are no failure of ours.
-        done = harness.python(
-            "-m", "pytest", "tests/gpu", "-m", "gpu", "-W", "default", "-p", "no:cacheprovider",
-            f"--junitxml={report}", f"--basetemp={scratch}/tmp",
-        )  # fmt: skip
-        print(done.output, flush=True)
-        if not report.is_file():
-            return {"passed": False, "exit_code": done.exit_code, "message": _last_line(done.errors or done.output)}
-        counts = read_junit(report.read_text(encoding="utf-8"))
-    # A skipped test has shown nothing, so a run in which all were skipped has not passed.
-    return {"passed": done.exit_code == 0 and counts["passed_tests"] > 0, "exit_code": done.exit_code, **counts}
-
-
-def read_junit(text: str) -> dict[str, Any]:
-    """Counts, failures and skips of a JUnit report written by pytest."""
-    cases = list(ElementTree.fromstring(text).iter("testcase"))
-    failed = {_name(case): _message(case, "failure", "error") for case in cases}
-    skipped = {_name(case): _message(case, "skipped") for case in cases}
-    failed = {name: message for name, message in failed.items() if message is not None}
-    skipped = {name: message for name, message in skipped.items() if message is not None}
-    return {"passed_tests": len(cases) - len(failed) - len(skipped), "failed": failed, "skipped": skipped}
-
-
-def _name(case: ElementTree.Element) -> str:
-    return f"{case.get('classname')}::{case.get('name')}"
-
-
-def _message(case: ElementTree.Element, *kinds: str) -> str | None:
-    for kind in kinds:
-        if (found := case.find(kind)) is not None:
-            return harness.without_paths(found.get("message", "").strip())[:500]
-    return None
-
-
-# -- the job -----------------------------------------------------------------------------------------------------------
-
-
-def job(batch: int) -> dict[str, Any]:
-    """Train the 7B job with `batch` rows of 2,048 tokens a step, and read its figures from the run directory."""
-    with tempfile.TemporaryDirectory(prefix="gpu-check-") as scratch:
-        rows, run = Path(scratch) / "rows.jsonl", Path(scratch) / "run"
-        harness.write_long_rows(rows, rows=batch * STEPS, tokens=TOKENS)
-        done = harness.python("-m", "finetune", "train", CONFIG, *overrides(batch, rows, run))
-        return {"exit_code": done.exit_code, **figures(run, done.exit_code, done.errors.replace(str(run), "RUN"))}
-
-
-def overrides(batch: int, rows: Path, run: Path) -> list[str]:
-    """What the job changes in the config, as `section.key=value`."""
-    changes = {
-        "model.weights": "random",
-        "data.train": rows,
-        "data.format": "text",
-        "data.eval": "none",
-        "data.max_length": TOKENS,
-        "training.batch_size": batch,
-        "training.micro_batch": batch,
-        "training.max_steps": STEPS,
-        "memory.limit": LIMIT,
-        "output.dir": run,
-    }
-    return [f"{key}={value}" for key, value in changes.items()]
-
-
-def figures(run: Path, exit_code: int, errors: str) -> dict[str, Any]:
-    """What became of a job: tokens per second, seconds a step, losses, and peaks in bytes by phase.
-
-    `steady_bytes` are the peaks of the steps after warm-up, `peak_bytes` those of the whole run with loading.
-    """
-    steps = harness.steps(run)
-    losses = [line["loss"] for line in steps]
-    finite = bool(losses) and all(loss is not None and math.isfinite(loss) for loss in losses)
-    found: dict[str, Any] = {
-        "passed": exit_code == 0 and len(steps) == STEPS and finite,
-        "out_of_memory": exit_code == OUT_OF_MEMORY,
-        "steps": len(steps),
-        "losses": losses,
-        "losses_are_finite": finite,
-    }
-    if exit_code:
-        found["message"] = _error(errors)
-    ended = harness.event(run, "trained") or harness.event(run, "out_of_memory")
-    found["peak_bytes"] = harness.largest([ended.get("memory", {}), *(line["memory"] for line in steps)])
-    if steady := steps[WARM_UP_STEPS:]:
-        seconds = [line["tokens"] / line["tokens_per_second"] for line in steady]
-        found |= {
-            "tokens_per_second": round(sum(line["tokens"] for line in steady) / sum(seconds), 1),
-            "step_seconds_median": round(statistics.median(seconds), 4),
-            "step_seconds": [round(second, 4) for second in seconds],
-            "padding_share": max(line["padding_share"] for line in steady),
-            "steady_bytes": harness.largest([line["memory"] for line in steady]),
-        }
-    if (adapter := run / "adapter" / "adapter_model.safetensors").is_file():
-        found["trained_parameters"] = stored_parameters(adapter)
+def _variables(on: str, scratch: Path) -> dict[str, str]:
+    path = os.pathsep.join(filter(None, [str(harness.ROOT), os.environ.get("PYTHONPATH", "")]))
+    found = {**os.environ, **harness.offline(), "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
+    # What is prepared from made-up rows is nobody's to keep.
+    found["HF_DATASETS_CACHE"] = str(scratch / "datasets")
+    if on == "cpu":
+        found["CUDA_VISIBLE_DEVICES"] = ""
     return found
-
-
-def stored_parameters(safetensors: Path) -> int:
-    """Number of parameters in a safetensors file, from its header (8 bytes of length, then JSON)."""
-    with open(safetensors, "rb") as file:
-        header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
-    return sum(math.prod(tensor["shape"]) for name, tensor in header.items() if name != "__metadata__")
-
-
-def _error(errors: str) -> str:
-    """The paragraph after `error:`, or the last line of a traceback, without the machine's paths."""
-    _, marker, paragraph = f"\n{errors}".rpartition("\nerror: ")
-    if not marker:
-        return _last_line(errors)
-    return harness.without_paths(paragraph.strip())[:2000]
-
-
-def _last_line(text: str) -> str:
-    return harness.without_paths((text.strip().splitlines() or ["no output"])[-1])
-
-
-# -- the forecast ------------------------------------------------------------------------------------------------------
-
-
-def forecast(output: Path = harness.RESULTS / "forecast_gpu.json") -> dict[str, Any]:
-    """How far `finetune plan` is off, over the settings of forecast_gpu.py: its summary."""
-    output.unlink(missing_ok=True)  # an older result is none of this card's
-    done = harness.python(harness.ROOT / "benchmarks" / "forecast_gpu.py", "--output", output)
-    print(done.output, flush=True)
-    if not output.is_file():
-        return {"passed": False, "exit_code": done.exit_code, "message": _last_line(done.errors or done.output)}
-    found = json.loads(output.read_text(encoding="utf-8"))["summary"]
-    return {**found, "passed": done.exit_code == 0 and found["passed"], "exit_code": done.exit_code}
 
 
 # -- what comes out ----------------------------------------------------------------------------------------------------
 
-PARTS: dict[str, Callable[[], dict[str, Any]]] = {
-    "tests": tests,
-    **{f"batch-{batch}": partial(job, batch) for batch in BATCHES},
-    "forecast": forecast,
-}
+
+def _earlier(output: Path) -> dict[str, Any]:
+    """The slices of an earlier run, each with the time at which it ran."""
+    if not output.is_file():
+        return {}
+    return json.loads(output.read_text(encoding="utf-8")).get("slices", {})
 
 
-def _summary(name: str, found: dict[str, Any]) -> str:
-    if name == "tests":
-        failed = [f"\n  {test}: {message.splitlines()[0]}" for test, message in found.get("failed", {}).items()]
-        return f"tests: {found.get('passed_tests', 0)} passed, {len(failed)} failed{''.join(failed)}"
-    if name == "forecast" and "within" in found:
-        within = ", ".join(
-            f"{number} within {100 * found['goals'][measure]:.0f} % {measure}"
-            for measure, number in found["within"].items()
-        )
-        rest = f"{len(found['failed'])} failed, {len(found['left_out'])} left out"
-        return f"forecast: {found['measured']} of {found['settings']} settings measured, {within}; {rest}"
-    lines = [f"{name}: {'passed' if found['passed'] else found.get('message', 'failed')}"]
-    if "tokens_per_second" in found:
-        lines.append(f"{found['tokens_per_second']:,} tokens/s, {found['step_seconds_median']:.3f} s a step")
-    measures = ("allocated_bytes", "reserved_bytes", "device_bytes")
-    rows = [
-        (phase, *(harness.gib(peak[measure]) for measure in measures if measure in peak))
-        for phase, peak in found.get("peak_bytes", {}).items()
-    ]
+@contextlib.contextmanager
+def _folders(output: Path) -> Iterator[tuple[Path, Path]]:
+    """A folder to work in and one whose files are packed, with those of an earlier archive; both go at the end."""
+    with tempfile.TemporaryDirectory(prefix="gpu-check-") as folder:
+        work, kept = Path(folder) / "work", Path(folder) / "kept"
+        for made in (work, kept):
+            made.mkdir()
+        if (archive := _archive(output)).is_file():
+            with tarfile.open(archive) as file:
+                file.extractall(kept, filter="data")
+        yield work, kept
+
+
+def _archive(output: Path) -> Path:
+    return output.with_suffix(".tar.gz")
+
+
+def pack(kept: Path, output: Path) -> list[str]:
+    """Write the archive beside `output`, small files first; returns what it had no room for."""
+    files = sorted((path for path in kept.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
+    left, left_out = ARCHIVE_BYTES, []
+    partly = output.with_suffix(".partly")
+    with tarfile.open(partly, "w:gz") as archive:
+        for path in files:
+            name = str(path.relative_to(kept))
+            left -= path.stat().st_size
+            if left < 0:
+                left_out.append(name)
+            else:
+                archive.add(path, name)
+    partly.replace(_archive(output))
+    return left_out
+
+
+def _take_small_files(scratch: Path, into: Path) -> None:
+    """Configs, metrics, events, forecasts and reports of the runs; not the data, weights and pictures."""
+    for path in sorted(scratch.rglob("*")):
+        parts = path.relative_to(scratch).parts
+        wanted = path.suffix in _SMALL and path.is_file() and not {"datasets", "checkpoints", "adapter"} & set(parts)
+        if wanted and len(parts) > 1 and path.stat().st_size <= FILE_BYTES:
+            target = into.joinpath(*parts)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(path, target)
+
+
+def summary(name: str, found: Mapping[str, Any]) -> str:
+    """A slice for a person: whether it passed, what failed, speeds, and peaks by phase in GiB."""
+    failed = [key for key, value in found["findings"].items() if not value.get("passed", True)]
+    lines = [f"{name}: {'passed' if found['passed'] else 'FAILED'} in {found.get('seconds', 0):.0f} s"]
+    if "error" in found:
+        lines.append(f"  {found['error']}")
+    rows = []
+    for key, value in found["findings"].items():
+        if key in failed:
+            said = value.get("message") or value.get("failed") or ""
+            lines.append(f"  {key}: FAILED {said}"[:1000])
+        if "tokens_per_second" in value:
+            speed = f"{value['tokens_per_second']:,} tokens/s, {value['step_seconds_median']:.3f} s a step"
+            lines.append(f"  {key}: {speed}")
+        for phase, peak in value.get("peak_bytes", {}).items():
+            if isinstance(peak, Mapping):
+                rows.append((f"{key}, {phase}", *(harness.gib(size) for size in peak.values())))
+                header = [measure.removesuffix("_bytes") for measure in peak]
     if rows:
-        lines.append(harness.table(("peak, GiB", "allocated", "reserved", "device")[: len(rows[0])], rows))
+        lines.append(harness.table(("peak, GiB", *header), rows))
     return "\n".join(lines)
 
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="default: all, in this order")
-    parser.add_argument("--output", type=Path, default=harness.RESULTS / "gpu_check.json")
-    return parser.parse_args()
+    names = list(gpu_slices.SLICES)
+    parser.add_argument("--slices", nargs="+", choices=names, default=names, help="default: all, in this order")
+    parser.add_argument("--seconds", type=float, help="end after so many seconds; by default when all have run")
+    parser.add_argument("--on", choices=gpu_slices.SIZES, default="cuda", help="cpu: try the slices without a GPU")
+    parser.add_argument("--output", type=Path, help="the result; archive and log stand beside it")
+    options = parser.parse_args()
+    if options.output is None:
+        if options.on == "cpu":
+            parser.error("--on cpu needs --output")
+        options.output = harness.RESULTS / "gpu_check.json"
+    return options
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import re
 import subprocess
 import sys
@@ -45,7 +46,7 @@ def run(
     command: Sequence[str | Path], *, threads: int | None = None, extra: Mapping[str, str] | None = None
 ) -> Finished:
     """Run `command` to its end, without network access of the libraries, `threads` CPU threads for arithmetic."""
-    environment = {**os.environ, **_offline(), **(extra or {})}
+    environment = {**os.environ, **offline(), **(extra or {})}
     # finetune need not be installed: this checkout comes first.
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
     if threads is not None:
@@ -70,7 +71,7 @@ def succeeded(done: Finished) -> Finished:
     return done
 
 
-def _offline() -> dict[str, str]:
+def offline() -> dict[str, str]:
     return {"HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_TELEMETRY": "1", "TOKENIZERS_PARALLELISM": "false"}
 
 
@@ -91,6 +92,19 @@ def write_long_rows(path: Path, *, rows: int, tokens: int) -> None:
         for row in range(rows):
             words = [f"word{(row * 7919 + place * 104_729) % 9973}" for place in range(tokens + 8)]
             file.write(json.dumps({"text": " ".join(words)}) + "\n")
+
+
+def write_uneven_rows(path: Path, *, rows: int, tokens: int) -> None:
+    """Write `rows` plain-text rows of an eighth of `tokens` words and less, a few tokens each; the same ones each time.
+
+    Most are short, as in the chats that models are tuned on.
+    """
+    draw = random.Random(0)
+    with open(path, "w", encoding="utf-8") as file:
+        for row in range(rows):
+            words = max(4, int(tokens / 8 * draw.random() ** 2))
+            text = " ".join(f"word{(row * 7919 + place * 104_729) % 9973}" for place in range(words))
+            file.write(json.dumps({"text": text}) + "\n")
 
 
 def read_lines(path: Path) -> list[Line]:
@@ -140,6 +154,11 @@ def command_line() -> str:
 def without_paths(text: str) -> str:
     """`text` with absolute paths cut to their last part: a result says nothing about the machine's folders."""
     return re.sub(r"(?<![\w.:/])/(?:[\w.+-]+/)+([\w.+-]*)", r"\1", text)
+
+
+def last_line(text: str) -> str:
+    """The last line of what a process said, without the machine's paths."""
+    return without_paths((text.strip().splitlines() or ["no output"])[-1])
 
 
 def write_result(path: Path, value: dict[str, Any]) -> None:

@@ -1,21 +1,26 @@
 """Tests that need a CUDA device: skipped with the reason where there is none; `make gpu-check` runs them.
 
-To try a test's logic on a machine without a GPU, set FINETUNE_GPU_TESTS_ON=cpu: tests that do not need CUDA itself
-(fixture `cuda`) then run on the CPU.
+With FINETUNE_GPU_TESTS_ON=cpu those that do not need CUDA itself run on the CPU, and the bodies of the others as far as
+a CPU can (see on_cpu.py).
 """
 
 from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
+import on_cpu
 import pytest
 import torch
 
 from finetune.config import Config
 from finetune.settings import load_config
+
+ROOT = Path(__file__).resolve().parents[2]
 
 # A card has a number: torch.cuda.set_per_process_memory_fraction takes no device without one.
 DEVICE = torch.device(os.environ.get("FINETUNE_GPU_TESTS_ON", "cuda:0"))
@@ -45,11 +50,19 @@ def device() -> torch.device:
 
 
 @pytest.fixture
-def cuda() -> torch.device:
-    """A CUDA device; the test is skipped where its logic is tried on a CPU."""
+def cuda(monkeypatch: pytest.MonkeyPatch) -> torch.device:
+    """A CUDA device; on a CPU there are stand-ins for it, and the test is never passed."""
     if DEVICE.type != "cuda":
-        pytest.skip("this test is about CUDA itself")
+        on_cpu.stand_in(monkeypatch)
     return DEVICE
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> None:
+    """On a CPU, a test that asks for a card runs as far as it can."""
+    if DEVICE.type != "cuda" and "cuda" in pyfuncitem.fixturenames:
+        names = pyfuncitem._fixtureinfo.argnames
+        on_cpu.run_body(pyfuncitem.obj, {name: pyfuncitem.funcargs[name] for name in names})
 
 
 @pytest.fixture
@@ -62,7 +75,7 @@ def rows(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def configure(tmp_path: Path, rows: Path) -> Callable[..., Config]:
+def configure(request: pytest.FixtureRequest, tmp_path: Path, rows: Path) -> Callable[..., Config]:
     """Makes the config of a short job on the built-in base; keyword `training__max_steps=4` sets a key."""
 
     def make(**changes: object) -> Config:
@@ -80,9 +93,31 @@ def configure(tmp_path: Path, rows: Path) -> Callable[..., Config]:
             "output.dir": tmp_path / "run",
             **{key.replace("__", "."): value for key, value in changes.items()},
         }
+        if DEVICE.type != "cuda":
+            settings = on_cpu.smaller(settings, a_card_decides="cuda" in request.fixturenames)
         return load_config(file, [f"{key}={_yaml(value)}" for key, value in settings.items()])
 
     return make
+
+
+@pytest.fixture
+def train_in_a_process(cuda: torch.device) -> Callable[[str, Path], subprocess.CompletedProcess[str]]:
+    """`finetune train` on a config's text, written to a file, from this checkout, installed or not."""
+
+    def train(config: str, file: Path) -> subprocess.CompletedProcess[str]:
+        file.write_text(config, encoding="utf-8")
+        if cuda.type != "cuda":
+            return on_cpu.train_here(file)
+        path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
+        return subprocess.run(
+            [sys.executable, "-m", "finetune", "train", str(file)],
+            env={**os.environ, "PYTHONPATH": path, "HF_HUB_OFFLINE": "1"},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+
+    return train
 
 
 def _yaml(value: object) -> str:

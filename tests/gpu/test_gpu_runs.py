@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import statistics
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -21,9 +19,8 @@ from finetune.rundir import RunDirectory
 
 pytestmark = pytest.mark.gpu
 
-ROOT = Path(__file__).resolve().parents[2]
-
 Configure = Callable[..., Config]
+Train = Callable[[str, Path], subprocess.CompletedProcess[str]]
 
 
 def losses(run: RunDirectory) -> list[float]:
@@ -116,7 +113,7 @@ def test_the_backward_peak_is_above_the_optimizer_peak(configure: Configure, cud
     ],
 )
 def test_a_cap_that_is_too_small_ends_with_exit_code_6_and_a_snapshot(
-    configure: Configure, cuda: torch.device, tmp_path: Path, limit: str
+    configure: Configure, train_in_a_process: Train, cuda: torch.device, tmp_path: Path, limit: str
 ) -> None:
     # In a process of its own: the cap holds for the whole process.
     config = configure(
@@ -136,7 +133,7 @@ def test_a_cap_that_is_too_small_ends_with_exit_code_6_and_a_snapshot(
 
 
 def test_a_cap_that_takes_fewer_rows_is_trained_within(
-    configure: Configure, cuda: torch.device, tmp_path: Path
+    configure: Configure, train_in_a_process: Train, cuda: torch.device, tmp_path: Path
 ) -> None:
     changes = {
         "memory__checkpointing": "none",
@@ -157,7 +154,9 @@ def test_a_cap_that_takes_fewer_rows_is_trained_within(
     assert losses(capped) == pytest.approx(losses(roomy), rel=2e-2)
 
 
-def test_a_cap_that_fits_is_kept(configure: Configure, cuda: torch.device, tmp_path: Path) -> None:
+def test_a_cap_that_fits_is_kept(
+    configure: Configure, train_in_a_process: Train, cuda: torch.device, tmp_path: Path
+) -> None:
     limit_bytes = 512 * 2**20
     config = configure(memory__limit="512MiB", memory__check="off")
     done = train_in_a_process(dump(config), tmp_path / "capped.yaml")
@@ -191,16 +190,3 @@ def test_the_meter_sees_a_peak_that_is_gone(cuda: torch.device) -> None:
     assert meter.read()["allocated_bytes"] >= before + size_bytes
     meter.reset()
     assert meter.read()["allocated_bytes"] < before + size_bytes
-
-
-def train_in_a_process(config: str, file: Path) -> subprocess.CompletedProcess[str]:
-    """`finetune train` on a config's text, from this checkout, installed or not."""
-    file.write_text(config, encoding="utf-8")
-    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
-    return subprocess.run(
-        [sys.executable, "-m", "finetune", "train", str(file)],
-        env={**os.environ, "PYTHONPATH": path, "HF_HUB_OFFLINE": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )

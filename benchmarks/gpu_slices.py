@@ -1,0 +1,872 @@
+"""The slices of gpu_check.py: what is asked of a card, each in a process of its own, the most telling first.
+
+    python benchmarks/gpu_slices.py NAME --on cuda --answer FILE --scratch FOLDER --kept FOLDER
+
+A slice is a generator of named findings. Each is written as soon as it is there, so that a slice which crashes, hangs
+or runs out of time leaves what it found before. It has passed when it came to its end and no finding says otherwise.
+
+With `--on cpu` a slice runs the same code with tiny models, and takes a CPU's measures in place of CUDA's. What is
+not CUDA's own is imported within the slices: an import that fails there ends one slice alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import math
+import os
+import shutil
+import statistics
+import sys
+import sysconfig
+import tempfile
+import time
+import traceback
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import harness
+
+Findings = Iterator[tuple[str, dict[str, Any]]]
+
+OUT_OF_MEMORY = 6
+"""Exit code of finetune (see finetune.errors)."""
+
+CONFIG = harness.ROOT / "configs" / "llama7b_qlora.yaml"
+BUILTIN = "builtin:tiny-llama"
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What is run on a device: `large` and `small` are models, `tokens` and `small_tokens` the lengths of their rows.
+
+    `steps` optimizer steps, of which the first `warm_up_steps` are left out of the speed and the steady peaks.
+    `heads` and `head_dim` are those of one attention layer, over `attention_tokens`.
+    """
+
+    large: str
+    small: str
+    tokens: int
+    small_tokens: int
+    steps: int
+    warm_up_steps: int
+    heads: int
+    head_dim: int
+    attention_tokens: tuple[int, ...]
+    repeats: int
+    limit: str | None
+
+
+SIZES = {
+    "cuda": Sizes(
+        large="meta-llama/Llama-2-7b-hf", small="meta-llama/Llama-3.2-1B", tokens=2048, small_tokens=1024, steps=12,
+        warm_up_steps=3, heads=32, head_dim=128, attention_tokens=(2048, 8192), repeats=20, limit="24GiB",
+    ),
+    "cpu": Sizes(
+        large=BUILTIN, small=BUILTIN, tokens=64, small_tokens=64, steps=3, warm_up_steps=1, heads=4, head_dim=32,
+        attention_tokens=(64, 128), repeats=3, limit=None,
+    ),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Work:
+    """Where a slice runs (`on` is cuda or cpu), and its folders.
+
+    `scratch` is the slice's own; of what it leaves there, small text files are packed. `shared` is every slice's;
+    `kept` is packed whole.
+    """
+
+    on: str
+    scratch: Path
+    shared: Path
+    kept: Path
+
+    @property
+    def sizes(self) -> Sizes:
+        return SIZES[self.on]
+
+    @property
+    def device(self) -> Any:
+        import torch
+
+        return torch.device("cuda", torch.cuda.current_device()) if self.on == "cuda" else torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Slice:
+    """`run` yields findings; `seconds` is what it is expected to take on an H100 (estimated; none has run yet)."""
+
+    run: Callable[[Work], Findings]
+    seconds: int
+
+
+# -- the machine -------------------------------------------------------------------------------------------------------
+
+_PACKAGES = (
+    "torch", "triton", "bitsandbytes", "transformers", "peft", "trl", "accelerate", "datasets", "huggingface_hub",
+    "tokenizers", "safetensors", "numpy",
+)  # fmt: skip
+_SMI_FIELDS = "name,driver_version,compute_cap,memory.total,memory.used,clocks.max.sm,clocks.max.mem,power.limit"
+
+
+def environment(work: Work) -> Findings:
+    """The machine, versions, every import, Triton's C compiler, bitsandbytes' library, and what doctor says."""
+    yield "machine", _machine()
+    yield "versions", _versions()
+    yield "imports", _imports(work.on)
+    yield "compiler", _compiler(work.scratch)
+    import forecast_gpu
+
+    yield "device", forecast_gpu.facts(work.device)
+    yield "triton", _triton(work.device) if work.on == "cuda" else {"left_out": "Triton compiles for a GPU alone"}
+    yield "bitsandbytes", _bitsandbytes(work.device)
+    done = harness.python("-m", "finetune", "doctor")
+    said = harness.without_paths(done.output + done.errors).splitlines()
+    yield "doctor", {"exit_code": done.exit_code, "said": said}
+
+
+def _machine() -> dict[str, Any]:
+    import platform
+
+    found: dict[str, Any] = {"python": platform.python_version(), "system": platform.platform(), "cpus": os.cpu_count()}
+    if tool := shutil.which("nvidia-smi"):
+        done = harness.run([tool, f"--query-gpu={_SMI_FIELDS}", "--format=csv,noheader"])
+        values = [value.strip() for value in (done.output.splitlines() or [""])[0].split(",")]
+        found["nvidia-smi"] = dict(zip(_SMI_FIELDS.split(","), values, strict=False)) or done.errors
+    return found
+
+
+def _versions() -> dict[str, Any]:
+    from importlib import metadata
+
+    found: dict[str, Any] = {}
+    for name in _PACKAGES:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            found[name] = None
+    return found
+
+
+def _imports(on: str) -> dict[str, Any]:
+    """Every library and every module of finetune, one by one: seconds, and what failed."""
+    import importlib
+    import pkgutil
+
+    seconds: dict[str, float] = {}
+    failed: dict[str, str] = {}
+
+    def take(name: str) -> Any:
+        started = time.perf_counter()
+        try:
+            module = importlib.import_module(name)
+        except Exception as error:
+            failed[name] = harness.without_paths(f"{type(error).__name__}: {error}")[:1000]
+            return None
+        seconds[name] = round(time.perf_counter() - started, 2)
+        return module
+
+    for name in _PACKAGES:
+        if name != "triton" or on == "cuda":
+            take(name)
+    if package := take("finetune"):
+        for found in pkgutil.walk_packages(package.__path__, "finetune."):
+            if not found.name.endswith("__main__"):
+                take(found.name)
+    return {"passed": not failed, "failed": failed, "seconds": {k: s for k, s in seconds.items() if s >= 0.1}}
+
+
+def _compiler(scratch: Path) -> dict[str, Any]:
+    """Whether an extension of Python can be built, as Triton builds its launcher: a C compiler and Python.h."""
+    compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang") or shutil.which("cc")
+    header = Path(sysconfig.get_paths()["include"]) / "Python.h"
+    found: dict[str, Any] = {"compiler": compiler and Path(compiler).name, "python_header": header.is_file()}
+    if not compiler:
+        return {**found, "passed": False, "message": "no C compiler (CC, gcc, clang, cc)"}
+    source, library = scratch / "stub.c", scratch / "stub.so"
+    source.write_text("#include <Python.h>\nint stub(void) { return PY_MAJOR_VERSION; }\n")
+    done = harness.run([*compiler.split(), "-shared", "-fPIC", f"-I{header.parent}", source, "-o", library])
+    return {
+        **found,
+        "passed": done.exit_code == 0,
+        "message": harness.last_line(done.errors) if done.exit_code else None,
+    }
+
+
+def _triton(device: Any) -> dict[str, Any]:
+    """A kernel, compiled, launched and compared."""
+    import torch
+    import triton
+    import triton.language as tl
+
+    @triton.jit
+    def double(source, target, count, block: tl.constexpr):
+        places = tl.program_id(0) * block + tl.arange(0, block)
+        inside = places < count
+        tl.store(target + places, 2 * tl.load(source + places, mask=inside), mask=inside)
+
+    source = torch.arange(1000, device=device, dtype=torch.float32)
+    target = torch.zeros_like(source)
+    started = time.perf_counter()
+    double[(triton.cdiv(1000, 256),)](source, target, 1000, block=256)
+    torch.cuda.synchronize()
+    return {"passed": torch.equal(target, 2 * source), "seconds": round(time.perf_counter() - started, 2)}
+
+
+def _bitsandbytes(device: Any) -> dict[str, Any]:
+    """The compiled library, and one call of each kind: NF4 there and back, an int8 product, an 8-bit optimizer step."""
+    import bitsandbytes as bnb
+    import torch
+    from bitsandbytes import functional
+    from bitsandbytes.cextension import lib
+
+    weight = torch.randn(256, 256, device=device, dtype=torch.bfloat16)
+    packed, state = functional.quantize_4bit(weight, quant_type="nf4", compress_statistics=True)
+    back = functional.dequantize_4bit(packed, state)
+    nf4_error = float((back - weight).float().norm() / weight.float().norm())
+
+    layer = bnb.nn.Linear8bitLt(256, 256, bias=False, has_fp16_weights=False)
+    layer.weight = bnb.nn.Int8Params(weight.cpu(), requires_grad=False, has_fp16_weights=False)
+    layer = layer.to(device)
+    inputs = torch.randn(8, 256, device=device, dtype=torch.bfloat16)
+    product = layer(inputs).float()
+    expected = inputs.float() @ weight.float().T
+    int8_error = float((product - expected).norm() / expected.norm())
+
+    trained = torch.nn.Parameter(torch.ones(512, 512, device=device))
+    trained.grad = torch.ones_like(trained)
+    bnb.optim.AdamW8bit([trained], lr=0.1).step()
+    return {
+        "library": type(lib).__name__,
+        "compiled_with_cuda": bool(getattr(lib, "compiled_with_cuda", False)),
+        "nf4_error": nf4_error,
+        "int8_error": int8_error,
+        "passed": nf4_error < 0.2 and int8_error < 0.1 and bool((trained < 1).all()),
+    }
+
+
+# -- the NaN of cuDNN's attention --------------------------------------------------------------------------------------
+
+NAN_LOGIT = -120.0
+"""Every score: each query's logsumexp is then below -88.7 = -ln(largest float32), pytorch/pytorch#196678."""
+NAN_TOKENS = 192
+"""64 modulo 128."""
+
+
+def nan(work: Work) -> Findings:
+    """cuDNN's backward pass with a mask, with and without what we do about it; then through steps of our trainer."""
+    from finetune import libraries
+
+    for tokens in (NAN_TOKENS, NAN_TOKENS + 64):
+        for masked in (True, False):
+            name = f"{tokens} tokens, {'a mask' if masked else 'causal without a mask'}"
+            yield f"attention: {name}, as torch chooses", _attention_gradients(work, tokens, masked)
+            with libraries.without_cudnn_attention():
+                found = _attention_gradients(work, tokens, masked)
+            yield f"attention: {name}, without cuDNN", {**found, "passed": found["not_finite"] == 0}
+    found = _nan_step(work, masked=False, with_cudnn=False)
+    yield "steps as we train", {**found, "passed": found["finite"] and found["masks"] == [False]}
+    # A micro-batch of full rows, as in the step that is tried first, has no mask all the same.
+    found = _nan_step(work, masked=True, with_cudnn=False)
+    yield "steps with a mask, without cuDNN", {**found, "passed": found["finite"] and True in found["masks"]}
+    # What a trainer that does neither would see. Not judged: a later cuDNN may have it mended.
+    yield "steps with a mask, as torch chooses", _nan_step(work, masked=True, with_cudnn=True)
+
+
+def _attention_gradients(work: Work, tokens: int, masked: bool) -> dict[str, Any]:
+    """One head's attention whose scores are all about NAN_LOGIT: entries of the gradients that are not finite."""
+    import torch
+    from torch.nn import functional
+
+    dim = 64
+    torch.manual_seed(0)
+    query, key, value = (torch.randn(1, 1, tokens, dim, device=work.device, dtype=torch.bfloat16) for _ in range(3))
+    query, key = query * 0.1, key * 0.1
+    query[..., 0], key[..., 0] = 1.0, NAN_LOGIT * math.sqrt(dim)
+    for tensor in (query, key, value):
+        tensor.requires_grad_()
+    mask = torch.ones(tokens, tokens, dtype=torch.bool, device=work.device).tril()[None, None] if masked else None
+    out = functional.scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=not masked)
+    out.backward(torch.randn_like(out))
+    each = {
+        name: int((~torch.isfinite(tensor.grad)).sum())
+        for name, tensor in (("query", query), ("key", key), ("value", value))
+    }
+    return {"not_finite": sum(each.values()), "of": each, "logsumexp": _logsumexp(query, key)}
+
+
+def _logsumexp(query: Any, key: Any) -> float:
+    """The largest over the first head's queries, of causal scores in float32."""
+    import torch
+
+    scores = query[:1, :1].float() @ key[:1, :1].float().transpose(-1, -2) / math.sqrt(query.shape[-1])
+    hidden = torch.ones_like(scores, dtype=torch.bool).triu(1)
+    return round(float(scores.masked_fill(hidden, -math.inf).logsumexp(-1).max()), 2)
+
+
+def _nan_step(work: Work, *, masked: bool, with_cudnn: bool) -> dict[str, Any]:
+    """Two optimizer steps over uneven rows of a model with an attention head as in Qwen2.5: massive activations.
+
+    The biases of queries and keys give every score about NAN_LOGIT, in the pair of places that rotates the least.
+    """
+    import forecast_gpu
+    import measured_step
+    import torch
+    from torch.nn import functional
+
+    from finetune import libraries
+    from finetune.errors import FinetuneError
+    from finetune.model import base, causality
+
+    setting = forecast_gpu.Setting("nan", "qwen2", NAN_TOKENS, 2, 1)
+    config, architecture = setting.resolved(), setting.build_architecture()
+    dim = architecture.hidden_size // architecture.num_attention_heads
+    seen: list[tuple[bool, int, float]] = []
+
+    def load_base(*arguments: Any, **named: Any) -> Any:
+        model = load(*arguments, **named)
+        for name, module in model.named_modules():
+            for projection, value in (("q_proj", 8.0), ("k_proj", NAN_LOGIT * math.sqrt(dim) / 8.0)):
+                if name.endswith(projection):
+                    module.bias.data.view(-1, dim)[:, dim // 2 - 1] = value
+        return model
+
+    def attend(query: Any, key: Any, *arguments: Any, **named: Any) -> Any:
+        mask = arguments[1] if len(arguments) > 1 else named.get("attn_mask")
+        if torch.is_grad_enabled():
+            seen.append((mask is not None, query.shape[-2], _logsumexp(query.detach(), key.detach())))
+        return plain(query, key, *arguments, **named)
+
+    load, plain = base.load_base, functional.scaled_dot_product_attention
+    found: dict[str, Any] = {"finite": False}
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(libraries.replaced(base, "load_base", load_base))
+        stack.enter_context(libraries.replaced(functional, "scaled_dot_product_attention", attend))
+        stack.enter_context(libraries.replaced(causality, "needs_mask", lambda *_: masked))
+        if with_cudnn:
+            stack.enter_context(libraries.replaced(libraries, "without_cudnn_attention", contextlib.nullcontext))
+        data = measured_step._data(config, architecture.vocab_size, setting.rows)
+        try:
+            _, _, steps, _ = forecast_gpu.train(config, architecture, data, work.device)
+        except FinetuneError as error:
+            found["message"] = str(error)[:500]
+        else:
+            norms = [line["grad_norm"] for line in steps]
+            found |= {"losses": [line["loss"] for line in steps], "grad_norms": norms}
+            found["finite"] = all(norm is not None and math.isfinite(norm) for norm in norms)
+    masks, tokens, sums = ([sight[place] for sight in seen] for place in range(3))
+    return {**found, "masks": sorted(set(masks)), "tokens": sorted(set(tokens)), "logsumexp": max(sums, default=None)}
+
+
+# -- jobs --------------------------------------------------------------------------------------------------------------
+
+
+def large(work: Work, batch: int) -> Findings:
+    """The 7B job, capped at 24 GiB, with `batch` rows a step."""
+    yield "run", _large_job(work, "run", batch)
+
+
+def profile(work: Work) -> Findings:
+    """The 7B job with one row a step, one step of it under the profiler: the kernels that take the most time."""
+    found = _large_job(work, "run", 1, {"training.max_steps": 4, "memory.profile_steps": 1}, steps=4)
+    yield "run", found
+    (trace,) = (work.scratch / "run" / "profile").glob("*.json*")
+    found = kernels(json.loads(trace.read_text(encoding="utf-8")), "kernel" if work.on == "cuda" else "cpu_op")
+    yield "kernels", {**found, "trace_bytes": trace.stat().st_size, "passed": bool(found["by_name"])}
+
+
+def expandable(work: Work) -> Findings:
+    """The 7B job with four rows a step, under each of the allocator's settings: what is reserved."""
+    for value in (True, False):
+        variables = {"PYTORCH_ALLOC_CONF": f"expandable_segments:{value}"}
+        name = f"expandable-segments-{value}"
+        yield name, _large_job(work, name, 4, {"training.max_steps": 4}, steps=4, variables=variables)
+
+
+def _large_job(work: Work, name: str, batch: int, changes: Mapping[str, Any] | None = None, **more: Any) -> Any:
+    sizes = work.sizes
+    rows = work.scratch / f"{name}.jsonl"
+    harness.write_long_rows(rows, rows=batch * sizes.steps, tokens=sizes.tokens)
+    return job(work, name, {**overrides(sizes, batch, rows), **(changes or {})}, **more)
+
+
+def overrides(sizes: Sizes, batch: int, rows: Path) -> dict[str, Any]:
+    """What the 7B job changes in its config."""
+    return {
+        "model.name": sizes.large,
+        "model.weights": "random",
+        "data.train": rows,
+        "data.format": "text",
+        "data.eval": "none",
+        "data.max_length": sizes.tokens,
+        "training.batch_size": batch,
+        "training.micro_batch": batch,
+        "training.max_steps": sizes.steps,
+        **({"memory.limit": sizes.limit} if sizes.limit else {}),
+    }
+
+
+def uneven(work: Work) -> Findings:
+    """A 1B over rows of very different lengths, of which a batch takes four micro-batches."""
+    yield "run", _uneven_job(work, "run", work.sizes.tokens, {"training.batch_size": 16, "training.micro_batch": 4})
+
+
+def packed(work: Work) -> Findings:
+    """A 1B over short rows, padded and packed: tokens per second and peaks beside each other."""
+    for packing in (False, True):
+        changes = {"training.batch_size": 32, "training.micro_batch": 8, "data.packing": str(packing).lower()}
+        name = "packed" if packing else "padded"
+        yield name, _uneven_job(work, name, work.sizes.small_tokens, changes)
+
+
+def _uneven_job(work: Work, name: str, tokens: int, changes: Mapping[str, Any]) -> dict[str, Any]:
+    sizes = work.sizes
+    rows = work.scratch / f"{name}.jsonl"
+    harness.write_uneven_rows(rows, rows=changes["training.batch_size"] * sizes.steps, tokens=tokens)
+    of_model = {"model.name": sizes.small, "data.max_length": tokens}
+    return job(work, name, {**overrides(sizes, 1, rows), **of_model, **changes})
+
+
+def job(
+    work: Work,
+    name: str,
+    changes: Mapping[str, Any],
+    *,
+    steps: int | None = None,
+    variables: Mapping[str, str] | None = None,
+) -> dict[str, Any]:
+    """Train the 7B's config with `changes`, in a process with `variables`, and read its run directory."""
+    run = work.scratch / name
+    arguments = [f"{key}={value}" for key, value in {**changes, "output.dir": run}.items()]
+    done = harness.python("-m", "finetune", "train", CONFIG, *arguments, extra=variables)
+    print(done.output, done.errors, sep="\n", flush=True)
+    wanted, sizes = steps or work.sizes.steps, work.sizes
+    found = figures(run, done.exit_code, done.errors.replace(str(run), "RUN"), wanted, sizes.warm_up_steps)
+    return {"exit_code": done.exit_code, "process_seconds": round(done.wall_seconds, 1), **found}
+
+
+def figures(run: Path, exit_code: int, errors: str, wanted: int, warm_up_steps: int) -> dict[str, Any]:
+    """What became of a job of `wanted` steps: tokens per second, seconds a step, losses, and peaks in bytes by phase.
+
+    `steady_bytes` are the peaks of the steps after warm-up, `peak_bytes` those of the whole run with loading;
+    `differences` are the forecast's from what was measured.
+    """
+    steps = harness.steps(run)
+    losses = [line["loss"] for line in steps]
+    finite = bool(losses) and all(loss is not None and math.isfinite(loss) for loss in losses)
+    found: dict[str, Any] = {
+        "passed": exit_code == 0 and len(steps) == wanted and finite,
+        "out_of_memory": exit_code == OUT_OF_MEMORY,
+        "steps": len(steps),
+        "losses": losses,
+        "losses_are_finite": finite,
+    }
+    if exit_code:
+        found["message"] = _error(errors)
+    ended = harness.event(run, "trained") or harness.event(run, "out_of_memory")
+    found["peak_bytes"] = harness.largest([ended.get("memory", {}), *(line["memory"] for line in steps)])
+    if steady := steps[warm_up_steps:]:
+        seconds = [line["tokens"] / line["tokens_per_second"] for line in steady]
+        found |= {
+            "tokens_per_second": round(sum(line["tokens"] for line in steady) / sum(seconds), 1),
+            "step_seconds_median": round(statistics.median(seconds), 4),
+            "step_seconds": [round(second, 4) for second in seconds],
+            "padding_share": max(line["padding_share"] for line in steady),
+            "steady_bytes": harness.largest([line["memory"] for line in steady]),
+        }
+    if (adapter := run / "adapter" / "adapter_model.safetensors").is_file():
+        found["trained_parameters"] = stored_parameters(adapter)
+    if (forecast := run / "forecast.json").is_file():
+        found["differences"] = json.loads(forecast.read_text(encoding="utf-8")).get("differences", [])
+    return found
+
+
+def stored_parameters(safetensors: Path) -> int:
+    """Number of parameters in a safetensors file, from its header (8 bytes of length, then JSON)."""
+    with open(safetensors, "rb") as file:
+        header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+    return sum(math.prod(tensor["shape"]) for name, tensor in header.items() if name != "__metadata__")
+
+
+def kernels(trace: Mapping[str, Any], category: str, most: int = 40) -> dict[str, Any]:
+    """Calls and microseconds of the events of `category` in a profiler's trace, by name, those with the most first.
+
+    `busy_share` is the time in which one of them ran, of the time from the first to the last.
+    """
+    events = [event for event in trace["traceEvents"] if event.get("cat") == category and event.get("ph") == "X"]
+    calls: dict[str, int] = {}
+    microseconds: dict[str, float] = {}
+    for event in events:
+        name = event["name"]
+        calls[name] = calls.get(name, 0) + 1
+        microseconds[name] = microseconds.get(name, 0.0) + event["dur"]
+    first = sorted(microseconds, key=lambda name: -microseconds[name])
+    busy, until, start = 0.0, -math.inf, min((event["ts"] for event in events), default=0.0)
+    for begin, end in sorted((event["ts"], event["ts"] + event["dur"]) for event in events):
+        busy += max(0.0, end - max(begin, until))
+        until = max(until, end)
+    return {
+        "category": category,
+        "microseconds": round(sum(microseconds.values())),
+        "busy_share": round(busy / (until - start), 4) if events and until > start else None,
+        "by_name": [
+            {"name": name[:300], "calls": calls[name], "microseconds": round(microseconds[name])}
+            for name in first[:most]
+        ],
+    }
+
+
+def _error(errors: str) -> str:
+    """The paragraph after `error:`, or the last line of a traceback, without the machine's paths."""
+    _, marker, paragraph = f"\n{errors}".rpartition("\nerror: ")
+    if not marker:
+        return harness.last_line(errors)
+    return harness.without_paths(paragraph.strip())[:2000]
+
+
+# -- weights in files --------------------------------------------------------------------------------------------------
+
+_SAVE = """
+import json, sys, time
+import torch
+from transformers import AutoModelForCausalLM
+from finetune.config import ModelSection
+from finetune.model.base import load_architecture
+from finetune.model.tokenizer import load_tokenizer
+
+name, on, folder = sys.argv[1:]
+section = ModelSection(name=name, weights="random")
+torch.manual_seed(0)
+started = time.perf_counter()
+with torch.device(on):
+    model = AutoModelForCausalLM.from_config(load_architecture(section), dtype=torch.bfloat16)
+model.save_pretrained(folder)
+load_tokenizer(section).save_pretrained(folder)
+print(json.dumps({"parameters": model.num_parameters(), "seconds": round(time.perf_counter() - started, 1)}))
+"""
+
+_LOAD = """
+import json, resource, sys, time
+import torch
+from finetune import libraries
+from finetune.config import ModelSection, QuantizationSection
+from finetune.memory.monitor import Monitor, meter_for
+from finetune.model import attention
+from finetune.model.base import load_architecture, load_base
+from finetune.recipe import this_device
+
+libraries.quiet()
+folder, kind = sys.argv[1:]
+section, device = ModelSection(name=folder), this_device()
+architecture = load_architecture(section)
+implementation, _ = attention.choose("auto", architecture, device.type, "bf16")
+monitor = Monitor(meter_for(device.type))
+started = time.perf_counter()
+with monitor.phase("load"):
+    model = load_base(
+        section, QuantizationSection(kind=kind), architecture, attention=implementation, dtype=torch.bfloat16,
+        device=device,
+    )
+seconds = time.perf_counter() - started
+kept = {"allocated_bytes": torch.cuda.memory_allocated(), "reserved_bytes": torch.cuda.memory_reserved()}
+types = {}
+for weight in model.parameters():
+    types[str(weight.dtype)] = types.get(str(weight.dtype), 0) + weight.nbytes
+print(json.dumps({
+    "seconds": round(seconds, 2), "peak_bytes": monitor.run["load"], "bytes_by_type": types,
+    "host_peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+    **({"kept_bytes": kept} if device.type == "cuda" else {}),
+}))
+"""
+
+
+def saved_weights(work: Work) -> tuple[Path, dict[str, Any]]:
+    """A folder with a 1B of random weights in 16 bit and a tokenizer; made by the first slice that asks for it."""
+    folder, told = work.shared / "weights", work.shared / "weights.json"
+    if not told.is_file():
+        found = _answer(harness.python("-c", _SAVE, work.sizes.small, work.on, folder))
+        if "message" in found:
+            raise RuntimeError(found["message"])
+        found["file_bytes"] = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+        told.write_text(json.dumps(found))
+    return folder, json.loads(told.read_text())
+
+
+def loads(work: Work) -> Findings:
+    """A 1B in 16-bit files, loaded by from_pretrained in each storage, each in a process of its own."""
+    folder, found = saved_weights(work)
+    yield "saved", found
+    for kind in ("nf4", "int8", "none"):
+        yield kind, _answer(harness.python("-c", _LOAD, folder, kind))
+
+
+def plain(work: Work) -> Findings:
+    """The same QLoRA job from the same files, by finetune and by a plain TRL script; each step has the same rows."""
+    sizes, batch = work.sizes, 4
+    folder, _ = saved_weights(work)
+    rows = work.scratch / "rows.jsonl"
+    harness.write_long_rows(rows, rows=batch, tokens=sizes.small_tokens)
+    changes = {
+        **overrides(sizes, batch, rows),
+        "model.name": folder,
+        "model.weights": "pretrained",
+        "data.max_length": sizes.small_tokens,
+        "training.learning_rate": 2e-4,
+        "training.schedule": "constant",
+        "training.warmup": 0,
+        "training.eval_every": "null",
+        "output.merge": "false",
+    }
+    ours = job(work, "finetune", changes)
+    yield "finetune", ours
+    theirs = _answer(
+        harness.python(
+            harness.ROOT / "benchmarks" / "plain_qlora.py", "--model", folder, "--data", rows,
+            "--output", work.scratch / "plain", "--batch-size", str(batch), "--max-length", str(sizes.small_tokens),
+            "--max-steps", str(sizes.steps), "--warm-up-steps", str(sizes.warm_up_steps),
+        )
+    )  # fmt: skip
+    yield "plain", theirs
+    if ours["passed"] and theirs["passed"]:
+        first = ours["losses"][0] / theirs["losses"][0] - 1
+        yield (
+            "beside",
+            {
+                "speed": round(ours["tokens_per_second"] / theirs["tokens_per_second"], 4),
+                "first_loss": round(first, 6),
+                "last_loss": round(ours["losses"][-1] / theirs["losses"][-1] - 1, 6),
+                # Before the first update both adapters are zero: the same weights and rows, other kernels.
+                "passed": abs(first) < 0.01,
+            },
+        )
+
+
+def _answer(done: harness.Finished) -> dict[str, Any]:
+    """The JSON in a process's last line of output, or what it failed with."""
+    print(done.output, done.errors, sep="\n", flush=True)
+    if done.exit_code:
+        return {"passed": False, "exit_code": done.exit_code, "message": _error(done.errors)}
+    return {"passed": True, "process_seconds": round(done.wall_seconds, 1), **json.loads(done.output.splitlines()[-1])}
+
+
+# -- the forecast ------------------------------------------------------------------------------------------------------
+
+FORECAST_PARTS, FORECAST_SECONDS = 3, 220
+"""Slices that share the settings, and after how many seconds each ends by itself."""
+
+
+def forecast(work: Work, part: int) -> Findings:
+    """How far `finetune plan` is off, over one part of the settings of forecast_gpu.py; it ends before its limit."""
+    output = work.scratch / "forecast.json"
+    chosen = ["--part", f"{part}/{FORECAST_PARTS}"] if work.on == "cuda" else ["--only", "tiny", "--on", "cpu"]
+    done = harness.python(
+        harness.ROOT / "benchmarks" / "forecast_gpu.py", *chosen, "--seconds", str(FORECAST_SECONDS),
+        "--output", output, "--recordings", work.kept / "recordings",
+    )  # fmt: skip
+    print(done.output, done.errors, sep="\n", flush=True)
+    if not output.is_file():
+        yield "summary", {"passed": False, "exit_code": done.exit_code, "message": harness.last_line(done.errors)}
+        return
+    found = json.loads(output.read_text(encoding="utf-8"))
+    # Without a card nothing is within a goal for the allocator: there it is enough that it was measured.
+    passed = found["summary"]["passed"] if work.on == "cuda" else found["summary"]["measured"] == 1
+    yield "summary", {**found["summary"], "passed": passed}
+    yield "settings", found["settings"]
+
+
+# -- the tests ---------------------------------------------------------------------------------------------------------
+
+
+def tests(work: Work, file: str, chosen: str) -> Findings:
+    """The tests marked `gpu` of one file: how many passed, were skipped or failed, and what the failures say."""
+    report = work.scratch / "report.xml"
+    # The project's tests turn warnings into errors; those of another machine's torch are no failure of ours.
+    done = harness.python(
+        "-m", "pytest", f"tests/gpu/{file}", "-m", "gpu", "-k", chosen, "-v", "-W", "default", "-p", "no:cacheprovider",
+        "--durations=0", f"--junitxml={report}", f"--basetemp={work.scratch}/tmp",
+        extra={"FINETUNE_GPU_TESTS_ON": "cpu"} if work.on == "cpu" else None,
+    )  # fmt: skip
+    print(done.output, done.errors, sep="\n", flush=True)
+    if not report.is_file():
+        yield (
+            "tests",
+            {"passed": False, "exit_code": done.exit_code, "message": harness.last_line(done.errors or done.output)},
+        )
+        return
+    counts = read_junit(report.read_text(encoding="utf-8"))
+    # A skipped test has shown nothing, so on a card a run in which all were skipped has not passed.
+    shown = counts["passed_tests"] > 0 or work.on == "cpu"
+    yield "tests", {"passed": done.exit_code == 0 and shown, "exit_code": done.exit_code, **counts}
+
+
+def read_junit(text: str) -> dict[str, Any]:
+    """Counts, failures and skips of a JUnit report written by pytest."""
+    cases = list(ElementTree.fromstring(text).iter("testcase"))
+    failed = {_name(case): _message(case, "failure", "error") for case in cases}
+    skipped = {_name(case): _message(case, "skipped") for case in cases}
+    failed = {name: message for name, message in failed.items() if message is not None}
+    skipped = {name: message for name, message in skipped.items() if message is not None}
+    return {"passed_tests": len(cases) - len(failed) - len(skipped), "failed": failed, "skipped": skipped}
+
+
+def _name(case: ElementTree.Element) -> str:
+    return f"{case.get('classname')}::{case.get('name')}"
+
+
+def _message(case: ElementTree.Element, *kinds: str) -> str | None:
+    for kind in kinds:
+        if (found := case.find(kind)) is not None:
+            return harness.without_paths(found.get("message", "").strip())[:500]
+    return None
+
+
+# -- attention kernels -------------------------------------------------------------------------------------------------
+
+
+def attention(work: Work) -> Findings:
+    """One layer's attention, forward and backward, by each of SDPA's kernels: milliseconds, and bytes at its peak."""
+    from torch.nn.attention import SDPBackend
+
+    backends = {"flash": SDPBackend.FLASH_ATTENTION, "efficient": SDPBackend.EFFICIENT_ATTENTION}
+    backends["cudnn"] = SDPBackend.CUDNN_ATTENTION
+    if work.on == "cpu":
+        backends = {"flash": SDPBackend.FLASH_ATTENTION, "math": SDPBackend.MATH}
+    for tokens in work.sizes.attention_tokens:
+        for name, backend in backends.items():
+            for masked in (False, True):
+                if masked and name == "flash":
+                    continue  # the flash kernel of CUDA takes no mask
+                told = f"{tokens} tokens, {name}, {'mask' if masked else 'causal'}"
+                try:
+                    found = _attention_layer(work, tokens, backend, masked)
+                except RuntimeError as error:  # a kernel that this card or build lacks
+                    found = {"passed": name != "flash", "message": harness.without_paths(str(error))[:500]}
+                yield told, found
+
+
+def _attention_layer(work: Work, tokens: int, backend: Any, masked: bool) -> dict[str, Any]:
+    import torch
+    from torch.nn import functional
+    from torch.nn.attention import sdpa_kernel
+
+    sizes, device, on_cuda = work.sizes, work.device, work.on == "cuda"
+    shape = (1, sizes.heads, tokens, sizes.head_dim)
+    query, key, value, back = (torch.randn(shape, device=device, dtype=torch.bfloat16) for _ in range(4))
+    mask = torch.ones(tokens, tokens, dtype=torch.bool, device=device).tril()[None, None] if masked else None
+    for tensor in (query, key, value):
+        tensor.requires_grad_()
+    synchronize = torch.cuda.synchronize if on_cuda else (lambda: None)
+
+    def step() -> float:
+        for tensor in (query, key, value):
+            tensor.grad = None
+        synchronize()
+        started = time.perf_counter()
+        with sdpa_kernel(backend):
+            out = functional.scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=not masked)
+        out.backward(back)
+        synchronize()
+        return time.perf_counter() - started
+
+    step()
+    found: dict[str, Any] = {}
+    if on_cuda:
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        step()
+        found["peak_bytes_above_the_inputs"] = torch.cuda.max_memory_allocated() - before
+    seconds = statistics.median(step() for _ in range(sizes.repeats))
+    # Two products forward and five backward over the lower half of the scores.
+    flops = 7 * tokens * tokens * sizes.head_dim * sizes.heads
+    finite = all(bool(torch.isfinite(tensor.grad).all()) for tensor in (query, key, value))
+    return {
+        **found,
+        "milliseconds": round(1e3 * seconds, 3),
+        "flops_per_second": round(flops / seconds),
+        "passed": finite,
+    }
+
+
+# -- the table ---------------------------------------------------------------------------------------------------------
+
+# Of the tests of whole runs, those that need processes of their own are a slice of theirs.
+_CAPS = "cap"
+SLICES: dict[str, Slice] = {
+    "environment": Slice(environment, 60),
+    "nan": Slice(nan, 45),
+    "7b-batch-4": Slice(partial(large, batch=4), 100),
+    "7b-batch-1": Slice(partial(large, batch=1), 60),
+    "7b-profile": Slice(profile, 70),
+    "uneven": Slice(uneven, 70),
+    "loads": Slice(loads, 80),
+    "plain": Slice(plain, 110),
+    **{f"forecast-{part}": Slice(partial(forecast, part=part), 225) for part in range(1, FORECAST_PARTS + 1)},
+    "tests-doctor": Slice(partial(tests, file="test_gpu_doctor.py", chosen=""), 20),
+    "tests-parts": Slice(partial(tests, file="test_gpu_parts.py", chosen=""), 60),
+    "tests-healing": Slice(partial(tests, file="test_gpu_healing.py", chosen=""), 60),
+    "tests-runs": Slice(partial(tests, file="test_gpu_runs.py", chosen=f"not {_CAPS}"), 150),
+    "tests-caps": Slice(partial(tests, file="test_gpu_runs.py", chosen=_CAPS), 100),
+    "tests-forecast": Slice(partial(tests, file="test_gpu_forecast.py", chosen=""), 60),
+    "packed": Slice(packed, 120),
+    "attention": Slice(attention, 45),
+    "expandable": Slice(expandable, 120),
+}
+
+
+def run(name: str, work: Work, answer: Path) -> bool:
+    """Run one slice, write its findings to `answer` as they come, and tell whether it passed."""
+    findings: dict[str, Any] = {}
+    found: dict[str, Any] = {"passed": False, "findings": findings}
+    try:
+        for key, value in SLICES[name].run(work):
+            findings[key] = value
+            _write(answer, found)
+        found["passed"] = bool(findings) and all(value.get("passed", True) for value in findings.values())
+    except Exception as error:
+        traceback.print_exc()
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        place = f"{Path(last.filename).name}:{last.lineno}"
+        found["error"] = harness.without_paths(f"{type(error).__name__}: {error} ({place})")[:2000]
+    _write(answer, found)
+    return found["passed"]
+
+
+def _write(answer: Path, found: Mapping[str, Any]) -> None:
+    """NaN and infinity, which JSON lacks, become text."""
+    partly = answer.with_suffix(".partly")
+    partly.write_text(json.dumps(_plain(found), allow_nan=False), encoding="utf-8")
+    partly.replace(answer)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, Mapping):
+        return {str(key): _plain(one) for key, one in value.items()}
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return [_plain(one) for one in value]
+    return value
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("name", choices=SLICES)
+    parser.add_argument("--on", choices=SIZES, default="cuda")
+    parser.add_argument("--answer", type=Path, required=True)
+    for folder in ("scratch", "shared", "kept"):
+        parser.add_argument(f"--{folder}", type=Path, default=Path(tempfile.gettempdir()) / f"gpu-slices-{folder}")
+    options = parser.parse_args()
+    work = Work(options.on, options.scratch, options.shared, options.kept)
+    for folder in (work.scratch, work.shared, work.kept):
+        folder.mkdir(parents=True, exist_ok=True)
+    sys.exit(0 if run(options.name, work, options.answer) else 1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,218 @@
+"""How far the body of each GPU test runs without a card, so that no wrong name or argument waits for one.
+
+    python tests/gpu/on_cpu.py            writes the list, tests/gpu/on_cpu.json
+
+With FINETUNE_GPU_TESTS_ON=cpu a test that asks for a card (fixture `cuda`) runs its body on the CPU, with stand-ins for
+what CUDA alone gives. They make nothing true: the test is never passed but skipped, and the reason says how many of
+its assertions were reached, whatever they found, and where the body ended. A wrong name or argument fails it.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import inspect
+import io
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import textwrap
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+LIST = Path(__file__).with_suffix(".json")
+
+_WRONG = (NameError, AttributeError, ImportError, TypeError)
+
+
+# -- the body ----------------------------------------------------------------------------------------------------------
+
+
+def run_body(function: Callable[..., Any], arguments: Mapping[str, Any]) -> None:
+    """Run the body of `function` to its end or to what only a card can do, and skip the test with how far it came."""
+    reached: dict[int, str] = {}
+    rewritten, total = _noting(function, reached)
+    place = "to its end"
+    try:
+        rewritten(**arguments)
+    except pytest.skip.Exception:
+        raise
+    except Exception as error:
+        if is_wrong(error):
+            raise
+        place = f"up to {_line_in(function, error)}: {type(error).__name__}"
+    told = f"ran on a CPU {place}; {len(reached)} of {total} assertions reached"
+    if lacking := sorted({error for error in reached.values() if error}):
+        told += f", which lack what a card gives ({', '.join(lacking)})"
+    pytest.skip(told)
+
+
+def is_wrong(error: BaseException) -> bool:
+    """Whether `error` would be one on a card too; where None stands for what a CPU has not, it says nothing."""
+    return isinstance(error, _WRONG) and "NoneType" not in str(error)
+
+
+def _noting(function: Callable[..., Any], reached: dict[int, str]) -> tuple[Callable[..., Any], int]:
+    """`function` with each assertion noted in `reached`, by its line and with the error that it ended with, if any.
+
+    None of them ends it. Also returns how many there are.
+    """
+    original = inspect.unwrap(function)
+    lines, first = inspect.getsourcelines(original)
+    tree = ast.parse(textwrap.dedent("".join(lines)))
+    ast.increment_lineno(tree, first - 1)
+    total = sum(isinstance(node, ast.Assert) for node in ast.walk(tree))
+    tree = ast.fix_missing_locations(_Noted().visit(tree))
+
+    @contextlib.contextmanager
+    def asserting(line: int) -> Iterator[None]:
+        reached.setdefault(line, "")
+        try:
+            yield
+        except AssertionError:
+            return
+        except Exception as error:
+            if is_wrong(error):
+                raise
+            reached[line] = f"{type(error).__name__} {error}" if isinstance(error, KeyError) else type(error).__name__
+
+    names = {**original.__globals__, "__asserting": asserting}
+    exec(compile(tree, inspect.getfile(original), "exec"), names)  # noqa: S102 (a test's own source)
+    return names[original.__name__], total
+
+
+class _Noted(ast.NodeTransformer):
+    """`assert x` becomes `with __asserting(line): assert x`."""
+
+    def visit_Assert(self, node: ast.Assert) -> ast.With:
+        note = ast.Call(ast.Name("__asserting", ast.Load()), [ast.Constant(node.lineno)], [])
+        return ast.copy_location(ast.With([ast.withitem(note)], [node]), node)
+
+
+def _line_in(function: Callable[..., Any], error: BaseException) -> str:
+    """The line of the test's body in which `error` came up."""
+    code, found = inspect.unwrap(function), ""
+    lines, first = inspect.getsourcelines(code)
+    traceback = error.__traceback__
+    while traceback:
+        line = traceback.tb_lineno - first
+        if traceback.tb_frame.f_code.co_filename == inspect.getfile(code) and 0 <= line < len(lines):
+            found = lines[line].strip()
+        traceback = traceback.tb_next
+    return f"`{found}`"
+
+
+# -- stand-ins ---------------------------------------------------------------------------------------------------------
+
+
+def stand_in(patch: pytest.MonkeyPatch) -> None:
+    """Let calls that only CUDA answers be made on a CPU: with the right arguments, and the process's size as answer."""
+
+    def resident() -> int:
+        return psutil.Process().memory_info().rss
+
+    answers: dict[str, Callable[[], Any]] = dict.fromkeys(
+        ("memory_allocated", "memory_reserved", "max_memory_allocated", "max_memory_reserved"), resident
+    )
+    answers |= dict.fromkeys(("synchronize", "empty_cache", "reset_peak_memory_stats"), lambda: None)
+    answers["mem_get_info"] = lambda: (psutil.virtual_memory().available, psutil.virtual_memory().total)
+    for name, answer in answers.items():
+        patch.setattr(torch.cuda, name, _called_alike(getattr(torch.cuda, name), answer))
+    patch.setattr("finetune.recipe.meter_for", lambda device_type: _Meter())
+    patch.setattr("finetune.recipe.report", lambda run: None)  # pictures take most of so short a run
+
+
+def _called_alike(function: Callable[..., Any], answer: Callable[[], Any]) -> Callable[..., Any]:
+    signature = inspect.signature(function)
+
+    def called(*arguments: Any, **named: Any) -> Any:
+        signature.bind(*arguments, **named)
+        return answer()
+
+    return called
+
+
+class _Meter:
+    """A CUDA meter's measures, each the process's size."""
+
+    def reset(self) -> None: ...
+
+    def read(self) -> dict[str, int]:
+        return dict.fromkeys(("allocated_bytes", "reserved_bytes", "device_bytes"), psutil.Process().memory_info().rss)
+
+
+def smaller(settings: Mapping[str, Any], *, a_card_decides: bool) -> dict[str, Any]:
+    """A job's settings with what only a CUDA device can do left out, and small enough for a CPU.
+
+    Few steps will do where the test's assertions are a card's; those that put NaN into fp16 do so in the sixth too.
+    """
+    found = {"memory.check": "off", **settings}
+    in_fp16 = found.get("training.precision") == "fp16"
+    if in_fp16:
+        found["training.precision"] = "bf16"
+    if a_card_decides:
+        found["training.max_steps"] = min(found["training.max_steps"], 6 if in_fp16 else 2)
+    found["data.max_length"] = min(found["data.max_length"], 32)
+    for rows in ("training.batch_size", "training.micro_batch"):
+        found[rows] = min(found[rows], 32)
+    return found
+
+
+def train_here(file: Path) -> subprocess.CompletedProcess[str]:
+    """`finetune train` in this process, as if in one of its own."""
+    from finetune import cli
+
+    output, errors = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(output), contextlib.redirect_stderr(errors):
+        try:
+            cli.app(["train", str(file)], standalone_mode=False)
+            code = 0
+        except SystemExit as ended:
+            code = int(ended.code or 0)
+    return subprocess.CompletedProcess(["finetune", "train", str(file)], code, output.getvalue(), errors.getvalue())
+
+
+# -- the list ----------------------------------------------------------------------------------------------------------
+
+
+def run_all() -> dict[str, str]:
+    """Run all GPU tests on the CPU: each test, and `passed`, how far it came, or what it failed with."""
+    with tempfile.TemporaryDirectory(prefix="gpu-tests-") as scratch:
+        report = Path(scratch) / "report.xml"
+        path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
+        done = subprocess.run(
+            [sys.executable, "-m", "pytest", "tests/gpu", "-m", "gpu", "-q", "-p", "no:cacheprovider", "-p", "no:xdist",
+             f"--junitxml={report}", f"--basetemp={scratch}/tmp"],
+            cwd=ROOT,
+            env={**os.environ, "FINETUNE_GPU_TESTS_ON": "cpu", "PYTHONPATH": path},
+            capture_output=True,
+            text=True,
+            check=False,
+        )  # fmt: skip
+        assert report.is_file(), done.stdout + done.stderr
+        cases = ElementTree.parse(report).getroot().iter("testcase")
+        return {f"{case.get('classname', '').rpartition('.')[2]}::{case.get('name')}": _outcome(case) for case in cases}
+
+
+def _outcome(case: ElementTree.Element) -> str:
+    for kind in ("failure", "error", "skipped"):
+        if (found := case.find(kind)) is not None:
+            said = found.get("message", "")
+            return said if kind == "skipped" else f"FAILED: {said}"
+    return "passed"
+
+
+if __name__ == "__main__":
+    outcomes = run_all()
+    LIST.write_text(json.dumps(outcomes, indent=2) + "\n", encoding="utf-8")
+    sys.stdout.write("".join(f"{name}: {outcome}\n" for name, outcome in outcomes.items()))
+    sys.exit(any(outcome.startswith("FAILED") for outcome in outcomes.values()))
