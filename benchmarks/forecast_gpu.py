@@ -315,7 +315,7 @@ def train(
             measured_step._Silent(),
             device=device,
             signals=Signals(),
-            made_with={},
+            made_with={"base": None},
         )
         meter.read()
         steps = [line for line in run.metrics() if "loss" in line]

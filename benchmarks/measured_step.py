@@ -178,7 +178,16 @@ def _job(config: Config, architecture: Any, rows: Sequence[Row], measured: Measu
         measured.trained_bytes = sum(p.nbytes for p in whole.parameters() if p.requires_grad)
         _mark(_BUILT)
         training.train(
-            config, whole, tokenizer, data, run, monitor, _Silent(), device=device, signals=Signals(), made_with={}
+            config,
+            whole,
+            tokenizer,
+            data,
+            run,
+            monitor,
+            _Silent(),
+            device=device,
+            signals=Signals(),
+            made_with={"base": None},
         )
         _mark(_BETWEEN)
         measured.resident_bytes = _status("VmHWM") - resident_before

@@ -7,6 +7,14 @@ import stat
 from pathlib import Path
 
 
+def cache_folder() -> Path:
+    """This user's folder for what is kept between starts; it follows `HF_HOME` and `HF_DATASETS_CACHE`, which users of
+    a cluster may share. Ask `not_private` before anything in it is used."""
+    import datasets
+
+    return Path(datasets.config.HF_DATASETS_CACHE) / f"finetune-{os.geteuid()}"
+
+
 def not_private(path: Path) -> str | None:
     """Why others may have written what is at `path`, in words; None where only this user (and root) could.
 

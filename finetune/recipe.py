@@ -169,7 +169,7 @@ class _Training:
                 base = _base(config, architecture, implementation, device)
             made_with["base"] = identity.of_base(config.model, terminal.note)  # now it is on this machine
             resuming.refuse_other_ranks(made_with)
-            self._log_changes(start, made_with)
+            processes.first_does(lambda: self._log_changes(start, made_with))
             monitor.take_step()  # loading is reported once, not with the first step
             asked = self._ask_base(base, tokenizer) if processes.first() else []
             model = adapter.attach(base, config.adapter, config.model.name, config.training.seed, config.model.revision)
@@ -274,7 +274,7 @@ class _Training:
             aside = set_aside(damaged)
             run.event("checkpoint_damaged", step=checkpoint_step(damaged), moved_to=aside.name, problems=problems)
             self.terminal.note(f"{damaged.name} cannot be used ({'; '.join(problems)}); it is now {aside.name}")
-        run.event("resumed", step=start.step, checkpoint=start.checkpoint.name)
+        run.event("resumed", step=start.step, checkpoint=start.checkpoint.name, learns=data.kind)
         why = "the newest whole checkpoint" if start.damaged else "the last checkpoint"
         self.terminal.note(f"resuming from {start.checkpoint}, {why}")
         return start
@@ -382,8 +382,10 @@ def generate(
     """
     config = config_of(run, trust_remote_code=trust_remote_code)
     model, tokenizer = _model_of(run, config, which)
-    kinds = [event.get("learns") for event in run.events() if event["event"] == "started"]
-    asked = formats.ASKED.get(str(kinds[-1]) if kinds else "chat", formats.ASKED["chat"])
+    kinds = [kind for event in run.events() if (kind := str(event.get("learns"))) in formats.ASKED]
+    if not kinds:
+        note_beside_output(f"{run.path} does not say what its rows were: the prompt is asked as a conversation")
+    asked = formats.ASKED[kinds[-1] if kinds else "chat"]
     with _blaming_base(config):
         return answer(model, tokenizer, _prompt_ids(asked(prompt), tokenizer, config), max_new_tokens)
 
@@ -406,9 +408,12 @@ def evaluate(run: RunDirectory, *, trust_remote_code: bool = False) -> dict[str,
     rows, _ = data_prepare.prepare_held_out(config.data, tokenizer)
 
     def loss(model: Any) -> float:
-        nats = held_out_loss(model, tokenizer, rows, config)
-        if not math.isfinite(nats):
-            refuse_not_finite(config.model)
+        with _blaming_base(config):
+            nats = held_out_loss(model, tokenizer, rows, config)
+            if not math.isfinite(nats):
+                raise NumbersError(
+                    f"the held-out loss is {nats}: `finetune doctor {run.path}` tells weights that are not finite"
+                )
         return nats
 
     trained = loss(model)

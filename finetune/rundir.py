@@ -305,19 +305,24 @@ _HELD: dict[int, Path] = {}
 
 
 def refuse_another(path: Path) -> None:
-    """Raise MachineError where `path` lies below a directory that took the place of one that is held.
+    """Raise MachineError where `path` lies below a directory that is held and no longer stands in its place.
 
-    So it is when a run is renamed while it trains, and another one started under its name.
+    So it is when a run is renamed while it trains, perhaps with another one started under its name.
     """
     for descriptor, folder in list(_HELD.items()):
-        if path.is_relative_to(folder):
-            with contextlib.suppress(FileNotFoundError):  # the write itself says so
-                if not os.path.samestat(os.stat(folder), os.fstat(descriptor)):
-                    raise MachineError(
-                        f"{folder} is another directory than the one this run was started in, which was moved or "
-                        "replaced while it trained; nothing is written there. What was saved is where that one is "
-                        "now: start the command again with `output.dir` set to it"
-                    )
+        if path.is_relative_to(folder) and not _is_still(folder, descriptor):
+            raise MachineError(
+                f"{folder} is no longer the directory that this run was started in, which was moved, replaced or "
+                "removed while it trained; nothing is written there. What was saved is where that one is now: start "
+                "the command again with `output.dir` set to it"
+            )
+
+
+def _is_still(folder: Path, descriptor: int) -> bool:
+    try:
+        return os.path.samestat(os.stat(folder), os.fstat(descriptor))
+    except FileNotFoundError:
+        return False
 
 
 def checkpoint_step(path: Path) -> int:

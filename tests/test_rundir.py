@@ -486,11 +486,12 @@ def test_a_staged_directory_leaves_no_file_open(tmp_path: Path) -> None:
     assert os.listdir("/proc/self/fd") == before
 
 
-def test_a_link_that_leads_in_a_circle_does_no_harm_within_a_run(tmp_path: Path) -> None:
+def test_a_link_that_leads_in_a_circle_is_refused(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path / "run")
     run.create(Config())
     (run.path / "loop").symlink_to(run.path / "loop")
-    RunDirectory.open(run.path)
+    with pytest.raises(ArtifactError, match="loop: neither a file nor a folder"):
+        RunDirectory.open(run.path)
     (tmp_path / "circle").symlink_to(tmp_path / "circle")
     with pytest.raises(MachineError, match="circle: cannot be written"):
         RunDirectory(tmp_path / "circle").claim()

@@ -153,7 +153,7 @@ def test_a_run_answers_and_merges_with_the_template_that_it_was_trained_with(qui
     run = finetune.train(config).run
     trained_with = file.read_text(encoding="utf-8")
     os.remove(file)
-    tokenizer = recipe._model_of(run, "adapter")[1]
+    tokenizer = recipe._model_of(run, run.config(), "adapter")[1]
     assert tokenizer.chat_template == trained_with
     recipe.merge(run)
     assert (run.merged / "chat_template.jinja").read_text(encoding="utf-8") == trained_with

@@ -131,6 +131,8 @@ _PATH_BYTES, _NAME_BYTES = 4095, 255
 
 def _check_place(place: str) -> str:
     place = os.path.expanduser(place)
+    if place.startswith("~"):
+        raise ValueError(f"there is no such user; write ./{shortened(place)} for a folder of that name")
     if len(place.encode()) > _PATH_BYTES or any(len(name.encode()) > _NAME_BYTES for name in place.split("/")):
         raise ValueError(
             f"longer than a path can be, {_PATH_BYTES} bytes with {_NAME_BYTES} for each name in it: {shortened(place)}"

@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from finetune.config.fields import Checkpointing, Choice, Place, Size
 
 # Above what any job needs, and below what the libraries' 32-bit counts and float32 numbers hold.
-_COUNT, _ROWS, _WEIGHT, _NUMBER = 2**31 - 1, 2**20, 1e4, 1e9
+_COUNT, _ROWS, _WEIGHT, _NUMBER = 2**31 - 1, 2**20, 1000, 1e9
 
 Positive = Annotated[int, Field(gt=0, le=_COUNT)]
 Rows = Annotated[int, Field(gt=0, le=_ROWS)]

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from finetune.errors import MachineError
-from finetune.private import not_private
+from finetune.private import cache_folder, not_private
 
 _LOG = logging.getLogger(__name__)
 
@@ -42,13 +42,8 @@ _PIECE_BYTES = 2**20
 
 
 def folder() -> Path:
-    """Where the entries are; it follows `HF_HOME` and `HF_DATASETS_CACHE`, which users of a cluster may share.
-
-    Where that is not this user's alone, a temporary one that goes with the process.
-    """
-    import datasets
-
-    place = Path(datasets.config.HF_DATASETS_CACHE) / f"finetune-{os.geteuid()}"
+    """Where the entries are; where that is not this user's alone, a temporary folder that goes with the process."""
+    place = cache_folder()
     if os.path.lexists(place) and (why := not_private(place)):
         return _temporary(place, why)
     return place

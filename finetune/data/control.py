@@ -182,7 +182,9 @@ def _tokens(tokenizer: Any) -> dict[str, int]:
             written = template.render(tokenizer, _PROBE, add_generation_prompt=True)["input_ids"]
         except Exception:  # of whatever kind a template raises; one that cannot be rendered writes none
             return found
-        found |= {text: number for text, number in turns.items() if number in written}
+        # Those of system, tool and call turns stand in the template's text.
+        spelled = str(tokenizer.chat_template)
+        found |= {text: number for text, number in turns.items() if number in written or text in spelled}
     return found
 
 

@@ -154,7 +154,7 @@ def _turn(turn: Mapping[str, Any], where: str) -> Message:
     role = _role(turn, "from", _SHAREGPT_ROLES, where)
     rest = {key: value for key, value in turn.items() if key not in ("from", "value") and value is not None}
     if turn["from"] != "function_call":
-        return {**rest, "role": role, "content": _content(turn, "value", where)}
+        return _message({**rest, "role": role, "content": _content(turn, "value", where)}, where)
     calls = _json(turn.get("value"), f"{where}.value")
     wrapped = [{"type": "function", "function": call} for call in (calls if isinstance(calls, list) else [calls])]
     return {**rest, "role": role, "content": "", "tool_calls": _tool_calls(wrapped, f"{where}.value")}
@@ -177,8 +177,10 @@ def _message(message: Any, where: str) -> Message:
         raise RowError(f"`{where}` must be an object with `role` and `content`, not {_kind(message)}")
     read: Message = {key: value for key, value in message.items() if value is not None}
     read["role"] = _role(message, "role", ROLES, where)
+    _refuse_other_training(read, where + ".", answers=read["role"] == "assistant")
     if call := read.pop("function_call", None):  # as OpenAI had it before `tool_calls`
-        read.setdefault("tool_calls", [{"type": "function", "function": call}])
+        read["tool_calls"] = read.get("tool_calls") or [{"type": "function", "function": call}]
+        read["content"] = read.get("content") or ""
     if "reasoning_content" in read:
         read["reasoning_content"] = _content(read, "reasoning_content", where)
     if read.get("tool_calls"):
@@ -469,17 +471,28 @@ def read(fields: Fields, form: str, columns: Mapping[str, str]) -> tuple[Example
     fields = mapped(fields, columns)
     form = detect(fields) if form == "auto" else form
     noted = _Noted(fields)
-    for name in fields.keys() - columns.values():
-        if name in _MEDIA and not _is_nothing(fields[name]):
-            raise RowError(f"`{name}`: only text is trained here, so leave the row out, or the field where it can go")
-        if name in _VERDICTS and FORMATS[form].of_answers and _is_verdict(fields[name]):
-            raise RowError(
-                f"`{name}` says which answers are good and which are bad (KTO), and bad ones would be learnt as good "
-                "ones here; keep the rows of good answers, without this field"
-            )
+    own = {name: fields[name] for name in fields.keys() - columns.values()}
+    _refuse_other_training(own, answers=FORMATS[form].of_answers)
     example = FORMATS[form].read(noted)
     unused = fields.keys() - noted.read - set(columns.values())
     return example, [name for name in fields if name in unused and not _is_nothing(fields[name])]
+
+
+def _refuse_other_training(fields: Fields, where: str = "", *, answers: bool) -> None:
+    """Raise RowError for fields of a row or message that only other kinds of training can learn from.
+
+    `answers`: whether it holds answers, about which a verdict may be given.
+    """
+    for name, value in fields.items():
+        if name in _MEDIA and not _is_nothing(value):
+            raise RowError(
+                f"`{where}{name}`: only text is trained here, so leave the row out, or the field where it can go"
+            )
+        if name in _VERDICTS and answers and _is_verdict(value):
+            raise RowError(
+                f"`{where}{name}` says which answers are good and which are bad (KTO), and bad ones would be learnt as "
+                "good ones here; keep the rows of good answers, without this field"
+            )
 
 
 def _is_nothing(value: Any) -> bool:

@@ -197,7 +197,7 @@ def _folder(folder: Path, check: Callable[[Path], None], remedy: str) -> Iterato
     wrong = []
     try:
         check(folder)
-    except ArtifactError as error:
+    except FinetuneError as error:  # of whatever kind: the other findings are told all the same
         wrong.append(str(error))
     for file in sorted(folder.glob("*" + weight_files.SUFFIX)):
         wrong += _problems_of_weights(file)

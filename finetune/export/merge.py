@@ -23,7 +23,14 @@ from finetune.export import proof
 from finetune.export.card import model_card
 from finetune.model import attention, experts, identity
 from finetune.model.adapter import check_files, load_adapter
-from finetune.model.base import from_safetensors, load_architecture, load_base, pinned_code, refuse_not_finite
+from finetune.model.base import (
+    from_safetensors,
+    load_architecture,
+    load_base,
+    pinned_code,
+    refuse_missing,
+    refuse_not_finite,
+)
 from finetune.model.locate import hub_call
 from finetune.model.tokenizer import load_tokenizer
 from finetune.rundir import RunDirectory, not_written, staged, write_json
@@ -137,9 +144,13 @@ def _load(folder: Path, section: ModelSection, dtype: torch.dtype | None, device
             if place and "--" not in place:
                 architecture.auto_map[_CLASS] = f"{section.name}--{place}"
             code["generation_config"] = GenerationConfig.from_pretrained(str(folder))
-        return from_safetensors(str(folder), dtype=dtype or "auto", device_map={"": device}, **code)
+        return from_safetensors(
+            str(folder), dtype=dtype or "auto", device_map={"": device}, output_loading_info=True, **code
+        )
 
-    return hub_call(f"merged model {folder}", load)
+    model, report = hub_call(f"merged model {folder}", load)
+    refuse_missing(report, f"merged model {folder}", "restore the folder from a copy, or merge or train again")
+    return model
 
 
 def _refuse_unless_equal(result: proof.Proof) -> None:

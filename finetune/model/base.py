@@ -143,14 +143,19 @@ def _pretrained(
                 output_loading_info=True,
             ),
         )
-    if missing := sorted(report["missing_keys"]):
-        # transformers would fill them with random numbers and train on.
-        raise ArtifactError(
-            f"model `{section.name}`: {len(missing)} weights are not in its files, such as `{missing[0]}`; "
-            "the download is incomplete, or the files belong to another architecture"
-        )
+    remedy = "the download is incomplete, or the files belong to another architecture"
+    refuse_missing(report, f"model `{section.name}`", remedy)
     model.config.use_cache = False
     return model
+
+
+def refuse_missing(report: dict[str, Any], what: str, remedy: str) -> None:
+    """Raise ArtifactError where `from_pretrained` reports weights that the files lack: it fills them with random ones.
+
+    `what` is the model in words, `remedy` what to think or do.
+    """
+    if missing := sorted(report["missing_keys"]):
+        raise ArtifactError(f"{what}: {len(missing)} weights are not in its files, such as `{missing[0]}`; {remedy}")
 
 
 def from_safetensors(place: str, **arguments: Any) -> Any:

@@ -8,11 +8,13 @@ flash kernel, computes the upper half of the scores too, and wants keys and valu
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 
-from finetune.errors import ArtifactError
+from finetune.errors import ArtifactError, NumbersError
+from finetune.model import bounds
 
 # The compute capability from which SDPA has a flash kernel.
 _FLASH = (8, 0)
@@ -48,18 +50,21 @@ def prove(model: Any) -> None:
     """Check on `model` itself that its logits for a row do not depend on the tokens behind it.
 
     Two forward passes over some tokens, under the autocast of a step. Raises ArtifactError for a model that looks
-    ahead, which next-token prediction cannot train.
+    ahead, which next-token prediction cannot train, and NumbersError for one whose logits are not finite.
     """
     words = model.config.get_text_config().vocab_size
+    tokens = min(_PROBE_TOKENS, (bounds.table_size(model) or 2 * _PROBE_TOKENS) // 2)
     generator = torch.Generator().manual_seed(0)
     # (1, tokens): a row, and other tokens behind it in each.
-    row, behind, other = torch.randint(words, (3, 1, _PROBE_TOKENS), generator=generator).to(model.device)
-    one, two = (_logits(model, torch.cat([row, end], dim=1))[:, :_PROBE_TOKENS] for end in (behind, other))
-    moved = float((one - two).norm() / one.norm())
-    if not moved < _MOVES:
+    row, behind, other = torch.randint(words, (3, 1, tokens), generator=generator).to(model.device)
+    one, two = (_logits(model, torch.cat([row, end], dim=1))[:, :tokens] for end in (behind, other))
+    moved, size = float((one - two).norm()), float(one.norm())
+    if not math.isfinite(moved):
+        raise NumbersError("the base's logits are not numbers (NaN) before the first step")
+    if moved > _MOVES * size:
         raise ArtifactError(
-            f"this model's logits move by {moved:.0%} with the tokens behind them: it sees the token that it is to "
-            "predict, so it cannot be trained as a causal language model; give a decoder"
+            f"this model's logits move by {moved / size:.0%} with the tokens behind them: it sees the token that it "
+            "is to predict, so it cannot be trained as a causal language model; give a decoder"
         )
 
 

@@ -18,6 +18,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from finetune.private import cache_folder, not_private
+
 _MEMORY = "file_hashes.json"
 _MEMORY_BYTES = 2**24
 # A file may change again within the same tick of its times, which a file system counts in up to 2 seconds.
@@ -26,10 +28,8 @@ _writing = threading.Lock()
 
 
 def memory() -> Path:
-    """The file of remembered hashes; it follows `HF_HOME` and `HF_DATASETS_CACHE`, as the prepared data does."""
-    import datasets
-
-    return Path(datasets.config.HF_DATASETS_CACHE) / "finetune" / _MEMORY
+    """The file of remembered hashes, beside the prepared data."""
+    return cache_folder() / _MEMORY
 
 
 def sha256(file: Path) -> str:
@@ -65,6 +65,8 @@ def _remembered(key: str, stamp: list[int]) -> str | None:
 def _all() -> dict[str, Any]:
     """What is remembered; nothing where the file is damaged, or where another user owns it or may write it."""
     with contextlib.suppress(OSError, ValueError, RecursionError):
+        if not_private(memory().parent):
+            return {}
         descriptor = os.open(memory(), os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
         with open(descriptor, "rb") as opened:
             status = os.fstat(descriptor)
@@ -81,6 +83,8 @@ def _remember(key: str, stamp: list[int], digest: str) -> None:
         entries = {place: entry for place, entry in _all().items() if os.path.exists(place)}
         entries[key] = {"stamp": stamp, "sha256": digest}
         memory().parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        if not_private(memory().parent):
+            return
         # A folder of its own is its owner's alone, and leaves nothing half-written behind.
         with tempfile.TemporaryDirectory(prefix=_MEMORY, dir=memory().parent) as folder:
             written = Path(folder, _MEMORY)

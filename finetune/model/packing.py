@@ -203,14 +203,15 @@ def prove(model: Any) -> None:
     try:
         alone = _last_logits(model, [row])
         strayed = max(
-            float((_last_logits(model, [before, row]) - alone).norm() / alone.norm()) for before in (first, other)
+            float((_last_logits(model, [before, row]) - alone).norm() / alone.norm().clamp(min=1e-30))
+            for before in (first, other)
         )
     except (torch.OutOfMemoryError, MemoryError):
         raise
     except Exception as error:  # of whatever kind: the model's code knows nothing of packed rows
         first = (str(error).splitlines() or [type(error).__name__])[0]
         raise MachineError(f"`data.packing`: this model takes no packed rows ({first}); {_REMEDY}") from error
-    if not strayed < _STRAYS:
+    if not strayed <= _STRAYS:
         raise MachineError(
             f"`data.packing`: this model's rows do not keep apart when packed (by {strayed:.0%}); {_REMEDY}"
         )

@@ -212,8 +212,10 @@ def restore(trainer: Any, folder: Path) -> None:
     tensors = checkpoint.read_tensors(folder, OPTIMIZER_FILE)
     try:
         restore_optimizer(_inner(trainer.optimizer), {**state["optimizer"]}, tensors)
-        _refuse_other_kind("schedule", state["schedule"], trainer.lr_scheduler.state_dict())
-        _restore_schedule(trainer.lr_scheduler, state["schedule"])
+        # What the schedule's functions keep is not the checkpoint's to say: earlier versions had others.
+        schedule = {key: value for key, value in state["schedule"].items() if key != "lr_lambdas"}
+        _refuse_other_kind("schedule", schedule, trainer.lr_scheduler.state_dict())
+        _restore_schedule(trainer.lr_scheduler, schedule)
         if state["scaler"] and (scaler := getattr(trainer.accelerator, "scaler", None)):
             _refuse_other_kind("scaler", state["scaler"], scaler.state_dict())
             scaler.load_state_dict(state["scaler"])
@@ -227,7 +229,7 @@ def _restore_schedule(schedule: Any, state: dict[str, Any]) -> None:
     """Give the schedule its count of updates; the next step's rate is that of the job as it is now, perhaps longer."""
     done = state["last_epoch"]
     rates = [peak * factor(done) for peak, factor in zip(schedule.base_lrs, schedule.lr_lambdas, strict=True)]
-    schedule.load_state_dict({**state, "_last_lr": rates})
+    schedule.load_state_dict({**state, "_last_lr": rates, "lr_lambdas": [None] * len(rates)})
     for group, rate in zip(schedule.optimizer.param_groups, rates, strict=True):
         group["lr"] = rate
 

@@ -93,7 +93,7 @@ def _connected() -> Watch:
 
 def _lost_rank(watched: Watch, error: BaseException) -> MachineError | None:
     """The loss of another rank, where `error` came of it: from a collective, or as a launcher ends the ranks left."""
-    if isinstance(error, torch.distributed.DistError) or "gloo" in str(error):
+    if isinstance(error, torch.distributed.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error)):
         try:
             lost = watched.lost(watch.SILENCE_SECONDS + watch.GRACE_SECONDS)
         except Terminated:

@@ -535,7 +535,7 @@ def test_text_that_looks_like_something_else_comes_back_as_text(text: str, tmp_p
 _TEXT = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"))
 _NAMES = _TEXT.filter(bool)
 _SOURCES = _NAMES | st.lists(
-    _NAMES | st.builds(Source, source=_NAMES, weight=st.floats(1e-9, 1e4)), min_size=1, max_size=3
+    _NAMES | st.builds(Source, source=_NAMES, weight=st.floats(1e-9, 1000)), min_size=1, max_size=3
 )
 _CONFIGS = st.builds(
     Config,

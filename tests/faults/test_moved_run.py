@@ -51,7 +51,7 @@ def test_a_run_that_was_moved_while_it_trained_ends_in_4_and_leaves_the_one_in_i
         assert ended.code == 0, ended.output
     else:
         assert ended.code == 4, ended.output
-        assert f"{run.path} is another directory than the one" in " ".join(ended.output.split())
+        assert f"{run.path} is no longer the directory that" in " ".join(ended.output.split())
     assert "Traceback" not in ended.output
     assert files(run.path) == before
 
@@ -65,7 +65,7 @@ def test_a_directory_of_the_same_number_on_disk_is_not_taken_for_the_one_that_wa
         for _ in range(20):
             shutil.rmtree(run.path)
             run.claim()
-            with pytest.raises(MachineError, match="another directory"):
+            with pytest.raises(MachineError, match="no longer the directory"):
                 rundir.append_line(run.events_file, {})
         assert run.events() == []
 
@@ -79,5 +79,5 @@ def test_a_link_to_the_run_may_be_given_as_its_directory(tmp_path: Path) -> None
         run.event("one")
         os.rename(tmp_path / "disk", tmp_path / "old")
         (tmp_path / "disk").mkdir()
-        with pytest.raises(MachineError, match="another directory"):
+        with pytest.raises(MachineError, match="no longer the directory"):
             run.event("two")

@@ -169,9 +169,9 @@ def test_a_base_that_says_nothing_of_positions_bounds_nothing() -> None:
 def test_an_answer_ends_with_the_positions_and_a_prompt_that_takes_them_all_is_refused(make_base) -> None:
     base = make_base("gpt2", GPT2)
     model, tokenizer = AutoModelForCausalLM.from_pretrained(base), AutoTokenizer.from_pretrained(base)
-    assert isinstance(answer(model, tokenizer, [{"role": "user", "content": "a"}], 500), str)
+    assert isinstance(answer(model, tokenizer, tokenizer("a")["input_ids"], 500), str)
     with pytest.raises(ConfigError, match=r"the prompt has .* tokens, and the base 40 positions"):
-        answer(model, tokenizer, [{"role": "user", "content": "word " * POSITIONS}], 5)
+        answer(model, tokenizer, tokenizer("word " * POSITIONS)["input_ids"], 5)
 
 
 # -- vocabulary --------------------------------------------------------------------------------------------------------

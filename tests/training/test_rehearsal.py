@@ -109,7 +109,7 @@ def test_functions_modes_and_random_numbers_are_as_before(type: str) -> None:
 def test_a_rehearsal_that_fails_puts_the_functions_back_too(monkeypatch: pytest.MonkeyPatch) -> None:
     from finetune.training import rehearsal
 
-    def fail(*arguments: object) -> None:
+    def fail(*arguments: object, **named: object) -> None:
         raise KeyboardInterrupt
 
     before = functions()

@@ -184,7 +184,8 @@ def test_early_stopping_ends_the_run(quick) -> None:
 
 def test_a_loss_that_is_not_finite_stops_the_run_and_is_never_a_number(quick) -> None:
     config = quick(
-        "training.learning_rate=1e38",
+        "training.learning_rate=1e9",
+        "optimizer.weight_decay=1e9",
         "training.max_grad_norm=0",
         "training.warmup=0",
         "optimizer.kind=sgd",
