@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -105,3 +106,14 @@ def test_a_prompt_is_shown_with_who_says_what_but_a_single_question_by_itself() 
     assert shown([question]) == "Why?"
     assert shown([SYSTEM, question]) == "system: Be brief.\nuser: Why?"
     assert shown([question, call]) == 'user: Why?\nassistant: {"name": "f", "arguments": {}}'
+
+
+def test_a_run_that_does_not_say_what_its_rows_were_is_asked_as_a_conversation_with_a_word(
+    trained: Any, asked: list[list[int]], tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    run = finetune.RunDirectory(shutil.copytree(trained.path, tmp_path / "run"))
+    lines = [{key: value for key, value in event.items() if key != "learns"} for event in run.events()]
+    run.events_file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    finetune.generate(run, "Say 5", max_new_tokens=1)
+    assert len(asked) == 1
+    assert "does not say what its rows were" in " ".join(capsys.readouterr().err.split())

@@ -107,3 +107,9 @@ def test_a_path_longer_than_any_system_takes_is_refused(key: str, path: str, tmp
     (tmp_path / "job.yaml").write_text("")
     with pytest.raises(ConfigError, match=f"`{key}`: longer than a path can be"):
         load(tmp_path / "job.yaml", [f"{key}={path}"])
+
+
+def test_the_home_of_a_user_that_is_not_here_is_no_folder(tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text("output: {dir: ~no-such-user-here/x}")
+    with pytest.raises(ConfigError, match="there is no such user"):
+        load(tmp_path / "a.yaml")

@@ -393,3 +393,35 @@ def test_assistant_turns_of_a_prompt_are_context() -> None:
         {"prompt": prompt, "completion": [{"role": "assistant", "content": "d"}]}
     )
     assert example.context == {1}
+
+
+@pytest.mark.parametrize(
+    ("form", "turns", "words"),
+    [
+        ("messages", [{"role": "user", "content": "q", "images": ["x.png"]}], "messages[0].images`: only text"),
+        ("messages", [{"role": "assistant", "content": "a", "label": False}], "messages[0].label` says which answers"),
+        ("sharegpt", [{"from": "human", "value": "q", "image": "x.png"}], "conversations[0].image`: only text"),
+    ],
+)
+def test_a_message_that_only_other_training_can_use_is_refused(form: str, turns: list[Any], words: str) -> None:
+    field = "messages" if form == "messages" else "conversations"
+    with pytest.raises(RowError) as refused:
+        read({field: turns}, form, {})
+    assert words in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("form", "turn"),
+    [
+        ("messages", {"role": "assistant", "content": None, "tool_calls": []}),
+        ("sharegpt", {"from": "gpt", "value": ""}),
+    ],
+)
+def test_the_call_of_a_function_is_read_in_every_format(form: str, turn: dict[str, Any]) -> None:
+    call = {"name": "add", "arguments": '{"a": 1}'}
+    field = "messages" if form == "messages" else "conversations"
+    example, unused = read({field: [{**turn, "function_call": call}]}, form, {})
+    assert isinstance(example, Chat)
+    [message] = example.messages
+    assert message["tool_calls"][0]["function"] == {"name": "add", "arguments": {"a": 1}}
+    assert unused == []

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import finetune
-from finetune.errors import ArtifactError, MachineError
+from finetune.errors import ArtifactError, MachineError, NumbersError
 from finetune.export import proof
 from finetune.rundir import RunDirectory
 
@@ -220,3 +220,21 @@ def test_a_token_that_takes_another_expert_is_no_failure_of_a_mixture_and_one_of
     assert not holds(rerouted, mixture=False)
     assert not holds(wrong, mixture=True)
     assert not holds(trained * float("nan"), mixture=True)
+
+
+@pytest.mark.parametrize("damage", ["missing", "not a number"])
+def test_a_whole_model_with_damaged_weights_is_not_used(damage: str, quick) -> None:
+    job = ["adapter.kind=none", "quantization.kind=none", "training.learning_rate=1e-4", "training.max_steps=1"]
+    run = finetune.train(quick(*job)).run
+    file, name = run.merged / "model.safetensors", "model.layers.0.mlp.gate_proj.weight"
+    weights = load_file(file)
+    if damage == "missing":
+        del weights[name]
+    else:
+        weights[name].fill_(float("nan"))
+    save_file(weights, file, {"format": "pt"})
+    expected = ArtifactError if damage == "missing" else NumbersError
+    with pytest.raises(expected):
+        finetune.recipe.evaluate(run)
+    with pytest.raises(expected):
+        finetune.generate(run, "x", max_new_tokens=2)

@@ -760,3 +760,15 @@ def test_random_generators_come_back(tmp_path: Path) -> None:
     expected = draw()
     RandomState.from_json(state).restore()
     assert draw() == expected
+
+
+def test_a_checkpoint_of_the_version_with_transformers_schedules_goes_on(quick) -> None:
+    """Its functions of the schedule had a state, which says nothing; the rates follow from the step."""
+    run = finetune.train(quick("training.max_steps=2")).run
+    file = run.checkpoint(2) / "state.json"
+    state = json.loads(file.read_text())
+    state["schedule"]["lr_lambdas"] = [{} for _ in state["schedule"]["lr_lambdas"]]
+    file.write_text(json.dumps(state))
+    sign(run.checkpoint(2))
+    finetune.train(quick("training.max_steps=3"))
+    assert run.steps_done == 3

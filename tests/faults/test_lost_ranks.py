@@ -16,9 +16,9 @@ from jobs import QUICK
 from safetensors.torch import load_file, save_file
 
 from finetune import resuming
-from finetune.errors import MachineError
+from finetune.errors import DataError, MachineError
 from finetune.rundir import RunDirectory
-from finetune.training import watch
+from finetune.training import processes, watch
 
 STEP = "finetune.training.trainer:Trainer._get_grad_norm"
 JOB = [*QUICK, "data.eval=none", "training.eval_every=null", "training.batch_size=6", "training.micro_batch=1",
@@ -217,3 +217,18 @@ def test_a_stranger_without_the_token_is_no_rank(monkeypatch: pytest.MonkeyPatch
             stranger.sendall(b'{"token": "guessed", "rank": 1}\n')
             with pytest.raises(MachineError, match=r"ranks \[1\]"):
                 watch.accept(server, "token", 1)
+
+
+def test_an_error_that_names_gloo_is_not_of_the_group() -> None:
+    """A path may; only what torch itself raises is asked whether a rank was lost."""
+
+    class Asked(Exception):
+        pass
+
+    class Watched:
+        def lost(self, seconds: float) -> None:
+            raise Asked
+
+    assert processes._lost_rank(Watched(), DataError("/data/gloo.jsonl:1: no row")) is None
+    with pytest.raises(Asked):
+        processes._lost_rank(Watched(), RuntimeError("[gloo/transport] Connection closed by peer"))

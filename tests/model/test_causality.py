@@ -10,7 +10,7 @@ from steps import assert_gradients_close, gradients, micro_batches, ready
 from test_packing import ARCHITECTURES, SHARED
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from finetune.errors import ArtifactError
+from finetune.errors import ArtifactError, NumbersError
 from finetune.model import causality
 from finetune.training.collator import Inputs, for_model
 
@@ -101,3 +101,21 @@ def test_cudnn_attention_is_off_within_the_block_and_then_as_before() -> None:
     with libraries.without_cudnn_attention():
         assert not torch.backends.cuda.cudnn_sdp_enabled()
     assert torch.backends.cuda.cudnn_sdp_enabled() == before
+
+
+def test_a_model_with_few_positions_is_asked_within_them() -> None:
+    config = AutoConfig.for_model("gpt2", vocab_size=64, n_embd=32, n_layer=1, n_head=4, n_positions=12)
+    causality.prove(AutoModelForCausalLM.from_config(config).eval())
+
+
+def test_a_head_of_zeros_says_the_same_of_every_token_and_looks_at_none() -> None:
+    model = model_of("llama")
+    torch.nn.init.zeros_(model.lm_head.weight)
+    causality.prove(model)
+
+
+def test_logits_that_are_not_numbers_are_no_look_ahead() -> None:
+    model = model_of("llama")
+    torch.nn.init.constant_(model.model.norm.weight, float("nan"))
+    with pytest.raises(NumbersError, match="NaN"):
+        causality.prove(model)

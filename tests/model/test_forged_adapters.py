@@ -6,6 +6,7 @@ import itertools
 import json
 import math
 import random
+import re
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -298,3 +299,12 @@ def test_a_checkpoint_of_weights_that_are_not_finite_is_not_whole(run: RunDirect
     signed = {**manifest, "sha256": checkpoint._sha256(checkpoint._json(manifest))}
     (folder / checkpoint.MANIFEST).write_bytes(checkpoint._json(signed))
     assert any("not finite" in problem for problem in checkpoint.problems_of(folder))
+
+
+def test_doctor_goes_on_after_targets_that_the_base_has_not(run: RunDirectory) -> None:
+    run.config_file.write_text(re.sub(r"targets: .*", "targets: [foo_proj]", run.config_file.read_text()))
+    file = run.adapter / CONFIG
+    file.write_text(json.dumps({**json.loads(file.read_text()), "target_modules": ["foo_proj"]}))
+    found = {one.about: one.status for one in run_directory.examine(run.path).findings}
+    assert found["adapter"] == "error"
+    assert "tokenizer" in found

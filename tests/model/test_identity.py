@@ -201,3 +201,15 @@ def test_a_folder_that_cannot_be_written_costs_time_alone(tmp_path: Path, memory
     (tmp_path / "weights").write_bytes(b"some weights")
     age(tmp_path / "weights")
     assert file_hashes.sha256(tmp_path / "weights") == file_hashes.sha256(tmp_path / "weights")
+
+
+def test_a_folder_that_others_may_write_to_is_neither_read_nor_written(
+    file: Path, memory: Path, tmp_path: Path
+) -> None:
+    memory.parent.chmod(0o777)
+    assert file_hashes.sha256(file) != "remembered"
+    kept = memory.read_text()
+    (tmp_path / "more").write_bytes(b"more weights")
+    age(tmp_path / "more")
+    file_hashes.sha256(tmp_path / "more")
+    assert memory.read_text() == kept
