@@ -1,0 +1,221 @@
+"""The jobs and forecasts whose numbers are pinned to the bit. `python tests/golden/golden_jobs.py` records them anew.
+
+A refactoring changes none of these numbers. A repaired bug changes those that it was about: record anew in the commit
+that repairs it, and say why there.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Callable, Iterator
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+# Before torch is imported: both say how sums are ordered.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import torch
+
+import finetune
+
+HERE = Path(__file__).parent
+CONFIGS = HERE.parent.parent / "configs"
+TRAJECTORIES, FORECASTS = HERE / "trajectories.json", HERE / "forecasts.json"
+# What a number's last bits depend on, besides this repository.
+_PACKAGES = ("torch", "transformers", "peft", "trl", "bitsandbytes", "accelerate", "datasets", "tokenizers")
+
+_SHORT = [
+    "data.max_length=160", "data.eval_share=0.2", "training.max_steps=6", "training.eval_every=3",
+    "training.batch_size=4", "training.micro_batch=2", "training.learning_rate=1e-3", "memory.check=off",
+    "output.merge=false",
+]  # fmt: skip
+
+
+def _number_rows(make: Callable[[str, str], dict[str, Any]]) -> list[dict[str, Any]]:
+    """24 rows of uneven length."""
+    return [make(f"Write {number} words", " ".join(["word"] * (1 + number * 5 % 23))) for number in range(24)]
+
+
+def _turns(question: str, answer: str) -> list[dict[str, str]]:
+    return [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+
+
+ROWS = {
+    "messages": lambda q, a: {"messages": [*_turns(q, a), *_turns("Again", a[:40])]},
+    "sharegpt": lambda q, a: {"conversations": [{"from": "human", "value": q}, {"from": "gpt", "value": a}]},
+    "alpaca": lambda q, a: {"instruction": q, "input": "", "output": a},
+    "prompt_completion": lambda q, a: {"prompt": q, "completion": " " + a},
+    "preference": lambda q, a: {"prompt": q, "chosen": a, "rejected": "no"},
+    "text": lambda q, a: {"text": f"{q}: {a}"},
+    "tokenized": lambda q, a: {"input_ids": [3 + ord(c) % 200 for c in q + a]},
+}
+
+# Name: format of the rows, and what the job sets besides `_SHORT`.
+JOBS: dict[str, tuple[str, list[str]]] = {
+    "nf4 on conversations": ("messages", []),
+    "nf4, all turns learnt, linear schedule": ("messages", ["data.loss_on=all", "training.schedule=linear"]),
+    "nf4 without double quantization, packed": (
+        "prompt_completion",
+        ["quantization.double=false", "data.packing=true", "memory.checkpointing=none"],
+    ),
+    "packed by tokens": (
+        "sharegpt",
+        ["training.precision=bf16", "data.packing=true", "training.micro_batch_tokens=256"],
+    ),
+    "batches by tokens": ("alpaca", ["training.micro_batch_tokens=256", "memory.checkpointing=every-2"]),
+    "fp4 with weight-decomposed adapters": (
+        "alpaca",
+        ["training.precision=bf16", "quantization.kind=fp4", "adapter.dora=true"],
+    ),
+    "int8 with dropout": ("preference", ["quantization.kind=int8", "adapter.dropout=0.1"]),
+    "16-bit base, rank-stabilised, fused AdamW": (
+        "prompt_completion",
+        [
+            "quantization.kind=none",
+            "training.precision=bf16",
+            "adapter.rslora=true",
+            "optimizer.kind=adamw_torch_fused",
+        ],
+    ),
+    "fp32 base from principal singular values": (
+        "text",
+        ["quantization.kind=none", "training.precision=fp32", "adapter.init=pissa", "optimizer.kind=adamw_32bit"],
+    ),
+    "every weight trained": (
+        "text",
+        ["quantization.kind=none", "adapter.kind=none", "training.learning_rate=1e-4", "memory.checkpointing=none"],
+    ),
+    "token ids, gradients not clipped": ("tokenized", ["training.max_grad_norm=0"]),
+    "last norm trained whole": ("text", ["adapter.extra_modules=[norm]", "adapter.targets=[q_proj, v_proj]"]),
+    "bf16 adapter, Lion": (
+        "sharegpt",
+        ["training.precision=bf16", "adapter.dtype=bfloat16", "optimizer.kind=lion_8bit"],
+    ),
+    "Adafactor with weight decay": (
+        "tokenized",
+        ["optimizer.kind=adafactor", "optimizer.weight_decay=0.1", "training.group_by_length=false"],
+    ),
+    "SGD in small tiles of the loss": ("messages", ["optimizer.kind=sgd", "memory.loss_tokens=32"]),
+    "AdEMAMix, rows split": (
+        "text",
+        ["optimizer.kind=ademamix_8bit", "data.too_long=split", "data.max_length=48", "training.schedule=constant"],
+    ),
+}
+RESUMED = "nf4, resumed after three steps"
+_RESUMED_AFTER = 3
+
+# Name: config file, card, and overrides.
+PLANS: dict[str, tuple[str, str, list[str]]] = {
+    "tiny here": ("tiny_cpu", "cpu", []),
+    "tiny, packed": ("tiny_cpu", "cpu", ["data.packing=true"]),
+    "tiny, int8": ("tiny_cpu", "cpu", ["quantization.kind=int8"]),
+    "tiny, fp4": ("tiny_cpu", "cpu", ["quantization.kind=fp4", "quantization.double=false"]),
+    "tiny, 16-bit": ("tiny_cpu", "cpu", ["quantization.kind=none"]),
+    "tiny, every weight": ("tiny_cpu", "cpu", ["quantization.kind=none", "adapter.kind=none"]),
+    "tiny, DoRA": ("tiny_cpu", "cpu", ["adapter.dora=true", "memory.checkpointing=none"]),
+    "tiny, fp32": ("tiny_cpu", "cpu", ["training.precision=fp32", "quantization.kind=none"]),
+    "tiny, merged": ("tiny_cpu", "cpu", ["output.merge=true", "memory.loss_tokens=64"]),
+    "tiny, Adafactor": ("tiny_cpu", "cpu", ["optimizer.kind=adafactor", "memory.checkpointing=every-2"]),
+    "tiny on a card": ("tiny_cpu", "RTX 3090", []),
+    "tiny on a card, packed": ("tiny_cpu", "RTX 3090", ["data.packing=true"]),
+    "tiny on a card, 16-bit, SGD": ("tiny_cpu", "RTX 4090", ["quantization.kind=none", "optimizer.kind=sgd"]),
+    "tiny on a card, int8": ("tiny_cpu", "A100 80GB", ["quantization.kind=int8"]),
+    "tiny on a card, fp16": ("tiny_cpu", "T4", ["training.precision=fp16"]),
+    "tiny on a card, everything auto": (
+        "tiny_cpu", "RTX 3090", ["training.micro_batch=auto", "memory.checkpointing=auto"],
+    ),
+    "7B": ("llama7b_qlora", "RTX 3090", []),
+    "7B in 16 bits": ("llama7b_lora_16bit", "RTX 3090", []),
+    "8B, offloaded": ("llama3_8b_qlora", "RTX 4090", ["memory.offload=checkpoints"]),
+    "9B with capped logits": ("gemma2_9b_qlora", "A100 80GB", ["data.max_length=1024"]),
+}  # fmt: skip
+
+
+def machine() -> dict[str, str]:
+    """What the last bits of a number depend on, besides this repository."""
+    return {
+        "cpu": torch.backends.cpu.get_cpu_capability(),
+        **{package: metadata.version(package) for package in _PACKAGES},
+    }
+
+
+def trajectory(name: str, folder: Path) -> dict[str, Any]:
+    """Train the job `name` in `folder`: every step's and evaluation's numbers, and a hash of the adapter's weights."""
+    if name == RESUMED:
+        _train("messages", ["training.schedule=constant", f"training.max_steps={_RESUMED_AFTER}"], folder)
+        return _train("messages", ["training.schedule=constant"], folder)
+    return _train(*JOBS[name], folder)
+
+
+def _train(format: str, changes: list[str], folder: Path) -> dict[str, Any]:
+    rows = folder / f"{format}.jsonl"
+    rows.write_text("".join(json.dumps(row) + "\n" for row in _number_rows(ROWS[format])))
+    job = [*_SHORT, f"data.train={rows}", f"data.format={format}", f"output.dir={folder / 'run'}", *changes]
+    run = finetune.train(finetune.load_config(CONFIGS / "tiny_cpu.yaml", job)).run
+    lines = [json.loads(line) for line in (run.path / "metrics.jsonl").read_text().splitlines()]
+    folder = run.path / ("merged" if "adapter.kind=none" in changes else "adapter")
+    [weights] = sorted(folder.glob("*.safetensors"))
+    return {
+        "steps": [[line["loss"], line["grad_norm"]] for line in lines if "loss" in line],
+        "evaluations": [line["eval_loss"] for line in lines if "eval_loss" in line],
+        "weights": hashlib.sha256(_tensors(weights)).hexdigest(),
+    }
+
+
+def _tensors(file: Path) -> bytes:
+    """The tensors of a safetensors file without its header, whose metadata name versions."""
+    content = file.read_bytes()
+    return content[8 + int.from_bytes(content[:8], "little") :]
+
+
+def plan(name: str) -> dict[str, Any]:
+    """The forecast of `name` as `plan --json` prints it; for a CPU without what is this process's and this machine's."""
+    config, card, changes = PLANS[name]
+    budget = ["memory.budget=4GiB"] if card == "cpu" else []
+    made = finetune.plan(finetune.load_config(CONFIGS / f"{config}.yaml", [*changes, *budget]), card).as_dict()
+    if card == "cpu":
+        del made["seconds"], made["device"], made["needed_bytes"], made["host_bytes"], made["categories"]["context"]
+    return made
+
+
+def record() -> None:
+    """Write both files of pinned numbers."""
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as folder:
+        trajectories = {}
+        for number, name in enumerate([*JOBS, RESUMED]):
+            place = Path(folder, str(number))
+            place.mkdir()
+            trajectories[name] = trajectory(name, place)
+    _write(TRAJECTORIES, "trajectories", trajectories)
+    _write(FORECASTS, "forecasts", {name: plan(name) for name in PLANS})
+
+
+def _write(file: Path, what: str, found: dict[str, Any]) -> None:
+    # One line a job: a change of one shows as such.
+    lines = ",\n".join(f"  {json.dumps(name)}: {json.dumps(value)}" for name, value in found.items())
+    file.write_text(f'{{"machine": {json.dumps(machine())},\n "{what}": {{\n{lines}\n}}}}\n')
+
+
+def differences(pinned: Any, found: Any, tolerance: float, where: str = "") -> Iterator[str]:
+    """Where two JSON values differ: numbers by more than `tolerance`, relative; everything else at all."""
+    if isinstance(pinned, dict) and isinstance(found, dict) and pinned.keys() == found.keys():
+        for key in pinned:
+            yield from differences(pinned[key], found[key], tolerance, f"{where}.{key}")
+    elif isinstance(pinned, list) and isinstance(found, list) and len(pinned) == len(found):
+        for number, (one, other) in enumerate(zip(pinned, found, strict=True)):
+            yield from differences(one, other, tolerance, f"{where}[{number}]")
+    elif isinstance(pinned, float) and isinstance(found, float):
+        if abs(pinned - found) > tolerance * abs(pinned):
+            yield f"{where}: {pinned!r} is now {found!r}"
+    elif pinned != found:
+        yield f"{where}: {pinned!r} is now {found!r}"
+
+
+if __name__ == "__main__":
+    record()
