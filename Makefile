@@ -10,7 +10,7 @@ BIN := .venv/bin
 READY := .venv/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help setup finetune data plan fit merge test check notebooks bench sweep faults mutations gpu-check docs
+.PHONY: help setup finetune data plan fit merge test check notebooks bench golden sweep faults mutations gpu-check docs
 
 help: ## Show the targets.
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | column -t -s '	'
@@ -61,6 +61,9 @@ bench: $(READY) ## Run the CPU benchmarks and write benchmarks/results/ (an hour
 	$(BIN)/python benchmarks/batching.py
 	$(BIN)/python benchmarks/preparation.py
 	$(BIN)/python benchmarks/saving.py
+
+golden: $(READY) ## Record the pinned trajectories and forecasts anew, after a repair that moved them.
+	$(BIN)/python tests/golden/golden_jobs.py
 
 sweep: $(READY) ## Compare the forecast with 72 real training steps and with the peers, and time it (an hour).
 	$(BIN)/python benchmarks/forecast_cpu.py

@@ -174,7 +174,7 @@ def _tensors(file: Path) -> bytes:
 
 
 def plan(name: str) -> dict[str, Any]:
-    """The forecast of `name` as `plan --json` prints it; for a CPU without what is this process's and this machine's."""
+    """The forecast of `name` as `plan --json` prints it; for a CPU without what is this process's or machine's."""
     config, card, changes = PLANS[name]
     budget = ["memory.budget=4GiB"] if card == "cpu" else []
     made = finetune.plan(finetune.load_config(CONFIGS / f"{config}.yaml", [*changes, *budget]), card).as_dict()
