@@ -56,12 +56,11 @@ def cpu() -> Kernels:
             bnb.gemm_4bit.default: default_ops._gemm_4bit_default_impl,
             bnb.quantize_4bit.default: _quantize_4bit,
             bnb.int8_vectorwise_quant.default: _quantize_int8,
-            bnb.int8_scaled_mm.default: _int8_product,
             bnb.optimizer_update_32bit.default: cpu_ops._optimizer_update_32bit_cpu,
             bnb.optimizer_update_8bit_blockwise.default: cpu_ops._optimizer_update_8bit_blockwise_cpu,
         },
         scratch=_scratch_on_cpu,
-        flops={**_FLOPS, bnb.int8_linear_matmul.default: _linear},
+        flops=_FLOPS,
     )
 
 
@@ -75,10 +74,9 @@ def cuda(capability: tuple[int, int]) -> Kernels:
         python={
             _aten._grouped_mm.default: _grouped_product,
             bnb.gemm_4bit.default: _gemm_4bit,
-            bnb.int8_scaled_mm.default: _int8_product_on_cuda,
         },
         scratch=_scratch_on_cuda,
-        flops={**_FLOPS, bnb.int8_linear_matmul.default: _linear},
+        flops=_FLOPS,
         as_there=_on_cuda,
     )
 
@@ -120,13 +118,6 @@ def _gemm_4bit(
     return torch.nn.functional.linear(A, weight, bias)
 
 
-def _int8_product(A: Any, B: Any, row_stats: Any, col_stats: Any, bias: Any = None, dtype: Any = None) -> Any:
-    """int8 in evaluation: an int32 product, then scaled (bitsandbytes 0.50, backends/default `int8_mm_dequant`)."""
-    out = torch.ops.bitsandbytes.int8_linear_matmul.default(A, B)
-    scaled = out.view(-1, out.shape[-1]) * (row_stats.reshape(-1).unsqueeze(-1) * col_stats.reshape(-1)[None])
-    return (scaled * 6.200124e-05).to(dtype or torch.float16).view(out.shape)
-
-
 def _grouped_product(a: Any, b: Any, offs: Any = None, bias: Any = None, out_dtype: Any = None) -> Any:
     """Products of experts in any type; torch's own shape function knows bfloat16 alone (torch 2.13)."""
     if b.dim() == 3:
@@ -138,12 +129,6 @@ def _quantize_int8(A: Any, threshold: float = 0.0) -> Any:
     """Scales and integers by torch's operators (bitsandbytes 0.50, backends/default `int8_vectorwise_quant`)."""
     scales = torch.max(A.abs(), dim=1).values.float()
     return torch.round(A * (127.0 / scales.unsqueeze(-1))).to(torch.int8), scales, None
-
-
-def _int8_product_on_cuda(A: Any, B: Any, row_stats: Any, col_stats: Any, bias: Any = None, dtype: Any = None) -> Any:
-    """The same on CUDA: integers, then float16, then the type asked for (bitsandbytes 0.50, backends/cuda)."""
-    out = torch.ops.bitsandbytes.int8_linear_matmul.default(A, B)
-    return torch.empty_like(out, dtype=torch.float16).to(dtype or torch.float16)
 
 
 def _quantize_4bit(A: Any, blocksize: int, quant_type: str, quant_storage: Any) -> Any:
@@ -236,12 +221,7 @@ def _round_up(number: int, grain: int) -> int:
 
 @contextlib.contextmanager
 def _on_cuda() -> Iterator[None]:
-    """Layer norms in float32 under autocast, and the int8 product that is trained there.
-
-    (torch 2.13, aten/src/ATen/autocast_mode.h; bitsandbytes 0.50, `matmul`, which takes another for CPU tensors.)
-    """
-    import bitsandbytes
-    from bitsandbytes.autograd._functions import MatMul8bitLt, MatmulLtState
+    """Layer norms in float32 under autocast (torch 2.13, aten/src/ATen/autocast_mode.h)."""
     from torch.nn import functional
 
     plain = functional.layer_norm
@@ -251,12 +231,7 @@ def _on_cuda() -> Iterator[None]:
             input, weight, bias = (value if value is None else value.float() for value in (input, weight, bias))
         return plain(input, shape, weight, bias, eps)
 
-    def matmul(A: Any, B: Any, out: Any = None, state: Any = None, threshold: float = 0.0, bias: Any = None) -> Any:
-        state = state or MatmulLtState()
-        state.threshold = threshold or state.threshold
-        return MatMul8bitLt.apply(A, B, out, bias, state)
-
-    with replaced(functional, "layer_norm", layer_norm), replaced(bitsandbytes, "matmul", matmul):
+    with replaced(functional, "layer_norm", layer_norm):
         yield
 
 

@@ -259,6 +259,8 @@ def weightless_base(
     from transformers import AutoModelForCausalLM
     from transformers.integrations import replace_with_bnb_linear
 
+    from finetune.model import eight_bit
+
     packing.register()
     with torch.device("meta"):
         model = hub_call(
@@ -278,6 +280,7 @@ def weightless_base(
             model, modules_to_not_convert=_kept_modules(model), quantization_config=quantization_config
         )
         experts.quantize(model, quantization)
+        eight_bit.weight_only(model)
         _bias_as_loaded(model, dtype)
         model.quantization_method = quantization_config.quant_method
         model.is_loaded_in_4bit = bool(quantization_config.load_in_4bit)
@@ -350,13 +353,16 @@ def _materialise(model: Any, module: nn.Module, dtype: torch.dtype, device: torc
     """Give one module's own weights and buffers real memory and the architecture's initial values."""
     import bitsandbytes as bnb
 
+    from finetune.model import eight_bit
+
     if isinstance(module, (bnb.nn.Linear4bit, bnb.nn.Linear8bitLt)):
         full = nn.Linear(module.in_features, module.out_features, module.bias is not None, device=device, dtype=dtype)
         model._init_weights(full)
-        settings = dict(module.weight.__dict__)
-        settings.pop("SCB", None)
-        settings.pop("CB", None)
-        module.weight = type(module.weight)(full.weight.data, requires_grad=False, **settings).to(device)
+        if isinstance(module, bnb.nn.Linear8bitLt):
+            module.weight = eight_bit.quantized(full.weight.data)
+        else:
+            settings = module.weight.__dict__
+            module.weight = type(module.weight)(full.weight.data, requires_grad=False, **settings).to(device)
         if full.bias is not None:
             module.bias = nn.Parameter(full.bias.data, requires_grad=False)
         return

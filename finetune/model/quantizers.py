@@ -15,7 +15,7 @@ from transformers.quantizers.quantizer_bnb_8bit import Bnb8BitHfQuantizer
 
 from finetune.config import QuantizationSection
 from finetune.libraries import replaced
-from finetune.model import experts
+from finetune.model import eight_bit, experts
 
 
 def used(section: QuantizationSection) -> contextlib.AbstractContextManager[None]:
@@ -45,4 +45,6 @@ class _RoutersKept:
 
 
 class _EightBit(_RoutersKept, Bnb8BitHfQuantizer):
-    pass
+    def _process_model_before_weight_loading(self, model: Any, device_map: Any, **kwargs: Any) -> None:
+        super()._process_model_before_weight_loading(model, device_map, **kwargs)
+        eight_bit.weight_only(model)
