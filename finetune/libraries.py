@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import gc
 import logging
+import math
 import os
 import warnings
 from collections.abc import Iterator
@@ -29,10 +31,8 @@ _SILENCED_WARNINGS = (
 
 
 _SILENCED_LOGS = {
-    # bitsandbytes announces on every CPU that an optional kernel package is missing,
+    # bitsandbytes announces on every CPU that an optional kernel package is missing.
     "bitsandbytes.backends.cpu.ops": "Failed to load CPU gemm_4bit_forward",
-    # and in every int8 product that its integers are made from float16.
-    "bitsandbytes.autograd._functions": "inputs will be cast from",
 }
 
 
@@ -174,6 +174,33 @@ def without_cudnn_attention() -> Iterator[None]:
         yield
     finally:
         torch.backends.cuda.enable_cudnn_sdp(before)
+
+
+@functools.cache
+def correct_dequantization() -> Any:
+    """Correct, from here on, how 4-bit weights are dequantized on a CPU where a row is not a multiple of a block.
+
+    Blocks go on across the ends of rows. bitsandbytes 0.50's CPU kernel (AVX-512) takes the scales of other blocks
+    there: the error of a weight with rows of 96 is 25% instead of 9%. Such weights are passed to it as one long row.
+    Returns the registration, which lasts as long as this object.
+    """
+    import bitsandbytes  # noqa: F401  (registers the kernel)
+    import torch
+
+    name = "bitsandbytes::dequantize_4bit"
+    kernel = torch.library.get_kernel(name, "CPU")
+
+    def dequantize(
+        keys: Any, packed: Any, absmax: Any, blocksize: int, quant_type: str, shape: list[int], dtype: Any
+    ) -> Any:
+        flat = [math.prod(shape)] if shape[-1] % blocksize else shape
+        return kernel.call_boxed(keys, packed, absmax, blocksize, quant_type, flat, dtype).view(shape)
+
+    registration = torch.library.Library("bitsandbytes", "IMPL")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Warning only once for all operators")
+        registration.impl(name, dequantize, "CPU", with_keyset=True)
+    return registration
 
 
 @contextlib.contextmanager

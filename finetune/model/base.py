@@ -101,6 +101,8 @@ def load_base(
     `attention` is a transformers implementation name, `dtype` the type of what is not quantized and of the
     arithmetic on what is. Raises ArtifactError or MachineError when weights are missing or damaged.
     """
+    if QUANTIZATIONS[quantization.kind].four_bit:
+        libraries.correct_dequantization()
     if section.weights == "random":
         model = random_base(
             architecture,
