@@ -19,6 +19,7 @@ import torch
 import torch.nn.attention.varlen  # registers its operators
 
 from finetune.libraries import replaced
+from finetune.memory import autocast
 
 _aten = torch.ops.aten
 _varlen = torch.ops.torch_attn._varlen_attn.default
@@ -228,17 +229,36 @@ def _round_up(number: int, grain: int) -> int:
 
 @contextlib.contextmanager
 def _on_cuda() -> Iterator[None]:
-    """Layer norms in float32 under autocast (torch 2.13, aten/src/ATen/autocast_mode.h)."""
-    from torch.nn import functional
+    """What libraries decide by the device, decided as there: autocast's casts, lists of tensors."""
+    with autocast.as_on_cuda(), _asked_about_cuda(), _lists_of_tensors():
+        yield
 
-    plain = functional.layer_norm
 
-    def layer_norm(input: Any, shape: Any, weight: Any = None, bias: Any = None, eps: float = 1e-5) -> Any:
-        if torch.is_autocast_enabled("cpu"):
-            input, weight, bias = (value if value is None else value.float() for value in (input, weight, bias))
-        return plain(input, shape, weight, bias, eps)
+def _asked_about_cuda() -> contextlib.AbstractContextManager[None]:
+    """Asked without a device, torch tells of CUDA's autocast; so ask PEFT (lora/bnb.py) and Nemotron in transformers.
 
-    with replaced(functional, "layer_norm", layer_norm):
+    On a CPU the trace computes under the CPU's autocast, which then is the answer.
+    """
+    plain = torch.is_autocast_enabled
+    return replaced(torch, "is_autocast_enabled", lambda device_type="cpu": plain(device_type))
+
+
+@contextlib.contextmanager
+def _lists_of_tensors() -> Iterator[None]:
+    """Optimizers and gradient clipping that go from weight to weight on a CPU take all of them at once on CUDA.
+
+    Copies are then as large as all gradients: SGD's with weight decay. (torch 2.13, optim/optimizer.py
+    `_default_to_fused_or_foreach`, utils/_foreach_utils.py `_has_foreach_support`; both look at a tensor's class.)
+    """
+    from torch._subclasses.fake_tensor import FakeTensor
+    from torch.optim import optimizer
+    from torch.utils import _foreach_utils
+
+    with (
+        replaced(optimizer, "_get_foreach_kernels_supported_devices", lambda: ["cpu"]),
+        replaced(optimizer, "_foreach_supported_types", [*optimizer._foreach_supported_types, FakeTensor]),
+        replaced(_foreach_utils, "_foreach_supported_types", [*_foreach_utils._foreach_supported_types, FakeTensor]),
+    ):
         yield
 
 

@@ -283,7 +283,11 @@ class Recorder(TorchDispatchMode):
         return len(self._blocks) - 1
 
     def _close(self, number: int) -> None:
+        before = self.layer
+        if self._by_layer_of_input:  # a list over several layers is freed at once
+            self.layer = self._blocks[number].layer
         self._run().events.append(-number - 1)
+        self.layer = before
 
     def _number(self, tensor: torch.Tensor) -> int | None:
         entry = self._living.get(tensor.untyped_storage()._cdata)

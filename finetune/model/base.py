@@ -283,7 +283,7 @@ def weightless_base(
         )
         experts.quantize(model, quantization)
         eight_bit.weight_only(model)
-        _bias_as_loaded(model, dtype)
+        _types_as_loaded(model, dtype)
         model.quantization_method = quantization_config.quant_method
         model.is_loaded_in_4bit = bool(quantization_config.load_in_4bit)
         model.is_loaded_in_8bit = bool(quantization_config.load_in_8bit)
@@ -292,13 +292,18 @@ def weightless_base(
     return model.eval()
 
 
-def _bias_as_loaded(model: Any, dtype: torch.dtype) -> None:
-    """bitsandbytes' layers begin with a bias in float32; loaded weights bring theirs in the model's type."""
+def _types_as_loaded(model: Any, dtype: torch.dtype) -> None:
+    """bitsandbytes' layers begin in float32; loaded weights are quantized from the model's type, and biases keep it.
+
+    The type that a weight was quantized from is the one it is dequantized to (bitsandbytes 0.50, `QuantState.dtype`).
+    """
     import bitsandbytes as bnb
 
     for module in model.modules():
-        if isinstance(module, (bnb.nn.Linear4bit, bnb.nn.Linear8bitLt)) and module.bias is not None:
-            module.bias = nn.Parameter(module.bias.to(dtype), requires_grad=False)
+        if isinstance(module, (bnb.nn.Linear4bit, bnb.nn.Linear8bitLt)):
+            module.weight.data = module.weight.data.to(dtype)
+            if module.bias is not None:
+                module.bias = nn.Parameter(module.bias.to(dtype), requires_grad=False)
 
 
 def _kept_modules(model: Any) -> list[str]:
