@@ -132,6 +132,8 @@ class _Training:
     def go(self) -> None:
         run, terminal = self.run, self.terminal
         config, device = self.config, this_device()
+        if idle := processes.idle_gpus():
+            terminal.note(idle)
         check(config, device)
         environment = describe(device)
         given = {"config": config.model_dump(mode="json"), "packages": environment["packages"]}
