@@ -41,6 +41,11 @@ class Device:
     expandable_segments: bool = False
 
     @property
+    def room_bytes(self) -> int:
+        """What the caching allocator may reserve: the budget without the context. `inspect.cap` holds it to as much."""
+        return self.budget_bytes - self.outside_bytes
+
+    @property
     def kernels(self) -> Kernels:
         return kernels.cuda(self.capability) if self.type == "cuda" else kernels.cpu()
 
