@@ -203,6 +203,43 @@ def correct_dequantization() -> Any:
     return registration
 
 
+@functools.cache
+def triton_obstacle() -> str | None:
+    """Why Triton cannot run its kernels on the GPU here, in one clause; None where it can. Tried once in a process.
+
+    Triton builds a part of itself with a C compiler when its first kernel starts (triton, runtime/build.py), which a
+    slim container or a cluster's node may lack. TRL's loss has Triton kernels, and so has torch's product of a column
+    by a row, which every rotary embedding is (torch 2.13, torch/_native/ops/bmm_outer_product).
+    """
+    import torch
+
+    try:
+        from finetune import triton_probe
+
+        triton_probe.run()
+    except torch.OutOfMemoryError:
+        return None  # a full card says nothing of the compiler
+    except Exception as error:  # no compiler, no Python.h, no place for the cache, a card that Triton does not know
+        first = (str(error).splitlines() or [""])[0]
+        return f"{type(error).__name__}: {first[:160]}"
+    return None
+
+
+def without_triton() -> None:
+    """From here on no computation on a GPU takes Triton's kernels: torch's and TRL's take torch's own operators.
+
+    TRL's loss goes on leaving out the places without a label, as it does with its kernels (trl 1.16).
+    """
+    from torch import backends
+    from trl.kernels import chunked_logprob
+    from trl.trainer import utils
+
+    chunked_logprob._use_triton = lambda device: False
+    utils._use_triton = lambda device: device.type == "cuda"
+    if native := getattr(backends, "python_native", None):  # torch 2.11 has no such kernels
+        native.triton.disable()
+
+
 @contextlib.contextmanager
 def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
     """Let a library use `value` for one of its names, within the block."""

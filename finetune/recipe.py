@@ -132,6 +132,13 @@ class _Training:
     def go(self) -> None:
         run, terminal = self.run, self.terminal
         config, device = self.config, this_device()
+        if idle := processes.idle_gpus():
+            terminal.note(idle)
+        if device.type == "cuda" and (obstacle := libraries.triton_obstacle()):
+            terminal.note(
+                f"Triton cannot run its kernels ({obstacle}): going on with torch's own operators, which take more "
+                "time and memory for the loss; `finetune doctor` says what to install"
+            )
         check(config, device)
         environment = describe(device)
         given = {"config": config.model_dump(mode="json"), "packages": environment["packages"]}
@@ -477,4 +484,8 @@ def _base(config: Config, architecture: Any, implementation: str, device: torch.
 def this_device() -> torch.device:
     """The GPU where there is one, else the CPU; each process has its own."""
     processes.choose_gpu()
-    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    if libraries.triton_obstacle():
+        libraries.without_triton()
+    return torch.device("cuda", torch.cuda.current_device())

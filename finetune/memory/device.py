@@ -13,6 +13,7 @@ from pathlib import Path
 import psutil
 import torch
 
+from finetune import libraries
 from finetune.config import MemorySection
 from finetune.config.fields import parse_size
 from finetune.errors import ConfigError, MachineError
@@ -39,6 +40,13 @@ class Device:
     call_seconds: float
     capability: tuple[int, int] = (0, 0)
     expandable_segments: bool = False
+    triton: bool = True
+    """Whether Triton's kernels run there; where not, the loss takes torch's own operators (`libraries`)."""
+
+    @property
+    def room_bytes(self) -> int:
+        """What the caching allocator may reserve: the budget without the context. `inspect.cap` holds it to as much."""
+        return self.budget_bytes - self.outside_bytes
 
     @property
     def kernels(self) -> Kernels:
@@ -138,6 +146,7 @@ def _present(budget: int | None) -> Device:
         call_seconds=_CUDA_CALL_SECONDS,
         capability=(properties.major, properties.minor),
         expandable_segments=_expandable_segments(),
+        triton=libraries.triton_obstacle() is None,
     )
 
 

@@ -165,10 +165,9 @@ def _replayed(trace: Trace, device: Device, checkpoint_bytes: int, saves_between
     """
     replay = _Replay(trace, device)
     replay.run(checkpoint_bytes, saves_between)
-    room = device.budget_bytes - device.outside_bytes
-    if device.type == "cpu" or replay.peak_reserved_bytes <= room:
+    if device.type == "cpu" or replay.peak_reserved_bytes <= device.room_bytes:
         return replay
-    tight = _Replay(trace, device, room)
+    tight = _Replay(trace, device, device.room_bytes)
     try:
         tight.run(checkpoint_bytes, saves_between)
     except CapacityError:

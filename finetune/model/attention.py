@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from finetune import libraries
 from finetune.errors import MachineError
 from finetune.model import catalog, packing
 
@@ -95,6 +96,8 @@ def _sdpa(config: Any, device: str, precision: str) -> str | None:
 def _flex(config: Any, device: str, precision: str) -> str | None:
     if device != "cuda":
         return "it needs a CUDA device"
+    if obstacle := libraries.triton_obstacle():
+        return f"it compiles kernels, which Triton cannot here ({obstacle})"
     return None if _supports(config, "_supports_flex_attn") else "this model has no flex_attention in transformers"
 
 
