@@ -146,17 +146,29 @@ def _quantize_4bit(A: Any, blocksize: int, quant_type: str, quant_storage: Any) 
     absmax = blocks.abs().max(dim=-1)[0]
     scaled = torch.clamp(blocks * (1.0 / absmax.view(-1, 1)), -1, 1).reshape(-1)
     found = torch.bucketize(scaled, torch.empty(15), out_int32=True)
+    if quant_type == "fp4":
+        found = torch.empty(16, dtype=torch.int64)[found]
     codes = found.to(torch.uint8)
     return ((codes[::2] << 4) | codes[1::2]).unsqueeze(1), absmax
 
 
 def _scratch_on_cpu(func: Any, args: Any) -> list[int]:
-    """Copies in a wider type: of operands of mixed types, and of 16-bit products where the CPU has no such unit."""
-    if torch.Tag.pointwise in func.tags:
+    """Copies of operands in a wider type, sums of 16-bit products in float32, and the tiles of attention."""
+    if func in _PRODUCTS:
+        return _float32_sums(*_PRODUCTS[func](args))
+    if func is _flash_on_cpu:
+        return _flash_tiles(*args[:2], tiles=1)
+    if func is _flash_on_cpu_backward:
+        return _flash_backward_tiles(*args[:3])
+    if func is _aten._safe_softmax.default:
+        return [args[0].numel()]  # whether a row is masked throughout (torch 2.13, native/transformers/attention.cpp)
+    if torch.Tag.pointwise in func.tags and func._schema.name not in _NOT_PROMOTED:
         return _casts(func, [value for value in args if isinstance(value, torch.Tensor) and value.dim()])
-    if func in _PRODUCTS and args[0].dtype is torch.bfloat16 and not _multiplies_bfloat16():
-        return [4 * args[0].shape[0] * args[1].shape[1]]
     return []
+
+
+# A mask beside other operands stays what it is (aten/src/ATen/native/TensorAdvancedIndexing.cpp, TensorCompare.cpp).
+_NOT_PROMOTED = ("aten::masked_fill", "aten::masked_fill_", "aten::where")
 
 
 def _casts(func: Any, operands: list[Any]) -> list[int]:
@@ -175,13 +187,67 @@ def _casts(func: Any, operands: list[Any]) -> list[int]:
     return cast
 
 
-# aten/src/ATen/native/cpu/BlasKernel.cpp and CPUBlas.cpp: without oneDNN's bfloat16 the sums are kept in float32.
-_PRODUCTS = (_aten.mm.default, _aten.mm.out)
+def _float32_sums(left: Any, batch: int, rows: int, columns: int) -> list[int]:
+    """The result of a bfloat16 product in float32, where the CPU has no unit for such products.
+
+    (oneDNN 3.12, src/cpu/matmul/gemm_based_common.hpp `book_acc_scratchpad`, for each thread that has a matrix of its
+    own, in blocks of 64 values; 128 bytes align it. Without AVX-512 torch keeps the same: aten/src/ATen/native/cpu/BlasKernel.cpp.)
+    """
+    if left.dtype is not torch.bfloat16 or _multiplies_bfloat16():
+        return []
+    return [4 * _round_up(min(batch, torch.get_num_threads()) * rows * columns, 64) + 128]
+
+
+_PRODUCTS: dict[Any, Callable[[Any], tuple[Any, int, int, int]]] = {
+    _aten.mm.default: lambda args: (args[0], 1, args[0].shape[0], args[1].shape[1]),
+    _aten.mm.out: lambda args: (args[0], 1, args[0].shape[0], args[1].shape[1]),
+    _aten.addmm.default: lambda args: (args[1], 1, args[1].shape[0], args[2].shape[1]),
+    _aten.linear.default: lambda args: (args[0], 1, args[0].shape[:-1].numel(), args[1].shape[0]),
+    _aten.bmm.default: lambda args: (args[0], args[0].shape[0], args[0].shape[1], args[1].shape[2]),
+    _aten.baddbmm.default: lambda args: (args[1], args[1].shape[0], args[1].shape[1], args[2].shape[2]),
+}
+"""Matrix products: the left operand, how many matrices, and the rows and columns of each."""
 
 
 @functools.cache
 def _multiplies_bfloat16() -> bool:
-    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    return bool(torch.cpu._is_avx512_bf16_supported())
+
+
+_flash_on_cpu = _aten._scaled_dot_product_flash_attention_for_cpu.default
+_flash_on_cpu_backward = _aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+
+
+def _flash_tiles(query: Any, key: Any, *, tiles: int) -> list[int]:
+    """What each thread of a CPU's flash attention works on: `tiles` of scores in float32, and in 16 bit a copy.
+
+    `query` and `key`: (rows, heads, tokens, head size). (torch 2.13, aten/src/ATen/native/cpu/FlashAttentionKernel.cpp,
+    `cpu_flash_attention` and `cpu_flash_attention_backward`: buf, buf_reduced.)
+    """
+    threads, size = torch.get_num_threads(), query.shape[3]
+    rows, columns = _flash_tile(query, key)
+    sums = rows * (2 + size) if tiles == 1 else 0  # the forward pass keeps its output, maxima and sums there
+    scratch = [4 * threads * (tiles * rows * columns + sums)]
+    if query.dtype is not torch.float32:
+        scratch.append(query.element_size() * threads * tiles * rows * columns)
+    return scratch
+
+
+def _flash_backward_tiles(gradient: Any, query: Any, key: Any) -> list[int]:
+    """The same for the backward pass, with row sums, a product's sums, and a gradient that lies otherwise copied."""
+    rows, columns = _flash_tile(query, key)
+    scratch = _flash_tiles(query, key, tiles=2)
+    scratch.append(4 * torch.get_num_threads() * rows)
+    scratch += _float32_sums(query, 1, columns, query.shape[3])
+    if not gradient.transpose(1, 2).is_contiguous():
+        scratch.append(gradient.numel() * gradient.element_size())
+    return scratch
+
+
+def _flash_tile(query: Any, key: Any) -> tuple[int, int]:
+    """Rows and columns of a tile of scores (`flash_attention_kernel_impl`)."""
+    tokens = query.shape[2]
+    return min(256 if tokens >= 768 else 64 if tokens >= 192 else 32, tokens), min(512, key.shape[2])
 
 
 def _scratch_on_cuda(func: Any, args: Any) -> list[int]:

@@ -43,7 +43,7 @@ def quantization_state(parameter: nn.Parameter) -> Iterator[torch.Tensor]:
     if state is not None:
         yield from (state.absmax, state.code)
         if state.nested:
-            yield from (state.offset, state.state2.absmax)
+            yield from (state.offset, state.state2.absmax, state.state2.code)
     if getattr(parameter, "SCB", None) is not None:
         yield parameter.SCB
 
@@ -53,8 +53,6 @@ class _Fakes:
         self._section = section
         self._mode = mode
         self._made: dict[int, Any] = {}
-        with mode:
-            self._nested_code = torch.empty(256)  # made once and shared (`functional.name2qmap`)
 
     def parameter(self, parameter: nn.Parameter) -> nn.Parameter:
         if id(parameter) not in self._made:
@@ -85,7 +83,7 @@ class _Fakes:
         if self._section.double:
             absmax = torch.empty(blocks, dtype=torch.uint8)
             over = QuantState(
-                absmax=torch.empty(-(-blocks // _NESTED_BLOCK)), code=self._nested_code, blocksize=_NESTED_BLOCK,
+                absmax=torch.empty(-(-blocks // _NESTED_BLOCK)), code=torch.empty(256), blocksize=_NESTED_BLOCK,
                 dtype=torch.float32,
             )  # fmt: skip
             nested = {"offset": torch.empty(()), "state2": over}
@@ -123,14 +121,13 @@ def values(weight: Any) -> int:
     return math.prod(shape(weight))
 
 
-def quantize(weight: Any, section: QuantizationSection, dtype: torch.dtype) -> None:
-    """Do once more what made a quantized weight out of one in `dtype`; for its memory, the result is dropped."""
+def quantize(full: torch.Tensor, section: QuantizationSection) -> None:
+    """Do once more what makes a quantized weight out of `full`; for its memory, the result is dropped."""
     from bitsandbytes import functional
 
     if section.kind == "int8":
-        functional.int8_vectorwise_quant(torch.empty(weight.shape, dtype=dtype).to(torch.float16))
+        functional.int8_vectorwise_quant(full.to(torch.float16))
     else:
-        full = torch.empty(tuple(weight.quant_state.shape), dtype=dtype)
         torch.ops.bitsandbytes.quantize_4bit.default(full, _BLOCK, section.kind, torch.uint8)
 
 

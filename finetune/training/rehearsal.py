@@ -119,6 +119,7 @@ class _Rehearsal:
             remote_code=remote_code(config.model),
             shorten=self._shorten,
         )
+        self._loaded = list(base.modules())
         # How an adapter starts changes no size, and needs weights.
         start = config.adapter.model_copy(update={"init": "default"})
         self._model = adapter.attach(base, start, config.model.name, config.training.seed)
@@ -240,30 +241,38 @@ class _Rehearsal:
     # -- the phases ------------------------------------------------------------------------------------------------
 
     def load(self) -> None:
-        """Count the weights as they stand after loading, and on top the making of the largest quantized one.
+        """Make and quantize the weights of the base module by module, then add the adapter.
 
-        Weights are loaded one by one, so that no more than one is there in 16 bit.
+        Weights are loaded one by one, so that no more than one is there in 16 bit, or the experts of one layer.
         """
         owner = {id(module): number for number, layer in enumerate(self._layers) for module in layer.modules()}
-        for module in self._model.modules():
+        for module in self._loaded:
             layer = owner.get(id(module))
-            for parameter in module.parameters(recurse=False):
-                for tensor in fake.quantization_state(parameter):
-                    self.recorder.keep(tensor, "quantization_state", layer)
-                self.recorder.keep(parameter, "adapter" if parameter.requires_grad else "base_weights", layer)
-            for buffer in module.buffers(recurse=False):
-                self.recorder.keep(buffer, "base_weights", layer)
+            quantized = [weight for weight in module.parameters(recurse=False) if fake.is_quantized(weight)]
+            if quantized:
+                self._quantize(quantized, layer)
+            self._keep(module, layer)
+        self.recorder.phase = "optimizer"
+        for module in self._model.modules():
+            self._keep(module, owner.get(id(module)))
         self.recorder.layer = None
-        quantized = [weight for weight in self._model.parameters() if fake.is_quantized(weight)]
-        if quantized:
-            dtype = base_dtype(self._config.adapter, self._config.training)
-            largest = max(quantized, key=fake.values)
-            with self._recording():
-                # The experts of a file are stacked before they are joined, and random ones made for a whole module.
-                fused = len(fake.shape(largest)) > 2
-                beside = torch.empty(fake.shape(largest), dtype=dtype) if fused else None
-                fake.quantize(largest, self._config.quantization, dtype)
-                del beside
+
+    def _quantize(self, weights: list[torch.nn.Parameter], layer: int | None) -> None:
+        dtype = base_dtype(self._config.adapter, self._config.training)
+        with self._recording():
+            self.recorder.layer, self.recorder.category = layer, "workspace"
+            whole = [torch.empty(fake.shape(weight), dtype=dtype) for weight in weights]
+            for weight in whole:
+                fake.quantize(weight, self._config.quantization)
+
+    def _keep(self, module: torch.nn.Module, layer: int | None) -> None:
+        """Count a module's own weights and buffers, if they are not counted yet."""
+        for parameter in module.parameters(recurse=False):
+            for tensor in fake.quantization_state(parameter):
+                self.recorder.keep(tensor, "quantization_state", layer)
+            self.recorder.keep(parameter, "adapter" if parameter.requires_grad else "base_weights", layer)
+        for buffer in module.buffers(recurse=False):
+            self.recorder.keep(buffer, "base_weights", layer)
 
     def make_optimizer_states(self) -> None:
         """The optimizer's first step, on gradients of zeros."""
@@ -280,10 +289,10 @@ class _Rehearsal:
         inputs = self._inputs(batch)
         with self._recording():
             self._trainer.training_step(self._trainer.model_wrapped, [inputs], torch.tensor(batch.trained_tokens))
-        del inputs
         self._mark_gradients()
         self._update()
         self._model.zero_grad(set_to_none=True)
+        del inputs  # transformers' loop holds a step's micro-batches until the next one's
 
     def evaluate(self, batch: Batch) -> None:
         """The held-out loss of one batch."""

@@ -37,6 +37,8 @@ def like(device: Device, recorder: Recorder) -> Iterator[FakeTensorMode]:
         stack.enter_context(fake.for_dora())
         stack.enter_context(replaced(chunked_logprob, "TOKEN_CHUNK_SIZE", chunked_logprob.TOKEN_CHUNK_SIZE))
         stack.enter_context(device.kernels.as_there())
+        if device.type == "cpu":
+            stack.enter_context(_random_states())
         if device.type == "cuda":
             stack.enter_context(_loss_on_cuda(device.triton))
             stack.enter_context(replaced(modeling_utils, "save_on_cpu", lambda **kwargs: _to_host(recorder)))
@@ -58,6 +60,20 @@ def _random_state_kept() -> Iterator[None]:
         yield
     finally:
         before.restore()
+
+
+@contextlib.contextmanager
+def _random_states() -> Iterator[None]:
+    """The state of torch's generator as a tensor like others: checkpointing keeps one for each layer.
+
+    On CUDA such tensors lie in the host's memory.
+    """
+    size_bytes = torch.get_rng_state().nbytes
+    with (
+        replaced(torch, "get_rng_state", lambda: torch.empty(size_bytes, dtype=torch.uint8)),
+        replaced(torch, "set_rng_state", lambda state: None),
+    ):
+        yield
 
 
 @contextlib.contextmanager
