@@ -357,7 +357,7 @@ class Answers:
     def __init__(self, uneven: bool, trained_tokens: int) -> None:
         self.uneven = uneven
         self.trained_tokens = trained_tokens
-        self.shapes = {_aten.index.Tensor: self._index}
+        self.shapes = {_aten.index.Tensor: self._index, _aten.nonzero.default: self._nonzero}
 
     def scalar(self, tensor: torch.Tensor, source: Any) -> Any:
         """The value of a tensor of one element: 1, or for "is every place alike?" whether it is."""
@@ -373,6 +373,11 @@ class Answers:
             flat = source.reshape(-1, *source.shape[mask.dim() :])
             return func, (flat, [mask.new_zeros(min(self.trained_tokens, mask.numel()), dtype=torch.long)])
         return func, args
+
+    def _nonzero(self, func: Any, args: Any) -> tuple[Any, Any]:
+        """Code that goes from expert to expert finds one, of a list of them, and every token in its turn to it."""
+        mask = args[0]
+        return _aten.full.default, ([1 if mask.dim() == 1 else mask.numel(), mask.dim()], 0)
 
 
 class TracedMonitor(Monitor):

@@ -21,7 +21,7 @@ from torch import nn
 from finetune import libraries, weight_files
 from finetune.config import AdapterSection, ModelSection, QuantizationSection, TrainingSection
 from finetune.errors import ArtifactError, ConfigError
-from finetune.model import catalog, experts, packing
+from finetune.model import catalog, direct_reads, experts, packing
 from finetune.model.experts import Mixture
 from finetune.model.locate import hub_call, locate, weights_directory
 from finetune.model.quantization import QUANTIZATIONS, bitsandbytes_config
@@ -56,6 +56,9 @@ def load_architecture(section: ModelSection) -> Any:
         lambda: AutoConfig.from_pretrained(locate(section.name), revision=section.revision, **pinned_code(section)),
     )
     _refuse_kernels(architecture, section.name)
+    if getattr(architecture, "rescale_every", 0):
+        # Between training and evaluation RWKV scales weights in place, for fp16; quantized ones and adapters go wrong.
+        architecture.rescale_every = 0
     return architecture
 
 
@@ -234,11 +237,19 @@ def random_base(
 ) -> Any:
     """The architecture with random weights, materialised and quantized one module at a time.
 
-    The peak above the finished model is one module's unquantized weight. Uses the model's own initialisation.
+    The peak above the finished model is one module's unquantized weight. Uses the model's own initialisation; what
+    that leaves alone is zero.
     """
+    from transformers import PreTrainedModel
+
     model = weightless_base(architecture, quantization, attention=attention, dtype=dtype, remote_code=remote_code)
-    for module in list(model.modules()):
-        _materialise(model, module, dtype, device)
+    models = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
+    # Each module is initialised by the innermost model that it is in.
+    owner = {module: inner for inner in models for module in inner.modules()}
+    for module, inner in owner.items():
+        _materialise(inner, module, dtype, device)
+    for inner in reversed(models):
+        inner._init_weights(inner)  # now that the modules that it reaches into are there
     model.tie_weights()
     model.hf_device_map = {"": device}
     assert not any(parameter.is_meta for parameter in model.parameters())
@@ -258,7 +269,7 @@ def weightless_base(
 
     `shorten` may take layers out before they are looked at.
     """
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, PreTrainedModel
     from transformers.integrations import replace_with_bnb_linear
 
     from finetune.model import eight_bit
@@ -276,6 +287,7 @@ def weightless_base(
             ),
         )
     shorten(model)
+    direct_reads.names(model)  # while its weights can be read
     quantization_config = bitsandbytes_config(quantization, dtype)
     if quantization_config is not None:
         model = replace_with_bnb_linear(
@@ -288,6 +300,9 @@ def weightless_base(
         model.is_loaded_in_4bit = bool(quantization_config.load_in_4bit)
         model.is_loaded_in_8bit = bool(quantization_config.load_in_8bit)
         model.config.quantization_config = quantization_config
+        for module in model.modules():
+            if isinstance(module, PreTrainedModel):
+                module.config._is_quantized = True  # as on a model that transformers has quantized; Jamba asks for it
     model.config.use_cache = False
     return model.eval()
 
@@ -307,10 +322,12 @@ def _types_as_loaded(model: Any, dtype: torch.dtype) -> None:
 
 
 def _kept_modules(model: Any) -> list[str]:
-    """The output head stays in 16 bit, as in the QLoRA paper and in transformers' own loading, and so do routers."""
+    """The output head stays in 16 bit, as in the QLoRA paper and in transformers' own loading, and so do routers and
+    layers whose weight the model's code reads.
+    """
     from transformers.quantizers.base import get_keys_to_not_convert
 
-    return [*get_keys_to_not_convert(model), *experts.routers(model)]
+    return [*get_keys_to_not_convert(model), *experts.routers(model), *direct_reads.names(model)]
 
 
 def outline(
@@ -379,6 +396,10 @@ def _materialise(model: Any, module: nn.Module, dtype: torch.dtype, device: torc
     for name, parameter in packed.items():
         module._parameters[name] = nn.Parameter(parameter.data, requires_grad=False)
     module.to_empty(device=device, recurse=False)
+    with torch.no_grad():
+        for tensor in (*module._parameters.values(), *module._buffers.values()):
+            if tensor is not None:
+                tensor.zero_()
     model._init_weights(module)
     for name, parameter in packed.items():
         module._parameters[name] = type(parameter)(getattr(module, name).data, **parameter.__dict__).to(device)
