@@ -157,6 +157,7 @@ SETTINGS = (
     _S("llama, few trained tokens", "llama", 512, 2, 1, "optimizer.kind=adafactor", trained=32),
     _S("llama, every token trained", "llama", 512, 1, 2, "optimizer.kind=sgd", trained=512),
     _S("llama dora", "llama", 256, 2, 1, "adapter.dora=true"),
+    _S("llama int8 dora", "llama", 256, 2, 1, f"{_INT8} adapter.dora=true memory.loss_tokens=16"),
     _S("llama rslora", "llama", 128, 4, 2, "adapter.rslora=true adapter.rank=32 adapter.alpha=16"),
     _S("llama, whole", "llama", 128, 2, 1, f"{_FULL} optimizer.kind=adamw_torch_fused"),
     _S("llama, whole in bfloat16", "llama", 128, 2, 2, f"{_FULL} adapter.dtype=bfloat16 optimizer.kind=adamw_8bit"),

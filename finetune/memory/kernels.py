@@ -56,6 +56,7 @@ def cpu() -> Kernels:
             bnb.gemm_4bit.default: default_ops._gemm_4bit_default_impl,
             bnb.quantize_4bit.default: _quantize_4bit,
             bnb.int8_vectorwise_quant.default: _quantize_int8,
+            bnb.int8_vectorwise_dequant.default: _dequantize_int8,
             bnb.optimizer_update_32bit.default: cpu_ops._optimizer_update_32bit_cpu,
             bnb.optimizer_update_8bit_blockwise.default: cpu_ops._optimizer_update_8bit_blockwise_cpu,
         },
@@ -74,6 +75,7 @@ def cuda(capability: tuple[int, int]) -> Kernels:
         python={
             _aten._grouped_mm.default: _grouped_product,
             bnb.gemm_4bit.default: _gemm_4bit,
+            bnb.int8_vectorwise_dequant.default: _dequantize_int8,
         },
         scratch=_scratch_on_cuda,
         flops=_FLOPS,
@@ -129,6 +131,11 @@ def _quantize_int8(A: Any, threshold: float = 0.0) -> Any:
     """Scales and integers by torch's operators (bitsandbytes 0.50, backends/default `int8_vectorwise_quant`)."""
     scales = torch.max(A.abs(), dim=1).values.float()
     return torch.round(A * (127.0 / scales.unsqueeze(-1))).to(torch.int8), scales, None
+
+
+def _dequantize_int8(A: Any, stats: Any) -> Any:
+    """Two products in float32, on every device (bitsandbytes 0.50, `_ops.py`); here for the norms of DoRA alone."""
+    return A * stats.view(-1, 1) * (1 / 127)
 
 
 def _quantize_4bit(A: Any, blocksize: int, quant_type: str, quant_storage: Any) -> Any:

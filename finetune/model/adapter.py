@@ -14,7 +14,7 @@ from torch import nn
 from finetune import libraries, weight_files
 from finetune.config import AdapterSection
 from finetune.config.fields import unknown
-from finetune.errors import ArtifactError, ConfigError, MachineError
+from finetune.errors import ArtifactError, ConfigError
 from finetune.model import experts
 from finetune.model.base import TRAINED_DTYPES
 from finetune.model.locate import hub_call, weights_directory
@@ -38,9 +38,6 @@ def attach(base: Any, section: AdapterSection, base_name: str, seed: int, revisi
 def _adapted(base: Any, section: AdapterSection, *, inference_mode: bool = False, **options: Any) -> Any:
     from peft import get_peft_model
 
-    if section.dora and getattr(base, "is_loaded_in_8bit", False) and base.device.type == "cpu":
-        # peft 0.21 `dequantize_module_weight` loses the scales of an 8-bit weight that stays on the CPU.
-        raise MachineError("`adapter.dora` on an int8 base needs a CUDA device; set `quantization.kind: nf4`")
     config = lora_config(base, section)
     config.inference_mode = inference_mode
     with _targets_as_named():

@@ -140,7 +140,7 @@ def for_dora() -> Iterator[None]:
 
     PEFT knows a quantized weight by the name of its class, which a fake one has not.
     """
-    from bitsandbytes.functional import dequantize_4bit
+    from bitsandbytes.functional import dequantize_4bit, int8_vectorwise_dequant
     from peft.tuners.lora import dora
 
     plain = dora.dequantize_module_weight
@@ -149,8 +149,12 @@ def for_dora() -> Iterator[None]:
         self.weight = nn.Parameter(torch.empty(lora_B.shape[0], device="meta"), requires_grad=True)
 
     def dequantize(module: Any) -> torch.Tensor:
-        state = getattr(module.weight, "quant_state", None)
-        return plain(module) if state is None else dequantize_4bit(module.weight.data, state)
+        weight = module.weight
+        if (state := getattr(weight, "quant_state", None)) is not None:
+            return dequantize_4bit(weight.data, state)
+        if (scales := getattr(weight, "SCB", None)) is not None:
+            return int8_vectorwise_dequant(weight.data, scales)
+        return plain(module)
 
     with (
         replaced(dora.DoraLinearLayer, "update_layer", update_layer),
