@@ -100,9 +100,7 @@ class _Fakes:
 
     def _int8(self, parameter: Any) -> nn.Parameter:
         weight: Any = nn.Parameter(torch.empty(parameter.shape, dtype=torch.int8), requires_grad=False)
-        weight.CB = weight.data
         weight.SCB = torch.empty(parameter.shape[0])
-        weight.has_fp16_weights = False
         return weight
 
 

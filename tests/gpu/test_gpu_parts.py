@@ -19,6 +19,8 @@ from finetune.training.collator import MicroBatches
 
 pytestmark = pytest.mark.gpu
 
+CPU = torch.device("cpu")
+
 # bfloat16 keeps 8 bits of a significand; a recomputed or reordered sum may differ in the last of them.
 BF16_TOLERANCE = 2.0**-7
 
@@ -26,11 +28,11 @@ BF16_TOLERANCE = 2.0**-7
 PAGED_ELEMENTS = 100_000
 
 
-def tiny(device: torch.device, implementation: str = "sdpa") -> Any:
-    """The built-in base in NF4 on `device`."""
+def tiny(device: torch.device, implementation: str = "sdpa", kind: str = "nf4") -> Any:
+    """The built-in base on `device`."""
     return load_base(
         ModelSection(),
-        QuantizationSection(),
+        QuantizationSection(kind=kind),
         load_architecture(ModelSection()),
         attention=implementation,
         dtype=torch.bfloat16,
@@ -195,11 +197,28 @@ def test_attentions_agree_with_sdpa(name: str, device: torch.device) -> None:
     assert distance(other, gradient) < 8 * BF16_TOLERANCE
 
 
+# -- 8-bit weights -----------------------------------------------------------------------------------------------------
+
+
+def test_8_bit_weights_compute_what_they_compute_on_a_cpu(device: torch.device) -> None:
+    """In training, and in evaluation, where bitsandbytes' own layers would quantize what they are given."""
+    model = adapted(tiny(device, kind="int8"))
+    loss, gradient = loss_and_gradient(model, device)
+    expected_loss, expected = loss_and_gradient(adapted(tiny(CPU, kind="int8")), CPU)
+    assert loss == pytest.approx(expected_loss, rel=BF16_TOLERANCE)
+    assert distance(gradient.cpu(), expected) < 8 * BF16_TOLERANCE
+    model.eval()
+    with torch.no_grad(), torch.autocast(device.type, dtype=torch.bfloat16):
+        assert model(**batch(device)).loss.item() == pytest.approx(loss, rel=1e-5)
+
+
 # -- random weights ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("double", [True, False])
-def test_random_4_bit_weights_need_one_module_more_than_their_final_size(double: bool, cuda: torch.device) -> None:
+@pytest.mark.parametrize(("kind", "double"), [("nf4", True), ("nf4", False), ("int8", True)])
+def test_random_quantized_weights_need_one_module_more_than_their_final_size(
+    kind: str, double: bool, cuda: torch.device
+) -> None:
     from transformers import LlamaConfig
 
     hidden = 2048 if cuda.type == "cuda" else 256
@@ -219,7 +238,7 @@ def test_random_4_bit_weights_need_one_module_more_than_their_final_size(double:
     torch.cuda.reset_peak_memory_stats()
     model = random_base(
         architecture,
-        QuantizationSection(double=double),
+        QuantizationSection(kind=kind, double=double),
         attention="sdpa",
         dtype=torch.bfloat16,
         device=cuda,
@@ -228,11 +247,13 @@ def test_random_4_bit_weights_need_one_module_more_than_their_final_size(double:
     final = torch.cuda.memory_allocated() - before
     above = torch.cuda.max_memory_allocated() - before - final
     largest_module_bytes = 2 * hidden * 4 * hidden
-    assert model.is_loaded_in_4bit
-    assert final < 0.35 * 2 * sum_of_sizes(architecture)
-    # Beside the module itself: its float32 block constants, before they are quantized (4 bytes for 64 weights).
-    # The allocator may hand out a block up to 1 MiB larger than asked for.
-    assert above <= largest_module_bytes * (1 + 4 / 64 / 2) + 4 * 2**20
+    four_bit = kind == "nf4"
+    assert (model.is_loaded_in_4bit, model.is_loaded_in_8bit) == (four_bit, not four_bit)
+    assert final < (0.35 if four_bit else 0.6) * 2 * sum_of_sizes(architecture)
+    # Beside the module itself: in 4 bit its float32 block constants, before they are quantized (4 bytes for 64
+    # weights); in 8 bit the module in float16. The allocator may hand out a block up to 1 MiB larger than asked for.
+    beside = largest_module_bytes * (4 / 64 / 2 if four_bit else 1)
+    assert above <= largest_module_bytes + beside + 4 * 2**20
 
 
 def sum_of_sizes(architecture: Any) -> int:
