@@ -163,6 +163,8 @@ def deterministic() -> Iterator[None]:
 def without_cudnn_attention() -> Iterator[None]:
     """Within the block scaled_dot_product_attention takes its flash and memory-efficient kernels, never cuDNN's.
 
+    So it is wherever a model runs: a loss and an answer are then by the kernels that trained.
+
     torch prefers cuDNN's on compute capability 9 and 10, whose backward pass gives NaN gradients of the queries with a
     mask, at lengths of 64 modulo 128 (pytorch/pytorch#196678, huggingface/trl#7181).
     """

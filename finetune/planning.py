@@ -82,6 +82,8 @@ class Planner:
             disk_bytes=files.disk_bytes(config, trace),
             checkpoint_bytes=files.checkpoint_bytes(trace),
             saves_between=_saves_between(config),
+            from_files=config.model.weights != "random",
+            processes=processes.count(),
         )
 
     def levers(self, config: Config, found: Forecast) -> list[tuple[Lever, Forecast]]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,19 +28,21 @@ _varlen_backward = torch.ops.torch_attn._varlen_attn_backward.default
 # Multiples that FlashAttention-2 rounds lengths and head sizes up to (torch 2.13,
 # aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp, `mha_bwd`).
 _FLASH_LENGTH, _FLASH_HEAD = 128, 32
+_MASK_ROW = 8
 
 
 @dataclass(frozen=True)
 class Kernels:
     """The kernels of one device.
 
-    `python`: operators to run as the Python program they are there. `scratch`: for an operator and its arguments, the
-    sizes in bytes of what its kernel allocates and frees within. `flops`: operations of operators that torch's table
-    does not know. `as_there`: a context in which the libraries take the paths that they take on that device.
+    `python`: operators to run as the Python program they are there. `scratch`: for an operator, its arguments and the
+    named ones, the sizes in bytes of what its kernel allocates and frees within. `flops`: operations of operators that
+    torch's table does not know. `as_there`: a context in which the libraries take the paths that they take on that
+    device.
     """
 
     python: Mapping[Any, Callable[..., Any]]
-    scratch: Callable[[Any, Any], list[int]]
+    scratch: Callable[[Any, Any, Any], list[int]]
     flops: Mapping[Any, Callable[..., int]]
     as_there: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
 
@@ -105,6 +107,36 @@ def context_bytes(multiprocessors: int) -> int:
     return 5 * 2**20 * multiprocessors
 
 
+def gradient_buckets(sizes: Sequence[int]) -> list[int]:
+    """The flat copies of the gradients that DistributedDataParallel keeps, from the trained weights' sizes in bytes.
+
+    Gradients are no views of them (`gradient_as_bucket_view` is false), so they come on top. A bucket ends with the
+    weight that fills it, the first one earlier; in the first step all are in one. (torch 2.13,
+    nn/parallel/distributed.py `_BucketCapacityConfig`, torch/csrc/distributed/c10d/reducer.cpp `initialize_buckets`,
+    `compute_bucket_assignment_by_size`; accelerate 1.15 leaves the sizes as they are.)
+    """
+    return _filled(sizes[::-1], (2**20, 25 * 2**20))  # the last weights have their gradients first
+
+
+def broadcast_buckets(sizes: Sequence[int]) -> list[int]:
+    """Flat copies, no more than two at once, by which DistributedDataParallel gives all processes the first's weights.
+
+    (torch 2.13, nn/parallel/distributed.py `_sync_module_states`; torch/csrc/distributed/c10d/comm.cpp
+    `broadcast_coalesced`.)
+    """
+    return _filled(sizes, (250 * 2**20,))
+
+
+def _filled(sizes: Sequence[int], limits: Sequence[int]) -> list[int]:
+    """Buckets that are at least as large as their limit; the last of `limits` is that of all further ones."""
+    buckets = [0]
+    for size in sizes:
+        if buckets[-1] >= limits[min(len(buckets), len(limits)) - 1]:
+            buckets.append(0)
+        buckets[-1] += size
+    return buckets
+
+
 def _gemm_4bit(
     A: Any, B: Any, shapeB: Any, absmax: Any, blocksize: int, quant_type: str, bias: Any = None,
     absmax_8bit: Any = None, absmax_code: Any = None, absmax_offset: Any = None,
@@ -152,7 +184,7 @@ def _quantize_4bit(A: Any, blocksize: int, quant_type: str, quant_storage: Any) 
     return ((codes[::2] << 4) | codes[1::2]).unsqueeze(1), absmax
 
 
-def _scratch_on_cpu(func: Any, args: Any) -> list[int]:
+def _scratch_on_cpu(func: Any, args: Any, named: Any) -> list[int]:
     """Copies of operands in a wider type, sums of 16-bit products in float32, and the tiles of attention."""
     if func in _PRODUCTS:
         return _float32_sums(*_PRODUCTS[func](args))
@@ -250,12 +282,27 @@ def _flash_tile(query: Any, key: Any) -> tuple[int, int]:
     return min(256 if tokens >= 768 else 64 if tokens >= 192 else 32, tokens), min(512, key.shape[2])
 
 
-def _scratch_on_cuda(func: Any, args: Any) -> list[int]:
+def _scratch_on_cuda(func: Any, args: Any, named: Any) -> list[int]:
+    if func is _aten._scaled_dot_product_flash_attention_for_cpu.default and named.get("attn_mask") is not None:
+        return _padded_mask(args[0], named["attn_mask"])
     if func is _aten._scaled_dot_product_flash_attention_for_cpu_backward.default:
         return _attention_scratch(*args)
     if func is _varlen_backward:
         return _packed_attention_scratch(*args)
     return []
+
+
+def _padded_mask(query: Any, mask: Any) -> list[int]:
+    """A mask that is copied into rows of a multiple of 8, which the memory-efficient kernel wants.
+
+    The copy takes the mask's place before the output is made, so that of these two the smaller is not there beside it.
+    (aten/src/ATen/native/transformers/attention.cpp, `preprocess_mask`, `pad_bias`.)
+    """
+    tokens = mask.shape[-1]
+    if tokens % _MASK_ROW == 0:
+        return []
+    padded = mask.numel() // tokens * _round_up(tokens, _MASK_ROW) * mask.element_size()
+    return [padded - min(mask.numel() * mask.element_size(), query.numel() * query.element_size())]
 
 
 def _packed_attention_scratch(

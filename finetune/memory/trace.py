@@ -200,7 +200,7 @@ class Recorder(TorchDispatchMode):
             return held
         if func in self.answers.shapes:
             func, args = self.answers.shapes[func](func, args)
-        scratch = [self._open(size, "workspace") for size in self._kernels.scratch(func, args)]
+        scratch = [self._open(size, "workspace") for size in self._kernels.scratch(func, args, kwargs)]
         out = func(*args, **kwargs)
         outputs = [out] if isinstance(out, torch.Tensor) else list(_flat(out))
         category = self._category(func, inputs)

@@ -29,7 +29,7 @@ from finetune.model.base import base_dtype, mixture, remote_code, weightless_bas
 from finetune.model.causality import needs_mask
 from finetune.rundir import RunDirectory
 from finetune.signals import Signals
-from finetune.training import optimizers, stand_ins
+from finetune.training import optimizers, processes, stand_ins
 from finetune.training.arguments import arguments
 from finetune.training.collator import Inputs, MicroBatches
 from finetune.training.evaluation import summed_loss
@@ -71,9 +71,10 @@ def _rehearse(
     shortening: Shortening,
 ) -> Trace:  # fmt: skip
     answers = Answers(uneven=False, trained_tokens=0)
+    rows = max(1, config.training.batch_size // processes.count())  # of a step, in this process
     recorder = Recorder(device.kernels, answers, device.flops / device.bandwidth_bytes)
     with tempfile.TemporaryDirectory() as folder, stand_ins.undisturbed(), stand_ins.like(device, recorder) as mode:
-        rehearsal = _Rehearsal(config, architecture, Path(folder), mode, recorder, device, attention, shortening)
+        rehearsal = _Rehearsal(config, architecture, Path(folder), mode, recorder, device, attention, shortening, rows)
         rehearsal.load()
         rehearsal.make_optimizer_states()
         rehearsal.step(train)
@@ -99,6 +100,7 @@ class _Rehearsal:
         device: Device,
         attention: str,
         shortening: Shortening,
+        rows: int,
     ) -> None:
         if config.training.precision == "fp16":
             # Sizes are those of bfloat16, and there is no loss scaling on a CPU, where this runs.
@@ -110,6 +112,7 @@ class _Rehearsal:
         self._device = device
         self.recorder = recorder
         self._shortening = shortening
+        self._rows = rows
         base = weightless_base(
             architecture,
             config.quantization,
@@ -284,7 +287,7 @@ class _Rehearsal:
     def step(self, batch: Batch) -> None:
         """Forward, backward and update in the steady state."""
         self.recorder.phase = "forward"
-        if per_step(self._config.training.batch_size, self._way, batch) > 1:
+        if per_step(self._rows, self._way, batch) > 1:
             self._make_gradients()
         inputs = self._inputs(batch)
         with self._recording():

@@ -61,7 +61,7 @@ def train(
     loss that is not finite, MachineError when a checkpoint cannot be written, ArtifactError when one does not fit, and
     Terminated or KeyboardInterrupt after the save that a signal asked for.
     """
-    with autocast(config.training.precision, device):
+    with autocast(config.training.precision, device), libraries.without_cudnn_attention():
         causality.prove(model)
         if config.data.packing:
             packing.prove(model)

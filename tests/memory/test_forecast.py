@@ -108,6 +108,28 @@ def test_a_merge_and_the_disk_are_told_and_no_part_of_the_step() -> None:
     assert "merge" not in made(step()).phases
 
 
+def test_the_weights_of_files_are_cut_from_one_segment_on_a_card() -> None:
+    """transformers reserves as much as they take before it reads them; 11 MiB alone would have a segment of 12."""
+    story = Story().at("load")
+    for number in range(10):
+        story.make(str(number), 11 * MIB, "base_weights")
+    story.at("optimizer").at("forward").make("saved", MIB)
+    random, files = (made(story, CARD, from_files=from_files).phases["load"] for from_files in (False, True))
+    assert random == {"allocated_bytes": 120 * MIB, "reserved_bytes": 120 * MIB}, "the rest of a segment is too small"
+    assert files == {"allocated_bytes": 110 * MIB, "reserved_bytes": 110 * MIB}
+    assert made(story, from_files=True).phases == made(story).phases, "on a CPU nothing is reserved"
+
+
+@pytest.mark.parametrize("device", [CPU, CARD], ids=["cpu", "card"])
+def test_several_processes_hold_a_copy_of_all_gradients(device: Device) -> None:
+    story = step()
+    story.trace.blocks[0].category = "adapter"
+    alone, one_of_two = made(story, device), made(story, device, processes=2)
+    assert one_of_two.peak_allocated_bytes - alone.peak_allocated_bytes == 10 * MIB
+    assert one_of_two.categories["gradients"] - alone.categories["gradients"] == 10 * MIB
+    assert one_of_two.phases["load"]["allocated_bytes"] >= 20 * MIB, "weights, and the copy that is sent"
+
+
 def test_json_has_every_figure() -> None:
     found = json.loads(json.dumps(made(step(), CARD, merge_bytes=MIB).as_dict()))
     assert set(found) >= {

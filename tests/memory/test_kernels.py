@@ -68,3 +68,38 @@ def test_torch_optimizers_and_clipping_take_lists_on_a_card() -> None:
     with CARD.as_there():
         assert _default_to_fused_or_foreach(weights, differentiable=False) == (False, True)
         assert _has_foreach_support(weights, device)
+
+
+@pytest.mark.parametrize(("tokens", "padded"), [(24, 24), (30, 32), (25, 32)])
+def test_a_mask_in_rows_of_no_multiple_of_8_is_copied_into_such_rows(tokens: int, padded: int) -> None:
+    rows, heads, size, two_bytes = 2, 4, 64, 2
+    attend: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+    query = torch.empty(rows, heads, tokens, size, dtype=torch.bfloat16)
+    mask = torch.empty(rows, 1, tokens, tokens, dtype=torch.bfloat16)
+    output = query
+    scratch = sum(CARD.scratch(attend, (query,) * 3, {"attn_mask": mask}))
+    copy = rows * tokens * padded * two_bytes if padded != tokens else 0
+    # Mask and copy, then copy and output; the trace has mask and output throughout.
+    assert mask.nbytes + output.nbytes + scratch == max(mask.nbytes + max(copy, output.nbytes), copy + output.nbytes)
+    assert CARD.scratch(attend, (query,) * 3, {}) == []
+    assert CARD.scratch(attend, (query,) * 3, {"attn_mask": None}) == []
+
+
+@pytest.mark.parametrize(
+    "sizes", [(300_000, 100_000, 10, 7_000_000, 50, 3_000_000, 900_000), (5,), (70_000_000, 1, 70_000_000), (1,) * 40]
+)
+def test_buckets_are_those_that_torch_makes(sizes: tuple[int, ...]) -> None:
+    import torch.distributed
+    from torch.nn.parallel.distributed import _BucketCapacityConfig
+
+    weights = [torch.empty(size, device="meta") for size in sizes]
+    caps = _BucketCapacityConfig.create(bucket_cap_mb=None, bucket_cap_mb_list=None, use_python_reducer=False)
+    limits = [caps.first_bucket_bytes_cap, caps.bucket_bytes_cap]
+
+    def made(tensors: list[torch.Tensor], limits: list[int]) -> list[int]:
+        buckets, _ = torch.distributed._compute_bucket_assignment_by_size(tensors, limits, [])
+        return [sum(tensors[number].nbytes for number in bucket) for bucket in buckets]
+
+    in_bytes = [weight.nbytes for weight in weights]
+    assert kernels.gradient_buckets(in_bytes) == made(weights[::-1], limits)
+    assert kernels.broadcast_buckets(in_bytes) == made(weights, [250 * 1024 * 1024])
