@@ -663,7 +663,7 @@ def test_the_driver_is_read_where_there_is_one(forecast_gpu: ModuleType, text: s
 def test_a_history_is_written_replayed_and_read_back(forecast_gpu: ModuleType, tmp_path: Path) -> None:
     setting = forecast_gpu.SETTINGS[0]
     history = [
-        {"action": "segment_alloc", "addr": 4096, "size": 30 * 2**20, "stream": 0},
+        {"action": "segment_map", "addr": 4096, "size": 40 * 2**20, "stream": 0},  # two pages
         {"action": "alloc", "addr": 4096, "size": 30 * 2**20, "stream": 0},
     ]
     found = forecast_gpu.record(setting, history, 30 * 2**20, tmp_path)
@@ -715,7 +715,7 @@ def test_what_is_done_on_a_card_around_the_training(
 ) -> None:
     """The lines that only a card runs, with the training and torch.cuda replaced."""
     size = 30 * 2**20
-    history = [{"action": name, "addr": 4096, "size": size, "stream": 0} for name in ("segment_alloc", "alloc")]
+    history = [{"action": name, "addr": 4096, "size": size, "stream": 0} for name in ("segment_map", "alloc")]
     cuda = FakeCuda(monkeypatch, history)
     meter = forecast_gpu.LastingMeter(None)
     meter.peak = {"allocated_bytes": size, "reserved_bytes": 2 * size, "device_bytes": 3 * size}
