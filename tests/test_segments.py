@@ -185,7 +185,7 @@ def test_a_card_elsewhere_is_planned_for_with_them_and_a_cpu_without(driver: Ins
     assert not devices.find("RTX 4090", MemorySection()).expandable_segments
 
 
-def test_a_forecast_says_so_and_reserves_less() -> None:
+def test_a_forecast_says_which() -> None:
     import rehearsals
     from rich.console import Console
 
@@ -206,4 +206,5 @@ def test_a_forecast_says_so_and_reserves_less() -> None:
         console = Console(record=True, width=120, file=io.StringIO())
         forecast_view.show(made, console)
         assert ("expandable segments" in console.export_text()) is grow
-    assert found[True].peak_allocated_bytes == found[False].peak_allocated_bytes
+    # A block of fixed segments keeps up to 1 MiB that is too little to split off.
+    assert found[True].peak_allocated_bytes <= found[False].peak_allocated_bytes
