@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from finetune import libraries, planning, resuming
+from finetune import libraries, planning, resuming, segments
 from finetune.checkpoint import set_aside
 from finetune.config import Config
 from finetune.data import chat, fingerprint, formats
@@ -486,6 +486,8 @@ def this_device() -> torch.device:
     processes.choose_gpu()
     if not torch.cuda.is_available():
         return torch.device("cpu")
+    gpu = torch.cuda.current_device()
+    segments.settle(gpu)
     if libraries.triton_obstacle():
         libraries.without_triton()
-    return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cuda", gpu)

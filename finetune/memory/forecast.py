@@ -85,6 +85,7 @@ class Forecast:
         return {
             "fits": self.fits,
             "device": self.device.name,
+            "expandable_segments": self.device.expandable_segments,
             "budget_bytes": self.budget_bytes,
             "needed_bytes": self.needed_bytes,
             "peak_allocated_bytes": self.peak_allocated_bytes,

@@ -84,7 +84,8 @@ def html(forecast: Forecast) -> str:
 def _settings(forecast: Forecast) -> dict[str, str]:
     """What the forecast is of."""
     experts = {"experts": words.mixture(forecast.mixture)} if forecast.mixture else {}
-    return {"batch": _batch(forecast), "attention": forecast.attention, **experts}
+    grow = {"allocator": "expandable segments"} if forecast.device.expandable_segments else {}
+    return {"batch": _batch(forecast), "attention": forecast.attention, **grow, **experts}
 
 
 def _batch(forecast: Forecast) -> str:

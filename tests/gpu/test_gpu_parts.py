@@ -9,7 +9,9 @@ import torch
 from accelerate.utils import send_to_device
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
+from trl.kernels import chunked_logprob
 
+from finetune import libraries, segments
 from finetune.config import AdapterSection, MemorySection, ModelSection, OptimizerSection, QuantizationSection
 from finetune.data.batching import MicroBatching
 from finetune.model import adapter, attention, checkpointing, packing
@@ -294,3 +296,31 @@ def test_row_17_a_paged_state_comes_back_bit_for_bit_and_paged(device: torch.dev
     step(weight, optimizer)
     step(other, again)
     assert torch.equal(weight, other)
+
+
+def test_the_loss_by_tritons_kernels_is_that_of_torchs_operators(
+    cuda: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert libraries.triton_obstacle() is None
+    generator = torch.Generator(device=cuda).manual_seed(0)
+    hidden = torch.randn(48, 64, device=cuda, generator=generator)  # (places, hidden)
+    head = torch.randn(2048, 64, device=cuda, generator=generator)  # (words, hidden)
+    targets = torch.randint(2048, (48,), device=cuda, generator=generator)
+
+    def loss() -> tuple[torch.Tensor, torch.Tensor]:
+        leaf = hidden.clone().requires_grad_()
+        found = chunked_logprob.ChunkedLogProbFunction.apply(leaf, head, None, targets, 1.0, 512)[0].sum()
+        found.backward()
+        return found.detach(), leaf.grad
+
+    by_kernels = loss()
+    monkeypatch.setattr(chunked_logprob, "_use_triton", lambda device: False)
+    for mine, expected in zip(loss(), by_kernels, strict=True):
+        torch.testing.assert_close(mine, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_segments_grow_where_it_is_said_that_they_do(cuda: torch.device) -> None:
+    gpu = torch.cuda.current_device()
+    segments.settle(gpu)
+    torch.empty(2**20, device=cuda)
+    assert torch.cuda.memory._snapshot()["allocator_settings"]["expandable_segments"] is segments.grow(gpu)

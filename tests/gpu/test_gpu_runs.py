@@ -23,6 +23,7 @@ Configure = Callable[..., Config]
 Train = Callable[[str, Path], subprocess.CompletedProcess[str]]
 BesideContext = Callable[[int], int]
 MIB = 2**20
+PAGE = 18 * MIB  # how far a growing segment's last page may reach over a cap, see `inspect.cap`
 
 
 def losses(run: RunDirectory) -> list[float]:
@@ -158,7 +159,7 @@ def test_a_cap_that_takes_fewer_rows_is_trained_within(
     splits = [event for event in capped.events() if event["event"] == "micro_batch_split"]
     assert splits[0]["rows"] == 64
     assert splits[0]["step"] == 1
-    assert max(peak["reserved_bytes"] for peak in peaks_of(capped).values()) <= 256 * MIB
+    assert max(peak["reserved_bytes"] for peak in peaks_of(capped).values()) <= 256 * MIB + PAGE
     roomy = recipe.train(configure(**changes, output__dir=tmp_path / "roomy")).run
     assert losses(capped) == pytest.approx(losses(roomy), rel=2e-2)
 
@@ -169,7 +170,7 @@ def test_a_cap_that_fits_is_kept(
     config = configure(memory__limit=beside_context(512 * MIB), memory__check="off")
     done = train_in_a_process(dump(config), tmp_path / "capped.yaml")
     assert done.returncode == 0, done.stderr
-    assert max(peak["reserved_bytes"] for peak in peaks_of(RunDirectory(tmp_path / "run")).values()) <= 512 * MIB
+    assert max(peak["reserved_bytes"] for peak in peaks_of(RunDirectory(tmp_path / "run")).values()) <= 512 * MIB + PAGE
 
 
 def test_a_snapshot_is_written_when_asked_for(configure: Configure, cuda: torch.device) -> None:

@@ -67,6 +67,22 @@ def test_on_a_card_segments_count_and_the_workspace_stays(unit: int) -> None:
     assert found.host_bytes == 0
 
 
+def test_segments_that_grow_reserve_whole_pages_and_lie_together() -> None:
+    """By hand, in MiB: pages of 20 behind one another, as many as hold the tensors and the hole that gradients left.
+
+    Loading: weights 100 and a copy of 30, so 7 pages; 5 of them stay. Then the workspace's 16.25 (to 120), gradients
+    of 10 (to 140) and states of 20 (to 160) in the optimizer's first step. The gradients go, and the 80 that are saved
+    (to 240) do not fit their place, nor do 40 of logits (to 280) and 40 more (to 320).
+    """
+    card = dataclasses.replace(CARD, expandable_segments=True)
+    assert kernels.workspace_bytes(CARD.capability) == 16.25 * MIB
+    found = made(step(10 * MIB), card)
+    reserved = {phase: peak["reserved_bytes"] // MIB for phase, peak in found.phases.items()}
+    assert reserved.pop("load") == 140
+    assert set(reserved.values()) == {320}
+    assert found.peak_allocated_bytes == 296.25 * MIB
+
+
 def test_the_workspace_is_larger_on_newer_cards() -> None:
     newer = dataclasses.replace(CARD, capability=(9, 0))
     assert made(step(), newer).peak_allocated_bytes - made(step(), CARD).peak_allocated_bytes == (
