@@ -235,8 +235,10 @@ def random_base(
     The peak above the finished model is one module's unquantized weight. Uses the model's own initialisation.
     """
     model = weightless_base(architecture, quantization, attention=attention, dtype=dtype, remote_code=remote_code)
-    for module in list(model.modules()):
-        _materialise(model, module, dtype, device)
+    for name, module in list(model.named_modules()):
+        own = {f"{name}.{weight}" for weight in module._parameters}
+        if not own or not own <= model.all_tied_weights_keys.keys():  # a tied head is the embedding
+            _materialise(model, module, dtype, device)
     model.tie_weights()
     model.hf_device_map = {"": device}
     assert not any(parameter.is_meta for parameter in model.parameters())
