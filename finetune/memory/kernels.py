@@ -55,7 +55,7 @@ def cpu() -> Kernels:
     bnb = torch.ops.bitsandbytes
     return Kernels(
         python={
-            _aten._grouped_mm.default: _grouped_product,
+            _aten._grouped_mm.default: _grouped_product_on_cpu,
             bnb.gemm_4bit.default: default_ops._gemm_4bit_default_impl,
             bnb.quantize_4bit.default: _quantize_4bit,
             bnb.int8_vectorwise_quant.default: _quantize_int8,
@@ -160,6 +160,16 @@ def _grouped_product(a: Any, b: Any, offs: Any = None, bias: Any = None, out_dty
     return torch.empty(offs.numel(), a.shape[0], b.shape[1], dtype=a.dtype)
 
 
+def _grouped_product_on_cpu(a: Any, b: Any, offs: Any = None, bias: Any = None, out_dtype: Any = None) -> Any:
+    """The same, one expert after the other (torch 2.13, native/GroupedMMUtils.h), each with its share of the rows."""
+    if b.dim() != 3:
+        return _grouped_product(a, b, offs)
+    out = torch.empty(a.shape[0], b.shape[2], dtype=a.dtype)
+    for rows, expert, part in zip(a.tensor_split(b.shape[0]), b, out.tensor_split(b.shape[0]), strict=True):
+        torch.mm(rows, expert, out=part)
+    return out
+
+
 def _quantize_int8(A: Any, threshold: float = 0.0) -> Any:
     """Scales and integers by torch's operators (bitsandbytes 0.50, backends/default `int8_vectorwise_quant`)."""
     scales = torch.max(A.abs(), dim=1).values.float()
@@ -187,7 +197,9 @@ def _quantize_4bit(A: Any, blocksize: int, quant_type: str, quant_storage: Any) 
 def _scratch_on_cpu(func: Any, args: Any, named: Any) -> list[int]:
     """Copies of operands in a wider type, sums of 16-bit products in float32, and the tiles of attention."""
     if func in _PRODUCTS:
-        return _float32_sums(*_PRODUCTS[func](args))
+        return [*_float32_sums(*_PRODUCTS[func](args)), *_laid_out_anew(func, args)]
+    if func in (_aten.scatter.src, _aten.scatter_.src) and args[0].dtype.itemsize < 4:
+        return [4 * args[0].numel()]  # 16-bit values in float32 (native/cpu/ScatterGatherKernel.cpp)
     if func is _flash_on_cpu:
         return _flash_tiles(*args[:2], tiles=1)
     if func is _flash_on_cpu_backward:
@@ -223,7 +235,7 @@ def _float32_sums(left: Any, batch: int, rows: int, columns: int) -> list[int]:
     """The result of a bfloat16 product in float32, where the CPU has no unit for such products.
 
     (oneDNN 3.12, src/cpu/matmul/gemm_based_common.hpp `book_acc_scratchpad`, for each thread that has a matrix of its
-    own, in blocks of 64 values; 128 bytes align it. Without AVX-512 torch keeps the same: aten/src/ATen/native/cpu/BlasKernel.cpp.)
+    own, in blocks of 64 values; 128 bytes align it. Without AVX-512 torch keeps the same, BlasKernel.cpp.)
     """
     if left.dtype is not torch.bfloat16 or _multiplies_bfloat16():
         return []
@@ -239,6 +251,17 @@ _PRODUCTS: dict[Any, Callable[[Any], tuple[Any, int, int, int]]] = {
     _aten.baddbmm.default: lambda args: (args[1], args[1].shape[0], args[1].shape[1], args[2].shape[2]),
 }
 """Matrix products: the left operand, how many matrices, and the rows and columns of each."""
+
+
+def _laid_out_anew(func: Any, args: Any) -> list[int]:
+    """Copies of batches of 16-bit matrices that lie neither by rows nor by columns, such as heads side by side.
+
+    (torch 2.13, aten/src/ATen/native/mkldnn/Matmul.cpp, which takes such products from MKL.)
+    """
+    if func not in (_aten.bmm.default, _aten.baddbmm.default) or args[-1].dtype is not torch.bfloat16:
+        return []
+    matrices = [matrix for matrix in args[-2:] if not (matrix.is_contiguous() or matrix.mT.is_contiguous())]
+    return [matrix.numel() * matrix.element_size() for matrix in matrices]
 
 
 @functools.cache

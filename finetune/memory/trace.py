@@ -198,6 +198,10 @@ class Recorder(TorchDispatchMode):
             held = args[0].add_(args[1])
             self._count(_aten.add_.Tensor, args, kwargs, held, inputs, [held])
             return held
+        if func is _aten.scatter.src and _called_by_autograd():
+            func = (
+                _aten.scatter_.src
+            )  # derivatives scatter in place, but never for a subclass (`derivatives.yaml`, max)
         if func in self.answers.shapes:
             func, args = self.answers.shapes[func](func, args)
         scratch = [self._open(size, "workspace") for size in self._kernels.scratch(func, args, kwargs)]
@@ -318,7 +322,8 @@ def _accumulates_in_place(args: Any) -> bool:
     """
     held, gradient = args[0], args[1]
     return (
-        isinstance(gradient, torch.Tensor)
+        isinstance(held, torch.Tensor)
+        and isinstance(gradient, torch.Tensor)
         and held.shape == gradient.shape
         and held.dtype is gradient.dtype
         and held._use_count() <= _HELD_BY_AUTOGRAD_ALONE
@@ -333,7 +338,9 @@ _HELD_BY_AUTOGRAD_ALONE, _STORED_FOR_ONE_TENSOR = 4, 2
 
 def _called_by_autograd() -> bool:
     """Whether no Python code stands between autograd's engine and the operator."""
-    frame: FrameType | None = sys._getframe(3)
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and frame.f_code.co_filename == __file__:
+        frame = frame.f_back
     while frame is not None and frame.f_code.co_filename.endswith(("_compile.py", "eval_frame.py")):
         frame = frame.f_back
     return frame is not None and frame.f_code.co_name == "_engine_run_backward"

@@ -246,8 +246,10 @@ def random_base(
     models = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
     # Each module is initialised by the innermost model that it is in.
     owner = {module: inner for inner in models for module in inner.modules()}
-    for module, inner in owner.items():
-        _materialise(inner, module, dtype, device)
+    for name, module in list(model.named_modules()):
+        own = {f"{name}.{weight}" for weight in module._parameters}
+        if not own or not own <= model.all_tied_weights_keys.keys():  # a tied head is the embedding
+            _materialise(owner[module], module, dtype, device)
     for inner in reversed(models):
         inner._init_weights(inner)  # now that the modules that it reaches into are there
     model.tie_weights()

@@ -290,12 +290,26 @@ class _Rehearsal:
         if per_step(self._rows, self._way, batch) > 1:
             self._make_gradients()
         inputs = self._inputs(batch)
+        others = self._other_micro_batches(inputs, batch)
         with self._recording():
             self._trainer.training_step(self._trainer.model_wrapped, [inputs], torch.tensor(batch.trained_tokens))
         self._mark_gradients()
         self._update()
         self._model.zero_grad(set_to_none=True)
-        del inputs  # transformers' loop holds a step's micro-batches until the next one's
+        del inputs, others
+
+    def _other_micro_batches(self, inputs: Inputs, batch: Batch) -> list[torch.Tensor]:
+        """What else the loop holds to the end of a step: its other micro-batches and, on the host, the next step's.
+
+        (accelerate 1.15, `DataLoaderShard.__iter__`, which is one batch ahead of what it moves to the device.)
+        """
+        held = per_step(self._config.training.batch_size, self._way, batch) * (2 if self._device.type == "cpu" else 1)
+        with self._mode:
+            values = [value for value in inputs.values() if isinstance(value, torch.Tensor)]
+            others = [torch.empty_like(value) for _ in range(held - 1) for value in values]
+        for value in others:
+            self.recorder.keep(value, "activations")
+        return others
 
     def evaluate(self, batch: Batch) -> None:
         """The held-out loss of one batch."""

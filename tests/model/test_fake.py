@@ -110,15 +110,3 @@ def test_only_quantized_weights_count_as_such() -> None:
         assert not fake.is_quantized(model.lm_head.weight)
         assert not fake.is_quantized(model.model.norm.weight)
     assert not any(fake.is_quantized(weight) for weight in faked(QuantizationSection(kind="none")).parameters())
-
-
-@pytest.mark.parametrize("kind", ["nf4", "int8", "none"])
-def test_dora_reads_a_fake_weight_as_it_reads_a_real_one(kind: str) -> None:
-    from peft.tuners.lora import dora
-
-    section = QuantizationSection(kind=kind)
-    expected = dora.dequantize_module_weight(real(section).model.layers[0].mlp.up_proj)
-    with fake.for_dora():
-        found = dora.dequantize_module_weight(faked(section).model.layers[0].mlp.up_proj)
-    assert (found.shape, found.dtype) == (expected.shape, expected.dtype)
-    assert found.dtype.is_floating_point
