@@ -25,9 +25,11 @@ def apply(model: Any, section: MemorySection, device_type: str) -> None:
         )
     # bitsandbytes' 8-bit product keeps its input on the autograd node itself (0.50, `MatMul8bitFp` and `MatMul8bitLt`),
     # where only the older form of checkpointing, which builds no graph in the first pass, lets go of it.
+    # That form loses the gradients of keys and values that layers share past their inputs, as in Gemma 3n.
     eight_bit = bool(getattr(model, "is_loaded_in_8bit", False))
+    shares = bool(getattr(model.config.get_text_config(), "num_kv_shared_layers", 0))
     model.activation_checkpointing_enable(
-        activation_checkpointing_kwargs={"use_reentrant": eight_bit},
+        activation_checkpointing_kwargs={"use_reentrant": eight_bit and not shares},
         offload=section.offload == "checkpoints" and device_type != "cpu",
     )
     choose(model, chosen)
