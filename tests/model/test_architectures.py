@@ -248,5 +248,5 @@ def test_a_step_that_fails_is_told_as_such_before_anything_is_loaded(
         planning.try_out(config, architecture, CPU)
     planning.try_out(config.changed({"memory.check": "off"}), architecture, CPU)
     model = AutoModelForCausalLM.from_config(architecture)
-    with pytest.raises(ConfigError, match="a forward pass of MptForCausalLM fails .*no such kernel"):
+    with pytest.raises(ConfigError, match=r"a forward pass of MptForCausalLM fails .*no such kernel"):
         causality.prove(model)
