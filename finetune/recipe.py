@@ -24,7 +24,6 @@ from finetune.environment import describe
 from finetune.errors import (
     ArtifactError,
     DataError,
-    ForecastError,
     MachineError,
     NumbersError,
     OutOfMemoryError,
@@ -150,6 +149,7 @@ class _Training:
         bounds.check_tokenizer(tokenizer, architecture, config.model)
         implementation, reason = _attention(config, architecture, device)
         mixture = _outline(config, architecture, implementation)
+        planning.try_out(config, architecture, device)
         data = data_prepare.prepare(config.data, tokenizer)
         if data.warning and config.training.early_stopping:
             raise DataError(f"`training.early_stopping` needs held-out rows; {data.warning}")
@@ -221,11 +221,7 @@ class _Training:
             check(config, device)  # now that the micro-batch is a number
         if config.memory.check == "off":
             return config, None
-        try:
-            forecast = planner.forecast(config)
-        except ForecastError as error:
-            self.terminal.note(f"{error}; going on without one")
-            return config, None
+        forecast = planner.forecast(config)
         if not forecast.fits:
             told = planning.does_not_fit(forecast, planner.levers(config, forecast))
             if config.memory.check == "refuse":

@@ -276,6 +276,11 @@ def weightless_base(
 
     from finetune.model import eight_bit
 
+    if not remote_code and catalog.model_class(architecture) is None:
+        raise ConfigError(
+            f"`model.name`: transformers has no causal language model of the kind `{architecture.model_type}`, and "
+            "nothing else can be trained here; give a decoder"
+        )
     packing.register()
     with torch.device("meta"):
         model = hub_call(

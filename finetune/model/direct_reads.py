@@ -1,8 +1,9 @@
-"""Linear layers whose weight a model's code reads itself, instead of calling the layer.
+"""Linear layers that are not what they seem: a model's code reads their weight itself, instead of calling them.
 
 Mamba multiplies by `dt_proj.weight` and hands `out_proj.weight` to a fused kernel; Gemma 3n clamps the weight of
 `prediction_coefs` in place. Such a layer cannot be quantized, because the code would read packed bytes, and an adapter
-on it would not be trained, because PEFT adds it in the layer's own forward pass.
+on it would not be trained, because PEFT adds it in the layer's own forward pass. The same goes for a subclass of
+`nn.Linear` that computes something else, such as the grouped projection of DeepSeek V4.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ def _probe(model: Any) -> frozenset[str]:
     linear = {
         name: module for name, module in model.named_modules() if isinstance(module, nn.Linear) and module is not head
     }
-    read: set[nn.Module] = set()
+    read: set[nn.Linear] = set()
     was_training = model.training
     devices = [model.device] if model.device.type == "cuda" else []
     with (
@@ -67,10 +68,12 @@ def _kind(model: nn.Module, name: str) -> tuple[type, str]:
 
 
 @contextlib.contextmanager
-def _watched(layers: list[nn.Linear], read: set[nn.Module]) -> Iterator[None]:
-    """Within the block, add to `read` each of `layers` whose weight is read outside its own forward pass."""
+def _watched(layers: list[nn.Linear], read: set[nn.Linear]) -> Iterator[None]:
+    """Within the block, add to `read` each of `layers` whose weight is read outside its own forward pass, or whose
+    pass gives no linear layer's output.
+    """
     classes = {layer: type(layer) for layer in layers}
-    inside: set[nn.Module] = set()
+    inside: set[nn.Linear] = set()
 
     def weight(layer: Any) -> Any:
         if layer not in inside:
@@ -80,9 +83,12 @@ def _watched(layers: list[nn.Linear], read: set[nn.Module]) -> Iterator[None]:
     def forward(layer: Any, *args: Any, **kwargs: Any) -> Any:
         inside.add(layer)
         try:
-            return classes[layer].forward(layer, *args, **kwargs)
+            output = classes[layer].forward(layer, *args, **kwargs)
         finally:
             inside.discard(layer)
+        if output.shape != (*args[0].shape[:-1], layer.out_features):
+            read.add(layer)
+        return output
 
     patch = {"weight": property(weight), "forward": forward}
     watching = {known: type(known.__name__, (known,), patch) for known in set(classes.values())}

@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 import inspect
 import itertools
+import math
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -221,7 +222,8 @@ def prove(model: Any) -> None:
         raise MachineError(f"`data.packing`: this model takes no packed rows ({first_line}); {_REMEDY}") from error
     strayed = max(float((each - alone).norm() / alone.norm().clamp(min=1e-30)) for each in after)
     moved, mixed = (float((one - two).norm()) for one, two in (after, joined))
-    if not (strayed <= _STRAYS and moved <= _LEAKS * mixed):
+    # Logits that are not numbers are for `causality.prove` to tell.
+    if math.isfinite(strayed) and not (strayed <= _STRAYS and moved <= _LEAKS * mixed):
         raise MachineError(
             f"`data.packing`: this model's rows do not keep apart when packed (by {strayed:.1%}); {_REMEDY}"
         )

@@ -61,8 +61,9 @@ def rehearse(
         # Foreign code on fake tensors: what it may raise has no bounds.
         first = (str(error).splitlines() or [type(error).__name__])[0]
         raise ForecastError(
-            f"the step of `{config.model.name}` cannot be forecast ({type(error).__name__}: {first}); set "
-            "`memory.check: off` to train without a forecast"
+            f"`model.name`: a training step of `{config.model.name}` ({architecture.model_type}) fails on tensors "
+            f"without data ({type(error).__name__}: {first}), so there is no forecast, and it may fail in training, "
+            "too; `memory.check: off` trains without a forecast"
         ) from error
 
 
