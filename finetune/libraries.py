@@ -15,6 +15,7 @@ import math
 import os
 import warnings
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 _SILENCED_WARNINGS = (
@@ -73,20 +74,44 @@ def before_import() -> None:
 
 @contextlib.contextmanager
 def importing_for_forecast() -> Iterator[None]:
-    """Import what a forecast needs, faster: without a compiler, and without looking for garbage meanwhile.
+    """Import what a forecast needs, faster, in a process that does little else; what it loads is never collected.
 
-    bitsandbytes 0.50 compiles kernels for other backends while it is imported, which loads inductor: 2 of 10 seconds.
+    No compiler: bitsandbytes 0.50 compiles kernels for other backends while it is imported, which loads inductor.
+    No garbage collection: none of the million objects becomes garbage, and each full collection would visit them all.
     """
     collecting, said = gc.isenabled(), os.environ.get("TORCHDYNAMO_DISABLE")
     os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
     gc.disable()
     try:
-        yield
+        # First: torch searches all modules that are loaded for the source of each operator that it registers.
+        import bitsandbytes  # noqa: F401
+
+        with models_listed_once():
+            yield
+        gc.freeze()
     finally:
         if collecting:
             gc.enable()
         if said is None:
             del os.environ["TORCHDYNAMO_DISABLE"]
+
+
+def models_listed_once() -> contextlib.AbstractContextManager[None]:
+    """transformers reads the 1,600 files of its models to list them, and again when the first model is imported.
+
+    It keeps the list by the path asked for, which is then `models/__init__.py` instead of `models` (transformers 5.23,
+    `create_import_structure_from_path`, where the two mean the same).
+    """
+    import transformers
+    from transformers.utils import import_utils
+
+    listed = import_utils.create_import_structure_from_path
+    package = Path(transformers.__file__).parent / "models"
+
+    def list_once(place: Any) -> Any:
+        return listed(package if str(place) == str(package / "__init__.py") else place)
+
+    return replaced(import_utils, "create_import_structure_from_path", list_once)
 
 
 @contextlib.contextmanager
