@@ -314,7 +314,8 @@ def _accumulates_in_place(args: Any) -> bool:
     """
     held, gradient = args[0], args[1]
     return (
-        isinstance(gradient, torch.Tensor)
+        isinstance(held, torch.Tensor)
+        and isinstance(gradient, torch.Tensor)
         and held.shape == gradient.shape
         and held.dtype is gradient.dtype
         and held._use_count() <= _HELD_BY_AUTOGRAD_ALONE
