@@ -180,7 +180,7 @@ def test_the_padding_of_a_recurrent_model_changes_no_token_before_it() -> None:
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config).eval()
     rows = [[5, 6, 7, 8, 9, 10], [11, 12, 13]]
-    batch = MicroBatches(MicroBatching(2), 3).micro_batch([{"input_ids": row} for row in rows])
+    batch = MicroBatches(MicroBatching(2), 3).micro_batch([{"input_ids": row, "labels": row} for row in rows])
     with torch.no_grad():
         together = model(input_ids=batch["input_ids"]).logits
         for number, row in enumerate(rows):
