@@ -95,7 +95,9 @@ def test_packed_rows_keep_apart_on_a_card(implementation: str, window: int | Non
     packing.prove(model)
     lengths = [5, 40, 1, 18]
     rows = [torch.randint(3, 64, (length,)).tolist() for length in lengths]
-    collated = MicroBatches(MicroBatching(1, 1000, packed=True), 0).micro_batch([{"input_ids": row} for row in rows])
+    collated = MicroBatches(MicroBatching(1, 1000, packed=True), 0).micro_batch(
+        [{"input_ids": row, "labels": row} for row in rows]
+    )
     inputs = send_to_device({name: value for name, value in collated.items() if name != "labels"}, cuda)
     together = model(**inputs, use_cache=False).logits[0].float().split(lengths)
     model.set_attn_implementation("eager")
