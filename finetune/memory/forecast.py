@@ -211,9 +211,11 @@ class _Replay:
     def run(self, checkpoint_bytes: int, saves_between: bool, from_files: bool, processes: int) -> None:
         """The load, two steps (the second meets the segments of the first), a save, and the evaluation."""
         first = next(number for number, run in enumerate(self._trace.runs) if run.phase == "forward")
-        after = [number for number, run in enumerate(self._trace.runs) if number > first and run.phase not in _STEP]
+        held = [number for number, run in enumerate(self._trace.runs) if number > first and run.phase not in _STEP]
+        after = [number for number in held if self._trace.runs[number].phase != "save"]
         last = after[0] if after else len(self._trace.runs)
         step = self._trace.runs[first:last]
+        end = held[0] - first if held else len(step)  # from there on what a save still sees is freed
         loaded = next(number for number, run in enumerate(self._trace.runs) if run.phase != "load")
         if from_files and self._allocator:
             self._warm_up(self._allocator)
@@ -230,10 +232,11 @@ class _Replay:
         update = next((number for number, run in enumerate(step) if run.phase == "optimizer"), len(step))
         with self._saving(checkpoint_bytes if saves_between else 0):  # the update waits until the copy is written
             self._play(step[:update])
-        self._play(step[update:])
+        self._play(step[update:end])
         self._recording = False
         with self._saving(checkpoint_bytes):
             self._see("save")
+        self._play(step[end:])
         self._play(self._trace.runs[last:])
 
     def _warm_up(self, allocator: CachingAllocator) -> None:

@@ -266,8 +266,9 @@ class _Rehearsal:
         with self._recording():
             self.recorder.layer, self.recorder.category = layer, "workspace"
             whole = [torch.empty(fake.shape(weight), dtype=dtype) for weight in weights]
-            for weight in whole:
-                fake.quantize(weight, self._config.quantization)
+            for full in whole:
+                fake.quantize(full, self._config.quantization)
+            del full, whole  # while it is still this layer's
 
     def _keep(self, module: torch.nn.Module, layer: int | None) -> None:
         """Count a module's own weights and buffers, if they are not counted yet."""
@@ -288,29 +289,30 @@ class _Rehearsal:
     def step(self, batch: Batch) -> None:
         """Forward, backward and update in the steady state."""
         self.recorder.phase = "forward"
-        if per_step(self._rows, self._way, batch) > 1:
+        micro_batches = per_step(self._rows, self._way, batch)
+        if micro_batches > 1:
             self._make_gradients()
         inputs = self._inputs(batch)
-        others = self._other_micro_batches(inputs, batch)
+        others = self._like(inputs, micro_batches - 1)
+        # accelerate 1.15, `DataLoaderShard.__iter__`: the host holds the next step's as well.
+        following = self._like(inputs, micro_batches if self._device.type == "cpu" else 0)
         with self._recording():
             self._trainer.training_step(self._trainer.model_wrapped, [inputs], torch.tensor(batch.trained_tokens))
         self._mark_gradients()
         self._update()
         self._model.zero_grad(set_to_none=True)
+        del following
+        self.recorder.phase = "save"  # the loop still holds the step's micro-batches then
         del inputs, others
 
-    def _other_micro_batches(self, inputs: Inputs, batch: Batch) -> list[torch.Tensor]:
-        """What else the loop holds to the end of a step: its other micro-batches and, on the host, the next step's.
-
-        (accelerate 1.15, `DataLoaderShard.__iter__`, which is one batch ahead of what it moves to the device.)
-        """
-        held = per_step(self._config.training.batch_size, self._way, batch) * (2 if self._device.type == "cpu" else 1)
+    def _like(self, inputs: Inputs, count: int) -> list[torch.Tensor]:
+        """So many more micro-batches."""
         with self._mode:
             values = [value for value in inputs.values() if isinstance(value, torch.Tensor)]
-            others = [torch.empty_like(value) for _ in range(held - 1) for value in values]
-        for value in others:
+            made = [torch.empty_like(value) for _ in range(count) for value in values]
+        for value in made:
             self.recorder.keep(value, "activations")
-        return others
+        return made
 
     def evaluate(self, batch: Batch) -> None:
         """The held-out loss of one batch."""
