@@ -236,7 +236,7 @@ def random_base(
     """
     model = weightless_base(architecture, quantization, attention=attention, dtype=dtype, remote_code=remote_code)
     for name, module in list(model.named_modules()):
-        own = {f"{name}.{weight}" for weight in module._parameters}
+        own = {f"{name}.{weight}" for weight, value in module._parameters.items() if value is not None}
         if not own or not own <= model.all_tied_weights_keys.keys():  # a tied head is the embedding
             _materialise(model, module, dtype, device)
     model.tie_weights()
