@@ -189,7 +189,7 @@ def _quantize_4bit(A: Any, blocksize: int, quant_type: str, quant_storage: Any) 
     scaled = torch.clamp(blocks * (1.0 / absmax.view(-1, 1)), -1, 1).reshape(-1)
     found = torch.bucketize(scaled, torch.empty(15), out_int32=True)
     if quant_type == "fp4":
-        found = torch.empty(16, dtype=torch.int64)[found]
+        found = torch.empty(16, dtype=torch.int64)[found.long()]  # indices are taken in 64 bit
     codes = found.to(torch.uint8)
     return ((codes[::2] << 4) | codes[1::2]).unsqueeze(1), absmax
 

@@ -247,7 +247,7 @@ def random_base(
     # Each module is initialised by the innermost model that it is in.
     owner = {module: inner for inner in models for module in inner.modules()}
     for name, module in list(model.named_modules()):
-        own = {f"{name}.{weight}" for weight in module._parameters}
+        own = {f"{name}.{weight}" for weight, value in module._parameters.items() if value is not None}
         if not own or not own <= model.all_tied_weights_keys.keys():  # a tied head is the embedding
             _materialise(owner[module], module, dtype, device)
     for inner in reversed(models):
