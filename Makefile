@@ -58,6 +58,7 @@ notebooks: $(READY) ## Execute the notebooks.
 bench: $(READY) ## Run the CPU benchmarks and write benchmarks/results/ (an hour).
 	$(BIN)/python benchmarks/overhead.py
 	$(BIN)/python benchmarks/memory_cpu.py
+	$(BIN)/python benchmarks/int8_cpu.py
 	$(BIN)/python benchmarks/batching.py
 	$(BIN)/python benchmarks/preparation.py
 	$(BIN)/python benchmarks/saving.py

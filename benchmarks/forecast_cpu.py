@@ -3,9 +3,11 @@
     python benchmarks/forecast_cpu.py [--only NAME] [--limit N] [--measure-only] [--measured FILE]
 
 Every setting really trains two steps (see measured_step.py) in a process of its own, and is forecast in another one.
-The settings spread the levers over eight families of architecture, each value in several of them; the three models
-above 100 million parameters are measured from outside as well, by the process's resident peak. A setting that fails
-is counted, and the sweep goes on.
+The first settings spread the levers over eight families of architecture, each value in several of them, with tiles of
+logits of the usual size, which decide the peak of a small model. The others have small tiles, so that the layers
+decide, and are made of many more architectures; some have long rows. Each phase's own peak is compared. The model
+above 100 million parameters is measured from outside as well, by the process's resident peak. A setting that fails is
+counted, and the sweep goes on.
 """
 
 from __future__ import annotations
@@ -81,10 +83,87 @@ ARCHITECTURES: dict[str, Architecture] = {
     "qwen3-moe-wide": _architecture(
         "qwen3_moe", 192, 3, (4, 2), 1024, head_dim=48, num_experts=32, num_experts_per_tok=2, moe_intermediate_size=384
     ),
-    "llama-110m": _architecture("llama", 768, 12, (12, 4), 32000, intermediate_size=2048),
-    "qwen2-120m": _architecture("qwen2", 768, 12, (12, 12), 32000, intermediate_size=2304),
     "mistral-120m": _architecture("mistral", 768, 12, (12, 4), 32000, sliding_window=None, **UNTIED),
 }
+
+
+_EXPERTS_OF_FOUR: Any = {"num_experts_per_tok": 2, "moe_intermediate_size": 128}
+_LATENT: Any = {
+    "q_lora_rank": 32,
+    "kv_lora_rank": 32,
+    "qk_rope_head_dim": 16,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 32,
+}
+_DEEPSEEK: Any = {
+    **_EXPERTS_OF_FOUR,
+    **_LATENT,
+    "n_routed_experts": 4,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+}
+_GPT: Any = {"n_embd": 128, "n_layer": 2, "n_head": 4, "n_positions": 2048}
+
+
+def _small(model_type: str, key_heads: int = 2, **more: Any) -> Architecture:
+    return _architecture(model_type, 128, 2, (4, key_heads), 512, **more)
+
+
+SMALL: dict[str, Architecture] = {
+    "small-llama": _small("llama"),
+    "small-llama-deep": {**_small("llama"), "num_hidden_layers": 9},
+    "small-phi3": _small("phi3", 4, **UNTIED),
+    "small-qwen2": _small("qwen2"),
+    "small-qwen3": _small("qwen3", head_dim=32),
+    "small-mistral": _small("mistral", sliding_window=128, **UNTIED),
+    "olmo2": _small("olmo2", 4, **UNTIED),
+    "glm4": _small("glm4", head_dim=32, **UNTIED),
+    "gemma": _small("gemma", head_dim=32),
+    "small-gemma2": _small("gemma2", head_dim=32, sliding_window=128),
+    "small-gemma3": _small("gemma3_text", head_dim=32, sliding_window=128),
+    "olmo": _small("olmo"),
+    "olmo3": _small("olmo3", sliding_window=128),
+    "glm": _small("glm", head_dim=32),
+    "stablelm": _small("stablelm"),
+    "starcoder2": _small("starcoder2"),
+    "cohere": _small("cohere"),
+    "cohere2": _small("cohere2", sliding_window=128, head_dim=32),
+    "granite": _small("granite"),
+    "helium": _small("helium", head_dim=32),
+    "exaone4": _small("exaone4"),
+    "ernie4_5": _small("ernie4_5", head_dim=32),
+    "hunyuan": _small("hunyuan_v1_dense", head_dim=32),
+    "smollm3": _small("smollm3"),
+    "seed_oss": _small("seed_oss", head_dim=32),
+    "nemotron": _small("nemotron"),
+    "persimmon": _small("persimmon", 4),
+    "arcee": _small("arcee"),
+    "apertus": _small("apertus"),
+    "bitnet": _small("bitnet"),
+    "diffllama": _small("diffllama"),
+    "ministral": _small("ministral", head_dim=32),
+    "gpt_neox": _small("gpt_neox", 4),
+    "falcon": _small("falcon", 4),
+    "gptj": {**_small("gptj"), **_GPT, "rotary_dim": 16},
+    "codegen": {**_small("codegen"), **_GPT, "rotary_dim": 16},
+    "gpt2": {**_small("gpt2"), **_GPT},
+    "opt": {**_small("opt"), "ffn_dim": 352, "word_embed_proj_dim": 128},
+    "biogpt": _small("biogpt", 4),
+    "lfm2": _small("lfm2"),
+    "nanochat": _small("nanochat"),
+    "vaultgemma": _small("vaultgemma", head_dim=32, sliding_window=128),
+    "minicpm3": _small("minicpm3", 4, **_LATENT),
+    "hyperclovax": _small("hyperclovax"),
+    "small-mixtral": _small("mixtral", intermediate_size=128, num_local_experts=4, num_experts_per_tok=2),
+    "qwen2_moe": _small("qwen2_moe", **_EXPERTS_OF_FOUR, num_experts=4, shared_expert_intermediate_size=128),
+    "deepseek_v2": _small("deepseek_v2", 4, **_DEEPSEEK),
+    "deepseek_v3": _small("deepseek_v3", 4, **_DEEPSEEK),
+    "glm4_moe": _small("glm4_moe", **{**_DEEPSEEK, "head_dim": 32}),
+    "ernie4_5_moe": _small("ernie4_5_moe", moe_num_experts=4, moe_k=2, moe_intermediate_size=128, head_dim=32),
+    "granitemoe": _small("granitemoe", num_local_experts=4, num_experts_per_tok=2, intermediate_size=128),
+}
+ARCHITECTURES |= SMALL
 
 
 @dataclass(frozen=True)
@@ -136,6 +215,7 @@ _INT8 = "quantization.kind=int8"
 # Small tiles of logits, so that the experts decide.
 _EXPERTS = "memory.loss_tokens=16"
 _FULL = "adapter.kind=none quantization.kind=none"
+_SMALL_TILES = "memory.loss_tokens=8"
 SETTINGS = (
     # Llama: the levers one after the other around QLoRA's defaults.
     _S("llama nf4", "llama", 256, 2),
@@ -157,7 +237,7 @@ SETTINGS = (
     _S("llama, few trained tokens", "llama", 512, 2, 1, "optimizer.kind=adafactor", trained=32),
     _S("llama, every token trained", "llama", 512, 1, 2, "optimizer.kind=sgd", trained=512),
     _S("llama dora", "llama", 256, 2, 1, "adapter.dora=true"),
-    _S("llama rslora", "llama", 128, 4, 2, "adapter.rslora=true adapter.rank=32 adapter.alpha=16"),
+    _S("llama int8 dora", "llama", 256, 2, 1, f"{_INT8} adapter.dora=true memory.loss_tokens=16"),
     _S("llama, whole", "llama", 128, 2, 1, f"{_FULL} optimizer.kind=adamw_torch_fused"),
     _S("llama, whole in bfloat16", "llama", 128, 2, 2, f"{_FULL} adapter.dtype=bfloat16 optimizer.kind=adamw_8bit"),
     # Many heads, many layers, a small vocabulary.
@@ -166,7 +246,6 @@ SETTINGS = (
     _S("mha, long row", "llama-mha", 1024, 1, 1, "memory.checkpointing=every-2"),
     _S("mha fp32, no checkpointing", "llama-mha", 256, 2, 1, f"{_FP32} memory.checkpointing=none optimizer.kind=sgd"),
     _S("mha int8, every second layer", "llama-mha", 512, 2, 1, f"{_INT8} memory.checkpointing=every-2"),
-    _S("mha, extra embeddings", "llama-mha", 256, 2, 1, "adapter.extra_modules=[embed_tokens,lm_head]"),
     _S(
         "mha, whole, no checkpointing",
         "llama-mha",
@@ -176,16 +255,11 @@ SETTINGS = (
         f"{_FULL} memory.checkpointing=none training.precision=fp32",
     ),
     # A wide model.
-    _S("wide nf4", "llama-wide", 256, 2, 1, "adapter.rank=64"),
-    _S("wide nf4, two targets", "llama-wide", 384, 2, 1, "adapter.targets=[q_proj,v_proj] memory.checkpointing=none"),
-    _S("wide bf16, adafactor", "llama-wide", 256, 2, 1, f"{_BF16} optimizer.kind=adafactor adapter.rank=32"),
-    _S("wide int8, bfloat16 adapter", "llama-wide", 256, 1, 2, f"{_INT8} adapter.dtype=bfloat16 adapter.rank=64"),
     _S("wide, whole, sgd", "llama-wide", 64, 4, 1, f"{_FULL} optimizer.kind=sgd training.precision=fp32"),
     # A large vocabulary: the head decides.
     _S("32k nf4", "llama-32k", 256, 2),
     _S("32k fp32, evaluated", "llama-32k", 256, 2, 1, f"{_FP32} data.eval=rows"),
     _S("32k, extra head", "llama-32k", 128, 2, 2, "adapter.extra_modules=[lm_head] optimizer.kind=adamw_8bit"),
-    _S("32k, few trained tokens", "llama-32k", 512, 2, 1, "optimizer.kind=lion_8bit", trained=16),
     _S("32k, whole", "llama-32k", 128, 1, 1, f"{_FULL} optimizer.kind=adamw_8bit"),
     # Qwen: biases, then norms on queries and keys.
     _S("qwen2 nf4", "qwen2", 256, 2, 2, "adapter.dropout=0.1"),
@@ -202,18 +276,13 @@ SETTINGS = (
     _S("gemma2, no checkpointing", "gemma2", 256, 2, 1, "memory.checkpointing=none optimizer.kind=ademamix_8bit"),
     _S("gemma2 bf16, evaluated", "gemma2", 384, 1, 2, f"{_BF16} data.eval=rows adapter.rank=8"),
     _S("gemma3 nf4", "gemma3", 256, 2),
-    _S("gemma3 int8", "gemma3", 512, 1, 1, f"{_INT8} memory.checkpointing=none"),
-    _S("gemma3 fp32", "gemma3", 256, 2, 1, f"{_FP32} optimizer.kind=adafactor memory.checkpointing=every-2"),
     # Mistral: with a window shorter than the row, and without one.
-    _S("mistral nf4, window", "mistral", 384, 2),
     _S("mistral window, eager", "mistral", 256, 2, 1, "model.attention=eager memory.checkpointing=none"),
-    _S("mistral window, one row", "mistral", 1024, 1, 1, "adapter.rank=8 optimizer.kind=adamw_8bit"),
     _S("mistral fp32", "mistral-full", 256, 2, 2, f"{_FP32} optimizer.kind=adamw_32bit"),
     _S("mistral bf16, rslora", "mistral-full", 512, 1, 1, f"{_BF16} adapter.rslora=true adapter.dropout=0.1"),
     # Phi: fused projections; biases and a partial rotary embedding.
     _S("phi3 nf4", "phi3", 256, 2, 1, "adapter.dtype=bfloat16"),
     _S("phi3 int8, no checkpointing", "phi3", 256, 2, 1, f"{_INT8} memory.checkpointing=none"),
-    _S("phi3 bf16, fused", "phi3", 512, 1, 4, f"{_BF16} optimizer.kind=adamw_torch_fused"),
     _S("phi nf4", "phi", 256, 2, 1, "data.eval=rows"),
     _S("phi fp32, eager", "phi", 256, 1, 2, f"{_FP32} model.attention=eager memory.checkpointing=2"),
     # Mixtures of experts.
@@ -245,10 +314,57 @@ SETTINGS = (
     ),
     _S("mixtral packed, evaluated", "mixtral", 128, 2, 1, f"data.packing=true {_BF16} data.eval=rows", padded=False),
     # Above 100 million parameters.
-    _S("110m nf4", "llama-110m", 256, 2, 1, "optimizer.kind=adamw_8bit", resident=True),
-    _S("120m int8, no checkpointing", "qwen2-120m", 256, 1, 1, f"{_INT8} memory.checkpointing=none", resident=True),
     _S("120m fp32, whole", "mistral-120m", 256, 1, 1, f"{_FULL} training.precision=fp32", resident=True),
-    _S("110m bf16, evaluated", "llama-110m", 128, 2, 1, f"{_BF16} data.eval=rows adapter.rank=64", resident=True),
+    # Small tiles of logits: the layers decide. Each architecture once,
+    *(_S(f"{name}, small tiles", name, 512, 1, 1, _SMALL_TILES) for name in SMALL if name != "small-llama-deep"),
+    # every lever,
+    *(
+        _S(f"small tiles, {name}", "small-llama", 512, 1, 1, f"{_SMALL_TILES} {overrides}")
+        for name, overrides in {
+            "bf16": _BF16,
+            "fp32": _FP32,
+            "int8": _INT8,
+            "fp4": "quantization.kind=fp4",
+            "nf4 single": "quantization.double=false",
+            "no checkpointing": "memory.checkpointing=none",
+            "eager": "model.attention=eager",
+            "evaluated": "data.eval=rows",
+            "bf16, evaluated": f"{_BF16} data.eval=rows",
+            "dora": "adapter.dora=true",
+            "dropout": "adapter.dropout=0.1",
+            "rank 64": "adapter.rank=64",
+            "rank 4 in bfloat16": "adapter.rank=4 adapter.dtype=bfloat16",
+            "whole": f"{_FULL} optimizer.kind=adamw_torch_fused",
+        }.items()
+    ),
+    _S("small tiles, deep", "small-llama-deep", 512, 1, 1, _SMALL_TILES),
+    _S(
+        "small tiles, deep, every second layer",
+        "small-llama-deep",
+        512,
+        1,
+        2,
+        f"{_SMALL_TILES} memory.checkpointing=every-2",
+    ),
+    _S("small tiles, uneven rows", "small-llama", 256, 4, 1, _SMALL_TILES),
+    _S("small tiles, packed", "small-llama", 128, 4, 1, f"{_SMALL_TILES} data.packing=true", padded=False),
+    _S("small tiles, window packed", "small-mistral", 256, 2, 1, f"{_SMALL_TILES} data.packing=true", padded=False),
+    # and long rows.
+    *(
+        _S(f"{name}, 2048 tokens", name, 2048, 1, 1, "memory.loss_tokens=32")
+        for name in ("small-llama", "small-phi3", "small-qwen2", "olmo2", "glm4", "gpt2", "deepseek_v3")
+    ),
+    _S(
+        "2048 tokens, bf16, no checkpointing",
+        "small-llama",
+        2048,
+        1,
+        1,
+        f"{_BF16} memory.checkpointing=none memory.loss_tokens=32",
+    ),
+    _S("2048 tokens, fp32", "small-llama", 2048, 1, 1, f"{_FP32} memory.loss_tokens=32"),
+    _S("2048 tokens, int8", "small-qwen2", 2048, 1, 1, f"{_INT8} memory.loss_tokens=32"),
+    _S("2048 tokens, evaluated", "small-qwen3", 2048, 1, 1, "data.eval=rows memory.loss_tokens=32"),
 )
 assert len({setting.name for setting in SETTINGS}) == len(SETTINGS)
 _NEARLY_NOTHING = _architecture("llama", 64, 1, (1, 1), 1024, intermediate_size=64)
@@ -267,6 +383,7 @@ def _measure(setting: Setting) -> dict[str, Any]:
 def _forecast(setting: Setting) -> dict[str, Any]:
     """Forecast bytes of `setting`: `peak_allocated_bytes`, and `phases` by the names of finetune.memory.monitor."""
     import measured_step
+    import torch
 
     from finetune.data.batching import MicroBatching, worst_batches
     from finetune.memory import device, files, forecast
@@ -275,6 +392,7 @@ def _forecast(setting: Setting) -> dict[str, Any]:
 
     job = setting.job
     config, architecture = measured_step.config_of(job["config"]), measured_step.architecture_of(job["architecture"])
+    torch.set_num_threads(1)  # kernels have room for each thread
     lengths, trained = zip(*job["rows"], strict=True)
     way = MicroBatching.of(config.training, config.data)
     [batch] = worst_batches(lengths, trained, way, len(lengths), "the setting")
@@ -359,22 +477,37 @@ def _relative_errors(forecast: dict[str, Any], measured: dict[str, Any]) -> dict
     return {name: round(predicted / found - 1, 5) for name, (predicted, found) in pairs.items()}
 
 
+# Of what was measured: how far off a peak may be, and how far below.
+LARGEST_ERROR, UNDER_PREDICTION = 0.01, 0.005
+COMPARED = ("load", "forward", "backward", "optimizer", "evaluation", "save")
+
+
 def summary(rows: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """How many settings, how many failed, and how far the peaks' forecasts are off (below 0: too little)."""
-    errors = {name: row["relative_errors"]["peak"] for name, row in rows.items() if "relative_errors" in row}
-    found: dict[str, Any] = {
+    """How many settings and architectures, how many failed, and how far the forecasts are off (below 0: too little)."""
+    errors = {name: row["relative_errors"] for name, row in rows.items() if "relative_errors" in row}
+    return {
         "settings": len(rows),
+        "architectures": len({ARCHITECTURES[row["architecture"]]["model_type"] for row in rows.values()}),
         "failed": [name for name, row in rows.items() if "error" in row],
         "compared": len(errors),
+        **(_spread({name: one["peak"] for name, one in errors.items()}) if errors else {}),
+        "phases": {
+            phase: _spread(found)
+            for phase in COMPARED
+            if (found := {name: one[phase] for name, one in errors.items() if phase in one})
+        },
     }
-    if errors:
-        least, farthest = min(errors, key=errors.__getitem__), max(errors, key=lambda name: abs(errors[name]))
-        found |= {
-            "largest_error": {"setting": farthest, "error": errors[farthest]},
-            "worst_under_prediction": {"setting": least, "error": min(errors[least], 0.0)},
-            "median_absolute_error": statistics.median(abs(error) for error in errors.values()),
-        }
-    return found
+
+
+def _spread(errors: dict[str, float]) -> dict[str, Any]:
+    """The errors of peaks, by setting, and which of them are outside of the bounds."""
+    least, farthest = min(errors, key=errors.__getitem__), max(errors, key=lambda name: abs(errors[name]))
+    return {
+        "outside": sorted(name for name, error in errors.items() if not -UNDER_PREDICTION <= error <= LARGEST_ERROR),
+        "largest_error": {"setting": farthest, "error": errors[farthest]},
+        "worst_under_prediction": {"setting": least, "error": min(errors[least], 0.0)},
+        "median_absolute_error": statistics.median(map(abs, errors.values())),
+    }
 
 
 # -- processes ---------------------------------------------------------------------------------------------------------
@@ -431,7 +564,9 @@ def _say(setting: Setting, row: dict[str, Any]) -> None:
     measured = row["measured"]
     said = f"peak {measured['peak_allocated_bytes'] / 2**20:.1f} MiB in {row['measured_in_seconds']} s"
     if "relative_errors" in row:
-        said += f", forecast {100 * row['relative_errors']['peak']:+.2f} %"
+        said += ", forecast " + " ".join(
+            f"{phase} {100 * error:+.2f} %" for phase, error in row["relative_errors"].items()
+        )
     print(f"{setting.name}: {said}", flush=True)
 
 

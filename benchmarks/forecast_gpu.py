@@ -21,8 +21,6 @@ Exit code: 0 all within the goals, 1 not, 4 there is no CUDA device.
 from __future__ import annotations
 
 import argparse
-import contextlib
-import functools
 import gc
 import gzip
 import json
@@ -35,7 +33,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -62,7 +60,6 @@ NO_DEVICE = 4
 
 # On a CPU a resident peak must be what is in use; on a GPU machine this changes nothing that is measured.
 _ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_TELEMETRY": "1", "TOKENIZERS_PARALLELISM": "false"}
-_EXPANDABLE = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
 
 
 # -- the settings ------------------------------------------------------------------------------------------------------
@@ -79,11 +76,11 @@ _EXPECTED = {"llama": 12, _110M: 12, _120M: 12, _05B: 15, _06B: 16, _GEMMA: 17, 
 class Setting(forecast_cpu.Setting):
     """A job as in forecast_cpu.py, whose `architecture` may also be a name of the catalog.
 
-    `recorded`: keep the allocator's history. `expandable`: with PYTORCH_ALLOC_CONF=expandable_segments:True.
+    `recorded`: keep the allocator's history. `expandable`: with expandable segments, a run's default.
     """
 
     recorded: bool = False
-    expandable: bool = False
+    expandable: bool = True
 
     @property
     def config(self) -> dict[str, Any]:
@@ -138,7 +135,7 @@ SETTINGS = (
        f"{_BF16} {_NONE} optimizer.kind=adamw_torch_fused", padded=False, recorded=True),
     _S("110m eager, four layers", _110M, 1024, 2, 1,
        "model.attention=eager memory.checkpointing=4 optimizer.kind=paged_adamw_32bit", recorded=True),
-    _S("110m nf4, expandable segments", _110M, 512, 4, 1, recorded=True, expandable=True),
+    _S("110m nf4, segments of fixed size", _110M, 512, 4, 1, recorded=True, expandable=False),
     _S("110m, whole", _110M, 1024, 2, 1,
        "adapter.kind=none quantization.kind=none optimizer.kind=adamw_torch_fused", recorded=True),
     _S("120m int8", _120M, 1024, 2, 1, f"{_INT8} optimizer.kind=adamw_8bit", recorded=True),
@@ -197,8 +194,7 @@ def measure(setting: Setting, device: Any, recordings: Path, idle_bytes: int | N
     on_cuda = device.type == "cuda"
     card = devices.here(device, config.memory)
     started = time.perf_counter()
-    with _allocator_of(setting):
-        forecast = Planner(config, architecture, card, data).forecast()
+    forecast = Planner(config, architecture, card, data).forecast()
     found: dict[str, Any] = {"forecast_in_seconds": round(time.perf_counter() - started, 2)}
     gc.collect()
     if on_cuda:
@@ -242,18 +238,6 @@ def measure(setting: Setting, device: Any, recordings: Path, idle_bytes: int | N
         torch.cuda.memory._record_memory_history(enabled=None)
         found["recording"] = record(setting, entries, meter.peak["allocated_bytes"], recordings)
     return found
-
-
-@contextlib.contextmanager
-def _allocator_of(setting: Setting) -> Iterator[None]:
-    """The forecast plays a step through an allocator of default settings; here through the one that is in use."""
-    from finetune.libraries import replaced
-    from finetune.memory import forecast
-    from finetune.memory.allocator import CachingAllocator
-
-    allocator = functools.partial(CachingAllocator, expandable_segments=setting.expandable)
-    with replaced(forecast, "CachingAllocator", allocator):
-        yield
 
 
 class LastingMeter:
@@ -513,7 +497,7 @@ def process_of(setting: Setting, on: str, recordings: Path, idle_bytes: int | No
         "--idle",
         str(idle_bytes or 0),
     ]
-    return Process(arguments, _EXPANDABLE if setting.expandable else None)
+    return Process(arguments, {"PYTORCH_ALLOC_CONF": f"expandable_segments:{setting.expandable}"})
 
 
 def measure_apart(setting: Setting, on: str, recordings: Path, limit: float) -> dict[str, Any]:

@@ -8,12 +8,16 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
 from finetune.errors import FinetuneError, MachineError, OutOfMemoryError, Terminated
 from finetune.visible import LINES, VisibleStream, visible
+
+if TYPE_CHECKING:
+    from finetune.config import Config
+    from finetune.rundir import RunDirectory
 
 INTERRUPTED = 130
 
@@ -54,12 +58,12 @@ def train(
     """Train as the config says; an interrupted run goes on where it stopped."""
 
     def work() -> None:
+        job = _config(config, overrides)
         from finetune import recipe
         from finetune.report.terminal import Terminal
-        from finetune.settings import load_config
         from finetune.training import processes
 
-        result = recipe.train(load_config(config, overrides or []), fresh=fresh, terminal=Terminal(quiet=as_json))
+        result = recipe.train(job, fresh=fresh, terminal=Terminal(quiet=as_json))
         if as_json and processes.first():
             _print_json(result.summary())
 
@@ -77,11 +81,11 @@ def data(
     """Look at the data as the model sees it, what is trained and what is padding; needs no GPU and no weights."""
 
     def work() -> None:
+        job = _config(config, overrides)
         from finetune import inspecting
         from finetune.report.terminal import Terminal
-        from finetune.settings import load_config
 
-        found = inspecting.inspect_data(load_config(config, overrides or []))
+        found = inspecting.inspect_data(job)
         if page:
             found.write(page)
         if as_json:
@@ -112,11 +116,11 @@ def plan(
     """Forecast the memory of a training step, by phase and purpose; needs no GPU and no weights."""
 
     def work() -> None:
-        planning = _planning()
+        job = _config(config, overrides)
+        planning = _planning(None if as_json else f"plan of {config}", job)
         from finetune.report.terminal import Terminal
-        from finetune.settings import load_config
 
-        found = planning.plan(load_config(config, overrides or []), gpu)
+        found = planning.plan(job, gpu)
         if picture:
             found.draw(picture)
         if as_json:
@@ -143,11 +147,11 @@ def fit(
     """Find the fastest setting that fits, at the same global batch, and write it as a config."""
 
     def work() -> None:
-        planning = _planning()
+        job = _config(config, overrides)
+        planning = _planning(None if as_json else f"fit of {config}", job)
         from finetune.report.terminal import Terminal
-        from finetune.settings import load_config
 
-        fitted, limits = planning.fit_with_limits(load_config(config, overrides or []), gpu)
+        fitted, limits = planning.fit_with_limits(job, gpu)
         target = output or Path(f"{config.stem}_fitted.yaml")
         planning.write(fitted, target)
         if as_json:
@@ -163,12 +167,11 @@ def merge(run: Run, trust_code: TrustCode = False, as_json: Json = False, debug:
     """Merge the adapter into the unquantized base, and prove the result equal to what was trained."""
 
     def work() -> None:
+        opened = _opened(run)
         from finetune import recipe
         from finetune.report.terminal import Terminal
-        from finetune.rundir import RunDirectory
 
-        terminal = Terminal(quiet=as_json)
-        proof = recipe.merge(RunDirectory.open(run), trust_remote_code=trust_code, terminal=terminal)
+        proof = recipe.merge(opened, trust_remote_code=trust_code, terminal=Terminal(quiet=as_json))
         if as_json:
             _print_json(proof)
 
@@ -190,12 +193,10 @@ def generate(
         raise typer.BadParameter(f"{model!r}: choose base, adapter or merged", param_hint="--model")
 
     def work() -> None:
+        opened = _opened(run)
         from finetune import recipe
-        from finetune.rundir import RunDirectory
 
-        text = recipe.generate(
-            RunDirectory.open(run), prompt, which=model, max_new_tokens=max_new_tokens, trust_remote_code=trust_code
-        )
+        text = recipe.generate(opened, prompt, which=model, max_new_tokens=max_new_tokens, trust_remote_code=trust_code)
         _print_json({"model": model, "answer": text}) if as_json else typer.echo(visible(text, LINES))
 
     _run(work, debug)
@@ -206,11 +207,11 @@ def evaluate(run: Run, trust_code: TrustCode = False, as_json: Json = False, deb
     """Held-out loss and perplexity of the base and of what was trained."""
 
     def work() -> None:
+        opened = _opened(run)
         from finetune import recipe
         from finetune.report.terminal import Terminal
-        from finetune.rundir import RunDirectory
 
-        losses = recipe.evaluate(RunDirectory.open(run), trust_remote_code=trust_code)
+        losses = recipe.evaluate(opened, trust_remote_code=trust_code)
         if as_json:
             _print_json(losses)
         else:
@@ -224,10 +225,9 @@ def report(run: Run, debug: Debug = False) -> None:
     """Draw the plot and write report.html of a run again."""
 
     def work() -> None:
+        opened = _opened(run)
         from finetune import recipe
-        from finetune.rundir import RunDirectory
 
-        opened = RunDirectory.open(run)
         typer.echo(visible(str(recipe.report(opened))))
         if not opened.finished:
             typer.echo(f"{run} is not finished: the report has what there is so far", err=True)
@@ -275,8 +275,28 @@ def schema(
     _run(work, debug)
 
 
-def _planning() -> Any:
-    """The module, imported faster than by its name."""
+def _config(file: Path, overrides: list[str] | None) -> Config:
+    """The config, before anything is imported that takes longer than finding its errors."""
+    from finetune.settings import load_config
+
+    return load_config(file, overrides or [])
+
+
+def _opened(run: Path) -> RunDirectory:
+    """The run directory, opened before anything is imported that takes longer than finding that it is none."""
+    from finetune.rundir import RunDirectory
+
+    return RunDirectory.open(run)
+
+
+def _planning(title: str | None, job: Config) -> Any:
+    """The module, imported faster than by its name; under `title` the job is told before, as that takes seconds."""
+    if title:
+        from rich.console import Console
+
+        from finetune.report import printing, words
+
+        printing.say(Console(), f"{title}: {words.base(job)}; adapter: {words.adapter(job)}")
     from finetune import libraries
 
     with libraries.importing_for_forecast():

@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from finetune import segments
+
 _PACKAGES = (
     "finetune", "torch", "transformers", "peft", "trl", "bitsandbytes", "accelerate", "datasets", "tokenizers",
     "safetensors", "numpy",
@@ -40,6 +42,7 @@ def _device(device: torch.device) -> dict[str, Any]:
         "total_bytes": properties.total_memory,
         "compute_capability": f"{properties.major}.{properties.minor}",
         "cuda": torch.version.cuda,
+        "expandable_segments": segments.grow(torch.cuda.current_device()),
     }
 
 

@@ -21,6 +21,10 @@ class ConfigError(FinetuneError):
     exit_code = 2
 
 
+class ForecastError(ConfigError):
+    """A model whose step fails on fake tensors, and so has no forecast; `memory.check: off` trains it all the same."""
+
+
 class DataError(FinetuneError):
     """A data file or row cannot be used."""
 
@@ -49,10 +53,6 @@ class ArtifactError(FinetuneError):
     """A checkpoint, adapter, model or run directory is damaged, foreign or incomplete."""
 
     exit_code = 7
-
-
-class ForecastError(ArtifactError):
-    """A model whose step cannot be forecast; it may train all the same."""
 
 
 class Terminated(SystemExit):

@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import gc
 import logging
+import math
 import os
 import warnings
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 _SILENCED_WARNINGS = (
@@ -29,10 +32,8 @@ _SILENCED_WARNINGS = (
 
 
 _SILENCED_LOGS = {
-    # bitsandbytes announces on every CPU that an optional kernel package is missing,
+    # bitsandbytes announces on every CPU that an optional kernel package is missing.
     "bitsandbytes.backends.cpu.ops": "Failed to load CPU gemm_4bit_forward",
-    # and in every int8 product that its integers are made from float16.
-    "bitsandbytes.autograd._functions": "inputs will be cast from",
 }
 
 
@@ -73,20 +74,44 @@ def before_import() -> None:
 
 @contextlib.contextmanager
 def importing_for_forecast() -> Iterator[None]:
-    """Import what a forecast needs, faster: without a compiler, and without looking for garbage meanwhile.
+    """Import what a forecast needs, faster, in a process that does little else; what it loads is never collected.
 
-    bitsandbytes 0.50 compiles kernels for other backends while it is imported, which loads inductor: 2 of 10 seconds.
+    No compiler: bitsandbytes 0.50 compiles kernels for other backends while it is imported, which loads inductor.
+    No garbage collection: none of the million objects becomes garbage, and each full collection would visit them all.
     """
     collecting, said = gc.isenabled(), os.environ.get("TORCHDYNAMO_DISABLE")
     os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
     gc.disable()
     try:
-        yield
+        # First: torch searches all modules that are loaded for the source of each operator that it registers.
+        import bitsandbytes  # noqa: F401
+
+        with models_listed_once():
+            yield
+        gc.freeze()
     finally:
         if collecting:
             gc.enable()
         if said is None:
             del os.environ["TORCHDYNAMO_DISABLE"]
+
+
+def models_listed_once() -> contextlib.AbstractContextManager[None]:
+    """transformers reads the 1,600 files of its models to list them, and again when the first model is imported.
+
+    It keeps the list by the path asked for, which is then `models/__init__.py` instead of `models` (transformers 5.23,
+    `create_import_structure_from_path`, where the two mean the same).
+    """
+    import transformers
+    from transformers.utils import import_utils
+
+    listed = import_utils.create_import_structure_from_path
+    package = Path(transformers.__file__).parent / "models"
+
+    def list_once(place: Any) -> Any:
+        return listed(package if str(place) == str(package / "__init__.py") else place)
+
+    return replaced(import_utils, "create_import_structure_from_path", list_once)
 
 
 @contextlib.contextmanager
@@ -163,6 +188,8 @@ def deterministic() -> Iterator[None]:
 def without_cudnn_attention() -> Iterator[None]:
     """Within the block scaled_dot_product_attention takes its flash and memory-efficient kernels, never cuDNN's.
 
+    So it is wherever a model runs: a loss and an answer are then by the kernels that trained.
+
     torch prefers cuDNN's on compute capability 9 and 10, whose backward pass gives NaN gradients of the queries with a
     mask, at lengths of 64 modulo 128 (pytorch/pytorch#196678, huggingface/trl#7181).
     """
@@ -174,6 +201,70 @@ def without_cudnn_attention() -> Iterator[None]:
         yield
     finally:
         torch.backends.cuda.enable_cudnn_sdp(before)
+
+
+@functools.cache
+def correct_dequantization() -> Any:
+    """Correct, from here on, how 4-bit weights are dequantized on a CPU where a row is not a multiple of a block.
+
+    Blocks go on across the ends of rows. bitsandbytes 0.50's CPU kernel (AVX-512) takes the scales of other blocks
+    there: the error of a weight with rows of 96 is 25% instead of 9%. Such weights are passed to it as one long row.
+    Returns the registration, which lasts as long as this object.
+    """
+    import bitsandbytes  # noqa: F401  (registers the kernel)
+    import torch
+
+    name = "bitsandbytes::dequantize_4bit"
+    kernel = torch.library.get_kernel(name, "CPU")
+
+    def dequantize(
+        keys: Any, packed: Any, absmax: Any, blocksize: int, quant_type: str, shape: list[int], dtype: Any
+    ) -> Any:
+        flat = [math.prod(shape)] if shape[-1] % blocksize else shape
+        return kernel.call_boxed(keys, packed, absmax, blocksize, quant_type, flat, dtype).view(shape)
+
+    registration = torch.library.Library("bitsandbytes", "IMPL")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Warning only once for all operators")
+        registration.impl(name, dequantize, "CPU", with_keyset=True)
+    return registration
+
+
+@functools.cache
+def triton_obstacle() -> str | None:
+    """Why Triton cannot run its kernels on the GPU here, in one clause; None where it can. Tried once in a process.
+
+    Triton builds a part of itself with a C compiler when its first kernel starts (triton, runtime/build.py), which a
+    slim container or a cluster's node may lack. TRL's loss has Triton kernels, and so has torch's product of a column
+    by a row, which every rotary embedding is (torch 2.13, torch/_native/ops/bmm_outer_product).
+    """
+    import torch
+
+    try:
+        from finetune import triton_probe
+
+        triton_probe.run()
+    except torch.OutOfMemoryError:
+        return None  # a full card says nothing of the compiler
+    except Exception as error:  # no compiler, no Python.h, no place for the cache, a card that Triton does not know
+        first = (str(error).splitlines() or [""])[0]
+        return f"{type(error).__name__}: {first[:160]}"
+    return None
+
+
+def without_triton() -> None:
+    """From here on no computation on a GPU takes Triton's kernels: torch's and TRL's take torch's own operators.
+
+    TRL's loss goes on leaving out the places without a label, as it does with its kernels (trl 1.16).
+    """
+    from torch import backends
+    from trl.kernels import chunked_logprob
+    from trl.trainer import utils
+
+    chunked_logprob._use_triton = lambda device: False
+    utils._use_triton = lambda device: device.type == "cuda"
+    if native := getattr(backends, "python_native", None):  # torch 2.11 has no such kernels
+        native.triton.disable()
 
 
 @contextlib.contextmanager

@@ -37,6 +37,7 @@ from finetune.training.rehearsal import rehearse
 
 # A lever that takes less than this share off is not worth telling.
 _TELLING = 0.005
+_TRIED_TOKENS = 16
 
 
 @dataclass(frozen=True)
@@ -82,6 +83,8 @@ class Planner:
             disk_bytes=files.disk_bytes(config, trace),
             checkpoint_bytes=files.checkpoint_bytes(trace),
             saves_between=_saves_between(config),
+            from_files=config.model.weights != "random",
+            processes=processes.count(),
         )
 
     def levers(self, config: Config, found: Forecast) -> list[tuple[Lever, Forecast]]:
@@ -222,6 +225,30 @@ def _open_planner(config: Config, gpu: str | None) -> Planner:
 def write(fitted: Fitted, path: Path) -> None:
     """The fitted config as a file, with a comment beside each value that was chosen. Raises MachineError."""
     write_text(path, "\n".join(fitting.explained(dump(fitted.config), fitted.reasons)) + "\n")
+
+
+def try_out(config: Config, architecture: Any, device: torch.device) -> None:
+    """Run a step with one short row on fake tensors, for an architecture that the catalog does not know.
+
+    Raises ForecastError where it fails, ConfigError for a setting that the model does not have.
+    """
+    if config.memory.check == "off" or architecture.model_type in catalog.families():
+        return
+    checkpointing = config.memory.checkpointing
+    config = config.changed(
+        {
+            "training.micro_batch": 1,
+            "training.micro_batch_tokens": None,
+            "memory.checkpointing": "none" if checkpointing == "auto" else checkpointing,
+        }
+    )
+    tokens = _TRIED_TOKENS
+    rows = (tokens // 2,) * 2 if config.data.packing else ()
+    batch = Batch(rows=1, tokens=tokens, padded=False, trained_tokens=tokens - max(1, len(rows)), packed=rows)
+    implementation = attention.planned(
+        config.model.attention, architecture, device.type, config.training.precision, packed=config.data.packing
+    )
+    rehearse(config, architecture, batch, None, devices.here(device, config.memory), implementation)
 
 
 def does_not_fit(found: Forecast, levers: list[tuple[Lever, Forecast]]) -> str:

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from finetune import libraries, planning, resuming
+from finetune import libraries, planning, resuming, segments
 from finetune.checkpoint import set_aside
 from finetune.config import Config
 from finetune.data import chat, fingerprint, formats
@@ -24,7 +24,6 @@ from finetune.environment import describe
 from finetune.errors import (
     ArtifactError,
     DataError,
-    ForecastError,
     MachineError,
     NumbersError,
     OutOfMemoryError,
@@ -132,6 +131,13 @@ class _Training:
     def go(self) -> None:
         run, terminal = self.run, self.terminal
         config, device = self.config, this_device()
+        if idle := processes.idle_gpus():
+            terminal.note(idle)
+        if device.type == "cuda" and (obstacle := libraries.triton_obstacle()):
+            terminal.note(
+                f"Triton cannot run its kernels ({obstacle}): going on with torch's own operators, which take more "
+                "time and memory for the loss; `finetune doctor` says what to install"
+            )
         check(config, device)
         environment = describe(device)
         given = {"config": config.model_dump(mode="json"), "packages": environment["packages"]}
@@ -143,6 +149,7 @@ class _Training:
         bounds.check_tokenizer(tokenizer, architecture, config.model)
         implementation, reason = _attention(config, architecture, device)
         mixture = _outline(config, architecture, implementation)
+        planning.try_out(config, architecture, device)
         data = data_prepare.prepare(config.data, tokenizer)
         if data.warning and config.training.early_stopping:
             raise DataError(f"`training.early_stopping` needs held-out rows; {data.warning}")
@@ -214,11 +221,7 @@ class _Training:
             check(config, device)  # now that the micro-batch is a number
         if config.memory.check == "off":
             return config, None
-        try:
-            forecast = planner.forecast(config)
-        except ForecastError as error:
-            self.terminal.note(f"{error}; going on without one")
-            return config, None
+        forecast = planner.forecast(config)
         if not forecast.fits:
             told = planning.does_not_fit(forecast, planner.levers(config, forecast))
             if config.memory.check == "refuse":
@@ -477,4 +480,10 @@ def _base(config: Config, architecture: Any, implementation: str, device: torch.
 def this_device() -> torch.device:
     """The GPU where there is one, else the CPU; each process has its own."""
     processes.choose_gpu()
-    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    gpu = torch.cuda.current_device()
+    segments.settle(gpu)
+    if libraries.triton_obstacle():
+        libraries.without_triton()
+    return torch.device("cuda", gpu)

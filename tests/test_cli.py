@@ -212,7 +212,8 @@ def test_a_plan_of_what_is_not_known_is_one_clear_error(
         (folders[name] / "config.json").write_text(text)
     given = [override.format(**folders) for override in overrides]
     found, out, err = call(command, *job, *given, "--gpu", gpu)
-    assert (found, out) == (code, "")
+    assert (found, out.count("\n")) == (code, 1)
+    assert out.startswith(f"{command} of ")
     assert err.startswith("error: ")
     assert words in err
 

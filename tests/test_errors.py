@@ -38,9 +38,9 @@ def test_every_kind_is_documented_and_no_two_share_a_code() -> None:
     assert len({kind.exit_code for kind in kinds} | {FinetuneError.exit_code, 0}) == len(kinds) + 2
 
 
-def test_a_model_that_cannot_be_forecast_is_an_artifact_that_cannot_be_used() -> None:
-    assert issubclass(ForecastError, ArtifactError)
-    assert ForecastError.exit_code == ArtifactError.exit_code
+def test_a_model_that_cannot_be_forecast_needs_another_config() -> None:
+    assert issubclass(ForecastError, ConfigError)
+    assert ForecastError.exit_code == ConfigError.exit_code
 
 
 @pytest.mark.parametrize("kind", EXIT_CODES)

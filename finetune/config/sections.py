@@ -252,11 +252,13 @@ class MemorySection(Section):
     loss_tokens: Positive = 4096
     """Tokens whose logits exist at a time, a tile of them; fewer take less memory and a little more time."""
     budget: Size | None = None
-    """What the job may take of the card (or of a CPU's memory), such as 20GiB; by default all that is free."""
+    """What the job may take of the card, CUDA context included (or of a CPU's memory), such as 20GiB; by default all
+    that is free."""
     check: Literal["refuse", "warn", "off"] = "refuse"
     """What the forecast before training does with a job that does not fit."""
     limit: Size | None = None
-    """Cap on what this process may take of the card, such as 24GiB; no effect on a CPU."""
+    """Cap on what this process may take of the card, CUDA context included, such as 24GiB; more is out of memory. The
+    budget is never above it. No effect on a CPU."""
     snapshot: bool = False
     """Record the CUDA allocator's history and write it at the end, for pytorch.org/memory_viz. A snapshot without
     history is always written on out of memory."""

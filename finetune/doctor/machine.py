@@ -40,6 +40,7 @@ def examine() -> Examination:
             _attention(device),
             _optimizer(device),
             _bitsandbytes(device),
+            *([_triton()] if device == "cuda" else []),
             _hub(),
             _threads(),
             _text(),
@@ -172,6 +173,19 @@ def _bitsandbytes(device: str) -> Finding:
         remedy = f"install a bitsandbytes that is built for CUDA {torch.version.cuda}"
         return Finding("bitsandbytes library", "error", "here for the CPU only, and there is a GPU", remedy)
     return Finding("bitsandbytes library", "ok", f"here, for {'CUDA' if lib.compiled_with_cuda else 'the CPU'}")
+
+
+def _triton() -> Finding:
+    """Whether its kernels can be built: a C compiler and Python's headers are no part of its package."""
+    obstacle = libraries.triton_obstacle()
+    if obstacle is None:
+        return Finding("Triton", "ok", "builds kernels and runs them")
+    return Finding(
+        "Triton",
+        "warning",
+        f"cannot run its kernels ({obstacle}): the loss takes more time and memory",
+        "install Triton, a C compiler and Python's headers (Debian, Ubuntu: apt install gcc python3-dev), or set CC",
+    )
 
 
 def _hub() -> Finding:

@@ -18,6 +18,8 @@ from typing import Any
 
 import torch
 
+from finetune import libraries
+
 # Half a unit in the last place, relative.
 ROUNDOFF = {torch.bfloat16: 2.0**-9, torch.float16: 2.0**-12, torch.float32: 2.0**-24}
 SAFETY = 4.0
@@ -60,7 +62,8 @@ def logits(model: Any, rows: list[list[int]]) -> list[torch.Tensor]:
     model.eval()
     found = []
     for row in rows:
-        output = model(input_ids=torch.tensor([row], device=model.device)).logits[0].float().cpu()
+        with libraries.without_cudnn_attention():
+            output = model(input_ids=torch.tensor([row], device=model.device)).logits[0].float().cpu()
         found.append(output - output.mean(dim=-1, keepdim=True))
     return found
 

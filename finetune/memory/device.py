@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import re
 import time
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from pathlib import Path
 import psutil
 import torch
 
+from finetune import libraries, segments
 from finetune.config import MemorySection
 from finetune.config.fields import parse_size
 from finetune.errors import ConfigError, MachineError
@@ -39,6 +39,14 @@ class Device:
     call_seconds: float
     capability: tuple[int, int] = (0, 0)
     expandable_segments: bool = False
+    """Whether the caching allocator's segments grow there (`segments`)."""
+    triton: bool = True
+    """Whether Triton's kernels run there; where not, the loss takes torch's own operators (`libraries`)."""
+
+    @property
+    def room_bytes(self) -> int:
+        """What the caching allocator may reserve: the budget without the context. `inspect.cap` holds it to as much."""
+        return self.budget_bytes - self.outside_bytes
 
     @property
     def kernels(self) -> Kernels:
@@ -113,6 +121,7 @@ def _card(gpu: gpus.Gpu, total: int, budget: int | None, name: str) -> Device:
         bandwidth_bytes=gpu.bandwidth_bytes,
         call_seconds=_CUDA_CALL_SECONDS,
         capability=gpu.compute_capability,
+        expandable_segments=segments.grow_elsewhere(),
     )
 
 
@@ -137,14 +146,9 @@ def _present(budget: int | None) -> Device:
         bandwidth_bytes=known.bandwidth_bytes,
         call_seconds=_CUDA_CALL_SECONDS,
         capability=(properties.major, properties.minor),
-        expandable_segments=_expandable_segments(),
+        expandable_segments=segments.grow(torch.cuda.current_device()),
+        triton=libraries.triton_obstacle() is None,
     )
-
-
-def _expandable_segments() -> bool:
-    """Whether the allocator here was told to let segments grow."""
-    settings = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or ""
-    return "expandable_segments:true" in settings.lower().replace(" ", "")
 
 
 def _cpu(budget: int | None) -> Device:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from finetune.data.batching import Batch
+from finetune.memory import kernels
 from finetune.memory.allocator import CachingAllocator, CapacityError
 from finetune.memory.device import Device
 from finetune.memory.trace import CATEGORIES, Run, Trace
@@ -84,6 +85,7 @@ class Forecast:
         return {
             "fits": self.fits,
             "device": self.device.name,
+            "expandable_segments": self.device.expandable_segments,
             "budget_bytes": self.budget_bytes,
             "needed_bytes": self.needed_bytes,
             "peak_allocated_bytes": self.peak_allocated_bytes,
@@ -112,6 +114,8 @@ def make(
     merges: bool = False,
     checkpoint_bytes: int = 0,
     saves_between: bool = False,
+    from_files: bool = False,
+    processes: int = 1,
 ) -> Forecast:
     """The forecast of a trace of one micro-batch and one update.
 
@@ -119,9 +123,11 @@ def make(
     with `saves_between` during a forward and backward pass as well.
     `merges`: whether the run merges at its end, so that the merge must fit as well. `merge_bytes` (its device memory)
     and `disk_bytes` are not in a step; see `finetune.memory.files`.
+    `from_files`: whether transformers loads the base, and not random weights are made. `processes`: how many share a
+    step; the forecast is that of one.
     """
     on_device = checkpoint_bytes if device.type == "cpu" else 0
-    replay = _replayed(trace, device, on_device, saves_between)
+    replay = _replayed(trace, device, on_device, saves_between, from_files, processes)
     passes, update = trace.work(("forward", "backward")), trace.work(("optimizer",))
     seconds = micro_batches * _seconds(passes, device) + _seconds(update, device) / 2  # the trace has two updates
     phases = {name: replay.phases[name] for name in PHASES if name in replay.phases}
@@ -158,19 +164,21 @@ def _seconds(work: Any, device: Device) -> float:
     )
 
 
-def _replayed(trace: Trace, device: Device, checkpoint_bytes: int, saves_between: bool) -> _Replay:
+def _replayed(
+    trace: Trace, device: Device, checkpoint_bytes: int, saves_between: bool, from_files: bool, processes: int
+) -> _Replay:
     """The replay with room for every segment or, where that is too much, with the room there is.
 
     Before it fails, the allocator gives back the segments that lie idle: a job may fit that would reserve more.
     """
+    steps = (checkpoint_bytes, saves_between, from_files, processes)
     replay = _Replay(trace, device)
-    replay.run(checkpoint_bytes, saves_between)
-    room = device.budget_bytes - device.outside_bytes
-    if device.type == "cpu" or replay.peak_reserved_bytes <= room:
+    replay.run(*steps)
+    if device.type == "cpu" or replay.peak_reserved_bytes <= device.room_bytes:
         return replay
-    tight = _Replay(trace, device, room)
+    tight = _Replay(trace, device, device.room_bytes)
     try:
-        tight.run(checkpoint_bytes, saves_between)
+        tight.run(*steps)
     except CapacityError:
         return replay
     return tight
@@ -200,17 +208,23 @@ class _Replay:
         self.managed_peak_bytes = 0
         self.curve: list[Point] = []
 
-    def run(self, checkpoint_bytes: int, saves_between: bool) -> None:
+    def run(self, checkpoint_bytes: int, saves_between: bool, from_files: bool, processes: int) -> None:
         """The load, two steps (the second meets the segments of the first), a save, and the evaluation."""
         first = next(number for number, run in enumerate(self._trace.runs) if run.phase == "forward")
-        after = [number for number, run in enumerate(self._trace.runs) if number > first and run.phase not in _STEP]
+        held = [number for number, run in enumerate(self._trace.runs) if number > first and run.phase not in _STEP]
+        after = [number for number in held if self._trace.runs[number].phase != "save"]
         last = after[0] if after else len(self._trace.runs)
         step = self._trace.runs[first:last]
+        end = held[0] - first if held else len(step)  # from there on what a save still sees is freed
         loaded = next(number for number, run in enumerate(self._trace.runs) if run.phase != "load")
+        if from_files and self._allocator:
+            self._warm_up(self._allocator)
         self._play(self._trace.runs[:loaded])
         if self._allocator:
             self._allocator.empty_cache()  # as `load_base` does
         self._add(self._device.workspace_bytes, "workspace")
+        if processes > 1:
+            self._join_processes()
         self._play(self._trace.runs[loaded:first])
         self._play(step)
         self._recording = True
@@ -218,11 +232,36 @@ class _Replay:
         update = next((number for number, run in enumerate(step) if run.phase == "optimizer"), len(step))
         with self._saving(checkpoint_bytes if saves_between else 0):  # the update waits until the copy is written
             self._play(step[:update])
-        self._play(step[update:])
+        self._play(step[update:end])
         self._recording = False
         with self._saving(checkpoint_bytes):
             self._see("save")
+        self._play(step[end:])
         self._play(self._trace.runs[last:])
+
+    def _warm_up(self, allocator: CachingAllocator) -> None:
+        """A block as large as the base, freed at once: its segment is what the weights are cut from.
+
+        (transformers 5.23, modeling_utils.py `caching_allocator_warmup`, `get_total_byte_count`.)
+        """
+        allocator.free(allocator.allocate(sum(self._sizes("base_weights")) // 2 * 2))
+
+    def _join_processes(self) -> None:
+        """What DistributedDataParallel copies when it takes the model, and what it keeps."""
+        before = 0
+        for number, size in enumerate([*kernels.broadcast_buckets(self._sizes("base_weights", "adapter")), 0], 1):
+            self._live["workspace"] += size
+            self._allocate(-number, size)
+            self._see("load")
+            if number > 1:
+                self._free(1 - number, before)
+            self._live["workspace"] -= before
+            before = size
+        for size in kernels.gradient_buckets(self._sizes("adapter")):
+            self._add(size, "gradients")
+
+    def _sizes(self, *categories: str) -> list[int]:
+        return [block.bytes for block in self._trace.blocks if block.category in categories]
 
     @contextlib.contextmanager
     def _saving(self, size: int) -> Iterator[None]:

@@ -9,6 +9,9 @@ from typing import Any
 
 import torch
 
+from finetune.errors import OutOfMemoryError
+from finetune.memory import kernels
+
 # Allocations kept in a recorded history; older ones are dropped, so that a long run does not fill the host.
 _HISTORY_ENTRIES = 200_000
 
@@ -16,14 +19,26 @@ _HISTORY_ENTRIES = 200_000
 def cap(limit_bytes: int | None, device: torch.device) -> None:
     """Let this process take no more than `limit_bytes` of the card, or all of it for None.
 
-    More is out of memory, as on a smaller card.
-
-    Managed memory (paged optimizer states) is not counted by it (torch.cuda.set_per_process_memory_fraction).
+    More is out of memory, as on a smaller card. The CUDA context counts, as it does in a forecast's budget (see
+    `Device.room_bytes`), so what the caching allocator may reserve is the rest; where its segments grow, torch counts
+    the request and maps whole pages, up to 18 MiB more, which the bound for the context has room for. Managed memory
+    (paged optimizer states) is not counted by it (torch.cuda.set_per_process_memory_fraction). Raises OutOfMemoryError
+    where the context alone takes the limit.
     """
     if device.type != "cuda":
         return
-    total = torch.cuda.get_device_properties(device).total_memory
-    torch.cuda.set_per_process_memory_fraction(min(1.0, (limit_bytes or total) / total), device)
+    card = torch.cuda.get_device_properties(device)
+    if not limit_bytes or limit_bytes >= card.total_memory:
+        torch.cuda.set_per_process_memory_fraction(1.0, device)
+        return
+    room = limit_bytes - kernels.context_bytes(card.multi_processor_count)
+    if room <= 0:
+        raise OutOfMemoryError(
+            f"`memory.limit` leaves nothing beside the CUDA context, which takes up to "
+            f"{(limit_bytes - room) / 2**20:.0f} MiB of this card; raise it"
+        )
+    # torch multiplies the share by the total and rounds down: with the half byte, to `room`.
+    torch.cuda.set_per_process_memory_fraction((room + 0.5) / card.total_memory, device)
 
 
 @contextlib.contextmanager

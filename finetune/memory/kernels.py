@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,7 @@ import torch
 import torch.nn.attention.varlen  # registers its operators
 
 from finetune.libraries import replaced
+from finetune.memory import autocast
 
 _aten = torch.ops.aten
 _varlen = torch.ops.torch_attn._varlen_attn.default
@@ -27,19 +28,21 @@ _varlen_backward = torch.ops.torch_attn._varlen_attn_backward.default
 # Multiples that FlashAttention-2 rounds lengths and head sizes up to (torch 2.13,
 # aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp, `mha_bwd`).
 _FLASH_LENGTH, _FLASH_HEAD = 128, 32
+_MASK_ROW = 8
 
 
 @dataclass(frozen=True)
 class Kernels:
     """The kernels of one device.
 
-    `python`: operators to run as the Python program they are there. `scratch`: for an operator and its arguments, the
-    sizes in bytes of what its kernel allocates and frees within. `flops`: operations of operators that torch's table
-    does not know. `as_there`: a context in which the libraries take the paths that they take on that device.
+    `python`: operators to run as the Python program they are there. `scratch`: for an operator, its arguments and the
+    named ones, the sizes in bytes of what its kernel allocates and frees within. `flops`: operations of operators that
+    torch's table does not know. `as_there`: a context in which the libraries take the paths that they take on that
+    device.
     """
 
     python: Mapping[Any, Callable[..., Any]]
-    scratch: Callable[[Any, Any], list[int]]
+    scratch: Callable[[Any, Any, Any], list[int]]
     flops: Mapping[Any, Callable[..., int]]
     as_there: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
 
@@ -52,16 +55,16 @@ def cpu() -> Kernels:
     bnb = torch.ops.bitsandbytes
     return Kernels(
         python={
-            _aten._grouped_mm.default: _grouped_product,
+            _aten._grouped_mm.default: _grouped_product_on_cpu,
             bnb.gemm_4bit.default: default_ops._gemm_4bit_default_impl,
             bnb.quantize_4bit.default: _quantize_4bit,
             bnb.int8_vectorwise_quant.default: _quantize_int8,
-            bnb.int8_scaled_mm.default: _int8_product,
+            bnb.int8_vectorwise_dequant.default: _dequantize_int8,
             bnb.optimizer_update_32bit.default: cpu_ops._optimizer_update_32bit_cpu,
             bnb.optimizer_update_8bit_blockwise.default: cpu_ops._optimizer_update_8bit_blockwise_cpu,
         },
         scratch=_scratch_on_cpu,
-        flops={**_FLOPS, bnb.int8_linear_matmul.default: _linear},
+        flops=_FLOPS,
     )
 
 
@@ -75,10 +78,10 @@ def cuda(capability: tuple[int, int]) -> Kernels:
         python={
             _aten._grouped_mm.default: _grouped_product,
             bnb.gemm_4bit.default: _gemm_4bit,
-            bnb.int8_scaled_mm.default: _int8_product_on_cuda,
+            bnb.int8_vectorwise_dequant.default: _dequantize_int8,
         },
         scratch=_scratch_on_cuda,
-        flops={**_FLOPS, bnb.int8_linear_matmul.default: _linear},
+        flops=_FLOPS,
         as_there=_on_cuda,
     )
 
@@ -104,6 +107,36 @@ def context_bytes(multiprocessors: int) -> int:
     return 5 * 2**20 * multiprocessors
 
 
+def gradient_buckets(sizes: Sequence[int]) -> list[int]:
+    """The flat copies of the gradients that DistributedDataParallel keeps, from the trained weights' sizes in bytes.
+
+    Gradients are no views of them (`gradient_as_bucket_view` is false), so they come on top. A bucket ends with the
+    weight that fills it, the first one earlier; in the first step all are in one. (torch 2.13,
+    nn/parallel/distributed.py `_BucketCapacityConfig`, torch/csrc/distributed/c10d/reducer.cpp `initialize_buckets`,
+    `compute_bucket_assignment_by_size`; accelerate 1.15 leaves the sizes as they are.)
+    """
+    return _filled(sizes[::-1], (2**20, 25 * 2**20))  # the last weights have their gradients first
+
+
+def broadcast_buckets(sizes: Sequence[int]) -> list[int]:
+    """Flat copies, no more than two at once, by which DistributedDataParallel gives all processes the first's weights.
+
+    (torch 2.13, nn/parallel/distributed.py `_sync_module_states`; torch/csrc/distributed/c10d/comm.cpp
+    `broadcast_coalesced`.)
+    """
+    return _filled(sizes, (250 * 2**20,))
+
+
+def _filled(sizes: Sequence[int], limits: Sequence[int]) -> list[int]:
+    """Buckets that are at least as large as their limit; the last of `limits` is that of all further ones."""
+    buckets = [0]
+    for size in sizes:
+        if buckets[-1] >= limits[min(len(buckets), len(limits)) - 1]:
+            buckets.append(0)
+        buckets[-1] += size
+    return buckets
+
+
 def _gemm_4bit(
     A: Any, B: Any, shapeB: Any, absmax: Any, blocksize: int, quant_type: str, bias: Any = None,
     absmax_8bit: Any = None, absmax_code: Any = None, absmax_offset: Any = None,
@@ -120,18 +153,21 @@ def _gemm_4bit(
     return torch.nn.functional.linear(A, weight, bias)
 
 
-def _int8_product(A: Any, B: Any, row_stats: Any, col_stats: Any, bias: Any = None, dtype: Any = None) -> Any:
-    """int8 in evaluation: an int32 product, then scaled (bitsandbytes 0.50, backends/default `int8_mm_dequant`)."""
-    out = torch.ops.bitsandbytes.int8_linear_matmul.default(A, B)
-    scaled = out.view(-1, out.shape[-1]) * (row_stats.reshape(-1).unsqueeze(-1) * col_stats.reshape(-1)[None])
-    return (scaled * 6.200124e-05).to(dtype or torch.float16).view(out.shape)
-
-
 def _grouped_product(a: Any, b: Any, offs: Any = None, bias: Any = None, out_dtype: Any = None) -> Any:
     """Products of experts in any type; torch's own shape function knows bfloat16 alone (torch 2.13)."""
     if b.dim() == 3:
         return torch.mm(a, b[0])  # as many operations: each row meets one expert
     return torch.empty(offs.numel(), a.shape[0], b.shape[1], dtype=a.dtype)
+
+
+def _grouped_product_on_cpu(a: Any, b: Any, offs: Any = None, bias: Any = None, out_dtype: Any = None) -> Any:
+    """The same, one expert after the other (torch 2.13, native/GroupedMMUtils.h), each with its share of the rows."""
+    if b.dim() != 3:
+        return _grouped_product(a, b, offs)
+    out = torch.empty(a.shape[0], b.shape[2], dtype=a.dtype)
+    for rows, expert, part in zip(a.tensor_split(b.shape[0]), b, out.tensor_split(b.shape[0]), strict=True):
+        torch.mm(rows, expert, out=part)
+    return out
 
 
 def _quantize_int8(A: Any, threshold: float = 0.0) -> Any:
@@ -140,10 +176,9 @@ def _quantize_int8(A: Any, threshold: float = 0.0) -> Any:
     return torch.round(A * (127.0 / scales.unsqueeze(-1))).to(torch.int8), scales, None
 
 
-def _int8_product_on_cuda(A: Any, B: Any, row_stats: Any, col_stats: Any, bias: Any = None, dtype: Any = None) -> Any:
-    """The same on CUDA: integers, then float16, then the type asked for (bitsandbytes 0.50, backends/cuda)."""
-    out = torch.ops.bitsandbytes.int8_linear_matmul.default(A, B)
-    return torch.empty_like(out, dtype=torch.float16).to(dtype or torch.float16)
+def _dequantize_int8(A: Any, stats: Any) -> Any:
+    """Two products in float32, on every device (bitsandbytes 0.50, `_ops.py`); here for the norms of DoRA alone."""
+    return A * stats.view(-1, 1) * (1 / 127)
 
 
 def _quantize_4bit(A: Any, blocksize: int, quant_type: str, quant_storage: Any) -> Any:
@@ -153,17 +188,31 @@ def _quantize_4bit(A: Any, blocksize: int, quant_type: str, quant_storage: Any) 
     absmax = blocks.abs().max(dim=-1)[0]
     scaled = torch.clamp(blocks * (1.0 / absmax.view(-1, 1)), -1, 1).reshape(-1)
     found = torch.bucketize(scaled, torch.empty(15), out_int32=True)
+    if quant_type == "fp4":
+        found = torch.empty(16, dtype=torch.int64)[found.long()]  # indices are taken in 64 bit
     codes = found.to(torch.uint8)
     return ((codes[::2] << 4) | codes[1::2]).unsqueeze(1), absmax
 
 
-def _scratch_on_cpu(func: Any, args: Any) -> list[int]:
-    """Copies in a wider type: of operands of mixed types, and of 16-bit products where the CPU has no such unit."""
-    if torch.Tag.pointwise in func.tags:
+def _scratch_on_cpu(func: Any, args: Any, named: Any) -> list[int]:
+    """Copies of operands in a wider type, sums of 16-bit products in float32, and the tiles of attention."""
+    if func in _PRODUCTS:
+        return [*_float32_sums(*_PRODUCTS[func](args)), *_laid_out_anew(func, args)]
+    if func in (_aten.scatter.src, _aten.scatter_.src) and args[0].dtype.itemsize < 4:
+        return [4 * args[0].numel()]  # 16-bit values in float32 (native/cpu/ScatterGatherKernel.cpp)
+    if func is _flash_on_cpu:
+        return _flash_tiles(*args[:2], tiles=1)
+    if func is _flash_on_cpu_backward:
+        return _flash_backward_tiles(*args[:3])
+    if func is _aten._safe_softmax.default:
+        return [args[0].numel()]  # whether a row is masked throughout (torch 2.13, native/transformers/attention.cpp)
+    if torch.Tag.pointwise in func.tags and func._schema.name not in _NOT_PROMOTED:
         return _casts(func, [value for value in args if isinstance(value, torch.Tensor) and value.dim()])
-    if func in _PRODUCTS and args[0].dtype is torch.bfloat16 and not _multiplies_bfloat16():
-        return [4 * args[0].shape[0] * args[1].shape[1]]
     return []
+
+
+# A mask beside other operands stays what it is (aten/src/ATen/native/TensorAdvancedIndexing.cpp, TensorCompare.cpp).
+_NOT_PROMOTED = ("aten::masked_fill", "aten::masked_fill_", "aten::where")
 
 
 def _casts(func: Any, operands: list[Any]) -> list[int]:
@@ -182,21 +231,101 @@ def _casts(func: Any, operands: list[Any]) -> list[int]:
     return cast
 
 
-# aten/src/ATen/native/cpu/BlasKernel.cpp and CPUBlas.cpp: without oneDNN's bfloat16 the sums are kept in float32.
-_PRODUCTS = (_aten.mm.default, _aten.mm.out)
+def _float32_sums(left: Any, batch: int, rows: int, columns: int) -> list[int]:
+    """The result of a bfloat16 product in float32, where the CPU has no unit for such products.
+
+    (oneDNN 3.12, src/cpu/matmul/gemm_based_common.hpp `book_acc_scratchpad`, for each thread that has a matrix of its
+    own, in blocks of 64 values; 128 bytes align it. Without AVX-512 torch keeps the same, BlasKernel.cpp.)
+    """
+    if left.dtype is not torch.bfloat16 or _multiplies_bfloat16():
+        return []
+    return [4 * _round_up(min(batch, torch.get_num_threads()) * rows * columns, 64) + 128]
+
+
+_PRODUCTS: dict[Any, Callable[[Any], tuple[Any, int, int, int]]] = {
+    _aten.mm.default: lambda args: (args[0], 1, args[0].shape[0], args[1].shape[1]),
+    _aten.mm.out: lambda args: (args[0], 1, args[0].shape[0], args[1].shape[1]),
+    _aten.addmm.default: lambda args: (args[1], 1, args[1].shape[0], args[2].shape[1]),
+    _aten.linear.default: lambda args: (args[0], 1, args[0].shape[:-1].numel(), args[1].shape[0]),
+    _aten.bmm.default: lambda args: (args[0], args[0].shape[0], args[0].shape[1], args[1].shape[2]),
+    _aten.baddbmm.default: lambda args: (args[1], args[1].shape[0], args[1].shape[1], args[2].shape[2]),
+}
+"""Matrix products: the left operand, how many matrices, and the rows and columns of each."""
+
+
+def _laid_out_anew(func: Any, args: Any) -> list[int]:
+    """Copies of batches of 16-bit matrices that lie neither by rows nor by columns, such as heads side by side.
+
+    (torch 2.13, aten/src/ATen/native/mkldnn/Matmul.cpp, which takes such products from MKL.)
+    """
+    if func not in (_aten.bmm.default, _aten.baddbmm.default) or args[-1].dtype is not torch.bfloat16:
+        return []
+    matrices = [matrix for matrix in args[-2:] if not (matrix.is_contiguous() or matrix.mT.is_contiguous())]
+    return [matrix.numel() * matrix.element_size() for matrix in matrices]
 
 
 @functools.cache
 def _multiplies_bfloat16() -> bool:
-    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    return bool(torch.cpu._is_avx512_bf16_supported())
 
 
-def _scratch_on_cuda(func: Any, args: Any) -> list[int]:
+_flash_on_cpu = _aten._scaled_dot_product_flash_attention_for_cpu.default
+_flash_on_cpu_backward = _aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+
+
+def _flash_tiles(query: Any, key: Any, *, tiles: int) -> list[int]:
+    """What each thread of a CPU's flash attention works on: `tiles` of scores in float32, and in 16 bit a copy.
+
+    `query` and `key`: (rows, heads, tokens, head size). (torch 2.13, aten/src/ATen/native/cpu/FlashAttentionKernel.cpp,
+    `cpu_flash_attention` and `cpu_flash_attention_backward`: buf, buf_reduced.)
+    """
+    threads, size = torch.get_num_threads(), query.shape[3]
+    rows, columns = _flash_tile(query, key)
+    sums = rows * (2 + size) if tiles == 1 else 0  # the forward pass keeps its output, maxima and sums there
+    scratch = [4 * threads * (tiles * rows * columns + sums)]
+    if query.dtype is not torch.float32:
+        scratch.append(query.element_size() * threads * tiles * rows * columns)
+    return scratch
+
+
+def _flash_backward_tiles(gradient: Any, query: Any, key: Any) -> list[int]:
+    """The same for the backward pass, with row sums, a product's sums, and a gradient that lies otherwise copied."""
+    rows, columns = _flash_tile(query, key)
+    scratch = _flash_tiles(query, key, tiles=2)
+    scratch.append(4 * torch.get_num_threads() * rows)
+    scratch += _float32_sums(query, 1, columns, query.shape[3])
+    if not gradient.transpose(1, 2).is_contiguous():
+        scratch.append(gradient.numel() * gradient.element_size())
+    return scratch
+
+
+def _flash_tile(query: Any, key: Any) -> tuple[int, int]:
+    """Rows and columns of a tile of scores (`flash_attention_kernel_impl`)."""
+    tokens = query.shape[2]
+    return min(256 if tokens >= 768 else 64 if tokens >= 192 else 32, tokens), min(512, key.shape[2])
+
+
+def _scratch_on_cuda(func: Any, args: Any, named: Any) -> list[int]:
+    if func is _aten._scaled_dot_product_flash_attention_for_cpu.default and named.get("attn_mask") is not None:
+        return _padded_mask(args[0], named["attn_mask"])
     if func is _aten._scaled_dot_product_flash_attention_for_cpu_backward.default:
         return _attention_scratch(*args)
     if func is _varlen_backward:
         return _packed_attention_scratch(*args)
     return []
+
+
+def _padded_mask(query: Any, mask: Any) -> list[int]:
+    """A mask that is copied into rows of a multiple of 8, which the memory-efficient kernel wants.
+
+    The copy takes the mask's place before the output is made, so that of these two the smaller is not there beside it.
+    (aten/src/ATen/native/transformers/attention.cpp, `preprocess_mask`, `pad_bias`.)
+    """
+    tokens = mask.shape[-1]
+    if tokens % _MASK_ROW == 0:
+        return []
+    padded = mask.numel() // tokens * _round_up(tokens, _MASK_ROW) * mask.element_size()
+    return [padded - min(mask.numel() * mask.element_size(), query.numel() * query.element_size())]
 
 
 def _packed_attention_scratch(
@@ -236,27 +365,36 @@ def _round_up(number: int, grain: int) -> int:
 
 @contextlib.contextmanager
 def _on_cuda() -> Iterator[None]:
-    """Layer norms in float32 under autocast, and the int8 product that is trained there.
+    """What libraries decide by the device, decided as there: autocast's casts, lists of tensors."""
+    with autocast.as_on_cuda(), _asked_about_cuda(), _lists_of_tensors():
+        yield
 
-    (torch 2.13, aten/src/ATen/autocast_mode.h; bitsandbytes 0.50, `matmul`, which takes another for CPU tensors.)
+
+def _asked_about_cuda() -> contextlib.AbstractContextManager[None]:
+    """Asked without a device, torch tells of CUDA's autocast; so ask PEFT (lora/bnb.py) and Nemotron in transformers.
+
+    On a CPU the trace computes under the CPU's autocast, which then is the answer.
     """
-    import bitsandbytes
-    from bitsandbytes.autograd._functions import MatMul8bitLt, MatmulLtState
-    from torch.nn import functional
+    plain = torch.is_autocast_enabled
+    return replaced(torch, "is_autocast_enabled", lambda device_type="cpu": plain(device_type))
 
-    plain = functional.layer_norm
 
-    def layer_norm(input: Any, shape: Any, weight: Any = None, bias: Any = None, eps: float = 1e-5) -> Any:
-        if torch.is_autocast_enabled("cpu"):
-            input, weight, bias = (value if value is None else value.float() for value in (input, weight, bias))
-        return plain(input, shape, weight, bias, eps)
+@contextlib.contextmanager
+def _lists_of_tensors() -> Iterator[None]:
+    """Optimizers and gradient clipping that go from weight to weight on a CPU take all of them at once on CUDA.
 
-    def matmul(A: Any, B: Any, out: Any = None, state: Any = None, threshold: float = 0.0, bias: Any = None) -> Any:
-        state = state or MatmulLtState()
-        state.threshold = threshold or state.threshold
-        return MatMul8bitLt.apply(A, B, out, bias, state)
+    Copies are then as large as all gradients: SGD's with weight decay. (torch 2.13, optim/optimizer.py
+    `_default_to_fused_or_foreach`, utils/_foreach_utils.py `_has_foreach_support`; both look at a tensor's class.)
+    """
+    from torch._subclasses.fake_tensor import FakeTensor
+    from torch.optim import optimizer
+    from torch.utils import _foreach_utils
 
-    with replaced(functional, "layer_norm", layer_norm), replaced(bitsandbytes, "matmul", matmul):
+    with (
+        replaced(optimizer, "_get_foreach_kernels_supported_devices", lambda: ["cpu"]),
+        replaced(optimizer, "_foreach_supported_types", [*optimizer._foreach_supported_types, FakeTensor]),
+        replaced(_foreach_utils, "_foreach_supported_types", [*_foreach_utils._foreach_supported_types, FakeTensor]),
+    ):
         yield
 
 

@@ -198,9 +198,13 @@ class Recorder(TorchDispatchMode):
             held = args[0].add_(args[1])
             self._count(_aten.add_.Tensor, args, kwargs, held, inputs, [held])
             return held
+        if func is _aten.scatter.src and _called_by_autograd():
+            func = (
+                _aten.scatter_.src
+            )  # derivatives scatter in place, but never for a subclass (`derivatives.yaml`, max)
         if func in self.answers.shapes:
             func, args = self.answers.shapes[func](func, args)
-        scratch = [self._open(size, "workspace") for size in self._kernels.scratch(func, args)]
+        scratch = [self._open(size, "workspace") for size in self._kernels.scratch(func, args, kwargs)]
         out = func(*args, **kwargs)
         outputs = [out] if isinstance(out, torch.Tensor) else list(_flat(out))
         category = self._category(func, inputs)
@@ -283,7 +287,11 @@ class Recorder(TorchDispatchMode):
         return len(self._blocks) - 1
 
     def _close(self, number: int) -> None:
+        before = self.layer
+        if self._by_layer_of_input:  # a list over several layers is freed at once
+            self.layer = self._blocks[number].layer
         self._run().events.append(-number - 1)
+        self.layer = before
 
     def _number(self, tensor: torch.Tensor) -> int | None:
         entry = self._living.get(tensor.untyped_storage()._cdata)
@@ -314,7 +322,8 @@ def _accumulates_in_place(args: Any) -> bool:
     """
     held, gradient = args[0], args[1]
     return (
-        isinstance(gradient, torch.Tensor)
+        isinstance(held, torch.Tensor)
+        and isinstance(gradient, torch.Tensor)
         and held.shape == gradient.shape
         and held.dtype is gradient.dtype
         and held._use_count() <= _HELD_BY_AUTOGRAD_ALONE
@@ -329,7 +338,9 @@ _HELD_BY_AUTOGRAD_ALONE, _STORED_FOR_ONE_TENSOR = 4, 2
 
 def _called_by_autograd() -> bool:
     """Whether no Python code stands between autograd's engine and the operator."""
-    frame: FrameType | None = sys._getframe(3)
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and frame.f_code.co_filename == __file__:
+        frame = frame.f_back
     while frame is not None and frame.f_code.co_filename.endswith(("_compile.py", "eval_frame.py")):
         frame = frame.f_back
     return frame is not None and frame.f_code.co_name == "_engine_run_backward"
@@ -353,7 +364,7 @@ class Answers:
     def __init__(self, uneven: bool, trained_tokens: int) -> None:
         self.uneven = uneven
         self.trained_tokens = trained_tokens
-        self.shapes = {_aten.index.Tensor: self._index}
+        self.shapes = {_aten.index.Tensor: self._index, _aten.nonzero.default: self._nonzero}
 
     def scalar(self, tensor: torch.Tensor, source: Any) -> Any:
         """The value of a tensor of one element: 1, or for "is every place alike?" whether it is."""
@@ -369,6 +380,11 @@ class Answers:
             flat = source.reshape(-1, *source.shape[mask.dim() :])
             return func, (flat, [mask.new_zeros(min(self.trained_tokens, mask.numel()), dtype=torch.long)])
         return func, args
+
+    def _nonzero(self, func: Any, args: Any) -> tuple[Any, Any]:
+        """Code that goes from expert to expert finds one, of a list of them, and every token in its turn to it."""
+        mask = args[0]
+        return _aten.full.default, ([1 if mask.dim() == 1 else mask.numel(), mask.dim()], 0)
 
 
 class TracedMonitor(Monitor):

@@ -81,8 +81,9 @@ def unroll(trace: Trace, shortened: Shortened) -> Trace:
     return _Unrolling(trace, shortened).whole()
 
 
-# Which of its owner's blocks one is: whether it was made outside the layers, and its number among those.
-_Place = tuple[bool, int]
+# Which of its owner's blocks one is: whether it was made outside the layers, the phase that made it, and its number
+# among those. The first layer makes fewer than the others in a backward pass that ends there, and not in what follows.
+_Place = tuple[bool, str, int]
 # An event relative to the unit it happens in: +1 or -1, how far away the block's owner is (None: outside the layers),
 # and which of the owner's blocks it is.
 _Relative = tuple[int, int | None, _Place]
@@ -96,11 +97,12 @@ class _Unrolling:
         self._owner = [None if block.layer is None else shortened.unit[block.layer] for block in trace.blocks]
         self._runs = [(run, None if run.layer is None else shortened.unit[run.layer]) for run in trace.runs]
         adopted = self._adopt()
-        counts: dict[tuple[int | None, bool], int] = {}
+        made_in = [run.phase for run in trace.runs for event in run.events if event > 0]
+        counts: Counter[tuple[int | None, bool, str]] = Counter()
         self._place: list[_Place] = []
-        for number, owner in enumerate(self._owner):
-            kind = (owner, number in adopted)
-            self._place.append((number in adopted, counts.setdefault(kind, 0)))
+        for number, (owner, phase) in enumerate(zip(self._owner, made_in, strict=True)):
+            kind = (owner, number in adopted, phase)
+            self._place.append((number in adopted, phase, counts[kind]))
             counts[kind] += 1
         self._blocks: list[Block] = []
         self._numbers: dict[tuple[int | None, _Place], int] = {}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import reprlib
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,8 @@ from torch import nn
 from finetune import libraries, weight_files
 from finetune.config import AdapterSection
 from finetune.config.fields import unknown
-from finetune.errors import ArtifactError, ConfigError, MachineError
-from finetune.model import experts
+from finetune.errors import ArtifactError, ConfigError
+from finetune.model import direct_reads, experts
 from finetune.model.base import TRAINED_DTYPES
 from finetune.model.locate import hub_call, weights_directory
 
@@ -38,13 +39,16 @@ def attach(base: Any, section: AdapterSection, base_name: str, seed: int, revisi
 def _adapted(base: Any, section: AdapterSection, *, inference_mode: bool = False, **options: Any) -> Any:
     from peft import get_peft_model
 
-    if section.dora and getattr(base, "is_loaded_in_8bit", False) and base.device.type == "cpu":
-        # peft 0.21 `dequantize_module_weight` loses the scales of an 8-bit weight that stays on the CPU.
-        raise MachineError("`adapter.dora` on an int8 base needs a CUDA device; set `quantization.kind: nf4`")
     config = lora_config(base, section)
     config.inference_mode = inference_mode
     with _targets_as_named():
-        return get_peft_model(base, config, **options)
+        try:
+            return get_peft_model(base, config, **options)
+        except (ValueError, NotImplementedError) as error:
+            first = (str(error).splitlines() or [type(error).__name__])[0]
+            raise ConfigError(
+                f"`adapter.targets`: PEFT cannot adapt these layers of {type(base).__name__} ({first}); set others"
+            ) from error
 
 
 def lora_config(base: Any, section: AdapterSection) -> Any:
@@ -102,21 +106,32 @@ def trained_parameters(model: Any) -> int:
 def _targets(base: Any, section: AdapterSection) -> tuple[str | list[str], list[str]]:
     """The modules and the parameters that get an adapter, as PEFT takes them.
 
-    Of a mixture of experts, `all-linear` leaves out the routers; its experts are parameters and no linear layers.
+    Of a mixture of experts, `all-linear` leaves out the routers; its experts are parameters and no linear layers. It
+    also leaves out layers whose weight the model's code reads, past any adapter.
     """
+    past = direct_reads.names(base)
     if section.targets == "all-linear":
-        return _linear_but_routers(base) if experts.is_mixture(base) else "all-linear", []
+        return _linear_but(base, past) if past or experts.is_mixture(base) else "all-linear", []
     linear, parameters = _linear_names(base), _parameter_names(base)
     _check(section.targets, [*linear, *parameters], "adapter.targets")
+    if wrong := sorted({name.rpartition(".")[2] for name in past} & set(section.targets)):
+        raise ConfigError(
+            f"`adapter.targets`: an adapter on `{'`, `'.join(wrong)}` would not be trained, because the code of this "
+            "model reads the weight past the adapter; leave it out, or set `all-linear`, which does"
+        )
     chosen = {name: parameters[name] for name in section.targets if name in parameters}
     _refuse_on_parameters(chosen, section)
     return [name for name in section.targets if name not in chosen], list(chosen)
 
 
-def _linear_but_routers(base: Any) -> list[str]:
-    """The full names of all linear layers but the output head and the routers."""
+def _linear_but(base: Any, past: Collection[str]) -> list[str]:
+    """The full names of all linear layers but the output head, the routers and those named in `past`."""
     kept = {base.get_output_embeddings(), *experts.routers(base).values()}
-    return [name for name, module in base.named_modules() if isinstance(module, nn.Linear) and module not in kept]
+    return [
+        name
+        for name, module in base.named_modules()
+        if isinstance(module, nn.Linear) and module not in kept and name not in past
+    ]
 
 
 def _parameter_names(base: Any) -> dict[str, Any]:

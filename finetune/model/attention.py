@@ -6,8 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from finetune import libraries
 from finetune.errors import MachineError
-from finetune.model import catalog, packing
+from finetune.model import catalog
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,7 @@ def choose(name: str, config: Any, device: str, precision: str, *, packed: bool 
     device.
     """
     implementation, reason = _choose(name, config, device, precision)
-    return packing.variant(implementation, config, device, precision) if packed else implementation, reason
+    return _packed(implementation, config, device, precision) if packed else implementation, reason
 
 
 def _choose(name: str, config: Any, device: str, precision: str) -> tuple[str, str]:
@@ -55,7 +56,13 @@ def planned(name: str, config: Any, device: str, precision: str, *, packed: bool
         implementation = "eager" if _sdpa(config, device, precision) else "sdpa"
     if not packed:
         return implementation
-    return packing.variant("eager" if implementation == "eager" else "sdpa", config, device, precision)
+    return _packed("eager" if implementation == "eager" else "sdpa", config, device, precision)
+
+
+def _packed(implementation: str, config: Any, device: str, precision: str) -> str:
+    from finetune.model import packing  # with torch, which a config that is checked against the table need not wait for
+
+    return packing.variant(implementation, config, device, precision)
 
 
 def _flash_2(config: Any, device: str, precision: str) -> str | None:
@@ -95,6 +102,8 @@ def _sdpa(config: Any, device: str, precision: str) -> str | None:
 def _flex(config: Any, device: str, precision: str) -> str | None:
     if device != "cuda":
         return "it needs a CUDA device"
+    if obstacle := libraries.triton_obstacle():
+        return f"it compiles kernels, which Triton cannot here ({obstacle})"
     return None if _supports(config, "_supports_flex_attn") else "this model has no flex_attention in transformers"
 
 

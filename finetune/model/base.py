@@ -21,7 +21,7 @@ from torch import nn
 from finetune import libraries, weight_files
 from finetune.config import AdapterSection, ModelSection, QuantizationSection, TrainingSection
 from finetune.errors import ArtifactError, ConfigError
-from finetune.model import catalog, experts, packing
+from finetune.model import catalog, direct_reads, experts, packing
 from finetune.model.experts import Mixture
 from finetune.model.locate import hub_call, locate, weights_directory
 from finetune.model.quantization import QUANTIZATIONS, bitsandbytes_config
@@ -56,6 +56,9 @@ def load_architecture(section: ModelSection) -> Any:
         lambda: AutoConfig.from_pretrained(locate(section.name), revision=section.revision, **pinned_code(section)),
     )
     _refuse_kernels(architecture, section.name)
+    if getattr(architecture, "rescale_every", 0):
+        # Between training and evaluation RWKV scales weights in place, for fp16; quantized ones and adapters go wrong.
+        architecture.rescale_every = 0
     return architecture
 
 
@@ -101,6 +104,8 @@ def load_base(
     `attention` is a transformers implementation name, `dtype` the type of what is not quantized and of the
     arithmetic on what is. Raises ArtifactError or MachineError when weights are missing or damaged.
     """
+    if QUANTIZATIONS[quantization.kind].four_bit:
+        libraries.correct_dequantization()
     if section.weights == "random":
         model = random_base(
             architecture,
@@ -232,11 +237,21 @@ def random_base(
 ) -> Any:
     """The architecture with random weights, materialised and quantized one module at a time.
 
-    The peak above the finished model is one module's unquantized weight. Uses the model's own initialisation.
+    The peak above the finished model is one module's unquantized weight. Uses the model's own initialisation; what
+    that leaves alone is zero.
     """
+    from transformers import PreTrainedModel
+
     model = weightless_base(architecture, quantization, attention=attention, dtype=dtype, remote_code=remote_code)
-    for module in list(model.modules()):
-        _materialise(model, module, dtype, device)
+    models = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
+    # Each module is initialised by the innermost model that it is in.
+    owner = {module: inner for inner in models for module in inner.modules()}
+    for name, module in list(model.named_modules()):
+        own = {f"{name}.{weight}" for weight, value in module._parameters.items() if value is not None}
+        if not own or not own <= model.all_tied_weights_keys.keys():  # a tied head is the embedding
+            _materialise(owner[module], module, dtype, device)
+    for inner in reversed(models):
+        inner._init_weights(inner)  # now that the modules that it reaches into are there
     model.tie_weights()
     model.hf_device_map = {"": device}
     assert not any(parameter.is_meta for parameter in model.parameters())
@@ -256,9 +271,16 @@ def weightless_base(
 
     `shorten` may take layers out before they are looked at.
     """
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, PreTrainedModel
     from transformers.integrations import replace_with_bnb_linear
 
+    from finetune.model import eight_bit
+
+    if not remote_code and catalog.model_class(architecture) is None:
+        raise ConfigError(
+            f"`model.name`: transformers has no causal language model of the kind `{architecture.model_type}`, and "
+            "nothing else can be trained here; give a decoder"
+        )
     packing.register()
     with torch.device("meta"):
         model = hub_call(
@@ -272,35 +294,47 @@ def weightless_base(
             ),
         )
     shorten(model)
+    direct_reads.names(model)  # while its weights can be read
     quantization_config = bitsandbytes_config(quantization, dtype)
     if quantization_config is not None:
         model = replace_with_bnb_linear(
             model, modules_to_not_convert=_kept_modules(model), quantization_config=quantization_config
         )
         experts.quantize(model, quantization)
-        _bias_as_loaded(model, dtype)
+        eight_bit.weight_only(model)
+        _types_as_loaded(model, dtype)
         model.quantization_method = quantization_config.quant_method
         model.is_loaded_in_4bit = bool(quantization_config.load_in_4bit)
         model.is_loaded_in_8bit = bool(quantization_config.load_in_8bit)
         model.config.quantization_config = quantization_config
+        for module in model.modules():
+            if isinstance(module, PreTrainedModel):
+                module.config._is_quantized = True  # as on a model that transformers has quantized; Jamba asks for it
     model.config.use_cache = False
     return model.eval()
 
 
-def _bias_as_loaded(model: Any, dtype: torch.dtype) -> None:
-    """bitsandbytes' layers begin with a bias in float32; loaded weights bring theirs in the model's type."""
+def _types_as_loaded(model: Any, dtype: torch.dtype) -> None:
+    """bitsandbytes' layers begin in float32; loaded weights are quantized from the model's type, and biases keep it.
+
+    The type that a weight was quantized from is the one it is dequantized to (bitsandbytes 0.50, `QuantState.dtype`).
+    """
     import bitsandbytes as bnb
 
     for module in model.modules():
-        if isinstance(module, (bnb.nn.Linear4bit, bnb.nn.Linear8bitLt)) and module.bias is not None:
-            module.bias = nn.Parameter(module.bias.to(dtype), requires_grad=False)
+        if isinstance(module, (bnb.nn.Linear4bit, bnb.nn.Linear8bitLt)):
+            module.weight.data = module.weight.data.to(dtype)
+            if module.bias is not None:
+                module.bias = nn.Parameter(module.bias.to(dtype), requires_grad=False)
 
 
 def _kept_modules(model: Any) -> list[str]:
-    """The output head stays in 16 bit, as in the QLoRA paper and in transformers' own loading, and so do routers."""
+    """The output head stays in 16 bit, as in the QLoRA paper and in transformers' own loading, and so do routers and
+    layers whose weight the model's code reads.
+    """
     from transformers.quantizers.base import get_keys_to_not_convert
 
-    return [*get_keys_to_not_convert(model), *experts.routers(model)]
+    return [*get_keys_to_not_convert(model), *experts.routers(model), *direct_reads.names(model)]
 
 
 def outline(
@@ -350,13 +384,16 @@ def _materialise(model: Any, module: nn.Module, dtype: torch.dtype, device: torc
     """Give one module's own weights and buffers real memory and the architecture's initial values."""
     import bitsandbytes as bnb
 
+    from finetune.model import eight_bit
+
     if isinstance(module, (bnb.nn.Linear4bit, bnb.nn.Linear8bitLt)):
         full = nn.Linear(module.in_features, module.out_features, module.bias is not None, device=device, dtype=dtype)
         model._init_weights(full)
-        settings = dict(module.weight.__dict__)
-        settings.pop("SCB", None)
-        settings.pop("CB", None)
-        module.weight = type(module.weight)(full.weight.data, requires_grad=False, **settings).to(device)
+        if isinstance(module, bnb.nn.Linear8bitLt):
+            module.weight = eight_bit.quantized(full.weight.data)
+        else:
+            settings = module.weight.__dict__
+            module.weight = type(module.weight)(full.weight.data, requires_grad=False, **settings).to(device)
         if full.bias is not None:
             module.bias = nn.Parameter(full.bias.data, requires_grad=False)
         return
@@ -366,6 +403,10 @@ def _materialise(model: Any, module: nn.Module, dtype: torch.dtype, device: torc
     for name, parameter in packed.items():
         module._parameters[name] = nn.Parameter(parameter.data, requires_grad=False)
     module.to_empty(device=device, recurse=False)
+    with torch.no_grad():
+        for tensor in (*module._parameters.values(), *module._buffers.values()):
+            if tensor is not None:
+                tensor.zero_()
     model._init_weights(module)
     for name, parameter in packed.items():
         module._parameters[name] = type(parameter)(getattr(module, name).data, **parameter.__dict__).to(device)

@@ -77,6 +77,11 @@ def find(name: str) -> CatalogEntry | None:
     return _entries().get(name)
 
 
+def families() -> set[str]:
+    """The `model_type` of every model in the catalog."""
+    return {entry.facts["model_type"] for entry in _entries().values()}
+
+
 def config(name: str) -> PreTrainedConfig:
     """A new configuration of a catalogued model, ready for `AutoModelForCausalLM.from_config`.
 

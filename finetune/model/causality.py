@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from finetune.errors import ArtifactError, NumbersError
+from finetune.errors import ArtifactError, ConfigError, NumbersError
 from finetune.model import bounds
 
 # The compute capability from which SDPA has a flash kernel.
@@ -50,14 +50,25 @@ def prove(model: Any) -> None:
     """Check on `model` itself that its logits for a row do not depend on the tokens behind it.
 
     Two forward passes over some tokens, under the autocast of a step. Raises ArtifactError for a model that looks
-    ahead, which next-token prediction cannot train, and NumbersError for one whose logits are not finite.
+    ahead, which next-token prediction cannot train, NumbersError for one whose logits are not finite, and ConfigError
+    for one whose code fails.
     """
     words = model.config.get_text_config().vocab_size
     tokens = min(_PROBE_TOKENS, (bounds.table_size(model) or 2 * _PROBE_TOKENS) // 2)
     generator = torch.Generator().manual_seed(0)
     # (1, tokens): a row, and other tokens behind it in each.
     row, behind, other = torch.randint(words, (3, 1, tokens), generator=generator).to(model.device)
-    one, two = (_logits(model, torch.cat([row, end], dim=1))[:, :tokens] for end in (behind, other))
+    try:
+        one, two = (_logits(model, torch.cat([row, end], dim=1))[:, :tokens] for end in (behind, other))
+    except (torch.OutOfMemoryError, MemoryError):
+        raise
+    except Exception as error:  # of whatever kind: it is the model's code
+        first = (str(error).splitlines() or [type(error).__name__])[0]
+        raise ConfigError(
+            f"`model.name`: a forward pass of {type(model).__name__} fails as it is configured here "
+            f"({type(error).__name__}: {first}); set `quantization.kind: none` and `model.attention: eager`, or give "
+            "another base"
+        ) from error
     moved, size = float((one - two).norm()), float(one.norm())
     if not math.isfinite(moved):
         raise NumbersError("the base's logits are not numbers (NaN) before the first step")

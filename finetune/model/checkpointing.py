@@ -23,11 +23,8 @@ def apply(model: Any, section: MemorySection, device_type: str) -> None:
         raise ConfigError(
             f"`memory.checkpointing`: transformers' {type(model).__name__} does not support it; set it to `none`"
         )
-    # bitsandbytes' 8-bit product keeps its input on the autograd node itself (0.50, `MatMul8bitFp` and `MatMul8bitLt`),
-    # where only the older form of checkpointing, which builds no graph in the first pass, lets go of it.
-    eight_bit = bool(getattr(model, "is_loaded_in_8bit", False))
     model.activation_checkpointing_enable(
-        activation_checkpointing_kwargs={"use_reentrant": eight_bit},
+        activation_checkpointing_kwargs={"use_reentrant": False},
         offload=section.offload == "checkpoints" and device_type != "cpu",
     )
     choose(model, chosen)

@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Iterator, Set
-from copy import copy
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -186,12 +185,7 @@ def _storage(tensor: torch.Tensor) -> int:
 def _dequantized(parameter: Any) -> torch.Tensor:
     from bitsandbytes.functional import dequantize_4bit
 
-    state = parameter.quant_state
-    # As one long row: on a CPU bitsandbytes 0.50 misreads rows that are no multiple of a block long (its
-    # `dequantize_4bit` begins a new block with each row, and quantization does not).
-    flat = copy(state)
-    flat.shape = torch.Size((state.shape.numel(),))
-    return dequantize_4bit(parameter.data, flat).view(state.shape)
+    return dequantize_4bit(parameter.data, parameter.quant_state)
 
 
 def _shape(parameter: Any) -> torch.Size:

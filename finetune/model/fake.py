@@ -43,7 +43,7 @@ def quantization_state(parameter: nn.Parameter) -> Iterator[torch.Tensor]:
     if state is not None:
         yield from (state.absmax, state.code)
         if state.nested:
-            yield from (state.offset, state.state2.absmax)
+            yield from (state.offset, state.state2.absmax, state.state2.code)
     if getattr(parameter, "SCB", None) is not None:
         yield parameter.SCB
 
@@ -53,8 +53,6 @@ class _Fakes:
         self._section = section
         self._mode = mode
         self._made: dict[int, Any] = {}
-        with mode:
-            self._nested_code = torch.empty(256)  # made once and shared (`functional.name2qmap`)
 
     def parameter(self, parameter: nn.Parameter) -> nn.Parameter:
         if id(parameter) not in self._made:
@@ -85,7 +83,7 @@ class _Fakes:
         if self._section.double:
             absmax = torch.empty(blocks, dtype=torch.uint8)
             over = QuantState(
-                absmax=torch.empty(-(-blocks // _NESTED_BLOCK)), code=self._nested_code, blocksize=_NESTED_BLOCK,
+                absmax=torch.empty(-(-blocks // _NESTED_BLOCK)), code=torch.empty(256), blocksize=_NESTED_BLOCK,
                 dtype=torch.float32,
             )  # fmt: skip
             nested = {"offset": torch.empty(()), "state2": over}
@@ -102,9 +100,7 @@ class _Fakes:
 
     def _int8(self, parameter: Any) -> nn.Parameter:
         weight: Any = nn.Parameter(torch.empty(parameter.shape, dtype=torch.int8), requires_grad=False)
-        weight.CB = weight.data
         weight.SCB = torch.empty(parameter.shape[0])
-        weight.has_fp16_weights = False
         return weight
 
 
@@ -123,14 +119,13 @@ def values(weight: Any) -> int:
     return math.prod(shape(weight))
 
 
-def quantize(weight: Any, section: QuantizationSection, dtype: torch.dtype) -> None:
-    """Do once more what made a quantized weight out of one in `dtype`; for its memory, the result is dropped."""
+def quantize(full: torch.Tensor, section: QuantizationSection) -> None:
+    """Do once more what makes a quantized weight out of `full`; for its memory, the result is dropped."""
     from bitsandbytes import functional
 
     if section.kind == "int8":
-        functional.int8_vectorwise_quant(torch.empty(weight.shape, dtype=dtype).to(torch.float16))
+        functional.int8_vectorwise_quant(full.to(torch.float16))
     else:
-        full = torch.empty(tuple(weight.quant_state.shape), dtype=dtype)
         torch.ops.bitsandbytes.quantize_4bit.default(full, _BLOCK, section.kind, torch.uint8)
 
 
@@ -140,7 +135,7 @@ def for_dora() -> Iterator[None]:
 
     PEFT knows a quantized weight by the name of its class, which a fake one has not.
     """
-    from bitsandbytes.functional import dequantize_4bit
+    from bitsandbytes.functional import dequantize_4bit, int8_vectorwise_dequant
     from peft.tuners.lora import dora
 
     plain = dora.dequantize_module_weight
@@ -149,8 +144,12 @@ def for_dora() -> Iterator[None]:
         self.weight = nn.Parameter(torch.empty(lora_B.shape[0], device="meta"), requires_grad=True)
 
     def dequantize(module: Any) -> torch.Tensor:
-        state = getattr(module.weight, "quant_state", None)
-        return plain(module) if state is None else dequantize_4bit(module.weight.data, state)
+        weight = module.weight
+        if (state := getattr(weight, "quant_state", None)) is not None:
+            return dequantize_4bit(weight.data, state)
+        if (scales := getattr(weight, "SCB", None)) is not None:
+            return int8_vectorwise_dequant(weight.data, scales)
+        return plain(module)
 
     with (
         replaced(dora.DoraLinearLayer, "update_layer", update_layer),

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from finetune import template
+from finetune import libraries, template
 from finetune.errors import ConfigError, NumbersError
 from finetune.model import bounds
 
@@ -34,19 +34,20 @@ def answer(model: Any, tokenizer: Any, prompt: list[int], max_new_tokens: int = 
                     f"the prompt has {len(prompt)} tokens, and the base {known} positions; ask something shorter"
                 )
         input_ids = torch.tensor([prompt], device=model.device)  # (rows, tokens)
-        generated = model.generate(
-            input_ids=input_ids,
-            attention_mask=torch.ones_like(input_ids),
-            max_new_tokens=max_new_tokens,
-            do_sample=False,
-            temperature=None,
-            top_p=None,
-            top_k=None,
-            use_cache=True,
-            pad_token_id=tokenizer.pad_token_id,
-            eos_token_id=template.stop_ids(tokenizer),
-            logits_processor=LogitsProcessorList([_refuse_nan]),
-        )
+        with libraries.without_cudnn_attention():
+            generated = model.generate(
+                input_ids=input_ids,
+                attention_mask=torch.ones_like(input_ids),
+                max_new_tokens=max_new_tokens,
+                do_sample=False,
+                temperature=None,
+                top_p=None,
+                top_k=None,
+                use_cache=True,
+                pad_token_id=tokenizer.pad_token_id,
+                eos_token_id=template.stop_ids(tokenizer),
+                logits_processor=LogitsProcessorList([_refuse_nan]),
+            )
     finally:
         model.train(was_training)
     return tokenizer.decode(generated[0, len(prompt) :], skip_special_tokens=True).strip()

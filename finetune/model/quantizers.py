@@ -1,4 +1,4 @@
-"""What transformers quantizes while it loads: the experts of a mixture as well, and no router.
+"""What transformers quantizes while it loads: the experts of a mixture as well, no router, and no weight read directly.
 
 transformers is imported here with this module, so this module is imported where weights are loaded.
 """
@@ -15,13 +15,13 @@ from transformers.quantizers.quantizer_bnb_8bit import Bnb8BitHfQuantizer
 
 from finetune.config import QuantizationSection
 from finetune.libraries import replaced
-from finetune.model import experts
+from finetune.model import direct_reads, eight_bit, experts
 
 
 def used(section: QuantizationSection) -> contextlib.AbstractContextManager[None]:
     """Let transformers load with the quantizers of this module, within the block."""
 
-    class FourBit(_RoutersKept, Bnb4BitHfQuantizer):
+    class FourBit(_SomeKept, Bnb4BitHfQuantizer):
         def _process_model_before_weight_loading(self, model: Any, device_map: Any, **kwargs: Any) -> None:
             super()._process_model_before_weight_loading(model, device_map, **kwargs)
             experts.quantize(model, section)
@@ -38,11 +38,14 @@ def used(section: QuantizationSection) -> contextlib.AbstractContextManager[None
     return replaced(auto, "AUTO_QUANTIZER_MAPPING", {**auto.AUTO_QUANTIZER_MAPPING, **quantizers})
 
 
-class _RoutersKept:
+class _SomeKept:
     @staticmethod
     def get_modules_to_not_convert(model: Any, *arguments: Any, **named: Any) -> list[str]:
-        return [*Bnb4BitHfQuantizer.get_modules_to_not_convert(model, *arguments, **named), *experts.routers(model)]
+        known = Bnb4BitHfQuantizer.get_modules_to_not_convert(model, *arguments, **named)
+        return [*known, *experts.routers(model), *direct_reads.names(model)]
 
 
-class _EightBit(_RoutersKept, Bnb8BitHfQuantizer):
-    pass
+class _EightBit(_SomeKept, Bnb8BitHfQuantizer):
+    def _process_model_before_weight_loading(self, model: Any, device_map: Any, **kwargs: Any) -> None:
+        super()._process_model_before_weight_loading(model, device_map, **kwargs)
+        eight_bit.weight_only(model)

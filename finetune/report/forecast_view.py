@@ -84,7 +84,8 @@ def html(forecast: Forecast) -> str:
 def _settings(forecast: Forecast) -> dict[str, str]:
     """What the forecast is of."""
     experts = {"experts": words.mixture(forecast.mixture)} if forecast.mixture else {}
-    return {"batch": _batch(forecast), "attention": forecast.attention, **experts}
+    grow = {"allocator": "expandable segments"} if forecast.device.expandable_segments else {}
+    return {"batch": _batch(forecast), "attention": forecast.attention, **grow, **experts}
 
 
 def _batch(forecast: Forecast) -> str:
@@ -127,8 +128,7 @@ def _phase_rows(forecast: Forecast) -> list[tuple[str, ...]]:
 
 def _over_budget(forecast: Forecast) -> set[str]:
     """The phases that go over the budget. A merge may be one, though `fits` speaks of the training alone."""
-    left = forecast.budget_bytes - forecast.device.outside_bytes
-    over, most_before = set(), 0
+    over, most_before, left = set(), 0, forecast.device.room_bytes
     for phase, sizes in forecast.phases.items():
         allocated, reserved = sizes["allocated_bytes"], sizes["reserved_bytes"]
         # What an earlier phase reserved stays reserved, and is no fault of this one.

@@ -134,9 +134,9 @@ class Terminal:
         leaves_out = mixture and config.adapter.kind == "lora" and config.adapter.targets == "all-linear"
         facts = {
             "run": str(path),
-            "base": _base(config),
+            "base": words.base(config),
             **({"experts": words.mixture(mixture)} if mixture else {}),
-            "adapter": _adapter(config) + (", without routers and experts" if leaves_out else ""),
+            "adapter": words.adapter(config) + (", without routers and experts" if leaves_out else ""),
             "data": _counts(data.train_counts, config.data.max_length),
             "held out": _counts(data.eval_counts, config.data.max_length)
             if data.eval_counts
@@ -288,24 +288,7 @@ class Terminal:
             raise MachineError(f"the output could not be written: {error.strerror}") from None
 
 
-# -- a config, a data set, a device in a few words ---------------------------------------------------------------------
-
-
-def _base(config: Config) -> str:
-    quantization = config.quantization
-    double = ", constants quantized too" if quantization.double and quantization.kind in ("nf4", "fp4") else ""
-    stored = "" if quantization.kind == "none" else f" in {quantization.kind}{double};"
-    weights = " with random weights" if config.model.weights == "random" else ""
-    return f"{config.model.name}{weights}{stored} {config.training.precision} arithmetic"
-
-
-def _adapter(config: Config) -> str:
-    adapter = config.adapter
-    if adapter.kind == "none":
-        return "none: every weight is trained"
-    targets = adapter.targets if isinstance(adapter.targets, str) else ", ".join(adapter.targets)
-    kinds = [name for name, on in (("rsLoRA", adapter.rslora), ("DoRA", adapter.dora)) if on] or ["LoRA"]
-    return f"{' '.join(kinds)} of rank {adapter.rank}, alpha {adapter.alpha:g}, on {targets}"
+# -- a data set, a batch, a device in a few words ----------------------------------------------------------------------
 
 
 def _counts(counts: Counts, max_length: int) -> str:

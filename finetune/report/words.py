@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-from finetune.data.batching import Batch
+from finetune.config import Config
 from finetune.data.counts import CONTROL_TOKENS, Counts
-from finetune.memory.forecast import Forecast
-from finetune.model.experts import Mixture
+
+if TYPE_CHECKING:  # with torch, which the first line of a plan does not wait for
+    from finetune.data.batching import Batch
+    from finetune.memory.forecast import Forecast
+    from finetune.model.experts import Mixture
 
 _MIB, _GIB = 2**20, 2**30
 # Rows that are named where they are many.
@@ -53,6 +57,25 @@ def duration(seconds: float) -> str:
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def base(config: Config) -> str:
+    """The base and how it is stored, such as `meta-llama/Llama-2-7b-hf in nf4; bf16 arithmetic`."""
+    quantization = config.quantization
+    double = ", constants quantized too" if quantization.double and quantization.kind in ("nf4", "fp4") else ""
+    stored = "" if quantization.kind == "none" else f" in {quantization.kind}{double};"
+    weights = " with random weights" if config.model.weights == "random" else ""
+    return f"{config.model.name}{weights}{stored} {config.training.precision} arithmetic"
+
+
+def adapter(config: Config) -> str:
+    """What is trained, such as `LoRA of rank 16, alpha 32, on all-linear`."""
+    section = config.adapter
+    if section.kind == "none":
+        return "none: every weight is trained"
+    targets = section.targets if isinstance(section.targets, str) else ", ".join(section.targets)
+    kinds = [name for name, on in (("rsLoRA", section.rslora), ("DoRA", section.dora)) if on] or ["LoRA"]
+    return f"{' '.join(kinds)} of rank {section.rank}, alpha {section.alpha:g}, on {targets}"
 
 
 def verdict(planned: Forecast) -> str:

@@ -47,7 +47,7 @@ def arguments(config: Config, run: RunDirectory, *, evaluates: bool, resuming: b
     if "tensorboard" in config.tracking.to:
         # transformers 5 has no argument for it. Each run of a process has its own.
         os.environ["TENSORBOARD_LOGGING_DIR"] = str(run.path / "tensorboard")
-    return SFTConfig(
+    found = SFTConfig(
         output_dir=str(run.path),
         run_name=run.path.name,
         use_cpu=device.type == "cpu",
@@ -86,6 +86,9 @@ def arguments(config: Config, run: RunDirectory, *, evaluates: bool, resuming: b
         save_steps=config.output.save_every or _NEVER,
         save_only_model=False,
     )
+    # transformers counts every visible GPU as this process's, for nn.DataParallel, which TRL refuses.
+    found._n_gpu = min(found.n_gpu, 1)
+    return found
 
 
 def _check_precision(precision: str, device: torch.device) -> None:

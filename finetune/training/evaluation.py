@@ -18,7 +18,7 @@ from trl.trainer.utils import add_fused_lm_head
 from finetune.config import Config
 from finetune.data.batching import MicroBatching
 from finetune.errors import OutOfMemoryError
-from finetune.libraries import replaced
+from finetune.libraries import replaced, without_cudnn_attention
 from finetune.memory.exhausted import is_out_of_memory
 from finetune.model.base import autocast
 from finetune.model.causality import capability_of, needs_mask
@@ -92,6 +92,7 @@ def held_out_loss(model: Any, tokenizer: Any, rows: Any, config: Config) -> floa
     )
     with (
         autocast(training.precision, model.device),
+        without_cudnn_attention(),
         replaced(chunked_logprob, "TOKEN_CHUNK_SIZE", config.memory.loss_tokens),
     ):
         masked = needs_mask(model.config, training.precision, capability_of(model.device))

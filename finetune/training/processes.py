@@ -46,9 +46,30 @@ def first_here() -> bool:
 
 
 def choose_gpu() -> None:
-    """Give each process of a machine a GPU of its own."""
-    if count() > 1 and torch.cuda.is_available():
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    """Give each process of a machine a GPU of its own; a process by itself takes the first, as transformers does.
+
+    Raises MachineError where there are fewer GPUs than processes.
+    """
+    if not torch.cuda.is_available():
+        return
+    gpu, visible = (int(os.environ["LOCAL_RANK"]) if count() > 1 else 0), torch.cuda.device_count()
+    if gpu >= visible:
+        raise MachineError(
+            f"each process needs a GPU of its own, and this machine has {visible} for process {gpu + 1}; set "
+            f"--nproc-per-node {visible}, or make more visible (CUDA_VISIBLE_DEVICES)"
+        )
+    torch.cuda.set_device(gpu)
+
+
+def idle_gpus() -> str | None:
+    """Where this process leaves visible GPUs idle: how many there are, which one it uses, and how to use them all."""
+    if count() > 1 or not torch.cuda.is_available() or torch.cuda.device_count() == 1:
+        return None
+    visible, used = torch.cuda.device_count(), torch.cuda.current_device()
+    return (
+        f"{visible} GPUs are visible, and this process trains on GPU {used}; to train on all: torchrun "
+        f"--nproc-per-node {visible} -m finetune train CONFIG"
+    )
 
 
 @contextlib.contextmanager

@@ -29,7 +29,7 @@ from finetune.model.base import base_dtype, mixture, remote_code, weightless_bas
 from finetune.model.causality import needs_mask
 from finetune.rundir import RunDirectory
 from finetune.signals import Signals
-from finetune.training import optimizers, stand_ins
+from finetune.training import optimizers, processes, stand_ins
 from finetune.training.arguments import arguments
 from finetune.training.collator import Inputs, MicroBatches
 from finetune.training.evaluation import summed_loss
@@ -61,8 +61,9 @@ def rehearse(
         # Foreign code on fake tensors: what it may raise has no bounds.
         first = (str(error).splitlines() or [type(error).__name__])[0]
         raise ForecastError(
-            f"the step of `{config.model.name}` cannot be forecast ({type(error).__name__}: {first}); set "
-            "`memory.check: off` to train without a forecast"
+            f"`model.name`: a training step of `{config.model.name}` ({architecture.model_type}) fails on tensors "
+            f"without data ({type(error).__name__}: {first}), so there is no forecast, and it may fail in training, "
+            "too; `memory.check: off` trains without a forecast"
         ) from error
 
 
@@ -71,9 +72,10 @@ def _rehearse(
     shortening: Shortening,
 ) -> Trace:  # fmt: skip
     answers = Answers(uneven=False, trained_tokens=0)
+    rows = max(1, config.training.batch_size // processes.count())  # of a step, in this process
     recorder = Recorder(device.kernels, answers, device.flops / device.bandwidth_bytes)
     with tempfile.TemporaryDirectory() as folder, stand_ins.undisturbed(), stand_ins.like(device, recorder) as mode:
-        rehearsal = _Rehearsal(config, architecture, Path(folder), mode, recorder, device, attention, shortening)
+        rehearsal = _Rehearsal(config, architecture, Path(folder), mode, recorder, device, attention, shortening, rows)
         rehearsal.load()
         rehearsal.make_optimizer_states()
         rehearsal.step(train)
@@ -99,6 +101,7 @@ class _Rehearsal:
         device: Device,
         attention: str,
         shortening: Shortening,
+        rows: int,
     ) -> None:
         if config.training.precision == "fp16":
             # Sizes are those of bfloat16, and there is no loss scaling on a CPU, where this runs.
@@ -110,6 +113,7 @@ class _Rehearsal:
         self._device = device
         self.recorder = recorder
         self._shortening = shortening
+        self._rows = rows
         base = weightless_base(
             architecture,
             config.quantization,
@@ -119,6 +123,7 @@ class _Rehearsal:
             remote_code=remote_code(config.model),
             shorten=self._shorten,
         )
+        self._loaded = list(base.modules())
         # How an adapter starts changes no size, and needs weights.
         start = config.adapter.model_copy(update={"init": "default"})
         self._model = adapter.attach(base, start, config.model.name, config.training.seed)
@@ -240,30 +245,39 @@ class _Rehearsal:
     # -- the phases ------------------------------------------------------------------------------------------------
 
     def load(self) -> None:
-        """Count the weights as they stand after loading, and on top the making of the largest quantized one.
+        """Make and quantize the weights of the base module by module, then add the adapter.
 
-        Weights are loaded one by one, so that no more than one is there in 16 bit.
+        Weights are loaded one by one, so that no more than one is there in 16 bit, or the experts of one layer.
         """
         owner = {id(module): number for number, layer in enumerate(self._layers) for module in layer.modules()}
-        for module in self._model.modules():
+        for module in self._loaded:
             layer = owner.get(id(module))
-            for parameter in module.parameters(recurse=False):
-                for tensor in fake.quantization_state(parameter):
-                    self.recorder.keep(tensor, "quantization_state", layer)
-                self.recorder.keep(parameter, "adapter" if parameter.requires_grad else "base_weights", layer)
-            for buffer in module.buffers(recurse=False):
-                self.recorder.keep(buffer, "base_weights", layer)
+            quantized = [weight for weight in module.parameters(recurse=False) if fake.is_quantized(weight)]
+            if quantized:
+                self._quantize(quantized, layer)
+            self._keep(module, layer)
+        self.recorder.phase = "optimizer"
+        for module in self._model.modules():
+            self._keep(module, owner.get(id(module)))
         self.recorder.layer = None
-        quantized = [weight for weight in self._model.parameters() if fake.is_quantized(weight)]
-        if quantized:
-            dtype = base_dtype(self._config.adapter, self._config.training)
-            largest = max(quantized, key=fake.values)
-            with self._recording():
-                # The experts of a file are stacked before they are joined, and random ones made for a whole module.
-                fused = len(fake.shape(largest)) > 2
-                beside = torch.empty(fake.shape(largest), dtype=dtype) if fused else None
-                fake.quantize(largest, self._config.quantization, dtype)
-                del beside
+
+    def _quantize(self, weights: list[torch.nn.Parameter], layer: int | None) -> None:
+        dtype = base_dtype(self._config.adapter, self._config.training)
+        with self._recording():
+            self.recorder.layer, self.recorder.category = layer, "workspace"
+            whole = [torch.empty(fake.shape(weight), dtype=dtype) for weight in weights]
+            for full in whole:
+                fake.quantize(full, self._config.quantization)
+            del full, whole  # while it is still this layer's
+
+    def _keep(self, module: torch.nn.Module, layer: int | None) -> None:
+        """Count a module's own weights and buffers, if they are not counted yet."""
+        for parameter in module.parameters(recurse=False):
+            for tensor in fake.quantization_state(parameter):
+                self.recorder.keep(tensor, "quantization_state", layer)
+            self.recorder.keep(parameter, "adapter" if parameter.requires_grad else "base_weights", layer)
+        for buffer in module.buffers(recurse=False):
+            self.recorder.keep(buffer, "base_weights", layer)
 
     def make_optimizer_states(self) -> None:
         """The optimizer's first step, on gradients of zeros."""
@@ -275,15 +289,30 @@ class _Rehearsal:
     def step(self, batch: Batch) -> None:
         """Forward, backward and update in the steady state."""
         self.recorder.phase = "forward"
-        if per_step(self._config.training.batch_size, self._way, batch) > 1:
+        micro_batches = per_step(self._rows, self._way, batch)
+        if micro_batches > 1:
             self._make_gradients()
         inputs = self._inputs(batch)
+        others = self._like(inputs, micro_batches - 1)
+        # accelerate 1.15, `DataLoaderShard.__iter__`: the host holds the next step's as well.
+        following = self._like(inputs, micro_batches if self._device.type == "cpu" else 0)
         with self._recording():
             self._trainer.training_step(self._trainer.model_wrapped, [inputs], torch.tensor(batch.trained_tokens))
-        del inputs
         self._mark_gradients()
         self._update()
         self._model.zero_grad(set_to_none=True)
+        del following
+        self.recorder.phase = "save"  # the loop still holds the step's micro-batches then
+        del inputs, others
+
+    def _like(self, inputs: Inputs, count: int) -> list[torch.Tensor]:
+        """So many more micro-batches."""
+        with self._mode:
+            values = [value for value in inputs.values() if isinstance(value, torch.Tensor)]
+            made = [torch.empty_like(value) for _ in range(count) for value in values]
+        for value in made:
+            self.recorder.keep(value, "activations")
+        return made
 
     def evaluate(self, batch: Batch) -> None:
         """The held-out loss of one batch."""

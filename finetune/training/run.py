@@ -61,10 +61,10 @@ def train(
     loss that is not finite, MachineError when a checkpoint cannot be written, ArtifactError when one does not fit, and
     Terminated or KeyboardInterrupt after the save that a signal asked for.
     """
-    with autocast(config.training.precision, device):
-        causality.prove(model)
+    with autocast(config.training.precision, device), libraries.without_cudnn_attention():
         if config.data.packing:
             packing.prove(model)
+        causality.prove(model)
     saver = Saver(run, config.output.keep, made_with, verified=[resume_from] if resume_from else [])
     trainer = _trainer(
         config, model, tokenizer, data, run, monitor, listener, device, saver, signals, resuming=bool(resume_from)

@@ -14,11 +14,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-
-from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LambdaLR
+from typing import TYPE_CHECKING
 
 from finetune.config import TrainingSection
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
+    from torch.optim.lr_scheduler import LambdaLR
 
 
 @dataclass(frozen=True)
@@ -73,6 +75,8 @@ def rate(training: TrainingSection, step: int, steps: int) -> float:
 
 def scheduler(training: TrainingSection, optimizer: Optimizer, steps: int) -> LambdaLR:
     """The schedule of a job of `steps` as torch's scheduler, which counts the updates that are done, from 0."""
+    from torch.optim.lr_scheduler import LambdaLR  # not for the table, by which a config is checked
+
     return LambdaLR(optimizer, lambda done: _factor(training, done + 1, steps))
 
 

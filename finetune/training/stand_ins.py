@@ -37,8 +37,10 @@ def like(device: Device, recorder: Recorder) -> Iterator[FakeTensorMode]:
         stack.enter_context(fake.for_dora())
         stack.enter_context(replaced(chunked_logprob, "TOKEN_CHUNK_SIZE", chunked_logprob.TOKEN_CHUNK_SIZE))
         stack.enter_context(device.kernels.as_there())
+        if device.type == "cpu":
+            stack.enter_context(_random_states())
         if device.type == "cuda":
-            stack.enter_context(_loss_on_cuda())
+            stack.enter_context(_loss_on_cuda(device.triton))
             stack.enter_context(replaced(modeling_utils, "save_on_cpu", lambda **kwargs: _to_host(recorder)))
         yield FakeTensorMode(allow_non_fake_inputs=True)
 
@@ -58,6 +60,20 @@ def _random_state_kept() -> Iterator[None]:
         yield
     finally:
         before.restore()
+
+
+@contextlib.contextmanager
+def _random_states() -> Iterator[None]:
+    """The state of torch's generator as a tensor like others: checkpointing keeps one for each layer.
+
+    On CUDA such tensors lie in the host's memory.
+    """
+    size_bytes = torch.get_rng_state().nbytes
+    with (
+        replaced(torch, "get_rng_state", lambda: torch.empty(size_bytes, dtype=torch.uint8)),
+        replaced(torch, "set_rng_state", lambda state: None),
+    ):
+        yield
 
 
 @contextlib.contextmanager
@@ -84,8 +100,11 @@ def _one_process() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _loss_on_cuda() -> Iterator[None]:
-    """TRL's tiled loss with its Triton kernels, which work in place, and only on places with a label (trl 1.16)."""
+def _loss_on_cuda(triton: bool) -> Iterator[None]:
+    """TRL's tiled loss on places with a label alone, with its Triton kernels, which work in place (trl 1.16).
+
+    Without `triton` it is as `libraries.without_triton` leaves it: the same tiles, folded by torch's operators.
+    """
     from trl.trainer import utils
 
     tiles = chunked_logprob
@@ -95,18 +114,14 @@ def _loss_on_cuda() -> Iterator[None]:
         torch.mm(left, right, out=total.view(left.dtype)[:, : total.shape[1]])
 
     with (
-        replaced(tiles, "_use_triton", _yes),
-        replaced(utils, "_use_triton", _yes),
+        replaced(tiles, "_use_triton", lambda device: triton),
+        replaced(utils, "_use_triton", lambda device: True),
         replaced(tiles, "triton", SimpleNamespace(cdiv=lambda number, grain: -(-number // grain))),
         replaced(tiles, "_forward_kernel", _InPlace()),
         replaced(tiles, "_backward_kernel", _InPlace()),
         replaced(tiles, "_addmm_fp32", add_product),
     ):
         yield
-
-
-def _yes(device: torch.device) -> bool:
-    return True
 
 
 class _InPlace:

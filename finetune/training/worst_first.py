@@ -132,8 +132,9 @@ class _Kept:
         self._optimizer = trainer.optimizer.optimizer
         if isinstance(self._optimizer, Optimizer8bit):
             _make_empty_states(self._optimizer)
+        copies: dict[int, Any] = {}  # bitsandbytes' quantization map is one tensor, which all weights share
         self._states = {
-            weight: {name: (value, _copy(value)) for name, value in state.items()}
+            weight: {name: (value, copies.setdefault(id(value), _copy(value))) for name, value in state.items()}
             for weight, state in self._optimizer.state.items()
         }
 

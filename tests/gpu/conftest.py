@@ -18,6 +18,7 @@ import pytest
 import torch
 
 from finetune.config import Config
+from finetune.memory import kernels
 from finetune.settings import load_config
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -55,6 +56,16 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> torch.device:
     if DEVICE.type != "cuda":
         on_cpu.stand_in(monkeypatch)
     return DEVICE
+
+
+@pytest.fixture
+def beside_context(cuda: torch.device) -> Callable[[int], int]:
+    """The `memory.limit` that leaves the caching allocator so many bytes."""
+
+    def limit(room_bytes: int) -> int:
+        return room_bytes + kernels.context_bytes(torch.cuda.get_device_properties(cuda).multi_processor_count)
+
+    return limit
 
 
 @pytest.hookimpl(tryfirst=True)

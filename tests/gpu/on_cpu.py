@@ -22,6 +22,7 @@ import textwrap
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -124,6 +125,7 @@ def stand_in(patch: pytest.MonkeyPatch) -> None:
         ("memory_allocated", "memory_reserved", "max_memory_allocated", "max_memory_reserved"), resident
     )
     answers |= dict.fromkeys(("synchronize", "empty_cache", "reset_peak_memory_stats"), lambda: None)
+    answers["get_device_properties"] = lambda: SimpleNamespace(multi_processor_count=1)
     answers["mem_get_info"] = lambda: (psutil.virtual_memory().available, psutil.virtual_memory().total)
     for name, answer in answers.items():
         patch.setattr(torch.cuda, name, _called_alike(getattr(torch.cuda, name), answer))

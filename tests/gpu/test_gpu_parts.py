@@ -9,7 +9,9 @@ import torch
 from accelerate.utils import send_to_device
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
+from trl.kernels import chunked_logprob
 
+from finetune import libraries, segments
 from finetune.config import AdapterSection, MemorySection, ModelSection, OptimizerSection, QuantizationSection
 from finetune.data.batching import MicroBatching
 from finetune.model import adapter, attention, checkpointing, packing
@@ -19,6 +21,8 @@ from finetune.training.collator import MicroBatches
 
 pytestmark = pytest.mark.gpu
 
+CPU = torch.device("cpu")
+
 # bfloat16 keeps 8 bits of a significand; a recomputed or reordered sum may differ in the last of them.
 BF16_TOLERANCE = 2.0**-7
 
@@ -26,11 +30,11 @@ BF16_TOLERANCE = 2.0**-7
 PAGED_ELEMENTS = 100_000
 
 
-def tiny(device: torch.device, implementation: str = "sdpa") -> Any:
-    """The built-in base in NF4 on `device`."""
+def tiny(device: torch.device, implementation: str = "sdpa", kind: str = "nf4") -> Any:
+    """The built-in base on `device`."""
     return load_base(
         ModelSection(),
-        QuantizationSection(),
+        QuantizationSection(kind=kind),
         load_architecture(ModelSection()),
         attention=implementation,
         dtype=torch.bfloat16,
@@ -91,7 +95,9 @@ def test_packed_rows_keep_apart_on_a_card(implementation: str, window: int | Non
     packing.prove(model)
     lengths = [5, 40, 1, 18]
     rows = [torch.randint(3, 64, (length,)).tolist() for length in lengths]
-    collated = MicroBatches(MicroBatching(1, 1000, packed=True), 0).micro_batch([{"input_ids": row} for row in rows])
+    collated = MicroBatches(MicroBatching(1, 1000, packed=True), 0).micro_batch(
+        [{"input_ids": row, "labels": row} for row in rows]
+    )
     inputs = send_to_device({name: value for name, value in collated.items() if name != "labels"}, cuda)
     together = model(**inputs, use_cache=False).logits[0].float().split(lengths)
     model.set_attn_implementation("eager")
@@ -195,11 +201,28 @@ def test_attentions_agree_with_sdpa(name: str, device: torch.device) -> None:
     assert distance(other, gradient) < 8 * BF16_TOLERANCE
 
 
+# -- 8-bit weights -----------------------------------------------------------------------------------------------------
+
+
+def test_8_bit_weights_compute_what_they_compute_on_a_cpu(device: torch.device) -> None:
+    """In training, and in evaluation, where bitsandbytes' own layers would quantize what they are given."""
+    model = adapted(tiny(device, kind="int8"))
+    loss, gradient = loss_and_gradient(model, device)
+    expected_loss, expected = loss_and_gradient(adapted(tiny(CPU, kind="int8")), CPU)
+    assert loss == pytest.approx(expected_loss, rel=BF16_TOLERANCE)
+    assert distance(gradient.cpu(), expected) < 8 * BF16_TOLERANCE
+    model.eval()
+    with torch.no_grad(), torch.autocast(device.type, dtype=torch.bfloat16):
+        assert model(**batch(device)).loss.item() == pytest.approx(loss, rel=1e-5)
+
+
 # -- random weights ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("double", [True, False])
-def test_random_4_bit_weights_need_one_module_more_than_their_final_size(double: bool, cuda: torch.device) -> None:
+@pytest.mark.parametrize(("kind", "double"), [("nf4", True), ("nf4", False), ("int8", True)])
+def test_random_quantized_weights_need_one_module_more_than_their_final_size(
+    kind: str, double: bool, cuda: torch.device
+) -> None:
     from transformers import LlamaConfig
 
     hidden = 2048 if cuda.type == "cuda" else 256
@@ -219,7 +242,7 @@ def test_random_4_bit_weights_need_one_module_more_than_their_final_size(double:
     torch.cuda.reset_peak_memory_stats()
     model = random_base(
         architecture,
-        QuantizationSection(double=double),
+        QuantizationSection(kind=kind, double=double),
         attention="sdpa",
         dtype=torch.bfloat16,
         device=cuda,
@@ -228,11 +251,13 @@ def test_random_4_bit_weights_need_one_module_more_than_their_final_size(double:
     final = torch.cuda.memory_allocated() - before
     above = torch.cuda.max_memory_allocated() - before - final
     largest_module_bytes = 2 * hidden * 4 * hidden
-    assert model.is_loaded_in_4bit
-    assert final < 0.35 * 2 * sum_of_sizes(architecture)
-    # Beside the module itself: its float32 block constants, before they are quantized (4 bytes for 64 weights).
-    # The allocator may hand out a block up to 1 MiB larger than asked for.
-    assert above <= largest_module_bytes * (1 + 4 / 64 / 2) + 4 * 2**20
+    four_bit = kind == "nf4"
+    assert (model.is_loaded_in_4bit, model.is_loaded_in_8bit) == (four_bit, not four_bit)
+    assert final < (0.35 if four_bit else 0.6) * 2 * sum_of_sizes(architecture)
+    # Beside the module itself: in 4 bit its float32 block constants, before they are quantized (4 bytes for 64
+    # weights); in 8 bit the module in float16. The allocator may hand out a block up to 1 MiB larger than asked for.
+    beside = largest_module_bytes * (4 / 64 / 2 if four_bit else 1)
+    assert above <= largest_module_bytes + beside + 4 * 2**20
 
 
 def sum_of_sizes(architecture: Any) -> int:
@@ -273,3 +298,31 @@ def test_row_17_a_paged_state_comes_back_bit_for_bit_and_paged(device: torch.dev
     step(weight, optimizer)
     step(other, again)
     assert torch.equal(weight, other)
+
+
+def test_the_loss_by_tritons_kernels_is_that_of_torchs_operators(
+    cuda: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert libraries.triton_obstacle() is None
+    generator = torch.Generator(device=cuda).manual_seed(0)
+    hidden = torch.randn(48, 64, device=cuda, generator=generator)  # (places, hidden)
+    head = torch.randn(2048, 64, device=cuda, generator=generator)  # (words, hidden)
+    targets = torch.randint(2048, (48,), device=cuda, generator=generator)
+
+    def loss() -> tuple[torch.Tensor, torch.Tensor]:
+        leaf = hidden.clone().requires_grad_()
+        found = chunked_logprob.ChunkedLogProbFunction.apply(leaf, head, None, targets, 1.0, 512)[0].sum()
+        found.backward()
+        return found.detach(), leaf.grad
+
+    by_kernels = loss()
+    monkeypatch.setattr(chunked_logprob, "_use_triton", lambda device: False)
+    for mine, expected in zip(loss(), by_kernels, strict=True):
+        torch.testing.assert_close(mine, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_segments_grow_where_it_is_said_that_they_do(cuda: torch.device) -> None:
+    gpu = torch.cuda.current_device()
+    segments.settle(gpu)
+    torch.empty(2**20, device=cuda)
+    assert torch.cuda.memory._snapshot()["allocator_settings"]["expandable_segments"] is segments.grow(gpu)

@@ -5,15 +5,18 @@ from __future__ import annotations
 import functools
 import math
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
 import torch
 from forecasts import GIB
+from hypothesis import given
+from hypothesis import strategies as st
 
 from finetune.config import MemorySection
-from finetune.errors import ConfigError, MachineError
-from finetune.memory import device, gpus, kernels
+from finetune.errors import ConfigError, MachineError, OutOfMemoryError
+from finetune.memory import device, gpus, inspect, kernels
 
 NONE = MemorySection()
 
@@ -57,8 +60,8 @@ def test_auto_without_a_card_says_what_to_give(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_the_least_of_card_budget_and_limit_is_what_the_job_may_take() -> None:
-    def budget(name: str, **given: int) -> int:
-        return device.find(name, MemorySection(**given)).budget_bytes
+    def budget(name: str, **sizes: int) -> int:
+        return device.find(name, MemorySection(**sizes)).budget_bytes
 
     whole = device.find("T4", NONE).budget_bytes
     assert budget("T4", budget=5 * GIB) == 5 * GIB
@@ -66,6 +69,59 @@ def test_the_least_of_card_budget_and_limit_is_what_the_job_may_take() -> None:
     assert budget("T4", budget=7 * GIB, limit=6 * GIB) == 6 * GIB
     assert budget("T4", budget=100 * GIB) == whole
     assert budget("24GiB", budget=8 * GIB) == 8 * GIB
+
+
+class Card:
+    """A fake card that is here: its cap, and what torch makes of it (CUDACachingAllocator.cpp, `setMemoryFraction`)."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, total_bytes: int, multiprocessors: int = 58) -> None:
+        self.total_bytes = total_bytes
+        self.share = 0.0
+        properties = SimpleNamespace(
+            name="NVIDIA L4", total_memory=total_bytes, multi_processor_count=multiprocessors, major=8, minor=9
+        )
+        patch.setattr(torch.cuda, "current_device", lambda: 0)
+        patch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+        patch.setattr(torch.cuda, "mem_get_info", lambda: (total_bytes, total_bytes))
+        patch.setattr(torch.cuda, "memory_reserved", lambda: 0)
+        patch.setattr(
+            torch.cuda, "set_per_process_memory_fraction", lambda share, device: setattr(self, "share", share)
+        )
+
+    @property
+    def allowed_bytes(self) -> int:
+        assert 0 <= self.share <= 1
+        return int(self.share * self.total_bytes)
+
+
+HERE = torch.device("cuda", 0)
+
+
+@given(total=st.integers(8 * GIB, 2**40), data=st.data())
+def test_the_cap_lets_the_allocator_reserve_what_the_budget_leaves_it(total: int, data: st.DataObject) -> None:
+    limit = data.draw(st.integers(GIB, total - 1))
+    with pytest.MonkeyPatch.context() as patch:
+        card = Card(patch, total)
+        inspect.cap(limit, HERE)
+        assert card.allowed_bytes == device.here(HERE, MemorySection(limit=limit)).room_bytes
+
+
+def test_a_cap_takes_the_context_off_its_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    card = Card(monkeypatch, 24 * GIB, multiprocessors=100)
+    inspect.cap(8 * GIB, HERE)
+    assert card.allowed_bytes == 8 * GIB - 100 * 5 * 2**20
+    inspect.cap(None, HERE)
+    assert card.allowed_bytes == 24 * GIB
+    inspect.cap(100 * GIB, HERE)
+    assert card.allowed_bytes == 24 * GIB
+
+
+def test_a_limit_that_the_context_takes_alone_is_refused_by_cap_and_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    Card(monkeypatch, 24 * GIB, multiprocessors=100)
+    limit = 100 * 5 * 2**20
+    assert device.here(HERE, MemorySection(limit=limit)).room_bytes == 0
+    with pytest.raises(OutOfMemoryError, match=r"memory\.limit.*500 MiB"):
+        inspect.cap(limit, HERE)
 
 
 def test_a_cpu_has_what_is_available_and_what_this_process_holds() -> None:

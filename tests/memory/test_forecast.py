@@ -67,6 +67,22 @@ def test_on_a_card_segments_count_and_the_workspace_stays(unit: int) -> None:
     assert found.host_bytes == 0
 
 
+def test_segments_that_grow_reserve_whole_pages_and_lie_together() -> None:
+    """By hand, in MiB: pages of 20 behind one another, as many as hold the tensors and the hole that gradients left.
+
+    Loading: weights 100 and a copy of 30, so 7 pages; 5 of them stay. Then the workspace's 16.25 (to 120), gradients
+    of 10 (to 140) and states of 20 (to 160) in the optimizer's first step. The gradients go, and the 80 that are saved
+    (to 240) do not fit their place, nor do 40 of logits (to 280) and 40 more (to 320).
+    """
+    card = dataclasses.replace(CARD, expandable_segments=True)
+    assert kernels.workspace_bytes(CARD.capability) == 16.25 * MIB
+    found = made(step(10 * MIB), card)
+    reserved = {phase: peak["reserved_bytes"] // MIB for phase, peak in found.phases.items()}
+    assert reserved.pop("load") == 140
+    assert set(reserved.values()) == {320}
+    assert found.peak_allocated_bytes == 296.25 * MIB
+
+
 def test_the_workspace_is_larger_on_newer_cards() -> None:
     newer = dataclasses.replace(CARD, capability=(9, 0))
     assert made(step(), newer).peak_allocated_bytes - made(step(), CARD).peak_allocated_bytes == (
@@ -106,6 +122,28 @@ def test_a_merge_and_the_disk_are_told_and_no_part_of_the_step() -> None:
     assert found.disk_bytes == 7 * GIB
     assert found.peak_reserved_bytes == made(step()).peak_reserved_bytes
     assert "merge" not in made(step()).phases
+
+
+def test_the_weights_of_files_are_cut_from_one_segment_on_a_card() -> None:
+    """transformers reserves as much as they take before it reads them; 11 MiB alone would have a segment of 12."""
+    story = Story().at("load")
+    for number in range(10):
+        story.make(str(number), 11 * MIB, "base_weights")
+    story.at("optimizer").at("forward").make("saved", MIB)
+    random, files = (made(story, CARD, from_files=from_files).phases["load"] for from_files in (False, True))
+    assert random == {"allocated_bytes": 120 * MIB, "reserved_bytes": 120 * MIB}, "the rest of a segment is too small"
+    assert files == {"allocated_bytes": 110 * MIB, "reserved_bytes": 110 * MIB}
+    assert made(story, from_files=True).phases == made(story).phases, "on a CPU nothing is reserved"
+
+
+@pytest.mark.parametrize("device", [CPU, CARD], ids=["cpu", "card"])
+def test_several_processes_hold_a_copy_of_all_gradients(device: Device) -> None:
+    story = step()
+    story.trace.blocks[0].category = "adapter"
+    alone, one_of_two = made(story, device), made(story, device, processes=2)
+    assert one_of_two.peak_allocated_bytes - alone.peak_allocated_bytes == 10 * MIB
+    assert one_of_two.categories["gradients"] - alone.categories["gradients"] == 10 * MIB
+    assert one_of_two.phases["load"]["allocated_bytes"] >= 20 * MIB, "weights, and the copy that is sent"
 
 
 def test_json_has_every_figure() -> None:

@@ -18,7 +18,7 @@ from finetune.memory.trace import Answers, Recorder, Work
 aten = torch.ops.aten
 
 
-def kernels(python: Any = None, scratch: Any = lambda func, args: []) -> Kernels:
+def kernels(python: Any = None, scratch: Any = lambda func, args, named: []) -> Kernels:
     return Kernels(python=python or {}, scratch=scratch, flops={})
 
 
@@ -139,7 +139,8 @@ def test_an_operator_that_is_a_python_program_is_seen_inside_and_its_output_keep
 
 
 def test_scratch_is_there_only_while_its_operator_runs() -> None:
-    with recording(kernels(scratch=lambda func, args: [700, 300] if func is aten.mm.default else [])) as recorder:
+    scratch = kernels(scratch=lambda func, args, named: [700, 300] if func is aten.mm.default else [])
+    with recording(scratch) as recorder:
         values = torch.empty(2, 2)
         out = values @ values
         recorder.phase = "after"

@@ -94,6 +94,20 @@ def step(layers: int, *, weight: Callable[[int], int] = lambda layer: 100, reach
     return story
 
 
+def evaluated(layers: int) -> Story:
+    """A backward pass that makes less in the layer where it ends; then each layer frees its neighbour's output."""
+    story = Story()
+    for layer in reversed(range(layers)):
+        story.at("backward", layer)
+        if layer:
+            story.make(f"input gradient{layer}", 30).drop(f"input gradient{layer}")
+    for layer in range(layers):
+        story.at("evaluation", layer).make(f"out{layer}", 30)
+        if layer:
+            story.drop(f"out{layer - 1}")
+    return story.drop(f"out{layers - 1}")
+
+
 def without_layers(trace: Trace) -> list[tuple[str, int, int, str]]:
     return [(phase, *event) for phase, _, *event in told(trace)]
 
@@ -104,6 +118,11 @@ def test_a_short_traces_layers_repeated_are_the_long_trace(layers: int) -> None:
     expected = step(layers).trace
     assert without_layers(found) == without_layers(expected)
     assert found.work(["forward"]) == expected.work(["forward"])
+
+
+def test_a_first_layer_that_makes_less_in_one_phase_is_alike_in_the_next() -> None:
+    found = unroll(evaluated(5).trace, shorten("a" * 9))
+    assert without_layers(found) == without_layers(evaluated(9).trace)
 
 
 def test_frees_are_of_the_blocks_that_were_made() -> None:
@@ -146,6 +165,7 @@ def test_only_the_ends_may_come_and_go_otherwise() -> None:
     ("architecture", "layers", "changes"),
     [
         pytest.param("llama", 7, {}, id="llama nf4"),
+        pytest.param("llama", 7, {"memory__checkpointing": "none"}, id="nothing checkpointed"),
         pytest.param("llama", 9, {"memory__checkpointing": 2}, id="two layers checkpointed"),
         pytest.param(
             "llama",
@@ -160,8 +180,8 @@ def test_the_unrolled_trace_has_the_peaks_of_the_whole_one(
     architecture: str, layers: int, changes: dict[str, Any]
 ) -> None:
     job, model = rehearsals.config(**changes), rehearsals.architecture(architecture, layers)
-    repeated = rehearsals.rehearse(job, model)
-    full = rehearsals.rehearse(job, model, shortening=lambda kinds: whole(len(kinds)))
+    repeated = rehearsals.rehearse(job, model, evaluation=rehearsals.BATCH)
+    full = rehearsals.rehearse(job, model, evaluation=rehearsals.BATCH, shortening=lambda kinds: whole(len(kinds)))
     found, expected = peaks(repeated), peaks(full)
     # Clipping stacks a list of norms, one for each trained weight of the short model: 4 bytes and a copy for each
     # that was left out.

@@ -106,6 +106,24 @@ def test_without_an_adapter_every_weight_is_trained() -> None:
     assert trained_parameters(model) == 1_967_808
 
 
+@pytest.mark.parametrize("kind", ["nf4", "int8", "none"])
+def test_dora_starts_as_its_base_and_keeps_the_scales_of_the_weights_it_reads(kind: str) -> None:
+    """Its magnitudes are the norms of the dequantized rows; reading them leaves a quantized base as it was."""
+    plain = base(kind)
+    expected = logits(plain)
+    model = attach(plain, AdapterSection(rank=4, dora=True), BASE, seed=1)
+    assert (logits(model) - expected).norm() < 1e-4 * expected.norm()
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.02)
+    moved = logits(model)
+    assert (moved - expected).norm() > 0.01 * expected.norm()
+    model.train()(input_ids=IDS, labels=IDS).loss.backward()
+    magnitudes = [one.grad for name, one in trained(model).items() if "magnitude" in name]
+    assert all(gradient.abs().sum() > 0 for gradient in magnitudes)
+    assert torch.equal(logits(model), moved)
+
+
 # -- activation checkpointing ------------------------------------------------------------------------------------------
 
 

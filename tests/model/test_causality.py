@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from finetune.errors import ArtifactError, NumbersError
 from finetune.model import causality
+from finetune.settings import CHOICES
 from finetune.training.collator import Inputs, for_model
 
 # Rows of 9 and 4 tokens, padded on the right.
@@ -101,6 +103,35 @@ def test_cudnn_attention_is_off_within_the_block_and_then_as_before() -> None:
     with libraries.without_cudnn_attention():
         assert not torch.backends.cuda.cudnn_sdp_enabled()
     assert torch.backends.cuda.cudnn_sdp_enabled() == before
+
+
+def test_cudnn_attention_is_off_wherever_a_model_runs_outside_of_training() -> None:
+    from datasets import Dataset
+
+    from finetune.config import Config, ModelSection
+    from finetune.export import proof
+    from finetune.model.generation import answer
+    from finetune.model.tokenizer import load_tokenizer
+    from finetune.training.evaluation import held_out_loss
+
+    given = {"data": {"train": "rows.jsonl"}, "model": {"tokenizer": "builtin:tiny-llama"}}
+    tokenizer = load_tokenizer(ModelSection(tokenizer="builtin:tiny-llama"))
+    config = AutoConfig.for_model("llama", **{**SHARED, "vocab_size": len(tokenizer)})
+    model = AutoModelForCausalLM.from_config(config).eval()
+    assert torch.backends.cuda.cudnn_sdp_enabled(), "as torch has it"
+    seen: list[bool] = []
+    model.model.register_forward_hook(lambda *_: seen.append(torch.backends.cuda.cudnn_sdp_enabled()))
+    rows = Dataset.from_dict({"input_ids": [[5, 6, 7, 8]], "labels": [[5, 6, 7, 8]]})
+
+    def runs(work: Callable[[], object]) -> None:
+        seen.clear()
+        work()
+        assert seen
+        assert not any(seen)
+
+    runs(lambda: proof.logits(model, [[5, 6, 7]]))
+    runs(lambda: answer(model, tokenizer, [5, 6, 7], 2))
+    runs(lambda: held_out_loss(model, tokenizer, rows, Config.model_validate(given, context={"choices": CHOICES})))
 
 
 def test_a_model_with_few_positions_is_asked_within_them() -> None:

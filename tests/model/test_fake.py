@@ -55,6 +55,30 @@ def test_weights_and_quantization_states_have_the_bytes_of_real_ones(
     assert found == expected
 
 
+@pytest.mark.parametrize("name", ["llama", "mixture"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_a_4_bit_weight_is_dequantized_to_the_type_that_a_real_one_is(dtype: torch.dtype, name: str) -> None:
+    section = QuantizationSection(kind="nf4")
+    found, expected = (
+        {path: state.dtype for path, one in model.named_parameters() if (state := getattr(one, "quant_state", None))}
+        for model in (faked(section, name, dtype), real(section, name, dtype))
+    )
+    assert found == expected
+    assert set(found.values()) == {dtype}
+
+
+@pytest.mark.parametrize("kind", ["nf4", "int8", "none"])
+def test_dora_reads_a_fake_weight_as_it_reads_a_real_one(kind: Any) -> None:
+    from peft.tuners.lora import dora
+
+    section = QuantizationSection(kind=kind)
+    expected = dora.dequantize_module_weight(real(section).model.layers[0].mlp.up_proj)
+    with fake.for_dora():
+        found = dora.dequantize_module_weight(faked(section).model.layers[0].mlp.up_proj)
+    assert isinstance(found, FakeTensor)
+    assert (found.shape, found.dtype) == (expected.shape, expected.dtype)
+
+
 def test_a_weight_that_is_no_multiple_of_a_block_has_its_bytes_too() -> None:
     import bitsandbytes as bnb
 

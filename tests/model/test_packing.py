@@ -50,7 +50,9 @@ def model(request: pytest.FixtureRequest) -> Any:
 
 
 def packed(rows: list[list[int]]) -> dict[str, Any]:
-    return MicroBatches(MicroBatching(1, 1000, packed=True), 0).micro_batch([{"input_ids": row} for row in rows])
+    return MicroBatches(MicroBatching(1, 1000, packed=True), 0).micro_batch(
+        [{"input_ids": row, "labels": row} for row in rows]
+    )
 
 
 ROWS = st.lists(st.lists(st.integers(3, 63), min_size=1, max_size=12), min_size=1, max_size=5)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import itertools
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from finetune.data.batching import MicroBatching
 from finetune.data.chat import IGNORE
@@ -51,6 +53,21 @@ def held(inputs: Inputs) -> list[Held]:
         labels[row, span] = IGNORE
     assert torch.all(labels == IGNORE), "no padding is trained"
     return found
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_rows_are_collated_to_the_tensors_that_trl_makes_of_them(packed: bool) -> None:
+    rows = [{"input_ids": list(range(n)), "labels": [IGNORE, *range(1, n)], "length": n} for n in (700, 3, 512)]
+    expected = DataCollatorForLanguageModeling(pad_token_id=PAD, padding_free=packed)(rows)
+    found = MicroBatches(MicroBatching(3, packed=packed), PAD).micro_batch(rows)
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert type(found[name]) is type(value)
+        if isinstance(value, torch.Tensor):
+            assert found[name].dtype == value.dtype
+            assert torch.equal(found[name], value)
+        else:
+            assert found[name] == value
 
 
 def test_each_half_of_a_split_is_padded_to_its_own_longest_row_and_the_first_has_the_odd_one() -> None:

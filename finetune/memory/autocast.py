@@ -1,0 +1,111 @@
+"""CUDA's autocast for tensors of a CPU: which operators compute in float32 depends on the device.
+
+A trace runs on fake CPU tensors. The operators that autocast puts into 16 bit are the same on both devices, among
+those that a language model calls; but CUDA's autocast puts some into float32, such as `pow`, `rsqrt`, `softmax` and
+`layer_norm`, that a CPU's leaves in 16 bit (torch 2.13, aten/src/ATen/autocast_mode.h and autocast_mode.cpp).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+# Policy `fp32`: 16-bit inputs become float32.
+FLOAT32 = (
+    "acos", "asin", "cosh", "erfinv", "exp", "expm1", "log", "log10", "log2", "log1p", "reciprocal", "rsqrt", "sinh",
+    "tan", "pow.Tensor_Scalar", "pow.Tensor_Tensor", "pow.Scalar", "softplus", "layer_norm", "native_layer_norm",
+    "rms_norm", "group_norm", "frobenius_norm.dim", "nuclear_norm", "nuclear_norm.dim", "cosine_similarity", "dist",
+    "pdist", "renorm", "logsumexp",
+)  # fmt: skip
+# Policy `fp32_set_opt_dtype`: the result is float32 where the call names no type; the input stays as it is.
+FLOAT32_RESULT = (
+    "softmax.int", "log_softmax.int", "cumprod", "cumsum", "linalg_vector_norm", "linalg_matrix_norm",
+    "linalg_matrix_norm.str_ord", "sum", "sum.dim_IntList",
+)  # fmt: skip
+# Policy `fp32_append_dtype`: the same by another overload, which takes the type.
+FLOAT32_OVERLOAD = {"norm.Scalar": "ScalarOpt_dtype", "norm.ScalarOpt_dim": "ScalarOpt_dim_dtype"}
+# Policy `promote`: inputs of several types take the widest.
+WIDEST = ("addcdiv", "addcmul", "atan2", "bilinear", "cross", "dot", "vdot", "index_put", "tensordot", "scatter_add")
+
+_HALVES = (torch.bfloat16, torch.float16)
+
+
+@contextlib.contextmanager
+def as_on_cuda() -> Iterator[None]:
+    """Within the block autocast casts CPU tensors as it casts those of CUDA."""
+    kernels = {
+        **{name: _in_float32(_operator(name)) for name in FLOAT32},
+        **{name: _to_float32(_operator(name)) for name in FLOAT32_RESULT},
+        **{name: _by_overload(name, overload) for name, overload in FLOAT32_OVERLOAD.items()},
+        **{name: _in_widest(_operator(name)) for name in WIDEST},
+    }
+    library = torch.library.Library("aten", "IMPL", "AutocastCPU")
+    try:
+        for name, kernel in kernels.items():
+            library.impl(name, kernel)
+        yield
+    finally:
+        library._destroy()
+
+
+def _operator(name: str) -> Any:
+    packet, _, overload = name.partition(".")
+    return getattr(getattr(torch.ops.aten, packet), overload or "default")
+
+
+def _in_float32(operator: Any) -> Callable[..., Any]:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with _once():
+            return operator(*map(_wide, args), **kwargs)
+
+    return call
+
+
+def _to_float32(operator: Any) -> Callable[..., Any]:
+    place = [argument.name for argument in operator._schema.arguments].index("dtype")
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        named = args[place] if len(args) > place else kwargs.get("dtype")
+        if named is None and args[0].dtype in _HALVES:
+            args, kwargs = args[:place], {**kwargs, "dtype": torch.float32}
+        with _once():
+            return operator(*args, **kwargs)
+
+    return call
+
+
+def _by_overload(name: str, overload: str) -> Callable[..., Any]:
+    operator, typed = _operator(name), getattr(torch.ops.aten.norm, overload)
+    arguments = operator._schema.arguments
+    left_out = {argument.name: argument.default_value for argument in arguments if argument.has_default_value()}
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with _once():
+            if args[0].dtype not in _HALVES:
+                return operator(*args, **kwargs)
+            given = dict(zip((argument.name for argument in arguments), args, strict=False))
+            return typed(**{**left_out, **given, **kwargs}, dtype=torch.float32)
+
+    return call
+
+
+def _in_widest(operator: Any) -> Callable[..., Any]:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if any(isinstance(value, torch.Tensor) and value.dtype is torch.float32 for value in args):
+            args = tuple(map(_wide, args))
+        with _once():
+            return operator(*args, **kwargs)
+
+    return call
+
+
+def _wide(value: Any) -> Any:
+    return value.float() if isinstance(value, torch.Tensor) and value.dtype in _HALVES else value
+
+
+def _once() -> Any:
+    """Let the operator go on to its own kernel, past autocast."""
+    return torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU))

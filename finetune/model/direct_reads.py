@@ -1,0 +1,110 @@
+"""Linear layers that are not what they seem: a model's code reads their weight itself, instead of calling them.
+
+Mamba multiplies by `dt_proj.weight` and hands `out_proj.weight` to a fused kernel; Gemma 3n clamps the weight of
+`prediction_coefs` in place. Such a layer cannot be quantized, because the code would read packed bytes, and an adapter
+on it would not be trained, because PEFT adds it in the layer's own forward pass. The same goes for a subclass of
+`nn.Linear` that computes something else, such as the grouped projection of DeepSeek V4.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from finetune import libraries
+from finetune.model import experts
+
+_PROBE_TOKENS = 4
+
+
+def names(model: Any) -> frozenset[str]:
+    """The full names of these layers in `model`, by a forward pass over a few tokens as in training.
+
+    The first call must come before the model is quantized, and may come while it is on the meta device; its answer is
+    kept on the model.
+    """
+    known: frozenset[str] | None = getattr(model, "_direct_reads", None)
+    if known is None:
+        known = model._direct_reads = _probe(model)
+    return known
+
+
+def _probe(model: Any) -> frozenset[str]:
+    from transformers import masking_utils
+
+    head = model.get_output_embeddings()
+    linear = {
+        name: module for name, module in model.named_modules() if isinstance(module, nn.Linear) and module is not head
+    }
+    read: set[nn.Linear] = set()
+    was_training = model.training
+    devices = [model.device] if model.device.type == "cuda" else []
+    with (
+        torch.random.fork_rng(devices),
+        torch.no_grad(),
+        # As for an exported graph: no mask is left out for what the data says.
+        libraries.replaced(masking_utils, "is_tracing", lambda tensor=None: True),
+        _watched(list(linear.values()), read),
+        _without_experts(model),
+    ):
+        model.train()
+        # Code that looks into data ends the pass on the meta device. What was read in the layers before is known.
+        with contextlib.suppress(Exception):
+            model(input_ids=torch.zeros(1, _PROBE_TOKENS, dtype=torch.long, device=model.device), use_cache=False)
+        model.train(was_training)
+    # Alike layers do alike, also those behind the one in which the pass ended.
+    kinds = {_kind(model, name) for name, module in linear.items() if module in read}
+    return frozenset(name for name in linear if _kind(model, name) in kinds)
+
+
+def _kind(model: nn.Module, name: str) -> tuple[type, str]:
+    """The class of the module that holds a layer, and the layer's name there."""
+    parent, _, last = name.rpartition(".")
+    return type(model.get_submodule(parent)), last
+
+
+@contextlib.contextmanager
+def _watched(layers: list[nn.Linear], read: set[nn.Linear]) -> Iterator[None]:
+    """Within the block, add to `read` each of `layers` whose weight is read outside its own forward pass, or whose
+    pass gives no linear layer's output.
+    """
+    classes = {layer: type(layer) for layer in layers}
+    inside: set[nn.Linear] = set()
+
+    def weight(layer: Any) -> Any:
+        if layer not in inside:
+            read.add(layer)
+        return layer._parameters["weight"]
+
+    def forward(layer: Any, *args: Any, **kwargs: Any) -> Any:
+        inside.add(layer)
+        try:
+            output = classes[layer].forward(layer, *args, **kwargs)
+        finally:
+            inside.discard(layer)
+        if output.shape != (*args[0].shape[:-1], layer.out_features):
+            read.add(layer)
+        return output
+
+    patch = {"weight": property(weight), "forward": forward}
+    watching = {known: type(known.__name__, (known,), patch) for known in set(classes.values())}
+    for layer, known in classes.items():
+        layer.__class__ = watching[known]
+    try:
+        yield
+    finally:
+        for layer, known in classes.items():
+            layer.__class__ = known
+
+
+@contextlib.contextmanager
+def _without_experts(model: nn.Module) -> Iterator[None]:
+    """Within the block experts return zeros: which token goes to which of them is not known on the meta device."""
+    with contextlib.ExitStack() as stack:
+        for known in {type(module) for _, module, _ in experts.weights(model)}:
+            stack.enter_context(libraries.replaced(known, "forward", lambda self, hidden, *_: torch.zeros_like(hidden)))
+        yield

@@ -1,0 +1,20 @@
+"""The smallest of Triton's kernels, by which it is tried whether kernels can be built and started here.
+
+Importing this module needs Triton.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+
+
+@triton.jit
+def _nothing(number):
+    pass
+
+
+def run() -> None:
+    """Build the kernel and run it on the current GPU, without memory of its own. Raises whatever goes wrong."""
+    _nothing[(1,)](7)
+    torch.cuda.synchronize()

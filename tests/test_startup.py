@@ -1,0 +1,110 @@
+"""What a command loads before it says something: libraries that take seconds to import come after its first line."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from finetune import libraries
+
+TINY = Path(__file__).parent.parent / "configs" / "tiny_cpu.yaml"
+SLOW = ("torch", "transformers", "datasets", "peft", "trl", "accelerate", "bitsandbytes", "numpy", "matplotlib")
+
+# Runs the command of its arguments, and tells which modules were there at the first line of output and at the end.
+WATCHED = """
+import json, sys
+
+class Watched:
+    modules = None
+
+    def __init__(self, stream):
+        self._stream = stream
+
+    def write(self, text):
+        Watched.modules = Watched.modules or sorted(sys.modules)
+        return self._stream.write(text)
+
+    def __getattr__(self, name):
+        return getattr(self._stream, name)
+
+told = sys.argv.pop(1)
+sys.stdout, sys.stderr = Watched(sys.stdout), Watched(sys.stderr)
+from finetune import cli
+try:
+    cli.main()
+finally:
+    with open(told, "w") as file:
+        json.dump({"at_first_line": Watched.modules, "at_the_end": sorted(sys.modules)}, file)
+"""
+
+
+@dataclass(frozen=True)
+class Told:
+    """A command that ended: its exit code, its first line, and the modules loaded by then and at its end."""
+
+    exit_code: int
+    first_line: str
+    at_first_line: set[str]
+    at_the_end: set[str]
+
+
+def watched(folder: Path, *arguments: Any) -> Told:
+    told = folder / "modules.json"
+    command = [sys.executable, "-c", WATCHED, told, *arguments]
+    ended = subprocess.run([str(part) for part in command], cwd=folder, capture_output=True, text=True)
+    assert "Traceback" not in ended.stderr
+    modules = {name: set(found) for name, found in json.loads(told.read_text()).items()}
+    return Told(ended.returncode, (ended.stdout or ended.stderr).splitlines()[0], **modules)
+
+
+@pytest.mark.parametrize(
+    ("code", "arguments"),
+    [
+        (0, ["--help"]),
+        (0, ["plan", "--help"]),
+        (0, ["schema"]),
+        (0, ["schema", "--markdown"]),
+        *((2, [command, TINY, "training.steps=2"]) for command in ("train", "data", "plan", "fit")),
+        *((7, [command, "no run"]) for command in ("merge", "eval", "report")),
+        (7, ["generate", "no run", "--prompt", "?"]),
+    ],
+    ids=lambda value: " ".join(map(str, value)).replace(str(TINY), "CONFIG") if isinstance(value, list) else None,
+)
+def test_what_needs_no_model_ends_without_the_libraries_of_one(code: int, arguments: list[Any], tmp_path: Path) -> None:
+    ended = watched(tmp_path, *arguments)
+    assert ended.exit_code == code
+    assert ended.at_the_end.isdisjoint(SLOW)
+
+
+@pytest.mark.parametrize(("command", "gpu", "code"), [("plan", "24GiB", 0), ("fit", "a card that is none", 2)])
+def test_a_forecast_says_what_it_is_of_before_it_loads_the_libraries(
+    command: str, gpu: str, code: int, tmp_path: Path
+) -> None:
+    ended = watched(tmp_path, command, TINY, "data.train=someone/rows", "data.max_length=64", "--gpu", gpu)
+    assert ended.exit_code == code
+    assert ended.first_line.startswith(f"{command} of {TINY}: builtin:tiny-llama")
+    assert "LoRA of rank" in ended.first_line
+    assert ended.at_first_line.isdisjoint(SLOW)
+    # What its libraries offer and a forecast does not take: pictures, trackers, compilers, other trainers.
+    unneeded = {
+        "matplotlib", "scipy", "sklearn", "torchvision", "tensorboard", "wandb", "IPython", "triton",
+        "torch._inductor.compile_fx", "torch._inductor.scheduler", "torch._inductor.codegen",
+        "transformers.pipelines", "trl.trainer.dpo_trainer", "trl.trainer.grpo_trainer", "finetune.recipe",
+    }  # fmt: skip
+    assert ended.at_the_end.isdisjoint(unneeded)
+
+
+def test_models_are_listed_as_transformers_lists_them() -> None:
+    import transformers
+    from transformers.utils import import_utils
+
+    init = str(Path(transformers.__file__).parent / "models" / "__init__.py")
+    own = import_utils.define_import_structure.__wrapped__(init)
+    with libraries.models_listed_once():
+        assert import_utils.define_import_structure.__wrapped__(init) == own
