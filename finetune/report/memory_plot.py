@@ -196,10 +196,10 @@ class _Picture:
         x, height = self._peak_x, self._step_peak_bytes / self._unit_bytes
         self._axes.plot([x], [height], marker="o", markersize=5, color=_INK, linestyle="none")
         # Beside the point, where memory still grows or falls again; above it the reserved memory may be close.
-        offset, align = ((-8, 0), "right") if x > 0.25 else ((8, 0), "left")
+        offset, align = ((-8, 3), "right") if x > 0.25 else ((8, 3), "left")
         self._axes.annotate(
             f"peak {words.size(self._step_peak_bytes)}", (x, height), xytext=offset, textcoords="offset points",
-            ha=align, va="center", fontsize=10, color=_INK, bbox=_PAPER,
+            ha=align, va="top", fontsize=10, color=_INK, bbox=_PAPER,
         )  # fmt: skip
 
     @property
