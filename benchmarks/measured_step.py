@@ -7,8 +7,9 @@ each block that torch's CPU allocator hands out or takes back, and the running s
 weights, adapter, checkpointing and trainer are built by the project's own builders, two optimizer steps are trained,
 and the phases are those that the trainer tells its monitor.
 
-Not seen: what is not torch's own (oneDNN's and bitsandbytes' scratch, numpy, Python), which `--resident` measures
-from outside, and tensors made while libraries were imported (a few KiB), whose frees are not counted either.
+That includes oneDNN's scratch memory, which torch allocates for it. Not seen: what is not allocated through torch
+(bitsandbytes' own buffers, numpy, Python), which `--resident` measures from outside, and tensors made while libraries
+were imported (a few KiB), whose frees are not counted either.
 """
 
 from __future__ import annotations
