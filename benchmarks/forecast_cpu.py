@@ -83,6 +83,8 @@ ARCHITECTURES: dict[str, Architecture] = {
     "qwen3-moe-wide": _architecture(
         "qwen3_moe", 192, 3, (4, 2), 1024, head_dim=48, num_experts=32, num_experts_per_tok=2, moe_intermediate_size=384
     ),
+    "llama-110m": _architecture("llama", 768, 12, (12, 4), 32000, intermediate_size=2048),
+    "qwen2-120m": _architecture("qwen2", 768, 12, (12, 12), 32000, intermediate_size=2304),
     "mistral-120m": _architecture("mistral", 768, 12, (12, 4), 32000, sliding_window=None, **UNTIED),
 }
 
@@ -255,6 +257,7 @@ SETTINGS = (
         f"{_FULL} memory.checkpointing=none training.precision=fp32",
     ),
     # A wide model.
+    _S("wide nf4", "llama-wide", 256, 2, 1, "adapter.rank=64"),
     _S("wide, whole, sgd", "llama-wide", 64, 4, 1, f"{_FULL} optimizer.kind=sgd training.precision=fp32"),
     # A large vocabulary: the head decides.
     _S("32k nf4", "llama-32k", 256, 2),
@@ -276,6 +279,7 @@ SETTINGS = (
     _S("gemma2, no checkpointing", "gemma2", 256, 2, 1, "memory.checkpointing=none optimizer.kind=ademamix_8bit"),
     _S("gemma2 bf16, evaluated", "gemma2", 384, 1, 2, f"{_BF16} data.eval=rows adapter.rank=8"),
     _S("gemma3 nf4", "gemma3", 256, 2),
+    _S("gemma3 int8", "gemma3", 512, 1, 1, f"{_INT8} memory.checkpointing=none"),
     # Mistral: with a window shorter than the row, and without one.
     _S("mistral window, eager", "mistral", 256, 2, 1, "model.attention=eager memory.checkpointing=none"),
     _S("mistral fp32", "mistral-full", 256, 2, 2, f"{_FP32} optimizer.kind=adamw_32bit"),
@@ -314,6 +318,9 @@ SETTINGS = (
     ),
     _S("mixtral packed, evaluated", "mixtral", 128, 2, 1, f"data.packing=true {_BF16} data.eval=rows", padded=False),
     # Above 100 million parameters.
+    _S("110m nf4", "llama-110m", 256, 2, 1, "optimizer.kind=adamw_8bit", resident=True),
+    _S("120m int8, no checkpointing", "qwen2-120m", 256, 1, 1, f"{_INT8} memory.checkpointing=none", resident=True),
+    _S("110m bf16, evaluated", "llama-110m", 128, 2, 1, f"{_BF16} data.eval=rows adapter.rank=64", resident=True),
     _S("120m fp32, whole", "mistral-120m", 256, 1, 1, f"{_FULL} training.precision=fp32", resident=True),
     # Small tiles of logits: the layers decide. Each architecture once,
     *(_S(f"{name}, small tiles", name, 512, 1, 1, _SMALL_TILES) for name in SMALL if name != "small-llama-deep"),

@@ -76,7 +76,7 @@ _EXPECTED = {"llama": 12, _110M: 12, _120M: 12, _05B: 15, _06B: 16, _GEMMA: 17, 
 class Setting(forecast_cpu.Setting):
     """A job as in forecast_cpu.py, whose `architecture` may also be a name of the catalog.
 
-    `recorded`: keep the allocator's history. `expandable`: with expandable segments, a run's default.
+    `recorded`: keep the allocator's history. `expandable`: expandable segments where a run takes them, else never.
     """
 
     recorded: bool = False
@@ -497,7 +497,7 @@ def process_of(setting: Setting, on: str, recordings: Path, idle_bytes: int | No
         "--idle",
         str(idle_bytes or 0),
     ]
-    return Process(arguments, {"PYTORCH_ALLOC_CONF": f"expandable_segments:{setting.expandable}"})
+    return Process(arguments, {} if setting.expandable else {"PYTORCH_ALLOC_CONF": "expandable_segments:False"})
 
 
 def measure_apart(setting: Setting, on: str, recordings: Path, limit: float) -> dict[str, Any]:
@@ -521,7 +521,9 @@ def work(name: str, on: str, answer: Path, recordings: Path, idle_bytes: int) ->
     if on == "cuda" and not torch.cuda.is_available():
         answer.write_text(json.dumps({"error": "this machine has no CUDA device that torch can use"}))
         return
-    device = torch.device("cuda", torch.cuda.current_device()) if on == "cuda" else torch.device("cpu")
+    from finetune import recipe
+
+    device = recipe.this_device() if on == "cuda" else torch.device("cpu")  # settles what a run settles
     try:
         if name == "facts":
             found = facts(device)

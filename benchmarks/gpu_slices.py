@@ -95,7 +95,9 @@ class Work:
     def device(self) -> Any:
         import torch
 
-        return torch.device("cuda", torch.cuda.current_device()) if self.on == "cuda" else torch.device("cpu")
+        from finetune import recipe
+
+        return recipe.this_device() if self.on == "cuda" else torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -385,7 +387,10 @@ def profile(work: Work) -> Findings:
 
 def expandable(work: Work) -> Findings:
     """The 7B job with four rows a step, under each of the allocator's settings: what is reserved."""
-    for value in (True, False):
+    from finetune import segments
+
+    able = work.on == "cpu" or segments.supported(work.device.index)
+    for value in (True, False) if able else (False,):
         variables = {"PYTORCH_ALLOC_CONF": f"expandable_segments:{value}"}
         name = f"expandable-segments-{value}"
         yield name, _large_job(work, name, 4, {"training.max_steps": 4}, steps=4, variables=variables)

@@ -42,7 +42,7 @@ def _device(device: torch.device) -> dict[str, Any]:
         "total_bytes": properties.total_memory,
         "compute_capability": f"{properties.major}.{properties.minor}",
         "cuda": torch.version.cuda,
-        "expandable_segments": segments.grow(torch.cuda.current_device()),
+        "expandable_segments": segments.grow(torch.cuda.current_device() if device.index is None else device.index),
     }
 
 

@@ -164,6 +164,10 @@ def offline() -> Iterator[None]:
         yield
 
 
+DETERMINISTIC_CUBLAS = ":4096:8"
+"""`CUBLAS_WORKSPACE_CONFIG` of a deterministic run: eight buffers of 4096 KiB."""
+
+
 @contextlib.contextmanager
 def deterministic() -> Iterator[None]:
     """Within the block the same computation gives the same bits on a GPU, by slower kernels where others would not.
@@ -172,8 +176,9 @@ def deterministic() -> Iterator[None]:
     """
     import torch
 
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    os.environ.setdefault("FLASH_ATTENTION_DETERMINISTIC", "1")
+    variables = {"CUBLAS_WORKSPACE_CONFIG": DETERMINISTIC_CUBLAS, "FLASH_ATTENTION_DETERMINISTIC": "1"}
+    ours = variables.keys() - os.environ.keys()
+    os.environ.update({name: variables[name] for name in ours})
     before = torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.benchmark
     torch.use_deterministic_algorithms(True)
     torch.backends.cudnn.benchmark = False
@@ -182,13 +187,15 @@ def deterministic() -> Iterator[None]:
     finally:
         torch.use_deterministic_algorithms(before[0])
         torch.backends.cudnn.benchmark = before[1]
+        for name in ours:
+            del os.environ[name]
 
 
 @contextlib.contextmanager
 def without_cudnn_attention() -> Iterator[None]:
     """Within the block scaled_dot_product_attention takes its flash and memory-efficient kernels, never cuDNN's.
 
-    So it is wherever a model runs: a loss and an answer are then by the kernels that trained.
+    It is used wherever a model runs, so that evaluation and generation use the same kernels as training.
 
     torch prefers cuDNN's on compute capability 9 and 10, whose backward pass gives NaN gradients of the queries with a
     mask, at lengths of 64 modulo 128 (pytorch/pytorch#196678, huggingface/trl#7181).
@@ -232,30 +239,29 @@ def correct_dequantization() -> Any:
 
 @functools.cache
 def triton_obstacle() -> str | None:
-    """Why Triton cannot run its kernels on the GPU here, in one clause; None where it can. Tried once in a process.
+    """Why Triton cannot run its kernels on the GPU here, in one clause; None where it can. Cached for the process.
 
     Triton builds a part of itself with a C compiler when its first kernel starts (triton, runtime/build.py), which a
     slim container or a cluster's node may lack. TRL's loss has Triton kernels, and so has torch's product of a column
     by a row, which every rotary embedding is (torch 2.13, torch/_native/ops/bmm_outer_product).
     """
-    import torch
-
     try:
         from finetune import triton_probe
 
         triton_probe.run()
-    except torch.OutOfMemoryError:
-        return None  # a full card says nothing of the compiler
     except Exception as error:  # no compiler, no Python.h, no place for the cache, a card that Triton does not know
+        if "out of memory" in str(error):
+            return None  # a full card says nothing of the compiler
         first = (str(error).splitlines() or [""])[0]
         return f"{type(error).__name__}: {first[:160]}"
     return None
 
 
 def without_triton() -> None:
-    """From here on no computation on a GPU takes Triton's kernels: torch's and TRL's take torch's own operators.
+    """From here on TRL's loss and torch's products use torch's own operators on a GPU instead of Triton's kernels.
 
-    TRL's loss goes on leaving out the places without a label, as it does with its kernels (trl 1.16).
+    TRL's loss still scores labelled positions only, as it does with its kernels (trl 1.16). Kernels that a model takes
+    from other packages, such as mamba-ssm's, are not affected.
     """
     from torch import backends
     from trl.kernels import chunked_logprob

@@ -6,7 +6,7 @@ needs no network; of any other the config is fetched.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -61,20 +61,23 @@ class Planner:
         return max(found, key=lambda each: each.needed_bytes)
 
     def _forecast(self, config: Config, batch: Batch, held_out: Batch | None) -> Forecast:
+        device = self.device
+        if config.training.deterministic and not device.cublas_workspace:
+            device = replace(device, cublas_workspace=libraries.DETERMINISTIC_CUBLAS)
         implementation = attention.planned(
-            config.model.attention, self.architecture, self.device.type, config.training.precision,
+            config.model.attention, self.architecture, device.type, config.training.precision,
             packed=config.data.packing,
         )  # fmt: skip
-        capability = self.device.capability if self.device.type == "cuda" else None
+        capability = device.capability if device.type == "cuda" else None
         if not batch.padded and not has_flash(config.training.precision, capability):
             # Without flash attention, heads that share keys take PyTorch's plain products, scores and all.
             shared = getattr(self.architecture.get_text_config(), "num_key_value_heads", None)
             if shared not in (None, self.architecture.get_text_config().num_attention_heads):
                 implementation = packing.EAGER if batch.packed else "eager"
-        trace = rehearse(config, self.architecture, batch, held_out, self.device, implementation)
+        trace = rehearse(config, self.architecture, batch, held_out, device, implementation)
         return forecast.make(
             trace,
-            self.device,
+            device,
             batch,
             implementation,
             micro_batches=max(1, per_step(config.training.batch_size, _way(config), batch) // processes.count()),

@@ -149,7 +149,7 @@ class _Training:
         bounds.check_tokenizer(tokenizer, architecture, config.model)
         implementation, reason = _attention(config, architecture, device)
         mixture = _outline(config, architecture, implementation)
-        planning.try_out(config, architecture, device)
+        processes.first_does(lambda: planning.try_out(config, architecture, device))
         data = data_prepare.prepare(config.data, tokenizer)
         if data.warning and config.training.early_stopping:
             raise DataError(f"`training.early_stopping` needs held-out rows; {data.warning}")

@@ -29,12 +29,12 @@ def grow(gpu: int) -> bool:
 
 
 def grow_elsewhere() -> bool:
-    """Whether they are taken to grow on a card that is not here: as settings say, else as every CUDA driver can."""
+    """Whether to assume growing segments on a card that is not in this machine: as set here, by default yes."""
     return _says(asked()) if asked() else True
 
 
 def asked() -> str:
-    """The allocator's settings, by the environment or by a call; empty where there are none."""
+    """The allocator's settings, from the environment or, where torch can be asked, from a call; empty without any."""
     if told := getattr(torch._C, "_accelerator_getAllocatorSettings", None):
         return str(told())
     return os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or ""  # torch 2.11

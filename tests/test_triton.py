@@ -27,6 +27,7 @@ from finetune.doctor import machine
 from finetune.errors import MachineError
 from finetune.memory import device as devices
 from finetune.memory import forecast
+from finetune.memory.exhausted import is_out_of_memory
 from finetune.model import attention
 
 NO_COMPILER = RuntimeError(
@@ -116,9 +117,11 @@ def test_a_missing_triton_is_an_obstacle(triton) -> None:
     assert "No module named 'triton'" in str(libraries.triton_obstacle())
 
 
-def test_a_full_card_is_no_obstacle(triton) -> None:
-    triton(torch.OutOfMemoryError("CUDA out of memory."))
+def test_a_full_card_is_no_obstacle_but_out_of_memory(triton) -> None:
+    full = RuntimeError("Triton Error [CUDA]: out of memory")  # third_party/nvidia/backend/driver.c, CUDA_CHECK
+    triton(full)
     assert libraries.triton_obstacle() is None
+    assert is_out_of_memory(full)
 
 
 # -- going on without --------------------------------------------------------------------------------------------------

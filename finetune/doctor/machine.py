@@ -1,4 +1,4 @@
-"""What a job would find on this machine. Looks and tells; nothing is connected to or changed."""
+"""What a job would find on this machine. Nothing is connected to, and nothing changed but Triton's cache of kernels."""
 
 from __future__ import annotations
 

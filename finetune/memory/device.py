@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import re
 import time
 from dataclasses import dataclass
@@ -40,12 +41,17 @@ class Device:
     capability: tuple[int, int] = (0, 0)
     expandable_segments: bool = False
     """Whether the caching allocator's segments grow there (`segments`)."""
+    cublas_workspace: str = ""
+    """`CUBLAS_WORKSPACE_CONFIG` there."""
     triton: bool = True
     """Whether Triton's kernels run there; where not, the loss takes torch's own operators (`libraries`)."""
 
     @property
     def room_bytes(self) -> int:
-        """What the caching allocator may reserve: the budget without the context. `inspect.cap` holds it to as much."""
+        """What the caching allocator may reserve: the budget without the context.
+
+        `inspect.cap` holds it to as much where `memory.limit` is what bounds the budget.
+        """
         return self.budget_bytes - self.outside_bytes
 
     @property
@@ -55,7 +61,7 @@ class Device:
     @property
     def workspace_bytes(self) -> int:
         """Library workspaces inside the caching allocator."""
-        return kernels.workspace_bytes(self.capability) if self.type == "cuda" else 0
+        return kernels.workspace_bytes(self.capability, self.cublas_workspace) if self.type == "cuda" else 0
 
 
 # A CUDA kernel's launch through PyTorch's dispatcher; below it a step is bound by the host, not by the card.
@@ -147,6 +153,7 @@ def _present(budget: int | None) -> Device:
         call_seconds=_CUDA_CALL_SECONDS,
         capability=(properties.major, properties.minor),
         expandable_segments=segments.grow(torch.cuda.current_device()),
+        cublas_workspace=os.environ.get("CUBLAS_WORKSPACE_CONFIG", ""),
         triton=libraries.triton_obstacle() is None,
     )
 

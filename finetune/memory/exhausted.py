@@ -55,7 +55,7 @@ def told_of_merge(run: RunDirectory) -> Iterator[None]:
 # torch's own allocator.
 _SAID = (
     "DefaultCPUAllocator", "Cannot allocate memory", "std::bad_alloc", "CUBLAS_STATUS_ALLOC_FAILED",
-    "CUDA error: out of memory",
+    "CUDA error: out of memory", "Triton Error [CUDA]: out of memory",
 )  # fmt: skip
 
 

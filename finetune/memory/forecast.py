@@ -240,9 +240,10 @@ class _Replay:
         self._play(self._trace.runs[last:])
 
     def _warm_up(self, allocator: CachingAllocator) -> None:
-        """A block as large as the base, freed at once: its segment is what the weights are cut from.
+        """A block as large as the base, freed at once: the weights are then allocated from its segment.
 
-        (transformers 5.23, modeling_utils.py `caching_allocator_warmup`, `get_total_byte_count`.)
+        (transformers 5.23, modeling_utils.py `caching_allocator_warmup`, `get_total_byte_count`. Its ceiling, 1.2 GiB
+        less than the card has, is left out.)
         """
         allocator.free(allocator.allocate(sum(self._sizes("base_weights")) // 2 * 2))
 

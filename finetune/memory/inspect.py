@@ -21,7 +21,7 @@ def cap(limit_bytes: int | None, device: torch.device) -> None:
 
     More is out of memory, as on a smaller card. The CUDA context counts, as it does in a forecast's budget (see
     `Device.room_bytes`), so what the caching allocator may reserve is the rest; where its segments grow, torch counts
-    the request and maps whole pages, up to 18 MiB more, which the bound for the context has room for. Managed memory
+    the request and maps whole pages, up to 18 MiB more, which fits within the allowance for the context. Managed memory
     (paged optimizer states) is not counted by it (torch.cuda.set_per_process_memory_fraction). Raises OutOfMemoryError
     where the context alone takes the limit.
     """

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -86,13 +87,16 @@ def cuda(capability: tuple[int, int]) -> Kernels:
     )
 
 
-def workspace_bytes(capability: tuple[int, int]) -> int:
+def workspace_bytes(capability: tuple[int, int], setting: str = "") -> int:
     """cuBLAS's workspace, one for the thread of the forward pass and one for autograd's.
 
-    It comes from the caching allocator, belongs to a (handle, stream) pair and stays; a handle belongs to a thread.
-    cuBLASLt shares it. (torch 2.13, aten/src/ATen/cuda/CublasHandlePool.cpp, `parseChosenWorkspaceSize`,
-    `getNewWorkspace`, `setWorkspaceForHandle`: 4096 KiB x 2 + 16 KiB x 8, and 32 MiB on 9.x, 10.x and 12.x.)
+    `setting` is that of `CUBLAS_WORKSPACE_CONFIG`, pairs of KiB and number of buffers such as `:4096:8`. It comes from
+    the caching allocator, belongs to a (handle, stream) pair and stays; a handle belongs to a thread. cuBLASLt shares
+    it. (torch 2.13, aten/src/ATen/cuda/CublasHandlePool.cpp, `parseChosenWorkspaceSize`, `getNewWorkspace`,
+    `setWorkspaceForHandle`: 4096 KiB x 2 + 16 KiB x 8, and 32 MiB on 9.x, 10.x and 12.x.)
     """
+    if pairs := re.findall(r":(\d+):(\d+)", setting):
+        return 2 * 1024 * sum(int(size) * int(count) for size, count in pairs)
     return 2 * (32 * 2**20 if capability[0] in (9, 10, 12) else (4096 * 2 + 16 * 8) * 1024)
 
 
@@ -102,9 +106,10 @@ def context_bytes(multiprocessors: int) -> int:
     Read from out-of-memory messages (memory in use by the process, less what the allocator reserved) with CUDA 12 and
     13: 104 to 135 MiB on a T4 (40 multiprocessors), 236 on an L4 (58), 307 to 325 on an RTX 3090 (82), 420 to 504 on
     an A100 (108), 450 to 503 on an RTX 4090 (128), 525 on an H200 (132), 429 on an RTX 6000 Ada (142), 712 on a B200
-    (148), 499 on an RTX 5090 (170). None is above 5 MiB a multiprocessor.
+    (148), 499 on an RTX 5090 (170). None is above 5 MiB a multiprocessor. A slice of a card (MIG) loads the same
+    kernels, so it counts as no smaller than the smallest card read.
     """
-    return 5 * 2**20 * multiprocessors
+    return 5 * 2**20 * max(multiprocessors, 40)
 
 
 def gradient_buckets(sizes: Sequence[int]) -> list[int]:
@@ -371,7 +376,7 @@ def _on_cuda() -> Iterator[None]:
 
 
 def _asked_about_cuda() -> contextlib.AbstractContextManager[None]:
-    """Asked without a device, torch tells of CUDA's autocast; so ask PEFT (lora/bnb.py) and Nemotron in transformers.
+    """Without an argument `torch.is_autocast_enabled` answers for CUDA: so PEFT (lora/bnb.py) and Nemotron call it.
 
     On a CPU the trace computes under the CPU's autocast, which then is the answer.
     """

@@ -8,7 +8,6 @@ the attributes that bitsandbytes' layers look for.
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -114,13 +113,8 @@ def shape(weight: Any) -> torch.Size:
     return weight.quant_state.shape if hasattr(weight, "quant_state") else weight.shape
 
 
-def values(weight: Any) -> int:
-    """How many values a quantized weight stands for."""
-    return math.prod(shape(weight))
-
-
 def quantize(full: torch.Tensor, section: QuantizationSection) -> None:
-    """Do once more what makes a quantized weight out of `full`; for its memory, the result is dropped."""
+    """Quantize `full` for the memory that this takes; the result is discarded."""
     from bitsandbytes import functional
 
     if section.kind == "int8":

@@ -52,6 +52,8 @@ def choose_gpu() -> None:
     """
     if not torch.cuda.is_available():
         return
+    if count() > 1 and "LOCAL_RANK" not in os.environ:
+        raise MachineError("WORLD_SIZE is set and LOCAL_RANK is not; start several processes with torchrun")
     gpu, visible = (int(os.environ["LOCAL_RANK"]) if count() > 1 else 0), torch.cuda.device_count()
     if gpu >= visible:
         raise MachineError(
@@ -62,7 +64,7 @@ def choose_gpu() -> None:
 
 
 def idle_gpus() -> str | None:
-    """Where this process leaves visible GPUs idle: how many there are, which one it uses, and how to use them all."""
+    """A note for a single process that leaves visible GPUs idle, or None."""
     if count() > 1 or not torch.cuda.is_available() or torch.cuda.device_count() == 1:
         return None
     visible, used = torch.cuda.device_count(), torch.cuda.current_device()

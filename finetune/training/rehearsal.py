@@ -80,7 +80,7 @@ def _rehearse(
         rehearsal.make_optimizer_states()
         rehearsal.step(train)
         if evaluation:
-            rehearsal.evaluate(evaluation)
+            rehearsal.evaluate(evaluation, train)
         trace = unroll(recorder.trace(), rehearsal.shortened)
         return replace(
             trace,
@@ -282,6 +282,9 @@ class _Rehearsal:
     def make_optimizer_states(self) -> None:
         """The optimizer's first step, on gradients of zeros."""
         self.recorder.phase = "optimizer"
+        if self._device.type == "cpu":  # on a card they are made on the host, and moved with the first 8-bit state
+            for code in getattr(self._trainer.optimizer.optimizer, "name2qmap", {}).values():
+                self.recorder.keep(code, "optimizer_states")
         self._make_gradients()
         self._update()
         self._model.zero_grad(set_to_none=True)
@@ -314,12 +317,18 @@ class _Rehearsal:
             self.recorder.keep(value, "activations")
         return made
 
-    def evaluate(self, batch: Batch) -> None:
-        """The held-out loss of one batch."""
+    def evaluate(self, batch: Batch, train: Batch) -> None:
+        """The held-out loss of one batch, beside the micro-batches of the step `train`, which the loop still holds."""
         self.recorder.phase = "evaluation"
+        held = self._like(self._inputs(train), per_step(self._rows, self._way, train))
+        if self._device.type == "cpu":
+            with self._mode:
+                held.append(torch.empty_like(torch.get_rng_state()))  # `RandomState`, which the trainer puts back
+            self.recorder.keep(held[-1], "activations")
         inputs = self._inputs(batch)
         with self._recording():
             summed_loss(self._trainer.model, [[inputs]], masked=self._trainer.masked)
+        del held
 
     @contextlib.contextmanager
     def _recording(self) -> Iterator[None]:

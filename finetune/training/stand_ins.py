@@ -101,7 +101,7 @@ def _one_process() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _loss_on_cuda(triton: bool) -> Iterator[None]:
-    """TRL's tiled loss on places with a label alone, with its Triton kernels, which work in place (trl 1.16).
+    """TRL's tiled loss, only on labelled positions, with its Triton kernels, which work in place (trl 1.16).
 
     Without `triton` it is as `libraries.without_triton` leaves it: the same tiles, folded by torch's operators.
     """

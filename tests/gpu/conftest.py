@@ -17,6 +17,7 @@ import on_cpu
 import pytest
 import torch
 
+from finetune import recipe
 from finetune.config import Config
 from finetune.memory import kernels
 from finetune.settings import load_config
@@ -28,6 +29,9 @@ DEVICE = torch.device(os.environ.get("FINETUNE_GPU_TESTS_ON", "cuda:0"))
 
 # cuBLAS reads it before the process's first product; later runs here are deterministic.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
+if DEVICE.type == "cuda" and torch.cuda.is_available():
+    recipe.this_device()  # settles what a run settles: the allocator's segments, and Triton where it cannot be built
 
 _SENTENCES = (
     "The lake was still, and the boat lay where we had left it.",

@@ -122,8 +122,10 @@ def test_a_cap_that_is_too_small_ends_with_exit_code_6_and_a_snapshot(
     cuda: torch.device,
     tmp_path: Path,
     room_bytes: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    # In a process of its own: the cap holds for the whole process.
+    # In a process of its own: the cap holds for the whole process. Segments of fixed size, whose pages are smaller.
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:False")
     config = configure(
         memory__limit=beside_context(room_bytes),
         memory__check="off",

@@ -91,6 +91,12 @@ def test_the_workspace_is_larger_on_newer_cards() -> None:
     assert kernels.workspace_bytes((9, 0)) == 64 * MIB
 
 
+def test_a_workspace_of_cublas_that_is_set_is_counted_as_set() -> None:
+    assert kernels.workspace_bytes((8, 9), ":4096:8") == 2 * 32 * MIB
+    assert kernels.workspace_bytes((9, 0), ":4096:2:16:8") == 16.25 * MIB
+    assert dataclasses.replace(CARD, cublas_workspace=":16:8").workspace_bytes == 2 * 16 * 8 * 1024
+
+
 def test_managed_memory_is_not_the_allocators_and_may_go_to_the_host() -> None:
     without, paged = made(step(), CARD), made(step(paged=5 * MIB), CARD)
     assert paged.peak_allocated_bytes == without.peak_allocated_bytes
