@@ -66,7 +66,7 @@ bench: $(READY) ## Run the CPU benchmarks and write benchmarks/results/ (an hour
 golden: $(READY) ## Record the pinned trajectories and forecasts anew, after a repair that moved them.
 	$(BIN)/python tests/golden/golden_jobs.py
 
-sweep: $(READY) ## Compare the forecast with 72 real training steps and with the peers, and time it (an hour).
+sweep: $(READY) ## Compare the forecast with real training steps and with the peers, and time it (an hour).
 	$(BIN)/python benchmarks/forecast_cpu.py
 	$(BIN)/python benchmarks/forecast_peers.py
 	$(BIN)/python benchmarks/forecast_speed.py

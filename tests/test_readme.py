@@ -87,10 +87,12 @@ def forecast_figures() -> list[str]:
     slower = [budget["slower_than_it"] for space in spaces.values() for budget in space["budgets"]]
     seconds = [job["median_seconds"] for job in results("forecast_speed")["jobs"].values()]
     return [
-        f"{sweep['compared']} settings of eight architectures",
-        f"The largest error is {100 * sweep['largest_error']['error']:+.2f}%",
-        f"the worst under-prediction {100 * sweep['worst_under_prediction']['error']:+.2f}%",
-        f"the median {100 * sweep['median_absolute_error']:.2f}%",
+        f"{sweep['compared']} settings of {sweep['architectures']} architectures",
+        f"the median error of a peak is {100 * sweep['median_absolute_error']:.2f}%",
+        *(
+            f"{phase} {100 * errors['largest_error']['error']:+.2f}%"
+            for phase, errors in {"peak": sweep, **sweep["phases"]}.items()
+        ),
         f"takes {seconds[0]:.1f} s for Llama-2-7B and {seconds[1]:.1f} s for 70B",
         f"at most {100 * max(slower):.1f}% slower, and up to {-100 * min(slower):.1f}% faster",
         f"differ by {100 * spaces['tiny']['noise']:.1f}% and {100 * spaces['110m']['noise']:.1f}%",
