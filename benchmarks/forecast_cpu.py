@@ -154,6 +154,9 @@ SMALL: dict[str, Architecture] = {
     "biogpt": _small("biogpt", 4),
     "lfm2": _small("lfm2"),
     "nanochat": _small("nanochat"),
+    "small-recurrentgemma": _small(
+        "recurrent_gemma", num_hidden_layers=3, lru_width=128, attention_window_size=128, w_init_variance_scale=0.01
+    ),
     "vaultgemma": _small("vaultgemma", head_dim=32, sliding_window=128),
     "minicpm3": _small("minicpm3", 4, **_LATENT),
     "hyperclovax": _small("hyperclovax"),
@@ -525,7 +528,7 @@ class Failed(Exception):
 
 
 def _apart(function: Callable[[Setting], dict[str, Any]], setting: Setting) -> dict[str, Any]:
-    """`function(setting)` in a process of its own, forked: the libraries, ten seconds to import, are there already."""
+    """`function(setting)` in a process of its own, forked: the libraries, seconds to import, are there already."""
     context = multiprocessing.get_context("fork")
     receiving, sending = context.Pipe(duplex=False)
     process = context.Process(target=_answer, args=(function, setting, sending))

@@ -361,5 +361,5 @@ def main() -> None:
     try:
         app()
     finally:
-        # Python would search all of the libraries' objects for garbage once more: a second of a forecast's ten.
+        # Python would search all of the libraries' objects for garbage once more: a second of a forecast's few.
         gc.freeze()

@@ -105,13 +105,16 @@ def models_listed_once() -> contextlib.AbstractContextManager[None]:
     import transformers
     from transformers.utils import import_utils
 
-    listed = import_utils.create_import_structure_from_path
+    name = "create_import_structure_from_path"
+    listed = getattr(import_utils, name, None)
+    if listed is None:  # another version of transformers: as it does by itself
+        return contextlib.nullcontext()
     package = Path(transformers.__file__).parent / "models"
 
     def list_once(place: Any) -> Any:
         return listed(package if str(place) == str(package / "__init__.py") else place)
 
-    return replaced(import_utils, "create_import_structure_from_path", list_once)
+    return replaced(import_utils, name, list_once)
 
 
 @contextlib.contextmanager

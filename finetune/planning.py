@@ -17,7 +17,7 @@ from finetune.config import Config, dump
 from finetune.data import prepare, sources
 from finetune.data.batching import Batch, MicroBatching, longest_batches, per_step, worst_batches
 from finetune.data.prepare import Prepared
-from finetune.errors import ArtifactError
+from finetune.errors import ArtifactError, ForecastError
 from finetune.memory import device as devices
 from finetune.memory import files, forecast
 from finetune.memory import fit as fitting
@@ -233,7 +233,8 @@ def write(fitted: Fitted, path: Path) -> None:
 def try_out(config: Config, architecture: Any, device: torch.device) -> None:
     """Run a step with one short row on fake tensors, for an architecture that the catalog does not know.
 
-    Raises ForecastError where it fails, ConfigError for a setting that the model does not have.
+    Raises ForecastError where it fails and `memory.check` refuses, ConfigError for a setting that the model does not
+    have.
     """
     if config.memory.check == "off" or architecture.model_type in catalog.families():
         return
@@ -245,13 +246,17 @@ def try_out(config: Config, architecture: Any, device: torch.device) -> None:
             "memory.checkpointing": "none" if checkpointing == "auto" else checkpointing,
         }
     )
-    tokens = _TRIED_TOKENS
+    tokens = min(_TRIED_TOKENS, bounds.positions(architecture) or _TRIED_TOKENS)
     rows = (tokens // 2,) * 2 if config.data.packing else ()
     batch = Batch(rows=1, tokens=tokens, padded=False, trained_tokens=tokens - max(1, len(rows)), packed=rows)
     implementation = attention.planned(
         config.model.attention, architecture, device.type, config.training.precision, packed=config.data.packing
     )
-    rehearse(config, architecture, batch, None, devices.here(device, config.memory), implementation)
+    try:
+        rehearse(config, architecture, batch, None, devices.here(device, config.memory), implementation)
+    except ForecastError:
+        if config.memory.check == "refuse":
+            raise
 
 
 def does_not_fit(found: Forecast, levers: list[tuple[Lever, Forecast]]) -> str:

@@ -24,6 +24,7 @@ from finetune.environment import describe
 from finetune.errors import (
     ArtifactError,
     DataError,
+    ForecastError,
     MachineError,
     NumbersError,
     OutOfMemoryError,
@@ -221,7 +222,13 @@ class _Training:
             check(config, device)  # now that the micro-batch is a number
         if config.memory.check == "off":
             return config, None
-        forecast = planner.forecast(config)
+        try:
+            forecast = planner.forecast(config)
+        except ForecastError as error:
+            if config.memory.check == "refuse":
+                raise
+            self.terminal.note(f"there is no forecast, and training goes on without one: {error}")
+            return config, None
         if not forecast.fits:
             told = planning.does_not_fit(forecast, planner.levers(config, forecast))
             if config.memory.check == "refuse":

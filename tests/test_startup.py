@@ -108,3 +108,11 @@ def test_models_are_listed_as_transformers_lists_them() -> None:
     own = import_utils.define_import_structure.__wrapped__(init)
     with libraries.models_listed_once():
         assert import_utils.define_import_structure.__wrapped__(init) == own
+
+
+def test_a_transformers_without_that_function_lists_its_models_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers.utils import import_utils
+
+    monkeypatch.delattr(import_utils, "create_import_structure_from_path")
+    with libraries.models_listed_once():
+        assert not hasattr(import_utils, "create_import_structure_from_path")

@@ -26,6 +26,7 @@ WORDS = {**CATEGORIES, "context": "context and libraries", "allocator_slack": "a
 HOST_BANDWIDTH_BYTES = 31.5e9
 
 _CURVE_POINTS = 600
+_TRANSIENT = ("activations", "loss", "workspace")
 _STEP = ("forward", "backward", "optimizer")
 
 
@@ -227,6 +228,7 @@ class _Replay:
             self._join_processes()
         self._play(self._trace.runs[loaded:first])
         self._play(step)
+        self._drop_survivors(step)
         self._recording = True
         self._stride = max(1, sum(len(run.events) for run in step) // _CURVE_POINTS)
         update = next((number for number, run in enumerate(step) if run.phase == "optimizer"), len(step))
@@ -305,6 +307,15 @@ class _Replay:
                     self._see(run.phase)
                 if self._recording:
                     self._draw(run.phase)
+
+    def _drop_survivors(self, step: list[Run]) -> None:
+        """Free what a pass leaves to the next step, which has its own in its place."""
+        events = {event for run in step for event in run.events}
+        for number in sorted(event for event in events if event > 0 and -event not in events):
+            block = self._trace.blocks[number - 1]
+            if block.category in _TRANSIENT and not block.managed:
+                self._live[block.category] -= block.bytes
+                self._free(number, block.bytes)
 
     def _draw(self, phase: str) -> None:
         """Keep the fullest moment of each so many events of a phase."""

@@ -199,9 +199,8 @@ class Recorder(TorchDispatchMode):
             self._count(_aten.add_.Tensor, args, kwargs, held, inputs, [held])
             return held
         if func is _aten.scatter.src and _called_by_autograd():
-            func = (
-                _aten.scatter_.src
-            )  # derivatives scatter in place, but never for a subclass (`derivatives.yaml`, max)
+            # Derivatives scatter in place, but never for a subclass (`derivatives.yaml`, max).
+            func = _aten.scatter_.src
         if func in self.answers.shapes:
             func, args = self.answers.shapes[func](func, args)
         scratch = [self._open(size, "workspace") for size in self._kernels.scratch(func, args, kwargs)]
@@ -326,6 +325,7 @@ def _accumulates_in_place(args: Any) -> bool:
         and isinstance(gradient, torch.Tensor)
         and held.shape == gradient.shape
         and held.dtype is gradient.dtype
+        and torch._prims_common.is_non_overlapping_and_dense_or_false(held)
         and held._use_count() <= _HELD_BY_AUTOGRAD_ALONE
         and torch._C._storage_Use_Count(held.untyped_storage()._cdata) <= _STORED_FOR_ONE_TENSOR
         and _called_by_autograd()

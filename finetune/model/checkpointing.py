@@ -16,6 +16,9 @@ def apply(model: Any, section: MemorySection, device_type: str) -> None:
 
     On a CPU (`device_type`) the layer inputs are in host memory as they are, and `offload` has nothing to move.
     """
+    for module in model.modules():
+        if hasattr(module, "recurrent_states"):
+            module.register_forward_hook(_forget_state)
     chosen = pattern(section.checkpointing, len(layers(model)))
     if not any(chosen):
         return
@@ -28,6 +31,12 @@ def apply(model: Any, section: MemorySection, device_type: str) -> None:
         offload=section.offload == "checkpoints" and device_type != "cpu",
     )
     choose(model, chosen)
+
+
+def _forget_state(module: Any, args: Any, output: Any) -> None:
+    """RecurrentGemma keeps the last state for the next token, and with it the graph of all that was recomputed."""
+    if module.training:
+        module.recurrent_states = None
 
 
 def choose(model: Any, chosen: Sequence[bool]) -> None:

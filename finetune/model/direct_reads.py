@@ -34,13 +34,23 @@ def names(model: Any) -> frozenset[str]:
 
 
 def _probe(model: Any) -> frozenset[str]:
-    from transformers import masking_utils
-
     head = model.get_output_embeddings()
     linear = {
         name: module for name, module in model.named_modules() if isinstance(module, nn.Linear) and module is not head
     }
     read: set[nn.Linear] = set()
+    # Code that looks into data ends the pass on the meta device. What was read in the layers before is known.
+    with contextlib.suppress(Exception):
+        _pass(model, list(linear.values()), read)
+    # Alike layers do alike, also those behind the one in which the pass ended.
+    kinds = {_kind(model, name) for name, module in linear.items() if module in read}
+    return frozenset(name for name in linear if _kind(model, name) in kinds)
+
+
+def _pass(model: Any, layers: list[nn.Linear], read: set[nn.Linear]) -> None:
+    """A forward pass as in training, which adds to `read` those of `layers` that are read past their own."""
+    from transformers import masking_utils
+
     was_training = model.training
     devices = [model.device] if model.device.type == "cuda" else []
     with (
@@ -48,17 +58,14 @@ def _probe(model: Any) -> frozenset[str]:
         torch.no_grad(),
         # As for an exported graph: no mask is left out for what the data says.
         libraries.replaced(masking_utils, "is_tracing", lambda tensor=None: True),
-        _watched(list(linear.values()), read),
+        _watched(layers, read),
         _without_experts(model),
     ):
         model.train()
-        # Code that looks into data ends the pass on the meta device. What was read in the layers before is known.
-        with contextlib.suppress(Exception):
+        try:
             model(input_ids=torch.zeros(1, _PROBE_TOKENS, dtype=torch.long, device=model.device), use_cache=False)
-        model.train(was_training)
-    # Alike layers do alike, also those behind the one in which the pass ended.
-    kinds = {_kind(model, name) for name, module in linear.items() if module in read}
-    return frozenset(name for name in linear if _kind(model, name) in kinds)
+        finally:
+            model.train(was_training)
 
 
 def _kind(model: nn.Module, name: str) -> tuple[type, str]:
@@ -86,7 +93,12 @@ def _watched(layers: list[nn.Linear], read: set[nn.Linear]) -> Iterator[None]:
             output = classes[layer].forward(layer, *args, **kwargs)
         finally:
             inside.discard(layer)
-        if output.shape != (*args[0].shape[:-1], layer.out_features):
+        hidden = next((given for given in (*args, *kwargs.values()) if isinstance(given, torch.Tensor)), None)
+        if (
+            hidden is None
+            or not isinstance(output, torch.Tensor)
+            or output.shape != (*hidden.shape[:-1], layer.out_features)
+        ):
             read.add(layer)
         return output
 
@@ -106,5 +118,9 @@ def _without_experts(model: nn.Module) -> Iterator[None]:
     """Within the block experts return zeros: which token goes to which of them is not known on the meta device."""
     with contextlib.ExitStack() as stack:
         for known in {type(module) for _, module, _ in experts.weights(model)}:
-            stack.enter_context(libraries.replaced(known, "forward", lambda self, hidden, *_: torch.zeros_like(hidden)))
+            stack.enter_context(libraries.replaced(known, "forward", _zeros))
         yield
+
+
+def _zeros(module: nn.Module, hidden_states: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+    return torch.zeros_like(hidden_states)

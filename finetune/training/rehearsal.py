@@ -61,9 +61,9 @@ def rehearse(
         # Foreign code on fake tensors: what it may raise has no bounds.
         first = (str(error).splitlines() or [type(error).__name__])[0]
         raise ForecastError(
-            f"`model.name`: a training step of `{config.model.name}` ({architecture.model_type}) fails on tensors "
-            f"without data ({type(error).__name__}: {first}), so there is no forecast, and it may fail in training, "
-            "too; `memory.check: off` trains without a forecast"
+            f"`model.name`: `{config.model.name}` ({architecture.model_type}) cannot be forecast (a training step "
+            f"fails while it is traced: {type(error).__name__}: {first}). `finetune train` with `memory.check: off` "
+            "tries it all the same"
         ) from error
 
 

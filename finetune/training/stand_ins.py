@@ -6,6 +6,7 @@ Each stand-in allocates what the real thing would, where a recorder sees it.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -47,9 +48,23 @@ def like(device: Device, recorder: Recorder) -> Iterator[FakeTensorMode]:
 
 @contextlib.contextmanager
 def undisturbed() -> Iterator[None]:
-    """Leave the process as it was found: its random numbers, its group of processes, what accelerate remembers."""
-    with _random_state_kept(), _one_process():
+    """Leave the process as it was found: its random numbers, its group of processes, what accelerate remembers.
+
+    Nor is anything logged.
+    """
+    with _random_state_kept(), _one_process(), _unlogged():
         yield
+
+
+@contextlib.contextmanager
+def _unlogged() -> Iterator[None]:
+    """torch logs an operator that fails on fake tensors, with its traceback; the error that it raises says as much."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    before, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = before
 
 
 @contextlib.contextmanager

@@ -22,7 +22,7 @@ from bitsandbytes.optim.optimizer import Optimizer8bit
 from transformers import TrainerCallback, TrainerState
 from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import EvalLoopOutput
-from trl import SFTTrainer
+from trl import SFTConfig, SFTTrainer
 from trl.kernels import chunked_logprob
 
 from finetune.checkpoint import problems_of
@@ -31,6 +31,7 @@ from finetune.data.batching import RowOrder
 from finetune.errors import FinetuneError, Terminated
 from finetune.memory.exhausted import is_out_of_memory
 from finetune.memory.monitor import LeakWatch, Monitor, Peak
+from finetune.model import experts
 from finetune.model.adapter import set_trained_dtype
 from finetune.rundir import RunDirectory
 from finetune.signals import Signals
@@ -98,7 +99,7 @@ class Trainer(SFTTrainer):
         self.skipped = False
         self._grad_norm: torch.Tensor | float = 0.0
         chunked_logprob.TOKEN_CHUNK_SIZE = loss_tokens  # read at each call; trl 1.16 has no argument for it
-        _name_experts(arguments["model"].config.get_text_config())
+        _set_balancing_loss(arguments["model"], arguments["args"])
         super().__init__(data_collator=collator, **arguments)
         set_trained_dtype(self.model, adapter)  # TRL cast the adapter; see there
         self.callback_handler.callbacks = [
@@ -535,8 +536,16 @@ def save_weights(model: Any, folder: Path, **arguments: Any) -> None:
         model.save_pretrained(str(folder))
 
 
-def _name_experts(config: Any) -> None:
-    """Let TRL find the number of experts for the balancing loss: it reads `num_experts` alone (trl 1.16)."""
+def _set_balancing_loss(model: Any, args: SFTConfig) -> None:
+    """Let TRL (1.16) know whether there are experts to balance, and how many.
+
+    It takes a model for a mixture where its config has `output_router_logits`, which some dense ones have as well
+    (Granite 4, Doge), and reads the number from `num_experts` alone.
+    """
+    config = model.config.get_text_config()
+    if not experts.is_mixture(model) and not getattr(config, "is_moe", False):  # `is_moe`: Doge's, without a module
+        args.router_aux_loss_coef = 0.0
+        return
     if not hasattr(config, "output_router_logits") or hasattr(config, "num_experts"):
         return
     for name in ("num_local_experts", "n_routed_experts", "moe_num_experts"):

@@ -133,8 +133,12 @@ class _Kept:
         if isinstance(self._optimizer, Optimizer8bit):
             _make_empty_states(self._optimizer)
         copies: dict[int, Any] = {}  # bitsandbytes' quantization map is one tensor, which all weights share
+        for state in self._optimizer.state.values():
+            for value in state.values():
+                if id(value) not in copies:
+                    copies[id(value)] = _copy(value)
         self._states = {
-            weight: {name: (value, copies.setdefault(id(value), _copy(value))) for name, value in state.items()}
+            weight: {name: (value, copies[id(value)]) for name, value in state.items()}
             for weight, state in self._optimizer.state.items()
         }
 

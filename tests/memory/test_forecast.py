@@ -122,6 +122,16 @@ def test_a_step_repeats_its_passes_and_not_its_update() -> None:
     assert found.peak_reserved_bytes == made(step()).peak_reserved_bytes
 
 
+@pytest.mark.parametrize("device", [CPU, CARD], ids=["cpu", "card"])
+def test_what_a_step_leaves_to_the_next_is_counted_once(device: Device) -> None:
+    def story() -> Story:
+        begun = Story().at("load").make("weights", 10 * MIB, "base_weights")
+        begun.at("forward").make("saved", 8 * MIB).make("state", 5 * MIB)
+        return begun.at("optimizer").make("norms", MIB, "workspace").drop("norms", "saved")
+
+    assert made(story(), device).peak_allocated_bytes == made(story().drop("state"), device).peak_allocated_bytes
+
+
 def test_a_merge_and_the_disk_are_told_and_no_part_of_the_step() -> None:
     found = made(step(), merge_bytes=5 * GIB, disk_bytes=7 * GIB)
     assert found.phases["merge"] == {"allocated_bytes": 5 * GIB, "reserved_bytes": 5 * GIB}

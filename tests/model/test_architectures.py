@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from finetune import planning
 from finetune.config import Config
 from finetune.data.batching import Batch, MicroBatching
 from finetune.errors import ConfigError, FinetuneError, ForecastError, MachineError
-from finetune.model import adapter, attention, base, causality, checkpointing, direct_reads, packing
+from finetune.model import adapter, attention, base, catalog, causality, checkpointing, direct_reads, packing
 from finetune.training.collator import MicroBatches
 
 WORDS = 128
@@ -141,6 +142,43 @@ def test_a_weight_that_is_read_past_its_layer_is_not_quantized_and_has_no_adapte
             built(config)
 
 
+_ROUTERS = {
+    "llama4_text": {**_SIZES, **_HEADS, "head_dim": 8, "intermediate_size_mlp": 48, "num_local_experts": 4},
+    "phimoe": {**_SIZES, **_HEADS, "num_local_experts": 4},
+}
+
+
+# In DBRX it ends in the first layer, whose experts look up which tokens they have.
+@pytest.mark.parametrize("known", sorted({*ARCHITECTURES, *_ROUTERS, *catalog.families()} - {"dbrx"}))
+def test_the_search_for_such_weights_reaches_the_last_layer(known: str) -> None:
+    """On the meta device, where a plan and a run do it."""
+    if known in catalog.families():
+        config = next(found for name in catalog.names() if (found := catalog.config(name)).model_type == known)
+    else:
+        config = AutoConfig.for_model(known, **{**ARCHITECTURES, **_ROUTERS}[known])
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    linear = [module for module in model.modules() if isinstance(module, torch.nn.Linear)]
+    direct_reads._pass(model, linear, set())
+
+
+# Dense models of a kind that can be a mixture, too.
+_DENSE: dict[str, dict[str, Any]] = {
+    "granitemoehybrid": {
+        **_STATES, "num_local_experts": 0, "layer_types": ["linear_attention", "full_attention"],
+        "shared_intermediate_size": 48, "mamba_chunk_size": 16,
+    },
+    "doge": {},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("known", _DENSE)
+def test_a_model_without_experts_has_no_balancing_loss(known: str) -> None:
+    config = AutoConfig.for_model(known, **{**_SIZES, **_HEADS, **_DENSE[known]})
+    assert hasattr(config, "output_router_logits")
+    planning.try_out(rehearsals.config(), config, CPU)
+
+
 @pytest.mark.parametrize("known", ["bloom", "mpt", "rwkv", "mamba", "jamba", "falcon_h1"])
 def test_packed_rows_are_refused_from_the_config_alone(known: str) -> None:
     config = AutoConfig.for_model(known, **ARCHITECTURES[known])
@@ -201,7 +239,7 @@ _REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         {**_SIZES, **_HEADS, "model_type": "jetmoe", "num_key_value_heads": 2, "kv_channels": 8,
          "num_local_experts": 4, "num_experts_per_tok": 2},
         {"memory.checkpointing": "none"},
-        r"\(jetmoe\) fails on tensors without data .*`memory\.check: off` trains without a forecast",
+        r"\(jetmoe\).*a training step fails while it is traced: .*`memory\.check: off` tries it all the same",
     ),
     "an encoder and decoder": (
         {"model_type": "t5", "d_model": 32, "num_layers": 2, "num_heads": 4},
@@ -213,13 +251,15 @@ _REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
 
 @pytest.mark.parametrize("case", _REFUSED)
 def test_what_cannot_be_trained_is_refused_before_data_and_weights(
-    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """By `train` and by a plan; the files are not blamed, of which there is nothing but a config here."""
     import finetune
     from finetune.data import prepare
 
     values, changes, said = _REFUSED[case]
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    logger.addHandler(caplog.handler)  # torch's loggers hand nothing on
     (tmp_path / "config.json").write_text(json.dumps({**values, "vocab_size": 4096}))
     config = job(tmp_path, model__tokenizer="builtin:tiny-llama", output__dir=str(tmp_path / "run")).changed(changes)
     monkeypatch.setattr(prepare, "prepare", lambda *args: pytest.fail("data were prepared first"))
@@ -231,6 +271,14 @@ def test_what_cannot_be_trained_is_refused_before_data_and_weights(
     with pytest.raises(FinetuneError, match=said) as refused:
         planning.plan(config, "cpu")
     assert refused.value.exit_code == 2
+    logger.removeHandler(caplog.handler)
+    assert not [record for record in caplog.records if record.name == logger.name]
+    assert not logger.disabled
+
+
+def test_no_more_tokens_are_tried_than_the_model_has_positions() -> None:
+    architecture = AutoConfig.for_model("mpt", **{**ARCHITECTURES["mpt"], "max_seq_len": 8})
+    planning.try_out(rehearsals.config(), architecture, CPU)
 
 
 def test_a_step_that_fails_is_told_as_such_before_anything_is_loaded(
@@ -247,6 +295,7 @@ def test_a_step_that_fails_is_told_as_such_before_anything_is_loaded(
     with pytest.raises(ForecastError, match="no such kernel"):
         planning.try_out(config, architecture, CPU)
     planning.try_out(config.changed({"memory.check": "off"}), architecture, CPU)
+    planning.try_out(config.changed({"memory.check": "warn"}), architecture, CPU)
     model = AutoModelForCausalLM.from_config(architecture)
     with pytest.raises(ConfigError, match=r"a forward pass of MptForCausalLM fails .*no such kernel"):
         causality.prove(model)

@@ -105,7 +105,7 @@ def test_cudnn_attention_is_off_within_the_block_and_then_as_before() -> None:
     assert torch.backends.cuda.cudnn_sdp_enabled() == before
 
 
-def test_cudnn_attention_is_off_wherever_a_model_runs_outside_of_training() -> None:
+def test_cudnn_attention_is_off_wherever_a_model_runs_outside_of_training(request: pytest.FixtureRequest) -> None:
     from datasets import Dataset
 
     from finetune.config import Config, ModelSection
@@ -118,7 +118,9 @@ def test_cudnn_attention_is_off_wherever_a_model_runs_outside_of_training() -> N
     tokenizer = load_tokenizer(ModelSection(tokenizer="builtin:tiny-llama"))
     config = AutoConfig.for_model("llama", **{**SHARED, "vocab_size": len(tokenizer)})
     model = AutoModelForCausalLM.from_config(config).eval()
-    assert torch.backends.cuda.cudnn_sdp_enabled(), "as torch has it"
+    before = torch.backends.cuda.cudnn_sdp_enabled()
+    request.addfinalizer(lambda: torch.backends.cuda.enable_cudnn_sdp(before))
+    torch.backends.cuda.enable_cudnn_sdp(True)  # as torch has it
     seen: list[bool] = []
     model.model.register_forward_hook(lambda *_: seen.append(torch.backends.cuda.cudnn_sdp_enabled()))
     rows = Dataset.from_dict({"input_ids": [[5, 6, 7, 8]], "labels": [[5, 6, 7, 8]]})

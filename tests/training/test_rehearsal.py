@@ -30,6 +30,7 @@ CHOSEN = {
     "small-phi3, small tiles",
     "gpt2, small tiles",
     "small-mixtral, small tiles",
+    "small-recurrentgemma, small tiles",  # its layers keep a state
     "olmo2, 2048 tokens",
     "small tiles, deep",  # layers are extrapolated
     "small tiles, fp4",
