@@ -182,7 +182,7 @@ class _Training:
             asked = self._ask_base(base, tokenizer) if processes.first() else []
             model = adapter.attach(base, config.adapter, config.model.name, config.training.seed, config.model.revision)
             checkpointing.apply(base, config.memory, device.type)
-            terminal.built(model)
+            terminal.built(model, adapter.left_out(base, config.adapter))
 
             outcome = training.train(
                 config, model, tokenizer, data, run, monitor, terminal, device=device, signals=self.signals,

@@ -14,11 +14,12 @@ import yaml
 import finetune
 from finetune import planning
 from finetune.config import Config
-from finetune.errors import ArtifactError, ConfigError, MachineError, OutOfMemoryError
+from finetune.errors import ArtifactError, ConfigError, ForecastError, MachineError, OutOfMemoryError
 from finetune.memory.forecast import Forecast
 from finetune.planning import Plan, Planner
 from finetune.rundir import RunDirectory
 from finetune.settings import load_config
+from finetune.training import rehearsal
 
 Quick = Callable[..., Config]
 TINY = Path(__file__).parent.parent / "configs" / "tiny_cpu.yaml"
@@ -181,6 +182,22 @@ def test_a_job_that_does_not_fit_is_refused_before_any_weights_are_loaded(
         finetune.train(quick("memory.check=refuse", "memory.budget=1MiB"))
     assert raised.value.exit_code == 6
     assert not (tmp_path / "run").exists()
+
+
+def test_without_a_forecast_warn_says_so_and_trains(
+    quick: Quick, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def untraceable(*arguments: object, **named: object) -> None:
+        raise RuntimeError("no such kernel")
+
+    monkeypatch.setattr(rehearsal, "_rehearse", untraceable)
+    common = ("training.max_steps=1", "data.eval=none")
+    with pytest.raises(ForecastError, match="no such kernel"):
+        finetune.train(quick(*common, "memory.check=refuse", run="refused"))
+    run = finetune.train(quick(*common, "memory.check=warn", run="warned")).run
+    assert run.finished
+    assert not run.forecast_file.exists()
+    assert "there is no forecast" in capsys.readouterr().out
 
 
 def test_off_makes_no_forecast_and_warn_says_it_and_trains_the_same(

@@ -116,12 +116,18 @@ def _targets(base: Any, section: AdapterSection) -> tuple[str | list[str], list[
     _check(section.targets, [*linear, *parameters], "adapter.targets")
     if wrong := sorted({name.rpartition(".")[2] for name in past} & set(section.targets)):
         raise ConfigError(
-            f"`adapter.targets`: an adapter on `{'`, `'.join(wrong)}` would not be trained, because the code of this "
-            "model reads the weight past the adapter; leave it out, or set `all-linear`, which does"
+            f"`adapter.targets`: an adapter on `{'`, `'.join(wrong)}` may not be trained, because the code of this "
+            "model reads the weight, or asks for its type, outside the layer; leave it out, or set `all-linear`, which "
+            "does"
         )
     chosen = {name: parameters[name] for name in section.targets if name in parameters}
     _refuse_on_parameters(chosen, section)
     return [name for name in section.targets if name not in chosen], list(chosen)
+
+
+def left_out(base: Any, section: AdapterSection) -> int:
+    """How many layers `all-linear` leaves out because the model's code reads their weight itself."""
+    return len(direct_reads.names(base)) if section.kind == "lora" and section.targets == "all-linear" else 0
 
 
 def _linear_but(base: Any, past: Collection[str]) -> list[str]:

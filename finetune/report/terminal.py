@@ -151,13 +151,16 @@ class Terminal:
             facts["memory"] = words.verdict(forecast)
         self._facts(facts)
 
-    def built(self, model: Any) -> None:
-        """How many parameters there are and how many of them are trained."""
+    def built(self, model: Any, left_out: int = 0) -> None:
+        """How many parameters there are and how many of them are trained; `left_out` layers have no adapter."""
         sizes = [(_numel(parameter), parameter.requires_grad) for parameter in model.parameters()]
         total = sum(size for size, _ in sizes)
         trained = sum(size for size, requires_grad in sizes if requires_grad)
         share = f" ({trained / total:.3%})" if total else ""
-        self._facts({"parameters": f"{words.count(total)}, trained {words.count(trained)}{share}"})
+        facts = {"parameters": f"{words.count(total)}, trained {words.count(trained)}{share}"}
+        if left_out:
+            facts["no adapter"] = f"on {words.count(left_out)} layers whose weights the model's code reads itself"
+        self._facts(facts)
 
     # -- the training listener -------------------------------------------------------------------------------------
 

@@ -132,13 +132,16 @@ def test_a_weight_that_is_read_past_its_layer_is_not_quantized_and_has_no_adapte
     }
     read = {part for part in linear if ".".join(part.split(".")[-2:]) in READ.get(name, set())}
     assert direct_reads.names(model.get_base_model()) == read
+    section = rehearsals.config().adapter
+    assert adapter.left_out(model.get_base_model(), section) == len(read)
+    assert adapter.left_out(model.get_base_model(), section.model_copy(update={"targets": ["q_proj"]})) == 0
     for part in read:
         assert type(linear[part]) is torch.nn.Linear
         assert linear[part].weight.dtype is torch.bfloat16
     named = {target for target in READ.get(name, set()) if target.endswith("_proj")}
     for target in named:
         config = job(directory, adapter__targets=[target.rpartition(".")[2]])
-        with pytest.raises(ConfigError, match="would not be trained"):
+        with pytest.raises(ConfigError, match="outside the layer"):
             built(config)
 
 

@@ -185,3 +185,10 @@ def test_four_bit_weights_are_counted_by_their_true_shape(log: Log) -> None:
     adapter: Any = SimpleNamespace(numel=lambda: 1024, requires_grad=True)
     log.terminal.built(SimpleNamespace(parameters=lambda: [packed, adapter]))
     assert "2,048, trained 1,024 (50.000%)" in log.text
+
+
+def test_layers_that_all_linear_leaves_out_are_counted(log: Log) -> None:
+    log.terminal.built(SimpleNamespace(parameters=list))
+    assert "no adapter" not in log.text
+    log.terminal.built(SimpleNamespace(parameters=list), 96)
+    assert re.search(r"no adapter\s+on 96 layers", log.text)
