@@ -138,10 +138,13 @@ def test_results_within_the_bounds_that_are_claimed() -> None:
     for measured in results("overhead")["allocators"].values():
         assert measured["ratios"]["loop_seconds"]["median"] <= 1.05
     sweep = results("forecast_cpu")["summary"]
-    assert sweep["compared"] >= 60
+    assert sweep["compared"] >= 100
+    assert sweep["architectures"] >= 25
     assert sweep["failed"] == []
-    assert abs(sweep["largest_error"]["error"]) <= 0.01
-    assert sweep["worst_under_prediction"]["error"] >= -0.005
+    # Outside of 1%, or under by more than 0.5%, in any phase: the one that the README names.
+    spreads = [sweep, *sweep["phases"].values()]
+    assert {name for spread in spreads for name in spread["outside"]} == {"granitemoe, small tiles"}
+    assert "One setting is more than 0.5% under: a mixture" in README
     assert results("forecast_speed")["passed"]
     assert results("batching")["passed"]
     assert results("batching")["padding"]["packed"]["fill"] >= 0.98
