@@ -74,7 +74,7 @@ def before_import() -> None:
 
 @contextlib.contextmanager
 def importing_for_forecast() -> Iterator[None]:
-    """Import what a forecast needs, faster, in a process that does little else; what it loads is never collected.
+    """Import what a forecast needs, faster, for a process that does little else: what is imported stays for good.
 
     No compiler: bitsandbytes 0.50 compiles kernels for other backends while it is imported, which loads inductor.
     No garbage collection: none of the million objects becomes garbage, and each full collection would visit them all.
@@ -191,7 +191,7 @@ def deterministic() -> Iterator[None]:
         torch.use_deterministic_algorithms(before[0])
         torch.backends.cudnn.benchmark = before[1]
         for name in ours:
-            del os.environ[name]
+            os.environ.pop(name, None)
 
 
 @contextlib.contextmanager

@@ -176,3 +176,17 @@ def test_link_leads_somewhere(link: str) -> None:
 )  # fmt: skip
 def test_make_has_the_target(target: str) -> None:
     assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), re.MULTILINE)
+
+
+def test_what_8_bit_weights_cost_is_the_measured_one() -> None:
+    found, page = results("int8_cpu"), " ".join((ROOT / "docs" / "memory.md").read_text(encoding="utf-8").split())
+    logits, outlier = found["logits"], found["layer_with_an_outlier"]
+    weights, inputs = "int8", "int8, inputs in 8 bit"
+    assert (
+        f"{logits[inputs] / logits[weights]:.1f} times the error (logits off by {logits[inputs]:.1%} of those in "
+        f"float32, instead of {logits[weights]:.1%}; NF4: {logits['nf4']:.1%})"
+    ) in page
+    assert (
+        f"one feature {outlier['times']:.0f} times above the others {outlier[inputs] / outlier[weights]:.1f} times "
+        f"({outlier[inputs]:.1%} instead of {outlier[weights]:.1%};"
+    ) in page

@@ -247,7 +247,7 @@ class _Replay:
         (transformers 5.23, modeling_utils.py `caching_allocator_warmup`, `get_total_byte_count`. Its ceiling, 1.2 GiB
         less than the card has, is left out.)
         """
-        allocator.free(allocator.allocate(sum(self._sizes("base_weights")) // 2 * 2))
+        allocator.free(allocator.allocate(sum(self._sizes("base_weights"))))
 
     def _join_processes(self) -> None:
         """What DistributedDataParallel copies when it takes the model, and what it keeps."""

@@ -42,7 +42,7 @@ def _probe(model: Any) -> frozenset[str]:
     # Code that looks into data ends the pass on the meta device. What was read in the layers before is known.
     with contextlib.suppress(Exception):
         _pass(model, list(linear.values()), read)
-    # Alike layers do alike, also those behind the one in which the pass ended.
+    # Layers of the same kind are treated alike, including those behind the one in which the pass ended.
     kinds = {_kind(model, name) for name, module in linear.items() if module in read}
     return frozenset(name for name in linear if _kind(model, name) in kinds)
 
