@@ -391,14 +391,15 @@ def _measure(setting: Setting) -> dict[str, Any]:
 
 
 def _forecast(setting: Setting) -> dict[str, Any]:
-    """Forecast bytes of `setting`: `peak_allocated_bytes`, and `phases` by the names of finetune.memory.monitor."""
+    """Forecast bytes of `setting`: `peak_allocated_bytes`, and `phases` by the names of finetune.measure.monitor."""
     import measured_step
     import torch
 
     from finetune.data.batching import MicroBatching, worst_batches
-    from finetune.memory import device, files, forecast
+    from finetune.forecast import devices, files
+    from finetune.forecast import replay as forecast
+    from finetune.forecast.step import rehearse
     from finetune.model import attention
-    from finetune.training.rehearsal import rehearse
 
     job = setting.job
     config, architecture = measured_step.config_of(job["config"]), measured_step.architecture_of(job["architecture"])
@@ -406,7 +407,7 @@ def _forecast(setting: Setting) -> dict[str, Any]:
     lengths, trained = zip(*job["rows"], strict=True)
     way = MicroBatching.of(config.training, config.data)
     [batch] = worst_batches(lengths, trained, way, len(lengths), "the setting")
-    cpu = device.find("cpu", config.memory)
+    cpu = devices.find("cpu", config.memory)
     implementation = attention.planned(
         config.model.attention, architecture, "cpu", config.training.precision, packed=config.data.packing
     )

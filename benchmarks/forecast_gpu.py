@@ -149,7 +149,7 @@ SETTINGS = (
     _S("0.5B bf16, rank 64, no checkpointing", _05B, 1024, 2, 1,
        f"{_BF16} {_NONE} adapter.rank=64 optimizer.kind=adamw_8bit"),
     _S("0.5B int8, evaluated", _05B, 2048, 1, 2, f"{_INT8} data.eval=rows"),
-    # Below 1,536 tokens bitsandbytes may take a fused kernel, where the forecast is a bound (finetune.memory.kernels).
+    # Below 1,536 tokens bitsandbytes may take a fused kernel, where the forecast is a bound (operator_costs.py).
     _S("0.5B nf4, one short row", _05B, 512, 1, 1, "optimizer.kind=adamw_torch_fused"),
     _S("0.6B nf4, unpadded", _06B, 2048, 4, 1, padded=False),
     _S("0.6B eager", _06B, 1024, 2, 1, "model.attention=eager"),
@@ -182,10 +182,9 @@ def measure(setting: Setting, device: Any, recordings: Path, idle_bytes: int | N
     import measured_step
     import torch
 
-    from finetune import libraries
-    from finetune.memory import comparison
-    from finetune.memory import device as devices
-    from finetune.planning import Planner
+    from finetune.forecast import comparison, devices
+    from finetune.forecast.planning import Planner
+    from finetune.runtime import libraries
 
     libraries.quiet()
     config, architecture = setting.resolved(), setting.build_architecture()
@@ -266,11 +265,11 @@ def train(
     """
     import measured_step
 
-    from finetune.memory.monitor import Monitor, meter_for
+    from finetune.measure.monitor import Monitor, meter_for
     from finetune.model import adapter, attention, base, checkpointing
     from finetune.model.tokenizer import load_tokenizer
-    from finetune.rundir import RunDirectory
-    from finetune.signals import Signals
+    from finetune.runtime.signals import Signals
+    from finetune.storage.rundir import RunDirectory
     from finetune.training import run as training
     from finetune.training.arguments import check
 
@@ -322,7 +321,7 @@ def relative_errors(forecast: Any, peak: Mapping[str, int]) -> dict[str, float]:
 
 def record(setting: Setting, entries: Sequence[Any], peak_allocated_bytes: int, folder: Path) -> dict[str, Any]:
     """Write the allocator's history as a recording, and replay it; `left_out` says why there is none."""
-    from finetune.memory.recording import Recording, replay
+    from finetune.forecast.recording import Recording, replay
 
     try:
         recording = Recording.from_history(
@@ -350,11 +349,11 @@ def facts(device: Any) -> dict[str, Any]:
     """The device and what it takes besides tensors: the context and cuBLAS's workspaces, measured beside forecast."""
     import torch
 
-    from finetune.environment import describe
+    from finetune.runtime.environment import describe
 
     if device.type != "cuda":
         return {"name": "CPU", "torch": torch.__version__, "environment": describe(device)}
-    from finetune.memory import kernels
+    from finetune.forecast import operator_costs
 
     driver, idle_bytes = _smi()
     torch.cuda.init()
@@ -376,13 +375,13 @@ def facts(device: Any) -> dict[str, Any]:
         "context": {
             "before_the_first_allocation_bytes": context - (idle_bytes or 0),
             "after_the_first_products_bytes": total - free - torch.cuda.memory_reserved() - (idle_bytes or 0),
-            "forecast_bytes": kernels.context_bytes(properties.multi_processor_count),
+            "forecast_bytes": operator_costs.context_bytes(properties.multi_processor_count),
         },
         "workspace": {
             "forward_bytes": one,
             "forward_and_backward_bytes": both,
             "reported_bytes": _reported_workspace(),
-            "forecast_bytes": kernels.workspace_bytes(capability),
+            "forecast_bytes": operator_costs.workspace_bytes(capability),
         },
         "environment": describe(device),
     }

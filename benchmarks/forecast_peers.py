@@ -249,13 +249,13 @@ class Answer:
 def _ours(job: Job) -> Answer:
     """Our own: the most that lives at a time in the traced step. Loading is left out, as in the truth."""
     from finetune.data.batching import Batch
-    from finetune.memory import device
-    from finetune.training.rehearsal import rehearse
+    from finetune.forecast import devices
+    from finetune.forecast.step import rehearse
 
     trained = sum(trained for _, trained in job.rows)
     batch = Batch(len(job.rows), job.length, job.padded and len(job.rows) > 1, trained)
     evaluation = None if job.config.data.eval == "none" else batch
-    cpu = device.find("cpu", job.config.memory)
+    cpu = devices.find("cpu", job.config.memory)
     trace = rehearse(job.config, job.transformers_config, batch, evaluation, cpu, job.attention)
     live = peak = 0
     for run, block, sign in trace.timeline():
@@ -534,7 +534,7 @@ LARGE = 100_000_000
 
 def main() -> None:
     options = _options()
-    from finetune import libraries
+    from finetune.runtime import libraries
 
     libraries.before_import()
     libraries.quiet()

@@ -109,8 +109,8 @@ def _resident(usage: resource.struct_rusage) -> int:
 def _imports() -> float:
     """Seconds to import what a plan needs and do nothing."""
     code = (
-        "from finetune import libraries\nwith libraries.importing_for_forecast():\n"
-        "    from finetune import planning; from finetune.report.terminal import Terminal"
+        "from finetune.runtime import libraries\nwith libraries.importing_for_forecast():\n"
+        "    from finetune.report import plan_look; from finetune.report.terminal import Terminal"
     )
     started = time.perf_counter()
     harness.succeeded(harness.python("-c", code))

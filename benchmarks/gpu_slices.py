@@ -265,7 +265,7 @@ NAN_TOKENS = 192
 
 def nan(work: Work) -> Findings:
     """cuDNN's backward pass with a mask, with and without what we do about it; then through steps of our trainer."""
-    from finetune import libraries
+    from finetune.runtime import libraries
 
     for tokens in (NAN_TOKENS, NAN_TOKENS + 64):
         for masked in (True, False):
@@ -324,9 +324,9 @@ def _nan_step(work: Work, *, masked: bool, with_cudnn: bool) -> dict[str, Any]:
     import torch
     from torch.nn import functional
 
-    from finetune import libraries
     from finetune.errors import FinetuneError
     from finetune.model import base, causality
+    from finetune.runtime import libraries
 
     setting = forecast_gpu.Setting("nan", "qwen2", NAN_TOKENS, 2, 1)
     config, architecture = setting.resolved(), setting.build_architecture()
@@ -387,7 +387,7 @@ def profile(work: Work) -> Findings:
 
 def expandable(work: Work) -> Findings:
     """The 7B job with four rows a step, under each of the allocator's settings: what is reserved."""
-    from finetune import segments
+    from finetune.runtime import segments
 
     able = work.on == "cpu" or segments.supported(work.device.index)
     for value in (True, False) if able else (False,):
@@ -561,9 +561,9 @@ print(json.dumps({"parameters": model.num_parameters(), "seconds": round(time.pe
 _LOAD = """
 import json, resource, sys, time
 import torch
-from finetune import libraries
+from finetune.runtime import libraries
 from finetune.config import ModelSection, QuantizationSection
-from finetune.memory.monitor import Monitor, meter_for
+from finetune.measure.monitor import Monitor, meter_for
 from finetune.model import attention
 from finetune.model.base import load_architecture, load_base
 from finetune.recipe import this_device

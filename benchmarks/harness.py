@@ -25,7 +25,7 @@ Line = dict[str, Any]
 
 _DESCRIBE = """
 import json
-from finetune.environment import describe
+from finetune.runtime.environment import describe
 from finetune.recipe import this_device
 print(json.dumps(describe(this_device())))
 """
@@ -140,7 +140,7 @@ def largest(peaks: Sequence[Mapping[str, Mapping[str, int]]]) -> dict[str, dict[
 
 
 def environment(threads: int | None = None) -> dict[str, Any]:
-    """Versions, device and source revision, from a process of its own (see `finetune.environment`)."""
+    """Versions, device and source revision, from a process of its own (see `finetune.runtime.environment`)."""
     return json.loads(succeeded(python("-c", _DESCRIBE, threads=threads)).output)
 
 

@@ -18,13 +18,13 @@ import bitsandbytes as bnb
 import harness
 import torch
 
-from finetune import libraries
 from finetune.config import DataSection, ModelSection, QuantizationSection
 from finetune.data.prepare import held_out_ids
 from finetune.export import proof
 from finetune.model import eight_bit
 from finetune.model.base import load_architecture, load_base
 from finetune.model.tokenizer import load_tokenizer
+from finetune.runtime import libraries
 
 ROWS, TOKENS = 16, 256
 OUTLIER = 20.0

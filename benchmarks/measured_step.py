@@ -28,16 +28,16 @@ import datasets
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from finetune import libraries
 from finetune.config import Config
 from finetune.data.batching import RowOrder
 from finetune.data.prepare import Counts, Prepared
-from finetune.memory.monitor import Monitor
+from finetune.measure.monitor import Monitor
 from finetune.model import adapter, attention, base, checkpointing
 from finetune.model.tokenizer import load_tokenizer
-from finetune.rundir import RunDirectory
+from finetune.runtime import libraries
+from finetune.runtime.signals import Signals
 from finetune.settings import CHOICES
-from finetune.signals import Signals
+from finetune.storage.rundir import RunDirectory
 from finetune.training import run as training
 
 STEPS = 2

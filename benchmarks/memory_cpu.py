@@ -155,7 +155,7 @@ class _Bench:
         """Resident peak in bytes of a process that imports what a run imports and does nothing."""
         code = (
             "import bitsandbytes, datasets, peft, trl, transformers.models.llama.modeling_llama, finetune.recipe\n"
-            "from finetune.memory.monitor import HostMeter\n"
+            "from finetune.measure.monitor import HostMeter\n"
             "print(HostMeter().read()['resident_bytes'])"
         )
         return int(harness.succeeded(harness.python("-c", code, threads=self.threads, extra=ALLOCATOR)).output)

@@ -60,29 +60,29 @@ AREAS: dict[str, tuple[dict[str, str], list[str]]] = {
             "micro_batches _best_fit",
             "finetune.training.collator": "MicroBatches.__call__ MicroBatches.micro_batch split first_row _rows "
             "_packed_rows",
-            "finetune.training.healing": "Limit.parts Limit.lower",
+            "finetune.training.oom_retry": "Limit.parts Limit.lower",
             "finetune.training.evaluation": "summed_loss _sums",
             "finetune.training.trainer": "Trainer.training_step Trainer._micro_step Trainer._update "
             "Trainer._get_num_items_in_batch Trainer.evaluation_loop",
         },
-        ["data/test_batching.py", "training/test_collator.py", "training/test_evaluation.py", "memory/test_monitor.py",
+        ["data/test_batching.py", "training/test_collator.py", "training/test_evaluation.py", "measure/test_monitor.py",
          "faults/test_row_23_accumulation.py", "faults/test_row_11_loss_scaling.py",
          "faults/test_row_12_out_of_memory_in_a_step.py", "faults/test_row_14_evaluation_and_merge.py",
          "faults/test_row_10_numbers_that_are_not_finite.py", "training/test_parity.py", "training/test_steps.py"],
     ),
     "checkpoints": (
         {
-            "finetune.checkpoint": "Contents.bytes write _refuse_numbers _safetensors _write _parts _json _sha256 "
-            "problems_of manifest_of _problems_of_file newest_valid set_aside prune _is_whole "
+            "finetune.storage.checkpoint": "Contents.bytes write _refuse_numbers _safetensors _write _parts _json "
+            "_sha256 problems_of manifest_of _problems_of_file newest_valid set_aside prune _is_whole "
             "read_tensors",
-            "finetune.records": "exists open_file read_bytes read read_lines check _parsed _plain",
-            "finetune.weight_files": "not_finite is_finite",
-            "finetune.rundir": "RunDirectory.finished RunDirectory.saved_steps RunDirectory.complete_checkpoints "
-            "RunDirectory.remove_leftovers RunDirectory.forget_metrics_after checkpoint_step staged _publish _put_back "
-            "dispose _remove write_bytes append_line _fsync",
+            "finetune.storage.records": "exists open_file read_bytes read read_lines check _parsed _plain",
+            "finetune.storage.weight_files": "not_finite is_finite",
+            "finetune.storage.rundir": "RunDirectory.finished RunDirectory.saved_steps "
+            "RunDirectory.complete_checkpoints RunDirectory.remove_leftovers RunDirectory.forget_metrics_after "
+            "checkpoint_step staged _publish _put_back dispose _remove write_bytes append_line _fsync",
         },
-        ["test_checkpoint.py", "test_rundir.py", "test_records.py", "faults/test_checkpoints.py",
-         "security/test_row_26_checkpoints.py", "test_doctor.py"],
+        ["storage/test_checkpoint.py", "storage/test_rundir.py", "storage/test_records.py",
+         "faults/test_checkpoints.py", "security/test_row_26_checkpoints.py", "test_doctor.py"],
     ),
 }  # fmt: skip
 """By area: the functions of each module, and the test files, the fastest first."""

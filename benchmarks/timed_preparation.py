@@ -7,10 +7,10 @@ import json
 import resource
 import time
 
-from finetune import libraries
 from finetune.config import DataSection, ModelSection
 from finetune.data.prepare import prepare
 from finetune.model.tokenizer import load_tokenizer
+from finetune.runtime import libraries
 
 
 def main() -> None:

@@ -13,28 +13,29 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from finetune import libraries
+from finetune.runtime import libraries
 
 if TYPE_CHECKING:
-    from finetune.inspecting import inspect_data
-    from finetune.planning import fit, plan
+    from finetune.forecast.planning import fit
     from finetune.recipe import evaluate, generate, merge, train
-    from finetune.rundir import RunDirectory
+    from finetune.report.data_look import inspect_data
+    from finetune.report.plan_look import plan
     from finetune.settings import load_config
+    from finetune.storage.rundir import RunDirectory
 
 libraries.before_import()
 
 # Importing torch takes seconds; `finetune --help` and `import finetune` should not.
 _HOMES = {
     "load_config": "finetune.settings",
-    "inspect_data": "finetune.inspecting",
-    "plan": "finetune.planning",
-    "fit": "finetune.planning",
+    "inspect_data": "finetune.report.data_look",
+    "plan": "finetune.report.plan_look",
+    "fit": "finetune.forecast.planning",
     "train": "finetune.recipe",
     "merge": "finetune.recipe",
     "generate": "finetune.recipe",
     "evaluate": "finetune.recipe",
-    "RunDirectory": "finetune.rundir",
+    "RunDirectory": "finetune.storage.rundir",
 }
 
 __all__ = ["RunDirectory", "evaluate", "fit", "generate", "inspect_data", "load_config", "merge", "plan", "train"]

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 
 from finetune.errors import FinetuneError, MachineError, OutOfMemoryError, Terminated
-from finetune.visible import LINES, VisibleStream, visible
+from finetune.report.visible import LINES, VisibleStream, visible
 
 if TYPE_CHECKING:
     from finetune.config import Config
-    from finetune.rundir import RunDirectory
+    from finetune.storage.rundir import RunDirectory
 
 INTERRUPTED = 130
 
@@ -61,10 +61,10 @@ def train(
         job = _config(config, overrides)
         from finetune import recipe
         from finetune.report.terminal import Terminal
-        from finetune.training import processes
+        from finetune.runtime import ranks
 
         result = recipe.train(job, fresh=fresh, terminal=Terminal(quiet=as_json))
-        if as_json and processes.first():
+        if as_json and ranks.first():
             _print_json(result.summary())
 
     _run(work, debug)
@@ -82,10 +82,10 @@ def data(
 
     def work() -> None:
         job = _config(config, overrides)
-        from finetune import inspecting
+        from finetune.report import data_look
         from finetune.report.terminal import Terminal
 
-        found = inspecting.inspect_data(job)
+        found = data_look.inspect_data(job)
         if page:
             found.write(page)
         if as_json:
@@ -117,10 +117,11 @@ def plan(
 
     def work() -> None:
         job = _config(config, overrides)
-        planning = _planning(None if as_json else f"plan of {config}", job)
+        _planning(None if as_json else f"plan of {config}", job)
+        from finetune.report import plan_look
         from finetune.report.terminal import Terminal
 
-        found = planning.plan(job, gpu)
+        found = plan_look.plan(job, gpu)
         if picture:
             found.draw(picture)
         if as_json:
@@ -284,7 +285,7 @@ def _config(file: Path, overrides: list[str] | None) -> Config:
 
 def _opened(run: Path) -> RunDirectory:
     """The run directory, opened before anything is imported that takes longer than finding that it is none."""
-    from finetune.rundir import RunDirectory
+    from finetune.storage.rundir import RunDirectory
 
     return RunDirectory.open(run)
 
@@ -297,10 +298,10 @@ def _planning(title: str | None, job: Config) -> Any:
         from finetune.report import printing, words
 
         printing.say(Console(), f"{title}: {words.base(job)}; adapter: {words.adapter(job)}")
-    from finetune import libraries
+    from finetune.runtime import libraries
 
     with libraries.importing_for_forecast():
-        from finetune import planning
+        from finetune.forecast import planning
 
     return planning
 
@@ -320,7 +321,7 @@ def _run(work: Callable[[], None], debug: bool) -> None:
             sys.exit(error.exit_code)
         _fail(str(error), error.exit_code)
     except (MemoryError, RuntimeError) as error:
-        from finetune.memory.exhausted import is_out_of_memory
+        from finetune.measure.out_of_memory import is_out_of_memory
 
         if debug or not is_out_of_memory(error):
             raise
@@ -341,9 +342,9 @@ def _run(work: Callable[[], None], debug: bool) -> None:
 
 
 def _speaks() -> bool:
-    from finetune.training import processes
+    from finetune.runtime import ranks
 
-    return processes.first_here()
+    return ranks.first_here()
 
 
 def _fail(message: str, code: int) -> NoReturn:

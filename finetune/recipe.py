@@ -15,12 +15,9 @@ from typing import Any
 
 import torch
 
-from finetune import libraries, planning, resuming, segments
-from finetune.checkpoint import set_aside
 from finetune.config import Config
 from finetune.data import chat, fingerprint, formats
 from finetune.data import prepare as data_prepare
-from finetune.environment import describe
 from finetune.errors import (
     ArtifactError,
     DataError,
@@ -31,23 +28,25 @@ from finetune.errors import (
     Terminated,
 )
 from finetune.export import merge as export_merge
-from finetune.memory import comparison, exhausted, inspect
-from finetune.memory import device as devices
-from finetune.memory.fit import NothingFits
-from finetune.memory.forecast import Forecast
-from finetune.memory.monitor import Monitor, meter_for
+from finetune.forecast import comparison, devices, planning
+from finetune.forecast.fit import NothingFits
+from finetune.forecast.replay import Forecast
+from finetune.inference.generation import TooLong, answer
+from finetune.lifecycle import out_of_memory, resume
+from finetune.measure.monitor import Monitor, meter_for
 from finetune.model import adapter, attention, bounds, checkpointing, identity
 from finetune.model.base import autocast, base_dtype, load_architecture, load_base, outline, refuse_not_finite
 from finetune.model.experts import Mixture
-from finetune.model.generation import TooLong, answer
 from finetune.model.tokenizer import load_tokenizer
-from finetune.report import page, plots
+from finetune.report import page, plan_look, plots
 from finetune.report.result import Result
 from finetune.report.terminal import Terminal, note_beside_output
-from finetune.rundir import DISK_ERRORS, RunDirectory, checkpoint_step, not_written, write_json, write_lines
+from finetune.runtime import libraries, ranks, segments
+from finetune.runtime.environment import describe
+from finetune.runtime.signals import Signals
 from finetune.settings import config_of
-from finetune.signals import Signals
-from finetune.training import processes
+from finetune.storage.checkpoint import set_aside
+from finetune.storage.rundir import DISK_ERRORS, RunDirectory, checkpoint_step, not_written, write_json, write_lines
 from finetune.training import run as training
 from finetune.training.arguments import check, check_shares
 from finetune.training.evaluation import held_out_loss
@@ -66,15 +65,15 @@ def train(config: Config, *, fresh: bool = False, terminal: Terminal | None = No
     can mend.
     """
     libraries.quiet()
-    terminal = (terminal or Terminal()) if processes.first() else Terminal(quiet=True)
+    terminal = (terminal or Terminal()) if ranks.first() else Terminal(quiet=True)
     config, note = bounds.settled(config)
     if note:
         terminal.note(note)
     run = RunDirectory(config.output.dir or "runs/unnamed")
     check_shares(config)
-    with terminal, Signals() as signals, processes.together(this_device()), contextlib.ExitStack() as held:
+    with terminal, Signals() as signals, ranks.together(this_device()), contextlib.ExitStack() as held:
         try:
-            if not processes.first_does(lambda: _nothing_to_do(config, run, fresh, terminal)):
+            if not ranks.first_does(lambda: _nothing_to_do(config, run, fresh, terminal)):
                 with _blaming_base(config):
                     _Training(config, run, terminal, fresh, signals, held).go()
             return Result(run)
@@ -89,7 +88,7 @@ def _nothing_to_do(config: Config, run: RunDirectory, fresh: bool, terminal: Ter
     run.check_layout()
     if fresh or not run.has_results:
         return False
-    resuming.refuse_changes(config, run)
+    resume.refuse_changes(config, run)
     if not run.finished or _wants_more_steps(config, run):
         return False
     terminal.note(
@@ -132,7 +131,7 @@ class _Training:
     def go(self) -> None:
         run, terminal = self.run, self.terminal
         config, device = self.config, this_device()
-        if idle := processes.idle_gpus():
+        if idle := ranks.idle_gpus():
             terminal.note(idle)
         if device.type == "cuda" and (obstacle := libraries.triton_obstacle()):
             terminal.note(
@@ -142,44 +141,44 @@ class _Training:
         check(config, device)
         environment = describe(device)
         given = {"config": config.model_dump(mode="json"), "packages": environment["packages"]}
-        resuming.refuse_other_ranks(given)
-        processes.first_does(lambda: self._lock() if run.exists else None)  # before anything that takes time
+        resume.refuse_other_ranks(given)
+        ranks.first_does(lambda: self._lock() if run.exists else None)  # before anything that takes time
         tokenizer = load_tokenizer(config.model, config.data.chat_template)
-        resuming.refuse_other_ranks({"tokenizer": fingerprint.of(tokenizer)})
+        resume.refuse_other_ranks({"tokenizer": fingerprint.of(tokenizer)})
         architecture = load_architecture(config.model)
         bounds.check_tokenizer(tokenizer, architecture, config.model)
         implementation, reason = _attention(config, architecture, device)
         mixture = _outline(config, architecture, implementation)
-        processes.first_does(lambda: planning.try_out(config, architecture, device))
+        ranks.first_does(lambda: planning.try_out(config, architecture, device))
         data = data_prepare.prepare(config.data, tokenizer)
         if data.warning and config.training.early_stopping:
             raise DataError(f"`training.early_stopping` needs held-out rows; {data.warning}")
         data_prepare.check_ids(data, tokenizer, bounds.vocabulary(architecture), config.model.name)
-        made_with = resuming.made_with(config, data, tokenizer, environment, terminal.note)
-        resuming.refuse_other_ranks(made_with)
-        config, forecast = processes.first_does(lambda: self._plan(architecture, device, data))
-        config = resuming.own_places(config, self.config)
+        made_with = resume.made_with(config, data, tokenizer, environment, terminal.note)
+        resume.refuse_other_ranks(made_with)
+        config, forecast = ranks.first_does(lambda: self._plan(architecture, device, data))
+        config = resume.own_places(config, self.config)
         made_with["config"] = config.model_dump(mode="json")
-        start = processes.first_does(lambda: self._open(config, forecast, environment, made_with, data))
-        if not processes.first():
-            run = self.run = run.of_process(processes.number())
+        start = ranks.first_does(lambda: self._open(config, forecast, environment, made_with, data))
+        if not ranks.first():
+            run = self.run = run.of_process(ranks.number())
             run.claim()
             self.held.enter_context(run.held())
             run.forget_metrics_after(start.step)
         told = f"{implementation} ({reason})"
-        terminal.opened(run.path, config, device, data, told, forecast, processes.count(), mixture)
+        terminal.opened(run.path, config, device, data, told, forecast, ranks.count(), mixture)
         monitor = Monitor(meter_for(device.type))
-        inspect.cap(config.memory.limit, device)
-        with exhausted.told(config, run, monitor, device):
+        devices.cap(config.memory.limit, device)
+        with out_of_memory.told(config, run, monitor, device):
             if self.config.training.deterministic and device.type == "cuda":
                 self.held.enter_context(libraries.deterministic())
             with monitor.phase("load"):
                 base = _base(config, architecture, implementation, device)
             made_with["base"] = identity.of_base(config.model, terminal.note)  # now it is on this machine
-            resuming.refuse_other_ranks(made_with)
-            processes.first_does(lambda: self._log_changes(start, made_with))
+            resume.refuse_other_ranks(made_with)
+            ranks.first_does(lambda: self._log_changes(start, made_with))
             monitor.take_step()  # loading is reported once, not with the first step
-            asked = self._ask_base(base, tokenizer) if processes.first() else []
+            asked = self._ask_base(base, tokenizer) if ranks.first() else []
             model = adapter.attach(base, config.adapter, config.model.name, config.training.seed, config.model.revision)
             checkpointing.apply(base, config.memory, device.type)
             terminal.built(model, adapter.left_out(base, config.adapter))
@@ -188,7 +187,7 @@ class _Training:
                 config, model, tokenizer, data, run, monitor, terminal, device=device, signals=self.signals,
                 made_with=made_with, resume_from=start.checkpoint,
             )  # fmt: skip
-            if not processes.first():
+            if not ranks.first():
                 return
             self._ask_again(model, tokenizer, asked)
         terminal.answers(run)
@@ -230,7 +229,7 @@ class _Training:
             self.terminal.note(f"there is no forecast, and training goes on without one: {error}")
             return config, None
         if not forecast.fits:
-            told = planning.does_not_fit(forecast, planner.levers(config, forecast))
+            told = plan_look.does_not_fit(forecast, planner.levers(config, forecast))
             if config.memory.check == "refuse":
                 raise OutOfMemoryError(f"{told}\nTo try all the same: memory.check=warn")
             self.terminal.note(told)
@@ -259,7 +258,7 @@ class _Training:
         environment: dict[str, Any],
         made_with: dict[str, Any],
         data: data_prepare.Prepared,
-    ) -> resuming.Start:
+    ) -> resume.Start:
         """Make or reopen the run directory; where training starts."""
         run = self.run
         if self.fresh and run.events_file.exists():
@@ -267,8 +266,8 @@ class _Training:
             self.terminal.note(f"the earlier run is now {run.move_aside()}")
         run.claim()
         self._lock()
-        start = resuming.find(run)
-        resuming.compare(run, start, made_with)
+        start = resume.find(run)
+        resume.compare(run, start, made_with)
         run.create(config)
         run.remove_leftovers()
         if forecast:
@@ -289,9 +288,9 @@ class _Training:
         self.terminal.note(f"resuming from {start.checkpoint}, {why}")
         return start
 
-    def _log_changes(self, start: resuming.Start, made_with: dict[str, Any]) -> None:
+    def _log_changes(self, start: resume.Start, made_with: dict[str, Any]) -> None:
         """Write down what changed since the checkpoint was made; raises ConfigError for another base."""
-        if changes := resuming.compare(self.run, start, made_with):
+        if changes := resume.compare(self.run, start, made_with):
             self.run.event("changed", **changes)
             if "base" in changes:
                 self.terminal.note(
@@ -369,7 +368,7 @@ def merge(run: RunDirectory, *, trust_remote_code: bool = False, terminal: Termi
 
 
 def _merge(run: RunDirectory, config: Config, terminal: Terminal, note: Callable[[str], None]) -> dict[str, Any]:
-    with exhausted.told_of_merge(run):
+    with out_of_memory.told_of_merge(run):
         proof = export_merge.merge(run, config, this_device(), note)
     run.event("merged", **proof)
     terminal.merged(run, proof)
@@ -486,7 +485,7 @@ def _base(config: Config, architecture: Any, implementation: str, device: torch.
 
 def this_device() -> torch.device:
     """The GPU where there is one, else the CPU; each process has its own."""
-    processes.choose_gpu()
+    ranks.choose_gpu()
     if not torch.cuda.is_available():
         return torch.device("cpu")
     gpu = torch.cuda.current_device()

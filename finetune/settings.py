@@ -14,9 +14,9 @@ from finetune.data.formats import FORMATS
 from finetune.data.lengths import TOO_LONG
 from finetune.errors import ArtifactError
 from finetune.model.attention import ATTENTIONS
+from finetune.model.chat_template import TEMPLATES
 from finetune.model.quantization import QUANTIZATIONS
-from finetune.rundir import RunDirectory
-from finetune.template import TEMPLATES
+from finetune.storage.rundir import RunDirectory
 from finetune.training.optimizers import OPTIMIZERS
 from finetune.training.schedules import SCHEDULES
 from finetune.training.tracking import TRACKERS

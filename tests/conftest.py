@@ -22,8 +22,8 @@ import finetune
 from finetune import recipe
 from finetune.config import Config
 from finetune.model.locate import BUILTIN_BASE, locate
-from finetune.rundir import RunDirectory
 from finetune.settings import load_config
+from finetune.storage.rundir import RunDirectory
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -6,9 +6,9 @@ import dataclasses
 from typing import Any
 
 from finetune.data.batching import Batch
-from finetune.memory.device import Device
-from finetune.memory.forecast import WORDS, Forecast, Point
-from finetune.memory.trace import CATEGORIES
+from finetune.forecast.devices import Device
+from finetune.forecast.replay import WORDS, Forecast, Point
+from finetune.forecast.trace import CATEGORIES
 
 MIB, GIB = 2**20, 2**30
 

@@ -9,11 +9,10 @@ from typing import Any
 
 from finetune.config import Config, MemorySection
 from finetune.data.batching import Batch
-from finetune.memory import device
-from finetune.memory.device import Device
-from finetune.memory.trace import Trace
-from finetune.memory.unroll import Shortened, shorten
-from finetune.training import rehearsal
+from finetune.forecast import devices, step
+from finetune.forecast.devices import Device
+from finetune.forecast.extrapolate import Shortened, shorten
+from finetune.forecast.trace import Trace
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.append(str(ROOT / "benchmarks"))
@@ -49,11 +48,11 @@ def config(**changes: Any) -> Config:
 
 
 def cpu() -> Device:
-    return device.find("cpu", MemorySection())
+    return devices.find("cpu", MemorySection())
 
 
 def card(name: str = "RTX 4090") -> Device:
-    return device.find(name, MemorySection())
+    return devices.find(name, MemorySection())
 
 
 def rehearse(
@@ -67,4 +66,4 @@ def rehearse(
     shortening: Callable[[Sequence[Hashable]], Shortened] = shorten,
 ) -> Trace:
     """The trace of `job`, by default with its layers shortened and unrolled."""
-    return rehearsal._rehearse(job, model, batch, evaluation, where or cpu(), attention, shortening)
+    return step._rehearse(job, model, batch, evaluation, where or cpu(), attention, shortening)

@@ -10,12 +10,13 @@ from pathlib import Path
 import pytest
 
 import finetune
-from finetune import checkpoint, resuming
 from finetune.config import dump
 from finetune.doctor import run as run_directory
 from finetune.errors import ArtifactError, ConfigError
+from finetune.lifecycle import resume
 from finetune.model import identity
-from finetune.rundir import RunDirectory
+from finetune.storage import checkpoint
+from finetune.storage.rundir import RunDirectory
 
 USES: dict[str, Callable[[RunDirectory], object]] = {
     "generate": lambda run: finetune.generate(run, "x", max_new_tokens=2),
@@ -124,17 +125,17 @@ def test_random_weights_are_told_from_those_of_training(quick, capsys: pytest.Ca
 
 
 def test_a_resume_compares_whole_files_and_says_so_where_it_cannot(run: RunDirectory, base: Path) -> None:
-    start = resuming.find(run)
+    start = resume.find(run)
     assert start.checkpoint
     now = checkpoint.manifest_of(start.checkpoint)["made_with"]
     assert identity.comparable(now["base"])
     overwrite(base)
     other = {**now, "base": identity.of_base(run.config().model)}
     with pytest.raises(ConfigError, match=r"`model\.name`"):
-        resuming.compare(run, start, other)
+        resume.compare(run, start, other)
     manifest = json.loads((start.checkpoint / checkpoint.MANIFEST).read_text())
     manifest.pop("sha256")
     manifest["made_with"]["base"] = "0" * 64  # as earlier versions wrote it, of samples
     signed = {**manifest, "sha256": checkpoint._sha256(checkpoint._json(manifest))}
     (start.checkpoint / checkpoint.MANIFEST).write_bytes(checkpoint._json(signed))
-    assert resuming.compare(run, start, now) == {"base": ["0" * 64, now["base"]]}
+    assert resume.compare(run, start, now) == {"base": ["0" * 64, now["base"]]}

@@ -10,7 +10,7 @@ import pytest
 
 from finetune import cli
 from finetune.config import dump
-from finetune.rundir import RunDirectory
+from finetune.storage.rundir import RunDirectory
 
 TINY = Path(__file__).parent.parent / "configs" / "tiny_cpu.yaml"
 
@@ -219,10 +219,10 @@ def test_a_plan_of_what_is_not_known_is_one_clear_error(
 
 
 def test_fit_writes_a_config_with_its_reasons(call, job: list[str], tmp_path: Path, monkeypatch) -> None:
-    from finetune.memory import fit
+    from finetune.forecast import fit
     from finetune.settings import load_config
 
-    # Sixteen forecasts for each limit: tests/memory/test_fit.py has them.
+    # Sixteen forecasts for each limit: tests/forecast/test_fit.py has them.
     found = fit.Limits(length=4096, micro_batch=64, rank=256, smallest_card="T4")
     monkeypatch.setattr(fit, "limits", lambda config, forecast: found)
     target = tmp_path / "fitted.yaml"

@@ -22,7 +22,7 @@ from finetune.doctor import machine
 from finetune.doctor import run as run_directory
 from finetune.doctor.findings import Examination, Finding
 from finetune.errors import ArtifactError
-from finetune.rundir import RunDirectory, write_lines
+from finetune.storage.rundir import RunDirectory, write_lines
 
 
 @pytest.fixture

@@ -27,16 +27,18 @@ from jobs import QUICK, TINY
 from rich.console import Console
 
 import finetune
-from finetune import checkpoint, cli, recipe, resuming
+from finetune import cli, recipe
 from finetune.config import Config
 from finetune.doctor import run as run_directory
 from finetune.errors import ArtifactError, FinetuneError
+from finetune.lifecycle import resume as resuming
 from finetune.model.tokenizer import load_tokenizer
 from finetune.report import doctor_view, page, plots
 from finetune.report.result import Result
 from finetune.report.terminal import Terminal
-from finetune.rundir import RunDirectory, write_lines
 from finetune.settings import load_config
+from finetune.storage import checkpoint
+from finetune.storage.rundir import RunDirectory, write_lines
 from finetune.training import checkpoints
 from finetune.training import run as training
 

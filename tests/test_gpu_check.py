@@ -24,7 +24,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.version import Version
 
-from finetune.memory.recording import Recording, replay
+from finetune.forecast.recording import Recording, replay
 from finetune.settings import load_config
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -486,8 +486,8 @@ def test_every_setting_is_a_valid_job(forecast_gpu: ModuleType) -> None:
 def test_a_setting_is_forecast_without_a_gpu(forecast_gpu: ModuleType, name: str) -> None:
     import measured_step
 
-    from finetune.memory import device
-    from finetune.planning import Planner
+    from finetune.forecast import devices as device
+    from finetune.forecast.planning import Planner
 
     (setting,) = (one for one in forecast_gpu.SETTINGS if one.name == name)
     config, architecture = setting.resolved(), setting.build_architecture()
@@ -751,7 +751,7 @@ def test_a_cards_facts_stand_beside_what_is_forecast_of_them(
     FakeCuda(monkeypatch, [])
     monkeypatch.setattr(forecast_gpu, "_smi", lambda: ("580.1", 2**20))
     monkeypatch.setattr(forecast_gpu, "_workspaces", lambda device: (32 * 2**20, 64 * 2**20))
-    monkeypatch.setattr("finetune.environment.describe", lambda device: {})
+    monkeypatch.setattr("finetune.runtime.environment.describe", lambda device: {})
     found = forecast_gpu.facts(SimpleNamespace(type="cuda"))
     json.dumps(found, allow_nan=False)
     assert found["name"] == "NVIDIA H100 80GB HBM3"

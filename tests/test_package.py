@@ -18,7 +18,7 @@ def test_the_wheel_works_outside_the_checkout(tmp_path: Path) -> None:
         names = set(archive.namelist())
         archive.extractall(tmp_path / "site")
     assert "finetune/_builtin/tiny-llama/model.safetensors" in names
-    assert {"finetune/model/catalog.json", "finetune/templates/chatml.jinja"} <= names
+    assert {"finetune/model/catalog.json", "finetune/model/templates/chatml.jinja"} <= names
     assert not any(name.startswith(("tests/", "benchmarks/")) for name in names)
     script = (
         "import finetune, sys; from finetune.model.locate import locate; "

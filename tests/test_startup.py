@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from finetune import libraries
+from finetune.runtime import libraries
 
 TINY = Path(__file__).parent.parent / "configs" / "tiny_cpu.yaml"
 SLOW = ("torch", "transformers", "datasets", "peft", "trl", "accelerate", "bitsandbytes", "numpy", "matplotlib")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Self
 
-from finetune.memory.trace import Block, Run, Trace
+from finetune.forecast.trace import Block, Run, Trace
 
 Told = list[tuple[str, int | None, int, int, str]]
 

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from finetune.errors import MachineError
-from finetune.private import cache_folder, not_private
+from finetune.storage.private import cache_folder, not_private
 
 _LOG = logging.getLogger(__name__)
 

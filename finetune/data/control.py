@@ -16,8 +16,8 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
-from finetune import template
 from finetune.data.formats import Chat, Completion, Example, RowError, Text, Tokens, in_common
+from finetune.model import chat_template
 
 # Letters of a script that is dead for 2,700 years (Anatolian hieroglyphs): printable, and neither blanks nor of two
 # cases, so that no template changes them.
@@ -179,7 +179,7 @@ def _tokens(tokenizer: Any) -> dict[str, int]:
     turns = {text: number for text, (number, special) in added.items() if not special and not _is_tag(text, added)}
     if turns:
         try:
-            written = template.render(tokenizer, _PROBE, add_generation_prompt=True)["input_ids"]
+            written = chat_template.render(tokenizer, _PROBE, add_generation_prompt=True)["input_ids"]
         except Exception:  # of whatever kind a template raises; one that cannot be rendered writes none
             return found
         # Those of system, tool and call turns stand in the template's text.

@@ -12,10 +12,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from finetune import records
 from finetune.config import ModelSection
 from finetune.errors import ArtifactError
-from finetune.rundir import write_json
+from finetune.storage import records
+from finetune.storage.rundir import write_json
 
 _FILE = "fingerprint.json"
 # Digits that an error names, of 64: enough to tell two apart, few enough to read.

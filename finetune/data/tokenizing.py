@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from finetune.data import control
 from finetune.data.formats import RowError
-from finetune.libraries import tokenizing_in_parallel
+from finetune.runtime.libraries import tokenizing_in_parallel
 
 Span = tuple[int, int]
 

@@ -14,13 +14,13 @@ from types import SimpleNamespace
 import psutil
 import torch
 
-from finetune import libraries
 from finetune.config import OptimizerSection
 from finetune.doctor.findings import Examination, Finding
 from finetune.errors import MachineError
-from finetune.memory import device as devices
+from finetune.forecast import devices
 from finetune.model import attention
 from finetune.report import words
+from finetune.runtime import libraries
 from finetune.training import optimizers
 
 # A 7B model in 16 bit has 13 GiB, and merging writes it once more.

@@ -10,8 +10,6 @@ from typing import Any
 import torch
 from pydantic import TypeAdapter
 
-from finetune import libraries, records, weight_files
-from finetune.checkpoint import LATEST
 from finetune.config import Config, QuantizationSection, load
 from finetune.data import fingerprint
 from finetune.doctor.findings import Examination, Finding
@@ -19,8 +17,11 @@ from finetune.errors import ArtifactError, ConfigError, FinetuneError, MachineEr
 from finetune.model import adapter, identity
 from finetune.model.base import load_architecture, weightless_base
 from finetune.model.tokenizer import load_tokenizer
-from finetune.rundir import RunDirectory, checkpoint_step
+from finetune.runtime import libraries
 from finetune.settings import CHOICES
+from finetune.storage import records, weight_files
+from finetune.storage.checkpoint import LATEST
+from finetune.storage.rundir import RunDirectory, checkpoint_step
 from finetune.training.checkpoints import MODEL_FILE, problems_of
 
 

@@ -13,15 +13,13 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 
-from finetune import libraries, template, weight_files
 from finetune.config import Config, ModelSection, QuantizationSection
 from finetune.data import fingerprint
 from finetune.data import prepare as data_prepare
-from finetune.environment import describe
 from finetune.errors import ArtifactError, MachineError
 from finetune.export import proof
 from finetune.export.card import model_card
-from finetune.model import attention, experts, identity
+from finetune.model import attention, chat_template, experts, identity
 from finetune.model.adapter import check_files, load_adapter
 from finetune.model.base import (
     from_safetensors,
@@ -33,7 +31,10 @@ from finetune.model.base import (
 )
 from finetune.model.locate import hub_call
 from finetune.model.tokenizer import load_tokenizer
-from finetune.rundir import RunDirectory, not_written, staged, write_json
+from finetune.runtime import libraries
+from finetune.runtime.environment import describe
+from finetune.storage import weight_files
+from finetune.storage.rundir import RunDirectory, not_written, staged, write_json
 
 # Held-out rows and tokens of each that the logits are compared on.
 _ROWS = 8
@@ -127,7 +128,7 @@ def _save(model: Any, tokenizer: Any, folder: Path, dtype: torch.dtype) -> None:
     # And it stops where an answer ends, whatever template that is the end of.
     ends = model.generation_config.eos_token_id
     known = ends if isinstance(ends, list) else [] if ends is None else [ends]
-    model.generation_config.eos_token_id = list(dict.fromkeys([*known, *template.stop_ids(tokenizer)]))
+    model.generation_config.eos_token_id = list(dict.fromkeys([*known, *chat_template.stop_ids(tokenizer)]))
     model.save_pretrained(str(folder))
 
 

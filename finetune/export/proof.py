@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from finetune import libraries
+from finetune.runtime import libraries
 
 # Half a unit in the last place, relative.
 ROUNDOFF = {torch.bfloat16: 2.0**-9, torch.float16: 2.0**-12, torch.float32: 2.0**-24}

@@ -12,13 +12,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from finetune import libraries, weight_files
 from finetune.config import AdapterSection
 from finetune.config.fields import unknown
 from finetune.errors import ArtifactError, ConfigError
 from finetune.model import direct_reads, experts
 from finetune.model.base import TRAINED_DTYPES
 from finetune.model.locate import hub_call, weights_directory
+from finetune.runtime import libraries
+from finetune.storage import weight_files
 
 
 def attach(base: Any, section: AdapterSection, base_name: str, seed: int, revision: str | None = None) -> Any:

@@ -6,9 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from finetune import libraries
 from finetune.errors import MachineError
 from finetune.model import catalog
+from finetune.runtime import libraries
 
 
 @dataclass(frozen=True)

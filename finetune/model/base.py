@@ -18,13 +18,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from finetune import libraries, weight_files
 from finetune.config import AdapterSection, ModelSection, QuantizationSection, TrainingSection
 from finetune.errors import ArtifactError, ConfigError
 from finetune.model import catalog, direct_reads, experts, packing
 from finetune.model.experts import Mixture
 from finetune.model.locate import hub_call, locate, weights_directory
 from finetune.model.quantization import QUANTIZATIONS, bitsandbytes_config
+from finetune.runtime import libraries
+from finetune.storage import weight_files
 
 _NO_CODE: dict[str, Any] = {"trust_remote_code": False}
 

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from finetune import libraries
 from finetune.model import experts
+from finetune.runtime import libraries
 
 _PROBE_TOKENS = 4
 

@@ -18,7 +18,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from finetune.private import cache_folder, not_private
+from finetune.storage.private import cache_folder, not_private
 
 _MEMORY = "file_hashes.json"
 _MEMORY_BYTES = 2**24

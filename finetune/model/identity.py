@@ -8,12 +8,12 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from finetune import weight_files
 from finetune.config import ModelSection
 from finetune.errors import ArtifactError, FinetuneError
 from finetune.model import file_hashes
 from finetune.model.locate import weights_directory
-from finetune.weight_files import SUFFIX
+from finetune.storage import weight_files
+from finetune.storage.weight_files import SUFFIX
 
 # Earlier versions hashed samples of the weights; what they wrote is bare hex.
 _WHOLE = "sha256:"

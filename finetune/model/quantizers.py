@@ -14,8 +14,8 @@ from transformers.quantizers.quantizer_bnb_4bit import Bnb4BitHfQuantizer
 from transformers.quantizers.quantizer_bnb_8bit import Bnb8BitHfQuantizer
 
 from finetune.config import QuantizationSection
-from finetune.libraries import replaced
 from finetune.model import direct_reads, eight_bit, experts
+from finetune.runtime.libraries import replaced
 
 
 def used(section: QuantizationSection) -> contextlib.AbstractContextManager[None]:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from finetune import template
 from finetune.config import ModelSection
 from finetune.errors import ArtifactError
 from finetune.model import catalog
+from finetune.model import chat_template as template
 from finetune.model.base import pinned_code
 from finetune.model.locate import BUILTIN_BASE, hub_call, locate
 

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from finetune.memory.monitor import PHASES, Peak
-from finetune.rundir import RunDirectory
+from finetune.measure.monitor import PHASES, Peak
+from finetune.storage.rundir import RunDirectory
 
 MEASURES = {
     "allocated_bytes": "allocated",

@@ -10,8 +10,8 @@ from collections.abc import Iterable, Sequence
 
 from rich.console import Console
 
-from finetune.memory.comparison import TOLD_ABOVE
-from finetune.memory.forecast import WORDS, Forecast
+from finetune.forecast.comparison import TOLD_ABOVE
+from finetune.forecast.replay import WORDS, Forecast
 from finetune.report import markup, printing, words
 
 _OVER = "over the budget"

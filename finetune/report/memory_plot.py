@@ -15,7 +15,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.patheffects import withStroke
 
-from finetune.memory.forecast import WORDS, Forecast, bands
+from finetune.forecast.replay import WORDS, Forecast, bands
 from finetune.report import words
 
 # From bottom to top. Any two are 20 apart in CIE Lab, and neighbours 30, also for eyes without the red, the green or

@@ -11,12 +11,12 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from finetune import records
-from finetune.memory.monitor import headline
-from finetune.records import Answer
+from finetune.measure.monitor import headline
 from finetune.report import markup, words
 from finetune.report.figures import MEASURES, Figures, measures
-from finetune.rundir import RunDirectory, write_text
+from finetune.storage import records
+from finetune.storage.records import Answer
+from finetune.storage.rundir import RunDirectory, write_text
 
 # Events whose facts have a section of their own.
 _TOLD_ELSEWHERE = {"trained", "finished", "merged"}

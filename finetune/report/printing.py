@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from finetune.visible import visible
+from finetune.report.visible import visible
 
 _BAR_CELLS = 32
 _EIGHTHS = "▏▎▍▌▋▊▉"

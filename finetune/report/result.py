@@ -10,7 +10,7 @@ from rich.table import Table
 
 from finetune.report import page, words
 from finetune.report.figures import MEASURES, Figures, measures
-from finetune.rundir import RunDirectory
+from finetune.storage.rundir import RunDirectory
 
 
 @dataclass(frozen=True)

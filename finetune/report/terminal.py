@@ -24,17 +24,17 @@ from finetune.data.batching import MicroBatching
 from finetune.data.inspection import Inspection
 from finetune.data.prepare import Counts, Prepared
 from finetune.errors import MachineError
-from finetune.memory.comparison import Difference
-from finetune.memory.fit import Fitted, Limits
-from finetune.memory.forecast import Forecast
-from finetune.memory.levers import Lever
-from finetune.memory.monitor import headline
+from finetune.forecast.comparison import Difference
+from finetune.forecast.fit import Fitted, Limits
+from finetune.forecast.levers import Lever
+from finetune.forecast.replay import Forecast
+from finetune.measure.monitor import headline
 from finetune.model.experts import Mixture
 from finetune.report import data_view, doctor_view, forecast_view, printing, words
 from finetune.report.figures import Figures
 from finetune.report.result import Result
-from finetune.rundir import RunDirectory
-from finetune.visible import LINES, visible
+from finetune.report.visible import LINES, visible
+from finetune.storage.rundir import RunDirectory
 
 # Lines that a whole run prints where there is no terminal, besides its evaluations.
 _PLAIN_LINES = 10

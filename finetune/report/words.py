@@ -11,7 +11,7 @@ from finetune.data.counts import CONTROL_TOKENS, Counts
 
 if TYPE_CHECKING:  # with torch, which the first line of a plan does not wait for
     from finetune.data.batching import Batch
-    from finetune.memory.forecast import Forecast
+    from finetune.forecast.replay import Forecast
     from finetune.model.experts import Mixture
 
 _MIB, _GIB = 2**20, 2**30

@@ -9,8 +9,9 @@ from trl import SFTConfig
 
 from finetune.config import Config
 from finetune.errors import ConfigError, MachineError
-from finetune.rundir import RunDirectory
-from finetune.training import processes, tracking
+from finetune.runtime import ranks
+from finetune.storage.rundir import RunDirectory
+from finetune.training import tracking
 
 # transformers counts evaluations and saves in steps; "only at the end" is a step that is never reached.
 _NEVER = 10**9
@@ -31,12 +32,12 @@ def check_shares(config: Config) -> None:
     """Raise ConfigError for a batch that the processes cannot share."""
     training = config.training
     if training.micro_batch_tokens or training.micro_batch == "auto":
-        rows, each = processes.count(), ""
+        rows, each = ranks.count(), ""
     else:
-        rows, each = training.rows * processes.count(), f" with `training.micro_batch` {training.rows}"
+        rows, each = training.rows * ranks.count(), f" with `training.micro_batch` {training.rows}"
     if training.batch_size % rows:
         raise ConfigError(
-            f"`training.batch_size` {training.batch_size} cannot be shared by {processes.count()} processes{each}; "
+            f"`training.batch_size` {training.batch_size} cannot be shared by {ranks.count()} processes{each}; "
             f"make it a multiple of {rows}"
         )
 

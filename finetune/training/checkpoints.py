@@ -21,13 +21,13 @@ from bitsandbytes.optim.optimizer import Optimizer8bit
 from transformers import TrainerState
 from transformers.trainer import TRAINER_STATE_NAME
 
-from finetune import checkpoint, records
-from finetune.checkpoint import Contents
 from finetune.errors import ArtifactError, MachineError
-from finetune.memory.monitor import Peak
+from finetune.measure.monitor import Peak
 from finetune.model import adapter
-from finetune.rundir import RunDirectory, checkpoint_step
-from finetune.training.randomness import RandomState
+from finetune.runtime.randomness import RandomState
+from finetune.storage import checkpoint, records
+from finetune.storage.checkpoint import Contents
+from finetune.storage.rundir import RunDirectory, checkpoint_step
 
 ADAPTER_FILE, MODEL_FILE = "adapter_model.safetensors", "model.safetensors"
 OPTIMIZER_FILE, STATE_FILE = "optimizer.safetensors", "state.json"

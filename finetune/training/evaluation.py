@@ -18,11 +18,11 @@ from trl.trainer.utils import add_fused_lm_head
 from finetune.config import Config
 from finetune.data.batching import MicroBatching
 from finetune.errors import OutOfMemoryError
-from finetune.libraries import replaced, without_cudnn_attention
-from finetune.memory.exhausted import is_out_of_memory
+from finetune.measure.out_of_memory import is_out_of_memory
 from finetune.model.base import autocast
 from finetune.model.causality import capability_of, needs_mask
-from finetune.training import healing
+from finetune.runtime.libraries import replaced, without_cudnn_attention
+from finetune.training import oom_retry
 from finetune.training.collator import Inputs, MicroBatches, for_model
 
 
@@ -38,7 +38,7 @@ class DoesNotFit(OutOfMemoryError):
 def summed_loss(
     model: Any,
     steps: Iterable[list[Inputs]],
-    limit: healing.Limit | None = None,
+    limit: oom_retry.Limit | None = None,
     tell: Callable[[Inputs], None] = lambda part: None,
     *,
     masked: bool,
@@ -50,7 +50,7 @@ def summed_loss(
 
     `model` must have TRL's fused head. Raises DoesNotFit where a row alone does not fit.
     """
-    limit = limit or healing.Limit()
+    limit = limit or oom_retry.Limit()
     was_training = model.training
     model.eval()
     sums = torch.zeros(2, dtype=torch.float64, device=model.device)
@@ -67,7 +67,7 @@ def summed_loss(
                         raise
                     if not limit.lower(parts[0]):
                         raise DoesNotFit(parts[0], (str(error).splitlines() or ["no memory left"])[0]) from None
-                healing.release()
+                oom_retry.release()
                 tell(parts[0])
                 parts = limit.parts(parts)
     finally:

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 from transformers import TrainerCallback
 
 from finetune.errors import NumbersError
-from finetune.rundir import RunDirectory, append_line
-from finetune.training import processes
+from finetune.runtime import ranks
+from finetune.storage.rundir import RunDirectory, append_line
 from finetune.training.collator import Idle, Inputs
 from finetune.training.guards import Skips, Spikes
 
@@ -55,7 +55,7 @@ class StepCounts:
     def take(self) -> dict[str, Any]:
         """Tokens, tokens per second and padding share of the step that ended, in all processes; starts the next one."""
         now = time.perf_counter()
-        counts = processes.gathered((int(self._tokens), self._places))
+        counts = ranks.gathered((int(self._tokens), self._places))
         tokens, places = (sum(values) for values in zip(*counts, strict=True))
         seconds = now - self._started
         self.clear()

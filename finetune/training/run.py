@@ -12,20 +12,20 @@ import torch
 from safetensors import SafetensorError
 from transformers import EarlyStoppingCallback, TrainerState
 
-from finetune import libraries
 from finetune.config import Config
 from finetune.data import fingerprint
 from finetune.data.batching import MicroBatching, RowOrder
 from finetune.data.prepare import Prepared
 from finetune.errors import FinetuneError, MachineError
-from finetune.memory import inspect
-from finetune.memory.monitor import Monitor
+from finetune.measure import snapshots
+from finetune.measure.monitor import Monitor
 from finetune.model import causality, packing
 from finetune.model.adapter import casts_by_autocast
 from finetune.model.base import autocast
-from finetune.rundir import RunDirectory, not_written, staged
-from finetune.signals import Signals
-from finetune.training import optimizers, processes
+from finetune.runtime import libraries, ranks
+from finetune.runtime.signals import Signals
+from finetune.storage.rundir import RunDirectory, not_written, staged
+from finetune.training import optimizers
 from finetune.training.arguments import arguments
 from finetune.training.checkpoints import Saver, read_trainer_state
 from finetune.training.collator import MicroBatches
@@ -69,7 +69,7 @@ def train(
     trainer = _trainer(
         config, model, tokenizer, data, run, monitor, listener, device, saver, signals, resuming=bool(resume_from)
     )
-    initial = _keep_initial_adapter(config, model, run) if processes.first() else None
+    initial = _keep_initial_adapter(config, model, run) if ranks.first() else None
     last = _last_state(config, trainer, resume_from) if resume_from else None
     casting = casts_by_autocast(model, config.adapter, config.training.precision)
     with signals.waiting(), libraries.without_cudnn_attention(), casting:
@@ -77,11 +77,11 @@ def train(
             trainer.take_as_trained(resume_from, last)
         else:
             _run_steps(trainer, resume_from)
-    processes.part()  # the first one does the rest alone
+    ranks.part()  # the first one does the rest alone
     signals.end(f"step {trainer.state.global_step} is saved in {run.checkpoints}")
     state = trainer.state
     outcome = Outcome(state.global_step, state.best_global_step or None)
-    if not processes.first():
+    if not ranks.first():
         return outcome
     if config.output.best and (best := trainer.best_checkpoint()):
         trainer.load_weights(best)
@@ -95,7 +95,7 @@ def _run_steps(trainer: Trainer, resume_from: Path | None) -> None:
     try:
         trainer.train(resume_from_checkpoint=str(resume_from) if resume_from else None)
         # A launcher that sees one process end after a signal leaves the others half a minute.
-        processes.first_does(trainer.saver.wait)
+        ranks.first_does(trainer.saver.wait)
     except KeyboardInterrupt:  # the second one, which does not wait for anything
         raise
     except BaseException:
@@ -132,7 +132,7 @@ def _trainer(
         callbacks=_early_stopping(training.early_stopping),
         order=RowOrder(data.train["length"][:], training.batch_size, training.seed, training.group_by_length),
         collator=MicroBatches(
-            MicroBatching.of(training, config.data), tokenizer.pad_token_id, processes.number(), processes.count()
+            MicroBatching.of(training, config.data), tokenizer.pad_token_id, ranks.number(), ranks.count()
         ),
         adapter=config.adapter,
         training=training,
@@ -144,7 +144,7 @@ def _trainer(
         save_best=config.output.best,
         loss_tokens=config.memory.loss_tokens,
         masked=causality.needs_mask(model.config, training.precision, causality.capability_of(device)),
-        profiler=inspect.profiler(config.memory.profile_steps, run.profile, device),
+        profiler=snapshots.profiler(config.memory.profile_steps, run.profile, device),
     )
 
 

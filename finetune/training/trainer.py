@@ -25,17 +25,19 @@ from transformers.trainer_utils import EvalLoopOutput
 from trl import SFTConfig, SFTTrainer
 from trl.kernels import chunked_logprob
 
-from finetune.checkpoint import problems_of
 from finetune.config import AdapterSection, TrainingSection
 from finetune.data.batching import RowOrder
 from finetune.errors import FinetuneError, Terminated
-from finetune.memory.exhausted import is_out_of_memory
-from finetune.memory.monitor import LeakWatch, Monitor, Peak
+from finetune.measure.monitor import LeakWatch, Monitor, Peak
+from finetune.measure.out_of_memory import is_out_of_memory
 from finetune.model import experts
 from finetune.model.adapter import set_trained_dtype
-from finetune.rundir import RunDirectory
-from finetune.signals import Signals
-from finetune.training import healing, processes, schedules, worst_first
+from finetune.runtime import ranks
+from finetune.runtime.randomness import RandomState
+from finetune.runtime.signals import Signals
+from finetune.storage.checkpoint import problems_of
+from finetune.storage.rundir import RunDirectory
+from finetune.training import largest_batch, oom_retry, schedules
 from finetune.training.checkpoints import (
     Saver,
     read_trainer_state,
@@ -46,7 +48,6 @@ from finetune.training.checkpoints import (
 )
 from finetune.training.collator import Inputs, MicroBatches, for_model, row_count
 from finetune.training.evaluation import DoesNotFit, summed_loss
-from finetune.training.randomness import RandomState
 from finetune.training.recorder import Listener, StepCounts, StepRecorder
 
 
@@ -95,7 +96,7 @@ class Trainer(SFTTrainer):
         self.masked = masked
         self.step_counts = StepCounts()
         self.leaks = LeakWatch()
-        self.limits = {"train": healing.Limit(), "eval": healing.Limit()}
+        self.limits = {"train": oom_retry.Limit(), "eval": oom_retry.Limit()}
         self.skipped = False
         self._grad_norm: torch.Tensor | float = 0.0
         chunked_logprob.TOKEN_CHUNK_SIZE = loss_tokens  # read at each call; trl 1.16 has no argument for it
@@ -140,7 +141,7 @@ class Trainer(SFTTrainer):
         transformers sees a step as one batch, so that the number of micro-batches is free. Out of memory, the one that
         did not fit is split and the step begun again; raised again, with the row on it, where it was a single row.
         """
-        start = healing.StepStart(self)
+        start = oom_retry.StepStart(self)
         while True:
             parts = self.limits["train"].parts(inputs)
             self.current_gradient_accumulation_steps = len(parts)
@@ -162,7 +163,7 @@ class Trainer(SFTTrainer):
                     raise
             # Here the error is gone, and with it what the frames of the failed pass held.
             start.restore()
-            healing.release()
+            oom_retry.release()
             self.tell_split(too_large)
         return torch.stack(losses).sum()
 
@@ -175,15 +176,15 @@ class Trainer(SFTTrainer):
             f"out of memory at {rows} rows {packed} {tokens} tokens: split in two, as all of that size from now on"
         )
 
-    def _give_up(self, error: BaseException, inputs: Inputs, start: healing.StepStart) -> None:
+    def _give_up(self, error: BaseException, inputs: Inputs, start: oom_retry.StepStart) -> None:
         """Say on `error` which row is too large, and save what the steps before have trained."""
-        place, step = healing.place_of(self.train_dataset, inputs), self.state.global_step
+        place, step = oom_retry.place_of(self.train_dataset, inputs), self.state.global_step
         tokens = inputs["input_ids"].numel()
         self.run.event("row_does_not_fit", step=step + 1, place=place, tokens=tokens)
         error.add_note(f"The row that does not fit, alone in its micro-batch: {place}, {tokens} tokens.")
         start.restore()
         if self.args.device.type == "cpu":  # elsewhere it stays, for the allocator's snapshot; saving needs the host's
-            healing.release(error)
+            oom_retry.release(error)
         try:
             self.saver.wait()
             if step == 0 or self.run.checkpoint(step) in self.run.complete_checkpoints():
@@ -216,7 +217,7 @@ class Trainer(SFTTrainer):
             self._update(update)
 
         self.optimizer.step = watched
-        worst_first.rehearse(self)
+        largest_batch.rehearse(self)
         return prepared
 
     def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
@@ -238,7 +239,7 @@ class Trainer(SFTTrainer):
 
     def _in_memory(self, update: Callable[[], None]) -> None:
         """The update; once more with freed memory where it ran out before anything was changed."""
-        start = healing.UpdateStart(self.optimizer.optimizer)
+        start = oom_retry.UpdateStart(self.optimizer.optimizer)
         try:
             update()
             return
@@ -251,7 +252,7 @@ class Trainer(SFTTrainer):
                     "the checkpoints before it are untouched."
                 )
                 raise
-        healing.release()
+        oom_retry.release()
         self.run.event("update_retried", step=self.state.global_step + 1)
         update()
 
@@ -306,7 +307,7 @@ class Trainer(SFTTrainer):
 
     def tell_no_evaluation(self, row: DoesNotFit) -> None:
         """Write down which held-out row is too large to evaluate any."""
-        place, tokens = healing.place_of(self.eval_dataset, row.inputs), row.inputs["input_ids"].numel()
+        place, tokens = oom_retry.place_of(self.eval_dataset, row.inputs), row.inputs["input_ids"].numel()
         self.run.event("evaluation_skipped", step=self.state.global_step, place=place, tokens=tokens)
         self.listener.note(f"no evaluation: out of memory at {place} alone, {tokens} tokens; training goes on")
 
@@ -398,7 +399,7 @@ class Trainer(SFTTrainer):
         started = time.perf_counter()
         self.monitor.enter("save")
         try:
-            random_states = processes.gathered(RandomState().as_json())
+            random_states = ranks.gathered(RandomState().as_json())
             self._export_callback_state()
             contents = snapshot(self, self.saver.made_with, random_states) if self.args.should_save else None
         finally:
@@ -520,7 +521,7 @@ class StopAndSave(TrainerCallback, ExportableState):
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         signals = self.trainer.signals
         # Every process must leave the loop at the same step, whichever was told to.
-        came = processes.gathered((signals.take_save(), signals.name))
+        came = ranks.gathered((signals.take_save(), signals.name))
         signals.take_stop(next((name for _, name in came if name), None))
         self.stops = signals.name is not None
         control.should_save |= self.stops or any(asked for asked, _ in came)

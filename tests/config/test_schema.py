@@ -12,8 +12,8 @@ import yaml
 from finetune import settings
 from finetune.config import dump
 from finetune.errors import ConfigError
+from finetune.model.chat_template import TEMPLATES
 from finetune.settings import load_config
-from finetune.template import TEMPLATES
 
 CONFIGS = sorted((Path(settings.__file__).parents[1] / "configs").glob("*.yaml"))
 

@@ -9,7 +9,7 @@ from typing import Any
 from conversations import TEMPLATES
 from transformers import AddedToken
 
-from finetune import template
+from finetune.model import chat_template
 from finetune.model.locate import BUILTIN_BASE, locate
 
 Said = Callable[[str, bool], str]
@@ -79,10 +79,10 @@ KNOWN = {
 
 def texts(name: str) -> dict[str, str]:
     """The template as models ship it, as this program ships it, and as the built-in base has it; those there are."""
-    shipped, ours = TEMPLATES / f"{name}.jinja", template.TEMPLATES.get(name)
+    shipped, ours = TEMPLATES / f"{name}.jinja", chat_template.TEMPLATES.get(name)
     found = {"shipped": shipped.read_text(encoding="utf-8")} if shipped.is_file() else {}
     if ours:
-        found["ours"] = template.named(name)
+        found["ours"] = chat_template.named(name)
     if name == "chatml":
         with open(f"{locate(BUILTIN_BASE)}/chat_template.jinja", encoding="utf-8") as file:
             found["built-in base"] = file.read()

@@ -22,7 +22,7 @@ from finetune.data import cache, sources
 from finetune.data import prepare as preparing
 from finetune.data.prepare import Prepared, prepare, prepare_held_out
 from finetune.errors import DataError
-from finetune.private import not_private
+from finetune.storage.private import not_private
 
 TEXTS = [{"text": f"one two {'so ' * number}"} for number in range(9)]
 

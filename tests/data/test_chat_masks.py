@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from finetune.data.chat import IGNORE, Encoded, encode, marks_generation
 from finetune.data.formats import Chat, Completion, Message, RowError, Text
 from finetune.errors import ArtifactError
-from finetune.template import named
+from finetune.model.chat_template import named
 
 Make = Callable[..., Any]
 

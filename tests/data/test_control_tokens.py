@@ -13,11 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from known_templates import KNOWN, VARIANTS, texts
 
-from finetune import template
 from finetune.config import DataSection, ModelSection
 from finetune.data.chat import encode, prompt_ids
 from finetune.data.formats import FORMATS, Chat, Completion, Example, Message, RowError, Text
 from finetune.data.prepare import prepare
+from finetune.model import chat_template as template
 from finetune.model.tokenizer import load_tokenizer
 
 Make = Callable[..., Any]

@@ -16,7 +16,7 @@ from finetune.config import ModelSection, dump
 from finetune.data import fingerprint
 from finetune.errors import ArtifactError
 from finetune.model.tokenizer import load_tokenizer
-from finetune.rundir import RunDirectory
+from finetune.storage.rundir import RunDirectory
 
 Make = Callable[..., Any]
 

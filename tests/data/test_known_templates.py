@@ -14,7 +14,7 @@ from known_templates import KNOWN, VARIANTS, texts
 
 from finetune.data.chat import encode, is_empty, marks_generation
 from finetune.data.formats import FORMATS, Chat, RowError
-from finetune.template import end_of_turn, stop_ids
+from finetune.model.chat_template import end_of_turn, stop_ids
 
 Make = Callable[..., Any]
 

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import finetune
 from finetune.errors import ArtifactError, MachineError, NumbersError
 from finetune.export import proof
-from finetune.rundir import RunDirectory
+from finetune.storage.rundir import RunDirectory
 
 CPU = torch.device("cpu")
 

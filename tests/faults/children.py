@@ -177,7 +177,7 @@ def contents(step: int) -> Any:
     """A small checkpoint's contents; each step's differ."""
     import torch
 
-    from finetune.checkpoint import Contents
+    from finetune.storage.checkpoint import Contents
 
     tensors = {name: {"weight": torch.full((1024,), float(step))} for name in ("adapter.safetensors", "b.safetensors")}
     return Contents(step=step, tensors=tensors, values={"state.json": {"step": step}}, made_with={})
@@ -185,8 +185,8 @@ def contents(step: int) -> Any:
 
 def _save(folder: str, step: str) -> None:
     """Save a small checkpoint as a training does, and prune."""
-    from finetune import checkpoint
-    from finetune.rundir import RunDirectory
+    from finetune.storage import checkpoint
+    from finetune.storage.rundir import RunDirectory
 
     run = RunDirectory(folder)
     checkpoint.write(run, contents(int(step)))

@@ -8,7 +8,7 @@ import pytest
 from children import Child, Children, Ended, Fault
 from jobs import QUICK, TINY
 
-from finetune.rundir import RunDirectory
+from finetune.storage.rundir import RunDirectory
 
 
 @pytest.fixture(scope="session")

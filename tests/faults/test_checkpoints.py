@@ -22,12 +22,13 @@ from children import Children, Ended, Fault, contents
 from safetensors.torch import load_file, save_file
 
 import finetune
-from finetune import checkpoint, resuming
 from finetune.config import OptimizerSection
 from finetune.errors import ArtifactError, ConfigError, DataError
-from finetune.rundir import RunDirectory, checkpoint_step, write_lines
+from finetune.lifecycle import resume
+from finetune.runtime.randomness import RandomState
+from finetune.storage import checkpoint
+from finetune.storage.rundir import RunDirectory, checkpoint_step, write_lines
 from finetune.training import checkpoints, optimizers
-from finetune.training.randomness import RandomState
 
 CONFIG = "configs/tiny_cpu.yaml"
 STEPS = 9
@@ -593,7 +594,7 @@ def test_row_09_sigint_twice_ends_at_once_with_nothing_corrupt(job, whole: Job) 
 def test_row_09_a_second_sigint_does_not_wait_for_the_save_under_way(job, whole: Job) -> None:
     """The save of step 2 is stopped for good at its first file."""
     stopped = job()
-    ended = stopped.go(Fault("finetune.checkpoint:_write", action="SIGINT hang SIGINT hang"))
+    ended = stopped.go(Fault("finetune.storage.checkpoint:_write", action="SIGINT hang SIGINT hang"))
     assert ended.code == 130, ended.output
     assert stopped.run.complete_checkpoints() == []
     assert stopped.go().code == 0
@@ -680,19 +681,19 @@ def other_weights(file: Path, folder: Path) -> bytes:
 
 def test_harmless_changes_are_found_and_told(whole: Job) -> None:
     run = whole.run
-    start = resuming.find(run)
+    start = resume.find(run)
     now = checkpoint.manifest_of(run.complete_checkpoints()[-1])["made_with"]
-    assert resuming.compare(run, start, now) == {}
+    assert resume.compare(run, start, now) == {}
     now["packages"]["torch"] = "9"
     now["processes"] = 2
     now["config"]["output"]["keep"] = 5
-    found = resuming.compare(run, start, now)
+    found = resume.compare(run, start, now)
     assert found == {
         "config": {"output.keep": [2, 5]}, "packages": {"torch": [torch.__version__, "9"]}, "processes": [1, 2],
     }  # fmt: skip
     now["data"]["eval"] = None
     with pytest.raises(DataError, match=r"`data\.eval`"):
-        resuming.compare(run, start, now)
+        resume.compare(run, start, now)
 
 
 # -- 17: optimizer states --------------------------------------------------------------------------------------------

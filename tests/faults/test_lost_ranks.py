@@ -15,10 +15,11 @@ from conftest import Together
 from jobs import QUICK
 from safetensors.torch import load_file, save_file
 
-from finetune import resuming
 from finetune.errors import DataError, MachineError
-from finetune.rundir import RunDirectory
-from finetune.training import processes, watch
+from finetune.lifecycle import resume
+from finetune.runtime import rank_watch
+from finetune.runtime import ranks as processes
+from finetune.storage.rundir import RunDirectory
 
 STEP = "finetune.training.trainer:Trainer._get_grad_norm"
 JOB = [*QUICK, "data.eval=none", "training.eval_every=null", "training.batch_size=6", "training.micro_batch=1",
@@ -106,7 +107,7 @@ def test_the_same_files_in_other_places_are_the_same_job(
 def test_another_version_of_a_library_is_named_with_both_versions() -> None:
     ranks = [{"packages": {"torch": version}} for version in ("2.13.0", "2.13.0", "2.12.1")]
     with pytest.raises(MachineError, match=r"rank 2 has torch 2\.12\.1, and rank 0 has 2\.13\.0"):
-        resuming._refuse_other_ranks(ranks)
+        resume._refuse_other_ranks(ranks)
 
 
 def test_a_rank_that_fails_alone_ends_the_others_with_its_message(job: Make, tmp_path: Path) -> None:
@@ -162,22 +163,22 @@ def test_the_last_words_of_a_rank_name_a_directory_that_is_there(job: Make) -> N
 @pytest.fixture
 def watches(monkeypatch: pytest.MonkeyPatch):
     """Watches of three ranks in one process, with less patience. Ended by themselves, none ends the process."""
-    monkeypatch.setattr(watch, "BEAT_SECONDS", 0.02)
-    monkeypatch.setattr(watch, "SILENCE_SECONDS", 0.5)
-    made: dict[int, watch.Watch] = {}
+    monkeypatch.setattr(rank_watch, "BEAT_SECONDS", 0.02)
+    monkeypatch.setattr(rank_watch, "SILENCE_SECONDS", 0.5)
+    made: dict[int, rank_watch.Watch] = {}
     import threading
 
-    server = watch.host()
+    server = rank_watch.host()
     port = server.getsockname()[1]
 
     def connect(rank: int) -> None:
-        made[rank] = watch.connect(("localhost", port), "token", rank)
+        made[rank] = rank_watch.connect(("localhost", port), "token", rank)
 
     threads = [threading.Thread(target=connect, args=(rank,)) for rank in (1, 2)]
     for thread in threads:
         thread.start()
     with server:
-        made[0] = watch.accept(server, "token", 2)
+        made[0] = rank_watch.accept(server, "token", 2)
     for thread in threads:
         thread.join()
     yield made
@@ -185,7 +186,7 @@ def watches(monkeypatch: pytest.MonkeyPatch):
         one.leave()
 
 
-def test_ranks_that_are_done_are_not_lost(watches: dict[int, watch.Watch]) -> None:
+def test_ranks_that_are_done_are_not_lost(watches: dict[int, rank_watch.Watch]) -> None:
     watches[1].leave()
     time.sleep(0.2)
     assert watches[0].lost(0.2) is None
@@ -193,15 +194,15 @@ def test_ranks_that_are_done_are_not_lost(watches: dict[int, watch.Watch]) -> No
     assert watches[2].lost(0.2) is None
 
 
-def test_a_loss_comes_to_all_with_its_reason(watches: dict[int, watch.Watch]) -> None:
-    failure = watch.Lost(1, "ended: no such file")
+def test_a_loss_comes_to_all_with_its_reason(watches: dict[int, rank_watch.Watch]) -> None:
+    failure = rank_watch.Lost(1, "ended: no such file")
     watches[1].leave(failure)
     assert watches[0].lost(5) == failure
     assert watches[2].lost(5) == failure
 
 
 def test_a_silence_of_rank_0_is_found_by_the_others(
-    watches: dict[int, watch.Watch], monkeypatch: pytest.MonkeyPatch
+    watches: dict[int, rank_watch.Watch], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(watches[0]._peers[1], "say", lambda **message: None)
     lost = watches[1].lost(5)
@@ -213,13 +214,13 @@ def test_a_silence_of_rank_0_is_found_by_the_others(
 def test_a_stranger_without_the_token_is_no_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     import socket
 
-    monkeypatch.setattr(watch, "_CONNECT_SECONDS", 0.5)
-    with watch.host() as server:
+    monkeypatch.setattr(rank_watch, "_CONNECT_SECONDS", 0.5)
+    with rank_watch.host() as server:
         address = ("localhost", server.getsockname()[1])
         with socket.create_connection(address) as stranger:
             stranger.sendall(b'{"token": "guessed", "rank": 1}\n')
             with pytest.raises(MachineError, match=r"ranks \[1\]"):
-                watch.accept(server, "token", 1)
+                rank_watch.accept(server, "token", 1)
 
 
 def test_an_error_that_names_gloo_is_not_of_the_group() -> None:

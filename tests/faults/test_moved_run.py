@@ -11,9 +11,9 @@ import pytest
 from children import Children, Fault
 from jobs import QUICK, TINY
 
-from finetune import rundir
 from finetune.errors import MachineError
-from finetune.rundir import RunDirectory
+from finetune.storage import rundir
+from finetune.storage.rundir import RunDirectory
 
 JOB = [*QUICK, "data.eval=none", "training.eval_every=null", "quantization.kind=none", "output.save_every=1"]
 

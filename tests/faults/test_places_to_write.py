@@ -14,11 +14,12 @@ from forecasts import forecast
 from jobs import TINY
 
 import finetune
-from finetune import cli, planning
+from finetune import cli
 from finetune.config import Config
 from finetune.errors import MachineError
-from finetune.memory.fit import Fitted
-from finetune.rundir import RunDirectory
+from finetune.forecast import planning
+from finetune.forecast.fit import Fitted
+from finetune.storage.rundir import RunDirectory
 
 Call = Callable[..., tuple[int, str, str]]
 

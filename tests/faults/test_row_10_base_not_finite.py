@@ -14,7 +14,7 @@ from finetune import recipe
 from finetune.config import Config
 from finetune.errors import ArtifactError, NumbersError
 from finetune.report.terminal import Terminal
-from finetune.rundir import RunDirectory
+from finetune.storage.rundir import RunDirectory
 
 # In the embedding every row meets it; one in a layer below NF4 is met as the quantization leaves it on this device.
 TENSORS = ["model.embed_tokens.weight", "model.layers.1.input_layernorm.weight"]

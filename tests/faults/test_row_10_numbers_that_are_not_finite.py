@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 import finetune
 from finetune.errors import NumbersError
-from finetune.rundir import RunDirectory, checkpoint_step
+from finetune.storage.rundir import RunDirectory, checkpoint_step
 from finetune.training.guards import SKIPS_IN_A_ROW, Skips, Spikes
 from finetune.training.recorder import StepRecorder
 from finetune.training.trainer import Trainer

@@ -9,7 +9,7 @@ import torch
 
 import finetune
 from finetune.errors import NumbersError
-from finetune.rundir import RunDirectory
+from finetune.storage.rundir import RunDirectory
 from finetune.training import run as training
 from finetune.training.guards import Skips
 from finetune.training.trainer import Trainer

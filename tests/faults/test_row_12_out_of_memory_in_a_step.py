@@ -14,12 +14,12 @@ from safetensors.torch import load_file
 from steps import assert_gradients_close, gradients, micro_batches, out_of_memory, ready
 
 import finetune
-from finetune import libraries
 from finetune.config import Config
 from finetune.errors import OutOfMemoryError
-from finetune.rundir import RunDirectory, checkpoint_step
+from finetune.runtime import libraries
+from finetune.storage.rundir import RunDirectory, checkpoint_step
 from finetune.training.collator import split
-from finetune.training.healing import Limit
+from finetune.training.oom_retry import Limit
 from finetune.training.trainer import Trainer
 
 # float32 throughout, so that gradients show what was lost and not what was rounded.

@@ -15,8 +15,8 @@ import finetune
 from finetune.config import OptimizerSection
 from finetune.data.batching import MicroBatching, worst_batches
 from finetune.errors import DataError
-from finetune.rundir import RunDirectory
-from finetune.training import optimizers, worst_first
+from finetune.storage.rundir import RunDirectory
+from finetune.training import largest_batch, optimizers
 from finetune.training.recorder import StepRecorder
 from finetune.training.trainer import Trainer
 
@@ -77,7 +77,7 @@ def test_the_rows_chosen_make_the_worst_batches(tokens: int | None) -> None:
     lengths = [10, 50, 20, 20, 19, 50, 3]
     way = MicroBatching(2, tokens)
     for batch in worst_batches(lengths, lengths, way, 4, "the data's rows"):
-        rows = worst_first.longest_rows(lengths, batch)
+        rows = largest_batch.longest_rows(lengths, batch)
         assert (len(rows), max(lengths[row] for row in rows)) == (batch.rows, batch.tokens)
 
 
@@ -114,7 +114,7 @@ def test_row_13_every_optimizer_is_left_as_it_stands(quick) -> None:
         made, arguments = optimizers.build(kind, OptimizerSection(), rate)
         trainer.optimizer = trainer.accelerator.prepare(made(trained, **arguments, weight_decay=0.1))
         before = as_it_stands(trainer)
-        worst_first.rehearse(trainer)
+        largest_batch.rehearse(trainer)
         after = as_it_stands(trainer)
         assert all(after[name] == value for name, value in before.items()), kind
         for weight in trained:
@@ -122,7 +122,7 @@ def test_row_13_every_optimizer_is_left_as_it_stands(quick) -> None:
         trainer.optimizer.step()
         assert as_it_stands(trainer) != after, kind
         before = as_it_stands(trainer)
-        worst_first.rehearse(trainer)
+        largest_batch.rehearse(trainer)
         assert as_it_stands(trainer) == before, kind
         assert [group["lr"] for group in trainer.optimizer.param_groups] == [rate]
         assert all(weight.grad is None for weight in trained)
@@ -139,7 +139,7 @@ def test_row_13_everything_is_put_back_bit_by_bit(quick, monkeypatch: pytest.Mon
 
     found = finetune.train(quick(*overrides, run="with")).run
     with monkeypatch.context() as patch:
-        patch.setattr(worst_first, "rehearse", lambda trainer: None)
+        patch.setattr(largest_batch, "rehearse", lambda trainer: None)
         expected = finetune.train(quick(*overrides, run="without")).run
     assert all(torch.equal(weights(expected)[name], tensor) for name, tensor in weights(found).items())
     kept = ("step", "loss", "grad_norm", "learning_rate", "tokens", "padding_share", "eval_loss")

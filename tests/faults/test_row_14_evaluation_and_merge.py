@@ -14,8 +14,8 @@ from safetensors.torch import load_file
 from steps import ready
 
 import finetune
-from finetune import libraries
-from finetune.rundir import RunDirectory
+from finetune.runtime import libraries
+from finetune.storage.rundir import RunDirectory
 from finetune.training import evaluation
 from finetune.training.collator import row_count
 

@@ -16,7 +16,7 @@ from conftest import Together
 from jobs import QUICK
 from safetensors.torch import load_file
 
-from finetune.rundir import RunDirectory
+from finetune.storage.rundir import RunDirectory
 
 STEP = "finetune.training.trainer:Trainer._get_grad_norm"
 # 19 rows: three steps of six and one of one row an epoch.

@@ -19,7 +19,7 @@ import torch
 
 from finetune import recipe
 from finetune.config import Config
-from finetune.memory import kernels
+from finetune.forecast import operator_costs
 from finetune.settings import load_config
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -67,7 +67,7 @@ def beside_context(cuda: torch.device) -> Callable[[int], int]:
     """The `memory.limit` that leaves the caching allocator so many bytes."""
 
     def limit(room_bytes: int) -> int:
-        return room_bytes + kernels.context_bytes(torch.cuda.get_device_properties(cuda).multi_processor_count)
+        return room_bytes + operator_costs.context_bytes(torch.cuda.get_device_properties(cuda).multi_processor_count)
 
     return limit
 

@@ -15,9 +15,9 @@ from steps import gradients, micro_batches, ready
 from finetune import recipe
 from finetune.config import Config
 from finetune.errors import NumbersError
-from finetune.memory import inspect
-from finetune.rundir import RunDirectory
-from finetune.training import worst_first
+from finetune.forecast import devices
+from finetune.storage.rundir import RunDirectory
+from finetune.training import largest_batch
 from finetune.training.trainer import Trainer
 
 pytestmark = pytest.mark.gpu
@@ -46,10 +46,10 @@ def test_row_12_gradients_under_a_real_cap_equal_those_without(
     needed = torch.cuda.max_memory_reserved() - before
     torch.cuda.empty_cache()
     try:
-        inspect.cap(beside_context(torch.cuda.memory_reserved() + int(0.7 * needed)), cuda)
+        devices.cap(beside_context(torch.cuda.memory_reserved() + int(0.7 * needed)), cuda)
         healed_loss, healed = gradients(trainer, inputs)
     finally:
-        inspect.cap(None, cuda)
+        devices.cap(None, cuda)
     assert trainer.run.events()[-1]["event"] == "micro_batch_split"
     assert healed_loss == pytest.approx(loss, rel=1e-5)
     largest = max(float(gradient.abs().max()) for gradient in expected.values())
@@ -81,7 +81,7 @@ def test_row_13_the_worst_first_puts_everything_back(configure: Configure, devic
     trainer.optimizer.optimizer.step()
     trainer.model.zero_grad()
     before, addresses = state(), [tensor.data_ptr() for tensor in trainer.model.parameters()]
-    worst_first.rehearse(trainer)
+    largest_batch.rehearse(trainer)
     after = state()
     assert before.keys() == after.keys()
     assert all(torch.equal(before[name], after[name]) for name in before)

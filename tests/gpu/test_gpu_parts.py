@@ -11,11 +11,11 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 from trl.kernels import chunked_logprob
 
-from finetune import libraries, segments
 from finetune.config import AdapterSection, MemorySection, ModelSection, OptimizerSection, QuantizationSection
 from finetune.data.batching import MicroBatching
 from finetune.model import adapter, attention, checkpointing, packing
 from finetune.model.base import load_architecture, load_base, random_base
+from finetune.runtime import libraries, segments
 from finetune.training import checkpoints, optimizers
 from finetune.training.collator import MicroBatches
 

@@ -14,8 +14,8 @@ from safetensors.torch import load_file
 
 from finetune import recipe
 from finetune.config import Config, dump
-from finetune.memory.monitor import CudaMeter
-from finetune.rundir import RunDirectory
+from finetune.measure.monitor import CudaMeter
+from finetune.storage.rundir import RunDirectory
 
 pytestmark = pytest.mark.gpu
 

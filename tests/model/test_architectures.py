@@ -12,11 +12,12 @@ import rehearsals
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from finetune import planning
 from finetune.config import Config
 from finetune.data.batching import Batch, MicroBatching
 from finetune.errors import ConfigError, FinetuneError, ForecastError, MachineError
+from finetune.forecast import planning
 from finetune.model import adapter, attention, base, catalog, causality, checkpointing, direct_reads, packing
+from finetune.report import plan_look
 from finetune.training.collator import MicroBatches
 
 WORDS = 128
@@ -272,7 +273,7 @@ def test_what_cannot_be_trained_is_refused_before_data_and_weights(
     assert not (tmp_path / "run").exists()
     monkeypatch.setattr(planning, "_data", lambda *args: None)
     with pytest.raises(FinetuneError, match=said) as refused:
-        planning.plan(config, "cpu")
+        plan_look.plan(config, "cpu")
     assert refused.value.exit_code == 2
     logger.removeHandler(caplog.handler)
     assert not [record for record in caplog.records if record.name == logger.name]

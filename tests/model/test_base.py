@@ -15,9 +15,9 @@ from safetensors.torch import load_file, save_file
 from finetune.config import ModelSection, QuantizationSection
 from finetune.errors import ArtifactError, FinetuneError, MachineError
 from finetune.model.base import load_architecture, load_base
+from finetune.model.chat_template import named
 from finetune.model.quantization import QUANTIZATIONS
 from finetune.model.tokenizer import load_tokenizer
-from finetune.template import named
 
 CPU = torch.device("cpu")
 
@@ -119,7 +119,7 @@ def test_an_evaluation_does_not_end_the_training_after_it() -> None:
 
 _MEASURE_LOAD = """
 import json, sys, threading, time, torch, finetune, bitsandbytes, transformers
-from finetune import libraries; libraries.quiet()
+from finetune.runtime import libraries; libraries.quiet()
 from finetune.config import ModelSection, QuantizationSection
 from finetune.model.base import load_architecture, load_base
 torch.set_num_threads(1)

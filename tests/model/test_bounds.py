@@ -16,11 +16,11 @@ import finetune
 from finetune import recipe
 from finetune.config import Config
 from finetune.errors import ArtifactError, ConfigError, DataError
+from finetune.inference.generation import answer
 from finetune.model import attention, bounds
-from finetune.model.generation import answer
 from finetune.report.terminal import Terminal
-from finetune.rundir import RunDirectory
 from finetune.settings import load_config
+from finetune.storage.rundir import RunDirectory
 
 POSITIONS = 40
 GPT2: dict[str, Any] = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": POSITIONS, "eos_token_id": 0}

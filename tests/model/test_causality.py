@@ -97,7 +97,7 @@ def test_the_mask_stays_where_it_is_needed() -> None:
 
 
 def test_cudnn_attention_is_off_within_the_block_and_then_as_before() -> None:
-    from finetune import libraries
+    from finetune.runtime import libraries
 
     before = torch.backends.cuda.cudnn_sdp_enabled()
     with libraries.without_cudnn_attention():
@@ -110,7 +110,7 @@ def test_cudnn_attention_is_off_wherever_a_model_runs_outside_of_training(reques
 
     from finetune.config import Config, ModelSection
     from finetune.export import proof
-    from finetune.model.generation import answer
+    from finetune.inference.generation import answer
     from finetune.model.tokenizer import load_tokenizer
     from finetune.training.evaluation import held_out_loss
 

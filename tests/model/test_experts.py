@@ -20,7 +20,7 @@ from finetune.model import attention, checkpointing, experts
 from finetune.model.adapter import attach
 from finetune.model.base import load_architecture, load_base, outline
 from finetune.report import words
-from finetune.rundir import RunDirectory
+from finetune.storage.rundir import RunDirectory
 
 CPU = torch.device("cpu")
 IDS = torch.arange(3, 35)[None]

@@ -17,13 +17,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import finetune
-from finetune import checkpoint
 from finetune.config import AdapterSection, ModelSection, QuantizationSection
 from finetune.doctor import run as run_directory
 from finetune.errors import ArtifactError
 from finetune.model import adapter
 from finetune.model.base import load_architecture, load_base, weightless_base
-from finetune.rundir import RunDirectory
+from finetune.storage import checkpoint
+from finetune.storage.rundir import RunDirectory
 from finetune.training import checkpoints
 
 Tensors = dict[str, torch.Tensor]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from finetune.rundir import RunDirectory, append_line
+from finetune.storage.rundir import RunDirectory, append_line
 
 MIB = 2**20
 

@@ -11,7 +11,7 @@ from forecasts import GIB, MIB, forecast
 from rich.console import Console
 
 from finetune.data.batching import Batch
-from finetune.memory.forecast import WORDS
+from finetune.forecast.replay import WORDS
 from finetune.model.experts import Mixture
 from finetune.report import forecast_view
 

@@ -8,7 +8,7 @@ import pytest
 from report_lines import evaluation_line, training_line, write_lines
 
 from finetune.report import plots
-from finetune.rundir import RunDirectory
+from finetune.storage.rundir import RunDirectory
 
 
 @pytest.mark.parametrize("steps", [0, 1, 60])

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from finetune.report.figures import Figures, smooth
 from finetune.report.result import Result
-from finetune.rundir import RunDirectory
+from finetune.storage.rundir import RunDirectory
 
 
 def test_summary_has_the_numbers_of_the_lines(run: RunDirectory) -> None:

@@ -12,7 +12,7 @@ from hostile import TINY, Trap
 from watched import Told, watched
 
 import finetune.recipe  # noqa: F401 -- with all that it imports, so that no fork has to
-from finetune.rundir import RunDirectory
+from finetune.storage.rundir import RunDirectory
 
 
 @pytest.fixture

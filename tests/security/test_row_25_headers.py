@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 from hostile import refused
 
-from finetune import weight_files
 from finetune.errors import ArtifactError
+from finetune.storage import weight_files
 
 
 def file_of(header: bytes | dict[str, Any], data: bytes = b"", length: int | None = None) -> bytes:
@@ -80,7 +80,7 @@ _MEASURE = """
 import resource, sys
 from pathlib import Path
 import numpy, safetensors
-from finetune import weight_files
+from finetune.storage import weight_files
 from finetune.errors import ArtifactError
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hostile import TINY, Trap, refused
 
-from finetune.rundir import RunDirectory
+from finetune.storage.rundir import RunDirectory
 
 
 def test_a_checkpoint_with_pickles_is_refused_and_nothing_is_unpickled(run: RunDirectory, trap: Trap, call) -> None:

@@ -16,8 +16,8 @@ from watched import Told, watched
 import finetune
 from finetune.config import dump
 from finetune.errors import ArtifactError
-from finetune.rundir import RunDirectory
 from finetune.settings import load_config
+from finetune.storage.rundir import RunDirectory
 
 NAME, COMMIT = "someone/evil", "abcdef0123" * 4
 FLAG = "--trust-remote-code"

@@ -15,7 +15,7 @@ from hostile import Trap, change, refused
 from finetune.config import ModelSection
 from finetune.errors import ConfigError
 from finetune.model.base import pinned_code
-from finetune.rundir import RunDirectory
+from finetune.storage.rundir import RunDirectory
 
 # -- a base ------------------------------------------------------------------------------------------------------------
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from hostile import TINY, refused
 
-from finetune.rundir import RunDirectory
+from finetune.storage.rundir import RunDirectory
 
 LINKS = ["events.jsonl", "metrics.jsonl", "adapter", "merged", "merged.incomplete", "config.yaml.incomplete"]
 

@@ -31,7 +31,7 @@ _NETWORK = ("socket.connect", "socket.bind", "socket.sendto", "socket.sendmsg", 
 _PROCESSES = ("subprocess.Popen", "os.system", "os.exec", "os.fork", "os.forkpty", "os.posix_spawn", "os.spawn")
 _CHANGES = ("os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.link", "os.symlink", "os.truncate", "os.chmod")
 _PICKLES = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt", ".npy", ".npz")
-# Asked for the commit that the program runs from; see finetune.environment.
+# Asked for the commit that the program runs from; see finetune.runtime.environment.
 _GIT = ["git", "-C", str(_ROOT), "rev-parse", "HEAD"]
 
 

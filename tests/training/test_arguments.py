@@ -12,8 +12,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import SFTConfig, SFTTrainer
 
 from finetune.errors import MachineError
-from finetune.rundir import RunDirectory
-from finetune.training import processes
+from finetune.runtime import ranks
+from finetune.storage.rundir import RunDirectory
 from finetune.training.arguments import arguments
 
 CARD = torch.device("cuda", 0)
@@ -79,9 +79,9 @@ def test_no_gpu_is_counted_on_a_cpu(quick, tmp_path: Path) -> None:
 
 def test_idle_gpus_are_told_with_the_one_that_is_used_and_the_way_to_use_all(visible: Visible) -> None:
     chosen = visible(2)
-    processes.choose_gpu()
+    ranks.choose_gpu()
     assert chosen == [0], "transformers takes the first, wherever a notebook was before"
-    told = processes.idle_gpus()
+    told = ranks.idle_gpus()
     assert told is not None
     assert "2 GPUs are visible" in told
     assert "GPU 0" in told
@@ -89,12 +89,12 @@ def test_idle_gpus_are_told_with_the_one_that_is_used_and_the_way_to_use_all(vis
 
 
 def test_nothing_is_told_where_no_gpu_is_idle(visible: Visible, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert processes.idle_gpus() is None
+    assert ranks.idle_gpus() is None
     visible(1)
-    assert processes.idle_gpus() is None
+    assert ranks.idle_gpus() is None
     visible(2)
     monkeypatch.setenv("WORLD_SIZE", "2")
-    assert processes.idle_gpus() is None
+    assert ranks.idle_gpus() is None
 
 
 def test_more_processes_than_gpus_are_refused(visible: Visible, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -102,8 +102,8 @@ def test_more_processes_than_gpus_are_refused(visible: Visible, monkeypatch: pyt
     monkeypatch.setenv("WORLD_SIZE", "3")
     for rank in range(2):
         monkeypatch.setenv("LOCAL_RANK", str(rank))
-        processes.choose_gpu()
+        ranks.choose_gpu()
     assert chosen == [0, 1]
     monkeypatch.setenv("LOCAL_RANK", "2")
     with pytest.raises(MachineError, match="--nproc-per-node 2"):
-        processes.choose_gpu()
+        ranks.choose_gpu()

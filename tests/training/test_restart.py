@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 import finetune
 from finetune.errors import ArtifactError, ConfigError, DataError, MachineError
 from finetune.export import merge
-from finetune.rundir import RunDirectory, write_text
+from finetune.storage.rundir import RunDirectory, write_text
 from finetune.training.trainer import Trainer
 
 

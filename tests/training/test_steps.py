@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 import finetune
 from finetune.config import OptimizerSection
 from finetune.errors import MachineError, NumbersError
-from finetune.rundir import RunDirectory, checkpoint_step
+from finetune.storage.rundir import RunDirectory, checkpoint_step
 from finetune.training import optimizers
 from finetune.training.recorder import StepRecorder
 

@@ -1,0 +1,245 @@
+"""What a plan is made for: a card from the table, a size, the card that is here, or the CPU."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import time
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import psutil
+import torch
+
+from finetune.config import MemorySection
+from finetune.config.fields import parse_size
+from finetune.errors import ConfigError, MachineError, OutOfMemoryError
+from finetune.forecast import gpus, operator_costs
+from finetune.forecast.operator_costs import Kernels
+from finetune.runtime import libraries, segments
+
+
+@dataclass(frozen=True)
+class Device:
+    """Where the job would run.
+
+    `budget_bytes` is what it may take there, context included. `outside_bytes` is what it takes besides tensors: the
+    CUDA context, or on a CPU what the process holds before it begins. The rates are those of 16-bit products
+    (operations a second) and of memory (bytes a second), `call_seconds` the least time of one operator; they rank
+    settings, and bound a time from below.
+    """
+
+    type: str
+    name: str
+    budget_bytes: int
+    outside_bytes: int
+    flops: float
+    bandwidth_bytes: float
+    call_seconds: float
+    capability: tuple[int, int] = (0, 0)
+    expandable_segments: bool = False
+    """Whether the caching allocator's segments grow there (`segments`)."""
+    cublas_workspace: str = ""
+    """`CUBLAS_WORKSPACE_CONFIG` there."""
+    triton: bool = True
+    """Whether Triton's kernels run there; where not, the loss takes torch's own operators (`libraries`)."""
+
+    @property
+    def room_bytes(self) -> int:
+        """What the caching allocator may reserve: the budget without the context.
+
+        `cap` holds it to as much where `memory.limit` is what bounds the budget.
+        """
+        return self.budget_bytes - self.outside_bytes
+
+    @property
+    def kernels(self) -> Kernels:
+        return operator_costs.cuda(self.capability) if self.type == "cuda" else operator_costs.cpu()
+
+    @property
+    def workspace_bytes(self) -> int:
+        """Library workspaces inside the caching allocator."""
+        return operator_costs.workspace_bytes(self.capability, self.cublas_workspace) if self.type == "cuda" else 0
+
+
+# A CUDA kernel's launch through PyTorch's dispatcher; below it a step is bound by the host, not by the card.
+_CUDA_CALL_SECONDS = 5e-6
+
+
+def find(name: str, memory: MemorySection) -> Device:
+    """The device of `--gpu`: a card's name, a size such as 24GiB, `auto` for what is here, or `cpu`.
+
+    The section's `budget` and `limit` lower what the job may take. Raises ConfigError for a name that is not known,
+    MachineError for `auto` where there is no card.
+    """
+    if name == "cpu":
+        return _cpu(memory.budget)  # a limit is a card's
+    budget_bytes = _budget(memory)
+    if name == "auto":
+        if not torch.cuda.is_available():
+            raise MachineError("`--gpu auto` needs a CUDA device here; name one, give a size such as 24GiB, or `cpu`")
+        return _present(budget_bytes)
+    if re.match(r"\s*\d+(\.\d+)?\s*[A-Za-z]*i?B\s*$", name):
+        total = _size(name)
+        return _card(
+            min(gpus.smallest_first(), key=lambda gpu: abs(gpu.total_bytes - total)), total, budget_bytes, name
+        )
+    gpu = gpus.find(name)
+    return _card(gpu, gpu.total_bytes, budget_bytes, gpu.name)
+
+
+def here(device: torch.device, memory: MemorySection) -> Device:
+    """The device that a run is about to use."""
+    return _present(_budget(memory)) if device.type == "cuda" else _cpu(memory.budget)
+
+
+def cap(limit_bytes: int | None, device: torch.device) -> None:
+    """Let this process take no more than `limit_bytes` of the card, or all of it for None.
+
+    More is out of memory, as on a smaller card. The CUDA context counts, as it does in a forecast's budget (see
+    `Device.room_bytes`), so what the caching allocator may reserve is the rest; where its segments grow, torch counts
+    the request and maps whole pages, up to 18 MiB more, which fits within the allowance for the context. Managed memory
+    (paged optimizer states) is not counted by it (torch.cuda.set_per_process_memory_fraction). Raises OutOfMemoryError
+    where the context alone takes the limit.
+    """
+    if device.type != "cuda":
+        return
+    card = torch.cuda.get_device_properties(device)
+    if not limit_bytes or limit_bytes >= card.total_memory:
+        torch.cuda.set_per_process_memory_fraction(1.0, device)
+        return
+    room = limit_bytes - operator_costs.context_bytes(card.multi_processor_count)
+    if room <= 0:
+        raise OutOfMemoryError(
+            f"`memory.limit` leaves nothing beside the CUDA context, which takes up to "
+            f"{(limit_bytes - room) / 2**20:.0f} MiB of this card; raise it"
+        )
+    # torch multiplies the share by the total and rounds down: with the half byte, to `room`.
+    torch.cuda.set_per_process_memory_fraction((room + 0.5) / card.total_memory, device)
+
+
+def _budget(memory: MemorySection) -> int | None:
+    return min((size for size in (memory.budget, memory.limit) if size), default=None)
+
+
+def smallest_fitting(needed_bytes: int) -> Device | None:
+    """The card of the table with the least memory that still has `needed_bytes` beside its context."""
+    for gpu in gpus.smallest_first():
+        device = _card(gpu, gpu.total_bytes, None, gpu.name)
+        if needed_bytes + device.outside_bytes <= device.budget_bytes:
+            return device
+    return None
+
+
+def _size(text: str) -> int:
+    try:
+        size = parse_size(text.strip())
+    except ValueError as error:
+        raise ConfigError(f"--gpu: {error}") from None
+    assert isinstance(size, int)
+    return size
+
+
+def _card(gpu: gpus.Gpu, total: int, budget: int | None, name: str) -> Device:
+    return Device(
+        type="cuda",
+        name=name if name == gpu.name else f"{name} (speed and context of {gpu.name})",
+        budget_bytes=min(total, budget or total),
+        outside_bytes=operator_costs.context_bytes(gpu.multiprocessors),
+        flops=gpu.flops,
+        bandwidth_bytes=gpu.bandwidth_bytes,
+        call_seconds=_CUDA_CALL_SECONDS,
+        capability=gpu.compute_capability,
+        expandable_segments=segments.grow_elsewhere(),
+    )
+
+
+def _present(budget: int | None) -> Device:
+    """The card here, with what others leave free on it."""
+    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+    free, _ = torch.cuda.mem_get_info()
+    free += torch.cuda.memory_reserved()
+    # Part of what is taken is this process's own context, of which torch loads more later.
+    context = operator_costs.context_bytes(properties.multi_processor_count)
+    usable = free + min(properties.total_memory - free, context)
+    try:
+        known = gpus.find(properties.name)
+    except ConfigError:
+        known = min(gpus.smallest_first(), key=lambda gpu: abs(gpu.total_bytes - properties.total_memory))
+    return Device(
+        type="cuda",
+        name=properties.name,
+        budget_bytes=min(usable, budget or usable),
+        outside_bytes=context,
+        flops=known.flops,
+        bandwidth_bytes=known.bandwidth_bytes,
+        call_seconds=_CUDA_CALL_SECONDS,
+        capability=(properties.major, properties.minor),
+        expandable_segments=segments.grow(torch.cuda.current_device()),
+        cublas_workspace=os.environ.get("CUBLAS_WORKSPACE_CONFIG", ""),
+        triton=libraries.triton_obstacle() is None,
+    )
+
+
+def _cpu(budget: int | None) -> Device:
+    flops, bandwidth, call = _cpu_rates()
+    held = psutil.Process().memory_info().rss
+    available = min(psutil.virtual_memory().available, left_by_control_groups()) + held
+    return Device(
+        type="cpu",
+        name="CPU",
+        budget_bytes=int(min(available, budget or available)),
+        outside_bytes=held,
+        flops=flops,
+        bandwidth_bytes=bandwidth,
+        call_seconds=call,
+    )
+
+
+def left_by_control_groups(process: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")) -> float:
+    """Bytes that a container or a batch system still lets this process take; infinity where none sets a limit.
+
+    Control groups of version 2, in which every group above sets a limit too and what the page cache holds can be had
+    back (kernel documentation, admin-guide/cgroup-v2, `memory.max`, `memory.current`, `memory.stat`).
+    """
+    try:
+        own = next(line[4:] for line in process.read_text().splitlines() if line.startswith("0::/"))
+    except (OSError, StopIteration):
+        return math.inf
+    group = root / own
+    return min(_left_by(folder) for folder in (group, *group.parents) if folder.is_relative_to(root))
+
+
+def _left_by(group: Path) -> float:
+    try:
+        limit = int((group / "memory.max").read_text())
+        taken = int((group / "memory.current").read_text())
+        parts = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+    except (OSError, ValueError):
+        return math.inf  # no limit: the word "max", or no such file
+    return limit - taken + int(parts["inactive_file"])
+
+
+@cache
+def _cpu_rates() -> tuple[float, float, float]:
+    """(operations a second, bytes a second, seconds a call) of this CPU, measured in some milliseconds."""
+    left = torch.ones(512, 512)
+    wide = torch.ones(2**22)
+    one = torch.ones(1)
+    products = _seconds(lambda: left @ left)
+    copies = _seconds(lambda: wide.clone())
+    return 2 * 512**3 / products, 2 * wide.numel() * 4 / copies, _seconds(lambda: one + one)
+
+
+def _seconds(work: object) -> float:
+    """The least of several times, in seconds."""
+    assert callable(work)
+    work()
+    times = []
+    for _ in range(5):
+        started = time.perf_counter()
+        work()
+        times.append(time.perf_counter() - started)
+    return min(times)

@@ -1,0 +1,152 @@
+"""Fake weights: tensors with the shape and type that real ones will have, and no data.
+
+bitsandbytes' parameter classes cannot hold a fake tensor, and PEFT cannot move modules inside the fake mode. So the
+model is built and given its adapter on the meta device first, and each parameter is then replaced by a fake one with
+the attributes that bitsandbytes' layers look for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from finetune.config import QuantizationSection
+from finetune.runtime.libraries import replaced
+
+# bitsandbytes 0.50, `functional.quantize_4bit` and `functional.quantize_blockwise`: values under one absolute maximum
+# in the weights, and absolute maxima under one in double quantization.
+_BLOCK = 64
+_NESTED_BLOCK = 256
+
+
+def fill(model: nn.Module, section: QuantizationSection, mode: FakeTensorMode) -> None:
+    """Replace every meta parameter and buffer of `model` by a fake one on the CPU; tied weights stay tied."""
+    fake = _Fakes(section, mode)
+    for module in model.modules():
+        for name, parameter in list(module._parameters.items()):
+            if parameter is not None:
+                module._parameters[name] = fake.parameter(parameter)
+        for name, buffer in list(module._buffers.items()):
+            if buffer is not None:
+                module._buffers[name] = fake.buffer(buffer)
+
+
+def quantization_state(parameter: nn.Parameter) -> Iterator[torch.Tensor]:
+    """The tensors beside a quantized weight that say how to read it."""
+    state = getattr(parameter, "quant_state", None)
+    if state is not None:
+        yield from (state.absmax, state.code)
+        if state.nested:
+            yield from (state.offset, state.state2.absmax, state.state2.code)
+    if getattr(parameter, "SCB", None) is not None:
+        yield parameter.SCB
+
+
+class _Fakes:
+    def __init__(self, section: QuantizationSection, mode: FakeTensorMode) -> None:
+        self._section = section
+        self._mode = mode
+        self._made: dict[int, Any] = {}
+
+    def parameter(self, parameter: nn.Parameter) -> nn.Parameter:
+        if id(parameter) not in self._made:
+            with self._mode:
+                self._made[id(parameter)] = (parameter, self._parameter(parameter))
+        return self._made[id(parameter)][1]
+
+    def buffer(self, buffer: torch.Tensor) -> torch.Tensor:
+        with self._mode:
+            return torch.empty(buffer.shape, dtype=buffer.dtype)
+
+    def _parameter(self, parameter: nn.Parameter) -> nn.Parameter:
+        import bitsandbytes as bnb
+
+        if isinstance(parameter, bnb.nn.Params4bit):
+            return self._four_bit(parameter)
+        if isinstance(parameter, bnb.nn.Int8Params):
+            return self._int8(parameter)
+        return nn.Parameter(torch.empty(parameter.shape, dtype=parameter.dtype), requires_grad=parameter.requires_grad)
+
+    def _four_bit(self, parameter: Any) -> nn.Parameter:
+        from bitsandbytes.functional import QuantState
+
+        values = parameter.numel()
+        blocks = -(-values // _BLOCK)
+        weight: Any = nn.Parameter(torch.empty((values + 1) // 2, 1, dtype=torch.uint8), requires_grad=False)
+        nested: dict[str, Any] = {}
+        if self._section.double:
+            absmax = torch.empty(blocks, dtype=torch.uint8)
+            over = QuantState(
+                absmax=torch.empty(-(-blocks // _NESTED_BLOCK)), code=torch.empty(256), blocksize=_NESTED_BLOCK,
+                dtype=torch.float32,
+            )  # fmt: skip
+            nested = {"offset": torch.empty(()), "state2": over}
+        else:
+            absmax = torch.empty(blocks)
+        weight.quant_state = QuantState(
+            absmax=absmax, shape=parameter.shape, dtype=parameter.dtype, blocksize=_BLOCK, code=torch.empty(16),
+            quant_type=self._section.kind, **nested,
+        )  # fmt: skip
+        weight.bnb_quantized = True
+        weight.quant_storage = torch.uint8
+        weight.quant_type = self._section.kind
+        return weight
+
+    def _int8(self, parameter: Any) -> nn.Parameter:
+        weight: Any = nn.Parameter(torch.empty(parameter.shape, dtype=torch.int8), requires_grad=False)
+        weight.SCB = torch.empty(parameter.shape[0])
+        return weight
+
+
+def is_quantized(weight: Any) -> bool:
+    """Whether a weight was quantized by `fill`."""
+    return getattr(weight, "quant_state", None) is not None or getattr(weight, "SCB", None) is not None
+
+
+def shape(weight: Any) -> torch.Size:
+    """The shape that a quantized weight stands for."""
+    return weight.quant_state.shape if hasattr(weight, "quant_state") else weight.shape
+
+
+def quantize(full: torch.Tensor, section: QuantizationSection) -> None:
+    """Quantize `full` for the memory that this takes; the result is discarded."""
+    from bitsandbytes import functional
+
+    if section.kind == "int8":
+        functional.int8_vectorwise_quant(full.to(torch.float16))
+    else:
+        torch.ops.bitsandbytes.quantize_4bit.default(full, _BLOCK, section.kind, torch.uint8)
+
+
+@contextlib.contextmanager
+def for_dora() -> Iterator[None]:
+    """DoRA's magnitudes (one a row) without the weight whose norms they start from, and PEFT's reading of that weight.
+
+    PEFT knows a quantized weight by the name of its class, which a fake one has not.
+    """
+    from bitsandbytes.functional import dequantize_4bit, int8_vectorwise_dequant
+    from peft.tuners.lora import dora
+
+    plain = dora.dequantize_module_weight
+
+    def update_layer(self: Any, *, base_layer: Any, lora_A: Any, lora_B: Any, scaling: Any, **_: Any) -> None:
+        self.weight = nn.Parameter(torch.empty(lora_B.shape[0], device="meta"), requires_grad=True)
+
+    def dequantize(module: Any) -> torch.Tensor:
+        weight = module.weight
+        if (state := getattr(weight, "quant_state", None)) is not None:
+            return dequantize_4bit(weight.data, state)
+        if (scales := getattr(weight, "SCB", None)) is not None:
+            return int8_vectorwise_dequant(weight.data, scales)
+        return plain(module)
+
+    with (
+        replaced(dora.DoraLinearLayer, "update_layer", update_layer),
+        replaced(dora, "dequantize_module_weight", dequantize),
+    ):
+        yield

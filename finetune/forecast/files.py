@@ -1,0 +1,49 @@
+"""What is no part of a step: checkpoints in memory and on disk, what exports take there, and the memory of a merge."""
+
+from __future__ import annotations
+
+from finetune.config import Config
+from finetune.forecast.trace import Trace
+
+_SIXTEEN_BIT = 2
+_FLOAT32 = 4
+
+
+def disk_bytes(config: Config, trace: Trace) -> int:
+    """Bytes on disk: the checkpoints kept and the one being written, what is published, and the merged model."""
+    trained, checkpoint = _bytes(trace, "adapter"), checkpoint_bytes(trace)
+    merged = _SIXTEEN_BIT * trace.parameters if config.output.merge and config.adapter.kind == "lora" else 0
+    return (config.output.keep + 1) * checkpoint + trained + merged
+
+
+def checkpoint_bytes(trace: Trace) -> int:
+    """The copy of weights and optimizer states in host memory, from which a checkpoint is written."""
+    return _bytes(trace, "adapter") + _bytes(trace, "optimizer_states")
+
+
+def merge_bytes(config: Config, trace: Trace) -> int:
+    """Device memory of `finetune merge`: the base in 16 bit with the adapter, and one weight's update.
+
+    PEFT makes the update in the adapter's type, and a copy of the weight to check (peft 0.21,
+    `Linear.merge(safe_merge=True)`).
+    """
+    if config.adapter.kind != "lora":
+        return 0
+    largest = trace.largest_weight
+    return _SIXTEEN_BIT * trace.parameters + _bytes(trace, "adapter") + (_FLOAT32 + 2 * _SIXTEEN_BIT) * largest
+
+
+def _bytes(trace: Trace, category: str) -> int:
+    """Bytes of all blocks of a category that are made once: weights when they load, states at the first update."""
+    live: dict[int, int] = {}
+    for run in trace.runs:
+        if run.phase == "forward":
+            break
+        for event in run.events:
+            block = trace.blocks[abs(event) - 1]
+            if block.category == category:
+                if event > 0:
+                    live[event] = block.bytes
+                else:
+                    live.pop(-event, None)
+    return sum(live.values())

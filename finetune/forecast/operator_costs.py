@@ -1,0 +1,461 @@
+"""What a device's kernels allocate out of an operator's sight: the one place for what a trace of operators misses.
+
+Some operators are Python programs underneath; those are run as such, so that their parts are seen. Others have
+scratch memory inside a compiled kernel; each such term has its source. Nothing is fitted.
+
+A trace runs on fake CPU tensors, whatever device it is for: fake CUDA tensors do not work where torch was built
+without CUDA. So `cuda` also says where CUDA's operators differ from those of a CPU.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.attention.varlen  # registers its operators
+
+from finetune.forecast import autocast
+from finetune.runtime.libraries import replaced
+
+_aten = torch.ops.aten
+_varlen = torch.ops.torch_attn._varlen_attn.default
+_varlen_backward = torch.ops.torch_attn._varlen_attn_backward.default
+
+# Multiples that FlashAttention-2 rounds lengths and head sizes up to (torch 2.13,
+# aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp, `mha_bwd`).
+_FLASH_LENGTH, _FLASH_HEAD = 128, 32
+_MASK_ROW = 8
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """The kernels of one device.
+
+    `python`: operators to run as the Python program they are there. `scratch`: for an operator, its arguments and the
+    named ones, the sizes in bytes of what its kernel allocates and frees within. `flops`: operations of operators that
+    torch's table does not know. `as_there`: a context in which the libraries take the paths that they take on that
+    device.
+    """
+
+    python: Mapping[Any, Callable[..., Any]]
+    scratch: Callable[[Any, Any, Any], list[int]]
+    flops: Mapping[Any, Callable[..., int]]
+    as_there: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
+
+
+def cpu() -> Kernels:
+    """The CPU: bitsandbytes' operators are Python programs (bitsandbytes 0.50, `backends/default`, `backends/cpu`)."""
+    from bitsandbytes.backends.cpu import ops as cpu_ops
+    from bitsandbytes.backends.default import ops as default_ops
+
+    bnb = torch.ops.bitsandbytes
+    return Kernels(
+        python={
+            _aten._grouped_mm.default: _grouped_product_on_cpu,
+            bnb.gemm_4bit.default: default_ops._gemm_4bit_default_impl,
+            bnb.quantize_4bit.default: _quantize_4bit,
+            bnb.int8_vectorwise_quant.default: _quantize_int8,
+            bnb.int8_vectorwise_dequant.default: _dequantize_int8,
+            bnb.optimizer_update_32bit.default: cpu_ops._optimizer_update_32bit_cpu,
+            bnb.optimizer_update_8bit_blockwise.default: cpu_ops._optimizer_update_8bit_blockwise_cpu,
+        },
+        scratch=_scratch_on_cpu,
+        flops=_FLOPS,
+    )
+
+
+def cuda(capability: tuple[int, int]) -> Kernels:
+    """A CUDA card: bitsandbytes' optimizers are single kernels there, and attention has scratch memory."""
+    import bitsandbytes  # noqa: F401  (registers its operators)
+
+    del capability  # from 7.5 to 12.0 the same, but for the cuBLAS workspace, which is `workspace_bytes`'
+    bnb = torch.ops.bitsandbytes
+    return Kernels(
+        python={
+            _aten._grouped_mm.default: _grouped_product,
+            bnb.gemm_4bit.default: _gemm_4bit,
+            bnb.int8_vectorwise_dequant.default: _dequantize_int8,
+        },
+        scratch=_scratch_on_cuda,
+        flops=_FLOPS,
+        as_there=_on_cuda,
+    )
+
+
+def workspace_bytes(capability: tuple[int, int], setting: str = "") -> int:
+    """cuBLAS's workspace, one for the thread of the forward pass and one for autograd's.
+
+    `setting` is that of `CUBLAS_WORKSPACE_CONFIG`, pairs of KiB and number of buffers such as `:4096:8`. It comes from
+    the caching allocator, belongs to a (handle, stream) pair and stays; a handle belongs to a thread. cuBLASLt shares
+    it. (torch 2.13, aten/src/ATen/cuda/CublasHandlePool.cpp, `parseChosenWorkspaceSize`, `getNewWorkspace`,
+    `setWorkspaceForHandle`: 4096 KiB x 2 + 16 KiB x 8, and 32 MiB on 9.x, 10.x and 12.x.)
+    """
+    if pairs := re.findall(r":(\d+):(\d+)", setting):
+        return 2 * 1024 * sum(int(size) * int(count) for size, count in pairs)
+    return 2 * (32 * 2**20 if capability[0] in (9, 10, 12) else (4096 * 2 + 16 * 8) * 1024)
+
+
+def context_bytes(multiprocessors: int) -> int:
+    """The CUDA context with the kernels that torch loads, outside the caching allocator: a bound.
+
+    Read from out-of-memory messages (memory in use by the process, less what the allocator reserved) with CUDA 12 and
+    13: 104 to 135 MiB on a T4 (40 multiprocessors), 236 on an L4 (58), 307 to 325 on an RTX 3090 (82), 420 to 504 on
+    an A100 (108), 450 to 503 on an RTX 4090 (128), 525 on an H200 (132), 429 on an RTX 6000 Ada (142), 712 on a B200
+    (148), 499 on an RTX 5090 (170). None is above 5 MiB a multiprocessor. A slice of a card (MIG) loads the same
+    kernels, so it counts as no smaller than the smallest card read.
+    """
+    return 5 * 2**20 * max(multiprocessors, 40)
+
+
+def gradient_buckets(sizes: Sequence[int]) -> list[int]:
+    """The flat copies of the gradients that DistributedDataParallel keeps, from the trained weights' sizes in bytes.
+
+    Gradients are no views of them (`gradient_as_bucket_view` is false), so they come on top. A bucket ends with the
+    weight that fills it, the first one earlier; in the first step all are in one. (torch 2.13,
+    nn/parallel/distributed.py `_BucketCapacityConfig`, torch/csrc/distributed/c10d/reducer.cpp `initialize_buckets`,
+    `compute_bucket_assignment_by_size`; accelerate 1.15 leaves the sizes as they are.)
+    """
+    return _filled(sizes[::-1], (2**20, 25 * 2**20))  # the last weights have their gradients first
+
+
+def broadcast_buckets(sizes: Sequence[int]) -> list[int]:
+    """Flat copies, no more than two at once, by which DistributedDataParallel gives all processes the first's weights.
+
+    (torch 2.13, nn/parallel/distributed.py `_sync_module_states`; torch/csrc/distributed/c10d/comm.cpp
+    `broadcast_coalesced`.)
+    """
+    return _filled(sizes, (250 * 2**20,))
+
+
+def _filled(sizes: Sequence[int], limits: Sequence[int]) -> list[int]:
+    """Buckets that are at least as large as their limit; the last of `limits` is that of all further ones."""
+    buckets = [0]
+    for size in sizes:
+        if buckets[-1] >= limits[min(len(buckets), len(limits)) - 1]:
+            buckets.append(0)
+        buckets[-1] += size
+    return buckets
+
+
+def _gemm_4bit(
+    A: Any, B: Any, shapeB: Any, absmax: Any, blocksize: int, quant_type: str, bias: Any = None,
+    absmax_8bit: Any = None, absmax_code: Any = None, absmax_offset: Any = None,
+) -> Any:  # fmt: skip
+    """The whole weight in 16 bit, then a product (bitsandbytes 0.50, backends/cuda/ops.py `_dequant_linear_fallback`).
+
+    Taken above 1,536 rows; below, a fused kernel that needs none of it may be, by architecture and shape. For batches
+    of up to a few hundred tokens this is therefore a bound.
+    """
+    if absmax_8bit is not None:
+        dequantized = torch.empty_like(absmax_8bit, dtype=torch.float32)
+        absmax = dequantized + absmax_offset  # noqa: F841  (held to the end, as there)
+    weight = torch.empty(tuple(shapeB), dtype=A.dtype)
+    return torch.nn.functional.linear(A, weight, bias)
+
+
+def _grouped_product(a: Any, b: Any, offs: Any = None, bias: Any = None, out_dtype: Any = None) -> Any:
+    """Products of experts in any type; torch's own shape function knows bfloat16 alone (torch 2.13)."""
+    if b.dim() == 3:
+        return torch.mm(a, b[0])  # as many operations: each row meets one expert
+    return torch.empty(offs.numel(), a.shape[0], b.shape[1], dtype=a.dtype)
+
+
+def _grouped_product_on_cpu(a: Any, b: Any, offs: Any = None, bias: Any = None, out_dtype: Any = None) -> Any:
+    """The same, one expert after the other (torch 2.13, native/GroupedMMUtils.h), each with its share of the rows."""
+    if b.dim() != 3:
+        return _grouped_product(a, b, offs)
+    out = torch.empty(a.shape[0], b.shape[2], dtype=a.dtype)
+    for rows, expert, part in zip(a.tensor_split(b.shape[0]), b, out.tensor_split(b.shape[0]), strict=True):
+        torch.mm(rows, expert, out=part)
+    return out
+
+
+def _quantize_int8(A: Any, threshold: float = 0.0) -> Any:
+    """Scales and integers by torch's operators (bitsandbytes 0.50, backends/default `int8_vectorwise_quant`)."""
+    scales = torch.max(A.abs(), dim=1).values.float()
+    return torch.round(A * (127.0 / scales.unsqueeze(-1))).to(torch.int8), scales, None
+
+
+def _dequantize_int8(A: Any, stats: Any) -> Any:
+    """Two products in float32, on every device (bitsandbytes 0.50, `_ops.py`); here for the norms of DoRA alone."""
+    return A * stats.view(-1, 1) * (1 / 127)
+
+
+def _quantize_4bit(A: Any, blocksize: int, quant_type: str, quant_storage: Any) -> Any:
+    """Quantization by torch's operators, several float32 copies of the weight (bitsandbytes 0.50, backends/default)."""
+    flat = A.reshape(-1).float()
+    blocks = flat[: flat.numel() // blocksize * blocksize].reshape(-1, blocksize)
+    absmax = blocks.abs().max(dim=-1)[0]
+    scaled = torch.clamp(blocks * (1.0 / absmax.view(-1, 1)), -1, 1).reshape(-1)
+    found = torch.bucketize(scaled, torch.empty(15), out_int32=True)
+    if quant_type == "fp4":
+        found = torch.empty(16, dtype=torch.int64)[found.long()]  # indices are taken in 64 bit
+    codes = found.to(torch.uint8)
+    return ((codes[::2] << 4) | codes[1::2]).unsqueeze(1), absmax
+
+
+def _scratch_on_cpu(func: Any, args: Any, named: Any) -> list[int]:
+    """Copies of operands in a wider type, sums of 16-bit products in float32, and the tiles of attention."""
+    if func in _PRODUCTS:
+        return [*_float32_sums(*_PRODUCTS[func](args)), *_laid_out_anew(func, args)]
+    if func in (_aten.scatter.src, _aten.scatter_.src) and args[0].dtype.itemsize < 4:
+        return [4 * args[0].numel()]  # 16-bit values in float32 (native/cpu/ScatterGatherKernel.cpp)
+    if func is _flash_on_cpu:
+        return _flash_tiles(*args[:2], tiles=1)
+    if func is _flash_on_cpu_backward:
+        return _flash_backward_tiles(*args[:3])
+    if func is _aten._safe_softmax.default:
+        return [args[0].numel()]  # whether a row is masked throughout (torch 2.13, native/transformers/attention.cpp)
+    if torch.Tag.pointwise in func.tags and func._schema.name not in _NOT_PROMOTED:
+        return _casts(func, [value for value in args if isinstance(value, torch.Tensor) and value.dim()])
+    return []
+
+
+# A mask beside other operands stays what it is (aten/src/ATen/native/TensorAdvancedIndexing.cpp, TensorCompare.cpp).
+_NOT_PROMOTED = ("aten::masked_fill", "aten::masked_fill_", "aten::where")
+
+
+def _casts(func: Any, operands: list[Any]) -> list[int]:
+    """Operands of one operator in their common type, and its result before it is written in place.
+
+    (torch 2.13, aten/src/ATen/TensorIterator.cpp `compute_types`: on a CPU by temporaries, on CUDA within the kernel.)
+    """
+    if len({operand.dtype for operand in operands}) < 2:
+        return []
+    common = operands[0].dtype
+    for operand in operands[1:]:
+        common = torch.promote_types(common, operand.dtype)
+    cast = [operand.numel() * common.itemsize for operand in operands if operand.dtype != common]
+    if func._schema.is_mutable and operands[0].dtype != common:
+        cast.append(operands[0].numel() * common.itemsize)
+    return cast
+
+
+def _float32_sums(left: Any, batch: int, rows: int, columns: int) -> list[int]:
+    """The result of a bfloat16 product in float32, where the CPU has no unit for such products.
+
+    (oneDNN 3.12, src/cpu/matmul/gemm_based_common.hpp `book_acc_scratchpad`, for each thread that has a matrix of its
+    own, in blocks of 64 values; 128 bytes align it. Without AVX-512 torch keeps the same, BlasKernel.cpp.)
+    """
+    if left.dtype is not torch.bfloat16 or _multiplies_bfloat16():
+        return []
+    return [4 * _round_up(min(batch, torch.get_num_threads()) * rows * columns, 64) + 128]
+
+
+_PRODUCTS: dict[Any, Callable[[Any], tuple[Any, int, int, int]]] = {
+    _aten.mm.default: lambda args: (args[0], 1, args[0].shape[0], args[1].shape[1]),
+    _aten.mm.out: lambda args: (args[0], 1, args[0].shape[0], args[1].shape[1]),
+    _aten.addmm.default: lambda args: (args[1], 1, args[1].shape[0], args[2].shape[1]),
+    _aten.linear.default: lambda args: (args[0], 1, args[0].shape[:-1].numel(), args[1].shape[0]),
+    _aten.bmm.default: lambda args: (args[0], args[0].shape[0], args[0].shape[1], args[1].shape[2]),
+    _aten.baddbmm.default: lambda args: (args[1], args[1].shape[0], args[1].shape[1], args[2].shape[2]),
+}
+"""Matrix products: the left operand, how many matrices, and the rows and columns of each."""
+
+
+def _laid_out_anew(func: Any, args: Any) -> list[int]:
+    """Copies of batches of 16-bit matrices that lie neither by rows nor by columns, such as heads side by side.
+
+    (torch 2.13, aten/src/ATen/native/mkldnn/Matmul.cpp, which takes such products from MKL.)
+    """
+    if func not in (_aten.bmm.default, _aten.baddbmm.default) or args[-1].dtype is not torch.bfloat16:
+        return []
+    matrices = [matrix for matrix in args[-2:] if not (matrix.is_contiguous() or matrix.mT.is_contiguous())]
+    return [matrix.numel() * matrix.element_size() for matrix in matrices]
+
+
+@functools.cache
+def _multiplies_bfloat16() -> bool:
+    return bool(torch.cpu._is_avx512_bf16_supported())
+
+
+_flash_on_cpu = _aten._scaled_dot_product_flash_attention_for_cpu.default
+_flash_on_cpu_backward = _aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+
+
+def _flash_tiles(query: Any, key: Any, *, tiles: int) -> list[int]:
+    """What each thread of a CPU's flash attention works on: `tiles` of scores in float32, and in 16 bit a copy.
+
+    `query` and `key`: (rows, heads, tokens, head size). (torch 2.13, aten/src/ATen/native/cpu/FlashAttentionKernel.cpp,
+    `cpu_flash_attention` and `cpu_flash_attention_backward`: buf, buf_reduced.)
+    """
+    threads, size = torch.get_num_threads(), query.shape[3]
+    rows, columns = _flash_tile(query, key)
+    sums = rows * (2 + size) if tiles == 1 else 0  # the forward pass keeps its output, maxima and sums there
+    scratch = [4 * threads * (tiles * rows * columns + sums)]
+    if query.dtype is not torch.float32:
+        scratch.append(query.element_size() * threads * tiles * rows * columns)
+    return scratch
+
+
+def _flash_backward_tiles(gradient: Any, query: Any, key: Any) -> list[int]:
+    """The same for the backward pass, with row sums, a product's sums, and a gradient that lies otherwise copied."""
+    rows, columns = _flash_tile(query, key)
+    scratch = _flash_tiles(query, key, tiles=2)
+    scratch.append(4 * torch.get_num_threads() * rows)
+    scratch += _float32_sums(query, 1, columns, query.shape[3])
+    if not gradient.transpose(1, 2).is_contiguous():
+        scratch.append(gradient.numel() * gradient.element_size())
+    return scratch
+
+
+def _flash_tile(query: Any, key: Any) -> tuple[int, int]:
+    """Rows and columns of a tile of scores (`flash_attention_kernel_impl`)."""
+    tokens = query.shape[2]
+    return min(256 if tokens >= 768 else 64 if tokens >= 192 else 32, tokens), min(512, key.shape[2])
+
+
+def _scratch_on_cuda(func: Any, args: Any, named: Any) -> list[int]:
+    if func is _aten._scaled_dot_product_flash_attention_for_cpu.default and named.get("attn_mask") is not None:
+        return _padded_mask(args[0], named["attn_mask"])
+    if func is _aten._scaled_dot_product_flash_attention_for_cpu_backward.default:
+        return _attention_scratch(*args)
+    if func is _varlen_backward:
+        return _packed_attention_scratch(*args)
+    return []
+
+
+def _padded_mask(query: Any, mask: Any) -> list[int]:
+    """A mask that is copied into rows of a multiple of 8, which the memory-efficient kernel wants.
+
+    The copy takes the mask's place before the output is made, so that of these two the smaller is not there beside it.
+    (aten/src/ATen/native/transformers/attention.cpp, `preprocess_mask`, `pad_bias`.)
+    """
+    tokens = mask.shape[-1]
+    if tokens % _MASK_ROW == 0:
+        return []
+    padded = mask.numel() // tokens * _round_up(tokens, _MASK_ROW) * mask.element_size()
+    return [padded - min(mask.numel() * mask.element_size(), query.numel() * query.element_size())]
+
+
+def _packed_attention_scratch(
+    gradient: Any, query: Any, key: Any, value: Any, out: Any, lse: Any, starts: Any, *rest: Any
+) -> list[int]:
+    """The same for packed rows (tokens, heads, head size), each with room for a block of its own.
+
+    (torch 2.13, flash_api.cpp `mha_varlen_bwd`: dq_accum, softmax_d, dk_expanded, dv_expanded.)
+    """
+    tokens, heads, size = query.shape
+    places = heads * (tokens + _FLASH_LENGTH * (len(starts) - 1))
+    scratch = [4 * places * _round_up(size, _FLASH_HEAD), 4 * places]
+    if key.shape[1] != heads:
+        scratch += [heads * key.shape[0] * size * key.element_size()] * 2
+    return scratch
+
+
+def _attention_scratch(gradient: Any, query: Any, key: Any, *rest: Any) -> list[int]:
+    """FlashAttention-2's backward: the gradient of the queries in float32, and a row sum for each query.
+
+    With fewer heads of keys than of queries, gradients of keys and values are made for each query's head first.
+    (torch 2.13, flash_api.cpp `mha_bwd`: dq_accum, softmax_d, dk_expanded, dv_expanded.) The memory-efficient kernel,
+    which rows of different length take, accumulates the same way (kernel_backward.h, `workspace_elements_gq`).
+    """
+    batch, heads, length, size = query.shape
+    length, size = _round_up(length, _FLASH_LENGTH), _round_up(size, _FLASH_HEAD)
+    rows = batch * heads * length
+    scratch = [4 * rows * size, 4 * rows]
+    if key.shape[1] != heads:
+        scratch += [2 * batch * heads * key.shape[2] * key.shape[3] * key.element_size() // 2] * 2
+    return scratch
+
+
+def _round_up(number: int, grain: int) -> int:
+    return -(-number // grain) * grain
+
+
+@contextlib.contextmanager
+def _on_cuda() -> Iterator[None]:
+    """What libraries decide by the device, decided as there: autocast's casts, lists of tensors."""
+    with autocast.as_on_cuda(), _asked_about_cuda(), _lists_of_tensors():
+        yield
+
+
+def _asked_about_cuda() -> contextlib.AbstractContextManager[None]:
+    """Without an argument `torch.is_autocast_enabled` answers for CUDA: so PEFT (lora/bnb.py) and Nemotron call it.
+
+    On a CPU the trace computes under the CPU's autocast, which then is the answer.
+    """
+    plain = torch.is_autocast_enabled
+    return replaced(torch, "is_autocast_enabled", lambda device_type="cpu": plain(device_type))
+
+
+@contextlib.contextmanager
+def _lists_of_tensors() -> Iterator[None]:
+    """Optimizers and gradient clipping that go from weight to weight on a CPU take all of them at once on CUDA.
+
+    Copies are then as large as all gradients: SGD's with weight decay. (torch 2.13, optim/optimizer.py
+    `_default_to_fused_or_foreach`, utils/_foreach_utils.py `_has_foreach_support`; both look at a tensor's class.)
+    """
+    from torch._subclasses.fake_tensor import FakeTensor
+    from torch.optim import optimizer
+    from torch.utils import _foreach_utils
+
+    with (
+        replaced(optimizer, "_get_foreach_kernels_supported_devices", lambda: ["cpu"]),
+        replaced(optimizer, "_foreach_supported_types", [*optimizer._foreach_supported_types, FakeTensor]),
+        replaced(_foreach_utils, "_foreach_supported_types", [*_foreach_utils._foreach_supported_types, FakeTensor]),
+    ):
+        yield
+
+
+def _attention(query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> int:
+    """Two products of queries and keys, whole squares (torch.utils.flop_counter `sdpa_flop_count`)."""
+    from torch.utils.flop_counter import sdpa_flop_count
+
+    return sdpa_flop_count(query.shape, _heads(key, query), _heads(value, query))
+
+
+def _attention_backward(gradient: Any, query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> int:
+    from torch.utils.flop_counter import sdpa_backward_flop_count
+
+    return sdpa_backward_flop_count(gradient.shape, query.shape, _heads(key, query), _heads(value, query))
+
+
+def _heads(key: Any, query: Any) -> torch.Size:
+    """The key's shape with a head for each of the query's, which share them in groups."""
+    return torch.Size((key.shape[0], query.shape[1], *key.shape[2:]))
+
+
+def _linear(A: Any, B: Any, *args: Any, **kwargs: Any) -> int:
+    """A product with a weight of shape [outputs, inputs]."""
+    return 2 * A.numel() * B.shape[0]
+
+
+def _packed(
+    query: Any, key: Any, value: Any, starts: Any, key_starts: Any, longest: int, *args: Any, **kwargs: Any
+) -> int:
+    from torch.utils.flop_counter import sdpa_flop_count
+
+    return sum(sdpa_flop_count(shape, shape, shape) for shape in _packed_shapes(query, longest))
+
+
+def _packed_backward(
+    gradient: Any, query: Any, key: Any, value: Any, out: Any, lse: Any, starts: Any, key_starts: Any, longest: int,
+    *args: Any, **kwargs: Any,
+) -> int:  # fmt: skip
+    from torch.utils.flop_counter import sdpa_backward_flop_count
+
+    return sum(sdpa_backward_flop_count(shape, shape, shape, shape) for shape in _packed_shapes(query, longest))
+
+
+def _packed_shapes(query: Any, longest: int) -> list[torch.Size]:
+    """(1, heads, length, head size) of packed rows as long as the longest: a fake tensor does not say where they begin.
+
+    The largest micro-batch is made of the longest rows, so that little is missed.
+    """
+    whole, rest = divmod(query.shape[0], longest)
+    return [torch.Size((1, query.shape[1], length, query.shape[2])) for length in [longest] * whole + [rest]]
+
+
+_FLOPS: dict[Any, Callable[..., int]] = {
+    _aten.linear.default: _linear,
+    _varlen: _packed,
+    _varlen_backward: _packed_backward,
+    _aten._scaled_dot_product_flash_attention_for_cpu.default: _attention,
+    _aten._scaled_dot_product_flash_attention_for_cpu_backward.default: _attention_backward,
+}

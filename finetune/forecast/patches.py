@@ -1,0 +1,174 @@
+"""What stands in for a device, a group of processes and a tokenizer, while a step is rehearsed that needs them.
+
+Each stand-in allocates what the real thing would, where a recorder sees it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from accelerate.state import AcceleratorState, GradientState, PartialState
+from torch._subclasses.fake_tensor import FakeTensorMode
+from trl.kernels import chunked_logprob
+
+from finetune.forecast import fake
+from finetune.forecast.devices import Device
+from finetune.forecast.trace import Recorder
+from finetune.runtime.libraries import replaced
+from finetune.runtime.randomness import RandomState
+
+# What torchrun tells its processes.
+_LAUNCHED = ("WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+@contextlib.contextmanager
+def like(device: Device, recorder: Recorder) -> Iterator[FakeTensorMode]:
+    """A fake mode under which the libraries take the paths of a real step on `device`."""
+    from transformers import masking_utils, modeling_utils
+
+    # transformers takes fake tensors for a graph that is exported, and builds every mask.
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(replaced(masking_utils, "is_tracing", lambda tensor=None: False))
+        stack.enter_context(fake.for_dora())
+        stack.enter_context(replaced(chunked_logprob, "TOKEN_CHUNK_SIZE", chunked_logprob.TOKEN_CHUNK_SIZE))
+        stack.enter_context(device.kernels.as_there())
+        if device.type == "cpu":
+            stack.enter_context(_random_states())
+        if device.type == "cuda":
+            stack.enter_context(_loss_on_cuda(device.triton))
+            stack.enter_context(replaced(modeling_utils, "save_on_cpu", lambda **kwargs: _to_host(recorder)))
+        yield FakeTensorMode(allow_non_fake_inputs=True)
+
+
+@contextlib.contextmanager
+def undisturbed() -> Iterator[None]:
+    """Leave the process as it was found: its random numbers, its group of processes, what accelerate remembers.
+
+    Nor is anything logged.
+    """
+    with _random_state_kept(), _one_process(), _unlogged():
+        yield
+
+
+@contextlib.contextmanager
+def _unlogged() -> Iterator[None]:
+    """torch logs an operator that fails on fake tensors, with its traceback; the error that it raises says as much."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    before, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = before
+
+
+@contextlib.contextmanager
+def _random_state_kept() -> Iterator[None]:
+    """Adapter and trainer seed what they find; a run must draw the same numbers whether it was rehearsed or not."""
+    before = RandomState()
+    try:
+        yield
+    finally:
+        before.restore()
+
+
+@contextlib.contextmanager
+def _random_states() -> Iterator[None]:
+    """The state of torch's generator as a tensor like others: checkpointing keeps one for each layer.
+
+    On CUDA such tensors lie in the host's memory.
+    """
+    size_bytes = torch.get_rng_state().nbytes
+    with (
+        replaced(torch, "get_rng_state", lambda: torch.empty(size_bytes, dtype=torch.uint8)),
+        replaced(torch, "set_rng_state", lambda state: None),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def _one_process() -> Iterator[None]:
+    """Rehearse one process by itself: its trainer must not join a group, nor leave accelerate settled on the CPU.
+
+    Nor may it find gradients still to be accumulated, as a run leaves them that was stopped within a step: accelerate
+    would pass the update over.
+    """
+    settled = {state: dict(state._shared_state) for state in (PartialState, AcceleratorState)}
+    AcceleratorState._reset_state(reset_partial_state=True)
+    accumulating = dict(GradientState._shared_state)
+    GradientState._reset_state()
+    launched = {name: os.environ.pop(name) for name in _LAUNCHED if name in os.environ}
+    try:
+        yield
+    finally:
+        os.environ.update(launched)
+        GradientState._shared_state.clear()
+        GradientState._shared_state.update(accumulating)
+        AcceleratorState._reset_state(reset_partial_state=True)
+        for state, values in settled.items():
+            state._shared_state.update(values)
+
+
+@contextlib.contextmanager
+def _loss_on_cuda(triton: bool) -> Iterator[None]:
+    """TRL's tiled loss, only on labelled positions, with its Triton kernels, which work in place (trl 1.16).
+
+    Without `triton` it is as `libraries.without_triton` leaves it: the same tiles, folded by torch's operators.
+    """
+    from trl.trainer import utils
+
+    tiles = chunked_logprob
+
+    def add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
+        # On CUDA one product that adds into `total`; here one as large, into a part of it, so that it is counted.
+        torch.mm(left, right, out=total.view(left.dtype)[:, : total.shape[1]])
+
+    with (
+        replaced(tiles, "_use_triton", lambda device: triton),
+        replaced(utils, "_use_triton", lambda device: True),
+        replaced(tiles, "triton", SimpleNamespace(cdiv=lambda number, grain: -(-number // grain))),
+        replaced(tiles, "_forward_kernel", _InPlace()),
+        replaced(tiles, "_backward_kernel", _InPlace()),
+        replaced(tiles, "_addmm_fp32", add_product),
+    ):
+        yield
+
+
+class _InPlace:
+    """A Triton kernel as Python sees it, `kernel[grid](...)`: it allocates nothing."""
+
+    def __getitem__(self, grid: object) -> Callable[..., None]:
+        return lambda *args, **kwargs: None
+
+
+def _to_host(recorder: Recorder) -> Any:
+    """`torch.autograd.graph.save_on_cpu`, whose host memory a fake CPU tensor does not tell from the device's."""
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        host = torch.empty_like(tensor)
+        recorder.mark(host, "layer_inputs", managed=True)
+        recorder.copies(tensor)
+        return host
+
+    def unpack(host: torch.Tensor) -> torch.Tensor:
+        back = torch.empty_like(host)
+        recorder.mark(back, "layer_inputs")
+        recorder.copies(host)
+        return back
+
+    return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
+
+
+def tokenizer() -> Any:
+    """A tokenizer of one word: the trainer wants one, and a fake batch needs none."""
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from transformers import PreTrainedTokenizerFast
+
+    words = Tokenizer(WordLevel({"_": 0}, unk_token="_"))
+    return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="_", eos_token="_")

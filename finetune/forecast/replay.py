@@ -1,0 +1,364 @@
+"""The forecast: what a traced step comes to on a device, by phase and by purpose.
+
+On CUDA the trace's allocations go through the model of the caching allocator, which turns tensors into reserved
+memory; on a CPU the live tensors are what counts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from finetune.data.batching import Batch
+from finetune.forecast import operator_costs
+from finetune.forecast.allocator import CachingAllocator, CapacityError
+from finetune.forecast.devices import Device
+from finetune.forecast.trace import CATEGORIES, Run, Trace
+from finetune.model.experts import Mixture
+
+PHASES = ("load", "forward", "backward", "optimizer", "evaluation", "save", "merge")
+WORDS = {**CATEGORIES, "context": "context and libraries", "allocator_slack": "allocator slack"}
+"""Categories of the forecast: the key in JSON and the words for a person, in the order of a picture's layers."""
+
+# PCI Express 4.0 x16, 16 GT/s a lane in 128b/130b code: the link of every card from Ampere to Ada, one way.
+HOST_BANDWIDTH_BYTES = 31.5e9
+
+_CURVE_POINTS = 600
+_TRANSIENT = ("activations", "loss", "workspace")
+_STEP = ("forward", "backward", "optimizer")
+
+
+@dataclass(frozen=True)
+class Point:
+    """One moment of the step: its phase, live bytes by category, and reserved bytes."""
+
+    phase: str
+    categories: dict[str, int]
+    reserved_bytes: int
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """What a job will take on a device. All sizes in bytes; `flops` and `seconds` are those of one optimizer step.
+
+    `phases` gives allocated and reserved bytes (on a CPU the same) without the context; `categories` adds up, at the
+    moment of the peak, to what is compared with the budget. `seconds` is a bound from below, for ranking settings.
+    `mixture` says how experts are stored, where the base has some.
+    """
+
+    device: Device
+    attention: str
+    batch: Batch
+    peak_allocated_bytes: int
+    peak_reserved_bytes: int
+    host_bytes: int
+    disk_bytes: int
+    phases: dict[str, dict[str, int]]
+    categories: dict[str, int]
+    flops: int
+    seconds: float
+    tokens: int
+    curve: tuple[Point, ...] = field(repr=False, default=())
+    mixture: Mixture | None = None
+
+    @property
+    def needed_bytes(self) -> int:
+        """What must be there: reserved memory and what lies outside the allocator."""
+        return self.peak_reserved_bytes + self.device.outside_bytes
+
+    @property
+    def budget_bytes(self) -> int:
+        return self.device.budget_bytes
+
+    @property
+    def fits(self) -> bool:
+        return self.needed_bytes <= self.budget_bytes
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Tokens of a step over its seconds: a bound from above."""
+        return self.tokens / self.seconds
+
+    def as_dict(self) -> dict[str, Any]:
+        """The forecast as JSON values."""
+        return {
+            "fits": self.fits,
+            "device": self.device.name,
+            "expandable_segments": self.device.expandable_segments,
+            "budget_bytes": self.budget_bytes,
+            "needed_bytes": self.needed_bytes,
+            "peak_allocated_bytes": self.peak_allocated_bytes,
+            "peak_reserved_bytes": self.peak_reserved_bytes,
+            "host_bytes": self.host_bytes,
+            "disk_bytes": self.disk_bytes,
+            "phases": self.phases,
+            "categories": self.categories,
+            "batch": self.batch.as_dict(),
+            "attention": self.attention,
+            "flops": self.flops,
+            "seconds": round(self.seconds, 4),
+            "mixture": self.mixture and self.mixture.as_dict(),
+        }
+
+
+def make(
+    trace: Trace,
+    device: Device,
+    batch: Batch,
+    attention: str,
+    *,
+    micro_batches: int,
+    merge_bytes: int,
+    disk_bytes: int,
+    merges: bool = False,
+    checkpoint_bytes: int = 0,
+    saves_between: bool = False,
+    from_files: bool = False,
+    processes: int = 1,
+) -> Forecast:
+    """The forecast of a trace of one micro-batch and one update.
+
+    `checkpoint_bytes`: the copy in host memory from which a checkpoint is written. It is there after the last step, and
+    with `saves_between` during a forward and backward pass as well.
+    `merges`: whether the run merges at its end, so that the merge must fit as well. `merge_bytes` (its device memory)
+    and `disk_bytes` are not in a step; see `finetune.forecast.files`.
+    `from_files`: whether transformers loads the base, and not random weights are made. `processes`: how many share a
+    step; the forecast is that of one.
+    """
+    on_device = checkpoint_bytes if device.type == "cpu" else 0
+    replay = _replayed(trace, device, on_device, saves_between, from_files, processes)
+    passes, update = trace.work(("forward", "backward")), trace.work(("optimizer",))
+    seconds = micro_batches * _seconds(passes, device) + _seconds(update, device) / 2  # the trace has two updates
+    phases = {name: replay.phases[name] for name in PHASES if name in replay.phases}
+    if merge_bytes:
+        phases["merge"] = {"allocated_bytes": merge_bytes, "reserved_bytes": merge_bytes}
+    categories, least = replay.at_peak(), merge_bytes if merges else 0
+    if least > replay.peak_reserved_bytes:  # by then the job's own memory is given back
+        categories = {**dict.fromkeys(categories, 0), "base_weights": least, "context": device.outside_bytes}
+    return Forecast(
+        device=device,
+        attention=attention,
+        batch=batch,
+        peak_allocated_bytes=max(replay.peak_allocated_bytes, least),
+        peak_reserved_bytes=max(replay.peak_reserved_bytes, least),
+        host_bytes=replay.managed_peak_bytes + (device.outside_bytes if device.type == "cpu" else checkpoint_bytes),
+        disk_bytes=disk_bytes,
+        phases=phases,
+        categories=categories,
+        flops=micro_batches * passes.flops + update.flops // 2,
+        seconds=seconds,
+        tokens=micro_batches * batch.rows * batch.tokens,
+        curve=tuple(replay.curve),
+        mixture=trace.mixture,
+    )
+
+
+def _seconds(work: Any, device: Device) -> float:
+    """Time of arithmetic, of moving bytes, of copies to and from the host, and of calls, none of them overlapping."""
+    return (
+        work.flops / device.flops
+        + work.moved_bytes / device.bandwidth_bytes
+        + work.copied_bytes / HOST_BANDWIDTH_BYTES
+        + work.calls * device.call_seconds
+    )
+
+
+def _replayed(
+    trace: Trace, device: Device, checkpoint_bytes: int, saves_between: bool, from_files: bool, processes: int
+) -> _Replay:
+    """The replay with room for every segment or, where that is too much, with the room there is.
+
+    Before it fails, the allocator gives back the segments that lie idle: a job may fit that would reserve more.
+    """
+    steps = (checkpoint_bytes, saves_between, from_files, processes)
+    replay = _Replay(trace, device)
+    replay.run(*steps)
+    if device.type == "cpu" or replay.peak_reserved_bytes <= device.room_bytes:
+        return replay
+    tight = _Replay(trace, device, device.room_bytes)
+    try:
+        tight.run(*steps)
+    except CapacityError:
+        return replay
+    return tight
+
+
+class _Replay:
+    """Plays a trace through the device's allocator, and keeps its peaks."""
+
+    def __init__(self, trace: Trace, device: Device, capacity_bytes: int | None = None) -> None:
+        self._trace = trace
+        self._device = device
+        self._allocator = (
+            CachingAllocator(capacity_bytes, expandable_segments=device.expandable_segments)
+            if device.type == "cuda"
+            else None
+        )
+        self._handles: dict[int, int] = {}
+        self._live = dict.fromkeys(CATEGORIES, 0)
+        self._managed = 0
+        self._allocated = 0
+        self._peak_live: dict[str, int] = dict(self._live)
+        self._peak_allocated = 0
+        self._recording = False
+        self._seen = self._fullest = 0
+        self._stride = 1
+        self.phases: dict[str, dict[str, int]] = {}
+        self.managed_peak_bytes = 0
+        self.curve: list[Point] = []
+
+    def run(self, checkpoint_bytes: int, saves_between: bool, from_files: bool, processes: int) -> None:
+        """The load, two steps (the second meets the segments of the first), a save, and the evaluation."""
+        first = next(number for number, run in enumerate(self._trace.runs) if run.phase == "forward")
+        held = [number for number, run in enumerate(self._trace.runs) if number > first and run.phase not in _STEP]
+        after = [number for number in held if self._trace.runs[number].phase != "save"]
+        last = after[0] if after else len(self._trace.runs)
+        step = self._trace.runs[first:last]
+        end = held[0] - first if held else len(step)  # from there on what a save still sees is freed
+        loaded = next(number for number, run in enumerate(self._trace.runs) if run.phase != "load")
+        if from_files and self._allocator:
+            self._warm_up(self._allocator)
+        self._play(self._trace.runs[:loaded])
+        if self._allocator:
+            self._allocator.empty_cache()  # as `load_base` does
+        self._add(self._device.workspace_bytes, "workspace")
+        if processes > 1:
+            self._join_processes()
+        self._play(self._trace.runs[loaded:first])
+        self._play(step)
+        self._drop_survivors(step)
+        self._recording = True
+        self._stride = max(1, sum(len(run.events) for run in step) // _CURVE_POINTS)
+        update = next((number for number, run in enumerate(step) if run.phase == "optimizer"), len(step))
+        with self._saving(checkpoint_bytes if saves_between else 0):  # the update waits until the copy is written
+            self._play(step[:update])
+        self._play(step[update:end])
+        self._recording = False
+        with self._saving(checkpoint_bytes):
+            self._see("save")
+        self._play(step[end:])
+        self._play(self._trace.runs[last:])
+
+    def _warm_up(self, allocator: CachingAllocator) -> None:
+        """A block as large as the base, freed at once: the weights are then allocated from its segment.
+
+        (transformers 5.23, modeling_utils.py `caching_allocator_warmup`, `get_total_byte_count`. Its ceiling, 1.2 GiB
+        less than the card has, is left out.)
+        """
+        allocator.free(allocator.allocate(sum(self._sizes("base_weights"))))
+
+    def _join_processes(self) -> None:
+        """What DistributedDataParallel copies when it takes the model, and what it keeps."""
+        before = 0
+        for number, size in enumerate(
+            [*operator_costs.broadcast_buckets(self._sizes("base_weights", "adapter")), 0], 1
+        ):
+            self._live["workspace"] += size
+            self._allocate(-number, size)
+            self._see("load")
+            if number > 1:
+                self._free(1 - number, before)
+            self._live["workspace"] -= before
+            before = size
+        for size in operator_costs.gradient_buckets(self._sizes("adapter")):
+            self._add(size, "gradients")
+
+    def _sizes(self, *categories: str) -> list[int]:
+        return [block.bytes for block in self._trace.blocks if block.category in categories]
+
+    @contextlib.contextmanager
+    def _saving(self, size: int) -> Iterator[None]:
+        """A copy of the state in the device's own memory: on a CPU, which has no other."""
+        self._live["workspace"] += size
+        self._allocated += size
+        yield
+        self._live["workspace"] -= size
+        self._allocated -= size
+
+    @property
+    def reserved_bytes(self) -> int:
+        return self._allocator.reserved_bytes if self._allocator else self._allocated
+
+    @property
+    def peak_allocated_bytes(self) -> int:
+        return max(phase["allocated_bytes"] for phase in self.phases.values())
+
+    @property
+    def peak_reserved_bytes(self) -> int:
+        return max(phase["reserved_bytes"] for phase in self.phases.values())
+
+    def at_peak(self) -> dict[str, int]:
+        """Bytes by category at the moment of the most live tensors; the slack is what is reserved beyond them."""
+        slack = self.peak_reserved_bytes - sum(self._peak_live.values())
+        return {**self._peak_live, "context": self._device.outside_bytes, "allocator_slack": slack}
+
+    def _play(self, runs: list[Run]) -> None:
+        for run in runs:
+            for event in run.events:
+                block = self._trace.blocks[abs(event) - 1]
+                sign = 1 if event > 0 else -1
+                if block.managed and self._device.type == "cuda":
+                    self._managed += sign * block.bytes
+                    self.managed_peak_bytes = max(self.managed_peak_bytes, self._managed)
+                    continue
+                self._live[block.category] += sign * block.bytes
+                self._allocate(abs(event), block.bytes) if sign > 0 else self._free(abs(event), block.bytes)
+                if sign > 0:
+                    self._see(run.phase)
+                if self._recording:
+                    self._draw(run.phase)
+
+    def _drop_survivors(self, step: list[Run]) -> None:
+        """Free what a pass leaves to the next step, which has its own in its place."""
+        events = {event for run in step for event in run.events}
+        for number in sorted(event for event in events if event > 0 and -event not in events):
+            block = self._trace.blocks[number - 1]
+            if block.category in _TRANSIENT and not block.managed:
+                self._live[block.category] -= block.bytes
+                self._free(number, block.bytes)
+
+    def _draw(self, phase: str) -> None:
+        """Keep the fullest moment of each so many events of a phase."""
+        if self._seen % self._stride == 0 or (self.curve and self.curve[-1].phase != phase):
+            self.curve.append(Point(phase, dict(self._live), self.reserved_bytes))
+            self._fullest = self._allocated
+        elif self._allocated > self._fullest:
+            self.curve[-1] = Point(phase, dict(self._live), self.reserved_bytes)
+            self._fullest = self._allocated
+        self._seen += 1
+
+    def _add(self, size: int, category: str) -> None:
+        """A block that stays."""
+        self._live[category] += size
+        self._allocate(0, size)
+
+    def _allocate(self, number: int, size: int) -> None:
+        if self._allocator:
+            self._handles[number] = self._allocator.allocate(size)
+            self._allocated = self._allocator.allocated_bytes
+        else:
+            self._allocated += size
+
+    def _free(self, number: int, size: int) -> None:
+        if self._allocator:
+            self._allocator.free(self._handles.pop(number))
+            self._allocated = self._allocator.allocated_bytes
+        else:
+            self._allocated -= size
+
+    def _see(self, phase: str) -> None:
+        peak = self.phases.setdefault(phase, {"allocated_bytes": 0, "reserved_bytes": 0})
+        peak["allocated_bytes"] = max(peak["allocated_bytes"], self._allocated)
+        peak["reserved_bytes"] = max(peak["reserved_bytes"], self.reserved_bytes)
+        if self._allocated > self._peak_allocated:
+            self._peak_allocated, self._peak_live = self._allocated, dict(self._live)
+
+
+def bands(curve: tuple[Point, ...]) -> Iterator[tuple[str, list[int]]]:
+    """(category, its bytes at each point) for the categories that appear, in the order of WORDS."""
+    for category in CATEGORIES:
+        values = [point.categories[category] for point in curve]
+        if any(values):
+            yield category, values

@@ -1,0 +1,404 @@
+"""The step rehearsed: what trains, run on fake tensors, and everything it allocates written down.
+
+Nothing here describes a step. The base, the adapter, the checkpointing, the trainer with its loss and its optimizer
+are the ones that train; only the weights and the batch are fake.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+import warnings
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from finetune.config import Config
+from finetune.data.batching import Batch, MicroBatching, RowOrder, per_step
+from finetune.errors import FinetuneError, ForecastError
+from finetune.forecast import depth, fake, patches
+from finetune.forecast.devices import Device
+from finetune.forecast.extrapolate import NotAlike, Shortened, shorten, unroll, whole
+from finetune.forecast.trace import Answers, Recorder, Trace, TracedMonitor
+from finetune.model import adapter, checkpointing, experts
+from finetune.model.base import base_dtype, mixture, remote_code, weightless_base
+from finetune.model.causality import needs_mask
+from finetune.runtime import ranks
+from finetune.runtime.signals import Signals
+from finetune.storage.rundir import RunDirectory
+from finetune.training import optimizers
+from finetune.training.arguments import arguments
+from finetune.training.collator import Inputs, MicroBatches
+from finetune.training.evaluation import summed_loss
+from finetune.training.trainer import Trainer
+
+# bitsandbytes 0.50, `Optimizer8bit.get_state_buffer`: smaller tensors are not paged.
+_PAGED_STATES, _PAGED_FROM = ("state1", "state2"), 100_000
+
+
+Shortening = Callable[[Sequence[Hashable]], Shortened]
+"""From the kinds of the layers to those that are rehearsed."""
+
+
+def rehearse(
+    config: Config, architecture: Any, train: Batch, evaluation: Batch | None, device: Device, attention: str
+) -> Trace:
+    """Run one optimizer step in its steady state, then an evaluation, on fake tensors.
+
+    Steady state: optimizer states exist, and with accumulation so do the gradients of the micro-batches before.
+    """
+    settings = (config, architecture, train, evaluation, device, attention)
+    try:
+        return _rehearse(*settings, shorten)
+    except (NotAlike, depth.Scattered):
+        return _rehearse(*settings, lambda kinds: whole(len(kinds)))
+    except FinetuneError:
+        raise
+    except Exception as error:
+        # Foreign code on fake tensors: what it may raise has no bounds.
+        first = (str(error).splitlines() or [type(error).__name__])[0]
+        raise ForecastError(
+            f"`model.name`: `{config.model.name}` ({architecture.model_type}) cannot be forecast (a training step "
+            f"fails while it is traced: {type(error).__name__}: {first}). `finetune train` with `memory.check: off` "
+            "tries it all the same"
+        ) from error
+
+
+def _rehearse(
+    config: Config, architecture: Any, train: Batch, evaluation: Batch | None, device: Device, attention: str,
+    shortening: Shortening,
+) -> Trace:  # fmt: skip
+    answers = Answers(uneven=False, trained_tokens=0)
+    rows = max(1, config.training.batch_size // ranks.count())  # of a step, in this process
+    recorder = Recorder(device.kernels, answers, device.flops / device.bandwidth_bytes)
+    with tempfile.TemporaryDirectory() as folder, patches.undisturbed(), patches.like(device, recorder) as mode:
+        rehearsal = _Rehearsal(config, architecture, Path(folder), mode, recorder, device, attention, shortening, rows)
+        rehearsal.load()
+        rehearsal.make_optimizer_states()
+        rehearsal.step(train)
+        if evaluation:
+            rehearsal.evaluate(evaluation, train)
+        trace = unroll(recorder.trace(), rehearsal.shortened)
+        return replace(
+            trace,
+            parameters=rehearsal.parameters,
+            largest_weight=rehearsal.largest_weight,
+            mixture=rehearsal.mixture,
+        )
+
+
+class _Rehearsal:
+    def __init__(
+        self,
+        config: Config,
+        architecture: Any,
+        folder: Path,
+        mode: FakeTensorMode,
+        recorder: Recorder,
+        device: Device,
+        attention: str,
+        shortening: Shortening,
+        rows: int,
+    ) -> None:
+        if config.training.precision == "fp16":
+            # Sizes are those of bfloat16, and there is no loss scaling on a CPU, where this runs.
+            config = config.model_copy(update={"training": config.training.model_copy(update={"precision": "bf16"})})
+        self._config = config
+        self._way = MicroBatching.of(config.training, config.data)
+        self._collator = MicroBatches(self._way, pad_token_id=0)
+        self._mode = mode
+        self._device = device
+        self.recorder = recorder
+        self._shortening = shortening
+        self._rows = rows
+        base = weightless_base(
+            architecture,
+            config.quantization,
+            # Fused attention keeps the same for backward whoever wrote the kernel: the output and a number a row.
+            attention=attention if attention.startswith(("eager", "packed")) else "sdpa",
+            dtype=base_dtype(config.adapter, config.training),
+            remote_code=remote_code(config.model),
+            shorten=self._shorten,
+        )
+        self._loaded = list(base.modules())
+        # How an adapter starts changes no size, and needs weights.
+        start = config.adapter.model_copy(update={"init": "default"})
+        self._model = adapter.attach(base, start, config.model.name, config.training.seed)
+        checkpointing.apply(base, config.memory, device.type)
+        checkpointing.choose(base, self._checkpointed)
+        self._layers = checkpointing.layers(base)
+        fake.fill(self._model, config.quantization, mode)
+        self._trainer = self._prepared(folder)
+        self._backbone = base.base_model
+        self._watch()
+
+    def _shorten(self, base: Any) -> None:
+        self.parameters = sum(weight.numel() for weight in base.parameters())
+        linear = [module.weight.numel() for module in base.modules() if isinstance(module, torch.nn.Linear)]
+        targets = self._config.adapter.targets
+        fused = [
+            getattr(module, name).numel()
+            for path, module, name in experts.weights(base)
+            if path.endswith(tuple(f".{target}" for target in targets if targets != "all-linear"))
+        ]
+        self.largest_weight = max(linear + fused)
+        self.mixture = mixture(base, self._config.quantization)
+        kinds = depth.kinds(base)
+        chosen = checkpointing.pattern(self._config.memory.checkpointing, len(kinds))
+        self.shortened = self._shortening(list(zip(kinds, chosen, strict=True)))
+        self._checkpointed = [chosen[number] for number in self.shortened.layers]
+        if len(self.shortened.layers) < len(kinds):
+            depth.keep(base, self.shortened.layers)
+
+    def _prepared(self, folder: Path) -> Trainer:
+        """The trainer, as `training.run` makes it, with its model wrapped as at the start of training."""
+        import datasets
+
+        name, _ = optimizers.choose(self._config.optimizer, self._device.type)
+        trainer = Trainer(
+            model=self._model,
+            args=arguments(
+                self._config, RunDirectory(folder), evaluates=False, resuming=False, device=torch.device("cpu")
+            ),
+            train_dataset=datasets.Dataset.from_dict({"input_ids": [[0]], "labels": [[0]], "length": [1]}),
+            processing_class=patches.tokenizer(),
+            optimizer_cls_and_kwargs=optimizers.build(name, self._config.optimizer, 1e-4),
+            order=RowOrder([1], 1, 0, False),
+            collator=self._collator,
+            adapter=self._config.adapter,
+            training=self._config.training,
+            run=RunDirectory(folder),
+            monitor=TracedMonitor(self.recorder),
+            listener=cast(Any, None),  # nothing is trained, and nobody told
+            saver=cast(Any, None),
+            signals=Signals(),
+            save_best=False,
+            loss_tokens=self._config.memory.loss_tokens,
+            masked=needs_mask(
+                self._model.config,
+                self._config.training.precision,
+                self._device.capability if self._device.type == "cuda" else None,
+            ),
+        )
+        with warnings.catch_warnings():
+            # transformers counts embeddings by their addresses, which fake ones have not.
+            warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
+            trainer.create_optimizer()
+        trainer.model_wrapped, trainer.optimizer = trainer.accelerator.prepare(
+            trainer.model, trainer.optimizer, device_placement=[False, False]
+        )
+        trainer.optimizer.optimizer.state = _Turns(self.recorder, dict(self._trained()))
+        return trainer
+
+    # -- which layer an allocation belongs to ----------------------------------------------------------------------
+
+    def _watch(self) -> None:
+        """Follow the pass through the layers: forward by hooks on modules, backward by hooks on what they hand on."""
+        recorder = self.recorder
+        for number, layer in enumerate(self._layers):
+            layer.register_forward_pre_hook(self._enters(number), with_kwargs=True)
+            layer.register_forward_hook(self._leaves(number))
+
+        def entered(module: Any, args: Any) -> None:
+            recorder.category = "activations"
+
+        def left(module: Any, args: Any, output: Any) -> None:
+            recorder.category = "loss"
+            self._on_gradient(output[0], None)
+
+        self._backbone.register_forward_pre_hook(entered)
+        self._backbone.register_forward_hook(left)
+
+    def _enters(self, number: int) -> Any:
+        def hook(module: Any, args: Any, kwargs: Any) -> None:
+            hidden = args[0] if args else kwargs["hidden_states"]
+            self.recorder.layer = number
+            if module.gradient_checkpointing and module.training:
+                self.recorder.mark(hidden, "layer_inputs")
+
+        return hook
+
+    def _leaves(self, number: int) -> Any:
+        def hook(module: Any, args: Any, output: Any) -> None:
+            if number == len(self._layers) - 1:
+                self.recorder.layer = None
+            self._on_gradient(output[0] if isinstance(output, tuple) else output, number)
+
+        return hook
+
+    def _on_gradient(self, hidden: torch.Tensor, layer: int | None) -> None:
+        def hook(gradient: torch.Tensor) -> None:
+            self.recorder.layer, self.recorder.category = layer, "activations"
+            if layer is None:
+                # What is freed after the pass, all at once with its graph, belongs to no layer either.
+                torch.autograd.Variable._execution_engine.queue_callback(self._leave_layers)
+
+        if hidden.requires_grad:
+            hidden.register_hook(hook)
+
+    def _leave_layers(self) -> None:
+        self.recorder.layer = None
+
+    # -- the phases ------------------------------------------------------------------------------------------------
+
+    def load(self) -> None:
+        """Make and quantize the weights of the base module by module, then add the adapter.
+
+        Weights are loaded one by one, so that no more than one is there in 16 bit, or the experts of one layer.
+        """
+        owner = {id(module): number for number, layer in enumerate(self._layers) for module in layer.modules()}
+        for module in self._loaded:
+            layer = owner.get(id(module))
+            quantized = [weight for weight in module.parameters(recurse=False) if fake.is_quantized(weight)]
+            if quantized:
+                self._quantize(quantized, layer)
+            self._keep(module, layer)
+        self.recorder.phase = "optimizer"
+        for module in self._model.modules():
+            self._keep(module, owner.get(id(module)))
+        self.recorder.layer = None
+
+    def _quantize(self, weights: list[torch.nn.Parameter], layer: int | None) -> None:
+        dtype = base_dtype(self._config.adapter, self._config.training)
+        with self._recording():
+            self.recorder.layer, self.recorder.category = layer, "workspace"
+            whole = [torch.empty(fake.shape(weight), dtype=dtype) for weight in weights]
+            for full in whole:
+                fake.quantize(full, self._config.quantization)
+            del full, whole  # while it is still this layer's
+
+    def _keep(self, module: torch.nn.Module, layer: int | None) -> None:
+        """Count a module's own weights and buffers, if they are not counted yet."""
+        for parameter in module.parameters(recurse=False):
+            for tensor in fake.quantization_state(parameter):
+                self.recorder.keep(tensor, "quantization_state", layer)
+            self.recorder.keep(parameter, "adapter" if parameter.requires_grad else "base_weights", layer)
+        for buffer in module.buffers(recurse=False):
+            self.recorder.keep(buffer, "base_weights", layer)
+
+    def make_optimizer_states(self) -> None:
+        """The optimizer's first step, on gradients of zeros."""
+        self.recorder.phase = "optimizer"
+        if self._device.type == "cpu":  # on a card they are made on the host, and moved with the first 8-bit state
+            for code in getattr(self._trainer.optimizer.optimizer, "name2qmap", {}).values():
+                self.recorder.keep(code, "optimizer_states")
+        self._make_gradients()
+        self._update()
+        self._model.zero_grad(set_to_none=True)
+
+    def step(self, batch: Batch) -> None:
+        """Forward, backward and update in the steady state."""
+        self.recorder.phase = "forward"
+        micro_batches = per_step(self._rows, self._way, batch)
+        if micro_batches > 1:
+            self._make_gradients()
+        inputs = self._inputs(batch)
+        others = self._like(inputs, micro_batches - 1)
+        # accelerate 1.15, `DataLoaderShard.__iter__`: the host holds the next step's as well.
+        following = self._like(inputs, micro_batches if self._device.type == "cpu" else 0)
+        with self._recording():
+            self._trainer.training_step(self._trainer.model_wrapped, [inputs], torch.tensor(batch.trained_tokens))
+        self._mark_gradients()
+        self._update()
+        self._model.zero_grad(set_to_none=True)
+        del following
+        self.recorder.phase = "save"  # the loop still holds the step's micro-batches then
+        del inputs, others
+
+    def _like(self, inputs: Inputs, count: int) -> list[torch.Tensor]:
+        """So many more micro-batches."""
+        with self._mode:
+            values = [value for value in inputs.values() if isinstance(value, torch.Tensor)]
+            made = [torch.empty_like(value) for _ in range(count) for value in values]
+        for value in made:
+            self.recorder.keep(value, "activations")
+        return made
+
+    def evaluate(self, batch: Batch, train: Batch) -> None:
+        """The held-out loss of one batch, beside the micro-batches of the step `train`, which the loop still holds."""
+        self.recorder.phase = "evaluation"
+        held = self._like(self._inputs(train), per_step(self._rows, self._way, train))
+        if self._device.type == "cpu":
+            with self._mode:
+                held.append(torch.empty_like(torch.get_rng_state()))  # `RandomState`, which the trainer puts back
+            self.recorder.keep(held[-1], "activations")
+        inputs = self._inputs(batch)
+        with self._recording():
+            summed_loss(self._trainer.model, [[inputs]], masked=self._trainer.masked)
+        del held
+
+    @contextlib.contextmanager
+    def _recording(self) -> Iterator[None]:
+        self.recorder.category = "activations"
+        casting = adapter.casts_by_autocast(self._model, self._config.adapter, self._config.training.precision)
+        with casting, self._mode, self.recorder:
+            yield
+        self.recorder.layer = None
+
+    def _make_gradients(self) -> None:
+        for parameter, layer in self._trained():
+            with self._mode:
+                parameter.grad = torch.empty_like(parameter)
+            self.recorder.keep(parameter.grad, "gradients", layer)
+        self.recorder.layer = None
+
+    def _mark_gradients(self) -> None:
+        for parameter, _ in self._trained():
+            self.recorder.mark(parameter.grad, "gradients")
+
+    def _update(self) -> None:
+        """Clipping and the update, as transformers' loop does them."""
+        self.recorder.phase = "optimizer"
+        with self._recording(), self.recorder.follow_layers():
+            if self._config.training.max_grad_norm:
+                self._trainer.accelerator.clip_grad_norm_(self._model.parameters(), self._config.training.max_grad_norm)
+            self._trainer.optimizer.step()
+        optimizer = self._trainer.optimizer.optimizer
+        paged = self._device.type == "cuda" and getattr(optimizer, "is_paged", False)
+        for parameter, state in optimizer.state.items():
+            for name, tensor in state.items():
+                if isinstance(tensor, torch.Tensor):
+                    managed = paged and name in _PAGED_STATES and parameter.numel() >= _PAGED_FROM
+                    self.recorder.mark(tensor, "optimizer_states", managed=managed)
+
+    def _trained(self) -> Iterator[tuple[torch.nn.Parameter, int | None]]:
+        """Each trained weight and its layer."""
+        layer_of = {parameter: number for number, layer in enumerate(self._layers) for parameter in layer.parameters()}
+        for parameter in self._model.parameters():
+            if parameter.requires_grad:
+                yield parameter, layer_of.get(parameter)
+
+    def _inputs(self, batch: Batch) -> Inputs:
+        """A batch as the collator makes it. Where packed rows begin is known, which decides what attention takes."""
+        # With a mask transformers looks for padding in it; without one, whether positions start anew, as packed.
+        uneven = (batch.padded and self._trainer.masked) or len(batch.packed) > 1
+        self.recorder.answers = Answers(uneven, batch.trained_tokens)
+        rows = batch.packed or (batch.tokens,) * batch.rows
+        inputs = self._collator.micro_batch([{"input_ids": [0] * length, "labels": [0] * length} for length in rows])
+        with self._mode:
+            found = {
+                name: torch.ones_like(value) if isinstance(value, torch.Tensor) and value.dim() > 1 else value
+                for name, value in inputs.items()
+            }
+        for value in found.values():
+            if isinstance(value, torch.Tensor):
+                self.recorder.keep(value, "activations")
+        return found
+
+
+class _Turns(defaultdict[torch.nn.Parameter, Any]):
+    """An optimizer's states, which every optimizer looks up when it comes to a weight: so its layer is known."""
+
+    def __init__(self, recorder: Recorder, layers: Mapping[torch.nn.Parameter, int | None]) -> None:
+        super().__init__(dict)
+        self._recorder = recorder
+        self._layers = layers
+
+    def __getitem__(self, parameter: torch.nn.Parameter) -> Any:
+        self._recorder.turn_to(self._layers[parameter])
+        return super().__getitem__(parameter)

@@ -1,0 +1,406 @@
+"""What a step allocates, frees and computes, recorded while it runs on fake tensors.
+
+A fake tensor (torch.utils's `FakeTensorMode`) has a shape and a type and no data, so a step of a 70B model runs here
+in seconds and in no memory. `Recorder` sits below autograd and above the fake mode: each operator passes through it,
+a storage that is new in an operator's output is an allocation, and the death of that storage is a free, at the very
+moment at which the real one would die.
+
+The decoder's layers are alike, so a step of a shallow model is recorded, and `extrapolate` repeats a layer's part of
+it. For that, each stretch of the recording (a `Run`) knows its phase and its layer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import weakref
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from types import FrameType
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+
+from finetune.forecast.operator_costs import Kernels
+from finetune.measure.monitor import Monitor, Peak
+from finetune.model.experts import Mixture
+
+CATEGORIES = {
+    "base_weights": "base weights",
+    "quantization_state": "quantization state",
+    "adapter": "adapter",
+    "optimizer_states": "optimizer states",
+    "gradients": "gradients",
+    "layer_inputs": "layer inputs",
+    "activations": "activations",
+    "loss": "loss and logits",
+    "workspace": "workspace",
+}
+"""What a block of memory is for: the key in JSON and the words for a person."""
+
+_WEIGHTS = ("base_weights", "quantization_state", "adapter")
+_aten = torch.ops.aten
+# How "is no place padded?" and "does no row begin within another?" are asked: `mask.all()`, or `mask.sum() ==
+# mask.numel()` (transformers 5.23, masking_utils).
+_ALL = (_aten.all.default, _aten.eq.Scalar)
+
+
+class Block:
+    """One allocation: its size, what it is for, the layer that owns it, and whether it is managed memory.
+
+    Managed memory (paged optimizer states) lies outside the caching allocator and may live on the host.
+    """
+
+    __slots__ = ("bytes", "category", "layer", "managed")
+
+    def __init__(self, size_bytes: int, category: str, layer: int | None, managed: bool = False) -> None:
+        self.bytes = size_bytes
+        self.category = category
+        self.layer = layer
+        self.managed = managed
+
+    def copy(self, layer: int | None) -> Block:
+        return Block(self.bytes, self.category, layer, self.managed)
+
+
+@dataclass
+class Work:
+    """What a stretch computes: floating-point operations, bytes that bandwidth-bound operators move, and calls.
+
+    Operators without a count of operations are bandwidth-bound, and so are products with a low-rank matrix.
+    `copied_bytes` go between the host and the device.
+    """
+
+    flops: int = 0
+    moved_bytes: int = 0
+    calls: int = 0
+    copied_bytes: int = 0
+
+    def __add__(self, other: Work) -> Work:
+        return Work(
+            self.flops + other.flops,
+            self.moved_bytes + other.moved_bytes,
+            self.calls + other.calls,
+            self.copied_bytes + other.copied_bytes,
+        )
+
+
+@dataclass
+class Run:
+    """A stretch of the recording in one phase and one layer (None: outside the layers).
+
+    An event is the number of a block plus one when it is allocated, and the negative of that when it is freed.
+    """
+
+    phase: str
+    layer: int | None
+    events: list[int] = field(default_factory=list)
+    work: Work = field(default_factory=Work)
+
+
+@dataclass
+class Trace:
+    """A recorded step: its blocks, and what happens to them in order.
+
+    `parameters` is the number of them in the whole base, `largest_weight` in the largest that may get an
+    adapter. `mixture` says how the base's experts are stored, where it has some.
+    """
+
+    blocks: list[Block]
+    runs: list[Run]
+    parameters: int = 0
+    largest_weight: int = 0
+    mixture: Mixture | None = None
+
+    def timeline(self) -> Iterator[tuple[Run, Block, int]]:
+        """(run, block, +1 or -1) for each allocation and free, in order."""
+        for run in self.runs:
+            for event in run.events:
+                yield run, self.blocks[abs(event) - 1], 1 if event > 0 else -1
+
+    def work(self, phases: Iterable[str]) -> Work:
+        """What is computed in `phases`."""
+        wanted = set(phases)
+        return sum((run.work for run in self.runs if run.phase in wanted), Work())
+
+
+class Recorder(TorchDispatchMode):
+    """Records a step that runs on fake tensors; enter it inside a FakeTensorMode.
+
+    `kernels` says what the device's kernels allocate out of an operator's sight. `answers` decides what a program asks
+    of data that fake tensors have not. A product with fewer operations a byte than `flops_per_byte`, the device's
+    arithmetic over its bandwidth, is bandwidth-bound.
+    """
+
+    def __init__(self, kernels: Kernels, answers: Answers, flops_per_byte: float = 0.0) -> None:
+        super().__init__()
+        self._kernels = kernels
+        self._flops_per_byte = flops_per_byte
+        self.answers = answers
+        self._blocks: list[Block] = []
+        self._runs: list[Run] = []
+        self._living: dict[int, tuple[int, Any]] = {}
+        self._by_layer_of_input = self._turn = False
+        self.phase = "load"
+        self.layer: int | None = None
+        self.category = "activations"
+
+    def trace(self) -> Trace:
+        return Trace(self._blocks, self._runs)
+
+    # -- what surrounds the operators ------------------------------------------------------------------------------
+
+    def keep(self, tensor: torch.Tensor, category: str, layer: int | None = None) -> None:
+        """Count a tensor that was there before: a weight, a gradient."""
+        self.layer = layer
+        self._allocate(tensor, category)
+
+    def mark(self, tensor: torch.Tensor | None, category: str, *, managed: bool = False) -> None:
+        """Say what a block that was recorded already is for."""
+        if tensor is not None and (number := self._number(tensor)) is not None:
+            self._blocks[number].category = category
+            self._blocks[number].managed = managed
+
+    def turn_to(self, layer: int | None) -> None:
+        """What follows is done for a weight of this layer, until the next turn or an operator over several layers."""
+        self.layer, self._turn = layer, True
+
+    def copies(self, tensor: torch.Tensor) -> None:
+        """Count a copy between the host and the device."""
+        self._run().work.copied_bytes += tensor.numel() * tensor.element_size()
+
+    @contextlib.contextmanager
+    def follow_layers(self) -> Iterator[None]:
+        """Within the block an operator belongs to the layer of its input: an optimizer goes from weight to weight."""
+        self._by_layer_of_input = True
+        try:
+            yield
+        finally:
+            self._by_layer_of_input = self._turn = False
+            self.layer = None
+
+    # -- operators -------------------------------------------------------------------------------------------------
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.prim.device.default:
+            return func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        if func is _aten._local_scalar_dense.default:
+            return self.answers.scalar(args[0], getattr(args[0], "made_by", None))
+        inputs = [argument for argument in _flat(args) if isinstance(argument, torch.Tensor)]
+        if self._by_layer_of_input and inputs:
+            self._follow(inputs, several=not isinstance(args[0], torch.Tensor))
+        if inside := self._kernels.python.get(func):
+            return self._inside(inside, args, kwargs)
+        if func is _aten.add.Tensor and _accumulates_in_place(args):
+            held = args[0].add_(args[1])
+            self._count(_aten.add_.Tensor, args, kwargs, held, inputs, [held])
+            return held
+        if func is _aten.scatter.src and _called_by_autograd():
+            # Derivatives scatter in place, but never for a subclass (`derivatives.yaml`, max).
+            func = _aten.scatter_.src
+        if func in self.answers.shapes:
+            func, args = self.answers.shapes[func](func, args)
+        scratch = [self._open(size, "workspace") for size in self._kernels.scratch(func, args, kwargs)]
+        out = func(*args, **kwargs)
+        outputs = [out] if isinstance(out, torch.Tensor) else list(_flat(out))
+        category = self._category(func, inputs)
+        fresh = False
+        # torch's operators on lists have an output for each tensor.
+        each = self._by_layer_of_input and func._opname.startswith("_foreach") and len(inputs) >= len(outputs)
+        for place, output in enumerate(outputs):
+            if isinstance(output, torch.Tensor):
+                if each:
+                    self.layer = self._layer_of(inputs[place])
+                fresh |= self._allocate(output, category)
+                if output.dim() == 0:
+                    output.made_by = func
+        for number in scratch:
+            self._close(number)
+        if fresh or func._schema.is_mutable:
+            self._count(func, args, kwargs, out, inputs, outputs)
+        return out
+
+    def _inside(self, kernel: Any, args: Any, kwargs: Any) -> Any:
+        """Run a kernel that is written in Python, so that what it allocates is seen; its output is no workspace."""
+        outer, self.category = self.category, "workspace"
+        try:
+            with self:
+                out = kernel(*args, **kwargs)
+        finally:
+            self.category = outer
+        for part in _flat(out):
+            self.mark(part, outer)
+        return out
+
+    def _category(self, func: Any, inputs: list[torch.Tensor]) -> str:
+        if func.namespace == "bitsandbytes":
+            return "workspace"
+        if func is _aten._to_copy.default and self._category_of(inputs[0]) in _WEIGHTS:
+            # A weight in another type, made for one product: the arithmetic's need, not an activation.
+            return "workspace"
+        return self.category
+
+    def _count(
+        self, func: Any, args: Any, kwargs: Any, out: Any, inputs: list[torch.Tensor], outputs: list[Any]
+    ) -> None:
+        work = self._run().work
+        work.calls += 1
+        moved_bytes = sum(
+            tensor.numel() * tensor.element_size() for tensor in (*inputs, *outputs) if isinstance(tensor, torch.Tensor)
+        )
+        if formula := self._kernels.flops.get(func) or flop_registry.get(func._overloadpacket):
+            flops = int(formula(*args, **kwargs, out_val=out))
+            work.flops += flops
+            if flops >= moved_bytes * self._flops_per_byte:
+                return
+        work.moved_bytes += moved_bytes
+
+    # -- blocks ----------------------------------------------------------------------------------------------------
+
+    def _run(self) -> Run:
+        if not self._runs or (self._runs[-1].phase, self._runs[-1].layer) != (self.phase, self.layer):
+            self._runs.append(Run(self.phase, self.layer))
+        return self._runs[-1]
+
+    def _allocate(self, tensor: torch.Tensor, category: str) -> bool:
+        """Whether the tensor's storage is new."""
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self._living:
+            return False
+        number = self._open(storage.nbytes(), category)
+
+        def died(_: Any, key: int = key, number: int = number) -> None:
+            del self._living[key]
+            self._close(number)
+
+        self._living[key] = (number, weakref.ref(storage, died))
+        return True
+
+    def _open(self, size_bytes: int, category: str) -> int:
+        self._blocks.append(Block(size_bytes, category, self.layer))
+        self._run().events.append(len(self._blocks))
+        return len(self._blocks) - 1
+
+    def _close(self, number: int) -> None:
+        before = self.layer
+        if self._by_layer_of_input:  # a list over several layers is freed at once
+            self.layer = self._blocks[number].layer
+        self._run().events.append(-number - 1)
+        self.layer = before
+
+    def _number(self, tensor: torch.Tensor) -> int | None:
+        entry = self._living.get(tensor.untyped_storage()._cdata)
+        return entry[0] if entry else None
+
+    def _follow(self, inputs: list[torch.Tensor], *, several: bool) -> None:
+        """Go to the layer of an operator's first input; to none where the operator works on lists over layers."""
+        if several:
+            found = {self._layer_of(tensor) for tensor in inputs}
+            self.layer, self._turn = found.pop() if len(found) == 1 else None, False
+        elif not self._turn or self._category_of(inputs[0]) in ("adapter", "gradients"):
+            self.layer = self._layer_of(inputs[0])
+
+    def _category_of(self, tensor: torch.Tensor) -> str | None:
+        number = self._number(tensor)
+        return self._blocks[number].category if number is not None else None
+
+    def _layer_of(self, tensor: torch.Tensor) -> int | None:
+        number = self._number(tensor)
+        return self._blocks[number].layer if number is not None else None
+
+
+def _accumulates_in_place(args: Any) -> bool:
+    """Whether autograd would add this gradient into the one it already holds.
+
+    It does where nothing else holds that one, but never for a subclass of Tensor such as a fake tensor (torch 2.13,
+    torch/csrc/autograd/input_buffer.cpp `can_accumulate_inplace`).
+    """
+    held, gradient = args[0], args[1]
+    return (
+        isinstance(held, torch.Tensor)
+        and isinstance(gradient, torch.Tensor)
+        and held.shape == gradient.shape
+        and held.dtype is gradient.dtype
+        and torch._prims_common.is_non_overlapping_and_dense_or_false(held)
+        and held._use_count() <= _HELD_BY_AUTOGRAD_ALONE
+        and torch._C._storage_Use_Count(held.untyped_storage()._cdata) <= _STORED_FOR_ONE_TENSOR
+        and _called_by_autograd()
+    )
+
+
+# Counted in a dispatch: the engine's own reference, and those of the call itself.
+_HELD_BY_AUTOGRAD_ALONE, _STORED_FOR_ONE_TENSOR = 4, 2
+
+
+def _called_by_autograd() -> bool:
+    """Whether no Python code stands between autograd's engine and the operator."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and frame.f_code.co_filename == __file__:
+        frame = frame.f_back
+    while frame is not None and frame.f_code.co_filename.endswith(("_compile.py", "eval_frame.py")):
+        frame = frame.f_back
+    return frame is not None and frame.f_code.co_name == "_engine_run_backward"
+
+
+def _flat(values: Any) -> Iterator[Any]:
+    for value in values if isinstance(values, (tuple, list)) else (values,):
+        if isinstance(value, (tuple, list)):
+            yield from _flat(value)
+        else:
+            yield value
+
+
+class Answers:
+    """What the worst batch answers where a program looks into its data.
+
+    `uneven`: whether attention needs a mask, of padding or of packed rows. `trained_tokens`: how many places have a
+    label.
+    """
+
+    def __init__(self, uneven: bool, trained_tokens: int) -> None:
+        self.uneven = uneven
+        self.trained_tokens = trained_tokens
+        self.shapes = {_aten.index.Tensor: self._index, _aten.nonzero.default: self._nonzero}
+
+    def scalar(self, tensor: torch.Tensor, source: Any) -> Any:
+        """The value of a tensor of one element: 1, or for "is every place alike?" whether it is."""
+        if tensor.dtype is torch.bool:
+            return not self.uneven if source in _ALL else True
+        return 1 if not tensor.dtype.is_floating_point else 1.0
+
+    def _index(self, func: Any, args: Any) -> tuple[Any, Any]:
+        """Selecting by a mask takes as many rows as there are trained tokens."""
+        source, indices = args
+        if len(indices) == 1 and indices[0] is not None and indices[0].dtype is torch.bool:
+            mask = indices[0]
+            flat = source.reshape(-1, *source.shape[mask.dim() :])
+            return func, (flat, [mask.new_zeros(min(self.trained_tokens, mask.numel()), dtype=torch.long)])
+        return func, args
+
+    def _nonzero(self, func: Any, args: Any) -> tuple[Any, Any]:
+        """Code that goes from expert to expert finds one, of a list of them, and every token in its turn to it."""
+        mask = args[0]
+        return _aten.full.default, ([1 if mask.dim() == 1 else mask.numel(), mask.dim()], 0)
+
+
+class TracedMonitor(Monitor):
+    """Takes the phases that the trainer announces, and hands them to the recorder instead of measuring."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__(_NoMeter())
+        self._recorder = recorder
+
+    def enter(self, phase: str) -> None:
+        super().enter(phase)
+        self._recorder.phase = phase
+
+
+class _NoMeter:
+    def reset(self) -> None: ...
+
+    def read(self) -> Peak:
+        return {}

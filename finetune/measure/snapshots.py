@@ -1,0 +1,56 @@
+"""Looks into memory for a person: allocator snapshots and profiler traces."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+# Allocations kept in a recorded history; older ones are dropped, so that a long run does not fill the host.
+_HISTORY_ENTRIES = 200_000
+
+
+@contextlib.contextmanager
+def recorded(snapshot_file: Path, device: torch.device, history: bool) -> Iterator[None]:
+    """Write an allocator snapshot at the end when `history` is on, and in any case when the block runs out of memory.
+
+    Open the file at https://pytorch.org/memory_viz. Does nothing on a CPU, which has no caching allocator.
+    """
+    if device.type != "cuda":
+        yield
+        return
+    if history:
+        torch.cuda.memory._record_memory_history(max_entries=_HISTORY_ENTRIES)
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        torch.cuda.memory._dump_snapshot(str(snapshot_file))
+        raise
+    else:
+        if history:
+            torch.cuda.memory._dump_snapshot(str(snapshot_file))
+    finally:
+        if history:
+            torch.cuda.memory._record_memory_history(enabled=None)
+
+
+def profiler(steps: int, directory: Path, device: torch.device) -> Any | None:
+    """A profiler that warms up in the first step and then traces `steps` steps with memory, or None for 0 steps.
+
+    The trace is a TensorBoard plugin file in `directory`; call `step()` after each optimizer step.
+    """
+    if steps == 0:
+        return None
+    from torch.profiler import ProfilerActivity, profile, schedule, tensorboard_trace_handler
+
+    activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if device.type == "cuda" else [])
+    return profile(
+        activities=activities,
+        schedule=schedule(wait=0, warmup=1, active=steps, repeat=1),
+        on_trace_ready=tensorboard_trace_handler(str(directory)),
+        profile_memory=True,
+        record_shapes=True,
+    )

@@ -1,0 +1,52 @@
+"""What a job will learn from, before a GPU is rented: its data as the model sees it.
+
+Reads the data and the tokenizer, and no weights.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from finetune.config import Config
+from finetune.data import inspection
+from finetune.data.inspection import Inspection
+from finetune.model import bounds
+from finetune.model.tokenizer import load_tokenizer
+from finetune.report import data_view
+from finetune.runtime import libraries
+from finetune.storage.rundir import write_text
+
+
+@dataclass(frozen=True, repr=False)
+class DataLook:
+    """A look at a job's data: for a program as a dict, as a page, in a notebook as tables and rows."""
+
+    inspection: Inspection
+
+    def as_dict(self) -> dict[str, Any]:
+        """What was found as JSON values."""
+        return self.inspection.as_dict()
+
+    def write(self, path: Path) -> None:
+        """A self-contained HTML page. Raises MachineError where it cannot be written."""
+        write_text(path, data_view.page(self.inspection))
+
+    def __repr__(self) -> str:
+        return f"<data: {data_view.headline(self.inspection)}>"
+
+    def _repr_html_(self) -> str:
+        return data_view.html(self.inspection)
+
+
+def inspect_data(config: Config) -> DataLook:
+    """What the job would learn from: counts, lengths, padding, and the first rows token by token.
+
+    Raises a FinetuneError for what a person can mend; DataError also where the data would teach nothing.
+    """
+    libraries.quiet()
+    config, _ = bounds.settled(config)
+    return DataLook(
+        inspection.inspect(config.data, config.training, load_tokenizer(config.model, config.data.chat_template))
+    )

@@ -1,0 +1,81 @@
+"""A job's plan as people look at it: in a notebook, as a picture, and as what they are told where it does not fit."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from finetune.config import Config
+from finetune.forecast.fit import NothingFits
+from finetune.forecast.levers import Lever
+from finetune.forecast.planning import planner_for
+from finetune.forecast.replay import Forecast
+from finetune.report import forecast_view, words
+from finetune.storage.rundir import write_bytes
+
+
+@dataclass(frozen=True, repr=False)
+class Plan:
+    """A job's forecast and, where it does not fit, what each lever would make of it."""
+
+    config: Config
+    forecast: Forecast
+    levers: tuple[tuple[Lever, Forecast], ...]
+
+    def as_dict(self) -> dict[str, Any]:
+        """The forecast and the levers as JSON values."""
+        levers = [
+            {
+                "changes": dict(lever.changes),
+                "cost": lever.cost,
+                "needed_bytes": after.needed_bytes,
+                "saved_bytes": self.forecast.needed_bytes - after.needed_bytes,
+                "fits": after.fits,
+            }
+            for lever, after in self.levers
+        ]
+        return {**self.forecast.as_dict(), "levers": levers}
+
+    def draw(self, path: Path) -> None:
+        """Memory over the step as a PNG. Raises MachineError where it cannot be written."""
+        from finetune.report import memory_plot  # with matplotlib, which a plan in text need not wait for
+
+        write_bytes(path, memory_plot.forecast(self.forecast))
+
+    def __repr__(self) -> str:
+        return f"<plan: {words.verdict(self.forecast)}>"
+
+    def _repr_html_(self) -> str:
+        return forecast_view.html(self.forecast)
+
+
+def plan(config: Config, gpu: str | None = None) -> Plan:
+    """What the job will take on `gpu`: a card's name, a size such as 24GiB, `auto` or `cpu`; by default what is here.
+
+    Where the config says `auto`, micro-batch and checkpointing are fitted first. Raises a FinetuneError for a model or
+    a card that is not known.
+    """
+    planner = planner_for(config, gpu)
+    config = planner.job
+    if not config.fitted:
+        try:
+            config = planner.fit().config
+        except NothingFits as least:
+            config = least.config
+    found = planner.forecast(config)
+    return Plan(config, found, () if found.fits else tuple(planner.levers(config, found)))
+
+
+def does_not_fit(found: Forecast, levers: list[tuple[Lever, Forecast]]) -> str:
+    """What a person is told of a job that does not fit: by how much, at which batch, and what would help."""
+    batch = found.batch
+    lines = [
+        f"the job does not fit {found.device.name}: it would take {words.size(found.needed_bytes)} of "
+        f"{words.size(found.budget_bytes)}, at its largest batch ({words.batch(batch)}, from "
+        f"{batch.source}). What would help:"
+    ]
+    for lever, after in levers:
+        verdict = "fits" if after.fits else "does not fit yet"
+        lines.append(f"  {lever}: {words.size(after.needed_bytes)}, {verdict} ({lever.cost})")
+    return "\n".join(lines)

@@ -1,0 +1,71 @@
+"""What a run was done with: versions, device, source revision. No names, no paths, no secrets."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from finetune.runtime import segments
+
+_PACKAGES = (
+    "finetune", "torch", "transformers", "peft", "trl", "bitsandbytes", "accelerate", "datasets", "tokenizers",
+    "safetensors", "numpy",
+)  # fmt: skip
+
+
+def describe(device: torch.device) -> dict[str, Any]:
+    """Facts that a result depends on, as JSON values."""
+    return {
+        "python": platform.python_version(),
+        "platform": f"{platform.system()} {platform.machine()}",
+        "packages": {name: _version(name) for name in _PACKAGES},
+        "device": _device(device),
+        "cpu_cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "source_revision": _revision(),
+    }
+
+
+def _device(device: torch.device) -> dict[str, Any]:
+    if device.type != "cuda":
+        return {"type": "cpu"}
+    properties = torch.cuda.get_device_properties(device)
+    return {
+        "type": "cuda",
+        "name": properties.name,
+        "total_bytes": properties.total_memory,
+        "compute_capability": f"{properties.major}.{properties.minor}",
+        "cuda": torch.version.cuda,
+        "expandable_segments": segments.grow(torch.cuda.current_device() if device.index is None else device.index),
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _revision() -> str | None:
+    """The git commit of this package's own checkout, if it runs from one."""
+    root = Path(__file__).resolve().parents[2]
+    if not (root / ".git").exists():
+        return None
+    try:
+        done = subprocess.run(
+            ["git", "-C", str(root), "rev-parse", "HEAD"],
+            capture_output=True,
+            text=True,
+            timeout=5,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() or None

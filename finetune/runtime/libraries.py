@@ -1,0 +1,288 @@
+"""Settle the libraries underneath: no telemetry, no progress bars in ours, and only warnings that a user can act on.
+
+Each silenced message is listed with its reason; all others pass. `before_import` runs when `finetune` is imported,
+because some of this is read, or said, when the libraries are.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import gc
+import logging
+import math
+import os
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+_SILENCED_WARNINGS = (
+    # peft 0.21 and trl 1.16 still use names that transformers 5.23 deprecates.
+    r"`is_gradient_checkpointing` is deprecated",
+    r"`gradient_checkpointing` is deprecated",
+    # tqdm in a notebook wants widgets for progress bars that are switched off.
+    r"IProgress not found",
+    # bitsandbytes: said by training.optimizers.choose in one line.
+    r"Paged optimizers are not supported on CPU",
+    # torch.utils.checkpoint under autocast on a CPU-only build asks for a CUDA device's state.
+    r"User provided device_type of 'cuda', but CUDA is not available",
+)
+
+
+_SILENCED_LOGS = {
+    # bitsandbytes announces on every CPU that an optional kernel package is missing.
+    "bitsandbytes.backends.cpu.ops": "Failed to load CPU gemm_4bit_forward",
+}
+
+
+# Whether a tokenizer uses all cores. Left open, a process that forks after it did says so on each fork.
+_PARALLEL = "TOKENIZERS_PARALLELISM"
+_PARALLEL_ASKED = os.environ.get(_PARALLEL)
+
+
+def _after_fork() -> None:
+    # A fork has none of the threads that tokenizers may have started, and would wait for them without an end.
+    global _PARALLEL_ASKED
+    os.environ[_PARALLEL] = _PARALLEL_ASKED = "false"
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+
+class _Without(logging.Filter):
+    """Drops the messages that contain a text."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self._text = text
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        return self._text not in record.getMessage()
+
+
+def before_import() -> None:
+    """Environment, warnings and log filters. Imports nothing heavy; what the user has set is kept."""
+    os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
+    os.environ.setdefault(_PARALLEL, "false")
+    for message in _SILENCED_WARNINGS:
+        warnings.filterwarnings("ignore", message=message)
+    for logger, text in _SILENCED_LOGS.items():
+        logging.getLogger(logger).addFilter(_Without(text))
+
+
+@contextlib.contextmanager
+def importing_for_forecast() -> Iterator[None]:
+    """Import what a forecast needs, faster, for a process that does little else: what is imported stays for good.
+
+    No compiler: bitsandbytes 0.50 compiles kernels for other backends while it is imported, which loads inductor.
+    No garbage collection: none of the million objects becomes garbage, and each full collection would visit them all.
+    """
+    collecting, said = gc.isenabled(), os.environ.get("TORCHDYNAMO_DISABLE")
+    os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+    gc.disable()
+    try:
+        # First: torch searches all modules that are loaded for the source of each operator that it registers.
+        import bitsandbytes  # noqa: F401
+
+        with models_listed_once():
+            yield
+        gc.freeze()
+    finally:
+        if collecting:
+            gc.enable()
+        if said is None:
+            del os.environ["TORCHDYNAMO_DISABLE"]
+
+
+def models_listed_once() -> contextlib.AbstractContextManager[None]:
+    """transformers reads the 1,600 files of its models to list them, and again when the first model is imported.
+
+    It keeps the list by the path asked for, which is then `models/__init__.py` instead of `models` (transformers 5.23,
+    `create_import_structure_from_path`, where the two mean the same).
+    """
+    import transformers
+    from transformers.utils import import_utils
+
+    name = "create_import_structure_from_path"
+    listed = getattr(import_utils, name, None)
+    if listed is None:  # another version of transformers: as it does by itself
+        return contextlib.nullcontext()
+    package = Path(transformers.__file__).parent / "models"
+
+    def list_once(place: Any) -> Any:
+        return listed(package if str(place) == str(package / "__init__.py") else place)
+
+    return replaced(import_utils, name, list_once)
+
+
+@contextlib.contextmanager
+def tokenizing_in_parallel() -> Iterator[None]:
+    """Within the block tokenizers share the texts of one call among all cores.
+
+    Not where the user has said otherwise, and not in a fork.
+    """
+    if _PARALLEL_ASKED is not None:
+        yield
+        return
+    os.environ[_PARALLEL] = "true"
+    try:
+        yield
+    finally:
+        os.environ[_PARALLEL] = "false"
+
+
+def return_freed_memory() -> None:
+    """Give what is no longer used back: unreachable cycles, the CUDA cache, and glibc's heap.
+
+    A trainer and its callbacks point at each other, and hold a model, until the collector comes by. Quantizing on a
+    CPU leaves holes of 16-bit size between small blocks that stay, which glibc would keep as resident.
+    """
+    import torch
+
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL("libc.so.6").malloc_trim(0)
+
+
+def quiet() -> None:
+    """Leave the progress display and the log to us: errors of transformers and datasets still come through."""
+    import datasets
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    datasets.disable_progress_bars()
+
+
+@contextlib.contextmanager
+def offline() -> Iterator[None]:
+    """Within the block the hub is not asked, not even whether what is in its cache is the newest."""
+    from huggingface_hub import constants
+
+    with replaced(constants, "HF_HUB_OFFLINE", True):
+        yield
+
+
+DETERMINISTIC_CUBLAS = ":4096:8"
+"""`CUBLAS_WORKSPACE_CONFIG` of a deterministic run: eight buffers of 4096 KiB."""
+
+
+@contextlib.contextmanager
+def deterministic() -> Iterator[None]:
+    """Within the block the same computation gives the same bits on a GPU, by slower kernels where others would not.
+
+    https://docs.pytorch.org/docs/stable/notes/randomness.html; cuBLAS takes its setting when it is first used.
+    """
+    import torch
+
+    variables = {"CUBLAS_WORKSPACE_CONFIG": DETERMINISTIC_CUBLAS, "FLASH_ATTENTION_DETERMINISTIC": "1"}
+    ours = variables.keys() - os.environ.keys()
+    os.environ.update({name: variables[name] for name in ours})
+    before = torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.benchmark
+    torch.use_deterministic_algorithms(True)
+    torch.backends.cudnn.benchmark = False
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0])
+        torch.backends.cudnn.benchmark = before[1]
+        for name in ours:
+            os.environ.pop(name, None)
+
+
+@contextlib.contextmanager
+def without_cudnn_attention() -> Iterator[None]:
+    """Within the block scaled_dot_product_attention takes its flash and memory-efficient kernels, never cuDNN's.
+
+    It is used wherever a model runs, so that evaluation and generation use the same kernels as training.
+
+    torch prefers cuDNN's on compute capability 9 and 10, whose backward pass gives NaN gradients of the queries with a
+    mask, at lengths of 64 modulo 128 (pytorch/pytorch#196678, huggingface/trl#7181).
+    """
+    import torch
+
+    before = torch.backends.cuda.cudnn_sdp_enabled()
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    try:
+        yield
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(before)
+
+
+@functools.cache
+def correct_dequantization() -> Any:
+    """Correct, from here on, how 4-bit weights are dequantized on a CPU where a row is not a multiple of a block.
+
+    Blocks go on across the ends of rows. bitsandbytes 0.50's CPU kernel (AVX-512) takes the scales of other blocks
+    there: the error of a weight with rows of 96 is 25% instead of 9%. Such weights are passed to it as one long row.
+    Returns the registration, which lasts as long as this object.
+    """
+    import bitsandbytes  # noqa: F401  (registers the kernel)
+    import torch
+
+    name = "bitsandbytes::dequantize_4bit"
+    kernel = torch.library.get_kernel(name, "CPU")
+
+    def dequantize(
+        keys: Any, packed: Any, absmax: Any, blocksize: int, quant_type: str, shape: list[int], dtype: Any
+    ) -> Any:
+        flat = [math.prod(shape)] if shape[-1] % blocksize else shape
+        return kernel.call_boxed(keys, packed, absmax, blocksize, quant_type, flat, dtype).view(shape)
+
+    registration = torch.library.Library("bitsandbytes", "IMPL")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Warning only once for all operators")
+        registration.impl(name, dequantize, "CPU", with_keyset=True)
+    return registration
+
+
+@functools.cache
+def triton_obstacle() -> str | None:
+    """Why Triton cannot run its kernels on the GPU here, in one clause; None where it can. Cached for the process.
+
+    Triton builds a part of itself with a C compiler when its first kernel starts (triton, runtime/build.py), which a
+    slim container or a cluster's node may lack. TRL's loss has Triton kernels, and so has torch's product of a column
+    by a row, which every rotary embedding is (torch 2.13, torch/_native/ops/bmm_outer_product).
+    """
+    try:
+        from finetune.runtime import triton_probe
+
+        triton_probe.run()
+    except Exception as error:  # no compiler, no Python.h, no place for the cache, a card that Triton does not know
+        if "out of memory" in str(error):
+            return None  # a full card says nothing of the compiler
+        first = (str(error).splitlines() or [""])[0]
+        return f"{type(error).__name__}: {first[:160]}"
+    return None
+
+
+def without_triton() -> None:
+    """From here on TRL's loss and torch's products use torch's own operators on a GPU instead of Triton's kernels.
+
+    TRL's loss still scores labelled positions only, as it does with its kernels (trl 1.16). Kernels that a model takes
+    from other packages, such as mamba-ssm's, are not affected.
+    """
+    from torch import backends
+    from trl.kernels import chunked_logprob
+    from trl.trainer import utils
+
+    chunked_logprob._use_triton = lambda device: False
+    utils._use_triton = lambda device: device.type == "cuda"
+    if native := getattr(backends, "python_native", None):  # torch 2.11 has no such kernels
+        native.triton.disable()
+
+
+@contextlib.contextmanager
+def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Let a library use `value` for one of its names, within the block."""
+    missing = object()
+    before = getattr(owner, name, missing)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before) if before is not missing else delattr(owner, name)

@@ -1,0 +1,174 @@
+"""The processes of one run, as torchrun starts them: each computes its share of a step, the first one writes."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import TypeVar
+
+import torch
+from accelerate import PartialState
+from accelerate.utils import broadcast_object_list, gather_object
+
+from finetune.errors import FinetuneError, MachineError, Terminated
+from finetune.runtime import rank_watch
+from finetune.runtime.rank_watch import Lost, Watch
+
+T = TypeVar("T")
+
+# The others wait while the first one verifies checkpoints, asks the base, or writes to a slow disk.
+_PATIENCE = timedelta(hours=2)
+
+_watch: Watch | None = None
+
+
+def count() -> int:
+    """Number of processes that a launcher started; 1 without one."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def number() -> int:
+    """That of this process among them, from 0."""
+    return int(os.environ.get("RANK", "0")) if count() > 1 else 0
+
+
+def first() -> bool:
+    """Whether this process is the one that writes the run directory."""
+    return number() == 0
+
+
+def first_here() -> bool:
+    """Whether this process is the one of its machine that says what all of them have to say."""
+    return count() == 1 or os.environ.get("LOCAL_RANK", "0") == "0"
+
+
+def choose_gpu() -> None:
+    """Give each process of a machine a GPU of its own; a process by itself takes the first, as transformers does.
+
+    Raises MachineError where there are fewer GPUs than processes.
+    """
+    if not torch.cuda.is_available():
+        return
+    if count() > 1 and "LOCAL_RANK" not in os.environ:
+        raise MachineError("WORLD_SIZE is set and LOCAL_RANK is not; start several processes with torchrun")
+    gpu, visible = (int(os.environ["LOCAL_RANK"]) if count() > 1 else 0), torch.cuda.device_count()
+    if gpu >= visible:
+        raise MachineError(
+            f"each process needs a GPU of its own, and this machine has {visible} for process {gpu + 1}; set "
+            f"--nproc-per-node {visible}, or make more visible (CUDA_VISIBLE_DEVICES)"
+        )
+    torch.cuda.set_device(gpu)
+
+
+def idle_gpus() -> str | None:
+    """A note for a single process that leaves visible GPUs idle, or None."""
+    if count() > 1 or not torch.cuda.is_available() or torch.cuda.device_count() == 1:
+        return None
+    visible, used = torch.cuda.device_count(), torch.cuda.current_device()
+    return (
+        f"{visible} GPUs are visible, and this process trains on GPU {used}; to train on all: torchrun "
+        f"--nproc-per-node {visible} -m finetune train CONFIG"
+    )
+
+
+@contextlib.contextmanager
+def together(device: torch.device) -> Iterator[None]:
+    """Within the block, until `part`, the processes can exchange values; one that is lost ends the others.
+
+    Raises MachineError naming it, and where the processes do not find each other.
+    """
+    global _watch
+    if count() == 1:
+        yield
+        return
+    try:
+        PartialState(cpu=device.type == "cpu", timeout=_PATIENCE).wait_for_everyone()
+    except (RuntimeError, ValueError, NotImplementedError) as error:
+        raise MachineError(f"the {count()} processes do not find each other: {error}") from None
+    watched = _watch = _connected()
+    try:
+        yield
+    except BaseException as error:
+        if named := _lost_rank(watched, error):
+            raise named from None
+        signalled = isinstance(error, (Terminated, KeyboardInterrupt))
+        first_line = (str(error).splitlines() or [type(error).__name__])[0]
+        failure = Lost(number(), f"ended: {first_line[:500]}", signalled)
+        watched.leave(None if getattr(error, "shared", False) else failure)
+        raise
+    finally:
+        watched.leave()
+
+
+def _connected() -> Watch:
+    """The watch of this process, over a connection of its own to the first one."""
+    server = rank_watch.host() if first() else None
+    told = (server.getsockname()[1], secrets.token_hex(16)) if server else None
+    port, token = broadcast_object_list([told])[0]
+    if server is None:
+        return rank_watch.connect((os.environ["MASTER_ADDR"], port), token, number())
+    with server:
+        return rank_watch.accept(server, token, count() - 1)
+
+
+def _lost_rank(watched: Watch, error: BaseException) -> MachineError | None:
+    """The loss of another rank, where `error` came of it: from a collective, or as a launcher ends the ranks left."""
+    if isinstance(error, torch.distributed.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error)):
+        try:
+            lost = watched.lost(rank_watch.SILENCE_SECONDS + rank_watch.GRACE_SECONDS)
+        except Terminated:
+            lost = watched.lost(2 * rank_watch.BEAT_SECONDS)
+        return lost.error() if lost else MachineError(f"the ranks no longer reach each other: {error}")
+    if isinstance(error, (Terminated, KeyboardInterrupt)):
+        lost = watched.lost(2 * rank_watch.BEAT_SECONDS)
+        return lost.error() if lost and not lost.signalled else None
+    return None
+
+
+def first_does(work: Callable[[], T]) -> T:
+    """What `work` comes to, which the first process alone does. What it raises is raised in all."""
+    if count() == 1:
+        return work()
+    done: tuple[T | None, Exception | None] | None = None
+    if first():
+        try:
+            done = work(), None
+        except Exception as error:
+            done = None, error
+    value, failed = broadcast_object_list([done])[0]
+    if failed:
+        raise _shared(failed)
+    return value
+
+
+def gathered(value: T) -> list[T]:
+    """The values of all processes, in their order."""
+    if count() == 1:
+        return [value]
+    values: list[T] = gather_object([value])
+    return values
+
+
+def agree(check: Callable[[list[T]], None], value: T) -> None:
+    """Let each process hold the values of all, in their order, against each other; what `check` raises, all raise."""
+    try:
+        check(gathered(value))
+    except FinetuneError as error:
+        raise _shared(error) from None
+
+
+def _shared(error: Exception) -> Exception:
+    if isinstance(error, FinetuneError):
+        error.shared = True
+    return error
+
+
+def part() -> None:
+    """Leave the other processes, at the end of the work in common."""
+    if count() > 1:
+        if _watch:
+            _watch.leave()
+        PartialState().destroy_process_group()

@@ -1,0 +1,298 @@
+"""Checkpoints on disk: a kill at any moment leaves the newest whole one usable, and none is used unverified.
+
+A checkpoint is a directory of safetensors and JSON files, nothing that needs unpickling, with a manifest of their sizes
+and hashes that is written last. The directory is made under a temporary name, brought to disk, read back and renamed;
+only then does `latest` name it and may an older one go.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import struct
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+
+from finetune.errors import ArtifactError, MachineError, NumbersError
+from finetune.storage import records, weight_files
+from finetune.storage.rundir import RunDirectory, checkpoint_step, dispose, refuse_another, staged, write_text
+
+MANIFEST = "manifest.json"
+LATEST = "latest"
+DAMAGED = ".damaged"
+
+_FORMAT = 1
+_PICKLES = (".pt", ".pth", ".bin", ".pkl", ".pickle", ".ckpt")
+_MANIFEST_BYTES = 2**22
+_PART_BYTES = 2**20
+_TYPES = {
+    torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.float64: "F64", torch.uint8: "U8",
+    torch.int8: "I8", torch.int16: "I16", torch.int32: "I32", torch.int64: "I64", torch.bool: "BOOL",
+}  # fmt: skip
+"""torch's types by their names in safetensors files."""
+# JSON files, the manifest and the directory itself take some KiB beside the tensors.
+_SMALL_FILES_BYTES = 2**20
+
+
+@dataclass(frozen=True)
+class Contents:
+    """What a checkpoint holds: `tensors` and `values` by file name, in host memory, and what they were made with."""
+
+    step: int
+    tensors: dict[str, dict[str, torch.Tensor]]
+    values: dict[str, Any]
+    made_with: dict[str, Any]
+
+    @property
+    def bytes(self) -> int:
+        """Disk that the checkpoint needs."""
+        sizes = (tensor.nbytes for tensors in self.tensors.values() for tensor in tensors.values())
+        return sum(sizes) + _SMALL_FILES_BYTES
+
+
+# -- writing ---------------------------------------------------------------------------------------------------------
+
+
+def write(run: RunDirectory, contents: Contents) -> Path:
+    """Write, read back and publish a checkpoint; returns its directory.
+
+    Raises NumbersError for weights that are not finite, MachineError where the disk does not take it or gives back
+    something else. Earlier checkpoints are untouched by a failure.
+    """
+    target = run.checkpoint(contents.step)
+    refuse_another(target)
+    _refuse_numbers(contents)
+    try:
+        run.checkpoints.mkdir(exist_ok=True)
+        free = shutil.disk_usage(run.checkpoints).free
+        if free < contents.bytes:
+            raise OSError(None, "the disk is too full")
+        with staged(target) as folder:
+            files = {}
+            for name, tensors in contents.tensors.items():
+                files[name] = _write(folder / name, _safetensors(tensors))
+            for name, value in contents.values.items():
+                files[name] = _write(folder / name, [_json(value)])
+            manifest = {"format": _FORMAT, "step": contents.step, "files": files, "made_with": contents.made_with}
+            _write(folder / MANIFEST, [_json({**manifest, "sha256": _sha256(_json(manifest))})])
+        write_text(run.checkpoints / LATEST, target.name + "\n")
+    except OSError as error:
+        raise MachineError(_not_written(run, contents, error)) from None
+    return target
+
+
+def _refuse_numbers(contents: Contents) -> None:
+    for name, tensors in contents.tensors.items():
+        for key, tensor in tensors.items():
+            if not weight_files.is_finite(tensor):
+                raise NumbersError(
+                    f"`{key}` is not finite at step {contents.step}, so {name} is not saved; the checkpoints before "
+                    "are good. Lower `training.learning_rate`, lengthen `training.warmup`, or use bf16 instead of fp16"
+                )
+
+
+def _not_written(run: RunDirectory, contents: Contents, error: OSError) -> str:
+    try:
+        free = f"{shutil.disk_usage(run.path).free:,}"
+    except OSError:
+        free = "unknown (the run directory is gone)"
+    return (
+        f"checkpoint at step {contents.step} could not be written to {run.checkpoints}: {error.strerror or error}; "
+        f"bytes needed: {contents.bytes:,}, free: {free}. Earlier checkpoints are untouched: make room or set "
+        "`output.dir` to another disk, and start the same command again"
+    )
+
+
+def _safetensors(tensors: dict[str, torch.Tensor]) -> list[bytes | memoryview]:
+    """A safetensors file in pieces, none of them a copy: a checkpoint of every weight would not fit twice.
+
+    The library makes copies, and lets no other thread run meanwhile (safetensors 0.8, `serialize`).
+    """
+    held = sorted(tensors.items(), key=lambda item: (-item[1].itemsize, item[0]))  # aligned, each to its own type
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    place = 0
+    for name, tensor in held:
+        offsets = [place, place + tensor.nbytes]
+        header[name] = {"dtype": _TYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": offsets}
+        place += tensor.nbytes
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    numbers = [memoryview(tensor.reshape(-1).view(torch.uint8).numpy()) for _, tensor in held]
+    return [struct.pack("<Q", len(text)) + text, *numbers]
+
+
+def _write(file: Path, pieces: Sequence[bytes | memoryview]) -> dict[str, Any]:
+    """Write a file, bring it to disk and read it back; its line of the manifest.
+
+    The hash is taken meanwhile, from what is in memory.
+    """
+    digest = hashlib.sha256()
+
+    def update() -> None:
+        for piece in pieces:
+            digest.update(piece)
+
+    hashing = threading.Thread(target=update, name="hash", daemon=True)
+    hashing.start()
+    try:
+        with open(file, "wb") as out:
+            out.writelines(pieces)
+            out.flush()
+            os.fsync(out.fileno())
+        with open(file, "rb") as stored:
+            same = all(stored.read(len(part)) == bytes(part) for part in _parts(pieces)) and not stored.read(1)
+    finally:
+        hashing.join()
+    if not same:
+        raise OSError(None, f"{file.name} reads back otherwise than it was written; the disk is failing")
+    return {"bytes": sum(map(len, pieces)), "sha256": digest.hexdigest()}
+
+
+def _parts(pieces: Sequence[bytes | memoryview]) -> Iterator[bytes | memoryview]:
+    for piece in pieces:
+        for start in range(0, len(piece), _PART_BYTES):
+            yield piece[start : start + _PART_BYTES]
+
+
+def _json(value: Any) -> bytes:
+    return json.dumps(value, indent=1, sort_keys=True).encode()
+
+
+def _sha256(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
+
+
+# -- verifying -------------------------------------------------------------------------------------------------------
+
+
+def problems_of(checkpoint: Path) -> list[str]:
+    """What keeps a checkpoint from being used, each naming its file; nothing for a whole one. Reads every file."""
+    try:
+        files = manifest_of(checkpoint)["files"]
+    except ArtifactError as error:
+        return [str(error)]
+    try:
+        foreign = sorted(path.name for path in checkpoint.iterdir() if path.suffix in _PICKLES)
+    except OSError as error:
+        return [f"cannot be read: {error.strerror}"]
+    found = [f"{name} is a pickle, which may hold code; nothing is unpickled here" for name in foreign]
+    for name, expected in files.items():
+        found += _problems_of_file(checkpoint / name, expected)
+    return found
+
+
+def manifest_of(checkpoint: Path) -> dict[str, Any]:
+    """The manifest. Raises ArtifactError where it is missing, damaged, or of another checkpoint."""
+    file = checkpoint / MANIFEST
+    if not os.path.lexists(file):
+        raise ArtifactError(f"{MANIFEST} is missing, so nothing says that the rest is whole")
+    if file.is_symlink() or file.stat().st_size > _MANIFEST_BYTES:
+        raise ArtifactError(f"{MANIFEST} is damaged (a link, or too large)")
+    try:
+        found = records.read(file, records.MANIFEST)
+    except ArtifactError as error:
+        raise ArtifactError(f"{MANIFEST} is damaged ({error})") from None
+    manifest: dict[str, Any] = {**found}
+    if manifest.pop("sha256") != _sha256(_json(manifest)):
+        raise ArtifactError(f"{MANIFEST} is damaged (its hash is not the one it states)")
+    if manifest["format"] != _FORMAT:
+        raise ArtifactError(f"{MANIFEST} is of format {manifest['format']}; this version reads {_FORMAT}")
+    if manifest["step"] != checkpoint_step(checkpoint):
+        raise ArtifactError(f"{MANIFEST} is of step {manifest['step']}")
+    return manifest
+
+
+def _problems_of_file(file: Path, expected: dict[str, Any]) -> list[str]:
+    name = file.name
+    try:
+        if file.is_symlink() or (file.exists() and not file.is_file()):
+            return [f"{name} is a link or no file"]
+        size = file.stat().st_size
+        if size != expected["bytes"]:
+            return [f"{name} has {size} bytes instead of {expected['bytes']}"]
+        with open(file, "rb") as stored:
+            digest = hashlib.file_digest(stored, "sha256").hexdigest()
+    except FileNotFoundError:
+        return [f"{name} is missing"]
+    except OSError as error:
+        return [f"{name} cannot be read: {error.strerror}"]
+    if digest != expected["sha256"]:
+        return [f"{name} is damaged: its hash is not the manifest's"]
+    if file.suffix != weight_files.SUFFIX:
+        return []
+    try:
+        weight_files.check(file)
+    except ArtifactError as error:
+        return [str(error)]
+    return [f"{name}: `{key}` is not finite" for key in weight_files.not_finite(file)]
+
+
+# -- choosing --------------------------------------------------------------------------------------------------------
+
+
+def newest_valid(
+    run: RunDirectory, problems_of: Callable[[Path], list[str]] = problems_of
+) -> tuple[Path | None, dict[Path, list[str]]]:
+    """The newest checkpoint without problems, if there are any, and the newer ones with theirs.
+
+    Raises ArtifactError where there are checkpoints, or were, and none is whole: a run never starts over by itself.
+    """
+    damaged: dict[Path, list[str]] = {}
+    for checkpoint in reversed(run.complete_checkpoints()):
+        if not (problems := problems_of(checkpoint)):
+            return checkpoint, damaged
+        damaged[checkpoint] = problems
+    aside = sorted(path.name for path in run.checkpoints.glob("*" + DAMAGED + "*"))
+    if damaged or aside or run.saved_steps:
+        told = [f"{path.name}: {'; '.join(problems)}" for path, problems in damaged.items()]
+        told += [f"{name}: set aside before" for name in aside]
+        raise ArtifactError(
+            f"no checkpoint in {run.checkpoints} can be used"
+            + (f" ({' | '.join(told)})" if told else f": step {run.saved_steps[-1]} was saved there, and is gone")
+            + ". Put one back from a copy, or give --fresh to start anew (the old run is moved aside)"
+        )
+    return None, {}
+
+
+def set_aside(checkpoint: Path) -> Path:
+    """Rename a damaged checkpoint, so that a person can look at it and its step can be saved again."""
+    names = (checkpoint.name + DAMAGED + suffix for suffix in ("", *(f".{number}" for number in range(1, 1000))))
+    aside = next(place for name in names if not (place := checkpoint.with_name(name)).exists())
+    return checkpoint.rename(aside)
+
+
+def prune(run: RunDirectory, keep: int, best_step: int | None, verified: set[Path]) -> None:
+    """Remove the oldest over `keep`, which counts whole checkpoints only; the best one and the newest stay.
+
+    `verified` are known to be whole; others that are kept are verified now, and added.
+    """
+    best = run.checkpoint(best_step) if best_step else None
+    room = keep - (best is not None and best.is_dir() and _is_whole(best, verified))
+    for checkpoint in reversed(run.complete_checkpoints()):
+        if checkpoint == best:
+            continue
+        if room > 0:
+            room -= _is_whole(checkpoint, verified)
+        else:
+            dispose(checkpoint)
+
+
+def _is_whole(checkpoint: Path, verified: set[Path]) -> bool:
+    if checkpoint not in verified and not problems_of(checkpoint):
+        verified.add(checkpoint)
+    return checkpoint in verified
+
+
+def read_tensors(checkpoint: Path, name: str) -> dict[str, torch.Tensor]:
+    """One of a checkpoint's safetensors files, in host memory of its own. Raises ArtifactError."""
+    weight_files.check(checkpoint / name)
+    with safe_open(checkpoint / name, framework="pt") as stored:
+        return {key: stored.get_tensor(key).clone() for key in stored.keys()}  # noqa: SIM118

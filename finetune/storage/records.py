@@ -1,0 +1,401 @@
+"""The files that describe a run: what this program writes into each, and the one way to read them back.
+
+A run directory may be damaged, written by another version, or forged. Nothing is taken from a file before its shape
+is checked, so that a wrong value is reported where it stands and not where it is used. Of a .jsonl file the lines that
+do not have the shape are left out; any other file is taken whole or refused.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import stat
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Annotated, Any, NotRequired, Required, TypeVar, cast
+
+from pydantic import AfterValidator, ConfigDict, Discriminator, Field, Tag, TypeAdapter, ValidationError, with_config
+from pydantic_core import PydanticCustomError
+from typing_extensions import TypedDict  # pydantic asks for it below Python 3.12
+
+from finetune.errors import ArtifactError
+
+T = TypeVar("T")
+
+# -- values ----------------------------------------------------------------------------------------------------------
+
+# The largest integer that a float holds with all integers below it: steps and tokens are counted and divided.
+_LARGEST = 2**53
+# Losses and norms are computed in float32.
+_LARGEST_FLOAT32 = 3.4028234663852886e38
+# The last second of the year 9999, after which `datetime` has no date.
+_LAST_SECOND = 253402300799
+
+LARGEST_BYTES = 2**63
+
+Step = Annotated[int, Field(ge=0, le=_LARGEST)]
+Count = Annotated[int, Field(ge=0, le=_LARGEST)]
+Bytes = Annotated[int, Field(ge=0, le=LARGEST_BYTES)]
+Number = Annotated[float, Field(ge=-_LARGEST_FLOAT32, le=_LARGEST_FLOAT32)]  # which a NaN is not
+Positive = Annotated[float, Field(ge=0, le=_LARGEST_FLOAT32)]
+Share = Annotated[float, Field(ge=0, le=1)]
+Peak = dict[str, Bytes]
+
+
+def _file_name(name: str) -> str:
+    if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]{,254}", name):
+        raise PydanticCustomError("file_name", "not the name of a file beside it")
+    return name
+
+
+FileName = Annotated[str, AfterValidator(_file_name)]
+
+# Strict: "3", 3.0 and true are not the integer 3. Keys of a later version are kept.
+_written = with_config(ConfigDict(strict=True, extra="allow"))
+
+
+# -- lines -----------------------------------------------------------------------------------------------------------
+
+
+@_written
+class _Happened(TypedDict):
+    time: Annotated[float, Field(ge=0, le=_LAST_SECOND)]
+    event: str
+    seconds: NotRequired[Positive]
+
+
+@_written
+class Event(_Happened):
+    """A line of events.jsonl."""
+
+    step: NotRequired[Step]
+    memory: NotRequired[dict[str, Peak]]
+
+
+@_written
+class _AtStep(_Happened):
+    step: Step
+    memory: NotRequired[dict[str, Peak]]
+
+
+@_written
+class _Saved(_Happened):
+    step: Step
+    memory: NotRequired[Peak]
+
+
+@_written
+class TrainingLine(TypedDict):
+    """A line of metrics.jsonl for an optimizer step."""
+
+    step: Step
+    loss: Number | None
+    learning_rate: Number
+    grad_norm: Number | None
+    tokens: Count
+    tokens_per_second: Positive
+    padding_share: Share
+    memory: dict[str, Peak]
+
+
+@_written
+class EvaluationLine(TypedDict):
+    """A line of metrics.jsonl for an evaluation."""
+
+    step: Step
+    eval_loss: Number | None
+    memory: dict[str, Peak]
+
+
+@_written
+class AffectedRow(TypedDict):
+    """A line of data.jsonl."""
+
+    place: str
+
+
+_EVENT_KINDS = {"saved": "saved", "trained": "at a step", "best_loaded": "at a step"}
+
+
+def _kind_of_event(value: Any) -> str:
+    name = value.get("event") if isinstance(value, dict) else None
+    return _EVENT_KINDS.get(name, "event") if isinstance(name, str) else "event"
+
+
+def _kind_of_metric(value: Any) -> str:
+    return "evaluation" if isinstance(value, dict) and "eval_loss" in value else "training"
+
+
+EVENT: TypeAdapter[Any] = TypeAdapter(
+    Annotated[
+        Annotated[Event, Tag("event")] | Annotated[_Saved, Tag("saved")] | Annotated[_AtStep, Tag("at a step")],
+        Discriminator(_kind_of_event),
+    ]
+)
+METRIC: TypeAdapter[Any] = TypeAdapter(
+    Annotated[
+        Annotated[TrainingLine, Tag("training")] | Annotated[EvaluationLine, Tag("evaluation")],
+        Discriminator(_kind_of_metric),
+    ]
+)
+AFFECTED = TypeAdapter(AffectedRow)
+
+# -- whole files -----------------------------------------------------------------------------------------------------
+
+
+@_written
+class Answer(TypedDict):
+    """A held-out question in answers.json; `after` is None until training has ended."""
+
+    question: str
+    reference: str
+    before: str
+    after: str | None
+
+
+@_written
+class _DeviceFacts(TypedDict):
+    type: str
+    name: NotRequired[str]
+    total_bytes: NotRequired[Bytes]
+
+
+@_written
+class Environment(TypedDict):
+    """environment.json."""
+
+    device: _DeviceFacts
+    cpu_cores: NotRequired[Count | None]
+    threads: NotRequired[Count]
+
+
+@_written
+class MergeProof(TypedDict):
+    """merge.json."""
+
+    rows: Count
+    tokens: Count
+    error: Positive
+    bound: Positive
+    effect: Positive
+    agreement: Share
+
+
+@_written
+class WeightIndex(TypedDict):
+    """The index of a model whose weights stand in several files."""
+
+    weight_map: dict[str, FileName]
+
+
+@_written
+class Fingerprint(TypedDict):
+    """fingerprint.json; earlier versions did not write the base."""
+
+    tokenizer: str
+    base: NotRequired[str | None]
+
+
+@_written
+class _FileFacts(TypedDict):
+    bytes: Bytes
+    sha256: str
+
+
+@_written
+class Manifest(TypedDict):
+    """manifest.json of a checkpoint. `made_with` is read apart from it, by what compares it."""
+
+    format: int
+    step: Step
+    files: dict[FileName, _FileFacts]
+    made_with: dict[str, Any]
+    sha256: str
+
+
+@_written
+class _DataFacts(TypedDict):
+    train: str
+    eval: str | None
+
+
+@_written
+class MadeWith(TypedDict):
+    """What a checkpoint says of its origin; see `finetune.lifecycle.resume.made_with`."""
+
+    config: dict[str, dict[str, Any]]
+    data: _DataFacts
+    tokenizer: str
+    base: str | None
+    processes: Count
+    packages: dict[str, str | None]
+
+
+@_written
+class _OptimizerState(TypedDict):
+    weights: list[dict[str, Any]]
+    groups: list[dict[str, Any]]
+
+
+@_written
+class CheckpointState(TypedDict):
+    """state.json of a checkpoint; what it says of the optimizer is compared with the optimizer itself."""
+
+    optimizer: _OptimizerState
+    schedule: dict[str, Any]
+    scaler: dict[str, Any] | None
+    random: list[dict[str, Any]]
+
+
+@_written
+class _CallbackState(TypedDict):
+    args: dict[str, Any]
+    attributes: dict[str, bool | Count]
+
+
+@_written
+class TrainerState(TypedDict, total=False):
+    """trainer_state.json of a checkpoint: transformers' own (5.23, `TrainerState`), as far as it is read."""
+
+    global_step: Required[Step]
+    epoch: Positive
+    best_metric: Number | None
+    best_global_step: Step | None
+    best_model_checkpoint: None
+    max_steps: Count
+    num_train_epochs: Count
+    num_input_tokens_seen: Count
+    total_flos: Positive
+    train_batch_size: Count | None
+    logging_steps: Positive
+    eval_steps: Positive
+    save_steps: Positive
+    log_history: Annotated[list[Any], Field(max_length=0)]
+    stateful_callbacks: dict[str, _CallbackState]
+
+
+ANSWERS = TypeAdapter(list[Answer])
+ENVIRONMENT = TypeAdapter(Environment)
+OBJECT = TypeAdapter(dict[str, Any])
+WEIGHT_INDEX = TypeAdapter(WeightIndex)
+MERGE_PROOF = TypeAdapter(MergeProof)
+FINGERPRINT = TypeAdapter(Fingerprint)
+MANIFEST = TypeAdapter(Manifest)
+MADE_WITH = TypeAdapter(MadeWith)
+CHECKPOINT_STATE = TypeAdapter(CheckpointState)
+TRAINER_STATE = TypeAdapter(TrainerState)
+
+# -- reading ---------------------------------------------------------------------------------------------------------
+
+# What this program writes is nested five levels deep. Python's own limit lies at a thousand, above which it raises.
+_LEVELS = 32
+
+
+@dataclass(frozen=True)
+class Lines:
+    """The lines of a .jsonl file that have their shape, and the numbers (from 1) of the others with what is wrong.
+
+    `torn`: the last one was cut off, as a crash leaves it.
+    """
+
+    rows: list[Any]
+    wrong: dict[int, str]
+    torn: bool = False
+
+
+def exists(path: Path) -> bool:
+    """Whether anything stands there, also a link to nothing. Raises ArtifactError where that cannot be seen."""
+    try:
+        os.lstat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except OSError as error:
+        raise ArtifactError(f"{path}: cannot be read: {error.strerror}") from None
+    return True
+
+
+def open_file(path: Path) -> IO[bytes]:
+    """An existing file, for reading. Raises ArtifactError where there is none, and for a pipe, device or folder."""
+    try:
+        file = open(path, "rb", opener=without_waiting)  # noqa: SIM115 -- the caller closes it
+    except OSError as error:
+        raise ArtifactError(f"{path}: cannot be read: {error.strerror}") from None
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise ArtifactError(f"{path}: not a file; remove what is there")
+    return file
+
+
+def without_waiting(path: str, flags: int) -> int:
+    """Opens a pipe without waiting for its writer; the same as always for a file."""
+    return os.open(path, flags | os.O_NONBLOCK)
+
+
+def read_bytes(path: Path) -> bytes:
+    """What a file holds. Raises ArtifactError where it cannot be read."""
+    with open_file(path) as file:
+        try:
+            return file.read()
+        except OSError as error:
+            raise ArtifactError(f"{path}: cannot be read: {error.strerror}") from None
+
+
+def read(path: Path, shape: TypeAdapter[T]) -> T:
+    """The value of a JSON file. Raises ArtifactError naming the file, and the field that is not as written."""
+    content = read_bytes(path)
+    try:
+        return check(_parsed(content), shape)
+    except ValueError as error:
+        raise ArtifactError(f"{path}: not as this program writes it: {error}; restore it from a copy") from None
+
+
+def read_lines(path: Path, shape: TypeAdapter[Any]) -> Lines:
+    """The lines of a .jsonl file; none where there is no file. Raises ArtifactError where it cannot be read."""
+    if not exists(path):
+        return Lines([], {})
+    rows, wrong = [], {}
+    *whole, last = read_bytes(path).split(b"\n")
+    for number, line in enumerate([*whole, last] if last else whole, start=1):
+        try:
+            rows.append(check(_parsed(line), shape))
+        except ValueError as error:
+            wrong[number] = str(error)
+    torn = wrong.pop(len(whole) + 1, None) is not None
+    return Lines(rows, wrong, torn)
+
+
+def check(value: Any, shape: TypeAdapter[T]) -> T:
+    """`value` itself, if it has the shape. Raises ValueError naming the field."""
+    try:
+        shape.validate_python(value)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+        where = ".".join(str(part) for part in first["loc"] if part != "[key]")
+        raise ValueError(f"`{_printable(where)}`: {first['msg']}" if where else first["msg"]) from None
+    return cast(T, value)
+
+
+def _parsed(content: bytes) -> Any:
+    """The JSON value. Raises ValueError also where it is nested too deep."""
+    try:
+        return _plain(json.loads(content), _LEVELS)
+    except RecursionError:
+        raise ValueError("nested too deep") from None
+
+
+def _plain(value: Any, levels: int) -> Any:
+    """`value` with text that UTF-8 can hold: JSON can spell half a surrogate pair."""
+    if isinstance(value, str):
+        return value.encode("utf-8", "replace").decode()
+    if not isinstance(value, (dict, list)):
+        return value
+    if not levels:
+        raise ValueError("nested too deep")
+    if isinstance(value, dict):
+        return {_plain(key, 0): _plain(item, levels - 1) for key, item in value.items()}
+    return [_plain(item, levels - 1) for item in value]
+
+
+def _printable(text: str) -> str:
+    return "".join(letter if letter.isprintable() else "?" for letter in text)[:200]

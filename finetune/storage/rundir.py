@@ -1,0 +1,473 @@
+"""The run directory: where everything of a run stands, and how it is written so that nothing looks finished early.
+
+Small files are replaced whole (write, fsync, rename); `metrics.jsonl` and `events.jsonl` only grow. A run is
+finished when its last event says so; a directory that a stage writes (`adapter/`, `merged/`) appears by rename. One
+process at a time trains in it, and only its user can read it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import json
+import os
+import re
+import shutil
+import time
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from finetune.config import Config, dump, load
+from finetune.errors import ArtifactError, MachineError
+from finetune.storage import records
+from finetune.storage.records import Answer, Environment, MergeProof
+
+_CHECKPOINT = "step-"
+_PARTIAL = ".incomplete"
+_REPLACED = ".replaced"
+
+
+class RunDirectory:
+    """Paths and writes below `runs/<name>/`. Creating the object touches nothing on disk."""
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(os.path.expanduser(path))
+        self.config_file = self.path / "config.yaml"
+        self.environment_file = self.path / "environment.json"
+        self.forecast_file = self.path / "forecast.json"
+        self.metrics_file = self.path / "metrics.jsonl"
+        self.events_file = self.path / "events.jsonl"
+        self.data_file = self.path / "data.jsonl"
+        self.answers_file = self.path / "answers.json"
+        self.lock_file = self.path / "lock"
+        self.checkpoints = self.path / "checkpoints"
+        self.adapter = self.path / "adapter"
+        self.merged = self.path / "merged"
+        self.plot_file = self.path / "training.png"
+        self.report_file = self.path / "report.html"
+        self.profile = self.path / "profile"
+        self.snapshot_file = self.path / "memory_snapshot.pickle"
+        self._files = (
+            self.config_file, self.environment_file, self.forecast_file, self.metrics_file, self.events_file,
+            self.data_file, self.answers_file, self.lock_file, self.plot_file, self.report_file, self.snapshot_file,
+        )  # fmt: skip
+        self._folders = (self.checkpoints, self.adapter, self.merged, self.profile)
+
+    @classmethod
+    def open(cls, path: str | Path) -> RunDirectory:
+        """An existing run. Raises ArtifactError where there is none."""
+        run = cls(path)
+        run.check_layout()
+        if not os.path.isfile(run.config_file):  # which is False for a path that cannot be
+            raise ArtifactError(f"{path}: not a run directory (no config.yaml); give the folder `finetune train` wrote")
+        return run
+
+    def check_layout(self) -> None:
+        """Raise ArtifactError for what no run has, and what reading or writing here would be led astray by.
+
+        A link out of the directory, through which writes would land elsewhere; a pipe or device, which would be waited
+        for; a folder where a file belongs, or the other way round; or that it cannot be looked at.
+        """
+        try:
+            self._check_layout()
+        except OSError as error:
+            raise ArtifactError(f"{error.filename}: cannot be read: {error.strerror}") from None
+
+    def _check_layout(self) -> None:
+        # `Path.resolve` fails on links that lead in a circle.
+        inside = os.path.realpath(self.path)
+        for folder, folders, files in os.walk(self.path):
+            for path in (Path(folder, name) for name in [*folders, *files]):
+                if not Path(os.path.realpath(path)).is_relative_to(inside):
+                    raise ArtifactError(f"{path}: a link that leads out of {self.path}; put there what it points to")
+                # A process that trains here may have removed it meanwhile.
+                if not path.is_file() and not path.is_dir() and os.path.lexists(path):
+                    raise ArtifactError(f"{path}: neither a file nor a folder; remove it")
+        belongs = dict.fromkeys(self._files, Path.is_file) | dict.fromkeys(self._folders, Path.is_dir)
+        for path, is_as_written in belongs.items():
+            if path.exists() and not is_as_written(path):
+                raise ArtifactError(f"{path}: a {'folder' if path.is_dir() else 'file'} no run has there; remove it")
+
+    def create(self, config: Config) -> None:
+        """Make the directory and save the resolved config. Raises MachineError, as `claim` does."""
+        self.claim()
+        write_text(self.config_file, dump(config))
+
+    def claim(self) -> None:
+        """Make the directory, and mark it as a run's.
+
+        Raises MachineError where it cannot be written, or holds files that are not a run's.
+        """
+        if not self.events_file.exists() and self.path.is_dir() and any(self.path.iterdir()):
+            raise MachineError(f"{self.path}: not empty, and not a run; set `output.dir` to a folder of its own")
+        try:
+            place = Path(os.path.realpath(self.path))  # a link may be there before what it points to
+            if not place.parent.is_dir():
+                place.parent.mkdir(parents=True, exist_ok=True)
+            if not place.is_dir():
+                place.mkdir(mode=0o700)
+            self.events_file.touch()
+        except OSError as error:
+            raise MachineError(f"{self.path}: cannot be written: {error.strerror}; set `output.dir`") from None
+
+    def of_process(self, number: int) -> RunDirectory:
+        """Where a process of this run other than the first writes its own events and step lines.
+
+        The checkpoints are the run's: one for all processes.
+        """
+        own = RunDirectory(self.path / "processes" / str(number))
+        own.checkpoints = self.checkpoints
+        return own
+
+    @property
+    def chat_template(self) -> str:
+        """The template that was saved with what was trained, or the config's choice where nothing was saved yet.
+
+        Of a tokenizer with several templates the tokenizer's own are taken: a file is but one of them.
+        """
+        for folder in (self.adapter, self.merged):
+            file = folder / "chat_template.jinja"
+            if file.is_file() and not (folder / "additional_chat_templates").is_dir():
+                return str(file)
+        return self.config().data.chat_template
+
+    def config(self) -> Config:
+        """The resolved config this run was started with, to compare with; see `settings.config_of` to act on it.
+
+        Raises ArtifactError where there is none, and ConfigError.
+        """
+        with records.open_file(self.config_file):  # which refuses a pipe, where `load` would wait
+            return load(self.config_file)
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """Within the block writes below raise MachineError once another directory stands in the place of this one."""
+        # Open, so that the file system cannot give its number to another one.
+        descriptor = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
+        _HELD[descriptor] = self.path
+        try:
+            yield
+        finally:
+            del _HELD[descriptor]
+            os.close(descriptor)
+
+    @contextlib.contextmanager
+    def locked(self) -> Iterator[None]:
+        """Keep other processes from training here; released by the kernel however this one ends.
+
+        Raises MachineError, naming the process, where another one does.
+        """
+        try:
+            file = open(self.lock_file, "a+", encoding="utf-8", errors="replace")  # noqa: SIM115 -- closed below
+        except OSError as error:
+            raise MachineError(not_written(self.lock_file, error)) from None
+        with self.held(), file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                file.seek(0)
+                raise MachineError(
+                    f"{self.path} is in use by process {re.sub('[^0-9]', '', file.read(20))}: wait for its end or stop "
+                    "it, or set another `output.dir`"
+                ) from None
+            except OSError as error:
+                # Some network file systems have no locks; a run there is worth more than the guard.
+                if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
+                    raise MachineError(f"{self.lock_file} cannot be locked: {error.strerror}") from None
+            try:
+                file.truncate(0)
+                file.write(f"{os.getpid()}\n")
+                file.flush()
+            except OSError as error:
+                raise MachineError(not_written(self.lock_file, error)) from None
+            yield
+
+    # -- lines that grow -------------------------------------------------------------------------------------------
+
+    def event(self, name: str, **fields: Any) -> None:
+        """Append one line to events.jsonl: what happened, when, and the facts a person needs."""
+        append_line(self.events_file, {"time": round(time.time(), 3), "event": name, **fields})
+
+    def events(self) -> list[dict[str, Any]]:
+        """The lines of events.jsonl that are as this program writes them."""
+        return records.read_lines(self.events_file, records.EVENT).rows
+
+    def metrics(self) -> list[dict[str, Any]]:
+        """The lines of metrics.jsonl that are as this program writes them."""
+        return records.read_lines(self.metrics_file, records.METRIC).rows
+
+    def forget_metrics_after(self, step: int) -> None:
+        """Drop the metric lines of steps that a resume will do again, so that each step has one line."""
+        kept = [line for line in self.metrics() if line["step"] <= step]
+        write_lines(self.metrics_file, kept)
+
+    def forget_evaluation_at(self, step: int) -> None:
+        """Drop the line of an evaluation that a resume will do again."""
+        kept = [line for line in self.metrics() if line["step"] != step or "eval_loss" not in line]
+        write_lines(self.metrics_file, kept)
+
+    @property
+    def finished(self) -> bool:
+        """Whether the last start of this run came to its end, exports and report included."""
+        ended = False
+        for event in self.events():
+            ended = event["event"] == "finished" or (ended and event["event"] not in ("started", "resumed"))
+        return ended
+
+    @property
+    def steps_done(self) -> int:
+        """Optimizer steps of the last end of training."""
+        return max((event["step"] for event in self.events() if event["event"] == "trained"), default=0)
+
+    @property
+    def saved_steps(self) -> list[int]:
+        """Steps of the checkpoints that were written since the run was started from nothing."""
+        steps: list[int] = []
+        for event in self.events():
+            if event["event"] == "started":
+                steps.clear()
+            elif event["event"] == "saved":
+                steps.append(event["step"])
+        return steps
+
+    @property
+    def has_results(self) -> bool:
+        """Whether anything was trained here that another start would go on from or stand beside."""
+        return self.exists and bool(
+            self.complete_checkpoints() or self.saved_steps or self.adapter.exists() or self.merged.exists()
+        )
+
+    @property
+    def exists(self) -> bool:
+        """Whether a run was ever started here."""
+        return self.events_file.is_file() and self.config_file.is_file()
+
+    # -- files that are replaced as a whole ------------------------------------------------------------------------
+
+    def answers(self) -> list[Answer]:
+        """The held-out questions and their answers; none where none were asked. Raises ArtifactError."""
+        return records.read(self.answers_file, records.ANSWERS) if records.exists(self.answers_file) else []
+
+    def environment(self) -> Environment | None:
+        """What the last start was done with, where it was written down. Raises ArtifactError."""
+        file = self.environment_file
+        return records.read(file, records.ENVIRONMENT) if records.exists(file) else None
+
+    def merge_proof(self) -> MergeProof | None:
+        """How near the merged model is to what was trained, where there is one. Raises ArtifactError."""
+        file = self.merged / "merge.json"
+        return records.read(file, records.MERGE_PROOF) if records.exists(file) else None
+
+    # -- checkpoints -----------------------------------------------------------------------------------------------
+
+    def checkpoint(self, step: int) -> Path:
+        return self.checkpoints / f"{_CHECKPOINT}{step:08d}"
+
+    def complete_checkpoints(self) -> list[Path]:
+        """Checkpoints that were published, oldest first. Half-written ones carry another suffix."""
+        found = self.checkpoints.glob(f"{_CHECKPOINT}*") if self.checkpoints.is_dir() else []
+        return sorted(path for path in found if path.is_dir() and re.fullmatch(r"step-[0-9]{8,}", path.name))
+
+    def remove_leftovers(self) -> None:
+        """Remove what a kill left half-written, and put back what it left half-replaced."""
+        for folder in (self.path, self.checkpoints):
+            for replaced in folder.glob("*" + _REPLACED):
+                _put_back(replaced.with_suffix(""))
+            for partial in folder.glob("*" + _PARTIAL):
+                _remove(partial)
+
+    # -- starting over ---------------------------------------------------------------------------------------------
+
+    def move_aside(self) -> Path:
+        """Rename an earlier run so that a fresh one can take its place; nothing is deleted.
+
+        Raises MachineError where it cannot be renamed, and then it stays as it was.
+        """
+        path = Path(os.path.realpath(self.path))
+        try:
+            numbered = (path.with_name(f"{path.name}.{number}") for number in range(1, 10_000))
+            aside = next((place for place in numbered if not os.path.lexists(place)), None)
+            if aside is None:
+                raise OSError(errno.EEXIST, "too many earlier runs beside it")
+            path.rename(aside)
+        except OSError as error:
+            raise MachineError(
+                f"{path}: the earlier run cannot be renamed, so it stays: {error.strerror}; move it yourself, or set "
+                "another `output.dir`"
+            ) from None
+        return aside
+
+
+# The directories that this process writes, by the descriptors that say which ones they are.
+_HELD: dict[int, Path] = {}
+
+
+def refuse_another(path: Path) -> None:
+    """Raise MachineError where `path` lies below a directory that is held and no longer stands in its place.
+
+    So it is when a run is renamed while it trains, perhaps with another one started under its name.
+    """
+    for descriptor, folder in list(_HELD.items()):
+        if path.is_relative_to(folder) and not _is_still(folder, descriptor):
+            raise MachineError(
+                f"{folder} is no longer the directory that this run was started in, which was moved, replaced or "
+                "removed while it trained; nothing is written there. What was saved is where that one is now: start "
+                "the command again with `output.dir` set to it"
+            )
+
+
+def _is_still(folder: Path, descriptor: int) -> bool:
+    try:
+        return os.path.samestat(os.stat(folder), os.fstat(descriptor))
+    except FileNotFoundError:
+        return False
+
+
+def checkpoint_step(path: Path) -> int:
+    """The optimizer step a checkpoint directory is named after."""
+    return int(path.name.removeprefix(_CHECKPOINT))
+
+
+@contextlib.contextmanager
+def staged(target: Path) -> Iterator[Path]:
+    """Write a directory under a temporary name and publish it by rename when the block ends without an error.
+
+    An earlier `target` is replaced only then. Files and directory are fsynced before the rename, so that the name never
+    points to less than what was written.
+    """
+    refuse_another(target)
+    _put_back(target)
+    partial = target.with_name(target.name + _PARTIAL)
+    _remove(partial)
+    partial.mkdir(parents=True)
+    try:
+        yield partial
+        for path in (*partial.rglob("*"), partial):
+            _fsync(path)
+        refuse_another(target)
+        _publish(partial, target)
+    except BaseException:
+        refuse_another(target)
+        _remove(partial)  # a full disk needs the room for the line that says so
+        raise
+
+
+def _publish(partial: Path, target: Path) -> None:
+    replaced = target.with_name(target.name + _REPLACED)
+    if target.exists():
+        target.rename(replaced)
+    try:
+        partial.rename(target)
+    except OSError:
+        if replaced.exists():
+            replaced.rename(target)
+        raise
+    _fsync(target.parent)
+    _remove(replaced)
+
+
+def _put_back(target: Path) -> None:
+    """Undo or finish a replacement of `target` that was cut short between its two renames."""
+    replaced = target.with_name(target.name + _REPLACED)
+    if replaced.exists():
+        if target.exists():
+            _remove(replaced)
+        else:
+            replaced.rename(target)
+
+
+def dispose(folder: Path) -> None:
+    """Remove a directory so that a kill on the way leaves no half of it under its name."""
+    refuse_another(folder)
+    partial = folder.with_name(folder.name + _PARTIAL)
+    _remove(partial)
+    _remove(folder.rename(partial))
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def write_bytes(path: Path, content: bytes) -> None:
+    """Replace a file as a whole: what is there changes only once all of `content` is on disk.
+
+    A device or pipe is written to as it is. Raises MachineError where the disk does not take it, and leaves nothing.
+    """
+    refuse_another(path)
+    in_place = path.exists() and not path.is_file()
+    written = path if in_place else path.with_name(path.name + _PARTIAL)
+    try:
+        with open(written, "wb") as file:
+            file.write(content)
+            file.flush()
+            if not in_place:
+                os.fsync(file.fileno())
+        if not in_place:
+            refuse_another(path)
+            os.replace(written, path)
+    except BaseException as error:
+        if not in_place:
+            with contextlib.suppress(OSError):
+                _remove(written)
+        if isinstance(error, OSError):
+            raise MachineError(not_written(path, error)) from None
+        raise
+
+
+def write_text(path: Path, text: str) -> None:
+    """Replace a file as a whole; see `write_bytes`."""
+    write_bytes(path, text.encode())
+
+
+def write_json(path: Path, value: Any) -> None:
+    write_text(path, json.dumps(value, indent=2, allow_nan=False) + "\n")
+
+
+def write_lines(path: Path, values: Iterable[dict[str, Any]]) -> None:
+    """Replace a .jsonl file as a whole; see `write_bytes`."""
+    write_text(path, "".join(json.dumps(value) + "\n" for value in values))
+
+
+def append_line(path: Path, value: dict[str, Any]) -> None:
+    """Add one line. Raises MachineError where the disk does not take it."""
+    refuse_another(path)
+    try:
+        with open(path, "a+b") as file:
+            torn = ""
+            if file.tell():
+                file.seek(-1, os.SEEK_END)
+                torn = "\n" if file.read(1) != b"\n" else ""
+            refuse_another(path)  # once more: what was opened may be another's by now
+            file.write((torn + json.dumps(value) + "\n").encode())
+    except OSError as error:
+        raise MachineError(not_written(path, error)) from None
+
+
+DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS, errno.EACCES, errno.EPERM)
+"""What a disk says that is full, failing, or not ours to write."""
+
+
+def not_written(path: Path, error: Exception) -> str:
+    """What a person is told of a write that failed: the file, why, the room left, and what to do."""
+    try:
+        free = f"{shutil.disk_usage(path.parent).free:,} bytes are free"
+    except OSError:
+        free = "its directory is not there"
+    why = getattr(error, "strerror", None) or error
+    return (
+        f"{path} could not be written: {why}; {free}. What was there before is untouched: make room, or choose another "
+        "place (a run's is `output.dir`), and start the same command again"
+    )
+
+
+def _fsync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

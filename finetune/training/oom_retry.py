@@ -1,0 +1,123 @@
+"""Out of memory, healed: what did not fit is split, and done again from where it began.
+
+The loss of a step is a sum over its tokens, divided by their number in the whole step. So micro-batches may be split
+anywhere between rows: the gradient is the same but for the order in which its terms are added.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from finetune.runtime import libraries
+from finetune.runtime.randomness import RandomState
+from finetune.training.collator import Inputs, first_row, split
+
+if TYPE_CHECKING:
+    from finetune.training.trainer import Trainer
+
+
+class Limit:
+    """From which size on micro-batches are split: that of the smallest found not to fit, in places (rows x tokens)."""
+
+    def __init__(self) -> None:
+        self.places: int | None = None
+
+    def parts(self, micro_batches: Iterable[Inputs]) -> list[Inputs]:
+        """The micro-batches, each halved until it is below the limit or a single row."""
+        found: list[Inputs] = []
+        for inputs in micro_batches:
+            halves = split(inputs) if self.places is not None and _places(inputs) >= self.places else None
+            found += self.parts(halves) if halves else [inputs]
+        return found
+
+    def lower(self, inputs: Inputs) -> bool:
+        """Learn that `inputs` does not fit; False where it cannot be split."""
+        if split(inputs) is None:
+            return False
+        self.places = min(self.places or _places(inputs), _places(inputs))
+        return True
+
+
+def _places(inputs: Inputs) -> int:
+    return inputs["input_ids"].numel()
+
+
+class StepStart:
+    """Where a step began: random numbers and counts. Its gradients began as none, its weights have not changed."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+        self._random = RandomState()
+        # What TRL 1.16 counts in `compute_loss`, for trackers.
+        self._metrics = {name: list(values) for name, values in trainer._metrics["train"].items()}
+        self._tokens = trainer._total_train_tokens
+
+    def restore(self) -> None:
+        """Undo all forward and backward passes since."""
+        trainer = self._trainer
+        trainer.model.zero_grad(set_to_none=True)
+        self._random.restore()
+        trainer._metrics["train"].clear()
+        trainer._metrics["train"].update(self._metrics)
+        trainer._total_train_tokens = self._tokens
+        trainer.step_counts.clear()
+
+
+def release(error: BaseException | None = None) -> None:
+    """Give back the memory of a pass that failed: what its frames hold, if `error` is still needed, and caches."""
+    if error is not None:
+        traceback.clear_frames(error.__traceback__)
+    libraries.return_freed_memory()
+
+
+class UpdateStart:
+    """Where an update began, to tell after a failure whether any weight or optimizer state was changed by it.
+
+    Optimizers update tensor by tensor, and an update that stopped between two of them cannot be undone without a copy
+    of everything. It can be told: torch counts the changes of each tensor; bitsandbytes' kernels write past that count,
+    but its update of a tensor begins with counting the steps of its state.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+        self._weights = {weight: weight._version for weight in _weights(optimizer)}
+        self._states = {weight: _marks(state) for weight, state in optimizer.state.items()}
+
+    def undo(self) -> bool:
+        """Remove the states that were made since, and whether this leaves everything as it was."""
+        states = self._optimizer.state
+        new = [weight for weight in states if weight not in self._states]
+        untouched = (
+            all(weight._version == before for weight, before in self._weights.items())
+            and all(_marks(states[weight]) == before for weight, before in self._states.items())
+            and not any(float(states[weight].get("step", 0)) for weight in new)
+        )
+        if untouched:
+            for weight in new:
+                del states[weight]
+        return untouched
+
+
+def _weights(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
+    for group in optimizer.param_groups:
+        yield from group["params"]
+
+
+def _marks(state: dict[str, Any]) -> dict[str, Any]:
+    """Something about each value of a weight's state that a change of it changes."""
+    return {
+        name: (id(value), value._version) if isinstance(value, torch.Tensor) else value for name, value in state.items()
+    }
+
+
+def place_of(rows: Any, inputs: Inputs) -> str:
+    """Where the row of a micro-batch of one stands in its source, found by its tokens in the data set `rows`."""
+    ids = first_row(inputs)
+    for number, length in enumerate(rows["length"][:]):
+        if length == len(ids) and list(rows[number]["input_ids"]) == ids:
+            return str(rows[number]["place"])
+    return "a row that is not in the data set"

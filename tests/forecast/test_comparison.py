@@ -1,0 +1,56 @@
+"""Forecast beside measured: the phases that both have, each in its own measure."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from forecasts import GIB, MIB, forecast
+
+from finetune.forecast.comparison import TOLD_ABOVE, Difference, as_dict, compare
+
+
+def test_on_a_card_allocated_and_reserved_are_compared_and_the_device_is_not() -> None:
+    measured = {
+        "backward": {"allocated_bytes": 5000 * MIB, "reserved_bytes": 6144 * MIB, "device_bytes": 9000 * MIB},
+        "save": {"allocated_bytes": MIB},
+    }
+    found = compare(forecast(), measured)
+    assert [(each.phase, each.measure, each.forecast_bytes) for each in found] == [
+        ("backward", "allocated_bytes", 5632 * MIB),
+        ("backward", "reserved_bytes", 6144 * MIB),
+    ]
+    assert [each.label for each in found] == ["backward, allocated", "backward, reserved"]
+    assert found[0].relative == pytest.approx(0.1264)
+    assert [each.large for each in found] == [True, False]
+
+
+def test_on_a_cpu_the_resident_size_stands_beside_tensors_and_what_was_there_before() -> None:
+    [found] = compare(forecast(type="cpu"), {"backward": {"resident_bytes": 7 * GIB}})
+    assert found.forecast_bytes == 5632 * MIB + GIB
+    assert found.label == "backward"
+    assert found.relative < 0, "too little was forecast"
+
+
+@pytest.mark.parametrize("share", [1 - 2 * TOLD_ABOVE, 1 - TOLD_ABOVE / 2, 1.0, 1 + 2 * TOLD_ABOVE])
+def test_what_is_far_off_on_either_side_is_large(share: float) -> None:
+    found = Difference("load", "resident_bytes", round(1e9 * share), 10**9)
+    assert found.large is (abs(share - 1) > TOLD_ABOVE)
+
+
+def test_the_file_has_the_forecast_and_once_there_is_something_what_was_measured() -> None:
+    before = json.loads(json.dumps(as_dict(forecast(), {})))
+    assert before["measured"] == {}
+    assert before["differences"] == []
+    assert before["peak_allocated_bytes"] == 5632 * MIB
+    after = as_dict(forecast(), {"load": {"allocated_bytes": 3000 * MIB}})
+    assert after["measured"] == {"load": {"allocated_bytes": 3000 * MIB}}
+    assert after["differences"] == [
+        {
+            "phase": "load",
+            "measure": "allocated_bytes",
+            "forecast_bytes": 3072 * MIB,
+            "measured_bytes": 3000 * MIB,
+            "relative": 0.024,
+        }
+    ]

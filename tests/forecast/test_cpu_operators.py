@@ -1,0 +1,97 @@
+"""What the CPU's kernels are said to allocate within is what they do, by the profiler."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from finetune.forecast import operator_costs
+
+aten = torch.ops.aten
+BF16, FP32 = torch.bfloat16, torch.float32
+flash = aten._scaled_dot_product_flash_attention_for_cpu.default
+SLACK_BYTES = 4096
+"""Scalars, and sums of single rows."""
+
+
+def some(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
+    return torch.randn(*shape).to(dtype)
+
+
+def heads(tokens: int, count: int = 4, dtype: torch.dtype = BF16) -> torch.Tensor:
+    """(1, heads, tokens, 32), heads side by side as projections leave them."""
+    return some(1, tokens, count, 32, dtype=dtype).transpose(1, 2)
+
+
+OPERATORS: dict[str, tuple[Any, tuple[Any, ...]]] = {
+    "product": (aten.mm.default, (some(512, 128), some(128, 704))),
+    "product with a weight by columns": (aten.mm.default, (some(512, 128), some(704, 128).t())),
+    "product into a tile": (aten.mm.out, (some(32, 128), some(128, 2048))),
+    "product in float32": (aten.mm.default, (some(512, 128, dtype=FP32), some(128, 704, dtype=FP32))),
+    "linear": (aten.linear.default, (some(2, 256, 128), some(704, 128))),
+    "with bias": (aten.addmm.default, (some(704), some(512, 128), some(128, 704))),
+    "batch": (aten.bmm.default, (some(4, 512, 32), some(4, 32, 512))),
+    "batch of heads": (aten.bmm.default, (heads(512)[0], heads(512)[0].mT)),
+    "batch of heads in float32": (aten.bmm.default, (heads(512, dtype=FP32)[0], heads(512, dtype=FP32)[0].mT)),
+    "attention": (flash, (heads(512), heads(512), heads(512), 0.0, True)),
+    "attention over a long row": (flash, (heads(2048), heads(2048), heads(2048), 0.0, True)),
+    "attention in float32": (flash, (*[heads(512, dtype=FP32)] * 3, 0.0, True)),
+    "attention, shared keys": (flash, (heads(128), heads(128, 2), heads(128, 2), 0.0, True)),
+    "softmax": (aten._safe_softmax.default, (some(1, 4, 256, 256), -1)),
+    "scatter": (aten.scatter.src, (some(512, 512), -1, torch.zeros(512, 1, dtype=torch.int64), some(512, 1))),
+    "sum of two types": (aten.add.Tensor, (some(512, 512), some(512, 512, dtype=FP32))),
+    "masked": (aten.masked_fill.Scalar, (some(512, 512, dtype=FP32), torch.zeros(512, 512, dtype=torch.bool), -1.0)),
+    "chosen": (aten.where.self, (torch.zeros(512, 512, dtype=torch.bool), some(512, 512), some(512, 512))),
+}
+
+
+def scratch(operator: Any, arguments: tuple[Any, ...]) -> int:
+    """Bytes of the peak within the real operator beyond what stays."""
+    named = {"out": some(arguments[0].shape[0], arguments[1].shape[1])} if operator is aten.mm.out else {}
+    operator(*arguments, **named)  # what is made once is no part of it
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        result = operator(*arguments, **named)
+    found, pending = [], list(profiler.profiler.kineto_results.experimental_event_tree())
+    while pending:
+        event = pending.pop()
+        pending += event.children
+        if event.tag.name == "Allocation":
+            found.append((event.start_time_ns, len(found), event.typed[1].alloc_size))
+    live = peak = 0
+    for _, _, size in sorted(found):
+        live += size
+        peak = max(peak, live)
+    del result
+    return peak - live
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Any:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_the_scratch_of_a_cpu_kernel_is_what_the_real_one_allocates(name: str) -> None:
+    operator, arguments = OPERATORS[name]
+    assert sum(operator_costs.cpu().scratch(operator, arguments, {})) == pytest.approx(
+        scratch(operator, arguments), abs=SLACK_BYTES
+    )
+
+
+@pytest.mark.parametrize("tokens", [128, 512, 1024])
+@pytest.mark.parametrize("dtype", [BF16, FP32])
+def test_so_is_that_of_attentions_backward_pass(tokens: int, dtype: torch.dtype) -> None:
+    query = heads(tokens, dtype=dtype)
+    out, lse = flash(query, query, query, 0.0, True)
+    for gradient in (torch.randn_like(query), torch.randn(query.shape).to(dtype)):  # the second lies otherwise
+        operator = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+        arguments = (gradient, query, query, query, out, lse, 0.0, True)
+        assert sum(operator_costs.cpu().scratch(operator, arguments, {})) == pytest.approx(
+            scratch(operator, arguments), abs=SLACK_BYTES
+        )

@@ -1,0 +1,169 @@
+"""The device of a plan: a card of the table, a size, what is here, or the CPU; and what a job may take of it."""
+
+from __future__ import annotations
+
+import functools
+import math
+from pathlib import Path
+from types import SimpleNamespace
+
+import psutil
+import pytest
+import torch
+from forecasts import GIB
+from hypothesis import given
+from hypothesis import strategies as st
+
+from finetune.config import MemorySection
+from finetune.errors import ConfigError, MachineError, OutOfMemoryError
+from finetune.forecast import devices as device
+from finetune.forecast import gpus, operator_costs
+
+NONE = MemorySection()
+
+
+@pytest.mark.parametrize("name", ["RTX 4090", "T4", "H100"])
+def test_a_card_has_the_figures_of_the_table(name: str) -> None:
+    found, card = device.find(name, NONE), gpus.find(name)
+    assert (found.type, found.name) == ("cuda", name)
+    assert found.budget_bytes == card.total_bytes
+    assert found.capability == card.compute_capability
+    assert (found.flops, found.bandwidth_bytes) == (card.flops, card.bandwidth_bytes)
+    assert found.outside_bytes == operator_costs.context_bytes(card.multiprocessors)
+    assert found.workspace_bytes == operator_costs.workspace_bytes(card.compute_capability) > 0
+
+
+@pytest.mark.parametrize(("text", "gib"), [("24GiB", 24), (" 16 GiB ", 16), ("7.5GiB", 7.5), ("81920MiB", 80)])
+def test_a_size_is_the_budget_with_the_speed_of_the_nearest_card(text: str, gib: float) -> None:
+    found = device.find(text, NONE)
+    assert found.budget_bytes == gib * GIB
+    nearest = min(gpus.smallest_first(), key=lambda card: abs(card.total_bytes - gib * GIB))
+    assert nearest.name in found.name
+    assert text in found.name
+    assert found.flops == nearest.flops
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [("RTX 4900", "RTX 4090"), ("H10", "H100"), ("24GB", "GiB"), ("GiB", None), ("", None), ("24", None)],
+)
+def test_what_is_no_card_is_refused_with_what_was_meant(name: str, hint: str | None) -> None:
+    with pytest.raises(ConfigError) as raised:
+        device.find(name, NONE)
+    assert hint is None or hint in str(raised.value)
+    assert "\n" not in str(raised.value).strip()
+
+
+def test_auto_without_a_card_says_what_to_give(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(MachineError, match="24GiB"):
+        device.find("auto", NONE)
+
+
+def test_the_least_of_card_budget_and_limit_is_what_the_job_may_take() -> None:
+    def budget(name: str, **sizes: int) -> int:
+        return device.find(name, MemorySection(**sizes)).budget_bytes
+
+    whole = device.find("T4", NONE).budget_bytes
+    assert budget("T4", budget=5 * GIB) == 5 * GIB
+    assert budget("T4", limit=6 * GIB) == 6 * GIB
+    assert budget("T4", budget=7 * GIB, limit=6 * GIB) == 6 * GIB
+    assert budget("T4", budget=100 * GIB) == whole
+    assert budget("24GiB", budget=8 * GIB) == 8 * GIB
+
+
+class Card:
+    """A fake card that is here: its cap, and what torch makes of it (CUDACachingAllocator.cpp, `setMemoryFraction`)."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, total_bytes: int, multiprocessors: int = 58) -> None:
+        self.total_bytes = total_bytes
+        self.share = 0.0
+        properties = SimpleNamespace(
+            name="NVIDIA L4", total_memory=total_bytes, multi_processor_count=multiprocessors, major=8, minor=9
+        )
+        patch.setattr(torch.cuda, "current_device", lambda: 0)
+        patch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+        patch.setattr(torch.cuda, "mem_get_info", lambda: (total_bytes, total_bytes))
+        patch.setattr(torch.cuda, "memory_reserved", lambda: 0)
+        patch.setattr(
+            torch.cuda, "set_per_process_memory_fraction", lambda share, device: setattr(self, "share", share)
+        )
+
+    @property
+    def allowed_bytes(self) -> int:
+        assert 0 <= self.share <= 1
+        return int(self.share * self.total_bytes)
+
+
+HERE = torch.device("cuda", 0)
+
+
+@given(total=st.integers(8 * GIB, 2**40), data=st.data())
+def test_the_cap_lets_the_allocator_reserve_what_the_budget_leaves_it(total: int, data: st.DataObject) -> None:
+    limit = data.draw(st.integers(GIB, total - 1))
+    with pytest.MonkeyPatch.context() as patch:
+        card = Card(patch, total)
+        device.cap(limit, HERE)
+        assert card.allowed_bytes == device.here(HERE, MemorySection(limit=limit)).room_bytes
+
+
+def test_a_cap_takes_the_context_off_its_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    card = Card(monkeypatch, 24 * GIB, multiprocessors=100)
+    device.cap(8 * GIB, HERE)
+    assert card.allowed_bytes == 8 * GIB - 100 * 5 * 2**20
+    device.cap(None, HERE)
+    assert card.allowed_bytes == 24 * GIB
+    device.cap(100 * GIB, HERE)
+    assert card.allowed_bytes == 24 * GIB
+
+
+def test_a_limit_that_the_context_takes_alone_is_refused_by_cap_and_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    Card(monkeypatch, 24 * GIB, multiprocessors=100)
+    limit = 100 * 5 * 2**20
+    assert device.here(HERE, MemorySection(limit=limit)).room_bytes == 0
+    with pytest.raises(OutOfMemoryError, match=r"memory\.limit.*500 MiB"):
+        device.cap(limit, HERE)
+
+
+def test_a_cpu_has_what_is_available_and_what_this_process_holds() -> None:
+    found = device.find("cpu", NONE)
+    memory = psutil.virtual_memory()
+    assert (found.type, found.name, found.workspace_bytes) == ("cpu", "CPU", 0)
+    assert found.outside_bytes == pytest.approx(psutil.Process().memory_info().rss, rel=0.2)
+    assert found.outside_bytes < found.budget_bytes <= memory.total
+    assert found.flops > 1e8
+    assert found.bandwidth_bytes > 1e8
+    assert 0 < found.call_seconds < 1e-3
+    assert device.find("cpu", MemorySection(budget=GIB)).budget_bytes == GIB
+    assert device.find("cpu", MemorySection(limit=1024)).budget_bytes > GIB, "a limit is a card's"
+    assert device.here(torch.device("cpu"), NONE).type == "cpu"
+
+
+def test_a_control_group_and_those_above_it_lower_what_a_cpu_has(tmp_path: Path) -> None:
+    def group(folder: Path, limit: str, current: int, cache: int) -> None:
+        folder.mkdir(exist_ok=True)
+        (folder / "memory.max").write_text(f"{limit}\n")
+        (folder / "memory.current").write_text(f"{current}\n")
+        (folder / "memory.stat").write_text(f"anon 5\ninactive_file {cache}\nactive_file 7\n")
+
+    process = tmp_path / "cgroup"
+    process.write_text("4:memory:/old\n0::/batch/job\n")
+    left = functools.partial(device.left_by_control_groups, process, tmp_path)
+    assert left() == math.inf, "no such folder"
+    group(tmp_path / "batch", "max", 100, 0)
+    group(tmp_path / "batch" / "job", "1000", 400, 50)
+    assert left() == 650
+    group(tmp_path / "batch", "700", 600, 0)
+    assert left() == 100
+    process.write_text("4:memory:/old\n")
+    assert left() == math.inf, "control groups of version 1"
+
+
+def test_the_smallest_card_that_fits_holds_its_own_context_too() -> None:
+    for needed in (GIB, 11 * GIB, 23 * GIB, 70 * GIB):
+        found = device.smallest_fitting(needed)
+        assert found is not None
+        assert needed + found.outside_bytes <= found.budget_bytes
+        smaller = [card for card in gpus.smallest_first() if card.total_bytes < found.budget_bytes]
+        assert all(needed + operator_costs.context_bytes(card.multiprocessors) > card.total_bytes for card in smaller)
+    assert device.smallest_fitting(1000 * GIB) is None

@@ -1,0 +1,209 @@
+"""A deep model's trace is a shallow one's with its layers repeated, exactly; where it is not, that is noticed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import rehearsals
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from traces import Story, peaks, told
+
+from finetune.forecast import step as rehearsal
+from finetune.forecast.depth import Scattered
+from finetune.forecast.extrapolate import NotAlike, Shortened, shorten, unroll, whole
+from finetune.forecast.trace import Trace
+
+# -- which layers are kept ---------------------------------------------------------------------------------------------
+
+
+def test_of_layers_that_are_all_alike_five_are_kept_and_the_second_stands_for_the_rest() -> None:
+    assert shorten("a" * 9) == Shortened((0, 1, 2, 3, 8), (0, 1, 2, 3, 4), (1, 5, 1, 1, 1))
+
+
+def test_the_first_layers_checkpointed_and_the_others_not_are_two_stretches() -> None:
+    found = shorten("c" * 7 + "p" * 6)
+    assert found.layers == (0, 1, 2, 3, 6, 7, 8, 9, 10, 12)
+    assert found.unit == tuple(range(10))
+    assert found.repeats == (1, 3, 1, 1, 1, 1, 2, 1, 1, 1)
+
+
+def test_a_stretch_too_short_to_save_anything_is_kept_whole() -> None:
+    assert shorten("a" * 5) == whole(5)
+    assert shorten("abcabc") == whole(6)
+    assert shorten("cc" + "p" * 6).layers == (0, 1, 2, 3, 4, 5, 7)
+    assert shorten("") == whole(0)
+
+
+@pytest.mark.parametrize(("kinds", "size"), [("ab" * 8, 2), ("wwf" * 7, 3), ("cp" * 6, 2)])
+def test_alternating_kinds_repeat_as_one_unit(kinds: str, size: int) -> None:
+    found = shorten(kinds)
+    units = len(kinds) // size
+    assert found.layers == (*range(4 * size), *range(len(kinds) - size, len(kinds)))
+    assert found.unit == tuple(number for number in range(5) for _ in range(size))
+    assert found.repeats == (1, units - 4, 1, 1, 1)
+
+
+def test_every_second_layer_of_an_odd_number_leaves_the_last_by_itself() -> None:
+    found = shorten("cp" * 6 + "c")
+    assert found.layers == (*range(8), 10, 11, 12)
+    assert found.repeats == (1, 2, 1, 1, 1, 1)
+
+
+@settings(deadline=None, derandomize=True)
+@given(st.lists(st.tuples(st.text("abc", min_size=1, max_size=4), st.integers(1, 12)), max_size=4))
+def test_the_layers_kept_repeated_are_the_layers_there_were(stretches: list[tuple[str, int]]) -> None:
+    kinds = "".join(text * times for text, times in stretches)
+    found = shorten(kinds)
+    units: dict[int, str] = {}
+    for layer, unit in zip(found.layers, found.unit, strict=True):
+        units[unit] = units.get(unit, "") + kinds[layer]
+    assert "".join(units[number] * times for number, times in enumerate(found.repeats)) == kinds
+
+
+# -- traces written by hand --------------------------------------------------------------------------------------------
+
+
+def step(layers: int, *, weight: Callable[[int], int] = lambda layer: 100, reach: int = 1, odd: int = -1) -> Story:
+    """Load, forward and backward: a layer frees its neighbour's output, its own activations and a shared gradient.
+
+    `weight` gives the bytes of a layer's weight, `reach` how far away the output is that a layer frees; the layer
+    number `odd` makes something more.
+    """
+    story = Story().at("load")
+    for layer in range(layers):
+        story.at("load", layer).make(f"weight{layer}", weight(layer), "base_weights")
+    story.at("forward").make("embedded", 50)
+    for layer in range(layers):
+        story.at("forward", layer).make(f"saved{layer}", 40 + 400 * (layer == 0)).make(f"out{layer}", 30)
+        if layer == odd:
+            story.make("odd", 7).drop("odd")
+        if layer >= reach:
+            story.drop(f"out{layer - reach}")
+        story.work(flops=10, moved_bytes=20, calls=3)
+    story.at("forward").make("logits", 500, "loss")
+    story.at("backward")
+    for layer in range(layers):
+        story.make(f"router{layer}", 3)
+    for layer in reversed(range(layers)):
+        story.at("backward", layer).make(f"grad{layer}", 60, "gradients").drop(f"saved{layer}", f"router{layer}")
+    story.at("backward").drop(*(f"out{layer}" for layer in range(max(0, layers - reach), layers)), "logits", "embedded")
+    story.at("optimizer").drop(*(f"grad{layer}" for layer in range(layers)))
+    return story
+
+
+def evaluated(layers: int) -> Story:
+    """A backward pass that makes less in the layer where it ends; then each layer frees its neighbour's output."""
+    story = Story()
+    for layer in reversed(range(layers)):
+        story.at("backward", layer)
+        if layer:
+            story.make(f"input gradient{layer}", 30).drop(f"input gradient{layer}")
+    for layer in range(layers):
+        story.at("evaluation", layer).make(f"out{layer}", 30)
+        if layer:
+            story.drop(f"out{layer - 1}")
+    return story.drop(f"out{layers - 1}")
+
+
+def without_layers(trace: Trace) -> list[tuple[str, int, int, str]]:
+    return [(phase, *event) for phase, _, *event in told(trace)]
+
+
+@pytest.mark.parametrize("layers", [6, 7, 20])
+def test_a_short_traces_layers_repeated_are_the_long_trace(layers: int) -> None:
+    found = unroll(step(5).trace, shorten("a" * layers))
+    expected = step(layers).trace
+    assert without_layers(found) == without_layers(expected)
+    assert found.work(["forward"]) == expected.work(["forward"])
+
+
+def test_a_first_layer_that_makes_less_in_one_phase_is_alike_in_the_next() -> None:
+    found = unroll(evaluated(5).trace, shorten("a" * 9))
+    assert without_layers(found) == without_layers(evaluated(9).trace)
+
+
+def test_frees_are_of_the_blocks_that_were_made() -> None:
+    living = set[int]()
+    for run in unroll(step(5).trace, shorten("a" * 9)).runs:
+        for event in run.events:
+            living.add(event) if event > 0 else living.remove(-event)
+    assert len(living) == 9, "the weights stay"
+
+
+def test_a_whole_trace_is_left_as_it_is() -> None:
+    trace = step(4).trace
+    assert unroll(trace, whole(4)) is trace
+
+
+@pytest.mark.parametrize(
+    ("story", "words"),
+    [
+        pytest.param(step(5, odd=1), "units 1 and 2 of the layers differ", id="the template does more"),
+        pytest.param(step(5, odd=2), "units 1 and 2 of the layers differ", id="the next does more"),
+        pytest.param(step(5, reach=2), "reach|differ", id="it frees what is two layers away"),
+        pytest.param(step(5, weight=lambda layer: 100 + (layer == 4)), "keep differs", id="the last keeps more"),
+        pytest.param(step(5, weight=lambda layer: 100 + (layer == 0)), "keep differs", id="the first keeps more"),
+    ],
+)
+def test_layers_that_are_not_alike_are_noticed(story: Story, words: str) -> None:
+    with pytest.raises(NotAlike, match=words):
+        unroll(story.trace, shorten("a" * 9))
+
+
+def test_only_the_ends_may_come_and_go_otherwise() -> None:
+    found = told(unroll(step(5, odd=4).trace, shorten("a" * 9)))
+    assert [event for event in found if event[3] == 7] == [("forward", 8, sign, 7, "activations") for sign in (1, -1)]
+
+
+# -- real models -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("architecture", "layers", "changes"),
+    [
+        pytest.param("llama", 7, {}, id="llama nf4"),
+        pytest.param("llama", 7, {"memory__checkpointing": "none"}, id="nothing checkpointed"),
+        pytest.param("llama", 9, {"memory__checkpointing": 2}, id="two layers checkpointed"),
+        pytest.param(
+            "llama",
+            7,
+            {"adapter__kind": "none", "quantization__kind": "none", "optimizer__kind": "sgd"},
+            id="every weight, sgd",
+        ),
+        pytest.param("mixture", 9, {}, id="a mixture of experts"),
+    ],
+)
+def test_the_unrolled_trace_has_the_peaks_of_the_whole_one(
+    architecture: str, layers: int, changes: dict[str, Any]
+) -> None:
+    job, model = rehearsals.config(**changes), rehearsals.architecture(architecture, layers)
+    repeated = rehearsals.rehearse(job, model, evaluation=rehearsals.BATCH)
+    full = rehearsals.rehearse(job, model, evaluation=rehearsals.BATCH, shortening=lambda kinds: whole(len(kinds)))
+    found, expected = peaks(repeated), peaks(full)
+    # Clipping stacks a list of norms, one for each trained weight of the short model: 4 bytes and a copy for each
+    # that was left out.
+    assert found.pop("optimizer") == pytest.approx(expected.pop("optimizer"), abs=512)
+    assert found == expected
+    assert repeated.work(["forward", "backward"]).flops == full.work(["forward", "backward"]).flops
+    assert (repeated.parameters, repeated.largest_weight) == (full.parameters, full.largest_weight)
+    assert told(repeated)[-1][0] == told(full)[-1][0]
+
+
+@pytest.mark.parametrize("problem", [NotAlike, Scattered])
+def test_a_model_that_cannot_be_shortened_is_rehearsed_whole(
+    problem: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried = []
+
+    def rehearse(*arguments: Any) -> Trace:
+        tried.append(arguments[-1]("a" * 9))
+        if len(tried) == 1:
+            raise problem("for the test")
+        return Trace([], [])
+
+    monkeypatch.setattr(rehearsal, "_rehearse", rehearse)
+    rehearsal.rehearse(rehearsals.config(), None, rehearsals.BATCH, None, rehearsals.cpu(), "sdpa")
+    assert tried == [shorten("a" * 9), whole(9)]

@@ -1,0 +1,262 @@
+"""The search for the fastest setting that fits, against trying every setting, with a job whose needs are a formula."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import forecasts
+import pytest
+import yaml
+from forecasts import GIB, MIB
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from finetune.config import Config, dump
+from finetune.errors import OutOfMemoryError
+from finetune.forecast import fit as fitting
+from finetune.forecast.fit import Fitted, divisors, explained, fit
+from finetune.forecast.replay import Forecast
+from finetune.model.checkpointing import pattern
+
+LAYERS = 12
+DIVISORS = (16, 8, 4, 2, 1)
+JOB = Config().changed({"training.micro_batch": "auto", "memory.checkpointing": "auto", "training.batch_size": 16})
+
+
+@dataclass
+class Job:
+    """A job of LAYERS layers: memory and time as formulas of the setting; sizes in MiB.
+
+    Recomputing a layer's row costs `recompute`, moving its input to the host and back `moving`, a pass over the
+    weights `reading`, whatever the micro-batch.
+    """
+
+    budget: int
+    type: str = "cuda"
+    weights: int = 1000
+    activations: int = 50
+    layer_input: int = 5
+    logits: int = 300
+    recompute: float = 1.0
+    moving: float = 10.0
+    reading: float = 20.0
+    asked: list[Config] = field(default_factory=list)
+
+    def forecast(self, config: Config) -> Forecast:
+        self.asked.append(config)
+        rows, memory = config.training.rows, config.memory
+        checkpointed = sum(pattern(memory.checkpointing, LAYERS))
+        on_device = 0 if memory.offload == "checkpoints" else self.layer_input
+        needed = self.weights + self.logits * memory.loss_tokens // 4096
+        needed += rows * ((LAYERS - checkpointed) * self.activations + checkpointed * on_device)
+        seconds = config.training.batch_size * (4 * LAYERS + checkpointed * self.recompute)
+        seconds += config.training.batch_size // rows * (self.reading + 4096 / memory.loss_tokens / 10)
+        if memory.offload == "checkpoints":
+            seconds += config.training.batch_size * checkpointed * self.moving
+        return forecasts.forecast(
+            budget=self.budget * MIB,
+            type=self.type,
+            device=dataclasses.replace(forecasts.forecast(budget=self.budget * MIB, type=self.type).device,
+                                       outside_bytes=0),
+            peak_reserved_bytes=needed * MIB,
+            seconds=seconds,
+        )  # fmt: skip
+
+    def best(self, config: Config) -> tuple[Config, Forecast] | None:
+        """The fastest of every setting that fits; with inputs on the host only where none fits without."""
+        for offload in ("none", "checkpoints") if self.type == "cuda" else ("none",):
+            found = []
+            for rows, layers, tile in itertools.product(DIVISORS, range(offload != "none", LAYERS + 1), (4096, 512)):
+                tried = config.changed(
+                    {
+                        "training.micro_batch": rows,
+                        "memory.checkpointing": {0: "none", LAYERS: "all"}.get(layers, layers),
+                        "memory.loss_tokens": tile,
+                        "memory.offload": offload,
+                    }
+                )
+                found.append((tried, self.forecast(tried)))
+            self.asked.clear()
+            if fitting_ones := [pair for pair in found if pair[1].fits]:
+                return min(fitting_ones, key=lambda pair: pair[1].seconds)
+        return None
+
+    def fit(self, config: Config = JOB, **fixed: Any) -> Fitted:
+        given = {"rows": divisors(config.training.batch_size), "checkpointing": None, "offloads": self.type == "cuda"}
+        given |= {name: [value] if name == "rows" else value for name, value in fixed.items() if value is not None}
+        return fit(config, LAYERS, self.forecast, **given)
+
+
+BUDGETS = [
+    1040, 1060, 1100, 1170, 1200, 1250, 1330, 1400, 1440, 1500, 1600, 1800, 2000, 2500, 3000, 4000, 6000, 9000, 12000,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("reading", [0.5, 20.0, 500.0])
+@pytest.mark.parametrize("budget", BUDGETS)
+def test_it_finds_the_best_of_every_setting_with_few_of_the_forecasts(budget: int, reading: float) -> None:
+    job = Job(budget, reading=reading)
+    expected = job.best(JOB)
+    assert expected is not None
+    found = job.fit()
+    assert found.forecast.seconds == expected[1].seconds
+    assert found.forecast.fits
+    assert found.forecast == job.forecast(found.config), "the forecast is that of the config"
+    assert found.tried == len({config.model_dump_json() for config in job.asked[:-1]}) == len(job.asked) - 1
+    assert found.tried <= 40, "of 250 settings"
+
+
+@settings(deadline=None, derandomize=True, max_examples=150)
+@given(
+    budget=st.integers(1000, 12000),
+    activations=st.integers(6, 200),
+    layer_input=st.integers(0, 5),
+    logits=st.integers(0, 2000),
+    reading=st.floats(0, 1000),
+    type=st.sampled_from(["cuda", "cpu"]),
+)
+def test_it_finds_the_best_whatever_costs_most(
+    budget: int, activations: int, layer_input: int, logits: int, reading: float, type: str
+) -> None:
+    job = Job(budget, type, activations=activations, layer_input=layer_input, logits=logits, reading=reading)
+    expected = job.best(JOB)
+    assume(expected is not None)
+    assert expected is not None
+    assert job.fit().forecast.seconds == expected[1].seconds
+
+
+def test_the_global_batch_and_all_that_is_not_chosen_stay() -> None:
+    config = JOB.changed({"training.batch_size": 12, "adapter.rank": 7, "data.max_length": 333})
+    found = Job(1500).fit(config).config
+    kept = found.changed(dict.fromkeys(("training.micro_batch", "memory.checkpointing"), "auto"))
+    assert kept.changed({"memory.loss_tokens": 4096, "memory.offload": "none"}) == config
+    assert 12 % found.training.rows == 0
+
+
+@pytest.mark.parametrize(("rows", "checkpointing"), [(4, None), (None, "all"), (2, "every-2"), (None, 3)])
+def test_what_is_fixed_is_not_chosen(rows: int | None, checkpointing: str | int | None) -> None:
+    job = Job(1900)
+    found = job.fit(rows=rows, checkpointing=checkpointing).config
+    assert found.training.rows == (rows or found.training.rows)
+    assert found.memory.checkpointing == (checkpointing or found.memory.checkpointing)
+    assert all(rows in (None, asked.training.rows) for asked in job.asked)
+    assert checkpointing is None or {asked.memory.checkpointing for asked in job.asked} <= {checkpointing, "all"}
+
+
+def test_one_layer_less_would_not_fit() -> None:
+    job = Job(4000, reading=10_000)
+    found = job.fit()
+    layers = found.config.memory.checkpointing
+    assert isinstance(layers, int)
+    assert not job.forecast(found.config.changed({"memory.checkpointing": layers - 1})).fits
+    assert "one layer less would not fit" in found.reasons["memory.checkpointing"]
+
+
+def test_inputs_go_to_the_host_only_where_nothing_else_fits() -> None:
+    needed = Job(0, logits=0).forecast(JOB.changed({"training.micro_batch": 1, "memory.checkpointing": "all"}))
+    just = needed.needed_bytes // MIB
+    assert Job(just, logits=0).fit().config.memory.offload == "none"
+    found = Job(just - 1, logits=0).fit()
+    assert found.config.memory.offload == "checkpoints"
+    assert "memory.offload" in found.reasons
+    with pytest.raises(OutOfMemoryError):
+        Job(just - 1, "cpu", logits=0).fit()
+
+
+def test_a_smaller_tile_is_taken_where_it_saves_more_than_it_costs() -> None:
+    found = Job(2200, logits=600).fit(rows=1)
+    assert found.config.memory.loss_tokens == 4096, "everything fits as it is"
+    found = Job(2199, logits=600).fit(rows=1)
+    assert found.config.memory.loss_tokens == 512
+    assert "memory.loss_tokens" in found.reasons
+
+
+def test_when_nothing_fits_the_least_that_was_found_is_told() -> None:
+    with pytest.raises(OutOfMemoryError) as raised:
+        Job(1024).fit()
+    least = 1000 + 300 // 8
+    assert f"{least / 1024:.2f} GiB of 1.00" in str(raised.value)
+    for word in ("micro-batch 1", "checkpointing all", "offload checkpoints", "data.max_length", "adapter.rank"):
+        assert word in str(raised.value)
+
+
+def test_the_speed_up_is_over_the_best_that_checkpoints_everything() -> None:
+    job = Job(4000)
+    found = job.fit()
+    whole = [job.forecast(found.config.changed({"training.micro_batch": rows, "memory.checkpointing": "all"}))
+             for rows in DIVISORS]  # fmt: skip
+    assert found.everything.seconds == min(forecast.seconds for forecast in whole if forecast.fits)
+    assert found.speed_up == pytest.approx(found.everything.seconds / found.forecast.seconds)
+    assert found.speed_up > 1
+
+
+def test_as_json() -> None:
+    found = Job(4000).fit().as_dict()
+    assert set(found["chosen"]) == {
+        "training.micro_batch", "memory.checkpointing", "memory.offload", "memory.loss_tokens",
+    }  # fmt: skip
+    assert found["forecast"]["fits"] is True
+    assert found["predicted_speed_up"] > 1
+
+
+def test_a_comment_stands_beside_each_value_that_was_chosen_and_changes_no_value() -> None:
+    found = Job(1500).fit()
+    lines = list(explained(dump(found.config), found.reasons))
+    assert yaml.safe_load("\n".join(lines)) == yaml.safe_load(dump(found.config))
+    commented = {line.split(":")[0].strip(): line.split("# ", 1)[1] for line in lines if "#" in line}
+    assert commented == {key.split(".")[1]: reason for key, reason in found.reasons.items()}
+    assert {"micro_batch", "checkpointing"} <= set(commented)
+
+
+# -- limits ------------------------------------------------------------------------------------------------------------
+
+
+def needing(needed: Callable[[int], float], budget: int) -> Callable[[int], Forecast]:
+    base = forecasts.forecast(budget=budget)
+    device = dataclasses.replace(base.device, outside_bytes=0)
+    return lambda value: dataclasses.replace(base, device=device, peak_reserved_bytes=int(needed(value)))
+
+
+@settings(deadline=None, derandomize=True, max_examples=300)
+@given(
+    bound=st.integers(0, 100_000),
+    start=st.integers(1, 5000),
+    fixed=st.integers(0, 10**9),
+    each=st.integers(1, 10**7),
+    grain=st.sampled_from([1, 64]),
+)
+def test_the_largest_value_that_fits_is_found_exactly(
+    bound: int, start: int, fixed: int, each: int, grain: int
+) -> None:
+    forecast = needing(lambda value: fixed + each * value, budget=fixed + each * bound)
+    assert fitting._largest(forecast, start, grain) == bound // grain * grain
+
+
+@pytest.mark.parametrize("bound", [0, 1, 63, 64, 65, 1000, 4096, 20_000])
+@pytest.mark.parametrize("start", [64, 1024, 8192])
+def test_also_where_memory_grows_with_the_square_of_the_length(bound: int, start: int) -> None:
+    forecast = needing(lambda length: 10**9 + 10**5 * length + 100 * length**2,
+                       budget=10**9 + 10**5 * bound + 100 * bound**2)  # fmt: skip
+    assert fitting._largest(forecast, start, 64) == bound // 64 * 64
+
+
+def test_the_limits_are_each_by_itself() -> None:
+    asked: list[Config] = []
+
+    def forecast(config: Config) -> Forecast:
+        asked.append(config)
+        needed = GIB + MIB * (config.training.rows * config.data.max_length + config.adapter.rank)
+        return needing(lambda _: needed, budget=5 * GIB)(0)
+
+    found = fitting.limits(JOB.changed({"training.micro_batch": 2, "memory.checkpointing": 3}), forecast)
+    assert found.length == (4096 - 16) // 64 * 64
+    assert found.micro_batch == (4096 - 16) // 1024
+    assert found.rank == 4096 - 2 * 1024
+    assert found.smallest_card is not None
+    assert all(config.memory.checkpointing == "all" for config in asked)
+    assert len(asked) < 30
+    assert fitting.limits(JOB.changed({"training.micro_batch": 2, "adapter.kind": "none"}), forecast).rank == 0

@@ -1,0 +1,204 @@
+"""The table of GPUs: every figure is plausible and agrees with its source, and a name finds one card or none."""
+
+from __future__ import annotations
+
+import json
+import re
+from importlib import resources
+
+import pytest
+
+from finetune.errors import ConfigError
+from finetune.forecast import gpus
+
+NAMES = gpus.names()
+MIB = 2**20
+GIB = 2**30
+
+
+def refusal(name: str) -> str:
+    with pytest.raises(ConfigError) as raised:
+        gpus.find(name)
+    return str(raised.value)
+
+
+def test_the_table_has_the_cards_people_train_on() -> None:
+    assert len(NAMES) == 29
+    assert {"T4", "RTX 3060 12GB", "RTX 3090", "RTX 4060 Ti 16GB", "RTX 4090", "RTX 5090"} <= set(NAMES)
+    assert {"RTX A6000", "A10G", "L4", "L40S", "A100 40GB", "A100 80GB", "H100", "H200", "B200"} <= set(NAMES)
+
+
+def test_no_name_is_written_twice_in_the_file() -> None:
+    text = resources.files("finetune.forecast").joinpath("gpus.json").read_text(encoding="utf-8")
+    written = []
+
+    def keep(pairs: list[tuple[str, object]]) -> dict[str, object]:
+        written.append([key for key, _ in pairs])
+        return dict(pairs)
+
+    json.loads(text, object_pairs_hook=keep)
+    assert sorted(written[-1]) == sorted(NAMES)
+    assert all(len(keys) == len(set(keys)) for keys in written)
+
+
+def test_smallest_first() -> None:
+    totals = [gpu.total_bytes for gpu in gpus.smallest_first()]
+    assert totals == sorted(totals)
+    assert [gpu.name for gpu in gpus.smallest_first()] == NAMES
+    assert len(totals) == len(set(NAMES))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_figure_is_plausible(name: str) -> None:
+    gpu = gpus.find(name)
+    assert isinstance(gpu.total_bytes, int)
+    # ECC in memory takes 1/16, the driver the rest; T4, with ECC always on, reports the least of its size.
+    assert 0.88 <= gpu.total_bytes / (gpu.sold_as_gb * GIB) <= 1
+    assert (6, 0) <= gpu.compute_capability <= (12, 0)
+    assert 15e12 <= gpu.flops <= 2.5e15
+    assert 250e9 <= gpu.bandwidth_bytes <= 8e12
+    # A rate with sparsity, or of 8 bits, would put a card above this number of operations a byte.
+    assert 20 <= gpu.flops / gpu.bandwidth_bytes <= 425
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_total_is_the_smallest_that_its_sources_state(name: str) -> None:
+    gpu = gpus.find(name)
+    unit_bytes = {"bytes": 1, "MiB": MIB, "MB": MIB, "GiB": GIB, "GB": GIB}
+    stated = []
+    for source in gpu.source:
+        # Whole gigabytes are a part of a card's name.
+        for number, unit in re.findall(r"(\d+\.\d+|\d{5,}) ?(bytes|MiB|MB|GiB|GB)\b", source):
+            decimals = len(number.partition(".")[2])
+            stated.append((float(number) * unit_bytes[unit], 0.51 * unit_bytes[unit] / 10**decimals))
+    smallest, rounding = min(stated)
+    assert abs(gpu.total_bytes - smallest) <= rounding
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_entry_says_where_its_figures_come_from(name: str) -> None:
+    source = gpus.find(name).source
+    assert len(source) >= 2
+    assert all(re.match(r"https://\S+\.\S+|log found by code search", item) for item in source)
+    assert any(item.startswith("https://") for item in source)
+
+
+@pytest.mark.parametrize(
+    ("name", "capability", "teraflops", "gigabytes"),
+    [
+        # Volta, Turing, Ampere, Ada, Hopper and Blackwell, from NVIDIA's data sheets and white papers. GeForce
+        # cards sum in 32 bits at half of their rate in 16, as the RTX A6000 and the RTX 3090, one chip, show.
+        ("T4", (7, 5), 65, 320),
+        ("RTX 3090", (8, 6), 71, 936),
+        ("RTX A6000", (8, 6), 154.8, 768),
+        ("A100 80GB", (8, 0), 312, 1935),
+        ("RTX 4090", (8, 9), 165.2, 1008),
+        ("H100", (9, 0), 989.4, 3350),
+        ("B200", (10, 0), 2250, 7670),
+        ("RTX 5090", (12, 0), 209.5, 1792),
+    ],
+)
+def test_rates(name: str, capability: tuple[int, int], teraflops: float, gigabytes: float) -> None:
+    gpu = gpus.find(name)
+    assert gpu.compute_capability == capability
+    assert gpu.flops == pytest.approx(teraflops * 1e12)
+    assert gpu.bandwidth_bytes == pytest.approx(gigabytes * 1e9)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_card_that_cannot_do_bf16_says_so(name: str) -> None:
+    gpu = gpus.find(name)
+    assert ("no bf16" in gpu.note) == (gpu.compute_capability < (8, 0))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_spelling_does_not_count(name: str) -> None:
+    gpu = gpus.find(name)
+    assert gpu.name == name
+    assert gpus.find(name.lower().replace(" ", "")) is gpu
+    assert gpus.find(f"  NVIDIA {name.upper().replace(' ', '-')}") is gpu
+
+
+@pytest.mark.parametrize(
+    ("spelling", "name"),
+    [
+        ("rtx4090", "RTX 4090"),
+        ("4090", "RTX 4090"),
+        ("RTX 4090 24GB", "RTX 4090"),
+        ("a100-80gb", "A100 80GB"),
+        ("A100 80G", "A100 80GB"),
+        ("A100 80GiB", "A100 80GB"),
+        ("a6000", "RTX A6000"),
+        ("rtx4060ti-16gb", "RTX 4060 Ti 16GB"),
+        ("H100 SXM", "H100"),
+        # As torch.cuda.get_device_name reports them.
+        ("NVIDIA GeForce RTX 4090", "RTX 4090"),
+        ("NVIDIA GeForce RTX 4080 SUPER", "RTX 4080 SUPER"),
+        ("NVIDIA RTX 6000 Ada Generation", "RTX 6000 Ada"),
+        ("Tesla T4", "T4"),
+        ("Tesla V100-SXM2-32GB", "V100 32GB"),
+        ("NVIDIA A10G", "A10G"),
+        ("NVIDIA A10", "A10"),
+        ("NVIDIA A100-SXM4-80GB", "A100 80GB"),
+        ("NVIDIA A100 80GB PCIe", "A100 80GB"),
+        ("NVIDIA A100-PCIE-40GB", "A100 40GB"),
+        ("NVIDIA H100 80GB HBM3", "H100"),
+        ("NVIDIA H100 PCIe", "H100 PCIe"),
+    ],
+)
+def test_spellings(spelling: str, name: str) -> None:
+    assert gpus.find(spelling).name == name
+
+
+@pytest.mark.parametrize(
+    ("name", "choices"),
+    [
+        ("A100", "`A100 40GB` or `A100 80GB`"),
+        ("NVIDIA A100-SXM4", "`A100 40GB` or `A100 80GB`"),
+        ("V100", "`V100 16GB` or `V100 32GB`"),
+        # Sold with 8 GB too, which the table does not have.
+        ("RTX 4060 Ti", "`RTX 4060 Ti 16GB`"),
+        ("rtx4060ti", "`RTX 4060 Ti 16GB`"),
+        ("80GB", "`H100 PCIe`, `A100 80GB` or `H100`"),
+    ],
+)
+def test_a_name_that_leaves_out_what_tells_cards_apart_is_not_guessed(name: str, choices: str) -> None:
+    assert refusal(name) == f"`{name}` does not say which GPU; write {choices}, or give a size such as 24GiB"
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("RTX 4900", "did you mean `RTX 4090`"),
+        ("rtx-5009", "did you mean `RTX 5090`"),
+        ("L40", "did you mean `L40S`"),
+        ("H1000", "did you mean `H100`"),
+        ("RTX A6O00", "did you mean `RTX A6000`"),
+    ],
+)
+def test_an_unknown_name_suggests_the_nearest(name: str, hint: str) -> None:
+    message = refusal(name)
+    assert message.startswith(f"`{name}` is not a GPU this tool knows; {hint}")
+    assert message.endswith("B200, or give a size such as 24GiB")
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["RTX 4090 Ti", "RTX 4090 48GB", "NVIDIA GeForce RTX 4090 Laptop GPU", "H100 NVL", "V100S-PCIE-32GB", "GTX 4090"],
+)
+def test_another_card_of_the_same_number_is_not_found(name: str) -> None:
+    assert "is not a GPU this tool knows" in refusal(name)
+
+
+@pytest.mark.parametrize("name", ["", "RTX", "zzz"])
+def test_a_name_like_no_other_gets_the_list_alone(name: str) -> None:
+    message = refusal(name)
+    assert "did you mean" not in message
+    assert all(known in message for known in NAMES)
+
+
+def test_nearest_keeps_to_its_limit_and_names_each_card_once() -> None:
+    near = gpus.nearest("A100 60GB")
+    assert near[:2] in (["A100 40GB", "A100 80GB"], ["A100 80GB", "A100 40GB"])
+    assert len(near) == len(set(near)) == 3
+    assert gpus.nearest("A100 60GB", limit=1) == near[:1]

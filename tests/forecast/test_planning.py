@@ -1,0 +1,261 @@
+"""Plan, fit and the check before training: what a job will take is known before it is spent."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+import finetune
+from finetune.config import Config
+from finetune.errors import ArtifactError, ConfigError, ForecastError, MachineError, OutOfMemoryError
+from finetune.forecast import planning, step
+from finetune.forecast.planning import Planner
+from finetune.forecast.replay import Forecast
+from finetune.report import plan_look
+from finetune.report.plan_look import Plan
+from finetune.settings import load_config
+from finetune.storage.rundir import RunDirectory
+
+Quick = Callable[..., Config]
+TINY = Path(__file__).parents[2] / "configs" / "tiny_cpu.yaml"
+MIB = 2**20
+
+
+@pytest.fixture
+def no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever loads weights fails the test."""
+    from finetune import recipe
+
+    def load(*arguments: object, **named: object) -> None:
+        raise AssertionError("weights were loaded")
+
+    monkeypatch.setattr(recipe, "load_base", load)
+
+
+# -- plan --------------------------------------------------------------------------------------------------------------
+
+
+def test_the_batch_is_the_worst_that_the_data_can_give(quick: Quick) -> None:
+    config = quick("training.batch_size=4", "training.micro_batch=4")
+    planner = planning.planner_for(config, "cpu")
+    assert planner.data is not None
+    lengths, trained = planner.data.train["length"], planner.data.train["trained"]
+    [train], held_out = planner._worst_batches(config)
+    assert (train.rows, train.tokens, train.padded) == (4, max(lengths), True)
+    assert train.trained_tokens == sum(sorted(trained)[-4:])
+    assert train.source == "the data's rows"
+    assert held_out is not None
+    [shorter], _ = planner._worst_batches(config.changed({"data.max_length": 32}))
+    assert (shorter.tokens, shorter.source) == (32, "data.max_length")
+
+
+@pytest.mark.parametrize(
+    "away", ["data.train=someone/rows", "data.train=[builtin:python_docs, someone/rows]", "data.eval=someone/rows"]
+)
+def test_without_the_data_at_hand_every_row_is_as_long_as_rows_may_be(away: str, quick: Quick) -> None:
+    planner = planning.planner_for(quick(away, "data.max_length=96"), "cpu")
+    assert planner.data is None
+    [train], held_out = planner._worst_batches(planner.job)
+    assert train == held_out
+    assert (train.rows, train.tokens, train.trained_tokens, train.padded) == (2, 96, 2 * 95, True)
+
+
+def test_micro_batches_by_tokens_are_forecast_at_the_larger_of_the_two_that_can_be_worst(quick: Quick) -> None:
+    config = quick("training.micro_batch_tokens=70", "training.batch_size=8", "data.eval=none")
+    planner = planning.planner_for(config, "cpu")
+    assert planner.data is not None
+    batches, _ = planner._worst_batches(config)
+    assert max(batch.tokens for batch in batches) == max(planner.data.train["length"])
+    found = planner.forecast()
+    assert found.batch in batches
+    alone = [planner._forecast(config, batch, None).needed_bytes for batch in batches]
+    assert found.needed_bytes == max(alone)
+    fitted = planning.fit(config, "cpu").config
+    assert fitted.training.micro_batch_tokens == 70, "what the user wrote stays"
+
+
+@pytest.fixture(scope="module")
+def too_small(rows_file: Path) -> Plan:
+    overrides = [
+        f"data.train={rows_file}", "data.eval=none", "data.max_length=100", "adapter.rank=8", "training.micro_batch=4",
+        "memory.budget=1MiB", "memory.checkpointing=none", "memory.loss_tokens=512", "output.dir=unused",
+    ]  # fmt: skip
+    return plan_look.plan(load_config(TINY, overrides), "RTX 4090")
+
+
+def test_a_budget_smaller_than_the_weights_does_not_fit_and_every_lever_that_helps_is_forecast(too_small: Plan) -> None:
+    assert not too_small.forecast.fits
+    assert too_small.forecast.budget_bytes == MIB
+    found = too_small.as_dict()
+    assert found["fits"] is False
+    assert [lever["changes"] for lever in found["levers"]] == [
+        {"training.micro_batch": 2},
+        {"memory.checkpointing": "all"},
+        {"memory.checkpointing": "all", "memory.offload": "checkpoints"},
+    ]
+    for lever in found["levers"]:
+        assert lever["saved_bytes"] == found["needed_bytes"] - lever["needed_bytes"]
+        assert lever["fits"] is False
+        assert lever["cost"]
+    json.dumps(found)
+
+
+def test_what_does_not_fit_is_told_with_the_batch_and_the_levers(too_small: Plan) -> None:
+    text = plan_look.does_not_fit(too_small.forecast, list(too_small.levers))
+    assert "does not fit RTX 4090" in text
+    assert "from the data's rows" in text
+    assert "memory.checkpointing=all" in text
+    assert "does not fit yet" in text
+
+
+def test_a_plan_shows_itself_in_a_notebook(too_small: Plan) -> None:
+    html = too_small._repr_html_()
+    assert "<img" in html or "<svg" in html
+    assert "RTX 4090" in html
+
+
+@pytest.mark.parametrize(
+    ("overrides", "gpu", "error", "words"),
+    [
+        (["model.name=someone/nothing"], "cpu", MachineError, "someone/nothing"),
+        ([], "RTX 4900", ConfigError, "RTX 4090"),
+        (["model.name={unknown}"], "T4", ArtifactError, "no_such_architecture"),
+    ],
+)
+def test_what_is_not_known_is_named(
+    quick: Quick, tmp_path: Path, overrides: list[str], gpu: str, error: type[Exception], words: str
+) -> None:
+    unknown = tmp_path / "unknown"
+    unknown.mkdir()
+    (unknown / "config.json").write_text(json.dumps({"model_type": "no_such_architecture", "hidden_size": 8}))
+    with pytest.raises(error, match=words):
+        plan_look.plan(quick(*(override.format(unknown=unknown) for override in overrides)), gpu)
+
+
+# -- fit ---------------------------------------------------------------------------------------------------------------
+
+
+def test_a_fitted_config_is_read_and_planned_and_fits(quick: Quick, tmp_path: Path) -> None:
+    config = quick("data.max_length=64")
+    fitted = planning.fit(config, "RTX 4090")
+    file = tmp_path / "fitted.yaml"
+    planning.write(fitted, file)
+    text = file.read_text()
+    assert "  # " in text
+    assert yaml.safe_load(text)["training"]["batch_size"] == 4
+    read = load_config(file)
+    assert read == fitted.config
+    assert read.fitted
+    assert plan_look.plan(read, "RTX 4090").forecast.fits
+
+
+def test_what_the_config_leaves_to_be_chosen_is_chosen_and_no_more(
+    quick: Quick, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: dict[str, Any] = {}
+
+    def fit(config: Config, layers: int, forecast: object, **given: Any) -> None:
+        asked.update(given, layers=layers)
+
+    monkeypatch.setattr(planning.fitting, "fit", fit)
+    for overrides, rows, checkpointing in (
+        (["training.micro_batch=auto"], [4, 2, 1], "all"),
+        (["memory.checkpointing=auto", "training.micro_batch=2"], [2], None),
+    ):
+        planning.planner_for(quick(*overrides), "cpu").fit()
+        assert asked == {"rows": rows, "checkpointing": checkpointing, "offloads": False, "layers": 4}
+        asked.clear()
+
+
+# -- before and after training -----------------------------------------------------------------------------------------
+
+
+def test_a_job_that_does_not_fit_is_refused_before_any_weights_are_loaded(
+    quick: Quick, no_weights: None, tmp_path: Path
+) -> None:
+    with pytest.raises(OutOfMemoryError, match=r"(?s)does not fit CPU.*memory.check=warn") as raised:
+        finetune.train(quick("memory.check=refuse", "memory.budget=1MiB"))
+    assert raised.value.exit_code == 6
+    assert not (tmp_path / "run").exists()
+
+
+def test_without_a_forecast_warn_says_so_and_trains(
+    quick: Quick, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def untraceable(*arguments: object, **named: object) -> None:
+        raise RuntimeError("no such kernel")
+
+    monkeypatch.setattr(step, "_rehearse", untraceable)
+    common = ("training.max_steps=1", "data.eval=none")
+    with pytest.raises(ForecastError, match="no such kernel"):
+        finetune.train(quick(*common, "memory.check=refuse", run="refused"))
+    run = finetune.train(quick(*common, "memory.check=warn", run="warned")).run
+    assert run.finished
+    assert not run.forecast_file.exists()
+    assert "there is no forecast" in capsys.readouterr().out
+
+
+def test_off_makes_no_forecast_and_warn_says_it_and_trains_the_same(
+    quick: Quick, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    common = ("adapter.dropout=0.2", "training.max_steps=1", "memory.budget=1MiB", "data.eval=none")
+
+    def forecast(*arguments: object, **named: object) -> Forecast:
+        raise AssertionError("a forecast was made")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Planner, "forecast", forecast)
+        off = finetune.train(quick(*common, "memory.check=off", run="off")).run
+    assert off.finished
+    assert not off.forecast_file.exists()
+    warned = finetune.train(quick(*common, "memory.check=warn", run="warn")).run
+    assert "does not fit CPU" in capsys.readouterr().out
+    assert warned.finished
+    assert json.loads(warned.forecast_file.read_text())["fits"] is False
+    losses = [[line["loss"] for line in run.metrics() if "loss" in line] for run in (off, warned)]
+    assert losses[0] == losses[1], "a forecast changes nothing of the training"
+
+
+def test_a_finished_run_has_the_forecast_and_what_was_measured(trained: RunDirectory) -> None:
+    found = json.loads(trained.forecast_file.read_text())
+    assert found["fits"] is True
+    assert found["device"] == "CPU"
+    assert set(found["measured"]) >= {"load", "forward", "backward", "optimizer", "evaluation", "save"}
+    compared = {difference["phase"]: difference for difference in found["differences"]}
+    assert set(compared) >= {"load", "forward", "backward", "optimizer"}
+    for phase, difference in compared.items():
+        assert difference["measured_bytes"] == found["measured"][phase]["resident_bytes"]
+        assert difference["relative"] == pytest.approx(
+            difference["forecast_bytes"] / difference["measured_bytes"] - 1, abs=1e-5
+        )
+
+
+def test_checkpoints_take_the_disk_that_was_forecast(trained: RunDirectory) -> None:
+    """The rest, files of some KiB each, weighs no more than this in the smallest job there is."""
+    checkpoint = sum(file.stat().st_size for file in trained.complete_checkpoints()[0].iterdir())
+    adapter = (trained.adapter / "adapter_model.safetensors").stat().st_size
+    found = json.loads(trained.forecast_file.read_text())["disk_bytes"]
+    assert found == pytest.approx((trained.config().output.keep + 1) * checkpoint + adapter, rel=0.05)
+
+
+def test_auto_trains_with_numbers_and_they_are_saved(quick: Quick) -> None:
+    config = quick("training.micro_batch=auto", "memory.checkpointing=auto", "training.max_steps=1",
+                   "data.eval=none")  # fmt: skip
+    run = finetune.train(config).run
+    saved = run.config()
+    assert run.finished
+    assert saved.fitted
+    assert saved.training.batch_size == 4
+    assert saved.training.rows in (1, 2, 4)
+    assert saved.memory.checkpointing == "none", "there is room"
+
+
+def test_on_the_device_that_is_here_by_default(quick: Quick) -> None:
+    device = planning.planner_for(quick()).device
+    assert device.type == ("cuda" if torch.cuda.is_available() else "cpu")

@@ -1,0 +1,62 @@
+"""What a process keeps because it shares its steps with another: a copy of all gradients, as forecast."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+
+import rehearsals
+
+from finetune.forecast import operator_costs
+
+# Two processes take a model with frozen and trained weights as the trainer does, and step three times (the buckets are
+# made anew after the first). Told is how many blocks of each size are left.
+MEASURE = f"""
+import collections, json, sys
+sys.path += {[str(rehearsals.ROOT / "tests"), str(rehearsals.ROOT / "benchmarks")]}
+import measured_step, torch
+from accelerate import Accelerator
+from torch.profiler import ProfilerActivity, profile
+accelerator = Accelerator(cpu=True)
+model = torch.nn.Sequential(*(torch.nn.Linear(300, 300, bias=False) for _ in range(100)))
+model[0].requires_grad_(False)
+rows = torch.ones(1, 300)
+with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+    shared = accelerator.prepare(model)
+    for _ in range(3):
+        shared.zero_grad()
+        shared(rows).sum().backward()
+left = collections.Counter()
+for event in measured_step._events(profiler):
+    left[abs(event.size_bytes)] += 1 if event.size_bytes > 0 else -1
+print(json.dumps(left))
+accelerator.end_training()
+"""
+
+
+def test_each_of_two_processes_keeps_a_copy_of_all_gradients() -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-c", MEASURE],
+            env=os.environ
+            | {"OMP_NUM_THREADS": "1", "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
+            | {"LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    said = [child.communicate(timeout=200) for child in started]
+    assert all(child.returncode == 0 for child in started), said
+    buckets = operator_costs.gradient_buckets([4 * 300 * 300] * 99)
+    assert len(set(buckets)) == 3, "a small one at first, and none as large as a gradient"
+    for out, _ in said:
+        left = json.loads(out.splitlines()[-1])
+        assert {size: left.get(str(size)) for size in buckets} == dict.fromkeys(buckets, 1)

@@ -1,0 +1,297 @@
+"""What the recorder writes down: each storage once, from its birth to its death, and what was computed with it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.profiler import ProfilerActivity, profile
+from traces import told
+
+from finetune.forecast.operator_costs import Kernels
+from finetune.forecast.trace import Answers, Recorder, Work
+
+aten = torch.ops.aten
+
+
+def kernels(python: Any = None, scratch: Any = lambda func, args, named: []) -> Kernels:
+    return Kernels(python=python or {}, scratch=scratch, flops={})
+
+
+@contextlib.contextmanager
+def recording(given: Kernels | None = None, answers: Answers | None = None) -> Iterator[Recorder]:
+    recorder = Recorder(given or kernels(), answers or Answers(uneven=False, trained_tokens=0))
+    with FakeTensorMode(allow_non_fake_inputs=True), recorder:
+        yield recorder
+
+
+def bytes_of(recorder: Recorder) -> list[int]:
+    """Each event's bytes, above 0 where they were allocated."""
+    return [sign * size for _, _, sign, size, _ in told(recorder.trace())]
+
+
+# -- allocations -------------------------------------------------------------------------------------------------------
+
+
+def test_a_new_storage_is_an_allocation_and_its_death_a_free() -> None:
+    with recording() as recorder:
+        first = torch.empty(10)
+        second = first + 1
+        assert bytes_of(recorder) == [40, 40]
+        del first
+        assert bytes_of(recorder) == [40, 40, -40]
+        third = second.double()
+        del second, third
+    assert bytes_of(recorder) == [40, 40, -40, 80, -40, -80]
+
+
+def test_views_and_operators_in_place_allocate_nothing() -> None:
+    with recording() as recorder:
+        values, other = torch.empty(4, 4), torch.ones(4, 4)
+        before = bytes_of(recorder)
+        views = [values.view(16), values[1:], values.t(), values.expand(2, 4, 4), *values.split(2), values.detach()]
+        values.add_(1).mul_(other)
+        values.zero_()
+        torch.mm(other, other, out=values)
+        assert bytes_of(recorder) == before == [64, 64]
+        del values
+        assert bytes_of(recorder) == before, "a view keeps the storage alive"
+        del views
+    assert bytes_of(recorder) == [64, 64, -64]
+
+
+def test_every_output_of_an_operator_is_an_allocation() -> None:
+    with recording() as recorder:
+        kept = torch.var_mean(torch.empty(5, 8), dim=1)
+    assert bytes_of(recorder) == [160, 20, 20, -160]
+    assert len(kept) == 2
+
+
+def test_a_run_has_one_phase_and_one_layer() -> None:
+    with recording() as recorder:
+        recorder.phase = "forward"
+        first = torch.empty(1)
+        recorder.layer = 2
+        second = first + first
+        recorder.phase = "backward"
+        del second
+        third = first + first
+    assert told(recorder.trace())[:3] == [
+        ("forward", None, 1, 4, "activations"),
+        ("forward", 2, 1, 4, "activations"),
+        ("backward", 2, -1, 4, "activations"),
+    ]
+    assert [(run.phase, run.layer) for run in recorder.trace().runs] == [
+        ("forward", None), ("forward", 2), ("backward", 2),
+    ]  # fmt: skip
+    assert third.numel() == 1
+
+
+def test_what_was_there_before_is_kept_and_what_was_recorded_can_be_named() -> None:
+    with recording() as recorder:
+        weight = torch.empty(3)
+        recorder.mark(weight, "optimizer_states", managed=True)
+        recorder.mark(None, "gradients")
+    [block] = recorder.trace().blocks
+    assert (block.bytes, block.category, block.managed) == (12, "optimizer_states", True)
+
+    mode = FakeTensorMode()
+    recorder = Recorder(kernels(), Answers(uneven=False, trained_tokens=0))
+    with mode:
+        outside = torch.empty(6)
+    recorder.keep(outside, "base_weights", 4)
+    recorder.keep(outside.view(2, 3), "adapter", 5)
+    assert told(recorder.trace()) == [("load", 4, 1, 24, "base_weights")], "a tied weight is counted once"
+
+
+def test_an_optimizer_is_followed_from_weight_to_weight() -> None:
+    recorder = Recorder(kernels(), Answers(uneven=False, trained_tokens=0))
+    mode = FakeTensorMode()
+    with mode:
+        first, second = torch.empty(4), torch.empty(6)
+    recorder.keep(first, "adapter", 0)
+    recorder.keep(second, "adapter", 1)
+    recorder.phase, recorder.layer = "optimizer", None
+    with mode, recorder, recorder.follow_layers():
+        states = [torch.zeros_like(second), torch.zeros_like(first)]
+        lists = torch._foreach_add([first, second], 1.0)
+    assert [event[1:4] for event in told(recorder.trace())[2:6]] == [(1, 1, 24), (0, 1, 16), (0, 1, 16), (1, 1, 24)]
+    assert len(states) == len(lists) == 2
+
+
+# -- kernels -----------------------------------------------------------------------------------------------------------
+
+
+def test_an_operator_that_is_a_python_program_is_seen_inside_and_its_output_keeps_the_category() -> None:
+    with recording(kernels({aten.exp.default: lambda values: values.double() + 1})) as recorder:
+        values = torch.empty(10)
+        recorder.category = "loss"
+        out = torch.exp(values)
+    assert [event[2:] for event in told(recorder.trace())][:4] == [
+        (1, 40, "activations"), (1, 80, "workspace"), (1, 80, "loss"), (-1, 80, "workspace"),
+    ]  # fmt: skip
+    assert recorder.category == "loss"
+    assert out.dtype is torch.float64
+
+
+def test_scratch_is_there_only_while_its_operator_runs() -> None:
+    scratch = kernels(scratch=lambda func, args, named: [700, 300] if func is aten.mm.default else [])
+    with recording(scratch) as recorder:
+        values = torch.empty(2, 2)
+        out = values @ values
+        recorder.phase = "after"
+        out = out + 1
+    assert [event[2:] for event in told(recorder.trace())][:6] == [
+        (1, 16, "activations"),
+        (1, 700, "workspace"),
+        (1, 300, "workspace"),
+        (1, 16, "activations"),
+        (-1, 700, "workspace"),
+        (-1, 300, "workspace"),
+    ]
+    assert out.shape == (2, 2)
+
+
+def test_a_weight_in_another_type_is_workspace_and_an_activation_is_not() -> None:
+    with recording() as recorder:
+        weight, activation = torch.empty(8), torch.empty(4)
+        recorder.mark(weight, "base_weights")
+        made = [weight.bfloat16(), activation.bfloat16()]
+    assert [event[2:] for event in told(recorder.trace())][2:4] == [(1, 16, "workspace"), (1, 8, "activations")]
+    assert len(made) == 2
+
+
+# -- work --------------------------------------------------------------------------------------------------------------
+
+
+def test_a_product_takes_two_operations_for_each_pair() -> None:
+    with recording() as recorder:
+        recorder.phase = "forward"
+        out = torch.empty(3, 5) @ torch.empty(5, 7)
+        made = recorder.trace().work(["forward"])
+    assert made.flops == 2 * 3 * 5 * 7
+    assert made.calls == 3
+    assert out.shape == (3, 7)
+
+
+def test_a_product_with_a_low_rank_matrix_is_bandwidth_bound_and_a_large_one_is_not() -> None:
+    recorder = Recorder(kernels(), Answers(uneven=False, trained_tokens=0), flops_per_byte=20.0)
+    with FakeTensorMode(), recorder:
+        values, low_rank, square = torch.empty(512, 512), torch.empty(512, 4), torch.empty(512, 512)
+        recorder.phase = "forward"
+        small = values @ low_rank
+        moved = 4 * (512 * 512 + 2 * 512 * 4)
+        assert recorder.trace().work(["forward"]) == Work(2 * 512 * 512 * 4, moved, 1)
+        recorder.phase = "backward"
+        large = values @ square
+        assert recorder.trace().work(["backward"]) == Work(2 * 512**3, 0, 1)
+    assert small.shape == (512, 4)
+    assert large.shape == (512, 512)
+
+
+def test_a_gradient_that_autograd_adds_in_place_reads_two_and_writes_one() -> None:
+    with recording() as recorder:
+        weight = torch.empty(10, requires_grad=True)
+        loss = (weight * 2).sum() + (weight * 3).sum()
+        recorder.phase = "backward"
+        loss.backward()
+        made = recorder.trace().work(["backward"])
+    # The sums' gradients are views of one number; each product reads a gradient and writes another.
+    products = 2 * (40 + 40)
+    assert made.moved_bytes == pytest.approx(products + 3 * 40, abs=16)
+
+
+def test_what_is_no_product_reads_its_inputs_and_writes_its_output_and_a_view_does_neither() -> None:
+    with recording() as recorder:
+        first, second = torch.empty(10), torch.empty(10)
+        recorder.phase = "forward"
+        out = (first + second).view(2, 5).t()
+        assert recorder.trace().work(["forward"]) == Work(0, 3 * 40, 1)
+        first.add_(second)
+        assert recorder.trace().work(["forward"]) == Work(0, 6 * 40, 2)
+        assert recorder.trace().work(["backward"]) == Work()
+    assert out.shape == (5, 2)
+
+
+# -- answers -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("padded", [True, False])
+def test_whether_a_mask_is_needed_is_answered_by_the_batch(padded: bool) -> None:
+    with recording(answers=Answers(uneven=padded, trained_tokens=1)):
+        mask = torch.ones(2, 4, dtype=torch.bool)
+        assert bool(mask.all()) is not padded
+        assert bool(mask.sum() == mask.numel()) is not padded
+
+
+def test_other_numbers_are_one_and_other_questions_true() -> None:
+    with recording(answers=Answers(uneven=True, trained_tokens=1)):
+        assert torch.empty(3).sum().item() == 1.0
+        assert torch.empty(3, dtype=torch.long).max().item() == 1
+        assert bool(torch.empty(3).isfinite().any())
+
+
+@pytest.mark.parametrize(("trained", "rows"), [(5, 5), (8, 8), (100, 8)])
+def test_a_mask_selects_as_many_rows_as_there_are_trained_tokens(trained: int, rows: int) -> None:
+    with recording(answers=Answers(uneven=False, trained_tokens=trained)):
+        values = torch.empty(2, 4, 3)
+        assert values[torch.ones(2, 4, dtype=torch.bool)].shape == (rows, 3)
+        assert values[torch.zeros(6, dtype=torch.long)].shape == (6, 4, 3), "other indices take what they say"
+
+
+# -- autograd ----------------------------------------------------------------------------------------------------------
+
+
+class Held(torch.autograd.Function):
+    """Hands its gradient on, and holds it."""
+
+    held: list[torch.Tensor]
+
+    @staticmethod
+    def forward(context: Any, values: torch.Tensor) -> torch.Tensor:
+        return values.view_as(values)
+
+    @staticmethod
+    def backward(context: Any, gradient: torch.Tensor) -> torch.Tensor:
+        Held.held.append(gradient)
+        return gradient
+
+
+def backward_of_a_weight_used_twice(how: str, mark: Any) -> None:
+    Held.held = []
+    weight, inputs = torch.empty(64, 64), torch.empty(8, 64)
+    weight.requires_grad_()
+    inputs.requires_grad_()
+    use = Held.apply if how == "held" else (lambda values: values)
+    out = (inputs @ use(weight)) @ (use(weight).t() if how == "transposed" else use(weight))
+    mark()
+    out.backward(torch.ones(8, 64))
+    Held.held = []
+
+
+def allocations_by_the_profiler(how: str) -> list[int]:
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        backward_of_a_weight_used_twice(how, lambda: None)
+    found = []
+    pending = list(profiler.profiler.kineto_results.experimental_event_tree())
+    while pending:
+        event = pending.pop()
+        pending += event.children
+        if event.tag.name == "Allocation":
+            found.append((event.start_time_ns, event.typed[1].alloc_size))
+    return [size for _, size in sorted(found) if size > 0]
+
+
+@pytest.mark.parametrize(("how", "gradients"), [("alone", 2), ("held", 3), ("transposed", 3)])
+def test_autograd_adds_in_place_into_a_gradient_that_it_alone_holds(how: str, gradients: int) -> None:
+    """The engine never does so for a fake tensor; the trace has what the profiler sees of real ones."""
+    with recording() as recorder:
+        backward_of_a_weight_used_twice(how, lambda: setattr(recorder, "phase", "backward"))
+    traced = [size for _, _, sign, size, _ in told(recorder.trace()) if sign > 0]
+    assert traced == allocations_by_the_profiler(how)
+    found = [event for event in told(recorder.trace()) if event[0] == "backward" and event[2:4] == (1, 64 * 64 * 4)]
+    assert len(found) == gradients

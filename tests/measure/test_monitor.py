@@ -1,0 +1,134 @@
+"""The monitor measures peaks, phase by phase, and tells a leak from noise."""
+
+import gc
+from pathlib import Path
+
+import pytest
+import torch
+
+from finetune.forecast import devices
+from finetune.measure import snapshots
+from finetune.measure.monitor import HostMeter, LeakWatch, Monitor, headline
+
+MIB = 2**20
+
+
+class Scripted:
+    """A meter that reads the given numbers, one a read."""
+
+    def __init__(self, *peaks: int) -> None:
+        self.peaks = list(peaks)
+
+    def reset(self) -> None: ...
+
+    def read(self) -> dict[str, int]:
+        return {"resident_bytes": self.peaks.pop(0)}
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="Linux sets the resident peak back")
+def test_resident_peak_is_that_of_the_phase_alone() -> None:
+    monitor = Monitor(HostMeter())
+    with monitor.phase("forward"):
+        block = torch.ones(200 * MIB // 4)
+        del block
+    gc.collect()
+    with monitor.phase("backward"):
+        block = torch.ones(50 * MIB // 4)
+        del block
+    step = monitor.take_step()
+    difference = step["forward"]["resident_bytes"] - step["backward"]["resident_bytes"]
+    assert 140 * MIB < difference < 160 * MIB
+
+
+def test_without_a_resettable_peak_the_resident_size_is_read(tmp_path: Path) -> None:
+    meter = HostMeter(proc=tmp_path / "nothing")
+    assert not meter.resets
+    meter.reset()
+    assert meter.read()["resident_bytes"] > 10 * MIB
+
+
+def test_a_phase_keeps_its_largest_peak_over_micro_batches() -> None:
+    monitor = Monitor(Scripted(5, 1, 9, 2))
+    for _ in range(2):
+        monitor.enter("forward")
+        monitor.enter("backward")
+    monitor.leave()
+    assert monitor.take_step() == {"forward": {"resident_bytes": 9}, "backward": {"resident_bytes": 2}}
+    assert monitor.take_step() == {}
+    assert monitor.run["forward"] == {"resident_bytes": 9}
+
+
+def test_a_phase_is_closed_when_its_block_fails() -> None:
+    monitor = Monitor(Scripted(7))
+    with pytest.raises(ValueError, match="inside"), monitor.phase("load"):
+        raise ValueError("inside")
+    assert monitor.take("load") == {"resident_bytes": 7}
+
+
+def test_headline_is_reserved_on_cuda_and_resident_on_a_cpu() -> None:
+    assert headline({"forward": {"resident_bytes": 3}, "backward": {"resident_bytes": 8}}) == 8
+    assert headline({"forward": {"allocated_bytes": 1, "reserved_bytes": 4, "device_bytes": 9}}) == 4
+    assert headline({}) == 0
+
+
+def test_a_peak_that_keeps_growing_at_one_shape_is_a_leak_once() -> None:
+    watch = LeakWatch()
+    grown = [watch.see((4, 128, 1), {"allocated_bytes": n * 2 * MIB}) for n in range(10)]
+    assert grown == [0, 0, 0, 0, 8 * MIB, 0, 0, 0, 0, 0]
+
+
+def test_a_peak_that_goes_up_and_down_is_no_leak() -> None:
+    watch = LeakWatch()
+    assert not any(watch.see((4, 128, 1), {"allocated_bytes": (n % 4) * 9 * MIB}) for n in range(40))
+
+
+def test_growth_below_the_grain_is_noise() -> None:
+    watch = LeakWatch()
+    assert not any(watch.see((4, 128, 1), {"resident_bytes": n * 4 * MIB}) for n in range(40))
+
+
+def test_resident_growth_with_ever_new_shapes_is_the_libraries_own() -> None:
+    watch = LeakWatch()
+    seen = [watch.see(shape, {"resident_bytes": n * 32 * MIB}) for n in range(40) for shape in ((4, 128), (4, n))]
+    assert not any(seen)
+
+
+def test_a_real_leak_in_training_is_reported(quick, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import finetune
+    from finetune.training.trainer import Trainer
+
+    rows = tmp_path / "equal.jsonl"
+    rows.write_text('{"text": "All rows of this file are of one length."}\n' * 24)
+    held = []
+    compute_loss = Trainer.compute_loss
+
+    def leaking(self, *arguments, **named):
+        held.append(torch.ones(20 * MIB // 4))
+        return compute_loss(self, *arguments, **named)
+
+    monkeypatch.setattr(Trainer, "compute_loss", leaking)
+    one_shape = [f"data.train={rows}", "data.eval=none", "training.batch_size=2", "training.micro_batch=2"]
+    config = quick(*one_shape, "training.max_steps=12", "training.eval_every=null")
+    run = finetune.train(config).run
+    leaks = [event for event in run.events() if event["event"] == "leak"]
+    assert leaks
+    assert leaks[0]["grown_bytes"] >= 4 * 16 * MIB
+
+
+def test_every_step_has_the_peak_of_each_of_its_phases(quick) -> None:
+    import finetune
+
+    run = finetune.train(quick("data.eval=none", "training.eval_every=null", "training.max_steps=2")).run
+    assert [line["memory"].keys() for line in run.metrics()] == [{"forward", "backward", "optimizer"}] * 2
+
+
+def test_profiler_is_absent_unless_asked_for(tmp_path: Path) -> None:
+    assert snapshots.profiler(0, tmp_path, torch.device("cpu")) is None
+
+
+def test_cap_and_snapshot_do_nothing_on_a_cpu(tmp_path: Path) -> None:
+    device = torch.device("cpu")
+    devices.cap(1, device)
+    with snapshots.recorded(tmp_path / "snapshot.pickle", device, history=True):
+        pass
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,170 @@
+"""Facts about chat templates: which one is taken, that rendering is caged and ends, and that a run keeps its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import finetune
+from finetune import recipe
+from finetune.config import ModelSection
+from finetune.errors import ArtifactError, ConfigError
+from finetune.model import chat_template
+from finetune.model.tokenizer import load_tokenizer
+from finetune.settings import load_config
+from finetune.storage import records
+
+ASK = [{"role": "user", "content": "Hi"}]
+
+
+@pytest.fixture
+def tokenizer() -> Any:
+    return load_tokenizer(ModelSection())
+
+
+def test_each_named_template_has_its_file_and_each_file_its_name() -> None:
+    folder = Path(chat_template.__file__).parent / "templates"
+    assert {path.stem for path in folder.iterdir()} == set(chat_template.TEMPLATES) - {"auto"}
+
+
+def test_the_tokenizer_keeps_its_own_template_unless_another_is_chosen(tmp_path: Path) -> None:
+    own = load_tokenizer(ModelSection()).chat_template
+    assert "<|im_start|>" in own
+    assert load_tokenizer(ModelSection(), "llama3").chat_template == chat_template.named("llama3") != own
+    file = tmp_path / "mine.jinja"
+    file.write_text("{{ messages[0]['content'] }}", encoding="utf-8")
+    chosen = load_tokenizer(ModelSection(), str(file))
+    assert chosen.apply_chat_template(ASK, tokenize=False) == "Hi"
+
+
+def test_a_tokenizer_without_a_template_gets_the_plain_one() -> None:
+    assert chat_template.choose("auto", None) == chat_template.named("plain")
+
+
+def test_a_file_that_is_not_there_is_told_with_the_names(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"`data.chat_template`: .*gone.jinja: no such file.*chatml"):
+        chat_template.choose(str(tmp_path / "gone.jinja"), None)
+    (tmp_path / "latin.jinja").write_bytes(b"caf\xe9")
+    with pytest.raises(ConfigError, match=r"latin.jinja: cannot be read"):
+        chat_template.choose(str(tmp_path / "latin.jinja"), None)
+
+
+def test_the_config_takes_a_name_of_the_table_or_a_file(tmp_path: Path) -> None:
+    config = tmp_path / "job.yaml"
+    config.write_text("data:\n  chat_template: mine.jinja\n")
+    assert load_config(config).data.chat_template == "mine.jinja"
+    config.write_text("data:\n  chat_template: lama3\n")
+    with pytest.raises(ConfigError, match=r"job.yaml:2: .*did you mean `llama3`.*, or a .jinja file"):
+        load_config(config)
+
+
+@pytest.mark.parametrize("name", ["llama3", "gemma", "phi3"])
+def test_a_named_template_renders_what_the_one_shipped_with_trl_renders(name: str, tokenizer: Any) -> None:
+    import importlib.util
+
+    spec = importlib.util.find_spec("trl")
+    assert spec is not None
+    assert spec.origin is not None
+    peer = (Path(spec.origin).parent / "chat_templates" / f"{name}.jinja").read_text(encoding="utf-8")
+    turns = [*ASK, {"role": "assistant", "content": " so "}, {"role": "user", "content": "Why?"}]
+    tokenizer.bos_token = "<|im_start|>"
+    for messages, prompt in ((turns, True), (turns, False), (turns[:2], False), (turns[:1], True)):
+        ours, theirs = (
+            tokenizer.apply_chat_template(messages, chat_template=text, tokenize=False, add_generation_prompt=prompt)
+            for text in (chat_template.named(name), peer)
+        )
+        assert ours == theirs
+
+
+# -- the cage --------------------------------------------------------------------------------------------------------
+
+Draw = Callable[..., Any]
+
+
+@pytest.fixture(params=[chat_template.render, chat_template.text])
+def draw(request: pytest.FixtureRequest) -> Draw:
+    """As a conversation is rendered in generation, and as it is in preparation."""
+    return request.param
+
+
+ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+
+
+@pytest.mark.parametrize("endless", [ENDLESS, "{% macro m(n) %}{{ m(n) ~ m(n) }}{% endmacro %}" + ENDLESS])
+def test_a_template_without_end_is_stopped(
+    endless: str, draw: Draw, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(chat_template, "RENDER_SECONDS", 0.3)
+    tokenizer.chat_template = endless
+    started = time.monotonic()
+    with pytest.raises(ArtifactError, match=r"had not ended after 0.3 seconds.*`data.chat_template`"):
+        draw(tokenizer, ASK)
+    assert time.monotonic() - started < 3
+
+
+def test_the_alarm_is_put_back_and_a_quick_template_never_hears_it(draw: Draw, tokenizer: Any) -> None:
+    import signal
+
+    before = signal.getsignal(signal.SIGALRM)
+    draw(tokenizer, ASK)
+    assert signal.getsignal(signal.SIGALRM) == before
+    assert signal.getitimer(signal.ITIMER_REAL)[0] == 0
+
+
+@pytest.mark.parametrize(
+    "escape",
+    [
+        "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+        "{{ messages.append(1) }}",
+        "{{ raise_exception.__globals__['os'] }}",
+    ],
+)
+def test_a_template_does_not_get_out_of_the_sandbox(escape: str, draw: Draw, tokenizer: Any) -> None:
+    tokenizer.chat_template = escape
+    with pytest.raises(ArtifactError, match="reaches out of its sandbox"):
+        draw(tokenizer, ASK)
+
+
+@pytest.mark.parametrize("reach", ["{% include '/etc/hostname' %}", "{{ range(100001) }}"])
+def test_a_template_reads_no_file_and_has_no_long_ranges(reach: str, draw: Draw, tokenizer: Any) -> None:
+    tokenizer.chat_template = reach
+    with pytest.raises((TypeError, OverflowError), match=r"no loader|too big"):
+        draw(tokenizer, ASK)
+
+
+def test_a_mistake_in_a_template_is_told_with_its_line(draw: Draw, tokenizer: Any) -> None:
+    tokenizer.chat_template = "\n{% for message in messages %}\n{% endif %}"
+    with pytest.raises(ArtifactError, match="not valid: line 3"):
+        draw(tokenizer, ASK)
+
+
+# -- a run keeps its own ---------------------------------------------------------------------------------------------
+
+
+def test_a_run_answers_and_merges_with_the_template_that_it_was_trained_with(quick: Any, tmp_path: Path) -> None:
+    """And lists what became of its rows."""
+    file = tmp_path / "mine.jinja"
+    file.write_text(chat_template.named("chatml").replace("<|im_end|>", "<|pad|>"), encoding="utf-8")
+    config = quick(f"data.chat_template={file}", "data.max_length=24", "training.max_steps=1")
+    run = finetune.train(config).run
+    trained_with = file.read_text(encoding="utf-8")
+    os.remove(file)
+    tokenizer = recipe._model_of(run, run.config(), "adapter")[1]
+    assert tokenizer.chat_template == trained_with
+    recipe.merge(run)
+    assert (run.merged / "chat_template.jinja").read_text(encoding="utf-8") == trained_with
+    stops_at = json.loads((run.merged / "generation_config.json").read_text(encoding="utf-8"))["eos_token_id"]
+    assert set(tokenizer.convert_ids_to_tokens(stops_at)) == {"<|endoftext|>", "<|im_end|>", "<|pad|>"}
+
+    listed = records.read_lines(run.data_file, records.AFFECTED).rows
+    assert listed
+    assert all(row["what"] in ("truncated", "answer truncated") for row in listed)
+    assert {row["split"] for row in listed} == {"train", "eval"}
+    assert all(row["tokens"] > 24 and row["why"] == "over data.max_length" for row in listed)
+    assert all(row["place"].startswith(str(config.data.train)) for row in listed)

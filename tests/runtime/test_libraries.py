@@ -1,0 +1,72 @@
+"""What is asked of libraries for the whole process."""
+
+import os
+import subprocess
+import sys
+
+import bitsandbytes as bnb
+import pytest
+import torch
+from bitsandbytes import functional
+
+from finetune.runtime import libraries
+
+FORKED = """
+import os, signal
+import finetune
+from finetune.runtime.libraries import tokenizing_in_parallel
+from tokenizers import Tokenizer, models
+
+tokenizer = Tokenizer(models.WordLevel({"a": 0}, unk_token="a"))
+
+def tokenize():
+    with tokenizing_in_parallel():
+        assert len(tokenizer.encode_batch(["a"] * 64)) == 64
+
+tokenize()
+if (child := os.fork()) == 0:
+    signal.alarm(20)
+    tokenize()
+    os._exit(0)
+assert os.waitpid(child, 0)[1] == 0
+"""
+
+
+def test_a_fork_of_a_process_that_has_tokenized_in_parallel_tokenizes_too() -> None:
+    """It has none of the threads, which tokenizers would wait for without an end."""
+    environment = {name: value for name, value in os.environ.items() if name != "TOKENIZERS_PARALLELISM"}
+    ended = subprocess.run([sys.executable, "-c", FORKED], env=environment, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stderr == ""
+
+
+# -- 4-bit weights on a CPU --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", ["nf4", "fp4"])
+@pytest.mark.parametrize("shape", [(8, 64), (8, 128), (8, 96), (7, 96), (64, 32), (7, 33), (3, 5), (4, 6, 32), (160,)])
+def test_4_bit_weights_are_dequantized_by_the_scale_of_their_own_block(
+    shape: tuple[int, ...], kind: str, dtype: torch.dtype
+) -> None:
+    """Blocks of 64 go on across the ends of rows."""
+    libraries.correct_dequantization()
+    weight = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype)
+    packed, state = functional.quantize_4bit(weight, quant_type=kind, blocksize=64)
+    found = functional.dequantize_4bit(packed, state)
+    values = torch.stack([packed.flatten() >> 4, packed.flatten() & 15], dim=1).flatten()[: weight.numel()]
+    scales = state.absmax.repeat_interleave(64)[: weight.numel()]
+    assert torch.equal(found, (state.code[values.long()] * scales).to(dtype).view(shape))
+    assert (found - weight).float().norm() < 0.15 * weight.float().norm()
+
+
+def test_a_4_bit_layer_computes_with_its_dequantized_weight_in_both_passes() -> None:
+    libraries.correct_dequantization()
+    for inputs in (96, 128):
+        layer = bnb.nn.Linear4bit(inputs, 48, bias=False, compute_dtype=torch.float32, quant_type="nf4").to("cpu")
+        weight = functional.dequantize_4bit(layer.weight.data, layer.weight.quant_state)
+        x = torch.randn(5, inputs, requires_grad=True)
+        found = layer(x)
+        found.sum().backward()
+        assert torch.equal(found, x @ weight.T)
+        assert torch.equal(x.grad, torch.ones(5, 48) @ weight)

@@ -1,0 +1,211 @@
+"""Expandable segments: on where torch and the driver have what they need, off where the user says so, and foreseen."""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import io
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from finetune import recipe
+from finetune.config import MemorySection
+from finetune.forecast import devices
+from finetune.runtime import environment, segments
+
+GPU = 3
+VIRTUAL_MEMORY, FILE_HANDLES = 102, 103
+Install = Callable[..., None]
+
+
+class Driver:
+    """libcuda.so.1 of a machine with four GPUs, whose attributes are given."""
+
+    def __init__(self, attributes: dict[int, int], fails: str = "") -> None:
+        self._attributes, self._fails = attributes, fails
+
+    def cuInit(self, flags: int) -> int:
+        return 100 if self._fails == "cuInit" else 0
+
+    def cuDeviceGet(self, device: Any, ordinal: int) -> int:
+        device._obj.value = 40 + ordinal
+        return 0 if ordinal <= GPU else 101
+
+    def cuDeviceGetAttribute(self, value: Any, attribute: int, device: ctypes.c_int) -> int:
+        assert 40 <= device.value <= 40 + GPU, "a device is no ordinal"
+        value._obj.value = self._attributes.get(attribute, 0)
+        return 1 if self._fails == "cuDeviceGetAttribute" else 0
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Install]:
+    """Puts a driver here under a torch with CUDA; by default one that can do everything, on Linux."""
+
+    def install(attributes: dict[int, int] | None = None, fails: str = "", platform: str = "linux") -> None:
+        found = Driver({VIRTUAL_MEMORY: 1, FILE_HANDLES: 1} if attributes is None else attributes, fails)
+
+        def load(name: str) -> Driver:
+            if name != "libcuda.so.1" or fails == "library":
+                raise OSError(name)
+            return found
+
+        monkeypatch.setattr(segments, "ctypes", SimpleNamespace(CDLL=load, c_int=ctypes.c_int, byref=ctypes.byref))
+        monkeypatch.setattr(segments, "sys", SimpleNamespace(platform=platform))
+        monkeypatch.setattr(torch.version, "cuda", "13.0")
+        segments.supported.cache_clear()
+
+    monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
+    monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)
+    torch._C._accelerator_setAllocatorSettings("")
+    segments.supported.cache_clear()
+    yield install
+    torch._C._accelerator_setAllocatorSettings("expandable_segments:False")
+    torch._C._accelerator_setAllocatorSettings("")
+    segments.supported.cache_clear()
+
+
+# -- where they are on -------------------------------------------------------------------------------------------------
+
+
+def test_they_are_switched_on_where_the_driver_has_what_they_need(driver: Install) -> None:
+    driver()
+    assert segments.grow(GPU)
+    assert not segments.asked(), "asking changes nothing"
+    segments.settle(GPU)
+    assert segments.asked() == "expandable_segments:True", "what torch was told"
+    assert segments.grow(GPU)
+    segments.settle(GPU)
+    assert segments.asked() == "expandable_segments:True"
+
+
+@pytest.mark.parametrize(
+    "lacking",
+    [
+        {"attributes": {VIRTUAL_MEMORY: 1}},
+        {"attributes": {FILE_HANDLES: 1}},
+        {"fails": "cuInit"},
+        {"fails": "cuDeviceGetAttribute"},
+        {"fails": "library"},
+        {"platform": "win32"},
+    ],
+    ids=str,
+)
+def test_they_stay_off_where_something_lacks(driver: Install, lacking: dict[str, Any]) -> None:
+    driver(**lacking)
+    segments.settle(GPU)
+    assert not segments.asked()
+    assert not segments.grow(GPU)
+
+
+def test_they_stay_off_on_a_gpu_that_is_not_there_and_without_cuda(
+    driver: Install, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    driver()
+    assert not segments.grow(GPU + 1)
+    monkeypatch.setattr(torch.version, "cuda", None)
+    segments.supported.cache_clear()
+    assert not segments.grow(GPU)
+
+
+@pytest.mark.parametrize("able", [True, False])
+@pytest.mark.parametrize(
+    ("settings", "grow"),
+    [
+        ("expandable_segments:False", False),
+        ("expandable_segments:True", True),
+        ("max_split_size_mb:64, expandable_segments : True", True),
+        ("max_split_size_mb:64", False),
+    ],
+)
+def test_what_the_user_has_set_stays(driver: Install, able: bool, settings: str, grow: bool) -> None:
+    driver({VIRTUAL_MEMORY: 1, FILE_HANDLES: 1} if able else {})
+    torch._C._accelerator_setAllocatorSettings(settings)
+    segments.settle(GPU)
+    assert segments.asked() == settings
+    assert segments.grow(GPU) is grow
+    assert segments.grow_elsewhere() is grow
+
+
+@pytest.mark.parametrize("has_getter", [True, False], ids=["torch 2.13", "torch 2.11"])
+@pytest.mark.parametrize("variable", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
+def test_settings_of_the_environment_are_the_users(variable: str, has_getter: bool) -> None:
+    code = (
+        "import torch\n"
+        + ("" if has_getter else "del torch._C._accelerator_getAllocatorSettings\n")
+        + "from finetune.runtime import segments\n"
+        "segments.supported = lambda gpu: True\n"
+        "segments.settle(0); print(segments.asked(), segments.grow(0))"
+    )
+    plain = {name: value for name, value in os.environ.items() if not name.endswith("ALLOC_CONF")}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env={**plain, variable: "expandable_segments:False"}, capture_output=True,
+        text=True, check=True,
+    )  # fmt: skip
+    assert done.stdout.split() == ["expandable_segments:False", "False"]
+
+
+# -- what knows of it --------------------------------------------------------------------------------------------------
+
+
+def test_run_forecast_and_run_directory_agree(driver: Install, monkeypatch: pytest.MonkeyPatch) -> None:
+    properties = SimpleNamespace(name="NVIDIA L4", total_memory=2**34, multi_processor_count=58, major=8, minor=9)
+    fakes: dict[str, Any] = {
+        "is_available": lambda: True,
+        "device_count": lambda: 1,
+        "set_device": lambda device: None,
+        "current_device": lambda: 0,
+        "get_device_properties": lambda device: properties,
+        "mem_get_info": lambda: (2**34, 2**34),
+        "memory_reserved": lambda: 0,
+    }
+    for name, fake in fakes.items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+    monkeypatch.setattr(recipe.libraries, "triton_obstacle", lambda: None)
+    for attributes, grow in (({}, False), ({VIRTUAL_MEMORY: 1, FILE_HANDLES: 1}, True)):
+        driver(attributes)
+        planned = devices.find("auto", MemorySection()), devices.here(torch.device("cuda", 0), MemorySection())
+        device = recipe.this_device()
+        assert ("expandable_segments:True" in segments.asked()) is grow
+        assert [each.expandable_segments for each in planned] == [grow, grow]
+        assert environment.describe(device)["device"]["expandable_segments"] is grow
+
+
+def test_a_card_elsewhere_is_planned_for_with_them_and_a_cpu_without(driver: Install) -> None:
+    assert devices.find("RTX 4090", MemorySection()).expandable_segments
+    assert devices.find("24GiB", MemorySection()).expandable_segments
+    assert not devices.find("cpu", MemorySection()).expandable_segments
+    torch._C._accelerator_setAllocatorSettings("expandable_segments:False")
+    assert not devices.find("RTX 4090", MemorySection()).expandable_segments
+
+
+def test_a_forecast_says_which() -> None:
+    import rehearsals
+    from rich.console import Console
+
+    from finetune.forecast import replay
+    from finetune.report import forecast_view
+
+    card = devices.find("RTX 4090", MemorySection())
+    trace = rehearsals.rehearse(rehearsals.config(), rehearsals.architecture(layers=3), where=card)
+    found = {
+        grow: replay.make(
+            trace, dataclasses.replace(card, expandable_segments=grow), rehearsals.BATCH, "sdpa", micro_batches=1,
+            merge_bytes=0, disk_bytes=0,
+        )
+        for grow in (True, False)
+    }  # fmt: skip
+    for grow, made in found.items():
+        assert json.loads(json.dumps(made.as_dict()))["expandable_segments"] is grow
+        console = Console(record=True, width=120, file=io.StringIO())
+        forecast_view.show(made, console)
+        assert ("expandable segments" in console.export_text()) is grow
+    # A block of fixed segments keeps up to 1 MiB that is too little to split off.
+    assert found[True].peak_allocated_bytes <= found[False].peak_allocated_bytes

@@ -1,0 +1,217 @@
+"""A machine on which Triton cannot build its kernels: it is noticed, told, and trained on without them.
+
+Triton itself is not here; a stand-in of its few names fails as the real one does (triton 3.9, runtime/build.py).
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import rehearsals
+import torch
+from steps import assert_gradients_close, gradients, micro_batches, ready
+from torch.backends import python_native
+from trl.kernels import chunked_logprob
+from trl.trainer import utils
+
+import finetune
+from finetune import recipe
+from finetune.data.batching import Batch
+from finetune.doctor import machine
+from finetune.errors import MachineError
+from finetune.forecast import devices, replay
+from finetune.measure.out_of_memory import is_out_of_memory
+from finetune.model import attention
+from finetune.runtime import libraries
+
+NO_COMPILER = RuntimeError(
+    "Failed to find C compiler. Please specify via CC environment variable or set triton.knobs.build.impl."
+)
+NO_HEADERS = subprocess.CalledProcessError(1, ["gcc", "cuda_utils.c", "-O3"])
+CUDA = torch.device("cuda")
+
+
+@pytest.fixture
+def triton(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Any], list[int]]]:
+    """Puts a Triton here whose kernels run, or fail as given; the list has their starts."""
+
+    def install(fails: Exception | None = None) -> list[int]:
+        starts: list[int] = []
+
+        def kernel(number: int) -> None:
+            starts.append(number)
+            if fails:
+                raise fails
+
+        fake = ModuleType("triton")
+        fake.jit = lambda function: {(1,): kernel}  # type: ignore[attr-defined]
+        monkeypatch.setitem(sys.modules, "triton", fake)
+        monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+        forget()
+        return starts
+
+    forget()
+    yield install
+    forget()
+
+
+def forget() -> None:
+    """As in a process that has not tried Triton yet."""
+    sys.modules.pop("finetune.runtime.triton_probe", None)
+    vars(finetune).pop("triton_probe", None)
+    libraries.triton_obstacle.cache_clear()
+
+
+@pytest.fixture
+def avoided(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """What a process does without Triton, for the length of a test."""
+    for module in (chunked_logprob, utils):
+        monkeypatch.setattr(module, "_use_triton", module._use_triton)
+    libraries.without_triton()
+    yield
+    python_native.triton.enable()
+
+
+# -- whether it works --------------------------------------------------------------------------------------------------
+
+
+def test_kernels_that_run_are_no_obstacle_and_tried_once(triton) -> None:
+    starts = triton()
+    assert libraries.triton_obstacle() is None
+    assert libraries.triton_obstacle() is None
+    assert len(starts) == 1
+    assert machine._triton().status == "ok"
+
+
+@pytest.mark.parametrize(
+    ("fails", "told"),
+    [
+        (NO_COMPILER, "Failed to find C compiler"),
+        (NO_HEADERS, "gcc"),
+        (OSError(30, "Read-only file system"), "Read-only"),
+    ],
+    ids=["compiler", "headers", "cache"],
+)
+def test_what_keeps_kernels_from_running_is_told_with_what_to_install(triton, fails: Exception, told: str) -> None:
+    triton(fails)
+    obstacle = libraries.triton_obstacle()
+    assert obstacle is not None
+    assert told in obstacle
+    assert "\n" not in obstacle
+    found = machine._triton()
+    assert found.status == "warning"
+    assert obstacle in found.what
+    assert "gcc" in found.remedy
+
+
+def test_a_missing_triton_is_an_obstacle(triton) -> None:
+    triton()
+    del sys.modules["triton"]
+    forget()
+    assert "No module named 'triton'" in str(libraries.triton_obstacle())
+
+
+def test_a_full_card_is_no_obstacle_but_out_of_memory(triton) -> None:
+    full = RuntimeError("Triton Error [CUDA]: out of memory")  # third_party/nvidia/backend/driver.c, CUDA_CHECK
+    triton(full)
+    assert libraries.triton_obstacle() is None
+    assert is_out_of_memory(full)
+
+
+# -- going on without --------------------------------------------------------------------------------------------------
+
+
+def test_without_it_no_library_takes_its_kernels_on_a_gpu(avoided) -> None:
+    assert not chunked_logprob._use_triton(CUDA)
+    assert utils._use_triton(CUDA), "places without a label are left out all the same"
+    assert not utils._use_triton(torch.device("cpu"))
+    assert not python_native.triton.enabled
+
+
+def test_the_loss_on_places_with_a_label_alone_is_the_loss(avoided, quick, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = ready(quick("quantization.kind=none", "training.precision=fp32"))
+    inputs = micro_batches(trainer, range(4), 2)
+    loss, expected = gradients(trainer, inputs)
+    scored: list[int] = []
+    forward = chunked_logprob.ChunkedLogProbFunction.forward
+
+    def counted(ctx: Any, hidden: torch.Tensor, *rest: Any) -> Any:
+        scored.append(len(hidden))
+        return forward(ctx, hidden, *rest)
+
+    monkeypatch.setattr(utils, "_use_triton", lambda device: True)  # as on a GPU, see above
+    monkeypatch.setattr(chunked_logprob.ChunkedLogProbFunction, "forward", staticmethod(counted))
+    compact_loss, found = gradients(trainer, inputs)
+    assert sum(scored) == sum(int((part["labels"][:, 1:] != -100).sum()) for part in inputs)
+    assert compact_loss == pytest.approx(loss, rel=1e-6)
+    assert_gradients_close(found, expected)
+
+
+def test_the_first_line_of_a_run_says_so(triton, quick, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    class _Said(Exception):
+        pass
+
+    def stop(*args: object) -> None:
+        raise _Said
+
+    triton(NO_COMPILER)
+    monkeypatch.setattr(recipe, "this_device", lambda: CUDA)
+    monkeypatch.setattr(recipe, "check", stop)
+    with pytest.raises(_Said):
+        finetune.train(quick())
+    said = " ".join(capsys.readouterr().out.split())
+    assert "Failed to find C compiler" in said
+    assert "finetune doctor" in said
+
+
+def test_choosing_the_device_settles_it(triton, avoided, monkeypatch: pytest.MonkeyPatch) -> None:
+    triton(NO_COMPILER)
+    python_native.triton.enable()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    assert recipe.this_device() == torch.device("cuda", 0)
+    assert not python_native.triton.enabled
+
+
+def test_flex_attention_which_compiles_is_refused(triton) -> None:
+    triton(NO_COMPILER)
+    with pytest.raises(MachineError, match="C compiler"):
+        attention.choose("flex", SimpleNamespace(), "cuda", "bf16")
+
+
+# -- the forecast ------------------------------------------------------------------------------------------------------
+
+
+def test_the_card_that_is_here_is_planned_for_as_it_will_compute(triton, monkeypatch: pytest.MonkeyPatch) -> None:
+    properties = SimpleNamespace(name="NVIDIA L4", total_memory=2**34, multi_processor_count=58, major=8, minor=9)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (2**34, 2**34))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 0)
+    for fails, works in ((NO_COMPILER, False), (None, True)):
+        triton(fails)
+        assert devices.here(CUDA, rehearsals.config().memory).triton is works
+    assert rehearsals.card().triton, "of a card elsewhere nothing else is known"
+
+
+@pytest.mark.parametrize("trained_tokens", [32, 96])
+def test_torchs_own_operators_take_a_copy_of_each_tile_in_float32(trained_tokens: int) -> None:
+    batch = Batch(rows=2, tokens=64, padded=True, trained_tokens=trained_tokens)
+    job, model = rehearsals.config(quantization__kind="none"), rehearsals.architecture(layers=1)
+
+    def peak(works: bool) -> int:
+        card = replace(rehearsals.card(), triton=works)
+        trace = rehearsals.rehearse(job, model, where=card, batch=batch)
+        made = replay.make(trace, card, batch, "sdpa", micro_batches=1, merge_bytes=0, disk_bytes=0)
+        return made.categories["loss"]
+
+    tile = 4 * trained_tokens * model.vocab_size
+    assert tile <= peak(False) - peak(True) <= 8 * tile

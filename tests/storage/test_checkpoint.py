@@ -1,0 +1,248 @@
+"""Facts about one checkpoint: what is on disk when, and what is refused. The faults are in tests/faults."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+import struct
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from finetune.errors import ArtifactError, MachineError
+from finetune.storage import checkpoint
+from finetune.storage.checkpoint import Contents
+from finetune.storage.rundir import RunDirectory, checkpoint_step
+
+TENSORS = {
+    "large": torch.arange(3 * 2**18 + 5, dtype=torch.float32),  # longer than what is read back at once
+    "odd": torch.arange(3, dtype=torch.uint8),
+    "none": torch.empty(0),
+    "half": torch.tensor([1.0, -2.0, 3.0], dtype=torch.bfloat16),
+}
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDirectory:
+    (tmp_path / "run").mkdir()
+    return RunDirectory(tmp_path / "run")
+
+
+def contents(step: int = 1) -> Contents:
+    return Contents(step, {"a.safetensors": dict(TENSORS)}, {"state.json": {"step": step}}, {"seed": 3})
+
+
+def test_every_tensor_comes_back_and_the_bytes_were_foretold(run: RunDirectory) -> None:
+    folder = checkpoint.write(run, contents())
+    assert checkpoint.problems_of(folder) == []
+    for found in (checkpoint.read_tensors(folder, "a.safetensors"), load_file(folder / "a.safetensors")):
+        assert found.keys() == TENSORS.keys()
+        for name, tensor in TENSORS.items():
+            assert torch.equal(found[name], tensor)
+            assert found[name].dtype == tensor.dtype
+    written = sum(file.stat().st_size for file in folder.iterdir())
+    assert sum(tensor.nbytes for tensor in TENSORS.values()) < written <= contents().bytes
+
+
+def test_the_tensors_of_a_file_begin_at_a_multiple_of_eight_bytes(run: RunDirectory) -> None:
+    """So that a reader may map them; one tensor's name after the other takes the header through all remainders."""
+    for length in range(8):
+        file = checkpoint._safetensors({"n" * (1 + length): torch.ones(2)})[0]
+        assert len(file) % 8 == 0
+        assert struct.unpack("<Q", file[:8]) == (len(file) - 8,)
+
+
+def test_the_newest_is_named_only_when_it_is_there(run: RunDirectory) -> None:
+    for step in (1, 2):
+        folder = checkpoint.write(run, contents(step))
+        assert (run.checkpoints / "latest").read_text() == folder.name + "\n"
+
+
+def test_all_of_each_file_is_on_disk_before_the_manifest_is_begun(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    brought: dict[str, int] = {}
+    fsync = os.fsync
+
+    def noted(descriptor: int) -> None:
+        file = Path(os.readlink(f"/proc/self/fd/{descriptor}"))
+        if file.parent.name.startswith("step-") and not (file.parent / "manifest.json").exists():
+            brought[file.name] = file.stat().st_size
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", noted)
+    folder = checkpoint.write(run, contents())
+    assert brought == {name: (folder / name).stat().st_size for name in ("a.safetensors", "state.json")}
+
+
+def flip(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+
+
+def lengthen(file: Path) -> None:
+    with open(file, "ab") as stored:
+        stored.write(b"\0")
+
+
+def shorten(file: Path) -> None:
+    os.truncate(file, file.stat().st_size - 1)
+
+
+@pytest.mark.parametrize("change", [flip, lengthen, shorten])
+@pytest.mark.parametrize("name", ["a.safetensors", "state.json", "manifest.json"])
+def test_a_disk_that_holds_something_else_than_was_written_is_found_before_anything_is_published(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch, name: str, change: Callable[[Path], None]
+) -> None:
+    checkpoint.write(run, contents(1))
+    fsync = os.fsync
+
+    def failing(descriptor: int) -> None:
+        fsync(descriptor)
+        if (file := Path(os.readlink(f"/proc/self/fd/{descriptor}"))).name == name:
+            change(file)
+
+    monkeypatch.setattr(os, "fsync", failing)
+    with pytest.raises(MachineError, match=f"{name} reads back otherwise"):
+        checkpoint.write(run, contents(2))
+    assert checkpoint.newest_valid(run) == (run.checkpoint(1), {})
+
+
+def test_a_hash_that_takes_longer_than_the_writing_is_waited_for(tmp_path: Path) -> None:
+    class Pieces(list[bytes]):
+        """Slow to go through for the thread that hashes."""
+
+        def __iter__(self) -> Iterator[bytes]:
+            if threading.current_thread().name == "hash":
+                threading.Event().wait(0.3)
+            return super().__iter__()
+
+    line = checkpoint._write(tmp_path / "file", Pieces([b"ab", b"c"]))
+    assert line == {"bytes": 3, "sha256": checkpoint._sha256(b"abc")}
+
+
+# -- what is refused -------------------------------------------------------------------------------------------------
+
+
+def resign(folder: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    """Change the manifest, and make its own hash agree."""
+    manifest = json.loads((folder / "manifest.json").read_text())
+    del manifest["sha256"]
+    change(manifest)
+    manifest["sha256"] = checkpoint._sha256(checkpoint._json(manifest))
+    (folder / "manifest.json").write_bytes(checkpoint._json(manifest))
+
+
+def test_a_manifest_without_a_files_size_or_hash_is_damaged(run: RunDirectory) -> None:
+    for missing in ("bytes", "sha256"):
+        folder = checkpoint.write(run, contents())
+        resign(folder, lambda manifest, key=missing: manifest["files"]["state.json"].pop(key))
+        assert ["manifest.json is damaged" in problem for problem in checkpoint.problems_of(folder)] == [True]
+
+
+@pytest.mark.parametrize("made_with", [None, 3, "text"])
+def test_a_manifest_that_says_nothing_of_what_made_it_is_damaged(run: RunDirectory, made_with: Any) -> None:
+    folder = checkpoint.write(run, contents())
+    resign(folder, lambda manifest: manifest.update(made_with=made_with))
+    with pytest.raises(ArtifactError, match=r"manifest\.json is damaged"):
+        checkpoint.manifest_of(folder)
+
+
+def test_a_manifest_that_is_a_link_or_too_large_is_not_read(run: RunDirectory) -> None:
+    folder = checkpoint.write(run, contents())
+    manifest = folder / "manifest.json"
+    other = manifest.rename(folder.parent / "manifest")
+    manifest.symlink_to(other)
+    with pytest.raises(ArtifactError, match=r"manifest\.json is damaged"):
+        checkpoint.manifest_of(folder)
+    manifest.unlink()
+    manifest.write_bytes(other.read_bytes() + b" " * 2**22)
+    with pytest.raises(ArtifactError, match=r"manifest\.json is damaged"):
+        checkpoint.manifest_of(folder)
+
+
+def test_a_link_or_a_directory_in_the_place_of_a_file_is_refused_though_its_bytes_are_right(run: RunDirectory) -> None:
+    folder = checkpoint.write(run, contents())
+    file = folder / "a.safetensors"
+    other = file.rename(folder.parent / "other")
+    file.symlink_to(other)
+    assert checkpoint.problems_of(folder) == ["a.safetensors is a link or no file"]
+    file.unlink()
+    file.mkdir()
+    assert checkpoint.problems_of(folder) == ["a.safetensors is a link or no file"]
+
+
+@pytest.mark.parametrize("left", ["a damaged one", "one set aside", "a line that says so"])
+def test_where_there_was_a_checkpoint_and_none_is_whole_there_is_no_start_from_nothing(
+    run: RunDirectory, left: str
+) -> None:
+    assert checkpoint.newest_valid(run) == (None, {})
+    folder = checkpoint.write(run, contents(4))
+    if left == "a damaged one":
+        flip(folder / "state.json")
+    elif left == "one set aside":
+        checkpoint.set_aside(folder)
+    else:
+        shutil.rmtree(folder)
+        run.event("saved", step=4)
+    with pytest.raises(ArtifactError, match=r"no checkpoint in .* can be used.*step.0*4"):
+        checkpoint.newest_valid(run)
+
+
+def test_damaged_checkpoints_are_set_aside_beside_each_other(run: RunDirectory) -> None:
+    for name in ("step-00000004.damaged", "step-00000004.damaged.1", "step-00000004.damaged.2"):
+        folder = checkpoint.write(run, contents(4))
+        assert checkpoint.set_aside(folder).name == name
+        assert not folder.exists()
+
+
+# -- retention -------------------------------------------------------------------------------------------------------
+
+
+def test_of_whole_checkpoints_as_many_stay_as_are_kept_with_the_best_among_them(run: RunDirectory) -> None:
+    for step in (1, 2, 3, 4, 5):
+        checkpoint.write(run, contents(step))
+    verified: set[Path] = set()
+    checkpoint.prune(run, 3, 1, verified)
+    assert [checkpoint_step(path) for path in run.complete_checkpoints()] == [1, 4, 5]
+    assert verified == set(run.complete_checkpoints())
+    flip(run.checkpoint(1) / "state.json")
+    checkpoint.prune(run, 2, 1, set())
+    assert [checkpoint_step(path) for path in run.complete_checkpoints()] == [1, 4, 5], "a damaged best does not count"
+
+
+def test_nothing_is_written_to_a_disk_that_cannot_take_it_all(run: RunDirectory, monkeypatch) -> None:
+    checkpoint.write(run, contents(1))
+    monkeypatch.setattr(checkpoint, "_SMALL_FILES_BYTES", 2**60)
+    with pytest.raises(MachineError, match="the disk is too full; bytes needed: 1,15"):
+        checkpoint.write(run, contents(2))
+    assert {path.name for path in run.checkpoints.iterdir()} == {"latest", "step-00000001"}
+
+
+def test_a_manifest_of_another_format_or_another_step_is_refused(run: RunDirectory) -> None:
+    folder = checkpoint.write(run, contents(1))
+    moved = shutil.copytree(folder, run.checkpoint(2))
+    assert checkpoint.problems_of(moved) == ["manifest.json is of step 1"]
+    resign(folder, lambda manifest: manifest.update(format=2))
+    assert checkpoint.problems_of(folder) == ["manifest.json is of format 2; this version reads 1"]
+
+
+def test_a_folder_and_a_file_that_the_disk_does_not_give_back_are_named(run: RunDirectory, monkeypatch) -> None:
+    folder = checkpoint.write(run, contents())
+
+    def failing(*arguments: object) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "iterdir", failing)
+        assert checkpoint.problems_of(folder) == ["cannot be read: Input/output error"]
+    monkeypatch.setattr(checkpoint.hashlib, "file_digest", failing)
+    assert checkpoint.problems_of(folder)[0] == "a.safetensors cannot be read: Input/output error"

@@ -1,0 +1,90 @@
+"""What a run's files may say, and what happens to what they may not."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from finetune.errors import ArtifactError
+from finetune.storage import records
+
+SAVED = {"time": 5.0, "event": "saved", "step": 3, "seconds": 0.5, "memory": {"resident_bytes": 7}}
+STEP = {
+    "step": 1, "loss": 2.5, "learning_rate": 1e-4, "grad_norm": None, "tokens": 10, "tokens_per_second": 5.0,
+    "padding_share": 0.0, "memory": {"forward": {"resident_bytes": 7}},
+}  # fmt: skip
+
+
+def wrong(file: Path, shape: Any, *lines: object) -> dict[int, str]:
+    file.write_bytes(
+        b"".join((line if isinstance(line, bytes) else json.dumps(line).encode()) + b"\n" for line in lines)
+    )
+    found = records.read_lines(file, shape)
+    assert len(found.rows) + len(found.wrong) == len(lines)
+    return found.wrong
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        ({"time": 1e18}, "time"), ({"time": "5"}, "time"), ({"time": float("nan")}, "time"), ({"step": -1}, "step"),
+        ({"step": 3.0}, "step"), ({"step": True}, "step"), ({"step": 10**30}, "step"), ({"seconds": "x"}, "seconds"),
+        ({"memory": {"resident_bytes": 10**40}}, "memory"), ({"memory": [1]}, "memory"), ({"event": None}, "event"),
+    ],
+)  # fmt: skip
+def test_an_event_with_a_value_that_this_program_does_not_write_is_left_out(
+    change: dict[str, Any], field: str, tmp_path: Path
+) -> None:
+    assert field in wrong(tmp_path / "x", records.EVENT, SAVED, SAVED | change, SAVED)[2]
+
+
+@pytest.mark.parametrize("key", [*STEP, "event", "time"])
+def test_a_line_that_lacks_a_key_is_left_out(key: str, tmp_path: Path) -> None:
+    line, shape = (STEP, records.METRIC) if key in STEP else (SAVED, records.EVENT)
+    short = {name: value for name, value in line.items() if name != key}
+    assert list(wrong(tmp_path / "x", shape, short, line)) == [1]
+
+
+def test_what_no_line_of_json_is_is_left_out_and_a_line_cut_off_at_the_end_is_told_apart(tmp_path: Path) -> None:
+    deep = b'{"time":1,"event":"x","a":' + b"[" * 900 + b"]" * 900 + b"}"
+    deeper = b"[" * 200_000
+    digits = b'{"time":1,"event":"x","a":' + b"9" * 5000 + b"}"
+    bad = [b"[]", b"3", b"", b"\xff\xfe", b'{"time"', b"null", deep, deeper, digits]
+    assert list(wrong(tmp_path / "x", records.EVENT, *bad, SAVED)) == [*range(1, len(bad) + 1)]
+    (tmp_path / "x").write_bytes(json.dumps(SAVED).encode() + b'\n{"time": 1')
+    found = records.read_lines(tmp_path / "x", records.EVENT)
+    assert (len(found.rows), found.wrong, found.torn) == (1, {}, True)
+
+
+def test_events_and_keys_of_a_later_version_are_kept(tmp_path: Path) -> None:
+    later = [{"time": 1.0, "event": "new", "fact": [1]}, SAVED | {"new": {"x": 1}}]
+    assert wrong(tmp_path / "x", records.EVENT, *later) == {}
+    assert records.read_lines(tmp_path / "x", records.EVENT).rows == later
+
+
+def test_a_file_that_is_not_as_written_is_named_with_the_field_in_printable_letters(tmp_path: Path) -> None:
+    file = tmp_path / "manifest.json"
+    manifest = {"format": 1, "step": 1, "files": {}, "made_with": {}, "sha256": ""}
+    file.write_text(json.dumps(manifest))
+    assert records.read(file, records.MANIFEST) == manifest
+    for name in ("../x", "a/b", ".", "..", "", "a\x00b", "\x1b[31mx"):
+        file.write_text(json.dumps({**manifest, "files": {name: {"bytes": 1, "sha256": ""}}}))
+        with pytest.raises(ArtifactError, match=r"manifest\.json: not as this program writes it: `files\.") as told:
+            records.read(file, records.MANIFEST)
+        assert str(told.value).isprintable()
+    for text in ("", "[]", "{", '{"format": 1}', "\xff"):
+        file.write_text(text, encoding="latin-1")
+        with pytest.raises(ArtifactError, match=r"manifest\.json: not as this program writes it"):
+            records.read(file, records.MANIFEST)
+
+
+def test_a_file_that_is_not_there_or_none_is_told(tmp_path: Path) -> None:
+    with pytest.raises(ArtifactError, match="x: cannot be read: No such file"):
+        records.read(tmp_path / "x", records.OBJECT)
+    (tmp_path / "x").mkdir()
+    with pytest.raises(ArtifactError, match=r"x: cannot be read: Is a directory|x: not a file"):
+        records.read(tmp_path / "x", records.OBJECT)
+    assert records.read_lines(tmp_path / "y", records.EVENT).rows == []

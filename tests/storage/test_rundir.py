@@ -1,0 +1,489 @@
+"""Facts about the run directory: nothing looks finished early, and what was whole before stays whole."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from finetune.config import Config, ModelSection, OutputSection
+from finetune.errors import ArtifactError, MachineError
+from finetune.storage import records
+from finetune.storage.rundir import RunDirectory, append_line, checkpoint_step, dispose, staged, write_json, write_text
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDirectory:
+    run = RunDirectory(tmp_path / "run")
+    run.create(Config(output=OutputSection(dir=str(run.path))))
+    return run
+
+
+def contents(folder: Path) -> dict[str, str]:
+    return {str(path.relative_to(folder)): path.read_text() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+# -- creating and opening --------------------------------------------------------------------------------------------
+
+
+def test_a_run_directory_is_not_made_before_it_is_asked_for(tmp_path: Path) -> None:
+    RunDirectory(tmp_path / "run")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_run_keeps_the_config_it_was_started_with(tmp_path: Path) -> None:
+    config = Config(model=ModelSection(name="no", revision="1234567e89"), output=OutputSection(dir="elsewhere"))
+    RunDirectory(tmp_path / "a" / "b").create(config)
+    assert RunDirectory.open(tmp_path / "a" / "b").config() == config
+
+
+def test_creating_again_keeps_what_is_there(run: RunDirectory) -> None:
+    run.event("started")
+    run.create(Config())
+    assert [line["event"] for line in run.events()] == ["started"]
+
+
+@pytest.mark.parametrize("name", ["missing", "empty"])
+def test_a_folder_without_a_config_is_no_run(name: str, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ArtifactError, match=r"no config\.yaml"):
+        RunDirectory.open(tmp_path / name)
+
+
+def test_a_run_that_cannot_be_created_names_the_key(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(MachineError, match=r"`output\.dir`"):
+        RunDirectory(tmp_path / "file" / "run").create(Config())
+
+
+# -- directories that appear when they are whole ---------------------------------------------------------------------
+
+
+def test_a_staged_directory_appears_when_the_block_ends(tmp_path: Path) -> None:
+    target = tmp_path / "deep" / "adapter"
+    with staged(target) as folder:
+        (folder / "sub").mkdir()
+        (folder / "sub" / "weights").write_text("new")
+        assert not target.exists()
+    assert contents(target) == {"sub/weights": "new"}
+    assert [path.name for path in target.parent.iterdir()] == ["adapter"]
+
+
+def test_a_staged_directory_replaces_the_earlier_one_whole(tmp_path: Path) -> None:
+    target = tmp_path / "adapter"
+    for name in ("old", "new"):
+        with staged(target) as folder:
+            assert list(folder.iterdir()) == []
+            (folder / name).write_text(name)
+            assert contents(target) == ({"old": "old"} if name == "new" else {})
+    assert contents(tmp_path) == {"adapter/new": "new"}
+
+
+@pytest.mark.parametrize("error", [ValueError, OSError, KeyboardInterrupt, SystemExit])
+def test_a_block_that_fails_publishes_nothing(error: type[BaseException], tmp_path: Path) -> None:
+    target = tmp_path / "adapter"
+
+    def fail() -> None:
+        with staged(target) as folder:
+            (folder / "half").write_text("half")
+            raise error
+
+    with pytest.raises(error):
+        fail()
+    assert not target.exists()
+
+
+def test_a_block_that_fails_keeps_the_earlier_directory_and_hinders_no_later_one(tmp_path: Path) -> None:
+    target = tmp_path / "adapter"
+    with staged(target) as folder:
+        (folder / "weights").write_text("old")
+
+    def fail() -> None:
+        with staged(target) as folder:
+            (folder / "weights").write_text("half")
+            raise OSError("disk full")
+
+    with pytest.raises(OSError, match="disk full"):
+        fail()
+    assert contents(target) == {"weights": "old"}
+    with staged(target) as folder:
+        assert list(folder.iterdir()) == []
+        (folder / "weights").write_text("new")
+    assert contents(tmp_path) == {"adapter/weights": "new"}
+
+
+def test_a_rename_that_fails_leaves_the_earlier_directory_under_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each rename of a publication fails in turn, until none does."""
+    target = tmp_path / "adapter"
+    with staged(target) as folder:
+        (folder / "weights").write_text("old")
+    calls = Calls(monkeypatch)
+
+    def publish() -> None:
+        with staged(target) as folder:
+            (folder / "weights").write_text("new")
+
+    for failing in range(1, 10):
+        calls.start(failing)
+        try:
+            publish()
+        except OSError:
+            assert contents(target) == {"weights": "old"}, f"rename {failing} failed and the earlier version is gone"
+        else:
+            break
+    assert failing > 1
+    assert contents(tmp_path) == {"adapter/weights": "new"}
+
+
+def test_every_file_is_on_disk_before_the_name_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The order of fsync and rename, as the kernel is asked for it."""
+    calls = Calls(monkeypatch)
+    with staged(tmp_path / "adapter") as folder:
+        (folder / "sub").mkdir()
+        (folder / "sub" / "a").write_text("a")
+        (folder / "b").write_text("b")
+    publish = calls.asked.index(("rename", str(tmp_path / "adapter")))
+    before = {Path(path).name for what, path in calls.asked[:publish] if what == "fsync"}
+    assert {"a", "b"} <= before
+    assert ("fsync", str(tmp_path)) in calls.asked[publish:]
+
+
+class Calls:
+    """Notes each fsync and rename in its order, and lets the n-th rename fail, as on a full or broken disk."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.asked: list[tuple[str, str]] = []
+        self.start(failing=0)
+        fsync = os.fsync
+        monkeypatch.setattr(os, "fsync", lambda file: (self._note_fsync(file), fsync(file))[1])
+        for name in ("rename", "replace"):
+            real = getattr(os, name)
+            monkeypatch.setattr(os, name, lambda path, to, real=real: (self._note_rename(to), real(path, to))[1])
+
+    def start(self, failing: int) -> None:
+        self.renames, self.failing = 0, failing
+
+    def _note_fsync(self, file: int) -> None:
+        self.asked.append(("fsync", os.readlink(f"/proc/self/fd/{file}")))
+
+    def _note_rename(self, to: Any) -> None:
+        self.renames += 1
+        self.asked.append(("rename", str(to)))
+        if self.renames == self.failing:
+            raise OSError("no space")
+
+
+# -- checkpoints -----------------------------------------------------------------------------------------------------
+
+
+def test_checkpoints_are_listed_oldest_first_by_step(run: RunDirectory) -> None:
+    assert run.complete_checkpoints() == []
+    for step in (900, 20, 100_000):
+        with staged(run.checkpoint(step)) as folder:
+            (folder / "weights").write_text("x")
+    assert [checkpoint_step(path) for path in run.complete_checkpoints()] == [20, 900, 100_000]
+
+
+def test_a_checkpoint_under_way_is_not_listed(run: RunDirectory) -> None:
+    with staged(run.checkpoint(5)) as folder:
+        (folder / "weights").write_text("half")
+        assert run.complete_checkpoints() == []
+    assert run.complete_checkpoints() == [run.checkpoint(5)]
+
+
+@pytest.mark.parametrize("name", ["step-00000009.incomplete", "step-00000009.replaced", "step-x", "step-00000009.bak"])
+def test_what_a_crash_or_a_person_left_beside_checkpoints_is_not_listed(name: str, run: RunDirectory) -> None:
+    with staged(run.checkpoint(5)):
+        pass
+    (run.checkpoints / name).mkdir()
+    (run.checkpoints / "step-00000010").write_text("a file")
+    assert run.complete_checkpoints() == [run.checkpoint(5)]
+
+
+# -- lines that grow -------------------------------------------------------------------------------------------------
+
+
+def test_an_event_says_what_happened_when_and_the_facts(run: RunDirectory) -> None:
+    run.event("saved", step=5, seconds=0.1)
+    run.event("finished")
+    first, second = run.events()
+    assert (first["event"], first["step"], first["seconds"]) == ("saved", 5, 0.1)
+    assert 0 <= second["time"] - first["time"] < 60
+
+
+def test_a_run_without_events_or_metrics_has_none(run: RunDirectory) -> None:
+    assert (run.events(), run.metrics(), run.finished) == ([], [], False)
+
+
+@pytest.mark.parametrize(
+    ("names", "finished"),
+    [
+        (["started"], False),
+        (["started", "saved"], False),
+        (["started", "finished"], True),
+        (["started", "finished", "merged"], True),
+        (["started", "finished", "resumed"], False),
+        (["started", "finished", "started", "saved"], False),
+        (["started", "stopped"], False),
+    ],
+)
+def test_a_run_is_finished_when_its_last_event_says_so(names: list[str], finished: bool, run: RunDirectory) -> None:
+    for name in names:
+        run.event(name)
+    assert run.finished is finished
+    assert RunDirectory.open(run.path).finished is finished
+
+
+@pytest.mark.parametrize("half", ['{"time": 5, "event": "finis', "{", '{"time": 5, "event": "saved", "step"', "\0\0\0"])
+def test_a_last_line_cut_short_is_left_out(half: str, run: RunDirectory) -> None:
+    run.event("started")
+    with open(run.events_file, "a") as file:
+        file.write(half)
+    assert [line["event"] for line in run.events()] == ["started"]
+    assert not run.finished
+
+
+def test_what_is_written_after_a_line_cut_short_is_not_lost_with_it(run: RunDirectory) -> None:
+    run.event("started")
+    with open(run.events_file, "a") as file:
+        file.write('{"time": 5, "event": "sav')
+    run.event("resumed")
+    run.event("finished")
+    assert [line["event"] for line in run.events()] == ["started", "resumed", "finished"]
+
+
+def test_the_end_of_a_run_counts_though_a_line_before_it_was_cut_short(run: RunDirectory) -> None:
+    with open(run.events_file, "a") as file:
+        file.write('{"time": 5, "event": "sav')
+    run.event("finished")
+    assert run.finished
+
+
+_LINE = st.dictionaries(st.text(max_size=5), st.text(max_size=8) | st.integers() | st.none(), max_size=3)
+
+
+@settings(deadline=None, derandomize=True, max_examples=60)
+@given(lines=st.lists(_LINE, max_size=5), cut=st.integers(0, 200))
+def test_lines_come_back_and_a_file_cut_anywhere_gives_its_whole_lines(
+    lines: list[dict[str, Any]], cut: int, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    path = tmp_path_factory.getbasetemp() / "cut.jsonl"
+    path.unlink(missing_ok=True)
+    for line in lines:
+        append_line(path, line)
+    assert records.read_lines(path, records.OBJECT).rows == lines
+    if not lines:
+        return
+    whole = path.read_bytes()
+    path.write_bytes(whole[:cut])
+    found = records.read_lines(path, records.OBJECT).rows
+    assert found == lines[: len(found)]
+    assert len(found) >= whole[:cut].count(b"\n")
+
+
+def evaluated(step: int) -> dict[str, Any]:
+    """A line of metrics.jsonl."""
+    return {"step": step, "eval_loss": step / 3, "memory": {}}
+
+
+def test_metrics_of_steps_that_are_done_again_are_forgotten(run: RunDirectory) -> None:
+    for step in (1, 2, 3, 4, 2):
+        append_line(run.metrics_file, evaluated(step))
+    run.forget_metrics_after(2)
+    assert run.metrics() == [evaluated(1), evaluated(2), evaluated(2)]
+    append_line(run.metrics_file, evaluated(3))
+    assert run.metrics()[-1] == evaluated(3)
+
+
+def test_forgetting_all_metrics_leaves_none(run: RunDirectory) -> None:
+    run.forget_metrics_after(-1)
+    append_line(run.metrics_file, evaluated(0))
+    run.forget_metrics_after(-1)
+    assert run.metrics() == []
+
+
+def test_forgetting_takes_a_half_written_line_away(run: RunDirectory) -> None:
+    append_line(run.metrics_file, evaluated(1))
+    with open(run.metrics_file, "a") as file:
+        file.write('{"step": 2, "lo')
+    run.forget_metrics_after(1)
+    append_line(run.metrics_file, evaluated(2))
+    assert run.metrics() == [evaluated(1), evaluated(2)]
+
+
+# -- small files -----------------------------------------------------------------------------------------------------
+
+
+def test_a_small_file_is_replaced_as_a_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "answers.json"
+    write_text(path, "old")
+
+    def full(descriptor: int) -> None:
+        raise OSError("no space")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", full)
+        with pytest.raises(MachineError, match=rf"{path} could not be written: no space; [\d,]+ bytes are free"):
+            write_text(path, "new and longer")
+    assert path.read_text() == "old"
+    assert [found.name for found in tmp_path.iterdir()] == ["answers.json"]
+    write_text(path, "new – ünïcode")
+    assert path.read_text(encoding="utf-8") == "new – ünïcode"
+    assert [found.name for found in tmp_path.iterdir()] == ["answers.json"]
+
+
+def test_json_without_numbers_that_json_has_not(tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    write_json(path, {"a": [1, 2.5, None]})
+    assert json.loads(path.read_text()) == {"a": [1, 2.5, None]}
+    with pytest.raises(ValueError, match="JSON"):
+        write_json(path, {"a": float("nan")})
+    assert json.loads(path.read_text()) == {"a": [1, 2.5, None]}
+
+
+# -- starting over ---------------------------------------------------------------------------------------------------
+
+
+def test_an_earlier_run_is_moved_aside_with_all_it_has(run: RunDirectory) -> None:
+    earlier = []
+    for number in (1, 2, 3):
+        run.create(Config())
+        run.event("started", number=number)
+        with staged(run.checkpoint(number)) as folder:
+            (folder / "weights").write_text(str(number))
+        earlier.append(contents(run.path))
+        aside = run.move_aside()
+        assert aside == run.path.with_name(f"run.{number}")
+        assert not run.path.exists()
+    assert [contents(run.path.with_name(f"run.{number}")) for number in (1, 2, 3)] == earlier
+
+
+# -- what a kill left ------------------------------------------------------------------------------------------------
+
+
+def test_a_directory_is_staged_anew_over_what_a_kill_left_of_it(tmp_path: Path) -> None:
+    target = tmp_path / "adapter"
+    (tmp_path / "adapter.incomplete").mkdir()
+    (tmp_path / "adapter.incomplete" / "half").write_text("half")
+    with staged(target) as folder:
+        (folder / "weights").write_text("new")
+    assert contents(tmp_path) == {"adapter/weights": "new"}
+
+
+def test_a_replacement_that_a_kill_cut_short_is_undone_before_the_next_one_begins(tmp_path: Path) -> None:
+    target = tmp_path / "adapter"
+    (tmp_path / "adapter.replaced").mkdir()
+    (tmp_path / "adapter.replaced" / "weights").write_text("old")
+    with staged(target):
+        assert contents(target) == {"weights": "old"}
+
+
+def test_a_directory_is_disposed_of_over_what_a_kill_left_of_an_earlier_one(tmp_path: Path) -> None:
+    for name in ("step-00000001", "step-00000001.incomplete"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "weights").write_text("x")
+    dispose(tmp_path / "step-00000001")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_saved_steps_are_those_since_the_last_start_from_nothing(run: RunDirectory) -> None:
+    assert run.saved_steps == []
+    for name in ("started", "saved", "resumed", "saved"):
+        run.event(name, step=len(run.events()))
+    assert run.saved_steps == [1, 3]
+    run.event("started")
+    assert run.saved_steps == []
+
+
+def test_leftovers_are_removed_whatever_they_are_and_nothing_behind_a_link_is(
+    run: RunDirectory, tmp_path: Path
+) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "mine").write_text("x")
+    run.checkpoints.mkdir()
+    for folder in (run.path, run.checkpoints):
+        (folder / "file.incomplete").write_text("half")
+        (folder / "link.incomplete").symlink_to(elsewhere)
+        (folder / "folder.incomplete").mkdir()
+        (folder / "folder.incomplete" / "half").write_text("half")
+    run.remove_leftovers()
+    assert [path.name for path in run.path.rglob("*.incomplete")] == []
+    assert contents(elsewhere) == {"mine": "x"}
+
+
+def test_all_of_a_small_file_is_on_disk_before_it_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    brought: list[int] = []
+    fsync = os.fsync
+    monkeypatch.setattr(os, "fsync", lambda file: (brought.append(os.fstat(file).st_size), fsync(file))[1])
+    write_text(tmp_path / "latest", "step-00000001\n")
+    assert brought == [14]
+
+
+def test_the_error_of_a_block_is_not_hidden_by_that_of_the_removal_after_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failing(*arguments: Any, **more: Any) -> None:
+        raise OSError("input/output error")
+
+    def fail() -> None:
+        with staged(tmp_path / "adapter"):
+            monkeypatch.setattr(os, "rmdir", failing)
+            raise ValueError("the first")
+
+    with pytest.raises(ValueError, match="the first"):
+        fail()
+
+
+def test_a_block_that_fails_leaves_nothing_behind(tmp_path: Path) -> None:
+    def fail() -> None:
+        with staged(tmp_path / "adapter") as folder:
+            (folder / "weights").write_text("half")
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_replacement_that_was_cut_short_after_both_renames_is_finished(tmp_path: Path) -> None:
+    for name, text in (("adapter", "new"), ("adapter.replaced", "old")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "weights").write_text(text)
+    with pytest.raises(ZeroDivisionError), staged(tmp_path / "adapter"):
+        raise ZeroDivisionError
+    assert contents(tmp_path) == {"adapter/weights": "new"}
+
+
+def test_a_line_ends_where_the_next_begins_and_one_that_cannot_be_written_is_told(tmp_path: Path) -> None:
+    file = tmp_path / "events.jsonl"
+    for step in range(3):
+        append_line(file, {"step": step})
+    assert file.read_text() == '{"step": 0}\n{"step": 1}\n{"step": 2}\n'
+    with pytest.raises(MachineError, match=r"gone/events\.jsonl"):
+        append_line(tmp_path / "gone" / "events.jsonl", {})
+
+
+def test_a_staged_directory_leaves_no_file_open(tmp_path: Path) -> None:
+    before = os.listdir("/proc/self/fd")
+    with staged(tmp_path / "adapter") as folder:
+        (folder / "weights").write_text("whole")
+    assert os.listdir("/proc/self/fd") == before
+
+
+def test_a_link_that_leads_in_a_circle_is_refused(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path / "run")
+    run.create(Config())
+    (run.path / "loop").symlink_to(run.path / "loop")
+    with pytest.raises(ArtifactError, match="loop: neither a file nor a folder"):
+        RunDirectory.open(run.path)
+    (tmp_path / "circle").symlink_to(tmp_path / "circle")
+    with pytest.raises(MachineError, match="circle: cannot be written"):
+        RunDirectory(tmp_path / "circle").claim()
