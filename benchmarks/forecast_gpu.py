@@ -271,7 +271,7 @@ def train(
     from finetune.runtime.signals import Signals
     from finetune.storage.rundir import RunDirectory
     from finetune.training import run as training
-    from finetune.training.arguments import check
+    from finetune.training.checks import check
 
     check(config, device)
     tokenizer = load_tokenizer(config.model)

@@ -60,10 +60,12 @@ AREAS: dict[str, tuple[dict[str, str], list[str]]] = {
             "micro_batches _best_fit",
             "finetune.training.collator": "MicroBatches.__call__ MicroBatches.micro_batch split first_row _rows "
             "_packed_rows",
-            "finetune.training.oom_retry": "Limit.parts Limit.lower",
-            "finetune.training.evaluation": "summed_loss _sums",
-            "finetune.training.trainer": "Trainer.training_step Trainer._micro_step Trainer._update "
-            "Trainer._get_num_items_in_batch Trainer.evaluation_loop",
+            "finetune.training.oom_retry": "Limit.parts Limit.lower Retry.forward_backward Retry.update",
+            "finetune.training.evaluation": "summed_loss _sums Evaluation.loss",
+            "finetune.training.step": "Step.forward_backward Step.micro_step Step.clip Step.update",
+            "finetune.training.loop": "Loop.run Loop.take_step Loop._after",
+            "finetune.training.recorder": "StepCounts.of StepCounts.of_all_ranks",
+            "finetune.objectives": "trained_tokens supervised",
         },
         ["data/test_batching.py", "training/test_collator.py", "training/test_evaluation.py", "measure/test_monitor.py",
          "faults/test_row_23_accumulation.py", "faults/test_row_11_loss_scaling.py",

@@ -32,18 +32,18 @@ import torch
 torch.set_num_threads(1)
 from finetune import recipe
 from finetune.settings import load_config
-from finetune.training.checkpoints import Saver
+from finetune.training.checkpoints import Checkpoints
 
 recipe._ANSWER_TOKENS = 1
 waited = []
-wait = Saver.wait
+wait = Checkpoints.wait
 
 def timed(self):
     started = time.perf_counter()
     wait(self)
     waited.append(round(time.perf_counter() - started, 4))
 
-Saver.wait = timed
+Checkpoints.wait = timed
 result = recipe.train(load_config("configs/tiny_cpu.yaml", sys.argv[1:]))
 result.run.event("waited", seconds=waited)
 """

@@ -10,23 +10,25 @@ from __future__ import annotations
 import json
 import sys
 import time
-from typing import Any
+from pathlib import Path
 
 from finetune.cli import main
-from finetune.training.trainer import Trainer
+from finetune.training.loop import Loop
 
-_train = Trainer.train
+_run = Loop.run
 
 
-def _timed(self: Trainer, *args: Any, **kwargs: Any) -> Any:
-    cpu_before = time.process_time()
-    output = _train(self, *args, **kwargs)
-    spent = {"train_cpu_seconds": time.process_time() - cpu_before}
-    (self.run.path / "loop.json").write_text(json.dumps({**output.metrics, **spent}))
-    return output
+def _timed(self: Loop, resumed_from: Path | None) -> None:
+    started, cpu_before = time.perf_counter(), time.process_time()
+    _run(self, resumed_from)
+    spent = {
+        "train_runtime": time.perf_counter() - started,
+        "train_cpu_seconds": time.process_time() - cpu_before,
+    }
+    (self.recorder.run.path / "loop.json").write_text(json.dumps(spent))
 
 
 if __name__ == "__main__":
-    Trainer.train = _timed
+    Loop.run = _timed
     sys.argv[1:1] = ["train"]
     main()

@@ -48,7 +48,7 @@ from finetune.settings import config_of
 from finetune.storage.checkpoint import set_aside
 from finetune.storage.rundir import DISK_ERRORS, RunDirectory, checkpoint_step, not_written, write_json, write_lines
 from finetune.training import run as training
-from finetune.training.arguments import check, check_shares
+from finetune.training.checks import check, check_shares
 from finetune.training.evaluation import held_out_loss
 
 # Held-out questions answered before and after training: enough to see a difference, few enough to read.

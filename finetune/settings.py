@@ -16,6 +16,7 @@ from finetune.errors import ArtifactError
 from finetune.model.attention import ATTENTIONS
 from finetune.model.chat_template import TEMPLATES
 from finetune.model.quantization import QUANTIZATIONS
+from finetune.objectives import OBJECTIVES
 from finetune.storage.rundir import RunDirectory
 from finetune.training.optimizers import OPTIMIZERS
 from finetune.training.schedules import SCHEDULES
@@ -27,6 +28,7 @@ CHOICES: Choices = {
     "data.format": FORMATS,
     "data.chat_template": TEMPLATES,
     "data.too_long": TOO_LONG,
+    "training.objective": OBJECTIVES,
     "training.schedule": SCHEDULES,
     "optimizer.kind": OPTIMIZERS,
     "tracking.to": TRACKERS,

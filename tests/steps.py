@@ -1,9 +1,12 @@
-"""A trainer that is ready for its first step, its steps by hand, and memory that runs out in them."""
+"""A training loop that is ready for its first step, its steps by hand, and memory that runs out in them."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,51 +15,76 @@ import torch
 import finetune
 from finetune.config import Config
 from finetune.model import checkpointing
+from finetune.objectives import supervised
 from finetune.training.collator import Inputs
-from finetune.training.trainer import Trainer
+from finetune.training.loop import Loop
+from finetune.training.recorder import StepCounts
 
 
 class _Ready(Exception):
     pass
 
 
-def ready(config: Config) -> Trainer:
-    """The trainer of a run as it stands before the first step; its adapter's update is not zero."""
+def ready(config: Config) -> Loop:
+    """The loop of a run as it stands before the first step; its adapter's update is not zero."""
 
-    def prepare(self: Trainer, *args: Any, **kwargs: Any) -> None:
-        prepared(self, *args, **kwargs)
+    def stop(self: Loop, resumed_from: Path | None) -> None:
         raise _Ready(self)
 
-    prepared = Trainer._prepare_for_training
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Trainer, "_prepare_for_training", prepare)
+        patch.setattr(Loop, "run", stop)
         with pytest.raises(_Ready) as stopped:
             finetune.train(config)
-    trainer = stopped.value.args[0]
+    loop: Loop = stopped.value.args[0]
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
-        for name, weight in trainer.model.named_parameters():
+        for name, weight in loop.step.model.named_parameters():
             if "lora_B" in name:
                 weight.normal_(std=0.02, generator=generator)
-    trainer.model.train()
-    return trainer
+    loop.step.model.train()
+    return loop
 
 
-def micro_batches(trainer: Trainer, rows: Sequence[int], size: int) -> list[Inputs]:
+def before_each_step(patch: pytest.MonkeyPatch, act: Callable[[Loop], None]) -> None:
+    """Let `act` see, or disturb, the loop as it stands before each step; `loop.progress.step` steps are done then."""
+
+    def take_step(self: Loop, micro_batches_: list[Inputs]) -> bool:
+        act(self)
+        return plain(self, micro_batches_)
+
+    plain = Loop.take_step
+    patch.setattr(Loop, "take_step", take_step)
+
+
+def spoil_losses(patch: pytest.MonkeyPatch, *steps: int) -> None:
+    """Make the loss of these steps, from 1, NaN."""
+
+    def spoilt(model: Any, batch: Any) -> Any:
+        total, count = supervised(model, batch)
+        return total * math.nan, count
+
+    def act(loop: Loop) -> None:
+        now = spoilt if loop.progress.step + 1 in steps else supervised
+        loop.step.objective = replace(loop.step.objective, loss=now)
+
+    before_each_step(patch, act)
+
+
+def micro_batches(loop: Loop, rows: Sequence[int], size: int) -> list[Inputs]:
     """Rows of the training data as micro-batches of `size` rows, which the config's own must not be smaller than."""
-    chosen = [trainer.train_dataset[row] for row in rows]
-    return [part for at in range(0, len(chosen), size) for part in trainer.data_collator(chosen[at : at + size])]
+    chosen = [loop.steps.rows[row] for row in rows]
+    return [part for at in range(0, len(chosen), size) for part in loop.steps.collate(chosen[at : at + size])]
 
 
-def gradients(trainer: Trainer, inputs: list[Inputs], seed: int = 0) -> tuple[float, dict[str, torch.Tensor]]:
+def gradients(loop: Loop, inputs: list[Inputs], seed: int = 0) -> tuple[float, dict[str, torch.Tensor]]:
     """Loss and gradients of one step."""
     torch.manual_seed(seed)
-    trainer.model.zero_grad(set_to_none=True)
-    loss = trainer.training_step(
-        trainer.model_wrapped, inputs, trainer._get_num_items_in_batch([inputs], trainer.args.device)
-    )
-    found = {name: weight.grad for name, weight in trainer.model.named_parameters() if weight.requires_grad}
-    trainer.model.zero_grad(set_to_none=True)
+    model = loop.step.model
+    model.zero_grad(set_to_none=True)
+    counts = StepCounts.of(inputs, loop.step.objective)
+    loss = loop.retry.forward_backward(loop.step, inputs, counts.trained)
+    found = {name: weight.grad for name, weight in model.named_parameters() if weight.requires_grad}
+    model.zero_grad(set_to_none=True)
     return float(loss), found
 
 
@@ -70,7 +98,7 @@ def assert_gradients_close(found: dict[str, torch.Tensor], expected: dict[str, t
 
 
 @contextlib.contextmanager
-def out_of_memory(trainer: Trainer, where: str, places: int) -> Iterator[list[int]]:
+def out_of_memory(loop: Loop, where: str, places: int) -> Iterator[list[int]]:
     """Out of memory in the third layer for micro-batches of more than `places`; the list has the places of each.
 
     `where`: in the `forward` pass, in the `backward` pass, or where that computes a checkpointed layer once more.
@@ -92,7 +120,7 @@ def out_of_memory(trainer: Trainer, where: str, places: int) -> Iterator[list[in
         if hidden.requires_grad:
             hidden.register_hook(refuse)
 
-    layer = checkpointing.layers(trainer.model)[2]
+    layer = checkpointing.layers(loop.step.model)[2]
     if where == "backward":
         hook = layer.register_forward_hook(after)
     else:

@@ -363,12 +363,12 @@ def test_interrupted_exits_130(call, job: list[str], monkeypatch: pytest.MonkeyP
 def test_out_of_memory_exits_6_with_the_levers(call, job: list[str], tmp_path: Path, monkeypatch) -> None:
     import torch
 
-    from finetune.training.trainer import Trainer
+    from finetune.training.step import Step
 
     def exhausted(self, *arguments, **named) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
-    monkeypatch.setattr(Trainer, "compute_loss", exhausted)
+    monkeypatch.setattr(Step, "micro_step", exhausted)
     code, _, err = call("train", *job, "data.eval=none", "memory.checkpointing=none")
     assert code == 6
     for lever in ("memory.checkpointing=all", "training.micro_batch=1", "data.max_length=128"):

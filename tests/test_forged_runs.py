@@ -39,8 +39,8 @@ from finetune.report.terminal import Terminal
 from finetune.settings import load_config
 from finetune.storage import checkpoint
 from finetune.storage.rundir import RunDirectory, write_lines
-from finetune.training import checkpoints
-from finetune.training import run as training
+from finetune.training import state
+from finetune.training.progress import read_progress
 
 SEED = 14
 WEIGHTS = ".safetensors"
@@ -99,9 +99,8 @@ def readers(whole: RunDirectory) -> dict[str, Callable[[RunDirectory], object]]:
         start = resuming.find(run)
         resuming.compare(run, start, made_with)
         if start.checkpoint:
-            state = checkpoints.read_trainer_state(start.checkpoint)
-            training._evaluations_without_gain(state)
-            checkpoints.restore_random(start.checkpoint, 0)
+            read_progress(start.checkpoint)
+            state.restore_random(start.checkpoint, 0)
         run.forget_metrics_after(start.step)
         run.create(config)
 
@@ -415,16 +414,13 @@ def test_forged_answers_stop_no_training_and_the_base_is_asked_again(unfinished:
 
 
 FORGERIES: dict[str, Callable[[dict[str, Any], dict[str, Any]], object]] = {
-    "a key of a later version": lambda state, trainer: trainer.update(new_in_6=1),
-    "another step": lambda state, trainer: trainer.update(global_step=3),
-    "a counter of another type": lambda state, trainer: trainer["stateful_callbacks"].update(
-        EarlyStoppingCallback={"args": {}, "attributes": {"early_stopping_patience_counter": "x"}}
-    ),
-    "a generator": lambda state, trainer: state["random"][0].update(torch="00"),
-    "no generators": lambda state, trainer: state.pop("random"),
-    "a schedule": lambda state, trainer: state["schedule"].update(step=3),
-    "a rate": lambda state, trainer: state["optimizer"]["groups"][0].update(lr="x"),
-    "parameters": lambda state, trainer: state["optimizer"]["groups"][0].update(params=[]),
+    "another step": lambda state, progress: progress.update(global_step=3),
+    "a counter of another type": lambda state, progress: progress.update(evaluations_without_gain="x"),
+    "a generator": lambda state, progress: state["random"][0].update(torch="00"),
+    "no generators": lambda state, progress: state.pop("random"),
+    "a schedule": lambda state, progress: state["schedule"].update(step=3),
+    "a rate": lambda state, progress: state["optimizer"]["groups"][0].update(lr="x"),
+    "parameters": lambda state, progress: state["optimizer"]["groups"][0].update(params=[]),
 }
 
 

@@ -179,6 +179,8 @@ class TrainingSection(Section):
     """Passes over the data, where `max_steps` is not given."""
     max_steps: Positive | None = None
     """Optimizer steps; wins over `epochs`."""
+    objective: Annotated[str, Choice("training.objective")] = "supervised"
+    """What is minimised."""
     learning_rate: Above0 = 2e-4
     """Peak learning rate."""
     schedule: Annotated[str, Choice("training.schedule")] = "cosine"

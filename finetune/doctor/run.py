@@ -22,7 +22,7 @@ from finetune.settings import CHOICES
 from finetune.storage import records, weight_files
 from finetune.storage.checkpoint import LATEST
 from finetune.storage.rundir import RunDirectory, checkpoint_step
-from finetune.training.checkpoints import MODEL_FILE, problems_of
+from finetune.training.state import MODEL_FILE, problems_of
 
 
 def examine(path: Path) -> Examination:

@@ -7,13 +7,11 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import torch
-from accelerate.state import AcceleratorState, GradientState, PartialState
 from torch._subclasses.fake_tensor import FakeTensorMode
 from trl.kernels import chunked_logprob
 
@@ -22,9 +20,6 @@ from finetune.forecast.devices import Device
 from finetune.forecast.trace import Recorder
 from finetune.runtime.libraries import replaced
 from finetune.runtime.randomness import RandomState
-
-# What torchrun tells its processes.
-_LAUNCHED = ("WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 @contextlib.contextmanager
@@ -36,7 +31,6 @@ def like(device: Device, recorder: Recorder) -> Iterator[FakeTensorMode]:
     with contextlib.ExitStack() as stack:
         stack.enter_context(replaced(masking_utils, "is_tracing", lambda tensor=None: False))
         stack.enter_context(fake.for_dora())
-        stack.enter_context(replaced(chunked_logprob, "TOKEN_CHUNK_SIZE", chunked_logprob.TOKEN_CHUNK_SIZE))
         stack.enter_context(device.kernels.as_there())
         if device.type == "cpu":
             stack.enter_context(_random_states())
@@ -48,11 +42,8 @@ def like(device: Device, recorder: Recorder) -> Iterator[FakeTensorMode]:
 
 @contextlib.contextmanager
 def undisturbed() -> Iterator[None]:
-    """Leave the process as it was found: its random numbers, its group of processes, what accelerate remembers.
-
-    Nor is anything logged.
-    """
-    with _random_state_kept(), _one_process(), _unlogged():
+    """Leave the process as it was found, its random numbers; nor is anything logged."""
+    with _random_state_kept(), _unlogged():
         yield
 
 
@@ -69,7 +60,7 @@ def _unlogged() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _random_state_kept() -> Iterator[None]:
-    """Adapter and trainer seed what they find; a run must draw the same numbers whether it was rehearsed or not."""
+    """An adapter seeds what it finds; a run must draw the same numbers whether it was rehearsed or not."""
     before = RandomState()
     try:
         yield
@@ -89,29 +80,6 @@ def _random_states() -> Iterator[None]:
         replaced(torch, "set_rng_state", lambda state: None),
     ):
         yield
-
-
-@contextlib.contextmanager
-def _one_process() -> Iterator[None]:
-    """Rehearse one process by itself: its trainer must not join a group, nor leave accelerate settled on the CPU.
-
-    Nor may it find gradients still to be accumulated, as a run leaves them that was stopped within a step: accelerate
-    would pass the update over.
-    """
-    settled = {state: dict(state._shared_state) for state in (PartialState, AcceleratorState)}
-    AcceleratorState._reset_state(reset_partial_state=True)
-    accumulating = dict(GradientState._shared_state)
-    GradientState._reset_state()
-    launched = {name: os.environ.pop(name) for name in _LAUNCHED if name in os.environ}
-    try:
-        yield
-    finally:
-        os.environ.update(launched)
-        GradientState._shared_state.clear()
-        GradientState._shared_state.update(accumulating)
-        AcceleratorState._reset_state(reset_partial_state=True)
-        for state, values in settled.items():
-            state._shared_state.update(values)
 
 
 @contextlib.contextmanager
@@ -162,13 +130,3 @@ def _to_host(recorder: Recorder) -> Any:
         return back
 
     return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
-
-
-def tokenizer() -> Any:
-    """A tokenizer of one word: the trainer wants one, and a fake batch needs none."""
-    from tokenizers import Tokenizer
-    from tokenizers.models import WordLevel
-    from transformers import PreTrainedTokenizerFast
-
-    words = Tokenizer(WordLevel({"_": 0}, unk_token="_"))
-    return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="_", eos_token="_")

@@ -7,19 +7,17 @@ are the ones that train; only the weights and the batch are fake.
 from __future__ import annotations
 
 import contextlib
-import tempfile
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from finetune.config import Config
-from finetune.data.batching import Batch, MicroBatching, RowOrder, per_step
+from finetune.data.batching import Batch, MicroBatching, per_step
 from finetune.errors import FinetuneError, ForecastError
 from finetune.forecast import depth, fake, patches
 from finetune.forecast.devices import Device
@@ -28,14 +26,12 @@ from finetune.forecast.trace import Answers, Recorder, Trace, TracedMonitor
 from finetune.model import adapter, checkpointing, experts
 from finetune.model.base import base_dtype, mixture, remote_code, weightless_base
 from finetune.model.causality import needs_mask
+from finetune.objectives import OBJECTIVES, log_probs
 from finetune.runtime import ranks
-from finetune.runtime.signals import Signals
-from finetune.storage.rundir import RunDirectory
 from finetune.training import optimizers
-from finetune.training.arguments import arguments
-from finetune.training.collator import Inputs, MicroBatches
+from finetune.training.collator import Inputs, MicroBatches, for_model
 from finetune.training.evaluation import summed_loss
-from finetune.training.trainer import Trainer
+from finetune.training.step import Step
 
 # bitsandbytes 0.50, `Optimizer8bit.get_state_buffer`: smaller tensors are not paged.
 _PAGED_STATES, _PAGED_FROM = ("state1", "state2"), 100_000
@@ -76,8 +72,9 @@ def _rehearse(
     answers = Answers(uneven=False, trained_tokens=0)
     rows = max(1, config.training.batch_size // ranks.count())  # of a step, in this process
     recorder = Recorder(device.kernels, answers, device.flops / device.bandwidth_bytes)
-    with tempfile.TemporaryDirectory() as folder, patches.undisturbed(), patches.like(device, recorder) as mode:
-        rehearsal = _Rehearsal(config, architecture, Path(folder), mode, recorder, device, attention, shortening, rows)
+    tiles = log_probs.tiles(config.memory.loss_tokens)
+    with patches.undisturbed(), tiles, patches.like(device, recorder) as mode:
+        rehearsal = _Rehearsal(config, architecture, mode, recorder, device, attention, shortening, rows)
         rehearsal.load()
         rehearsal.make_optimizer_states()
         rehearsal.step(train)
@@ -97,7 +94,6 @@ class _Rehearsal:
         self,
         config: Config,
         architecture: Any,
-        folder: Path,
         mode: FakeTensorMode,
         recorder: Recorder,
         device: Device,
@@ -133,7 +129,7 @@ class _Rehearsal:
         checkpointing.choose(base, self._checkpointed)
         self._layers = checkpointing.layers(base)
         fake.fill(self._model, config.quantization, mode)
-        self._trainer = self._prepared(folder)
+        self._step = self._ready()
         self._backbone = base.base_model
         self._watch()
 
@@ -155,45 +151,27 @@ class _Rehearsal:
         if len(self.shortened.layers) < len(kinds):
             depth.keep(base, self.shortened.layers)
 
-    def _prepared(self, folder: Path) -> Trainer:
-        """The trainer, as `training.run` makes it, with its model wrapped as at the start of training."""
-        import datasets
-
-        name, _ = optimizers.choose(self._config.optimizer, self._device.type)
-        trainer = Trainer(
-            model=self._model,
-            args=arguments(
-                self._config, RunDirectory(folder), evaluates=False, resuming=False, device=torch.device("cpu")
-            ),
-            train_dataset=datasets.Dataset.from_dict({"input_ids": [[0]], "labels": [[0]], "length": [1]}),
-            processing_class=patches.tokenizer(),
-            optimizer_cls_and_kwargs=optimizers.build(name, self._config.optimizer, 1e-4),
-            order=RowOrder([1], 1, 0, False),
-            collator=self._collator,
-            adapter=self._config.adapter,
-            training=self._config.training,
-            run=RunDirectory(folder),
-            monitor=TracedMonitor(self.recorder),
-            listener=cast(Any, None),  # nothing is trained, and nobody told
-            saver=cast(Any, None),
-            signals=Signals(),
-            save_best=False,
-            loss_tokens=self._config.memory.loss_tokens,
-            masked=needs_mask(
-                self._model.config,
-                self._config.training.precision,
-                self._device.capability if self._device.type == "cuda" else None,
-            ),
-        )
+    def _ready(self) -> Step:
+        """The step, as `training.run` makes it."""
+        config, card = self._config, self._device
+        log_probs.attach(self._model)
+        name, _ = optimizers.choose(config.optimizer, card.type)
         with warnings.catch_warnings():
-            # transformers counts embeddings by their addresses, which fake ones have not.
+            # bitsandbytes looks embeddings up by their addresses, which fake ones have not.
             warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
-            trainer.create_optimizer()
-        trainer.model_wrapped, trainer.optimizer = trainer.accelerator.prepare(
-            trainer.model, trainer.optimizer, device_placement=[False, False]
+            optimizer = optimizers.make(name, config.optimizer, 1e-4, self._model)
+        optimizer.state = _Turns(self.recorder, dict(self._trained()))
+        capability = card.capability if card.type == "cuda" else None
+        return Step(
+            model=self._model,
+            objective=OBJECTIVES[config.training.objective],
+            optimizer=optimizer,
+            precision=config.training.precision,
+            max_grad_norm=config.training.max_grad_norm,
+            masked=needs_mask(self._model.config, config.training.precision, capability),
+            device=torch.device("cpu"),
+            monitor=TracedMonitor(self.recorder),
         )
-        trainer.optimizer.optimizer.state = _Turns(self.recorder, dict(self._trained()))
-        return trainer
 
     # -- which layer an allocation belongs to ----------------------------------------------------------------------
 
@@ -285,7 +263,7 @@ class _Rehearsal:
         """The optimizer's first step, on gradients of zeros."""
         self.recorder.phase = "optimizer"
         if self._device.type == "cpu":  # on a card they are made on the host, and moved with the first 8-bit state
-            for code in getattr(self._trainer.optimizer.optimizer, "name2qmap", {}).values():
+            for code in getattr(self._step.optimizer, "name2qmap", {}).values():
                 self.recorder.keep(code, "optimizer_states")
         self._make_gradients()
         self._update()
@@ -298,20 +276,19 @@ class _Rehearsal:
         if micro_batches > 1:
             self._make_gradients()
         inputs = self._inputs(batch)
-        others = self._like(inputs, micro_batches - 1)
-        # accelerate 1.15, `DataLoaderShard.__iter__`: the host holds the next step's as well.
-        following = self._like(inputs, micro_batches if self._device.type == "cpu" else 0)
+        others = self._on_host(inputs, micro_batches - 1)
         with self._recording():
-            self._trainer.training_step(self._trainer.model_wrapped, [inputs], torch.tensor(batch.trained_tokens))
+            self._step.forward_backward([inputs], batch.trained_tokens)
         self._mark_gradients()
         self._update()
         self._model.zero_grad(set_to_none=True)
-        del following
         self.recorder.phase = "save"  # the loop still holds the step's micro-batches then
         del inputs, others
 
-    def _like(self, inputs: Inputs, count: int) -> list[torch.Tensor]:
-        """So many more micro-batches."""
+    def _on_host(self, inputs: Inputs, count: int) -> list[torch.Tensor]:
+        """So many more micro-batches, which wait in host memory; on a CPU that is what is forecast."""
+        if self._device.type != "cpu":
+            return []
         with self._mode:
             values = [value for value in inputs.values() if isinstance(value, torch.Tensor)]
             made = [torch.empty_like(value) for _ in range(count) for value in values]
@@ -322,14 +299,14 @@ class _Rehearsal:
     def evaluate(self, batch: Batch, train: Batch) -> None:
         """The held-out loss of one batch, beside the micro-batches of the step `train`, which the loop still holds."""
         self.recorder.phase = "evaluation"
-        held = self._like(self._inputs(train), per_step(self._rows, self._way, train))
+        held = self._on_host(self._inputs(train), per_step(self._rows, self._way, train))
         if self._device.type == "cpu":
             with self._mode:
                 held.append(torch.empty_like(torch.get_rng_state()))  # `RandomState`, which the trainer puts back
             self.recorder.keep(held[-1], "activations")
         inputs = self._inputs(batch)
         with self._recording():
-            summed_loss(self._trainer.model, [[inputs]], masked=self._trainer.masked)
+            summed_loss(self._model, [[inputs]], precision=self._config.training.precision, masked=self._step.masked)
         del held
 
     @contextlib.contextmanager
@@ -352,13 +329,12 @@ class _Rehearsal:
             self.recorder.mark(parameter.grad, "gradients")
 
     def _update(self) -> None:
-        """Clipping and the update, as transformers' loop does them."""
+        """Clipping and the update."""
         self.recorder.phase = "optimizer"
         with self._recording(), self.recorder.follow_layers():
-            if self._config.training.max_grad_norm:
-                self._trainer.accelerator.clip_grad_norm_(self._model.parameters(), self._config.training.max_grad_norm)
-            self._trainer.optimizer.step()
-        optimizer = self._trainer.optimizer.optimizer
+            self._step.clip()
+            self._step.update()
+        optimizer = self._step.optimizer
         paged = self._device.type == "cuda" and getattr(optimizer, "is_paged", False)
         for parameter, state in optimizer.state.items():
             for name, tensor in state.items():
@@ -376,7 +352,7 @@ class _Rehearsal:
     def _inputs(self, batch: Batch) -> Inputs:
         """A batch as the collator makes it. Where packed rows begin is known, which decides what attention takes."""
         # With a mask transformers looks for padding in it; without one, whether positions start anew, as packed.
-        uneven = (batch.padded and self._trainer.masked) or len(batch.packed) > 1
+        uneven = (batch.padded and self._step.masked) or len(batch.packed) > 1
         self.recorder.answers = Answers(uneven, batch.trained_tokens)
         rows = batch.packed or (batch.tokens,) * batch.rows
         inputs = self._collator.micro_batch([{"input_ids": [0] * length, "labels": [0] * length} for length in rows])
@@ -385,7 +361,8 @@ class _Rehearsal:
                 name: torch.ones_like(value) if isinstance(value, torch.Tensor) and value.dim() > 1 else value
                 for name, value in inputs.items()
             }
-        for value in found.values():
+        moved = found if self._device.type == "cpu" else for_model(found, masked=self._step.masked)
+        for value in moved.values():
             if isinstance(value, torch.Tensor):
                 self.recorder.keep(value, "activations")
         return found

@@ -19,7 +19,7 @@ from finetune.model import identity
 from finetune.runtime import ranks as processes
 from finetune.storage import checkpoint, records
 from finetune.storage.rundir import RunDirectory, checkpoint_step
-from finetune.training import checkpoints
+from finetune.training import state
 
 # What may change between two starts of a run: how far it goes, how it is watched, and what memory it takes.
 _MAY_CHANGE = ("training.max_steps", "training.epochs", "training.micro_batch", "training.eval_every",
@@ -117,7 +117,7 @@ def refuse_changes(config: Config, run: RunDirectory) -> None:
 
 def find(run: RunDirectory) -> Start:
     """The newest checkpoint to go on from. Raises ArtifactError where there are some, and none can be used."""
-    return Start(*checkpoint.newest_valid(run, checkpoints.problems_of))
+    return Start(*checkpoint.newest_valid(run, state.problems_of))
 
 
 def compare(run: RunDirectory, start: Start, now: dict[str, Any]) -> dict[str, Any]:

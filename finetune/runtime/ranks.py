@@ -11,7 +11,7 @@ from typing import TypeVar
 
 import torch
 from accelerate import PartialState
-from accelerate.utils import broadcast_object_list, gather_object
+from accelerate.utils import broadcast_object_list, gather_object, reduce
 
 from finetune.errors import FinetuneError, MachineError, Terminated
 from finetune.runtime import rank_watch
@@ -150,6 +150,14 @@ def gathered(value: T) -> list[T]:
         return [value]
     values: list[T] = gather_object([value])
     return values
+
+
+def summed(values: torch.Tensor) -> torch.Tensor:
+    """The sum over all ranks, on the device."""
+    if count() == 1:
+        return values
+    total: torch.Tensor = reduce(values, "sum")
+    return total
 
 
 def agree(check: Callable[[list[T]], None], value: T) -> None:

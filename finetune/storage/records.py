@@ -249,30 +249,16 @@ class CheckpointState(TypedDict):
 
 
 @_written
-class _CallbackState(TypedDict):
-    args: dict[str, Any]
-    attributes: dict[str, bool | Count]
-
-
-@_written
 class TrainerState(TypedDict, total=False):
-    """trainer_state.json of a checkpoint: transformers' own (5.23, `TrainerState`), as far as it is read."""
+    """trainer_state.json of a checkpoint; what earlier versions had besides is left aside."""
 
     global_step: Required[Step]
     epoch: Positive
+    max_steps: Count
     best_metric: Number | None
     best_global_step: Step | None
-    best_model_checkpoint: None
-    max_steps: Count
-    num_train_epochs: Count
-    num_input_tokens_seen: Count
-    total_flos: Positive
-    train_batch_size: Count | None
-    logging_steps: Positive
-    eval_steps: Positive
-    save_steps: Positive
-    log_history: Annotated[list[Any], Field(max_length=0)]
-    stateful_callbacks: dict[str, _CallbackState]
+    evaluations_without_gain: Count
+    owes_evaluation: bool
 
 
 ANSWERS = TypeAdapter(list[Answer])

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from accelerate.utils import send_to_device
-from trl.kernels import chunked_logprob
-from trl.trainer.utils import add_fused_lm_head
+from torch.utils.data import DataLoader
 
 from finetune.config import Config
 from finetune.data.batching import MicroBatching
@@ -21,9 +21,14 @@ from finetune.errors import OutOfMemoryError
 from finetune.measure.out_of_memory import is_out_of_memory
 from finetune.model.base import autocast
 from finetune.model.causality import capability_of, needs_mask
-from finetune.runtime.libraries import replaced, without_cudnn_attention
+from finetune.objectives import log_probs
+from finetune.runtime import ranks
+from finetune.runtime.libraries import without_cudnn_attention
 from finetune.training import oom_retry
+from finetune.training.batches import COLUMNS
 from finetune.training.collator import Inputs, MicroBatches, for_model
+from finetune.training.progress import Progress
+from finetune.training.step import Step
 
 
 class DoesNotFit(OutOfMemoryError):
@@ -41,14 +46,16 @@ def summed_loss(
     limit: oom_retry.Limit | None = None,
     tell: Callable[[Inputs], None] = lambda part: None,
     *,
+    precision: str,
     masked: bool,
 ) -> torch.Tensor:
     """(sum of the trained tokens' losses in nats, their number) over `steps`, float64, on the model's device.
 
     Each is a list of micro-batches, as in training. Nothing but the two sums is kept of one. Those that do not fit
-    are split, which `limit` remembers and `tell` is told. With `masked` the model is given the padding mask.
+    are split, which `limit` remembers and `tell` is told. `precision` is that of the step; with `masked` the model is
+    given the padding mask.
 
-    `model` must have TRL's fused head. Raises DoesNotFit where a row alone does not fit.
+    `model` must have the head of `objectives.log_probs`. Raises DoesNotFit where a row alone does not fit.
     """
     limit = limit or oom_retry.Limit()
     was_training = model.training
@@ -59,7 +66,7 @@ def summed_loss(
             parts = limit.parts([batch])
             while parts:
                 try:
-                    sums += _sums(model, for_model(parts[0], masked=masked))
+                    sums += _sums(model, for_model(parts[0], masked=masked), precision)
                     del parts[0]
                     continue
                 except (MemoryError, RuntimeError) as error:
@@ -75,26 +82,68 @@ def summed_loss(
     return sums
 
 
-def _sums(model: Any, batch: Inputs) -> torch.Tensor:
-    outputs = model(**send_to_device(batch, model.device), fused_lm_head=True)
+def _sums(model: Any, batch: Inputs, precision: str) -> torch.Tensor:
+    with autocast(precision, model.device):
+        outputs = model(**send_to_device(batch, model.device), fused_lm_head=True)
     return torch.stack([-outputs.log_probs.double().sum(), outputs.label_mask.double().sum()])
+
+
+def loader(rows: Any, collate: MicroBatches, batch_size: int) -> Iterable[list[Inputs]]:
+    """The rows of an evaluation in their order, as steps are made of training rows."""
+    return DataLoader(rows.select_columns(COLUMNS), batch_size=batch_size, collate_fn=collate)
+
+
+@dataclass
+class Evaluation:
+    """The held-out loss of a run in training.
+
+    What does not fit is split, which `split` is told; `skip` is told the micro-batch of a row that alone does not fit,
+    without which there is no loss.
+    """
+
+    step: Step
+    rows: Any
+    collate: MicroBatches
+    batch_size: int
+    split: Callable[[Inputs], None]
+    skip: Callable[[Progress, Inputs], None]
+    limit: oom_retry.Limit = field(default_factory=oom_retry.Limit)
+
+    def loss(self, progress: Progress, steps: Iterable[list[Inputs]] | None = None) -> float | None:
+        """Mean loss in nats per trained token, of `steps` or of all rows; None where a row does not fit."""
+        try:
+            total, count = ranks.summed(self.sums(steps)).tolist()
+        except DoesNotFit as row:
+            if self.step.ranks > 1:  # the others wait for this one's sums
+                raise
+            self.skip(progress, row.inputs)
+            return None
+        found: float = total / count
+        return found
+
+    def batches(self) -> Iterable[list[Inputs]]:
+        """All rows, in their order."""
+        return loader(self.rows, self.collate, self.batch_size)
+
+    def sums(self, steps: Iterable[list[Inputs]] | None = None) -> torch.Tensor:
+        """See `summed_loss`."""
+        return summed_loss(
+            self.step.model,
+            steps or self.batches(),
+            self.limit,
+            self.split,
+            precision=self.step.precision,
+            masked=self.step.masked,
+        )
 
 
 def held_out_loss(model: Any, tokenizer: Any, rows: Any, config: Config) -> float:
     """Mean loss in nats per trained token of a model that is not in training, in the run's precision and tiles."""
     training = config.training
-    unwrapped = model.get_base_model() if hasattr(model, "peft_config") else model
-    add_fused_lm_head(unwrapped, outputs=("log_probs",))
-    steps = torch.utils.data.DataLoader(
-        rows.select_columns(["input_ids", "labels"]),
-        batch_size=training.batch_size,
-        collate_fn=MicroBatches(MicroBatching.of(training, config.data), tokenizer.pad_token_id),
-    )
-    with (
-        autocast(training.precision, model.device),
-        without_cudnn_attention(),
-        replaced(chunked_logprob, "TOKEN_CHUNK_SIZE", config.memory.loss_tokens),
-    ):
+    log_probs.attach(model)
+    collate = MicroBatches(MicroBatching.of(training, config.data), tokenizer.pad_token_id)
+    with without_cudnn_attention(), log_probs.tiles(config.memory.loss_tokens):
         masked = needs_mask(model.config, training.precision, capability_of(model.device))
-        total, count = summed_loss(model, steps, masked=masked).tolist()
+        steps = loader(rows, collate, training.batch_size)
+        total, count = summed_loss(model, steps, precision=training.precision, masked=masked).tolist()
     return total / count

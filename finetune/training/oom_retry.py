@@ -1,4 +1,4 @@
-"""Out of memory, healed: what did not fit is split, and done again from where it began.
+"""Out-of-memory retry: the micro-batch that did not fit is split, and the step begun again.
 
 The loss of a step is a sum over its tokens, divided by their number in the whole step. So micro-batches may be split
 anywhere between rows: the gradient is the same but for the order in which its terms are added.
@@ -7,17 +7,17 @@ anywhere between rows: the gradient is the same but for the order in which its t
 from __future__ import annotations
 
 import traceback
-from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
+from finetune.measure.out_of_memory import is_out_of_memory
 from finetune.runtime import libraries
 from finetune.runtime.randomness import RandomState
 from finetune.training.collator import Inputs, first_row, split
-
-if TYPE_CHECKING:
-    from finetune.training.trainer import Trainer
+from finetune.training.step import Count, Step
 
 
 class Limit:
@@ -46,25 +46,72 @@ def _places(inputs: Inputs) -> int:
     return inputs["input_ids"].numel()
 
 
-class StepStart:
-    """Where a step began: random numbers and counts. Its gradients began as none, its weights have not changed."""
+@dataclass
+class Retry:
+    """Runs steps and updates, again where memory ran out. `limit` is remembered from step to step.
 
-    def __init__(self, trainer: Trainer) -> None:
-        self._trainer = trainer
+    `split` is told a micro-batch that was split; `give_up` the error and the micro-batch of one row that does not fit,
+    when all passes of the step are undone; `updated_again` is called before an update is done again.
+    """
+
+    split: Callable[[Inputs], None]
+    give_up: Callable[[BaseException, Inputs], None]
+    updated_again: Callable[[], None]
+    limit: Limit = field(default_factory=Limit)
+
+    def forward_backward(self, step: Step, micro_batches: list[Inputs], count: Count) -> torch.Tensor:
+        """`Step.forward_backward`. Raises what it raises for a single row, after `give_up`, and of several ranks.
+
+        They wait for each other in the last backward pass, so that none can do its step again alone.
+        """
+        start = StepStart(step)
+        while True:
+            try:
+                return step.forward_backward(self.limit.parts(micro_batches), count)
+            except (MemoryError, RuntimeError) as error:
+                too_large = step.under_way
+                if not is_out_of_memory(error) or step.ranks > 1 or too_large is None:
+                    raise
+                if not self.limit.lower(too_large):
+                    start.restore()
+                    self.give_up(error, too_large)
+                    raise
+            # Here the error is gone, and with it what the frames of the failed pass held.
+            start.restore()
+            release()
+            self.split(too_large)
+
+    def update(self, step: Step) -> None:
+        """`Step.update`, once more with freed memory where it ran out before anything was changed."""
+        start = UpdateStart(step.optimizer)
+        try:
+            step.update()
+            return
+        except (MemoryError, RuntimeError) as error:
+            if not is_out_of_memory(error):
+                raise
+            if not start.undo():
+                error.add_note(
+                    "The optimizer had changed some weights and not others, so that this step cannot be done again; "
+                    "the checkpoints before it are untouched."
+                )
+                raise
+        release()
+        self.updated_again()
+        step.update()
+
+
+class StepStart:
+    """Where a step began: random numbers. Its gradients began as none, its weights have not changed."""
+
+    def __init__(self, step: Step) -> None:
+        self._step = step
         self._random = RandomState()
-        # What TRL 1.16 counts in `compute_loss`, for trackers.
-        self._metrics = {name: list(values) for name, values in trainer._metrics["train"].items()}
-        self._tokens = trainer._total_train_tokens
 
     def restore(self) -> None:
         """Undo all forward and backward passes since."""
-        trainer = self._trainer
-        trainer.model.zero_grad(set_to_none=True)
+        self._step.model.zero_grad(set_to_none=True)
         self._random.restore()
-        trainer._metrics["train"].clear()
-        trainer._metrics["train"].update(self._metrics)
-        trainer._total_train_tokens = self._tokens
-        trainer.step_counts.clear()
 
 
 def release(error: BaseException | None = None) -> None:

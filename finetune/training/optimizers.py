@@ -4,11 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from finetune.config import OptimizerSection
 
+if TYPE_CHECKING:
+    import torch
+
 Built = tuple[type, dict[str, Any]]
+
+# As transformers has it (5.23, `Trainer.get_decay_parameter_names`).
+_NOT_DECAYED = ["bias", "layernorm", "rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)"]
 
 
 @dataclass(frozen=True)
@@ -27,14 +33,39 @@ def choose(section: OptimizerSection, device_type: str) -> tuple[str, str | None
         return section.kind, None
     return (
         replacement,
-        f"optimizer {section.kind} pages its states to the host, which a CPU needs not: {replacement}",
+        f"optimizer {section.kind}: paging is unnecessary on a CPU; using {replacement}",
     )
 
 
-def build(name: str, section: OptimizerSection, learning_rate: float) -> Built:
-    """Class and keyword arguments for parameter groups, as transformers' `optimizer_cls_and_kwargs` takes them."""
-    optimizer, arguments = OPTIMIZERS[name].build(section)
-    return optimizer, {"lr": learning_rate, **arguments}
+def make(name: str, section: OptimizerSection, learning_rate: float, model: Any) -> torch.optim.Optimizer:
+    """The optimizer of the trained weights of `model`: with weight decay, but for biases and norms.
+
+    8-bit optimizers keep the states of embeddings in 32 bit (arXiv 2110.02861, section 2.3).
+    """
+    import bitsandbytes
+    import torch
+    from transformers.trainer_pt_utils import get_parameter_names
+
+    decayed = set(get_parameter_names(model, [torch.nn.LayerNorm], _NOT_DECAYED))
+    trained = [(name, weight) for name, weight in model.named_parameters() if weight.requires_grad]
+    groups = [
+        {"params": [weight for name, weight in trained if name in decayed], "weight_decay": section.weight_decay},
+        {"params": [weight for name, weight in trained if name not in decayed], "weight_decay": 0.0},
+    ]
+    kind, arguments = OPTIMIZERS[name].build(section)
+    optimizer: torch.optim.Optimizer = kind(groups, lr=learning_rate, **arguments)
+    if isinstance(optimizer, bitsandbytes.optim.optimizer.Optimizer8bit):
+        # bitsandbytes 0.50 notes these exceptions by place and for the whole process: a later model's weight in the
+        # same place would have them too, and the earlier model's embeddings never be freed. So they are settled here.
+        exceptions = bitsandbytes.optim.GlobalOptimManager.get_instance()
+        exceptions.initialize()
+        if arguments["optim_bits"] == 8:
+            for module in model.modules():
+                if isinstance(module, torch.nn.Embedding):
+                    exceptions.register_module_override(module, "weight", {"optim_bits": 32})
+        optimizer.check_overrides()
+        exceptions.module_weight_config_triple.clear()
+    return optimizer
 
 
 def _betas(section: OptimizerSection) -> dict[str, Any]:

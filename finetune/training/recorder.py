@@ -1,21 +1,25 @@
-"""What is written down of each step, and who is told: metrics.jsonl, the progress display, the profiler."""
+"""What is recorded of each step, and where: metrics.jsonl, the progress display, trackers, the profiler."""
 
 from __future__ import annotations
 
 import math
 import time
-from typing import TYPE_CHECKING, Any, NoReturn, Protocol
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, NoReturn, Protocol
 
-from transformers import TrainerCallback
+import torch
 
 from finetune.errors import NumbersError
+from finetune.measure.monitor import LeakWatch, Monitor, Peak
+from finetune.objectives import Objective
 from finetune.runtime import ranks
 from finetune.storage.rundir import RunDirectory, append_line
 from finetune.training.collator import Idle, Inputs
 from finetune.training.guards import Skips, Spikes
-
-if TYPE_CHECKING:
-    from finetune.training.trainer import Trainer
+from finetune.training.progress import Progress
+from finetune.training.step import Count
+from finetune.training.tracking import Trackers
 
 
 class Listener(Protocol):
@@ -30,135 +34,156 @@ class Listener(Protocol):
     def note(self, text: str) -> None: ...
 
 
+@dataclass(frozen=True)
 class StepCounts:
-    """Counts of the optimizer step under way; tokens stay on the device until the step is reported."""
+    """What a step holds, before it is computed: what its loss is divided by, tokens, and places, padding included."""
 
-    def __init__(self) -> None:
+    trained: Count
+    tokens: Count
+    places: Count
+
+    @classmethod
+    def of(cls, micro_batches: Iterable[Inputs], objective: Objective) -> StepCounts:
+        """The counts of this rank's micro-batches, which are still on the host."""
+        trained = tokens = places = 0
+        for inputs in micro_batches:
+            if isinstance(inputs, Idle):
+                continue
+            here = inputs["input_ids"].numel()
+            trained += int(objective.count(inputs))
+            places += here
+            # Packed rows come without a mask: no place is padding.
+            tokens += int(inputs["attention_mask"].sum()) if "attention_mask" in inputs else here
+        return cls(max(trained, 1), tokens, places)
+
+    def of_all_ranks(self, device: torch.device) -> StepCounts:
+        """Those of all ranks together, which stay on the device."""
+        if ranks.count() == 1:
+            return self
+        return StepCounts(*ranks.summed(torch.tensor([self.trained, self.tokens, self.places], device=device)))
+
+
+class Recorder:
+    """Writes metrics.jsonl, informs the listener and the trackers, ends a run whose numbers stay non-finite."""
+
+    def __init__(
+        self,
+        run: RunDirectory,
+        monitor: Monitor,
+        listener: Listener,
+        trackers: Trackers,
+        profiler: Any | None = None,
+    ) -> None:
+        self.run = run
+        self._monitor = monitor
+        self._listener = listener
+        self._trackers = trackers
+        self._profiler = profiler
+        self._skips = Skips()
+        self._spikes = Spikes()
+        self._leaks = LeakWatch()
+        self._steps = 0
         self._started = time.perf_counter()
-        self.clear()
 
-    def clear(self) -> None:
-        """Forget the micro-batches so far, of a step that begins again; its time goes on."""
-        self.micro_batches = 0
-        self._places = 0
-        self._tokens: Any = 0
-
-    def add(self, inputs: Inputs) -> None:
-        self.micro_batches += 1
-        if isinstance(inputs, Idle):
-            return
-        places = inputs["input_ids"].numel()
-        self._places += places
-        # Packed rows come without a mask: no place is padding.
-        self._tokens = self._tokens + (inputs["attention_mask"].sum() if "attention_mask" in inputs else places)
-
-    def take(self) -> dict[str, Any]:
-        """Tokens, tokens per second and padding share of the step that ended, in all processes; starts the next one."""
-        now = time.perf_counter()
-        counts = ranks.gathered((int(self._tokens), self._places))
-        tokens, places = (sum(values) for values in zip(*counts, strict=True))
-        seconds = now - self._started
-        self.clear()
-        self._started = now
-        return {
-            "tokens": tokens,
-            "tokens_per_second": round(tokens / seconds, 1),
-            "padding_share": round(1 - tokens / places, 4) if places else 0.0,
-        }
+    def started(self, progress: Progress) -> None:
+        """Training begins, or goes on after `progress`."""
+        self._listener.started(progress.step, progress.total)
+        self._steps, self._leaks = progress.step, LeakWatch()
+        self.restart_clock()
+        if self._profiler:
+            self._profiler.start()
 
     def restart_clock(self) -> None:
         """Leave an evaluation or a save out of the next step's time."""
         self._started = time.perf_counter()
 
+    def ended(self) -> None:
+        """The last step is done."""
+        if self._profiler:
+            self._profiler.stop()
 
-class StepRecorder(TrainerCallback):
-    """Writes metrics.jsonl, tells the listener, and stops a run whose numbers stay other than finite."""
-
-    def __init__(self, trainer: Trainer, profiler: Any | None) -> None:
-        self.trainer = trainer
-        self.profiler = profiler
-        self._skips = Skips()
-        self._spikes = Spikes()
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.trainer.listener.started(state.global_step, state.max_steps)
-        self.trainer.step_counts.restart_clock()
-        if self.profiler:
-            self.profiler.start()
-
-    def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.trainer.order.set_epoch(math.floor(state.epoch or 0))
-
-    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.trainer.monitor.enter("optimizer")
-
-    def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.trainer.monitor.leave()
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if self.profiler:
-            self.profiler.step()
-
-    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
-        if not logs or "loss" not in logs:
+    def saw(self, inputs: Inputs, number: int, peak: Peak) -> None:
+        """Look at the peak of a micro-batch, the `number`th of its step, for memory that keeps growing."""
+        # Gradients and optimizer states come into being during the first step, so its peaks grow by right; so do
+        # those of a step's later micro-batches, which are therefore told apart by their place.
+        if self._steps < 1:
             return
-        line = {
-            "step": state.global_step,
-            "loss": _number(logs["loss"]),
-            "learning_rate": logs["learning_rate"],
-            "grad_norm": _number(logs.get("grad_norm")),
-            "epoch": round(state.epoch, 4),
-            **self.trainer.step_counts.take(),
-            "memory": self.trainer.monitor.take_step(),
-            **({"skipped": True} if self.trainer.skipped else {}),
-        }
-        append_line(self.trainer.run.metrics_file, line)
-        self.trainer.listener.stepped(line)
-        self._watch(line)
+        rows, length = inputs["input_ids"].shape
+        if grown := self._leaks.see((rows, length, number), peak):
+            text = f"peak memory at {rows} rows of {length} tokens keeps growing: {grown / 2**20:.0f} MiB so far"
+            self.run.event("leak", step=self._steps, rows=rows, length=length, grown_bytes=grown)
+            self._listener.note(text)
 
-    def _watch(self, line: dict[str, Any]) -> None:
+    def stepped(
+        self,
+        progress: Progress,
+        loss: torch.Tensor,
+        grad_norm: torch.Tensor,
+        learning_rate: float,
+        counts: StepCounts,
+        updated: bool,
+        scaler: torch.amp.GradScaler | None,
+    ) -> None:
+        """A step is done, with an update or without. Raises NumbersError where updates will be left out for good."""
+        self._steps = progress.step
+        if self._profiler:
+            self._profiler.step()
+        seconds = time.perf_counter() - self._started
+        tokens, places = int(counts.tokens), int(counts.places)
+        line = {
+            "step": progress.step,
+            "loss": _number(ranks.summed(loss) / ranks.count()),
+            "learning_rate": learning_rate,
+            "grad_norm": _number(grad_norm),
+            "epoch": round(progress.epoch, 4),
+            "tokens": tokens,
+            "tokens_per_second": round(tokens / seconds, 1),
+            "padding_share": round(1 - tokens / places, 4) if places else 0.0,
+            "memory": self._monitor.take_step(),
+            **({} if updated else {"skipped": True}),
+        }
+        self._started += seconds
+        append_line(self.run.metrics_file, line)
+        self._listener.stepped(line)
+        self._trackers.log("train", line)
+        self._watch(line, scaler)
+
+    def _watch(self, line: dict[str, Any], scaler: torch.amp.GradScaler | None) -> None:
         """Report a skipped update or a spike of the loss; stop where updates will be skipped for good."""
-        trainer, step = self.trainer, line["step"]
-        if line["loss"] is None:
-            # transformers subtracts the sum of the losses from itself, which leaves a NaN as it is for all later steps.
-            trainer._tr_loss.zero_()
-        scaler = trainer.accelerator.scaler
-        for_good = self._skips.see(trainer.skipped, scaler.get_scale() if scaler and trainer.skipped else None)
-        if trainer.skipped:
+        step, skipped = line["step"], "skipped" in line
+        for_good = self._skips.see(skipped, scaler.get_scale() if scaler and skipped else None)
+        if skipped:
             name = "loss" if line["loss"] is None else "grad_norm"
             in_a_row, total = self._skips.in_a_row, self._skips.total
-            trainer.run.event(
-                "update_skipped", step=step, reason=f"{name} is not finite", in_a_row=in_a_row, total=total
-            )
-            trainer.listener.note(f"step {step}: {name} is not a finite number; the update is skipped, {total} so far")
+            self.run.event("update_skipped", step=step, reason=f"{name} is not finite", in_a_row=in_a_row, total=total)
+            self._listener.note(f"step {step}: {name} is not a finite number; the update is skipped, {total} so far")
             if for_good:
                 self._stop(name, step)
         if (median := self._spikes.see(line["loss"])) is not None:
-            trainer.run.event("loss_spike", step=step, loss=line["loss"], median=median)
-            trainer.listener.note(
-                f"step {step}: the loss of {line['loss']:.3f} is far above the {median:.3f} before it"
-            )
+            self.run.event("loss_spike", step=step, loss=line["loss"], median=median)
+            self._listener.note(f"step {step}: the loss of {line['loss']:.3f} is far above the {median:.3f} before it")
 
-    def on_evaluate(self, args: Any, state: Any, control: Any, metrics: dict[str, Any], **kwargs: Any) -> None:
-        # Called inside `evaluate`, whose phase is still open.
+    def evaluated(self, progress: Progress, loss: float) -> None:
+        """An evaluation is done, whose phase is still open. Raises NumbersError for a loss that is not finite."""
         line = {
-            "step": state.global_step,
-            "eval_loss": _number(metrics["eval_loss"]),
-            "memory": {"evaluation": self.trainer.monitor.leave()},
+            "step": progress.step,
+            "eval_loss": _number(loss),
+            "memory": {"evaluation": self._monitor.leave()},
         }
-        self.trainer.monitor.take("evaluation")
-        append_line(self.trainer.run.metrics_file, line)
-        self.trainer.listener.evaluated(line)
+        self._monitor.take("evaluation")
+        append_line(self.run.metrics_file, line)
+        self._listener.evaluated(line)
+        self._trackers.log("eval", line)
         if line["eval_loss"] is None:
-            self._stop("eval_loss", state.global_step)
+            self._stop("eval_loss", progress.step)
+
+    def forget_evaluation(self, progress: Progress) -> None:
+        """Take back the evaluation at this step, which is about to be done again."""
+        self.run.forget_evaluation_at(progress.step)
 
     def _stop(self, name: str, step: int) -> NoReturn:
-        self.trainer.run.event("stopped", step=step, reason=f"{name} is not finite")
-        raise NumbersError(_not_finite(name, step, self.trainer.run))
-
-    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if self.profiler:
-            self.profiler.stop()
+        self.run.event("stopped", step=step, reason=f"{name} is not finite")
+        raise NumbersError(_not_finite(name, step, self.run))
 
 
 def _number(value: Any) -> float | None:

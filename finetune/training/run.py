@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import shutil
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
+from accelerate.utils import DistributedDataParallelKwargs
 from safetensors import SafetensorError
-from transformers import EarlyStoppingCallback, TrainerState
+from transformers import set_seed
 
 from finetune.config import Config
 from finetune.data import fingerprint
@@ -22,15 +27,23 @@ from finetune.measure.monitor import Monitor
 from finetune.model import causality, packing
 from finetune.model.adapter import casts_by_autocast
 from finetune.model.base import autocast
+from finetune.objectives import OBJECTIVES, log_probs
 from finetune.runtime import libraries, ranks
 from finetune.runtime.signals import Signals
 from finetune.storage.rundir import RunDirectory, not_written, staged
-from finetune.training import optimizers
-from finetune.training.arguments import arguments
-from finetune.training.checkpoints import Saver, read_trainer_state
-from finetune.training.collator import MicroBatches
-from finetune.training.recorder import Listener
-from finetune.training.trainer import Trainer, save_weights
+from finetune.training import oom_retry, optimizers, schedules
+from finetune.training.batches import Steps
+from finetune.training.checkpoints import Checkpoints
+from finetune.training.collator import Inputs, MicroBatches, row_count
+from finetune.training.evaluation import Evaluation
+from finetune.training.largest_batch import warm_up
+from finetune.training.loop import Loop, Rhythm
+from finetune.training.oom_retry import Retry
+from finetune.training.progress import Progress, read_progress
+from finetune.training.recorder import Listener, Recorder
+from finetune.training.state import problems_of, restore, restore_weights, save_weights
+from finetune.training.step import Step
+from finetune.training.tracking import Trackers
 
 
 @dataclass(frozen=True)
@@ -65,46 +78,48 @@ def train(
         if config.data.packing:
             packing.prove(model)
         causality.prove(model)
-    saver = Saver(run, config.output.keep, made_with, verified=[resume_from] if resume_from else [])
-    trainer = _trainer(
-        config, model, tokenizer, data, run, monitor, listener, device, saver, signals, resuming=bool(resume_from)
-    )
+    set_seed(config.training.seed)
+    accelerator, trackers = _accelerator(config, run, device)
+    loop = _loop(
+        config, model, tokenizer, data, run, monitor, listener, device, signals, made_with, resume_from,
+        accelerator, trackers,
+    )  # fmt: skip
     initial = _keep_initial_adapter(config, model, run) if ranks.first() else None
-    last = _last_state(config, trainer, resume_from) if resume_from else None
     casting = casts_by_autocast(model, config.adapter, config.training.precision)
-    with signals.waiting(), libraries.without_cudnn_attention(), casting:
-        if resume_from and last:
-            trainer.take_as_trained(resume_from, last)
-        else:
-            _run_steps(trainer, resume_from)
+    with (
+        signals.waiting(), libraries.without_cudnn_attention(), casting, log_probs.tiles(config.memory.loss_tokens),
+    ):  # fmt: skip
+        _fit(loop, config, run, listener, resume_from)
+    trackers.end()
     ranks.part()  # the first one does the rest alone
-    signals.end(f"step {trainer.state.global_step} is saved in {run.checkpoints}")
-    state = trainer.state
-    outcome = Outcome(state.global_step, state.best_global_step or None)
-    if not ranks.first():
-        return outcome
-    if config.output.best and (best := trainer.best_checkpoint()):
-        trainer.load_weights(best)
-        run.event("best_loaded", step=trainer.state.best_global_step)
-    _publish(config, trainer.model, tokenizer, made_with["base"], run, initial)
-    return outcome
+    progress = loop.progress
+    signals.end(f"step {progress.step} is saved in {run.checkpoints}")
+    if ranks.first():
+        if config.output.best and (best := _best_checkpoint(progress, run, listener)):
+            restore_weights(model, best)
+            run.event("best_loaded", step=progress.best_step)
+        _publish(config, model, tokenizer, made_with["base"], run, initial)
+    return Outcome(progress.step, progress.best_step)
 
 
-def _run_steps(trainer: Trainer, resume_from: Path | None) -> None:
-    """Train to the end, or to the end of the step in which a signal came; the last save is awaited either way."""
-    try:
-        trainer.train(resume_from_checkpoint=str(resume_from) if resume_from else None)
-        # A launcher that sees one process end after a signal leaves the others half a minute.
-        ranks.first_does(trainer.saver.wait)
-    except KeyboardInterrupt:  # the second one, which does not wait for anything
-        raise
-    except BaseException:
-        with contextlib.suppress(FinetuneError):  # the first error is the one to tell
-            trainer.saver.wait()
-        raise
+# -- what the loop is given --------------------------------------------------------------------------------------------
 
 
-def _trainer(
+def _accelerator(config: Config, run: RunDirectory, device: torch.device) -> tuple[Accelerator, Trackers]:
+    """accelerate's part: the ranks' shared model, and the trackers. Autocast and loss scaling are the step's own."""
+    # What an earlier run in this process, or a notebook's own Trainer, settled holds for the process; accelerate 1.15
+    # has no public way to begin anew.
+    AcceleratorState._reset_state()
+    accelerator = Accelerator(
+        cpu=device.type == "cpu",
+        kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=False)],
+        log_with=list(config.tracking.to) or None,
+        project_dir=str(run.path / "tensorboard"),
+    )
+    return accelerator, Trackers(accelerator, config.tracking, run, config)
+
+
+def _loop(
     config: Config,
     model: Any,
     tokenizer: Any,
@@ -113,61 +128,179 @@ def _trainer(
     monitor: Monitor,
     listener: Listener,
     device: torch.device,
-    saver: Saver,
     signals: Signals,
-    *,
-    resuming: bool,
-) -> Trainer:
+    made_with: dict[str, Any],
+    resume_from: Path | None,
+    accelerator: Accelerator,
+    trackers: Trackers,
+) -> Loop:
     training = config.training
     name, replaced = optimizers.choose(config.optimizer, device.type)
     if replaced:
         listener.note(replaced)
-    return Trainer(
+    log_probs.attach(model)
+    if getattr(model, "is_loaded_in_4bit", False) or getattr(model, "is_loaded_in_8bit", False):
+        # As TRL's SFTTrainer does (1.16), which this loop replaces: adapters start as bfloat16 has them.
+        for path, weight in model.named_parameters():
+            if weight.requires_grad and "lora_magnitude_vector" not in path:
+                weight.data = weight.data.to(torch.bfloat16).to(weight.dtype)
+    recorder = Recorder(
+        run, monitor, listener, trackers, snapshots.profiler(config.memory.profile_steps, run.profile, device)
+    )
+    step = Step(
         model=model,
-        args=arguments(config, run, evaluates=data.eval is not None, resuming=resuming, device=device),
-        train_dataset=data.train,
-        eval_dataset=data.eval,
-        processing_class=tokenizer,
-        optimizer_cls_and_kwargs=optimizers.build(name, config.optimizer, training.learning_rate),
-        callbacks=_early_stopping(training.early_stopping),
-        order=RowOrder(data.train["length"][:], training.batch_size, training.seed, training.group_by_length),
-        collator=MicroBatches(
-            MicroBatching.of(training, config.data), tokenizer.pad_token_id, ranks.number(), ranks.count()
-        ),
-        adapter=config.adapter,
-        training=training,
-        run=run,
-        monitor=monitor,
-        listener=listener,
-        saver=saver,
-        signals=signals,
-        save_best=config.output.best,
-        loss_tokens=config.memory.loss_tokens,
+        objective=OBJECTIVES[training.objective],
+        optimizer=optimizers.make(name, config.optimizer, training.learning_rate, model),
+        precision=training.precision,
+        max_grad_norm=training.max_grad_norm,
         masked=causality.needs_mask(model.config, training.precision, causality.capability_of(device)),
-        profiler=snapshots.profiler(config.memory.profile_steps, run.profile, device),
+        device=device,
+        monitor=monitor,
+        scaler=torch.amp.GradScaler(device.type) if training.precision == "fp16" else None,
+        seen=recorder.saw,
+    )
+    if ranks.count() > 1:
+        step.ranks = ranks.count()
+        step.shared = accelerator.prepare_model(model, device_placement=False)
+        step.local = functools.partial(accelerator.no_sync, step.shared)
+    collate = MicroBatches(
+        MicroBatching.of(training, config.data), tokenizer.pad_token_id, ranks.number(), ranks.count()
+    )
+    order = RowOrder(data.train["length"][:], training.batch_size, training.seed, training.group_by_length)
+    steps = Steps(data.train, order, collate, training.batch_size, pinned=device.type == "cuda")
+    progress = read_progress(resume_from) if resume_from else Progress()
+    progress.total = steps.in_all(training)
+    schedule = schedules.scheduler(training, step.optimizer, progress.total)
+    checkpoints = Checkpoints(
+        step, schedule, run, monitor, keep=config.output.keep, made_with=made_with,
+        verified=[resume_from] if resume_from else [],
+    )  # fmt: skip
+    told = _Told(run, listener, progress, checkpoints, data, device)
+    return Loop(
+        step=step,
+        schedule=schedule,
+        steps=steps,
+        progress=progress,
+        rhythm=Rhythm(training.eval_every, config.output.save_every, config.output.best, training.early_stopping),
+        retry=Retry(told.split, told.give_up, told.updated_again),
+        recorder=recorder,
+        checkpoints=checkpoints,
+        evaluation=None
+        if data.eval is None
+        else Evaluation(step, data.eval, collate, training.batch_size, told.evaluation_split, told.no_evaluation),
+        signals=signals,
+        monitor=monitor,
     )
 
 
-def _early_stopping(patience: int | None) -> list[Any]:
-    """transformers' callback for `training.early_stopping`, or nothing."""
-    return [EarlyStoppingCallback(early_stopping_patience=patience)] if patience else []
+@dataclass(frozen=True)
+class _Told:
+    """What a run says and does where memory runs out."""
+
+    run: RunDirectory
+    listener: Listener
+    progress: Progress
+    checkpoints: Checkpoints
+    data: Prepared
+    device: torch.device
+
+    def split(self, inputs: Inputs, **fields: Any) -> None:
+        rows, tokens = row_count(inputs), inputs["input_ids"].shape[1]
+        packed = "packed into" if "cu_seq_lens_q" in inputs else "of"
+        self.run.event("micro_batch_split", step=self.progress.step + 1, rows=rows, tokens=tokens, **fields)
+        self.listener.note(
+            f"out of memory at {rows} rows {packed} {tokens} tokens: split in two, as all of that size from now on"
+        )
+
+    def evaluation_split(self, inputs: Inputs) -> None:
+        self.split(inputs, evaluation=True)
+
+    def updated_again(self) -> None:
+        self.run.event("update_retried", step=self.progress.step + 1)
+
+    def no_evaluation(self, progress: Progress, inputs: Inputs) -> None:
+        place, tokens = oom_retry.place_of(self.data.eval, inputs), inputs["input_ids"].numel()
+        self.run.event("evaluation_skipped", step=progress.step, place=place, tokens=tokens)
+        self.listener.note(f"no evaluation: out of memory at {place} alone, {tokens} tokens; training goes on")
+
+    def give_up(self, error: BaseException, inputs: Inputs) -> None:
+        """Say on `error` which row is too large, and save what the steps before have trained."""
+        place, step = oom_retry.place_of(self.data.train, inputs), self.progress.step
+        tokens = inputs["input_ids"].numel()
+        self.run.event("row_does_not_fit", step=step + 1, place=place, tokens=tokens)
+        error.add_note(f"The row that does not fit, alone in its micro-batch: {place}, {tokens} tokens.")
+        if self.device.type == "cpu":  # elsewhere it stays, for the allocator's snapshot; saving needs the host's
+            oom_retry.release(error)
+        try:
+            self.checkpoints.wait()
+            if step == 0 or self.checkpoints.holds(self.progress):
+                return
+            self.checkpoints.save(self.progress)
+            self.checkpoints.wait()
+        except (FinetuneError, MemoryError, RuntimeError) as unsaved:
+            error.add_note(f"Step {step} could not be saved: {unsaved}.")
+        else:
+            error.add_note(f"Step {step} was saved.")
 
 
-def _last_state(config: Config, trainer: Trainer, checkpoint: Path) -> TrainerState | None:
-    """The state of `checkpoint`, if no step is left after it.
-
-    transformers would train one step over the end when that lies within an epoch, and an evaluation's interval over
-    where early stopping ended.
-    """
-    state = read_trainer_state(checkpoint)
-    patience = config.training.early_stopping
-    stopped_early = patience and _evaluations_without_gain(state) >= patience
-    return state if stopped_early or state.global_step >= trainer.total_steps() else None
+# -- training ----------------------------------------------------------------------------------------------------------
 
 
-def _evaluations_without_gain(state: TrainerState) -> int:
-    counted = state.stateful_callbacks.get(EarlyStoppingCallback.__name__, {})
-    return counted.get("attributes", {}).get("early_stopping_patience_counter", 0)
+def _fit(loop: Loop, config: Config, run: RunDirectory, listener: Listener, resume_from: Path | None) -> None:
+    """Train to the end, or to the end of the step in which a signal came; the last save is awaited either way."""
+    if resume_from:
+        restore_weights(loop.step.model, resume_from)
+        if loop.is_over:
+            loop.make_up_for_evaluation()
+            return
+        restore(loop.step, loop.schedule, resume_from)
+        _note_other_schedule(loop, config, run, listener, resume_from)
+    started = time.perf_counter()
+    peaks = warm_up(loop.step, loop.steps, loop.retry, loop.evaluation, loop.progress, loop.monitor)
+    seconds = round(time.perf_counter() - started, 3)
+    run.event("worst_batch_fits", step=loop.progress.step, seconds=seconds, memory=peaks)
+    try:
+        loop.run(resume_from)
+        # A launcher that sees one rank end after a signal leaves the others half a minute.
+        ranks.first_does(loop.checkpoints.wait)
+    except KeyboardInterrupt:  # the second one, which does not wait for anything
+        raise
+    except BaseException:
+        with contextlib.suppress(FinetuneError):  # the first error is the one to report
+            loop.checkpoints.wait()
+        raise
+
+
+def _note_other_schedule(loop: Loop, config: Config, run: RunDirectory, listener: Listener, resume_from: Path) -> None:
+    """Write down that the job is longer or shorter than when the checkpoint was made, which moves the learning rate."""
+    training, now, then = config.training, loop.progress.total, read_progress(resume_from).total
+    done = loop.schedule.last_epoch
+    if not done or then == now:
+        return
+    before, after = schedules.rate(training, done, then), schedules.rate(training, done + 1, now)
+    run.event("schedule_changed", step=done, steps=[then, now], learning_rate=[before, after])
+    listener.note(
+        f"the schedule now ends at step {now}, not {then}: the learning rate goes from {before:.2e} at step "
+        f"{done} to {after:.2e} at the next, and on as `training.schedule: {training.schedule}` says"
+    )
+
+
+# -- what is published -------------------------------------------------------------------------------------------------
+
+
+def _best_checkpoint(progress: Progress, run: RunDirectory, listener: Listener) -> Path | None:
+    """The checkpoint of the best evaluation, where it is on disk and not simply the last one."""
+    best = progress.best_step
+    if not best or best == progress.step:
+        return None
+    path = run.checkpoint(best)
+    if not path.is_dir():
+        return None
+    if problems := problems_of(path):
+        run.event("best_damaged", step=best, problems=problems)
+        listener.note(f"{path}, the best, cannot be used ({'; '.join(problems)}); the last is exported instead")
+        return None
+    return path
 
 
 def _keep_initial_adapter(config: Config, model: Any, run: RunDirectory) -> Path | None:

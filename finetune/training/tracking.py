@@ -4,24 +4,30 @@ from __future__ import annotations
 
 import importlib.util
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
-from finetune.config import TrackingSection
+from finetune.config import Config, TrackingSection
 from finetune.errors import MachineError
+from finetune.storage.rundir import RunDirectory
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
 
 
 @dataclass(frozen=True)
 class Tracker:
-    """A tracker that transformers reports to, and the package that must be installed for it."""
+    """A tracker of accelerate's, the package that must be installed for it, and its argument for the run's name."""
 
     help: str
     package: str
+    run_name: str | None = None
 
 
 TRACKERS: dict[str, Tracker] = {
     "tensorboard": Tracker("event files in the run directory", "tensorboard"),
-    "wandb": Tracker("Weights & Biases", "wandb"),
-    "mlflow": Tracker("MLflow", "mlflow"),
-    "trackio": Tracker("Trackio, local first", "trackio"),
+    "wandb": Tracker("Weights & Biases", "wandb", "name"),
+    "mlflow": Tracker("MLflow", "mlflow", "run_name"),
+    "trackio": Tracker("Trackio, local first", "trackio", "name"),
 }
 
 
@@ -31,3 +37,33 @@ def check(section: TrackingSection) -> None:
         package = TRACKERS[name].package
         if importlib.util.find_spec(package) is None:
             raise MachineError(f"`tracking.to: {name}` needs the package {package}: pip install {package}")
+
+
+class Trackers:
+    """The trackers of `section` for one run, through accelerate, which lets the first rank alone report."""
+
+    def __init__(self, accelerator: Accelerator, section: TrackingSection, run: RunDirectory, config: Config) -> None:
+        self._accelerator = accelerator if section.to else None
+        if not self._accelerator:
+            return
+        named = {name: {argument: run.path.name} for name in section.to if (argument := TRACKERS[name].run_name)}
+        accelerator.init_trackers("finetune", _flat(config.model_dump(mode="json")), named)
+
+    def log(self, split: str, line: dict[str, Any]) -> None:
+        """Report the numbers of a line of metrics.jsonl as `split`/name."""
+        if self._accelerator:
+            numbers = {name: value for name, value in line.items() if type(value) in (int, float) and name != "step"}
+            self._accelerator.log({f"{split}/{name}": value for name, value in numbers.items()}, step=line["step"])
+
+    def end(self) -> None:
+        if self._accelerator:
+            self._accelerator.end_training()
+
+
+def _flat(config: dict[str, Any]) -> dict[str, Any]:
+    """The config as keys such as `training.learning_rate`, with values that every tracker takes."""
+    return {
+        f"{section}.{key}": value if isinstance(value, (bool, int, float, str)) else str(value)
+        for section, values in config.items()
+        for key, value in values.items()
+    }

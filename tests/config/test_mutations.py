@@ -21,7 +21,7 @@ from finetune.model import bounds
 from finetune.model.base import load_architecture
 from finetune.model.tokenizer import load_tokenizer
 from finetune.settings import load_config
-from finetune.training.arguments import check
+from finetune.training.checks import check
 
 MUTATIONS, TO_STAGES = 4_000, 400
 

@@ -28,14 +28,14 @@ from finetune.lifecycle import resume
 from finetune.runtime.randomness import RandomState
 from finetune.storage import checkpoint
 from finetune.storage.rundir import RunDirectory, checkpoint_step, write_lines
-from finetune.training import checkpoints, optimizers
+from finetune.training import optimizers, state
 
 CONFIG = "configs/tiny_cpu.yaml"
 STEPS = 9
 # Within a step, after its backward pass. The steps of the worst batch, before the first, do not come by here.
-STEP = "finetune.training.trainer:Trainer._get_grad_norm"
+STEP = "finetune.training.step:Step.clip"
 # The rehearsed one comes first, then that before the first step.
-EVALUATION = "finetune.training.trainer:summed_loss"
+EVALUATION = "finetune.training.evaluation:summed_loss"
 # Dropout, accumulation, 8-bit states, rows shuffled in groups, more than one epoch, evaluations between the saves.
 JOB = [
     "quantization.kind=none", "adapter.dropout=0.1", "adapter.rank=32", "adapter.targets=[q_proj, v_proj]",
@@ -498,8 +498,8 @@ def test_row_08_sigterm_in_the_evaluation_that_ends_a_run_early_adds_no_step(job
 @pytest.mark.parametrize(
     "moment",
     [
-        pytest.param("transformers.trainer_callback:EarlyStoppingCallback.on_evaluate", id="before it is counted"),
-        pytest.param("finetune.training.recorder:StepRecorder.on_evaluate", id="before it is written"),
+        pytest.param("finetune.training.progress:Progress.gains", id="before it is counted"),
+        pytest.param("finetune.training.recorder:Recorder.evaluated", id="before it is written"),
         pytest.param("finetune.report.terminal:Terminal.evaluated", id="after it was written"),
     ],
 )
@@ -721,12 +721,12 @@ def test_row_17_an_optimizers_state_comes_back_bit_for_bit(kind: str, dtype: tor
     model, optimizer = made()
     for seed in range(3):
         step(model, optimizer, seed)
-    described, tensors = checkpoints.optimizer_state(optimizer)
+    described, tensors = state.optimizer_state(optimizer)
     described, tensors = json.loads(json.dumps(described)), {key: tensor.clone() for key, tensor in tensors.items()}
     other, again = made()
     other.load_state_dict(model.state_dict())
-    checkpoints.restore_optimizer(again, described, tensors)
-    redescribed, retensors = checkpoints.optimizer_state(again)
+    state.restore_optimizer(again, described, tensors)
+    redescribed, retensors = state.optimizer_state(again)
     assert json.loads(json.dumps(redescribed)) == described
     assert all(torch.equal(retensors[key], tensor) and retensors[key].dtype == tensor.dtype
                for key, tensor in tensors.items())  # fmt: skip
@@ -745,7 +745,7 @@ def test_row_17_a_state_of_another_job_is_refused(tmp_path: Path) -> None:
         each.param_groups[0]["params"][0].grad = torch.ones_like(each.param_groups[0]["params"][0])
         each.step()
     with pytest.raises(ArtifactError, match="state1"):
-        checkpoints.restore_optimizer(large, *checkpoints.optimizer_state(small))
+        state.restore_optimizer(large, *state.optimizer_state(small))
 
 
 def test_random_generators_come_back(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from finetune.runtime import rank_watch
 from finetune.runtime import ranks as processes
 from finetune.storage.rundir import RunDirectory
 
-STEP = "finetune.training.trainer:Trainer._get_grad_norm"
+STEP = "finetune.training.step:Step.clip"
 JOB = [*QUICK, "data.eval=none", "training.eval_every=null", "training.batch_size=6", "training.micro_batch=1",
        "output.save_every=2", "quantization.kind=none"]  # fmt: skip
 

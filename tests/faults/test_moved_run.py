@@ -25,7 +25,7 @@ def files(folder: Path) -> dict[str, bytes]:
 @pytest.mark.parametrize(
     "moment",
     [
-        pytest.param(Fault("finetune.training.trainer:Trainer._get_grad_norm", nth=3), id="step"),
+        pytest.param(Fault("finetune.training.step:Step.clip", nth=3), id="step"),
         pytest.param(Fault("open", r"step-00000003\.incomplete/"), id="checkpoint"),
         pytest.param(Fault("open", r"adapter\.incomplete/"), id="adapter"),
         pytest.param(Fault("open", r"merged\.incomplete/"), id="merge"),

@@ -3,64 +3,57 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from steps import before_each_step, spoil_losses
 
 import finetune
 from finetune.errors import NumbersError
 from finetune.storage.rundir import RunDirectory, checkpoint_step
 from finetune.training.guards import SKIPS_IN_A_ROW, Skips, Spikes
-from finetune.training.recorder import StepRecorder
-from finetune.training.trainer import Trainer
+from finetune.training.loop import Loop
 
 FEW = ["data.eval=none", "training.eval_every=null", "optimizer.kind=adamw_8bit"]
 
 
 @pytest.fixture
 def overflow(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """A function that makes the loss (`loss=True`) or one number of one gradient infinite in some steps."""
+    """A function that makes one number of one gradient infinite in some steps."""
 
-    def infinite_gradient(gradient: torch.Tensor) -> torch.Tensor:
-        gradient = gradient.clone()
-        gradient.view(-1)[0] = math.inf
-        return gradient
+    def install(*steps: int) -> None:
+        def act(loop: Loop) -> None:
+            if loop.progress.step + 1 not in steps:
+                return
+            weight = next(weight for name, weight in loop.step.model.named_parameters() if "lora_B" in name)
 
-    def install(*steps: int, loss: bool = False) -> None:
-        def micro_step(self: Trainer, model: Any, inputs: Any, trained_tokens: Any) -> torch.Tensor:
-            if self.state.global_step + 1 not in steps:
-                return plain(self, model, inputs, trained_tokens)
-            if loss:
-                return plain(self, model, inputs, torch.zeros_like(trained_tokens) * math.nan)
-            weight = next(weight for name, weight in model.named_parameters() if "lora_B" in name)
-            hook = weight.register_hook(infinite_gradient)
-            try:
-                return plain(self, model, inputs, trained_tokens)
-            finally:
+            def infinite(gradient: torch.Tensor) -> torch.Tensor:
                 hook.remove()
+                gradient = gradient.clone()
+                gradient.view(-1)[0] = math.inf
+                return gradient
 
-        plain = Trainer._micro_step
-        monkeypatch.setattr(Trainer, "_micro_step", micro_step)
+            hook = weight.register_hook(infinite)
+
+        before_each_step(monkeypatch, act)
 
     return install
 
 
 @pytest.fixture
-def states(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[dict[str, torch.Tensor]]]:
+def states(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, torch.Tensor]]:
     """Weights and optimizer states at the beginning of each step."""
     found: list[dict[str, torch.Tensor]] = []
 
-    def on_step_begin(self: StepRecorder, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        trainer = self.trainer
-        tensors = {name: weight for name, weight in trainer.model.named_parameters() if weight.requires_grad}
-        for number, values in enumerate(trainer.optimizer.state.values()):
+    def act(loop: Loop) -> None:
+        tensors = {name: weight for name, weight in loop.step.model.named_parameters() if weight.requires_grad}
+        for number, values in enumerate(loop.step.optimizer.state.values()):
             tensors |= {f"{number}.{name}": torch.as_tensor(value) for name, value in values.items()}
         found.append({name: tensor.detach().clone() for name, tensor in tensors.items()})
 
-    monkeypatch.setattr(StepRecorder, "on_step_begin", on_step_begin)
+    before_each_step(monkeypatch, act)
     return found
 
 
@@ -86,9 +79,8 @@ def test_row_10_one_infinite_gradient_is_skipped_and_written_down(quick, overflo
     assert all(tensor.isfinite().all() for tensor in load_file(run.adapter / "adapter_model.safetensors").values())
 
 
-def test_row_10_one_nan_loss_is_shown_as_none_and_does_not_stay(quick, overflow) -> None:
-    """transformers' running sum of losses would keep the NaN for all later steps."""
-    overflow(2, loss=True)
+def test_row_10_one_nan_loss_is_shown_as_none_and_does_not_stay(quick, monkeypatch: pytest.MonkeyPatch) -> None:
+    spoil_losses(monkeypatch, 2)
     run = finetune.train(quick(*FEW)).run
     lines = run.metrics()
     assert [line["loss"] is None for line in lines] == [False, True, False, False]
@@ -149,14 +141,14 @@ def test_what_is_no_spike() -> None:
 
 
 def test_a_spike_is_an_event(quick, monkeypatch: pytest.MonkeyPatch) -> None:
-    def on_step_begin(self: StepRecorder, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if state.global_step + 1 == spoilt:
-            for name, weight in self.trainer.model.named_parameters():
+    def act(loop: Loop) -> None:
+        if loop.progress.step + 1 == spoilt:
+            for name, weight in loop.step.model.named_parameters():
                 if "lora_B" in name:
                     weight.data += 1
 
     spoilt = 5
-    monkeypatch.setattr(StepRecorder, "on_step_begin", on_step_begin)
+    before_each_step(monkeypatch, act)
     monkeypatch.setattr(Spikes, "AT_LEAST", spoilt - 1)
     even = ["training.batch_size=24", "training.micro_batch=4", "training.learning_rate=1e-6"]
     run = finetune.train(quick(*FEW, *even, f"training.max_steps={spoilt}")).run

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-import math
+from typing import Any
 
 import pytest
 import torch
+from steps import spoil_losses
 
 import finetune
 from finetune.errors import NumbersError
 from finetune.storage.rundir import RunDirectory
 from finetune.training import run as training
 from finetune.training.guards import Skips
-from finetune.training.trainer import Trainer
+from finetune.training.loop import Loop
+from finetune.training.step import Step
 
 FEW = ["data.eval=none", "training.eval_every=null", "optimizer.kind=adamw_torch_fused"]
 
@@ -24,37 +26,25 @@ def scaled(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     The fused optimizer is the one to which torch's scaler leaves it to skip the update.
     """
     scales: list[float] = []
-    make = training._trainer
+    make, rescale = training._loop, Step.rescale
 
-    def with_scaler(*args, **kwargs) -> Trainer:
-        trainer = make(*args, **kwargs)
-        trainer.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
-        trainer.accelerator.native_amp = True
-        monkeypatch.setitem(trainer.accelerator.state._shared_state, "_mixed_precision", "fp16")
-        return trainer
+    def with_scaler(*args: Any) -> Loop:
+        loop = make(*args)
+        loop.step.scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+        return loop
 
-    def update(self: Trainer, step) -> None:
-        plain(self, step)
-        scales.append(self.accelerator.scaler.get_scale())
+    def recorded(self: Step) -> None:
+        rescale(self)
+        assert self.scaler is not None
+        scales.append(self.scaler.get_scale())
 
-    plain = Trainer._update
-    monkeypatch.setattr(training, "_trainer", with_scaler)
-    monkeypatch.setattr(Trainer, "_update", update)
+    monkeypatch.setattr(training, "_loop", with_scaler)
+    monkeypatch.setattr(Step, "rescale", recorded)
     return scales
 
 
-def with_nan_losses(monkeypatch: pytest.MonkeyPatch, first: int, last: int) -> None:
-    def micro_step(self: Trainer, model, inputs, trained_tokens) -> torch.Tensor:
-        if first <= self.state.global_step + 1 <= last:
-            trained_tokens = trained_tokens * math.nan
-        return plain(self, model, inputs, trained_tokens)
-
-    plain = Trainer._micro_step
-    monkeypatch.setattr(Trainer, "_micro_step", micro_step)
-
-
 def test_row_11_the_scaler_backs_off_and_a_nan_is_never_shown_as_0(quick, scaled, monkeypatch) -> None:
-    with_nan_losses(monkeypatch, 2, 3)
+    spoil_losses(monkeypatch, 2, 3)
     run = finetune.train(quick(*FEW, "training.max_steps=5")).run
     lines = run.metrics()
     assert [line["loss"] is None for line in lines] == [False, True, True, False, False]
@@ -68,7 +58,7 @@ def test_row_11_the_scaler_backs_off_and_a_nan_is_never_shown_as_0(quick, scaled
 
 def test_row_11_a_nan_that_stays_stops_once_the_scale_is_used_up(quick, scaled, monkeypatch) -> None:
     config = quick(*FEW, "training.max_steps=9")
-    with_nan_losses(monkeypatch, 3, 9)
+    spoil_losses(monkeypatch, *range(3, 10))
     with pytest.raises(NumbersError, match="loss is not a finite number") as stopped:
         finetune.train(config)
     assert stopped.value.exit_code == 5

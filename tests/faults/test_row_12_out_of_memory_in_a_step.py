@@ -8,31 +8,31 @@ from pathlib import Path
 
 import pytest
 import torch
-from accelerate import Accelerator
 from children import Fault
 from safetensors.torch import load_file
-from steps import assert_gradients_close, gradients, micro_batches, out_of_memory, ready
+from steps import assert_gradients_close, before_each_step, gradients, micro_batches, out_of_memory, ready
 
 import finetune
 from finetune.config import Config
 from finetune.errors import OutOfMemoryError
 from finetune.runtime import libraries
 from finetune.storage.rundir import RunDirectory, checkpoint_step
-from finetune.training.collator import split
+from finetune.training.collator import Inputs, split
+from finetune.training.loop import Loop
 from finetune.training.oom_retry import Limit
-from finetune.training.trainer import Trainer
+from finetune.training.step import Count, Step
 
 # float32 throughout, so that gradients show what was lost and not what was rounded.
 EXACT = ["quantization.kind=none", "data.eval=none", "training.eval_every=null"]
 
 
 @pytest.fixture(scope="module")
-def make(tmp_path_factory: pytest.TempPathFactory, rows_file: Path) -> Callable[..., Trainer]:
+def make(tmp_path_factory: pytest.TempPathFactory, rows_file: Path) -> Callable[..., Loop]:
     from jobs import QUICK, TINY
 
     from finetune.settings import load_config
 
-    def make(*overrides: str) -> Trainer:
+    def make(*overrides: str) -> Loop:
         directory = tmp_path_factory.mktemp("healing") / "run"
         job = [*QUICK, *EXACT, f"data.train={rows_file}", f"output.dir={directory}", "training.batch_size=8"]
         return ready(load_config(TINY, [*job, "training.micro_batch=8", *overrides]))
@@ -41,17 +41,17 @@ def make(tmp_path_factory: pytest.TempPathFactory, rows_file: Path) -> Callable[
 
 
 @pytest.fixture(scope="module")
-def plain(make: Callable[..., Trainer]) -> Trainer:
+def plain(make: Callable[..., Loop]) -> Loop:
     return make("memory.checkpointing=none")
 
 
 @pytest.fixture(scope="module")
-def checkpointed(make: Callable[..., Trainer]) -> Trainer:
+def checkpointed(make: Callable[..., Loop]) -> Loop:
     return make("memory.checkpointing=all")
 
 
 @pytest.fixture(scope="module")
-def with_dropout(make: Callable[..., Trainer]) -> Trainer:
+def with_dropout(make: Callable[..., Loop]) -> Loop:
     return make("memory.checkpointing=all", "adapter.dropout=0.3")
 
 
@@ -72,45 +72,37 @@ ROWS = [0, 6, 3, 12, 1, 9, 5, 7]
 def test_row_12_gradients_equal_those_of_the_undisturbed_step(
     request: pytest.FixtureRequest, kind: str, where: str, size: int
 ) -> None:
-    trainer: Trainer = request.getfixturevalue(kind)
-    trainer.limits["train"] = Limit()
-    inputs = micro_batches(trainer, ROWS, size)
-    loss, expected = gradients(trainer, inputs)
+    loop: Loop = request.getfixturevalue(kind)
+    loop.retry.limit = Limit()
+    inputs = micro_batches(loop, ROWS, size)
+    loss, expected = gradients(loop, inputs)
     # Only the last micro-batch is too large, so that gradients of an earlier one are there when it fails.
     inputs.sort(key=lambda part: part["input_ids"].numel())
-    with out_of_memory(trainer, where, inputs[-1]["input_ids"].numel() - 1) as refused:
-        healed_loss, healed = gradients(trainer, inputs)
+    with out_of_memory(loop, where, inputs[-1]["input_ids"].numel() - 1) as refused:
+        healed_loss, healed = gradients(loop, inputs)
     assert refused == [inputs[-1]["input_ids"].numel()], "it failed once, and not again once it was split"
     assert healed_loss == pytest.approx(loss, rel=1e-6)
     assert_gradients_close(healed, expected)
-    event = trainer.run.events()[-1]
+    event = loop.recorder.run.events()[-1]
     assert (event["event"], event["rows"], event["step"]) == ("micro_batch_split", size, 1)
 
 
 @pytest.mark.parametrize("where", ["forward", "backward", "recompute"])
-def test_row_12_nothing_of_the_failed_pass_remains(with_dropout: Trainer, where: str) -> None:
-    """Bit by bit what the two halves give from the start, dropout and counters included."""
-    trainer = with_dropout
-    trainer.limits["train"] = Limit()
-    trainer._metrics["train"].clear()
-    trainer._total_train_tokens = 0
-    (batch,) = micro_batches(trainer, ROWS, 8)
-    expected_loss, expected = gradients(trainer, list(split(batch)))
-    counted, trainer._total_train_tokens = trainer._total_train_tokens, 0
-    trainer._metrics["train"].clear()
-    trainer.step_counts.clear()
-    with out_of_memory(trainer, where, batch["input_ids"].numel() - 1) as refused:
-        loss, found = gradients(trainer, [batch])
+def test_row_12_nothing_of_the_failed_pass_remains(with_dropout: Loop, where: str) -> None:
+    """Bit by bit what the two halves give from the start, dropout included."""
+    loop = with_dropout
+    loop.retry.limit = Limit()
+    (batch,) = micro_batches(loop, ROWS, 8)
+    expected_loss, expected = gradients(loop, list(split(batch)))
+    with out_of_memory(loop, where, batch["input_ids"].numel() - 1) as refused:
+        loss, found = gradients(loop, [batch])
     assert len(refused) == 1
     assert loss == expected_loss
     assert all(torch.equal(found[name], expected[name]) for name in expected)
-    assert trainer._total_train_tokens == counted
-    assert len(trainer._metrics["train"]["entropy"]) == 2
-    assert trainer.step_counts.micro_batches == 2
 
 
-def test_row_12_it_is_remembered_for_micro_batches_of_that_size(plain: Trainer) -> None:
-    plain.limits["train"] = Limit()
+def test_row_12_it_is_remembered_for_micro_batches_of_that_size(plain: Loop) -> None:
+    plain.retry.limit = Limit()
     large, small = micro_batches(plain, ROWS, 8), micro_batches(plain, ROWS, 2)
     with out_of_memory(plain, "forward", large[0]["input_ids"].numel() // 3) as refused:
         gradients(plain, large)
@@ -119,11 +111,11 @@ def test_row_12_it_is_remembered_for_micro_batches_of_that_size(plain: Trainer) 
         gradients(plain, large)
         gradients(plain, small)
         assert refused == found
-    assert len(plain.limits["train"].parts(small)) == len(small)
+    assert len(plain.retry.limit.parts(small)) == len(small)
 
 
-def test_row_12_what_the_failed_pass_held_is_given_back_before_the_next(plain: Trainer, monkeypatch) -> None:
-    plain.limits["train"] = Limit()
+def test_row_12_what_the_failed_pass_held_is_given_back_before_the_next(plain: Loop, monkeypatch) -> None:
+    plain.retry.limit = Limit()
     inputs = micro_batches(plain, ROWS, 8)
     freed: list[int] = []
     monkeypatch.setattr(libraries, "return_freed_memory", lambda: freed.append(len(refused)))
@@ -132,23 +124,23 @@ def test_row_12_what_the_failed_pass_held_is_given_back_before_the_next(plain: T
     assert freed == [1], "after the one failure"
 
 
-def test_row_12_an_error_of_another_kind_is_not_tried_again(plain: Trainer, monkeypatch) -> None:
-    plain.limits["train"] = Limit()
+def test_row_12_an_error_of_another_kind_is_not_tried_again(plain: Loop, monkeypatch) -> None:
+    plain.retry.limit = Limit()
 
     def fail(self, *args, **kwargs):
         monkeypatch.undo()
         raise RuntimeError("no matter of memory")
 
-    monkeypatch.setattr(Trainer, "compute_loss", fail)
+    monkeypatch.setattr(Step, "micro_step", fail)
     with pytest.raises(RuntimeError, match="no matter of memory"):
         gradients(plain, micro_batches(plain, ROWS, 8))
 
 
-def test_row_12_of_several_processes_none_does_a_step_again(plain: Trainer, monkeypatch) -> None:
+def test_row_12_of_several_processes_none_does_a_step_again(plain: Loop, monkeypatch) -> None:
     """The others wait for it in the backward pass that failed."""
-    plain.limits["train"] = Limit()
+    plain.retry.limit = Limit()
     inputs = micro_batches(plain, ROWS, 8)
-    monkeypatch.setattr(Accelerator, "num_processes", 2)
+    monkeypatch.setattr(plain.step, "ranks", 2)
     with out_of_memory(plain, "forward", 1) as refused, pytest.raises(torch.OutOfMemoryError):
         gradients(plain, inputs)
     assert len(refused) == 1
@@ -170,7 +162,7 @@ def test_row_12_a_real_limit_on_memory_is_trained_through_to_the_same_adapter(tr
         return run
 
     expected = train("roomy")
-    found = train("tight", Fault("finetune.training.trainer:Trainer.training_step", memory_bytes=300 * 2**20))
+    found = train("tight", Fault("finetune.training.step:Step.forward_backward", memory_bytes=300 * 2**20))
     splits = [event for event in found.events() if event["event"] == "micro_batch_split"]
     assert splits
     assert not [event for event in expected.events() if event["event"] == "micro_batch_split"]
@@ -182,18 +174,18 @@ def test_row_12_a_real_limit_on_memory_is_trained_through_to_the_same_adapter(tr
 # -- the update --------------------------------------------------------------------------------------------------------
 
 
-def updated(trainer: Trainer) -> dict[str, torch.Tensor]:
+def updated(loop: Loop) -> dict[str, torch.Tensor]:
     """The trained weights after one update, which is then taken back."""
-    trained = {name: weight for name, weight in trainer.model.named_parameters() if weight.requires_grad}
+    trained = {name: weight for name, weight in loop.step.model.named_parameters() if weight.requires_grad}
     before = {name: weight.detach().clone() for name, weight in trained.items()}
     generator = torch.Generator().manual_seed(1)
     for weight in trained.values():
         weight.grad = torch.randn(weight.shape, generator=generator)
-    trainer._get_grad_norm(trainer.model)
-    for group in trainer.optimizer.param_groups:
+    loop.step.clip()
+    for group in loop.step.optimizer.param_groups:
         group["lr"] = 1e-3
     try:
-        trainer.optimizer.step()
+        loop.retry.update(loop.step)
         return {name: weight.detach().clone() for name, weight in trained.items()}
     finally:
         with torch.no_grad():
@@ -202,11 +194,11 @@ def updated(trainer: Trainer) -> dict[str, torch.Tensor]:
                 weight.grad = None
 
 
-def test_row_12_an_update_that_changed_nothing_is_done_again(make: Callable[..., Trainer], monkeypatch) -> None:
+def test_row_12_an_update_that_changed_nothing_is_done_again(make: Callable[..., Loop], monkeypatch) -> None:
     """PyTorch makes the states of all weights before it changes the first; one that is half made must not stay."""
-    trainer = make("optimizer.kind=adamw_torch_fused")
-    expected = updated(trainer)
-    trainer.optimizer.optimizer.state.clear()
+    loop = make("optimizer.kind=adamw_torch_fused")
+    expected = updated(loop)
+    loop.step.optimizer.state.clear()
     zeros_like, made = torch.zeros_like, []
 
     def exhausted(*args, **kwargs) -> torch.Tensor:
@@ -217,17 +209,15 @@ def test_row_12_an_update_that_changed_nothing_is_done_again(make: Callable[...,
 
     with monkeypatch.context() as patch:
         patch.setattr(torch, "zeros_like", exhausted)
-        found = updated(trainer)
+        found = updated(loop)
     assert len(made) > 6
     assert all(torch.equal(found[name], expected[name]) for name in expected)
-    assert trainer.run.events()[-1]["event"] == "update_retried"
+    assert loop.recorder.run.events()[-1]["event"] == "update_retried"
 
 
-def test_row_12_an_update_that_changed_some_weights_is_not_done_again(
-    make: Callable[..., Trainer], monkeypatch
-) -> None:
-    trainer = make("optimizer.kind=adamw_8bit")
-    update, calls = trainer.optimizer.optimizer.update_step, []
+def test_row_12_an_update_that_changed_some_weights_is_not_done_again(make: Callable[..., Loop], monkeypatch) -> None:
+    loop = make("optimizer.kind=adamw_8bit")
+    update, calls = loop.step.optimizer.update_step, []
 
     def exhausted(*args) -> None:
         calls.append(args)
@@ -235,9 +225,9 @@ def test_row_12_an_update_that_changed_some_weights_is_not_done_again(
             raise torch.OutOfMemoryError("CUDA out of memory. (injected)")
         update(*args)
 
-    monkeypatch.setattr(trainer.optimizer.optimizer, "update_step", exhausted)
+    monkeypatch.setattr(loop.step.optimizer, "update_step", exhausted)
     with pytest.raises(torch.OutOfMemoryError) as stopped:
-        updated(trainer)
+        updated(loop)
     assert len(calls) == 3
     assert "some weights and not others" in stopped.value.__notes__[0]
 
@@ -251,17 +241,18 @@ def test_row_12_a_row_that_does_not_fit_alone_is_named_and_the_steps_before_it_a
     overrides = [*EXACT, "training.max_steps=6", "adapter.dropout=0.1"]
     whole = finetune.train(quick(*overrides, run="whole")).run
     refused = []
-
-    def exhausted(self, model, inputs, trained_tokens):
-        if self.state.global_step >= 3:
-            refused.append(inputs["input_ids"].shape)
-            raise torch.OutOfMemoryError("CUDA out of memory. (injected)")
-        return micro_step(self, model, inputs, trained_tokens)
-
-    micro_step = Trainer._micro_step
     config: Config = quick(*overrides)
     with monkeypatch.context() as patch:
-        patch.setattr(Trainer, "_micro_step", exhausted)
+
+        def exhausted(self: Step, inputs: Inputs, number: int, count: Count) -> torch.Tensor:
+            refused.append(inputs["input_ids"].shape)
+            raise torch.OutOfMemoryError("CUDA out of memory. (injected)")
+
+        def act(loop: Loop) -> None:
+            if loop.progress.step == 3:
+                patch.setattr(Step, "micro_step", exhausted)
+
+        before_each_step(patch, act)
         with pytest.raises(OutOfMemoryError) as stopped:
             finetune.train(config)
     assert stopped.value.exit_code == 6

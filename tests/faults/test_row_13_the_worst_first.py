@@ -9,16 +9,17 @@ import pytest
 import torch
 from children import Fault
 from safetensors.torch import load_file
-from steps import ready
+from steps import before_each_step, ready
 
 import finetune
 from finetune.config import OptimizerSection
 from finetune.data.batching import MicroBatching, worst_batches
 from finetune.errors import DataError
 from finetune.storage.rundir import RunDirectory
-from finetune.training import largest_batch, optimizers
-from finetune.training.recorder import StepRecorder
-from finetune.training.trainer import Trainer
+from finetune.training import largest_batch, optimizers, run
+from finetune.training.collator import Inputs
+from finetune.training.loop import Loop
+from finetune.training.step import Count, Step
 
 LONG = "data.max_length=200000"
 
@@ -42,7 +43,7 @@ def test_row_13_a_row_over_max_length_is_found_before_training(quick, one_long_r
 
 
 def test_row_13_a_row_that_does_not_fit_is_found_before_the_first_step(train_apart, one_long_row: Path) -> None:
-    little = Fault("finetune.training.trainer:Trainer.training_step", memory_bytes=64 * 2**20)
+    little = Fault("finetune.training.step:Step.forward_backward", memory_bytes=64 * 2**20)
     overrides = [f"data.train={one_long_row}", LONG, "data.eval=none", "training.eval_every=null"]
     run, ended = train_apart(little, *overrides)
     assert ended.code == 6, ended.output
@@ -54,17 +55,23 @@ def test_row_13_a_row_that_does_not_fit_is_found_before_the_first_step(train_apa
     assert events == ["started", "micro_batch_split", "row_does_not_fit", "out_of_memory"]
 
 
+def micro_batch_shapes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """The rows and tokens of each micro-batch that is computed from now on."""
+    seen: list[tuple[int, int]] = []
+
+    def micro_step(self: Step, inputs: Inputs, number: int, count: Count) -> torch.Tensor:
+        rows, tokens = inputs["input_ids"].shape
+        seen.append((rows, tokens))
+        return plain(self, inputs, number, count)
+
+    plain = Step.micro_step
+    monkeypatch.setattr(Step, "micro_step", micro_step)
+    return seen
+
+
 def test_row_13_the_longest_rows_come_first(quick, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen = []
-
-    def micro_step(self: Trainer, model, inputs, trained_tokens):
-        seen.append((self.step_counts, tuple(inputs["input_ids"].shape)))
-        return plain(self, model, inputs, trained_tokens)
-
-    plain = Trainer._micro_step
-    monkeypatch.setattr(Trainer, "_micro_step", micro_step)
+    shapes = micro_batch_shapes(monkeypatch)
     run = finetune.train(quick("data.eval=none", "training.eval_every=null", "training.max_steps=2")).run
-    shapes = [shape for _, shape in seen]
     assert len(shapes) == 2 + 2 * 2, "two passes of the worst, as with accumulation, and two steps of two"
     assert shapes[0] == shapes[1] == max(shapes, key=lambda shape: shape[0] * shape[1])
     assert shapes[0][1] == max(length for _, length in shapes)
@@ -84,47 +91,42 @@ def test_the_rows_chosen_make_the_worst_batches(tokens: int | None) -> None:
 def test_row_13_the_largest_packed_micro_batch_comes_first_to_the_last_token(
     quick, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    seen = []
-    plain = Trainer._micro_step
-
-    def micro_step(self: Trainer, model, inputs, trained_tokens):
-        seen.append(inputs["input_ids"].shape[1])
-        return plain(self, model, inputs, trained_tokens)
-
-    monkeypatch.setattr(Trainer, "_micro_step", micro_step)
+    shapes = micro_batch_shapes(monkeypatch)
     config = quick("data.packing=true", "training.micro_batch_tokens=70", "data.eval=none", "training.eval_every=null")
     finetune.train(config)
-    assert seen[0] == 70 >= max(seen)
+    assert shapes[0][1] == 70 >= max(length for _, length in shapes)
 
 
-def as_it_stands(trainer: Trainer) -> dict[str, bytes]:
+def as_it_stands(loop: Loop) -> dict[str, bytes]:
     """Every trained weight and optimizer state, bit by bit."""
-    found = {name: weight.detach() for name, weight in trainer.model.named_parameters() if weight.requires_grad}
-    for number, values in enumerate(trainer.optimizer.state.values()):
+    found = {name: weight.detach() for name, weight in loop.step.model.named_parameters() if weight.requires_grad}
+    for number, values in enumerate(loop.step.optimizer.state.values()):
         found |= {f"{number}.{name}": torch.as_tensor(value) for name, value in values.items() if value is not None}
     return {name: value.cpu().contiguous().numpy().tobytes() for name, value in found.items()}
 
 
 def test_row_13_every_optimizer_is_left_as_it_stands(quick) -> None:
     """With states from steps before, as in a resumed run, and with none."""
-    trainer = ready(quick("data.eval=none", "training.eval_every=null"))
-    trained = [weight for weight in trainer.model.parameters() if weight.requires_grad]
-    rate = 1e-3
+    loop = ready(quick("data.eval=none", "training.eval_every=null"))
+    trained, rate = loop.step.trained(), 1e-3
+
+    def warm_up() -> None:
+        largest_batch.warm_up(loop.step, loop.steps, loop.retry, loop.evaluation, loop.progress, loop.monitor)
+
     for kind in {optimizers.choose(OptimizerSection(kind=kind), "cpu")[0] for kind in optimizers.OPTIMIZERS}:
-        made, arguments = optimizers.build(kind, OptimizerSection(), rate)
-        trainer.optimizer = trainer.accelerator.prepare(made(trained, **arguments, weight_decay=0.1))
-        before = as_it_stands(trainer)
-        largest_batch.rehearse(trainer)
-        after = as_it_stands(trainer)
+        loop.step.optimizer = optimizers.make(kind, OptimizerSection(weight_decay=0.1), rate, loop.step.model)
+        before = as_it_stands(loop)
+        warm_up()
+        after = as_it_stands(loop)
         assert all(after[name] == value for name, value in before.items()), kind
         for weight in trained:
             weight.grad = torch.randn_like(weight)
-        trainer.optimizer.step()
-        assert as_it_stands(trainer) != after, kind
-        before = as_it_stands(trainer)
-        largest_batch.rehearse(trainer)
-        assert as_it_stands(trainer) == before, kind
-        assert [group["lr"] for group in trainer.optimizer.param_groups] == [rate]
+        loop.step.update()
+        assert as_it_stands(loop) != after, kind
+        before = as_it_stands(loop)
+        warm_up()
+        assert as_it_stands(loop) == before, kind
+        assert {group["lr"] for group in loop.step.optimizer.param_groups} == {rate}
         assert all(weight.grad is None for weight in trained)
 
 
@@ -139,11 +141,11 @@ def test_row_13_everything_is_put_back_bit_by_bit(quick, monkeypatch: pytest.Mon
 
     found = finetune.train(quick(*overrides, run="with")).run
     with monkeypatch.context() as patch:
-        patch.setattr(largest_batch, "rehearse", lambda trainer: None)
+        patch.setattr(run, "warm_up", lambda *args: {})
         expected = finetune.train(quick(*overrides, run="without")).run
     assert all(torch.equal(weights(expected)[name], tensor) for name, tensor in weights(found).items())
     kept = ("step", "loss", "grad_norm", "learning_rate", "tokens", "padding_share", "eval_loss")
-    lines = [[{name: line.get(name) for name in kept} for line in run.metrics()] for run in (expected, found)]
+    lines = [[{name: line.get(name) for name in kept} for line in one.metrics()] for one in (expected, found)]
     assert lines[0] == lines[1]
 
 
@@ -156,12 +158,12 @@ def test_row_13_a_resumed_run_tries_the_worst_first_and_puts_it_back(quick, monk
         pass
 
     def train(name: str, step: int | None) -> RunDirectory:
-        def on_step_begin(self, args, state, control, **kwargs):
-            if state.global_step == step:
+        def act(loop: Loop) -> None:
+            if loop.progress.step == step:
                 raise Stopped
 
         with monkeypatch.context() as patch:
-            patch.setattr(StepRecorder, "on_step_begin", on_step_begin)
+            before_each_step(patch, act)
             return finetune.train(quick(*overrides, run=name)).run
 
     whole = train("whole", None)

@@ -35,10 +35,10 @@ def exhausted(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     """In an evaluation there is memory for so many rows at a time, none at first."""
     rows = [0]
 
-    def sums(model, batch):
+    def sums(model, batch, precision):
         if len(batch["input_ids"]) > rows[0]:
             raise torch.OutOfMemoryError("CUDA out of memory. (injected)")
-        return plain(model, batch)
+        return plain(model, batch, precision)
 
     plain = evaluation._sums
     monkeypatch.setattr(evaluation, "_sums", sums)
@@ -69,24 +69,23 @@ def test_row_14_an_evaluation_that_does_not_fit_is_split(quick, exhausted, undis
 def test_row_14_each_part_that_does_not_fit_is_split_and_told_and_its_memory_given_back(
     quick, exhausted, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    trainer = ready(quick("data.eval=none", "training.eval_every=null"))
-    batch = trainer.data_collator.micro_batch([trainer.train_dataset[row] for row in (0, 1, 2)])
+    loop = ready(quick("data.eval=none", "training.eval_every=null"))
+    batch = loop.steps.collate.micro_batch([loop.steps.rows[row] for row in (0, 1, 2)])
     exhausted[0] = 3
-    expected = evaluation.summed_loss(trainer.model, [[batch]], masked=False)
+    asked = {"precision": "fp32", "masked": False}
+    expected = evaluation.summed_loss(loop.step.model, [[batch]], **asked)
     exhausted[0] = 1
     told: list[int] = []
     freed: list[int] = []
     monkeypatch.setattr(libraries, "return_freed_memory", lambda: freed.append(len(told)))
-    found = evaluation.summed_loss(
-        trainer.model, [[batch]], tell=lambda part: told.append(row_count(part)), masked=False
-    )
+    found = evaluation.summed_loss(loop.step.model, [[batch]], tell=lambda part: told.append(row_count(part)), **asked)
     assert told == [3, 2]
     assert freed == [0, 1]
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=0)
 
 
 def test_row_14_an_error_of_another_kind_is_not_tried_again(quick, monkeypatch: pytest.MonkeyPatch) -> None:
-    trainer = ready(quick("data.eval_share=0.5"))
+    loop = ready(quick("data.eval_share=0.5"))
 
     def fail(*args):
         monkeypatch.undo()
@@ -94,7 +93,7 @@ def test_row_14_an_error_of_another_kind_is_not_tried_again(quick, monkeypatch: 
 
     monkeypatch.setattr(evaluation, "_sums", fail)
     with pytest.raises(RuntimeError, match="no matter of memory"):
-        trainer.held_out_sums(trainer.get_eval_dataloader())
+        loop.evaluation.sums()
 
 
 def test_row_14_a_real_limit_in_an_evaluation_is_evaluated_through(train_apart, tmp_path: Path) -> None:
@@ -112,7 +111,7 @@ def test_row_14_a_real_limit_in_an_evaluation_is_evaluated_through(train_apart, 
         return run
 
     roomy = train("roomy")
-    tight = train("tight", Fault("finetune.training.trainer:Trainer.held_out_sums", memory_bytes=96 * 2**20))
+    tight = train("tight", Fault("finetune.training.evaluation:Evaluation.sums", memory_bytes=96 * 2**20))
     assert [event for event in tight.events() if event["event"] == "micro_batch_split"]
     assert held_out(tight) == pytest.approx(held_out(roomy), rel=1e-6)
     assert all(torch.equal(weights(tight)[name], tensor) for name, tensor in weights(roomy).items())
@@ -129,7 +128,7 @@ def test_row_14_an_evaluation_of_which_no_row_fits_is_left_out(quick, exhausted,
 
 
 def test_row_14_no_logits_are_made_and_nothing_of_a_batch_is_kept(quick) -> None:
-    trainer = ready(quick("data.eval_share=0.5"))
+    loop = ready(quick("data.eval_share=0.5"))
     outputs = []
 
     def seen(module, args, kwargs, output):
@@ -138,9 +137,9 @@ def test_row_14_no_logits_are_made_and_nothing_of_a_batch_is_kept(quick) -> None
         assert not any(kept() is not None for kept in outputs), "of an earlier batch"
         outputs.append(weakref.ref(output.log_probs))
 
-    hook = trainer.model.get_base_model().register_forward_hook(seen, with_kwargs=True)
-    batches = list(trainer.get_eval_dataloader())
-    trainer.held_out_sums([*batches, *batches])
+    hook = loop.step.model.get_base_model().register_forward_hook(seen, with_kwargs=True)
+    batches = list(loop.evaluation.batches())
+    loop.evaluation.sums([*batches, *batches])
     hook.remove()
     assert len(outputs) >= 4
 

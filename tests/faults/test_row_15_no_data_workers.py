@@ -4,20 +4,14 @@ from __future__ import annotations
 
 import psutil
 import pytest
+from steps import before_each_step
 
 import finetune
-from finetune.training.recorder import StepRecorder
 
 
 def test_row_15_rows_come_without_a_process_that_could_be_lost(quick, monkeypatch: pytest.MonkeyPatch) -> None:
     before = psutil.Process().children()
-    seen = []
-
-    def on_step_begin(self, args, state, control, train_dataloader, eval_dataloader, **kwargs) -> None:
-        loaders = [loader for loader in (train_dataloader, eval_dataloader) if loader is not None]
-        seen.append(([loader.num_workers for loader in loaders], psutil.Process().children()))
-
-    monkeypatch.setattr(StepRecorder, "on_step_begin", on_step_begin)
+    seen: list[list[psutil.Process]] = []
+    before_each_step(monkeypatch, lambda loop: seen.append(psutil.Process().children()))
     assert finetune.train(quick()).run.finished
-    assert len(seen) == 4
-    assert all(not any(workers) and children == before for workers, children in seen)
+    assert seen == [before] * 4

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 
 from finetune.storage.rundir import RunDirectory
 
-STEP = "finetune.training.trainer:Trainer._get_grad_norm"
+STEP = "finetune.training.step:Step.clip"
 # 19 rows: three steps of six and one of one row an epoch.
 ROWS = [*QUICK, "data.eval_share=0.2", "training.batch_size=6", "training.micro_batch=1", "training.max_steps=6"]
 # Plain descent, so that a gradient that is off shows as such.

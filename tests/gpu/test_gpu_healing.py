@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from steps import gradients, micro_batches, ready
+from steps import gradients, micro_batches, ready, spoil_losses
 
 from finetune import recipe
 from finetune.config import Config
@@ -18,7 +16,6 @@ from finetune.errors import NumbersError
 from finetune.forecast import devices
 from finetune.storage.rundir import RunDirectory
 from finetune.training import largest_batch
-from finetune.training.trainer import Trainer
 
 pytestmark = pytest.mark.gpu
 
@@ -33,24 +30,24 @@ TOLERANCE = 1e-4
 def test_row_12_gradients_under_a_real_cap_equal_those_without(
     configure: Configure, cuda: torch.device, beside_context: BesideContext, checkpointing: str
 ) -> None:
-    trainer = ready(
+    loop = ready(
         configure(training__precision="fp32", quantization__kind="none", data__max_length=512, training__batch_size=32,
                   training__micro_batch=32, memory__check="off", memory__checkpointing=checkpointing)
     )  # fmt: skip
-    inputs = micro_batches(trainer, range(32), 32)
-    gradients(trainer, inputs)  # libraries' first use
+    inputs = micro_batches(loop, range(32), 32)
+    gradients(loop, inputs)  # libraries' first use
     torch.cuda.empty_cache()
     before = torch.cuda.memory_reserved()
     torch.cuda.reset_peak_memory_stats()
-    loss, expected = gradients(trainer, inputs)
+    loss, expected = gradients(loop, inputs)
     needed = torch.cuda.max_memory_reserved() - before
     torch.cuda.empty_cache()
     try:
         devices.cap(beside_context(torch.cuda.memory_reserved() + int(0.7 * needed)), cuda)
-        healed_loss, healed = gradients(trainer, inputs)
+        healed_loss, healed = gradients(loop, inputs)
     finally:
         devices.cap(None, cuda)
-    assert trainer.run.events()[-1]["event"] == "micro_batch_split"
+    assert loop.recorder.run.events()[-1]["event"] == "micro_batch_split"
     assert healed_loss == pytest.approx(loss, rel=1e-5)
     largest = max(float(gradient.abs().max()) for gradient in expected.values())
     for name, gradient in expected.items():
@@ -60,7 +57,7 @@ def test_row_12_gradients_under_a_real_cap_equal_those_without(
 @pytest.mark.parametrize("kind", ["paged_adamw_8bit", "paged_adamw_32bit", "adamw_torch_fused"])
 def test_row_13_the_worst_first_puts_everything_back(configure: Configure, device: torch.device, kind: str) -> None:
     """Paged states are large from 100,000 numbers on, which the whole tiny model has and its adapter has not."""
-    trainer = ready(
+    loop = ready(
         configure(
             adapter__kind="none",
             quantization__kind="none",
@@ -71,39 +68,29 @@ def test_row_13_the_worst_first_puts_everything_back(configure: Configure, devic
     )
 
     def state() -> dict[str, torch.Tensor]:
-        found = {name: weight.detach() for name, weight in trainer.model.named_parameters()}
-        for number, values in enumerate(trainer.optimizer.state.values()):
+        found = {name: weight.detach() for name, weight in loop.step.model.named_parameters()}
+        for number, values in enumerate(loop.step.optimizer.state.values()):
             found |= {f"{number}.{name}": torch.as_tensor(value) for name, value in values.items()}
         return {name: value.cpu().clone() for name, value in found.items()}
 
-    for weight in trainer.model.parameters():
+    for weight in loop.step.model.parameters():
         weight.grad = torch.randn_like(weight)
-    trainer.optimizer.optimizer.step()
-    trainer.model.zero_grad()
-    before, addresses = state(), [tensor.data_ptr() for tensor in trainer.model.parameters()]
-    largest_batch.rehearse(trainer)
+    loop.step.update()
+    loop.step.model.zero_grad()
+    before, addresses = state(), [tensor.data_ptr() for tensor in loop.step.model.parameters()]
+    largest_batch.warm_up(loop.step, loop.steps, loop.retry, loop.evaluation, loop.progress, loop.monitor)
     after = state()
     assert before.keys() == after.keys()
     assert all(torch.equal(before[name], after[name]) for name in before)
-    assert addresses == [tensor.data_ptr() for tensor in trainer.model.parameters()]
-    assert all(weight.grad is None for weight in trainer.model.parameters())
-
-
-def with_nan_losses(monkeypatch: pytest.MonkeyPatch, first: int, last: int) -> None:
-    def micro_step(self: Trainer, model: Any, inputs: Any, trained_tokens: Any) -> torch.Tensor:
-        if first <= self.state.global_step + 1 <= last:
-            trained_tokens = trained_tokens * math.nan
-        return plain(self, model, inputs, trained_tokens)
-
-    plain = Trainer._micro_step
-    monkeypatch.setattr(Trainer, "_micro_step", micro_step)
+    assert addresses == [tensor.data_ptr() for tensor in loop.step.model.parameters()]
+    assert all(weight.grad is None for weight in loop.step.model.parameters())
 
 
 @pytest.mark.parametrize("kind", ["paged_adamw_8bit", "adamw_torch_fused"])
 def test_row_11_the_scaler_backs_off_from_a_nan_in_fp16(
     configure: Configure, cuda: torch.device, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    with_nan_losses(monkeypatch, 5, 6)
+    spoil_losses(monkeypatch, 5, 6)
     run = recipe.train(configure(training__precision="fp16", optimizer__kind=kind)).run
     lines = run.metrics()
     assert [line["step"] for line in lines if line["loss"] is None] == [5, 6]
@@ -119,7 +106,7 @@ def test_row_11_the_scaler_backs_off_from_a_nan_in_fp16(
 
 
 def test_row_11_a_nan_that_stays_in_fp16_stops(configure: Configure, cuda: torch.device, monkeypatch) -> None:
-    with_nan_losses(monkeypatch, 2, 60)
+    spoil_losses(monkeypatch, *range(2, 61))
     config = configure(training__precision="fp16", training__max_steps=60)
     with pytest.raises(NumbersError):
         recipe.train(config)

@@ -16,7 +16,7 @@ from finetune.data.batching import MicroBatching
 from finetune.model import adapter, attention, checkpointing, packing
 from finetune.model.base import load_architecture, load_base, random_base
 from finetune.runtime import libraries, segments
-from finetune.training import checkpoints, optimizers
+from finetune.training import optimizers, state
 from finetune.training.collator import MicroBatches
 
 pytestmark = pytest.mark.gpu
@@ -284,11 +284,11 @@ def test_row_17_a_paged_state_comes_back_bit_for_bit_and_paged(device: torch.dev
 
     weight, optimizer = made()
     step(weight, optimizer)
-    described, live = checkpoints.optimizer_state(optimizer)
+    described, live = state.optimizer_state(optimizer)
     stored = {key: tensor.to("cpu", copy=True) for key, tensor in live.items()}
     other, again = made()
     other.data.copy_(weight.data)
-    checkpoints.restore_optimizer(again, described, stored)
+    state.restore_optimizer(again, described, stored)
     for key, value in optimizer.state[weight].items():
         restored = again.state[other][key]
         if isinstance(value, torch.Tensor):

@@ -95,18 +95,18 @@ def test_resident_growth_with_ever_new_shapes_is_the_libraries_own() -> None:
 
 def test_a_real_leak_in_training_is_reported(quick, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import finetune
-    from finetune.training.trainer import Trainer
+    from finetune.training.step import Step
 
     rows = tmp_path / "equal.jsonl"
     rows.write_text('{"text": "All rows of this file are of one length."}\n' * 24)
     held = []
-    compute_loss = Trainer.compute_loss
+    micro_step = Step.micro_step
 
     def leaking(self, *arguments, **named):
         held.append(torch.ones(20 * MIB // 4))
-        return compute_loss(self, *arguments, **named)
+        return micro_step(self, *arguments, **named)
 
-    monkeypatch.setattr(Trainer, "compute_loss", leaking)
+    monkeypatch.setattr(Step, "micro_step", leaking)
     one_shape = [f"data.train={rows}", "data.eval=none", "training.batch_size=2", "training.micro_batch=2"]
     config = quick(*one_shape, "training.max_steps=12", "training.eval_every=null")
     run = finetune.train(config).run

@@ -59,18 +59,18 @@ def test_loss_and_gradients_without_the_mask_are_those_with_it(architecture: str
 
 
 def test_a_step_without_the_mask_is_the_step_with_it(quick) -> None:
-    trainer = ready(quick("quantization.kind=none", "training.precision=fp32"))
-    inputs = micro_batches(trainer, range(4), 2)
+    loop = ready(quick("quantization.kind=none", "training.precision=fp32"))
+    inputs = micro_batches(loop, range(4), 2)
     assert any((part["attention_mask"] == 0).any() for part in inputs), "some row is padded"
     given: list[set[str]] = []
-    trainer.model.get_base_model().model.register_forward_pre_hook(
+    loop.step.model.get_base_model().model.register_forward_pre_hook(
         lambda module, args, kwargs: given.append({name for name, value in kwargs.items() if value is not None}),
         with_kwargs=True,
     )
-    loss, without = gradients(trainer, inputs)
+    loss, without = gradients(loop, inputs)
     assert all("attention_mask" not in names for names in given)
-    trainer.masked = True
-    masked_loss, expected = gradients(trainer, inputs)
+    loop.step.masked = True
+    masked_loss, expected = gradients(loop, inputs)
     assert "attention_mask" in given[-1]
     assert loss == pytest.approx(masked_loss, rel=1e-6)
     assert_gradients_close(without, expected)

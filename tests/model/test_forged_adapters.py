@@ -24,7 +24,7 @@ from finetune.model import adapter
 from finetune.model.base import load_architecture, load_base, weightless_base
 from finetune.storage import checkpoint
 from finetune.storage.rundir import RunDirectory
-from finetune.training import checkpoints
+from finetune.training import state
 
 Tensors = dict[str, torch.Tensor]
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -285,7 +285,7 @@ def test_a_resume_refuses_such_a_checkpoint(what: str, run: RunDirectory, sectio
     forge(folder / WEIGHTS, what)
     model = adapter.attach(real(), section, "builtin:tiny-llama", seed=1)
     with pytest.raises(ArtifactError):
-        checkpoints.restore_weights(model, folder)
+        state.restore_weights(model, folder)
 
 
 def test_a_checkpoint_of_weights_that_are_not_finite_is_not_whole(run: RunDirectory) -> None:

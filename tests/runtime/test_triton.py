@@ -135,9 +135,9 @@ def test_without_it_no_library_takes_its_kernels_on_a_gpu(avoided) -> None:
 
 
 def test_the_loss_on_places_with_a_label_alone_is_the_loss(avoided, quick, monkeypatch: pytest.MonkeyPatch) -> None:
-    trainer = ready(quick("quantization.kind=none", "training.precision=fp32"))
-    inputs = micro_batches(trainer, range(4), 2)
-    loss, expected = gradients(trainer, inputs)
+    loop = ready(quick("quantization.kind=none", "training.precision=fp32"))
+    inputs = micro_batches(loop, range(4), 2)
+    loss, expected = gradients(loop, inputs)
     scored: list[int] = []
     forward = chunked_logprob.ChunkedLogProbFunction.forward
 
@@ -147,7 +147,7 @@ def test_the_loss_on_places_with_a_label_alone_is_the_loss(avoided, quick, monke
 
     monkeypatch.setattr(utils, "_use_triton", lambda device: True)  # as on a GPU, see above
     monkeypatch.setattr(chunked_logprob.ChunkedLogProbFunction, "forward", staticmethod(counted))
-    compact_loss, found = gradients(trainer, inputs)
+    compact_loss, found = gradients(loop, inputs)
     assert sum(scored) == sum(int((part["labels"][:, 1:] != -100).sum()) for part in inputs)
     assert compact_loss == pytest.approx(loss, rel=1e-6)
     assert_gradients_close(found, expected)

@@ -7,13 +7,14 @@ import pytest
 import torch
 from bitsandbytes.optim import GlobalOptimManager
 from safetensors.torch import load_file
+from steps import before_each_step
 
 import finetune
 from finetune.config import OptimizerSection
 from finetune.errors import MachineError, NumbersError
 from finetune.storage.rundir import RunDirectory, checkpoint_step
 from finetune.training import optimizers
-from finetune.training.recorder import StepRecorder
+from finetune.training.loop import Loop
 
 
 def adapter_weights(run: RunDirectory) -> dict[str, torch.Tensor]:
@@ -101,11 +102,11 @@ def test_resumed_run_ends_bit_equal(quick, monkeypatch: pytest.MonkeyPatch, kind
         pass
 
     def stop_at(step: int) -> None:
-        def on_step_begin(self, args, state, control, **kwargs):
-            if state.global_step == step:
+        def act(loop: Loop) -> None:
+            if loop.progress.step == step:
                 raise Stopped
 
-        monkeypatch.setattr(StepRecorder, "on_step_begin", on_step_begin)
+        before_each_step(monkeypatch, act)
 
     config = quick(*overrides, run="stopped")
     for step in (4, 11):
@@ -238,7 +239,7 @@ def test_tensorboard_gets_the_metrics(quick) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     run = finetune.train(quick("tracking.to=[tensorboard]", "data.eval=none", "training.eval_every=null")).run
-    events = EventAccumulator(str(run.path / "tensorboard")).Reload()
+    events = EventAccumulator(str(run.path / "tensorboard" / "finetune")).Reload()
     assert [round(point.value, 4) for point in events.Scalars("train/loss")] == pytest.approx(
         [line["loss"] for line in training_lines(run)], abs=1e-4
     )

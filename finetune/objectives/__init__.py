@@ -1,0 +1,54 @@
+"""Objectives: what training minimises. A new one is a function and its entry in OBJECTIVES.
+
+An objective is `loss(model, batch) -> (sum, count)`. Both add up over micro-batches, ranks and the halves of a
+micro-batch that did not fit, so the gradient of sum / count never depends on how a step was shared out. `count(batch)`
+is the same count without the model: a step divides by it before its first backward pass.
+
+Every objective is computed from the log-probabilities of the labels, which the model returns for
+`model(**batch, fused_lm_head=True)` without the logits (`objectives.log_probs`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+Batch = dict[str, Any]
+"""What the model is called with: tensors of `input_ids` and `labels` (rows, tokens), and what packing adds."""
+
+
+@dataclass(frozen=True)
+class Objective:
+    """What is minimised: the sum over what `count` counts of a loss, on the device and with its graph."""
+
+    help: str
+    loss: Callable[[Any, Batch], tuple[torch.Tensor, torch.Tensor]]
+    count: Callable[[Batch], torch.Tensor]
+
+
+def trained_tokens(batch: Batch) -> torch.Tensor:
+    """How many tokens a loss is taken of: labels other than -100, without each row's first, which nothing predicts."""
+    count: torch.Tensor = (batch["labels"][:, 1:] != -100).sum()
+    return count
+
+
+def supervised(model: Any, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cross-entropy in nats of each trained token given the tokens before it.
+
+    A mixture of experts adds its balancing loss (arXiv 2101.03961, section 2.2) by its own coefficient, for each token.
+    """
+    scores = model(**batch, fused_lm_head=True)
+    total, count = -scores.log_probs.sum(), scores.label_mask.sum()
+    if scores.aux_loss is not None:
+        config = getattr(model, "module", model).config.get_text_config()
+        total = total + config.router_aux_loss_coef * scores.aux_loss * count
+    return total, count
+
+
+OBJECTIVES: dict[str, Objective] = {
+    "supervised": Objective("next-token cross-entropy of the trained tokens", supervised, trained_tokens),
+}

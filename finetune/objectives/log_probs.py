@@ -1,0 +1,46 @@
+"""Log-probabilities of a model's labels in tiles, without the logits: TRL's fused head."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+from trl.kernels import chunked_logprob
+from trl.trainer.utils import add_fused_lm_head
+
+from finetune.model import experts
+from finetune.runtime.libraries import replaced
+
+# The names under which architectures keep the number of their experts, of which TRL (1.16) reads the first alone.
+_EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+
+
+def attach(model: Any) -> None:
+    """Let `model(**batch, fused_lm_head=True)` return per-token log-probabilities (rows, tokens - 1) of `labels`.
+
+    `model` may be wrapped by PEFT, and is changed in place.
+    """
+    base = model.get_base_model() if hasattr(model, "peft_config") else model
+    _settle_balancing_loss(base)
+    add_fused_lm_head(base, outputs=("log_probs",))
+
+
+def tiles(tokens: int) -> contextlib.AbstractContextManager[None]:
+    """Within the block the head scores `tokens` tokens at a time (trl 1.16 reads a global at each call)."""
+    return replaced(chunked_logprob, "TOKEN_CHUNK_SIZE", tokens)
+
+
+def _settle_balancing_loss(model: Any) -> None:
+    """Let the head return the balancing loss where there are experts to balance, and only there.
+
+    TRL takes a model for a mixture where its config has `output_router_logits`, which some dense ones have as well
+    (Granite 4, Doge).
+    """
+    config = model.config.get_text_config()
+    if not hasattr(config, "output_router_logits"):
+        return
+    mixture = experts.is_mixture(model) or getattr(config, "is_moe", False)  # `is_moe`: Doge's, without a module
+    config.output_router_logits = bool(mixture and getattr(config, "router_aux_loss_coef", 0.0))
+    own = next((name for name in _EXPERT_COUNTS if hasattr(config, name)), "num_experts")
+    if config.output_router_logits and own != "num_experts":
+        type(config).attribute_map = {**type(config).attribute_map, "num_experts": own}

@@ -1,0 +1,42 @@
+"""What this machine cannot do, found before anything is loaded."""
+
+from __future__ import annotations
+
+import torch
+
+from finetune.config import Config
+from finetune.errors import ConfigError, MachineError
+from finetune.runtime import ranks
+from finetune.training import tracking
+
+
+def check(config: Config, device: torch.device) -> None:
+    """What this machine cannot do, before anything is loaded.
+
+    Raises MachineError for a precision the device lacks or a tracker that is not installed, ConfigError for a batch
+    that the processes cannot share.
+    """
+    _check_precision(config.training.precision, device)
+    tracking.check(config.tracking)
+    check_shares(config)
+
+
+def check_shares(config: Config) -> None:
+    """Raise ConfigError for a batch that the processes cannot share."""
+    training = config.training
+    if training.micro_batch_tokens or training.micro_batch == "auto":
+        rows, each = ranks.count(), ""
+    else:
+        rows, each = training.rows * ranks.count(), f" with `training.micro_batch` {training.rows}"
+    if training.batch_size % rows:
+        raise ConfigError(
+            f"`training.batch_size` {training.batch_size} cannot be shared by {ranks.count()} processes{each}; "
+            f"make it a multiple of {rows}"
+        )
+
+
+def _check_precision(precision: str, device: torch.device) -> None:
+    if precision == "fp16" and device.type != "cuda":
+        raise MachineError("`training.precision: fp16` scales the loss on a CUDA device; set bf16 or fp32 here")
+    if precision == "bf16" and device.type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False):
+        raise MachineError(f"{torch.cuda.get_device_name()} has no bfloat16; set `training.precision: fp16`")

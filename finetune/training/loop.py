@@ -1,0 +1,206 @@
+"""The training loop: one optimizer step after the other, and what happens between them.
+
+Everything that a run does besides the step itself is a value that the loop is given: retries, guards and metrics,
+checkpoints, evaluation, signals.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from finetune.errors import Terminated
+from finetune.measure.monitor import Monitor
+from finetune.runtime import ranks
+from finetune.runtime.randomness import RandomState
+from finetune.runtime.signals import Signals
+from finetune.training.batches import Steps
+from finetune.training.checkpoints import Checkpoints
+from finetune.training.collator import Inputs
+from finetune.training.evaluation import Evaluation
+from finetune.training.oom_retry import Retry
+from finetune.training.progress import Progress
+from finetune.training.recorder import Recorder, StepCounts
+from finetune.training.state import restore_random
+from finetune.training.step import Step
+
+
+@dataclass(frozen=True)
+class Rhythm:
+    """After how many steps a run evaluates and saves (None: only at its end), and when it stops early.
+
+    `save_best` saves after each evaluation with the lowest loss so far; `patience` is the number of evaluations without
+    a lower one that end the run.
+    """
+
+    evaluate_every: int | None
+    save_every: int | None
+    save_best: bool
+    patience: int | None
+
+
+@dataclass
+class Loop:
+    """A run's training, from where `progress` stands to its last step. `evaluation` is None without held-out rows."""
+
+    step: Step
+    schedule: torch.optim.lr_scheduler.LRScheduler
+    steps: Steps
+    progress: Progress
+    rhythm: Rhythm
+    retry: Retry
+    recorder: Recorder
+    checkpoints: Checkpoints
+    evaluation: Evaluation | None
+    signals: Signals
+    monitor: Monitor
+
+    def run(self, resumed_from: Path | None) -> None:
+        """Train to the last step, to the end by early stopping, or to the end of the step in which a signal came."""
+        progress = self.progress
+        self.recorder.started(progress)
+        if self.evaluation and not resumed_from:
+            self._evaluate()
+        over = False
+        while not over:
+            epoch, done = divmod(progress.step, self.steps.in_epoch)
+            # A loader's iterator draws a random number when it is made.
+            if resumed_from and not done:
+                restore_random(resumed_from, ranks.number())
+            steps = self.steps.epoch(epoch, done)
+            if resumed_from and done:
+                restore_random(resumed_from, ranks.number())
+            if resumed_from and self.make_up_for_evaluation():
+                break
+            resumed_from = None
+            for micro_batches in steps:
+                over = self.take_step(micro_batches)
+                if over:
+                    break
+        self.recorder.ended()
+
+    def take_step(self, micro_batches: list[Inputs]) -> bool:
+        """One optimizer step and what is due after it; whether it was the last one."""
+        step, progress = self.step, self.progress
+        counts = StepCounts.of(micro_batches, step.objective).of_all_ranks(step.device)
+        loss = self.retry.forward_backward(step, micro_batches, counts.trained)
+        with self.monitor.phase("optimizer"):
+            grad_norm = step.clip()
+            # A save has the time of a forward and backward pass; were it longer, a kill could cost more than one
+            # interval.
+            self.checkpoints.wait()
+            updated = math.isfinite(float(grad_norm))
+            if updated:
+                self.retry.update(step)
+            step.rescale()
+        rate = self.schedule.get_last_lr()[0]
+        if updated:
+            self.schedule.step()
+        step.model.zero_grad(set_to_none=True)
+        progress.step += 1
+        progress.epoch = progress.step / self.steps.in_epoch
+        save, stop = self._asked()
+        self.recorder.stepped(progress, loss, grad_norm, rate, counts, updated, step.scaler)
+        return self._after(save, stop)
+
+    def _after(self, save: bool, stop: bool) -> bool:
+        """Evaluate and save where that is due; whether the run is over."""
+        progress, rhythm = self.progress, self.rhythm
+        last = progress.step >= progress.total
+        if self.evaluation and (last or _due(progress.step, rhythm.evaluate_every)):
+            best, ended = self._evaluation_in_turn(stop)
+            save |= ended or (best and rhythm.save_best)
+            stop |= ended
+        if save or stop or last or _due(progress.step, rhythm.save_every):
+            self.checkpoints.save(progress)
+            self.recorder.restart_clock()
+        return stop or last or self.stopped_early
+
+    @property
+    def stopped_early(self) -> bool:
+        """Whether the loss has not fallen for as many evaluations as `patience` allows."""
+        return bool(self.rhythm.patience and self.progress.without_gain >= self.rhythm.patience)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether no step is left."""
+        return self.progress.step >= self.progress.total or self.stopped_early
+
+    # -- signals -------------------------------------------------------------------------------------------------------
+
+    def _asked(self) -> tuple[bool, bool]:
+        """Whether a signal to any rank asks for a checkpoint, or for the end; all learn of it at the same step."""
+        came = ranks.gathered((self.signals.take_save(), self.signals.name))
+        self.signals.take_stop(next((name for _, name in came if name), None))
+        return any(save for save, _ in came), self.signals.name is not None
+
+    # -- evaluation ----------------------------------------------------------------------------------------------------
+
+    def _evaluation_in_turn(self, stop: bool) -> tuple[bool, bool]:
+        """Evaluate after a step: whether the loss is the lowest, and whether a signal ends the run.
+
+        One that comes before the loss is known leaves the evaluation to the next start.
+        """
+        several = self.step.ranks > 1
+        if several and stop:
+            self.progress.owes_evaluation = True
+            return False, True
+        try:
+            loss = self._evaluate()
+        except _CutShort:
+            self.progress.owes_evaluation = True
+            return False, True
+        best = loss is not None and self.progress.gains(loss)
+        # Several ranks learn of a signal together, at the end of the next step.
+        return best, not several and self.signals.name is not None
+
+    def _evaluate(self) -> float | None:
+        """The held-out loss, recorded; None where a row does not fit. Moves no random number of the training's."""
+        assert self.evaluation is not None
+        before = RandomState()
+        try:
+            with self.monitor.phase("evaluation"):
+                with self._until_a_signal():
+                    loss = self.evaluation.loss(self.progress)
+                if loss is not None:
+                    self.recorder.evaluated(self.progress, loss)
+                return loss
+        finally:
+            self.recorder.restart_clock()
+            before.restore()
+
+    @contextlib.contextmanager
+    def _until_a_signal(self) -> Iterator[None]:
+        """Within the block a signal ends an evaluation at once; of several ranks none can leave the others."""
+        several = self.step.ranks > 1
+        try:
+            with self.signals.waiting(several):
+                if not several:
+                    self.signals.end()
+                yield
+        except (Terminated, KeyboardInterrupt):
+            if several or not self.progress.step or self.signals.name is None:
+                raise
+            raise _CutShort from None
+
+    def make_up_for_evaluation(self) -> bool:
+        """Evaluate as a signal kept the run from doing before this start, if one did; whether that ends the run."""
+        if not self.progress.owes_evaluation:
+            return False
+        self.progress.owes_evaluation = False
+        self.recorder.forget_evaluation(self.progress)  # of a start that was killed after it made up for it
+        _, ended = self._evaluation_in_turn(stop=False)
+        return ended or self.stopped_early
+
+
+class _CutShort(Exception):
+    """A signal ended an evaluation before its loss was known."""
+
+
+def _due(step: int, every: int | None) -> bool:
+    return every is not None and step % every == 0

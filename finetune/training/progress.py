@@ -1,0 +1,65 @@
+"""How far a training has come: what a checkpoint says of it, under the names of transformers' `trainer_state.json`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from finetune.errors import ArtifactError
+from finetune.storage import records
+from finetune.storage.rundir import checkpoint_step
+
+FILE = "trainer_state.json"
+
+
+@dataclass
+class Progress:
+    """Steps done of `total`, as epochs, and the best evaluation so far.
+
+    `without_gain` counts the evaluations since the best one. `owes_evaluation`: a signal kept the run from one.
+    """
+
+    step: int = 0
+    total: int = 0
+    epoch: float = 0.0
+    best_step: int | None = None
+    best_loss: float | None = None
+    without_gain: int = 0
+    owes_evaluation: bool = False
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "global_step": self.step,
+            "max_steps": self.total,
+            "epoch": self.epoch,
+            "best_global_step": self.best_step,
+            "best_metric": self.best_loss,
+            "evaluations_without_gain": self.without_gain,
+            "owes_evaluation": self.owes_evaluation,
+        }
+
+    def gains(self, loss: float) -> bool:
+        """Take the loss of an evaluation; whether it is the lowest."""
+        if self.best_loss is not None and loss >= self.best_loss:
+            self.without_gain += 1
+            return False
+        self.best_step, self.best_loss, self.without_gain = self.step, loss, 0
+        return True
+
+
+def read_progress(folder: Path) -> Progress:
+    """The progress of a checkpoint. Raises ArtifactError."""
+    file = folder / FILE
+    found = records.read(file, records.TRAINER_STATE)
+    if found["global_step"] != checkpoint_step(folder):
+        raise ArtifactError(f"{file}: `global_step` is {found['global_step']}, and not the checkpoint's")
+    return Progress(
+        step=found["global_step"],
+        total=found.get("max_steps", 0),
+        epoch=found.get("epoch", 0.0),
+        best_step=found.get("best_global_step"),
+        best_loss=found.get("best_metric"),
+        without_gain=found.get("evaluations_without_gain", 0),
+        owes_evaluation=found.get("owes_evaluation", False),
+    )
