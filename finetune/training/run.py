@@ -139,11 +139,6 @@ def _loop(
     if replaced:
         listener.note(replaced)
     log_probs.attach(model)
-    if getattr(model, "is_loaded_in_4bit", False) or getattr(model, "is_loaded_in_8bit", False):
-        # As TRL's SFTTrainer does (1.16), which this loop replaces: adapters start as bfloat16 has them.
-        for path, weight in model.named_parameters():
-            if weight.requires_grad and "lora_magnitude_vector" not in path:
-                weight.data = weight.data.to(torch.bfloat16).to(weight.dtype)
     recorder = Recorder(
         run, monitor, listener, trackers, snapshots.profiler(config.memory.profile_steps, run.profile, device)
     )
