@@ -62,27 +62,27 @@ class Loop:
 
     def run(self, resumed_from: Path | None) -> None:
         """Train to the last step, to the end by early stopping, or to the end of the step in which a signal came."""
-        progress = self.progress
-        self.recorder.started(progress)
+        self.recorder.started(self.progress)
+        over = False
         if self.evaluation and not resumed_from:
             self._evaluate()
-        over = False
-        while not over:
-            epoch, done = divmod(progress.step, self.steps.in_epoch)
-            # A loader's iterator draws a random number when it is made.
-            if resumed_from and not done:
-                restore_random(resumed_from, ranks.number())
-            steps = self.steps.epoch(epoch, done)
-            if resumed_from and done:
-                restore_random(resumed_from, ranks.number())
-            if resumed_from and self.make_up_for_evaluation():
-                break
-            resumed_from = None
-            for micro_batches in steps:
-                over = self.take_step(micro_batches)
-                if over:
-                    break
+        steps = self._epoch(resumed_from)
+        if resumed_from:
+            over = self.make_up_for_evaluation()
+        while not over and not any(map(self.take_step, steps)):
+            steps = self._epoch()
         self.recorder.ended()
+
+    def _epoch(self, resumed_from: Path | None = None) -> Iterator[list[Inputs]]:
+        """The steps that are left of the epoch; after a resume with the random numbers that it would have had."""
+        epoch, done = divmod(self.progress.step, self.steps.in_epoch)
+        # Making the iterator of a loader draws a random number: part of the epoch, and made before a later step of it.
+        if resumed_from and not done:
+            restore_random(resumed_from, ranks.number())
+        steps = self.steps.epoch(epoch, done)
+        if resumed_from and done:
+            restore_random(resumed_from, ranks.number())
+        return steps
 
     def take_step(self, micro_batches: list[Inputs]) -> bool:
         """One optimizer step and what is due after it; whether it was the last one."""

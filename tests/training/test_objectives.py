@@ -1,0 +1,61 @@
+"""Objectives: sums and counts that add up, and a new one in twenty lines."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from steps import assert_gradients_close, gradients, micro_batches, ready
+from torch.nn.functional import cross_entropy
+
+import finetune
+from finetune.objectives import OBJECTIVES, Objective, supervised, trained_tokens
+
+EXACT = ["quantization.kind=none", "training.precision=fp32", "data.eval=none", "training.eval_every=null",
+         "training.batch_size=8", "training.micro_batch=8"]  # fmt: skip
+
+
+def dynamic(model: Any, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Dynamic fine-tuning (arXiv 2508.05629, equation 9): each token's loss is weighted by its probability."""
+    scores = model(**batch, fused_lm_head=True)
+    return -(scores.log_probs.exp().detach() * scores.log_probs).sum(), scores.label_mask.sum()
+
+
+@pytest.fixture
+def new_objective(monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setitem(OBJECTIVES, "dynamic", Objective("tokens by their probability", dynamic, trained_tokens))
+    return "dynamic"
+
+
+def token_losses(model: Any, batch: Any) -> torch.Tensor:
+    """Cross-entropy of every trained token, from the whole logits."""
+    labels = batch["labels"][:, 1:]
+    logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits[:, :-1]
+    return cross_entropy(logits[labels != -100].float(), labels[labels != -100], reduction="none")
+
+
+@torch.no_grad()
+def test_sums_are_those_of_the_whole_logits_and_counts_those_of_the_labels(quick) -> None:
+    loop = ready(quick(*EXACT))
+    (batch,) = micro_batches(loop, range(8), 8)
+    losses = token_losses(loop.step.model, batch)
+    expected = {supervised: losses.sum(), dynamic: (losses * torch.exp(-losses)).sum()}
+    for loss, total in expected.items():
+        found, count = loss(loop.step.model, batch)
+        torch.testing.assert_close(found, total, rtol=1e-5, atol=0)
+        assert int(count) == int(trained_tokens(batch)) == len(losses)
+
+
+def test_a_new_objective_is_trained_by_its_name_and_its_gradient_does_not_depend_on_the_micro_batch(
+    quick, new_objective: str
+) -> None:
+    loop = ready(quick(*EXACT, f"training.objective={new_objective}"))
+    loss, expected = gradients(loop, micro_batches(loop, range(8), 8))
+    for size in (4, 1):
+        other, found = gradients(loop, micro_batches(loop, range(8), size))
+        assert other == pytest.approx(loss, rel=1e-6)
+        assert_gradients_close(found, expected)
+    usual = finetune.train(quick(*EXACT, run="usual")).run.metrics()[0]["loss"]
+    weighted = finetune.train(quick(*EXACT, f"training.objective={new_objective}", run="new")).run.metrics()[0]["loss"]
+    assert 0 < weighted < usual
