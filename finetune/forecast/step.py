@@ -214,7 +214,8 @@ class _Rehearsal:
             self.recorder.layer, self.recorder.category = layer, "activations"
             if layer is None:
                 # What is freed after the pass, all at once with its graph, belongs to no layer either.
-                torch.autograd.Variable._execution_engine.queue_callback(self._leave_layers)
+                engine = torch.autograd.Variable._execution_engine  # noqa: SLF001, as torch's own FSDP does
+                engine.queue_callback(self._leave_layers)
 
         if hidden.requires_grad:
             hidden.register_hook(hook)

@@ -131,7 +131,7 @@ class UpdateStart:
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
-        self._weights = {weight: weight._version for weight in _weights(optimizer)}
+        self._weights = {weight: _changes(weight) for weight in _weights(optimizer)}
         self._states = {weight: _marks(state) for weight, state in optimizer.state.items()}
 
     def undo(self) -> bool:
@@ -139,7 +139,7 @@ class UpdateStart:
         states = self._optimizer.state
         new = [weight for weight in states if weight not in self._states]
         untouched = (
-            all(weight._version == before for weight, before in self._weights.items())
+            all(_changes(weight) == before for weight, before in self._weights.items())
             and all(_marks(states[weight]) == before for weight, before in self._states.items())
             and not any(float(states[weight].get("step", 0)) for weight in new)
         )
@@ -157,8 +157,14 @@ def _weights(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
 def _marks(state: dict[str, Any]) -> dict[str, Any]:
     """Something about each value of a weight's state that a change of it changes."""
     return {
-        name: (id(value), value._version) if isinstance(value, torch.Tensor) else value for name, value in state.items()
+        name: (id(value), _changes(value)) if isinstance(value, torch.Tensor) else value
+        for name, value in state.items()
     }
+
+
+def _changes(tensor: torch.Tensor) -> int:
+    """How often a tensor was changed in place."""
+    return tensor._version  # noqa: SLF001, torch counts them for autograd and shows it nowhere else
 
 
 def place_of(rows: Any, inputs: Inputs) -> str:
