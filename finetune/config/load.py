@@ -94,9 +94,26 @@ def _validate(
         config = Config.model_validate(values, context={"choices": choices or {}})
     except ValidationError as error:
         return None, [_explain(item, where, file) for item in _merged(error.errors())]
-    return config, [
-        f"{_place(tuple(key.split('.')), where, file)}: `{key}`: {message}" for key, message in contradictions(config)
-    ]
+    broken = [*contradictions(config), *_ignored(config, choices or {})]
+    return config, [f"{_place(tuple(key.split('.')), where, file)}: `{key}`: {message}" for key, message in broken]
+
+
+def _ignored(config: Config, choices: Choices) -> list[tuple[str, str]]:
+    """Keys that the choice beside them ignores, where they differ from their defaults.
+
+    A run's resolved config has every default written out, so a default says nothing.
+    """
+    found = []
+    for table, entries in choices.items():
+        name, _, key = table.partition(".")
+        section = getattr(config, name)
+        chosen = getattr(section, key)
+        for ignored in getattr(entries.get(chosen) if isinstance(chosen, str) else None, "ignores", ()):
+            if getattr(section, ignored) != type(section).model_fields[ignored].default:
+                found.append(
+                    (f"{name}.{ignored}", f"`{table}: {chosen}` ignores it; remove it, or choose another {key}")
+                )
+    return found
 
 
 def _merged(errors: list[Any]) -> list[Any]:

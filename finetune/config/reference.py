@@ -93,7 +93,8 @@ def markdown(choices: Choices) -> str:
             lines += ["", f"`{choice.table}` is one of{file}:", ""]
             for entry_name, entry in choices[choice.table].items():
                 text = entry.help if entry is not None else "the fastest of the following that works here"
-                lines.append(f"- `{entry_name}`: {text}")
+                ignored = ", ".join(f"`{key}`" for key in getattr(entry, "ignores", ()))
+                lines.append(f"- `{entry_name}`: {text}" + (f"; ignores {ignored}" if ignored else ""))
     return "\n".join(lines) + "\n"
 
 
