@@ -12,6 +12,8 @@ from finetune.errors import DataError
 
 # No row of text is longer than this (16 million tokens), so what is, is no row; and one row is held in memory.
 ROW_BYTES = 64 * 2**20
+# A JSON list is held as text while its items are read; there are data sets of 700 MB in one.
+LIST_CHARACTERS = 2**30
 _PIECE_BYTES = 2**20
 
 # Blank lines one after the other: more are an overwritten file or a decompression bomb, and would take minutes.
@@ -51,16 +53,16 @@ def lines(path: Path, problems: Problems) -> Iterator[tuple[int, str]]:
         yield number, text
 
 
-def pieces(path: Path, problems: Problems) -> Iterator[str]:
-    """The text of a file in pieces of about 1 MiB, whatever its lines. Problems and errors as in `lines`."""
-    held, characters = [], 0
+def whole(path: Path, problems: Problems) -> str:
+    """The text of a file at once. Problems and errors as in `lines`; DataError over `LIST_CHARACTERS`."""
+    parts, characters = [], 0
     for _, _, text in _parts(path, _PIECE_BYTES, problems):
-        held.append(text)
+        parts.append(text)
         characters += len(text)
-        if characters >= _PIECE_BYTES:
-            yield "".join(held)
-            held, characters = [], 0
-    yield "".join(held)
+        if characters > LIST_CHARACTERS:
+            limit = f"{LIST_CHARACTERS / 2**30:g} GiB"
+            raise DataError(f"{path}: a list over {limit} is not read; make it lines: `jq -c '.[]' FILE > FILE.jsonl`")
+    return "".join(parts)
 
 
 def _parts(path: Path, limit: int, problems: Problems) -> Iterator[tuple[int, bool, str]]:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import csv
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from finetune.data.compressed import COMPRESSIONS
-from finetune.data.lines import ROW_BYTES, lines, pieces
+from finetune.data.lines import ROW_BYTES, lines, whole
 from finetune.data.problems import Problems
-from finetune.data.strict_json import Decoder, JsonError, ListReader, repeated
+from finetune.data.strict_json import Decoder, JsonError, repeated
 from finetune.errors import DataError
 
 Records = Iterator[tuple[str, dict[str, Any]]]
@@ -55,14 +56,31 @@ def _jsonl(path: Path, problems: Problems) -> Records:
 
 
 def _json(path: Path, problems: Problems) -> Records:
-    for index, (value, wrong) in enumerate(ListReader(path, pieces(path, problems), ROW_BYTES).items(), start=1):
-        place = f"{path}[{index}]"
-        for what in wrong:
-            problems.add(f"{place}: {what}")
-        if isinstance(value, dict):
-            yield place, value
-        else:
-            problems.add(f"{path}: item {index} must be a JSON object")
+    decoder, text = Decoder(), whole(path, problems)
+
+    def place(at: int) -> str:
+        return f"{path}:{text.count(chr(10), 0, at) + 1}:{at - text.rfind(chr(10), 0, at)}"
+
+    if not re.match(r"\s*(\[|$)", text):
+        raise DataError(f"{path}: {_instead_of_a_list(text)}")
+    try:
+        for index, (value, start, end) in enumerate(decoder.items(text), start=1):
+            if end - start > ROW_BYTES:
+                raise DataError(f"{place(start)}: an item is longer than {ROW_BYTES // 2**20} MiB, which no row is")
+            for wrong in decoder.wrong:
+                problems.add(f"{path}[{index}]: {wrong}")
+            if isinstance(value, dict):
+                yield f"{path}[{index}]", value
+            else:
+                problems.add(f"{path}: item {index} must be a JSON object")
+    except JsonError as error:
+        raise DataError(f"{place(error.at)}: {error}") from None
+
+
+def _instead_of_a_list(text: str) -> str:
+    if key := re.match(r'\s*\{\s*"(\w+)"\s*:\s*\[', text):
+        return f"expected a list of objects, not an object with `{key[1]}`; take it out with `jq .{key[1]}`"
+    return "expected a list of objects; for one object a line, name the file .jsonl"
 
 
 def _csv(path: Path, problems: Problems, delimiter: str = ",") -> Records:

@@ -7,13 +7,12 @@ do not have the shape are left out; any other file is taken whole or refused.
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import stat
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Annotated, Any, NotRequired, Required, TypeVar, cast
+from typing import IO, Annotated, Any, NotRequired, Required, TypeVar
 
 from pydantic import AfterValidator, ConfigDict, Discriminator, Field, Tag, TypeAdapter, ValidationError, with_config
 from pydantic_core import PydanticCustomError
@@ -288,10 +287,6 @@ TRAINER_STATE = TypeAdapter(TrainerState)
 
 # -- reading ---------------------------------------------------------------------------------------------------------
 
-# What this program writes is nested five levels deep. Python's own limit lies at a thousand, above which it raises.
-_LEVELS = 32
-
-
 @dataclass(frozen=True)
 class Lines:
     """The lines of a .jsonl file that have their shape, and the numbers (from 1) of the others with what is wrong.
@@ -345,9 +340,9 @@ def read(path: Path, shape: TypeAdapter[T]) -> T:
     """The value of a JSON file. Raises ArtifactError naming the file, and the field that is not as written."""
     content = read_bytes(path)
     try:
-        return check(_parsed(content), shape)
-    except ValueError as error:
-        raise ArtifactError(f"{path}: not as this program writes it: {error}; restore it from a copy") from None
+        return shape.validate_json(content)
+    except ValidationError as error:
+        raise ArtifactError(f"{path}: not as this program writes it: {_told(error)}; restore it from a copy") from None
 
 
 def read_lines(path: Path, shape: TypeAdapter[Any]) -> Lines:
@@ -358,44 +353,24 @@ def read_lines(path: Path, shape: TypeAdapter[Any]) -> Lines:
     *whole, last = read_bytes(path).split(b"\n")
     for number, line in enumerate([*whole, last] if last else whole, start=1):
         try:
-            rows.append(check(_parsed(line), shape))
-        except ValueError as error:
-            wrong[number] = str(error)
+            rows.append(shape.validate_json(line))
+        except ValidationError as error:
+            wrong[number] = _told(error)
     torn = wrong.pop(len(whole) + 1, None) is not None
     return Lines(rows, wrong, torn)
 
 
 def check(value: Any, shape: TypeAdapter[T]) -> T:
-    """`value` itself, if it has the shape. Raises ValueError naming the field."""
+    """`value`, if it has the shape. Raises ValueError naming the field."""
     try:
-        shape.validate_python(value)
+        return shape.validate_python(value)
     except ValidationError as error:
-        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-        where = ".".join(str(part) for part in first["loc"] if part != "[key]")
-        raise ValueError(f"`{_printable(where)}`: {first['msg']}" if where else first["msg"]) from None
-    return cast(T, value)
+        raise ValueError(_told(error)) from None
 
 
-def _parsed(content: bytes) -> Any:
-    """The JSON value. Raises ValueError also where it is nested too deep."""
-    try:
-        return _plain(json.loads(content), _LEVELS)
-    except RecursionError:
-        raise ValueError("nested too deep") from None
-
-
-def _plain(value: Any, levels: int) -> Any:
-    """`value` with text that UTF-8 can hold: JSON can spell half a surrogate pair."""
-    if isinstance(value, str):
-        return value.encode("utf-8", "replace").decode()
-    if not isinstance(value, (dict, list)):
-        return value
-    if not levels:
-        raise ValueError("nested too deep")
-    if isinstance(value, dict):
-        return {_plain(key, 0): _plain(item, levels - 1) for key, item in value.items()}
-    return [_plain(item, levels - 1) for item in value]
-
-
-def _printable(text: str) -> str:
-    return "".join(letter if letter.isprintable() else "?" for letter in text)[:200]
+def _told(error: ValidationError) -> str:
+    """The first thing wrong, with its field in printable letters."""
+    first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+    where = ".".join(str(part) for part in first["loc"] if part != "[key]")
+    shown = "".join(letter if letter.isprintable() else "?" for letter in where)[:200]
+    return f"`{shown}`: {first['msg']}" if shown else first["msg"]
