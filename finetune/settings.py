@@ -10,7 +10,7 @@ from pathlib import Path
 
 from finetune.config import Choices, Config, ModelSection, load
 from finetune.config.reference import json_schema, markdown
-from finetune.data.formats import FORMATS
+from finetune.data.formats import DETECTED, FORMATS
 from finetune.data.lengths import TOO_LONG
 from finetune.errors import ArtifactError
 from finetune.model.attention import ATTENTIONS
@@ -24,7 +24,7 @@ from finetune.training.tracking import TRACKERS
 CHOICES: Choices = {
     "model.attention": {"auto": None, **ATTENTIONS},
     "quantization.kind": QUANTIZATIONS,
-    "data.format": FORMATS,
+    "data.format": {"auto": DETECTED, **FORMATS},
     "data.chat_template": TEMPLATES,
     "data.too_long": TOO_LONG,
     "training.schedule": SCHEDULES,

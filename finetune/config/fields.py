@@ -18,6 +18,13 @@ Choices = Mapping[str, Mapping[str, Any]]
 
 
 @dataclass(frozen=True)
+class Help:
+    """An entry of a table that stands for nothing but its name."""
+
+    help: str
+
+
+@dataclass(frozen=True)
 class Choice:
     """Marks a string field whose allowed names are the keys of one table.
 

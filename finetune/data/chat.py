@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeVar
 
 from finetune.data import control
-from finetune.data.formats import Chat, Completion, Example, Message, RowError, Text, Tokens, in_common
+from finetune.data.examples import Chat, Completion, Example, Message, RowError, Text, Tokens, in_common
 from finetune.data.tokenizing import Asking, Piece, Span, Tokenized, answered
 from finetune.errors import FinetuneError
 from finetune.model import chat_template as template

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from finetune.data.chat import IGNORE, Encoded
-from finetune.data.formats import RowError
+from finetune.data.examples import RowError
 
 
 @dataclass(frozen=True)

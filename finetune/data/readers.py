@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import functools
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -120,10 +121,6 @@ def _csv(path: Path, problems: Problems, delimiter: str = ",") -> Records:
             yield place, dict(zip(names, row, strict=True))
 
 
-def _tsv(path: Path, problems: Problems) -> Records:
-    return _csv(path, problems, delimiter="\t")
-
-
 def _text(path: Path, problems: Problems) -> Records:
     for number, line in lines(path, problems):
         text = line.rstrip("\r\n")
@@ -139,7 +136,10 @@ def _parquet(path: Path, problems: Problems) -> Records:
     def batches() -> Iterator[Any]:
         # The checksums of pages are verified where the writer left any. Read ahead, a group would be held whole.
         with pyarrow.parquet.ParquetFile(path, page_checksum_verification=True, pre_buffer=False) as file:
-            _refuse_long_rows(path, file.metadata)
+            # Columns are not looked at: pyarrow 26 ends the process at some damaged ones (`RowGroupMetaData.column`).
+            for number, group in enumerate(map(file.metadata.row_group, range(file.metadata.num_row_groups))):
+                if group.total_byte_size > ROW_BYTES * max(1, group.num_rows):  # as in a decompression bomb
+                    raise DataError(f"{path}: {_TOO_LONG} (row group {number})")
             rows = 0
             for batch in file.iter_batches(batch_size=_BATCH_ROWS):
                 rows += batch.num_rows
@@ -148,17 +148,6 @@ def _parquet(path: Path, problems: Problems) -> Records:
                 raise ValueError(f"{rows:,} rows, and its footer tells of {file.metadata.num_rows:,}")
 
     return _columnar(path, batches(), "a Parquet file")
-
-
-def _refuse_long_rows(path: Path, metadata: Any) -> None:
-    """Raise DataError where the rows of a group are too long on average, as in a decompression bomb.
-
-    Columns are not looked at: pyarrow 26 ends the process at some that are damaged (`RowGroupMetaData.column`).
-    """
-    for number in range(metadata.num_row_groups):
-        group = metadata.row_group(number)
-        if group.total_byte_size > ROW_BYTES * max(1, group.num_rows):
-            raise DataError(f"{path}: {_TOO_LONG} (row group {number})")
 
 
 def _arrow(path: Path, problems: Problems) -> Records:
@@ -240,26 +229,22 @@ def _size_bytes(array: Any) -> int:
 
 def _fields(rows: Any, place: str) -> list[dict[str, Any]]:
     """The rows as Python has them; a date or time that Python has not, such as year 10000, as its text."""
-    try:
-        return rows.to_pylist()
-    except (ArithmeticError, LookupError, ValueError):
-        columns = {name: _values(rows.column(name), name, place) for name in rows.schema.names}
-        return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
-
-
-def _values(column: Any, name: str, place: str) -> list[Any]:
     import pyarrow
 
-    try:
-        return column.to_pylist()
-    except (ArithmeticError, LookupError, ValueError) as error:
+    columns = {}
+    for name in rows.schema.names:
+        column = rows.column(name)
         try:
-            return column.cast(pyarrow.string()).to_pylist()
-        except pyarrow.ArrowException:
-            raise DataError(
-                f"{place}: the column `{name}` ({column.type}) has a value here or close behind that Python cannot "
-                f"hold: {error}; leave the column out, or mend it"
-            ) from None
+            columns[name] = column.to_pylist()
+        except (ArithmeticError, LookupError, ValueError) as error:
+            try:
+                columns[name] = column.cast(pyarrow.string()).to_pylist()
+            except pyarrow.ArrowException:
+                raise DataError(
+                    f"{place}: the column `{name}` ({column.type}) has a value here or close behind that Python "
+                    f"cannot hold: {error}; leave the column out, or mend it"
+                ) from None
+    return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
 
 
 TEXT_READERS: dict[str, Reader] = {
@@ -267,7 +252,7 @@ TEXT_READERS: dict[str, Reader] = {
     ".ndjson": _jsonl,
     ".json": _json,
     ".csv": _csv,
-    ".tsv": _tsv,
+    ".tsv": functools.partial(_csv, delimiter="\t"),
     ".txt": _text,
 }
 """By the ending of a file, which an ending of `COMPRESSIONS` may follow."""

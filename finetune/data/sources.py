@@ -6,6 +6,7 @@ import contextlib
 import functools
 import glob
 import hashlib
+import inspect
 import json
 import os
 import re
@@ -16,7 +17,7 @@ from typing import Any, NamedTuple
 
 from finetune.config import Source, Sources, entries
 from finetune.config.fields import unknown
-from finetune.data import cache, python_docs
+from finetune.data import cache, python_docs, stdlib_docs
 from finetune.data.problems import Problems
 from finetune.data.readers import ENDINGS, Records, reader
 from finetune.errors import DataError, MachineError
@@ -91,7 +92,8 @@ def contents(sources: Sources) -> list[tuple[str, str]] | None:
 def _contents(source: str) -> list[tuple[str, str]] | None:
     if source in BUILTIN:
         # Made from the documentation of this very Python.
-        return [(source, f"{_digest(Path(python_docs.__file__))} {sys.version} {sys.flags.optimize}")]
+        code = [_digest(Path(inspect.getfile(module))) for module in (python_docs, stdlib_docs)]
+        return [(source, f"{code} {sys.version} {sys.flags.optimize}")]
     if files := _files(source):
         return [(str(file), _digest(file)) for file in files]
     # `datasets` keeps what it has fetched in `<name>/<config>/<version>/<commit>/`.

@@ -13,7 +13,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple, TypeVar
 
 from finetune.data import control
-from finetune.data.formats import RowError
+from finetune.data.examples import RowError
 from finetune.runtime.libraries import tokenizing_in_parallel
 
 Span = tuple[int, int]

@@ -287,6 +287,7 @@ TRAINER_STATE = TypeAdapter(TrainerState)
 
 # -- reading ---------------------------------------------------------------------------------------------------------
 
+
 @dataclass(frozen=True)
 class Lines:
     """The lines of a .jsonl file that have their shape, and the numbers (from 1) of the others with what is wrong.

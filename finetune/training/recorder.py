@@ -10,7 +10,8 @@ from transformers import TrainerCallback
 
 from finetune.errors import NumbersError
 from finetune.runtime import ranks
-from finetune.storage.rundir import RunDirectory, append_line
+from finetune.storage.files import append_line
+from finetune.storage.rundir import RunDirectory
 from finetune.training.collator import Idle, Inputs
 from finetune.training.guards import Skips, Spikes
 

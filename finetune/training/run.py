@@ -24,7 +24,8 @@ from finetune.model.adapter import casts_by_autocast
 from finetune.model.base import autocast
 from finetune.runtime import libraries, ranks
 from finetune.runtime.signals import Signals
-from finetune.storage.rundir import RunDirectory, not_written, staged
+from finetune.storage.files import not_written, staged
+from finetune.storage.rundir import RunDirectory
 from finetune.training import optimizers
 from finetune.training.arguments import arguments
 from finetune.training.checkpoints import Saver, read_trainer_state

@@ -19,7 +19,7 @@ import pytest
 
 from finetune.config import DataSection, Source
 from finetune.data import cache, sources
-from finetune.data import prepare as preparing
+from finetune.data import split as splitting
 from finetune.data.prepare import Prepared, prepare, prepare_held_out
 from finetune.errors import DataError
 from finetune.storage.private import not_private
@@ -170,7 +170,7 @@ def test_another_version_of_the_preparation_prepares_anew(
     source: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = prepare(section(source), tokenizer)
-    monkeypatch.setattr(preparing, "_VERSION", preparing._VERSION + 1)
+    monkeypatch.setattr(splitting, "_VERSION", splitting._VERSION + 1)
     assert file_of(prepare(section(source), tokenizer).train) != file_of(first.train)
 
 

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from finetune.data.chat import IGNORE, Encoded, encode, marks_generation
-from finetune.data.formats import Chat, Completion, Message, RowError, Text
+from finetune.data.examples import Chat, Completion, Message, RowError, Text
 from finetune.errors import ArtifactError
 from finetune.model.chat_template import named
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from known_templates import KNOWN, VARIANTS, texts
 
 from finetune.data.chat import IGNORE, Encoded, encode, encode_all, marks_generation
-from finetune.data.formats import Chat, Completion, Example, Message, RowError, Text, Tokens
+from finetune.data.examples import Chat, Completion, Example, Message, RowError, Text, Tokens
 from finetune.data.lengths import TOO_LONG
 
 Make = Callable[..., Any]
