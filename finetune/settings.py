@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from finetune.config import Choices, Config, ModelSection, load
+from finetune.config.fields import Help
 from finetune.config.reference import json_schema, markdown
 from finetune.data.formats import DETECTED, FORMATS
 from finetune.data.lengths import TOO_LONG
@@ -22,7 +23,7 @@ from finetune.training.schedules import SCHEDULES
 from finetune.training.tracking import TRACKERS
 
 CHOICES: Choices = {
-    "model.attention": {"auto": None, **ATTENTIONS},
+    "model.attention": {"auto": Help("the fastest of the following that works here"), **ATTENTIONS},
     "quantization.kind": QUANTIZATIONS,
     "data.format": {"auto": DETECTED, **FORMATS},
     "data.chat_template": TEMPLATES,

@@ -98,7 +98,7 @@ def _prompt_messages(fields: Fields) -> list[Message]:
 
 
 def _tokenized(fields: Fields) -> Example:
-    """Ids and labels without the padding that `attention_mask` tells."""
+    """Ids and labels without the padding that `attention_mask` marks."""
     ids = row.integers(fields, "input_ids")
     labels = None if fields.get("labels") is None else row.integers(fields, "labels", len(ids))
     mask = [1] * len(ids) if fields.get("attention_mask") is None else row.integers(fields, "attention_mask", len(ids))

@@ -1,4 +1,4 @@
-"""Text files as lines: unpacked, decoded and bounded in memory, with every byte that is no text told by its place."""
+"""Text files as lines: decompressed, decoded, bounded in memory; bytes that are not text are reported by position."""
 
 from __future__ import annotations
 
@@ -93,8 +93,8 @@ def _parts(path: Path, limit: int, problems: Problems) -> Iterator[tuple[int, bo
 def _check_start(path: Path, start: bytes) -> None:
     for signature, what in _FOREIGN.items():
         if start.startswith(signature):
-            told = "".join(f"{byte:02X}" for byte in signature)
-            raise DataError(f"{path}:1: byte 1: expected UTF-8 text, but this {what} (it begins with 0x{told})")
+            found = "".join(f"{byte:02X}" for byte in signature)
+            raise DataError(f"{path}:1: byte 1: expected UTF-8 text, but this {what} (it begins with 0x{found})")
     # ASCII in UTF-16 has a zero beside each character.
     for name, zeros, characters in (("UTF-16LE", start[1:8:2], start[:8:2]), ("UTF-16BE", start[:8:2], start[1:8:2])):
         if zeros and not any(zeros) and all(characters[: len(zeros)]):

@@ -16,7 +16,7 @@ from finetune.data.counts import Counts
 from finetune.data.examples import Chat, Completion, Example, Message
 from finetune.data.problems import Problems
 from finetune.data.sources import Row
-from finetune.data.split import Job, told_of
+from finetune.data.split import Job, located
 from finetune.errors import ArtifactError, ConfigError, DataError
 
 
@@ -116,7 +116,7 @@ def held_out_ids(section: DataSection, tokenizer: Any, rows: int, tokens: int) -
     """Token ids of the first held-out rows (training rows, where none are held out), cut to `tokens`."""
     found = []
     for row, example in itertools.islice(_held_out_examples(section), rows):
-        with told_of(row):
+        with located(row):
             found.append(chat.encode(example, tokenizer, section.loss_on, section.control_tokens).input_ids[:tokens])
     return found
 
@@ -141,7 +141,7 @@ def questions(section: DataSection, count: int) -> list[tuple[list[Message] | st
 
 def _held_out_examples(section: DataSection) -> Iterator[tuple[Row, Example]]:
     for row in held_out_rows(section):
-        with told_of(row):
+        with located(row):
             example, _ = formats.read(row.fields, section.format, section.columns)
         yield row, example
 
@@ -185,7 +185,7 @@ def _held_out_below(section: DataSection) -> float:
             least, greatest = min(least, share), max(greatest, share)
             if least < section.eval_share <= greatest:  # nearly always within the first few rows
                 return section.eval_share
-    except DataError:  # told where the rows are read to be prepared
+    except DataError:  # raised again where the rows are prepared
         return section.eval_share
     return min(max(section.eval_share, math.nextafter(least, 1)), greatest) if least < greatest else 0.0
 

@@ -35,7 +35,7 @@ def _jsonl(path: Path, problems: Problems) -> Records:
     decoder = Decoder()
     begun = False
     for number, line in lines(path, problems):
-        # Without its line break, so that a cut line is told where it is cut and not where it ends.
+        # Without its line break, so that the error in a cut line is placed where it is cut.
         line = line.rstrip("\r\n")
         if not line.strip():
             continue
@@ -145,7 +145,7 @@ def _parquet(path: Path, problems: Problems) -> Records:
                 rows += batch.num_rows
                 yield batch
             if rows != file.metadata.num_rows:
-                raise ValueError(f"{rows:,} rows, and its footer tells of {file.metadata.num_rows:,}")
+                raise ValueError(f"{rows:,} rows, and its footer states {file.metadata.num_rows:,}")
 
     return _columnar(path, batches(), "a Parquet file")
 
@@ -166,13 +166,13 @@ def _arrow(path: Path, problems: Problems) -> Records:
                 end = file.tell()
                 found += 1
                 yield batch
-            # A stream ends with a mark of its own, by which one that was cut off between two batches is told.
+            # A stream ends with a marker; without it, the file was cut off between two batches.
             if file.tell() == end:
                 raise ValueError("cut off: it has no end-of-stream mark")
             if listed is None and file.tell() < file.size():
                 raise ValueError(f"{file.size() - file.tell():,} bytes behind its end-of-stream mark")
             if listed not in (None, found):
-                raise ValueError(f"{found} batches, and its footer tells of {listed}")
+                raise ValueError(f"{found} batches, and its footer states {listed}")
 
     return _columnar(path, batches(), "an Arrow file or stream")
 

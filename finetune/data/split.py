@@ -2,7 +2,7 @@
 
 Rows are worked on some hundreds at a time, and what is trained on is mapped into memory. So data that does not fit in
 memory is shuffled, batched and resumed as any other. What grows in memory with the rows is a hash of each, by which
-duplicates are told, and the list of those left out or changed.
+duplicates are recognised, and the list of those left out or changed.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from importlib.metadata import version
@@ -23,14 +23,14 @@ from finetune.data.chat import Encoded
 from finetune.data.counts import CONTROL_TOKENS, DUPLICATE, EMPTY, TOO_LONG, UNTRAINED, Affected, Counts
 from finetune.data.examples import Chat, Example, RowError, Tokens, kind
 from finetune.data.problems import Problems
-from finetune.data.rows import RowsWriter, mapped
+from finetune.data.rows import mapped, writer
 from finetune.data.sources import Row
 from finetune.data.tokenizing import TooMuchText
 from finetune.errors import DataError
 
 Split = Literal["train", "eval"]
 
-# A change to the code that makes other rows of the same data takes a new number, and no earlier entry is found.
+# Raised with any change to the code that makes other rows of the same data, so that earlier entries are not found.
 _VERSION = 2
 
 _ROWS, _COUNTS = "rows.arrow", "counts.json"
@@ -41,7 +41,7 @@ _BATCH_CHARACTERS = 2**19
 
 
 @contextlib.contextmanager
-def told_of(row: Row) -> Iterator[None]:
+def located(row: Row) -> Iterator[None]:
     """Raise a RowError within the block as a DataError with the place of the row."""
     try:
         yield
@@ -61,8 +61,8 @@ class Job:
 
         def fill(folder: Path) -> None:
             counts = Counts()
-            with RowsWriter(folder / _ROWS) as writer:
-                _Rows(self.section, self.tokenizer, problems, counts, writer).take(rows)
+            with writer(folder / _ROWS) as write:
+                _Rows(self.section, self.tokenizer, problems, counts, write).take(rows)
             with cache.writing():
                 (folder / _COUNTS).write_text(json.dumps(asdict(counts)), encoding="utf-8")
 
@@ -87,12 +87,12 @@ class Job:
         known = [fingerprint.of(self.tokenizer), getattr(self.tokenizer, "split_special_tokens", False)]
         if self.tokenizer.is_fast:
             return known
-        # Of one that is written in Python the vocabulary does not tell all.
+        # The vocabulary of a tokenizer written in Python does not determine what it does.
         return [*known, type(self.tokenizer).__name__, json.dumps(self.tokenizer.init_kwargs, default=str)]
 
 
 class _Read(NamedTuple):
-    """A row of the source, or what is wrong with it, and how many problems had been told when it was read."""
+    """A row of the source, or what is wrong with it, and how many problems were known when it was read."""
 
     row: Row
     example: Example | DataError
@@ -118,7 +118,7 @@ class _Rows:
     tokenizer: Any
     problems: Problems
     counts: Counts
-    writer: RowsWriter
+    write: Callable[[list[tuple[Row, Encoded]]], None]
     forms: dict[str, str] = field(default_factory=dict)
     seen: set[int] = field(default_factory=set)
     last: tuple[str, bool] = ("", False)
@@ -127,7 +127,7 @@ class _Rows:
         """Tokenize, count and write them. Raises BadRows with all problems, in the order of the rows."""
         with self.problems:
             for batch in self._batches(rows):
-                self.writer.write(list(self._kept_of(batch)))
+                self.write(list(self._kept_of(batch)))
                 self.problems.stop_at(len(self.problems.found))
 
     def _batches(self, rows: Iterable[Row]) -> Iterator[list[_Read]]:
@@ -148,7 +148,7 @@ class _Rows:
     def _read(self, row: Row) -> Example | DataError:
         columns = self.section.columns
         try:
-            with told_of(row):
+            with located(row):
                 if row.source not in self.forms:
                     form = self.section.format
                     self.forms[row.source] = formats.detect(row.fields, columns) if form == "auto" else form
@@ -161,7 +161,7 @@ class _Rows:
         return example
 
     def _kept_of(self, batch: list[_Read]) -> Iterator[tuple[Row, Encoded]]:
-        loss_on, told = self.section.loss_on, len(self.problems.found)
+        loss_on, known = self.section.loss_on, len(self.problems.found)
         full = {
             place: read.example
             for place, read in enumerate(batch)
@@ -177,8 +177,8 @@ class _Rows:
                     self.counts.add(len(kept.input_ids), kept.trained, kind(full[place]))
                     yield read.row, kept
             except DataError as error:
-                # Problems met while later rows were read have been told already, and stand behind this one.
-                self.problems.add(error, at=read.problems + len(self.problems.found) - told)
+                # Problems found while reading ahead are in the list already; this one goes before them.
+                self.problems.add(error, at=read.problems + len(self.problems.found) - known)
 
     def _with_heads(
         self, full: dict[int, Example], encoded: dict[int, Encoded | RowError]
@@ -219,7 +219,7 @@ class _Rows:
                 return []
         if length <= section.max_length:
             return [encoded]
-        with told_of(read.row):
+        with located(read.row):
             what, pieces = lengths.TOO_LONG[section.too_long].apply(encoded, section.max_length)
         trained = [piece for piece in pieces if piece.trained]
         affected.append(Affected(place, what if trained else "dropped", TOO_LONG, length))

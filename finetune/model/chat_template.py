@@ -109,7 +109,7 @@ def ids(tokenizer: Any, messages: list[dict[str, Any]], *, prompt: bool = False)
 
 @contextlib.contextmanager
 def _guarded() -> Iterator[None]:
-    """Bound what is rendered within the block in time and memory, and tell what a template does that it must not.
+    """Bound what is rendered within the block in time and memory, and raise what it must not do as ArtifactError.
 
     Tokenizing its text is not bounded by these: the tokenizer ends the process where it gets no memory.
     """

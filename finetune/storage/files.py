@@ -182,7 +182,7 @@ DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS, 
 
 
 def not_written(path: Path, error: Exception) -> str:
-    """What a person is told of a write that failed: the file, why, the room left, and what to do."""
+    """The message for a write that failed: the file, why, the room left, and what to do."""
     try:
         free = f"{shutil.disk_usage(path.parent).free:,} bytes are free"
     except OSError:

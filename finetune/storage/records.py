@@ -58,30 +58,23 @@ _written = with_config(ConfigDict(strict=True, extra="allow"))
 
 
 @_written
-class _Happened(TypedDict):
+class Event(TypedDict):
+    """A line of events.jsonl. `memory` is by phase, but that of `saved` is one peak."""
+
     time: Annotated[float, Field(ge=0, le=_LAST_SECOND)]
     event: str
     seconds: NotRequired[Positive]
-
-
-@_written
-class Event(_Happened):
-    """A line of events.jsonl."""
-
     step: NotRequired[Step]
-    memory: NotRequired[dict[str, Peak]]
+    memory: NotRequired[Peak | dict[str, Peak]]
 
 
-@_written
-class _AtStep(_Happened):
-    step: Step
-    memory: NotRequired[dict[str, Peak]]
-
-
-@_written
-class _Saved(_Happened):
-    step: Step
-    memory: NotRequired[Peak]
+def _check_event(event: Event) -> Event:
+    saved = event["event"] == "saved"
+    if "step" not in event and (saved or event["event"] in ("trained", "best_loaded")):
+        raise PydanticCustomError("missing", "`step` is missing")
+    if any(isinstance(value, int) != saved for value in event.get("memory", {}).values()):
+        raise PydanticCustomError("memory", "`memory` is not as this event has it")
+    return event
 
 
 @_written
@@ -114,24 +107,11 @@ class AffectedRow(TypedDict):
     place: str
 
 
-_EVENT_KINDS = {"saved": "saved", "trained": "at a step", "best_loaded": "at a step"}
-
-
-def _kind_of_event(value: Any) -> str:
-    name = value.get("event") if isinstance(value, dict) else None
-    return _EVENT_KINDS.get(name, "event") if isinstance(name, str) else "event"
-
-
 def _kind_of_metric(value: Any) -> str:
     return "evaluation" if isinstance(value, dict) and "eval_loss" in value else "training"
 
 
-EVENT: TypeAdapter[Any] = TypeAdapter(
-    Annotated[
-        Annotated[Event, Tag("event")] | Annotated[_Saved, Tag("saved")] | Annotated[_AtStep, Tag("at a step")],
-        Discriminator(_kind_of_event),
-    ]
-)
+EVENT = TypeAdapter(Annotated[Event, AfterValidator(_check_event)])
 METRIC: TypeAdapter[Any] = TypeAdapter(
     Annotated[
         Annotated[TrainingLine, Tag("training")] | Annotated[EvaluationLine, Tag("evaluation")],
@@ -314,7 +294,7 @@ def exists(path: Path) -> bool:
 def open_file(path: Path) -> IO[bytes]:
     """An existing file, for reading. Raises ArtifactError where there is none, and for a pipe, device or folder."""
     try:
-        file = open(path, "rb", opener=without_waiting)  # noqa: SIM115 -- the caller closes it
+        file = open(path, "rb", opener=_without_waiting)  # noqa: SIM115 -- the caller closes it
     except OSError as error:
         raise ArtifactError(f"{path}: cannot be read: {error.strerror}") from None
     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
@@ -323,16 +303,16 @@ def open_file(path: Path) -> IO[bytes]:
     return file
 
 
-def without_waiting(path: str, flags: int) -> int:
+def _without_waiting(path: str, flags: int) -> int:
     """Opens a pipe without waiting for its writer; the same as always for a file."""
     return os.open(path, flags | os.O_NONBLOCK)
 
 
-def read_bytes(path: Path) -> bytes:
-    """What a file holds. Raises ArtifactError where it cannot be read."""
+def read_bytes(path: Path, size: int = -1) -> bytes:
+    """What a file holds, or the first `size` bytes of it. Raises ArtifactError where it cannot be read."""
     with open_file(path) as file:
         try:
-            return file.read()
+            return file.read(size)
         except OSError as error:
             raise ArtifactError(f"{path}: cannot be read: {error.strerror}") from None
 
@@ -343,7 +323,9 @@ def read(path: Path, shape: TypeAdapter[T]) -> T:
     try:
         return shape.validate_json(content)
     except ValidationError as error:
-        raise ArtifactError(f"{path}: not as this program writes it: {_told(error)}; restore it from a copy") from None
+        raise ArtifactError(
+            f"{path}: not as this program writes it: {_message(error)}; restore it from a copy"
+        ) from None
 
 
 def read_lines(path: Path, shape: TypeAdapter[Any]) -> Lines:
@@ -356,7 +338,7 @@ def read_lines(path: Path, shape: TypeAdapter[Any]) -> Lines:
         try:
             rows.append(shape.validate_json(line))
         except ValidationError as error:
-            wrong[number] = _told(error)
+            wrong[number] = _message(error)
     torn = wrong.pop(len(whole) + 1, None) is not None
     return Lines(rows, wrong, torn)
 
@@ -366,10 +348,10 @@ def check(value: Any, shape: TypeAdapter[T]) -> T:
     try:
         return shape.validate_python(value)
     except ValidationError as error:
-        raise ValueError(_told(error)) from None
+        raise ValueError(_message(error)) from None
 
 
-def _told(error: ValidationError) -> str:
+def _message(error: ValidationError) -> str:
     """The first thing wrong, with its field in printable letters."""
     first = error.errors(include_url=False, include_context=False, include_input=False)[0]
     where = ".".join(str(part) for part in first["loc"] if part != "[key]")
