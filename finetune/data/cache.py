@@ -5,6 +5,7 @@ gets its own by one rename, so that it is whole or not there, also where two pro
 since then is detected by the sizes and hashes in its manifest, and the entry is made again; what a killed process was
 filling is removed by the next one that makes an entry. Deleting the folder costs a new preparation and nothing else.
 
+The cache of `datasets` is keyed by hashes of pickled code and trusts whoever may write to it, so this one is our own.
 What anyone else could have written is no entry: rows from there would be trained on unseen. Where another user owns the
 folder, or may write to it, each process prepares for itself.
 """

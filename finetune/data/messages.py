@@ -1,4 +1,7 @@
-"""Conversations: messages as data sets write them (OpenAI's, ShareGPT's), in the terms of chat templates."""
+"""Conversations: messages as data sets write them (OpenAI's, ShareGPT's), in the terms of chat templates.
+
+TRL's converters expect rows that are sound; these name the field of one that is not.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Readers: from a file to its records, one at a time. A new kind of file is one entry in a table."""
+"""Readers: from a file to its records, one at a time. A new kind of file is one entry in a table.
+
+`datasets` reads the same kinds of files, but its rows do not know the file and line that each message here names; so it
+reads what is on the hub alone.
+"""
 
 from __future__ import annotations
 
