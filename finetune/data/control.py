@@ -53,15 +53,11 @@ def escaped(example: Found, tokenizer: Any) -> Found:
         )
     if any(letter in text for text in texts(example) for letter in control.stand_ins.values()):
         raise RowError(f"its text spells the control token `{found}` beside Anatolian hieroglyphs; remove either")
-    match example:
-        case Chat():
-            # Roles are known names by now, and templates compare them.
-            messages = [{**control.escape(message), "role": message["role"]} for message in example.messages]
-            return replace(example, messages=messages, tools=control.escape(example.tools), escaped=True)
-        case Completion(prompt, completion):
-            return replace(example, prompt=control.escape(prompt), completion=control.escape(completion), escaped=True)
-        case Text(text):
-            return replace(example, text=control.escape(text), escaped=True)
+    if isinstance(example, Chat):
+        # Roles are known names by now, and templates compare them.
+        messages = [{**control.escape(message), "role": message["role"]} for message in example.messages]
+        return replace(example, messages=messages, tools=control.escape(example.tools), escaped=True)
+    return replace(example, **{name: control.escape(text) for name, text in vars(example).items()} | {"escaped": True})
 
 
 def plain(text: str, tokenizer: Any) -> str:
