@@ -74,7 +74,8 @@ class RunDirectory:
                         raise ArtifactError(f"{path}: neither a file nor a folder; remove it")
             for name, path in vars(self).items():
                 is_as_written = Path.is_file if name.endswith("_file") else Path.is_dir
-                if path.exists() and not is_as_written(path):
+                # `claim` says what is wrong with the directory itself.
+                if name != "path" and path.exists() and not is_as_written(path):
                     raise ArtifactError(
                         f"{path}: a {'folder' if path.is_dir() else 'file'} no run has there; remove it"
                     )
