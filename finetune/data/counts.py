@@ -99,8 +99,8 @@ class Counts:
     def as_dict(self) -> dict[str, Any]:
         """The numbers as JSON values, with the rows left out by reason."""
         own = ("rows", "tokens", "trained_tokens", "longest", "unused", "supervised_share")
-        derived = ("truncated", "answers_truncated", "split", "duplicates", "control_tokens", "dropped", "dropped_why")
-        return {name: getattr(self, name) for name in (*own, *derived)}
+        derived = ("truncated", "answers_truncated", "split", "duplicates", "control_tokens", "dropped")
+        return {name: getattr(self, name) for name in (*own, *derived)} | {"dropped_why": dict(self.dropped_why)}
 
     def _count(self, what: str | None = None, why: str | None = None) -> int:
         return sum(row.what == (what or row.what) and row.why == (why or row.why) for row in self.affected)
