@@ -46,9 +46,10 @@ AREAS: dict[str, tuple[dict[str, str], list[str]]] = {
     "masks": (
         {
             "finetune.data.tokenizing": "answered _step _tokenized _runs",
-            "finetune.data.chat": "Encoded.trained Encoded.cut system_heads is_empty trained_turns _answers _encoding "
-            "_completion _with_end _tokens _chat marks_generation _check_template "
-            "_rendering _by_marks _by_prefixes _turn_end _closed _words",
+            "finetune.data.chat": "Encoded.trained Encoded.cut system_heads is_empty trained_turns _encoding "
+            "_completion _with_end _tokens _chat",
+            "finetune.data.masks": "answer_turns trained_spans marks_generation check_template "
+            "rendering _by_marks _by_prefixes _turn_end _closed _words",
             "finetune.data.lengths": "_error _drop _truncate _last_answer _split",
         },
         ["data/test_lengths.py", "data/test_marks.py", "data/test_chat_masks.py", "data/test_known_templates.py",
@@ -77,11 +78,13 @@ AREAS: dict[str, tuple[dict[str, str], list[str]]] = {
             "finetune.storage.checkpoint": "Contents.bytes write _refuse_numbers _safetensors _write _parts _json "
             "_sha256 problems_of manifest_of _problems_of_file newest_valid set_aside prune _is_whole "
             "read_tensors",
-            "finetune.storage.records": "exists open_file read_bytes read read_lines check _parsed _plain",
+            "finetune.storage.records": "exists open_file read_bytes read read_lines check _message",
             "finetune.storage.weight_files": "not_finite is_finite",
             "finetune.storage.rundir": "RunDirectory.finished RunDirectory.saved_steps "
             "RunDirectory.complete_checkpoints RunDirectory.remove_leftovers RunDirectory.forget_metrics_after "
-            "checkpoint_step staged _publish _put_back dispose _remove write_bytes append_line _fsync",
+            "checkpoint_step",
+            "finetune.storage.files": "staged _publish _put_back dispose remove_leftovers _remove write_bytes "
+            "append_line _fsync",
         },
         ["storage/test_checkpoint.py", "storage/test_rundir.py", "storage/test_records.py",
          "faults/test_checkpoints.py", "security/test_row_26_checkpoints.py", "test_doctor.py"],

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from finetune.config import Config
-from finetune.data import chat, fingerprint, formats
+from finetune.data import chat, examples, fingerprint
 from finetune.data import prepare as data_prepare
 from finetune.errors import (
     ArtifactError,
@@ -46,7 +46,8 @@ from finetune.runtime.environment import describe
 from finetune.runtime.signals import Signals
 from finetune.settings import config_of
 from finetune.storage.checkpoint import set_aside
-from finetune.storage.rundir import DISK_ERRORS, RunDirectory, checkpoint_step, not_written, write_json, write_lines
+from finetune.storage.files import DISK_ERRORS, not_written, write_json, write_lines
+from finetune.storage.rundir import RunDirectory, checkpoint_step
 from finetune.training import run as training
 from finetune.training.checks import check, check_shares
 from finetune.training.evaluation import held_out_loss
@@ -312,7 +313,7 @@ class _Training:
                     rows.append(
                         {
                             "prompt": prompt,
-                            "question": formats.shown(prompt),
+                            "question": examples.shown(prompt),
                             "reference": reference,
                             "before": answer(base, tokenizer, self._prompt_ids(prompt, tokenizer), _ANSWER_TOKENS),
                             "after": None,
@@ -341,8 +342,8 @@ class _Training:
                 row["after"] = answer(model, tokenizer, self._prompt_ids(row["prompt"], tokenizer), _ANSWER_TOKENS)
         write_json(self.run.answers_file, rows)
 
-    def _prompt_ids(self, prompt: list[formats.Message] | str, tokenizer: Any) -> list[int]:
-        example = formats.Completion(prompt, "") if isinstance(prompt, str) else formats.Chat(prompt)
+    def _prompt_ids(self, prompt: list[examples.Message] | str, tokenizer: Any) -> list[int]:
+        example = examples.Completion(prompt, "") if isinstance(prompt, str) else examples.Chat(prompt)
         return _prompt_ids(example, tokenizer, self.config)
 
 
@@ -391,18 +392,18 @@ def generate(
     """
     config = config_of(run, trust_remote_code=trust_remote_code)
     model, tokenizer = _model_of(run, config, which)
-    kinds = [kind for event in run.events() if (kind := str(event.get("learns"))) in formats.ASKED]
+    kinds = [kind for event in run.events() if (kind := str(event.get("learns"))) in examples.ASKED]
     if not kinds:
         note_beside_output(f"{run.path} does not say what its rows were: the prompt is asked as a conversation")
-    asked = formats.ASKED[kinds[-1] if kinds else "chat"]
+    asked = examples.ASKED[kinds[-1] if kinds else "chat"]
     with _blaming_base(config):
         return answer(model, tokenizer, _prompt_ids(asked(prompt), tokenizer, config), max_new_tokens)
 
 
-def _prompt_ids(example: formats.Example, tokenizer: Any, config: Config) -> list[int]:
+def _prompt_ids(example: examples.Example, tokenizer: Any, config: Config) -> list[int]:
     try:
         ids = chat.prompt_ids(example, tokenizer, config.data.control_tokens)
-    except formats.RowError as error:
+    except examples.RowError as error:
         raise ArtifactError(f"the prompt cannot be written for the model: {error}") from None
     return ids or [tokenizer.eos_token_id]  # an empty prompt of a tokenizer that begins texts with no token
 

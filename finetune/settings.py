@@ -9,8 +9,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from finetune.config import Choices, Config, ModelSection, load
+from finetune.config.fields import Help
 from finetune.config.reference import json_schema, markdown
-from finetune.data.formats import FORMATS
+from finetune.data.formats import DETECTED, FORMATS
 from finetune.data.lengths import TOO_LONG
 from finetune.errors import ArtifactError
 from finetune.model.attention import ATTENTIONS
@@ -23,9 +24,9 @@ from finetune.training.schedules import SCHEDULES
 from finetune.training.tracking import TRACKERS
 
 CHOICES: Choices = {
-    "model.attention": {"auto": None, **ATTENTIONS},
+    "model.attention": {"auto": Help("the fastest of the following that works here"), **ATTENTIONS},
     "quantization.kind": QUANTIZATIONS,
-    "data.format": FORMATS,
+    "data.format": {"auto": DETECTED, **FORMATS},
     "data.chat_template": TEMPLATES,
     "data.too_long": TOO_LONG,
     "training.objective": OBJECTIVES,

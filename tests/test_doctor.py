@@ -22,7 +22,8 @@ from finetune.doctor import machine
 from finetune.doctor import run as run_directory
 from finetune.doctor.findings import Examination, Finding
 from finetune.errors import ArtifactError
-from finetune.storage.rundir import RunDirectory, write_lines
+from finetune.storage.files import write_lines
+from finetune.storage.rundir import RunDirectory
 
 
 @pytest.fixture

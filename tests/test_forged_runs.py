@@ -38,7 +38,8 @@ from finetune.report.result import Result
 from finetune.report.terminal import Terminal
 from finetune.settings import load_config
 from finetune.storage import checkpoint
-from finetune.storage.rundir import RunDirectory, write_lines
+from finetune.storage.files import write_lines
+from finetune.storage.rundir import RunDirectory
 from finetune.training import state
 from finetune.training.progress import read_progress
 

@@ -12,7 +12,7 @@ import pytest
 
 import finetune
 from finetune import recipe
-from finetune.data.formats import Message, shown
+from finetune.data.examples import Message, shown
 from finetune.data.prepare import prepare
 from finetune.model.tokenizer import load_tokenizer
 

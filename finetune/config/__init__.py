@@ -18,23 +18,3 @@ from finetune.config.sections import (
     entries,
     named,
 )
-
-__all__ = [
-    "AdapterSection",
-    "Choices",
-    "Config",
-    "DataSection",
-    "MemorySection",
-    "ModelSection",
-    "OptimizerSection",
-    "OutputSection",
-    "QuantizationSection",
-    "Source",
-    "Sources",
-    "TrackingSection",
-    "TrainingSection",
-    "dump",
-    "entries",
-    "load",
-    "named",
-]

@@ -18,6 +18,13 @@ Choices = Mapping[str, Mapping[str, Any]]
 
 
 @dataclass(frozen=True)
+class Help:
+    """An entry of a table that stands for nothing but its name."""
+
+    help: str
+
+
+@dataclass(frozen=True)
 class Choice:
     """Marks a string field whose allowed names are the keys of one table.
 
@@ -50,9 +57,9 @@ def unknown(name: str, known: Iterable[str]) -> str:
 _LONGEST_SHOWN = 200
 
 
-def shortened(text: str) -> str:
+def shortened(text: str, length: int = _LONGEST_SHOWN) -> str:
     """`text`, of which a message repeats no more than one can take in."""
-    return text if len(text) <= _LONGEST_SHOWN else text[: _LONGEST_SHOWN - 3] + "..."
+    return text if len(text) <= length else text[: length - 3] + "..."
 
 
 # More digits than any size has are refused by the bound of the field.

@@ -94,9 +94,25 @@ def _validate(
         config = Config.model_validate(values, context={"choices": choices or {}})
     except ValidationError as error:
         return None, [_explain(item, where, file) for item in _merged(error.errors())]
-    return config, [
-        f"{_place(tuple(key.split('.')), where, file)}: `{key}`: {message}" for key, message in contradictions(config)
-    ]
+    broken = [*contradictions(config), *_ignored(config, choices or {})]
+    return config, [f"{_place(tuple(key.split('.')), where, file)}: `{key}`: {message}" for key, message in broken]
+
+
+def _ignored(config: Config, choices: Choices) -> list[tuple[str, str]]:
+    """Keys that the choice beside them ignores, where they differ from their defaults.
+
+    A run's resolved config has every default written out, so a default says nothing.
+    """
+    found = []
+    for table, entries in choices.items():
+        name, _, key = table.partition(".")
+        section = getattr(config, name)
+        chosen = str(getattr(section, key))
+        for ignored in getattr(entries.get(chosen), "ignores", ()):
+            if getattr(section, ignored) != type(section).model_fields[ignored].default:
+                remedy = f"remove it, or choose another {key}"
+                found.append((f"{name}.{ignored}", f"`{table}: {chosen}` ignores it; {remedy}"))
+    return found
 
 
 def _merged(errors: list[Any]) -> list[Any]:
@@ -127,7 +143,7 @@ def _explain(item: Any, where: dict[tuple[str, ...], str], file: str) -> str:
     if item["type"] == "model_type":
         return f"{place}: `{key}` is a section; write its keys on indented lines below it"
     expected = " or ".join(dict.fromkeys(_expected(branch) for branch in item["branches"]))
-    return f"{place}: `{key}`: expected {expected}, not {_shown(item['input'])}"
+    return f"{place}: `{key}`: expected {expected}, not {shortened(repr(item['input']), 60)}"
 
 
 def _expected(item: Any) -> str:
@@ -146,11 +162,6 @@ def _expected(item: Any) -> str:
         "literal_error": item.get("ctx", {}).get("expected", ""),
     }
     return wanted.get(item["type"], str(item["msg"]).replace("Input should be ", ""))
-
-
-def _shown(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."
 
 
 def _config_path(location: tuple[Any, ...]) -> tuple[str, ...]:

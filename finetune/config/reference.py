@@ -72,28 +72,21 @@ def markdown(choices: Choices) -> str:
         "Each key can be set in the file or as `section.key=value` on the command line.",
     ]
     for name, section in _sections():
-        lines += [
-            "",
-            f"## `{name}`",
-            "",
-            _flat(section.__doc__ or ""),
-            "",
-            "| key | default | meaning |",
-            "| --- | --- | --- |",
-        ]
+        lines += ["", f"## `{name}`", "", " ".join((section.__doc__ or "").split()), ""]
+        lines += ["| key | default | meaning |", "| --- | --- | --- |"]
         tables = []
         for key, field in section.model_fields.items():
-            meaning = _flat(field.description or "")
-            allowed = _allowed(field)
-            lines.append(f"| `{key}` | `{_shown(field.default)}` | {meaning}{allowed} |")
+            default = field.default if isinstance(field.default, str) else str(field.default).lower()
+            default = "null" if field.default is None else default
+            lines.append(f"| `{key}` | `{default}` | {' '.join((field.description or '').split())}{_allowed(field)} |")
             if choice := _choice(field):
                 tables.append(choice)
         for choice in tables:
             file = f" (or the path of a {choice.or_file} file)" if choice.or_file else ""
             lines += ["", f"`{choice.table}` is one of{file}:", ""]
             for entry_name, entry in choices[choice.table].items():
-                text = entry.help if entry is not None else "the fastest of the following that works here"
-                lines.append(f"- `{entry_name}`: {text}")
+                ignored = ", ".join(f"`{key}`" for key in getattr(entry, "ignores", ()))
+                lines.append(f"- `{entry_name}`: {entry.help}" + (f"; ignores {ignored}" if ignored else ""))
     return "\n".join(lines) + "\n"
 
 
@@ -103,47 +96,18 @@ def _sections() -> list[tuple[str, type[Section]]]:
 
 def _choice(field: FieldInfo) -> Choice | None:
     """The mark of a choice field, also where the choice is the item of a list."""
-    for mark in field.metadata:
-        if isinstance(mark, Choice):
-            return mark
-    for argument in typing.get_args(field.annotation):
-        for mark in getattr(argument, "__metadata__", ()):
-            if isinstance(mark, Choice):
-                return mark
-    return None
+    inner = (mark for part in typing.get_args(field.annotation) for mark in getattr(part, "__metadata__", ()))
+    return next((mark for mark in (*field.metadata, *inner) if isinstance(mark, Choice)), None)
 
 
 def _allowed(field: FieldInfo) -> str:
-    """The values of a Literal, for the meaning column."""
-    annotation = field.annotation
-    parts = typing.get_args(annotation) if _is_union(annotation) else (annotation,)
+    """The values of a Literal, for the meaning column, and what may stand beside them."""
+    union = typing.get_origin(field.annotation) in (typing.Union, types.UnionType)
+    parts = typing.get_args(field.annotation) if union else (field.annotation,)
     for part in parts:
         if typing.get_origin(part) is typing.Literal:
-            return (
-                " One of "
-                + ", ".join(f"`{value}`" for value in typing.get_args(part))
-                + (f", or a {_other(parts)}." if len(parts) > 1 else ".")
-            )
+            values = ", ".join(f"`{value}`" for value in typing.get_args(part))
+            plain = [typing.get_args(other)[0] if hasattr(other, "__metadata__") else other for other in parts]
+            other = f", or a {'number' if int in plain else 'list'}" if union else ""
+            return f" One of {values}{other}."
     return ""
-
-
-def _other(parts: tuple[Any, ...]) -> str:
-    """What stands beside the named values of a union."""
-    plain = [typing.get_args(part)[0] if hasattr(part, "__metadata__") else part for part in parts]
-    return "number" if int in plain else "list"
-
-
-def _is_union(annotation: Any) -> bool:
-    return typing.get_origin(annotation) in (typing.Union, types.UnionType)
-
-
-def _shown(default: Any) -> str:
-    if default is None:
-        return "null"
-    if isinstance(default, bool):
-        return str(default).lower()
-    return str(default)
-
-
-def _flat(text: str) -> str:
-    return " ".join(text.split())

@@ -335,38 +335,30 @@ def _is_commit(revision: str | None) -> bool:
 def contradictions(config: Config) -> list[tuple[str, str]]:
     """Rules that join sections, all that are broken: (key, what is wrong and the remedy)."""
     found: list[tuple[str, str]] = []
-    quantized = config.quantization.kind != "none"
-    four_bit = config.quantization.kind in ("nf4", "fp4")
-    adapter, training = config.adapter, config.training
-    if adapter.kind == "none" and quantized:
+    kind, adapter, training = config.quantization.kind, config.adapter, config.training
+    if adapter.kind == "none" and kind != "none":
         remedy = "set `quantization.kind: none` to train every weight, or `adapter.kind: lora`"
-        found.append(("adapter.kind", f"a base in {config.quantization.kind} cannot be trained itself; {remedy}"))
+        found.append(("adapter.kind", f"a base in {kind} cannot be trained itself; {remedy}"))
     if adapter.kind == "none" and (adapter.dora or adapter.rslora or adapter.init != "default"):
         found.append(("adapter.kind", "`dora`, `rslora` and `init` are LoRA's; remove them or set `kind: lora`"))
-    if adapter.init == "pissa" and quantized:
+    if adapter.init == "pissa" and kind != "none":
         remedy = "set `quantization.kind: none`, or `adapter.init: loftq` for a 4-bit base"
         found.append(("adapter.init", f"PiSSA takes apart unquantized weights; {remedy}"))
-    if adapter.init == "loftq" and not four_bit:
+    if adapter.init == "loftq" and kind not in ("nf4", "fp4"):
         found.append(("adapter.init", "LoftQ starts from a 4-bit base's error; set `quantization.kind: nf4`"))
     if adapter.init == "loftq" and config.model.weights == "random":
-        found.append(
-            (
-                "adapter.init",
-                "LoftQ compares with the weights on disk, and random weights have none; set `adapter.init: default`",
-            )
-        )
+        remedy = "random weights have none; set `adapter.init: default`"
+        found.append(("adapter.init", f"LoftQ compares with the weights on disk, and {remedy}"))
     if training.precision == "fp16" and adapter.dtype == "bfloat16":
         remedy = "set `adapter.dtype: float32`"
         found.append(("adapter.dtype", f"fp16 with loss scaling needs trained weights in float32; {remedy}"))
     if config.output.merge and config.model.weights == "random":
-        found.append(
-            ("output.merge", "random weights are not kept, so nothing can be merged; set `output.merge: false`")
-        )
-    trained = {entry.source for entry in entries(config.data.train)}
-    for held_out in entries(config.data.eval):
-        if held_out.source in trained and not held_out.source.startswith("builtin:"):
-            remedy = "set `data.eval: auto` to hold out a share of it by hash"
-            found.append(("data.eval", f"`{held_out.source}` is training data; {remedy}"))
+        remedy = "nothing can be merged; set `output.merge: false`"
+        found.append(("output.merge", f"random weights are not kept, so {remedy}"))
+    trained = {entry.source for entry in entries(config.data.train) if not entry.source.startswith("builtin:")}
+    for held_out in (entry.source for entry in entries(config.data.eval) if entry.source in trained):
+        remedy = "set `data.eval: auto` to hold out a share of it by hash"
+        found.append(("data.eval", f"`{held_out}` is training data; {remedy}"))
     if len(set(config.tracking.to)) < len(config.tracking.to):
         found.append(("tracking.to", "names a tracker twice; keep `tracking.to` to one of each"))
     if training.early_stopping and config.data.eval == "none":

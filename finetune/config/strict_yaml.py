@@ -2,13 +2,14 @@
 
 The YAML 1.2 core schema, not 1.1: `no` is the string "no", `2e-4` is a number, `0o17` is octal and `017` is
 seventeen (https://yaml.org/spec/1.2.2/#103-core-schema). Duplicate keys and tags such as `!!python/object` are
-refused. Nothing is constructed but dicts, lists, strings, numbers, booleans and null.
+refused. PyYAML composes the nodes; its own constructors know only 1.1 and take the last of two equal keys.
 """
 
 from __future__ import annotations
 
 import math
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,19 +17,21 @@ import yaml
 
 Path = tuple[str, ...]
 
-_NULL = re.compile(r"^(~|null|Null|NULL|)$")
-_BOOL = re.compile(r"^(true|True|TRUE|false|False|FALSE)$")
-_INT = re.compile(r"^[-+]?[0-9]+$")
-_OCTAL = re.compile(r"^0o[0-7]+$")
-_HEX = re.compile(r"^0x[0-9a-fA-F]+$")
-_FLOAT = re.compile(r"^[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?$")
-_INF = re.compile(r"^([-+]?)(\.inf|\.Inf|\.INF)$")
-_NAN = re.compile(r"^(\.nan|\.NaN|\.NAN)$")
-
 # A config is a page of text. The bounds keep a hostile file from costing memory or the stack.
 MAX_BYTES = 1 << 20
 MAX_DEPTH = 32
-MAX_DIGITS = 100  # Python refuses to read integers over 4,300 digits with an error of its own
+
+# Integers of more digits are floats: Python refuses to read those over 4,300 with an error of its own.
+_CORE_SCHEMA: tuple[tuple[str, Callable[[str], Any]], ...] = (
+    (r"~|null|Null|NULL|", lambda _: None),
+    (r"true|True|TRUE|false|False|FALSE", lambda text: text.lower() == "true"),
+    (r"[-+]?[0-9]{1,100}", int),
+    (r"0o[0-7]{1,100}", lambda text: int(text, 8)),
+    (r"0x[0-9a-fA-F]{1,100}", lambda text: int(text, 16)),
+    (r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?", float),
+    (r"[-+]?(\.inf|\.Inf|\.INF)", lambda text: float(text.replace(".", ""))),
+    (r"\.nan|\.NaN|\.NAN", lambda _: math.nan),
+)
 
 
 @dataclass(frozen=True)
@@ -50,140 +53,119 @@ class Document:
 
 def scalar(text: str) -> Any:
     """Resolve one plain scalar by the YAML 1.2 core schema: `"2e-4"` gives 0.0002, `"no"` gives "no"."""
-    if _NULL.match(text):
-        return None
-    if _BOOL.match(text):
-        return text.lower() == "true"
-    if _INT.match(text) and len(text) <= MAX_DIGITS:
-        return int(text)
-    if _OCTAL.match(text) and len(text) <= MAX_DIGITS:
-        return int(text[2:], 8)
-    if _HEX.match(text) and len(text) <= MAX_DIGITS:
-        return int(text[2:], 16)
-    if _FLOAT.match(text):
-        return float(text)
-    if infinite := _INF.match(text):
-        return -math.inf if infinite.group(1) == "-" else math.inf
-    if _NAN.match(text):
-        return math.nan
-    return text
+    return next((read(text) for pattern, read in _CORE_SCHEMA if re.fullmatch(pattern, text)), text)
 
 
 def parse(text: str) -> Document:
     """Parse a YAML mapping; every problem found is in `Document.problems`, none is raised."""
     if len(text) > MAX_BYTES:
-        return Document({}, {}, [Problem(0, f"the file is larger than {MAX_BYTES} characters; a config is a page")])
+        return _refused(0, f"the file is larger than {MAX_BYTES} characters; a config is a page")
     try:
-        problem, tagged = _scan(text)
-        if problem is not None:
-            return Document({}, {}, [problem])
-        root = yaml.compose(text, Loader=yaml.SafeLoader)
-    except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark
-        return Document({}, {}, [Problem(mark.line + 1 if mark else 0, f"not valid YAML: {error.problem}")])
+        loader = _Loader(text)
     except yaml.reader.ReaderError as error:
         line = text.count("\n", 0, error.position) + 1
-        return Document({}, {}, [Problem(line, f"the character #x{error.character:04x} is not allowed in YAML")])
+        return _refused(line, f"the character #x{error.character:04x} is not allowed in YAML")
+    try:
+        root = loader.get_single_node()
+    except _Refused as error:
+        return _refused(*error.args)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark
+        return _refused(mark.line + 1 if mark else 0, f"not valid YAML: {error.problem}")
+    except (ValueError, OverflowError):  # of chr()
+        return _refused(loader.line + 1, "not valid YAML: an escape such as `\\U00110000` that is no character")
     if root is None:
         return Document({}, {}, [])
-    if root.start_mark.index in tagged:
-        line = root.start_mark.line + 1
-        return Document({}, {}, [Problem(line, f"the tag `{tagged[root.start_mark.index]}` is not allowed")])
     if not isinstance(root, yaml.MappingNode):
-        return Document({}, {}, [Problem(root.start_mark.line + 1, "expected `section:` lines at the top level")])
-    builder = _Builder(tagged)
-    values = builder.mapping(root, ())
-    return Document(values, builder.lines, builder.problems)
+        return _refused(root.start_mark.line + 1, "expected `section:` lines at the top level")
+    builder = _Builder(loader.tags)
+    return Document(builder.value(root, ()) or {}, builder.lines, builder.problems)
 
 
-def _scan(text: str) -> tuple[Problem | None, dict[int, str]]:
-    """The first alias or excess of depth, and the explicit tags by the index where their node starts.
+def _refused(line: int, message: str) -> Document:
+    return Document({}, {}, [Problem(line, message)])
+
+
+class _Refused(Exception):
+    """A line, and what is wrong there."""
+
+
+class _Loader(yaml.SafeLoader):
+    """Composes the nodes of a text, and notes those with an explicit tag. Raises _Refused for aliases and depth.
 
     Events are made as they are asked for, so what lies deeper is never parsed.
     """
-    depth = 0
-    tagged: dict[int, str] = {}
-    loader = yaml.SafeLoader(text)
-    while True:
-        try:
-            event = loader.get_event()
-        except (ValueError, OverflowError):  # of chr()
-            return Problem(loader.line + 1, "not valid YAML: an escape such as `\\U00110000` that is no character"), {}
-        if event is None:
-            return None, tagged
-        assert event.start_mark is not None
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self.tags: dict[yaml.Node, str] = {}
+        self._depth = 0
+
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        event = self.peek_event()
         line = event.start_mark.line + 1
         if isinstance(event, yaml.AliasEvent):
-            return Problem(line, "aliases (`*name`) are not used here; write the value out"), {}
-        if isinstance(event, yaml.CollectionStartEvent):
-            depth += 1
-        elif isinstance(event, yaml.CollectionEndEvent):
-            depth -= 1
-        if depth > MAX_DEPTH:
-            return Problem(line, "nested too deeply"), {}
-        if getattr(event, "tag", None) is not None:
-            tagged[event.start_mark.index] = event.tag
+            raise _Refused(line, "aliases (`*name`) are not used here; write the value out")
+        if isinstance(event, yaml.CollectionStartEvent) and self._depth == MAX_DEPTH:
+            raise _Refused(line, "nested too deeply")
+        self._depth += 1
+        node = super().compose_node(parent, index)
+        self._depth -= 1
+        if node is not None and event.tag is not None:
+            self.tags[node] = event.tag
+        return node
 
 
 class _Builder:
     """Turns composed nodes into plain values, noting lines and problems as it goes."""
 
-    def __init__(self, tagged: dict[int, str]) -> None:
-        self.tagged = tagged
+    def __init__(self, tags: dict[yaml.Node, str]) -> None:
+        self.tags = tags
         self.lines: dict[Path, int] = {}
         self.problems: list[Problem] = []
 
-    def mapping(self, node: yaml.MappingNode, path: Path) -> dict[str, Any]:
-        values: dict[str, Any] = {}
-        for key_node, value_node in node.value:
-            line = key_node.start_mark.line + 1
-            if not isinstance(key_node, yaml.ScalarNode):
-                self.problems.append(Problem(line, "a key must be a plain word"))
-                continue
-            if self._has_tag(key_node):
-                continue
-            key = key_node.value
-            if not key.isprintable():
-                self.problems.append(Problem(line, f"the key {key!a} has characters that no key has"))
-                continue
-            if key in values:
-                first = self.lines[(*path, key)]
-                dotted = ".".join((*path, key))
-                message = f"`{dotted}` is given twice, first on line {first}; keep one"
-                self.problems.append(Problem(line, message))
-                continue
-            self.lines[(*path, key)] = line
-            values[key] = self.value(value_node, (*path, key))
-        return values
-
     def value(self, node: yaml.Node, path: Path) -> Any:
-        line = node.start_mark.line + 1
-        self.lines.setdefault(path, line)
-        if self._has_tag(node):
-            return None
+        if path:
+            self.lines.setdefault(path, node.start_mark.line + 1)
+        if node in self.tags:
+            return self._refuse(node, f"the tag `{self.tags[node]}` is not allowed; write a plain value")
         if isinstance(node, yaml.MappingNode):
-            return self.mapping(node, path)
+            return self._mapping(node, path)
         if isinstance(node, yaml.SequenceNode):
             return [self.value(item, (*path, str(index))) for index, item in enumerate(node.value)]
         assert isinstance(node, yaml.ScalarNode)
         # A quoted or block scalar is text, whatever it looks like.
-        return scalar(node.value) if node.style is None else self._text(node.value, line)
+        return scalar(node.value) if node.style is None else self._text(node)
 
-    def _text(self, text: str, line: int) -> str | None:
-        """`text` with its surrogate pairs joined, which is how JSON escapes a character above U+FFFF."""
+    def _mapping(self, node: yaml.MappingNode, path: Path) -> dict[str, Any]:
+        values: dict[str, Any] = {}
+        for key_node, value_node in node.value:
+            key = key_node.value
+            if not isinstance(key_node, yaml.ScalarNode):
+                self._refuse(key_node, "a key must be a plain word")
+            elif key_node in self.tags:
+                self._refuse(key_node, f"the tag `{self.tags[key_node]}` is not allowed; write a plain value")
+            elif not key.isprintable():
+                self._refuse(key_node, f"the key {key!a} has characters that no key has")
+            elif key in values:
+                first, dotted = self.lines[(*path, key)], ".".join((*path, key))
+                self._refuse(key_node, f"`{dotted}` is given twice, first on line {first}; keep one")
+            else:
+                self.lines[(*path, key)] = key_node.start_mark.line + 1
+                values[key] = self.value(value_node, (*path, key))
+        return values
+
+    def _text(self, node: yaml.ScalarNode) -> str | None:
+        """Text with its surrogate pairs joined, which is how JSON escapes a character above U+FFFF."""
         try:
-            joined = text.encode("utf-16", "surrogatepass").decode("utf-16")
+            joined: str = node.value.encode("utf-16", "surrogatepass").decode("utf-16")
         except UnicodeDecodeError:
-            self.problems.append(Problem(line, "half of a surrogate pair (`\\ud800` to `\\udfff`) is no character"))
+            self._refuse(node, "half of a surrogate pair (`\\ud800` to `\\udfff`) is no character")
             return None
         if "\0" in joined:
-            self.problems.append(Problem(line, "a null character (`\\0`) is not allowed in text"))
+            self._refuse(node, "a null character (`\\0`) is not allowed in text")
             return None
         return joined
 
-    def _has_tag(self, node: yaml.Node) -> bool:
-        tag = self.tagged.get(node.start_mark.index)
-        if tag is None:
-            return False
-        self.problems.append(Problem(node.start_mark.line + 1, f"the tag `{tag}` is not allowed; write a plain value"))
-        return True
+    def _refuse(self, node: yaml.Node, message: str) -> None:
+        self.problems.append(Problem(node.start_mark.line + 1, message))

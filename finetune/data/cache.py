@@ -1,10 +1,11 @@
 """What was prepared, kept on disk for the next start.
 
 An entry is a folder named by a key, under `HF_DATASETS_CACHE/finetune-<user id>`. It is filled under another name and
-gets its own by one rename, so that it is whole or not there, also where two processes make the same one. What a crash
-or a disk has damaged since is told by the sizes and hashes in its manifest, and made again; what a killed process was
+gets its own by one rename, so that it is whole or not there, also where two processes make the same one. Damage
+since then is detected by the sizes and hashes in its manifest, and the entry is made again; what a killed process was
 filling is removed by the next one that makes an entry. Deleting the folder costs a new preparation and nothing else.
 
+The cache of `datasets` is keyed by hashes of pickled code and trusts whoever may write to it, so this one is our own.
 What anyone else could have written is no entry: rows from there would be trained on unseen. Where another user owns the
 folder, or may write to it, each process prepares for itself.
 """
@@ -15,6 +16,7 @@ import atexit
 import contextlib
 import fcntl
 import functools
+import hashlib
 import json
 import logging
 import os
@@ -38,8 +40,6 @@ _MAKING = ".making-"
 # A process locks the folder that it fills at once; after so many seconds none can be about to.
 _LOCKED_SECONDS = 60
 
-_PIECE_BYTES = 2**20
-
 
 def folder() -> Path:
     """Where the entries are; where that is not this user's alone, a temporary folder that goes with the process."""
@@ -61,8 +61,8 @@ def _temporary(place: Path, why: str) -> Path:
 def entry(key: Callable[[], str | None], fill: Callable[[Path], None]) -> Path:
     """The folder that `fill` fills, as an earlier start left it where there is one for this `key`.
 
-    `key` tells what goes into the folder, or None where that cannot be known; it is asked again after filling, because
-    a file may have changed meanwhile. What has no certain key is kept until this process ends. Raises MachineError
+    `key` identifies what goes into the folder, None where that is not known; it is asked again after filling, because a
+    file may have changed meanwhile. What has no certain key is kept until this process ends. Raises MachineError
     where the folder cannot be written, and what `fill` raises, which leaves nothing behind.
     """
     before = key()
@@ -91,21 +91,17 @@ def entry(key: Callable[[], str | None], fill: Callable[[Path], None]) -> Path:
 
 @contextlib.contextmanager
 def writing(place: Path | None = None) -> Iterator[None]:
-    """Tell an OSError within the block as the MachineError that it is: the folder cannot be written."""
+    """Raise an OSError within the block as a MachineError: the folder cannot be written."""
     try:
         yield
     except OSError as error:
-        raise _unwritable(place or folder(), error) from None
-
-
-def _unwritable(place: Path, error: OSError) -> MachineError:
-    there = next(parent for parent in (place.absolute(), *place.absolute().parents) if parent.exists())
-    free_bytes = shutil.disk_usage(there).free
-    return MachineError(
-        f"{place}: the prepared data cannot be written there: {error.strerror or error} "
-        f"({free_bytes / 2**30:.1f} GiB free). It takes 8 bytes a token: make room, delete that folder if other jobs "
-        "have filled it, or set HF_DATASETS_CACHE to one elsewhere"
-    )
+        place = (place or folder()).absolute()
+        there = next(parent for parent in (place, *place.parents) if parent.exists())
+        raise MachineError(
+            f"{place}: the prepared data cannot be written there: {error.strerror or error} "
+            f"({shutil.disk_usage(there).free / 2**30:.1f} GiB free). It takes 8 bytes a token: make room, delete that "
+            "folder if other jobs have filled it, or set HF_DATASETS_CACHE to one elsewhere"
+        ) from None
 
 
 def _found(key: str) -> Path | None:
@@ -154,7 +150,7 @@ def _locked(made: Path) -> int:
 
 
 def _abandoned(made: Path) -> bool:
-    """Whether the process that filled it is gone. Raises OSError where that cannot be told."""
+    """Whether the process that filled it is gone. Raises OSError where that cannot be determined."""
     opened = os.open(made, os.O_RDONLY)
     try:
         fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -166,7 +162,7 @@ def _abandoned(made: Path) -> bool:
 
 
 def _manifest(entry: Path) -> dict[str, Any]:
-    """Bytes and hash of each file, which tell damage and not forgery: the folder is its owner's alone."""
+    """Bytes and hash of each file, which detect corruption, not tampering: the folder is private to its owner."""
     files = sorted(file for file in entry.iterdir() if file.name != _MANIFEST)
     return {file.name: {"bytes": file.stat().st_size, "xxh3": digest(file)} for file in files}
 
@@ -175,8 +171,5 @@ def digest(file: Path) -> str:
     """xxh3 (128 bits) of a file's bytes in hex, at the speed of the disk. Raises OSError."""
     import xxhash
 
-    found = xxhash.xxh3_128()
     with open(file, "rb", buffering=0) as opened:
-        while piece := opened.read(_PIECE_BYTES):
-            found.update(piece)
-    return found.hexdigest()
+        return hashlib.file_digest(opened, xxhash.xxh3_128).hexdigest()

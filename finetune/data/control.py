@@ -16,7 +16,7 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
-from finetune.data.formats import Chat, Completion, Example, RowError, Text, Tokens, in_common
+from finetune.data.examples import Chat, Completion, Example, RowError, Text, Tokens, in_common
 from finetune.model import chat_template
 
 # Letters of a script that is dead for 2,700 years (Anatolian hieroglyphs): printable, and neither blanks nor of two
@@ -43,7 +43,7 @@ def escaped(example: Found, tokenizer: Any) -> Found:
         case Completion(_, completion):
             example = replace(example, completion=completion.removesuffix(tokenizer.eos_token))
     control = _control(tokenizer)
-    found = next(filter(None, map(control.first, _texts(example))), None)
+    found = next(filter(None, map(control.first, texts(example))), None)
     if found is None:
         return example
     if not tokenizer.is_fast:
@@ -51,17 +51,13 @@ def escaped(example: Found, tokenizer: Any) -> Found:
             f"its text spells the control token `{found}`, which this tokenizer cannot write as text, because it is "
             "written in Python; remove it from the row"
         )
-    if any(letter in text for text in _texts(example) for letter in control.stand_ins.values()):
+    if any(letter in text for text in texts(example) for letter in control.stand_ins.values()):
         raise RowError(f"its text spells the control token `{found}` beside Anatolian hieroglyphs; remove either")
-    match example:
-        case Chat():
-            # Roles are known names by now, and templates compare them.
-            messages = [{**control.escape(message), "role": message["role"]} for message in example.messages]
-            return replace(example, messages=messages, tools=control.escape(example.tools), escaped=True)
-        case Completion(prompt, completion):
-            return replace(example, prompt=control.escape(prompt), completion=control.escape(completion), escaped=True)
-        case Text(text):
-            return replace(example, text=control.escape(text), escaped=True)
+    if isinstance(example, Chat):
+        # Roles are known names by now, and templates compare them.
+        messages = [{**control.escape(message), "role": message["role"]} for message in example.messages]
+        return replace(example, messages=messages, tools=control.escape(example.tools), escaped=True)
+    return replace(example, **{name: control.escape(text) for name, text in vars(example).items()} | {"escaped": True})
 
 
 def plain(text: str, tokenizer: Any) -> str:
@@ -123,25 +119,25 @@ class _Control:
         return [self.escape(item) for item in value] if isinstance(value, list) else value
 
 
-def _texts(value: Any) -> Iterator[str]:
+def texts(value: Any) -> Iterator[str]:
     """All texts of an example or within a value, names of fields included."""
     match value:
         case str():
             yield value
         case Chat(messages, _, tools):
-            yield from _texts(messages)
-            yield from _texts(tools)
+            yield from texts(messages)
+            yield from texts(tools)
         case Completion(prompt, completion):
             yield from (prompt, completion)
         case Text(text):
             yield text
         case Mapping():
             for key, item in value.items():
-                yield from _texts(key)
-                yield from _texts(item)
+                yield from texts(key)
+                yield from texts(item)
         case list():
             for item in value:
-                yield from _texts(item)
+                yield from texts(item)
 
 
 def _control(tokenizer: Any) -> _Control:
@@ -179,7 +175,7 @@ def _tokens(tokenizer: Any) -> dict[str, int]:
     turns = {text: number for text, (number, special) in added.items() if not special and not _is_tag(text, added)}
     if turns:
         try:
-            written = chat_template.render(tokenizer, _PROBE, add_generation_prompt=True)["input_ids"]
+            written = chat_template.ids(tokenizer, _PROBE, prompt=True)
         except Exception:  # of whatever kind a template raises; one that cannot be rendered writes none
             return found
         # Those of system, tool and call turns stand in the template's text.

@@ -26,17 +26,13 @@ class Affected:
     why: str
     tokens: int | None = None
 
-    def as_dict(self, split: str) -> dict[str, Any]:
-        """A line of the run's data.jsonl."""
-        return {"place": self.place, "split": split, "what": self.what, "why": self.why, "tokens": self.tokens}
-
 
 @dataclass
 class Counts:
     """What became of the rows of one split. `rows` and `longest` (tokens) are of what is trained on.
 
     `unused` are the fields of rows and messages that hold something and go nowhere; `kinds` counts the rows by the kind
-    of example that they are (`formats.kind`).
+    of example that they are (`examples.kind`).
     """
 
     rows: int = 0
@@ -58,32 +54,32 @@ class Counts:
     @property
     def truncated(self) -> int:
         """Rows cut to `data.max_length`, in the prompt or in the answer."""
-        return self._count("truncated") + self.answers_truncated
+        return self._count(what="truncated") + self.answers_truncated
 
     @property
     def answers_truncated(self) -> int:
         """Rows whose last answer lost its end, and its end-of-turn with it."""
-        return self._count("answer truncated")
+        return self._count(what="answer truncated")
 
     @property
     def split(self) -> int:
         """Rows taken apart into pieces."""
-        return self._count("split")
+        return self._count(what="split")
 
     @property
     def duplicates(self) -> int:
         """Rows with the tokens and labels of an earlier one, kept or dropped."""
-        return sum(row.why == DUPLICATE for row in self.affected)
+        return self._count(why=DUPLICATE)
 
     @property
     def control_tokens(self) -> int:
         """Rows whose text spells control tokens, which are ordinary text there."""
-        return sum(row.why == CONTROL_TOKENS for row in self.affected)
+        return self._count(why=CONTROL_TOKENS)
 
     @property
     def dropped(self) -> int:
         """Rows left out."""
-        return self._count("dropped")
+        return self._count(what="dropped")
 
     @property
     def dropped_places(self) -> list[str]:
@@ -95,30 +91,16 @@ class Counts:
         """Rows left out by reason."""
         return Counter(row.why for row in self.affected if row.what == "dropped")
 
-    def as_dict(self) -> dict[str, Any]:
-        """The numbers as JSON values, with the rows left out by reason."""
-        numbers = (
-            "rows",
-            "tokens",
-            "trained_tokens",
-            "longest",
-            "truncated",
-            "answers_truncated",
-            "split",
-            "duplicates",
-            "control_tokens",
-        )
-        return {name: getattr(self, name) for name in numbers} | {
-            "dropped": self.dropped,
-            "dropped_why": dict(self.dropped_why),
-            "unused": self.unused,
-            "supervised_share": self.supervised_share,
-        }
-
     @property
     def supervised_share(self) -> float:
         """Part of the tokens that is trained."""
         return self.trained_tokens / self.tokens if self.tokens else 0.0
 
-    def _count(self, what: str) -> int:
-        return sum(row.what == what for row in self.affected)
+    def as_dict(self) -> dict[str, Any]:
+        """The numbers as JSON values, with the rows left out by reason."""
+        own = ("rows", "tokens", "trained_tokens", "longest", "unused", "supervised_share")
+        derived = ("truncated", "answers_truncated", "split", "duplicates", "control_tokens", "dropped")
+        return {name: getattr(self, name) for name in (*own, *derived)} | {"dropped_why": dict(self.dropped_why)}
+
+    def _count(self, what: str | None = None, why: str | None = None) -> int:
+        return sum(row.what == (what or row.what) and row.why == (why or row.why) for row in self.affected)

@@ -15,7 +15,7 @@ from typing import Any
 from finetune.config import ModelSection
 from finetune.errors import ArtifactError
 from finetune.storage import records
-from finetune.storage.rundir import write_json
+from finetune.storage.files import write_json
 
 _FILE = "fingerprint.json"
 # Digits that an error names, of 64: enough to tell two apart, few enough to read.

@@ -112,7 +112,7 @@ class Inspection:
 
     def as_dict(self) -> dict[str, Any]:
         """The same as JSON values."""
-        found = asdict(replace(self, train=Counts(), eval=None))  # whose rows are not told one by one
+        found = asdict(replace(self, train=Counts(), eval=None))  # whose rows are not listed one by one
         for name, counts in (("train", self.train), ("eval", self.eval)):
             found[name] = counts and counts.as_dict()
         return found
@@ -165,6 +165,7 @@ def _bins(lengths: Sequence[int]) -> tuple[Bin, ...]:
 def _batchings(lengths: Sequence[int], training: TrainingSection, section: DataSection) -> tuple[Batching, ...]:
     chosen = _chosen(training)
     tokens = training.micro_batch_tokens or chosen.rows * (section.max_length if section.packing else max(lengths))
+    configured = (training.group_by_length, bool(training.micro_batch_tokens))
     found = []
     for name, (grouped, by_tokens, packed) in BATCHINGS.items():
         way = MicroBatching(1, tokens, packed) if by_tokens else MicroBatching(chosen.rows)
@@ -177,22 +178,14 @@ def _batchings(lengths: Sequence[int], training: TrainingSection, section: DataS
                 **({"training.micro_batch_tokens": tokens} if by_tokens else {}),
                 **({"data.packing": True} if packed else {}),
             },
-            configured=_is_configured(training, section, grouped, by_tokens, packed),
+            # Packed rows are never padded, so that their order makes no difference worth a line.
+            configured=packed == section.packing and (packed or (grouped, by_tokens) == configured),
             padding_share=shares,
             steps=math.ceil(len(lengths) / training.batch_size),
             micro_batches=passes,
         )
         found.append(batching)
     return tuple(found)
-
-
-def _is_configured(
-    training: TrainingSection, section: DataSection, grouped: bool, by_tokens: bool, packed: bool
-) -> bool:
-    """Packed rows are never padded, so that their order makes no difference worth a line."""
-    if section.packing or packed:
-        return section.packing and packed
-    return (grouped, by_tokens) == (training.group_by_length, bool(training.micro_batch_tokens))
 
 
 def _epoch(lengths: Sequence[int], rows: Iterable[int], batch_size: int, way: MicroBatching) -> tuple[float, int]:
@@ -212,9 +205,8 @@ def _epoch(lengths: Sequence[int], rows: Iterable[int], batch_size: int, way: Mi
 
 def _chosen(training: TrainingSection) -> TrainingSection:
     """With the whole batch at once while the forecast has not chosen a micro-batch, which pads at least as much."""
-    return (
-        training.model_copy(update={"micro_batch": training.batch_size}) if training.micro_batch == "auto" else training
-    )
+    auto = training.micro_batch == "auto"
+    return training.model_copy(update={"micro_batch": training.batch_size}) if auto else training
 
 
 def _sample(row: dict[str, Any], tokenizer: Any) -> Sample:

@@ -6,15 +6,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from finetune.data.chat import IGNORE, Encoded
-from finetune.data.formats import RowError
+from finetune.data.examples import RowError
 
 
 @dataclass(frozen=True)
 class TooLong:
     """A policy: from a row that is too long and the limit in tokens to what was done, and the rows that are left.
 
-    `keeps_head`: it looks at the row's `head`. `blind`: it looks at nothing, so a row with too much text to tokenize
-    is no matter.
+    `keeps_head`: it looks at the row's `head`. `blind`: it looks at nothing, so it may be a row of too much text to
+    tokenize.
     """
 
     help: str

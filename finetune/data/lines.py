@@ -1,4 +1,4 @@
-"""Text files as lines: unpacked, decoded and bounded in memory, with every byte that is no text told by its place."""
+"""Text files as lines: decompressed, decoded, bounded in memory; bytes that are not text are reported by position."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from finetune.errors import DataError
 
 # No row of text is longer than this (16 million tokens), so what is, is no row; and one row is held in memory.
 ROW_BYTES = 64 * 2**20
+# A JSON list is held as text while its items are read; there are data sets of 700 MB in one.
+LIST_CHARACTERS = 2**30
 _PIECE_BYTES = 2**20
 
 # Blank lines one after the other: more are an overwritten file or a decompression bomb, and would take minutes.
@@ -51,16 +53,16 @@ def lines(path: Path, problems: Problems) -> Iterator[tuple[int, str]]:
         yield number, text
 
 
-def pieces(path: Path, problems: Problems) -> Iterator[str]:
-    """The text of a file in pieces of about 1 MiB, whatever its lines. Problems and errors as in `lines`."""
-    held, characters = [], 0
+def whole(path: Path, problems: Problems) -> str:
+    """The text of a file at once. Problems and errors as in `lines`; DataError over `LIST_CHARACTERS`."""
+    parts, characters = [], 0
     for _, _, text in _parts(path, _PIECE_BYTES, problems):
-        held.append(text)
+        parts.append(text)
         characters += len(text)
-        if characters >= _PIECE_BYTES:
-            yield "".join(held)
-            held, characters = [], 0
-    yield "".join(held)
+        if characters > LIST_CHARACTERS:
+            limit = f"{LIST_CHARACTERS / 2**30:g} GiB"
+            raise DataError(f"{path}: a list over {limit} is not read; make it lines: `jq -c '.[]' FILE > FILE.jsonl`")
+    return "".join(parts)
 
 
 def _parts(path: Path, limit: int, problems: Problems) -> Iterator[tuple[int, bool, str]]:
@@ -91,8 +93,8 @@ def _parts(path: Path, limit: int, problems: Problems) -> Iterator[tuple[int, bo
 def _check_start(path: Path, start: bytes) -> None:
     for signature, what in _FOREIGN.items():
         if start.startswith(signature):
-            told = "".join(f"{byte:02X}" for byte in signature)
-            raise DataError(f"{path}:1: byte 1: expected UTF-8 text, but this {what} (it begins with 0x{told})")
+            found = "".join(f"{byte:02X}" for byte in signature)
+            raise DataError(f"{path}:1: byte 1: expected UTF-8 text, but this {what} (it begins with 0x{found})")
     # ASCII in UTF-16 has a zero beside each character.
     for name, zeros, characters in (("UTF-16LE", start[1:8:2], start[:8:2]), ("UTF-16BE", start[:8:2], start[1:8:2])):
         if zeros and not any(zeros) and all(characters[: len(zeros)]):

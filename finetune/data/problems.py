@@ -1,4 +1,4 @@
-"""What is wrong with rows and files, collected so that one reading tells it all."""
+"""Problems with rows and files, collected so that one pass reports them all."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Self, TypeVar
 
 from finetune.errors import DataError
 
-# A page of problems. Whoever has more has one cause, and need not wait for the rest of the file.
+# A page of problems. More of them usually have one cause, not worth reading the rest of the file for.
 LIMIT = 20
 
 # Characters of one problem. What a message quotes of a row, such as a name, may be as long as the row.
@@ -29,7 +29,7 @@ class Problems:
     """A block that collects problems (`with Problems() as problems:`) and ends in one DataError of them all.
 
     A DataError raised inside is one of them. The `LIMIT`-th ends the block at once. A problem met again, because a
-    row is read twice, is told once.
+    row is read twice, is reported once.
     """
 
     def __init__(self) -> None:

@@ -7,30 +7,18 @@ platform and on nothing else.
 Two views of the same objects are offered: `conversations` (a question and a short answer per object, to
 fine-tune on) and `documents` (whole docstrings, to pre-train a base model on). Both obey one held-out rule,
 decided by the hash of an object's qualified name. See `_without_leaks` for what it guarantees.
-
-The standard library is imported in a child interpreter (this file, run as a script). Importing some four
-hundred modules has lasting effects on a process, and what is found in them depends on what was imported or
-patched before; neither should reach a training run.
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import hashlib
-import importlib
-import inspect
-import io
-import json
-import os
-import pkgutil
 import re
-import subprocess
-import sys
-import warnings
 from collections.abc import Iterable, Iterator
-from types import ModuleType
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
+
+from finetune.data import stdlib_docs
+from finetune.data.stdlib_docs import DocumentedObject
 
 Split = Literal["train", "eval"]
 
@@ -43,91 +31,18 @@ MIN_ANSWER_CHARS = 24
 MAX_ANSWER_CHARS = 300
 """Longer first paragraphs are cut after the last sentence that fits, or left out if none does."""
 
-MAX_SIGNATURE_CHARS = 200
-"""Longer signatures are annotation noise and are left out of the documents."""
-
-COLLECTION_TIMEOUT_SECONDS = 120
-
-SKIPPED_MODULES: dict[str, str] = {
-    "__main__": "is the running script, not a library",
-    "antigravity": "opens a web browser when imported",
-    "this": "prints when imported",
-    "idlelib": "an application, and needs tkinter",
-    "tkinter": "needs a Tk library that many machines lack",
-    "_tkinter": "needs a Tk library that many machines lack",
-    "turtle": "needs tkinter",
-    "turtledemo": "needs tkinter",
-    "test": "Python's own tests",
-    "_testbuffer": "Python's own tests",
-    "_testcapi": "Python's own tests",
-    "_testimportmultiple": "Python's own tests",
-    "_testinternalcapi": "Python's own tests",
-    "_testmultiphase": "Python's own tests",
-    "_ctypes_test": "Python's own tests",
-    "xxlimited": "an example for authors of C extensions",
-    "xxlimited_35": "an example for authors of C extensions",
-    "xxsubtype": "an example for authors of C extensions",
-    "lib2to3": "deprecated, and writes grammar caches",
-    "readline": "changes the terminal when imported",
-    "rlcompleter": "imports readline and registers an exit handler",
-    "encodings": "hundreds of codec tables with the same few docstrings",
-    "posixpath": "documented as os.path",
-    "ntpath": "nearly the same docstrings as os.path, so it would leak held-out answers",
-    "_pydecimal": "nearly the same docstrings as decimal, so it would leak held-out answers",
-    "_pydatetime": "nearly the same docstrings as datetime, so it would leak held-out answers",
-    "_pyio": "nearly the same docstrings as io, so it would leak held-out answers",
-}
-"""Top-level modules that are not read, with the reason. A module that fails to import is skipped as well."""
-
-SKIPPED_SUBMODULES = frozenset({"__main__", "test", "tests"})
-"""Submodules with these names are programs or tests in every package."""
-
 QUESTIONS: dict[str, tuple[str, ...]] = {
-    "module": (
-        "What is the `{name}` module for?",
-        "What does the module `{name}` provide?",
-        "Describe the `{name}` module.",
-    ),
-    "class": (
-        "What is `{name}`?",
-        "What does the class `{name}` represent?",
-        "Describe the class `{name}`.",
-    ),
-    "exception": (
-        "When is `{name}` raised?",
-        "What does the exception `{name}` mean?",
-        "Explain the exception `{name}`.",
-    ),
-    "function": (
-        "What does `{name}` do?",
-        "Explain what `{name}` does.",
-        "What is the function `{name}` for?",
-        "How would you describe `{name}` in a sentence or two?",
-    ),
-    "method": (
-        "What does `{name}` do?",
-        "What does the method `{name}` do?",
-        "Explain the method `{name}`.",
-    ),
-    "attribute": (
-        "What is the attribute `{name}`?",
-        "What does `{name}` hold?",
-    ),
-}
+    "module": ("What is the `{name}` module for?", "What does the module `{name}` provide?",
+               "Describe the `{name}` module."),
+    "class": ("What is `{name}`?", "What does the class `{name}` represent?", "Describe the class `{name}`."),
+    "exception": ("When is `{name}` raised?", "What does the exception `{name}` mean?",
+                  "Explain the exception `{name}`."),
+    "function": ("What does `{name}` do?", "Explain what `{name}` does.", "What is the function `{name}` for?",
+                 "How would you describe `{name}` in a sentence or two?"),
+    "method": ("What does `{name}` do?", "What does the method `{name}` do?", "Explain the method `{name}`."),
+    "attribute": ("What is the attribute `{name}`?", "What does `{name}` hold?"),
+}  # fmt: skip
 """Question wordings for each kind of object. Kinds without wordings appear in `documents` only."""
-
-
-class DocumentedObject(NamedTuple):
-    """One object of the standard library that has a docstring."""
-
-    name: str
-    """Qualified name, such as `textwrap.fill`. Builtins go without their module: `str.split`."""
-    kind: str
-    """A key of `QUESTIONS`, or "topic" for a chapter of the language reference shown by `help()`."""
-    signature: str
-    """Such as `(text, width=70)`; empty where Python knows none."""
-    docstring: str
-    is_public: bool
 
 
 def conversations(split: Split) -> list[dict[str, Any]]:
@@ -169,7 +84,7 @@ def _split(split: Split) -> tuple[DocumentedObject, ...]:
 def _both_splits() -> tuple[tuple[DocumentedObject, ...], tuple[DocumentedObject, ...]]:
     train: list[DocumentedObject] = []
     held_out: list[DocumentedObject] = []
-    for documented in _without_repeats(_collect_in_child()):
+    for documented in _without_repeats(stdlib_docs.objects()):
         (held_out if _is_held_out(documented.name) else train).append(documented)
     return _without_leaks(train, held_out)
 
@@ -284,130 +199,3 @@ def _cut_at_sentence_end(text: str, max_chars: int) -> str:
         return text
     ends = [match.end() for match in re.finditer(r"[.!?](?= [A-Z`])", text[: max_chars + 2])]
     return text[: ends[-1]] if ends else ""
-
-
-# Collecting the objects -------------------------------------------------------------------------------------
-
-
-def _collect_in_child() -> list[DocumentedObject]:
-    """Run this file as a script and read back what it found.
-
-    `-I -S` keeps the current directory, environment variables, installed packages and start-up hooks away
-    from the child; `-B` keeps it from writing byte code.
-    """
-    child = subprocess.run(
-        [sys.executable, "-I", "-S", "-B", "-X", "utf8", __file__],
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        timeout=COLLECTION_TIMEOUT_SECONDS,
-        encoding="utf-8",
-    )
-    if child.returncode != 0:
-        raise RuntimeError(f"could not read the standard library's docstrings:\n{child.stderr[-2000:]}")
-    return [DocumentedObject(*fields) for fields in json.loads(child.stdout)]
-
-
-def _collect() -> Iterator[DocumentedObject]:
-    for module_name in _top_level_module_names():
-        for name, module in _import_tree(module_name):
-            yield from _documented_in_module(name, module)
-    yield from _language_reference()
-
-
-def _top_level_module_names() -> list[str]:
-    # os.path is an attribute rather than a submodule, so no package lists it.
-    return sorted((sys.stdlib_module_names | {"os.path"}) - SKIPPED_MODULES.keys())
-
-
-def _import_tree(name: str) -> Iterator[tuple[str, ModuleType]]:
-    """The module and, for a package, everything below it; what does not import here is left out quietly."""
-    try:
-        module = importlib.import_module(name)
-    except Exception:  # a module of another platform may fail in any way, not only with ImportError
-        return
-    yield name, module
-    for submodule in sorted(pkgutil.iter_modules(getattr(module, "__path__", ())), key=lambda s: s.name):
-        if submodule.name not in SKIPPED_SUBMODULES:
-            yield from _import_tree(f"{name}.{submodule.name}")
-
-
-def _documented_in_module(module_name: str, module: ModuleType) -> Iterator[DocumentedObject]:
-    yield from _documented(module_name, "module", module, is_public=_is_public_name(module_name))
-    prefix = "" if module_name == "builtins" else f"{module_name}."
-    exported = getattr(module, "__all__", None)
-    for attribute, member in sorted(vars(module).items()):
-        if attribute not in (exported or ()) and not _is_defined_in(member, module_name):
-            continue
-        name = prefix + attribute
-        is_public = _is_public_name(name) and (exported is None or attribute in exported)
-        if inspect.isclass(member):
-            yield from _documented_in_class(name, member, is_public)
-        elif inspect.isroutine(member):
-            yield from _documented(name, "function", member, is_public)
-
-
-def _documented_in_class(name: str, class_: type, is_public: bool) -> Iterator[DocumentedObject]:
-    kind = "exception" if issubclass(class_, BaseException) else "class"
-    yield from _documented(name, kind, class_, is_public)
-    for attribute, member in sorted(vars(class_).items()):
-        if isinstance(member, (classmethod, staticmethod)):
-            member = member.__func__
-        member_name = f"{name}.{attribute}"
-        member_is_public = is_public and _is_public_name(attribute)
-        if inspect.isdatadescriptor(member):
-            yield from _documented(member_name, "attribute", member, member_is_public)
-        elif inspect.isroutine(member):
-            yield from _documented(member_name, "method", member, member_is_public)
-
-
-def _documented(name: str, kind: str, documented: Any, is_public: bool) -> Iterator[DocumentedObject]:
-    docstring = getattr(documented, "__doc__", None)
-    if isinstance(docstring, str) and docstring.strip():
-        signature = _signature(documented) if inspect.isroutine(documented) else ""
-        docstring = _without_addresses(inspect.cleandoc(docstring))
-        yield DocumentedObject(name, kind, signature, docstring, is_public)
-
-
-def _signature(routine: Any) -> str:
-    try:
-        signature = _without_addresses(str(inspect.signature(routine)))
-    except Exception:  # many functions written in C have none, or one whose defaults do not evaluate
-        return ""
-    names_this_installation = os.path.dirname(os.__file__) in signature  # as a default argument
-    return "" if names_this_installation or len(signature) > MAX_SIGNATURE_CHARS else signature
-
-
-def _without_addresses(text: str) -> str:
-    """Drop the memory addresses that `repr` puts into signatures and docstrings: they differ per run."""
-    return re.sub(r" at 0x[0-9a-fA-F]+", "", text)
-
-
-def _is_defined_in(member: Any, module_name: str) -> bool:
-    """Whether the member comes from the module's own package rather than from an import of another one."""
-    defining_module = getattr(member, "__module__", None) or ""
-    return defining_module.partition(".")[0] == module_name.partition(".")[0]
-
-
-def _is_public_name(name: str) -> bool:
-    return not any(part.startswith("_") for part in name.split("."))
-
-
-def _language_reference() -> Iterator[DocumentedObject]:
-    """The chapters that `help("for")` and the like show."""
-    with contextlib.suppress(ImportError):
-        from pydoc_data.topics import topics
-
-        for title, text in sorted(topics.items()):
-            yield DocumentedObject(f"help {title}", "topic", "", inspect.cleandoc(text), is_public=False)
-
-
-def _print_collection() -> None:
-    """The child's part: write every documented object to standard output as JSON."""
-    warnings.simplefilter("ignore")  # half of the deprecated modules say so when imported
-    with contextlib.redirect_stdout(io.StringIO()):  # and nothing else may mix into the JSON
-        collected = list(_collect())
-    json.dump(collected, sys.stdout)
-
-
-if __name__ == "__main__":
-    _print_collection()

@@ -1,16 +1,22 @@
-"""Readers: from a file to its records, one at a time. A new kind of file is one entry in a table."""
+"""Readers: from a file to its records, one at a time. A new kind of file is one entry in a table.
+
+`datasets` reads the same kinds of files, but its rows do not know the file and line that each message here names; so it
+reads what is on the hub alone.
+"""
 
 from __future__ import annotations
 
 import csv
+import functools
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from finetune.data.compressed import COMPRESSIONS
-from finetune.data.lines import ROW_BYTES, lines, pieces
+from finetune.data.lines import ROW_BYTES, lines, whole
 from finetune.data.problems import Problems
-from finetune.data.strict_json import Decoder, JsonError, ListReader, repeated
+from finetune.data.strict_json import Decoder, JsonError, repeated
 from finetune.errors import DataError
 
 Records = Iterator[tuple[str, dict[str, Any]]]
@@ -33,7 +39,7 @@ def _jsonl(path: Path, problems: Problems) -> Records:
     decoder = Decoder()
     begun = False
     for number, line in lines(path, problems):
-        # Without its line break, so that a cut line is told where it is cut and not where it ends.
+        # Without its line break, so that the error in a cut line is placed where it is cut.
         line = line.rstrip("\r\n")
         if not line.strip():
             continue
@@ -55,14 +61,31 @@ def _jsonl(path: Path, problems: Problems) -> Records:
 
 
 def _json(path: Path, problems: Problems) -> Records:
-    for index, (value, wrong) in enumerate(ListReader(path, pieces(path, problems), ROW_BYTES).items(), start=1):
-        place = f"{path}[{index}]"
-        for what in wrong:
-            problems.add(f"{place}: {what}")
-        if isinstance(value, dict):
-            yield place, value
-        else:
-            problems.add(f"{path}: item {index} must be a JSON object")
+    decoder, text = Decoder(), whole(path, problems)
+
+    def place(at: int) -> str:
+        return f"{path}:{text.count(chr(10), 0, at) + 1}:{at - text.rfind(chr(10), 0, at)}"
+
+    if not re.match(r"\s*(\[|$)", text):
+        raise DataError(f"{path}: {_instead_of_a_list(text)}")
+    try:
+        for index, (value, start, end) in enumerate(decoder.items(text), start=1):
+            if end - start > ROW_BYTES:
+                raise DataError(f"{place(start)}: an item is longer than {ROW_BYTES // 2**20} MiB, which no row is")
+            for wrong in decoder.wrong:
+                problems.add(f"{path}[{index}]: {wrong}")
+            if isinstance(value, dict):
+                yield f"{path}[{index}]", value
+            else:
+                problems.add(f"{path}: item {index} must be a JSON object")
+    except JsonError as error:
+        raise DataError(f"{place(error.at)}: {error}") from None
+
+
+def _instead_of_a_list(text: str) -> str:
+    if key := re.match(r'\s*\{\s*"(\w+)"\s*:\s*\[', text):
+        return f"expected a list of objects, not an object with `{key[1]}`; take it out with `jq .{key[1]}`"
+    return "expected a list of objects; for one object a line, name the file .jsonl"
 
 
 def _csv(path: Path, problems: Problems, delimiter: str = ",") -> Records:
@@ -102,10 +125,6 @@ def _csv(path: Path, problems: Problems, delimiter: str = ",") -> Records:
             yield place, dict(zip(names, row, strict=True))
 
 
-def _tsv(path: Path, problems: Problems) -> Records:
-    return _csv(path, problems, delimiter="\t")
-
-
 def _text(path: Path, problems: Problems) -> Records:
     for number, line in lines(path, problems):
         text = line.rstrip("\r\n")
@@ -121,26 +140,18 @@ def _parquet(path: Path, problems: Problems) -> Records:
     def batches() -> Iterator[Any]:
         # The checksums of pages are verified where the writer left any. Read ahead, a group would be held whole.
         with pyarrow.parquet.ParquetFile(path, page_checksum_verification=True, pre_buffer=False) as file:
-            _refuse_long_rows(path, file.metadata)
+            # Columns are not looked at: pyarrow 26 ends the process at some damaged ones (`RowGroupMetaData.column`).
+            for number, group in enumerate(map(file.metadata.row_group, range(file.metadata.num_row_groups))):
+                if group.total_byte_size > ROW_BYTES * max(1, group.num_rows):  # as in a decompression bomb
+                    raise DataError(f"{path}: {_TOO_LONG} (row group {number})")
             rows = 0
             for batch in file.iter_batches(batch_size=_BATCH_ROWS):
                 rows += batch.num_rows
                 yield batch
             if rows != file.metadata.num_rows:
-                raise ValueError(f"{rows:,} rows, and its footer tells of {file.metadata.num_rows:,}")
+                raise ValueError(f"{rows:,} rows, and its footer states {file.metadata.num_rows:,}")
 
     return _columnar(path, batches(), "a Parquet file")
-
-
-def _refuse_long_rows(path: Path, metadata: Any) -> None:
-    """Raise DataError where the rows of a group are too long on average, as in a decompression bomb.
-
-    Columns are not looked at: pyarrow 26 ends the process at some that are damaged (`RowGroupMetaData.column`).
-    """
-    for number in range(metadata.num_row_groups):
-        group = metadata.row_group(number)
-        if group.total_byte_size > ROW_BYTES * max(1, group.num_rows):
-            raise DataError(f"{path}: {_TOO_LONG} (row group {number})")
 
 
 def _arrow(path: Path, problems: Problems) -> Records:
@@ -159,13 +170,13 @@ def _arrow(path: Path, problems: Problems) -> Records:
                 end = file.tell()
                 found += 1
                 yield batch
-            # A stream ends with a mark of its own, by which one that was cut off between two batches is told.
+            # A stream ends with a marker; without it, the file was cut off between two batches.
             if file.tell() == end:
                 raise ValueError("cut off: it has no end-of-stream mark")
             if listed is None and file.tell() < file.size():
                 raise ValueError(f"{file.size() - file.tell():,} bytes behind its end-of-stream mark")
             if listed not in (None, found):
-                raise ValueError(f"{found} batches, and its footer tells of {listed}")
+                raise ValueError(f"{found} batches, and its footer states {listed}")
 
     return _columnar(path, batches(), "an Arrow file or stream")
 
@@ -222,26 +233,22 @@ def _size_bytes(array: Any) -> int:
 
 def _fields(rows: Any, place: str) -> list[dict[str, Any]]:
     """The rows as Python has them; a date or time that Python has not, such as year 10000, as its text."""
-    try:
-        return rows.to_pylist()
-    except (ArithmeticError, LookupError, ValueError):
-        columns = {name: _values(rows.column(name), name, place) for name in rows.schema.names}
-        return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
-
-
-def _values(column: Any, name: str, place: str) -> list[Any]:
     import pyarrow
 
-    try:
-        return column.to_pylist()
-    except (ArithmeticError, LookupError, ValueError) as error:
+    columns = {}
+    for name in rows.schema.names:
+        column = rows.column(name)
         try:
-            return column.cast(pyarrow.string()).to_pylist()
-        except pyarrow.ArrowException:
-            raise DataError(
-                f"{place}: the column `{name}` ({column.type}) has a value here or close behind that Python cannot "
-                f"hold: {error}; leave the column out, or mend it"
-            ) from None
+            columns[name] = column.to_pylist()
+        except (ArithmeticError, LookupError, ValueError) as error:
+            try:
+                columns[name] = column.cast(pyarrow.string()).to_pylist()
+            except pyarrow.ArrowException:
+                raise DataError(
+                    f"{place}: the column `{name}` ({column.type}) has a value here or close behind that Python "
+                    f"cannot hold: {error}; leave the column out, or mend it"
+                ) from None
+    return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
 
 
 TEXT_READERS: dict[str, Reader] = {
@@ -249,7 +256,7 @@ TEXT_READERS: dict[str, Reader] = {
     ".ndjson": _jsonl,
     ".json": _json,
     ".csv": _csv,
-    ".tsv": _tsv,
+    ".tsv": functools.partial(_csv, delimiter="\t"),
     ".txt": _text,
 }
 """By the ending of a file, which an ending of `COMPRESSIONS` may follow."""

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 
@@ -16,35 +16,26 @@ from finetune.data.sources import Row
 
 
 def mapped(path: Path) -> Any:
-    """The `datasets.Dataset` of a file that a RowsWriter wrote. Its rows take no memory until they are read."""
+    """The `datasets.Dataset` of a file that `writer` wrote. Its rows take no memory until they are read."""
     import datasets
 
     return datasets.Dataset.from_file(str(path))
 
 
-class RowsWriter:
-    """Writes tokenized rows to an Arrow file (`with RowsWriter(path) as writer:`), one record batch a call.
+@contextlib.contextmanager
+def writer(path: Path) -> Iterator[Callable[[list[tuple[Row, Encoded]]], None]]:
+    """A function that appends tokenized rows to an Arrow file, each with where it comes from, one record batch a call.
 
     Raises MachineError where the disk does not take it.
     """
+    import pyarrow
 
-    def __init__(self, path: Path) -> None:
-        import pyarrow
+    ids = pyarrow.list_(pyarrow.int32())
+    count, text = pyarrow.int64(), pyarrow.string()
+    names = {"input_ids": ids, "labels": ids, "length": count, "trained": count, "place": text, "source": text}
+    schema = pyarrow.schema(list(names.items()))
 
-        ids = pyarrow.list_(pyarrow.int32())
-        count, text = pyarrow.int64(), pyarrow.string()
-        names = {"input_ids": ids, "labels": ids, "length": count, "trained": count, "place": text, "source": text}
-        self._schema = pyarrow.schema(list(names.items()))
-        with writing():
-            self._file = open(path, "wb")  # noqa: SIM115
-            self._stream = pyarrow.ipc.new_stream(self._file, self._schema)
-
-    def write(self, rows: list[tuple[Row, Encoded]]) -> None:
-        """Append rows, each with where it comes from."""
-        import pyarrow
-
-        if not rows:
-            return
+    def write(rows: list[tuple[Row, Encoded]]) -> None:
         sizes = [len(encoded.input_ids) for _, encoded in rows]
         ends = np.cumsum([0, *sizes], dtype=np.int32)
 
@@ -60,17 +51,19 @@ class RowsWriter:
             [row.place for row, _ in rows],
             [row.source for row, _ in rows],
         ]
-        with writing():
-            self._stream.write_batch(pyarrow.record_batch(columns, schema=self._schema))
+        if rows:
+            with writing():
+                stream.write_batch(pyarrow.record_batch(columns, schema=schema))
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if error is not None:
-            with contextlib.suppress(OSError):
-                self._file.close()
-            return
-        with writing():
-            self._stream.close()
-            self._file.close()
+    with writing():
+        file = open(path, "wb")  # noqa: SIM115 -- closed below, where a full disk may raise
+        stream = pyarrow.ipc.new_stream(file, schema)
+    try:
+        yield write
+    except BaseException:
+        with contextlib.suppress(OSError):
+            file.close()
+        raise
+    with writing():
+        stream.close()
+        file.close()

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import fnmatch
 import functools
 import glob
 import hashlib
+import inspect
 import json
 import os
 import re
@@ -16,7 +18,7 @@ from typing import Any, NamedTuple
 
 from finetune.config import Source, Sources, entries
 from finetune.config.fields import unknown
-from finetune.data import cache, python_docs
+from finetune.data import cache, python_docs, stdlib_docs
 from finetune.data.problems import Problems
 from finetune.data.readers import ENDINGS, Records, reader
 from finetune.errors import DataError, MachineError
@@ -72,31 +74,27 @@ def at_hand(sources: Sources) -> bool:
 
 
 def contents(sources: Sources) -> list[tuple[str, str]] | None:
-    """Each file or data set that is read, with what tells its content: a hash of its bytes, or the hub's commit.
+    """Each file or data set that is read, with what identifies its content: a hash of its bytes, or the hub's commit.
 
     None where that is not known. Raises what reading would where a data set cannot be fetched.
     """
-    found = []
-    for entry in entries(sources):
-        try:
-            told = _contents(entry.source)
-        except OSError:
-            return None  # reading it will say what is wrong
-        if told is None:
-            return None
-        found += told
-    return found
+    try:
+        found = [_contents(entry.source) for entry in entries(sources)]
+    except OSError:
+        return None  # reading it will say what is wrong
+    return [file for files in found for file in files] if all(found) else None
 
 
-def _contents(source: str) -> list[tuple[str, str]] | None:
+def _contents(source: str) -> list[tuple[str, str]]:
     if source in BUILTIN:
         # Made from the documentation of this very Python.
-        return [(source, f"{_digest(Path(python_docs.__file__))} {sys.version} {sys.flags.optimize}")]
+        code = [_digest(Path(inspect.getfile(module))) for module in (python_docs, stdlib_docs)]
+        return [(source, f"{code} {sys.version} {sys.flags.optimize}")]
     if files := _files(source):
         return [(str(file), _digest(file)) for file in files]
     # `datasets` keeps what it has fetched in `<name>/<config>/<version>/<commit>/`.
     kept = [Path(file["filename"]).parent for file in _fetched(source).cache_files]
-    return [(source, "/".join(folder.parts[-4:])) for folder in kept] or None
+    return [(source, "/".join(folder.parts[-4:])) for folder in kept]
 
 
 def _digest(file: Path) -> str:
@@ -219,11 +217,10 @@ def _below(folder: Path) -> list[Path]:
         raise DataError(f"{error.filename}: cannot be read: {error.strerror}")
 
     for at, folders, names in os.walk(folder, onerror=fail):
-        inner = [Path(at, name) for name in folders]
-        for link in (path for path in inner if path.is_symlink() and not _is_hidden(path.relative_to(folder))):
+        folders[:] = [name for name in folders if not _is_hidden(name)]
+        for link in (Path(at, name) for name in folders if os.path.islink(os.path.join(at, name))):
             raise DataError(f"{link}: a link to a folder, which is not followed; remove it, or name that folder itself")
-        folders[:] = [path.name for path in inner if not _is_hidden(path.relative_to(folder))]
-        found += [file for name in names if not _is_hidden((file := Path(at, name)).relative_to(folder))]
+        found += [Path(at, name) for name in names if not _is_hidden(name)]
     _refuse_links_out(folder, found)
     return found
 
@@ -253,8 +250,8 @@ def _refuse_links_out(folder: Path, found: list[Path]) -> None:
             )
 
 
-def _is_hidden(path: Path) -> bool:
-    return any(part.startswith(".") for part in path.parts) or any(path.match(name) for name in _BESIDE_ROWS)
+def _is_hidden(name: str) -> bool:
+    return name.startswith(".") or any(fnmatch.fnmatch(name, pattern) for pattern in _BESIDE_ROWS)
 
 
 def _local(files: list[Path], problems: Problems) -> Records:

@@ -1,4 +1,4 @@
-"""Many rows tokenized in few calls, though each asks for its tokens as if it were alone.
+"""Rows are tokenized in batches, while the code that encodes a row is written as if it were alone.
 
 Tokenizing takes most of the time of preparing data, and the least of it for hundreds of texts in one call. So the work
 on a row is a generator that yields a text where it needs tokens, and `answered` collects what many rows wait for.
@@ -13,7 +13,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple, TypeVar
 
 from finetune.data import control
-from finetune.data.formats import RowError
+from finetune.data.examples import RowError
 from finetune.runtime.libraries import tokenizing_in_parallel
 
 Span = tuple[int, int]
@@ -35,7 +35,7 @@ class TooMuchText(RowError):
 class Piece(NamedTuple):
     """A text to tokenize; with `special` between the tokens that the tokenizer puts around any text of its own.
 
-    `marks` are spans of characters to be told as spans of tokens. An `escaped` text has stand-ins (control.py).
+    `marks` are spans of characters to be mapped to spans of tokens. An `escaped` text has stand-ins (control.py).
     """
 
     text: str
@@ -45,7 +45,7 @@ class Piece(NamedTuple):
 
 
 class Tokenized(NamedTuple):
-    """The ids of a piece, and the runs of tokens that its marks cover; None where that cannot be told."""
+    """The ids of a piece, and the runs of tokens that its marks cover; None where they cannot be mapped."""
 
     ids: list[int]
     runs: list[Span] | None

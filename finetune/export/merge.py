@@ -34,7 +34,8 @@ from finetune.model.tokenizer import load_tokenizer
 from finetune.runtime import libraries
 from finetune.runtime.environment import describe
 from finetune.storage import weight_files
-from finetune.storage.rundir import RunDirectory, not_written, staged, write_json
+from finetune.storage.files import not_written, staged, write_json
+from finetune.storage.rundir import RunDirectory
 
 # Held-out rows and tokens of each that the logits are compared on.
 _ROWS = 8

@@ -31,7 +31,7 @@ from finetune.model.causality import has_flash
 from finetune.model.locate import at_hand
 from finetune.model.tokenizer import load_tokenizer
 from finetune.runtime import libraries, ranks
-from finetune.storage.rundir import write_text
+from finetune.storage.files import write_text
 
 # A lever that takes less than this share off is not worth telling.
 _TELLING = 0.005

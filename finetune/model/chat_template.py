@@ -1,7 +1,7 @@
 """Chat templates: the table of named ones, a file, or the tokenizer's own; and rendering that ends.
 
 transformers renders in jinja2's ImmutableSandboxedEnvironment: no attribute that starts with an underscore, no change
-to what it is given, ranges of at most 100,000. The sandbox bounds neither time nor memory, so `render` does: time by
+to what it is given, ranges of at most 100,000. The sandbox bounds neither time nor memory, so `text` does: time by
 the process's alarm clock, in the main thread only and between two operations; powers, which may take forever within
 one, are refused; memory by the process's data limit, where the system has one (Linux).
 """
@@ -13,11 +13,11 @@ import functools
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from finetune.config.fields import Help
 from finetune.errors import ArtifactError, ConfigError
 from finetune.runtime import libraries
 
@@ -34,22 +34,15 @@ _FOLDER = Path(__file__).parent / "templates"
 _PROBE = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
 
 
-@dataclass(frozen=True)
-class Template:
-    """A named template; its text is `templates/<name>.jinja`."""
-
-    help: str
-
-
-TEMPLATES: dict[str, Template] = {
-    "auto": Template("the tokenizer's own, or `plain` where it has none"),
-    "plain": Template("roles in plain text and the end of text as end of turn: no new token has to be learnt"),
-    "chatml": Template("`<|im_start|>role … <|im_end|>` (ChatML)"),
-    "llama2": Template("`[INST] … [/INST]` with `<<SYS>>` in the first question (Llama 2 chat)"),
-    "llama3": Template("`<|start_header_id|>role<|end_header_id|> … <|eot_id|>` (Llama 3)"),
-    "mistral": Template("`[INST] … [/INST]` with the system text before the first question (Mistral 7B v0.1, v0.2)"),
-    "gemma": Template("`<start_of_turn>role … <end_of_turn>`, without a system role (Gemma 1, 2)"),
-    "phi3": Template("`<|role|> … <|end|>` (Phi 3)"),
+TEMPLATES: dict[str, Help] = {
+    "auto": Help("the tokenizer's own, or `plain` where it has none"),
+    "plain": Help("roles in plain text and the end of text as end of turn: no new token has to be learnt"),
+    "chatml": Help("`<|im_start|>role … <|im_end|>` (ChatML)"),
+    "llama2": Help("`[INST] … [/INST]` with `<<SYS>>` in the first question (Llama 2 chat)"),
+    "llama3": Help("`<|start_header_id|>role<|end_header_id|> … <|eot_id|>` (Llama 3)"),
+    "mistral": Help("`[INST] … [/INST]` with the system text before the first question (Mistral 7B v0.1, v0.2)"),
+    "gemma": Help("`<start_of_turn>role … <end_of_turn>`, without a system role (Gemma 1, 2)"),
+    "phi3": Help("`<|role|> … <|end|>` (Phi 3)"),
 }
 
 
@@ -77,16 +70,6 @@ def choose(choice: str, own: Any) -> Any:
         raise ConfigError(f"`data.chat_template`: {choice}: cannot be read: {error}") from None
 
 
-def render(tokenizer: Any, messages: list[dict[str, Any]], **options: Any) -> Any:
-    """`tokenizer.apply_chat_template`, as a dict with `input_ids`.
-
-    Raises ArtifactError for a template that is none, that tries what the sandbox forbids, that goes on for more than
-    `RENDER_SECONDS` or takes more than `RENDER_BYTES`; and whatever the template itself raises.
-    """
-    with _guarded():
-        return tokenizer.apply_chat_template(messages, return_dict=True, **options)
-
-
 def text(
     tokenizer: Any,
     messages: list[dict[str, Any]],
@@ -95,10 +78,11 @@ def text(
     prompt: bool = False,
     marks: bool = False,
 ) -> tuple[str, list[tuple[int, int]]]:
-    """The text that `render` tokenizes; with `prompt`, up to where the assistant begins to write.
+    """The text of a conversation; with `prompt`, up to where the assistant begins to write.
 
     With `marks` also where each run of characters starts and ends that the template marks as the assistant's
-    (`{% generation %}`). Raises as `render` does.
+    (`{% generation %}`). Raises ArtifactError for a template that is none, that tries what the sandbox forbids, that
+    goes on for more than `RENDER_SECONDS` or takes more than `RENDER_BYTES`; and whatever the template itself raises.
     """
     from transformers.utils import chat_template_utils
 
@@ -112,40 +96,43 @@ def text(
             add_generation_prompt=prompt,
             **tokenizer.special_tokens_map,
         )
+        if len(rendered) > _RENDERED_CHARACTERS:
+            raise MemoryError
     return rendered, found[0] if marks else []
+
+
+def ids(tokenizer: Any, messages: list[dict[str, Any]], *, prompt: bool = False) -> list[int]:
+    """The tokens of `text`. Raises as it does."""
+    found: list[int] = tokenizer(text(tokenizer, messages, prompt=prompt)[0], add_special_tokens=False)["input_ids"]
+    return found
 
 
 @contextlib.contextmanager
 def _guarded() -> Iterator[None]:
-    """Bound what is rendered within the block, and tell what a template does that it must not."""
+    """Bound what is rendered within the block in time and memory, and raise what it must not do as ArtifactError.
+
+    Tokenizing its text is not bounded by these: the tokenizer ends the process where it gets no memory.
+    """
     from jinja2.exceptions import SecurityError, TemplateSyntaxError
-    from transformers import tokenization_utils_base
     from transformers.utils import chat_template_utils
 
-    rendering = _bounded(chat_template_utils.render_jinja_template)
+    sandboxed = libraries.replaced(chat_template_utils, "ImmutableSandboxedEnvironment", _sandbox())
     try:
-        with (
-            libraries.replaced(tokenization_utils_base, "render_jinja_template", rendering),
-            libraries.replaced(chat_template_utils, "render_jinja_template", rendering),
-            libraries.replaced(chat_template_utils, "ImmutableSandboxedEnvironment", _sandbox()),
-        ):
+        with sandboxed, _for_at_most(RENDER_SECONDS), _with_at_most(RENDER_BYTES):
             yield
     except _OutOfTime:
-        raise ArtifactError(
-            f"the chat template had not ended after {RENDER_SECONDS:g} seconds; set `data.chat_template` to another"
-        ) from None
+        why = f"had not ended after {RENDER_SECONDS:g} seconds"
     except MemoryError:
-        raise ArtifactError(
-            f"the chat template takes more than {RENDER_BYTES} bytes; set `data.chat_template` to another"
-        ) from None
+        why = f"takes more than {RENDER_BYTES} bytes"
     except RecursionError:
-        raise ArtifactError("the chat template is nested too deeply; set `data.chat_template` to another") from None
+        why = "is nested too deeply"
     except SecurityError as error:
-        raise ArtifactError(
-            f"the chat template reaches out of its sandbox: {error}; set `data.chat_template` to one that you trust"
-        ) from None
+        why = f"reaches out of its sandbox: {error}"
     except TemplateSyntaxError as error:
-        raise ArtifactError(f"the chat template is not valid: line {error.lineno}: {error.message}") from None
+        why = f"is not valid: line {error.lineno}: {error.message}"
+    else:
+        return
+    raise ArtifactError(f"the chat template {why}; set `data.chat_template` to one that you trust") from None
 
 
 class _OutOfTime(BaseException):
@@ -165,20 +152,6 @@ def _sandbox() -> type:
             raise SecurityError("powers (`**`) are not allowed")
 
     return Sandbox
-
-
-def _bounded(render: Callable[..., Any]) -> Callable[..., Any]:
-    """transformers' `render_jinja_template` in bounded time and memory. Tokenizing its text is not bounded by these:
-    the tokenizer ends the process where it gets no memory."""
-
-    def bounded(*positional: Any, **named: Any) -> Any:
-        with _for_at_most(RENDER_SECONDS), _with_at_most(RENDER_BYTES):
-            texts, marks = render(*positional, **named)
-        if any(len(text) > _RENDERED_CHARACTERS for text in texts):
-            raise MemoryError
-        return texts, marks
-
-    return bounded
 
 
 @contextlib.contextmanager
@@ -231,8 +204,7 @@ def end_of_turn(tokenizer: Any) -> int | None:
 @functools.lru_cache(maxsize=8)
 def _end_of_turn(tokenizer: Any, _: str) -> int | None:
     try:
-        prompt = render(tokenizer, _PROBE[:1], add_generation_prompt=True)["input_ids"]
-        whole = render(tokenizer, _PROBE)["input_ids"]
+        prompt, whole = ids(tokenizer, _PROBE[:1], prompt=True), ids(tokenizer, _PROBE)
     except ArtifactError:
         raise
     except Exception:  # of whatever kind a template raises; it may want a system message first

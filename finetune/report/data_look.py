@@ -16,7 +16,7 @@ from finetune.model import bounds
 from finetune.model.tokenizer import load_tokenizer
 from finetune.report import data_view
 from finetune.runtime import libraries
-from finetune.storage.rundir import write_text
+from finetune.storage.files import write_text
 
 
 @dataclass(frozen=True, repr=False)

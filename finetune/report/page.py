@@ -15,8 +15,9 @@ from finetune.measure.monitor import headline
 from finetune.report import markup, words
 from finetune.report.figures import MEASURES, Figures, measures
 from finetune.storage import records
+from finetune.storage.files import write_text
 from finetune.storage.records import Answer
-from finetune.storage.rundir import RunDirectory, write_text
+from finetune.storage.rundir import RunDirectory
 
 # Events whose facts have a section of their own.
 _TOLD_ELSEWHERE = {"trained", "finished", "merged"}

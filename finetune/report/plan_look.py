@@ -12,7 +12,7 @@ from finetune.forecast.levers import Lever
 from finetune.forecast.planning import planner_for
 from finetune.forecast.replay import Forecast
 from finetune.report import forecast_view, words
-from finetune.storage.rundir import write_bytes
+from finetune.storage.files import write_bytes
 
 
 @dataclass(frozen=True, repr=False)

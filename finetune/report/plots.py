@@ -13,7 +13,8 @@ from matplotlib.ticker import MaxNLocator
 
 from finetune.report import words
 from finetune.report.figures import MEASURES, Figures, measures, smooth
-from finetune.storage.rundir import RunDirectory, write_bytes
+from finetune.storage.files import write_bytes
+from finetune.storage.rundir import RunDirectory
 
 # Okabe and Ito's palette (jfly.uni-koeln.de/color), which colour-blind readers can tell apart.
 _BLUE, _SKY, _GREEN, _ORANGE, _PINK = "#0072B2", "#56B4E9", "#009E73", "#D55E00", "#CC79A7"

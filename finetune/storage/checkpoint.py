@@ -23,7 +23,8 @@ from safetensors import safe_open
 
 from finetune.errors import ArtifactError, MachineError, NumbersError
 from finetune.storage import records, weight_files
-from finetune.storage.rundir import RunDirectory, checkpoint_step, dispose, refuse_another, staged, write_text
+from finetune.storage.files import dispose, refuse_another, staged, write_text
+from finetune.storage.rundir import RunDirectory, checkpoint_step
 
 MANIFEST = "manifest.json"
 LATEST = "latest"

@@ -7,13 +7,12 @@ do not have the shape are left out; any other file is taken whole or refused.
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import stat
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Annotated, Any, NotRequired, Required, TypeVar, cast
+from typing import IO, Annotated, Any, NotRequired, Required, TypeVar
 
 from pydantic import AfterValidator, ConfigDict, Discriminator, Field, Tag, TypeAdapter, ValidationError, with_config
 from pydantic_core import PydanticCustomError
@@ -59,30 +58,23 @@ _written = with_config(ConfigDict(strict=True, extra="allow"))
 
 
 @_written
-class _Happened(TypedDict):
+class Event(TypedDict):
+    """A line of events.jsonl. `memory` is by phase, but that of `saved` is one peak."""
+
     time: Annotated[float, Field(ge=0, le=_LAST_SECOND)]
     event: str
     seconds: NotRequired[Positive]
-
-
-@_written
-class Event(_Happened):
-    """A line of events.jsonl."""
-
     step: NotRequired[Step]
-    memory: NotRequired[dict[str, Peak]]
+    memory: NotRequired[Peak | dict[str, Peak]]
 
 
-@_written
-class _AtStep(_Happened):
-    step: Step
-    memory: NotRequired[dict[str, Peak]]
-
-
-@_written
-class _Saved(_Happened):
-    step: Step
-    memory: NotRequired[Peak]
+def _check_event(event: Event) -> Event:
+    saved = event["event"] == "saved"
+    if "step" not in event and (saved or event["event"] in ("trained", "best_loaded")):
+        raise PydanticCustomError("missing", "`step` is missing")
+    if any(isinstance(value, int) != saved for value in event.get("memory", {}).values()):
+        raise PydanticCustomError("memory", "`memory` is not as this event has it")
+    return event
 
 
 @_written
@@ -115,24 +107,11 @@ class AffectedRow(TypedDict):
     place: str
 
 
-_EVENT_KINDS = {"saved": "saved", "trained": "at a step", "best_loaded": "at a step"}
-
-
-def _kind_of_event(value: Any) -> str:
-    name = value.get("event") if isinstance(value, dict) else None
-    return _EVENT_KINDS.get(name, "event") if isinstance(name, str) else "event"
-
-
 def _kind_of_metric(value: Any) -> str:
     return "evaluation" if isinstance(value, dict) and "eval_loss" in value else "training"
 
 
-EVENT: TypeAdapter[Any] = TypeAdapter(
-    Annotated[
-        Annotated[Event, Tag("event")] | Annotated[_Saved, Tag("saved")] | Annotated[_AtStep, Tag("at a step")],
-        Discriminator(_kind_of_event),
-    ]
-)
+EVENT = TypeAdapter(Annotated[Event, AfterValidator(_check_event)])
 METRIC: TypeAdapter[Any] = TypeAdapter(
     Annotated[
         Annotated[TrainingLine, Tag("training")] | Annotated[EvaluationLine, Tag("evaluation")],
@@ -274,9 +253,6 @@ TRAINER_STATE = TypeAdapter(TrainerState)
 
 # -- reading ---------------------------------------------------------------------------------------------------------
 
-# What this program writes is nested five levels deep. Python's own limit lies at a thousand, above which it raises.
-_LEVELS = 32
-
 
 @dataclass(frozen=True)
 class Lines:
@@ -304,7 +280,7 @@ def exists(path: Path) -> bool:
 def open_file(path: Path) -> IO[bytes]:
     """An existing file, for reading. Raises ArtifactError where there is none, and for a pipe, device or folder."""
     try:
-        file = open(path, "rb", opener=without_waiting)  # noqa: SIM115 -- the caller closes it
+        file = open(path, "rb", opener=_without_waiting)  # noqa: SIM115 -- the caller closes it
     except OSError as error:
         raise ArtifactError(f"{path}: cannot be read: {error.strerror}") from None
     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
@@ -313,16 +289,16 @@ def open_file(path: Path) -> IO[bytes]:
     return file
 
 
-def without_waiting(path: str, flags: int) -> int:
+def _without_waiting(path: str, flags: int) -> int:
     """Opens a pipe without waiting for its writer; the same as always for a file."""
     return os.open(path, flags | os.O_NONBLOCK)
 
 
-def read_bytes(path: Path) -> bytes:
-    """What a file holds. Raises ArtifactError where it cannot be read."""
+def read_bytes(path: Path, size: int = -1) -> bytes:
+    """What a file holds, or the first `size` bytes of it. Raises ArtifactError where it cannot be read."""
     with open_file(path) as file:
         try:
-            return file.read()
+            return file.read(size)
         except OSError as error:
             raise ArtifactError(f"{path}: cannot be read: {error.strerror}") from None
 
@@ -331,9 +307,11 @@ def read(path: Path, shape: TypeAdapter[T]) -> T:
     """The value of a JSON file. Raises ArtifactError naming the file, and the field that is not as written."""
     content = read_bytes(path)
     try:
-        return check(_parsed(content), shape)
-    except ValueError as error:
-        raise ArtifactError(f"{path}: not as this program writes it: {error}; restore it from a copy") from None
+        return shape.validate_json(content)
+    except ValidationError as error:
+        raise ArtifactError(
+            f"{path}: not as this program writes it: {_message(error)}; restore it from a copy"
+        ) from None
 
 
 def read_lines(path: Path, shape: TypeAdapter[Any]) -> Lines:
@@ -344,44 +322,24 @@ def read_lines(path: Path, shape: TypeAdapter[Any]) -> Lines:
     *whole, last = read_bytes(path).split(b"\n")
     for number, line in enumerate([*whole, last] if last else whole, start=1):
         try:
-            rows.append(check(_parsed(line), shape))
-        except ValueError as error:
-            wrong[number] = str(error)
+            rows.append(shape.validate_json(line))
+        except ValidationError as error:
+            wrong[number] = _message(error)
     torn = wrong.pop(len(whole) + 1, None) is not None
     return Lines(rows, wrong, torn)
 
 
 def check(value: Any, shape: TypeAdapter[T]) -> T:
-    """`value` itself, if it has the shape. Raises ValueError naming the field."""
+    """`value`, if it has the shape. Raises ValueError naming the field."""
     try:
-        shape.validate_python(value)
+        return shape.validate_python(value)
     except ValidationError as error:
-        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-        where = ".".join(str(part) for part in first["loc"] if part != "[key]")
-        raise ValueError(f"`{_printable(where)}`: {first['msg']}" if where else first["msg"]) from None
-    return cast(T, value)
+        raise ValueError(_message(error)) from None
 
 
-def _parsed(content: bytes) -> Any:
-    """The JSON value. Raises ValueError also where it is nested too deep."""
-    try:
-        return _plain(json.loads(content), _LEVELS)
-    except RecursionError:
-        raise ValueError("nested too deep") from None
-
-
-def _plain(value: Any, levels: int) -> Any:
-    """`value` with text that UTF-8 can hold: JSON can spell half a surrogate pair."""
-    if isinstance(value, str):
-        return value.encode("utf-8", "replace").decode()
-    if not isinstance(value, (dict, list)):
-        return value
-    if not levels:
-        raise ValueError("nested too deep")
-    if isinstance(value, dict):
-        return {_plain(key, 0): _plain(item, levels - 1) for key, item in value.items()}
-    return [_plain(item, levels - 1) for item in value]
-
-
-def _printable(text: str) -> str:
-    return "".join(letter if letter.isprintable() else "?" for letter in text)[:200]
+def _message(error: ValidationError) -> str:
+    """The first thing wrong, with its field in printable letters."""
+    first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+    where = ".".join(str(part) for part in first["loc"] if part != "[key]")
+    shown = "".join(letter if letter.isprintable() else "?" for letter in where)[:200]
+    return f"`{shown}`: {first['msg']}" if shown else first["msg"]

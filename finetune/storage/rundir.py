@@ -1,8 +1,7 @@
-"""The run directory: where everything of a run stands, and how it is written so that nothing looks finished early.
+"""The run directory: where everything of a run stands.
 
-Small files are replaced whole (write, fsync, rename); `metrics.jsonl` and `events.jsonl` only grow. A run is
-finished when its last event says so; a directory that a stage writes (`adapter/`, `merged/`) appears by rename. One
-process at a time trains in it, and only its user can read it.
+`metrics.jsonl` and `events.jsonl` only grow. A run is finished when its last event says so; a directory that a stage
+writes (`adapter/`, `merged/`) appears by rename. One process at a time trains in it, and only its user can read it.
 """
 
 from __future__ import annotations
@@ -10,23 +9,19 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
-import json
 import os
 import re
-import shutil
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from finetune.config import Config, dump, load
 from finetune.errors import ArtifactError, MachineError
-from finetune.storage import records
+from finetune.storage import files, records
 from finetune.storage.records import Answer, Environment, MergeProof
 
 _CHECKPOINT = "step-"
-_PARTIAL = ".incomplete"
-_REPLACED = ".replaced"
 
 
 class RunDirectory:
@@ -49,11 +44,6 @@ class RunDirectory:
         self.report_file = self.path / "report.html"
         self.profile = self.path / "profile"
         self.snapshot_file = self.path / "memory_snapshot.pickle"
-        self._files = (
-            self.config_file, self.environment_file, self.forecast_file, self.metrics_file, self.events_file,
-            self.data_file, self.answers_file, self.lock_file, self.plot_file, self.report_file, self.snapshot_file,
-        )  # fmt: skip
-        self._folders = (self.checkpoints, self.adapter, self.merged, self.profile)
 
     @classmethod
     def open(cls, path: str | Path) -> RunDirectory:
@@ -70,30 +60,32 @@ class RunDirectory:
         A link out of the directory, through which writes would land elsewhere; a pipe or device, which would be waited
         for; a folder where a file belongs, or the other way round; or that it cannot be looked at.
         """
-        try:
-            self._check_layout()
-        except OSError as error:
-            raise ArtifactError(f"{error.filename}: cannot be read: {error.strerror}") from None
-
-    def _check_layout(self) -> None:
         # `Path.resolve` fails on links that lead in a circle.
         inside = os.path.realpath(self.path)
-        for folder, folders, files in os.walk(self.path):
-            for path in (Path(folder, name) for name in [*folders, *files]):
-                if not Path(os.path.realpath(path)).is_relative_to(inside):
-                    raise ArtifactError(f"{path}: a link that leads out of {self.path}; put there what it points to")
-                # A process that trains here may have removed it meanwhile.
-                if not path.is_file() and not path.is_dir() and os.path.lexists(path):
-                    raise ArtifactError(f"{path}: neither a file nor a folder; remove it")
-        belongs = dict.fromkeys(self._files, Path.is_file) | dict.fromkeys(self._folders, Path.is_dir)
-        for path, is_as_written in belongs.items():
-            if path.exists() and not is_as_written(path):
-                raise ArtifactError(f"{path}: a {'folder' if path.is_dir() else 'file'} no run has there; remove it")
+        try:
+            for folder, folders, names in os.walk(self.path):
+                for path in (Path(folder, name) for name in [*folders, *names]):
+                    if not Path(os.path.realpath(path)).is_relative_to(inside):
+                        raise ArtifactError(
+                            f"{path}: a link that leads out of {self.path}; put there what it points to"
+                        )
+                    # A process that trains here may have removed it meanwhile.
+                    if not path.is_file() and not path.is_dir() and os.path.lexists(path):
+                        raise ArtifactError(f"{path}: neither a file nor a folder; remove it")
+            for name, path in vars(self).items():
+                is_as_written = Path.is_file if name.endswith("_file") else Path.is_dir
+                # `claim` says what is wrong with the directory itself.
+                if name != "path" and path.exists() and not is_as_written(path):
+                    raise ArtifactError(
+                        f"{path}: a {'folder' if path.is_dir() else 'file'} no run has there; remove it"
+                    )
+        except OSError as error:
+            raise ArtifactError(f"{error.filename}: cannot be read: {error.strerror}") from None
 
     def create(self, config: Config) -> None:
         """Make the directory and save the resolved config. Raises MachineError, as `claim` does."""
         self.claim()
-        write_text(self.config_file, dump(config))
+        files.write_text(self.config_file, dump(config))
 
     def claim(self) -> None:
         """Make the directory, and mark it as a run's.
@@ -141,17 +133,9 @@ class RunDirectory:
         with records.open_file(self.config_file):  # which refuses a pipe, where `load` would wait
             return load(self.config_file)
 
-    @contextlib.contextmanager
-    def held(self) -> Iterator[None]:
+    def held(self) -> contextlib.AbstractContextManager[None]:
         """Within the block writes below raise MachineError once another directory stands in the place of this one."""
-        # Open, so that the file system cannot give its number to another one.
-        descriptor = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
-        _HELD[descriptor] = self.path
-        try:
-            yield
-        finally:
-            del _HELD[descriptor]
-            os.close(descriptor)
+        return files.held(self.path)
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
@@ -162,7 +146,7 @@ class RunDirectory:
         try:
             file = open(self.lock_file, "a+", encoding="utf-8", errors="replace")  # noqa: SIM115 -- closed below
         except OSError as error:
-            raise MachineError(not_written(self.lock_file, error)) from None
+            raise MachineError(files.not_written(self.lock_file, error)) from None
         with self.held(), file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -181,14 +165,14 @@ class RunDirectory:
                 file.write(f"{os.getpid()}\n")
                 file.flush()
             except OSError as error:
-                raise MachineError(not_written(self.lock_file, error)) from None
+                raise MachineError(files.not_written(self.lock_file, error)) from None
             yield
 
     # -- lines that grow -------------------------------------------------------------------------------------------
 
     def event(self, name: str, **fields: Any) -> None:
         """Append one line to events.jsonl: what happened, when, and the facts a person needs."""
-        append_line(self.events_file, {"time": round(time.time(), 3), "event": name, **fields})
+        files.append_line(self.events_file, {"time": round(time.time(), 3), "event": name, **fields})
 
     def events(self) -> list[dict[str, Any]]:
         """The lines of events.jsonl that are as this program writes them."""
@@ -201,12 +185,12 @@ class RunDirectory:
     def forget_metrics_after(self, step: int) -> None:
         """Drop the metric lines of steps that a resume will do again, so that each step has one line."""
         kept = [line for line in self.metrics() if line["step"] <= step]
-        write_lines(self.metrics_file, kept)
+        files.write_lines(self.metrics_file, kept)
 
     def forget_evaluation_at(self, step: int) -> None:
         """Drop the line of an evaluation that a resume will do again."""
         kept = [line for line in self.metrics() if line["step"] != step or "eval_loss" not in line]
-        write_lines(self.metrics_file, kept)
+        files.write_lines(self.metrics_file, kept)
 
     @property
     def finished(self) -> bool:
@@ -273,10 +257,7 @@ class RunDirectory:
     def remove_leftovers(self) -> None:
         """Remove what a kill left half-written, and put back what it left half-replaced."""
         for folder in (self.path, self.checkpoints):
-            for replaced in folder.glob("*" + _REPLACED):
-                _put_back(replaced.with_suffix(""))
-            for partial in folder.glob("*" + _PARTIAL):
-                _remove(partial)
+            files.remove_leftovers(folder)
 
     # -- starting over ---------------------------------------------------------------------------------------------
 
@@ -300,174 +281,6 @@ class RunDirectory:
         return aside
 
 
-# The directories that this process writes, by the descriptors that say which ones they are.
-_HELD: dict[int, Path] = {}
-
-
-def refuse_another(path: Path) -> None:
-    """Raise MachineError where `path` lies below a directory that is held and no longer stands in its place.
-
-    So it is when a run is renamed while it trains, perhaps with another one started under its name.
-    """
-    for descriptor, folder in list(_HELD.items()):
-        if path.is_relative_to(folder) and not _is_still(folder, descriptor):
-            raise MachineError(
-                f"{folder} is no longer the directory that this run was started in, which was moved, replaced or "
-                "removed while it trained; nothing is written there. What was saved is where that one is now: start "
-                "the command again with `output.dir` set to it"
-            )
-
-
-def _is_still(folder: Path, descriptor: int) -> bool:
-    try:
-        return os.path.samestat(os.stat(folder), os.fstat(descriptor))
-    except FileNotFoundError:
-        return False
-
-
 def checkpoint_step(path: Path) -> int:
     """The optimizer step a checkpoint directory is named after."""
     return int(path.name.removeprefix(_CHECKPOINT))
-
-
-@contextlib.contextmanager
-def staged(target: Path) -> Iterator[Path]:
-    """Write a directory under a temporary name and publish it by rename when the block ends without an error.
-
-    An earlier `target` is replaced only then. Files and directory are fsynced before the rename, so that the name never
-    points to less than what was written.
-    """
-    refuse_another(target)
-    _put_back(target)
-    partial = target.with_name(target.name + _PARTIAL)
-    _remove(partial)
-    partial.mkdir(parents=True)
-    try:
-        yield partial
-        for path in (*partial.rglob("*"), partial):
-            _fsync(path)
-        refuse_another(target)
-        _publish(partial, target)
-    except BaseException:
-        refuse_another(target)
-        _remove(partial)  # a full disk needs the room for the line that says so
-        raise
-
-
-def _publish(partial: Path, target: Path) -> None:
-    replaced = target.with_name(target.name + _REPLACED)
-    if target.exists():
-        target.rename(replaced)
-    try:
-        partial.rename(target)
-    except OSError:
-        if replaced.exists():
-            replaced.rename(target)
-        raise
-    _fsync(target.parent)
-    _remove(replaced)
-
-
-def _put_back(target: Path) -> None:
-    """Undo or finish a replacement of `target` that was cut short between its two renames."""
-    replaced = target.with_name(target.name + _REPLACED)
-    if replaced.exists():
-        if target.exists():
-            _remove(replaced)
-        else:
-            replaced.rename(target)
-
-
-def dispose(folder: Path) -> None:
-    """Remove a directory so that a kill on the way leaves no half of it under its name."""
-    refuse_another(folder)
-    partial = folder.with_name(folder.name + _PARTIAL)
-    _remove(partial)
-    _remove(folder.rename(partial))
-
-
-def _remove(path: Path) -> None:
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path, ignore_errors=True)
-    else:
-        path.unlink(missing_ok=True)
-
-
-def write_bytes(path: Path, content: bytes) -> None:
-    """Replace a file as a whole: what is there changes only once all of `content` is on disk.
-
-    A device or pipe is written to as it is. Raises MachineError where the disk does not take it, and leaves nothing.
-    """
-    refuse_another(path)
-    in_place = path.exists() and not path.is_file()
-    written = path if in_place else path.with_name(path.name + _PARTIAL)
-    try:
-        with open(written, "wb") as file:
-            file.write(content)
-            file.flush()
-            if not in_place:
-                os.fsync(file.fileno())
-        if not in_place:
-            refuse_another(path)
-            os.replace(written, path)
-    except BaseException as error:
-        if not in_place:
-            with contextlib.suppress(OSError):
-                _remove(written)
-        if isinstance(error, OSError):
-            raise MachineError(not_written(path, error)) from None
-        raise
-
-
-def write_text(path: Path, text: str) -> None:
-    """Replace a file as a whole; see `write_bytes`."""
-    write_bytes(path, text.encode())
-
-
-def write_json(path: Path, value: Any) -> None:
-    write_text(path, json.dumps(value, indent=2, allow_nan=False) + "\n")
-
-
-def write_lines(path: Path, values: Iterable[dict[str, Any]]) -> None:
-    """Replace a .jsonl file as a whole; see `write_bytes`."""
-    write_text(path, "".join(json.dumps(value) + "\n" for value in values))
-
-
-def append_line(path: Path, value: dict[str, Any]) -> None:
-    """Add one line. Raises MachineError where the disk does not take it."""
-    refuse_another(path)
-    try:
-        with open(path, "a+b") as file:
-            torn = ""
-            if file.tell():
-                file.seek(-1, os.SEEK_END)
-                torn = "\n" if file.read(1) != b"\n" else ""
-            refuse_another(path)  # once more: what was opened may be another's by now
-            file.write((torn + json.dumps(value) + "\n").encode())
-    except OSError as error:
-        raise MachineError(not_written(path, error)) from None
-
-
-DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS, errno.EACCES, errno.EPERM)
-"""What a disk says that is full, failing, or not ours to write."""
-
-
-def not_written(path: Path, error: Exception) -> str:
-    """What a person is told of a write that failed: the file, why, the room left, and what to do."""
-    try:
-        free = f"{shutil.disk_usage(path.parent).free:,} bytes are free"
-    except OSError:
-        free = "its directory is not there"
-    why = getattr(error, "strerror", None) or error
-    return (
-        f"{path} could not be written: {why}; {free}. What was there before is untouched: make room, or choose another "
-        "place (a run's is `output.dir`), and start the same command again"
-    )
-
-
-def _fsync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

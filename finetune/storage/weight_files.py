@@ -9,15 +9,13 @@ length for as much as 100 MB, of which the library makes 1.5 GiB of objects befo
 from __future__ import annotations
 
 import math
-import os
-import stat
 import struct
 from pathlib import Path
 
 import torch
 
 from finetune.errors import ArtifactError
-from finetune.storage.records import without_waiting
+from finetune.storage import records
 
 SUFFIX = ".safetensors"
 
@@ -34,20 +32,14 @@ def check(path: Path) -> None:
     """
     from safetensors import SafetensorError, safe_open
 
-    try:
-        with open(path, "rb", opener=without_waiting) as file:
-            status = os.fstat(file.fileno())
-            if not stat.S_ISREG(status.st_mode):
-                raise ArtifactError(f"{path}: not a file; a {SUFFIX} file must stand there")
-            start = file.read(8)
-    except OSError as error:
-        raise ArtifactError(f"{path}: cannot be read: {error.strerror}") from None
+    start = records.read_bytes(path, 8)
+    size = path.stat().st_size
     if len(start) < 8:
         raise ArtifactError(f"{path}: cut off after {len(start)} bytes; make or fetch it again")
     (length,) = struct.unpack("<Q", start)
-    if length > status.st_size - len(start):
+    if length > size - len(start):
         raise ArtifactError(
-            f"{path}: its header of {length} bytes ends beyond the file of {status.st_size}: cut off, damaged, or no "
+            f"{path}: its header of {length} bytes ends beyond the file of {size}: cut off, damaged, or no "
             f"{SUFFIX} file at all; make or fetch it again"
         )
     if length > HEADER_BYTES:

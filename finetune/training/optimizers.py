@@ -19,11 +19,13 @@ _NOT_DECAYED = ["bias", "layernorm", "rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm
 
 @dataclass(frozen=True)
 class Optimizer:
-    """One optimizer: how its class and arguments come from the section, and what a CPU takes in its place."""
+    """One optimizer: how its class and arguments come from the section, what a CPU takes in its place, and the keys of
+    the section that it has no use for, which a config may not set beside it."""
 
     help: str
     build: Callable[[OptimizerSection], Built]
     on_cpu: str | None = None
+    ignores: tuple[str, ...] = ()
 
 
 def choose(section: OptimizerSection, device_type: str) -> tuple[str, str | None]:
@@ -111,6 +113,8 @@ def _adafactor(section: OptimizerSection) -> Built:
     return Adafactor, {"scale_parameter": False, "relative_step": False}
 
 
+_LION_IGNORES = ("epsilon",)
+
 OPTIMIZERS: dict[str, Optimizer] = {
     "paged_adamw_8bit": Optimizer(
         "AdamW, 8-bit states that move to the host under pressure (QLoRA)",
@@ -129,16 +133,20 @@ OPTIMIZERS: dict[str, Optimizer] = {
         "Lion, one 8-bit state that moves to the host under pressure",
         _bitsandbytes("Lion", 8, True),
         "lion_8bit",
+        ignores=_LION_IGNORES,
     ),
     "paged_lion_32bit": Optimizer(
         "Lion, one 32-bit state that moves to the host under pressure",
         _bitsandbytes("Lion", 32, True),
         "lion_32bit",
+        ignores=_LION_IGNORES,
     ),
-    "lion_8bit": Optimizer("Lion, one 8-bit state (arXiv 2302.06675)", _bitsandbytes("Lion", 8)),
-    "lion_32bit": Optimizer("Lion, one 32-bit state", _bitsandbytes("Lion", 32)),
-    "adafactor": Optimizer("Adafactor, factored second moment (arXiv 1804.04235)", _adafactor),
-    "sgd": Optimizer("SGD with momentum `beta1`", _sgd),
+    "lion_8bit": Optimizer("Lion, one 8-bit state (arXiv 2302.06675)", _bitsandbytes("Lion", 8), ignores=_LION_IGNORES),
+    "lion_32bit": Optimizer("Lion, one 32-bit state", _bitsandbytes("Lion", 32), ignores=_LION_IGNORES),
+    "adafactor": Optimizer(
+        "Adafactor, factored second moment (arXiv 1804.04235)", _adafactor, ignores=("beta1", "beta2", "epsilon")
+    ),
+    "sgd": Optimizer("SGD with momentum `beta1`", _sgd, ignores=("beta2", "epsilon")),
     "paged_ademamix_8bit": Optimizer(
         "AdEMAMix, 8-bit states that move to the host under pressure",
         _bitsandbytes("AdEMAMix", 8, True),

@@ -14,7 +14,8 @@ from finetune.errors import NumbersError
 from finetune.measure.monitor import LeakWatch, Monitor, Peak
 from finetune.objectives import Objective
 from finetune.runtime import ranks
-from finetune.storage.rundir import RunDirectory, append_line
+from finetune.storage.files import append_line
+from finetune.storage.rundir import RunDirectory
 from finetune.training.collator import Idle, Inputs
 from finetune.training.guards import Skips, Spikes
 from finetune.training.progress import Progress

@@ -30,7 +30,8 @@ from finetune.model.base import autocast
 from finetune.objectives import OBJECTIVES, log_probs
 from finetune.runtime import libraries, ranks
 from finetune.runtime.signals import Signals
-from finetune.storage.rundir import RunDirectory, not_written, staged
+from finetune.storage.files import not_written, staged
+from finetune.storage.rundir import RunDirectory
 from finetune.training import oom_retry, optimizers, schedules
 from finetune.training.batches import Steps
 from finetune.training.checkpoints import Checkpoints

@@ -19,6 +19,7 @@ from finetune.config import (
     DataSection,
     MemorySection,
     ModelSection,
+    OptimizerSection,
     OutputSection,
     Source,
     TrainingSection,
@@ -30,6 +31,7 @@ from finetune.config import (
 from finetune.config.sections import contradictions
 from finetune.errors import ConfigError
 from finetune.settings import CHOICES, load_config
+from finetune.training.optimizers import OPTIMIZERS
 
 KEYS = [
     (name, key, field)
@@ -448,6 +450,28 @@ def test_a_broken_rule_names_its_key_and_a_remedy_that_works(
     assert f"`{key}`: " in line
     load_config(path, [*broken, *remedy])
     assert any(word in line for word in words), f"{line!r} says nothing of {' or '.join(words)}"
+
+
+def test_a_key_that_the_optimizer_ignores_is_refused_unless_it_has_its_default(write: Write) -> None:
+    path = write("optimizer:\n  beta1: 0.9\n  epsilon: 1e-6\n")
+    for kind, optimizer in OPTIMIZERS.items():
+        override = f"optimizer.kind={kind}"
+        if "epsilon" in optimizer.ignores:
+            [told] = refused(path, override)
+            assert told.startswith("job.yaml:3: `optimizer.epsilon`: ")
+            assert kind in told
+            load_config(path, [override, "optimizer.epsilon=1e-8"])
+        else:
+            load_config(path, [override])
+    assert {key for optimizer in OPTIMIZERS.values() for key in optimizer.ignores} == {"beta1", "beta2", "epsilon"}
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_an_optimizer_ignores_just_the_keys_that_change_nothing_of_it(kind: str) -> None:
+    others = {"beta1": 0.5, "beta2": 0.6, "epsilon": 0.7}
+    default = OPTIMIZERS[kind].build(OptimizerSection())
+    ignored = [key for key in others if OPTIMIZERS[kind].build(OptimizerSection(**{key: others[key]})) == default]
+    assert tuple(ignored) == OPTIMIZERS[kind].ignores
 
 
 def test_each_rule_between_sections_has_a_case_above() -> None:

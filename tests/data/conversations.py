@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from finetune.data.chat import IGNORE, Encoded
-from finetune.data.formats import Message
+from finetune.data.examples import Message
 
 TEMPLATES = Path(__file__).parent / "templates"
 

@@ -19,7 +19,7 @@ import pytest
 
 from finetune.config import DataSection, Source
 from finetune.data import cache, sources
-from finetune.data import prepare as preparing
+from finetune.data import split as splitting
 from finetune.data.prepare import Prepared, prepare, prepare_held_out
 from finetune.errors import DataError
 from finetune.storage.private import not_private
@@ -170,7 +170,7 @@ def test_another_version_of_the_preparation_prepares_anew(
     source: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = prepare(section(source), tokenizer)
-    monkeypatch.setattr(preparing, "_VERSION", preparing._VERSION + 1)
+    monkeypatch.setattr(splitting, "_VERSION", splitting._VERSION + 1)
     assert file_of(prepare(section(source), tokenizer).train) != file_of(first.train)
 
 
@@ -438,12 +438,12 @@ def test_what_has_no_key_is_there_until_the_process_ends(kept: Path) -> None:
     assert list(kept.iterdir()) == []
 
 
-WRITER = """from finetune.data.rows import RowsWriter
+WRITER = """from finetune.data.rows import writer
     from finetune.data.chat import Encoded
     from finetune.data.sources import Row
-    with RowsWriter(folder / "rows.arrow") as writer:
+    with writer(folder / "rows.arrow") as write:
         for _ in range(100):
-            writer.write([(Row("a:1", {}), Encoded([1] * 10_000, [1] * 10_000))])"""
+            write([(Row("a:1", {}), Encoded([1] * 10_000, [1] * 10_000))])"""
 
 
 def test_a_disk_that_takes_no_more_is_told_with_what_to_do(kept: Path) -> None:

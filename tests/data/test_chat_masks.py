@@ -13,8 +13,9 @@ from conversations import TWO_TURNS, assistant, shown, system, trained_text, use
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from finetune.data.chat import IGNORE, Encoded, encode, marks_generation
-from finetune.data.formats import Chat, Completion, Message, RowError, Text
+from finetune.data.chat import IGNORE, Encoded, encode
+from finetune.data.examples import Chat, Completion, Message, RowError, Text
+from finetune.data.masks import marks_generation
 from finetune.errors import ArtifactError
 from finetune.model.chat_template import named
 

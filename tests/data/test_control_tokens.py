@@ -15,7 +15,8 @@ from known_templates import KNOWN, VARIANTS, texts
 
 from finetune.config import DataSection, ModelSection
 from finetune.data.chat import encode, prompt_ids
-from finetune.data.formats import FORMATS, Chat, Completion, Example, Message, RowError, Text
+from finetune.data.examples import Chat, Completion, Example, Message, RowError, Text
+from finetune.data.formats import FORMATS
 from finetune.data.prepare import prepare
 from finetune.model import chat_template as template
 from finetune.model.tokenizer import load_tokenizer
@@ -344,7 +345,7 @@ def test_every_format_of_text_is_covered(qwen: Any) -> None:
         "alpaca": {"instruction": FORGED, "input": FORGED, "output": FORGED},
         "text": {"text": FORGED},
     }
-    assert {*rows} == {*FORMATS} - {"auto", "tokenized"}  # whose ids are what they are
+    assert {*rows} == {*FORMATS} - {"tokenized"}  # whose ids are what they are
     for name, row in rows.items():
         chats = name in ("messages", "sharegpt", "alpaca")
         assert ends(FORMATS[name].read(row), qwen) == (2 if chats else 1)

@@ -7,20 +7,9 @@ from typing import Any
 
 import pytest
 
-from finetune.data.formats import (
-    FORMATS,
-    ROLES,
-    Chat,
-    Completion,
-    Example,
-    RowError,
-    Text,
-    Tokens,
-    detect,
-    known_fields,
-    mapped,
-    read,
-)
+from finetune.data.examples import Chat, Completion, Example, RowError, Text, Tokens
+from finetune.data.formats import FORMATS, detect, known_fields, mapped, read
+from finetune.data.messages import ROLES
 
 ASK = {"role": "user", "content": "Why?"}
 TELL = {"role": "assistant", "content": "Because."}
@@ -90,26 +79,26 @@ ROWS: list[tuple[str, dict[str, Any], Example]] = [
 @pytest.mark.parametrize(("name", "row", "example"), ROWS)
 def test_a_row_is_read_in_its_format_and_by_detection(name: str, row: dict[str, Any], example: Example) -> None:
     assert FORMATS[name].read(row) == example
-    assert detect(row) == name
-    assert FORMATS["auto"].read(row) == example
+    assert detect(row, {}) == name
+    assert read(row, "auto", {})[0] == example
 
 
 def test_every_format_is_tried_above() -> None:
-    assert {name for name, _, _ in ROWS} | {"auto"} == set(FORMATS)
+    assert {name for name, _, _ in ROWS} == set(FORMATS)
 
 
 def test_a_row_of_two_formats_is_of_the_first_in_the_table() -> None:
-    assert detect({"text": "x", "messages": []}) == "messages"
-    assert detect({"text": "x", "prompt": "p", "completion": "c"}) == "prompt_completion"
+    assert detect({"text": "x", "messages": []}, {}) == "messages"
+    assert detect({"text": "x", "prompt": "p", "completion": "c"}, {}) == "prompt_completion"
 
 
 @pytest.mark.parametrize("row", [{}, {"question": "x", "answer": "y"}, {"prompt": "x"}, {"instruction": "x"}])
 def test_a_row_of_no_format_is_told_its_fields_and_all_formats(row: dict[str, Any]) -> None:
     with pytest.raises(RowError) as caught:
-        detect(row)
+        detect(row, {})
     message = str(caught.value)
     assert all(field in message for field in row)
-    assert all(f"{name}: {form.help}" in message for name, form in FORMATS.items() if name != "auto")
+    assert all(f"{name}: {form.help}" in message for name, form in FORMATS.items())
 
 
 @pytest.mark.parametrize("role", ROLES)
@@ -286,7 +275,7 @@ def test_fields_that_go_nowhere_are_named_and_mapped_ones_are_not_among_them() -
 
 def test_columns_give_fields_their_names() -> None:
     fields = mapped({"question": "Why?", "answer": "So.", "id": 3}, {"prompt": "question", "completion": "answer"})
-    assert FORMATS[detect(fields)].read(fields) == Completion("Why?", "So.")
+    assert FORMATS[detect(fields, {})].read(fields) == Completion("Why?", "So.")
 
 
 def test_a_column_that_is_not_there_is_told_with_the_nearest() -> None:
@@ -365,7 +354,7 @@ def test_the_fields_of_a_format_are_those_it_is_known_by_and_the_others_it_reads
         ("tokenized", {"input_ids": [5, 6, 7], "attention_mask": [1, 0, 1]}, ["`attention_mask[1]`"]),
         ("alpaca", {"instruction": "x", "output": "y", "history": "x"}, ["`history`", "not valid JSON"]),
         ("alpaca", {"instruction": "x", "output": "y", "history": [["a"]]}, ["`history[0]`", "two texts"]),
-        ("alpaca", {"instruction": "x", "output": "y", "history": [["a", 1]]}, ["`history[0].assistant`"]),
+        ("alpaca", {"instruction": "x", "output": "y", "history": [["a", 1]]}, ["`history[0][1].content`"]),
         ("alpaca", {"instruction": "x", "output": "y", "system": 5}, ["`system`", "not a number"]),
         ("messages", {"messages": [{**ASK, "function_call": {"name": "x"}}]}, ["only the assistant calls tools"]),
         ("messages", {"messages": [TELL], "functions": {"a": 1}}, ["`functions`", "not an object"]),

@@ -12,8 +12,10 @@ import pytest
 from conversations import TEMPLATES, TWO_TURNS, assistant, system, trained_text, trained_tokens, user
 from known_templates import KNOWN, VARIANTS, texts
 
-from finetune.data.chat import encode, is_empty, marks_generation
-from finetune.data.formats import FORMATS, Chat, RowError
+from finetune.data.chat import encode, is_empty
+from finetune.data.examples import Chat, RowError
+from finetune.data.formats import FORMATS
+from finetune.data.masks import marks_generation
 from finetune.model.chat_template import end_of_turn, stop_ids
 
 Make = Callable[..., Any]

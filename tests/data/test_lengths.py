@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from finetune.data.chat import IGNORE, Encoded
-from finetune.data.formats import RowError
+from finetune.data.examples import RowError
 from finetune.data.lengths import TOO_LONG
 
 

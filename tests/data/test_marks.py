@@ -12,7 +12,7 @@ import pytest
 from conversations import TWO_TURNS, assistant, shown, trained_text, user
 
 from finetune.data.chat import IGNORE, Encoded, encode, encode_all, is_empty, system_heads
-from finetune.data.formats import Chat, Completion, RowError, Text, Tokens
+from finetune.data.examples import Chat, Completion, RowError, Text, Tokens
 
 Make = Callable[..., Any]
 

@@ -11,9 +11,10 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from known_templates import KNOWN, VARIANTS, texts
 
-from finetune.data.chat import IGNORE, Encoded, encode, encode_all, marks_generation
-from finetune.data.formats import Chat, Completion, Example, Message, RowError, Text, Tokens
+from finetune.data.chat import IGNORE, Encoded, encode, encode_all
+from finetune.data.examples import Chat, Completion, Example, Message, RowError, Text, Tokens
 from finetune.data.lengths import TOO_LONG
+from finetune.data.masks import marks_generation
 
 Make = Callable[..., Any]
 

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from finetune.config import DataSection, Source
-from finetune.data import prepare as preparing
 from finetune.data import sources
+from finetune.data import split as splitting
 from finetune.data.chat import IGNORE
 from finetune.data.counts import TOO_LONG, UNTRAINED, Affected
 from finetune.data.prepare import _splits, held_out_rows, prepare, prepare_held_out, questions
@@ -415,7 +415,7 @@ def test_the_first_problems_are_told_in_the_order_of_the_rows_whoever_finds_them
     batch: int, write: Write, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The reader finds those of a line as it reads ahead, the format those of a field, the template those of turns."""
-    monkeypatch.setattr(preparing, "_BATCH_ROWS", batch)
+    monkeypatch.setattr(splitting, "_BATCH_ROWS", batch)
     source = write([])
     lines = [
         '{"messages": [',

@@ -2,7 +2,7 @@
 
 from finetune.config import ModelSection
 from finetune.data.chat import IGNORE, encode
-from finetune.data.formats import Chat
+from finetune.data.examples import Chat
 from finetune.model.tokenizer import load_tokenizer
 
 

@@ -27,7 +27,8 @@ from finetune.errors import ArtifactError, ConfigError, DataError
 from finetune.lifecycle import resume
 from finetune.runtime.randomness import RandomState
 from finetune.storage import checkpoint
-from finetune.storage.rundir import RunDirectory, checkpoint_step, write_lines
+from finetune.storage.files import write_lines
+from finetune.storage.rundir import RunDirectory, checkpoint_step
 from finetune.training import optimizers, state
 
 CONFIG = "configs/tiny_cpu.yaml"

@@ -12,7 +12,7 @@ from children import Children, Fault
 from jobs import QUICK, TINY
 
 from finetune.errors import MachineError
-from finetune.storage import rundir
+from finetune.storage.files import append_line
 from finetune.storage.rundir import RunDirectory
 
 JOB = [*QUICK, "data.eval=none", "training.eval_every=null", "quantization.kind=none", "output.save_every=1"]
@@ -66,7 +66,7 @@ def test_a_directory_of_the_same_number_on_disk_is_not_taken_for_the_one_that_wa
             shutil.rmtree(run.path)
             run.claim()
             with pytest.raises(MachineError, match="no longer the directory"):
-                rundir.append_line(run.events_file, {})
+                append_line(run.events_file, {})
         assert run.events() == []
 
 

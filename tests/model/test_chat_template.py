@@ -87,7 +87,7 @@ def test_a_named_template_renders_what_the_one_shipped_with_trl_renders(name: st
 Draw = Callable[..., Any]
 
 
-@pytest.fixture(params=[chat_template.render, chat_template.text])
+@pytest.fixture(params=[chat_template.ids, chat_template.text])
 def draw(request: pytest.FixtureRequest) -> Draw:
     """As a conversation is rendered in generation, and as it is in preparation."""
     return request.param

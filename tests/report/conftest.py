@@ -8,7 +8,8 @@ import pytest
 from report_lines import MIB, evaluation_line, training_line, write_lines
 
 from finetune.config import Config
-from finetune.storage.rundir import RunDirectory, write_json
+from finetune.storage.files import write_json
+from finetune.storage.rundir import RunDirectory
 
 
 @pytest.fixture

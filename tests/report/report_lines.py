@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from finetune.storage.rundir import RunDirectory, append_line
+from finetune.storage.files import append_line
+from finetune.storage.rundir import RunDirectory
 
 MIB = 2**20
 

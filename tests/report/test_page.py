@@ -11,7 +11,8 @@ from report_lines import evaluation_line, training_line, write_lines
 
 from finetune.report import page
 from finetune.report.result import Result
-from finetune.storage.rundir import RunDirectory, write_json
+from finetune.storage.files import write_json
+from finetune.storage.rundir import RunDirectory
 
 # The page embeds what is there; that plots are images is test_plots' fact.
 _IMAGE = b"\x89PNG\r\n\x1a\n" + bytes(range(256))

@@ -16,7 +16,8 @@ from finetune.config import Config
 from finetune.data.counts import CONTROL_TOKENS, DUPLICATE, EMPTY, TOO_LONG, Affected
 from finetune.data.prepare import Counts, Prepared
 from finetune.report.terminal import Terminal
-from finetune.storage.rundir import RunDirectory, write_json
+from finetune.storage.files import write_json
+from finetune.storage.rundir import RunDirectory
 
 _PROOF = {"rows": 8, "tokens": 1234, "error": 0.0025, "bound": 0.011, "effect": 0.31, "agreement": 0.9951}
 _AFFECTED = [

@@ -52,7 +52,8 @@ def test_what_no_line_of_json_is_is_left_out_and_a_line_cut_off_at_the_end_is_to
     deep = b'{"time":1,"event":"x","a":' + b"[" * 900 + b"]" * 900 + b"}"
     deeper = b"[" * 200_000
     digits = b'{"time":1,"event":"x","a":' + b"9" * 5000 + b"}"
-    bad = [b"[]", b"3", b"", b"\xff\xfe", b'{"time"', b"null", deep, deeper, digits]
+    half = b'{"time":1,"event":"\\ud800"}'
+    bad = [b"[]", b"3", b"", half, b"\xff\xfe", b'{"time"', b"null", deep, deeper, digits]
     assert list(wrong(tmp_path / "x", records.EVENT, *bad, SAVED)) == [*range(1, len(bad) + 1)]
     (tmp_path / "x").write_bytes(json.dumps(SAVED).encode() + b'\n{"time": 1')
     found = records.read_lines(tmp_path / "x", records.EVENT)

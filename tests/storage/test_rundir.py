@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from finetune.config import Config, ModelSection, OutputSection
 from finetune.errors import ArtifactError, MachineError
 from finetune.storage import records
-from finetune.storage.rundir import RunDirectory, append_line, checkpoint_step, dispose, staged, write_json, write_text
+from finetune.storage.files import append_line, dispose, staged, write_json, write_text
+from finetune.storage.rundir import RunDirectory, checkpoint_step
 
 
 @pytest.fixture

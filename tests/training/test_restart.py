@@ -12,7 +12,8 @@ from safetensors.torch import load_file
 import finetune
 from finetune.errors import ArtifactError, ConfigError, DataError, MachineError
 from finetune.export import merge
-from finetune.storage.rundir import RunDirectory, write_text
+from finetune.storage.files import write_text
+from finetune.storage.rundir import RunDirectory
 from finetune.training.step import Step
 
 

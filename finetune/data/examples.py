@@ -1,0 +1,87 @@
+"""Examples: what a row says once its format is known, and what training and generation work on."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+Message = dict[str, Any]
+
+
+class RowError(ValueError):
+    """A row does not have the shape its format asks for; the message names the field."""
+
+
+@dataclass(frozen=True)
+class Chat:
+    """A conversation, rendered by the chat template.
+
+    Assistant turns whose index is in `context` are shown to the model and not trained. `tools` are the functions the
+    assistant may call, as JSON schemas for the template. The texts of an `escaped` example have stand-ins (control.py).
+    """
+
+    messages: list[Message]
+    context: frozenset[int] = frozenset()
+    tools: list[dict[str, Any]] | None = None
+    escaped: bool = False
+
+
+@dataclass(frozen=True)
+class Completion:
+    """A prompt and what should follow it, both plain text."""
+
+    prompt: str
+    completion: str
+    escaped: bool = False
+
+
+@dataclass(frozen=True)
+class Text:
+    """Plain text, learnt whole."""
+
+    text: str
+    escaped: bool = False
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """Token ids, and the labels that came with them (of the same length, -100 where not trained), if any."""
+
+    input_ids: list[int]
+    labels: list[int] | None = None
+
+
+Example = Chat | Completion | Text | Tokens
+
+ASKED: dict[str, Callable[[str], Example]] = {
+    "chat": lambda text: Chat([{"role": "user", "content": text}]),
+    "completion": lambda text: Completion(text, ""),
+    "text": Text,
+    "tokens": Text,
+}
+"""What a person asks, in the shape of the rows that were learnt; by the name of a kind of example (`kind`)."""
+
+
+def kind(example: Example) -> str:
+    """`chat`, `completion`, `text` or `tokens`."""
+    return type(example).__name__.lower()
+
+
+def shown(prompt: list[Message] | str) -> str:
+    """A prompt as people read it: a question by itself, and a conversation with who says what."""
+    if isinstance(prompt, str) or [message["role"] for message in prompt] == ["user"]:
+        return prompt if isinstance(prompt, str) else str(prompt[0]["content"])
+    return "\n".join(f"{message['role']}: {_said(message)}" for message in prompt)
+
+
+def _said(message: Message) -> str:
+    calls = [json.dumps(call["function"], ensure_ascii=False) for call in message.get("tool_calls") or ()]
+    return "\n".join([*([message["content"]] if message["content"] or not calls else []), *calls])
+
+
+def in_common(first: Sequence[Any], second: Sequence[Any]) -> int:
+    """How many items both begin with."""
+    pairs = enumerate(zip(first, second, strict=False))
+    return next((index for index, (a, b) in pairs if a != b), min(len(first), len(second)))

@@ -1,0 +1,181 @@
+"""Conversations: messages as data sets write them (OpenAI's, ShareGPT's), in the terms of chat templates.
+
+TRL's converters expect rows that are sound; these name the field of one that is not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from finetune.data import fields as row
+from finetune.data.examples import Chat, Message, RowError
+from finetune.data.fields import Fields
+
+# Roles as rows may call them, and as chat templates know them.
+ROLES = {role: role for role in ("system", "user", "assistant", "tool")} | {"developer": "system", "function": "tool"}
+_SHAREGPT_ROLES = ROLES | {
+    "human": "user", "gpt": "assistant", "model": "assistant", "observation": "tool", "function_call": "assistant"
+}  # fmt: skip
+# What only other kinds of models or of training can learn from.
+_MEDIA = ("image", "images", "video", "videos", "audio", "audios")
+_VERDICTS = ("label", "kto_tag")
+# What a message may say about being trained: our own key, and OpenAI's, which knows 0 and 1.
+_SWITCHES = ("train", "weight")
+
+
+def conversation(messages: list[Message], fields: Fields, context: Iterable[int] = (), where: str = "messages") -> Chat:
+    """The conversation without its switches, and with the turns that they leave out as context.
+
+    A system message of the row's own opens it.
+    """
+    untrained = {at for at, message in enumerate(messages) if not _is_trained(message, f"{where}[{at}]")}
+    plain = [{key: value for key, value in message.items() if key not in _SWITCHES} for message in messages]
+    system = None if row.is_nothing(fields.get("system")) else row.text(fields, "system")
+    opening = [] if system is None else [{"role": "system", "content": system}]
+    if opening and plain[0]["role"] == "system":
+        if plain[0]["content"] != system:
+            raise RowError(f"`system` and `{where}[0]` are two system messages; keep one of them")
+        opening = []
+    answers = {at for at, message in enumerate(messages) if message["role"] == "assistant"}
+    turned_off = frozenset(at + len(opening) for at in (untrained | set(context)) & answers)
+    return Chat([*opening, *plain], turned_off, _tools(fields))
+
+
+def _is_trained(message: Message, where: str) -> bool:
+    for key in _SWITCHES:
+        value = message.get(key)
+        if value is None:
+            continue
+        if value not in (0, 1) or (key == "train" and not isinstance(value, bool)):
+            allowed = "true or false" if key == "train" else "0 (not trained) or 1; no weights between are known"
+            raise RowError(f"`{where}.{key}` must be {allowed}, not {value!r}")
+        if value and message["role"] != "assistant":
+            raise RowError(f"`{where}.{key}`: only the assistant's turns are trained; take it from this message")
+        if not value:
+            return False
+    return True
+
+
+def _tools(fields: Fields) -> list[dict[str, Any]] | None:
+    tools, functions = (row.objects(fields, name) for name in ("tools", "functions"))
+    # As OpenAI had them before `tools`.
+    return tools or (functions and [{"type": "function", "function": function} for function in functions])
+
+
+def read_messages(fields: Fields, name: str) -> list[Message]:
+    """The field `name` of a row, a list of messages as OpenAI writes them."""
+    return [read_message(message, f"{name}[{i}]") for i, message in enumerate(_list_of_messages(fields, name))]
+
+
+def _list_of_messages(fields: Fields, name: str) -> list[Any]:
+    messages = fields.get(name)
+    if not isinstance(messages, list) or not messages:
+        raise RowError(f"`{name}` must be a list with at least one message")
+    return messages
+
+
+def read_message(message: Any, where: str) -> Message:
+    """One message in the terms of chat templates: role, text, and the calls of tools with their arguments parsed."""
+    if not isinstance(message, Mapping):
+        raise RowError(f"`{where}` must be an object with `role` and `content`, not {row.kind_of(message)}")
+    read: Message = {key: value for key, value in message.items() if value is not None}
+    read["role"] = _role(message, "role", ROLES, where)
+    refuse_other_training(read, where + ".", answers=read["role"] == "assistant")
+    if call := read.pop("function_call", None):  # as OpenAI had it before `tool_calls`
+        read["tool_calls"] = read.get("tool_calls") or [{"type": "function", "function": call}]
+        read["content"] = read.get("content") or ""
+    if "reasoning_content" in read:
+        read["reasoning_content"] = _content(read, "reasoning_content", where)
+    if read.get("tool_calls"):
+        if read["role"] != "assistant":
+            raise RowError(f"`{where}.tool_calls`: only the assistant calls tools")
+        read["tool_calls"] = _tool_calls(read["tool_calls"], f"{where}.tool_calls")
+        read.setdefault("content", "")
+    read["content"] = _content(read, "content", where)
+    return read
+
+
+def sharegpt_messages(fields: Fields) -> list[Message]:
+    """The `conversations` of a row as ShareGPT writes them."""
+    turns = []
+    for index, turn in enumerate(_list_of_messages(fields, "conversations")):
+        where = f"conversations[{index}]"
+        if not isinstance(turn, Mapping):
+            raise RowError(f"`{where}` must be an object with `from` and `value`, not {row.kind_of(turn)}")
+        turns.append(_turn(turn, where))
+    return turns
+
+
+def _turn(turn: Mapping[str, Any], where: str) -> Message:
+    role = _role(turn, "from", _SHAREGPT_ROLES, where)
+    rest = {key: value for key, value in turn.items() if key not in ("from", "value") and value is not None}
+    if turn["from"] != "function_call":
+        return read_message({**rest, "role": role, "content": _content(turn, "value", where)}, where)
+    calls = row.parsed(turn.get("value"), f"{where}.value")
+    wrapped = [{"type": "function", "function": call} for call in (calls if isinstance(calls, list) else [calls])]
+    return {**rest, "role": role, "content": "", "tool_calls": _tool_calls(wrapped, f"{where}.value")}
+
+
+def _role(message: Mapping[str, Any], key: str, roles: Mapping[str, str], where: str) -> str:
+    role = message.get(key)
+    if not isinstance(role, str) or role not in roles:
+        raise RowError(f"`{where}.{key}` must be one of {', '.join(roles)}, not {role!r}")
+    return roles[role]
+
+
+def _content(message: Mapping[str, Any], key: str, where: str) -> str:
+    """The text of a message, its parts joined where it is a list of text parts."""
+    content = message.get(key)
+    if isinstance(content, list) and content and all(isinstance(part, Mapping) for part in content):
+        return "".join(_part(part, f"{where}.{key}[{index}]") for index, part in enumerate(content))
+    if not isinstance(content, str):
+        raise RowError(f"`{where}.{key}` must be text, not {row.kind_of(content)}")
+    row.check_encodable(content, f"{where}.{key}")
+    return content
+
+
+def _part(part: Mapping[str, Any], where: str) -> str:
+    if part.get("type") != "text":
+        raise RowError(f"`{where}` is of type {part.get('type')!r}; only text is trained here, so leave the row out")
+    return _content(part, "text", where)
+
+
+def _tool_calls(calls: Any, where: str) -> list[dict[str, Any]]:
+    if not isinstance(calls, list):
+        raise RowError(f"`{where}` must be a list, not {row.kind_of(calls)}")
+    read = []
+    for index, call in enumerate(calls):
+        function = call.get("function") if isinstance(call, Mapping) else None
+        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+            raise RowError(
+                f"`{where}[{index}]` must be an object with `function`, an object with `name` and `arguments`"
+            )
+        # OpenAI writes the arguments as JSON text; templates write the object as JSON themselves.
+        arguments = row.parsed(function.get("arguments") or {}, f"{where}[{index}].function.arguments")
+        if not isinstance(arguments, Mapping):
+            raise RowError(f"`{where}[{index}].function.arguments` must be an object, not {row.kind_of(arguments)}")
+        read.append({**call, "function": {**function, "arguments": arguments}})
+    return read
+
+
+def refuse_other_training(fields: Fields, where: str = "", *, answers: bool) -> None:
+    """Raise RowError for fields of a row or message that only other kinds of training can learn from.
+
+    `answers`: whether it holds answers, about which a verdict may be given.
+    """
+    for name, value in fields.items():
+        if name in _MEDIA and not row.is_nothing(value):
+            raise RowError(
+                f"`{where}{name}`: only text is trained here, so leave the row out, or the field where it can go"
+            )
+        if name in _VERDICTS and answers and _is_verdict(value):
+            raise RowError(
+                f"`{where}{name}` says which answers are good and which are bad (KTO), and bad ones would be learnt as "
+                "good ones here; keep the rows of good answers, without this field"
+            )
+
+
+def _is_verdict(value: Any) -> bool:
+    """Whether it is true or false, as JSON, a table or a text file have it."""
+    return str(value).lower() in ("true", "false", "0", "1", "0.0", "1.0")

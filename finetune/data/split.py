@@ -1,0 +1,237 @@
+"""One split: its rows read, tokenized, counted and written to disk, or as an earlier start left them there.
+
+Rows are worked on some hundreds at a time, and what is trained on is mapped into memory. So data that does not fit in
+memory is shuffled, batched and resumed as any other. What grows in memory with the rows is a hash of each, by which
+duplicates are recognised, and the list of those left out or changed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from finetune.config import DataSection
+from finetune.data import cache, chat, control, fingerprint, formats, lengths, sources
+from finetune.data.chat import Encoded
+from finetune.data.counts import CONTROL_TOKENS, DUPLICATE, EMPTY, TOO_LONG, UNTRAINED, Affected, Counts
+from finetune.data.examples import Chat, Example, RowError, Tokens, kind
+from finetune.data.problems import Problems
+from finetune.data.rows import mapped, writer
+from finetune.data.sources import Row
+from finetune.data.tokenizing import TooMuchText
+from finetune.errors import DataError
+
+Split = Literal["train", "eval"]
+
+# Raised with any change to the code that makes other rows of the same data, so that earlier entries are not found.
+_VERSION = 2
+
+_ROWS, _COUNTS = "rows.arrow", "counts.json"
+
+# Read, tokenized and written together: enough for the tokenizer to share among cores, few enough to hold.
+_BATCH_ROWS = 256
+_BATCH_CHARACTERS = 2**19
+
+
+@contextlib.contextmanager
+def located(row: Row) -> Iterator[None]:
+    """Raise a RowError within the block as a DataError with the place of the row."""
+    try:
+        yield
+    except RowError as error:
+        raise DataError(f"{row.place}: {error}") from None
+
+
+@dataclass
+class Job:
+    """What decides the rows of both splits."""
+
+    section: DataSection
+    tokenizer: Any
+
+    def split(self, split: Split, rows: Iterable[Row], problems: Problems) -> tuple[Any, Counts]:
+        """The tokenized `rows` and their counts, from the cache where they are there. Raises as `prepare` does."""
+
+        def fill(folder: Path) -> None:
+            counts = Counts()
+            with writer(folder / _ROWS) as write:
+                _Rows(self.section, self.tokenizer, problems, counts, write).take(rows)
+            with cache.writing():
+                (folder / _COUNTS).write_text(json.dumps(asdict(counts)), encoding="utf-8")
+
+        folder = cache.entry(lambda: self._key(split), fill)
+        found = json.loads((folder / _COUNTS).read_text(encoding="utf-8"))
+        counts = Counts(**{**found, "affected": [Affected(**row) for row in found["affected"]]})
+        return mapped(folder / _ROWS), counts
+
+    def _key(self, split: Split) -> str | None:
+        """All that decides the split's rows, as one hash; None where the content of a source is not known."""
+        of_its_own = split == "eval" and self.section.eval != "auto"
+        contents = sources.contents(self.section.eval if of_its_own else self.section.train)
+        if contents is None:
+            return None
+        settings = self.section.model_dump(mode="json", exclude={"packing"})  # which changes no row
+        libraries = [version(name) for name in ("transformers", "tokenizers", "jinja2")]
+        parts = [_VERSION, split, contents, settings, self._spelling, libraries]
+        return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+
+    @cached_property
+    def _spelling(self) -> list[Any]:
+        known = [fingerprint.of(self.tokenizer), getattr(self.tokenizer, "split_special_tokens", False)]
+        if self.tokenizer.is_fast:
+            return known
+        # The vocabulary of a tokenizer written in Python does not determine what it does.
+        return [*known, type(self.tokenizer).__name__, json.dumps(self.tokenizer.init_kwargs, default=str)]
+
+
+class _Read(NamedTuple):
+    """A row of the source, or what is wrong with it, and how many problems were known when it was read."""
+
+    row: Row
+    example: Example | DataError
+    problems: int
+
+    @property
+    def characters(self) -> int:
+        """About so many, or tokens."""
+        match self.example:
+            case DataError():
+                return 0
+            case Tokens(input_ids):
+                return len(input_ids)
+            case example:
+                return sum(map(len, control.texts(example)))
+
+
+@dataclass
+class _Rows:
+    """The rows of one split on their way to disk."""
+
+    section: DataSection
+    tokenizer: Any
+    problems: Problems
+    counts: Counts
+    write: Callable[[list[tuple[Row, Encoded]]], None]
+    forms: dict[str, str] = field(default_factory=dict)
+    seen: set[int] = field(default_factory=set)
+    last: tuple[str, bool] = ("", False)
+
+    def take(self, rows: Iterable[Row]) -> None:
+        """Tokenize, count and write them. Raises BadRows with all problems, in the order of the rows."""
+        with self.problems:
+            for batch in self._batches(rows):
+                self.write(list(self._kept_of(batch)))
+                self.problems.stop_at(len(self.problems.found))
+
+    def _batches(self, rows: Iterable[Row]) -> Iterator[list[_Read]]:
+        batch: list[_Read] = []
+        characters = 0
+        try:
+            for row in rows:
+                batch.append(_Read(row, self._read(row), len(self.problems.found)))
+                characters += batch[-1].characters
+                if len(batch) == _BATCH_ROWS or characters >= _BATCH_CHARACTERS:
+                    yield batch
+                    batch, characters = [], 0
+        except DataError:  # at which reading ends; the rows before it may have problems of their own
+            yield batch
+            raise
+        yield batch
+
+    def _read(self, row: Row) -> Example | DataError:
+        columns = self.section.columns
+        try:
+            with located(row):
+                if row.source not in self.forms:
+                    form = self.section.format
+                    self.forms[row.source] = formats.detect(row.fields, columns) if form == "auto" else form
+                example, unused = formats.read(row.fields, self.forms[row.source], columns)
+        except DataError as error:
+            return error
+        if isinstance(example, Chat):
+            unused += [f"messages.{name}" for name in chat.unused(example, self.tokenizer)]
+        self.counts.unused += [name for name in unused if name not in self.counts.unused]
+        return example
+
+    def _kept_of(self, batch: list[_Read]) -> Iterator[tuple[Row, Encoded]]:
+        loss_on, known = self.section.loss_on, len(self.problems.found)
+        full = {
+            place: read.example
+            for place, read in enumerate(batch)
+            if not isinstance(read.example, DataError) and not chat.is_empty(read.example, loss_on)
+        }
+        rows = chat.encode_all(list(full.values()), self.tokenizer, loss_on, self.section.control_tokens)
+        encoded = dict(zip(full, rows, strict=True))
+        if lengths.TOO_LONG[self.section.too_long].keeps_head:
+            encoded |= self._with_heads(full, encoded)
+        for place, read in enumerate(batch):
+            try:
+                for kept in self._kept(read, encoded.get(place)):
+                    self.counts.add(len(kept.input_ids), kept.trained, kind(full[place]))
+                    yield read.row, kept
+            except DataError as error:
+                # Problems found while reading ahead are in the list already; this one goes before them.
+                self.problems.add(error, at=read.problems + len(self.problems.found) - known)
+
+    def _with_heads(
+        self, full: dict[int, Example], encoded: dict[int, Encoded | RowError]
+    ) -> dict[int, Encoded | RowError]:
+        """Those that are too long, with the length of their head."""
+        long = {
+            place: row
+            for place, row in encoded.items()
+            if isinstance(row, Encoded) and len(row.input_ids) > self.section.max_length
+        }
+        rows = [(full[place], row) for place, row in long.items()]
+        heads = chat.system_heads(rows, self.tokenizer, self.section.control_tokens)
+        return {place: replace(row, head=head) for (place, row), head in zip(long.items(), heads, strict=True)}
+
+    def _kept(self, read: _Read, encoded: Encoded | RowError | None) -> list[Encoded]:
+        """What a row of the source is trained as: one row, pieces of it, or none. What is done to it is counted."""
+        place, section, affected = read.row.place, self.section, self.counts.affected
+        if isinstance(read.example, DataError):
+            raise read.example
+        if encoded is None:
+            affected.append(Affected(place, "dropped", EMPTY))
+            return []
+        if isinstance(encoded, TooMuchText) and lengths.TOO_LONG[section.too_long].blind:
+            affected.append(Affected(place, "dropped", TOO_LONG))
+            return []
+        if isinstance(encoded, RowError):
+            raise DataError(f"{place}: {encoded}")
+        length = len(encoded.input_ids)
+        if not encoded.trained:
+            affected.append(Affected(place, "dropped", UNTRAINED, length))
+            return []
+        if encoded.escaped:
+            affected.append(Affected(place, "kept", CONTROL_TOKENS, length))
+        if self._again(place, encoded):
+            what = "dropped" if section.duplicates == "drop" else "kept"
+            affected.append(Affected(place, what, DUPLICATE, length))
+            if what == "dropped":
+                return []
+        if length <= section.max_length:
+            return [encoded]
+        with located(read.row):
+            what, pieces = lengths.TOO_LONG[section.too_long].apply(encoded, section.max_length)
+        trained = [piece for piece in pieces if piece.trained]
+        affected.append(Affected(place, what if trained else "dropped", TOO_LONG, length))
+        return trained
+
+    def _again(self, place: str, encoded: Encoded) -> bool:
+        """Whether an earlier row has the same tokens and labels, by 64-bit hashes.
+
+        A weight gives a row several times, one after the other: it is no duplicate of itself.
+        """
+        if place != self.last[0]:
+            content = hash((tuple(encoded.input_ids), tuple(encoded.labels)))
+            self.last = place, content in self.seen
+            self.seen.add(content)
+        return self.last[1]
