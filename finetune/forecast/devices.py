@@ -56,7 +56,7 @@ class Device:
 
     @property
     def kernels(self) -> Kernels:
-        return operator_costs.cuda(self.capability) if self.type == "cuda" else operator_costs.cpu()
+        return operator_costs.cuda() if self.type == "cuda" else operator_costs.cpu()
 
     @property
     def workspace_bytes(self) -> int:

@@ -28,12 +28,10 @@ def fill(model: nn.Module, section: QuantizationSection, mode: FakeTensorMode) -
     """Replace every meta parameter and buffer of `model` by a fake one on the CPU; tied weights stay tied."""
     fake = _Fakes(section, mode)
     for module in model.modules():
-        for name, parameter in list(module._parameters.items()):
-            if parameter is not None:
-                module._parameters[name] = fake.parameter(parameter)
-        for name, buffer in list(module._buffers.items()):
-            if buffer is not None:
-                module._buffers[name] = fake.buffer(buffer)
+        for name, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
+            setattr(module, name, fake.parameter(parameter))
+        for name, buffer in list(module.named_buffers(recurse=False, remove_duplicate=False)):
+            setattr(module, name, fake.buffer(buffer))
 
 
 def quantization_state(parameter: nn.Parameter) -> Iterator[torch.Tensor]:

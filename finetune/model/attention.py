@@ -110,7 +110,7 @@ def _flex(config: Any, device: str, precision: str) -> str | None:
 def _supports(config: Any, attribute: str) -> bool:
     """What the model's class in transformers says it can do; true of a model that brings its own code."""
     found = catalog.model_class(config)
-    return found is None or bool(getattr(found, attribute))
+    return found is None or catalog.says(found, attribute)
 
 
 def _eager(config: Any, device: str, precision: str) -> str | None:

@@ -64,7 +64,7 @@ def _obstacle(config: Any) -> str | None:
     """
     if (found := catalog.model_class(config)) is None:
         return None
-    if found._is_stateful:
+    if catalog.says(found, "_is_stateful"):
         return "are recurrent and would carry their state from one row into the next"
     beside = vars(sys.modules[found.__module__])
     if "ALL_ATTENTION_FUNCTIONS" not in beside or any(name.endswith("ATTENTION_CLASSES") for name in beside):

@@ -270,8 +270,8 @@ def without_triton() -> None:
     from trl.kernels import chunked_logprob
     from trl.trainer import utils
 
-    chunked_logprob._use_triton = lambda device: False
-    utils._use_triton = lambda device: device.type == "cuda"
+    for module, use in ((chunked_logprob, lambda device: False), (utils, lambda device: device.type == "cuda")):
+        module._use_triton = use  # noqa: SLF001 -- trl 1.16 has no setting for it
     if native := getattr(backends, "python_native", None):  # torch 2.11 has no such kernels
         native.triton.disable()
 
