@@ -37,14 +37,12 @@ class Kernels:
     """The kernels of one device, by the names of their operators.
 
     `python`: operators to run as the Python program they are there. `scratch`: for an operator, its arguments and the
-    named ones, the sizes in bytes of what its kernel allocates and frees within. `flops`: operations of operators that
-    torch's table does not know. `as_there`: a context in which the libraries take the paths that they take on that
-    device.
+    named ones, the sizes in bytes of what its kernel allocates and frees within. `as_there`: a context in which the
+    libraries take the paths that they take on that device.
     """
 
     python: Mapping[str, Callable[..., Any]]
     scratch: Callable[[Any, Any, Any], list[int]]
-    flops: Mapping[str, Callable[..., int]]
     as_there: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
 
 
@@ -64,7 +62,6 @@ def cpu() -> Kernels:
             **{f"bitsandbytes::{name}": getattr(ops, f"_{name}_cpu") for name in updates},
         },
         scratch=_scratch_on_cpu,
-        flops=_FLOPS,
     )
 
 
@@ -77,7 +74,6 @@ def cuda() -> Kernels:
             "bitsandbytes::int8_vectorwise_dequant": _dequantize_int8,
         },
         scratch=_scratch_on_cuda,
-        flops=_FLOPS,
         as_there=_on_cuda,
     )
 
@@ -433,10 +429,11 @@ def _packed_shapes(query: Any, longest: int) -> list[torch.Size]:
     return [torch.Size((1, query.shape[1], length, query.shape[2])) for length in [longest] * whole + [rest]]
 
 
-_FLOPS: dict[str, Callable[..., int]] = {
+FLOPS: dict[str, Callable[..., int]] = {
     "aten::linear": _linear,
     _VARLEN: _packed,
     f"{_VARLEN}_backward": _packed_backward,
     _FLASH: _attention,
     f"{_FLASH}_backward": _attention_backward,
 }
+"""Operations of operators that torch's table (torch.utils.flop_counter) does not know."""

@@ -16,6 +16,7 @@ import inspect
 import weakref
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, fields
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -23,8 +24,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from finetune.forecast import operators
-from finetune.forecast.operator_costs import Kernels
-from finetune.measure.monitor import Monitor, Peak
+from finetune.forecast.operator_costs import FLOPS, Kernels
+from finetune.measure.monitor import Monitor
 from finetune.model.experts import Mixture
 
 CATEGORIES = {
@@ -47,7 +48,7 @@ _aten = torch.ops.aten
 _ALL = ("aten::all", "aten::eq.Scalar")
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Block:
     """One allocation: its size, what it is for, the layer that owns it, and whether it is managed memory.
 
@@ -241,7 +242,7 @@ class Recorder(TorchDispatchMode):
         moved_bytes = sum(
             tensor.numel() * tensor.element_size() for tensor in (*inputs, *outputs) if isinstance(tensor, torch.Tensor)
         )
-        if formula := self._kernels.flops.get(func.name()) or flop_registry.get(func.overloadpacket):
+        if formula := FLOPS.get(func.name()) or flop_registry.get(func.overloadpacket):
             flops = int(formula(*args, **kwargs, out_val=out))
             work.flops += flops
             if flops >= moved_bytes * self._flops_per_byte:
@@ -382,16 +383,9 @@ class TracedMonitor(Monitor):
     """Takes the phases that the trainer announces, and hands them to the recorder instead of measuring."""
 
     def __init__(self, recorder: Recorder) -> None:
-        super().__init__(_NoMeter())
+        super().__init__(SimpleNamespace(reset=lambda: None, read=dict))
         self._recorder = recorder
 
     def enter(self, phase: str) -> None:
         super().enter(phase)
         self._recorder.phase = phase
-
-
-class _NoMeter:
-    def reset(self) -> None: ...
-
-    def read(self) -> Peak:
-        return {}

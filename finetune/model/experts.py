@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Iterator, Set
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -33,9 +33,6 @@ class Mixture:
     quantized_experts: float
     unquantized: int
     parameters: int
-
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def mixture(model: nn.Module, kind: str, quantized: Set[str]) -> Mixture:
@@ -153,23 +150,18 @@ def _unpack(module: Any, inputs: Any) -> None:
         module.unpacked.callback(setattr, module, name, one)
         setattr(module, name, nn.Parameter(_dequantized(one), requires_grad=False))
     if module.packs_for_backward and torch.is_grad_enabled():
-        saved = _SavedPacked({_storage(getattr(module, name)): one for name, one in packed.items()})
-        module.unpacked.enter_context(torch.autograd.graph.saved_tensors_hooks(saved.pack, _dequantized_again))
+        # Views of dequantized experts are saved as the packed experts and the view's shape.
+        by_storage = {_storage(getattr(module, name)): one for name, one in packed.items()}
+
+        def pack(tensor: torch.Tensor) -> Any:
+            one = by_storage.get(_storage(tensor))
+            return tensor if one is None else (one, tensor.shape, tensor.stride(), tensor.storage_offset())
+
+        module.unpacked.enter_context(torch.autograd.graph.saved_tensors_hooks(pack, _dequantized_again))
 
 
 def _pack(module: Any, inputs: Any, output: Any) -> None:
     module.unpacked.close()
-
-
-class _SavedPacked:
-    """Saves views of dequantized experts for the backward pass as the packed experts and the view's shape."""
-
-    def __init__(self, packed: dict[int, Any]) -> None:
-        self._packed = packed
-
-    def pack(self, tensor: torch.Tensor) -> Any:
-        packed = self._packed.get(_storage(tensor))
-        return tensor if packed is None else (packed, tensor.shape, tensor.stride(), tensor.storage_offset())
 
 
 def _dequantized_again(saved: Any) -> torch.Tensor:

@@ -18,6 +18,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from finetune.errors import first_line
+
 _SILENCED_WARNINGS = (
     # peft 0.21 and trl 1.16 still use names that transformers 5.23 deprecates.
     r"`is_gradient_checkpointing` is deprecated",
@@ -255,8 +257,7 @@ def triton_obstacle() -> str | None:
     except Exception as error:  # no compiler, no Python.h, no place for the cache, a card that Triton does not know
         if "out of memory" in str(error):
             return None  # a full card says nothing of the compiler
-        first = (str(error).splitlines() or [""])[0]
-        return f"{type(error).__name__}: {first[:160]}"
+        return f"{type(error).__name__}: {first_line(error, '')[:160]}"
     return None
 
 

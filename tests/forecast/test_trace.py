@@ -19,7 +19,7 @@ aten = torch.ops.aten
 
 
 def kernels(python: Any = None, scratch: Any = lambda func, args, named: []) -> Kernels:
-    return Kernels(python=python or {}, scratch=scratch, flops={})
+    return Kernels(python=python or {}, scratch=scratch)
 
 
 @contextlib.contextmanager
