@@ -321,7 +321,7 @@ def relative_errors(forecast: Any, peak: Mapping[str, int]) -> dict[str, float]:
 
 def record(setting: Setting, entries: Sequence[Any], peak_allocated_bytes: int, folder: Path) -> dict[str, Any]:
     """Write the allocator's history as a recording, and replay it; `left_out` says why there is none."""
-    from finetune.forecast.recording import Recording, replay
+    from allocator_recording import Recording, replay
 
     try:
         recording = Recording.from_history(

@@ -7,6 +7,11 @@ An error is one short paragraph: what is wrong, where, and what to do. The comma
 from __future__ import annotations
 
 
+def first_line(error: BaseException, otherwise: str | None = None) -> str:
+    """The first line of what a library says, or `otherwise` (by default the error's type) where it says nothing."""
+    return (str(error).splitlines() or [type(error).__name__ if otherwise is None else otherwise])[0]
+
+
 class FinetuneError(Exception):
     """Base of every error that is meant for the user."""
 

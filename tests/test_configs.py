@@ -8,7 +8,7 @@ from peft import get_peft_model
 from transformers import AutoModelForCausalLM
 
 from finetune.model import catalog
-from finetune.model.adapter import lora_config, trained_parameters
+from finetune.model.adapter import lora_config
 from finetune.model.base import load_architecture
 from finetune.settings import load_config
 
@@ -43,7 +43,7 @@ def test_config_builds_its_architecture_and_adapter(path: Path) -> None:
     with torch.device("meta"):
         base = AutoModelForCausalLM.from_config(architecture)
         model = get_peft_model(base, lora_config(base, config.adapter))
-    assert trained_parameters(model) == TRAINED_PARAMETERS[path.stem]
+    assert sum(weight.numel() for weight in model.parameters() if weight.requires_grad) == TRAINED_PARAMETERS[path.stem]
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)

@@ -21,10 +21,10 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+from allocator_recording import Recording, replay
 from packaging.requirements import Requirement
 from packaging.version import Version
 
-from finetune.forecast.recording import Recording, replay
 from finetune.settings import load_config
 
 ROOT = Path(__file__).resolve().parents[1]

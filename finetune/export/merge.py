@@ -7,6 +7,7 @@ adapter on held-out rows. A merge that differs by more than rounding explains ne
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -79,16 +80,13 @@ def merge(run: RunDirectory, config: Config, device: torch.device, note: Callabl
             fingerprint.save(tokenizer, base_identity, folder)
             del base, adapted, merged
             libraries.return_freed_memory()
+            written_logits = proof.logits(_load(folder, config.model, dtype, device), rows)
             result = proof.compare(
-                proof.logits(_load(folder, config.model, dtype, device), rows),
-                adapted_logits,
-                base_logits,
-                proof.bound(layers, dtype),
-                mixture=mixture,
+                written_logits, adapted_logits, base_logits, proof.bound(layers, dtype), mixture=mixture
             )
             _refuse_unless_equal(result)
             record = {
-                **result.as_dict(),
+                **asdict(result),
                 "base": config.model.name,
                 "base_sha256": base_identity and base_identity.rpartition(":")[2],
             }

@@ -13,7 +13,7 @@ the logits of that token differ by any amount. Of a mixture the measure is there
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -46,9 +46,6 @@ class Proof:
     def holds(self) -> bool:
         """Within rounding, and nearer to the adapter than the bare base is, wherever that can be told apart."""
         return self.error <= self.bound and (self.error < self.effect or self.effect <= self.bound)
-
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def bound(layers: int, dtype: torch.dtype) -> float:

@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from finetune.forecast import operators
+
 # Policy `fp32`: 16-bit inputs become float32.
 FLOAT32 = (
     "acos", "asin", "cosh", "erfinv", "exp", "expm1", "log", "log10", "log2", "log1p", "reciprocal", "rsqrt", "sinh",
@@ -36,24 +38,16 @@ _HALVES = (torch.bfloat16, torch.float16)
 @contextlib.contextmanager
 def as_on_cuda() -> Iterator[None]:
     """Within the block autocast casts CPU tensors as it casts those of CUDA."""
-    kernels = {
-        **{name: _in_float32(_operator(name)) for name in FLOAT32},
-        **{name: _to_float32(_operator(name)) for name in FLOAT32_RESULT},
-        **{name: _by_overload(name, overload) for name, overload in FLOAT32_OVERLOAD.items()},
-        **{name: _in_widest(_operator(name)) for name in WIDEST},
-    }
     library = torch.library.Library("aten", "IMPL", "AutocastCPU")
+    for names, kernel in (
+        (FLOAT32, _in_float32), (FLOAT32_RESULT, _to_float32), (FLOAT32_OVERLOAD, _by_overload), (WIDEST, _in_widest),
+    ):  # fmt: skip
+        for name in names:
+            library.impl(name, kernel(operators.find(f"aten::{name}")))
     try:
-        for name, kernel in kernels.items():
-            library.impl(name, kernel)
         yield
     finally:
-        library._destroy()
-
-
-def _operator(name: str) -> Any:
-    packet, _, overload = name.partition(".")
-    return getattr(getattr(torch.ops.aten, packet), overload or "default")
+        del library  # and with it the kernels
 
 
 def _in_float32(operator: Any) -> Callable[..., Any]:
@@ -65,7 +59,7 @@ def _in_float32(operator: Any) -> Callable[..., Any]:
 
 
 def _to_float32(operator: Any) -> Callable[..., Any]:
-    place = [argument.name for argument in operator._schema.arguments].index("dtype")
+    place = [argument.name for argument in operators.schema(operator).arguments].index("dtype")
 
     def call(*args: Any, **kwargs: Any) -> Any:
         named = args[place] if len(args) > place else kwargs.get("dtype")
@@ -77,9 +71,10 @@ def _to_float32(operator: Any) -> Callable[..., Any]:
     return call
 
 
-def _by_overload(name: str, overload: str) -> Callable[..., Any]:
-    operator, typed = _operator(name), getattr(torch.ops.aten.norm, overload)
-    arguments = operator._schema.arguments
+def _by_overload(operator: Any) -> Callable[..., Any]:
+    name = operator.name().removeprefix("aten::")
+    typed = operators.find(f"aten::norm.{FLOAT32_OVERLOAD[name]}")
+    arguments = operators.schema(operator).arguments
     left_out = {argument.name: argument.default_value for argument in arguments if argument.has_default_value()}
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -106,6 +101,6 @@ def _wide(value: Any) -> Any:
     return value.float() if isinstance(value, torch.Tensor) and value.dtype in _HALVES else value
 
 
-def _once() -> Any:
+def _once() -> torch.autocast:
     """Let the operator go on to its own kernel, past autocast."""
-    return torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU))
+    return torch.autocast("cpu", enabled=False)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from finetune.forecast.replay import Forecast
 from finetune.measure.monitor import Peak
 
 TOLD_ABOVE = 0.03
-"""A larger difference, relative to what was measured, is told to the user."""
+"""A larger difference, relative to what was measured, is shown to the user."""
 
 
 @dataclass(frozen=True)
@@ -56,18 +56,5 @@ def compare(forecast: Forecast, peaks: dict[str, Peak]) -> list[Difference]:
 
 def as_dict(forecast: Forecast, peaks: dict[str, Peak]) -> dict[str, Any]:
     """The contents of forecast.json: the forecast and, once there is something, what was measured."""
-    differences = compare(forecast, peaks)
-    return {
-        **forecast.as_dict(),
-        "measured": peaks,
-        "differences": [
-            {
-                "phase": difference.phase,
-                "measure": difference.measure,
-                "forecast_bytes": difference.forecast_bytes,
-                "measured_bytes": difference.measured_bytes,
-                "relative": round(difference.relative, 5),
-            }
-            for difference in differences
-        ],
-    }
+    differences = [{**asdict(each), "relative": round(each.relative, 5)} for each in compare(forecast, peaks)]
+    return {**forecast.as_dict(), "measured": peaks, "differences": differences}

@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 import os
 import re
-import time
-from dataclasses import dataclass
+import timeit
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
@@ -56,7 +57,7 @@ class Device:
 
     @property
     def kernels(self) -> Kernels:
-        return operator_costs.cuda(self.capability) if self.type == "cuda" else operator_costs.cpu()
+        return operator_costs.cuda() if self.type == "cuda" else operator_costs.cpu()
 
     @property
     def workspace_bytes(self) -> int:
@@ -82,10 +83,11 @@ def find(name: str, memory: MemorySection) -> Device:
             raise MachineError("`--gpu auto` needs a CUDA device here; name one, give a size such as 24GiB, or `cpu`")
         return _present(budget_bytes)
     if re.match(r"\s*\d+(\.\d+)?\s*[A-Za-z]*i?B\s*$", name):
-        total = _size(name)
-        return _card(
-            min(gpus.smallest_first(), key=lambda gpu: abs(gpu.total_bytes - total)), total, budget_bytes, name
-        )
+        try:
+            total = int(parse_size(name.strip()))
+        except ValueError as error:
+            raise ConfigError(f"--gpu: {error}") from None
+        return _card(_nearest(total), total, budget_bytes, name)
     gpu = gpus.find(name)
     return _card(gpu, gpu.total_bytes, budget_bytes, gpu.name)
 
@@ -133,16 +135,8 @@ def smallest_fitting(needed_bytes: int) -> Device | None:
     return None
 
 
-def _size(text: str) -> int:
-    try:
-        size = parse_size(text.strip())
-    except ValueError as error:
-        raise ConfigError(f"--gpu: {error}") from None
-    assert isinstance(size, int)
-    return size
-
-
 def _card(gpu: gpus.Gpu, total: int, budget: int | None, name: str) -> Device:
+    """A card like `gpu` with `total` bytes, that need not be here."""
     return Device(
         type="cuda",
         name=name if name == gpu.name else f"{name} (speed and context of {gpu.name})",
@@ -156,6 +150,10 @@ def _card(gpu: gpus.Gpu, total: int, budget: int | None, name: str) -> Device:
     )
 
 
+def _nearest(total_bytes: int) -> gpus.Gpu:
+    return min(gpus.smallest_first(), key=lambda gpu: abs(gpu.total_bytes - total_bytes))
+
+
 def _present(budget: int | None) -> Device:
     """The card here, with what others leave free on it."""
     properties = torch.cuda.get_device_properties(torch.cuda.current_device())
@@ -167,15 +165,11 @@ def _present(budget: int | None) -> Device:
     try:
         known = gpus.find(properties.name)
     except ConfigError:
-        known = min(gpus.smallest_first(), key=lambda gpu: abs(gpu.total_bytes - properties.total_memory))
-    return Device(
-        type="cuda",
+        known = _nearest(properties.total_memory)
+    return replace(
+        _card(known, usable, budget, properties.name),
         name=properties.name,
-        budget_bytes=min(usable, budget or usable),
         outside_bytes=context,
-        flops=known.flops,
-        bandwidth_bytes=known.bandwidth_bytes,
-        call_seconds=_CUDA_CALL_SECONDS,
         capability=(properties.major, properties.minor),
         expandable_segments=segments.grow(torch.cuda.current_device()),
         cublas_workspace=os.environ.get("CUBLAS_WORKSPACE_CONFIG", ""),
@@ -233,13 +227,7 @@ def _cpu_rates() -> tuple[float, float, float]:
     return 2 * 512**3 / products, 2 * wide.numel() * 4 / copies, _seconds(lambda: one + one)
 
 
-def _seconds(work: object) -> float:
+def _seconds(work: Callable[[], object]) -> float:
     """The least of several times, in seconds."""
-    assert callable(work)
     work()
-    times = []
-    for _ in range(5):
-        started = time.perf_counter()
-        work()
-        times.append(time.perf_counter() - started)
-    return min(times)
+    return min(timeit.repeat(work, number=1))

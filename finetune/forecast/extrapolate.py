@@ -218,7 +218,8 @@ class _Unrolling:
         number = abs(event) - 1
         key = (owner, self._place[number])
         if event > 0:
-            self._blocks.append(self._trace.blocks[number].copy(owner))
+            block = self._trace.blocks[number]
+            self._blocks.append(Block(block.bytes, block.category, owner, block.managed))
             self._numbers[key] = len(self._blocks)
             return len(self._blocks)
         if key not in self._numbers:

@@ -26,14 +26,15 @@ _NESTED_BLOCK = 256
 
 def fill(model: nn.Module, section: QuantizationSection, mode: FakeTensorMode) -> None:
     """Replace every meta parameter and buffer of `model` by a fake one on the CPU; tied weights stay tied."""
-    fake = _Fakes(section, mode)
-    for module in model.modules():
-        for name, parameter in list(module._parameters.items()):
-            if parameter is not None:
-                module._parameters[name] = fake.parameter(parameter)
-        for name, buffer in list(module._buffers.items()):
-            if buffer is not None:
-                module._buffers[name] = fake.buffer(buffer)
+    made: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
+    with mode:
+        for module in model.modules():
+            for name, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
+                if id(parameter) not in made:
+                    made[id(parameter)] = parameter, _fake(parameter, section)
+                setattr(module, name, made[id(parameter)][1])
+            for name, buffer in list(module.named_buffers(recurse=False, remove_duplicate=False)):
+                setattr(module, name, torch.empty(buffer.shape, dtype=buffer.dtype))
 
 
 def quantization_state(parameter: nn.Parameter) -> Iterator[torch.Tensor]:
@@ -47,60 +48,42 @@ def quantization_state(parameter: nn.Parameter) -> Iterator[torch.Tensor]:
         yield parameter.SCB
 
 
-class _Fakes:
-    def __init__(self, section: QuantizationSection, mode: FakeTensorMode) -> None:
-        self._section = section
-        self._mode = mode
-        self._made: dict[int, Any] = {}
+def _fake(parameter: Any, section: QuantizationSection) -> nn.Parameter:
+    import bitsandbytes as bnb
 
-    def parameter(self, parameter: nn.Parameter) -> nn.Parameter:
-        if id(parameter) not in self._made:
-            with self._mode:
-                self._made[id(parameter)] = (parameter, self._parameter(parameter))
-        return self._made[id(parameter)][1]
-
-    def buffer(self, buffer: torch.Tensor) -> torch.Tensor:
-        with self._mode:
-            return torch.empty(buffer.shape, dtype=buffer.dtype)
-
-    def _parameter(self, parameter: nn.Parameter) -> nn.Parameter:
-        import bitsandbytes as bnb
-
-        if isinstance(parameter, bnb.nn.Params4bit):
-            return self._four_bit(parameter)
-        if isinstance(parameter, bnb.nn.Int8Params):
-            return self._int8(parameter)
-        return nn.Parameter(torch.empty(parameter.shape, dtype=parameter.dtype), requires_grad=parameter.requires_grad)
-
-    def _four_bit(self, parameter: Any) -> nn.Parameter:
-        from bitsandbytes.functional import QuantState
-
-        values = parameter.numel()
-        blocks = -(-values // _BLOCK)
-        weight: Any = nn.Parameter(torch.empty((values + 1) // 2, 1, dtype=torch.uint8), requires_grad=False)
-        nested: dict[str, Any] = {}
-        if self._section.double:
-            absmax = torch.empty(blocks, dtype=torch.uint8)
-            over = QuantState(
-                absmax=torch.empty(-(-blocks // _NESTED_BLOCK)), code=torch.empty(256), blocksize=_NESTED_BLOCK,
-                dtype=torch.float32,
-            )  # fmt: skip
-            nested = {"offset": torch.empty(()), "state2": over}
-        else:
-            absmax = torch.empty(blocks)
-        weight.quant_state = QuantState(
-            absmax=absmax, shape=parameter.shape, dtype=parameter.dtype, blocksize=_BLOCK, code=torch.empty(16),
-            quant_type=self._section.kind, **nested,
-        )  # fmt: skip
-        weight.bnb_quantized = True
-        weight.quant_storage = torch.uint8
-        weight.quant_type = self._section.kind
-        return weight
-
-    def _int8(self, parameter: Any) -> nn.Parameter:
+    if isinstance(parameter, bnb.nn.Params4bit):
+        return _four_bit(parameter, section)
+    if isinstance(parameter, bnb.nn.Int8Params):
         weight: Any = nn.Parameter(torch.empty(parameter.shape, dtype=torch.int8), requires_grad=False)
         weight.SCB = torch.empty(parameter.shape[0])
         return weight
+    return nn.Parameter(torch.empty(parameter.shape, dtype=parameter.dtype), requires_grad=parameter.requires_grad)
+
+
+def _four_bit(parameter: Any, section: QuantizationSection) -> nn.Parameter:
+    from bitsandbytes.functional import QuantState
+
+    values = parameter.numel()
+    blocks = -(-values // _BLOCK)
+    weight: Any = nn.Parameter(torch.empty((values + 1) // 2, 1, dtype=torch.uint8), requires_grad=False)
+    nested: dict[str, Any] = {}
+    if section.double:
+        absmax = torch.empty(blocks, dtype=torch.uint8)
+        over = QuantState(
+            absmax=torch.empty(-(-blocks // _NESTED_BLOCK)), code=torch.empty(256), blocksize=_NESTED_BLOCK,
+            dtype=torch.float32,
+        )  # fmt: skip
+        nested = {"offset": torch.empty(()), "state2": over}
+    else:
+        absmax = torch.empty(blocks)
+    weight.quant_state = QuantState(
+        absmax=absmax, shape=parameter.shape, dtype=parameter.dtype, blocksize=_BLOCK, code=torch.empty(16),
+        quant_type=section.kind, **nested,
+    )  # fmt: skip
+    weight.bnb_quantized = True
+    weight.quant_storage = torch.uint8
+    weight.quant_type = section.kind
+    return weight
 
 
 def is_quantized(weight: Any) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from finetune.config import Config
@@ -113,16 +113,14 @@ def fit(
     raise search.nothing_fits()
 
 
+@dataclass
 class _Search:
-    def __init__(
-        self, config: Config, layers: int, forecast: Forecaster, rows: Sequence[int], checkpointing: str | int | None
-    ) -> None:
-        self._config = config
-        self._layers = layers
-        self._forecast = forecast
-        self._rows = rows
-        self._checkpointing = checkpointing
-        self._known: dict[tuple[Any, ...], _Tried] = {}
+    config: Config
+    layers: int
+    forecast: Forecaster
+    rows: Sequence[int]
+    checkpointing: str | int | None
+    known: dict[tuple[Any, ...], _Tried] = field(default_factory=dict)
 
     def best(self, offload: str) -> _Tried | None:
         """Try micro-batches, the largest first, until a smaller one can be no faster.
@@ -131,7 +129,7 @@ class _Search:
         any recomputation is a smaller micro-batch faster than that.
         """
         found: list[_Tried] = []
-        for rows in self._rows:
+        for rows in self.rows:
             if found and self._bound(rows, offload) >= min(map(_seconds, found)):
                 break
             if candidate := self._with_rows(rows, offload):
@@ -142,17 +140,17 @@ class _Search:
 
     def _bound(self, rows: int, offload: str) -> float:
         """Seconds below which no setting with so many rows can be."""
-        layers = self._least(offload) if self._checkpointing is None else self._checkpointing
-        return self._try(rows, layers, offload, self._config.memory.loss_tokens)[1].seconds
+        layers = self._least(offload) if self.checkpointing is None else self.checkpointing
+        return self._try(rows, layers, offload, self.config.memory.loss_tokens)[1].seconds
 
     def _with_rows(self, rows: int, offload: str) -> _Tried | None:
         """The fastest that fits with this micro-batch; a smaller tile of logits only where it saves a layer."""
-        tile, small = self._config.memory.loss_tokens, min(_SMALL_TILE, self._config.memory.loss_tokens)
-        if self._checkpointing is not None:
-            tried = [self._try(rows, self._checkpointing, offload, tokens) for tokens in dict.fromkeys((tile, small))]
+        tile, small = self.config.memory.loss_tokens, min(_SMALL_TILE, self.config.memory.loss_tokens)
+        if self.checkpointing is not None:
+            tried = [self._try(rows, self.checkpointing, offload, tokens) for tokens in dict.fromkeys((tile, small))]
             return next((each for each in tried if each[1].fits), None)
-        found = self._least_layers(rows, offload, tile, self._layers)
-        layers = self._layers + 1 if found is None else self._checkpointed(found[0])
+        found = self._least_layers(rows, offload, tile, self.layers)
+        layers = self.layers + 1 if found is None else self._checkpointed(found[0])
         if small == tile or layers == self._least(offload):
             return found
         return self._least_layers(rows, offload, small, layers - 1) or found
@@ -186,50 +184,50 @@ class _Search:
         return 1 if offload == "checkpoints" else 0
 
     def _try(self, rows: int, layers: str | int, offload: str, tile: int) -> _Tried:
-        named = {0: "none", self._layers: "all"}.get(layers, layers) if isinstance(layers, int) else layers
+        named = {0: "none", self.layers: "all"}.get(layers, layers) if isinstance(layers, int) else layers
         key = (rows, named, offload, tile)
-        if key not in self._known:
-            config = self._config.changed({_ROWS: rows, _LAYERS: named, _OFFLOAD: offload, _TILE: tile})
-            self._known[key] = (config, self._forecast(config))
-        return self._known[key]
+        if key not in self.known:
+            config = self.config.changed({_ROWS: rows, _LAYERS: named, _OFFLOAD: offload, _TILE: tile})
+            self.known[key] = (config, self.forecast(config))
+        return self.known[key]
 
     # -- what is said of it ----------------------------------------------------------------------------------------
 
     def fitted(self, config: Config, chosen: Forecast) -> Fitted:
-        return Fitted(config, chosen, self._reasons(config, chosen), self._everything(config), len(self._known))
+        return Fitted(config, chosen, self._reasons(config, chosen), self._everything(config), len(self.known))
 
     def _checkpointed(self, config: Config) -> int:
-        return sum(pattern(config.memory.checkpointing, self._layers))
+        return sum(pattern(config.memory.checkpointing, self.layers))
 
     def _everything(self, config: Config) -> Forecast:
         """The fastest that fits with every layer checkpointed, of all that were tried; else the chosen rows so."""
         whole = [
-            tried for tried in self._known.values() if tried[1].fits and self._checkpointed(tried[0]) == self._layers
+            tried for tried in self.known.values() if tried[1].fits and self._checkpointed(tried[0]) == self.layers
         ]
         if whole:
             return min(whole, key=_seconds)[1]
-        return self._try(config.training.rows, self._layers, config.memory.offload, config.memory.loss_tokens)[1]
+        return self._try(config.training.rows, self.layers, config.memory.offload, config.memory.loss_tokens)[1]
 
     def _reasons(self, config: Config, chosen: Forecast) -> dict[str, str]:
         layers, rows = self._checkpointed(config), config.training.rows
         accumulation = config.training.batch_size // rows
         room = (chosen.budget_bytes - chosen.needed_bytes) / 2**30
         reasons = {
-            _LAYERS: f"{layers} of {self._layers} layers recomputed; {room:.2f} GiB of the budget are left",
+            _LAYERS: f"{layers} of {self.layers} layers recomputed; {room:.2f} GiB of the budget are left",
         }
         if not config.training.micro_batch_tokens:
-            options = ", ".join(map(str, self._rows))
+            options = ", ".join(map(str, self.rows))
             reasons[_ROWS] = f"the fastest of {options}; {accumulation} of them make the global batch"
-        if 0 < layers < self._layers:
+        if 0 < layers < self.layers:
             reasons[_LAYERS] += ", and one layer less would not fit"
-        if config.memory.offload != self._config.memory.offload:
+        if config.memory.offload != self.config.memory.offload:
             reasons[_OFFLOAD] = "nothing fits with the layers' inputs on the device"
-        if config.memory.loss_tokens != self._config.memory.loss_tokens:
+        if config.memory.loss_tokens != self.config.memory.loss_tokens:
             reasons[_TILE] = "fewer logits at a time, so that fewer layers must be recomputed"
         return reasons
 
     def nothing_fits(self) -> NothingFits:
-        config, least = min(self._known.values(), key=lambda tried: tried[1].needed_bytes)
+        config, least = min(self.known.values(), key=lambda tried: tried[1].needed_bytes)
         return NothingFits(
             config,
             f"nothing fits {least.device.name}: the least found takes {least.needed_bytes / 2**30:.2f} GiB of "

@@ -10,21 +10,21 @@ without CUDA. So `cuda` also says where CUDA's operators differ from those of a 
 from __future__ import annotations
 
 import contextlib
-import functools
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.attention.varlen  # registers its operators
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils.flop_counter import sdpa_backward_flop_count, sdpa_flop_count
 
-from finetune.forecast import autocast
+from finetune.forecast import autocast, operators
 from finetune.runtime.libraries import replaced
 
-_aten = torch.ops.aten
-_varlen = torch.ops.torch_attn._varlen_attn.default
-_varlen_backward = torch.ops.torch_attn._varlen_attn_backward.default
+# A CPU's attention, by which a trace also knows that of CUDA, and attention over packed rows.
+_FLASH = "aten::_scaled_dot_product_flash_attention_for_cpu"
+_VARLEN = "torch_attn::_varlen_attn"
 
 # Multiples that FlashAttention-2 rounds lengths and head sizes up to (torch 2.13,
 # aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp, `mha_bwd`).
@@ -34,55 +34,46 @@ _MASK_ROW = 8
 
 @dataclass(frozen=True)
 class Kernels:
-    """The kernels of one device.
+    """The kernels of one device, by the names of their operators.
 
     `python`: operators to run as the Python program they are there. `scratch`: for an operator, its arguments and the
-    named ones, the sizes in bytes of what its kernel allocates and frees within. `flops`: operations of operators that
-    torch's table does not know. `as_there`: a context in which the libraries take the paths that they take on that
-    device.
+    named ones, the sizes in bytes of what its kernel allocates and frees within. `as_there`: a context in which the
+    libraries take the paths that they take on that device.
     """
 
-    python: Mapping[Any, Callable[..., Any]]
+    python: Mapping[str, Callable[..., Any]]
     scratch: Callable[[Any, Any, Any], list[int]]
-    flops: Mapping[Any, Callable[..., int]]
     as_there: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
 
 
 def cpu() -> Kernels:
     """The CPU: bitsandbytes' operators are Python programs (bitsandbytes 0.50, `backends/default`, `backends/cpu`)."""
-    from bitsandbytes.backends.cpu import ops as cpu_ops
-    from bitsandbytes.backends.default import ops as default_ops
+    from bitsandbytes.backends.cpu import ops
 
-    bnb = torch.ops.bitsandbytes
+    # The two programs of these names have no others.
+    updates = ("optimizer_update_32bit", "optimizer_update_8bit_blockwise")
     return Kernels(
         python={
-            _aten._grouped_mm.default: _grouped_product_on_cpu,
-            bnb.gemm_4bit.default: default_ops._gemm_4bit_default_impl,
-            bnb.quantize_4bit.default: _quantize_4bit,
-            bnb.int8_vectorwise_quant.default: _quantize_int8,
-            bnb.int8_vectorwise_dequant.default: _dequantize_int8,
-            bnb.optimizer_update_32bit.default: cpu_ops._optimizer_update_32bit_cpu,
-            bnb.optimizer_update_8bit_blockwise.default: cpu_ops._optimizer_update_8bit_blockwise_cpu,
+            "aten::_grouped_mm": _grouped_product_on_cpu,
+            "bitsandbytes::gemm_4bit": _gemm_4bit_on_cpu,
+            "bitsandbytes::quantize_4bit": _quantize_4bit,
+            "bitsandbytes::int8_vectorwise_quant": _quantize_int8,
+            "bitsandbytes::int8_vectorwise_dequant": _dequantize_int8,
+            **{f"bitsandbytes::{name}": getattr(ops, f"_{name}_cpu") for name in updates},
         },
         scratch=_scratch_on_cpu,
-        flops=_FLOPS,
     )
 
 
-def cuda(capability: tuple[int, int]) -> Kernels:
-    """A CUDA card: bitsandbytes' optimizers are single kernels there, and attention has scratch memory."""
-    import bitsandbytes  # noqa: F401  (registers its operators)
-
-    del capability  # from 7.5 to 12.0 the same, but for the cuBLAS workspace, which is `workspace_bytes`'
-    bnb = torch.ops.bitsandbytes
+def cuda() -> Kernels:
+    """A CUDA card, from compute capability 7.5 to 12.0: bitsandbytes' optimizers are single kernels there."""
     return Kernels(
         python={
-            _aten._grouped_mm.default: _grouped_product,
-            bnb.gemm_4bit.default: _gemm_4bit,
-            bnb.int8_vectorwise_dequant.default: _dequantize_int8,
+            "aten::_grouped_mm": _grouped_product,
+            "bitsandbytes::gemm_4bit": _gemm_4bit,
+            "bitsandbytes::int8_vectorwise_dequant": _dequantize_int8,
         },
         scratch=_scratch_on_cuda,
-        flops=_FLOPS,
         as_there=_on_cuda,
     )
 
@@ -158,6 +149,17 @@ def _gemm_4bit(
     return torch.nn.functional.linear(A, weight, bias)
 
 
+def _gemm_4bit_on_cpu(
+    A: Any, B: Any, shapeB: Any, absmax: Any, blocksize: int, quant_type: str, bias: Any = None,
+    absmax_8bit: Any = None, absmax_code: Any = None, absmax_offset: Any = None,
+) -> Any:  # fmt: skip
+    """The same by operators that read the packed weight (bitsandbytes 0.50, backends/default, `gemm_4bit`)."""
+    bnb = torch.ops.bitsandbytes
+    if absmax_8bit is not None:
+        absmax = bnb.dequantize_blockwise(absmax_8bit, absmax, absmax_code, 256, torch.float32) + absmax_offset
+    return torch.nn.functional.linear(A, bnb.dequantize_4bit(B, absmax, blocksize, quant_type, shapeB, A.dtype), bias)
+
+
 def _grouped_product(a: Any, b: Any, offs: Any = None, bias: Any = None, out_dtype: Any = None) -> Any:
     """Products of experts in any type; torch's own shape function knows bfloat16 alone (torch 2.13)."""
     if b.dim() == 3:
@@ -201,23 +203,24 @@ def _quantize_4bit(A: Any, blocksize: int, quant_type: str, quant_storage: Any) 
 
 def _scratch_on_cpu(func: Any, args: Any, named: Any) -> list[int]:
     """Copies of operands in a wider type, sums of 16-bit products in float32, and the tiles of attention."""
-    if func in _PRODUCTS:
-        return [*_float32_sums(*_PRODUCTS[func](args)), *_laid_out_anew(func, args)]
-    if func in (_aten.scatter.src, _aten.scatter_.src) and args[0].dtype.itemsize < 4:
+    name = func.name()
+    if name in _PRODUCTS:
+        return [*_float32_sums(*_PRODUCTS[name](args)), *_laid_out_anew(name, args)]
+    if name in ("aten::scatter.src", "aten::scatter_.src") and args[0].dtype.itemsize < 4:
         return [4 * args[0].numel()]  # 16-bit values in float32 (native/cpu/ScatterGatherKernel.cpp)
-    if func is _flash_on_cpu:
+    if name == _FLASH:
         return _flash_tiles(*args[:2], tiles=1)
-    if func is _flash_on_cpu_backward:
+    if name == f"{_FLASH}_backward":
         return _flash_backward_tiles(*args[:3])
-    if func is _aten._safe_softmax.default:
+    if name == "aten::_safe_softmax":
         return [args[0].numel()]  # whether a row is masked throughout (torch 2.13, native/transformers/attention.cpp)
-    if torch.Tag.pointwise in func.tags and func._schema.name not in _NOT_PROMOTED:
+    if torch.Tag.pointwise in func.tags and not name.startswith(_NOT_PROMOTED):
         return _casts(func, [value for value in args if isinstance(value, torch.Tensor) and value.dim()])
     return []
 
 
 # A mask beside other operands stays what it is (aten/src/ATen/native/TensorAdvancedIndexing.cpp, TensorCompare.cpp).
-_NOT_PROMOTED = ("aten::masked_fill", "aten::masked_fill_", "aten::where")
+_NOT_PROMOTED = ("aten::masked_fill", "aten::where")
 
 
 def _casts(func: Any, operands: list[Any]) -> list[int]:
@@ -231,7 +234,7 @@ def _casts(func: Any, operands: list[Any]) -> list[int]:
     for operand in operands[1:]:
         common = torch.promote_types(common, operand.dtype)
     cast = [operand.numel() * common.itemsize for operand in operands if operand.dtype != common]
-    if func._schema.is_mutable and operands[0].dtype != common:
+    if operators.schema(func).is_mutable and operands[0].dtype != common:
         cast.append(operands[0].numel() * common.itemsize)
     return cast
 
@@ -242,40 +245,31 @@ def _float32_sums(left: Any, batch: int, rows: int, columns: int) -> list[int]:
     (oneDNN 3.12, src/cpu/matmul/gemm_based_common.hpp `book_acc_scratchpad`, for each thread that has a matrix of its
     own, in blocks of 64 values; 128 bytes align it. Without AVX-512 torch keeps the same, BlasKernel.cpp.)
     """
-    if left.dtype is not torch.bfloat16 or _multiplies_bfloat16():
+    if left.dtype is not torch.bfloat16 or torch.cpu.get_capabilities().get("avx512_bf16"):
         return []
     return [4 * _round_up(min(batch, torch.get_num_threads()) * rows * columns, 64) + 128]
 
 
-_PRODUCTS: dict[Any, Callable[[Any], tuple[Any, int, int, int]]] = {
-    _aten.mm.default: lambda args: (args[0], 1, args[0].shape[0], args[1].shape[1]),
-    _aten.mm.out: lambda args: (args[0], 1, args[0].shape[0], args[1].shape[1]),
-    _aten.addmm.default: lambda args: (args[1], 1, args[1].shape[0], args[2].shape[1]),
-    _aten.linear.default: lambda args: (args[0], 1, args[0].shape[:-1].numel(), args[1].shape[0]),
-    _aten.bmm.default: lambda args: (args[0], args[0].shape[0], args[0].shape[1], args[1].shape[2]),
-    _aten.baddbmm.default: lambda args: (args[1], args[1].shape[0], args[1].shape[1], args[2].shape[2]),
+_PRODUCTS: dict[str, Callable[[Any], tuple[Any, int, int, int]]] = {
+    "aten::mm": lambda args: (args[0], 1, args[0].shape[0], args[1].shape[1]),
+    "aten::mm.out": lambda args: (args[0], 1, args[0].shape[0], args[1].shape[1]),
+    "aten::addmm": lambda args: (args[1], 1, args[1].shape[0], args[2].shape[1]),
+    "aten::linear": lambda args: (args[0], 1, args[0].shape[:-1].numel(), args[1].shape[0]),
+    "aten::bmm": lambda args: (args[0], args[0].shape[0], args[0].shape[1], args[1].shape[2]),
+    "aten::baddbmm": lambda args: (args[1], args[1].shape[0], args[1].shape[1], args[2].shape[2]),
 }
 """Matrix products: the left operand, how many matrices, and the rows and columns of each."""
 
 
-def _laid_out_anew(func: Any, args: Any) -> list[int]:
+def _laid_out_anew(name: str, args: Any) -> list[int]:
     """Copies of batches of 16-bit matrices that lie neither by rows nor by columns, such as heads side by side.
 
     (torch 2.13, aten/src/ATen/native/mkldnn/Matmul.cpp, which takes such products from MKL.)
     """
-    if func not in (_aten.bmm.default, _aten.baddbmm.default) or args[-1].dtype is not torch.bfloat16:
+    if name not in ("aten::bmm", "aten::baddbmm") or args[-1].dtype is not torch.bfloat16:
         return []
     matrices = [matrix for matrix in args[-2:] if not (matrix.is_contiguous() or matrix.mT.is_contiguous())]
     return [matrix.numel() * matrix.element_size() for matrix in matrices]
-
-
-@functools.cache
-def _multiplies_bfloat16() -> bool:
-    return bool(torch.cpu._is_avx512_bf16_supported())
-
-
-_flash_on_cpu = _aten._scaled_dot_product_flash_attention_for_cpu.default
-_flash_on_cpu_backward = _aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 
 
 def _flash_tiles(query: Any, key: Any, *, tiles: int) -> list[int]:
@@ -311,11 +305,13 @@ def _flash_tile(query: Any, key: Any) -> tuple[int, int]:
 
 
 def _scratch_on_cuda(func: Any, args: Any, named: Any) -> list[int]:
-    if func is _aten._scaled_dot_product_flash_attention_for_cpu.default and named.get("attn_mask") is not None:
+    """The workspaces of attention."""
+    name = func.name()
+    if name == _FLASH and named.get("attn_mask") is not None:
         return _padded_mask(args[0], named["attn_mask"])
-    if func is _aten._scaled_dot_product_flash_attention_for_cpu_backward.default:
+    if name == f"{_FLASH}_backward":
         return _attention_scratch(*args)
-    if func is _varlen_backward:
+    if name == f"{_VARLEN}_backward":
         return _packed_attention_scratch(*args)
     return []
 
@@ -360,7 +356,7 @@ def _attention_scratch(gradient: Any, query: Any, key: Any, *rest: Any) -> list[
     rows = batch * heads * length
     scratch = [4 * rows * size, 4 * rows]
     if key.shape[1] != heads:
-        scratch += [2 * batch * heads * key.shape[2] * key.shape[3] * key.element_size() // 2] * 2
+        scratch += [batch * heads * key.shape[2] * key.shape[3] * key.element_size()] * 2
     return scratch
 
 
@@ -370,49 +366,34 @@ def _round_up(number: int, grain: int) -> int:
 
 @contextlib.contextmanager
 def _on_cuda() -> Iterator[None]:
-    """What libraries decide by the device, decided as there: autocast's casts, lists of tensors."""
-    with autocast.as_on_cuda(), _asked_about_cuda(), _lists_of_tensors():
-        yield
+    """What libraries decide by the device, decided as there.
 
-
-def _asked_about_cuda() -> contextlib.AbstractContextManager[None]:
-    """Without an argument `torch.is_autocast_enabled` answers for CUDA: so PEFT (lora/bnb.py) and Nemotron call it.
-
-    On a CPU the trace computes under the CPU's autocast, which then is the answer.
+    Autocast casts as on CUDA. Without an argument `torch.is_autocast_enabled` answers for CUDA (so PEFT, lora/bnb.py,
+    and Nemotron call it), which in a trace is the CPU's autocast. And optimizers and gradient clipping that go from
+    weight to weight on a CPU take all of them at once: copies are then as large as all gradients, such as SGD's with
+    weight decay (torch 2.13, optim/optimizer.py `_default_to_fused_or_foreach`, nn/utils/clip_grad.py; both look at a
+    tensor's class, and the first at its device).
     """
-    plain = torch.is_autocast_enabled
-    return replaced(torch, "is_autocast_enabled", lambda device_type="cpu": plain(device_type))
-
-
-@contextlib.contextmanager
-def _lists_of_tensors() -> Iterator[None]:
-    """Optimizers and gradient clipping that go from weight to weight on a CPU take all of them at once on CUDA.
-
-    Copies are then as large as all gradients: SGD's with weight decay. (torch 2.13, optim/optimizer.py
-    `_default_to_fused_or_foreach`, utils/_foreach_utils.py `_has_foreach_support`; both look at a tensor's class.)
-    """
-    from torch._subclasses.fake_tensor import FakeTensor
+    from torch.nn.utils import clip_grad
     from torch.optim import optimizer
-    from torch.utils import _foreach_utils
 
+    plain = torch.is_autocast_enabled
     with (
+        autocast.as_on_cuda(),
+        replaced(torch, "is_autocast_enabled", lambda device_type="cpu": plain(device_type)),
         replaced(optimizer, "_get_foreach_kernels_supported_devices", lambda: ["cpu"]),
-        replaced(optimizer, "_foreach_supported_types", [*optimizer._foreach_supported_types, FakeTensor]),
-        replaced(_foreach_utils, "_foreach_supported_types", [*_foreach_utils._foreach_supported_types, FakeTensor]),
+        replaced(optimizer, "_foreach_supported_types", [torch.Tensor, torch.nn.Parameter, FakeTensor]),
+        replaced(clip_grad, "_has_foreach_support", lambda tensors, device: True),
     ):
         yield
 
 
 def _attention(query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> int:
     """Two products of queries and keys, whole squares (torch.utils.flop_counter `sdpa_flop_count`)."""
-    from torch.utils.flop_counter import sdpa_flop_count
-
     return sdpa_flop_count(query.shape, _heads(key, query), _heads(value, query))
 
 
 def _attention_backward(gradient: Any, query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> int:
-    from torch.utils.flop_counter import sdpa_backward_flop_count
-
     return sdpa_backward_flop_count(gradient.shape, query.shape, _heads(key, query), _heads(value, query))
 
 
@@ -429,8 +410,6 @@ def _linear(A: Any, B: Any, *args: Any, **kwargs: Any) -> int:
 def _packed(
     query: Any, key: Any, value: Any, starts: Any, key_starts: Any, longest: int, *args: Any, **kwargs: Any
 ) -> int:
-    from torch.utils.flop_counter import sdpa_flop_count
-
     return sum(sdpa_flop_count(shape, shape, shape) for shape in _packed_shapes(query, longest))
 
 
@@ -438,8 +417,6 @@ def _packed_backward(
     gradient: Any, query: Any, key: Any, value: Any, out: Any, lse: Any, starts: Any, key_starts: Any, longest: int,
     *args: Any, **kwargs: Any,
 ) -> int:  # fmt: skip
-    from torch.utils.flop_counter import sdpa_backward_flop_count
-
     return sum(sdpa_backward_flop_count(shape, shape, shape, shape) for shape in _packed_shapes(query, longest))
 
 
@@ -452,10 +429,11 @@ def _packed_shapes(query: Any, longest: int) -> list[torch.Size]:
     return [torch.Size((1, query.shape[1], length, query.shape[2])) for length in [longest] * whole + [rest]]
 
 
-_FLOPS: dict[Any, Callable[..., int]] = {
-    _aten.linear.default: _linear,
-    _varlen: _packed,
-    _varlen_backward: _packed_backward,
-    _aten._scaled_dot_product_flash_attention_for_cpu.default: _attention,
-    _aten._scaled_dot_product_flash_attention_for_cpu_backward.default: _attention_backward,
+FLOPS: dict[str, Callable[..., int]] = {
+    "aten::linear": _linear,
+    _VARLEN: _packed,
+    f"{_VARLEN}_backward": _packed_backward,
+    _FLASH: _attention,
+    f"{_FLASH}_backward": _attention_backward,
 }
+"""Operations of operators that torch's table (torch.utils.flop_counter) does not know."""

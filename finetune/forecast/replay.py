@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from finetune.data.batching import Batch
@@ -83,23 +83,19 @@ class Forecast:
 
     def as_dict(self) -> dict[str, Any]:
         """The forecast as JSON values."""
+        own = ("peak_allocated_bytes", "peak_reserved_bytes", "host_bytes", "disk_bytes", "phases", "categories")
         return {
             "fits": self.fits,
             "device": self.device.name,
             "expandable_segments": self.device.expandable_segments,
             "budget_bytes": self.budget_bytes,
             "needed_bytes": self.needed_bytes,
-            "peak_allocated_bytes": self.peak_allocated_bytes,
-            "peak_reserved_bytes": self.peak_reserved_bytes,
-            "host_bytes": self.host_bytes,
-            "disk_bytes": self.disk_bytes,
-            "phases": self.phases,
-            "categories": self.categories,
+            **{name: getattr(self, name) for name in own},
             "batch": self.batch.as_dict(),
             "attention": self.attention,
             "flops": self.flops,
             "seconds": round(self.seconds, 4),
-            "mixture": self.mixture and self.mixture.as_dict(),
+            "mixture": self.mixture and asdict(self.mixture),
         }
 
 
@@ -127,8 +123,8 @@ def make(
     `from_files`: whether transformers loads the base, and not random weights are made. `processes`: how many share a
     step; the forecast is that of one.
     """
-    on_device = checkpoint_bytes if device.type == "cpu" else 0
-    replay = _replayed(trace, device, on_device, saves_between, from_files, processes)
+    copy_bytes = checkpoint_bytes if device.type == "cpu" else 0
+    replay = _replayed(trace, device, copy_bytes, saves_between, from_files, processes)
     passes, update = trace.work(("forward", "backward")), trace.work(("optimizer",))
     seconds = micro_batches * _seconds(passes, device) + _seconds(update, device) / 2  # the trace has two updates
     phases = {name: replay.phases[name] for name in PHASES if name in replay.phases}
@@ -165,24 +161,19 @@ def _seconds(work: Any, device: Device) -> float:
     )
 
 
-def _replayed(
-    trace: Trace, device: Device, checkpoint_bytes: int, saves_between: bool, from_files: bool, processes: int
-) -> _Replay:
+def _replayed(trace: Trace, device: Device, *steps: Any) -> _Replay:
     """The replay with room for every segment or, where that is too much, with the room there is.
 
     Before it fails, the allocator gives back the segments that lie idle: a job may fit that would reserve more.
     """
-    steps = (checkpoint_bytes, saves_between, from_files, processes)
     replay = _Replay(trace, device)
     replay.run(*steps)
-    if device.type == "cpu" or replay.peak_reserved_bytes <= device.room_bytes:
-        return replay
-    tight = _Replay(trace, device, device.room_bytes)
-    try:
-        tight.run(*steps)
-    except CapacityError:
-        return replay
-    return tight
+    if device.type == "cuda" and replay.peak_reserved_bytes > device.room_bytes:
+        tight = _Replay(trace, device, device.room_bytes)
+        with contextlib.suppress(CapacityError):
+            tight.run(*steps)
+            return tight
+    return replay
 
 
 class _Replay:
@@ -211,27 +202,31 @@ class _Replay:
 
     def run(self, checkpoint_bytes: int, saves_between: bool, from_files: bool, processes: int) -> None:
         """The load, two steps (the second meets the segments of the first), a save, and the evaluation."""
-        first = next(number for number, run in enumerate(self._trace.runs) if run.phase == "forward")
-        held = [number for number, run in enumerate(self._trace.runs) if number > first and run.phase not in _STEP]
-        after = [number for number in held if self._trace.runs[number].phase != "save"]
-        last = after[0] if after else len(self._trace.runs)
-        step = self._trace.runs[first:last]
+        runs = self._trace.runs
+        phases = [run.phase for run in runs]
+        first = phases.index("forward")
+        held = [number for number in range(first, len(runs)) if phases[number] not in _STEP]
+        last = next((number for number in held if phases[number] != "save"), len(runs))
+        step = runs[first:last]
         end = held[0] - first if held else len(step)  # from there on what a save still sees is freed
-        loaded = next(number for number, run in enumerate(self._trace.runs) if run.phase != "load")
+        loaded = next(number for number, phase in enumerate(phases) if phase != "load")
         if from_files and self._allocator:
-            self._warm_up(self._allocator)
-        self._play(self._trace.runs[:loaded])
+            # transformers' warm-up is a block as large as the base, freed at once: the weights are then allocated from
+            # its segment (transformers 5.23, modeling_utils.py `caching_allocator_warmup`, `get_total_byte_count`; its
+            # ceiling, 1.2 GiB less than the card has, is left out).
+            self._allocator.free(self._allocator.allocate(sum(self._sizes("base_weights"))))
+        self._play(runs[:loaded])
         if self._allocator:
             self._allocator.empty_cache()  # as `load_base` does
         self._add(self._device.workspace_bytes, "workspace")
         if processes > 1:
             self._join_processes()
-        self._play(self._trace.runs[loaded:first])
+        self._play(runs[loaded:first])
         self._play(step)
         self._drop_survivors(step)
         self._recording = True
         self._stride = max(1, sum(len(run.events) for run in step) // _CURVE_POINTS)
-        update = next((number for number, run in enumerate(step) if run.phase == "optimizer"), len(step))
+        update = phases[first:last].index("optimizer") if "optimizer" in phases[first:last] else len(step)
         with self._saving(checkpoint_bytes if saves_between else 0):  # the update waits until the copy is written
             self._play(step[:update])
         self._play(step[update:end])
@@ -239,15 +234,7 @@ class _Replay:
         with self._saving(checkpoint_bytes):
             self._see("save")
         self._play(step[end:])
-        self._play(self._trace.runs[last:])
-
-    def _warm_up(self, allocator: CachingAllocator) -> None:
-        """A block as large as the base, freed at once: the weights are then allocated from its segment.
-
-        (transformers 5.23, modeling_utils.py `caching_allocator_warmup`, `get_total_byte_count`. Its ceiling, 1.2 GiB
-        less than the card has, is left out.)
-        """
-        allocator.free(allocator.allocate(sum(self._sizes("base_weights"))))
+        self._play(runs[last:])
 
     def _join_processes(self) -> None:
         """What DistributedDataParallel copies when it takes the model, and what it keeps."""
@@ -321,11 +308,9 @@ class _Replay:
 
     def _draw(self, phase: str) -> None:
         """Keep the fullest moment of each so many events of a phase."""
-        if self._seen % self._stride == 0 or (self.curve and self.curve[-1].phase != phase):
-            self.curve.append(Point(phase, dict(self._live), self.reserved_bytes))
-            self._fullest = self._allocated
-        elif self._allocated > self._fullest:
-            self.curve[-1] = Point(phase, dict(self._live), self.reserved_bytes)
+        begins = self._seen % self._stride == 0 or (self.curve and self.curve[-1].phase != phase)
+        if begins or self._allocated > self._fullest:
+            self.curve[len(self.curve) - (not begins) :] = [Point(phase, dict(self._live), self.reserved_bytes)]
             self._fullest = self._allocated
         self._seen += 1
 

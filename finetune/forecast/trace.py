@@ -12,19 +12,20 @@ it. For that, each stretch of the recording (a `Run`) knows its phase and its la
 from __future__ import annotations
 
 import contextlib
-import sys
+import inspect
 import weakref
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
-from types import FrameType
+from dataclasses import dataclass, field, fields
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from finetune.forecast.operator_costs import Kernels
-from finetune.measure.monitor import Monitor, Peak
+from finetune.forecast import operators
+from finetune.forecast.operator_costs import FLOPS, Kernels
+from finetune.measure.monitor import Monitor
 from finetune.model.experts import Mixture
 
 CATEGORIES = {
@@ -44,25 +45,20 @@ _WEIGHTS = ("base_weights", "quantization_state", "adapter")
 _aten = torch.ops.aten
 # How "is no place padded?" and "does no row begin within another?" are asked: `mask.all()`, or `mask.sum() ==
 # mask.numel()` (transformers 5.23, masking_utils).
-_ALL = (_aten.all.default, _aten.eq.Scalar)
+_ALL = ("aten::all", "aten::eq.Scalar")
 
 
+@dataclass(slots=True, eq=False)
 class Block:
     """One allocation: its size, what it is for, the layer that owns it, and whether it is managed memory.
 
     Managed memory (paged optimizer states) lies outside the caching allocator and may live on the host.
     """
 
-    __slots__ = ("bytes", "category", "layer", "managed")
-
-    def __init__(self, size_bytes: int, category: str, layer: int | None, managed: bool = False) -> None:
-        self.bytes = size_bytes
-        self.category = category
-        self.layer = layer
-        self.managed = managed
-
-    def copy(self, layer: int | None) -> Block:
-        return Block(self.bytes, self.category, layer, self.managed)
+    bytes: int
+    category: str
+    layer: int | None
+    managed: bool = False
 
 
 @dataclass
@@ -79,12 +75,7 @@ class Work:
     copied_bytes: int = 0
 
     def __add__(self, other: Work) -> Work:
-        return Work(
-            self.flops + other.flops,
-            self.moved_bytes + other.moved_bytes,
-            self.calls + other.calls,
-            self.copied_bytes + other.copied_bytes,
-        )
+        return Work(*(getattr(self, each.name) + getattr(other, each.name) for each in fields(self)))
 
 
 @dataclass
@@ -184,42 +175,42 @@ class Recorder(TorchDispatchMode):
     # -- operators -------------------------------------------------------------------------------------------------
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.prim.device.default:
-            return func(*args, **(kwargs or {}))
-        kwargs = kwargs or {}
-        if func is _aten._local_scalar_dense.default:
+        kwargs, name = kwargs or {}, func.name()
+        if name == "prim::device":
+            return func(*args, **kwargs)
+        if name == "aten::_local_scalar_dense":
             return self.answers.scalar(args[0], getattr(args[0], "made_by", None))
         inputs = [argument for argument in _flat(args) if isinstance(argument, torch.Tensor)]
         if self._by_layer_of_input and inputs:
             self._follow(inputs, several=not isinstance(args[0], torch.Tensor))
-        if inside := self._kernels.python.get(func):
+        if inside := self._kernels.python.get(name):
             return self._inside(inside, args, kwargs)
-        if func is _aten.add.Tensor and _accumulates_in_place(args):
+        if name == "aten::add.Tensor" and _accumulates_in_place(args):
             held = args[0].add_(args[1])
             self._count(_aten.add_.Tensor, args, kwargs, held, inputs, [held])
             return held
-        if func is _aten.scatter.src and _called_by_autograd():
+        if name == "aten::scatter.src" and _called_by_autograd():
             # Derivatives scatter in place, but never for a subclass (`derivatives.yaml`, max).
             func = _aten.scatter_.src
-        if func in self.answers.shapes:
-            func, args = self.answers.shapes[func](func, args)
+        if name in self.answers.shapes:
+            func, args = self.answers.shapes[name](func, args)
         scratch = [self._open(size, "workspace") for size in self._kernels.scratch(func, args, kwargs)]
         out = func(*args, **kwargs)
         outputs = [out] if isinstance(out, torch.Tensor) else list(_flat(out))
         category = self._category(func, inputs)
         fresh = False
         # torch's operators on lists have an output for each tensor.
-        each = self._by_layer_of_input and func._opname.startswith("_foreach") and len(inputs) >= len(outputs)
+        each = self._by_layer_of_input and name.startswith("aten::_foreach") and len(inputs) >= len(outputs)
         for place, output in enumerate(outputs):
             if isinstance(output, torch.Tensor):
                 if each:
                     self.layer = self._layer_of(inputs[place])
                 fresh |= self._allocate(output, category)
                 if output.dim() == 0:
-                    output.made_by = func
+                    output.made_by = name
         for number in scratch:
             self._close(number)
-        if fresh or func._schema.is_mutable:
+        if fresh or operators.schema(func).is_mutable:
             self._count(func, args, kwargs, out, inputs, outputs)
         return out
 
@@ -238,7 +229,7 @@ class Recorder(TorchDispatchMode):
     def _category(self, func: Any, inputs: list[torch.Tensor]) -> str:
         if func.namespace == "bitsandbytes":
             return "workspace"
-        if func is _aten._to_copy.default and self._category_of(inputs[0]) in _WEIGHTS:
+        if func.name() == "aten::_to_copy" and self._category_of(inputs[0]) in _WEIGHTS:
             # A weight in another type, made for one product: the arithmetic's need, not an activation.
             return "workspace"
         return self.category
@@ -251,7 +242,7 @@ class Recorder(TorchDispatchMode):
         moved_bytes = sum(
             tensor.numel() * tensor.element_size() for tensor in (*inputs, *outputs) if isinstance(tensor, torch.Tensor)
         )
-        if formula := self._kernels.flops.get(func) or flop_registry.get(func._overloadpacket):
+        if formula := FLOPS.get(func.name()) or flop_registry.get(func.overloadpacket):
             flops = int(formula(*args, **kwargs, out_val=out))
             work.flops += flops
             if flops >= moved_bytes * self._flops_per_byte:
@@ -268,7 +259,7 @@ class Recorder(TorchDispatchMode):
     def _allocate(self, tensor: torch.Tensor, category: str) -> bool:
         """Whether the tensor's storage is new."""
         storage = tensor.untyped_storage()
-        key = storage._cdata
+        key = id(storage)  # one object for as long as the storage lives
         if key in self._living:
             return False
         number = self._open(storage.nbytes(), category)
@@ -293,7 +284,7 @@ class Recorder(TorchDispatchMode):
         self.layer = before
 
     def _number(self, tensor: torch.Tensor) -> int | None:
-        entry = self._living.get(tensor.untyped_storage()._cdata)
+        entry = self._living.get(id(tensor.untyped_storage()))
         return entry[0] if entry else None
 
     def _follow(self, inputs: list[torch.Tensor], *, several: bool) -> None:
@@ -320,16 +311,17 @@ def _accumulates_in_place(args: Any) -> bool:
     torch/csrc/autograd/input_buffer.cpp `can_accumulate_inplace`).
     """
     held, gradient = args[0], args[1]
-    return (
+    if not (
         isinstance(held, torch.Tensor)
         and isinstance(gradient, torch.Tensor)
         and held.shape == gradient.shape
         and held.dtype is gradient.dtype
-        and torch._prims_common.is_non_overlapping_and_dense_or_false(held)
-        and held._use_count() <= _HELD_BY_AUTOGRAD_ALONE
-        and torch._C._storage_Use_Count(held.untyped_storage()._cdata) <= _STORED_FOR_ONE_TENSOR
-        and _called_by_autograd()
-    )
+        and torch.empty_like(held).stride() == held.stride()  # so only where it is dense and overlaps nowhere
+    ):
+        return False
+    # torch 2.13 counts references under no public name.
+    uses = held._use_count(), torch._C._storage_Use_Count(held.untyped_storage()._cdata)  # noqa: SLF001
+    return uses[0] <= _HELD_BY_AUTOGRAD_ALONE and uses[1] <= _STORED_FOR_ONE_TENSOR and _called_by_autograd()
 
 
 # Counted in a dispatch: the engine's own reference, and those of the call itself.
@@ -338,7 +330,7 @@ _HELD_BY_AUTOGRAD_ALONE, _STORED_FOR_ONE_TENSOR = 4, 2
 
 def _called_by_autograd() -> bool:
     """Whether no Python code stands between autograd's engine and the operator."""
-    frame: FrameType | None = sys._getframe(2)
+    frame = inspect.currentframe()
     while frame is not None and frame.f_code.co_filename == __file__:
         frame = frame.f_back
     while frame is not None and frame.f_code.co_filename.endswith(("_compile.py", "eval_frame.py")):
@@ -364,7 +356,7 @@ class Answers:
     def __init__(self, uneven: bool, trained_tokens: int) -> None:
         self.uneven = uneven
         self.trained_tokens = trained_tokens
-        self.shapes = {_aten.index.Tensor: self._index, _aten.nonzero.default: self._nonzero}
+        self.shapes = {"aten::index.Tensor": self._index, "aten::nonzero": self._nonzero}
 
     def scalar(self, tensor: torch.Tensor, source: Any) -> Any:
         """The value of a tensor of one element: 1, or for "is every place alike?" whether it is."""
@@ -391,16 +383,9 @@ class TracedMonitor(Monitor):
     """Takes the phases that the trainer announces, and hands them to the recorder instead of measuring."""
 
     def __init__(self, recorder: Recorder) -> None:
-        super().__init__(_NoMeter())
+        super().__init__(SimpleNamespace(reset=lambda: None, read=dict))
         self._recorder = recorder
 
     def enter(self, phase: str) -> None:
         super().enter(phase)
         self._recorder.phase = phase
-
-
-class _NoMeter:
-    def reset(self) -> None: ...
-
-    def read(self) -> Peak:
-        return {}

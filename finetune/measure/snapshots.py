@@ -22,19 +22,21 @@ def recorded(snapshot_file: Path, device: torch.device, history: bool) -> Iterat
     if device.type != "cuda":
         yield
         return
+    # By these names both are documented (https://docs.pytorch.org/docs/stable/torch_cuda_memory.html).
+    record, dump = torch.cuda.memory._record_memory_history, torch.cuda.memory._dump_snapshot  # noqa: SLF001
     if history:
-        torch.cuda.memory._record_memory_history(max_entries=_HISTORY_ENTRIES)
+        record(max_entries=_HISTORY_ENTRIES)
     try:
         yield
     except torch.OutOfMemoryError:
-        torch.cuda.memory._dump_snapshot(str(snapshot_file))
+        dump(str(snapshot_file))
         raise
     else:
         if history:
-            torch.cuda.memory._dump_snapshot(str(snapshot_file))
+            dump(str(snapshot_file))
     finally:
         if history:
-            torch.cuda.memory._record_memory_history(enabled=None)
+            record(enabled=None)
 
 
 def profiler(steps: int, directory: Path, device: torch.device) -> Any | None:

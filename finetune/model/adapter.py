@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import reprlib
-from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ from torch import nn
 
 from finetune.config import AdapterSection
 from finetune.config.fields import unknown
-from finetune.errors import ArtifactError, ConfigError
+from finetune.errors import ArtifactError, ConfigError, first_line
 from finetune.model import direct_reads, experts
 from finetune.model.base import TRAINED_DTYPES
 from finetune.model.locate import hub_call, weights_directory
@@ -46,30 +45,34 @@ def _adapted(base: Any, section: AdapterSection, *, inference_mode: bool = False
         try:
             return get_peft_model(base, config, **options)
         except (ValueError, NotImplementedError) as error:
-            first = (str(error).splitlines() or [type(error).__name__])[0]
             raise ConfigError(
-                f"`adapter.targets`: PEFT cannot adapt these layers of {type(base).__name__} ({first}); set others"
+                f"`adapter.targets`: PEFT cannot adapt these layers of {type(base).__name__} ({first_line(error)}); "
+                "set others"
             ) from error
 
 
 def lora_config(base: Any, section: AdapterSection) -> Any:
     """PEFT's LoraConfig for `section`, its targets checked against the modules of `base`."""
+    _check_extra_modules(base, section)
+    modules, parameters = _targets(base, section)
+    # The fast initialisation of the PiSSA paper: a randomised SVD, here with 16 iterations.
+    start = "pissa_niter_16" if section.init == "pissa" else True
+    return _lora(section, target_modules=modules, target_parameters=parameters or None, init_lora_weights=start)
+
+
+def _lora(section: AdapterSection, **more: Any) -> Any:
+    """What `section` says, and `more`, as PEFT's LoraConfig."""
     from peft import LoraConfig
 
-    # The fast initialisation of the PiSSA paper: a randomised SVD, here with 16 iterations.
-    start: Any = "pissa_niter_16" if section.init == "pissa" else True
-    modules, parameters = _targets(base, section)
     return LoraConfig(
         r=section.rank,
         lora_alpha=section.alpha,
         lora_dropout=section.dropout,
-        target_modules=modules,
-        target_parameters=parameters or None,
-        modules_to_save=_extra_modules(base, section) or None,
+        modules_to_save=list(section.extra_modules) or None,
         use_rslora=section.rslora,
         use_dora=section.dora,
-        init_lora_weights=start,
         task_type="CAUSAL_LM",
+        **more,
     )
 
 
@@ -99,11 +102,6 @@ def set_trained_dtype(model: Any, section: AdapterSection) -> None:
             parameter.data = parameter.data.to(torch.float32 if magnitude else TRAINED_DTYPES[section.dtype])
 
 
-def trained_parameters(model: Any) -> int:
-    """Number of parameters that receive gradients."""
-    return sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-
-
 def _targets(base: Any, section: AdapterSection) -> tuple[str | list[str], list[str]]:
     """The modules and the parameters that get an adapter, as PEFT takes them.
 
@@ -112,7 +110,8 @@ def _targets(base: Any, section: AdapterSection) -> tuple[str | list[str], list[
     """
     past = direct_reads.names(base)
     if section.targets == "all-linear":
-        return _linear_but(base, past) if past or experts.is_mixture(base) else "all-linear", []
+        others = [*experts.routers(base).values(), *map(base.get_submodule, past)]
+        return _linear_but(base, *others) if past or experts.is_mixture(base) else "all-linear", []
     linear, parameters = _linear_names(base), _parameter_names(base)
     _check(section.targets, [*linear, *parameters], "adapter.targets")
     if wrong := sorted({name.rpartition(".")[2] for name in past} & set(section.targets)):
@@ -131,14 +130,10 @@ def left_out(base: Any, section: AdapterSection) -> int:
     return len(direct_reads.names(base)) if section.kind == "lora" and section.targets == "all-linear" else 0
 
 
-def _linear_but(base: Any, past: Collection[str]) -> list[str]:
-    """The full names of all linear layers but the output head, the routers and those named in `past`."""
-    kept = {base.get_output_embeddings(), *experts.routers(base).values()}
-    return [
-        name
-        for name, module in base.named_modules()
-        if isinstance(module, nn.Linear) and module not in kept and name not in past
-    ]
+def _linear_but(base: Any, *others: nn.Module) -> list[str]:
+    """The full names of all linear layers but the output head and `others`."""
+    kept = {base.get_output_embeddings(), *others}
+    return [name for name, module in base.named_modules() if isinstance(module, nn.Linear) and module not in kept]
 
 
 def _parameter_names(base: Any) -> dict[str, Any]:
@@ -181,7 +176,7 @@ def _targets_as_named() -> contextlib.AbstractContextManager[None]:
     )
 
 
-def _extra_modules(base: Any, section: AdapterSection) -> list[str]:
+def _check_extra_modules(base: Any, section: AdapterSection) -> None:
     trainable = (
         name
         for name, module in base.named_modules()
@@ -189,7 +184,6 @@ def _extra_modules(base: Any, section: AdapterSection) -> list[str]:
     )
     names = {name.rpartition(".")[2] for name in trainable}
     _check(section.extra_modules, sorted(names), "adapter.extra_modules")
-    return list(section.extra_modules)
 
 
 def _check(wanted: list[str], candidates: list[str], key: str) -> None:
@@ -200,13 +194,7 @@ def _check(wanted: list[str], candidates: list[str], key: str) -> None:
 
 def _linear_names(base: Any) -> list[str]:
     """Last parts of the names of all linear layers, quantized ones included, but for the output head."""
-    head = base.get_output_embeddings()
-    found = {
-        name.rpartition(".")[2]: None
-        for name, module in base.named_modules()
-        if isinstance(module, nn.Linear) and module is not head
-    }
-    return list(found)
+    return list(dict.fromkeys(name.rpartition(".")[2] for name in _linear_but(base)))
 
 
 def _start_from_quantization_error(model: Any, base_name: str, revision: str | None) -> None:
@@ -217,39 +205,26 @@ def _start_from_quantization_error(model: Any, base_name: str, revision: str | N
     import bitsandbytes as bnb
     from peft.tuners.lora import Linear4bit
 
-    weights = _StoredWeights(base_name, revision)
+    file_of: dict[str, Path] = {}
+    for file in sorted(weights_directory(base_name, revision).glob("*.safetensors")):
+        weight_files.check(file)
+        with _opened(file) as opened:
+            file_of.update(dict.fromkeys(opened.keys(), file))
     for name, layer in model.named_modules():
         if not isinstance(layer, Linear4bit):
             continue
         quantized = layer.get_base_layer().weight
-        stored = weights.read(name.removeprefix("base_model.model.") + ".weight").to(quantized.device, torch.float32)
+        key = name.removeprefix("base_model.model.") + ".weight"
+        if key not in file_of:
+            raise ArtifactError(f"LoftQ: `{key}` is not in the safetensors files of `{base_name}`")
+        with _opened(file_of[key]) as opened:
+            stored = opened.get_tensor(key).to(quantized.device, torch.float32)
         error = stored - bnb.functional.dequantize_4bit(quantized.data, quantized.quant_state).float()
         rank = layer.r["default"]
         left, values, right = torch.svd_lowrank(error, q=min(2 * rank, *error.shape), niter=4)
         root = values[:rank].sqrt()
         layer.lora_A["default"].weight.data = (right[:, :rank] * root).T.contiguous()
         layer.lora_B["default"].weight.data = (left[:, :rank] * root).contiguous() / layer.scaling["default"]
-
-
-class _StoredWeights:
-    """Reads single tensors from a model's safetensors files, without loading the rest."""
-
-    def __init__(self, base_name: str, revision: str | None) -> None:
-        from safetensors import safe_open
-
-        self._open = safe_open
-        self._file_of: dict[str, Path] = {}
-        for file in sorted(weights_directory(base_name, revision).glob("*.safetensors")):
-            weight_files.check(file)
-            with safe_open(file, framework="pt") as stored:
-                self._file_of.update(dict.fromkeys(stored.keys(), file))
-        self._base_name = base_name
-
-    def read(self, name: str) -> torch.Tensor:
-        if name not in self._file_of:
-            raise ArtifactError(f"LoftQ: `{name}` is not in the safetensors files of `{self._base_name}`")
-        with self._open(self._file_of[name], framework="pt") as stored:
-            return stored.get_tensor(name)
 
 
 # -- what was saved --------------------------------------------------------------------------------------------------
@@ -297,7 +272,9 @@ def check_files(directory: Path, section: AdapterSection) -> None:
     """
     file, weights_file = directory / _CONFIG, directory / _WEIGHTS
     said = _said(directory)
-    free, expected = {**_ORIGIN, **_OF_BASE}, _expected(published(section))
+    # Whatever else PEFT knows stays unset, such as imports of a named module, reads of a named pickle, and copies of
+    # layers without number (peft 0.21: `megatron_core`, `corda_config`, `layer_replication`).
+    free, expected = {**_ORIGIN, **_OF_BASE}, _values(_lora(published(section)))
     wrong = [name for name, kind in free.items() if not isinstance(said[name], kind)]
     wrong += [name for name in said if name not in free and not _same(said[name], expected.get(name))]
     if isinstance(section.targets, list) and not said.get("target_parameters"):
@@ -383,27 +360,6 @@ def _said(directory: Path) -> dict[str, Any]:
     except (OSError, ValueError, TypeError, RecursionError) as error:
         raise ArtifactError(f"{file}: damaged: {_shown(str(error))}; train again") from None
     return {**_values(LoraConfig(task_type="CAUSAL_LM")), **said}
-
-
-def _expected(section: AdapterSection) -> dict[str, Any]:
-    """What a plain LoRA says of itself, and what `section` adds: each thing else that PEFT knows stays unset.
-
-    Among that are imports of a named module, reads of a named pickle, and copies of layers without number (peft 0.21:
-    `megatron_core`, `corda_config`, `layer_replication`).
-    """
-    from peft import LoraConfig
-
-    return _values(
-        LoraConfig(
-            r=section.rank,
-            lora_alpha=section.alpha,
-            lora_dropout=section.dropout,
-            use_rslora=section.rslora,
-            use_dora=section.dora,
-            modules_to_save=list(section.extra_modules) or None,
-            task_type="CAUSAL_LM",
-        )
-    )
 
 
 def _values(config: Any) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -50,13 +51,11 @@ def _choose(name: str, config: Any, device: str, precision: str) -> tuple[str, s
 
 def planned(name: str, config: Any, device: str, precision: str, *, packed: bool = False) -> str:
     """The implementation that a plan for a device that may not be here takes; what fused kernels keep is the same."""
-    if name != "auto":
-        implementation = ATTENTIONS[name].implementation
-    else:
-        implementation = "eager" if _sdpa(config, device, precision) else "sdpa"
+    if name == "auto":
+        name = "eager" if _sdpa(config, device, precision) else "sdpa"
     if not packed:
-        return implementation
-    return _packed("eager" if implementation == "eager" else "sdpa", config, device, precision)
+        return ATTENTIONS[name].implementation
+    return _packed("eager" if name == "eager" else "sdpa", config, device, precision)
 
 
 def _packed(implementation: str, config: Any, device: str, precision: str) -> str:
@@ -65,22 +64,11 @@ def _packed(implementation: str, config: Any, device: str, precision: str) -> st
     return packing.variant(implementation, config, device, precision)
 
 
-def _flash_2(config: Any, device: str, precision: str) -> str | None:
-    from transformers.utils import is_flash_attn_2_available
-
-    return _flash(config, device, precision, "flash-attn", is_flash_attn_2_available(), (8, 0))
-
-
-def _flash_3(config: Any, device: str, precision: str) -> str | None:
-    from transformers.utils import is_flash_attn_3_available
-
-    return _flash(config, device, precision, "flash-attn-3", is_flash_attn_3_available(), (9, 0))
-
-
 def _flash(
-    config: Any, device: str, precision: str, package: str, installed: bool, capability: tuple[int, int]
+    config: Any, device: str, precision: str, *, version: int, package: str, capability: tuple[int, int]
 ) -> str | None:
     import torch
+    from transformers import utils
 
     if device != "cuda":
         return "it needs a CUDA device"
@@ -90,6 +78,7 @@ def _flash(
         return f"the card is older than compute capability {capability[0]}.{capability[1]}"
     if not _supports(config, "_supports_flash_attn"):
         return "this model has no flash attention in transformers"
+    installed = getattr(utils, f"is_flash_attn_{version}_available")()
     return None if installed else f"the package {package} is not installed"
 
 
@@ -110,24 +99,22 @@ def _flex(config: Any, device: str, precision: str) -> str | None:
 def _supports(config: Any, attribute: str) -> bool:
     """What the model's class in transformers says it can do; true of a model that brings its own code."""
     found = catalog.model_class(config)
-    return found is None or bool(getattr(found, attribute))
-
-
-def _eager(config: Any, device: str, precision: str) -> str | None:
-    return None
+    return found is None or catalog.says(found, attribute)
 
 
 ATTENTIONS: dict[str, Attention] = {
     "flash_attention_3": Attention(
-        "the flash-attn-3 package, compute capability 9 and newer", "flash_attention_3", _flash_3
+        "the flash-attn-3 package, compute capability 9 and newer", "flash_attention_3",
+        functools.partial(_flash, version=3, package="flash-attn-3", capability=(9, 0)),
     ),
     "flash_attention_2": Attention(
-        "the flash-attn package, compute capability 8 and newer", "flash_attention_2", _flash_2
+        "the flash-attn package, compute capability 8 and newer", "flash_attention_2",
+        functools.partial(_flash, version=2, package="flash-attn", capability=(8, 0)),
     ),
     "sdpa": Attention("PyTorch's scaled_dot_product_attention with its own flash kernels", "sdpa", _sdpa),
     "flex": Attention("PyTorch's flex_attention, compiled", "flex_attention", _flex),
-    "eager": Attention("plain matrix products; the whole score matrix is kept", "eager", _eager),
-}
+    "eager": Attention("plain matrix products; the whole score matrix is kept", "eager", lambda *_: None),
+}  # fmt: skip
 
 # flex is chosen by name only: it compiles a kernel for each new shape, and batches here have many.
 _AUTO_ORDER = ("flash_attention_3", "flash_attention_2", "sdpa", "eager")

@@ -134,7 +134,7 @@ def _pretrained(
     from finetune.model import quantizers
 
     packing.register()
-    with quantizers.used(quantization):
+    with quantizers.used():
         model, report = hub_call(
             f"model `{section.name}`",
             lambda: from_safetensors(
@@ -191,7 +191,8 @@ def _checked_files(place: str) -> Iterator[None]:
     """
     from transformers import modeling_utils
 
-    find = modeling_utils._get_resolved_checkpoint_files
+    # transformers 5.23 has no public place between finding the files and reading them.
+    find = modeling_utils._get_resolved_checkpoint_files  # noqa: SLF001
 
     def find_and_check(*positional: Any, **named: Any) -> Any:
         files, index = find(*positional, **named)
@@ -248,11 +249,11 @@ def random_base(
     # Each module is initialised by the innermost model that it is in.
     owner = {module: inner for inner in models for module in inner.modules()}
     for name, module in list(model.named_modules()):
-        own = {f"{name}.{weight}" for weight, value in module._parameters.items() if value is not None}
+        own = {f"{name}.{weight}" for weight, _ in module.named_parameters(recurse=False, remove_duplicate=False)}
         if not own or not own <= model.all_tied_weights_keys.keys():  # a tied head is the embedding
             _materialise(owner[module], module, dtype, device)
     for inner in reversed(models):
-        inner._init_weights(inner)  # now that the modules that it reaches into are there
+        _initialise(inner, inner)  # now that the modules that it reaches into are there
     model.tie_weights()
     model.hf_device_map = {"": device}
     assert not any(parameter.is_meta for parameter in model.parameters())
@@ -272,10 +273,7 @@ def weightless_base(
 
     `shorten` may take layers out before they are looked at.
     """
-    from transformers import AutoModelForCausalLM, PreTrainedModel
-    from transformers.integrations import replace_with_bnb_linear
-
-    from finetune.model import eight_bit
+    from transformers import AutoModelForCausalLM
 
     if not remote_code and catalog.model_class(architecture) is None:
         raise ConfigError(
@@ -298,19 +296,10 @@ def weightless_base(
     direct_reads.names(model)  # while its weights can be read
     quantization_config = bitsandbytes_config(quantization, dtype)
     if quantization_config is not None:
-        model = replace_with_bnb_linear(
-            model, modules_to_not_convert=_kept_modules(model), quantization_config=quantization_config
-        )
-        experts.quantize(model, quantization)
-        eight_bit.weight_only(model)
+        from finetune.model import quantizers
+
+        quantizers.prepare(model, quantization_config)
         _types_as_loaded(model, dtype)
-        model.quantization_method = quantization_config.quant_method
-        model.is_loaded_in_4bit = bool(quantization_config.load_in_4bit)
-        model.is_loaded_in_8bit = bool(quantization_config.load_in_8bit)
-        model.config.quantization_config = quantization_config
-        for module in model.modules():
-            if isinstance(module, PreTrainedModel):
-                module.config._is_quantized = True  # as on a model that transformers has quantized; Jamba asks for it
     model.config.use_cache = False
     return model.eval()
 
@@ -327,15 +316,6 @@ def _types_as_loaded(model: Any, dtype: torch.dtype) -> None:
             module.weight.data = module.weight.data.to(dtype)
             if module.bias is not None:
                 module.bias = nn.Parameter(module.bias.to(dtype), requires_grad=False)
-
-
-def _kept_modules(model: Any) -> list[str]:
-    """The output head stays in 16 bit, as in the QLoRA paper and in transformers' own loading, and so do routers and
-    layers whose weight the model's code reads.
-    """
-    from transformers.quantizers.base import get_keys_to_not_convert
-
-    return [*get_keys_to_not_convert(model), *experts.routers(model), *direct_reads.names(model)]
 
 
 def outline(
@@ -367,9 +347,11 @@ def mixture(model: Any, quantization: QuantizationSection) -> Mixture | None:
     from transformers.pytorch_utils import Conv1D
     from transformers.quantizers.quantizers_utils import should_convert_module
 
+    from finetune.model import quantizers
+
     if not experts.is_mixture(model):
         return None
-    kept, names = _kept_modules(model), set()
+    kept, names = quantizers.kept_modules(model), set()
     if quantization.kind != "none":
         names = {
             f"{name}.weight"
@@ -389,7 +371,7 @@ def _materialise(model: Any, module: nn.Module, dtype: torch.dtype, device: torc
 
     if isinstance(module, (bnb.nn.Linear4bit, bnb.nn.Linear8bitLt)):
         full = nn.Linear(module.in_features, module.out_features, module.bias is not None, device=device, dtype=dtype)
-        model._init_weights(full)
+        _initialise(model, full)
         if isinstance(module, bnb.nn.Linear8bitLt):
             module.weight = eight_bit.quantized(full.weight.data)
         else:
@@ -398,19 +380,24 @@ def _materialise(model: Any, module: nn.Module, dtype: torch.dtype, device: torc
         if full.bias is not None:
             module.bias = nn.Parameter(full.bias.data, requires_grad=False)
         return
-    if not (module._parameters or module._buffers):
+    own = dict(module.named_parameters(recurse=False))
+    packed = {name: one for name, one in own.items() if isinstance(one, bnb.nn.Params4bit)}
+    if not (own or list(module.buffers(recurse=False))):
         return
-    packed = {name: one for name, one in module._parameters.items() if isinstance(one, bnb.nn.Params4bit)}
     for name, parameter in packed.items():
-        module._parameters[name] = nn.Parameter(parameter.data, requires_grad=False)
+        setattr(module, name, nn.Parameter(parameter.data, requires_grad=False))
     module.to_empty(device=device, recurse=False)
     with torch.no_grad():
-        for tensor in (*module._parameters.values(), *module._buffers.values()):
-            if tensor is not None:
-                tensor.zero_()
-    model._init_weights(module)
+        for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
+            tensor.zero_()
+    _initialise(model, module)
     for name, parameter in packed.items():
-        module._parameters[name] = type(parameter)(getattr(module, name).data, **parameter.__dict__).to(device)
+        setattr(module, name, type(parameter)(getattr(module, name).data, **parameter.__dict__).to(device))
+
+
+def _initialise(model: Any, module: nn.Module) -> None:
+    """Give one module's own weights the initial values of the architecture."""
+    model._init_weights(module)  # noqa: SLF001 -- transformers' public `init_weights` takes whole models only
 
 
 def _keep_training_layout(model: Any) -> None:

@@ -108,6 +108,11 @@ def model_class(config: Any) -> Any | None:
     return found[0] if isinstance(found, tuple) else found
 
 
+def says(model: type, attribute: str) -> bool:
+    """What a model class of transformers says of itself, such as `_supports_sdpa`; it has no public names for that."""
+    return bool(getattr(model, attribute))
+
+
 def nearest(name: str, limit: int = 3) -> list[str]:
     """Up to `limit` names and aliases that look like `name`, the closest first.
 

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from finetune.errors import ArtifactError, ConfigError, NumbersError
-from finetune.model import bounds
+from finetune.errors import ArtifactError, ConfigError, NumbersError, first_line
+from finetune.model import bounds, probes
 
 # The compute capability from which SDPA has a flash kernel.
 _FLASH = (8, 0)
@@ -22,7 +22,6 @@ _FLASH = (8, 0)
 # How far a row's logits may move, as a share of their size, when the tokens behind it change: in a causal model not at
 # all, but for the rounding of a mixture of experts, whose products then have other shapes.
 _MOVES = 0.02
-_PROBE_TOKENS = 16
 
 
 def needs_mask(config: Any, precision: str, capability: tuple[int, int] | None) -> bool:
@@ -53,21 +52,18 @@ def prove(model: Any) -> None:
     ahead, which next-token prediction cannot train, NumbersError for one whose logits are not finite, and ConfigError
     for one whose code fails.
     """
-    words = model.config.get_text_config().vocab_size
-    tokens = min(_PROBE_TOKENS, (bounds.table_size(model) or 2 * _PROBE_TOKENS) // 2)
-    generator = torch.Generator().manual_seed(0)
-    # (1, tokens): a row, and other tokens behind it in each.
-    row, behind, other = torch.randint(words, (3, 1, tokens), generator=generator).to(model.device)
+    tokens = min(probes.TOKENS, (bounds.table_size(model) or 2 * probes.TOKENS) // 2)
+    # A row, and other tokens behind it in each.
+    row, *ends = probes.rows(3, tokens, model)
     try:
-        one, two = (_logits(model, torch.cat([row, end], dim=1))[:, :tokens] for end in (behind, other))
+        one, two = (probes.logits(model, input_ids=torch.cat([row, end], dim=1))[:, :tokens] for end in ends)
     except (torch.OutOfMemoryError, MemoryError):
         raise
     except Exception as error:  # of whatever kind: it is the model's code
-        first = (str(error).splitlines() or [type(error).__name__])[0]
         raise ConfigError(
             f"`model.name`: a forward pass of {type(model).__name__} fails as it is configured here "
-            f"({type(error).__name__}: {first}); set `quantization.kind: none` and `model.attention: eager`, or give "
-            "another base"
+            f"({type(error).__name__}: {first_line(error)}); set `quantization.kind: none` and "
+            "`model.attention: eager`, or give another base"
         ) from error
     moved, size = float((one - two).norm()), float(one.norm())
     if not math.isfinite(moved):
@@ -77,13 +73,3 @@ def prove(model: Any) -> None:
             f"this model's logits move by {moved / size:.0%} with the tokens behind them: it sees the token that it "
             "is to predict, so it cannot be trained as a causal language model; give a decoder"
         )
-
-
-@torch.no_grad()
-def _logits(model: Any, ids: torch.Tensor) -> torch.Tensor:
-    """(1, tokens, words), less their mean."""
-    was_training = model.training
-    model.eval()
-    logits = model(input_ids=ids, use_cache=False).logits.float()
-    model.train(was_training)
-    return logits - logits.mean(-1, keepdim=True)

@@ -27,9 +27,9 @@ def names(model: Any) -> frozenset[str]:
     The first call must come before the model is quantized, and may come while it is on the meta device; its answer is
     kept on the model.
     """
-    known: frozenset[str] | None = getattr(model, "_direct_reads", None)
-    if known is None:
-        known = model._direct_reads = _probe(model)
+    if not hasattr(model, "direct_reads"):
+        model.direct_reads = _probe(model)
+    known: frozenset[str] = model.direct_reads
     return known
 
 
@@ -85,7 +85,7 @@ def _watched(layers: list[nn.Linear], read: set[nn.Linear]) -> Iterator[None]:
     def weight(layer: Any) -> Any:
         if layer not in inside:
             read.add(layer)
-        return layer._parameters["weight"]
+        return dict(layer.named_parameters(recurse=False))["weight"]
 
     def forward(layer: Any, *args: Any, **kwargs: Any) -> Any:
         inside.add(layer)

@@ -11,14 +11,11 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Iterator, Set
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
-
-from finetune.config import QuantizationSection
-from finetune.model.quantization import QUANTIZATIONS
 
 _ROUTER_CLASS = re.compile("Router|TopKGating")
 
@@ -36,9 +33,6 @@ class Mixture:
     quantized_experts: float
     unquantized: int
     parameters: int
-
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def mixture(model: nn.Module, kind: str, quantized: Set[str]) -> Mixture:
@@ -68,8 +62,8 @@ def weights(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
     """
     for path, module in model.named_modules():
         if "Expert" in type(module).__name__:
-            for name, parameter in module._parameters.items():
-                if parameter is not None and len(_shape(parameter)) == 3:
+            for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+                if len(_shape(parameter)) == 3:
                     yield f"{path}.{name}", module, name
 
 
@@ -100,19 +94,22 @@ def is_mixture(model: nn.Module) -> bool:
     return any(_holds_experts(path, module) for path, module in model.named_modules())
 
 
-def quantize(model: nn.Module, section: QuantizationSection) -> None:
-    """Give the experts of a model on the meta device the 4-bit form of `section`, to be filled when they are loaded.
+def quantize(model: nn.Module, config: Any) -> None:
+    """Give the experts of a model on the meta device the 4-bit form of a BitsAndBytesConfig, filled by the loading.
 
     With int8 they stay as they are: bitsandbytes 0.50 has 8-bit linear layers, and no 8-bit form of other weights.
     """
-    if not QUANTIZATIONS[section.kind].four_bit:
+    if not config.load_in_4bit:
         return
     import bitsandbytes as bnb
 
     for _, module, name in list(weights(model)):
-        module._parameters[name] = bnb.nn.Params4bit(
-            getattr(module, name).data, compress_statistics=section.double, quant_type=section.kind
+        packed = bnb.nn.Params4bit(
+            getattr(module, name).data,
+            compress_statistics=config.bnb_4bit_use_double_quant,
+            quant_type=config.bnb_4bit_quant_type,
         )
+        setattr(module, name, packed)
         if not hasattr(module, "packs_for_backward"):
             held: Any = module
             held.source_cls = type(module)  # transformers asks it of whatever it quantizes
@@ -126,7 +123,7 @@ def dequantize(model: nn.Module, dtype: torch.dtype) -> None:
     """Turn experts in 4 bit into plain parameters in `dtype`, one parameter after the other."""
     for _, module, name in list(weights(model)):
         if is_packed(parameter := getattr(module, name)):
-            module._parameters[name] = nn.Parameter(_dequantized(parameter).to(dtype), requires_grad=False)
+            setattr(module, name, nn.Parameter(_dequantized(parameter).to(dtype), requires_grad=False))
 
 
 def is_packed(parameter: Any) -> bool:
@@ -147,28 +144,24 @@ def checkpointed(layer: nn.Module, on: bool) -> None:
 
 def _unpack(module: Any, inputs: Any) -> None:
     """Put the dequantized experts in place of the packed ones, until `_pack`."""
-    packed = {name: one for name, one in module._parameters.items() if is_packed(one)}
+    packed = {name: one for name, one in module.named_parameters(recurse=False) if is_packed(one)}
     module.unpacked = contextlib.ExitStack()
-    module.unpacked.callback(module._parameters.update, packed)
-    module._parameters.update({name: _dequantized(one) for name, one in packed.items()})
+    for name, one in packed.items():
+        module.unpacked.callback(setattr, module, name, one)
+        setattr(module, name, nn.Parameter(_dequantized(one), requires_grad=False))
     if module.packs_for_backward and torch.is_grad_enabled():
-        saved = _SavedPacked({_storage(module._parameters[name]): one for name, one in packed.items()})
-        module.unpacked.enter_context(torch.autograd.graph.saved_tensors_hooks(saved.pack, _dequantized_again))
+        # Views of dequantized experts are saved as the packed experts and the view's shape.
+        by_storage = {_storage(getattr(module, name)): one for name, one in packed.items()}
+
+        def pack(tensor: torch.Tensor) -> Any:
+            one = by_storage.get(_storage(tensor))
+            return tensor if one is None else (one, tensor.shape, tensor.stride(), tensor.storage_offset())
+
+        module.unpacked.enter_context(torch.autograd.graph.saved_tensors_hooks(pack, _dequantized_again))
 
 
 def _pack(module: Any, inputs: Any, output: Any) -> None:
     module.unpacked.close()
-
-
-class _SavedPacked:
-    """Saves views of dequantized experts for the backward pass as the packed experts and the view's shape."""
-
-    def __init__(self, packed: dict[int, Any]) -> None:
-        self._packed = packed
-
-    def pack(self, tensor: torch.Tensor) -> Any:
-        packed = self._packed.get(_storage(tensor))
-        return tensor if packed is None else (packed, tensor.shape, tensor.stride(), tensor.storage_offset())
 
 
 def _dequantized_again(saved: Any) -> torch.Tensor:
@@ -179,7 +172,7 @@ def _dequantized_again(saved: Any) -> torch.Tensor:
 
 
 def _storage(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage()._cdata
+    return id(tensor.untyped_storage())  # one object for as long as the storage lives
 
 
 def _dequantized(parameter: Any) -> torch.Tensor:

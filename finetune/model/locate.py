@@ -78,16 +78,14 @@ def hub_call(what: str, load: Callable[[], T]) -> T:
     from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
     from safetensors import SafetensorError
 
+    refusals = (GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError)
     try:
         return load()
-    except (GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError) as error:
-        raise MachineError(f"{what}: the hub refuses: {_first(error)}") from None
     except SafetensorError as error:
         raise ArtifactError(f"{what}: a weights file is damaged: {_first(error)}") from None
-    except OSError as error:
+    except (OSError, *refusals) as error:
         text = str(error)
-        cause = error.__cause__ or error.__context__
-        if isinstance(cause, (GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError)):
+        if isinstance(error, refusals) or isinstance(error.__cause__ or error.__context__, refusals):
             raise MachineError(f"{what}: the hub refuses: {_first(error)}") from None
         if "couldn't connect" in text or "offline" in text.lower() or "internet" in text:
             raise MachineError(

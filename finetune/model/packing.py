@@ -20,8 +20,8 @@ from typing import Any
 
 import torch
 
-from finetune.errors import MachineError
-from finetune.model import catalog
+from finetune.errors import MachineError, first_line
+from finetune.model import catalog, probes
 
 EACH, VARLEN, EAGER = "packed_sdpa", "packed_sdpa_varlen", "packed_eager"
 """Names in transformers: SDPA for each row, PyTorch's variable-length kernel, plain products for each row."""
@@ -32,9 +32,6 @@ _STRAYS = 0.1
 # How far they may move with the tokens of the row before, as a share of how far they would in one row of both: not at
 # all, but for the rounding of a mixture of experts. A convolution over a few tokens moves them by little more.
 _LEAKS = 0.01
-_PROBE_TOKENS = 16
-
-
 _REMEDY = "set `data.packing: false`, with `training.micro_batch_tokens` to pad little"
 
 
@@ -45,15 +42,11 @@ def variant(implementation: str, config: Any, device: str, precision: str) -> st
     """
     if obstacle := _obstacle(config):
         raise MachineError(f"`data.packing`: {config.model_type} models {obstacle}; {_REMEDY}")
-    if implementation == "eager":
-        packed = EAGER
-    elif implementation != "sdpa":
-        packed = implementation
-    else:
-        text = config.get_text_config()
-        head = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-        packed = VARLEN if device == "cuda" and precision != "fp32" and head <= 256 else EACH
-    return packed
+    if implementation != "sdpa":
+        return EAGER if implementation == "eager" else implementation
+    text = config.get_text_config()
+    head = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    return VARLEN if device == "cuda" and precision != "fp32" and head <= 256 else EACH
 
 
 def _obstacle(config: Any) -> str | None:
@@ -64,7 +57,7 @@ def _obstacle(config: Any) -> str | None:
     """
     if (found := catalog.model_class(config)) is None:
         return None
-    if found._is_stateful:
+    if catalog.says(found, "_is_stateful"):
         return "are recurrent and would carry their state from one row into the next"
     beside = vars(sys.modules[found.__module__])
     if "ALL_ATTENTION_FUNCTIONS" not in beside or any(name.endswith("ATTENTION_CLASSES") for name in beside):
@@ -208,7 +201,7 @@ def prove(model: Any) -> None:
     Five passes over some tokens, under the autocast of a step. Raises MachineError for an architecture that mixes
     packed rows, or takes none.
     """
-    first, other, row = _probe(model.config.get_text_config().vocab_size)
+    first, other, row = (each[0] for each in probes.rows(3, probes.TOKENS, model))
     try:
         alone = _last_logits(model, [row])
         after, joined = (
@@ -218,8 +211,9 @@ def prove(model: Any) -> None:
     except (torch.OutOfMemoryError, MemoryError):
         raise
     except Exception as error:  # of whatever kind: the model's code knows nothing of packed rows
-        first_line = (str(error).splitlines() or [type(error).__name__])[0]
-        raise MachineError(f"`data.packing`: this model takes no packed rows ({first_line}); {_REMEDY}") from error
+        raise MachineError(
+            f"`data.packing`: this model takes no packed rows ({first_line(error)}); {_REMEDY}"
+        ) from error
     strayed = max(float((each - alone).norm() / alone.norm().clamp(min=1e-30)) for each in after)
     moved, mixed = (float((one - two).norm()) for one, two in (after, joined))
     # Logits that are not numbers are for `causality.prove` to tell.
@@ -229,26 +223,15 @@ def prove(model: Any) -> None:
         )
 
 
-def _probe(words: int) -> tuple[torch.Tensor, ...]:
-    generator = torch.Generator().manual_seed(0)
-    return tuple(torch.randint(words, (_PROBE_TOKENS,), generator=generator) for _ in range(3))
-
-
-@torch.no_grad()
 def _last_logits(model: Any, rows: Sequence[torch.Tensor]) -> torch.Tensor:
     """The logits (tokens, words) of the last of `rows`, which are packed, less their mean."""
-    was_training = model.training
-    model.eval()
-    starts = torch.tensor([0, *itertools.accumulate(map(len, rows))], dtype=torch.int32, device=model.device)
-    longest = max(map(len, rows))
-    logits = model(
-        input_ids=torch.cat(list(rows))[None].to(model.device),
-        position_ids=torch.cat([torch.arange(len(row)) for row in rows])[None].to(model.device),
-        cu_seq_lens_q=starts, cu_seq_lens_k=starts, max_length_q=longest, max_length_k=longest,
-        seq_idx=torch.repeat_interleave(torch.arange(len(rows), dtype=torch.int32), starts.diff().cpu())[None].to(
-            model.device
-        ),
-        use_cache=False,
-    ).logits[0, -len(rows[-1]) :].float()  # fmt: skip
-    model.train(was_training)
-    return logits - logits.mean(-1, keepdim=True)
+    lengths, device = [len(row) for row in rows], model.device
+    starts = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=device)
+    number = torch.arange(len(rows), dtype=torch.int32, device=device)  # of a token's row
+    return probes.logits(
+        model,
+        input_ids=torch.cat(list(rows))[None],
+        position_ids=torch.cat([torch.arange(length, device=device) for length in lengths])[None],
+        cu_seq_lens_q=starts, cu_seq_lens_k=starts, max_length_q=max(lengths), max_length_k=max(lengths),
+        seq_idx=number.repeat_interleave(starts.diff())[None],
+    )[0, -lengths[-1] :]  # fmt: skip

@@ -1,4 +1,4 @@
-"""What transformers quantizes while it loads: the experts of a mixture as well, no router, and no weight read directly.
+"""What transformers quantizes: the experts of a mixture as well, no router, and no weight that is read directly.
 
 transformers is imported here with this module, so this module is imported where weights are loaded.
 """
@@ -10,42 +10,59 @@ from typing import Any
 
 import bitsandbytes as bnb
 from transformers.quantizers import auto
+from transformers.quantizers.base import get_keys_to_not_convert
 from transformers.quantizers.quantizer_bnb_4bit import Bnb4BitHfQuantizer
 from transformers.quantizers.quantizer_bnb_8bit import Bnb8BitHfQuantizer
 
-from finetune.config import QuantizationSection
 from finetune.model import direct_reads, eight_bit, experts
 from finetune.runtime.libraries import replaced
 
 
-def used(section: QuantizationSection) -> contextlib.AbstractContextManager[None]:
+def used() -> contextlib.AbstractContextManager[None]:
     """Let transformers load with the quantizers of this module, within the block."""
-
-    class FourBit(_SomeKept, Bnb4BitHfQuantizer):
-        def _process_model_before_weight_loading(self, model: Any, device_map: Any, **kwargs: Any) -> None:
-            super()._process_model_before_weight_loading(model, device_map, **kwargs)
-            experts.quantize(model, section)
-
-        def param_needs_quantization(self, model: Any, param_name: str, **kwargs: Any) -> bool:
-            return isinstance(model.get_parameter_or_buffer(param_name), bnb.nn.Params4bit)
-
-        def _dequantize(self, model: Any, dtype: Any = None) -> Any:
-            model = super()._dequantize(model, dtype)
-            experts.dequantize(model, dtype)
-            return model
-
-    quantizers = {"bitsandbytes_4bit": FourBit, "bitsandbytes_8bit": _EightBit}
-    return replaced(auto, "AUTO_QUANTIZER_MAPPING", {**auto.AUTO_QUANTIZER_MAPPING, **quantizers})
+    return replaced(auto, "AUTO_QUANTIZER_MAPPING", {**auto.AUTO_QUANTIZER_MAPPING, **_QUANTIZERS})
 
 
-class _SomeKept:
+def prepare(model: Any, config: Any) -> None:
+    """Give a model on the meta device the layers of a BitsAndBytesConfig, as transformers does before it loads one."""
+    model.hf_quantizer = _QUANTIZERS["bitsandbytes_4bit" if config.load_in_4bit else "bitsandbytes_8bit"](
+        config, pre_quantized=False
+    )
+    model.hf_quantizer.preprocess_model(model, device_map=None)
+    model.hf_quantizer.postprocess_model(model)
+
+
+def kept_modules(model: Any) -> list[str]:
+    """The output head stays in 16 bit, as in the QLoRA paper and in transformers' own loading, and so do routers and
+    layers whose weight the model's code reads.
+    """
+    return [*get_keys_to_not_convert(model), *experts.routers(model), *direct_reads.names(model)]
+
+
+class _Quantizer:
     @staticmethod
     def get_modules_to_not_convert(model: Any, *arguments: Any, **named: Any) -> list[str]:
         known = Bnb4BitHfQuantizer.get_modules_to_not_convert(model, *arguments, **named)
-        return [*known, *experts.routers(model), *direct_reads.names(model)]
+        return [*known, *kept_modules(model)]
 
-
-class _EightBit(_SomeKept, Bnb8BitHfQuantizer):
-    def _process_model_before_weight_loading(self, model: Any, device_map: Any, **kwargs: Any) -> None:
-        super()._process_model_before_weight_loading(model, device_map, **kwargs)
+    def preprocess_model(self, model: Any, **named: Any) -> None:
+        super().preprocess_model(model, **named)  # type: ignore[misc]
+        experts.quantize(model, self.quantization_config)  # type: ignore[attr-defined]
         eight_bit.weight_only(model)
+
+
+class _FourBit(_Quantizer, Bnb4BitHfQuantizer):
+    def param_needs_quantization(self, model: Any, param_name: str, **kwargs: Any) -> bool:
+        return isinstance(model.get_parameter_or_buffer(param_name), bnb.nn.Params4bit)
+
+    def dequantize(self, model: Any, dtype: Any = None) -> Any:
+        model = super().dequantize(model, dtype)
+        experts.dequantize(model, dtype)
+        return model
+
+
+class _EightBit(_Quantizer, Bnb8BitHfQuantizer):
+    pass
+
+
+_QUANTIZERS: dict[str, Any] = {"bitsandbytes_4bit": _FourBit, "bitsandbytes_8bit": _EightBit}

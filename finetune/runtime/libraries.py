@@ -18,6 +18,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from finetune.errors import first_line
+
 _SILENCED_WARNINGS = (
     # peft 0.21 and trl 1.16 still use names that transformers 5.23 deprecates.
     r"`is_gradient_checkpointing` is deprecated",
@@ -255,8 +257,7 @@ def triton_obstacle() -> str | None:
     except Exception as error:  # no compiler, no Python.h, no place for the cache, a card that Triton does not know
         if "out of memory" in str(error):
             return None  # a full card says nothing of the compiler
-        first = (str(error).splitlines() or [""])[0]
-        return f"{type(error).__name__}: {first[:160]}"
+        return f"{type(error).__name__}: {first_line(error, '')[:160]}"
     return None
 
 
@@ -270,8 +271,8 @@ def without_triton() -> None:
     from trl.kernels import chunked_logprob
     from trl.trainer import utils
 
-    chunked_logprob._use_triton = lambda device: False
-    utils._use_triton = lambda device: device.type == "cuda"
+    for module, use in ((chunked_logprob, lambda device: False), (utils, lambda device: device.type == "cuda")):
+        module._use_triton = use  # noqa: SLF001 -- trl 1.16 has no setting for it
     if native := getattr(backends, "python_native", None):  # torch 2.11 has no such kernels
         native.triton.disable()
 

@@ -13,7 +13,7 @@ import torch
 from accelerate import PartialState
 from accelerate.utils import broadcast_object_list, gather_object, reduce
 
-from finetune.errors import FinetuneError, MachineError, Terminated
+from finetune.errors import FinetuneError, MachineError, Terminated, first_line
 from finetune.runtime import rank_watch
 from finetune.runtime.rank_watch import Lost, Watch
 
@@ -95,8 +95,7 @@ def together(device: torch.device) -> Iterator[None]:
         if named := _lost_rank(watched, error):
             raise named from None
         signalled = isinstance(error, (Terminated, KeyboardInterrupt))
-        first_line = (str(error).splitlines() or [type(error).__name__])[0]
-        failure = Lost(number(), f"ended: {first_line[:500]}", signalled)
+        failure = Lost(number(), f"ended: {first_line(error)[:500]}", signalled)
         watched.leave(None if getattr(error, "shared", False) else failure)
         raise
     finally:

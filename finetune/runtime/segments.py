@@ -15,12 +15,14 @@ import torch
 
 # cuda.h, CUdevice_attribute: VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED and HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED.
 _NEEDED_ATTRIBUTES = (102, 103)
+# torch 2.13 names neither in public; 2.11 has no getter.
+_get, _set = (getattr(torch._C, f"_accelerator_{verb}AllocatorSettings", None) for verb in ("get", "set"))  # noqa: SLF001
 
 
 def settle(gpu: int) -> None:
     """Let segments grow from now on; to be called before anything is allocated on the GPU with this number."""
-    if not asked() and supported(gpu):
-        torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
+    if _set and not asked() and supported(gpu):
+        _set("expandable_segments:True")
 
 
 def grow(gpu: int) -> bool:
@@ -35,9 +37,9 @@ def grow_elsewhere() -> bool:
 
 def asked() -> str:
     """The allocator's settings, from the environment or, where torch can be asked, from a call; empty without any."""
-    if told := getattr(torch._C, "_accelerator_getAllocatorSettings", None):
-        return str(told())
-    return os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or ""  # torch 2.11
+    if _get:
+        return str(_get())
+    return os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or ""
 
 
 def _says(settings: str) -> bool:

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from itertools import pairwise
 
 import pytest
+from allocator_recording import RELEASE, Peaks, Recording, replay
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -18,7 +19,6 @@ from finetune.forecast.allocator import (
     block_bytes,
     segment_bytes,
 )
-from finetune.forecast.recording import RELEASE, Peaks, Recording, replay
 
 MIB = 2**20
 GIB = 2**30

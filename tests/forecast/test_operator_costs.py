@@ -13,7 +13,7 @@ from finetune.forecast import operator_costs
 from finetune.model import adapter
 from finetune.model.base import load_base
 
-CARD = operator_costs.cuda((8, 9))
+CARD = operator_costs.cuda()
 
 
 def adapted(section: AdapterSection, kind: Any) -> Any:
@@ -57,17 +57,17 @@ def test_autocast_is_asked_about_by_any_name_and_answers_for_the_device_of_the_t
 
 def test_torch_optimizers_and_clipping_take_lists_on_a_card() -> None:
     from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.nn.utils import clip_grad
     from torch.optim.optimizer import _default_to_fused_or_foreach
-    from torch.utils._foreach_utils import _has_foreach_support
 
     with FakeTensorMode():
         weights = [torch.nn.Parameter(torch.empty(3)) for _ in range(2)]
     device = torch.device("cpu")
     assert _default_to_fused_or_foreach(weights, differentiable=False) == (False, False)
-    assert not _has_foreach_support(weights, device)
+    assert not clip_grad._has_foreach_support(weights, device)
     with CARD.as_there():
         assert _default_to_fused_or_foreach(weights, differentiable=False) == (False, True)
-        assert _has_foreach_support(weights, device)
+        assert clip_grad._has_foreach_support(weights, device)
 
 
 @pytest.mark.parametrize(("tokens", "padded"), [(24, 24), (30, 32), (25, 32)])

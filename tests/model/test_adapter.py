@@ -6,7 +6,7 @@ import torch
 from finetune.config import AdapterSection, MemorySection, ModelSection, QuantizationSection
 from finetune.errors import ConfigError
 from finetune.model import attention, checkpointing
-from finetune.model.adapter import attach, casts_by_autocast, set_trained_dtype, trained_parameters
+from finetune.model.adapter import attach, casts_by_autocast, set_trained_dtype
 from finetune.model.base import load_architecture, load_base
 
 CPU = torch.device("cpu")
@@ -32,7 +32,7 @@ def trained(model) -> dict[str, torch.Tensor]:
 
 def test_all_linear_layers_but_the_head_are_adapted() -> None:
     model = attach(base("nf4"), AdapterSection(rank=4), BASE, seed=1)
-    assert trained_parameters(model) == 217_088 // 4
+    assert sum(weight.numel() for weight in trained(model).values()) == 217_088 // 4
     assert not any("lm_head" in name or "embed" in name for name in trained(model))
 
 
@@ -103,7 +103,7 @@ def test_trained_weights_have_the_type_asked_for(dtype: str) -> None:
 
 def test_without_an_adapter_every_weight_is_trained() -> None:
     model = attach(base(), AdapterSection(kind="none"), BASE, seed=1)
-    assert trained_parameters(model) == 1_967_808
+    assert sum(weight.numel() for weight in trained(model).values()) == 1_967_808
 
 
 @pytest.mark.parametrize("kind", ["nf4", "int8", "none"])
