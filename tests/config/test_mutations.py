@@ -156,14 +156,15 @@ def test_what_loads_goes_through_the_stages_or_is_refused_by_one(originals: list
     assert ended == {0, 2, 3, 4, 7}
 
 
-@pytest.mark.parametrize("value", VALUES)
-def test_no_value_breaks_any_key(value: str, tmp_path: Path) -> None:
-    file = tmp_path / "job.yaml"
-    lines = [
-        [f"{section}:", *(f"  {key}: {value}" for key in field.annotation.model_fields)]
-        for section, field in Config.model_fields.items()
-    ]
-    file.write_text("\n".join(line for section in lines for line in section), encoding="utf-8")
-    with pytest.raises(ConfigError) as refused:
-        load_config(file)
-    assert max(map(len, str(refused.value).splitlines())) < 1_000, "a message repeats no more than one can read"
+def test_no_value_breaks_any_key(tmp_path: Path, subtests: pytest.Subtests) -> None:
+    for value in VALUES:
+        with subtests.test(value=value):
+            file = tmp_path / "job.yaml"
+            lines = [
+                [f"{section}:", *(f"  {key}: {value}" for key in field.annotation.model_fields)]
+                for section, field in Config.model_fields.items()
+            ]
+            file.write_text("\n".join(line for section in lines for line in section), encoding="utf-8")
+            with pytest.raises(ConfigError) as refused:
+                load_config(file)
+            assert max(map(len, str(refused.value).splitlines())) < 1_000, "a message repeats no more than one can read"
