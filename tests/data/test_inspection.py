@@ -258,11 +258,14 @@ def test_a_micro_batch_that_is_not_chosen_yet_pads_like_the_whole_batch(look) ->
 # -- data that teaches nothing -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("answer", ["", " ", "\n "])
-def test_answers_without_text_teach_nothing(look, answer: str) -> None:
-    with pytest.raises(DataError, match=r"leaves nothing to train: 2 rows dropped \(2 empty answer\)") as caught:
-        look([chat("Hi", answer), chat("Why?", answer)])
-    assert caught.value.exit_code == 3
+def test_answers_without_text_teach_nothing(look, subtests: pytest.Subtests) -> None:
+    for answer in ["", " ", "\n "]:
+        with subtests.test(answer=answer):
+            with pytest.raises(
+                DataError, match=r"leaves nothing to train: 2 rows dropped \(2 empty answer\)"
+            ) as caught:
+                look([chat("Hi", answer), chat("Why?", answer)])
+            assert caught.value.exit_code == 3
 
 
 def test_one_answer_with_text_is_enough(look) -> None:
