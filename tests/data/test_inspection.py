@@ -197,6 +197,7 @@ _LOGNORMAL = random.Random(7)
 LONG_TAILED = [max(1, int(_LOGNORMAL.lognormvariate(4.5, 1.0))) for _ in range(2001)]
 
 
+@pytest.mark.slow
 def test_the_padding_is_that_of_training(quick: Callable[..., Config]) -> None:
     """One epoch is really trained in each way, and its places are counted as they go through the model."""
     for group, tokens, packed in (("true", "null", "false"), ("false", "null", "false"), ("true", 60, "false"),

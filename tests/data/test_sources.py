@@ -632,6 +632,7 @@ def read_elsewhere(paths: list[Path]) -> tuple[list[str], int]:
 only_linux = pytest.mark.skipif(sys.platform != "linux", reason="reads the peak from /proc")
 
 
+@pytest.mark.slow
 @only_linux
 def test_files_of_200_mb_are_read_in_little_memory(tmp_path: Path) -> None:
     rows, cell = 10_000, "A word and another. " * 1000
@@ -667,6 +668,7 @@ def test_what_is_too_long_for_a_row_is_refused(tmp_path: Path, subtests: pytest.
             assert refused(tmp_path / name, start + repeated * times).splitlines()[0].startswith(told)
 
 
+@pytest.mark.slow
 @only_linux
 def test_ten_gigabytes_that_are_no_rows_are_not_read_into_memory(tmp_path: Path) -> None:
     """A file that the file system lost is as long as before, and full of zeros."""

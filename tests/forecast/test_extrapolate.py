@@ -161,6 +161,7 @@ def test_only_the_ends_may_come_and_go_otherwise() -> None:
 # -- real models -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("architecture", "layers", "changes"),
     [

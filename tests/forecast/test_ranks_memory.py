@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 
+import pytest
 import rehearsals
 
 from finetune.forecast import operator_costs
@@ -37,6 +38,7 @@ accelerator.end_training()
 """
 
 
+@pytest.mark.slow
 def test_each_of_two_processes_keeps_a_copy_of_all_gradients() -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

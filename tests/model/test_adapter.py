@@ -127,6 +127,7 @@ def test_dora_starts_as_its_base_and_keeps_the_scales_of_the_weights_it_reads(ki
 # -- activation checkpointing ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("section", "layers"),
     [
