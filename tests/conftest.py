@@ -26,8 +26,11 @@ from finetune.model.locate import BUILTIN_BASE, locate
 from finetune.settings import load_config
 from finetune.storage.rundir import RunDirectory
 
-# Every test of these takes seconds: processes that are killed, pinned trajectories, executed notebooks.
-_SLOW = {"faults", "golden", "test_notebooks.py"}
+# Folders and files whose tests take seconds each: processes that are started and killed, whole trainings.
+_SLOW = {
+    "faults", "golden", "test_forged_runs.py", "test_notebooks.py", "test_parity.py", "test_restart.py",
+    "test_startup.py",
+}  # fmt: skip
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

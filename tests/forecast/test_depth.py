@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-import rehearsals
+import tiny_models
 import torch
 from torch import nn
 
@@ -19,7 +19,7 @@ from finetune.model.base import weightless_base
 
 def built(name: str, layers: int, kept: Sequence[int] | None = None, kind: str = "none") -> Any:
     return weightless_base(
-        rehearsals.architecture(name, layers),
+        tiny_models.architecture(name, layers),
         QuantizationSection(kind=kind),
         attention="sdpa",
         dtype=torch.bfloat16,

@@ -9,7 +9,7 @@ import subprocess
 import sys
 
 import pytest
-import rehearsals
+import tiny_models
 
 from finetune.forecast import operator_costs
 
@@ -17,7 +17,7 @@ from finetune.forecast import operator_costs
 # made anew after the first). Told is how many blocks of each size are left.
 MEASURE = f"""
 import collections, json, sys
-sys.path += {[str(rehearsals.ROOT / "tests"), str(rehearsals.ROOT / "benchmarks")]}
+sys.path += {[str(tiny_models.ROOT / "tests"), str(tiny_models.ROOT / "benchmarks")]}
 import measured_step, torch
 from accelerate import Accelerator
 from torch.profiler import ProfilerActivity, profile

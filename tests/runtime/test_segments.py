@@ -183,17 +183,17 @@ def test_a_card_elsewhere_is_planned_for_with_them_and_a_cpu_without(driver: Ins
 
 
 def test_a_forecast_says_which() -> None:
-    import rehearsals
+    import tiny_models
     from rich.console import Console
 
     from finetune.forecast import replay
     from finetune.report import forecast_view
 
     card = devices.find("RTX 4090", MemorySection())
-    trace = rehearsals.rehearse(rehearsals.config(), rehearsals.architecture(layers=3), where=card)
+    trace = tiny_models.trace(tiny_models.config(), tiny_models.architecture(layers=3), where=card)
     found = {
         grow: replay.make(
-            trace, dataclasses.replace(card, expandable_segments=grow), rehearsals.BATCH, "sdpa", micro_batches=1,
+            trace, dataclasses.replace(card, expandable_segments=grow), tiny_models.BATCH, "sdpa", micro_batches=1,
             merge_bytes=0, disk_bytes=0,
         )
         for grow in (True, False)
