@@ -400,18 +400,19 @@ def steps(run: RunDirectory) -> list[int]:
     return [checkpoint_step(path) for path in run.complete_checkpoints()]
 
 
-def test_row_25_a_checkpoint_with_a_broken_or_huge_header_is_refused(tmp_path: Path, subtests: pytest.Subtests) -> None:
+@pytest.mark.parametrize(
+    "header", [b"", struct.pack("<Q", 2**40) + b"{}", struct.pack("<Q", 99 * 2**20) + b"{}", b"\xff" * 64]
+)
+def test_row_25_a_checkpoint_with_a_broken_or_huge_header_is_refused(tmp_path: Path, header: bytes) -> None:
     """Its manifest agrees with it: what is refused is the file."""
-    for header in [b"", struct.pack("<Q", 2**40) + b"{}", struct.pack("<Q", 99 * 2**20) + b"{}", b"\xff" * 64]:
-        with subtests.test(header=header):
-            run = RunDirectory(tmp_path)
-            folder = checkpoint.write(run, contents(1))
-            (folder / "b.safetensors").write_bytes(header)
-            sign(folder)
-            (problem,) = checkpoint.problems_of(folder)
-            assert "b.safetensors" in problem
-            with pytest.raises(ArtifactError, match=r"b\.safetensors"):
-                checkpoint.read_tensors(folder, "b.safetensors")
+    run = RunDirectory(tmp_path)
+    folder = checkpoint.write(run, contents(1))
+    (folder / "b.safetensors").write_bytes(header)
+    sign(folder)
+    (problem,) = checkpoint.problems_of(folder)
+    assert "b.safetensors" in problem
+    with pytest.raises(ArtifactError, match=r"b\.safetensors"):
+        checkpoint.read_tensors(folder, "b.safetensors")
 
 
 def sign(folder: Path) -> None:
