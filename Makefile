@@ -10,7 +10,7 @@ BIN := .venv/bin
 READY := .venv/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help setup finetune data plan fit merge test check notebooks bench golden sweep faults mutations gpu-check docs
+.PHONY: help setup finetune data plan fit merge test test-fast check notebooks bench golden sweep faults mutations gpu-check docs
 
 help: ## Show the targets.
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | column -t -s '	'
@@ -40,8 +40,11 @@ fit: $(READY) ## Write CONFIG fitted to GPU="RTX 4090".
 merge: $(READY) ## Merge RUN=runs/... into a 16-bit model and prove it.
 	$(BIN)/finetune merge $(or $(RUN),$(error give RUN=runs/NAME))
 
-test: $(READY) ## Run the tests, notebooks included.
-	$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
+test: $(READY) ## Run the tests, notebooks included (ten minutes).
+	$(BIN)/python -m pytest -n 2 --dist worksteal $(ARGS)
+
+test-fast: $(READY) ## Run all but the slow tests, for while you edit (two minutes).
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow and not gpu" $(ARGS)
 
 check: $(READY) ## Lint, types and the direction of imports.
 	$(BIN)/ruff check .

@@ -1,5 +1,6 @@
 """What every test starts from: one thread, no network, an empty cache, and a small run that several tests look at."""
 
+import fcntl
 import json
 import os
 import shutil
@@ -24,6 +25,18 @@ from finetune.config import Config
 from finetune.model.locate import BUILTIN_BASE, locate
 from finetune.settings import load_config
 from finetune.storage.rundir import RunDirectory
+
+# Folders and files whose tests take seconds each: processes that are started and killed, whole trainings.
+_SLOW = {
+    "faults", "golden", "test_forged_runs.py", "test_notebooks.py", "test_parity.py", "test_restart.py",
+    "test_startup.py",
+}  # fmt: skip
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if _SLOW & {item.path.name, item.path.parent.name}:
+            item.add_marker(pytest.mark.slow)
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -71,10 +84,20 @@ def quick(tmp_path: Path, rows_file: Path):
 
 @pytest.fixture(scope="session")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
-    """A finished run of the tiny job, forecast and long enough for the adapter to matter. Do not write to it."""
-    directory = tmp_path_factory.mktemp("trained") / "run"
-    job = ["training.max_steps=20", "training.eval_every=10", "data.eval_share=0.01", "output.merge=false"]
-    return finetune.train(load_config(TINY, [*job, f"output.dir={directory}"])).run
+    """A finished run of the tiny job, forecast and long enough for the adapter to matter. Do not write to it.
+
+    The processes of pytest-xdist share it: the first that asks trains, and the others wait.
+    """
+    folder = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        folder = folder.parent
+    run = RunDirectory(folder / "trained")
+    with open(folder / "trained.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not run.path.exists():
+            job = ["training.max_steps=20", "training.eval_every=10", "data.eval_share=0.01", "output.merge=false"]
+            finetune.train(load_config(TINY, [*job, f"output.dir={run.path}"]))
+    return run
 
 
 @pytest.fixture(scope="session")

@@ -61,6 +61,7 @@ def test_the_weights_of_another_base_are_refused(use: str, run: RunDirectory, ba
     assert not run.merged.exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("use", USES)
 def test_the_same_files_elsewhere_are_the_same_base(
     use: str, run: RunDirectory, capsys: pytest.CaptureFixture[str]
@@ -77,6 +78,7 @@ def test_doctor_finds_it(run: RunDirectory, base: Path) -> None:
     assert "was trained on another base" in what
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("use", ["generate", "evaluate", "merge"])
 def test_a_run_of_an_earlier_version_is_used_with_a_word(
     use: str, run: RunDirectory, capsys: pytest.CaptureFixture[str]
@@ -104,6 +106,7 @@ def test_a_fingerprint_that_is_damaged_is_no_fingerprint_that_is_missing(run: Ru
             finetune.generate(run, "x", max_new_tokens=2)
 
 
+@pytest.mark.slow
 def test_of_a_whole_model_the_base_that_it_is_compared_with_is_checked(quick, base: Path) -> None:
     job = ["adapter.kind=none", "quantization.kind=none", "training.learning_rate=1e-4", "training.max_steps=1"]
     run = finetune.train(quick(*job, f"model.name={base}")).run
@@ -115,6 +118,7 @@ def test_of_a_whole_model_the_base_that_it_is_compared_with_is_checked(quick, ba
     assert base_finding(run)[0] == "error"
 
 
+@pytest.mark.slow
 def test_random_weights_are_told_from_those_of_training(quick, capsys: pytest.CaptureFixture[str]) -> None:
     run = finetune.train(quick("model.weights=random", "training.max_steps=1")).run
     finetune.generate(run, "x", max_new_tokens=2)

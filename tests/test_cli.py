@@ -121,6 +121,7 @@ def test_plan_says_that_a_job_fits_and_draws_it(call, job: list[str], tmp_path: 
     assert not (tmp_path / "run").exists(), "a plan writes no run"
 
 
+@pytest.mark.slow
 def test_plan_of_a_job_that_does_not_fit_names_the_levers_and_exits_6(call, job: list[str]) -> None:
     overrides = ["memory.budget=1MiB", "memory.loss_tokens=512", "memory.checkpointing=all", "data.max_length=64"]
     code, out, err = call("plan", *job, *overrides, "adapter.rank=8", "--gpu", "cpu", "--json")
@@ -218,6 +219,7 @@ def test_a_plan_of_what_is_not_known_is_one_clear_error(
     assert words in err
 
 
+@pytest.mark.slow
 def test_fit_writes_a_config_with_its_reasons(call, job: list[str], tmp_path: Path, monkeypatch) -> None:
     from finetune.forecast import fit
     from finetune.settings import load_config
@@ -238,6 +240,7 @@ def test_fit_writes_a_config_with_its_reasons(call, job: list[str], tmp_path: Pa
         assert f"  # {reason}" in target.read_text()
 
 
+@pytest.mark.slow
 def test_fit_of_what_fits_nowhere_exits_6(call, job: list[str], tmp_path: Path) -> None:
     code, _, err = call("fit", *job, "training.batch_size=1", "training.micro_batch=1", "memory.budget=1MiB",
                         "--gpu", "cpu", "--output", tmp_path / "fitted.yaml")  # fmt: skip
@@ -330,6 +333,7 @@ def test_another_tokenizer_than_the_trained_one_exits_7(
     assert "another tokenizer or chat template: fingerprint" in err
 
 
+@pytest.mark.slow
 def test_eval_states_loss_and_perplexity_of_base_and_adapter(call, trained: RunDirectory) -> None:
     code, out, _ = call("eval", trained.path, "--json")
     assert code == 0

@@ -34,23 +34,26 @@ def test_every_config_has_a_stated_size() -> None:
     assert len(CONFIGS) == 10
 
 
-@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
-def test_config_builds_its_architecture_and_adapter(path: Path) -> None:
-    config = load_config(path)
-    overrides = ["model.weights=random"] if catalog.find(config.model.name) else []
-    config = load_config(path, overrides)
-    architecture = load_architecture(config.model)
-    with torch.device("meta"):
-        base = AutoModelForCausalLM.from_config(architecture)
-        model = get_peft_model(base, lora_config(base, config.adapter))
-    assert sum(weight.numel() for weight in model.parameters() if weight.requires_grad) == TRAINED_PARAMETERS[path.stem]
+def test_config_builds_its_architecture_and_adapter(subtests: pytest.Subtests) -> None:
+    for path in CONFIGS:
+        with subtests.test(path=path):
+            config = load_config(path)
+            overrides = ["model.weights=random"] if catalog.find(config.model.name) else []
+            config = load_config(path, overrides)
+            architecture = load_architecture(config.model)
+            with torch.device("meta"):
+                base = AutoModelForCausalLM.from_config(architecture)
+                model = get_peft_model(base, lora_config(base, config.adapter))
+            trained = sum(weight.numel() for weight in model.parameters() if weight.requires_grad)
+            assert trained == TRAINED_PARAMETERS[path.stem]
 
 
-@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
-def test_config_states_its_batch_and_saves(path: Path) -> None:
-    config = load_config(path)
-    assert config.training.batch_size % config.training.micro_batch == 0
-    assert config.data.max_length <= load_architecture_length(config.model)
+def test_config_states_its_batch_and_saves(subtests: pytest.Subtests) -> None:
+    for path in CONFIGS:
+        with subtests.test(path=path):
+            config = load_config(path)
+            assert config.training.batch_size % config.training.micro_batch == 0
+            assert config.data.max_length <= load_architecture_length(config.model)
 
 
 def load_architecture_length(section) -> int:

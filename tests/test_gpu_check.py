@@ -296,6 +296,7 @@ def test_slices_run_without_a_gpu(tmp_path: Path) -> None:
     assert kernels[0]["microseconds"] >= kernels[-1]["microseconds"] > 0
 
 
+@pytest.mark.slow
 def test_the_bodies_of_gpu_tests_run_as_far_as_the_list_says(monkeypatch: pytest.MonkeyPatch) -> None:
     """`python tests/gpu/on_cpu.py` writes the list anew."""
     monkeypatch.syspath_prepend(str(ROOT / "tests" / "gpu"))

@@ -131,26 +131,26 @@ def used() -> set[tuple[str, str]]:
     return uses(path.read_text(encoding="utf-8") for path in files)
 
 
-@pytest.mark.parametrize(
-    ("section", "key"), [(section, key) for section, kind in SECTIONS.items() for key in kind.model_fields]
-)
-def test_the_key_is_read(section: str, key: str, used: set[tuple[str, str]]) -> None:
-    assert (SECTIONS[section].__name__, key) in used, f"no code acts on `{section}.{key}`"
+def test_the_key_is_read(used: set[tuple[str, str]], subtests: pytest.Subtests) -> None:
+    for section, key in [(section, key) for section, kind in SECTIONS.items() for key in kind.model_fields]:
+        with subtests.test(section=section, key=key):
+            assert (SECTIONS[section].__name__, key) in used, f"no code acts on `{section}.{key}`"
 
 
-@pytest.mark.parametrize("key", Source.model_fields)
-def test_the_key_of_a_source_is_read(key: str, used: set[tuple[str, str]]) -> None:
-    assert ("Source", key) in used
+def test_the_key_of_a_source_is_read(used: set[tuple[str, str]], subtests: pytest.Subtests) -> None:
+    for key in Source.model_fields:
+        with subtests.test(key=key):
+            assert ("Source", key) in used
 
 
-@pytest.mark.parametrize("section", list(SECTIONS))
-def test_the_section_is_read_from_the_config(section: str, used: set[tuple[str, str]]) -> None:
-    assert ("Config", section) in used
+def test_the_section_is_read_from_the_config(used: set[tuple[str, str]], subtests: pytest.Subtests) -> None:
+    for section in SECTIONS:
+        with subtests.test(section=section):
+            assert ("Config", section) in used
 
 
-@pytest.mark.parametrize(
-    ("source", "found"),
-    [
+def test_only_a_read_of_a_section_counts(subtests: pytest.Subtests) -> None:
+    for source, found in [
         ("def f(section: ModelSection): return section.revision", {"ModelSection.revision"}),
         (
             "def f(config: Config):\n  t = config.training\n  return t.seed",
@@ -172,7 +172,6 @@ def test_the_section_is_read_from_the_config(section: str, used: set[tuple[str, 
         ("def f(section: ModelSection):\n  section = other()\n  return section.name", set()),
         ("def f(config: Config): return config.modell.name, config.name", set()),
         ("def f(section: ModelSection): return section.rank", set()),
-    ],
-)
-def test_only_a_read_of_a_section_counts(source: str, found: set[str]) -> None:
-    assert {f"{section}.{key}" for section, key in uses(iter([source]))} == found
+    ]:
+        with subtests.test(source=source):
+            assert {f"{section}.{key}" for section, key in uses(iter([source]))} == found

@@ -14,9 +14,8 @@ from finetune.config.fields import every_n, parse_size, unknown
 from finetune.errors import ConfigError
 
 
-@pytest.mark.parametrize(
-    ("written", "size_bytes"),
-    [
+def test_a_size_is_in_binary_units(subtests: pytest.Subtests) -> None:
+    for written, size_bytes in [
         ("24GiB", 24 * 2**30),
         ("24 GiB", 24 * 2**30),
         (" 512 MiB ", 512 * 2**20),
@@ -25,28 +24,27 @@ from finetune.errors import ConfigError
         ("3KiB", 3072),
         ("7B", 7),
         (1000, 1000),
-    ],
-)
-def test_a_size_is_in_binary_units(written: str | int, size_bytes: int) -> None:
-    assert MemorySection(limit=written).limit == size_bytes
+    ]:
+        with subtests.test(written=written):
+            assert MemorySection(limit=written).limit == size_bytes
 
 
-@pytest.mark.parametrize("written", ["24GB", "24", "24gib", "GiB", "-1GiB", "1e3MiB", "24 G", "1,5GiB"])
-def test_a_size_without_a_known_unit_is_refused_with_the_units(written: str) -> None:
-    with pytest.raises(ValidationError, match="KiB, MiB, GiB or TiB"):
-        MemorySection(limit=written)
+def test_a_size_without_a_known_unit_is_refused_with_the_units(subtests: pytest.Subtests) -> None:
+    for written in ["24GB", "24", "24gib", "GiB", "-1GiB", "1e3MiB", "24 G", "1,5GiB"]:
+        with subtests.test(written=written), pytest.raises(ValidationError, match="KiB, MiB, GiB or TiB"):
+            MemorySection(limit=written)
 
 
-@pytest.mark.parametrize("written", [1.5, True, [1]])
-def test_a_size_is_text_or_a_whole_number(written: object) -> None:
-    with pytest.raises(ValidationError):
-        MemorySection(limit=written)
+def test_a_size_is_text_or_a_whole_number(subtests: pytest.Subtests) -> None:
+    for written in [1.5, True, [1]]:
+        with subtests.test(written=written), pytest.raises(ValidationError):
+            MemorySection(limit=written)
 
 
-@pytest.mark.parametrize("written", [0, -5, "0GiB"])
-def test_a_limit_on_memory_leaves_some(written: object) -> None:
-    with pytest.raises(ValidationError):
-        MemorySection(limit=written)
+def test_a_limit_on_memory_leaves_some(subtests: pytest.Subtests) -> None:
+    for written in [0, -5, "0GiB"]:
+        with subtests.test(written=written), pytest.raises(ValidationError):
+            MemorySection(limit=written)
 
 
 def test_a_size_beyond_all_memory_is_no_crash() -> None:
@@ -61,17 +59,16 @@ def test_a_whole_number_of_a_unit_is_exact(number: int, unit: tuple[str, int]) -
     assert parse_size(f"{number}{name}") == number << power
 
 
-@pytest.mark.parametrize("written", ["none", "all", "every-1", "every-2", "every-12", 0, 5])
-def test_checkpointing_takes_its_four_forms(written: str | int) -> None:
-    assert MemorySection(checkpointing=written).checkpointing == written
+def test_checkpointing_takes_its_four_forms(subtests: pytest.Subtests) -> None:
+    for written in ["none", "all", "every-1", "every-2", "every-12", 0, 5]:
+        with subtests.test(written=written):
+            assert MemorySection(checkpointing=written).checkpointing == written
 
 
-@pytest.mark.parametrize(
-    "written", ["every-0", "every-", "every-02", "every2", "some", "every-2\n", -1, True, 2.5, None]
-)
-def test_checkpointing_takes_nothing_else(written: object) -> None:
-    with pytest.raises(ValidationError):
-        MemorySection(checkpointing=written)
+def test_checkpointing_takes_nothing_else(subtests: pytest.Subtests) -> None:
+    for written in ["every-0", "every-", "every-02", "every2", "some", "every-2\n", -1, True, 2.5, None]:
+        with subtests.test(written=written), pytest.raises(ValidationError):
+            MemorySection(checkpointing=written)
 
 
 def test_every_n_gives_the_n_of_that_form_alone() -> None:
@@ -88,25 +85,29 @@ def test_a_name_like_no_other_gets_the_list_alone() -> None:
     assert unknown("zzz", ["linear", "cosine"]) == "`zzz` is not known; choose from linear, cosine"
 
 
-@pytest.mark.parametrize("key", ["model.name", "model.tokenizer", "data.train", "data.eval", "output.dir"])
-def test_a_path_begins_at_home_where_it_says_so(key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HOME", "/home/someone")
-    (tmp_path / "job.yaml").write_text("")
-    config = load(tmp_path / "job.yaml", [f"{key}=~/x", "data.chat_template=~/own.jinja"])
-    section, name = key.split(".")
-    assert getattr(getattr(config, section), name) == "/home/someone/x"
-    assert config.data.chat_template == "/home/someone/own.jinja"
-    (tmp_path / "saved.yaml").write_text(dump(config))
-    monkeypatch.setenv("HOME", "/home/another")
-    assert load(tmp_path / "saved.yaml") == config
+def test_a_path_begins_at_home_where_it_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, subtests: pytest.Subtests
+) -> None:
+    for key in ["model.name", "model.tokenizer", "data.train", "data.eval", "output.dir"]:
+        with subtests.test(key=key):
+            monkeypatch.setenv("HOME", "/home/someone")
+            (tmp_path / "job.yaml").write_text("")
+            config = load(tmp_path / "job.yaml", [f"{key}=~/x", "data.chat_template=~/own.jinja"])
+            section, name = key.split(".")
+            assert getattr(getattr(config, section), name) == "/home/someone/x"
+            assert config.data.chat_template == "/home/someone/own.jinja"
+            (tmp_path / "saved.yaml").write_text(dump(config))
+            monkeypatch.setenv("HOME", "/home/another")
+            assert load(tmp_path / "saved.yaml") == config
 
 
-@pytest.mark.parametrize("key", ["model.name", "model.tokenizer", "data.train", "output.dir", "data.chat_template"])
-@pytest.mark.parametrize("path", ["x" * 256, "é" * 128, "a/" * 2_048 + "b"])
-def test_a_path_longer_than_any_system_takes_is_refused(key: str, path: str, tmp_path: Path) -> None:
-    (tmp_path / "job.yaml").write_text("")
-    with pytest.raises(ConfigError, match=f"`{key}`: longer than a path can be"):
-        load(tmp_path / "job.yaml", [f"{key}={path}"])
+def test_a_path_longer_than_any_system_takes_is_refused(tmp_path: Path, subtests: pytest.Subtests) -> None:
+    for key in ["model.name", "model.tokenizer", "data.train", "output.dir", "data.chat_template"]:
+        for path in ["x" * 256, "é" * 128, "a/" * 2_048 + "b"]:
+            with subtests.test(key=key, path=path):
+                (tmp_path / "job.yaml").write_text("")
+                with pytest.raises(ConfigError, match=f"`{key}`: longer than a path can be"):
+                    load(tmp_path / "job.yaml", [f"{key}={path}"])
 
 
 def test_the_home_of_a_user_that_is_not_here_is_no_folder(tmp_path: Path) -> None:

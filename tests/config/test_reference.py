@@ -31,33 +31,37 @@ def reference() -> str:
     return settings.reference()
 
 
-@pytest.mark.parametrize(("section", "key", "field"), FIELDS, ids=IDS)
-def test_a_key_has_a_docstring_of_a_sentence(section: str, key: str, field: Any) -> None:
-    assert field.description, f"`{section}.{key}` has no docstring"
-    assert len(field.description.split()) >= 2
-    assert field.description.rstrip().endswith(".")
+def test_a_key_has_a_docstring_of_a_sentence(subtests: pytest.Subtests) -> None:
+    for section, key, field in FIELDS:
+        with subtests.test(section=section, key=key):
+            assert field.description, f"`{section}.{key}` has no docstring"
+            assert len(field.description.split()) >= 2
+            assert field.description.rstrip().endswith(".")
 
 
-@pytest.mark.parametrize("section", Config.model_fields)
-def test_a_section_has_a_docstring_of_its_own(section: str) -> None:
-    assert "__doc__" in vars(Config.model_fields[section].annotation)
+def test_a_section_has_a_docstring_of_its_own(subtests: pytest.Subtests) -> None:
+    for section in Config.model_fields:
+        with subtests.test(section=section):
+            assert "__doc__" in vars(Config.model_fields[section].annotation)
 
 
-@pytest.mark.parametrize(("section", "key", "field"), FIELDS, ids=IDS)
 def test_a_key_stands_in_the_schema_with_its_docstring_and_default(
-    section: str, key: str, field: Any, schema: dict[str, Any]
+    schema: dict[str, Any], subtests: pytest.Subtests
 ) -> None:
-    entry = schema["$defs"][Config.model_fields[section].annotation.__name__]["properties"][key]
-    assert entry["description"] == field.description
-    assert entry["default"] == field.default
+    for section, key, field in FIELDS:
+        with subtests.test(section=section, key=key):
+            entry = schema["$defs"][Config.model_fields[section].annotation.__name__]["properties"][key]
+            assert entry["description"] == field.description
+            assert entry["default"] == field.default
 
 
-@pytest.mark.parametrize("table", CHOICES)
-def test_the_schema_lists_the_names_of_each_table(table: str, schema: dict[str, Any]) -> None:
-    section, key = table.split(".")
-    entry = schema["$defs"][Config.model_fields[section].annotation.__name__]["properties"][key]
-    entry = entry.get("items", entry)
-    assert entry.get("anyOf", [entry])[0]["enum"] == list(CHOICES[table])
+def test_the_schema_lists_the_names_of_each_table(schema: dict[str, Any], subtests: pytest.Subtests) -> None:
+    for table in CHOICES:
+        with subtests.test(table=table):
+            section, key = table.split(".")
+            entry = schema["$defs"][Config.model_fields[section].annotation.__name__]["properties"][key]
+            entry = entry.get("items", entry)
+            assert entry.get("anyOf", [entry])[0]["enum"] == list(CHOICES[table])
 
 
 def test_every_choice_field_has_its_table(schema: dict[str, Any]) -> None:
@@ -72,21 +76,25 @@ def test_the_schema_forbids_unknown_keys(schema: dict[str, Any]) -> None:
     assert all(part["additionalProperties"] is False for part in schema["$defs"].values())
 
 
-@pytest.mark.parametrize(("section", "key", "field"), FIELDS, ids=IDS)
-def test_a_key_has_one_row_of_three_cells_in_the_reference(section: str, key: str, field: Any, reference: str) -> None:
-    part = reference.split(f"## `{section}`\n")[1].split("\n## ")[0]
-    [row] = [line for line in part.splitlines() if line.startswith(f"| `{key}` |")]
-    assert row.count("|") == 4
-    assert " ".join(field.description.split()) in row
+def test_a_key_has_one_row_of_three_cells_in_the_reference(reference: str, subtests: pytest.Subtests) -> None:
+    for section, key, field in FIELDS:
+        with subtests.test(section=section, key=key):
+            part = reference.split(f"## `{section}`\n")[1].split("\n## ")[0]
+            [row] = [line for line in part.splitlines() if line.startswith(f"| `{key}` |")]
+            assert row.count("|") == 4
+            assert " ".join(field.description.split()) in row
 
 
-@pytest.mark.parametrize("table", CHOICES)
-def test_the_reference_explains_each_name_of_each_table(table: str, reference: str) -> None:
-    [part] = re.findall(rf"^`{table}` is one of[^\n]*:\n\n(.*?)(?:\n\n|\Z)", reference, re.DOTALL | re.MULTILINE)
-    for name, entry in CHOICES[table].items():
-        [line] = [line for line in part.splitlines() if line.startswith(f"- `{name}`: ")]
-        assert len(line.split()) >= 3
-        assert entry.help in line
+def test_the_reference_explains_each_name_of_each_table(reference: str, subtests: pytest.Subtests) -> None:
+    for table in CHOICES:
+        with subtests.test(table=table):
+            [part] = re.findall(
+                rf"^`{table}` is one of[^\n]*:\n\n(.*?)(?:\n\n|\Z)", reference, re.DOTALL | re.MULTILINE
+            )
+            for name, entry in CHOICES[table].items():
+                [line] = [line for line in part.splitlines() if line.startswith(f"- `{name}`: ")]
+                assert len(line.split()) >= 3
+                assert entry.help in line
 
 
 def test_docs_config_md_is_the_reference(reference: str) -> None:

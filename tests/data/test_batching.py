@@ -57,13 +57,14 @@ def test_every_row_comes_once(lengths: list[int], batch_size: int, seed: int, ep
     assert sorted(rows) == list(range(len(lengths))) == list(range(len(rows)))
 
 
-@pytest.mark.parametrize("group", [True, False])
-def test_the_order_is_a_function_of_seed_and_epoch(group: bool) -> None:
-    first = order(LONG_TAILED, epoch=3, group=group)
-    assert first == order(LONG_TAILED, epoch=3, group=group)
-    assert first != order(LONG_TAILED, epoch=4, group=group)
-    assert first != order(LONG_TAILED, epoch=3, seed=43, group=group)
-    assert first != sorted(first)
+def test_the_order_is_a_function_of_seed_and_epoch(subtests: pytest.Subtests) -> None:
+    for group in [True, False]:
+        with subtests.test(group=group):
+            first = order(LONG_TAILED, epoch=3, group=group)
+            assert first == order(LONG_TAILED, epoch=3, group=group)
+            assert first != order(LONG_TAILED, epoch=4, group=group)
+            assert first != order(LONG_TAILED, epoch=3, seed=43, group=group)
+            assert first != sorted(first)
 
 
 def test_iterating_twice_without_a_new_epoch_repeats_the_order() -> None:
@@ -71,19 +72,15 @@ def test_iterating_twice_without_a_new_epoch_repeats_the_order() -> None:
     assert list(rows) == list(rows)
 
 
-@pytest.mark.parametrize(
-    ("seed", "epoch", "expected"),
-    [
+def test_the_order_is_the_one_of_earlier_versions_so_that_their_runs_go_on(subtests: pytest.Subtests) -> None:
+    for seed, epoch, expected in [
         (42, 0, [4, 1, 6, 3, 5, 7, 2, 0]),
         (42, 1, [5, 6, 7, 3, 0, 2, 4, 1]),
         (2**62 + 1, 0, [6, 1, 2, 3, 4, 7, 5, 0]),
         (2**62 + 1, 3, [2, 6, 4, 5, 7, 0, 1, 3]),
-    ],
-)
-def test_the_order_is_the_one_of_earlier_versions_so_that_their_runs_go_on(
-    seed: int, epoch: int, expected: list[int]
-) -> None:
-    assert order([1] * 8, seed=seed, epoch=epoch, group=False) == expected
+    ]:
+        with subtests.test(seed=seed):
+            assert order([1] * 8, seed=seed, epoch=epoch, group=False) == expected
 
 
 def test_two_seeds_share_no_epoch() -> None:

@@ -143,13 +143,14 @@ def test_each_file_of_the_corpus_has_its_message_and_there_are_many() -> None:
     assert len(BROKEN) > 60
 
 
-@pytest.mark.parametrize("name", BROKEN)
-def test_a_broken_file_is_told_to_the_line_with_all_that_is_wrong(name: str, tokenizer: Any) -> None:
-    told = refusal(CORPUS / name, tokenizer)
-    assert len(told) == len(BROKEN[name]), told
-    for line, (beginning, word) in zip(told, BROKEN[name], strict=True):
-        assert line.startswith(beginning)
-        assert word in line
+def test_a_broken_file_is_told_to_the_line_with_all_that_is_wrong(tokenizer: Any, subtests: pytest.Subtests) -> None:
+    for name in BROKEN:
+        with subtests.test(name=name):
+            told = refusal(CORPUS / name, tokenizer)
+            assert len(told) == len(BROKEN[name]), told
+            for line, (beginning, word) in zip(told, BROKEN[name], strict=True):
+                assert line.startswith(beginning)
+                assert word in line
 
 
 def test_a_folder_of_broken_files_tells_of_more_than_the_first(tmp_path: Path, tokenizer: Any) -> None:
@@ -166,26 +167,30 @@ def test_a_folder_of_broken_files_tells_of_more_than_the_first(tmp_path: Path, t
 SOUND = "".join(json.dumps({"text": f"Line {number}, {number**3}."}) + "\n" for number in range(30_000)).encode()
 
 
-@pytest.mark.parametrize("ending", COMPRESSIONS)
-def test_a_compressed_file_that_is_cut_off_is_told_with_the_line_it_stops_near(ending: str, tmp_path: Path) -> None:
-    path = tmp_path / f"rows.jsonl{ending}"
-    path.write_bytes(packed(SOUND, ending)[:-5000])
-    read: list[sources.Row] = []
-    with pytest.raises(DataError) as caught:
-        read.extend(sources.rows(str(path)))
-    assert str(caught.value).startswith(f"{path}:{len(read) + 1}: ")
-    assert "cut off" in str(caught.value)
-    assert 1000 < len(read) < 30_000
+def test_a_compressed_file_that_is_cut_off_is_told_with_the_line_it_stops_near(
+    tmp_path: Path, subtests: pytest.Subtests
+) -> None:
+    for ending in COMPRESSIONS:
+        with subtests.test(ending=ending):
+            path = tmp_path / f"rows.jsonl{ending}"
+            path.write_bytes(packed(SOUND, ending)[:-5000])
+            read: list[sources.Row] = []
+            with pytest.raises(DataError) as caught:
+                read.extend(sources.rows(str(path)))
+            assert str(caught.value).startswith(f"{path}:{len(read) + 1}: ")
+            assert "cut off" in str(caught.value)
+            assert 1000 < len(read) < 30_000
 
 
-@pytest.mark.parametrize("ending", COMPRESSIONS)
-def test_a_compressed_file_that_is_damaged_is_told(ending: str, tmp_path: Path, tokenizer: Any) -> None:
-    path = tmp_path / f"rows.txt{ending}"
-    whole = bytearray(packed(SOUND[:2000], ending))
-    whole[-6] ^= 0xFF  # in the check sum of gzip and xz, in the data of the others
-    whole[len(whole) // 2] ^= 0xFF
-    path.write_bytes(whole)
-    assert any("damaged" in line for line in refusal(path, tokenizer))
+def test_a_compressed_file_that_is_damaged_is_told(tmp_path: Path, tokenizer: Any, subtests: pytest.Subtests) -> None:
+    for ending in COMPRESSIONS:
+        with subtests.test(ending=ending):
+            path = tmp_path / f"rows.txt{ending}"
+            whole = bytearray(packed(SOUND[:2000], ending))
+            whole[-6] ^= 0xFF  # in the check sum of gzip and xz, in the data of the others
+            whole[len(whole) // 2] ^= 0xFF
+            path.write_bytes(whole)
+            assert any("damaged" in line for line in refusal(path, tokenizer))
 
 
 @pytest.mark.parametrize("damage", ["cut", "offsets", "bytes"])

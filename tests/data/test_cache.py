@@ -482,6 +482,7 @@ print(prepared.train_counts.tokens, peak_bytes() - before)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads the peak from /proc")
 def test_more_rows_take_no_more_memory(tmp_path: Path) -> None:
     """20 times as many rows of 10,000 tokens; as lists, their ids and labels alone would take 64 MB."""

@@ -44,53 +44,49 @@ def templates(chatml: str, unmarked: str, tight: str) -> dict[str, str]:
 # -- pinned, token by token ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("template", ["marked", "unmarked"])
-@pytest.mark.parametrize(
-    ("loss_on", "expected"),
-    [
-        (
-            "assistant",
-            "<system/Be brief.>/<user/Hi>/<assistant/[Hello][ ][there][.][>]/"
-            "<user/Why?>/<assistant/[Because][ ][so][.][>]/",
-        ),
-        (
-            "last",
-            "<system/Be brief.>/<user/Hi>/<assistant/Hello there.>/<user/Why?>/<assistant/[Because][ ][so][.][>]/",
-        ),
-        (
-            "all",
-            "[<][system][/][Be][ ][brief][.][>][/][<][user][/][Hi][>][/]"
-            "[<][assistant][/][Hello][ ][there][.][>][/][<][user][/][Why][?][>][/]"
-            "[<][assistant][/][Because][ ][so][.][>][/]",
-        ),
-    ],
-)
-def test_chatml(template: str, loss_on: Any, expected: str, word_tokenizer: Make, templates: dict[str, str]) -> None:
-    tokenizer = word_tokenizer(templates[template])
-    assert marks_generation(tokenizer) == (template == "marked")
-    assert shown(encode(Chat(TWO_TURNS), tokenizer, loss_on), tokenizer) == expected
+def test_chatml(word_tokenizer: Make, templates: dict[str, str], subtests: pytest.Subtests) -> None:
+    for template in ["marked", "unmarked"]:
+        for loss_on, expected in [
+            (
+                "assistant",
+                "<system/Be brief.>/<user/Hi>/<assistant/[Hello][ ][there][.][>]/"
+                "<user/Why?>/<assistant/[Because][ ][so][.][>]/",
+            ),
+            (
+                "last",
+                "<system/Be brief.>/<user/Hi>/<assistant/Hello there.>/<user/Why?>/<assistant/[Because][ ][so][.][>]/",
+            ),
+            (
+                "all",
+                "[<][system][/][Be][ ][brief][.][>][/][<][user][/][Hi][>][/]"
+                "[<][assistant][/][Hello][ ][there][.][>][/][<][user][/][Why][?][>][/]"
+                "[<][assistant][/][Because][ ][so][.][>][/]",
+            ),
+        ]:
+            with subtests.test(template=template, loss_on=loss_on):
+                tokenizer = word_tokenizer(templates[template])
+                assert marks_generation(tokenizer) == (template == "marked")
+                assert shown(encode(Chat(TWO_TURNS), tokenizer, loss_on), tokenizer) == expected
 
 
-@pytest.mark.parametrize(
-    ("loss_on", "expected"),
-    [
+def test_a_template_with_nothing_after_the_end_of_turn(
+    word_tokenizer: Make, tight: str, subtests: pytest.Subtests
+) -> None:
+    for loss_on, expected in [
         (
             "assistant",
             "<system/Be brief.><user/Hi><assistant/[Hello][ ][there][.][>]<user/Why?><assistant/[Because][ ][so][.][>]",
         ),
         ("last", "<system/Be brief.><user/Hi><assistant/Hello there.><user/Why?><assistant/[Because][ ][so][.][>]"),
-    ],
-)
-def test_a_template_with_nothing_after_the_end_of_turn(
-    loss_on: Any, expected: str, word_tokenizer: Make, tight: str
-) -> None:
-    tokenizer = word_tokenizer(tight)
-    assert shown(encode(Chat(TWO_TURNS), tokenizer, loss_on), tokenizer) == expected
+    ]:
+        with subtests.test(loss_on=loss_on):
+            tokenizer = word_tokenizer(tight)
+            assert shown(encode(Chat(TWO_TURNS), tokenizer, loss_on), tokenizer) == expected
 
 
-@pytest.mark.parametrize(
-    ("loss_on", "expected"),
-    [
+def test_the_plain_template(word_tokenizer: Make, subtests: pytest.Subtests) -> None:
+    """Every role stands on a line of its own, as the template's text reads."""
+    for loss_on, expected in [
         (
             "assistant",
             "### system:/Be brief./### user:/Hi/### assistant:/[Hello][ ][there][.][>]/"
@@ -101,12 +97,10 @@ def test_a_template_with_nothing_after_the_end_of_turn(
             "### system:/Be brief./### user:/Hi/### assistant:/Hello there.>/"
             "### user:/Why?/### assistant:/[Because][ ][so][.][>]/",
         ),
-    ],
-)
-def test_the_plain_template(loss_on: Any, expected: str, word_tokenizer: Make) -> None:
-    """Every role stands on a line of its own, as the template's text reads."""
-    tokenizer = word_tokenizer(PLAIN_TEMPLATE)
-    assert shown(encode(Chat(TWO_TURNS), tokenizer, loss_on), tokenizer) == expected
+    ]:
+        with subtests.test(loss_on=loss_on):
+            tokenizer = word_tokenizer(PLAIN_TEMPLATE)
+            assert shown(encode(Chat(TWO_TURNS), tokenizer, loss_on), tokenizer) == expected
 
 
 def test_the_plain_template_trains_the_answers_alone(word_tokenizer: Make) -> None:
@@ -151,67 +145,79 @@ def test_plain_text_is_trained_whole_with_its_end(word_tokenizer: Make) -> None:
         assert shown(encode(Text("Because so."), tokenizer, loss_on), tokenizer) == "[Because][ ][so][.][>]"
 
 
-@pytest.mark.parametrize("template", ["marked", "unmarked", "tight", "plain"])
 def test_a_conversation_that_ends_with_a_question_trains_the_answers_before(
-    template: str, word_tokenizer: Make, templates: dict[str, str]
+    word_tokenizer: Make, templates: dict[str, str], subtests: pytest.Subtests
 ) -> None:
-    tokenizer = word_tokenizer(templates[template])
-    messages = [user("Hi"), assistant("Hello"), user("Why?")]
-    for loss_on in ("assistant", "last"):
-        assert trained_text(encode(Chat(messages), tokenizer, loss_on), tokenizer).rstrip("\n") == "Hello<|im_end|>"
+    for template in ["marked", "unmarked", "tight", "plain"]:
+        with subtests.test(template=template):
+            tokenizer = word_tokenizer(templates[template])
+            messages = [user("Hi"), assistant("Hello"), user("Why?")]
+            for loss_on in ("assistant", "last"):
+                assert (
+                    trained_text(encode(Chat(messages), tokenizer, loss_on), tokenizer).rstrip("\n")
+                    == "Hello<|im_end|>"
+                )
 
 
-@pytest.mark.parametrize("template", ["marked", "unmarked", "tight", "plain"])
 def test_of_two_assistant_turns_in_a_row_the_last_is_the_last(
-    template: str, word_tokenizer: Make, templates: dict[str, str]
+    word_tokenizer: Make, templates: dict[str, str], subtests: pytest.Subtests
 ) -> None:
-    tokenizer = word_tokenizer(templates[template])
-    messages = [user("Hi"), assistant("one"), assistant("two")]
-    assert trained_text(encode(Chat(messages), tokenizer, "last"), tokenizer).rstrip("\n") == "two<|im_end|>"
+    for template in ["marked", "unmarked", "tight", "plain"]:
+        with subtests.test(template=template):
+            tokenizer = word_tokenizer(templates[template])
+            messages = [user("Hi"), assistant("one"), assistant("two")]
+            assert trained_text(encode(Chat(messages), tokenizer, "last"), tokenizer).rstrip("\n") == "two<|im_end|>"
 
 
-@pytest.mark.parametrize("template", ["marked", "unmarked", "tight", "plain"])
-def test_a_conversation_that_the_assistant_opens_has_a_right_mask_or_is_refused_by_place(
-    template: str, word_tokenizer: Make, templates: dict[str, str]
+def test_a_conversation_that_the_assistant_opens_needs_marks_or_an_empty_prompt(
+    word_tokenizer: Make, templates: dict[str, str]
 ) -> None:
-    tokenizer = word_tokenizer(templates[template])
-    try:
-        encoded = encode(Chat([assistant("Hello"), user("Hi"), assistant("so")]), tokenizer)
-    except RowError as error:
-        assert "messages[0]" in str(error)  # noqa: PT017
-    else:
-        assert trained_text(encoded, tokenizer).replace("\n", "") == "Hello<|im_end|>so<|im_end|>"
+    """ChatML without marks opens with a system message of its own accord, so what precedes the answer is not known."""
+    opened = Chat([assistant("Hello"), user("Hi"), assistant("so")])
+    for template in ("marked", "plain"):
+        tokenizer = word_tokenizer(templates[template])
+        text = trained_text(encode(opened, tokenizer), tokenizer)
+        assert text == "Hello<|im_end|>so<|im_end|>", template
+    for template in ("unmarked", "tight"):
+        with pytest.raises(RowError, match=r"messages\[0\]: where the assistant opens"):
+            encode(opened, word_tokenizer(templates[template]))
 
 
-@pytest.mark.parametrize("template", ["marked", "unmarked", "tight", "plain"])
-def test_a_tool_message_is_not_trained(template: str, word_tokenizer: Make, templates: dict[str, str]) -> None:
-    tokenizer = word_tokenizer(templates[template])
-    messages = [user("Hi"), assistant("one"), {"role": "tool", "content": "two"}, assistant("so")]
-    assert "two" not in trained_text(encode(Chat(messages), tokenizer), tokenizer)
+def test_a_tool_message_is_not_trained(
+    word_tokenizer: Make, templates: dict[str, str], subtests: pytest.Subtests
+) -> None:
+    for template in ["marked", "unmarked", "tight", "plain"]:
+        with subtests.test(template=template):
+            tokenizer = word_tokenizer(templates[template])
+            messages = [user("Hi"), assistant("one"), {"role": "tool", "content": "two"}, assistant("so")]
+            assert "two" not in trained_text(encode(Chat(messages), tokenizer), tokenizer)
 
 
 # -- the end of a turn, and padding ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("template", ["marked", "unmarked", "tight", "plain"])
-@pytest.mark.parametrize("pad_token", ["<|pad|>", "<|im_end|>"])
 def test_the_end_of_turn_is_trained_once_for_each_assistant_turn(
-    template: str, pad_token: str, word_tokenizer: Make, templates: dict[str, str]
+    word_tokenizer: Make, templates: dict[str, str], subtests: pytest.Subtests
 ) -> None:
-    tokenizer = word_tokenizer(templates[template], pad_token=pad_token)
-    assert (tokenizer.pad_token_id == tokenizer.eos_token_id) == (pad_token == "<|im_end|>")
-    for loss_on, turns in (("assistant", 2), ("last", 1)):
-        assert encode(Chat(TWO_TURNS), tokenizer, loss_on).labels.count(tokenizer.eos_token_id) == turns
+    for template in ["marked", "unmarked", "tight", "plain"]:
+        for pad_token in ["<|pad|>", "<|im_end|>"]:
+            with subtests.test(template=template, pad_token=pad_token):
+                tokenizer = word_tokenizer(templates[template], pad_token=pad_token)
+                assert (tokenizer.pad_token_id == tokenizer.eos_token_id) == (pad_token == "<|im_end|>")
+                for loss_on, turns in (("assistant", 2), ("last", 1)):
+                    assert encode(Chat(TWO_TURNS), tokenizer, loss_on).labels.count(tokenizer.eos_token_id) == turns
 
 
-@pytest.mark.parametrize("template", ["marked", "unmarked", "tight", "plain"])
 def test_the_pad_token_does_not_matter_to_the_mask(
-    template: str, word_tokenizer: Make, templates: dict[str, str]
+    word_tokenizer: Make, templates: dict[str, str], subtests: pytest.Subtests
 ) -> None:
-    encoded = [
-        encode(Chat(TWO_TURNS), word_tokenizer(templates[template], pad_token=pad)) for pad in ("<|pad|>", "<|im_end|>")
-    ]
-    assert encoded[0] == encoded[1]
+    for template in ["marked", "unmarked", "tight", "plain"]:
+        with subtests.test(template=template):
+            encoded = [
+                encode(Chat(TWO_TURNS), word_tokenizer(templates[template], pad_token=pad))
+                for pad in ("<|pad|>", "<|im_end|>")
+            ]
+            assert encoded[0] == encoded[1]
 
 
 def test_padding_is_never_trained_and_the_end_of_turn_is_though_they_be_one_token(
@@ -246,13 +252,14 @@ def test_a_cut_keeps_tokens_and_labels_together() -> None:
 # -- no mask that cannot be trusted ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("loss_on", ["assistant", "last"])
-@pytest.mark.parametrize("template", ["marked", "unmarked"])
 def test_a_conversation_without_an_assistant_is_refused(
-    template: str, loss_on: Any, word_tokenizer: Make, templates: dict[str, str]
+    word_tokenizer: Make, templates: dict[str, str], subtests: pytest.Subtests
 ) -> None:
-    with pytest.raises(RowError, match="no assistant turn"):
-        encode(Chat([system("Be brief."), user("Hi")]), word_tokenizer(templates[template]), loss_on)
+    for loss_on in ["assistant", "last"]:
+        for template in ["marked", "unmarked"]:
+            tokenizer = word_tokenizer(templates[template])
+            with subtests.test(loss_on=loss_on, template=template), pytest.raises(RowError, match="no assistant turn"):
+                encode(Chat([system("Be brief."), user("Hi")]), tokenizer, loss_on)
 
 
 def test_a_conversation_without_an_assistant_may_be_learnt_whole(word_tokenizer: Make, chatml: str) -> None:
@@ -295,16 +302,17 @@ def test_a_prompt_that_is_no_start_of_the_answer_is_refused(word_tokenizer: Make
         encode(Chat(TWO_TURNS), word_tokenizer(thinks))
 
 
-@pytest.mark.parametrize("template", ["marked", "unmarked"])
-@pytest.mark.parametrize("loss_on", ["assistant", "all"])
 def test_what_a_template_raises_is_an_error_of_the_row(
-    template: str, loss_on: Any, word_tokenizer: Make, templates: dict[str, str]
+    word_tokenizer: Make, templates: dict[str, str], subtests: pytest.Subtests
 ) -> None:
-    picky = "{%- if messages[0]['role'] == 'system' -%}{{ raise_exception('no system role') }}{%- endif -%}"
-    tokenizer = word_tokenizer(picky + templates[template])
-    with pytest.raises(RowError, match="no system role"):
-        encode(Chat(TWO_TURNS), tokenizer, loss_on)
-    assert encode(Chat(TWO_TURNS[1:]), tokenizer, loss_on).trained
+    for template in ["marked", "unmarked"]:
+        for loss_on in ["assistant", "all"]:
+            with subtests.test(template=template, loss_on=loss_on):
+                picky = "{%- if messages[0]['role'] == 'system' -%}{{ raise_exception('no system role') }}{%- endif -%}"
+                tokenizer = word_tokenizer(picky + templates[template])
+                with pytest.raises(RowError, match="no system role"):
+                    encode(Chat(TWO_TURNS), tokenizer, loss_on)
+                assert encode(Chat(TWO_TURNS[1:]), tokenizer, loss_on).trained
 
 
 def test_a_template_that_is_no_template_is_told_with_its_line(word_tokenizer: Make) -> None:
@@ -317,23 +325,17 @@ def test_a_tokenizer_without_a_template_is_an_error_of_the_row(word_tokenizer: M
         encode(Chat(TWO_TURNS), word_tokenizer(None))
 
 
-@pytest.mark.parametrize("answer", [" so it is", "  ", "\n so", "so"])
-@pytest.mark.parametrize("template", ["marked", "unmarked", "plain"])
 def test_no_answer_is_lost_where_the_tokenizer_trims_its_offsets(
-    template: str, answer: str, byte_tokenizer: Make, templates: dict[str, str]
+    byte_tokenizer: Make, templates: dict[str, str], subtests: pytest.Subtests
 ) -> None:
-    """Such a tokenizer (the default of byte-level post-processing) has no token at a leading space, where marks may be.
-
-    The mask is right or the row is refused; it is never silently empty.
-    """
-    tokenizer = byte_tokenizer(templates[template], trim_offsets=True)
-    messages = [user("Hi"), assistant(answer), user("Why?"), assistant("Because")]
-    try:
-        encoded = encode(Chat(messages), tokenizer)
-    except RowError:
-        return
-    text = trained_text(encoded, tokenizer).replace("<|im_end|>\n", "<|im_end|>")
-    assert text == f"{answer}<|im_end|>Because<|im_end|>"
+    """Such a tokenizer (the default of byte-level post-processing) has no token at a leading space, where marks are."""
+    for answer in [" so it is", "  ", "\n so", "so"]:
+        for template in ["marked", "unmarked", "plain"]:
+            with subtests.test(answer=answer, template=template):
+                tokenizer = byte_tokenizer(templates[template], trim_offsets=True)
+                messages = [user("Hi"), assistant(answer), user("Why?"), assistant("Because")]
+                text = trained_text(encode(Chat(messages), tokenizer), tokenizer)
+                assert text.replace("<|im_end|>\n", "<|im_end|>") == f"{answer}<|im_end|>Because<|im_end|>"
 
 
 # -- random conversations --------------------------------------------------------------------------------------------

@@ -50,6 +50,7 @@ def spelled(data: st.DataObject, tokenizer: Any) -> tuple[str, str]:
     return "".join(text + name for text, name in parts), "".join(text for text, _ in parts)
 
 
+@pytest.mark.slow
 @_TRIED
 @given(data=st.data(), roles=st.sampled_from([("user", "assistant"), ("system", "user", "assistant")]))
 def test_the_control_tokens_of_a_conversation_are_those_without_the_ones_its_text_spells(
@@ -76,6 +77,7 @@ def test_the_control_tokens_of_a_conversation_are_those_without_the_ones_its_tex
     )
 
 
+@pytest.mark.slow
 @_TRIED
 @given(data=st.data())
 def test_a_text_and_a_completion_have_no_control_tokens_but_their_own(

@@ -76,11 +76,12 @@ ROWS: list[tuple[str, dict[str, Any], Example]] = [
 ]
 
 
-@pytest.mark.parametrize(("name", "row", "example"), ROWS)
-def test_a_row_is_read_in_its_format_and_by_detection(name: str, row: dict[str, Any], example: Example) -> None:
-    assert FORMATS[name].read(row) == example
-    assert detect(row, {}) == name
-    assert read(row, "auto", {})[0] == example
+def test_a_row_is_read_in_its_format_and_by_detection(subtests: pytest.Subtests) -> None:
+    for name, row, example in ROWS:
+        with subtests.test(name=name, row=row):
+            assert FORMATS[name].read(row) == example
+            assert detect(row, {}) == name
+            assert read(row, "auto", {})[0] == example
 
 
 def test_every_format_is_tried_above() -> None:
@@ -92,32 +93,32 @@ def test_a_row_of_two_formats_is_of_the_first_in_the_table() -> None:
     assert detect({"text": "x", "prompt": "p", "completion": "c"}, {}) == "prompt_completion"
 
 
-@pytest.mark.parametrize("row", [{}, {"question": "x", "answer": "y"}, {"prompt": "x"}, {"instruction": "x"}])
-def test_a_row_of_no_format_is_told_its_fields_and_all_formats(row: dict[str, Any]) -> None:
-    with pytest.raises(RowError) as caught:
-        detect(row, {})
-    message = str(caught.value)
-    assert all(field in message for field in row)
-    assert all(f"{name}: {form.help}" in message for name, form in FORMATS.items())
+def test_a_row_of_no_format_is_told_its_fields_and_all_formats(subtests: pytest.Subtests) -> None:
+    for row in [{}, {"question": "x", "answer": "y"}, {"prompt": "x"}, {"instruction": "x"}]:
+        with subtests.test(row=row):
+            with pytest.raises(RowError) as caught:
+                detect(row, {})
+            message = str(caught.value)
+            assert all(field in message for field in row)
+            assert all(f"{name}: {form.help}" in message for name, form in FORMATS.items())
 
 
-@pytest.mark.parametrize("role", ROLES)
-def test_each_role_is_known_by_the_name_that_templates_have_for_it(role: str) -> None:
-    message = {"role": role, "content": ""}
-    known = {**message, "role": {"developer": "system", "function": "tool"}.get(role, role)}
-    assert FORMATS["messages"].read({"messages": [message]}) == Chat([known])
+def test_each_role_is_known_by_the_name_that_templates_have_for_it(subtests: pytest.Subtests) -> None:
+    for role in ROLES:
+        with subtests.test(role=role):
+            message = {"role": role, "content": ""}
+            known = {**message, "role": {"developer": "system", "function": "tool"}.get(role, role)}
+            assert FORMATS["messages"].read({"messages": [message]}) == Chat([known])
 
 
-@pytest.mark.parametrize(
-    ("name", "role"),
-    [
+def test_the_roles_of_sharegpt_are_those_of_chat_templates(subtests: pytest.Subtests) -> None:
+    for name, role in [
         ("system", "system"), ("human", "user"), ("user", "user"), ("gpt", "assistant"), ("assistant", "assistant"),
         ("model", "assistant"), ("tool", "tool"), ("function", "tool"), ("observation", "tool"),
-    ],
-)  # fmt: skip
-def test_the_roles_of_sharegpt_are_those_of_chat_templates(name: str, role: str) -> None:
-    row = {"conversations": [{"from": name, "value": "x"}]}
-    assert FORMATS["sharegpt"].read(row) == Chat([{"role": role, "content": "x"}])
+    ]:  # fmt: skip
+        with subtests.test(name=name, role=role):
+            row = {"conversations": [{"from": name, "value": "x"}]}
+            assert FORMATS["sharegpt"].read(row) == Chat([{"role": role, "content": "x"}])
 
 
 def test_text_parts_are_joined() -> None:
@@ -143,13 +144,14 @@ def test_a_field_that_is_null_is_not_there() -> None:
     )
 
 
-@pytest.mark.parametrize("off", [{"train": False}, {"weight": 0}])
-@pytest.mark.parametrize("on", [{}, {"train": True}, {"weight": 1}, {"weight": 1.0}])
-def test_a_message_says_whether_it_is_trained(off: dict[str, Any], on: dict[str, Any]) -> None:
-    row = {"messages": [{**ASK, "weight": 0}, {**TELL, **off}, ASK, {**TELL, **on}]}
-    assert FORMATS["messages"].read(row) == Chat([ASK, TELL, ASK, TELL], frozenset({1}))
-    turns = [{"from": "gpt", "value": "Because.", **off}, {"from": "gpt", "value": "Because.", **on}]
-    assert FORMATS["sharegpt"].read({"conversations": turns}) == Chat([TELL, TELL], frozenset({0}))
+def test_a_message_says_whether_it_is_trained(subtests: pytest.Subtests) -> None:
+    for off in [{"train": False}, {"weight": 0}]:
+        for on in [{}, {"train": True}, {"weight": 1}, {"weight": 1.0}]:
+            with subtests.test(off=off, on=on):
+                row = {"messages": [{**ASK, "weight": 0}, {**TELL, **off}, ASK, {**TELL, **on}]}
+                assert FORMATS["messages"].read(row) == Chat([ASK, TELL, ASK, TELL], frozenset({1}))
+                turns = [{"from": "gpt", "value": "Because.", **off}, {"from": "gpt", "value": "Because.", **on}]
+                assert FORMATS["sharegpt"].read({"conversations": turns}) == Chat([TELL, TELL], frozenset({0}))
 
 
 # -- fields of other programs ----------------------------------------------------------------------------------------
@@ -159,21 +161,19 @@ DIALOGUE = [{"from": "human", "value": "Why?"}, {"from": "gpt", "value": "Becaus
 ALPACA = {"instruction": "Why?", "output": "Because."}
 
 
-@pytest.mark.parametrize(
-    "row",
-    [
+def test_the_system_message_of_a_row_opens_the_conversation(subtests: pytest.Subtests) -> None:
+    for row in [
         {"messages": [ASK, TELL], "system": "Be brief."},
         {"messages": [BRIEF, ASK, TELL], "system": "Be brief."},
         {"conversations": DIALOGUE, "system": "Be brief."},
         {**ALPACA, "system": "Be brief."},
         {"prompt": [ASK], "completion": [TELL], "system": "Be brief."},
         {"prompt": [ASK], "chosen": [TELL], "rejected": [LIE], "system": "Be brief."},
-    ],
-)
-def test_the_system_message_of_a_row_opens_the_conversation(row: dict[str, Any]) -> None:
-    example, unused = read(row, "auto", {})
-    assert (example, unused) == (Chat([BRIEF, ASK, TELL]), [])
-    assert read({**row, "system": ""}, "auto", {})[0].messages[-2:] == [ASK, TELL]
+    ]:
+        with subtests.test(row=row):
+            example, unused = read(row, "auto", {})
+            assert (example, unused) == (Chat([BRIEF, ASK, TELL]), [])
+            assert read({**row, "system": ""}, "auto", {})[0].messages[-2:] == [ASK, TELL]
 
 
 def test_turns_that_are_context_stay_so_behind_a_system_message() -> None:
@@ -186,15 +186,16 @@ def test_two_system_messages_are_refused() -> None:
         FORMATS["messages"].read({"messages": [BRIEF, ASK, TELL], "system": "Be long."})
 
 
-@pytest.mark.parametrize("history", [[["Why?", "Because."]], '[["Why?", "Because."]]'])
-def test_the_history_of_an_alpaca_row_is_earlier_turns(history: Any) -> None:
-    row = {"instruction": "So?", "input": "x", "output": "No.", "history": history}
-    asked = {"role": "user", "content": "So?\n\nx"}
-    assert FORMATS["alpaca"].read(row) == Chat([ASK, TELL, asked, LIE])
-    chosen = {"instruction": "So?", "input": "x", "history": history, "chosen": "No.", "rejected": "Yes."}
-    preferred = Chat([ASK, TELL, asked, LIE], frozenset({1}))
-    assert FORMATS["preference"].read(chosen) == preferred
-    assert FORMATS["preference"].read({**chosen, "chosen": [LIE], "rejected": [TELL]}) == preferred
+def test_the_history_of_an_alpaca_row_is_earlier_turns(subtests: pytest.Subtests) -> None:
+    for history in [[["Why?", "Because."]], '[["Why?", "Because."]]']:
+        with subtests.test(history=history):
+            row = {"instruction": "So?", "input": "x", "output": "No.", "history": history}
+            asked = {"role": "user", "content": "So?\n\nx"}
+            assert FORMATS["alpaca"].read(row) == Chat([ASK, TELL, asked, LIE])
+            chosen = {"instruction": "So?", "input": "x", "history": history, "chosen": "No.", "rejected": "Yes."}
+            preferred = Chat([ASK, TELL, asked, LIE], frozenset({1}))
+            assert FORMATS["preference"].read(chosen) == preferred
+            assert FORMATS["preference"].read({**chosen, "chosen": [LIE], "rejected": [TELL]}) == preferred
 
 
 def test_calls_of_functions_are_calls_of_tools() -> None:
@@ -232,28 +233,33 @@ def test_what_was_thought_goes_to_the_template() -> None:
 PLAIN_ROWS = [{"messages": [ASK, TELL]}, {"conversations": DIALOGUE}, ALPACA, {"prompt": "Why?", "completion": "So."}]
 
 
-@pytest.mark.parametrize("row", PLAIN_ROWS)
-@pytest.mark.parametrize("verdict", [True, False, 0, 1.0, "False", "1"])
-@pytest.mark.parametrize("name", ["label", "kto_tag"])
-def test_answers_that_are_called_good_or_bad_are_refused(row: dict[str, Any], verdict: Any, name: str) -> None:
-    with pytest.raises(RowError, match=rf"`{name}` says which answers are good and which are bad \(KTO\)"):
-        read({**row, name: verdict}, "auto", {})
+def test_answers_that_are_called_good_or_bad_are_refused(subtests: pytest.Subtests) -> None:
+    for row in PLAIN_ROWS:
+        for verdict in [True, False, 0, 1.0, "False", "1"]:
+            for name in ["label", "kto_tag"]:
+                with (
+                    subtests.test(row=row, verdict=verdict, name=name),
+                    pytest.raises(RowError, match=rf"`{name}` says which answers are good and which are bad \(KTO\)"),
+                ):
+                    read({**row, name: verdict}, "auto", {})
 
 
-@pytest.mark.parametrize("label", ["sports", 7, None, ""])
-def test_a_label_of_another_kind_is_a_column_like_any(label: Any) -> None:
-    assert read({**ALPACA, "label": label}, "auto", {})[1] == ([] if label in (None, "") else ["label"])
-    assert read({"text": "Once.", "label": 1}, "auto", {}) == (Text("Once."), ["label"])
+def test_a_label_of_another_kind_is_a_column_like_any(subtests: pytest.Subtests) -> None:
+    for label in ["sports", 7, None, ""]:
+        with subtests.test(label=label):
+            assert read({**ALPACA, "label": label}, "auto", {})[1] == ([] if label in (None, "") else ["label"])
+            assert read({"text": "Once.", "label": 1}, "auto", {}) == (Text("Once."), ["label"])
 
 
-@pytest.mark.parametrize("row", [*PLAIN_ROWS, {"text": "x"}, {"prompt": "a", "chosen": "b", "rejected": "c"}])
-@pytest.mark.parametrize("name", ["image", "images", "videos", "audio"])
-def test_images_are_refused_and_an_empty_field_for_them_is_not(row: dict[str, Any], name: str) -> None:
-    for there in ("cat.png", ["cat.png"], {"bytes": "x"}):
-        with pytest.raises(RowError, match=f"`{name}`: only text is trained here"):
-            read({**row, name: there}, "auto", {})
-    for absent in (None, [], ""):
-        assert read({**row, name: absent}, "auto", {})[1] == []
+def test_images_are_refused_and_an_empty_field_for_them_is_not(subtests: pytest.Subtests) -> None:
+    for row in [*PLAIN_ROWS, {"text": "x"}, {"prompt": "a", "chosen": "b", "rejected": "c"}]:
+        for name in ["image", "images", "videos", "audio"]:
+            with subtests.test(row=row, name=name):
+                for there in ("cat.png", ["cat.png"], {"bytes": "x"}):
+                    with pytest.raises(RowError, match=f"`{name}`: only text is trained here"):
+                        read({**row, name: there}, "auto", {})
+                for absent in (None, [], ""):
+                    assert read({**row, name: absent}, "auto", {})[1] == []
 
 
 def test_a_preferred_answer_beside_a_conversation_is_refused() -> None:
@@ -289,9 +295,8 @@ def test_the_fields_of_a_format_are_those_it_is_known_by_and_the_others_it_reads
     assert {"messages", "prompt", "chosen", "labels", "text"} <= set(known_fields("auto"))
 
 
-@pytest.mark.parametrize(
-    ("name", "row", "words"),
-    [
+def test_a_wrong_field_is_named_with_what_it_is(subtests: pytest.Subtests) -> None:
+    for name, row, words in [
         ("messages", {}, ["`messages`", "list"]),
         ("messages", {"messages": None}, ["`messages`", "list"]),
         ("messages", {"messages": []}, ["`messages`", "at least one"]),
@@ -363,12 +368,11 @@ def test_the_fields_of_a_format_are_those_it_is_known_by_and_the_others_it_reads
         ("sharegpt", {"conversations": [{"from": "function_call", "value": "[1]"}]}, ["`conversations[0].value[0]`"]),
         ("text", {"text": 1.5}, ["`text`", "not a number"]),
         ("text", {}, ["`text` is missing"]),
-    ],
-)
-def test_a_wrong_field_is_named_with_what_it_is(name: str, row: dict[str, Any], words: list[str]) -> None:
-    with pytest.raises(RowError) as caught:
-        FORMATS[name].read(row)
-    assert [word for word in words if word not in str(caught.value)] == []
+    ]:
+        with subtests.test(name=name, row=row):
+            with pytest.raises(RowError) as caught:
+                FORMATS[name].read(row)
+            assert [word for word in words if word not in str(caught.value)] == []
 
 
 def test_half_of_a_surrogate_pair_is_told_by_field_and_place() -> None:
@@ -384,33 +388,29 @@ def test_assistant_turns_of_a_prompt_are_context() -> None:
     assert example.context == {1}
 
 
-@pytest.mark.parametrize(
-    ("form", "turns", "words"),
-    [
+def test_a_message_that_only_other_training_can_use_is_refused(subtests: pytest.Subtests) -> None:
+    for form, turns, words in [
         ("messages", [{"role": "user", "content": "q", "images": ["x.png"]}], "messages[0].images`: only text"),
         ("messages", [{"role": "assistant", "content": "a", "label": False}], "messages[0].label` says which answers"),
         ("sharegpt", [{"from": "human", "value": "q", "image": "x.png"}], "conversations[0].image`: only text"),
-    ],
-)
-def test_a_message_that_only_other_training_can_use_is_refused(form: str, turns: list[Any], words: str) -> None:
-    field = "messages" if form == "messages" else "conversations"
-    with pytest.raises(RowError) as refused:
-        read({field: turns}, form, {})
-    assert words in str(refused.value)
+    ]:
+        with subtests.test(form=form, turns=turns):
+            field = "messages" if form == "messages" else "conversations"
+            with pytest.raises(RowError) as refused:
+                read({field: turns}, form, {})
+            assert words in str(refused.value)
 
 
-@pytest.mark.parametrize(
-    ("form", "turn"),
-    [
+def test_the_call_of_a_function_is_read_in_every_format(subtests: pytest.Subtests) -> None:
+    for form, turn in [
         ("messages", {"role": "assistant", "content": None, "tool_calls": []}),
         ("sharegpt", {"from": "gpt", "value": ""}),
-    ],
-)
-def test_the_call_of_a_function_is_read_in_every_format(form: str, turn: dict[str, Any]) -> None:
-    call = {"name": "add", "arguments": '{"a": 1}'}
-    field = "messages" if form == "messages" else "conversations"
-    example, unused = read({field: [{**turn, "function_call": call}]}, form, {})
-    assert isinstance(example, Chat)
-    [message] = example.messages
-    assert message["tool_calls"][0]["function"] == {"name": "add", "arguments": {"a": 1}}
-    assert unused == []
+    ]:
+        with subtests.test(form=form, turn=turn):
+            call = {"name": "add", "arguments": '{"a": 1}'}
+            field = "messages" if form == "messages" else "conversations"
+            example, unused = read({field: [{**turn, "function_call": call}]}, form, {})
+            assert isinstance(example, Chat)
+            [message] = example.messages
+            assert message["tool_calls"][0]["function"] == {"name": "add", "arguments": {"a": 1}}
+            assert unused == []

@@ -197,6 +197,7 @@ _LOGNORMAL = random.Random(7)
 LONG_TAILED = [max(1, int(_LOGNORMAL.lognormvariate(4.5, 1.0))) for _ in range(2001)]
 
 
+@pytest.mark.slow
 def test_the_padding_is_that_of_training(quick: Callable[..., Config]) -> None:
     """One epoch is really trained in each way, and its places are counted as they go through the model."""
     for group, tokens, packed in (("true", "null", "false"), ("false", "null", "false"), ("true", 60, "false"),
@@ -258,11 +259,14 @@ def test_a_micro_batch_that_is_not_chosen_yet_pads_like_the_whole_batch(look) ->
 # -- data that teaches nothing -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("answer", ["", " ", "\n "])
-def test_answers_without_text_teach_nothing(look, answer: str) -> None:
-    with pytest.raises(DataError, match=r"leaves nothing to train: 2 rows dropped \(2 empty answer\)") as caught:
-        look([chat("Hi", answer), chat("Why?", answer)])
-    assert caught.value.exit_code == 3
+def test_answers_without_text_teach_nothing(look, subtests: pytest.Subtests) -> None:
+    for answer in ["", " ", "\n "]:
+        with subtests.test(answer=answer):
+            with pytest.raises(
+                DataError, match=r"leaves nothing to train: 2 rows dropped \(2 empty answer\)"
+            ) as caught:
+                look([chat("Hi", answer), chat("Why?", answer)])
+            assert caught.value.exit_code == 3
 
 
 def test_one_answer_with_text_is_enough(look) -> None:

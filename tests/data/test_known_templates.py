@@ -51,60 +51,70 @@ def test_every_known_template_is_pinned() -> None:
     assert {path.stem for path in TEMPLATES.glob("*.jinja")} - {"mistral_tools"} <= set(KNOWN)
 
 
-@pytest.mark.parametrize(("name", "variant"), VARIANTS)
-def test_the_trained_tokens_are_these(name: str, variant: str, tokenizer_of: Make) -> None:
-    tokenizer = tokenizer_of(name, variant)
-    assert marks_generation(tokenizer) == (variant != "shipped")
-    encoded = encode(conversation(name), tokenizer)
-    assert tokenizer.convert_ids_to_tokens(trained_tokens(encoded)) == TRAINED[name]
-    last = len(TRAINED[name]) - TRAINED[name].index(KNOWN[name].end) - 1
-    encoded = encode(conversation(name), tokenizer, "last")
-    assert tokenizer.convert_ids_to_tokens(trained_tokens(encoded)) == TRAINED[name][-last:]
+def test_the_trained_tokens_are_these(tokenizer_of: Make, subtests: pytest.Subtests) -> None:
+    for name, variant in VARIANTS:
+        with subtests.test(name=name, variant=variant):
+            tokenizer = tokenizer_of(name, variant)
+            assert marks_generation(tokenizer) == (variant != "shipped")
+            encoded = encode(conversation(name), tokenizer)
+            assert tokenizer.convert_ids_to_tokens(trained_tokens(encoded)) == TRAINED[name]
+            last = len(TRAINED[name]) - TRAINED[name].index(KNOWN[name].end) - 1
+            encoded = encode(conversation(name), tokenizer, "last")
+            assert tokenizer.convert_ids_to_tokens(trained_tokens(encoded)) == TRAINED[name][-last:]
 
 
-@pytest.mark.parametrize("name", [name for name in KNOWN if len(texts(name)) > 1])
-def test_our_template_gives_the_ids_and_the_mask_of_the_one_that_models_ship(name: str, tokenizer_of: Make) -> None:
-    shipped, ours = (tokenizer_of(name, variant) for variant in ("shipped", "ours"))
-    for messages in (conversation(name).messages, TWO_TURNS[1:], TWO_TURNS[1:3]):
-        assert encode(Chat(messages), shipped) == encode(Chat(messages), ours)
-        assert shipped.apply_chat_template(messages[:1], add_generation_prompt=True, tokenize=False) == (
-            ours.apply_chat_template(messages[:1], add_generation_prompt=True, tokenize=False)
-        )
-
-
-@pytest.mark.parametrize(("name", "variant"), VARIANTS)
-def test_the_end_of_turn_is_found_and_generation_stops_there(name: str, variant: str, tokenizer_of: Make) -> None:
-    tokenizer, known = tokenizer_of(name, variant), KNOWN[name]
-    assert tokenizer.convert_ids_to_tokens(end_of_turn(tokenizer)) == known.end
-    assert set(tokenizer.convert_ids_to_tokens(stop_ids(tokenizer))) == {known.end, known.eos}
-
-
-@pytest.mark.parametrize(("name", "variant"), VARIANTS)
-@pytest.mark.parametrize("pad", ["end", "eos", "none"])
-def test_the_pad_token_changes_nothing_even_where_it_is_the_end_of_turn(
-    name: str, variant: str, pad: str, tokenizer_of: Make
+def test_our_template_gives_the_ids_and_the_mask_of_the_one_that_models_ship(
+    tokenizer_of: Make, subtests: pytest.Subtests
 ) -> None:
-    tokenizer, known = tokenizer_of(name, variant), KNOWN[name]
-    before = encode(conversation(name), tokenizer)
-    tokenizer = tokenizer_of(name, variant)
-    tokenizer.pad_token = {"end": known.end, "eos": known.eos, "none": None}[pad]
-    assert encode(conversation(name), tokenizer) == before
-    assert before.labels.count(tokenizer.convert_tokens_to_ids(known.end)) == 2
+    for name in [name for name in KNOWN if len(texts(name)) > 1]:
+        with subtests.test(name=name):
+            shipped, ours = (tokenizer_of(name, variant) for variant in ("shipped", "ours"))
+            for messages in (conversation(name).messages, TWO_TURNS[1:], TWO_TURNS[1:3]):
+                assert encode(Chat(messages), shipped) == encode(Chat(messages), ours)
+                assert shipped.apply_chat_template(messages[:1], add_generation_prompt=True, tokenize=False) == (
+                    ours.apply_chat_template(messages[:1], add_generation_prompt=True, tokenize=False)
+                )
 
 
-@pytest.mark.parametrize("variant", ["shipped", "ours"])
-def test_a_template_without_a_system_role_says_what_to_do(variant: str, tokenizer_of: Make) -> None:
-    with pytest.raises(RowError) as caught:
-        encode(Chat(TWO_TURNS), tokenizer_of("gemma", variant))
-    assert "System role not supported" in str(caught.value)
-    assert "head of the first user message" in str(caught.value)
-    assert "`data.chat_template`" in str(caught.value)
+def test_the_end_of_turn_is_found_and_generation_stops_there(tokenizer_of: Make, subtests: pytest.Subtests) -> None:
+    for name, variant in VARIANTS:
+        with subtests.test(name=name, variant=variant):
+            tokenizer, known = tokenizer_of(name, variant), KNOWN[name]
+            assert tokenizer.convert_ids_to_tokens(end_of_turn(tokenizer)) == known.end
+            assert set(tokenizer.convert_ids_to_tokens(stop_ids(tokenizer))) == {known.end, known.eos}
 
 
-@pytest.mark.parametrize("name", ["llama2", "mistral", "gemma"])
-def test_a_template_that_wants_turns_to_alternate_says_what_to_do(name: str, tokenizer_of: Make) -> None:
-    with pytest.raises(RowError, match=r"must alternate.* Join messages of one role"):
-        encode(Chat([user("Hi"), user("Why?"), assistant("so")]), tokenizer_of(name, "ours"))
+def test_the_pad_token_changes_nothing_even_where_it_is_the_end_of_turn(
+    tokenizer_of: Make, subtests: pytest.Subtests
+) -> None:
+    for name, variant in VARIANTS:
+        for pad in ["end", "eos", "none"]:
+            with subtests.test(name=name, variant=variant, pad=pad):
+                tokenizer, known = tokenizer_of(name, variant), KNOWN[name]
+                before = encode(conversation(name), tokenizer)
+                tokenizer = tokenizer_of(name, variant)
+                tokenizer.pad_token = {"end": known.end, "eos": known.eos, "none": None}[pad]
+                assert encode(conversation(name), tokenizer) == before
+                assert before.labels.count(tokenizer.convert_tokens_to_ids(known.end)) == 2
+
+
+def test_a_template_without_a_system_role_says_what_to_do(tokenizer_of: Make, subtests: pytest.Subtests) -> None:
+    for variant in ["shipped", "ours"]:
+        with subtests.test(variant=variant):
+            with pytest.raises(RowError) as caught:
+                encode(Chat(TWO_TURNS), tokenizer_of("gemma", variant))
+            assert "System role not supported" in str(caught.value)
+            assert "head of the first user message" in str(caught.value)
+            assert "`data.chat_template`" in str(caught.value)
+
+
+def test_a_template_that_wants_turns_to_alternate_says_what_to_do(
+    tokenizer_of: Make, subtests: pytest.Subtests
+) -> None:
+    refused = pytest.raises(RowError, match=r"must alternate.* Join messages of one role")
+    for name in ["llama2", "mistral", "gemma"]:
+        with subtests.test(name=name), refused:
+            encode(Chat([user("Hi"), user("Why?"), assistant("so")]), tokenizer_of(name, "ours"))
 
 
 def test_thoughts_are_learnt_in_the_last_turn_as_the_template_renders_them(tokenizer_of: Make) -> None:
@@ -165,10 +175,10 @@ def test_tools_that_move_to_the_last_question_are_refused_but_for_the_last_answe
     assert trained_text(encode(with_tools(messages), mistral, "last"), mistral) == " It is 3.</s>"
 
 
-@pytest.mark.parametrize("row", [{"messages": SUM}, {"messages": [user("Hi"), assistant("so")], "tools": [ADD]}])
-def test_tools_that_the_template_would_leave_out_are_refused(row: dict[str, Any], tokenizer_of: Make) -> None:
-    with pytest.raises(RowError, match="does not render `tool"):
-        encode(FORMATS["messages"].read(row), tokenizer_of("llama3", "ours"))
+def test_tools_that_the_template_would_leave_out_are_refused(tokenizer_of: Make, subtests: pytest.Subtests) -> None:
+    for row in [{"messages": SUM}, {"messages": [user("Hi"), assistant("so")], "tools": [ADD]}]:
+        with subtests.test(row=row), pytest.raises(RowError, match="does not render `tool"):
+            encode(FORMATS["messages"].read(row), tokenizer_of("llama3", "ours"))
 
 
 def test_a_call_of_a_tool_is_no_empty_answer() -> None:
@@ -208,14 +218,21 @@ def test_an_end_of_turn_that_is_parsed_within_an_answer_is_refused_by_place(word
 # -- what a message says of itself -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("switch", [{"train": False}, {"weight": 0}, {"weight": 0.0}])
-@pytest.mark.parametrize("loss_on", ["assistant", "last"])
-def test_a_turn_that_is_switched_off_is_context(switch: dict[str, Any], loss_on: Any, tokenizer_of: Make) -> None:
-    tokenizer = tokenizer_of("chatml", "shipped")
-    messages = [system("Be brief."), user("Hi"), assistant("Hello"), user("Why?"), {**assistant("so"), **switch}]
-    encoded = encode(FORMATS["messages"].read({"messages": messages}), tokenizer, loss_on)
-    assert trained_text(encoded, tokenizer) == "Hello<|im_end|>"
-    assert "so<|im_end|>" in tokenizer.decode(encoded.input_ids)
+def test_a_turn_that_is_switched_off_is_context(tokenizer_of: Make, subtests: pytest.Subtests) -> None:
+    for switch in [{"train": False}, {"weight": 0}, {"weight": 0.0}]:
+        for loss_on in ["assistant", "last"]:
+            with subtests.test(switch=switch, loss_on=loss_on):
+                tokenizer = tokenizer_of("chatml", "shipped")
+                messages = [
+                    system("Be brief."),
+                    user("Hi"),
+                    assistant("Hello"),
+                    user("Why?"),
+                    {**assistant("so"), **switch},
+                ]
+                encoded = encode(FORMATS["messages"].read({"messages": messages}), tokenizer, loss_on)
+                assert trained_text(encoded, tokenizer) == "Hello<|im_end|>"
+                assert "so<|im_end|>" in tokenizer.decode(encoded.input_ids)
 
 
 def test_a_conversation_with_every_turn_switched_off_has_nothing_to_train(tokenizer_of: Make) -> None:

@@ -26,9 +26,8 @@ def after(policy: str, before: str, limit: int) -> tuple[str, list[str]]:
     return what, [text(kept) for kept in rows]
 
 
-@pytest.mark.parametrize(
-    ("before", "limit", "what", "kept"),
-    [
+def test_truncation_keeps_the_first_token_and_the_last_answer(subtests: pytest.Subtests) -> None:
+    for before, limit, what, kept in [
         ("abcdeFGH", 6, "truncated", "adeFGH"),
         ("abcdeFGHijk", 9, "truncated", "abcdeFGHi"),
         ("abcdeFGHijk", 6, "truncated", "adeFGH"),
@@ -47,15 +46,13 @@ def after(policy: str, before: str, limit: int) -> tuple[str, list[str]]:
         ("abcdeFGHIJKLMNOPQRST", 12, "answer truncated", "adeFGHIJKLMN"),
         ("ABcdEFgh", 7, "truncated", "ABcdEFg"),
         ("abcdef", 4, "truncated", "abcd"),
-    ],
-)
-def test_truncation_keeps_the_first_token_and_the_last_answer(before: str, limit: int, what: str, kept: str) -> None:
-    assert after("truncate", before, limit) == (what, [kept])
+    ]:
+        with subtests.test(before=before):
+            assert after("truncate", before, limit) == (what, [kept])
 
 
-@pytest.mark.parametrize(
-    ("before", "head", "limit", "kept"),
-    [
+def test_a_head_stays_whole_where_it_fits_in_half_of_the_room_before_the_last_answer(subtests: pytest.Subtests) -> None:
+    for before, head, limit, kept in [
         ("sysabcdeFGH", 3, 9, "syscdeFGH"),
         ("sysabcdeFGH", 3, 10, "sysbcdeFGH"),
         ("sysabcdeFGH", 3, 8, "sbcdeFGH"),
@@ -64,32 +61,27 @@ def test_truncation_keeps_the_first_token_and_the_last_answer(before: str, limit
         ("systemaFGH", 6, 9, "sstemaFGH"),
         ("sysabcFGHIJKLM", 3, 8, "scFGHIJK"),
         ("sysFGHIJ", 3, 6, "sFGHIJ"),
-    ],
-)
-def test_a_head_stays_whole_where_it_fits_in_half_of_the_room_before_the_last_answer(
-    before: str, head: int, limit: int, kept: str
-) -> None:
-    _, [cut] = TOO_LONG["truncate"].apply(row(before, head), limit)
-    assert text(cut) == kept
+    ]:
+        with subtests.test(before=before):
+            _, [cut] = TOO_LONG["truncate"].apply(row(before, head), limit)
+            assert text(cut) == kept
 
 
 def test_a_row_of_one_token_is_left_without_an_answer() -> None:
     assert after("truncate", "abcDEF", 1) == ("answer truncated", ["c"])
 
 
-@pytest.mark.parametrize(
-    ("before", "limit", "pieces"),
-    [
+def test_pieces_share_a_token_so_that_each_trained_one_is_predicted(subtests: pytest.Subtests) -> None:
+    for before, limit, pieces in [
         ("abCDefGHi", 4, ["abCD", "defG", "gHi"]),
         ("abCDefGHij", 4, ["abCD", "defG", "gHij"]),
         ("abCDE", 4, ["abCD", "dE"]),
         ("ABC", 2, ["AB", "bC"]),
         ("ABCD", 2, ["AB", "bC", "cD"]),
-    ],
-)
-def test_pieces_share_a_token_so_that_each_trained_one_is_predicted(before: str, limit: int, pieces: list[str]) -> None:
-    assert after("split", before, limit) == ("split", pieces)
-    assert sum(row(piece).trained for piece in pieces) == row(before).trained
+    ]:
+        with subtests.test(before=before):
+            assert after("split", before, limit) == ("split", pieces)
+            assert sum(row(piece).trained for piece in pieces) == row(before).trained
 
 
 def test_pieces_of_one_token_have_nothing_to_train() -> None:

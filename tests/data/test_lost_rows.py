@@ -116,23 +116,26 @@ def test_one_damaged_byte_in_the_second_stream_is_refused_with_file_and_line(end
         list(sources.rows(str(path)))
 
 
-@pytest.mark.parametrize("behind", [b"\0" * 512, b"garbage", b"\n"], ids=["zeros", "garbage", "line break"])
-@pytest.mark.parametrize("ending", COMPRESSIONS)
-def test_what_is_behind_the_last_stream_and_none_is_refused(ending: str, behind: bytes, tmp_path: Path) -> None:
+def test_what_is_behind_the_last_stream_and_none_is_refused(tmp_path: Path, subtests: pytest.Subtests) -> None:
     """Zeros too: a file system leaves them where it lost the rest of a file."""
-    assert read(tmp_path / f"rows.jsonl{ending}", two_streams(ending) + behind) is None
+    for behind in [b"\0" * 512, b"garbage", b"\n"]:
+        for ending in COMPRESSIONS:
+            with subtests.test(behind=behind, ending=ending):
+                assert read(tmp_path / f"rows.jsonl{ending}", two_streams(ending) + behind) is None
 
 
-@pytest.mark.parametrize("ending", COMPRESSIONS)
-def test_a_compressed_file_without_a_byte_is_refused(ending: str, tmp_path: Path) -> None:
-    assert read(tmp_path / f"rows.jsonl{ending}", b"") is None
+def test_a_compressed_file_without_a_byte_is_refused(tmp_path: Path, subtests: pytest.Subtests) -> None:
+    for ending in COMPRESSIONS:
+        with subtests.test(ending=ending):
+            assert read(tmp_path / f"rows.jsonl{ending}", b"") is None
 
 
-@pytest.mark.parametrize("ending", COMPRESSIONS)
-def test_many_streams_are_read_to_the_last(ending: str, tmp_path: Path) -> None:
+def test_many_streams_are_read_to_the_last(tmp_path: Path, subtests: pytest.Subtests) -> None:
     """As pbzip2, bgzip and `cat` make them."""
-    whole = b"".join(packed(json_lines([row]), ending) for row in ROWS)
-    assert read(tmp_path / f"rows.jsonl{ending}", whole) == ROWS
+    for ending in COMPRESSIONS:
+        with subtests.test(ending=ending):
+            whole = b"".join(packed(json_lines([row]), ending) for row in ROWS)
+            assert read(tmp_path / f"rows.jsonl{ending}", whole) == ROWS
 
 
 def test_a_changed_parquet_page_is_refused_where_pages_have_checksums(tmp_path: Path) -> None:
@@ -201,15 +204,17 @@ def test_each_line_of_damaged_text_is_a_row_or_a_problem(name: str, tmp_path: Pa
     assert refused > 200
 
 
-@pytest.mark.parametrize("name", ["rows.jsonl", "rows.txt", "rows.csv"])
-def test_lines_that_end_in_carriage_returns_alone_are_refused(name: str, tmp_path: Path) -> None:
-    whole, _ = TEXT[name]
-    assert read(tmp_path / name, whole.replace(b"\r\n", b"\n").replace(b"\n", b"\r")) is None
+def test_lines_that_end_in_carriage_returns_alone_are_refused(tmp_path: Path, subtests: pytest.Subtests) -> None:
+    for name in ["rows.jsonl", "rows.txt", "rows.csv"]:
+        with subtests.test(name=name):
+            whole, _ = TEXT[name]
+            assert read(tmp_path / name, whole.replace(b"\r\n", b"\n").replace(b"\n", b"\r")) is None
 
 
-@pytest.mark.parametrize("name", ["rows.txt", "rows.jsonl", "rows.csv", "rows.json"])
-def test_a_git_lfs_pointer_is_told_apart_from_rows(name: str, tmp_path: Path) -> None:
-    path = tmp_path / name
-    path.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 12345\n")
-    with pytest.raises(DataError, match="git lfs pull"):
-        list(sources.rows(str(path)))
+def test_a_git_lfs_pointer_is_told_apart_from_rows(tmp_path: Path, subtests: pytest.Subtests) -> None:
+    for name in ["rows.txt", "rows.jsonl", "rows.csv", "rows.json"]:
+        with subtests.test(name=name):
+            path = tmp_path / name
+            path.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 12345\n")
+            with pytest.raises(DataError, match="git lfs pull"):
+                list(sources.rows(str(path)))

@@ -37,14 +37,17 @@ def counted(chatml: str, marks: str = _MARKED) -> str:
     return _COUNT + chatml.replace(_MARKED, marks)
 
 
-@pytest.mark.parametrize("marks", _MARKS)
-def test_marks_alone_give_the_mask_wherever_they_end(marks: str, word_tokenizer: Make, chatml: str) -> None:
-    tokenizer = word_tokenizer(counted(chatml, _MARKS[marks]))
-    breaks = "//" if marks == "line break within" else "/"
-    assert shown(encode(Chat(TWO_TURNS), tokenizer), tokenizer) == (
-        f"#####<system/Be brief.>/<user/Hi>/<assistant/[Hello][ ][there][.][>]{breaks}"
-        f"<user/Why?>/<assistant/[Because][ ][so][.][>]{breaks}"
-    )
+def test_marks_alone_give_the_mask_wherever_they_end(
+    word_tokenizer: Make, chatml: str, subtests: pytest.Subtests
+) -> None:
+    for marks in _MARKS:
+        with subtests.test(marks=marks):
+            tokenizer = word_tokenizer(counted(chatml, _MARKS[marks]))
+            breaks = "//" if marks == "line break within" else "/"
+            assert shown(encode(Chat(TWO_TURNS), tokenizer), tokenizer) == (
+                f"#####<system/Be brief.>/<user/Hi>/<assistant/[Hello][ ][there][.][>]{breaks}"
+                f"<user/Why?>/<assistant/[Because][ ][so][.][>]{breaks}"
+            )
 
 
 def test_answers_that_are_a_token_apart_stay_apart(word_tokenizer: Make) -> None:
@@ -78,19 +81,25 @@ def test_an_assistant_that_opens_needs_marks_and_is_told_so(word_tokenizer: Make
         encode(opened, word_tokenizer(unmarked))
 
 
-@pytest.mark.parametrize("behind", ["", "\\n", "\\n\\n"])
-def test_a_call_ends_with_the_token_that_closes_it(behind: str, word_tokenizer: Make, chatml: str) -> None:
-    called = (
-        "{%- generation -%}{%- if message.tool_calls -%}{{- message['content'] + '<|call|>" + behind + "' -}}"
-        "{%- else -%}{{- message['content'] + '<|im_end|>' -}}{%- endif -%}{%- endgeneration -%}"
-    )
-    tokenizer = word_tokenizer(counted(chatml, called), special=["<|call|>"])
-    call = {**assistant("one two"), "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": {}}}]}
-    text = trained_text(encode(Chat([user("Hi"), call, user("so"), assistant("one")]), tokenizer), tokenizer)
-    assert text == "one two<|call|>one<|im_end|>"
-    with pytest.raises(RowError, match="differently"):  # nothing but line breaks: the marks are not trusted
-        encode(Chat([user("Hi"), {**call, "content": "\n"}]), word_tokenizer(
-            counted(chatml, called.replace("<|call|>", "\\n")), special=["<|call|>"]))  # fmt: skip
+def test_a_call_ends_with_the_token_that_closes_it(
+    word_tokenizer: Make, chatml: str, subtests: pytest.Subtests
+) -> None:
+    for behind in ["", "\\n", "\\n\\n"]:
+        with subtests.test(behind=behind):
+            called = (
+                "{%- generation -%}{%- if message.tool_calls -%}{{- message['content'] + '<|call|>" + behind + "' -}}"
+                "{%- else -%}{{- message['content'] + '<|im_end|>' -}}{%- endif -%}{%- endgeneration -%}"
+            )
+            tokenizer = word_tokenizer(counted(chatml, called), special=["<|call|>"])
+            call = {
+                **assistant("one two"),
+                "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": {}}}],
+            }
+            text = trained_text(encode(Chat([user("Hi"), call, user("so"), assistant("one")]), tokenizer), tokenizer)
+            assert text == "one two<|call|>one<|im_end|>"
+            with pytest.raises(RowError, match="differently"):  # nothing but line breaks: the marks are not trusted
+                encode(Chat([user("Hi"), {**call, "content": "\n"}]), word_tokenizer(
+                    counted(chatml, called.replace("<|call|>", "\\n")), special=["<|call|>"]))  # fmt: skip
 
 
 def test_a_mark_at_no_token_is_not_trusted_and_one_that_ends_at_none_is_closed_by_its_end(
@@ -165,11 +174,16 @@ BARE = (
 )
 
 
-@pytest.mark.parametrize("answer", ["one<|pad|>two", "one<|pad|>two\n", "\n", "one"])
-def test_no_other_special_token_is_taken_for_the_end_of_a_turn(answer: str, word_tokenizer: Make) -> None:
+def test_no_other_special_token_is_taken_for_the_end_of_a_turn(word_tokenizer: Make, subtests: pytest.Subtests) -> None:
     """Neither one amid the answer, nor the one before it."""
-    with pytest.raises(RowError, match=r"messages\[1\]: the chat template closes this turn with no end-of-turn token"):
-        encode(Chat([user("Hi"), assistant(answer)]), word_tokenizer(BARE, pad_token="<unk>"))
+    for answer in ["one<|pad|>two", "one<|pad|>two\n", "\n", "one"]:
+        with (
+            subtests.test(answer=answer),
+            pytest.raises(
+                RowError, match=r"messages\[1\]: the chat template closes this turn with no end-of-turn token"
+            ),
+        ):
+            encode(Chat([user("Hi"), assistant(answer)]), word_tokenizer(BARE, pad_token="<unk>"))
 
 
 # -- what is tokenized together --------------------------------------------------------------------------------------
@@ -264,9 +278,8 @@ def test_the_head_of_a_row_is_its_system_message_and_else_one_token(word_tokeniz
     assert heads(refuses) == [1, 1, 1, 1]
 
 
-@pytest.mark.parametrize(
-    ("example", "loss_on", "empty"),
-    [
+def test_empty_is_what_would_teach_nothing(subtests: pytest.Subtests) -> None:
+    for example, loss_on, empty in [
         (Completion("Why?", "so"), "assistant", False),
         (Completion("Why?", " \n"), "assistant", True),
         (Completion("Why?", " \n"), "all", False),
@@ -278,10 +291,9 @@ def test_the_head_of_a_row_is_its_system_message_and_else_one_token(word_tokeniz
         (Chat([user("Hi"), assistant(" ")]), "assistant", True),
         (Chat([user("Hi"), assistant(" ")]), "all", False),
         (Chat([user("Hi"), assistant(" "), user("Why?"), assistant("so")]), "assistant", False),
-    ],
-)
-def test_empty_is_what_would_teach_nothing(example: Any, loss_on: Any, empty: bool) -> None:
-    assert is_empty(example, loss_on) is empty
+    ]:
+        with subtests.test(example=example):
+            assert is_empty(example, loss_on) is empty
 
 
 def test_ids_from_the_first_to_the_last_of_the_vocabulary_are_taken_and_no_other(word_tokenizer: Make) -> None:

@@ -140,23 +140,21 @@ def test_longer_rows_may_stop_the_run_with_their_place(write: Write, tokenizer: 
     assert "over `data.max_length` 16" in said
 
 
-@pytest.mark.parametrize(
-    "row",
-    [
+def test_an_empty_answer_is_dropped_and_listed(write: Write, tokenizer: Any, subtests: pytest.Subtests) -> None:
+    for row in [
         {"text": ""},
         {"text": " \n"},
         chat("Hi", ""),
         chat("Hi", "  "),
         {"prompt": "Hi", "completion": " "},
         {"instruction": "Hi", "output": ""},
-    ],
-)
-def test_an_empty_answer_is_dropped_and_listed(row: dict[str, Any], write: Write, tokenizer: Any) -> None:
-    source = write([row])
-    full = write([chat("Hi", "one")], "eval.jsonl")
-    prepared = prepare(DataSection(train=full, eval="none"), tokenizer)
-    assert prepared.train_counts.affected == []
-    assert "1 rows dropped (1 empty answer)" in message(DataSection(train=source, eval="none"), tokenizer)
+    ]:
+        with subtests.test(row=row):
+            source = write([row])
+            full = write([chat("Hi", "one")], "eval.jsonl")
+            prepared = prepare(DataSection(train=full, eval="none"), tokenizer)
+            assert prepared.train_counts.affected == []
+            assert "1 rows dropped (1 empty answer)" in message(DataSection(train=source, eval="none"), tokenizer)
 
 
 def test_one_empty_answer_among_others_is_no_reason_to_drop_a_row(write: Write, tokenizer: Any) -> None:
@@ -176,27 +174,29 @@ def test_a_row_with_every_answer_switched_off_is_dropped_and_listed(write: Write
     assert counts.affected == [Affected(f"{masked}:1", "dropped", UNTRAINED, 2)]
 
 
-@pytest.mark.parametrize(("policy", "rows"), [("keep", 4), ("drop", 2)])
 def test_duplicates_are_counted_and_dropped_where_that_is_asked(
-    policy: Any, rows: int, write: Write, tokenizer: Any
+    write: Write, tokenizer: Any, subtests: pytest.Subtests
 ) -> None:
     """By tokens and labels, whatever the rows look like."""
-    source = write([chat("Hi", "one"), chat("Hi", "two"), {**chat("Hi", "one"), "id": 3}, chat("Hi", "one")])
-    counts = prepare(DataSection(train=source, eval="none", duplicates=policy), tokenizer).train_counts
-    assert (counts.rows, counts.duplicates) == (rows, 2)
-    assert [row.place for row in counts.affected] == [f"{source}:3", f"{source}:4"]
-    assert {row.what for row in counts.affected} == {"kept" if policy == "keep" else "dropped"}
+    for policy, rows in [("keep", 4), ("drop", 2)]:
+        with subtests.test(policy=policy):
+            source = write([chat("Hi", "one"), chat("Hi", "two"), {**chat("Hi", "one"), "id": 3}, chat("Hi", "one")])
+            counts = prepare(DataSection(train=source, eval="none", duplicates=policy), tokenizer).train_counts
+            assert (counts.rows, counts.duplicates) == (rows, 2)
+            assert [row.place for row in counts.affected] == [f"{source}:3", f"{source}:4"]
+            assert {row.what for row in counts.affected} == {"kept" if policy == "keep" else "dropped"}
 
 
-@pytest.mark.parametrize(("policy", "rows"), [("keep", 8), ("drop", 4)])
 def test_a_row_that_its_weight_repeats_is_no_duplicate_of_itself(
-    policy: Any, rows: int, write: Write, tokenizer: Any
+    write: Write, tokenizer: Any, subtests: pytest.Subtests
 ) -> None:
-    source = write([chat("Hi", "one"), chat("Hi", "two"), chat("Hi", "one"), chat("Hi", "two")])
-    section = DataSection(train=[Source(source=source, weight=2)], eval="none", duplicates=policy)
-    counts = prepare(section, tokenizer).train_counts
-    assert (counts.rows, counts.duplicates) == (rows, 4)
-    assert [row.place for row in counts.affected] == [f"{source}:{line}" for line in (3, 3, 4, 4)]
+    for policy, rows in [("keep", 8), ("drop", 4)]:
+        with subtests.test(policy=policy):
+            source = write([chat("Hi", "one"), chat("Hi", "two"), chat("Hi", "one"), chat("Hi", "two")])
+            section = DataSection(train=[Source(source=source, weight=2)], eval="none", duplicates=policy)
+            counts = prepare(section, tokenizer).train_counts
+            assert (counts.rows, counts.duplicates) == (rows, 4)
+            assert [row.place for row in counts.affected] == [f"{source}:{line}" for line in (3, 3, 4, 4)]
 
 
 def test_rows_of_both_splits_are_listed_with_their_split(write: Write, tokenizer: Any) -> None:
@@ -319,40 +319,48 @@ def sides(source: str, **options: Any) -> tuple[list[str], list[str]]:
     return [row.fields["text"] for row in train], [row.fields["text"] for row in held_out or ()]
 
 
-@pytest.mark.parametrize("rows", [2, 3, 60])
-@pytest.mark.parametrize("share", [1e-9, 0.02, 0.5, 1 - 1e-9])
 def test_each_side_has_a_row_and_the_hash_alone_decides_where_it_gives_each_one(
-    rows: int, share: float, write: Write
+    write: Write, subtests: pytest.Subtests
 ) -> None:
-    for number in range(30):
-        texts = [f"{number} {row}" for row in range(rows)] * 2
-        source = write([{"text": text} for text in texts], f"{number}.jsonl")
-        train, held_out = sides(source, eval_share=share)
-        assert train
-        assert held_out
-        assert sorted(train + held_out) == sorted(texts)
-        assert not {*train} & {*held_out}  # equal rows share a fate
-        by_hash = [row.fields["text"] for row in sources.rows(source) if row.share() < share]
-        if 0 < len(by_hash) < len(texts):
-            assert held_out == by_hash
-        else:
-            assert len(held_out if not by_hash else train) == 2  # one, and its equal
-        assert sides(write([{"text": text} for text in reversed(texts)], "other.jsonl"), eval_share=share) == (
-            train[::-1],
-            held_out[::-1],
-        )
+    for rows in [2, 3, 60]:
+        for share in [1e-9, 0.02, 0.5, 1 - 1e-9]:
+            with subtests.test(rows=rows, share=share):
+                for number in range(30):
+                    texts = [f"{number} {row}" for row in range(rows)] * 2
+                    source = write([{"text": text} for text in texts], f"{number}.jsonl")
+                    train, held_out = sides(source, eval_share=share)
+                    assert train
+                    assert held_out
+                    assert sorted(train + held_out) == sorted(texts)
+                    assert not {*train} & {*held_out}  # equal rows share a fate
+                    by_hash = [row.fields["text"] for row in sources.rows(source) if row.share() < share]
+                    if 0 < len(by_hash) < len(texts):
+                        assert held_out == by_hash
+                    else:
+                        assert len(held_out if not by_hash else train) == 2  # one, and its equal
+                    assert sides(
+                        write([{"text": text} for text in reversed(texts)], "other.jsonl"), eval_share=share
+                    ) == (
+                        train[::-1],
+                        held_out[::-1],
+                    )
 
 
-@pytest.mark.parametrize("share", [1e-9, 0.5, 1 - 1e-9])
-def test_rows_that_are_all_equal_are_all_trained_with_a_warning(share: float, write: Write, tokenizer: Any) -> None:
-    section = DataSection(train=write([{"text": "one two"}] * 3), eval_share=share)
-    prepared = prepare(section, tokenizer)
-    assert (prepared.train_counts.rows, prepared.eval, prepared.eval_counts) == (3, None, None)
-    assert "no held-out row is left" in str(prepared.warning)
-    assert all(remedy in str(prepared.warning) for remedy in ("`data.eval`", "`data.eval_share`", "`data.eval: none`"))
-    assert len(list(held_out_rows(section))) == 3
-    with pytest.raises(DataError, match="no held-out row is left"):
-        prepare_held_out(section, tokenizer)
+def test_rows_that_are_all_equal_are_all_trained_with_a_warning(
+    write: Write, tokenizer: Any, subtests: pytest.Subtests
+) -> None:
+    for share in [1e-9, 0.5, 1 - 1e-9]:
+        with subtests.test(share=share):
+            section = DataSection(train=write([{"text": "one two"}] * 3), eval_share=share)
+            prepared = prepare(section, tokenizer)
+            assert (prepared.train_counts.rows, prepared.eval, prepared.eval_counts) == (3, None, None)
+            assert "no held-out row is left" in str(prepared.warning)
+            assert all(
+                remedy in str(prepared.warning) for remedy in ("`data.eval`", "`data.eval_share`", "`data.eval: none`")
+            )
+            assert len(list(held_out_rows(section))) == 3
+            with pytest.raises(DataError, match="no held-out row is left"):
+                prepare_held_out(section, tokenizer)
 
 
 def test_a_broken_file_is_told_as_ever_where_nothing_would_be_held_out(write: Write, tokenizer: Any) -> None:
@@ -410,26 +418,27 @@ def test_all_wrong_rows_and_lines_are_told_in_their_order(write: Write, tokenize
     assert [line.split(" ")[0].removeprefix(source) for line in told] == [":2:", ":4:", ":5:15:", ":6:"]
 
 
-@pytest.mark.parametrize("batch", [1, 7, 256])
 def test_the_first_problems_are_told_in_the_order_of_the_rows_whoever_finds_them(
-    batch: int, write: Write, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+    write: Write, tokenizer: Any, monkeypatch: pytest.MonkeyPatch, subtests: pytest.Subtests
 ) -> None:
     """The reader finds those of a line as it reads ahead, the format those of a field, the template those of turns."""
-    monkeypatch.setattr(splitting, "_BATCH_ROWS", batch)
-    source = write([])
-    lines = [
-        '{"messages": [',
-        json.dumps({"messages": 5}),
-        json.dumps({"messages": [{"role": "user", "content": "Hi"}]}),
-    ]
-    good = json.dumps(chat("Hi", "one"))
-    for count in (4, 9):
-        Path(source).write_text("\n".join(line for _ in range(count) for line in (good, *lines)) + "\n")
-        told = message(DataSection(train=source, eval="none"), tokenizer).splitlines()
-        places = [line.split(" ")[0].removeprefix(source) for line in told if line.startswith(source)]
-        wrong = [f":{number}:" for number in range(2, 4 * count + 1) if number % 4 != 1]
-        assert [f":{place.split(':')[1]}:" for place in places] == wrong[:20]
-        assert ("stopped after 20 problems" in told[-1]) == (count == 9)
+    for batch in [1, 7, 256]:
+        with subtests.test(batch=batch):
+            monkeypatch.setattr(splitting, "_BATCH_ROWS", batch)
+            source = write([])
+            lines = [
+                '{"messages": [',
+                json.dumps({"messages": 5}),
+                json.dumps({"messages": [{"role": "user", "content": "Hi"}]}),
+            ]
+            good = json.dumps(chat("Hi", "one"))
+            for count in (4, 9):
+                Path(source).write_text("\n".join(line for _ in range(count) for line in (good, *lines)) + "\n")
+                told = message(DataSection(train=source, eval="none"), tokenizer).splitlines()
+                places = [line.split(" ")[0].removeprefix(source) for line in told if line.startswith(source)]
+                wrong = [f":{number}:" for number in range(2, 4 * count + 1) if number % 4 != 1]
+                assert [f":{place.split(':')[1]}:" for place in places] == wrong[:20]
+                assert ("stopped after 20 problems" in told[-1]) == (count == 9)
 
 
 def test_a_wrong_row_that_is_repeated_by_its_weight_is_told_once(write: Write, tokenizer: Any) -> None:
@@ -502,16 +511,17 @@ def test_a_row_without_a_mapped_column_is_told_with_its_place(write: Write, toke
     assert said.startswith(f"{source}:2: `data.columns` takes `text` from")
 
 
-@pytest.mark.parametrize(("form", "known"), [("auto", "messages"), ("alpaca", "instruction")])
 def test_a_mapped_field_that_no_format_has_is_told_with_those_there_are(
-    form: str, known: str, write: Write, tokenizer: Any
+    write: Write, tokenizer: Any, subtests: pytest.Subtests
 ) -> None:
-    section = DataSection(train=write([{"text": "one"}]), eval="none", format=form, columns={"qestion": "text"})
-    with pytest.raises(ConfigError) as caught:
-        prepare(section, tokenizer)
-    assert "`data.columns`" in str(caught.value)
-    assert "`qestion`" in str(caught.value)
-    assert known in str(caught.value)
+    for form, known in [("auto", "messages"), ("alpaca", "instruction")]:
+        with subtests.test(form=form, known=known):
+            section = DataSection(train=write([{"text": "one"}]), eval="none", format=form, columns={"qestion": "text"})
+            with pytest.raises(ConfigError) as caught:
+                prepare(section, tokenizer)
+            assert "`data.columns`" in str(caught.value)
+            assert "`qestion`" in str(caught.value)
+            assert known in str(caught.value)
 
 
 def test_tokenized_rows_are_trained_as_they_are(write: Write, tokenizer: Any) -> None:
@@ -520,19 +530,17 @@ def test_tokenized_rows_are_trained_as_they_are(write: Write, tokenizer: Any) ->
     assert prepared.train["labels"][:] == [[IGNORE, 6, 7], [5, 6]]
 
 
-@pytest.mark.parametrize(
-    ("row", "words"),
-    [
+def test_tokens_of_another_tokenizer_and_shifted_labels_are_told(
+    write: Write, tokenizer: Any, subtests: pytest.Subtests
+) -> None:
+    for row, words in [
         ({"input_ids": [5, 99_999]}, "`input_ids[1]` is 99999, and the tokenizer has"),
         ({"input_ids": [-1]}, "`input_ids[0]` is -1"),
         ({"input_ids": [5, 6, 7], "labels": [6, 7, IGNORE]}, "`labels[0]` is 6, and `input_ids[0]` is 5"),
-    ],
-)
-def test_tokens_of_another_tokenizer_and_shifted_labels_are_told(
-    row: dict[str, Any], words: str, write: Write, tokenizer: Any
-) -> None:
-    source = write([row])
-    assert message(DataSection(train=source, eval="none"), tokenizer).startswith(f"{source}:1: {words}")
+    ]:
+        with subtests.test(row=row):
+            source = write([row])
+            assert message(DataSection(train=source, eval="none"), tokenizer).startswith(f"{source}:1: {words}")
 
 
 # -- questions -------------------------------------------------------------------------------------------------------

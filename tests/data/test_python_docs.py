@@ -45,6 +45,7 @@ def on_one_line(text: str) -> str:
     return " ".join(text.split())
 
 
+@pytest.mark.slow
 def test_another_process_builds_the_same_rows_without_a_trace(tmp_path: Path) -> None:
     # The other process has another hash seed and directory, and a decoy of a standard module on its path.
     (tmp_path / "zipapp.py").write_text("raise SystemExit('this is not the standard library')")

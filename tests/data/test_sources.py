@@ -83,10 +83,11 @@ NAMES = [f"rows{ending}" for ending in READERS] + [
 ]
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_rows_come_back_as_they_were_written(name: str, tmp_path: Path) -> None:
-    rows = [{"text": "plain"}, {"text": "– ünïcode 🙂\u2028"}] if ".txt" in name else ROWS
-    assert read(write(tmp_path / name, rows)) == rows
+def test_rows_come_back_as_they_were_written(tmp_path: Path, subtests: pytest.Subtests) -> None:
+    for name in NAMES:
+        with subtests.test(name=name):
+            rows = [{"text": "plain"}, {"text": "– ünïcode 🙂\u2028"}] if ".txt" in name else ROWS
+            assert read(write(tmp_path / name, rows)) == rows
 
 
 @pytest.mark.parametrize("name", ["ROWS.JSONL", "rows.Csv", "rows.jsonl.GZ", "rows.v2.Json.Xz"])
@@ -97,10 +98,11 @@ def test_an_ending_may_have_capitals(name: str, tmp_path: Path) -> None:
     assert read(folder / name) == read(folder) == ROWS
 
 
-@pytest.mark.parametrize("suffix", [".jsonl", ".json", ".parquet", ".arrow"])
-def test_nested_fields_come_back_as_they_were_written(suffix: str, tmp_path: Path) -> None:
-    rows = [{"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]}] * 2
-    assert read(write(tmp_path / f"rows{suffix}", rows)) == rows
+def test_nested_fields_come_back_as_they_were_written(tmp_path: Path, subtests: pytest.Subtests) -> None:
+    for suffix in [".jsonl", ".json", ".parquet", ".arrow"]:
+        with subtests.test(suffix=suffix):
+            rows = [{"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]}] * 2
+            assert read(write(tmp_path / f"rows{suffix}", rows)) == rows
 
 
 _FIELD = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
@@ -115,35 +117,39 @@ def test_any_json_lines_come_back(rows: list[dict[str, Any]], tmp_path_factory: 
 BEYOND = {"date": pyarrow.date32(), "seconds": pyarrow.timestamp("s"), "zone": pyarrow.timestamp("ms", "UTC")}
 
 
-@pytest.mark.parametrize("kind", BEYOND)
-@pytest.mark.parametrize("suffix", [".parquet", ".arrow"])
-def test_dates_that_python_has_not_are_read_beside_the_rows(suffix: str, kind: str, tmp_path: Path) -> None:
+def test_dates_that_python_has_not_are_read_beside_the_rows(tmp_path: Path, subtests: pytest.Subtests) -> None:
     """Year 292,277 and its like stand for `never` in databases."""
-    numbers = pyarrow.array([0, 2**31 - 1] if kind == "date" else [0, 2**53])
-    stored = numbers.cast(pyarrow.int32()) if kind == "date" else numbers
-    table = pyarrow.table({"text": ["one", "two"], "until": stored.view(BEYOND[kind])})
-    path = tmp_path / f"rows{suffix}"
-    if suffix == ".parquet":
-        pyarrow.parquet.write_table(table, path)
-    else:
-        with pyarrow.ipc.new_stream(str(path), table.schema) as writer:
-            writer.write_table(table)
-    found = list(sources.rows(str(path)))
-    assert [row.fields["text"] for row in found] == ["one", "two"]
-    assert "1970-01-01" in str(found[0].fields["until"])
-    assert found[0].share() != found[1].share()
+    for kind in BEYOND:
+        for suffix in [".parquet", ".arrow"]:
+            with subtests.test(kind=kind, suffix=suffix):
+                numbers = pyarrow.array([0, 2**31 - 1] if kind == "date" else [0, 2**53])
+                stored = numbers.cast(pyarrow.int32()) if kind == "date" else numbers
+                table = pyarrow.table({"text": ["one", "two"], "until": stored.view(BEYOND[kind])})
+                path = tmp_path / f"rows{suffix}"
+                if suffix == ".parquet":
+                    pyarrow.parquet.write_table(table, path)
+                else:
+                    with pyarrow.ipc.new_stream(str(path), table.schema) as writer:
+                        writer.write_table(table)
+                found = list(sources.rows(str(path)))
+                assert [row.fields["text"] for row in found] == ["one", "two"]
+                assert "1970-01-01" in str(found[0].fields["until"])
+                assert found[0].share() != found[1].share()
 
 
-@pytest.mark.parametrize("suffix", [".parquet", ".arrow"])
-def test_a_date_within_a_list_that_python_has_not_names_its_column(suffix: str, tmp_path: Path) -> None:
-    dates = pyarrow.array([[2**53]], pyarrow.list_(pyarrow.int64())).cast(pyarrow.list_(pyarrow.timestamp("ms")))
-    table, path = pyarrow.table({"text": ["one"], "dates": dates}), tmp_path / f"rows{suffix}"
-    if suffix == ".parquet":
-        pyarrow.parquet.write_table(table, path)
-    else:
-        with pyarrow.ipc.new_stream(str(path), table.schema) as writer:
-            writer.write_table(table)
-    assert refused(path).startswith(f"rows{suffix}[1]: the column `dates`")
+def test_a_date_within_a_list_that_python_has_not_names_its_column(tmp_path: Path, subtests: pytest.Subtests) -> None:
+    for suffix in [".parquet", ".arrow"]:
+        with subtests.test(suffix=suffix):
+            dates = pyarrow.array([[2**53]], pyarrow.list_(pyarrow.int64())).cast(
+                pyarrow.list_(pyarrow.timestamp("ms"))
+            )
+            table, path = pyarrow.table({"text": ["one"], "dates": dates}), tmp_path / f"rows{suffix}"
+            if suffix == ".parquet":
+                pyarrow.parquet.write_table(table, path)
+            else:
+                with pyarrow.ipc.new_stream(str(path), table.schema) as writer:
+                    writer.write_table(table)
+            assert refused(path).startswith(f"rows{suffix}[1]: the column `dates`")
 
 
 def test_a_parquet_file_of_many_batches_numbers_its_rows_through(tmp_path: Path) -> None:
@@ -163,18 +169,16 @@ def test_each_row_knows_its_place(tmp_path: Path) -> None:
     assert places(write(tmp_path / "a.csv.gz", ROWS)) == [":2", ":3", ":5"]
 
 
-@pytest.mark.parametrize(
-    ("name", "content"),
-    [
+def test_windows_line_ends_do_no_harm(tmp_path: Path, subtests: pytest.Subtests) -> None:
+    for name, content in [
         ("a.jsonl", '{"text": "x"}\r\n\r\n{"text": "y"}'),
         ("a.json", '[{"text": "x"},\r\n{"text": "y"}]\r\n'),
         ("a.csv", "text\r\nx\r\ny\r\n"),
-    ],
-)
-def test_windows_line_ends_do_no_harm(name: str, content: str, tmp_path: Path) -> None:
-    path = tmp_path / name
-    path.write_bytes(content.encode())
-    assert read(path) == [{"text": "x"}, {"text": "y"}]
+    ]:
+        with subtests.test(name=name, content=content):
+            path = tmp_path / name
+            path.write_bytes(content.encode())
+            assert read(path) == [{"text": "x"}, {"text": "y"}]
 
 
 def test_empty_lines_are_skipped_and_keep_the_count_of_lines_right(tmp_path: Path) -> None:
@@ -183,10 +187,11 @@ def test_empty_lines_are_skipped_and_keep_the_count_of_lines_right(tmp_path: Pat
     assert places(path) == [":2", ":5"]
 
 
-@pytest.mark.parametrize("name", ["a.jsonl", "a.csv"])
-def test_an_empty_file_has_no_rows(name: str, tmp_path: Path) -> None:
-    (tmp_path / name).write_text("")
-    assert read(tmp_path / name) == []
+def test_an_empty_file_has_no_rows(tmp_path: Path, subtests: pytest.Subtests) -> None:
+    for name in ["a.jsonl", "a.csv"]:
+        with subtests.test(name=name):
+            (tmp_path / name).write_text("")
+            assert read(tmp_path / name) == []
 
 
 def test_rows_are_read_as_they_are_asked_for(tmp_path: Path) -> None:
@@ -204,9 +209,8 @@ def test_a_cell_may_be_longer_than_the_csv_module_would_have_it(tmp_path: Path) 
 # -- what is wrong, to the line and column ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("content", "place"),
-    [
+def test_a_line_that_is_no_json_is_told_to_the_column(tmp_path: Path, subtests: pytest.Subtests) -> None:
+    for content, place in [
         ('{"text": "x"}\n{"text": "y', "a.jsonl:2:10: "),
         ('{"text": "x"}\n{"text": "y\n{"text": "z"}\n', "a.jsonl:2:10: "),
         ('{"text": "x"}\n{"text": ["y"', "a.jsonl:2:14: "),
@@ -214,12 +218,11 @@ def test_a_cell_may_be_longer_than_the_csv_module_would_have_it(tmp_path: Path) 
         ('{"text": "x"}\n{"text": "y"\r\n{"text": "z"}\n', "a.jsonl:2:13: "),
         ("{'text': 'x'}\n", "a.jsonl:1:2: "),
         ('{"text": "x"} {"text": "y"}\n', "a.jsonl:1:15: "),
-    ],
-)
-def test_a_line_that_is_no_json_is_told_to_the_column(content: str, place: str, tmp_path: Path) -> None:
-    message = refused(tmp_path / "a.jsonl", content)
-    assert message.startswith(place)
-    assert "not valid JSON" in message
+    ]:
+        with subtests.test(content=content):
+            message = refused(tmp_path / "a.jsonl", content)
+            assert message.startswith(place)
+            assert "not valid JSON" in message
 
 
 def test_a_truncated_json_file_is_told_to_the_column(tmp_path: Path) -> None:
@@ -230,26 +233,24 @@ def test_an_empty_json_file_is_no_json(tmp_path: Path) -> None:
     assert refused(tmp_path / "a.json", "").startswith("a.json:1:1: ")
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "line", "byte"),
-    [
+def test_what_is_not_utf_8_is_told_to_the_byte(tmp_path: Path, subtests: pytest.Subtests) -> None:
+    for name, content, line, byte in [
         ("a.jsonl", b'{"text": "x"}\n{"text": "caf\xe9"}\n', 2, 14),
         ("a.json", b'[{"text": "x"},\n {"text": "caf\xe9"}]\n', 2, 15),
         ("a.csv", b"text\nx\ncaf\xe9\n", 3, 4),
         ("a.csv", b"text\n" + b"xxxxxxxxxxxxxxx\n" * 3000 + b"caf\xe9\n", 3002, 4),
-    ],
-    ids=["jsonl", "json", "csv", "long csv"],
-)
-def test_what_is_not_utf_8_is_told_to_the_byte(name: str, content: bytes, line: int, byte: int, tmp_path: Path) -> None:
-    message = refused(tmp_path / name, content)
-    assert message.startswith(f"{name}:{line}: byte {byte} of the line is not UTF-8")
+    ]:
+        with subtests.test(name=name, content=content):
+            message = refused(tmp_path / name, content)
+            assert message.startswith(f"{name}:{line}: byte {byte} of the line is not UTF-8")
 
 
-@pytest.mark.parametrize("value", ["[1, 2]", '"text"', "5", "null"])
-def test_a_line_that_is_no_object_is_told(value: str, tmp_path: Path) -> None:
-    message = refused(tmp_path / "a.jsonl", '{"text": "x"}\n' + value + "\n")
-    assert message.startswith("a.jsonl:2: ")
-    assert "JSON object" in message
+def test_a_line_that_is_no_object_is_told(tmp_path: Path, subtests: pytest.Subtests) -> None:
+    for value in ["[1, 2]", '"text"', "5", "null"]:
+        with subtests.test(value=value):
+            message = refused(tmp_path / "a.jsonl", '{"text": "x"}\n' + value + "\n")
+            assert message.startswith("a.jsonl:2: ")
+            assert "JSON object" in message
 
 
 def test_an_item_that_is_no_object_is_told_by_its_number(tmp_path: Path) -> None:
@@ -260,13 +261,14 @@ def test_an_object_where_a_list_belongs_is_shown_the_other_file_type(tmp_path: P
     assert ".jsonl" in refused(tmp_path / "a.json", '{"text": "x"}')
 
 
-@pytest.mark.parametrize(
-    "value", ["9" * 5000, "[" * 100_000, '{"a":' * 100_000], ids=["long number", "deep list", "deep object"]
-)
-@pytest.mark.parametrize("name", ["a.jsonl", "a.json"])
-def test_json_beyond_what_the_reader_bears_is_refused_with_its_place(name: str, value: str, tmp_path: Path) -> None:
-    content = '{"text": ' + value + "}"
-    assert refused(tmp_path / name, content if name == "a.jsonl" else f"[{content}]").startswith(f"{name}:1")
+def test_json_beyond_what_the_reader_bears_is_refused_with_its_place(tmp_path: Path, subtests: pytest.Subtests) -> None:
+    for value in ["9" * 5000, "[" * 100_000, '{"a":' * 100_000]:
+        for name in ["a.jsonl", "a.json"]:
+            with subtests.test(value=value, name=name):
+                content = '{"text": ' + value + "}"
+                assert refused(tmp_path / name, content if name == "a.jsonl" else f"[{content}]").startswith(
+                    f"{name}:1"
+                )
 
 
 def test_a_csv_row_with_too_many_cells_is_told_with_its_line(tmp_path: Path) -> None:
@@ -288,17 +290,18 @@ def test_a_parquet_file_that_is_none_is_told(tmp_path: Path) -> None:
         assert refused(tmp_path / "a.parquet", content).startswith("a.parquet: not a Parquet file")
 
 
-@pytest.mark.parametrize("cut", ["truncated", "flipped"])
-def test_a_damaged_parquet_file_is_told(cut: str, tmp_path: Path) -> None:
-    import pyarrow
-    import pyarrow.parquet
+def test_a_damaged_parquet_file_is_told(tmp_path: Path, subtests: pytest.Subtests) -> None:
+    for cut in ["truncated", "flipped"]:
+        with subtests.test(cut=cut):
+            import pyarrow
+            import pyarrow.parquet
 
-    path = tmp_path / "a.parquet"
-    table = pyarrow.Table.from_pylist([{"text": "x" * 50}] * 1000)
-    pyarrow.parquet.write_table(table, path, compression="none", use_dictionary=False)
-    whole = path.read_bytes()
-    header = bytes(byte ^ 0xFF for byte in whole[4:60])
-    assert refused(path, {"truncated": whole[:-100], "flipped": whole[:4] + header + whole[60:]}[cut])
+            path = tmp_path / "a.parquet"
+            table = pyarrow.Table.from_pylist([{"text": "x" * 50}] * 1000)
+            pyarrow.parquet.write_table(table, path, compression="none", use_dictionary=False)
+            whole = path.read_bytes()
+            header = bytes(byte ^ 0xFF for byte in whole[4:60])
+            assert refused(path, {"truncated": whole[:-100], "flipped": whole[:4] + header + whole[60:]}[cut])
 
 
 # -- where rows are looked for ---------------------------------------------------------------------------------------
@@ -317,16 +320,17 @@ def test_a_missing_folder_is_told(tmp_path: Path) -> None:
     assert "does not exist" in refused(tmp_path / "no" / "train.jsonl")
 
 
-@pytest.mark.parametrize("source", ["no/", "./no", "/no/where", "no/*.jsonl"])
-def test_what_can_only_be_local_is_not_looked_for_on_the_hub(source: str) -> None:
-    with pytest.raises(DataError, match=r"no such file or folder|matches no file"):
-        sources.rows(source)
+def test_what_can_only_be_local_is_not_looked_for_on_the_hub(subtests: pytest.Subtests) -> None:
+    for source in ["no/", "./no", "/no/where", "no/*.jsonl"]:
+        with subtests.test(source=source), pytest.raises(DataError, match=r"no such file or folder|matches no file"):
+            sources.rows(source)
 
 
-@pytest.mark.parametrize("name", ["train.xml", "train.jsonl.zip", "train.parquet.gz", "train"])
-def test_a_file_of_unknown_kind_is_told_the_kinds(name: str, tmp_path: Path) -> None:
-    message = refused(tmp_path / name, "x")
-    assert all(suffix in message for suffix in READERS)
+def test_a_file_of_unknown_kind_is_told_the_kinds(tmp_path: Path, subtests: pytest.Subtests) -> None:
+    for name in ["train.xml", "train.jsonl.zip", "train.parquet.gz", "train"]:
+        with subtests.test(name=name):
+            message = refused(tmp_path / name, "x")
+            assert all(suffix in message for suffix in READERS)
 
 
 IMPOSSIBLE = {
@@ -337,14 +341,15 @@ IMPOSSIBLE = {
 }
 
 
-@pytest.mark.parametrize("eval_too", [False, True])
-@pytest.mark.parametrize("source", IMPOSSIBLE)
-def test_a_path_that_no_file_can_have_is_a_data_error(source: str, eval_too: bool, tmp_path: Path) -> None:
-    path, reason = IMPOSSIBLE[source]
-    sound = str(write(tmp_path / "a.jsonl", ROWS))
-    look = partial(sources.refuse_shared, sound, path) if eval_too else partial(sources.rows, path)
-    with pytest.raises(DataError, match=reason):
-        look()
+def test_a_path_that_no_file_can_have_is_a_data_error(tmp_path: Path, subtests: pytest.Subtests) -> None:
+    for eval_too in [False, True]:
+        for source in IMPOSSIBLE:
+            with subtests.test(eval_too=eval_too, source=source):
+                path, reason = IMPOSSIBLE[source]
+                sound = str(write(tmp_path / "a.jsonl", ROWS))
+                look = partial(sources.refuse_shared, sound, path) if eval_too else partial(sources.rows, path)
+                with pytest.raises(DataError, match=reason):
+                    look()
 
 
 def linked_to_itself(folder: Path) -> None:
@@ -495,16 +500,17 @@ def test_a_whole_weight_repeats_each_row(corpus: Path) -> None:
     assert texts(weighted) == ["a.csv", "a.csv", "a.csv", "b.jsonl"]
 
 
-@pytest.mark.parametrize("weight", [0.25, 1.5, 2.9])
-def test_a_fraction_of_a_weight_chooses_rows_by_their_content_alone(weight: float, tmp_path: Path) -> None:
-    rows = [{"text": f"row {number}"} for number in range(2000)]
-    first = texts([Source(source=str(write(tmp_path / "a.jsonl", rows)), weight=weight)])
-    second = texts([Source(source=str(write(tmp_path / "b.json", rows[::-1])), weight=weight)])
-    assert sorted(first) == sorted(second)
-    # Four standard deviations of 2000 draws are at most 90.
-    assert abs(len(first) - 2000 * weight) < 90
-    times = {first.count(row["text"]) for row in rows[:100]}
-    assert times == {int(weight), int(weight) + 1}
+def test_a_fraction_of_a_weight_chooses_rows_by_their_content_alone(tmp_path: Path, subtests: pytest.Subtests) -> None:
+    for weight in [0.25, 1.5, 2.9]:
+        with subtests.test(weight=weight):
+            rows = [{"text": f"row {number}"} for number in range(2000)]
+            first = texts([Source(source=str(write(tmp_path / "a.jsonl", rows)), weight=weight)])
+            second = texts([Source(source=str(write(tmp_path / "b.json", rows[::-1])), weight=weight)])
+            assert sorted(first) == sorted(second)
+            # Four standard deviations of 2000 draws are at most 90.
+            assert abs(len(first) - 2000 * weight) < 90
+            times = {first.count(row["text"]) for row in rows[:100]}
+            assert times == {int(weight), int(weight) + 1}
 
 
 def test_what_a_weight_chooses_is_independent_of_what_is_held_out(tmp_path: Path) -> None:
@@ -620,6 +626,7 @@ def read_elsewhere(paths: list[Path]) -> tuple[list[str], int]:
 only_linux = pytest.mark.skipif(sys.platform != "linux", reason="reads the peak from /proc")
 
 
+@pytest.mark.slow
 @only_linux
 def test_files_of_200_mb_are_read_in_little_memory(tmp_path: Path) -> None:
     rows, cell = 10_000, "A word and another. " * 1000
@@ -642,18 +649,16 @@ def test_files_of_200_mb_are_read_in_little_memory(tmp_path: Path) -> None:
     assert grown < 100 * 2**20
 
 
-@pytest.mark.parametrize(
-    ("name", "start", "repeated", "told"),
-    [
+def test_what_is_too_long_for_a_row_is_refused(tmp_path: Path, subtests: pytest.Subtests) -> None:
+    for name, start, repeated, told in [
         ("a.jsonl", '{"text": "', "x", "a.jsonl:1: the line is longer than 64 MiB"),
         ("a.txt", "one\n", "x", "a.txt:2: the line is longer than 64 MiB"),
         ("a.json", '[{"text": "y"},\n {"text": "', "x", "a.json:2:11: not valid JSON: Unterminated string"),
         ("a.csv", 'text\none\n"', "x" * 999 + "\n", "a.csv:3: the row that begins here is longer than 64 MiB"),
-    ],
-)
-def test_what_is_too_long_for_a_row_is_refused(name: str, start: str, repeated: str, told: str, tmp_path: Path) -> None:
-    times = 66 * 2**20 // len(repeated)
-    assert refused(tmp_path / name, start + repeated * times).splitlines()[0].startswith(told)
+    ]:
+        with subtests.test(name=name, start=start):
+            times = 66 * 2**20 // len(repeated)
+            assert refused(tmp_path / name, start + repeated * times).splitlines()[0].startswith(told)
 
 
 def test_a_list_over_the_bound_is_refused_with_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -661,6 +666,7 @@ def test_a_list_over_the_bound_is_refused_with_what_to_do(tmp_path: Path, monkey
     assert "jq -c '.[]'" in refused(tmp_path / "a.json", "[" + '{"text": "a"}, ' * 2**17)
 
 
+@pytest.mark.slow
 @only_linux
 def test_ten_gigabytes_that_are_no_rows_are_not_read_into_memory(tmp_path: Path) -> None:
     """A file that the file system lost is as long as before, and full of zeros."""

@@ -69,6 +69,7 @@ def test_the_merged_model_answers(run: RunDirectory) -> None:
     assert merged != base
 
 
+@pytest.mark.slow
 def test_merging_twice_gives_the_same_files(run: RunDirectory) -> None:
     finetune.merge(run)
     first = (run.merged / "model.safetensors").read_bytes()
@@ -121,6 +122,7 @@ def test_a_merge_without_the_adapter_is_noticed() -> None:
     assert not proof.compare([base[0] * float("nan")], adapted, base, bound=0.1).holds
 
 
+@pytest.mark.slow
 def test_disk_full_leaves_the_adapter_and_the_old_merge(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
     from finetune.export import merge
 
@@ -149,6 +151,7 @@ def test_a_run_without_adapter_is_refused(run: RunDirectory) -> None:
         finetune.merge(run)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "overrides",
     [
@@ -174,6 +177,7 @@ def test_every_variant_merges_and_is_proven(quick, overrides: list[str]) -> None
     assert result["error"] < result["effect"]
 
 
+@pytest.mark.slow
 def test_pissa_is_published_as_an_adapter_of_the_plain_base(quick, tiny_base: Path) -> None:
     run = finetune.train(quick("adapter.init=pissa", "quantization.kind=none", "training.learning_rate=1e-4")).run
     base = AutoModelForCausalLM.from_pretrained(tiny_base, dtype=torch.float32)
@@ -183,6 +187,7 @@ def test_pissa_is_published_as_an_adapter_of_the_plain_base(quick, tiny_base: Pa
     assert json.loads((run.adapter / "adapter_config.json").read_text())["r"] == 32
 
 
+@pytest.mark.slow
 def test_full_fine_tuning_publishes_the_whole_model(quick) -> None:
     run = finetune.train(quick("adapter.kind=none", "quantization.kind=none", "training.learning_rate=1e-4")).run
     assert AutoModelForCausalLM.from_pretrained(run.merged).num_parameters() == 1_967_808
@@ -190,6 +195,7 @@ def test_full_fine_tuning_publishes_the_whole_model(quick) -> None:
         finetune.merge(run)
 
 
+@pytest.mark.slow
 def test_untied_embeddings_and_added_tokens_survive_the_merge(quick, tiny_base: Path, tmp_path: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(tiny_base, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(tiny_base)
@@ -222,6 +228,7 @@ def test_a_token_that_takes_another_expert_is_no_failure_of_a_mixture_and_one_of
     assert not holds(trained * float("nan"), mixture=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("damage", ["missing", "not a number"])
 def test_a_whole_model_with_damaged_weights_is_not_used(damage: str, quick) -> None:
     job = ["adapter.kind=none", "quantization.kind=none", "training.learning_rate=1e-4", "training.max_steps=1"]

@@ -1,7 +1,6 @@
 """The model of the CUDA caching allocator: what its published rules come to, worked out by hand for each of them."""
 
 import time
-from collections.abc import Callable
 from itertools import pairwise
 
 import pytest
@@ -40,9 +39,8 @@ def counts(allocator: CachingAllocator) -> tuple[int, int]:
     return allocator.allocated_bytes, allocator.reserved_bytes
 
 
-@pytest.mark.parametrize(
-    ("requested", "block", "segment"),
-    [
+def test_sizes_round_size_and_get_allocation_size(subtests: pytest.Subtests) -> None:
+    for requested, block, segment in [
         (1, 512, 2 * MIB),
         (512, 512, 2 * MIB),
         (513, 1024, 2 * MIB),
@@ -52,22 +50,22 @@ def counts(allocator: CachingAllocator) -> tuple[int, int]:
         (10 * MIB - 512, 10 * MIB - 512, 20 * MIB),
         (10 * MIB + 1, 10 * MIB + 512, 12 * MIB),
         (23 * MIB, 23 * MIB, 24 * MIB),
-    ],
-)
-def test_sizes_round_size_and_get_allocation_size(requested: int, block: int, segment: int) -> None:
-    assert (block_bytes(requested), segment_bytes(block_bytes(requested))) == (block, segment)
-    allocator = CachingAllocator()
-    allocator.allocate(requested)
-    assert allocator.reserved_bytes == segment
+    ]:
+        with subtests.test(requested=requested):
+            assert (block_bytes(requested), segment_bytes(block_bytes(requested))) == (block, segment)
+            allocator = CachingAllocator()
+            allocator.allocate(requested)
+            assert allocator.reserved_bytes == segment
 
 
-@pytest.mark.parametrize("make", [CachingAllocator, expandable])
-def test_no_bytes_take_no_block(make: Callable[[], CachingAllocator]) -> None:
-    allocator = make()
-    handle = allocator.allocate(0)
-    allocator.free(handle)
-    allocator.free(handle)
-    assert counts(allocator) == (0, 0)
+def test_no_bytes_take_no_block(subtests: pytest.Subtests) -> None:
+    for make in [CachingAllocator, expandable]:
+        with subtests.test(make=make):
+            allocator = make()
+            handle = allocator.allocate(0)
+            allocator.free(handle)
+            allocator.free(handle)
+            assert counts(allocator) == (0, 0)
 
 
 def test_a_handle_is_freed_once_and_a_size_is_not_negative() -> None:
@@ -110,15 +108,18 @@ def test_the_pools_do_not_lend_to_each_other() -> None:
     assert allocator.reserved_bytes == 22 * MIB
 
 
-@pytest.mark.parametrize(
-    ("requested", "allocated"),
-    [(15 * MIB - 512, 15 * MIB - 512), (15 * MIB, 16 * MIB), (15 * MIB + 512, 16 * MIB), (16 * MIB, 16 * MIB)],
-)
-def test_a_large_block_is_split_where_more_than_1_mib_remains(requested: int, allocated: int) -> None:
-    allocator = CachingAllocator()
-    allocator.free(allocator.allocate(16 * MIB))
-    allocator.allocate(requested)
-    assert counts(allocator) == (allocated, 16 * MIB)
+def test_a_large_block_is_split_where_more_than_1_mib_remains(subtests: pytest.Subtests) -> None:
+    for requested, allocated in [
+        (15 * MIB - 512, 15 * MIB - 512),
+        (15 * MIB, 16 * MIB),
+        (15 * MIB + 512, 16 * MIB),
+        (16 * MIB, 16 * MIB),
+    ]:
+        with subtests.test(requested=requested):
+            allocator = CachingAllocator()
+            allocator.free(allocator.allocate(16 * MIB))
+            allocator.allocate(requested)
+            assert counts(allocator) == (allocated, 16 * MIB)
 
 
 def test_a_small_block_is_split_where_512_bytes_remain() -> None:
@@ -140,13 +141,14 @@ def test_the_smallest_free_block_that_fits_is_taken() -> None:
     assert allocator.reserved_bytes == 96 * MIB
 
 
-@pytest.mark.parametrize("make", [CachingAllocator, expandable])
-def test_of_two_free_blocks_of_one_size_the_lower_is_taken(make: Callable[[], CachingAllocator]) -> None:
-    allocator = make()
-    first, _, second, _ = [allocator.allocate(4096) for _ in range(4)]
-    allocator.free(second)
-    allocator.free(first)
-    assert [allocator.allocate(4096), allocator.allocate(4096)] == [first, second]
+def test_of_two_free_blocks_of_one_size_the_lower_is_taken(subtests: pytest.Subtests) -> None:
+    for make in [CachingAllocator, expandable]:
+        with subtests.test(make=make):
+            allocator = make()
+            first, _, second, _ = [allocator.allocate(4096) for _ in range(4)]
+            allocator.free(second)
+            allocator.free(first)
+            assert [allocator.allocate(4096), allocator.allocate(4096)] == [first, second]
 
 
 def test_free_neighbours_merge_from_either_side() -> None:
@@ -510,14 +512,11 @@ def test_the_recorded_peak_is_the_histories_and_not_the_models() -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("history", "message"),
-    [
+def test_a_history_that_the_model_cannot_follow_is_refused(subtests: pytest.Subtests) -> None:
+    for history, message in [
         ([entry("free_completed", 0x1000, 512)], "frees 0x1000"),
         ([entry("segment_free", 0x1000, 2 * MIB)], "more segments than it made"),
         ([entry("alloc", 0x1000, 1), entry("alloc", 0x2000, 1, stream=7)], "several streams"),
-    ],
-)
-def test_a_history_that_the_model_cannot_follow_is_refused(history: list[dict[str, object]], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        Recording.from_history(history, expandable_segments=False)
+    ]:
+        with subtests.test(history=history), pytest.raises(ValueError, match=message):
+            Recording.from_history(history, expandable_segments=False)

@@ -76,22 +76,27 @@ def one_thread() -> Any:
     torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("name", OPERATORS)
-def test_the_scratch_of_a_cpu_kernel_is_what_the_real_one_allocates(name: str) -> None:
-    operator, arguments = OPERATORS[name]
-    assert sum(operator_costs.cpu().scratch(operator, arguments, {})) == pytest.approx(
-        scratch(operator, arguments), abs=SLACK_BYTES
-    )
+def test_the_scratch_of_a_cpu_kernel_is_what_the_real_one_allocates(subtests: pytest.Subtests) -> None:
+    for name in OPERATORS:
+        with subtests.test(name=name):
+            operator, arguments = OPERATORS[name]
+            assert sum(operator_costs.cpu().scratch(operator, arguments, {})) == pytest.approx(
+                scratch(operator, arguments), abs=SLACK_BYTES
+            )
 
 
-@pytest.mark.parametrize("tokens", [128, 512, 1024])
-@pytest.mark.parametrize("dtype", [BF16, FP32])
-def test_so_is_that_of_attentions_backward_pass(tokens: int, dtype: torch.dtype) -> None:
-    query = heads(tokens, dtype=dtype)
-    out, lse = flash(query, query, query, 0.0, True)
-    for gradient in (torch.randn_like(query), torch.randn(query.shape).to(dtype)):  # the second lies otherwise
-        operator = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
-        arguments = (gradient, query, query, query, out, lse, 0.0, True)
-        assert sum(operator_costs.cpu().scratch(operator, arguments, {})) == pytest.approx(
-            scratch(operator, arguments), abs=SLACK_BYTES
-        )
+def test_so_is_that_of_attentions_backward_pass(subtests: pytest.Subtests) -> None:
+    for tokens in [128, 512, 1024]:
+        for dtype in [BF16, FP32]:
+            with subtests.test(tokens=tokens, dtype=dtype):
+                query = heads(tokens, dtype=dtype)
+                out, lse = flash(query, query, query, 0.0, True)
+                for gradient in (
+                    torch.randn_like(query),
+                    torch.randn(query.shape).to(dtype),
+                ):  # the second lies otherwise
+                    operator = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+                    arguments = (gradient, query, query, query, out, lse, 0.0, True)
+                    assert sum(operator_costs.cpu().scratch(operator, arguments, {})) == pytest.approx(
+                        scratch(operator, arguments), abs=SLACK_BYTES
+                    )

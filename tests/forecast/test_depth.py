@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import rehearsals
+import tiny_models
 import torch
 from torch import nn
 
@@ -20,7 +19,7 @@ from finetune.model.base import weightless_base
 
 def built(name: str, layers: int, kept: Sequence[int] | None = None, kind: str = "none") -> Any:
     return weightless_base(
-        rehearsals.architecture(name, layers),
+        tiny_models.architecture(name, layers),
         QuantizationSection(kind=kind),
         attention="sdpa",
         dtype=torch.bfloat16,
@@ -58,9 +57,8 @@ def test_only_the_layers_kept_are_there_in_the_model_and_in_its_config() -> None
 
 def test_what_is_left_is_quantized_as_in_the_whole_model() -> None:
     short, whole = built("llama", 6, (1, 4), "nf4"), built("llama", 6, kind="nf4")
-    for layer, original in zip(short.model.layers, (whole.model.layers[1], whole.model.layers[4]), strict=True):
-        assert depth._make_up(layer) == depth._make_up(original)
-        assert type(layer.mlp.up_proj).__name__ == "Linear4bit"
+    assert depth.kinds(short) == [depth.kinds(whole)[number] for number in (1, 4)]
+    assert all(type(layer.mlp.up_proj).__name__ == "Linear4bit" for layer in short.model.layers)
     assert type(short.lm_head) is nn.Linear
 
 
@@ -71,6 +69,8 @@ def test_layers_that_are_in_no_one_list_are_refused() -> None:
         depth.keep(model, (0, 1))
 
 
-def test_a_text_is_no_list_of_layers() -> None:
-    config = SimpleNamespace(name="abc", sizes=[1, 2, 3], pair=(1, 2))
-    assert depth._per_layer(config, 3) == {"sizes": [1, 2, 3]}
+def test_only_lists_with_an_entry_for_each_layer_are_shortened() -> None:
+    model = built("llama", 4)
+    model.config.note, model.config.sizes = "abcd", [1, 2]
+    depth.keep(model, (0, 3))
+    assert (model.config.note, model.config.sizes) == ("abcd", [1, 2])

@@ -22,36 +22,43 @@ from finetune.forecast import gpus, operator_costs
 NONE = MemorySection()
 
 
-@pytest.mark.parametrize("name", ["RTX 4090", "T4", "H100"])
-def test_a_card_has_the_figures_of_the_table(name: str) -> None:
-    found, card = device.find(name, NONE), gpus.find(name)
-    assert (found.type, found.name) == ("cuda", name)
-    assert found.budget_bytes == card.total_bytes
-    assert found.capability == card.compute_capability
-    assert (found.flops, found.bandwidth_bytes) == (card.flops, card.bandwidth_bytes)
-    assert found.outside_bytes == operator_costs.context_bytes(card.multiprocessors)
-    assert found.workspace_bytes == operator_costs.workspace_bytes(card.compute_capability) > 0
+def test_a_card_has_the_figures_of_the_table(subtests: pytest.Subtests) -> None:
+    for name in ["RTX 4090", "T4", "H100"]:
+        with subtests.test(name=name):
+            found, card = device.find(name, NONE), gpus.find(name)
+            assert (found.type, found.name) == ("cuda", name)
+            assert found.budget_bytes == card.total_bytes
+            assert found.capability == card.compute_capability
+            assert (found.flops, found.bandwidth_bytes) == (card.flops, card.bandwidth_bytes)
+            assert found.outside_bytes == operator_costs.context_bytes(card.multiprocessors)
+            assert found.workspace_bytes == operator_costs.workspace_bytes(card.compute_capability) > 0
 
 
-@pytest.mark.parametrize(("text", "gib"), [("24GiB", 24), (" 16 GiB ", 16), ("7.5GiB", 7.5), ("81920MiB", 80)])
-def test_a_size_is_the_budget_with_the_speed_of_the_nearest_card(text: str, gib: float) -> None:
-    found = device.find(text, NONE)
-    assert found.budget_bytes == gib * GIB
-    nearest = min(gpus.smallest_first(), key=lambda card: abs(card.total_bytes - gib * GIB))
-    assert nearest.name in found.name
-    assert text in found.name
-    assert found.flops == nearest.flops
+def test_a_size_is_the_budget_with_the_speed_of_the_nearest_card(subtests: pytest.Subtests) -> None:
+    for text, gib in [("24GiB", 24), (" 16 GiB ", 16), ("7.5GiB", 7.5), ("81920MiB", 80)]:
+        with subtests.test(text=text):
+            found = device.find(text, NONE)
+            assert found.budget_bytes == gib * GIB
+            nearest = min(gpus.smallest_first(), key=lambda card: abs(card.total_bytes - gib * GIB))
+            assert nearest.name in found.name
+            assert text in found.name
+            assert found.flops == nearest.flops
 
 
-@pytest.mark.parametrize(
-    ("name", "hint"),
-    [("RTX 4900", "RTX 4090"), ("H10", "H100"), ("24GB", "GiB"), ("GiB", None), ("", None), ("24", None)],
-)
-def test_what_is_no_card_is_refused_with_what_was_meant(name: str, hint: str | None) -> None:
-    with pytest.raises(ConfigError) as raised:
-        device.find(name, NONE)
-    assert hint is None or hint in str(raised.value)
-    assert "\n" not in str(raised.value).strip()
+def test_what_is_no_card_is_refused_with_what_was_meant(subtests: pytest.Subtests) -> None:
+    for name, hint in [
+        ("RTX 4900", "RTX 4090"),
+        ("H10", "H100"),
+        ("24GB", "GiB"),
+        ("GiB", None),
+        ("", None),
+        ("24", None),
+    ]:
+        with subtests.test(name=name, hint=hint):
+            with pytest.raises(ConfigError) as raised:
+                device.find(name, NONE)
+            assert hint is None or hint in str(raised.value)
+            assert "\n" not in str(raised.value).strip()
 
 
 def test_auto_without_a_card_says_what_to_give(monkeypatch: pytest.MonkeyPatch) -> None:

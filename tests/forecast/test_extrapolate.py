@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-import rehearsals
+import tiny_models
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from traces import Story, peaks, told
@@ -161,6 +161,7 @@ def test_only_the_ends_may_come_and_go_otherwise() -> None:
 # -- real models -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("architecture", "layers", "changes"),
     [
@@ -179,9 +180,9 @@ def test_only_the_ends_may_come_and_go_otherwise() -> None:
 def test_the_unrolled_trace_has_the_peaks_of_the_whole_one(
     architecture: str, layers: int, changes: dict[str, Any]
 ) -> None:
-    job, model = rehearsals.config(**changes), rehearsals.architecture(architecture, layers)
-    repeated = rehearsals.rehearse(job, model, evaluation=rehearsals.BATCH)
-    full = rehearsals.rehearse(job, model, evaluation=rehearsals.BATCH, shortening=lambda kinds: whole(len(kinds)))
+    job, model = tiny_models.config(**changes), tiny_models.architecture(architecture, layers)
+    repeated = tiny_models.trace(job, model, evaluation=tiny_models.BATCH)
+    full = tiny_models.trace(job, model, evaluation=tiny_models.BATCH, shortening=lambda kinds: whole(len(kinds)))
     found, expected = peaks(repeated), peaks(full)
     # Clipping stacks a list of norms, one for each trained weight of the short model: 4 bytes and a copy for each
     # that was left out.
@@ -205,5 +206,5 @@ def test_a_model_that_cannot_be_shortened_is_rehearsed_whole(
         return Trace([], [])
 
     monkeypatch.setattr(rehearsal, "_rehearse", rehearse)
-    rehearsal.rehearse(rehearsals.config(), None, rehearsals.BATCH, None, rehearsals.cpu(), "sdpa")
+    rehearsal.rehearse(tiny_models.config(), None, tiny_models.BATCH, None, tiny_models.cpu(), "sdpa")
     assert tried == [shorten("a" * 9), whole(9)]

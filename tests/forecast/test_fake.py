@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import rehearsals
+import tiny_models
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
@@ -18,14 +18,14 @@ KINDS = [("nf4", True), ("nf4", False), ("fp4", True), ("int8", True), ("none", 
 
 
 def faked(section: QuantizationSection, name: str = "llama", dtype: torch.dtype = torch.bfloat16) -> Any:
-    model = weightless_base(rehearsals.architecture(name, 2), section, attention="sdpa", dtype=dtype)
+    model = weightless_base(tiny_models.architecture(name, 2), section, attention="sdpa", dtype=dtype)
     fake.fill(model, section, FakeTensorMode(allow_non_fake_inputs=True))
     return model
 
 
 def real(section: QuantizationSection, name: str = "llama", dtype: torch.dtype = torch.bfloat16) -> Any:
     return load_base(
-        ModelSection(weights="random"), section, rehearsals.architecture(name, 2), attention="sdpa", dtype=dtype,
+        ModelSection(weights="random"), section, tiny_models.architecture(name, 2), attention="sdpa", dtype=dtype,
         device=torch.device("cpu"),
     )  # fmt: skip
 
@@ -43,28 +43,33 @@ def size(tensor: torch.Tensor) -> tuple[int, torch.dtype]:
     return tensor.untyped_storage().nbytes(), tensor.dtype
 
 
-@pytest.mark.parametrize("name", ["llama", "mixture"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize(("kind", "double"), KINDS)
-def test_weights_and_quantization_states_have_the_bytes_of_real_ones(
-    kind: str, double: bool, dtype: torch.dtype, name: str
-) -> None:
-    section = QuantizationSection(kind=kind, double=double)
-    found = {name: size(tensor) for name, tensor in tensors(faked(section, name, dtype))}
-    expected = {name: size(tensor) for name, tensor in tensors(real(section, name, dtype))}
-    assert found == expected
+@pytest.mark.slow
+def test_weights_and_quantization_states_have_the_bytes_of_real_ones(subtests: pytest.Subtests) -> None:
+    for name in ["llama", "mixture"]:
+        for dtype in [torch.bfloat16, torch.float32]:
+            for kind, double in KINDS:
+                with subtests.test(name=name, dtype=dtype, kind=kind, double=double):
+                    section = QuantizationSection(kind=kind, double=double)
+                    found = {name: size(tensor) for name, tensor in tensors(faked(section, name, dtype))}
+                    expected = {name: size(tensor) for name, tensor in tensors(real(section, name, dtype))}
+                    assert found == expected
 
 
-@pytest.mark.parametrize("name", ["llama", "mixture"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_a_4_bit_weight_is_dequantized_to_the_type_that_a_real_one_is(dtype: torch.dtype, name: str) -> None:
-    section = QuantizationSection(kind="nf4")
-    found, expected = (
-        {path: state.dtype for path, one in model.named_parameters() if (state := getattr(one, "quant_state", None))}
-        for model in (faked(section, name, dtype), real(section, name, dtype))
-    )
-    assert found == expected
-    assert set(found.values()) == {dtype}
+def test_a_4_bit_weight_is_dequantized_to_the_type_that_a_real_one_is(subtests: pytest.Subtests) -> None:
+    for name in ["llama", "mixture"]:
+        for dtype in [torch.bfloat16, torch.float16, torch.float32]:
+            with subtests.test(name=name, dtype=dtype):
+                section = QuantizationSection(kind="nf4")
+                found, expected = (
+                    {
+                        path: state.dtype
+                        for path, one in model.named_parameters()
+                        if (state := getattr(one, "quant_state", None))
+                    }
+                    for model in (faked(section, name, dtype), real(section, name, dtype))
+                )
+                assert found == expected
+                assert set(found.values()) == {dtype}
 
 
 @pytest.mark.parametrize("kind", ["nf4", "int8", "none"])

@@ -96,20 +96,22 @@ BUDGETS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("reading", [0.5, 20.0, 500.0])
-@pytest.mark.parametrize("budget", BUDGETS)
-def test_it_finds_the_best_of_every_setting_with_few_of_the_forecasts(budget: int, reading: float) -> None:
-    job = Job(budget, reading=reading)
-    expected = job.best(JOB)
-    assert expected is not None
-    found = job.fit()
-    assert found.forecast.seconds == expected[1].seconds
-    assert found.forecast.fits
-    assert found.forecast == job.forecast(found.config), "the forecast is that of the config"
-    assert found.tried == len({config.model_dump_json() for config in job.asked[:-1]}) == len(job.asked) - 1
-    assert found.tried <= 40, "of 250 settings"
+def test_it_finds_the_best_of_every_setting_with_few_of_the_forecasts(subtests: pytest.Subtests) -> None:
+    for reading in [0.5, 20.0, 500.0]:
+        for budget in BUDGETS:
+            with subtests.test(reading=reading, budget=budget):
+                job = Job(budget, reading=reading)
+                expected = job.best(JOB)
+                assert expected is not None
+                found = job.fit()
+                assert found.forecast.seconds == expected[1].seconds
+                assert found.forecast.fits
+                assert found.forecast == job.forecast(found.config), "the forecast is that of the config"
+                assert found.tried == len({config.model_dump_json() for config in job.asked[:-1]}) == len(job.asked) - 1
+                assert found.tried <= 40, "of 250 settings"
 
 
+@pytest.mark.slow
 @settings(deadline=None, derandomize=True, max_examples=150)
 @given(
     budget=st.integers(1000, 12000),
@@ -137,14 +139,18 @@ def test_the_global_batch_and_all_that_is_not_chosen_stay() -> None:
     assert 12 % found.training.rows == 0
 
 
-@pytest.mark.parametrize(("rows", "checkpointing"), [(4, None), (None, "all"), (2, "every-2"), (None, 3)])
-def test_what_is_fixed_is_not_chosen(rows: int | None, checkpointing: str | int | None) -> None:
-    job = Job(1900)
-    found = job.fit(rows=rows, checkpointing=checkpointing).config
-    assert found.training.rows == (rows or found.training.rows)
-    assert found.memory.checkpointing == (checkpointing or found.memory.checkpointing)
-    assert all(rows in (None, asked.training.rows) for asked in job.asked)
-    assert checkpointing is None or {asked.memory.checkpointing for asked in job.asked} <= {checkpointing, "all"}
+def test_what_is_fixed_is_not_chosen(subtests: pytest.Subtests) -> None:
+    for rows, checkpointing in [(4, None), (None, "all"), (2, "every-2"), (None, 3)]:
+        with subtests.test(rows=rows):
+            job = Job(1900)
+            found = job.fit(rows=rows, checkpointing=checkpointing).config
+            assert found.training.rows == (rows or found.training.rows)
+            assert found.memory.checkpointing == (checkpointing or found.memory.checkpointing)
+            assert all(rows in (None, asked.training.rows) for asked in job.asked)
+            assert checkpointing is None or {asked.memory.checkpointing for asked in job.asked} <= {
+                checkpointing,
+                "all",
+            }
 
 
 def test_one_layer_less_would_not_fit() -> None:
@@ -236,12 +242,13 @@ def test_the_largest_value_that_fits_is_found_exactly(
     assert fitting._largest(forecast, start, grain) == bound // grain * grain
 
 
-@pytest.mark.parametrize("bound", [0, 1, 63, 64, 65, 1000, 4096, 20_000])
-@pytest.mark.parametrize("start", [64, 1024, 8192])
-def test_also_where_memory_grows_with_the_square_of_the_length(bound: int, start: int) -> None:
-    forecast = needing(lambda length: 10**9 + 10**5 * length + 100 * length**2,
-                       budget=10**9 + 10**5 * bound + 100 * bound**2)  # fmt: skip
-    assert fitting._largest(forecast, start, 64) == bound // 64 * 64
+def test_also_where_memory_grows_with_the_square_of_the_length(subtests: pytest.Subtests) -> None:
+    for bound in [0, 1, 63, 64, 65, 1000, 4096, 20_000]:
+        for start in [64, 1024, 8192]:
+            with subtests.test(bound=bound, start=start):
+                forecast = needing(lambda length: 10**9 + 10**5 * length + 100 * length**2,
+                                   budget=10**9 + 10**5 * bound + 100 * bound**2)  # fmt: skip
+                assert fitting._largest(forecast, start, 64) == bound // 64 * 64
 
 
 def test_the_limits_are_each_by_itself() -> None:

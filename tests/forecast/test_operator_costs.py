@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import rehearsals
+import tiny_models
 import torch
 
 from finetune.config import AdapterSection, ModelSection, QuantizationSection
@@ -18,7 +18,7 @@ CARD = operator_costs.cuda()
 
 def adapted(section: AdapterSection, kind: Any) -> Any:
     base = load_base(
-        ModelSection(weights="random"), QuantizationSection(kind=kind), rehearsals.architecture(layers=1),
+        ModelSection(weights="random"), QuantizationSection(kind=kind), tiny_models.architecture(layers=1),
         attention="sdpa", dtype=torch.bfloat16, device=torch.device("cpu"),
     )  # fmt: skip
     return adapter.attach(base, section, "tiny", 1)

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import yaml
 
 import finetune
@@ -66,6 +65,7 @@ def test_without_the_data_at_hand_every_row_is_as_long_as_rows_may_be(away: str,
     assert (train.rows, train.tokens, train.trained_tokens, train.padded) == (2, 96, 2 * 95, True)
 
 
+@pytest.mark.slow
 def test_micro_batches_by_tokens_are_forecast_at_the_larger_of_the_two_that_can_be_worst(quick: Quick) -> None:
     config = quick("training.micro_batch_tokens=70", "training.batch_size=8", "data.eval=none")
     planner = planning.planner_for(config, "cpu")
@@ -141,6 +141,7 @@ def test_what_is_not_known_is_named(
 # -- fit ---------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_fitted_config_is_read_and_planned_and_fits(quick: Quick, tmp_path: Path) -> None:
     config = quick("data.max_length=64")
     fitted = planning.fit(config, "RTX 4090")
@@ -185,6 +186,7 @@ def test_a_job_that_does_not_fit_is_refused_before_any_weights_are_loaded(
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_without_a_forecast_warn_says_so_and_trains(
     quick: Quick, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -201,6 +203,7 @@ def test_without_a_forecast_warn_says_so_and_trains(
     assert "there is no forecast" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_off_makes_no_forecast_and_warn_says_it_and_trains_the_same(
     quick: Quick, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -244,6 +247,7 @@ def test_checkpoints_take_the_disk_that_was_forecast(trained: RunDirectory) -> N
     assert found == pytest.approx((trained.config().output.keep + 1) * checkpoint + adapter, rel=0.05)
 
 
+@pytest.mark.slow
 def test_auto_trains_with_numbers_and_they_are_saved(quick: Quick) -> None:
     config = quick("training.micro_batch=auto", "memory.checkpointing=auto", "training.max_steps=1",
                    "data.eval=none")  # fmt: skip
@@ -254,8 +258,3 @@ def test_auto_trains_with_numbers_and_they_are_saved(quick: Quick) -> None:
     assert saved.training.batch_size == 4
     assert saved.training.rows in (1, 2, 4)
     assert saved.memory.checkpointing == "none", "there is room"
-
-
-def test_on_the_device_that_is_here_by_default(quick: Quick) -> None:
-    device = planning.planner_for(quick()).device
-    assert device.type == ("cuda" if torch.cuda.is_available() else "cpu")

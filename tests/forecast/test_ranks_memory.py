@@ -8,7 +8,8 @@ import socket
 import subprocess
 import sys
 
-import rehearsals
+import pytest
+import tiny_models
 
 from finetune.forecast import operator_costs
 
@@ -16,7 +17,7 @@ from finetune.forecast import operator_costs
 # made anew after the first). Told is how many blocks of each size are left.
 MEASURE = f"""
 import collections, json, sys
-sys.path += {[str(rehearsals.ROOT / "tests"), str(rehearsals.ROOT / "benchmarks")]}
+sys.path += {[str(tiny_models.ROOT / "tests"), str(tiny_models.ROOT / "benchmarks")]}
 import measured_step, torch
 from accelerate import Accelerator
 from torch.profiler import ProfilerActivity, profile
@@ -37,6 +38,7 @@ accelerator.end_training()
 """
 
 
+@pytest.mark.slow
 def test_each_of_two_processes_keeps_a_copy_of_all_gradients() -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

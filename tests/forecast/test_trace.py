@@ -220,12 +220,12 @@ def test_what_is_no_product_reads_its_inputs_and_writes_its_output_and_a_view_do
 # -- answers -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("padded", [True, False])
-def test_whether_a_mask_is_needed_is_answered_by_the_batch(padded: bool) -> None:
-    with recording(answers=Answers(uneven=padded, trained_tokens=1)):
-        mask = torch.ones(2, 4, dtype=torch.bool)
-        assert bool(mask.all()) is not padded
-        assert bool(mask.sum() == mask.numel()) is not padded
+def test_whether_a_mask_is_needed_is_answered_by_the_batch(subtests: pytest.Subtests) -> None:
+    for padded in [True, False]:
+        with subtests.test(padded=padded), recording(answers=Answers(uneven=padded, trained_tokens=1)):
+            mask = torch.ones(2, 4, dtype=torch.bool)
+            assert bool(mask.all()) is not padded
+            assert bool(mask.sum() == mask.numel()) is not padded
 
 
 def test_other_numbers_are_one_and_other_questions_true() -> None:
@@ -235,12 +235,12 @@ def test_other_numbers_are_one_and_other_questions_true() -> None:
         assert bool(torch.empty(3).isfinite().any())
 
 
-@pytest.mark.parametrize(("trained", "rows"), [(5, 5), (8, 8), (100, 8)])
-def test_a_mask_selects_as_many_rows_as_there_are_trained_tokens(trained: int, rows: int) -> None:
-    with recording(answers=Answers(uneven=False, trained_tokens=trained)):
-        values = torch.empty(2, 4, 3)
-        assert values[torch.ones(2, 4, dtype=torch.bool)].shape == (rows, 3)
-        assert values[torch.zeros(6, dtype=torch.long)].shape == (6, 4, 3), "other indices take what they say"
+def test_a_mask_selects_as_many_rows_as_there_are_trained_tokens(subtests: pytest.Subtests) -> None:
+    for trained, rows in [(5, 5), (8, 8), (100, 8)]:
+        with subtests.test(trained=trained), recording(answers=Answers(uneven=False, trained_tokens=trained)):
+            values = torch.empty(2, 4, 3)
+            assert values[torch.ones(2, 4, dtype=torch.bool)].shape == (rows, 3)
+            assert values[torch.zeros(6, dtype=torch.long)].shape == (6, 4, 3), "other indices take what they say"
 
 
 # -- autograd ----------------------------------------------------------------------------------------------------------
@@ -286,12 +286,15 @@ def allocations_by_the_profiler(how: str) -> list[int]:
     return [size for _, size in sorted(found) if size > 0]
 
 
-@pytest.mark.parametrize(("how", "gradients"), [("alone", 2), ("held", 3), ("transposed", 3)])
-def test_autograd_adds_in_place_into_a_gradient_that_it_alone_holds(how: str, gradients: int) -> None:
+def test_autograd_adds_in_place_into_a_gradient_that_it_alone_holds(subtests: pytest.Subtests) -> None:
     """The engine never does so for a fake tensor; the trace has what the profiler sees of real ones."""
-    with recording() as recorder:
-        backward_of_a_weight_used_twice(how, lambda: setattr(recorder, "phase", "backward"))
-    traced = [size for _, _, sign, size, _ in told(recorder.trace()) if sign > 0]
-    assert traced == allocations_by_the_profiler(how)
-    found = [event for event in told(recorder.trace()) if event[0] == "backward" and event[2:4] == (1, 64 * 64 * 4)]
-    assert len(found) == gradients
+    for how, gradients in [("alone", 2), ("held", 3), ("transposed", 3)]:
+        with subtests.test(how=how, gradients=gradients):
+            with recording() as recorder:
+                backward_of_a_weight_used_twice(how, lambda: setattr(recorder, "phase", "backward"))
+            traced = [size for _, _, sign, size, _ in told(recorder.trace()) if sign > 0]
+            assert traced == allocations_by_the_profiler(how)
+            found = [
+                event for event in told(recorder.trace()) if event[0] == "backward" and event[2:4] == (1, 64 * 64 * 4)
+            ]
+            assert len(found) == gradients

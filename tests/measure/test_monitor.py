@@ -93,6 +93,7 @@ def test_resident_growth_with_ever_new_shapes_is_the_libraries_own() -> None:
     assert not any(seen)
 
 
+@pytest.mark.slow
 def test_a_real_leak_in_training_is_reported(quick, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import finetune
     from finetune.training.step import Step
@@ -115,6 +116,7 @@ def test_a_real_leak_in_training_is_reported(quick, tmp_path: Path, monkeypatch:
     assert leaks[0]["grown_bytes"] >= 4 * 16 * MIB
 
 
+@pytest.mark.slow
 def test_every_step_has_the_peak_of_each_of_its_phases(quick) -> None:
     import finetune
 

@@ -120,13 +120,15 @@ def test_dora_starts_as_its_base_and_keeps_the_scales_of_the_weights_it_reads(ki
     assert (moved - expected).norm() > 0.01 * expected.norm()
     model.train()(input_ids=IDS, labels=IDS).loss.backward()
     magnitudes = [one.grad for name, one in trained(model).items() if "magnitude" in name]
-    assert all(gradient.abs().sum() > 0 for gradient in magnitudes)
+    assert [gradient for gradient in magnitudes if not gradient.abs().sum() > 0] == []
+    assert magnitudes
     assert torch.equal(logits(model), moved)
 
 
 # -- activation checkpointing ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("section", "layers"),
     [

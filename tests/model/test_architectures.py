@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import rehearsals
+import tiny_models
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -77,7 +77,7 @@ def directory(name: str, tmp_path: Path) -> Path:
 
 
 def job(directory: Path, **changes: Any) -> Config:
-    return rehearsals.config(model__name=str(directory), **changes).changed({"model.weights": "pretrained"})
+    return tiny_models.config(model__name=str(directory), **changes).changed({"model.weights": "pretrained"})
 
 
 def built(config: Config) -> Any:
@@ -93,6 +93,7 @@ def built(config: Config) -> Any:
     return whole
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["nf4", "int8", "none"])
 def test_each_trains_in_each_kind_of_quantization(directory: Path, kind: str) -> None:
     """Every adapter gets a gradient that is a number, whether layers are checkpointed or not, and these are equal."""
@@ -115,15 +116,17 @@ def test_each_trains_in_each_kind_of_quantization(directory: Path, kind: str) ->
             torch.testing.assert_close(gradient, found[1][part], rtol=0.05, atol=1e-3)
 
 
+@pytest.mark.slow
 def test_each_has_a_forecast(directory: Path) -> None:
     config = job(directory)
     architecture = base.load_architecture(config.model)
     implementation = attention.planned("auto", architecture, "cpu", "bf16")
     batch = Batch(rows=1, tokens=8, padded=False, trained_tokens=7)
-    trace = rehearsals.rehearse(config, architecture, batch=batch, attention=implementation)
+    trace = tiny_models.trace(config, architecture, batch=batch, attention=implementation)
     assert {"base_weights", "adapter", "activations", "loss"} <= {block.category for block in trace.blocks}
 
 
+@pytest.mark.slow
 def test_a_weight_that_is_read_past_its_layer_is_not_quantized_and_has_no_adapter(name: str, directory: Path) -> None:
     model = built(job(directory))
     linear = {
@@ -133,7 +136,7 @@ def test_a_weight_that_is_read_past_its_layer_is_not_quantized_and_has_no_adapte
     }
     read = {part for part in linear if ".".join(part.split(".")[-2:]) in READ.get(name, set())}
     assert direct_reads.names(model.get_base_model()) == read
-    section = rehearsals.config().adapter
+    section = tiny_models.config().adapter
     assert adapter.left_out(model.get_base_model(), section) == len(read)
     assert adapter.left_out(model.get_base_model(), section.model_copy(update={"targets": ["q_proj"]})) == 0
     for part in read:
@@ -153,17 +156,18 @@ _ROUTERS = {
 
 
 # In DBRX it ends in the first layer, whose experts look up which tokens they have.
-@pytest.mark.parametrize("known", sorted({*ARCHITECTURES, *_ROUTERS, *catalog.families()} - {"dbrx"}))
-def test_the_search_for_such_weights_reaches_the_last_layer(known: str) -> None:
+def test_the_search_for_such_weights_reaches_the_last_layer(subtests: pytest.Subtests) -> None:
     """On the meta device, where a plan and a run do it."""
-    if known in catalog.families():
-        config = next(found for name in catalog.names() if (found := catalog.config(name)).model_type == known)
-    else:
-        config = AutoConfig.for_model(known, **{**ARCHITECTURES, **_ROUTERS}[known])
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
-    linear = [module for module in model.modules() if isinstance(module, torch.nn.Linear)]
-    direct_reads._pass(model, linear, set())
+    for known in sorted({*ARCHITECTURES, *_ROUTERS, *catalog.families()} - {"dbrx"}):
+        with subtests.test(known=known):
+            if known in catalog.families():
+                config = next(found for name in catalog.names() if (found := catalog.config(name)).model_type == known)
+            else:
+                config = AutoConfig.for_model(known, **{**ARCHITECTURES, **_ROUTERS}[known])
+            with torch.device("meta"):
+                model = AutoModelForCausalLM.from_config(config)
+            linear = [module for module in model.modules() if isinstance(module, torch.nn.Linear)]
+            direct_reads._pass(model, linear, set())
 
 
 # Dense models of a kind that can be a mixture, too.
@@ -176,19 +180,23 @@ _DENSE: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("known", _DENSE)
-def test_a_model_without_experts_has_no_balancing_loss(known: str) -> None:
-    config = AutoConfig.for_model(known, **{**_SIZES, **_HEADS, **_DENSE[known]})
-    assert hasattr(config, "output_router_logits")
-    planning.try_out(rehearsals.config(), config, CPU)
+def test_a_model_without_experts_has_no_balancing_loss(subtests: pytest.Subtests) -> None:
+    for known in _DENSE:
+        with subtests.test(known=known):
+            config = AutoConfig.for_model(known, **{**_SIZES, **_HEADS, **_DENSE[known]})
+            assert hasattr(config, "output_router_logits")
+            planning.try_out(tiny_models.config(), config, CPU)
 
 
-@pytest.mark.parametrize("known", ["bloom", "mpt", "rwkv", "mamba", "jamba", "falcon_h1"])
-def test_packed_rows_are_refused_from_the_config_alone(known: str) -> None:
-    config = AutoConfig.for_model(known, **ARCHITECTURES[known])
-    for decide in (attention.choose, attention.planned):
-        with pytest.raises(MachineError, match=rf"`data\.packing`: {known} models .*set `data\.packing: false`"):
-            decide("auto", config, "cpu", "bf16", packed=True)
+def test_packed_rows_are_refused_from_the_config_alone(subtests: pytest.Subtests) -> None:
+    for known in ["bloom", "mpt", "rwkv", "mamba", "jamba", "falcon_h1"]:
+        with subtests.test(known=known):
+            config = AutoConfig.for_model(known, **ARCHITECTURES[known])
+            for decide in (attention.choose, attention.planned):
+                with pytest.raises(
+                    MachineError, match=rf"`data\.packing`: {known} models .*set `data\.packing: false`"
+                ):
+                    decide("auto", config, "cpu", "bf16", packed=True)
 
 
 def test_a_convolution_over_a_few_tokens_is_seen_when_rows_are_packed() -> None:
@@ -282,7 +290,7 @@ def test_what_cannot_be_trained_is_refused_before_data_and_weights(
 
 def test_no_more_tokens_are_tried_than_the_model_has_positions() -> None:
     architecture = AutoConfig.for_model("mpt", **{**ARCHITECTURES["mpt"], "max_seq_len": 8})
-    planning.try_out(rehearsals.config(), architecture, CPU)
+    planning.try_out(tiny_models.config(), architecture, CPU)
 
 
 def test_a_step_that_fails_is_told_as_such_before_anything_is_loaded(
@@ -295,7 +303,7 @@ def test_a_step_that_fails_is_told_as_such_before_anything_is_loaded(
 
     monkeypatch.setattr(modeling_mpt.MptBlock, "forward", broken)
     architecture = AutoConfig.for_model("mpt", **ARCHITECTURES["mpt"])
-    config = rehearsals.config()
+    config = tiny_models.config()
     with pytest.raises(ForecastError, match="no such kernel"):
         planning.try_out(config, architecture, CPU)
     planning.try_out(config.changed({"memory.check": "off"}), architecture, CPU)

@@ -73,6 +73,7 @@ class Notes(Terminal):
 # -- positions ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:fan_in_fan_out is set to False:UserWarning")  # peft, of GPT-2's layers
 @pytest.mark.parametrize(("kind", "values"), [("gpt2", GPT2), ("llama", LLAMA)])
 def test_the_default_length_is_what_the_base_has_and_is_said(make_base, long_rows, tmp_path, kind, values) -> None:

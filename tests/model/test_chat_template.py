@@ -147,6 +147,7 @@ def test_a_mistake_in_a_template_is_told_with_its_line(draw: Draw, tokenizer: An
 # -- a run keeps its own ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_run_answers_and_merges_with_the_template_that_it_was_trained_with(quick: Any, tmp_path: Path) -> None:
     """And lists what became of its rows."""
     file = tmp_path / "mine.jinja"

@@ -7,7 +7,7 @@ from typing import Any
 
 import bitsandbytes as bnb
 import pytest
-import rehearsals
+import tiny_models
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -61,7 +61,7 @@ class Operators(TorchDispatchMode):
 
 def test_random_weights_are_quantized_where_they_are_made_and_not_on_their_way_from_a_cpu() -> None:
     """bitsandbytes quantizes on the way from a CPU to a device. The meta device is none: it stands for a card."""
-    model = base.weightless_base(rehearsals.architecture(), INT8, attention="sdpa", dtype=torch.bfloat16)
+    model = base.weightless_base(tiny_models.architecture(), INT8, attention="sdpa", dtype=torch.bfloat16)
     for module in list(model.modules()):
         base._materialise(model, module, torch.bfloat16, META)
     layers = [module for module in model.modules() if isinstance(module, bnb.nn.Linear8bitLt)]
@@ -87,7 +87,7 @@ def test_one_layer_at_a_time_is_in_16_bit() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(eight_bit, "quantize", watched)
         model = base.random_base(
-            rehearsals.architecture(), INT8, attention="sdpa", dtype=torch.bfloat16, device=torch.device("cpu")
+            tiny_models.architecture(), INT8, attention="sdpa", dtype=torch.bfloat16, device=torch.device("cpu")
         )
     assert len(alive) == 9 * 7
     assert most == 1

@@ -92,6 +92,7 @@ def logits(model: Any) -> torch.Tensor:
 # -- experts in 4 bit --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("weights", ["pretrained", "random"])
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_experts_take_four_bits_and_compute_what_the_dequantized_ones_do(
@@ -115,6 +116,7 @@ def test_experts_take_four_bits_and_compute_what_the_dequantized_ones_do(
             assert error.flatten(1).norm(dim=1).max() < 0.12 * plain[path].flatten(1).norm(dim=1).min()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["nf4", "int8"])
 def test_routers_are_not_quantized(kind: str, base_of: Callable[[str], Path]) -> None:
     """Qwen2's gate of the shared expert is a linear layer, which transformers' own loading would quantize."""
@@ -198,6 +200,7 @@ def told(folder: Path, kind: str) -> str:
     return words.mixture(mixture)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [*ARCHITECTURES, "qwen2_moe"])
 def test_what_is_told_of_experts_is_what_is_loaded(name: str, base_of: Callable[[str], Path]) -> None:
     assert told(base_of(name), "nf4").startswith("4 a layer in nf4; ")
@@ -235,6 +238,7 @@ def adapted(model: Any, **section: Any) -> set[str]:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["nf4", "int8", "none"])
 @pytest.mark.parametrize("name", [*ARCHITECTURES, "qwen2_moe"])
 def test_all_linear_takes_every_linear_layer_but_head_and_routers(
@@ -306,6 +310,7 @@ def use(run: RunDirectory) -> dict[str, float]:
 STEPS = ["training.max_steps=2", "training.learning_rate=0.01", "training.warmup=0"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [*ARCHITECTURES, "qwen2_moe"])
 def test_what_was_trained_generates_evaluates_merges_and_is_whole(
     name: str, base_of: Callable[[str], Path], quick: Any, capsys: pytest.CaptureFixture[str]
@@ -317,6 +322,7 @@ def test_what_was_trained_generates_evaluates_merges_and_is_whole(
     use(run)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "targets"),
     [("none", "[q_proj,experts.gate_up_proj,experts.down_proj]"), ("nf4", "[q_proj,gate.weight]")],
@@ -329,6 +335,7 @@ def test_adapters_on_experts_and_routers_load_too(
     use(finetune.train(quick(*job, *STEPS)).run)
 
 
+@pytest.mark.slow
 def test_a_mixture_resumes_where_it_stopped(base_of: Callable[[str], Path], quick: Any) -> None:
     job = [f"model.name={base_of('olmoe')}", "data.eval=none", *STEPS]
     finetune.train(quick(*job, "training.max_steps=1", "training.schedule=constant"))

@@ -168,33 +168,33 @@ def in_torch_2_13(*tensors: Any, enable_gqa: bool = False, **options: Any) -> An
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("varlen_attn", [in_torch_2_11, in_torch_2_13])
-@pytest.mark.parametrize("architecture", ["llama", "mistral", "phi3"])
 def test_the_variable_length_kernel_is_given_what_each_torch_wants(
-    architecture: str, varlen_attn: Any, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch, subtests: pytest.Subtests
 ) -> None:
-    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", varlen_attn)
-    inputs = packed([[3, 9, 27], [5, 17, 40, 11, 8, 6, 33], [12]])
-    del inputs["labels"]
-    # The kernel computes in 16 bit.
-    found = model_of(architecture, packing.VARLEN).bfloat16()(**inputs, use_cache=False).logits.float()
-    expected = model_of(architecture, packing.EACH).bfloat16()(**inputs, use_cache=False).logits.float()
-    assert float((found - expected).norm() / expected.norm()) < 4 * 2.0**-7
+    for varlen_attn in [in_torch_2_11, in_torch_2_13]:
+        for architecture in ["llama", "mistral", "phi3"]:
+            with subtests.test(varlen_attn=varlen_attn, architecture=architecture):
+                monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", varlen_attn)
+                inputs = packed([[3, 9, 27], [5, 17, 40, 11, 8, 6, 33], [12]])
+                del inputs["labels"]
+                # The kernel computes in 16 bit.
+                found = model_of(architecture, packing.VARLEN).bfloat16()(**inputs, use_cache=False).logits.float()
+                expected = model_of(architecture, packing.EACH).bfloat16()(**inputs, use_cache=False).logits.float()
+                assert float((found - expected).norm() / expected.norm()) < 4 * 2.0**-7
 
 
-@pytest.mark.parametrize(("implementation", "device", "precision", "found"), [
+def test_each_attention_has_its_way_with_packed_rows(subtests: pytest.Subtests) -> None:
+    for implementation, device, precision, found in [
     ("sdpa", "cpu", "bf16", packing.EACH),
     ("sdpa", "cuda", "bf16", packing.VARLEN),
     ("sdpa", "cuda", "fp32", packing.EACH),
     ("eager", "cuda", "bf16", packing.EAGER),
     ("flash_attention_2", "cuda", "bf16", "flash_attention_2"),
     ("flex_attention", "cuda", "bf16", "flex_attention"),
-])  # fmt: skip
-def test_each_attention_has_its_way_with_packed_rows(
-    implementation: str, device: str, precision: str, found: str
-) -> None:
-    config = AutoConfig.for_model("llama", **SHARED)
-    assert packing.variant(implementation, config, device, precision) == found
+]:  # fmt: skip
+        with subtests.test(implementation=implementation):
+            config = AutoConfig.for_model("llama", **SHARED)
+            assert packing.variant(implementation, config, device, precision) == found
 
 
 # Models that have their attention in a table of their own, and one that has no implementation but its own.
@@ -209,22 +209,24 @@ SMALL: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("architecture", ["falcon", "gptj", "gpt_neo"])
-def test_a_model_with_a_table_of_its_own_is_refused_before_it_is_built(architecture: str) -> None:
-    config = AutoConfig.for_model(architecture, **SMALL[architecture])
-    for decide in (attention.choose, attention.planned):
-        with pytest.raises(MachineError, match=rf"`data\.packing`: {architecture} models take no packed rows"):
-            decide("auto", config, "cpu", "fp32", packed=True)
+def test_a_model_with_a_table_of_its_own_is_refused_before_it_is_built(subtests: pytest.Subtests) -> None:
+    for architecture in ["falcon", "gptj", "gpt_neo"]:
+        with subtests.test(architecture=architecture):
+            config = AutoConfig.for_model(architecture, **SMALL[architecture])
+            for decide in (attention.choose, attention.planned):
+                with pytest.raises(MachineError, match=rf"`data\.packing`: {architecture} models take no packed rows"):
+                    decide("auto", config, "cpu", "fp32", packed=True)
 
 
-@pytest.mark.parametrize("architecture", SMALL)
-def test_the_attention_that_is_chosen_by_itself_is_one_that_the_model_has(architecture: str) -> None:
-    config = AutoConfig.for_model(architecture, **SMALL[architecture])
-    implementation, reason = attention.choose("auto", config, "cpu", "fp32")
-    model = AutoModelForCausalLM.from_config(config, attn_implementation=implementation)
-    assert model(torch.tensor([[1, 2, 3]])).logits.shape == (1, 3, 64)
-    assert ("this model has no SDPA" in reason) == (implementation == "eager")
-    assert attention.planned("auto", config, "cpu", "fp32") == implementation
+def test_the_attention_that_is_chosen_by_itself_is_one_that_the_model_has(subtests: pytest.Subtests) -> None:
+    for architecture in SMALL:
+        with subtests.test(architecture=architecture):
+            config = AutoConfig.for_model(architecture, **SMALL[architecture])
+            implementation, reason = attention.choose("auto", config, "cpu", "fp32")
+            model = AutoModelForCausalLM.from_config(config, attn_implementation=implementation)
+            assert model(torch.tensor([[1, 2, 3]])).logits.shape == (1, 3, 64)
+            assert ("this model has no SDPA" in reason) == (implementation == "eager")
+            assert attention.planned("auto", config, "cpu", "fp32") == implementation
 
 
 def test_a_model_that_fails_on_packed_rows_in_a_way_of_its_own_is_refused() -> None:

@@ -43,21 +43,23 @@ def test_a_fork_of_a_process_that_has_tokenized_in_parallel_tokenizes_too() -> N
 # -- 4-bit weights on a CPU --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("kind", ["nf4", "fp4"])
-@pytest.mark.parametrize("shape", [(8, 64), (8, 128), (8, 96), (7, 96), (64, 32), (7, 33), (3, 5), (4, 6, 32), (160,)])
-def test_4_bit_weights_are_dequantized_by_the_scale_of_their_own_block(
-    shape: tuple[int, ...], kind: str, dtype: torch.dtype
-) -> None:
+@pytest.mark.slow
+def test_4_bit_weights_are_dequantized_by_the_scale_of_their_own_block(subtests: pytest.Subtests) -> None:
     """Blocks of 64 go on across the ends of rows."""
-    libraries.correct_dequantization()
-    weight = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype)
-    packed, state = functional.quantize_4bit(weight, quant_type=kind, blocksize=64)
-    found = functional.dequantize_4bit(packed, state)
-    values = torch.stack([packed.flatten() >> 4, packed.flatten() & 15], dim=1).flatten()[: weight.numel()]
-    scales = state.absmax.repeat_interleave(64)[: weight.numel()]
-    assert torch.equal(found, (state.code[values.long()] * scales).to(dtype).view(shape))
-    assert (found - weight).float().norm() < 0.15 * weight.float().norm()
+    for dtype in [torch.float32, torch.bfloat16]:
+        for kind in ["nf4", "fp4"]:
+            for shape in [(8, 64), (8, 128), (8, 96), (7, 96), (64, 32), (7, 33), (3, 5), (4, 6, 32), (160,)]:
+                with subtests.test(dtype=dtype, kind=kind, shape=shape):
+                    libraries.correct_dequantization()
+                    weight = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype)
+                    packed, state = functional.quantize_4bit(weight, quant_type=kind, blocksize=64)
+                    found = functional.dequantize_4bit(packed, state)
+                    values = torch.stack([packed.flatten() >> 4, packed.flatten() & 15], dim=1).flatten()[
+                        : weight.numel()
+                    ]
+                    scales = state.absmax.repeat_interleave(64)[: weight.numel()]
+                    assert torch.equal(found, (state.code[values.long()] * scales).to(dtype).view(shape))
+                    assert (found - weight).float().norm() < 0.15 * weight.float().norm()
 
 
 def test_a_4_bit_layer_computes_with_its_dequantized_weight_in_both_passes() -> None:

@@ -86,23 +86,20 @@ def test_they_are_switched_on_where_the_driver_has_what_they_need(driver: Instal
     assert segments.asked() == "expandable_segments:True"
 
 
-@pytest.mark.parametrize(
-    "lacking",
-    [
+def test_they_stay_off_where_something_lacks(driver: Install, subtests: pytest.Subtests) -> None:
+    for lacking in [
         {"attributes": {VIRTUAL_MEMORY: 1}},
         {"attributes": {FILE_HANDLES: 1}},
         {"fails": "cuInit"},
         {"fails": "cuDeviceGetAttribute"},
         {"fails": "library"},
         {"platform": "win32"},
-    ],
-    ids=str,
-)
-def test_they_stay_off_where_something_lacks(driver: Install, lacking: dict[str, Any]) -> None:
-    driver(**lacking)
-    segments.settle(GPU)
-    assert not segments.asked()
-    assert not segments.grow(GPU)
+    ]:
+        with subtests.test(lacking=lacking):
+            driver(**lacking)
+            segments.settle(GPU)
+            assert not segments.asked()
+            assert not segments.grow(GPU)
 
 
 def test_they_stay_off_on_a_gpu_that_is_not_there_and_without_cuda(
@@ -115,25 +112,24 @@ def test_they_stay_off_on_a_gpu_that_is_not_there_and_without_cuda(
     assert not segments.grow(GPU)
 
 
-@pytest.mark.parametrize("able", [True, False])
-@pytest.mark.parametrize(
-    ("settings", "grow"),
-    [
-        ("expandable_segments:False", False),
-        ("expandable_segments:True", True),
-        ("max_split_size_mb:64, expandable_segments : True", True),
-        ("max_split_size_mb:64", False),
-    ],
-)
-def test_what_the_user_has_set_stays(driver: Install, able: bool, settings: str, grow: bool) -> None:
-    driver({VIRTUAL_MEMORY: 1, FILE_HANDLES: 1} if able else {})
-    torch._C._accelerator_setAllocatorSettings(settings)
-    segments.settle(GPU)
-    assert segments.asked() == settings
-    assert segments.grow(GPU) is grow
-    assert segments.grow_elsewhere() is grow
+def test_what_the_user_has_set_stays(driver: Install, subtests: pytest.Subtests) -> None:
+    for able in [True, False]:
+        for settings, grow in [
+            ("expandable_segments:False", False),
+            ("expandable_segments:True", True),
+            ("max_split_size_mb:64, expandable_segments : True", True),
+            ("max_split_size_mb:64", False),
+        ]:
+            with subtests.test(able=able, settings=settings):
+                driver({VIRTUAL_MEMORY: 1, FILE_HANDLES: 1} if able else {})
+                torch._C._accelerator_setAllocatorSettings(settings)
+                segments.settle(GPU)
+                assert segments.asked() == settings
+                assert segments.grow(GPU) is grow
+                assert segments.grow_elsewhere() is grow
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("has_getter", [True, False], ids=["torch 2.13", "torch 2.11"])
 @pytest.mark.parametrize("variable", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
 def test_settings_of_the_environment_are_the_users(variable: str, has_getter: bool) -> None:
@@ -187,17 +183,17 @@ def test_a_card_elsewhere_is_planned_for_with_them_and_a_cpu_without(driver: Ins
 
 
 def test_a_forecast_says_which() -> None:
-    import rehearsals
+    import tiny_models
     from rich.console import Console
 
     from finetune.forecast import replay
     from finetune.report import forecast_view
 
     card = devices.find("RTX 4090", MemorySection())
-    trace = rehearsals.rehearse(rehearsals.config(), rehearsals.architecture(layers=3), where=card)
+    trace = tiny_models.trace(tiny_models.config(), tiny_models.architecture(layers=3), where=card)
     found = {
         grow: replay.make(
-            trace, dataclasses.replace(card, expandable_segments=grow), rehearsals.BATCH, "sdpa", micro_batches=1,
+            trace, dataclasses.replace(card, expandable_segments=grow), tiny_models.BATCH, "sdpa", micro_batches=1,
             merge_bytes=0, disk_bytes=0,
         )
         for grow in (True, False)

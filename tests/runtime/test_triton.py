@@ -13,7 +13,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
-import rehearsals
+import tiny_models
 import torch
 from steps import assert_gradients_close, gradients, micro_batches, ready
 from torch.backends import python_native
@@ -198,18 +198,18 @@ def test_the_card_that_is_here_is_planned_for_as_it_will_compute(triton, monkeyp
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 0)
     for fails, works in ((NO_COMPILER, False), (None, True)):
         triton(fails)
-        assert devices.here(CUDA, rehearsals.config().memory).triton is works
-    assert rehearsals.card().triton, "of a card elsewhere nothing else is known"
+        assert devices.here(CUDA, tiny_models.config().memory).triton is works
+    assert tiny_models.card().triton, "of a card elsewhere nothing else is known"
 
 
 @pytest.mark.parametrize("trained_tokens", [32, 96])
 def test_torchs_own_operators_take_a_copy_of_each_tile_in_float32(trained_tokens: int) -> None:
     batch = Batch(rows=2, tokens=64, padded=True, trained_tokens=trained_tokens)
-    job, model = rehearsals.config(quantization__kind="none"), rehearsals.architecture(layers=1)
+    job, model = tiny_models.config(quantization__kind="none"), tiny_models.architecture(layers=1)
 
     def peak(works: bool) -> int:
-        card = replace(rehearsals.card(), triton=works)
-        trace = rehearsals.rehearse(job, model, where=card, batch=batch)
+        card = replace(tiny_models.card(), triton=works)
+        trace = tiny_models.trace(job, model, where=card, batch=batch)
         made = replay.make(trace, card, batch, "sdpa", micro_batches=1, merge_bytes=0, disk_bytes=0)
         return made.categories["loss"]
 

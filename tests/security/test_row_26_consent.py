@@ -91,6 +91,7 @@ def test_a_run_directory_switches_no_code_on(command: str, evil: RunDirectory, c
     refused(told, evil.config_file, f"`{NAME}` at revision {COMMIT}", FLAG)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", ["generate", "generate with the base", "eval", "merge"])
 def test_the_flag_lets_that_code_run(command: str, evil: RunDirectory, consented, trap: Trap) -> None:
     """Or the tests above would show nothing."""

@@ -150,6 +150,7 @@ def test_a_hostile_base_is_refused_and_nothing_runs(name: str, base: Path, trap:
     refused(train(f"model.name={base}"), words)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("weights", ["pretrained", "random"])
 def test_code_beside_a_known_architecture_is_left_alone(weights: str, base: Path, trap: Trap, train) -> None:
     """Many models ship code that transformers has long had of its own: that is what runs."""

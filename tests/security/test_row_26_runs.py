@@ -41,6 +41,7 @@ def test_a_run_is_not_written_over_a_file_or_into_another_folder(tmp_path: Path,
     assert list(folder.iterdir()) == [letter]
 
 
+@pytest.mark.slow
 def test_a_run_writes_in_its_directory_alone_which_is_the_users_and_talks_to_nobody(
     train, call, tiny_base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

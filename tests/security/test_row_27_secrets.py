@@ -17,6 +17,7 @@ def secrets(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(name, CANARY)
 
 
+@pytest.mark.slow
 def test_no_file_of_a_run_and_no_output_has_it(train, foreign: Path, tmp_path: Path) -> None:
     config = foreign / "job.yaml"
     config.write_text(f"# token: {CANARY}\n{TINY.read_text()}")

@@ -57,6 +57,7 @@ def test_gradient_does_not_depend_on_the_micro_batch(quick, grouped: str) -> Non
             torch.testing.assert_close(weights[other][name], tensor, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", optimizers.OPTIMIZERS)
 def test_optimizer_trains_on_this_device(quick, kind: str) -> None:
     run = finetune.train(quick(f"optimizer.kind={kind}", "data.eval=none", "training.eval_every=null")).run
@@ -84,6 +85,7 @@ def test_a_replaced_optimizer_is_said_in_one_line() -> None:
     assert optimizers.choose(OptimizerSection(kind="paged_adamw_8bit"), "cuda") == ("paged_adamw_8bit", None)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "packing"), [("lora", "false"), ("lora", "true"), ("none", "false")])
 def test_resumed_run_ends_bit_equal(quick, monkeypatch: pytest.MonkeyPatch, kind: str, packing: str) -> None:
     """Stopped twice, in the first epoch and in the third, with dropout, 8-bit states and shuffled, grouped rows."""

@@ -1,4 +1,4 @@
-"""Rehearsals of tiny models, and the settings and the instrument of benchmarks/forecast_cpu.py."""
+"""Tiny models and their traces, and the settings and the instrument of benchmarks/forecast_cpu.py."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def card(name: str = "RTX 4090") -> Device:
     return devices.find(name, MemorySection())
 
 
-def rehearse(
+def trace(
     job: Config,
     model: Any,
     *,
@@ -65,5 +65,5 @@ def rehearse(
     attention: str = "sdpa",
     shortening: Callable[[Sequence[Hashable]], Shortened] = shorten,
 ) -> Trace:
-    """The trace of `job`, by default with its layers shortened and unrolled."""
+    """The trace of a step of `job`; by default of few layers, extrapolated to all."""
     return step._rehearse(job, model, batch, evaluation, where or cpu(), attention, shortening)
