@@ -7,16 +7,14 @@ the part which settings can shrink is the part that catches the eye.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from io import BytesIO
 from itertools import accumulate, groupby, pairwise
 from typing import Any
 
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.patheffects import withStroke
 
 from finetune.forecast.replay import WORDS, Forecast, bands
-from finetune.report import words
+from finetune.report import canvas, words
 
 # From bottom to top. Any two are 20 apart in CIE Lab, and neighbours 30, also for eyes without the red, the green or
 # the blue cones (simulated with the matrices of Machado, Oliveira and Fernandes, 2009).
@@ -41,37 +39,30 @@ _NARROWEST_PHASE = 0.15
 _HEADROOM = 1.16
 # So many letters of a title stand beside each other in full size.
 _TITLE_LETTERS = 100
-_UNITS = {"GiB": 2**30, "MiB": 2**20}
 
 
 def forecast(planned: Forecast) -> bytes:
     """The picture of the forecast as a PNG."""
-    image = BytesIO()
-    draw(planned).savefig(image, format="png", metadata={"Software": None})
-    return image.getvalue()
+    return canvas.png(draw(planned))
 
 
 def draw(planned: Forecast) -> Figure:
     """The picture of the forecast as a figure."""
-    figure = Figure(figsize=(10, 5.2), dpi=130, layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.subplots()
+    paper = canvas.new(10, 5.2)
+    axes = paper.subplots()
     title = f"{words.verdict(planned)}; {words.batch(planned.batch)}"
     fontsize = 11 * min(1.0, _TITLE_LETTERS / len(title))
     colour = _INK if planned.fits else _WARNING
-    figure.suptitle(title, x=0.015, ha="left", fontsize=fontsize, color=colour, parse_math=False)
-    unit = "GiB" if planned.needed_bytes >= _UNITS["GiB"] else "MiB"
-    axes.set_ylabel(f"memory ({unit})", fontsize=11)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.spines[["left", "bottom"]].set_color("0.6")
-    axes.tick_params(colors="0.25", labelsize=10)
+    paper.suptitle(title, x=0.015, ha="left", fontsize=fontsize, color=colour, parse_math=False)
+    unit = canvas.unit_of(planned.needed_bytes)
+    axes.set_ylabel(f"memory ({unit})")
+    canvas.frame(axes)
     if planned.curve:
-        _Picture(planned, axes, _UNITS[unit]).draw()
+        _Picture(planned, axes, canvas.UNITS[unit]).draw()
     else:
         axes.set_axis_off()
-        axes.text(0.5, 0.5, "no step was traced", transform=axes.transAxes, ha="center", va="center", color="0.5")
-    figure.get_layout_engine().set(w_pad=0.12, h_pad=0.12)
-    return figure
+        canvas.say_nothing_there(axes, "no step was traced")
+    return paper
 
 
 class _Picture:
