@@ -1,4 +1,4 @@
-"""What a job would find on this machine. Nothing is connected to, and nothing changed but Triton's cache of kernels."""
+"""What a job would find on this machine. No connection is made, and nothing is written but Triton's kernel cache."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import importlib.metadata
 import locale
 import os
 import platform
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,9 +27,12 @@ from finetune.training import optimizers
 # A 7B model in 16 bit has 13 GiB, and merging writes it once more.
 _LITTLE_DISK = 16 * 2**30
 
+# The driver's own word: torch has no public function for its version, and NVML's package is not a dependency.
+_DRIVER = Path("/proc/driver/nvidia/version")
+
 
 def examine() -> Examination:
-    """What a job would find here: versions, devices, memory, disks, and what would be used of what there is."""
+    """What a job would find here: versions, devices, memory, disks, and what it would choose of them."""
     libraries.quiet()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     return Examination(
@@ -77,8 +81,7 @@ def _versions() -> Iterator[Finding]:
 
 
 def _cards() -> Iterator[Finding]:
-    driver = torch._C._cuda_getDriverVersion()
-    yield Finding("CUDA", "ok", f"torch is built for {torch.version.cuda}, the driver takes up to {_cuda(driver)}")
+    yield Finding("CUDA", "ok", f"torch is built for {torch.version.cuda}{_driver()}")
     for index in range(torch.cuda.device_count()):
         properties = torch.cuda.get_device_properties(index)
         with torch.cuda.device(index):
@@ -97,12 +100,14 @@ def _cards() -> Iterator[Finding]:
         )
 
 
-def _cuda(version: int) -> str:
-    return f"{version // 1000}.{version % 1000 // 10}"
+def _driver() -> str:
+    """The driver's version, where the file is there (WSL has none)."""
+    found = re.search(r"Kernel Module.*?(\d+(?:\.\d+)+)", _DRIVER.read_text()) if _DRIVER.is_file() else None
+    return f", driver {found[1]}" if found else ""
 
 
 def _no_card() -> Iterator[Finding]:
-    if not any(Path(place).exists() for place in ("/dev/nvidia0", "/proc/driver/nvidia/version")):
+    if not any(Path(place).exists() for place in ("/dev/nvidia0", _DRIVER)):
         yield Finding("GPU", "warning", "none: jobs run on the CPU", "enough for small models; use a machine with one")
     elif torch.version.cuda is None:
         yield Finding(

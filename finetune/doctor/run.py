@@ -1,4 +1,4 @@
-"""What a run directory holds, and whether it can be relied on. Looks and tells; nothing is changed or repaired."""
+"""What a run directory holds, and whether it can be relied on. Reads only: nothing is changed or repaired."""
 
 from __future__ import annotations
 
@@ -26,13 +26,12 @@ from finetune.training.checkpoints import MODEL_FILE, problems_of
 
 
 def examine(path: Path) -> Examination:
-    """Whether what a run directory holds can be relied on. Raises ArtifactError for what is no run directory."""
+    """Whether what a run directory holds can be relied on. Raises ArtifactError where it is not a run directory."""
     libraries.quiet()
     run = RunDirectory(path)
     if not run.config_file.is_file() and not run.events_file.is_file():
         RunDirectory.open(path)  # says so
-    findings = list(_run_findings(run))
-    return Examination(findings, ArtifactError.exit_code)
+    return Examination(list(_run_findings(run)), ArtifactError.exit_code)
 
 
 def _run_findings(run: RunDirectory) -> Iterator[Finding]:
@@ -79,7 +78,7 @@ def _layout(run: RunDirectory) -> Iterator[Finding]:
 
 
 def _lines(run: RunDirectory) -> Iterator[Finding]:
-    """The files of JSON lines: how many of them are as they were written, and what is left out."""
+    """The files of JSON lines: how many are intact, and which are left out."""
     for file, shape in (
         (run.events_file, records.EVENT),
         (run.metrics_file, records.METRIC),
@@ -170,7 +169,7 @@ def _checkpoints(run: RunDirectory) -> Iterator[Finding]:
 
 
 def _adapter(run: RunDirectory, config: Config | None) -> Iterator[Finding]:
-    """What can be told of an adapter without its base's weights, and where that is not at hand, without its names."""
+    """What can be checked of an adapter without the base's weights; where the base is missing, without its names too."""
     section = config.adapter if config and config.adapter.kind == "lora" else None
     base = None
     if config and section:
