@@ -169,7 +169,7 @@ def _checkpoints(run: RunDirectory) -> Iterator[Finding]:
 
 
 def _adapter(run: RunDirectory, config: Config | None) -> Iterator[Finding]:
-    """What can be checked of an adapter without the base's weights; where the base is missing, without its names too."""
+    """What can be checked of an adapter without the base's weights; where that is missing, without its names too."""
     section = config.adapter if config and config.adapter.kind == "lora" else None
     base = None
     if config and section:
