@@ -92,12 +92,8 @@ def _cards() -> Iterator[Finding]:
             f"{properties.major}.{properties.minor}, {'bf16' if bf16 else 'no bf16: set `training.precision: fp16`'}"
         )
         crowded = free < total / 2
-        yield Finding(
-            f"GPU {index}",
-            "warning" if crowded or not bf16 else "ok",
-            told,
-            "other processes hold more than half of it: stop them, or set `memory.budget`" if crowded else "",
-        )
+        remedy = "other processes hold more than half of it: stop them, or set `memory.budget`" if crowded else ""
+        yield Finding(f"GPU {index}", "warning" if crowded or not bf16 else "ok", told, remedy)
 
 
 def _driver() -> str:
@@ -107,19 +103,15 @@ def _driver() -> str:
 
 
 def _no_card() -> Iterator[Finding]:
+    cuda = torch.version.cuda
     if not any(Path(place).exists() for place in ("/dev/nvidia0", _DRIVER)):
         yield Finding("GPU", "warning", "none: jobs run on the CPU", "enough for small models; use a machine with one")
-    elif torch.version.cuda is None:
-        yield Finding(
-            "GPU", "error", "there is one, and this torch has no CUDA", "install torch with CUDA (pytorch.org)"
-        )
+    elif cuda is None:
+        told = "there is one, and this torch has no CUDA"
+        yield Finding("GPU", "error", told, "install torch with CUDA (pytorch.org)")
     else:
-        yield Finding(
-            "GPU",
-            "error",
-            f"there is one, and torch for CUDA {torch.version.cuda} cannot use it",
-            "update the driver, or give this container or job the device (nvidia-smi, CUDA_VISIBLE_DEVICES)",
-        )
+        remedy = "update the driver, or give this container or job the device (nvidia-smi, CUDA_VISIBLE_DEVICES)"
+        yield Finding("GPU", "error", f"there is one, and torch for CUDA {cuda} cannot use it", remedy)
 
 
 def _host_memory() -> Finding:
@@ -166,31 +158,27 @@ def _optimizer(device: str) -> Finding:
 
 def _bitsandbytes(device: str) -> Finding:
     """Whether its compiled part is here: without it there is no quantized base and no 8-bit optimizer."""
+    about, built = "bitsandbytes library", f"install a bitsandbytes that is built for CUDA {torch.version.cuda}"
     try:
         from bitsandbytes.cextension import lib
     except Exception as error:  # of whatever kind a broken installation raises
-        return Finding("bitsandbytes library", "error", f"cannot be imported: {error}", "install bitsandbytes again")
-    compiled = type(lib).__name__
-    if compiled == "ErrorHandlerMockBNBNativeLibrary":
-        remedy = f"install a bitsandbytes that is built for CUDA {torch.version.cuda}, or set BNB_CUDA_VERSION"
-        return Finding("bitsandbytes library", "error", "no compiled library for this machine", remedy)
+        return Finding(about, "error", f"cannot be imported: {error}", "install bitsandbytes again")
+    if type(lib).__name__ == "ErrorHandlerMockBNBNativeLibrary":
+        return Finding(about, "error", "no compiled library for this machine", f"{built}, or set BNB_CUDA_VERSION")
     if device == "cuda" and not lib.compiled_with_cuda:
-        remedy = f"install a bitsandbytes that is built for CUDA {torch.version.cuda}"
-        return Finding("bitsandbytes library", "error", "here for the CPU only, and there is a GPU", remedy)
-    return Finding("bitsandbytes library", "ok", f"here, for {'CUDA' if lib.compiled_with_cuda else 'the CPU'}")
+        return Finding(about, "error", "here for the CPU only, and there is a GPU", built)
+    return Finding(about, "ok", f"here, for {'CUDA' if lib.compiled_with_cuda else 'the CPU'}")
 
 
 def _triton() -> Finding:
     """Whether its kernels can be built: a C compiler and Python's headers are no part of its package."""
-    obstacle = libraries.triton_obstacle()
-    if obstacle is None:
+    if (obstacle := libraries.triton_obstacle()) is None:
         return Finding("Triton", "ok", "builds kernels and runs them")
-    return Finding(
-        "Triton",
-        "warning",
-        f"cannot run its kernels ({obstacle}): the loss takes more time and memory",
-        "install Triton, a C compiler and Python's headers (Debian, Ubuntu: apt install gcc python3-dev), or set CC",
+    told = f"cannot run its kernels ({obstacle}): the loss takes more time and memory"
+    remedy = (
+        "install Triton, a C compiler and Python's headers (Debian, Ubuntu: apt install gcc python3-dev), or set CC"
     )
+    return Finding("Triton", "warning", told, remedy)
 
 
 def _hub() -> Finding:
