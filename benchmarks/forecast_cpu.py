@@ -19,10 +19,9 @@ import os
 import statistics
 import sys
 import time
-import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -200,17 +199,30 @@ class Setting:
         }
 
     @property
-    def job(self) -> dict[str, Any]:
-        """What measured_step.py takes."""
+    def rows(self) -> list[tuple[int, int]]:
+        """Lengths and trained tokens of one micro-batch, which every micro-batch is made of."""
         from measured_step import worst_rows
 
         trained = self.length * 3 // 4 if self.trained is None else self.trained
-        return {
-            "architecture": ARCHITECTURES[self.architecture],
-            "config": self.config,
-            "rows": worst_rows(self.micro_batch, self.length, trained, padded=self.padded),
-            "padded": self.padded,
-        }
+        return worst_rows(self.micro_batch, self.length, trained, padded=self.padded)
+
+    def resolved(self) -> Any:
+        """The checked config."""
+        from measured_step import config_of
+
+        return config_of(self.config)
+
+    def build_architecture(self) -> Any:
+        """The transformers config."""
+        from measured_step import architecture_of
+
+        return architecture_of(ARCHITECTURES[self.architecture])
+
+    @property
+    def job(self) -> dict[str, Any]:
+        """What measured_step.py takes."""
+        architecture = ARCHITECTURES[self.architecture]
+        return {"architecture": architecture, "config": self.config, "rows": self.rows, "padded": self.padded}
 
 
 _S = Setting
@@ -380,31 +392,31 @@ assert len({setting.name for setting in SETTINGS}) == len(SETTINGS)
 _NEARLY_NOTHING = _architecture("llama", 64, 1, (1, 1), 1024, intermediate_size=64)
 
 
-def _measure(setting: Setting) -> dict[str, Any]:
-    from dataclasses import asdict
-
+def measure(setting: Setting) -> dict[str, int]:
     import measured_step
 
-    job = setting.job
-    config, architecture = measured_step.config_of(job["config"]), measured_step.architecture_of(job["architecture"])
-    return asdict(measured_step.measure(config, architecture, job["rows"], padded=setting.padded))
+    config, architecture = setting.resolved(), setting.build_architecture()
+    found = measured_step.measure(config, architecture, setting.rows, padded=setting.padded)
+    return peaks(found.peak_allocated_bytes, found.phases)
 
 
-def _forecast(setting: Setting) -> dict[str, Any]:
-    """Forecast bytes of `setting`: `peak_allocated_bytes`, and `phases` by the names of finetune.measure.monitor."""
-    import measured_step
+def peaks(peak_allocated_bytes: int, phases: Mapping[str, int]) -> dict[str, int]:
+    """What a result keeps of a setting's bytes, measured or forecast: the peak, and that of each phase compared."""
+    return {"peak": peak_allocated_bytes, **{phase: phases[phase] for phase in COMPARED if phase in phases}}
+
+
+def forecast(setting: Setting) -> dict[str, int]:
+    """Forecast bytes of `setting`, as `peaks` gives them."""
     import torch
 
     from finetune.data.batching import MicroBatching, worst_batches
-    from finetune.forecast import devices, files
-    from finetune.forecast import replay as forecast
+    from finetune.forecast import devices, files, replay
     from finetune.forecast.step import rehearse
     from finetune.model import attention
 
-    job = setting.job
-    config, architecture = measured_step.config_of(job["config"]), measured_step.architecture_of(job["architecture"])
+    config, architecture = setting.resolved(), setting.build_architecture()
     torch.set_num_threads(1)  # kernels have room for each thread
-    lengths, trained = zip(*job["rows"], strict=True)
+    lengths, trained = zip(*setting.rows, strict=True)
     way = MicroBatching.of(config.training, config.data)
     [batch] = worst_batches(lengths, trained, way, len(lengths), "the setting")
     cpu = devices.find("cpu", config.memory)
@@ -414,13 +426,13 @@ def _forecast(setting: Setting) -> dict[str, Any]:
     held_out = None if config.data.eval == "none" else batch
     trace = rehearse(config, architecture, batch, held_out, cpu, implementation)
     accumulation = config.training.batch_size // config.training.rows
-    found = forecast.make(
+    found = replay.make(
         trace, cpu, batch, implementation, micro_batches=accumulation, merge_bytes=0, disk_bytes=0,
         checkpoint_bytes=files.checkpoint_bytes(trace),
     )  # fmt: skip
     phases = {name: peak["allocated_bytes"] for name, peak in found.phases.items()}
     # The instrument's peak begins with the finished model.
-    return {"peak_allocated_bytes": max(size for name, size in phases.items() if name != "load"), "phases": phases}
+    return peaks(max(size for name, size in phases.items() if name != "load"), phases)
 
 
 def main() -> None:
@@ -458,38 +470,32 @@ def main() -> None:
 def _row(setting: Setting, measure_only: bool, nothing: int | None, before: dict[str, Any] | None) -> dict[str, Any]:
     """One setting, measured (or taken from `before`) and forecast; `error` where one of the two could not be done."""
     started = time.perf_counter()
-    row: dict[str, Any] = {"architecture": setting.architecture, "config": setting.config, "rows": setting.job["rows"]}
+    row: dict[str, Any] = {"architecture": setting.architecture}
     try:
         if before is not None:
-            row["measured"], row["measured_in_seconds"] = before["measured"], before["measured_in_seconds"]
+            row |= {key: before[key] for key in _MEASURED if key in before}
         else:
-            row["measured"] = _apart(_measure, setting)
-            del row["measured"]["resident_bytes"]  # with the profiler's own memory in it
+            row["measured"] = apart(measure, setting)
             if setting.resident and nothing is not None:
-                row["measured"]["resident_bytes"] = _resident(setting.job) - nothing
+                row["resident_bytes"] = _resident(setting.job) - nothing
             row["measured_in_seconds"] = round(time.perf_counter() - started, 1)
         if not measure_only:
-            started = time.perf_counter()
-            row["forecast"] = _apart(_forecast, setting)
-            row["forecast_in_seconds"] = round(time.perf_counter() - started, 1)
-            row["relative_errors"] = _relative_errors(row["forecast"], row["measured"])
+            row["forecast"] = apart(forecast, setting)
+            row["relative_errors"] = relative_errors(row["forecast"], row["measured"])
     except Failed as failure:
         row["error"] = harness.without_paths(str(failure))
     _say(setting, row)
     return row
 
 
-def _relative_errors(forecast: dict[str, Any], measured: dict[str, Any]) -> dict[str, float]:
+def relative_errors(forecast: dict[str, int], measured: dict[str, int]) -> dict[str, float]:
     """Forecast over measured, less 1: for the peak, and for each phase that both have."""
-    pairs = {"peak": (forecast["peak_allocated_bytes"], measured["peak_allocated_bytes"])}
-    for phase, found in measured["phases"].items():
-        if phase in forecast["phases"]:
-            pairs[phase] = (forecast["phases"][phase], found)
-    return {name: round(predicted / found - 1, 5) for name, (predicted, found) in pairs.items()}
+    return {name: round(forecast[name] / found - 1, 5) for name, found in measured.items() if name in forecast}
 
 
 # Of what was measured: how far off a peak may be, and how far below.
 LARGEST_ERROR, UNDER_PREDICTION = 0.01, 0.005
+_MEASURED = ("measured", "measured_in_seconds", "resident_bytes")
 COMPARED = ("load", "forward", "backward", "optimizer", "evaluation", "save")
 
 
@@ -525,35 +531,22 @@ def _spread(errors: dict[str, float]) -> dict[str, Any]:
 
 
 class Failed(Exception):
-    """A setting's process ended without a result; the message is what it said."""
+    """A setting's process ended without a result; the message is its error."""
 
 
-def _apart(function: Callable[[Setting], dict[str, Any]], setting: Setting) -> dict[str, Any]:
+def apart(function: Callable[[Setting], dict[str, int]], setting: Setting) -> dict[str, int]:
     """`function(setting)` in a process of its own, forked: the libraries, seconds to import, are there already."""
-    context = multiprocessing.get_context("fork")
-    receiving, sending = context.Pipe(duplex=False)
-    process = context.Process(target=_answer, args=(function, setting, sending))
-    process.start()
-    sending.close()
-    try:
-        kind, value = receiving.recv()
-    except EOFError:
-        kind, value = "failed", "the process ended without a word"
-    process.join()
-    if kind == "failed":
-        raise Failed(value)
-    return value
+    with ProcessPoolExecutor(1, multiprocessing.get_context("fork"), initializer=_silence) as process:
+        try:
+            return process.submit(function, setting).result()
+        except (Exception, SystemExit) as error:  # BrokenProcessPool where the process was killed
+            raise Failed(f"{type(error).__name__}: {error}"[-1000:]) from error
 
 
-def _answer(function: Callable[[Setting], dict[str, Any]], setting: Setting, answer: Connection) -> None:
+def _silence() -> None:
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 1)
     os.dup2(nowhere, 2)
-    try:
-        answer.send(("done", function(setting)))
-    except BaseException as error:
-        last = traceback.extract_tb(error.__traceback__)[-1]
-        answer.send(("failed", f"{type(error).__name__}: {error} ({last.filename}:{last.lineno})"[-1000:]))
 
 
 def _resident(job: dict[str, Any]) -> int:
@@ -573,7 +566,7 @@ def _say(setting: Setting, row: dict[str, Any]) -> None:
         print(f"{setting.name}: FAILED: {row['error'][:300]}", flush=True)
         return
     measured = row["measured"]
-    said = f"peak {measured['peak_allocated_bytes'] / 2**20:.1f} MiB in {row['measured_in_seconds']} s"
+    said = f"peak {measured['peak'] / 2**20:.1f} MiB in {row['measured_in_seconds']} s"
     if "relative_errors" in row:
         said += ", forecast " + " ".join(
             f"{phase} {100 * error:+.2f} %" for phase, error in row["relative_errors"].items()
@@ -584,25 +577,14 @@ def _say(setting: Setting, row: dict[str, Any]) -> None:
 def _table(result: dict[str, Any]) -> str:
     def line(name: str, row: dict[str, Any]) -> tuple[str, ...]:
         if "measured" not in row:
-            return (name, "failed", *[""] * 7)
-        measured = row["measured"]
-        phases = (measured["phases"].get(phase) for phase in ("load", "forward", "backward", "optimizer", "evaluation"))
+            return (name, "failed", *[""] * (len(columns)))
+        sizes = ("" if (size := row["measured"].get(column)) is None else f"{size / 2**20:.1f}" for column in columns)
         error = row.get("relative_errors", {}).get("peak")
-        return (
-            name,
-            _mib(measured["weight_bytes"]),
-            *(_mib(phase) for phase in phases),
-            _mib(measured["peak_allocated_bytes"]),
-            "" if error is None else f"{100 * error:+.2f} %",
-        )
+        return (name, *sizes, "" if error is None else f"{100 * error:+.2f} %")
 
-    header = ("MiB", "weights", "load", "forward", "backward", "optimizer", "evaluation", "peak", "forecast")
+    columns = (*COMPARED, "peak")
     rows = [line(name, row) for name, row in result["settings"].items()]
-    return harness.table(header, rows) + "\n" + json.dumps(result["summary"], indent=2)
-
-
-def _mib(size_bytes: int | None) -> str:
-    return "" if size_bytes is None else f"{size_bytes / 2**20:.1f}"
+    return harness.table(("MiB", *columns, "forecast"), rows) + "\n" + json.dumps(result["summary"], indent=2)
 
 
 def _options() -> argparse.Namespace:

@@ -88,14 +88,6 @@ class Setting(forecast_cpu.Setting):
         return {**model, **super().config}
 
     @property
-    def rows(self) -> list[tuple[int, int]]:
-        """Lengths and trained tokens of one micro-batch, which every micro-batch is made of."""
-        from measured_step import worst_rows
-
-        trained = self.length * 3 // 4 if self.trained is None else self.trained
-        return worst_rows(self.micro_batch, self.length, trained, padded=self.padded)
-
-    @property
     def seconds(self) -> float:
         """What it is expected to take on an H100."""
         return _EXPECTED[self.architecture]
@@ -105,20 +97,11 @@ class Setting(forecast_cpu.Setting):
         """The name as that of a recording."""
         return re.sub(r"[^a-z0-9.]+", "-", self.name.lower()).strip("-") + ".json.gz"
 
-    def resolved(self) -> Any:
-        """The checked config."""
-        from measured_step import config_of
-
-        return config_of(self.config)
-
     def build_architecture(self) -> Any:
-        """The transformers config."""
-        from measured_step import architecture_of
-
         from finetune.model import catalog
 
-        values = forecast_cpu.ARCHITECTURES.get(self.architecture)
-        return catalog.config(self.architecture) if values is None else architecture_of(values)
+        in_sweep = self.architecture in forecast_cpu.ARCHITECTURES
+        return super().build_architecture() if in_sweep else catalog.config(self.architecture)
 
 
 _S = Setting
@@ -184,6 +167,7 @@ def measure(setting: Setting, device: Any, recordings: Path, idle_bytes: int | N
 
     from finetune.forecast import comparison, devices
     from finetune.forecast.planning import Planner
+    from finetune.measure.monitor import Monitor, meter_for
     from finetune.runtime import libraries
 
     libraries.quiet()
@@ -207,10 +191,12 @@ def measure(setting: Setting, device: Any, recordings: Path, idle_bytes: int | N
             enabled="all", context=None, stacks="python", max_entries=_HISTORY_ENTRIES
         )
     started = time.perf_counter()
-    meter, phases, steps, attention = train(config, architecture, data, device)
+    meter = LastingMeter(meter_for(device.type))
+    monitor = Monitor(meter)
+    steps, attention = measured_step.train(config, architecture, data, device, monitor)
+    meter.read()
     found["trained_in_seconds"] = round(time.perf_counter() - started, 2)
-    expected = config.training.batch_size // config.training.rows * sum(length for length, _ in setting.rows)
-    assert [line["tokens"] for line in steps] == [expected] * measured_step.STEPS, "a micro-batch was not the one meant"
+    measured_step.check_steps(config, setting.rows, steps)
     found |= {
         "attention": {"forecast": forecast.attention, "measured": attention},
         "losses": [line["loss"] for line in steps],
@@ -222,7 +208,7 @@ def measure(setting: Setting, device: Any, recordings: Path, idle_bytes: int | N
         },
         "measured": {f"peak_{measure}": size for measure, size in meter.peak.items()},
         "relative_errors": relative_errors(forecast, meter.peak),
-        "phases": comparison.as_dict(forecast, phases)["differences"],
+        "phases": comparison.as_dict(forecast, monitor.run)["differences"],
         # The first step also compiles and loads kernels.
         "step_seconds": {
             "forecast": round(forecast.seconds, 4),
@@ -254,55 +240,6 @@ class LastingMeter:
         found = self._meter.read()
         self.peak = {name: max(size, self.peak.get(name, 0)) for name, size in found.items()}
         return found
-
-
-def train(
-    config: Any, architecture: Any, data: Any, device: Any
-) -> tuple[LastingMeter, dict[str, dict[str, int]], list[dict[str, Any]], str]:
-    """The stages of finetune.recipe that are forecast, with its builders.
-
-    Returns the meter with the peaks of the whole run, the peaks by phase, the lines of the steps, and the attention.
-    """
-    import measured_step
-
-    from finetune.measure.monitor import Monitor, meter_for
-    from finetune.model import adapter, attention, base, checkpointing
-    from finetune.model.tokenizer import load_tokenizer
-    from finetune.runtime.signals import Signals
-    from finetune.storage.rundir import RunDirectory
-    from finetune.training import run as training
-    from finetune.training.checks import check
-
-    check(config, device)
-    tokenizer = load_tokenizer(config.model)
-    implementation, _ = attention.choose(config.model.attention, architecture, device.type, config.training.precision)
-    dtype = base.base_dtype(config.adapter, config.training)
-    meter = LastingMeter(meter_for(device.type))
-    monitor = Monitor(meter)
-    with tempfile.TemporaryDirectory(prefix="forecast-gpu-") as scratch:
-        run = RunDirectory(Path(scratch) / "run")
-        run.create(config)
-        with monitor.phase("load"):
-            model = base.load_base(
-                config.model, config.quantization, architecture, attention=implementation, dtype=dtype, device=device
-            )
-        whole = adapter.attach(model, config.adapter, config.model.name, config.training.seed)
-        checkpointing.apply(model, config.memory, device.type)
-        training.train(
-            config,
-            whole,
-            tokenizer,
-            data,
-            run,
-            monitor,
-            measured_step._Silent(),
-            device=device,
-            signals=Signals(),
-            made_with={"base": None},
-        )
-        meter.read()
-        steps = [line for line in run.metrics() if "loss" in line]
-    return meter, monitor.run, steps, implementation
 
 
 def relative_errors(forecast: Any, peak: Mapping[str, int]) -> dict[str, float]:

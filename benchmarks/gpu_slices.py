@@ -325,6 +325,7 @@ def _nan_step(work: Work, *, masked: bool, with_cudnn: bool) -> dict[str, Any]:
     from torch.nn import functional
 
     from finetune.errors import FinetuneError
+    from finetune.measure.monitor import Monitor, meter_for
     from finetune.model import base, causality
     from finetune.runtime import libraries
 
@@ -357,7 +358,9 @@ def _nan_step(work: Work, *, masked: bool, with_cudnn: bool) -> dict[str, Any]:
             stack.enter_context(libraries.replaced(libraries, "without_cudnn_attention", contextlib.nullcontext))
         data = measured_step._data(config, architecture.vocab_size, setting.rows)
         try:
-            _, _, steps, _ = forecast_gpu.train(config, architecture, data, work.device)
+            steps, _ = measured_step.train(
+                config, architecture, data, work.device, Monitor(meter_for(work.device.type))
+            )
         except FinetuneError as error:
             found["message"] = str(error)[:500]
         else:
@@ -634,7 +637,7 @@ def plain(work: Work) -> Findings:
     yield "finetune", ours
     theirs = _answer(
         harness.python(
-            harness.ROOT / "benchmarks" / "plain_qlora.py", "--model", folder, "--data", rows,
+            harness.ROOT / "benchmarks" / "scripts" / "plain_qlora.py", "--model", folder, "--data", rows,
             "--output", work.scratch / "plain", "--batch-size", str(batch), "--max-length", str(sizes.small_tokens),
             "--max-steps", str(sizes.steps), "--warm-up-steps", str(sizes.warm_up_steps),
         )

@@ -21,6 +21,9 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 
+LINE = 160
+"""Characters of a line of a result."""
+
 Line = dict[str, Any]
 
 _DESCRIBE = """
@@ -162,9 +165,20 @@ def last_line(text: str) -> str:
 
 
 def write_result(path: Path, value: dict[str, Any]) -> None:
-    """Write a result as JSON; NaN and infinity are refused."""
+    """Write a result as JSON, what fits on a line on one; NaN and infinity are refused."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(value, indent=2, allow_nan=False) + "\n", encoding="utf-8")
+    path.write_text(_json(value, "") + "\n", encoding="utf-8")
+
+
+def _json(value: Any, indent: str) -> str:
+    line = json.dumps(value, allow_nan=False)
+    if len(line) <= LINE or not isinstance(value, dict | list):
+        return line
+    inner = indent + "  "
+    if isinstance(value, list):
+        return "[\n" + ",\n".join(inner + _json(each, inner) for each in value) + f"\n{indent}]"
+    parts = (f"{inner}{json.dumps(key)}: {_json(each, inner)}" for key, each in value.items())
+    return "{\n" + ",\n".join(parts) + f"\n{indent}}}"
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:

@@ -1,6 +1,6 @@
 """The memory of a real training job on the CPU, from the profiler's account of every allocation.
 
-    python benchmarks/measured_step.py SETTING_JSON [--events FILE] [--resident]
+    python benchmarks/measured_step.py SETTING_JSON [--resident]
 
 The truth that `finetune plan` is compared with, and it shares no code with the forecast: PyTorch's profiler reports
 each block that torch's CPU allocator hands out or takes back, and the running sum of these is what is live. Random
@@ -15,17 +15,16 @@ were imported (a few KiB), whose frees are not counted either.
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import tempfile
-import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import datasets
 import torch
+from finetune.training.checks import check
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from finetune.config import Config
@@ -53,7 +52,7 @@ Row = tuple[int, int]
 
 @dataclass
 class Measured:
-    """Bytes of live tensors, by the profiler, and what tells that the job was the one meant.
+    """Bytes of live tensors, by the profiler, or the resident peak.
 
     `phases` are peaks: those of the trainer, `attach` (adapter and checkpointing), and `between`, which is what lies
     outside of every phase from the finished model on (the trainer's own construction, gradient clipping, the export).
@@ -63,13 +62,7 @@ class Measured:
     peak_allocated_bytes: int = 0
     peak_place: str = ""
     phases: dict[str, int] = field(default_factory=dict)
-    built_bytes: int = 0
-    weight_bytes: int = 0
-    trained_bytes: int = 0
     resident_bytes: int | None = None
-    losses: list[float] = field(default_factory=list)
-    events: int = 0
-    seconds: float = 0.0
 
 
 class Event(NamedTuple):
@@ -109,39 +102,24 @@ def worst_rows(micro_batch: int, length: int, trained: int, *, padded: bool = Tr
     return rows
 
 
-def measure(
-    config: Config, architecture: Any, rows: Sequence[Row], *, padded: bool = True, events: list[Event] | None = None
-) -> Measured:
+def measure(config: Config, architecture: Any, rows: Sequence[Row], *, padded: bool = True) -> Measured:
     """Train two steps of `config` on a model of `architecture`, every micro-batch made of `rows`, under the profiler.
 
-    `events` receives every allocation and free. With several rows and `padded` one must be shorter than the longest,
-    so that an attention mask is needed.
+    With several rows and `padded` one must be shorter than the longest, so that an attention mask is needed.
     """
-    _check(config, rows, padded)
-    torch.set_num_threads(1)
     measured = Measured()
-    started = time.perf_counter()
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        _job(config, architecture, rows, measured)
-    measured.seconds = round(time.perf_counter() - started, 2)
-    found = list(_events(profiler))
-    _read(found, measured)
-    if events is not None:
-        events += found
+        _job(config, architecture, rows, padded)
+    _read(_events(profiler), measured)
     return measured
 
 
-def measure_resident(config: Config, architecture: Any, rows: Sequence[Row], *, padded: bool = True) -> int:
+def measure_resident(config: Config, architecture: Any, rows: Sequence[Row], *, padded: bool = True) -> Measured:
     """What the same job adds to this process's resident size, at its peak; without the profiler, which takes its own.
 
     To be asked once in a process, whose allocator must give freed memory back (MALLOC_MMAP_THRESHOLD_).
     """
-    _check(config, rows, padded)
-    torch.set_num_threads(1)
-    measured = Measured()
-    _job(config, architecture, rows, measured)
-    assert measured.resident_bytes is not None
-    return measured.resident_bytes
+    return Measured(resident_bytes=_job(config, architecture, rows, padded))
 
 
 def _check(config: Config, rows: Sequence[Row], padded: bool) -> None:
@@ -152,51 +130,63 @@ def _check(config: Config, rows: Sequence[Row], padded: bool) -> None:
     assert (len(lengths) > 1) == (padded and len(rows) > 1), "rows do not fit `padded`"
 
 
-def _job(config: Config, architecture: Any, rows: Sequence[Row], measured: Measured) -> None:
-    """The stages of finetune.recipe that are forecast, with its builders; fills in what is not the profiler's."""
+def _job(config: Config, architecture: Any, rows: Sequence[Row], padded: bool) -> int:
+    """The job itself; what it added to the resident size at its peak."""
+    _check(config, rows, padded)
+    torch.set_num_threads(1)
     libraries.quiet()
-    device = torch.device("cpu")
+    data, monitor = _data(config, architecture.vocab_size, rows), _Marks()
+    steps, _ = train(
+        config, architecture, data, torch.device("cpu"), monitor, lambda: _mark(_ATTACH), lambda: _mark(_BUILT)
+    )
+    _mark(_BETWEEN)
+    resident_bytes = _status("VmHWM") - monitor.resident_before
+    check_steps(config, rows, steps)
+    return resident_bytes
+
+
+def check_steps(config: Config, rows: Sequence[Row], steps: Sequence[Mapping[str, Any]]) -> None:
+    """That two steps were trained, each on the micro-batches that were meant."""
+    micro_batches = config.training.batch_size // config.training.rows
+    expected = micro_batches * sum(length for length, _ in rows)
+    assert [line["tokens"] for line in steps] == [expected] * STEPS, "a micro-batch was not the one meant"
+
+
+def train(
+    config: Config,
+    architecture: Any,
+    data: Prepared,
+    device: torch.device,
+    monitor: Monitor,
+    loaded: Callable[[], None] = lambda: None,
+    built: Callable[[], None] = lambda: None,
+) -> tuple[list[dict[str, Any]], str]:
+    """The stages of finetune.recipe that are forecast, by its builders: the metric lines of the steps, the attention.
+
+    `loaded` is called once the base is there, and `built` once the model is that which is trained.
+    """
+    check(config, device)
     tokenizer = load_tokenizer(config.model)
     implementation, _ = attention.choose(
         config.model.attention, architecture, device.type, config.training.precision, packed=config.data.packing
     )
-    dtype = base.base_dtype(config.adapter, config.training)
-    data = _data(config, architecture.vocab_size, rows)
-    monitor = _Marks()
     with tempfile.TemporaryDirectory(prefix="measured-") as scratch:
         run = RunDirectory(Path(scratch) / "run")
         run.create(config)
-        _write_peak_reset()
-        resident_before = _status("VmRSS")
         with monitor.phase("load"):
             model = base.load_base(
-                config.model, config.quantization, architecture, attention=implementation, dtype=dtype, device=device
-            )
-        _mark(_ATTACH)
+                config.model, config.quantization, architecture, attention=implementation,
+                dtype=base.base_dtype(config.adapter, config.training), device=device,
+            )  # fmt: skip
+        loaded()
         whole = adapter.attach(model, config.adapter, config.model.name, config.training.seed)
         checkpointing.apply(model, config.memory, device.type)
-        measured.weight_bytes = _weight_bytes(whole)
-        measured.trained_bytes = sum(p.nbytes for p in whole.parameters() if p.requires_grad)
-        _mark(_BUILT)
+        built()
         training.train(
-            config,
-            whole,
-            tokenizer,
-            data,
-            run,
-            monitor,
-            _Silent(),
-            device=device,
-            signals=Signals(),
+            config, whole, tokenizer, data, run, monitor, _Silent(), device=device, signals=Signals(),
             made_with={"base": None},
-        )
-        _mark(_BETWEEN)
-        measured.resident_bytes = _status("VmHWM") - resident_before
-        steps = [line for line in run.metrics() if "loss" in line]
-    micro_batches = config.training.batch_size // config.training.micro_batch
-    expected = micro_batches * sum(length for length, _ in rows)
-    assert [line["tokens"] for line in steps] == [expected] * STEPS, "a micro-batch was not the one meant"
-    measured.losses = [line["loss"] for line in steps]
+        )  # fmt: skip
+        return [line for line in run.metrics() if "loss" in line], implementation
 
 
 def _data(config: Config, vocabulary: int, rows: Sequence[Row]) -> Prepared:
@@ -235,6 +225,9 @@ class _Marks(Monitor):
 
     def enter(self, phase: str) -> None:
         super().enter(phase)
+        if phase == "load":
+            Path("/proc/self/clear_refs").write_text("5")  # VmHWM back to VmRSS (proc(5))
+            self.resident_before = _status("VmRSS")
         _mark(phase)
 
     def leave(self) -> dict[str, int]:
@@ -269,39 +262,12 @@ def _mark(phase: str) -> None:
         pass
 
 
-def _weight_bytes(model: Any) -> int:
-    """Bytes of all weights, buffers and quantization constants, each storage counted once."""
-    found: dict[int, int] = {}
-    seen: set[int] = set()
-
-    def add(value: Any) -> None:
-        if value is None or id(value) in seen:
-            return
-        seen.add(id(value))
-        if isinstance(value, torch.Tensor):
-            storage = value.untyped_storage()
-            found[storage.data_ptr()] = storage.nbytes()
-            for name in ("quant_state", "SCB", "CB"):
-                add(getattr(value, name, None))
-        elif hasattr(value, "absmax"):
-            for part in (value.absmax, value.code, value.offset, value.state2):
-                add(part)
-
-    for tensor in itertools.chain(model.parameters(), model.buffers()):
-        add(tensor)
-    return sum(found.values())
-
-
 def _status(name: str) -> int:
     """One size of this process in bytes, such as VmRSS."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(name + ":"):
             return int(line.split()[1]) * 1024
     raise AssertionError(f"{name} stands in every Linux process's status")
-
-
-def _write_peak_reset() -> None:
-    Path("/proc/self/clear_refs").write_text("5")  # VmHWM back to VmRSS (proc(5))
 
 
 # -- the events --------------------------------------------------------------------------------------------------------
@@ -329,18 +295,16 @@ def _events(profiler: Any) -> Iterator[Event]:
         yield Event(allocation.alloc_size, operator, phase)
 
 
-def _read(events: Sequence[Event], measured: Measured) -> None:
+def _read(events: Iterable[Event], measured: Measured) -> None:
     """Peaks of the running sum, by phase and from the finished model on."""
     live, built = 0, False
     for event in events:
         live += event.size_bytes
-        if event.phase == _BUILT and not built:
-            built, measured.built_bytes = True, live
+        built |= event.phase == _BUILT
         phase = _BETWEEN if event.phase == _BUILT else event.phase
         measured.phases[phase] = max(measured.phases.get(phase, 0), live)
         if built and live > measured.peak_allocated_bytes:
             measured.peak_allocated_bytes, measured.peak_place = live, f"{phase}: {event.operator}"
-    measured.events = len(events)
 
 
 # -- the command -------------------------------------------------------------------------------------------------------
@@ -351,22 +315,14 @@ def main() -> None:
     libraries.before_import()
     setting = json.loads(options.setting)
     rows = [(length, trained) for length, trained in setting["rows"]]
-    arguments = (config_of(setting["config"]), architecture_of(setting["architecture"]), rows)
-    padded = setting.get("padded", True)
-    if options.resident:
-        result: dict[str, Any] = {"resident_bytes": measure_resident(*arguments, padded=padded)}
-    else:
-        events: list[Event] | None = [] if options.events else None
-        result = asdict(measure(*arguments, padded=padded, events=events))
-        if options.events:
-            options.events.write_text(json.dumps(events))
-    print(json.dumps(result))
+    ask = measure_resident if options.resident else measure
+    config, architecture = config_of(setting["config"]), architecture_of(setting["architecture"])
+    print(json.dumps(asdict(ask(config, architecture, rows, padded=setting.get("padded", True)))))
 
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("setting", help="JSON with architecture, config, rows and padded (see forecast_cpu.py)")
-    parser.add_argument("--events", type=Path, help="write all allocations and frees: [bytes, operator, phase]")
     parser.add_argument("--resident", action="store_true", help="measure the resident peak instead, unprofiled")
     return parser.parse_args()
 

@@ -137,7 +137,7 @@ class _Bench:
         shutil.rmtree(cache, ignore_errors=True)
         done = harness.succeeded(
             harness.python(
-                Path("benchmarks") / script,
+                Path("benchmarks") / "scripts" / script,
                 *arguments,
                 threads=self.threads,
                 extra={"HF_DATASETS_CACHE": str(cache), **self.allocator},

@@ -110,7 +110,7 @@ class _Bench:
         cache = self.scratch / "cache"
         if not again:
             shutil.rmtree(cache, ignore_errors=True)
-        command = ["env", "-u", "TOKENIZERS_PARALLELISM", sys.executable, Path("benchmarks") / script]
+        command = ["env", "-u", "TOKENIZERS_PARALLELISM", sys.executable, Path("benchmarks") / "scripts" / script]
         given = ["--model", MODEL, "--data", file, "--max-length", str(MAX_LENGTH)]
         done = harness.run([*command, *given], threads=self.threads, extra={"HF_DATASETS_CACHE": str(cache)})
         return json.loads(harness.succeeded(done).output.splitlines()[-1])

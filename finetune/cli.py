@@ -255,7 +255,7 @@ def doctor(
         if as_json:
             _print_json(found.as_dict())
         else:
-            Terminal().examined((one.about, one.status, one.what, one.remedy) for one in found.findings)
+            Terminal().examined(found.findings)
         sys.exit(found.exit_code)
 
     _run(work, debug)

@@ -48,7 +48,7 @@ def job(tmp_path: Path, rows_file: Path) -> list[str]:
 def test_train_prints_losses_peaks_and_answers(call, job: list[str], tmp_path: Path) -> None:
     code, out, _ = call("train", *job)
     assert code == 0
-    for expected in ("held-out loss base", "peak memory", "backward", "before", "after", str(tmp_path / "run")):
+    for expected in ("eval loss of the base", "peak memory", "backward", "before", "after", str(tmp_path / "run")):
         assert expected in out
     assert RunDirectory(tmp_path / "run").finished
 
@@ -141,7 +141,7 @@ def test_data_shows_counts_and_rows_writes_a_page_and_no_run(call, job: list[str
     page = tmp_path / "look.html"
     code, out, err = call("data", *job, "--html", page)
     assert (code, err) == (0, "")
-    for expected in ("rows teach", "held out", "grouped by length", "configured", "fingerprint", "<|im_end|>⟧↵"):
+    for expected in ("rows teach", "evaluation", "grouped by length", "configured", "fingerprint", "<|im_end|>⟧↵"):
         assert expected in out
     assert page.read_text(encoding="utf-8").startswith("<!doctype html>")
     assert not (tmp_path / "run").exists()

@@ -96,6 +96,23 @@ def test_a_folder_for_runs_that_cannot_be_written_is_an_error(tmp_path: Path, mo
     assert (runs.status, runs.remedy) == ("error", "set `output.dir` to a folder of your own")
 
 
+@pytest.mark.parametrize(
+    ("said", "told"),
+    [
+        ("NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.104.05  Sat Aug 19\nGCC version: 12.3.0\n", "535.104.05"),
+        ("NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  550.54.14  Release Build\n", "550.54.14"),
+        (None, ""),
+    ],
+)
+def test_the_driver_is_told_where_the_system_says_it(
+    said: str | None, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(machine, "_DRIVER", tmp_path / "version")
+    if said:
+        machine._DRIVER.write_text(said)
+    assert machine._driver() == (f", driver {told}" if told else "")
+
+
 def test_no_token_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     import huggingface_hub.constants
 

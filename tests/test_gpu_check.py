@@ -58,29 +58,29 @@ def offline_wheels(benchmark: Any) -> ModuleType:
     return benchmark("offline_wheels")
 
 
-# -- gpu_check ---------------------------------------------------------------------------------------------------------
-
-
-def test_without_a_cuda_device_gpu_check_says_so_and_exits_4(tmp_path: Path) -> None:
+@pytest.mark.parametrize("script", ["gpu_check", "forecast_gpu"])
+def test_without_a_cuda_device_it_says_so_and_exits_4(script: str, tmp_path: Path) -> None:
     output = tmp_path / "result.json"
     done = subprocess.run(
-        [sys.executable, "benchmarks/gpu_check.py", "--output", str(output)],
-        cwd=ROOT,
-        env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+        [sys.executable, f"benchmarks/{script}.py", "--output", str(output)],
+        cwd=ROOT, env={**os.environ, "CUDA_VISIBLE_DEVICES": ""}, capture_output=True, text=True, check=False,
+    )  # fmt: skip
     assert done.returncode == 4
-    assert done.stderr == "gpu-check: this machine has no CUDA device that torch can use; nothing was run\n"
+    assert (
+        done.stderr
+        == f"{script.replace('_', '-')}: this machine has no CUDA device that torch can use; nothing was run\n"
+    )
     assert not output.exists()
+
+
+# -- gpu_check ---------------------------------------------------------------------------------------------------------
 
 
 def test_every_test_marked_gpu_is_where_gpu_check_looks() -> None:
     marked = [path for path in (ROOT / "tests").rglob("*.py") if re.search(r"pytest\.mark\.gpu\b", path.read_text())]
     elsewhere = [path for path in marked if ROOT / "tests" / "gpu" not in path.parents and path != Path(__file__)]
     assert not elsewhere
-    assert len(marked) - (Path(__file__) in marked) == 5
+    assert set(marked) - {Path(__file__)}, "the search finds none"
 
 
 def test_every_gpu_test_is_in_one_slice(gpu_slices: ModuleType) -> None:
@@ -404,52 +404,51 @@ def test_results_keep_no_absolute_path(benchmark: Any) -> None:
 # -- forecast_gpu ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.skipif(
-    not RECORDINGS,
-    reason="benchmarks/results/recordings/ is empty: no GPU's allocator was recorded yet (`make gpu-check` does it)",
-)
-@pytest.mark.parametrize("file", RECORDINGS or [None], ids=lambda file: file.name if file else "none")
-def test_the_allocator_does_on_paper_what_a_gpu_did(file: Path) -> None:
-    recording = Recording.from_json(gzip.decompress(file.read_bytes()).decode())
-    found = replay(recording)
+@pytest.mark.parametrize("file", [None, *RECORDINGS], ids=lambda file: file.name if file else "written here")
+def test_the_allocator_does_on_paper_what_a_gpu_did(
+    forecast_gpu: ModuleType, file: Path | None, tmp_path: Path
+) -> None:
+    """Over what `make gpu-check` recorded, once a card has; and over a history of one allocation of two pages."""
+    if file is None:
+        history = [
+            {"action": "segment_map", "addr": 4096, "size": 40 * 2**20, "stream": 0},
+            {"action": "alloc", "addr": 4096, "size": 30 * 2**20, "stream": 0},
+        ]
+        written = forecast_gpu.record(forecast_gpu.SETTINGS[0], history, 30 * 2**20, tmp_path)
+        assert written["reserved_error"] == 0
+        file = tmp_path / written["file"]
+        assert Recording.from_json(gzip.decompress(file.read_bytes()).decode()).events == (30 * 2**20,)
+    assert file.stat().st_size < forecast_gpu.RECORDING_BYTES
+    found = replay(Recording.from_json(gzip.decompress(file.read_bytes()).decode()))
     assert found.modelled.reserved_bytes == pytest.approx(found.recorded.reserved_bytes, rel=0.03)
-    if found.recorded.allocated_bytes is not None:
-        assert found.modelled.allocated_bytes == pytest.approx(found.recorded.allocated_bytes, rel=0.01)
+    assert found.modelled.allocated_bytes == pytest.approx(found.recorded.allocated_bytes, rel=0.01)
 
 
-def test_a_recording_in_the_repository_is_small(forecast_gpu: ModuleType) -> None:
-    assert all(file.stat().st_size < forecast_gpu.RECORDING_BYTES for file in RECORDINGS)
+def test_a_recording_too_large_for_a_repository_is_left_out(
+    forecast_gpu: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(forecast_gpu, "RECORDING_BYTES", 10)
+    history = [{"action": name, "addr": 4096, "size": 2**21, "stream": 0} for name in ("segment_map", "alloc")]
+    assert "left_out" in forecast_gpu.record(forecast_gpu.SETTINGS[0], history, 2**21, tmp_path)
+    assert not list(tmp_path.iterdir())
 
 
-def test_the_matrix_is_wide_enough(forecast_gpu: ModuleType) -> None:
+def test_the_matrix_has_each_lever_and_no_name_twice(forecast_gpu: ModuleType) -> None:
     settings = forecast_gpu.SETTINGS
-    names = [setting.name for setting in settings]
-    assert len(set(names)) == len(names) >= 22
-    assert len({setting.file_name for setting in settings}) == len(names)
-    assert sum(setting.architecture == "meta-llama/Llama-2-7b-hf" for setting in settings) <= 4
-    assert 1 <= sum(setting.recorded for setting in settings) <= 8
-    assert sum(not setting.expandable for setting in settings) == 1
-
-    def values(key: str, otherwise: Any) -> set[Any]:
-        return {setting.config.get(key, otherwise) for setting in settings}
-
-    assert values("quantization.kind", "nf4") == {"nf4", "fp4", "int8", "none"}
-    assert {"all", "none", "every-2", 4} <= values("memory.checkpointing", "all")
-    assert {"paged_adamw_8bit", "paged_adamw_32bit", "adamw_8bit", "adamw_torch_fused"} <= values(
-        "optimizer.kind", "paged_adamw_8bit"
-    )
-    for key, other in (
-        ("quantization.double", False),
-        ("adapter.kind", "none"),
-        ("memory.offload", "checkpoints"),
-        ("memory.loss_tokens", 512),
-        ("model.attention", "eager"),
-        ("data.eval", "rows"),
+    assert len({setting.file_name for setting in settings}) == len({setting.name for setting in settings})
+    assert len(settings) == len({setting.name for setting in settings}) >= forecast_gpu.ENOUGH
+    configs = [setting.resolved() for setting in settings]
+    for section, key, values in (
+        ("quantization", "kind", {"nf4", "fp4", "int8", "none"}),
+        ("quantization", "double", {True, False}),
+        ("adapter", "kind", {"lora", "none"}),
+        ("memory", "checkpointing", {"all", "none", "every-2", 4}),
+        ("memory", "offload", {"none", "checkpoints"}),
+        ("optimizer", "kind", {"paged_adamw_8bit", "paged_adamw_32bit", "adamw_8bit", "adamw_torch_fused"}),
+        ("model", "attention", {"auto", "eager"}),
+        ("training", "micro_batch", {1, 2, 4, 8}),
     ):
-        assert other in values(key, None), key
-    assert {setting.length for setting in settings} >= {512, 1024, 2048, 4096}
-    assert {setting.micro_batch for setting in settings} >= {1, 2, 4, 8}
-    assert {setting.accumulation for setting in settings} == {1, 2}
+        assert {getattr(getattr(config, section), key) for config in configs} >= values, key
 
 
 def test_the_matrix_is_shared_out_among_slices_that_end_in_time(
@@ -661,18 +660,6 @@ def test_the_driver_is_read_where_there_is_one(forecast_gpu: ModuleType, text: s
     assert forecast_gpu.read_smi(text) == expected
 
 
-def test_a_history_is_written_replayed_and_read_back(forecast_gpu: ModuleType, tmp_path: Path) -> None:
-    setting = forecast_gpu.SETTINGS[0]
-    history = [
-        {"action": "segment_map", "addr": 4096, "size": 40 * 2**20, "stream": 0},  # two pages
-        {"action": "alloc", "addr": 4096, "size": 30 * 2**20, "stream": 0},
-    ]
-    found = forecast_gpu.record(setting, history, 30 * 2**20, tmp_path)
-    assert found["reserved_error"] == 0
-    recording = Recording.from_json(gzip.decompress((tmp_path / found["file"]).read_bytes()).decode())
-    assert recording.events == (30 * 2**20,)
-
-
 def test_a_history_that_cannot_be_followed_is_said(forecast_gpu: ModuleType, tmp_path: Path) -> None:
     history = [{"action": "free_completed", "addr": 4096, "size": 512, "stream": 0}]
     found = forecast_gpu.record(forecast_gpu.SETTINGS[0], history, 512, tmp_path)
@@ -715,18 +702,22 @@ def test_what_is_done_on_a_card_around_the_training(
     forecast_gpu: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The lines that only a card runs, with the training and torch.cuda replaced."""
+    import measured_step
+
     size = 30 * 2**20
     history = [{"action": name, "addr": 4096, "size": size, "stream": 0} for name in ("segment_map", "alloc")]
     cuda = FakeCuda(monkeypatch, history)
-    meter = forecast_gpu.LastingMeter(None)
+    meter = SimpleNamespace(reset=lambda: None, read=dict)
     meter.peak = {"allocated_bytes": size, "reserved_bytes": 2 * size, "device_bytes": 3 * size}
     step = {"loss": 10.0, "tokens": 4 * 512 - 128, "tokens_per_second": 960.0}
 
-    def train(*arguments: Any) -> Any:
+    def train(config: Any, architecture: Any, data: Any, device: Any, monitor: Any) -> Any:
         cuda.allocated = size
-        return meter, {"forward": dict(meter.peak)}, [step, step], "flash_attention_3"
+        monitor.run["forward"] = dict(meter.peak)
+        return [step, step], "flash_attention_3"
 
-    monkeypatch.setattr(forecast_gpu, "train", train)
+    monkeypatch.setattr(forecast_gpu, "LastingMeter", lambda _: meter)
+    monkeypatch.setattr(measured_step, "train", train)
     found = forecast_gpu.measure(
         forecast_gpu.SETTINGS[0], SimpleNamespace(type="cuda", index=0), tmp_path, idle_bytes=2**20
     )
@@ -766,21 +757,6 @@ def test_the_products_behind_the_workspaces_run(forecast_gpu: ModuleType, monkey
 
     FakeCuda(monkeypatch, [])
     assert forecast_gpu._workspaces(torch.device("cpu")) == (0, 0)
-
-
-def test_without_a_cuda_device_forecast_gpu_says_so_and_exits_4(tmp_path: Path) -> None:
-    output = tmp_path / "result.json"
-    done = subprocess.run(
-        [sys.executable, "benchmarks/forecast_gpu.py", "--output", str(output)],
-        cwd=ROOT,
-        env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 4
-    assert done.stderr == "forecast-gpu: this machine has no CUDA device that torch can use; nothing was run\n"
-    assert not output.exists()
 
 
 def forecast_slice(gpu_slices: ModuleType, tmp_path: Path) -> dict[str, Any]:

@@ -1,16 +1,15 @@
-"""What was looked at, how it is, and the exit code that it stands for."""
+"""What was looked at, how it is, and the exit code that follows."""
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
 
 Status = Literal["ok", "warning", "error"]
 
 
-@dataclass(frozen=True)
-class Finding:
-    """One thing looked at: how it is, and what to do where it is not well."""
+class Finding(NamedTuple):
+    """One thing looked at: its state, and what to do where something is wrong."""
 
     about: str
     status: Status
@@ -20,7 +19,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Examination:
-    """All findings, and the exit code that they stand for: 0, or that of the error with which a job would end."""
+    """All findings. The exit code is 0, or where one is an error `fails_with`, with which a job would end."""
 
     findings: list[Finding]
     fails_with: int
@@ -31,4 +30,4 @@ class Examination:
 
     def as_dict(self) -> dict[str, Any]:
         """The findings as JSON values."""
-        return {"sound": self.exit_code == 0, "findings": [asdict(found) for found in self.findings]}
+        return {"sound": self.exit_code == 0, "findings": [found._asdict() for found in self.findings]}

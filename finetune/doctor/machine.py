@@ -1,4 +1,4 @@
-"""What a job would find on this machine. Nothing is connected to, and nothing changed but Triton's cache of kernels."""
+"""What a job would find on this machine. No connection is made, and nothing is written but Triton's kernel cache."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import importlib.metadata
 import locale
 import os
 import platform
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,9 +27,12 @@ from finetune.training import optimizers
 # A 7B model in 16 bit has 13 GiB, and merging writes it once more.
 _LITTLE_DISK = 16 * 2**30
 
+# The driver's own word: torch has no public function for its version, and NVML's package is not a dependency.
+_DRIVER = Path("/proc/driver/nvidia/version")
+
 
 def examine() -> Examination:
-    """What a job would find here: versions, devices, memory, disks, and what would be used of what there is."""
+    """What a job would find here: versions, devices, memory, disks, and what it would choose of them."""
     libraries.quiet()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     return Examination(
@@ -77,8 +81,7 @@ def _versions() -> Iterator[Finding]:
 
 
 def _cards() -> Iterator[Finding]:
-    driver = torch._C._cuda_getDriverVersion()
-    yield Finding("CUDA", "ok", f"torch is built for {torch.version.cuda}, the driver takes up to {_cuda(driver)}")
+    yield Finding("CUDA", "ok", f"torch is built for {torch.version.cuda}{_driver()}")
     for index in range(torch.cuda.device_count()):
         properties = torch.cuda.get_device_properties(index)
         with torch.cuda.device(index):
@@ -89,32 +92,26 @@ def _cards() -> Iterator[Finding]:
             f"{properties.major}.{properties.minor}, {'bf16' if bf16 else 'no bf16: set `training.precision: fp16`'}"
         )
         crowded = free < total / 2
-        yield Finding(
-            f"GPU {index}",
-            "warning" if crowded or not bf16 else "ok",
-            told,
-            "other processes hold more than half of it: stop them, or set `memory.budget`" if crowded else "",
-        )
+        remedy = "other processes hold more than half of it: stop them, or set `memory.budget`" if crowded else ""
+        yield Finding(f"GPU {index}", "warning" if crowded or not bf16 else "ok", told, remedy)
 
 
-def _cuda(version: int) -> str:
-    return f"{version // 1000}.{version % 1000 // 10}"
+def _driver() -> str:
+    """The driver's version, where the file is there (WSL has none)."""
+    found = re.search(r"Kernel Module.*?(\d+(?:\.\d+)+)", _DRIVER.read_text()) if _DRIVER.is_file() else None
+    return f", driver {found[1]}" if found else ""
 
 
 def _no_card() -> Iterator[Finding]:
-    if not any(Path(place).exists() for place in ("/dev/nvidia0", "/proc/driver/nvidia/version")):
+    cuda = torch.version.cuda
+    if not any(Path(place).exists() for place in ("/dev/nvidia0", _DRIVER)):
         yield Finding("GPU", "warning", "none: jobs run on the CPU", "enough for small models; use a machine with one")
-    elif torch.version.cuda is None:
-        yield Finding(
-            "GPU", "error", "there is one, and this torch has no CUDA", "install torch with CUDA (pytorch.org)"
-        )
+    elif cuda is None:
+        told = "there is one, and this torch has no CUDA"
+        yield Finding("GPU", "error", told, "install torch with CUDA (pytorch.org)")
     else:
-        yield Finding(
-            "GPU",
-            "error",
-            f"there is one, and torch for CUDA {torch.version.cuda} cannot use it",
-            "update the driver, or give this container or job the device (nvidia-smi, CUDA_VISIBLE_DEVICES)",
-        )
+        remedy = "update the driver, or give this container or job the device (nvidia-smi, CUDA_VISIBLE_DEVICES)"
+        yield Finding("GPU", "error", f"there is one, and torch for CUDA {cuda} cannot use it", remedy)
 
 
 def _host_memory() -> Finding:
@@ -161,31 +158,27 @@ def _optimizer(device: str) -> Finding:
 
 def _bitsandbytes(device: str) -> Finding:
     """Whether its compiled part is here: without it there is no quantized base and no 8-bit optimizer."""
+    about, built = "bitsandbytes library", f"install a bitsandbytes that is built for CUDA {torch.version.cuda}"
     try:
         from bitsandbytes.cextension import lib
     except Exception as error:  # of whatever kind a broken installation raises
-        return Finding("bitsandbytes library", "error", f"cannot be imported: {error}", "install bitsandbytes again")
-    compiled = type(lib).__name__
-    if compiled == "ErrorHandlerMockBNBNativeLibrary":
-        remedy = f"install a bitsandbytes that is built for CUDA {torch.version.cuda}, or set BNB_CUDA_VERSION"
-        return Finding("bitsandbytes library", "error", "no compiled library for this machine", remedy)
+        return Finding(about, "error", f"cannot be imported: {error}", "install bitsandbytes again")
+    if type(lib).__name__ == "ErrorHandlerMockBNBNativeLibrary":
+        return Finding(about, "error", "no compiled library for this machine", f"{built}, or set BNB_CUDA_VERSION")
     if device == "cuda" and not lib.compiled_with_cuda:
-        remedy = f"install a bitsandbytes that is built for CUDA {torch.version.cuda}"
-        return Finding("bitsandbytes library", "error", "here for the CPU only, and there is a GPU", remedy)
-    return Finding("bitsandbytes library", "ok", f"here, for {'CUDA' if lib.compiled_with_cuda else 'the CPU'}")
+        return Finding(about, "error", "here for the CPU only, and there is a GPU", built)
+    return Finding(about, "ok", f"here, for {'CUDA' if lib.compiled_with_cuda else 'the CPU'}")
 
 
 def _triton() -> Finding:
     """Whether its kernels can be built: a C compiler and Python's headers are no part of its package."""
-    obstacle = libraries.triton_obstacle()
-    if obstacle is None:
+    if (obstacle := libraries.triton_obstacle()) is None:
         return Finding("Triton", "ok", "builds kernels and runs them")
-    return Finding(
-        "Triton",
-        "warning",
-        f"cannot run its kernels ({obstacle}): the loss takes more time and memory",
-        "install Triton, a C compiler and Python's headers (Debian, Ubuntu: apt install gcc python3-dev), or set CC",
+    told = f"cannot run its kernels ({obstacle}): the loss takes more time and memory"
+    remedy = (
+        "install Triton, a C compiler and Python's headers (Debian, Ubuntu: apt install gcc python3-dev), or set CC"
     )
+    return Finding("Triton", "warning", told, remedy)
 
 
 def _hub() -> Finding:

@@ -1,4 +1,4 @@
-"""What a run directory holds, and whether it can be relied on. Looks and tells; nothing is changed or repaired."""
+"""What a run directory holds, and whether it can be relied on. Reads only: nothing is changed or repaired."""
 
 from __future__ import annotations
 
@@ -26,29 +26,32 @@ from finetune.training.state import MODEL_FILE, problems_of
 
 
 def examine(path: Path) -> Examination:
-    """Whether what a run directory holds can be relied on. Raises ArtifactError for what is no run directory."""
+    """Whether what a run directory holds can be relied on. Raises ArtifactError where it is not a run directory."""
     libraries.quiet()
     run = RunDirectory(path)
     if not run.config_file.is_file() and not run.events_file.is_file():
         RunDirectory.open(path)  # says so
-    findings = list(_run_findings(run))
-    return Examination(findings, ArtifactError.exit_code)
+    return Examination(list(_run_findings(run)), ArtifactError.exit_code)
 
 
 def _run_findings(run: RunDirectory) -> Iterator[Finding]:
-    yield from _layout(run)
+    try:
+        run.check_layout()
+    except ArtifactError as error:
+        yield Finding("layout", "error", str(error), "until then no command reads this run")
     config, foreign = None, False
     try:
         with records.open_file(run.config_file):
             config = load(run.config_file, choices=CHOICES)
     except (ArtifactError, ConfigError) as error:
-        yield Finding(
-            "config.yaml", "error", str(error), "mend the line, or copy the config that the run was started with"
-        )
+        yield Finding("config.yaml", "error", str(error), "mend the line, or copy the config that the run started with")
     else:
-        yield Finding("config.yaml", "ok", f"{config.model.name}, {config.adapter.kind}")
-        if foreign := config.model.trust_remote_code:
-            yield _foreign_code(config)
+        model = config.model
+        yield Finding("config.yaml", "ok", f"{model.name}, {config.adapter.kind}")
+        if foreign := model.trust_remote_code:
+            told = f"Python code shipped with `{model.name}` at revision {model.revision}, which was not run"
+            remedy = "read it before you give generate, eval or merge --trust-remote-code"
+            yield Finding("foreign code", "warning", told, remedy)
             config = config.changed({"model.trust_remote_code": False})  # nothing runs here
     yield from _lines(run)
     yield from _records(run)
@@ -64,32 +67,14 @@ def _run_findings(run: RunDirectory) -> Iterator[Finding]:
     yield from _leftovers(run)
 
 
-def _foreign_code(config: Config) -> Finding:
-    told = f"Python code shipped with `{config.model.name}` at revision {config.model.revision}, which was not run"
-    return Finding(
-        "foreign code", "warning", told, "read it before you give generate, eval or merge --trust-remote-code"
-    )
-
-
-def _layout(run: RunDirectory) -> Iterator[Finding]:
-    try:
-        run.check_layout()
-    except ArtifactError as error:
-        yield Finding("layout", "error", str(error), "until then no command reads this run")
-
-
 def _lines(run: RunDirectory) -> Iterator[Finding]:
-    """The files of JSON lines: how many of them are as they were written, and what is left out."""
-    for file, shape in (
-        (run.events_file, records.EVENT),
-        (run.metrics_file, records.METRIC),
-        (run.data_file, records.AFFECTED),
-    ):
+    """The files of JSON lines: how many are intact, and which are left out."""
+    shapes = {run.events_file: records.EVENT, run.metrics_file: records.METRIC, run.data_file: records.AFFECTED}
+    for file, shape in shapes.items():
         if not records.exists(file):
             if file == run.events_file:
-                yield Finding(
-                    file.name, "error", "missing: whether the run has finished cannot be told", "start it again"
-                )
+                told = "missing: whether the run has finished cannot be told"
+                yield Finding(file.name, "error", told, "start it again")
             continue
         try:
             found = records.read_lines(file, shape)
@@ -99,9 +84,8 @@ def _lines(run: RunDirectory) -> Iterator[Finding]:
         if found.wrong:
             (number, why), *more = found.wrong.items()
             told = f"line {number} is left out, not as this program writes it: {why}"
-            yield Finding(
-                file.name, "error", told + (f"; and {len(more)} more" if more else ""), "remove the damaged lines"
-            )
+            told += f"; and {len(more)} more" if more else ""
+            yield Finding(file.name, "error", told, "remove the damaged lines")
         elif found.torn:
             told = f"{len(found.rows)} lines, and a last one that was cut off when the process ended; it is left out"
             yield Finding(file.name, "warning", told)
@@ -125,18 +109,16 @@ def _records(run: RunDirectory) -> Iterator[Finding]:
 
 
 def _lock(run: RunDirectory) -> Finding:
-    file = run.lock_file
-    if not file.is_file():
-        return Finding("lock", "ok", "no process trains here")
-    with records.open_file(file) as opened:
-        try:
-            fcntl.flock(opened, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            process = opened.read(20).decode(errors="replace").strip()
-            told = f"process {process} trains here now, so what it writes may look unfinished"
-            return Finding("lock", "warning", told, "look again when it has ended")
-        except OSError:
-            return Finding("lock", "warning", "this file system has no locks", "start one process at a time")
+    if run.lock_file.is_file():
+        with records.open_file(run.lock_file) as opened:
+            try:
+                fcntl.flock(opened, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError:
+                process = opened.read(20).decode(errors="replace").strip()
+                told = f"process {process} trains here now, so what it writes may look unfinished"
+                return Finding("lock", "warning", told, "look again when it has ended")
+            except OSError:
+                return Finding("lock", "warning", "this file system has no locks", "start one process at a time")
     return Finding("lock", "ok", "no process trains here")
 
 
@@ -161,16 +143,15 @@ def _checkpoints(run: RunDirectory) -> Iterator[Finding]:
     elif sound:
         yield Finding("state", "ok", f"not finished; `finetune train` goes on from step {checkpoint_step(sound[-1])}")
     elif problems or run.saved_steps:
-        yield Finding(
-            "state", "error", "not finished, and no checkpoint is whole, so that `finetune train` refuses to go on",
-            "put one back from a copy, or start anew with --fresh (this run is moved aside)",
-        )  # fmt: skip
+        told = "not finished, and no checkpoint is whole, so that `finetune train` refuses to go on"
+        remedy = "put one back from a copy, or start anew with --fresh (this run is moved aside)"
+        yield Finding("state", "error", told, remedy)
     else:
         yield Finding("state", "ok", "not finished, and no checkpoint yet; `finetune train` begins anew")
 
 
 def _adapter(run: RunDirectory, config: Config | None) -> Iterator[Finding]:
-    """What can be told of an adapter without its base's weights, and where that is not at hand, without its names."""
+    """What can be checked of an adapter without the base's weights; where that is missing, without its names too."""
     section = config.adapter if config and config.adapter.kind == "lora" else None
     base = None
     if config and section:
@@ -201,19 +182,16 @@ def _folder(folder: Path, check: Callable[[Path], None], remedy: str) -> Iterato
     except FinetuneError as error:  # of whatever kind: the other findings are told all the same
         wrong.append(str(error))
     for file in sorted(folder.glob("*" + weight_files.SUFFIX)):
-        wrong += _problems_of_weights(file)
+        try:
+            weight_files.check(file)
+        except ArtifactError as error:
+            wrong.append(str(error))
+        else:
+            wrong += [f"{file}: `{name}` has values that are not finite" for name in weight_files.not_finite(file)]
     for problem in dict.fromkeys(wrong):  # both look at the headers
         yield Finding(folder.name, "error", problem, remedy)
     if not wrong:
         yield Finding(folder.name, "ok", "whole, weights finite")
-
-
-def _problems_of_weights(file: Path) -> list[str]:
-    try:
-        weight_files.check(file)
-    except ArtifactError as error:
-        return [str(error)]
-    return [f"{file}: `{name}` has values that are not finite" for name in weight_files.not_finite(file)]
 
 
 def _check_model(folder: Path) -> None:

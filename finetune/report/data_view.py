@@ -1,6 +1,6 @@
 """The data as people look at it before training: on a terminal or in a log, as a page, and in a notebook.
 
-The first line is the answer. What cannot be seen in a row's text, such as a tab, an escape or a zero-width blank, is
+The first line is the answer. A character of a row that has no glyph, such as a tab, an escape or a zero-width space, is
 spelt out: it is a token all the same, and often the fault that one is looking for.
 """
 
@@ -14,67 +14,44 @@ from rich.text import Text
 
 from finetune.data.inspection import Batching, Inspection, Piece, Sample
 from finetune.data.prepare import Counts
-from finetune.report import markup, printing, words
+from finetune.report import pages, printing, words
 
 # Pieces of an unbroken run that a terminal shows at each of its ends; a page shows all.
 _SHOWN_PIECES = 40
 _TRAINED, _CONTEXT = "green", "dim"
-_ROWS = "the first rows as the model sees them"
 
 
 def show(found: Inspection, console: Console) -> None:
     """Print what the data teaches, its lengths, its batches, and some rows token by token."""
     printing.say(console, headline(found), style="bold green")
     printing.facts(console, _facts(found))
-    printing.table(console, _split_head(found), _split_rows(found))
-    printing.say(console, "")
-    printing.table(console, _SOURCE_HEAD, _source_rows(found))
-    printing.say(console, "")
+    printing.table(console, *_splits_table(found))
+    printing.say(console)
+    printing.table(console, *_sources_table(found))
+    printing.say(console)
     printing.say(console, "training rows by length in tokens", style="bold")
-    printing.bars(console, _length_rows(found))
-    printing.say(console, "")
-    printing.table(console, _BATCHING_HEAD, _batching_rows(found), texts=("micro-batch", ""))
+    printing.bars(console, _lengths(found))
+    printing.say(console)
+    printing.table(console, *_batchings_table(found), texts=("micro-batch", ""))
     coloured = console.color_system is not None and not console.no_color
     marks = ("", "") if coloured else ("⟦", "⟧") if printing.knows_unicode(console) else ("[[", "]]")
     legend = "trained tokens in green" if coloured else f"trained tokens in {marks[0]} {marks[1]}"
-    printing.say(console, "")
-    printing.say(console, f"{_ROWS}, {legend}", style="bold")
+    printing.say(console)
+    printing.say(console, f"the first rows as the model sees them, {legend}", style="bold")
     for sample in found.samples:
         printing.say(console, _caption(sample), style=_CONTEXT)
         for line in _row(sample, console, marks).split("\n"):
-            console.print(Text.assemble("    ", line), soft_wrap=not console.is_terminal, highlight=False)
+            printing.put(console, Text.assemble("    ", line), whole=True)
 
 
 def page(found: Inspection) -> str:
-    """A whole page that needs nothing but itself."""
-    return markup.document("A look at the data", html(found))
+    """The same as a self-contained HTML document."""
+    return pages.page("A look at the data", "data.html.j2", **_values(found))
 
 
 def html(found: Inspection) -> str:
-    """The markup of the page, which a notebook shows too."""
-    return "".join(
-        [
-            f"<p><strong>{markup.escape(headline(found))}</strong></p>",
-            markup.table((), list(_facts(found).items())),
-            markup.section(
-                "Rows and tokens",
-                markup.table(_split_head(found), _split_rows(found), numbers=True)
-                + markup.table(_SOURCE_HEAD, _source_rows(found), numbers=True),
-            ),
-            markup.section("Training rows by length in tokens", _histogram(found)),
-            markup.section("Batches of an epoch", markup.table(_BATCHING_HEAD, _batching_rows(found), numbers=True)),
-            markup.section(
-                f"{_ROWS.capitalize()}, <mark>trained tokens</mark> marked",
-                "".join(f"<h3>{markup.escape(_caption(sample))}</h3>{_tokens(sample)}" for sample in found.samples),
-            ),
-        ]
-    )
-
-
-# -- what there is to say ----------------------------------------------------------------------------------------------
-
-_SOURCE_HEAD = ("source", "rows", "tokens", "of all tokens")
-_BATCHING_HEAD = ("batching", "padding", "steps", "passes", "micro-batch", "")
+    """The same as HTML for a notebook."""
+    return pages.fragment("data.html.j2", **_values(found))
 
 
 def headline(found: Inspection) -> str:
@@ -84,6 +61,25 @@ def headline(found: Inspection) -> str:
         f"{words.count(counts.rows)} rows teach {words.count(counts.trained_tokens)} of {words.count(counts.tokens)} "
         f"tokens ({words.share(counts.supervised_share)})"
     )
+
+
+def _values(found: Inspection) -> dict[str, object]:
+    """What the template takes."""
+    return {
+        "headline": headline(found),
+        "facts": list(_facts(found).items()),
+        "splits": _splits_table(found),
+        "sources": _sources_table(found),
+        "lengths": _lengths(found),
+        "batchings": _batchings_table(found),
+        "samples": [
+            (_caption(sample), [(_spelt(piece, "↵"), piece.trained) for piece in sample.pieces])
+            for sample in found.samples
+        ],
+    }
+
+
+# -- facts and tables --------------------------------------------------------------------------------------------------
 
 
 def _facts(found: Inspection) -> dict[str, str]:
@@ -100,7 +96,7 @@ def _facts(found: Inspection) -> dict[str, str]:
         "largest batch": f"{words.batch(found.worst_batch)}; the longest row is {found.longest_place}",
     }
     if found.warning:
-        told["held out"] = found.warning
+        told["evaluation set"] = found.warning
     for name, counts in _splits(found).items():
         if counts.dropped:
             told[f"dropped, {name}"] = words.dropped(counts)
@@ -112,75 +108,64 @@ def _facts(found: Inspection) -> dict[str, str]:
 
 
 def _splits(found: Inspection) -> dict[str, Counts]:
-    return {"training": found.train} | ({"held out": found.eval} if found.eval else {})
+    return {"training": found.train} | ({"evaluation": found.eval} if found.eval else {})
 
 
-def _split_head(found: Inspection) -> tuple[str, ...]:
-    return ("", *_splits(found))
+def _splits_table(found: Inspection) -> printing.Cells:
+    splits = _splits(found)
+    numbers = {
+        "rows": "rows", "tokens": "tokens", "trained tokens": "trained_tokens", "share trained": "supervised_share",
+        "longest row": "longest", "truncated": "truncated", "split": "split", "duplicates": "duplicates",
+        "dropped": "dropped",
+    }  # fmt: skip
+    rows = []
+    for name, number in numbers.items():
+        written = words.share if number == "supervised_share" else words.count
+        rows.append((name, *(written(getattr(counts, number)) for counts in splits.values())))
+    return ("", *splits), rows
 
 
-def _split_rows(found: Inspection) -> list[tuple[str, ...]]:
-    splits = _splits(found).values()
-    return [
-        ("rows", *(words.count(counts.rows) for counts in splits)),
-        ("tokens", *(words.count(counts.tokens) for counts in splits)),
-        ("trained tokens", *(words.count(counts.trained_tokens) for counts in splits)),
-        ("share trained", *(words.share(counts.supervised_share) for counts in splits)),
-        ("longest row", *(words.count(counts.longest) for counts in splits)),
-        ("truncated", *(words.count(counts.truncated) for counts in splits)),
-        ("split", *(words.count(counts.split) for counts in splits)),
-        ("duplicates", *(words.count(counts.duplicates) for counts in splits)),
-        ("dropped", *(words.count(counts.dropped) for counts in splits)),
-    ]
-
-
-def _source_rows(found: Inspection) -> list[tuple[str, ...]]:
-    return [
+def _sources_table(found: Inspection) -> printing.Cells:
+    rows = [
         (source.name, words.count(source.rows), words.count(source.tokens),
          words.share(source.tokens / found.train.tokens))
         for source in found.sources
     ]  # fmt: skip
+    return ("source", "rows", "tokens", "of all tokens"), rows
 
 
-def _batching_rows(found: Inspection) -> list[tuple[str, ...]]:
-    return [
-        (
-            batching.name,
-            words.share(batching.padding_share),
-            words.count(batching.steps),
-            words.count(batching.micro_batches),
-            _size(batching),
-            "configured" if batching.configured else "",
-        )
+def _batchings_table(found: Inspection) -> printing.Cells:
+    def size(batching: Batching) -> str:
+        tokens = batching.changes.get("training.micro_batch_tokens")
+        return f"{words.count(tokens)} tokens" if tokens else "by rows"
+
+    rows = [
+        (batching.name, words.share(batching.padding_share), words.count(batching.steps),
+         words.count(batching.micro_batches), size(batching), "configured" if batching.configured else "")
         for batching in found.batchings
-    ]
+    ]  # fmt: skip
+    return ("batching", "padding", "steps", "passes", "micro-batch", ""), rows
 
 
-def _size(batching: Batching) -> str:
-    tokens = batching.changes.get("training.micro_batch_tokens")
-    return f"{words.count(tokens)} tokens" if tokens else "by rows"
-
-
-def _length_rows(found: Inspection) -> list[tuple[str, float, str, str]]:
+def _lengths(found: Inspection) -> list[tuple[str, float, str, str]]:
     """(lengths, part of the longest bar, rows, share of all rows) of each bin."""
-    longest = max(these.rows for these in found.lengths)
+    most = max(these.rows for these in found.lengths)
     return [
-        (
-            f"{words.count(these.first)} to {words.count(these.last)}",
-            these.rows / longest,
-            words.count(these.rows),
-            words.share(these.rows / found.train.rows),
-        )
+        (f"{words.count(these.first)} to {words.count(these.last)}", these.rows / most, words.count(these.rows),
+         words.share(these.rows / found.train.rows))
         for these in found.lengths
-    ]
+    ]  # fmt: skip
+
+
+# -- rows --------------------------------------------------------------------------------------------------------------
 
 
 def _caption(sample: Sample) -> str:
     return f"{sample.place}: {words.count(sample.tokens)} tokens, {words.count(sample.trained_tokens)} trained"
 
 
-def _visible(piece: Piece, line_break: str) -> str:
-    """The piece's text with all that cannot be seen spelt out; `line_break` stands before a line's end."""
+def _spelt(piece: Piece, line_break: str) -> str:
+    """The piece's text with all that has no glyph spelt out; `line_break` stands before the end of a line."""
     return "".join(
         f"{line_break}\n" if letter == "\n"
         else letter if letter.isprintable()
@@ -189,23 +174,21 @@ def _visible(piece: Piece, line_break: str) -> str:
     )  # fmt: skip
 
 
-# -- a row on a terminal -----------------------------------------------------------------------------------------------
-
-
 def _row(sample: Sample, console: Console, marks: tuple[str, str]) -> Text:
     """The row's text; each unbroken run of trained tokens stands between the marks."""
     line_break = "↵" if printing.knows_unicode(console) else "\\n"
     text = Text()
     for trained, run in groupby(sample.pieces, key=lambda piece: piece.trained):
-        told = "".join(_shortened([_visible(piece, line_break) for piece in run]))
+        told = "".join(_shortened([_spelt(piece, line_break) for piece in run]))
         opening, closing = marks if trained else ("", "")
-        text.append(printing.encodable(console, f"{opening}{told}{closing}"), style=_TRAINED if trained else _CONTEXT)
+        style = _TRAINED if trained else _CONTEXT
+        text.append_text(printing.plain(console, f"{opening}{told}{closing}", style, keep="\n"))
     text.rstrip()
     return text
 
 
 def _shortened(run: list[str]) -> Iterator[str]:
-    """Both ends of a run; its middle is what one can do without."""
+    """Both ends of a long run, and how much is left out between them."""
     left_out = len(run) - 2 * _SHOWN_PIECES
     if left_out <= 0:
         yield from run
@@ -213,30 +196,3 @@ def _shortened(run: list[str]) -> Iterator[str]:
     yield from run[:_SHOWN_PIECES]
     yield f" ... {words.count(left_out)} more ... "
     yield from run[-_SHOWN_PIECES:]
-
-
-# -- as markup ---------------------------------------------------------------------------------------------------------
-
-
-def _histogram(found: Inspection) -> str:
-    # The bars carry their style, because a notebook has not the page's.
-    lines = "".join(
-        f'<tr><th scope="row">{name}</th><td style="width: 16rem">'
-        f'<div style="width: {part:.1%}; height: 1rem; background: var(--bar, #0072b2)"></div></td>'
-        f"<td>{rows}</td><td>{share}</td></tr>"
-        for name, part, rows, share in _length_rows(found)
-    )
-    return f'<div class="wide"><table class="numbers"><tbody>{lines}</tbody></table></div>'
-
-
-def _tokens(sample: Sample) -> str:
-    """Each token in an element of its own, the trained ones marked."""
-    return (
-        '<pre class="tokens">'
-        + "".join(
-            f"<{tag}>{markup.escape(_visible(piece, '↵'))}</{tag}>"
-            for piece in sample.pieces
-            for tag in ("mark" if piece.trained else "span",)
-        )
-        + "</pre>"
-    )

@@ -1,4 +1,4 @@
-"""What a run's lines say, as numbers: losses, peaks by phase, speed. Everything that is shown is counted here, once."""
+"""The numbers of a run: losses, peaks by phase, speed. The terminal, the plot and the page all take them from here."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from finetune.measure.monitor import PHASES, Peak
+from finetune.measure.monitor import PHASES, Peak, headline
+from finetune.report import words
+from finetune.report.printing import Cells
 from finetune.storage.rundir import RunDirectory
 
 MEASURES = {
@@ -17,15 +19,12 @@ MEASURES = {
     "device_bytes": "device",
     "resident_bytes": "resident",
 }
-"""What the monitor measures, and how it is called where people read it."""
+"""What the monitor measures, and its name for people."""
 
 
 @dataclass(frozen=True)
 class Figures:
-    """The lines of metrics.jsonl, apart by kind, and of events.jsonl.
-
-    A loss that was not finite is None in the lines and stays None here.
-    """
+    """The lines of metrics.jsonl by kind, and of events.jsonl. A loss that is not finite is None in both."""
 
     training: list[dict[str, Any]]
     evaluations: list[dict[str, Any]]
@@ -54,7 +53,7 @@ class Figures:
 
     @property
     def base_eval_loss(self) -> float | None:
-        """Held-out loss before the first step."""
+        """Eval loss before the first step."""
         return next((line["eval_loss"] for line in self.evaluations if line["step"] == 0), None)
 
     @property
@@ -75,20 +74,15 @@ class Figures:
 
     @property
     def exported_evaluation(self) -> dict[str, Any] | None:
-        """The evaluation of the published weights, or the nearest one before their step that saw training."""
+        """The last evaluation after training began and up to the step that is published."""
         upto = [line for line in self.evaluations if 0 < line["step"] <= self.exported_step]
         return upto[-1] if upto else None
 
     @property
-    def exported_eval_loss(self) -> float | None:
-        """Held-out loss of the weights that are published."""
-        evaluation = self.exported_evaluation
-        return evaluation["eval_loss"] if evaluation else None
-
-    @property
     def relative_drop(self) -> float | None:
-        """Share of the base's held-out loss that the published weights took away; None where either is missing."""
-        base, exported = self.base_eval_loss, self.exported_eval_loss
+        """How much lower the eval loss of the published weights is than the base's, as a share of the base's."""
+        base, evaluation = self.base_eval_loss, self.exported_evaluation
+        exported = evaluation["eval_loss"] if evaluation else None
         return 1 - exported / base if base and exported is not None else None
 
     @property
@@ -113,6 +107,11 @@ class Figures:
                 largest[measure] = max(largest.get(measure, 0), measured_bytes)
         return {phase: found[phase] for phase in PHASES if found.get(phase)}
 
+    @property
+    def peak_bytes(self) -> int:
+        """The largest reserved (CUDA) or resident (CPU) bytes over the phases."""
+        return headline(self.peaks)
+
     def _measured(self) -> Iterator[tuple[str, Peak]]:
         for line in [*self.training, *self.evaluations]:
             yield from line.get("memory", {}).items()
@@ -124,12 +123,12 @@ class Figures:
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Median over the steps, which the slow first one does not move."""
+        """Median over the steps, so that the slow first one does not count."""
         return statistics.median(line["tokens_per_second"] for line in self.training) if self.training else None
 
     @property
     def padding_share(self) -> float | None:
-        """Share of all places in all batches that held padding."""
+        """Share of the positions of all batches that held padding."""
         lines = [line for line in self.training if line["padding_share"] < 1]
         tokens = sum(line["tokens"] for line in lines)
         places = sum(line["tokens"] / (1 - line["padding_share"]) for line in lines)
@@ -139,6 +138,16 @@ class Figures:
 def measures(peaks: dict[str, Peak]) -> list[str]:
     """The measures that occur in `peaks`, in the order of MEASURES."""
     return [measure for measure in MEASURES if any(measure in peak for peak in peaks.values())]
+
+
+def peak_table(peaks: dict[str, Peak]) -> Cells:
+    """The peaks by phase, with a column for each measure that occurs."""
+    found = measures(peaks)
+    rows = [
+        (phase, *(words.size(peak[measure]) if measure in peak else "" for measure in found))
+        for phase, peak in peaks.items()
+    ]
+    return ("phase", *(MEASURES[measure] for measure in found)), rows
 
 
 def smooth(losses: list[float], span_steps: int) -> list[float]:

@@ -6,75 +6,78 @@ The first line is the answer; what follows says what the answer is made of. Noth
 from __future__ import annotations
 
 import base64
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from rich.console import Console
 
-from finetune.forecast.comparison import TOLD_ABOVE
+from finetune.forecast.comparison import TOLD_ABOVE, Difference
+from finetune.forecast.levers import Lever
 from finetune.forecast.replay import WORDS, Forecast
-from finetune.report import markup, printing, words
-
-_OVER = "over the budget"
-_IMAGE_STYLE = "max-width: 100%; height: auto; background: #fff"
+from finetune.report import pages, printing, words
 
 
 def show(forecast: Forecast, console: Console) -> None:
     """Print the forecast: whether it fits, what the memory goes to, and what else a step takes."""
     printing.say(console, words.verdict(forecast), style="bold green" if forecast.fits else "bold red")
     printing.facts(console, _settings(forecast))
-    printing.say(console, "")
-    _bars(console, forecast)
-    printing.say(console, "")
-    printing.table(console, _phase_head(forecast), _phase_rows(forecast), texts=("",))
+    printing.say(console)
+    categories = _at_peak(forecast)
+    longest = max((size_bytes for _, size_bytes, _ in categories), default=1)
+    bars = [
+        (name, size_bytes / longest, words.size(size_bytes), words.share(share))
+        for name, size_bytes, share in categories
+    ]
+    printing.bars(console, [*bars, ("at the peak", 0, words.size(forecast.needed_bytes), words.share(1))])
+    printing.say(console)
+    printing.table(console, *_phases_table(forecast), texts=("",))
     if facts := _costs(forecast):
-        printing.say(console, "")
+        printing.say(console)
         printing.facts(console, facts)
 
 
-def levers(found: Sequence[tuple[str, int, bool, str]], console: Console) -> None:
-    """Print what would make the job fit: (change, needed bytes, whether it fits then, what it costs) in each row."""
+def levers(found: Sequence[tuple[Lever, Forecast]], console: Console) -> None:
+    """Print what would make the job fit: each lever, and the forecast with it."""
     if not found:
         return
-    enough = any(fits for _, _, fits, _ in found)
+    enough = any(after.fits for _, after in found)
     title = "what would make it fit" if enough else "what would make it smaller; none of these is enough"
     rows = [
-        (change, words.size(needed_bytes), "yes" if fits else "no", cost) for change, needed_bytes, fits, cost in found
+        (str(lever), words.size(after.needed_bytes), "yes" if after.fits else "no", lever.cost)
+        for lever, after in found
     ]
     printing.say(console, title, style="bold")
     printing.table(console, ("change", "needs", "fits", "cost"), rows, texts=("fits", "cost"))
 
 
-def compare(rows: Sequence[tuple[str, int, int]], console: Console) -> None:
-    """Print the forecast beside what was measured: (phase, forecast bytes, measured bytes) in each row."""
-    if not rows:
+def compare(differences: Sequence[Difference], console: Console) -> None:
+    """Print the forecast beside what was measured, and mark large differences."""
+    if not differences:
         return
-    told, far = [], False
-    for phase, forecast_bytes, measured_bytes in rows:
-        difference, mark = "", ""
-        if measured_bytes:
-            relative = forecast_bytes / measured_bytes - 1
-            mark = " *" if abs(relative) > TOLD_ABOVE else "  "
-            difference = words.change(relative) + mark
-            far |= mark == " *"
-        told.append((phase, words.size(forecast_bytes), words.size(measured_bytes), difference))
-    printing.table(console, ("phase", "forecast", "measured", "difference"), told)
-    if far:
+    rows = []
+    for found in differences:
+        relative = f"{words.change(found.relative)} {'*' if found.large else ' '}" if found.measured_bytes else ""
+        rows.append((found.label, words.size(found.forecast_bytes), words.size(found.measured_bytes), relative))
+    printing.table(console, ("phase", "forecast", "measured", "difference"), rows)
+    if any(found.measured_bytes and found.large for found in differences):
         printing.say(console, f"* more than {TOLD_ABOVE:.0%} from what was measured")
 
 
 def html(forecast: Forecast) -> str:
-    """The forecast for a notebook: its tables and its picture, all in the markup itself."""
-    return "".join(
-        [
-            f"<p><strong>{markup.escape(words.verdict(forecast))}</strong></p>",
-            _html_table((), [*_settings(forecast).items(), *_costs(forecast).items()]),
-            _html_table(
-                ("at the peak", "size", "share"),
-                [(name, words.size(size_bytes), words.share(share)) for name, size_bytes, share in _at_peak(forecast)],
-            ),
-            _html_table(_phase_head(forecast), _phase_rows(forecast)),
-            _picture(forecast),
-        ]
+    """The forecast for a notebook: its tables and its picture, in one piece of HTML."""
+    plot = ""
+    if forecast.curve:
+        from finetune.report import memory_plot  # with matplotlib, which a forecast in text need not wait for
+
+        plot = base64.b64encode(memory_plot.forecast(forecast)).decode()
+    return pages.fragment(
+        "forecast.html.j2",
+        verdict=words.verdict(forecast),
+        facts=[*_settings(forecast).items(), *_costs(forecast).items()],
+        categories=[
+            (name, words.size(size_bytes), words.share(share)) for name, size_bytes, share in _at_peak(forecast)
+        ],
+        phases=_phases_table(forecast),
+        plot=plot,
     )
 
 
@@ -83,18 +86,15 @@ def html(forecast: Forecast) -> str:
 
 def _settings(forecast: Forecast) -> dict[str, str]:
     """What the forecast is of."""
-    experts = {"experts": words.mixture(forecast.mixture)} if forecast.mixture else {}
-    grow = {"allocator": "expandable segments"} if forecast.device.expandable_segments else {}
-    return {"batch": _batch(forecast), "attention": forecast.attention, **grow, **experts}
-
-
-def _batch(forecast: Forecast) -> str:
     batch = forecast.batch
     micro_batches = forecast.tokens // (batch.rows * batch.tokens)
-    told = words.batch(batch)
-    if micro_batches > 1:
-        told += f", {words.count(micro_batches)} such micro-batches a step"
-    return f"{told}; lengths from {batch.source}"
+    several = f", {words.count(micro_batches)} such micro-batches a step" if micro_batches > 1 else ""
+    told = {"batch": f"{words.batch(batch)}{several}; lengths from {batch.source}", "attention": forecast.attention}
+    if forecast.device.expandable_segments:
+        told["allocator"] = "expandable segments"
+    if forecast.mixture:
+        told["experts"] = words.mixture(forecast.mixture)
+    return told
 
 
 def _at_peak(forecast: Forecast) -> list[tuple[str, int, float]]:
@@ -107,31 +107,28 @@ def _at_peak(forecast: Forecast) -> list[tuple[str, int, float]]:
     ]
 
 
-def _phase_head(forecast: Forecast) -> tuple[str, ...]:
-    """On a CPU tensors are all there is, and one column says it; the last column is there when it has something."""
+def _phases_table(forecast: Forecast) -> printing.Cells:
+    """On a CPU nothing is reserved beyond the tensors, and one column says it."""
     measures = ("tensors",) if forecast.device.type == "cpu" else ("allocated", "reserved")
-    return ("phase", *measures, *([""] if _over_budget(forecast) else []))
-
-
-def _phase_rows(forecast: Forecast) -> list[tuple[str, ...]]:
+    keys = ("allocated_bytes", "reserved_bytes")[: len(measures)]
     over = _over_budget(forecast)
-    measures = ("allocated_bytes",) if forecast.device.type == "cpu" else ("allocated_bytes", "reserved_bytes")
-    return [
+    rows = [
         (
             phase,
-            *(words.size(sizes[measure]) for measure in measures),
-            *([_OVER if phase in over else ""] if over else []),
+            *(words.size(sizes[key]) for key in keys),
+            *(["over the budget" if phase in over else ""] if over else []),
         )
         for phase, sizes in forecast.phases.items()
     ]
+    return ("phase", *measures, *([""] if over else [])), rows
 
 
 def _over_budget(forecast: Forecast) -> set[str]:
-    """The phases that go over the budget. A merge may be one, though `fits` speaks of the training alone."""
+    """The phases that exceed the budget. A merge may be one, though `fits` is about the training alone."""
     over, most_before, left = set(), 0, forecast.device.room_bytes
     for phase, sizes in forecast.phases.items():
         allocated, reserved = sizes["allocated_bytes"], sizes["reserved_bytes"]
-        # What an earlier phase reserved stays reserved, and is no fault of this one.
+        # What an earlier phase reserved stays reserved, and does not count against this one.
         if allocated > left or (reserved > left and reserved > most_before):
             over.add(phase)
         most_before = max(most_before, reserved)
@@ -147,52 +144,10 @@ def _costs(forecast: Forecast) -> dict[str, str]:
     if not words.is_nothing(forecast.disk_bytes):
         facts["disk"] = words.size(forecast.disk_bytes)
     if forecast.flops:
+        giga, seconds = forecast.flops / 1e9, forecast.seconds
         facts["step"] = (
-            f"{_giga(forecast.flops)} GFLOP, at least {_seconds(forecast.seconds)}, "
+            f"{words.count(giga) if giga >= 10 else f'{giga:.2g}'} GFLOP, "
+            f"at least {f'{seconds:.3g}' if seconds < 100 else words.count(seconds)} s, "
             f"at most {words.count(forecast.tokens_per_second)} tokens/s"
         )
     return facts
-
-
-def _giga(flops: int) -> str:
-    giga = flops / 1e9
-    return words.count(giga) if giga >= 10 else f"{giga:.2g}"
-
-
-def _seconds(seconds: float) -> str:
-    return f"{seconds:.3g} s" if seconds < 100 else f"{words.count(seconds)} s"
-
-
-# -- on a terminal or in a log -----------------------------------------------------------------------------------------
-
-
-def _bars(console: Console, forecast: Forecast) -> None:
-    """A bar for each category at the peak, and below them what they add up to."""
-    rows = _at_peak(forecast)
-    longest = max((size_bytes for _, size_bytes, _ in rows), default=1)
-    told = [
-        (name, size_bytes / longest, words.size(size_bytes), words.share(share)) for name, size_bytes, share in rows
-    ]
-    printing.bars(console, [*told, ("at the peak", 0, words.size(forecast.needed_bytes), words.share(1))])
-
-
-# -- in a notebook -----------------------------------------------------------------------------------------------------
-
-
-def _html_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    lines = [
-        f'<tr><th scope="row" style="text-align: left">{markup.escape(first)}</th>'
-        f"{''.join(f'<td>{markup.escape(cell)}</td>' for cell in cells)}</tr>"
-        for first, *cells in rows
-    ]
-    names = "".join(f'<th scope="col">{markup.escape(name)}</th>' for name in head)
-    return f"<table>{f'<thead><tr>{names}</tr></thead>' if head else ''}<tbody>{''.join(lines)}</tbody></table>"
-
-
-def _picture(forecast: Forecast) -> str:
-    if not forecast.curve:
-        return ""
-    from finetune.report import memory_plot  # with matplotlib, which a forecast in text need not wait for
-
-    encoded = base64.b64encode(memory_plot.forecast(forecast)).decode()
-    return f'<img alt="Memory over a step" style="{_IMAGE_STYLE}" src="data:image/png;base64,{encoded}">'

@@ -7,16 +7,14 @@ the part which settings can shrink is the part that catches the eye.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from io import BytesIO
 from itertools import accumulate, groupby, pairwise
 from typing import Any
 
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.patheffects import withStroke
 
 from finetune.forecast.replay import WORDS, Forecast, bands
-from finetune.report import words
+from finetune.report import canvas, words
 
 # From bottom to top. Any two are 20 apart in CIE Lab, and neighbours 30, also for eyes without the red, the green or
 # the blue cones (simulated with the matrices of Machado, Oliveira and Fernandes, 2009).
@@ -41,97 +39,79 @@ _NARROWEST_PHASE = 0.15
 _HEADROOM = 1.16
 # So many letters of a title stand beside each other in full size.
 _TITLE_LETTERS = 100
-_UNITS = {"GiB": 2**30, "MiB": 2**20}
 
 
 def forecast(planned: Forecast) -> bytes:
     """The picture of the forecast as a PNG."""
-    image = BytesIO()
-    draw(planned).savefig(image, format="png", metadata={"Software": None})
-    return image.getvalue()
+    return canvas.png(draw(planned))
 
 
 def draw(planned: Forecast) -> Figure:
     """The picture of the forecast as a figure."""
-    figure = Figure(figsize=(10, 5.2), dpi=130, layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.subplots()
+    paper = canvas.new(10, 5.2)
+    axes = paper.subplots()
     title = f"{words.verdict(planned)}; {words.batch(planned.batch)}"
     fontsize = 11 * min(1.0, _TITLE_LETTERS / len(title))
     colour = _INK if planned.fits else _WARNING
-    figure.suptitle(title, x=0.015, ha="left", fontsize=fontsize, color=colour, parse_math=False)
-    unit = "GiB" if planned.needed_bytes >= _UNITS["GiB"] else "MiB"
-    axes.set_ylabel(f"memory ({unit})", fontsize=11)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.spines[["left", "bottom"]].set_color("0.6")
-    axes.tick_params(colors="0.25", labelsize=10)
+    paper.suptitle(title, x=0.015, ha="left", fontsize=fontsize, color=colour, parse_math=False)
+    unit = canvas.unit_of(planned.needed_bytes)
+    axes.set_ylabel(f"memory ({unit})")
+    canvas.frame(axes)
     if planned.curve:
-        _Picture(planned, axes, _UNITS[unit]).draw()
+        _Picture(planned, axes, canvas.UNITS[unit]).draw()
     else:
         axes.set_axis_off()
-        axes.text(0.5, 0.5, "no step was traced", transform=axes.transAxes, ha="center", va="center", color="0.5")
-    figure.get_layout_engine().set(w_pad=0.12, h_pad=0.12)
-    return figure
+        canvas.say_nothing_there(axes, "no step was traced")
+    return paper
 
 
 class _Picture:
     """One forecast's curve on its axes. Sizes are in bytes until they are drawn."""
 
     def __init__(self, planned: Forecast, axes: Any, unit_bytes: int) -> None:
-        self._planned = planned
-        self._axes = axes
-        self._unit_bytes = unit_bytes
+        self._planned, self._axes, self._unit_bytes = planned, axes, unit_bytes
         self._outside_bytes = planned.device.outside_bytes
         curve = planned.curve
         self._phases = [(phase, len(list(points))) for phase, points in groupby(point.phase for point in curve)]
         self._edges = list(_edges([count for _, count in self._phases]))
-        self._tops = [sum(point.categories.values()) + self._outside_bytes for point in curve]
-        self._peak_at = max(range(len(curve)), key=self._tops.__getitem__)
+        self._peak_at = max(range(len(curve)), key=lambda at: sum(curve[at].categories.values()))
+        self._peak_x = (self._edges[self._peak_at] + self._edges[self._peak_at + 1]) / 2
+        # The peaks within the step; the curve is a sample of it and may miss the very moment.
+        self._step_peak_bytes, self._reserved_peak_bytes = (
+            max(planned.phases[phase][measure] for phase, _ in self._phases) + self._outside_bytes
+            for measure in ("allocated_bytes", "reserved_bytes")
+        )
+        self._highest_bytes = max(self._step_peak_bytes, self._reserved_peak_bytes)
+        self._budget_is_near = planned.budget_bytes <= _FAR_ABOVE * self._highest_bytes
 
     def draw(self) -> None:
         self._draw_areas()
-        self._draw_reserved()
         self._draw_phases()
-        self._axes.set_xlim(0, 1)
-        self._axes.set_ylim(0, max(self._highest_bytes, self._budget_line_bytes) * _HEADROOM / self._unit_bytes)
+        top_bytes = max(self._highest_bytes, self._planned.budget_bytes if self._budget_is_near else 0)
+        self._axes.set(xlim=(0, 1), ylim=(0, top_bytes * _HEADROOM / self._unit_bytes))
         self._draw_budget()
         self._draw_peak()
-        self._draw_legend()
-
-    @property
-    def _step_peak_bytes(self) -> int:
-        """The peak of live tensors within the step. The curve is a sample of it and may miss the very moment."""
-        return self._step_most("allocated_bytes") + self._outside_bytes
-
-    @property
-    def _reserved_peak_bytes(self) -> int:
-        return self._step_most("reserved_bytes") + self._outside_bytes
-
-    def _step_most(self, measure: str) -> int:
-        return max(self._planned.phases[phase][measure] for phase, _ in self._phases)
-
-    @property
-    def _highest_bytes(self) -> int:
-        return max(self._step_peak_bytes, self._reserved_peak_bytes)
-
-    @property
-    def _budget_line_bytes(self) -> int:
-        """The budget where it is drawn as a line, and 0 where it lies too far above the picture."""
-        budget = self._planned.budget_bytes
-        return budget if budget <= _FAR_ABOVE * self._highest_bytes else 0
+        self._axes.legend(  # beside the picture, from top to bottom as the layers lie
+            reverse=True, loc="upper left", bbox_to_anchor=(1.01, 1), frameon=False, fontsize=10, title="at the peak",
+            title_fontsize=10, alignment="left", borderaxespad=0,
+        )  # fmt: skip
 
     def _draw_areas(self) -> None:
-        layers = {"context": [self._outside_bytes] * len(self._tops), **dict(bands(self._planned.curve))}
-        lower = [0] * len(self._tops)
-        for category in _COLOURS:
-            if not any(values := layers.get(category, [])):
-                continue
-            upper = [below + value for below, value in zip(lower, values, strict=True)]
-            self._axes.fill_between(
-                self._edges, self._drawn(lower), self._drawn(upper), step="post", color=_COLOURS[category], linewidth=0,
-                label=self._named(category, values),
+        """What is live, as layers; on CUDA the reserved memory as a line (on a CPU nothing is reserved beyond them)."""
+        curve = self._planned.curve
+        sizes = {"context": [self._outside_bytes] * len(curve), **dict(bands(curve))}
+        layers = {category: sizes[category] for category in _COLOURS if any(sizes.get(category, []))}
+        self._axes.stackplot(
+            self._edges, *map(self._drawn, layers.values()), step="post", linewidth=0,
+            colors=[_COLOURS[category] for category in layers],
+            labels=[self._named(category, found) for category, found in layers.items()],
+        )  # fmt: skip
+        if self._planned.device.type != "cpu":
+            reserved = [point.reserved_bytes + self._outside_bytes for point in curve]
+            self._axes.plot(
+                self._edges, self._drawn(reserved), color=_INK, linewidth=1.1, drawstyle="steps-post", zorder=4,
+                label=f"reserved, up to {words.size(self._reserved_peak_bytes)}",
             )  # fmt: skip
-            lower = upper
 
     def _named(self, category: str, values: list[int]) -> str:
         """The layer's name with its size at the peak; a leading underscore keeps what is too thin out of the legend."""
@@ -141,16 +121,6 @@ class _Picture:
         in_step = self._step_peak_bytes == planned.peak_allocated_bytes + self._outside_bytes
         at_peak = planned.categories[category] if in_step else values[self._peak_at]
         return WORDS[category] if words.is_nothing(at_peak) else f"{WORDS[category]}, {words.size(at_peak)}"
-
-    def _draw_reserved(self) -> None:
-        # On a CPU nothing is reserved beyond the tensors, and the line would be the edge of the area.
-        if self._planned.device.type == "cpu":
-            return
-        reserved = [point.reserved_bytes + self._outside_bytes for point in self._planned.curve]
-        self._axes.plot(
-            self._edges, self._drawn(reserved), color=_INK, linewidth=1.1, drawstyle="steps-post", zorder=4,
-            label=f"reserved, up to {words.size(self._reserved_peak_bytes)}",
-        )  # fmt: skip
 
     def _draw_phases(self) -> None:
         """Names under the axis, and thin lines between the phases."""
@@ -164,10 +134,8 @@ class _Picture:
         told = "one micro-batch and the update, in the order of allocations (not to the scale of time)"
         planned = self._planned
         if planned.needed_bytes > self._reserved_peak_bytes:
-            elsewhere = next(
-                phase
-                for phase, sizes in planned.phases.items()
-                if sizes["reserved_bytes"] == planned.peak_reserved_bytes
+            [elsewhere, *_] = (
+                name for name, sizes in planned.phases.items() if sizes["reserved_bytes"] == planned.peak_reserved_bytes
             )
             told += f"\nthe most, {words.size(planned.needed_bytes)}, is needed outside the step: {elsewhere}"
         self._axes.set_xlabel(told, fontsize=9, color="0.35")
@@ -176,7 +144,7 @@ class _Picture:
         told = f"budget {words.size(self._planned.budget_bytes)}"
         # Away from the peak's label, which may be as high.
         x, align = (0.012, "left") if self._peak_x > 0.5 else (0.988, "right")
-        if not self._budget_line_bytes:
+        if not self._budget_is_near:
             told += f", more than {_FAR_ABOVE} times what is shown"
             self._axes.text(
                 x, 0.985, told, transform=self._axes.transAxes, ha=align, va="top", fontsize=10, color=_INK, bbox=_PAPER
@@ -200,18 +168,6 @@ class _Picture:
         self._axes.annotate(
             f"peak {words.size(self._step_peak_bytes)}", (x, height), xytext=offset, textcoords="offset points",
             ha=align, va="top", fontsize=10, color=_INK, bbox=_PAPER,
-        )  # fmt: skip
-
-    @property
-    def _peak_x(self) -> float:
-        return (self._edges[self._peak_at] + self._edges[self._peak_at + 1]) / 2
-
-    def _draw_legend(self) -> None:
-        """Beside the picture, from top to bottom as the layers lie."""
-        handles, labels = self._axes.get_legend_handles_labels()
-        self._axes.legend(
-            handles[::-1], labels[::-1], loc="upper left", bbox_to_anchor=(1.01, 1), frameon=False, fontsize=10,
-            title="at the peak", title_fontsize=10, alignment="left", borderaxespad=0,
         )  # fmt: skip
 
     def _drawn(self, sizes: list[int]) -> list[float]:

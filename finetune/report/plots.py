@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import math
-from io import BytesIO
 from pathlib import Path
 from typing import Any
 
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from finetune.report import words
+from finetune.report import canvas, words
 from finetune.report.figures import MEASURES, Figures, measures, smooth
 from finetune.storage.files import write_bytes
 from finetune.storage.rundir import RunDirectory
@@ -23,26 +20,21 @@ _EVALUATION_COLOUR = _ORANGE
 
 # Below so many steps every step is drawn as a point of its own, and a smoothed line would say nothing more.
 _FEW_STEPS = 20
-_UNITS = {"GiB": 2**30, "MiB": 2**20}
 
 
 def training(run: RunDirectory) -> Path:
     """Draw the run as it stands on disk, finished or not, and return the PNG's path."""
     figures = Figures.read(run)
-    figure = Figure(figsize=(9, 6.6), dpi=130, layout="constrained")
-    FigureCanvasAgg(figure)
-    upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
+    paper = canvas.new(9, 6.6)
+    upper, lower = paper.subplots(2, 1, sharex=True, height_ratios=(3, 2))
     _draw_losses(upper, figures)
     _draw_memory(lower, figures)
     lower.set_xlabel("optimizer step")
     lower.xaxis.set_major_locator(MaxNLocator(integer=True))
     for axes in (upper, lower):
         _finish(axes)
-    figure.align_ylabels()
-    figure.get_layout_engine().set(w_pad=0.12, h_pad=0.12)
-    image = BytesIO()
-    figure.savefig(image, format="png", metadata={"Software": None})
-    write_bytes(run.plot_file, image.getvalue())
+    paper.align_ylabels()
+    write_bytes(run.plot_file, canvas.png(paper))
     return run.plot_file
 
 
@@ -66,7 +58,7 @@ def _draw_losses(axes: Any, figures: Figures) -> None:
             [line["step"] for line in figures.evaluations],
             [_number(line["eval_loss"]) for line in figures.evaluations],
             color=_EVALUATION_COLOUR, linestyle=":", linewidth=1, marker="o", markersize=7, zorder=3,
-            label=f"held-out, best {words.loss(best['eval_loss'])} at step {best['step']}" if best else "held-out",
+            label=f"eval loss, best {words.loss(best['eval_loss'])} at step {best['step']}" if best else "eval loss",
         )  # fmt: skip
     broken = [step for step, loss in zip(steps, losses, strict=True) if not math.isfinite(loss)]
     if broken:
@@ -74,47 +66,40 @@ def _draw_losses(axes: Any, figures: Figures) -> None:
 
 
 def _draw_memory(axes: Any, figures: Figures) -> None:
-    peaks = figures.peaks
-    measure = _headline_measure(measures(peaks))
+    # What monitor.headline takes: reserved bytes on CUDA, resident bytes on a CPU.
+    measure = "reserved_bytes" if "reserved_bytes" in measures(figures.peaks) else "resident_bytes"
     lines = {phase: _series(figures.training, phase, measure) for phase in _PHASE_COLOURS}
     evaluations = _series(figures.evaluations, "evaluation", measure)
-    sizes = [size for series in [*lines.values(), evaluations] for _, size in series]
-    unit = "GiB" if max(sizes, default=0) >= _UNITS["GiB"] else "MiB"
+    sizes = [size for _, found in [*lines.values(), evaluations] for size in found]
+    unit = canvas.unit_of(max(sizes, default=0))
+    unit_bytes = canvas.UNITS[unit]
     axes.set_ylabel(f"peak {MEASURES[measure]} ({unit})")
     few = len(figures.training) < _FEW_STEPS
-    for phase, series in lines.items():
-        if series:
-            steps, values = _columns(series, unit)
+    for phase, (steps, found) in lines.items():
+        if steps:
             axes.plot(
-                steps, values, color=_PHASE_COLOURS[phase], linewidth=1.6, marker="o" if few else None, markersize=3.5,
-                label=phase,
+                steps, [size / unit_bytes for size in found], color=_PHASE_COLOURS[phase], linewidth=1.6,
+                marker="o" if few else None, markersize=3.5, label=phase,
             )  # fmt: skip
-    if evaluations:
-        steps, values = _columns(evaluations, unit)
+    if evaluations[0]:
+        steps, found = evaluations
         axes.plot(
-            steps, values, color=_EVALUATION_COLOUR, linestyle="none", marker="D", markersize=6, label="evaluation"
-        )
+            steps, [size / unit_bytes for size in found], color=_EVALUATION_COLOUR, linestyle="none", marker="D",
+            markersize=6, label="evaluation",
+        )  # fmt: skip
     if sizes:
-        axes.set_ylim(*_limits(min(sizes) / _UNITS[unit], max(sizes) / _UNITS[unit]))
+        axes.set_ylim(*_limits(min(sizes) / unit_bytes, max(sizes) / unit_bytes))
 
 
-def _headline_measure(found: list[str]) -> str:
-    """What memory.monitor.headline takes: reserved bytes on CUDA, resident bytes on a CPU."""
-    return "reserved_bytes" if "reserved_bytes" in found else "resident_bytes"
-
-
-def _series(lines: list[dict[str, Any]], phase: str, measure: str) -> list[tuple[int, int]]:
-    """(step, bytes) of the lines that have the phase."""
-    found = ((line["step"], line.get("memory", {}).get(phase, {}).get(measure)) for line in lines)
-    return [(step, size_bytes) for step, size_bytes in found if size_bytes is not None]
-
-
-def _columns(series: list[tuple[int, int]], unit: str) -> tuple[list[int], list[float]]:
-    return [step for step, _ in series], [size_bytes / _UNITS[unit] for _, size_bytes in series]
+def _series(lines: list[dict[str, Any]], phase: str, measure: str) -> tuple[list[int], list[int]]:
+    """Steps and bytes of the lines that have the phase."""
+    found = [(line["step"], line.get("memory", {}).get(phase, {}).get(measure)) for line in lines]
+    there = [(step, size_bytes) for step, size_bytes in found if size_bytes is not None]
+    return [step for step, _ in there], [size_bytes for _, size_bytes in there]
 
 
 def _limits(lowest: float, highest: float) -> tuple[float, float]:
-    """An axis that spans at least a quarter of the peak, so that what hardly changes looks as if it hardly changes."""
+    """The ends of an axis that spans at least a quarter of the peak, so that small changes look small."""
     half = 0.6 * max(highest - lowest, highest / 4) or 1
     middle = (highest + lowest) / 2
     return max(0.0, middle - half), middle + half
@@ -124,15 +109,11 @@ def _finish(axes: Any) -> None:
     """Grid, frame, and the legend above the panel, where it covers nothing."""
     axes.grid(color="0.9", linewidth=0.8)
     axes.set_axisbelow(True)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.spines[["left", "bottom"]].set_color("0.6")
-    axes.tick_params(colors="0.25", labelsize=10)
-    axes.yaxis.label.set_size(11)
-    axes.xaxis.label.set_size(11)
+    canvas.frame(axes)
     if axes.has_data():
         axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=4, frameon=False, fontsize=10, borderaxespad=0.2)
     else:
-        axes.text(0.5, 0.5, "nothing recorded yet", transform=axes.transAxes, ha="center", va="center", color="0.5")
+        canvas.say_nothing_there(axes, "nothing recorded yet")
 
 
 def _number(loss: float | None) -> float:

@@ -1,46 +1,70 @@
-"""How the views print: facts, tables and bars, on a terminal as in a log, whatever the console can encode."""
+"""How the views print: lines, facts, tables and bars, on a terminal or into a log, in any encoding.
+
+Into a log, lines stay whole however long they are. No text that comes from outside is read as rich's markup, steers the
+terminal, or fails to be encoded.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from finetune.errors import MachineError
 from finetune.report.visible import visible
+
+Cells = tuple[Sequence[str], Sequence[Sequence[str]]]
+"""A table as texts: its head and its rows."""
 
 _BAR_CELLS = 32
 _EIGHTHS = "▏▎▍▌▋▊▉"
 
 
-def say(console: Console, told: str, style: str = "") -> None:
-    """A line; in a log it stays whole, however long."""
-    console.print(plain(console, told), style=style, soft_wrap=not console.is_terminal, highlight=False)
+def put(console: Console, printed: Any, *, whole: bool = False) -> None:
+    """Print anything that rich draws; `whole` lines are not wrapped in a log. Raises MachineError for a full disk."""
+    try:
+        console.print(printed, soft_wrap=whole and not console.is_terminal, highlight=False)
+    except OSError as error:
+        raise MachineError(f"the output could not be written: {error.strerror}") from None
+
+
+def say(console: Console, told: str = "", style: str = "", keep: str = "") -> None:
+    """A line, or with line breaks in `keep` (see `visible`) a paragraph."""
+    put(console, plain(console, told, style, keep), whole=True)
 
 
 def facts(console: Console, told: dict[str, str]) -> None:
-    """Names and facts, a line each."""
+    """Names and facts, a line each; a terminal folds a long fact beside its name."""
     width = max(map(len, told))
+    if not console.is_terminal:
+        for name, fact in told.items():
+            say(console, f"{name:{width}}  {fact}")
+        return
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(style="dim", min_width=10)
+    grid.add_column(overflow="fold")
     for name, fact in told.items():
-        say(console, f"{name:{width}}  {fact}")
+        grid.add_row(plain(console, name), plain(console, fact))
+    put(console, grid)
 
 
-def table(
-    console: Console,
-    head: Sequence[str],
-    rows: Iterable[Sequence[str]],
-    *,
-    texts: Sequence[str] = (),
-) -> None:
-    """A table whose first column names the row; the columns that are no `texts` are numbers and align to the right."""
-    drawn = Table()
+def table(console: Console, head: Sequence[str], rows: Iterable[Sequence[str]], texts: Sequence[str] = ()) -> None:
+    """Print `drawn`, its cells made plain."""
+    put(console, drawn(head, ([plain(console, cell) for cell in row] for row in rows), texts))
+
+
+def drawn(head: Sequence[str], rows: Iterable[Sequence[str | Text]], texts: Sequence[str] = (), **style: Any) -> Table:
+    """A table whose first column names the row; the columns that are not in `texts` hold numbers, aligned right."""
+    made = Table(**style)
     for number, name in enumerate(head):
         is_text = number == 0 or name in texts
-        drawn.add_column(name, justify="left" if is_text else "right", overflow="fold", no_wrap=not is_text)
+        made.add_column(name, justify="left" if is_text else "right", overflow="fold", no_wrap=not is_text)
     for row in rows:
-        drawn.add_row(*(plain(console, cell) for cell in row))
-    console.print(drawn, highlight=False)
+        made.add_row(*row)
+    return made
 
 
 def bars(console: Console, rows: Iterable[tuple[str, float, str, str]]) -> None:
@@ -52,17 +76,12 @@ def bars(console: Console, rows: Iterable[tuple[str, float, str, str]]) -> None:
     grid.add_column(justify="right", no_wrap=True)
     for name, part, size, share in rows:
         grid.add_row(name, _bar(console, part) if part else "", size, share)
-    console.print(grid, highlight=False)
+    put(console, grid)
 
 
-def plain(console: Console, told: str) -> Text:
-    """`told` as it is: no markup is read in it, no control character kept, and the console can encode it."""
-    return Text(encodable(console, visible(told)))
-
-
-def encodable(console: Console, told: str) -> str:
-    """`told` with a question mark for each character that the console has no code for."""
-    return told.encode(console.encoding, "replace").decode(console.encoding)
+def plain(console: Console, told: str, style: str = "", keep: str = "") -> Text:
+    """`told` as it is: visible but for what is in `keep`, and with ? for what the console cannot encode."""
+    return Text(visible(told, keep).encode(console.encoding, "replace").decode(console.encoding), style=style)
 
 
 def knows_unicode(console: Console) -> bool:

@@ -1,4 +1,4 @@
-"""What a run came to: for a program as a dict, for a notebook as a table and a plot."""
+"""The result of a run: for a program as a dict, for a notebook as a table and a plot."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import Any
 
 from rich.table import Table
 
-from finetune.report import page, words
-from finetune.report.figures import MEASURES, Figures, measures
+from finetune.report import page, printing
+from finetune.report.figures import Figures, peak_table
 from finetune.storage.rundir import RunDirectory
 
 
 @dataclass(frozen=True)
 class Result:
-    """A run and what it came to. Nothing is kept: every question reads the run directory as it stands then."""
+    """A run and its result, read from the run directory anew each time it is asked for."""
 
     run: RunDirectory
 
@@ -26,7 +26,7 @@ class Result:
     def summary(self) -> dict[str, Any]:
         """The results as JSON values: losses in nats per trained token, memory in bytes, None for what is not there.
 
-        `relative_drop` is from the base's held-out loss to that of the published weights.
+        `relative_drop` is from the eval loss of the base to that of the published weights.
         """
         figures = self.figures
         best = figures.best_evaluation
@@ -51,14 +51,9 @@ class Result:
 
     def table(self) -> Table:
         """Peak memory by phase, a column for each measure."""
-        peaks = self.figures.peaks
-        columns = measures(peaks)
-        table = Table("phase", title="peak memory", title_justify="left", title_style="bold")
-        for measure in columns:
-            table.add_column(MEASURES[measure], justify="right")
-        for phase, peak in peaks.items():
-            table.add_row(phase, *(words.size(peak[measure]) if measure in peak else "" for measure in columns))
-        return table
+        return printing.drawn(
+            *peak_table(self.figures.peaks), title="peak memory", title_justify="left", title_style="bold"
+        )
 
     def _repr_html_(self) -> str:
         return page.results(self.run)

@@ -1,10 +1,10 @@
-"""Numbers as people read them. Each kind of number is written in one way, on the terminal as in the report."""
+"""Numbers, settings and counts in words: each is written in one way, on the terminal as on the pages."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from finetune.config import Config
 from finetune.data.counts import CONTROL_TOKENS, Counts
@@ -15,9 +15,8 @@ if TYPE_CHECKING:  # with torch, which the first line of a plan does not wait fo
     from finetune.model.experts import Mixture
 
 _MIB, _GIB = 2**20, 2**30
-# Rows that are named where they are many.
+# Of many rows and columns, so many are named.
 _PLACES = 3
-# And columns.
 _COLUMNS = 12
 
 
@@ -27,7 +26,7 @@ def size(size_bytes: int) -> str:
 
 
 def loss(nats: float | None) -> str:
-    """A loss in nats a token; what was not a finite number stands in the files as None and is "nan"."""
+    """A loss in nats per token; None, which the files hold for one that is not finite, is "nan"."""
     return f"{math.nan if nats is None else nats:.4f}"
 
 
@@ -110,6 +109,33 @@ def mixture(stored: Mixture) -> str:
     else:
         told += f", {share(stored.quantized_experts)} of their parameters in {stored.kind}"
     return f"{told}; {count(stored.unquantized)} of all {count(stored.parameters)} parameters stay unquantized"
+
+
+def device(environment: Mapping[str, Any] | None, device: str) -> str:
+    """The device as environment.json describes it, or its bare name."""
+    if environment is None:
+        return device
+    described = environment["device"]
+    if "name" in described and "total_bytes" in described:
+        return f"{described['name']} ({device}), {size(described['total_bytes'])}"
+    return f"{device}, {environment.get('cpu_cores')} cores, {environment.get('threads')} threads"
+
+
+def counts(found: Counts, max_length: int) -> str:
+    """A split in a line: how much there is of it, and what became of its rows."""
+    trained = share(found.supervised_share) if found.tokens else "nothing"
+    duplicates = "duplicates" if found.duplicates > 1 else "duplicate"
+    parts = {
+        f"{count(found.rows)} rows, {count(found.tokens)} tokens, {trained} trained, longest {count(found.longest)}": 1,
+        f"{count(found.truncated)} cut to {count(max_length)}": found.truncated,
+        f"{count(found.answers_truncated)} of them in the answer": found.answers_truncated,
+        f"{count(found.split)} split": found.split,
+        f"{count(found.duplicates)} {duplicates}": found.duplicates,
+        f"{count(found.control_tokens)} with control tokens as text": found.control_tokens,
+        f"{count(found.dropped)} dropped: {dropped(found)}": found.dropped,
+        "listed in data.jsonl": len(found.affected),
+    }
+    return ", ".join(part for part, rows in parts.items() if rows)
 
 
 def dropped(counts: Counts) -> str:

@@ -196,7 +196,7 @@ def _save(folder: str, step: str) -> None:
 def _plain() -> Any:
     import torch
 
-    sys.path.insert(0, str(ROOT / "benchmarks"))
+    sys.path.insert(0, str(ROOT / "benchmarks" / "scripts"))
     import plain_trainer
 
     torch.set_num_threads(1)

@@ -14,7 +14,7 @@ import pytest
 import tiny_models
 import torch
 from accelerate.state import GradientState
-from forecast_cpu import LARGEST_ERROR, SETTINGS, UNDER_PREDICTION, Setting, _forecast, _relative_errors
+from forecast_cpu import LARGEST_ERROR, SETTINGS, UNDER_PREDICTION, Setting, forecast, relative_errors
 from traces import peaks
 
 from finetune.data.batching import Batch, longest_batch
@@ -58,7 +58,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 @pytest.mark.parametrize("setting", [each for each in SETTINGS if each.name in CHOSEN], ids=lambda each: each.name)
 def test_the_forecast_holds_against_a_trained_step(setting: Setting, measured: dict[str, Any]) -> None:
     """Each phase by itself."""
-    errors = _relative_errors(_forecast(setting), measured[setting.name]["measured"])
+    errors = relative_errors(forecast(setting), measured[setting.name]["measured"])
     assert {"load", "forward", "backward", "optimizer"} < errors.keys()
     outside = {phase: error for phase, error in errors.items() if not -UNDER_PREDICTION <= error <= LARGEST_ERROR}
     assert not outside, "forecast " + ", ".join(f"{phase} {100 * error:+.2f} %" for phase, error in outside.items())

@@ -90,7 +90,7 @@ def test_what_of_the_rows_goes_nowhere_and_what_stays_text_is_told_in_a_line_eac
     assert unused.endswith("and 20 more")
     [control] = [line for line in lines if line.startswith("control tokens, training")]
     assert all(word in control for word in ("1 row ", "rows.jsonl:7", "ordinary text", "data.control_tokens: parse"))
-    assert any(line.startswith("held out ") and line.endswith("none: all rows are equal") for line in lines)
+    assert any(line.startswith("evaluation set ") and line.endswith("none: all rows are equal") for line in lines)
     page = data_view.page(found)
     assert "rows.jsonl:7" in page
     assert "column0" in page
@@ -103,7 +103,7 @@ def test_splits_stand_side_by_side_and_one_alone_where_nothing_is_held_out() -> 
     assert cells(text, "truncated") == ["truncated", "7", "0"]
     alone = shown(inspection(eval=None))
     assert cells(alone, "longest row") == ["longest row", "300"]
-    assert "held out" not in alone
+    assert "evaluation" not in alone
 
 
 def test_sources_lengths_and_batchings_are_counted_and_the_configured_one_is_marked() -> None:

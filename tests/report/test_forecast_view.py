@@ -11,6 +11,8 @@ from forecasts import GIB, MIB, forecast
 from rich.console import Console
 
 from finetune.data.batching import Batch
+from finetune.forecast.comparison import Difference
+from finetune.forecast.levers import Lever
 from finetune.forecast.replay import WORDS
 from finetune.model.experts import Mixture
 from finetune.report import forecast_view
@@ -120,13 +122,19 @@ def test_lines_of_a_log_stay_whole() -> None:
     assert name.strip() in shown(forecast(name=name.strip())).splitlines()[0]
 
 
-def levers(*found: tuple[str, int, bool, str]) -> str:
-    return printed(lambda console: forecast_view.levers(found, console))
+def levers(*found: tuple[dict[str, int], int, bool, str]) -> str:
+    """(changes, needed bytes, whether it fits then, cost) of each lever, as printed."""
+    afters = [
+        (Lever(changes, cost), forecast(budget=needed if fits else needed - 1, peak_reserved_bytes=needed - GIB))
+        for changes, needed, fits, cost in found
+    ]
+    return printed(lambda console: forecast_view.levers(afters, console))
 
 
 def test_levers_show_change_need_verdict_and_cost() -> None:
     text = levers(
-        ("training.micro_batch=1", 3 * GIB, True, "more passes"), ("adapter.rank=8", 9 * GIB, False, "a smaller one")
+        ({"training.micro_batch": 1}, 3 * GIB, True, "more passes"),
+        ({"adapter.rank": 8}, 9 * GIB, False, "a smaller one"),
     )
     assert text.startswith("what would make it fit\n")
     assert row(text, "training.micro_batch=1") == ["training.micro_batch=1", "3.00 GiB", "yes", "more passes"]
@@ -134,12 +142,13 @@ def test_levers_show_change_need_verdict_and_cost() -> None:
 
 
 def test_levers_that_are_not_enough_promise_nothing() -> None:
-    assert levers(("adapter.rank=8", 9 * GIB, False, "")).startswith("what would make it smaller; none of these is")
+    assert levers(({"adapter.rank": 8}, 9 * GIB, False, "")).startswith("what would make it smaller; none of these is")
     assert levers() == ""
 
 
 def compared(*rows: tuple[str, int, int]) -> str:
-    return printed(lambda console: forecast_view.compare(rows, console))
+    differences = [Difference(phase, "resident_bytes", predicted, measured) for phase, predicted, measured in rows]
+    return printed(lambda console: forecast_view.compare(differences, console))
 
 
 def test_a_comparison_marks_what_is_more_than_three_percent_off() -> None:
@@ -184,7 +193,7 @@ def test_html_escapes_what_comes_from_outside() -> None:
             batch=dataclasses.replace(forecast().batch, source="<script>alert(1)</script>"),
         )
     )
-    assert "&lt;b&gt;card&lt;/b&gt; &amp; &quot;co&quot;" in markup
+    assert "&lt;b&gt;card&lt;/b&gt; &amp; &#34;co&#34;" in markup
     assert "<b>" not in markup
     assert "<script>" not in markup
 

@@ -94,7 +94,7 @@ def test_header_tells_what_goes_nowhere_what_stays_text_and_why_nothing_is_held_
     log.terminal.opened(run.path, Config(), "cpu", data, "sdpa", None)
     assert "1 with control tokens as text, listed in data.jsonl" in log.text
     assert re.search(r"^not used +columns id, lang$", log.text, re.M)
-    assert re.search(r"^held out +none: all rows are equal$", log.text, re.M)
+    assert re.search(r"^evaluation set +none: all rows are equal$", log.text, re.M)
 
 
 def test_header_without_a_forecast_says_nothing_of_memory(log: Log, run: RunDirectory) -> None:
@@ -111,7 +111,7 @@ def test_a_log_gets_about_ten_lines_and_each_evaluation(log: Log) -> None:
             log.terminal.evaluated(evaluation_line(step, 2.5))
     steps = [line for line in log.lines if re.match(r"step \d+/1000 ", line)]
     assert 10 <= len(steps) <= 12
-    assert len([line for line in log.lines if "held-out loss 2.5000" in line]) == 4
+    assert len([line for line in log.lines if "eval loss 2.5000" in line]) == 4
     assert len(log.lines) == len(steps) + 4
     assert "loss 2.0000  lr 2.00e-04  1,000 tokens/s  1.50 GiB" in steps[0]
 
@@ -129,14 +129,14 @@ def test_a_loss_that_is_not_finite_is_nan(log: Log, empty_run: RunDirectory) -> 
     log.terminal.evaluated(evaluation_line(1, None))
     log.terminal.losses({"base": float("nan"), "adapter": 0.0})
     assert "loss nan" in log.lines[0]
-    assert "held-out loss nan" in log.lines[1]
+    assert "eval loss nan" in log.lines[1]
     assert re.search(r"base\W+nan\W+nan", log.text)
     assert re.search(r"adapter\W+0\.0000\W+1\b", log.text)
 
 
 def test_finished_tells_the_loss_of_what_is_published_and_where_it_is(log: Log, run: RunDirectory) -> None:
     log.terminal.finished(run)
-    assert "held-out loss base 4.0000 → 3.0000 (-25.0%), best 3.0000 at step 2" in log.text
+    assert "eval loss of the base 4.0000 → 3.0000 (-25.0%), best 3.0000 at step 2" in log.text
     assert "2,000 tokens/s, 14.3% padding" in log.text
     assert str(run.adapter) in log.text
     assert str(run.merged) not in log.text

@@ -2,7 +2,7 @@
 
 It knows nothing of finetune, and can be read and run alone:
 
-    python benchmarks/plain_trl_preparation.py --model data/tiny-llama --data messages.jsonl
+    python benchmarks/scripts/plain_trl_preparation.py --model data/tiny-llama --data messages.jsonl
 
 `SFTTrainer.__init__` calls `_prepare_dataset` once for each split. It is called here by itself, so that no model is
 built, no batch made and nothing but the preparation timed.

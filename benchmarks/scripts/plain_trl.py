@@ -2,7 +2,7 @@
 
 It knows nothing of finetune, and can be read and run alone:
 
-    python benchmarks/plain_trl.py --model data/tiny-llama --data messages.jsonl --output /tmp/plain
+    python benchmarks/scripts/plain_trl.py --model data/tiny-llama --data messages.jsonl --output /tmp/plain
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """`finetune train`, with the trainer's own account of its loop written to the run directory as loop.json.
 
-    python benchmarks/timed_train.py CONFIG [section.key=value ...]
+    python benchmarks/scripts/timed_train.py CONFIG [section.key=value ...]
 
 `train_runtime` is what transformers measures around the optimizer steps; nothing else of the command is touched.
 """

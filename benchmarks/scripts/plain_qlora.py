@@ -2,7 +2,7 @@
 
 It knows nothing of finetune, and can be read and run alone, on a CPU too:
 
-    python benchmarks/plain_qlora.py --model data/tiny-llama --data rows.jsonl --output /tmp/plain
+    python benchmarks/scripts/plain_qlora.py --model data/tiny-llama --data rows.jsonl --output /tmp/plain
 
 The last line it prints is JSON: losses, seconds a step, tokens per second, and the allocator's peaks in bytes.
 """
