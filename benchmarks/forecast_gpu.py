@@ -266,7 +266,7 @@ def train(
     import measured_step
 
     from finetune.measure.monitor import Monitor, meter_for
-    from finetune.model import adapter, attention, base, checkpointing
+    from finetune.model import build
     from finetune.model.tokenizer import load_tokenizer
     from finetune.runtime.signals import Signals
     from finetune.storage.rundir import RunDirectory
@@ -275,19 +275,17 @@ def train(
 
     check(config, device)
     tokenizer = load_tokenizer(config.model)
-    implementation, _ = attention.choose(config.model.attention, architecture, device.type, config.training.precision)
-    dtype = base.base_dtype(config.adapter, config.training)
+    implementation, _ = build.choose_attention(config, architecture, device.type)
     meter = LastingMeter(meter_for(device.type))
     monitor = Monitor(meter)
     with tempfile.TemporaryDirectory(prefix="forecast-gpu-") as scratch:
         run = RunDirectory(Path(scratch) / "run")
         run.create(config)
         with monitor.phase("load"):
-            model = base.load_base(
-                config.model, config.quantization, architecture, attention=implementation, dtype=dtype, device=device
-            )
-        whole = adapter.attach(model, config.adapter, config.model.name, config.training.seed)
-        checkpointing.apply(model, config.memory, device.type)
+            model = build.blueprint(config, architecture, implementation).load(device)
+        whole = build.trainable(
+            model, config.model, config.adapter, config.memory, seed=config.training.seed, device_type=device.type
+        )
         training.train(
             config,
             whole,
@@ -520,9 +518,9 @@ def work(name: str, on: str, answer: Path, recordings: Path, idle_bytes: int) ->
     if on == "cuda" and not torch.cuda.is_available():
         answer.write_text(json.dumps({"error": "this machine has no CUDA device that torch can use"}))
         return
-    from finetune import recipe
+    from finetune.runtime.device import this_device
 
-    device = recipe.this_device() if on == "cuda" else torch.device("cpu")  # settles what a run settles
+    device = this_device() if on == "cuda" else torch.device("cpu")  # settles what a run settles
     try:
         if name == "facts":
             found = facts(device)

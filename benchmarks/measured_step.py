@@ -32,7 +32,7 @@ from finetune.config import Config
 from finetune.data.batching import RowOrder
 from finetune.data.prepare import Counts, Prepared
 from finetune.measure.monitor import Monitor
-from finetune.model import adapter, attention, base, checkpointing
+from finetune.model import build
 from finetune.model.tokenizer import load_tokenizer
 from finetune.runtime import libraries
 from finetune.runtime.signals import Signals
@@ -157,10 +157,7 @@ def _job(config: Config, architecture: Any, rows: Sequence[Row], measured: Measu
     libraries.quiet()
     device = torch.device("cpu")
     tokenizer = load_tokenizer(config.model)
-    implementation, _ = attention.choose(
-        config.model.attention, architecture, device.type, config.training.precision, packed=config.data.packing
-    )
-    dtype = base.base_dtype(config.adapter, config.training)
+    implementation, _ = build.choose_attention(config, architecture, device.type)
     data = _data(config, architecture.vocab_size, rows)
     monitor = _Marks()
     with tempfile.TemporaryDirectory(prefix="measured-") as scratch:
@@ -169,12 +166,11 @@ def _job(config: Config, architecture: Any, rows: Sequence[Row], measured: Measu
         _write_peak_reset()
         resident_before = _status("VmRSS")
         with monitor.phase("load"):
-            model = base.load_base(
-                config.model, config.quantization, architecture, attention=implementation, dtype=dtype, device=device
-            )
+            model = build.blueprint(config, architecture, implementation).load(device)
         _mark(_ATTACH)
-        whole = adapter.attach(model, config.adapter, config.model.name, config.training.seed)
-        checkpointing.apply(model, config.memory, device.type)
+        whole = build.trainable(
+            model, config.model, config.adapter, config.memory, seed=config.training.seed, device_type=device.type
+        )
         measured.weight_bytes = _weight_bytes(whole)
         measured.trained_bytes = sum(p.nbytes for p in whole.parameters() if p.requires_grad)
         _mark(_BUILT)

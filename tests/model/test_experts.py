@@ -276,12 +276,10 @@ def test_the_candidates_name_experts_and_routers(base_of: Callable[[str], Path])
 def test_an_adapter_that_experts_cannot_have_is_refused_before_weights_are_loaded(
     overrides: list[str], told: str, base_of: Callable[[str], Path], quick: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from finetune import recipe
-
     def load_base(*arguments: Any, **named: Any) -> None:
         raise AssertionError("weights were loaded")
 
-    monkeypatch.setattr(recipe, "load_base", load_base)
+    monkeypatch.setattr("finetune.model.build.load_base", load_base)
     job = quick(f"model.name={base_of('mixtral')}", "adapter.targets=[q_proj,experts.down_proj]", *overrides)
     with pytest.raises(ConfigError, match=told):
         finetune.train(job)
