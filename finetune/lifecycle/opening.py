@@ -33,7 +33,7 @@ def open_run(
         return run, start
     own = run.of_process(ranks.number())
     own.claim()
-    lock.hold(own)
+    lock.enter_context(own.held())
     own.forget_metrics_after(start.step)
     return own, start
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from types import TracebackType
-from typing import Self
+from typing import Any
 
 import torch
 
@@ -21,41 +20,26 @@ from finetune.runtime.signals import Signals
 from finetune.storage.rundir import RunDirectory
 
 
-class Lock:
+class Lock(contextlib.ExitStack):
     """Keeps other processes out of a run directory, and records there a signal that ends the run."""
 
     def __init__(self, run: RunDirectory) -> None:
-        self._run = run
-        self._held = contextlib.ExitStack()
-        self._taken = False
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self._held.__exit__(kind, error, traceback)
+        super().__init__()
+        self._run, self._taken = run, False
 
     def take(self) -> None:
         """Lock the directory until the end of the block, if not done yet. Raises MachineError where it is in use."""
         if not self._taken:
-            self._held.enter_context(self._run.locked())
-            self._held.push(self._record_signal)
+            self.enter_context(self._run.locked())
+            self.push(self._record_signal)
             self._taken = True
 
     def release(self) -> None:
         """Let the directory go, to be moved aside."""
-        self._held.close()
+        self.close()
         self._taken = False
 
-    def hold(self, own: RunDirectory) -> None:
-        """Hold the directory of a rank other than 0, which needs no lock."""
-        self._held.enter_context(own.held())
-
-    def _record_signal(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def _record_signal(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
         if isinstance(error, (Terminated, KeyboardInterrupt)):
             name = "interrupted" if isinstance(error, KeyboardInterrupt) else "terminated"
             self._run.event(name, step=max(self._run.saved_steps, default=0))

@@ -14,10 +14,11 @@ from typing import Any
 import torch
 
 from finetune.config import AdapterSection, Config, MemorySection, ModelSection, QuantizationSection
+from finetune.errors import ConfigError
 from finetune.model import attention as attentions
 from finetune.model import checkpointing
 from finetune.model.adapter import attach, lora_config
-from finetune.model.base import base_dtype, load_base, outline, remote_code, weightless_base
+from finetune.model.base import base_dtype, load_base, mixture, remote_code, weightless_base
 from finetune.model.experts import Mixture
 
 
@@ -49,16 +50,21 @@ class Blueprint:
         )  # fmt: skip
 
     def check(self, adapter: AdapterSection) -> Mixture | None:
-        """Raise ConfigError for a base that cannot be trained, or an adapter it cannot have; needs no weights.
+        """What is known of the base's experts (see `mixture`); needs no weights.
 
-        Returns what is known of the base's experts.
+        Raises ConfigError for a class whose layers and head are not told apart, which the loss needs, and for an
+        adapter that the base cannot have.
         """
-        base, mixture = outline(
-            self.model, self.quantization, self.architecture, attention=self.attention, dtype=self.dtype
-        )
+        found: list[Mixture | None] = []
+        base = self.weightless(lambda whole: found.append(mixture(whole, self.quantization)))
+        if base.base_model is base:
+            raise ConfigError(
+                f"`model.name`: {type(base).__name__} cannot be trained here: transformers has no name for its layers "
+                "without the head, which the loss needs"
+            )
         if adapter.kind == "lora":
             lora_config(base, adapter)
-        return mixture
+        return found[0]
 
 
 def blueprint(config: Config, architecture: Any, attention: str) -> Blueprint:
