@@ -457,9 +457,9 @@ def work(name: str, on: str, answer: Path, recordings: Path, idle_bytes: int) ->
     if on == "cuda" and not torch.cuda.is_available():
         answer.write_text(json.dumps({"error": "this machine has no CUDA device that torch can use"}))
         return
-    from finetune import recipe
+    from finetune.runtime.device import this_device
 
-    device = recipe.this_device() if on == "cuda" else torch.device("cpu")  # settles what a run settles
+    device = this_device() if on == "cuda" else torch.device("cpu")  # settles what a run settles
     try:
         if name == "facts":
             found = facts(device)

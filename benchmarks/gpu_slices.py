@@ -95,9 +95,9 @@ class Work:
     def device(self) -> Any:
         import torch
 
-        from finetune import recipe
+        from finetune.runtime.device import this_device
 
-        return recipe.this_device() if self.on == "cuda" else torch.device("cpu")
+        return this_device() if self.on == "cuda" else torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -569,7 +569,7 @@ from finetune.config import ModelSection, QuantizationSection
 from finetune.measure.monitor import Monitor, meter_for
 from finetune.model import attention
 from finetune.model.base import load_architecture, load_base
-from finetune.recipe import this_device
+from finetune.runtime.device import this_device
 
 libraries.quiet()
 folder, kind = sys.argv[1:]

@@ -29,7 +29,7 @@ Line = dict[str, Any]
 _DESCRIBE = """
 import json
 from finetune.runtime.environment import describe
-from finetune.recipe import this_device
+from finetune.runtime.device import this_device
 print(json.dumps(describe(this_device())))
 """
 

@@ -24,20 +24,20 @@ from typing import Any, NamedTuple
 
 import datasets
 import torch
-from finetune.training.checks import check
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from finetune.config import Config
 from finetune.data.batching import RowOrder
 from finetune.data.prepare import Counts, Prepared
 from finetune.measure.monitor import Monitor
-from finetune.model import adapter, attention, base, checkpointing
+from finetune.model import build
 from finetune.model.tokenizer import load_tokenizer
 from finetune.runtime import libraries
 from finetune.runtime.signals import Signals
 from finetune.settings import CHOICES
 from finetune.storage.rundir import RunDirectory
 from finetune.training import run as training
+from finetune.training.checks import check
 
 STEPS = 2
 """Optimizer steps: the first creates gradients and optimizer states, the second has them from its start."""
@@ -167,20 +167,16 @@ def train(
     """
     check(config, device)
     tokenizer = load_tokenizer(config.model)
-    implementation, _ = attention.choose(
-        config.model.attention, architecture, device.type, config.training.precision, packed=config.data.packing
-    )
+    implementation, _ = build.choose_attention(config, architecture, device.type)
     with tempfile.TemporaryDirectory(prefix="measured-") as scratch:
         run = RunDirectory(Path(scratch) / "run")
         run.create(config)
         with monitor.phase("load"):
-            model = base.load_base(
-                config.model, config.quantization, architecture, attention=implementation,
-                dtype=base.base_dtype(config.adapter, config.training), device=device,
-            )  # fmt: skip
+            model = build.blueprint(config, architecture, implementation).load(device)
         loaded()
-        whole = adapter.attach(model, config.adapter, config.model.name, config.training.seed)
-        checkpointing.apply(model, config.memory, device.type)
+        whole = build.trainable(
+            model, config.model, config.adapter, config.memory, seed=config.training.seed, device_type=device.type
+        )
         built()
         training.train(
             config, whole, tokenizer, data, run, monitor, _Silent(), device=device, signals=Signals(),

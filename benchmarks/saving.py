@@ -31,10 +31,11 @@ from pathlib import Path
 import torch
 torch.set_num_threads(1)
 from finetune import recipe
+from finetune.inference import answers
 from finetune.settings import load_config
 from finetune.training.checkpoints import Checkpoints
 
-recipe._ANSWER_TOKENS = 1
+answers._TOKENS = 1
 waited = []
 wait = Checkpoints.wait
 

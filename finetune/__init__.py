@@ -17,7 +17,9 @@ from finetune.runtime import libraries
 
 if TYPE_CHECKING:
     from finetune.forecast.planning import fit
-    from finetune.recipe import evaluate, generate, merge, train
+    from finetune.inference.jobs import evaluate, generate
+    from finetune.lifecycle.publish import merge
+    from finetune.recipe import train
     from finetune.report.data_look import inspect_data
     from finetune.report.plan_look import plan
     from finetune.settings import load_config
@@ -32,9 +34,9 @@ _HOMES = {
     "plan": "finetune.report.plan_look",
     "fit": "finetune.forecast.planning",
     "train": "finetune.recipe",
-    "merge": "finetune.recipe",
-    "generate": "finetune.recipe",
-    "evaluate": "finetune.recipe",
+    "merge": "finetune.lifecycle.publish",
+    "generate": "finetune.inference.jobs",
+    "evaluate": "finetune.inference.jobs",
     "RunDirectory": "finetune.storage.rundir",
 }
 

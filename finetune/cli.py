@@ -1,4 +1,8 @@
-"""The command line: commands and exit codes, no logic."""
+"""The command line: commands and exit codes, no logic.
+
+The names of `finetune` import their modules, with libraries that take seconds, when they are looked up: so each command
+first loads its config or opens its run, and their errors come at once.
+"""
 
 from __future__ import annotations
 
@@ -12,12 +16,14 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
+import finetune
 from finetune.errors import FinetuneError, MachineError, OutOfMemoryError, Terminated
 from finetune.report.visible import LINES, VisibleStream, visible
+from finetune.runtime import libraries
 
 if TYPE_CHECKING:
     from finetune.config import Config
-    from finetune.storage.rundir import RunDirectory
+    from finetune.report.terminal import Terminal
 
 INTERRUPTED = 130
 
@@ -58,12 +64,10 @@ def train(
     """Train as the config says; an interrupted run goes on where it stopped."""
 
     def work() -> None:
-        job = _config(config, overrides)
-        from finetune import recipe
-        from finetune.report.terminal import Terminal
+        job = finetune.load_config(config, overrides or [])
         from finetune.runtime import ranks
 
-        result = recipe.train(job, fresh=fresh, terminal=Terminal(quiet=as_json))
+        result = finetune.train(job, fresh=fresh, terminal=_terminal(quiet=as_json))
         if as_json and ranks.first():
             _print_json(result.summary())
 
@@ -81,17 +85,14 @@ def data(
     """Look at the data as the model sees it, what is trained and what is padding; needs no GPU and no weights."""
 
     def work() -> None:
-        job = _config(config, overrides)
-        from finetune.report import data_look
-        from finetune.report.terminal import Terminal
-
-        found = data_look.inspect_data(job)
+        job = finetune.load_config(config, overrides or [])
+        found = finetune.inspect_data(job)
         if page:
             found.write(page)
         if as_json:
             _print_json(found.as_dict())
         else:
-            Terminal().inspected(found.inspection)
+            _terminal().inspected(found.inspection)
 
     _run(work, debug)
 
@@ -116,18 +117,18 @@ def plan(
     """Forecast the memory of a training step, by phase and purpose; needs no GPU and no weights."""
 
     def work() -> None:
-        job = _config(config, overrides)
-        _planning(None if as_json else f"plan of {config}", job)
-        from finetune.report import plan_look
-        from finetune.report.terminal import Terminal
-
-        found = plan_look.plan(job, gpu)
+        job = finetune.load_config(config, overrides or [])
+        if not as_json:
+            _announce(f"plan of {config}", job)
+        with libraries.importing_for_forecast():
+            make = finetune.plan  # which imports its module
+        found = make(job, gpu)
         if picture:
             found.draw(picture)
         if as_json:
             _print_json(found.as_dict())
         else:
-            Terminal().planned(found.forecast, found.levers)
+            _terminal().planned(found.forecast, found.levers)
         if not found.forecast.fits:
             sys.exit(OutOfMemoryError.exit_code)
 
@@ -148,17 +149,18 @@ def fit(
     """Find the fastest setting that fits, at the same global batch, and write it as a config."""
 
     def work() -> None:
-        job = _config(config, overrides)
-        planning = _planning(None if as_json else f"fit of {config}", job)
-        from finetune.report.terminal import Terminal
-
+        job = finetune.load_config(config, overrides or [])
+        if not as_json:
+            _announce(f"fit of {config}", job)
+        with libraries.importing_for_forecast():
+            from finetune.forecast import planning
         fitted, limits = planning.fit_with_limits(job, gpu)
         target = output or Path(f"{config.stem}_fitted.yaml")
         planning.write(fitted, target)
         if as_json:
             _print_json({**fitted.as_dict(), "limits": limits.as_dict(), "config": str(target)})
         else:
-            Terminal().fitted(fitted, limits, target)
+            _terminal().fitted(fitted, limits, target)
 
     _run(work, debug)
 
@@ -168,11 +170,8 @@ def merge(run: Run, trust_code: TrustCode = False, as_json: Json = False, debug:
     """Merge the adapter into the unquantized base, and prove the result equal to what was trained."""
 
     def work() -> None:
-        opened = _opened(run)
-        from finetune import recipe
-        from finetune.report.terminal import Terminal
-
-        proof = recipe.merge(opened, trust_remote_code=trust_code, terminal=Terminal(quiet=as_json))
+        opened = finetune.RunDirectory.open(run)
+        proof = finetune.merge(opened, trust_remote_code=trust_code, terminal=_terminal(quiet=as_json))
         if as_json:
             _print_json(proof)
 
@@ -194,10 +193,10 @@ def generate(
         raise typer.BadParameter(f"{model!r}: choose base, adapter or merged", param_hint="--model")
 
     def work() -> None:
-        opened = _opened(run)
-        from finetune import recipe
-
-        text = recipe.generate(opened, prompt, which=model, max_new_tokens=max_new_tokens, trust_remote_code=trust_code)
+        opened = finetune.RunDirectory.open(run)
+        text = finetune.generate(
+            opened, prompt, which=model, max_new_tokens=max_new_tokens, trust_remote_code=trust_code
+        )
         _print_json({"model": model, "answer": text}) if as_json else typer.echo(visible(text, LINES))
 
     _run(work, debug)
@@ -208,15 +207,12 @@ def evaluate(run: Run, trust_code: TrustCode = False, as_json: Json = False, deb
     """Held-out loss and perplexity of the base and of what was trained."""
 
     def work() -> None:
-        opened = _opened(run)
-        from finetune import recipe
-        from finetune.report.terminal import Terminal
-
-        losses = recipe.evaluate(opened, trust_remote_code=trust_code)
+        opened = finetune.RunDirectory.open(run)
+        losses = finetune.evaluate(opened, trust_remote_code=trust_code)
         if as_json:
             _print_json(losses)
         else:
-            Terminal().losses(losses)
+            _terminal().losses(losses)
 
     _run(work, debug)
 
@@ -226,10 +222,10 @@ def report(run: Run, debug: Debug = False) -> None:
     """Draw the plot and write report.html of a run again."""
 
     def work() -> None:
-        opened = _opened(run)
-        from finetune import recipe
+        opened = finetune.RunDirectory.open(run)
+        from finetune.report.write import write
 
-        typer.echo(visible(str(recipe.report(opened))))
+        typer.echo(visible(str(write(opened))))
         if not opened.finished:
             typer.echo(f"{run} is not finished: the report has what there is so far", err=True)
 
@@ -249,13 +245,12 @@ def doctor(
     def work() -> None:
         from finetune.doctor import machine
         from finetune.doctor import run as run_directory
-        from finetune.report.terminal import Terminal
 
         found = run_directory.examine(run) if run else machine.examine()
         if as_json:
             _print_json(found.as_dict())
         else:
-            Terminal().examined(found.findings)
+            _terminal().examined(found.findings)
         sys.exit(found.exit_code)
 
     _run(work, debug)
@@ -276,34 +271,19 @@ def schema(
     _run(work, debug)
 
 
-def _config(file: Path, overrides: list[str] | None) -> Config:
-    """The config, before anything is imported that takes longer than finding its errors."""
-    from finetune.settings import load_config
+def _terminal(*, quiet: bool = False) -> Terminal:
+    from finetune.report.terminal import Terminal
 
-    return load_config(file, overrides or [])
-
-
-def _opened(run: Path) -> RunDirectory:
-    """The run directory, opened before anything is imported that takes longer than finding that it is none."""
-    from finetune.storage.rundir import RunDirectory
-
-    return RunDirectory.open(run)
+    return Terminal(quiet=quiet)
 
 
-def _planning(title: str | None, job: Config) -> Any:
-    """The module, imported faster than by its name; under `title` the job is told before, as that takes seconds."""
-    if title:
-        from rich.console import Console
+def _announce(title: str, job: Config) -> None:
+    """Print what is about to be forecast, as importing the libraries for it takes seconds."""
+    from rich.console import Console
 
-        from finetune.report import printing, words
+    from finetune.report import printing, words
 
-        printing.say(Console(), f"{title}: {words.base(job)}; adapter: {words.adapter(job)}")
-    from finetune.runtime import libraries
-
-    with libraries.importing_for_forecast():
-        from finetune.forecast import planning
-
-    return planning
+    printing.say(Console(), f"{title}: {words.base(job)}; adapter: {words.adapter(job)}")
 
 
 def _print_json(value: Any) -> None:

@@ -1,6 +1,6 @@
-"""All tables of choices in one place, and the config checked against them.
+"""The config, checked against the tables of choices.
 
-Each table stands beside its implementation; this module only collects them, for validation, the schema and the help.
+Each table is defined beside its implementation; here they are only collected, for validation, the schema and the help.
 """
 
 from __future__ import annotations
@@ -43,17 +43,17 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     for a run's config that asks for foreign code to run, unless an override asks for it too.
     """
     config = load(path, overrides, CHOICES)
-    asked = any(override.partition("=")[0].strip() == _TRUST for override in overrides)
-    if config.model.trust_remote_code and not asked and _is_of_run(Path(path)):
+    consented = any(override.partition("=")[0].strip() == _TRUST for override in overrides)
+    if config.model.trust_remote_code and not consented and _is_of_run(Path(path)):
         raise ArtifactError(_no_consent(Path(path), config.model, f"`{_TRUST}=true` after the config"))
     return config
 
 
 def config_of(run: RunDirectory, *, trust_remote_code: bool = False) -> Config:
-    """The config that `run` was started with, checked in full, to be acted on.
+    """The config that `run` was started with, checked in full, for a command that acts on it.
 
-    A run directory may come from someone else. `trust_remote_code` is the consent of the person at the keyboard to run
-    the Python code that its base ships with. Raises ArtifactError where that is missing, ConfigError as `load_config`.
+    A run directory may come from someone else: `trust_remote_code` is the user's consent to run the Python code that
+    its base ships with. Raises ArtifactError where that is missing, ConfigError as `load_config`.
     """
     config = load(run.config_file, choices=CHOICES)
     if config.model.trust_remote_code and not trust_remote_code:
@@ -67,7 +67,7 @@ _TRUST = "model.trust_remote_code"
 
 
 def _is_of_run(path: Path) -> bool:
-    """Whether a config was written by a run, or stands beside what a run has written."""
+    """Whether a run wrote this config, or has written files beside it."""
     runs = [RunDirectory(each.parent) for each in (path, path.resolve())]
     return any(run.events_file.exists() or path.name == run.config_file.name for run in runs)
 

@@ -20,8 +20,8 @@ import torch
 from jobs import QUICK, TINY
 
 import finetune
-from finetune import recipe
 from finetune.config import Config
+from finetune.inference import answers
 from finetune.model.locate import BUILTIN_BASE, locate
 from finetune.settings import load_config
 from finetune.storage.rundir import RunDirectory
@@ -54,7 +54,7 @@ def one_thread() -> None:
 def short_answers() -> Iterator[None]:
     """A few tokens of each sample answer: whole ones take most of the time of a run of seconds."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(recipe, "_ANSWER_TOKENS", 4)
+        patch.setattr(answers, "_TOKENS", 4)
         yield
 
 

@@ -96,7 +96,7 @@ def test_files_to_read_and_to_write_may_be_at_home(
 
 
 def test_an_answer_cannot_steer_the_terminal(call, trained: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("finetune.recipe.generate", lambda *_, **__: "one\n\ttwo \x1b[2J\u202e")
+    monkeypatch.setattr("finetune.inference.jobs.generate", lambda *_, **__: "one\n\ttwo \x1b[2J\u202e")
     code, out, _ = call("generate", trained.path, "--prompt", "x")
     assert (code, out) == (0, "one\n\ttwo \ufffd[2J\ufffd\n")
     code, out, _ = call("generate", trained.path, "--prompt", "x", "--json")

@@ -27,8 +27,9 @@ from jobs import QUICK, TINY
 from rich.console import Console
 
 import finetune
-from finetune import cli, recipe
+from finetune import cli
 from finetune.config import Config
+from finetune.data import fingerprint
 from finetune.doctor import run as run_directory
 from finetune.errors import ArtifactError, FinetuneError
 from finetune.lifecycle import resume as resuming
@@ -95,7 +96,7 @@ def readers(whole: RunDirectory) -> dict[str, Callable[[RunDirectory], object]]:
         run.check_layout()
         if run.has_results:
             resuming.refuse_changes(config, run)
-            recipe._wants_more_steps(config, run)
+            resuming._wants_more_steps(config, run)
         _ = run.finished, run.steps_done, run.saved_steps
         start = resuming.find(run)
         resuming.compare(run, start, made_with)
@@ -110,8 +111,8 @@ def readers(whole: RunDirectory) -> dict[str, Callable[[RunDirectory], object]]:
         RunDirectory.open(run.path).config()
         _ = run.chat_template
         with run.locked():
-            recipe.fingerprint.check(tokenizer, run.adapter)
-            recipe.fingerprint.check(tokenizer, run.merged)
+            fingerprint.check(tokenizer, run.adapter)
+            fingerprint.check(tokenizer, run.merged)
 
     def plot(run: RunDirectory) -> None:
         plots.training(run)

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 import finetune
-from finetune import recipe
 from finetune.data.examples import Message, shown
 from finetune.data.prepare import prepare
+from finetune.inference import answers, jobs
 from finetune.model.tokenizer import load_tokenizer
 
 Rows = list[dict[str, Any]]
@@ -46,7 +46,8 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
         found.append(prompt)
         return "said"
 
-    monkeypatch.setattr(recipe, "answer", answer)
+    for module in (answers, jobs):
+        monkeypatch.setattr(module, "answer", answer)
     return found
 
 
@@ -64,11 +65,11 @@ def test_a_run_is_asked_as_its_rows_are_written_though_they_are_gone(
     asked.clear()
     rows.unlink()
     for which in ("base", "adapter"):
-        assert recipe.generate(run, prompt, which=which) == "said"
+        assert finetune.generate(run, prompt, which=which) == "said"
     assert [tokenizer.decode(ids) for ids in asked] == [written] * 2
     assert any(ids[: len(asked[0])] == asked[0] for ids in learnt)
     # A control token that a person spells is text, as in a row.
-    recipe.generate(run, prompt + "<|im_end|>")
+    finetune.generate(run, prompt + "<|im_end|>")
     assert asked[-1].count(tokenizer.eos_token_id) == written.count("<|im_end|>")
 
 

@@ -15,7 +15,8 @@ from finetune.data import fingerprint
 from finetune.doctor.findings import Examination, Finding
 from finetune.errors import ArtifactError, ConfigError, FinetuneError, MachineError
 from finetune.model import adapter, identity
-from finetune.model.base import load_architecture, weightless_base
+from finetune.model.base import load_architecture
+from finetune.model.build import Blueprint
 from finetune.model.tokenizer import load_tokenizer
 from finetune.runtime import libraries
 from finetune.settings import CHOICES
@@ -157,10 +158,8 @@ def _adapter(run: RunDirectory, config: Config | None) -> Iterator[Finding]:
     if config and section:
         try:
             with libraries.offline():
-                base = weightless_base(
-                    load_architecture(config.model), QuantizationSection(kind="none"), attention="eager",
-                    dtype=torch.float32,
-                )  # fmt: skip
+                architecture, plain = load_architecture(config.model), QuantizationSection(kind="none")
+                base = Blueprint(config.model, plain, architecture, "eager", torch.float32).weightless()
         except FinetuneError as error:
             told = f"whether its tensors are those of the base is not known: {error}"
             yield Finding("adapter", "warning", told, "look again where the base is at hand")

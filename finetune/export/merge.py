@@ -25,11 +25,11 @@ from finetune.model.adapter import check_files, load_adapter
 from finetune.model.base import (
     from_safetensors,
     load_architecture,
-    load_base,
     pinned_code,
     refuse_missing,
     refuse_not_finite,
 )
+from finetune.model.build import Blueprint
 from finetune.model.locate import hub_call
 from finetune.model.tokenizer import load_tokenizer
 from finetune.runtime import libraries
@@ -115,9 +115,10 @@ def _base(config: Config, dtype: torch.dtype, device: torch.device) -> Any:
     """
     architecture = load_architecture(config.model)
     implementation, _ = attention.choose("auto", architecture, device.type, config.training.precision)
-    kind = config.quantization if config.adapter.init == "loftq" else QuantizationSection(kind="none")
-    base = load_base(config.model, kind, architecture, attention=implementation, dtype=dtype, device=device)
-    return base.dequantize(dtype) if config.adapter.init == "loftq" else base
+    loftq = config.adapter.init == "loftq"
+    quantization = config.quantization if loftq else QuantizationSection(kind="none")
+    base = Blueprint(config.model, quantization, architecture, implementation, dtype).load(device)
+    return base.dequantize(dtype) if loftq else base
 
 
 def _save(model: Any, tokenizer: Any, folder: Path, dtype: torch.dtype) -> None:

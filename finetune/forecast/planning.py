@@ -1,7 +1,7 @@
-"""What a job will take, before a byte is allocated: its forecast, what would make it smaller, and its fit to a card.
+"""What a job will take, before a byte is allocated: its forecast, the levers that reduce it, and its fit to a card.
 
-No weights are read here, and no GPU is needed. A model of the catalog, in a local directory or in the hub's cache
-needs no network; of any other the config is fetched.
+No weights are read, and no GPU is needed. A model of the catalog, in a local directory or in the hub's cache needs no
+network; of any other the config is fetched.
 """
 
 from __future__ import annotations
@@ -17,9 +17,8 @@ from finetune.data import prepare, sources
 from finetune.data.batching import Batch, MicroBatching, longest_batches, per_step, worst_batches
 from finetune.data.prepare import Prepared
 from finetune.errors import ArtifactError, ForecastError
-from finetune.forecast import devices, files
+from finetune.forecast import devices, files, replay
 from finetune.forecast import fit as fitting
-from finetune.forecast import replay as forecast
 from finetune.forecast.devices import Device
 from finetune.forecast.fit import Fitted, Limits
 from finetune.forecast.levers import Lever, levers
@@ -33,9 +32,9 @@ from finetune.model.tokenizer import load_tokenizer
 from finetune.runtime import libraries, ranks
 from finetune.storage.files import write_text
 
-# A lever that takes less than this share off is not worth telling.
-_TELLING = 0.005
-_TRIED_TOKENS = 16
+# A lever that saves less than this share is not worth mentioning.
+_LEAST_SAVED = 0.005
+_TRACED_TOKENS = 16
 
 
 @dataclass(frozen=True)
@@ -49,36 +48,33 @@ class Planner:
     architecture: Any
     device: Device
     data: Prepared | None
-    _worst: dict[tuple[MicroBatching, int], tuple[list[Batch], Batch | None]] = field(default_factory=dict)
+    _largest: dict[tuple[MicroBatching, int], tuple[list[Batch], Batch | None]] = field(default_factory=dict)
 
     def forecast(self, config: Config | None = None, *, evaluates: bool = True) -> Forecast:
-        """What `config` (by default the job itself) takes. Without `evaluates` the evaluation is left out."""
+        """What `config` (by default the job itself) takes; without `evaluates`, leaving out the evaluation."""
         config = config or self.job
-        batches, held_out = self._worst_batches(config)
-        found = [self._forecast(config, batch, held_out if evaluates else None) for batch in batches]
+        batches, evaluation = self._largest_batches(config)
+        found = [self._forecast(config, batch, evaluation if evaluates else None) for batch in batches]
         return max(found, key=lambda each: each.needed_bytes)
 
-    def _forecast(self, config: Config, batch: Batch, held_out: Batch | None) -> Forecast:
+    def _forecast(self, config: Config, batch: Batch, evaluation: Batch | None) -> Forecast:
         device = self.device
         if config.training.deterministic and not device.cublas_workspace:
             device = replace(device, cublas_workspace=libraries.DETERMINISTIC_CUBLAS)
-        implementation = attention.planned(
-            config.model.attention, self.architecture, device.type, config.training.precision,
-            packed=config.data.packing,
-        )  # fmt: skip
+        implementation = _attention(config, self.architecture, device.type)
         capability = device.capability if device.type == "cuda" else None
         if not batch.padded and not has_flash(config.training.precision, capability):
             # Without flash attention, heads that share keys take PyTorch's plain products, scores and all.
             shared = getattr(self.architecture.get_text_config(), "num_key_value_heads", None)
             if shared not in (None, self.architecture.get_text_config().num_attention_heads):
                 implementation = packing.EAGER if batch.packed else "eager"
-        trace = rehearse(config, self.architecture, batch, held_out, device, implementation)
-        return forecast.make(
+        trace = rehearse(config, self.architecture, batch, evaluation, device, implementation)
+        return replay.make(
             trace,
             device,
             batch,
             implementation,
-            micro_batches=max(1, per_step(config.training.batch_size, _way(config), batch) // ranks.count()),
+            micro_batches=max(1, per_step(config.training.batch_size, _micro_batching(config), batch) // ranks.count()),
             merges=config.output.merge,
             merge_bytes=files.merge_bytes(config, trace),
             disk_bytes=files.disk_bytes(config, trace),
@@ -89,9 +85,10 @@ class Planner:
         )
 
     def levers(self, config: Config, found: Forecast) -> list[tuple[Lever, Forecast]]:
-        """Each lever that would take something off the forecast `found`, with what the job would take with it."""
-        tried = [(lever, self.forecast(config.changed(lever.changes))) for lever in levers(config)]
-        return [(lever, after) for lever, after in tried if after.needed_bytes < found.needed_bytes * (1 - _TELLING)]
+        """Each lever that would reduce the forecast `found`, with the job's forecast once it is pulled."""
+        below = found.needed_bytes * (1 - _LEAST_SAVED)
+        pulled = [(lever, self.forecast(config.changed(lever.changes))) for lever in levers(config)]
+        return [(lever, after) for lever, after in pulled if after.needed_bytes < below]
 
     def fit(self) -> Fitted:
         """The fastest setting that fits. Raises OutOfMemoryError when none does.
@@ -116,71 +113,74 @@ class Planner:
         return fitting.limits(config, lambda variant: self.forecast(variant, evaluates=False))
 
     def _evaluation_is_larger(self, config: Config) -> bool:
-        """Whether the held-out rows may take more than a step; elsewhere a fit need not look at them."""
-        batches, held_out = self._worst_batches(config)
-        return held_out is not None and held_out.tokens > max(batch.tokens for batch in batches)
+        """Whether an evaluation may take more than a step; elsewhere a fit need not trace it."""
+        batches, evaluation = self._largest_batches(config)
+        return evaluation is not None and evaluation.tokens > max(batch.tokens for batch in batches)
 
-    def _worst_batches(self, config: Config) -> tuple[list[Batch], Batch | None]:
-        """The largest training micro-batches that data and sampler can produce, and the largest held-out one."""
-        training = config.training
-        step_rows = max(1, training.batch_size // ranks.count())
+    def _largest_batches(self, config: Config) -> tuple[list[Batch], Batch | None]:
+        """The largest training micro-batches that data and sampler can produce, and that of the evaluation set."""
+        micro_batching, step_rows = _micro_batching(config), max(1, config.training.batch_size // ranks.count())
         if self.data is None or config.data.max_length != self.job.data.max_length:
-            longest = longest_batches(_way(config), step_rows, config.data.max_length)
+            longest = longest_batches(micro_batching, step_rows, config.data.max_length)
             return longest, None if config.data.eval == "none" else longest[0]
 
-        way = _way(config)
-        if (way, step_rows) not in self._worst:
-            self._worst[way, step_rows] = self._worst_of(self.data, way, step_rows)
-        return self._worst[way, step_rows]
+        def largest(rows: Any) -> list[Batch]:
+            return worst_batches(rows["length"][:], rows["trained"][:], micro_batching, step_rows, "the data's rows")
 
-    def _worst_of(self, data: Prepared, way: MicroBatching, step_rows: int) -> tuple[list[Batch], Batch | None]:
-        def worst(rows: Any) -> list[Batch]:
-            return worst_batches(rows["length"][:], rows["trained"][:], way, step_rows, "the data's rows")
-
-        return worst(data.train), None if data.eval is None else worst(data.eval)[0]
+        key, data = (micro_batching, step_rows), self.data
+        if key not in self._largest:
+            self._largest[key] = largest(data.train), None if data.eval is None else largest(data.eval)[0]
+        return self._largest[key]
 
 
 def _saves_between(config: Config) -> bool:
-    """Whether training goes on after some save; the number of steps is known where the job gives it."""
+    """Whether training goes on after a save; how many steps there are is known only where the config says so."""
     every, steps = config.output.save_every, config.training.max_steps
     return every is not None and (steps is None or steps > every)
 
 
-def _way(config: Config) -> MicroBatching:
+def _micro_batching(config: Config) -> MicroBatching:
     return MicroBatching.of(config.training, config.data)
 
 
+def _attention(config: Config, architecture: Any, device_type: str) -> str:
+    return attention.planned(
+        config.model.attention, architecture, device_type, config.training.precision, packed=config.data.packing
+    )
+
+
 def fit(config: Config, gpu: str | None = None) -> Fitted:
-    """The job fitted to `gpu`: micro-batch and checkpointing for the most speed, at the same global batch.
+    """The job fitted to `gpu`: the fastest micro-batch and checkpointing, whatever the config says, at the same
+    global batch.
 
     Raises OutOfMemoryError when nothing fits.
     """
-    return _open_planner(config, gpu).fit()
+    return _free_planner(config, gpu).fit()
 
 
 def fit_with_limits(config: Config, gpu: str | None = None) -> tuple[Fitted, Limits]:
-    """`fit`, and how far the fitted job could be taken on that device."""
-    planner = _open_planner(config, gpu)
+    """`fit`, and the limits of the fitted job on that device."""
+    planner = _free_planner(config, gpu)
     fitted = planner.fit()
     return fitted, planner.limits(fitted.config)
 
 
-def _open_planner(config: Config, gpu: str | None) -> Planner:
-    """A planner that chooses micro-batch and checkpointing, whatever the config says."""
+def _free_planner(config: Config, gpu: str | None) -> Planner:
+    """A planner that may choose micro-batch and checkpointing, whatever the config says."""
     rows = {} if config.training.micro_batch_tokens else {"training.micro_batch": "auto"}
     return planner_for(config.changed({**rows, "memory.checkpointing": "auto"}), gpu)
 
 
 def write(fitted: Fitted, path: Path) -> None:
-    """The fitted config as a file, with a comment beside each value that was chosen. Raises MachineError."""
+    """Write the fitted config, with a comment beside each value that was chosen. Raises MachineError."""
     write_text(path, "\n".join(fitting.explained(dump(fitted.config), fitted.reasons)) + "\n")
 
 
-def try_out(config: Config, architecture: Any, device: torch.device) -> None:
-    """Run a step with one short row on fake tensors, for an architecture that the catalog does not know.
+def check_traceable(config: Config, architecture: Any, device: torch.device) -> None:
+    """Trace a step with one short row, for an architecture that the catalog does not know.
 
-    Raises ForecastError where it fails and `memory.check` refuses, ConfigError for a setting that the model does not
-    have.
+    Raises ForecastError where that fails and `memory.check` is `refuse`, ConfigError for a setting that the model does
+    not have.
     """
     if config.memory.check == "off" or architecture.model_type in catalog.families():
         return
@@ -192,21 +192,21 @@ def try_out(config: Config, architecture: Any, device: torch.device) -> None:
             "memory.checkpointing": "none" if checkpointing == "auto" else checkpointing,
         }
     )
-    tokens = min(_TRIED_TOKENS, bounds.positions(architecture) or _TRIED_TOKENS)
+    tokens = min(_TRACED_TOKENS, bounds.positions(architecture) or _TRACED_TOKENS)
     rows = (tokens // 2,) * 2 if config.data.packing else ()
     batch = Batch(rows=1, tokens=tokens, padded=False, trained_tokens=tokens - max(1, len(rows)), packed=rows)
-    implementation = attention.planned(
-        config.model.attention, architecture, device.type, config.training.precision, packed=config.data.packing
-    )
     try:
-        rehearse(config, architecture, batch, None, devices.here(device, config.memory), implementation)
+        rehearse(
+            config, architecture, batch, None, devices.here(device, config.memory),
+            _attention(config, architecture, device.type),
+        )  # fmt: skip
     except ForecastError:
         if config.memory.check == "refuse":
             raise
 
 
 def planner_for(config: Config, gpu: str | None = None) -> Planner:
-    """The planner of a job on a device that need not be here."""
+    """The planner of a job, for a device that need not be in this machine."""
     libraries.quiet()
     device = devices.find(gpu or ("auto" if torch.cuda.is_available() else "cpu"), config.memory)
     architecture = _architecture(config)
@@ -215,22 +215,21 @@ def planner_for(config: Config, gpu: str | None = None) -> Planner:
 
 
 def _architecture(config: Config) -> Any:
-    """From the catalog where it is known there, so that a plan needs neither network nor a licence."""
+    """From the catalog where it is listed, so that a plan needs neither network nor a licence."""
     name = config.model.name
     return catalog.config(name) if catalog.find(name) else load_architecture(config.model)
 
 
 def _data(config: Config, architecture: Any) -> Prepared | None:
-    """The tokenized data, where it and the tokenizer are at hand and small."""
+    """The tokenized data, where its files, if small, and the tokenizer are on this machine."""
     model = config.model
-    random = model.weights == "random" and model.tokenizer is None and catalog.find(model.name)
-    held_out = [] if config.data.eval in ("auto", "none") else [config.data.eval]
-    rows_at_hand = all(map(sources.at_hand, [config.data.train, *held_out]))
-    if not rows_at_hand or not (random or at_hand(model.tokenizer or model.name)):
+    builtin = model.weights == "random" and model.tokenizer is None and catalog.find(model.name)
+    files = [config.data.train, *([] if config.data.eval in ("auto", "none") else [config.data.eval])]
+    if not all(map(sources.at_hand, files)) or not (builtin or at_hand(model.tokenizer or model.name)):
         return None
     try:
         tokenizer = load_tokenizer(model, config.data.chat_template)
     except ArtifactError:
-        return None  # a tokenizer that cannot be used is training's to complain of
+        return None  # training reports a tokenizer that cannot be used
     bounds.check_tokenizer(tokenizer, architecture, model)
     return prepare.prepare(config.data, tokenizer)

@@ -23,8 +23,8 @@ from finetune.forecast import depth, fake, patches
 from finetune.forecast.devices import Device
 from finetune.forecast.extrapolate import NotAlike, Shortened, shorten, unroll, whole
 from finetune.forecast.trace import Answers, Recorder, Trace, TracedMonitor
-from finetune.model import adapter, checkpointing, experts
-from finetune.model.base import base_dtype, mixture, remote_code, weightless_base
+from finetune.model import adapter, build, checkpointing, experts
+from finetune.model.base import base_dtype, mixture
 from finetune.model.causality import needs_mask
 from finetune.objectives import OBJECTIVES, log_probs
 from finetune.runtime import ranks
@@ -112,20 +112,15 @@ class _Rehearsal:
         self.recorder = recorder
         self._shortening = shortening
         self._rows = rows
-        base = weightless_base(
-            architecture,
-            config.quantization,
-            # Fused attention keeps the same for backward whoever wrote the kernel: the output and a number a row.
-            attention=attention if attention.startswith(("eager", "packed")) else "sdpa",
-            dtype=base_dtype(config.adapter, config.training),
-            remote_code=remote_code(config.model),
-            shorten=self._shorten,
-        )
+        # Every fused attention kernel keeps the same for backward: the output and one number per row.
+        attention = attention if attention.startswith(("eager", "packed")) else "sdpa"
+        base = build.blueprint(config, architecture, attention).weightless(self._shorten)
         self._loaded = list(base.modules())
-        # How an adapter starts changes no size, and needs weights.
+        # An adapter's initial values change no size; PiSSA and LoftQ would need weights.
         start = config.adapter.model_copy(update={"init": "default"})
-        self._model = adapter.attach(base, start, config.model.name, config.training.seed)
-        checkpointing.apply(base, config.memory, device.type)
+        self._model = build.trainable(
+            base, config.model, start, config.memory, seed=config.training.seed, device_type=device.type
+        )
         checkpointing.choose(base, self._checkpointed)
         self._layers = checkpointing.layers(base)
         fake.fill(self._model, config.quantization, mode)

@@ -1,4 +1,4 @@
-"""Answers from a model: greedy, so that two models can be compared."""
+"""Greedy decoding, so that the answers of two models can be compared."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 
-from finetune.errors import ConfigError, NumbersError
+from finetune.data import chat, formats
+from finetune.errors import ArtifactError, ConfigError, NumbersError
 from finetune.model import bounds, chat_template
 from finetune.runtime import libraries
 
@@ -15,12 +16,24 @@ class TooLong(ConfigError):
     """A prompt that leaves no position for an answer."""
 
 
+def prompt_ids(example: formats.Example, tokenizer: Any, control_tokens: chat.ControlTokens) -> list[int]:
+    """Token ids of a prompt, written as in training (`control_tokens` is `data.control_tokens`); never empty.
+
+    Raises ArtifactError where the chat template cannot write it.
+    """
+    try:
+        ids = chat.prompt_ids(example, tokenizer, control_tokens)
+    except formats.RowError as error:
+        raise ArtifactError(f"the prompt cannot be written for the model: {error}") from None
+    return ids or [tokenizer.eos_token_id]  # an empty prompt, and a tokenizer without a token for the start of text
+
+
 @torch.inference_mode()
 def answer(model: Any, tokenizer: Any, prompt: list[int], max_new_tokens: int = 128) -> str:
-    """What the model writes after the tokens of `prompt`, decoded greedily, without special tokens.
+    """The model's continuation of the tokens of `prompt`, decoded greedily, without special tokens.
 
-    It ends where the model's positions do. Raises TooLong where the prompt takes them all, NumbersError where the
-    model has nothing but NaN to say.
+    It ends where the model's positions do. Raises TooLong where the prompt takes all of them, NumbersError for logits
+    that are NaN.
     """
     from transformers import LogitsProcessorList
 

@@ -1,7 +1,7 @@
-"""Going on with a run: from which checkpoint, and whether the job is still the same one.
+"""Resuming a run: whether it is finished, from which checkpoint it goes on, and whether the job is still the same one.
 
-What decides the trained weights must not change on the way: those changes are refused by the name of the field. What
-does not (how far the run goes, how it is watched, the memory it takes, library versions) is logged.
+What decides the trained weights must not change on the way: such a change is refused, naming the field. What does not
+(how far the run goes, how it is watched, the memory it takes, library versions) is logged.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from finetune.data import fingerprint
 from finetune.data.prepare import Prepared
 from finetune.errors import ArtifactError, ConfigError, DataError, MachineError
 from finetune.model import identity
-from finetune.runtime import ranks as processes
+from finetune.runtime import ranks
 from finetune.storage import checkpoint, records
 from finetune.storage.rundir import RunDirectory, checkpoint_step
 from finetune.training import state
@@ -25,49 +25,52 @@ from finetune.training import state
 _MAY_CHANGE = ("training.max_steps", "training.epochs", "training.micro_batch", "training.eval_every",
                "training.early_stopping", "memory.", "tracking.", "output.")  # fmt: skip
 
-# Where files lie. What is in them is compared by itself, except that of `output.dir`, which the first process writes.
+# Where files are, which may differ between machines; what is in them is compared. Rank 0 alone writes `output.dir`.
 _PLACES = ("model.name", "model.tokenizer", "data.train", "data.eval", "data.chat_template", "output.dir")
 
 
 @dataclass(frozen=True)
 class Start:
-    """Where a run goes on: a whole checkpoint, or nothing. `damaged` are the newer ones, with what is wrong."""
+    """Where a run resumes: a whole checkpoint, or None. `damaged` are newer ones, each with what is wrong with it."""
 
     checkpoint: Path | None
     damaged: dict[Path, list[str]] = field(default_factory=dict)
 
     @property
     def step(self) -> int:
-        """The optimizer step it goes on after; -1 for a run from nothing."""
+        """The last optimizer step in the checkpoint; -1 without one."""
         return checkpoint_step(self.checkpoint) if self.checkpoint else -1
 
 
 def made_with(
     config: Config, data: Prepared, tokenizer: Any, environment: dict[str, Any], note: Callable[[str], None]
 ) -> dict[str, Any]:
-    """What a checkpoint remembers of its origin, as JSON values; `base` is None until it is on this machine."""
+    """All that decides the trained weights, as JSON values for a checkpoint's manifest.
+
+    `base` is None until its files are on this machine.
+    """
     return {
         "config": config.model_dump(mode="json"),
         "data": {"train": fingerprint.of_rows(data.train), "eval": data.eval and fingerprint.of_rows(data.eval)},
         "tokenizer": fingerprint.of(tokenizer),
         "base": identity.of_base(config.model, note),
-        "processes": processes.count(),
+        "processes": ranks.count(),
         "packages": environment["packages"],
     }
 
 
 def refuse_other_ranks(mine: dict[str, Any]) -> None:
-    """Raise in all processes, naming rank and field, where one has something else in `mine` than rank 0.
+    """Raise on all ranks, naming rank and field, where a rank's `mine` differs from rank 0's.
 
-    Raises ConfigError, DataError, ArtifactError for another base, or MachineError for other versions of the libraries.
-    What a process does not know (None) is not compared; nor is where files lie, but what is in them.
+    Raises ConfigError, DataError, ArtifactError for another base, or MachineError for other library versions. What a
+    rank does not know (None) is not compared, nor are paths: the contents of the files are.
     """
-    processes.agree(_refuse_other_ranks, mine)
+    ranks.agree(_refuse_other_ranks, mine)
 
 
-def _refuse_other_ranks(ranks: list[dict[str, Any]]) -> None:
-    first = ranks[0]
-    for rank, other in enumerate(ranks):
+def _refuse_other_ranks(of_ranks: list[dict[str, Any]]) -> None:
+    first = of_ranks[0]
+    for rank, other in enumerate(of_ranks):
         if "config" in first:
             changes = [
                 f"`{change.key}` is {change.now} (rank 0: {change.before})"
@@ -100,30 +103,59 @@ def _refuse_other_ranks(ranks: list[dict[str, Any]]) -> None:
 
 
 def own_places(config: Config, own: Config) -> Config:
-    """`config` with the places of files as `own` names them, which may lie elsewhere on another machine."""
+    """`config` with the paths of `own`: files may be elsewhere on another machine."""
     sections = {key: key.split(".") for key in _PLACES}
     return config.changed({key: getattr(getattr(own, name), field) for key, (name, field) in sections.items()})
 
 
 def _places(config: dict[str, Any]) -> tuple[str, ...]:
-    """The keys that say where files lie; random weights have none, and are told by their name."""
+    """The keys that name files; random weights have none, and are identified by `model.name`."""
     return tuple(key for key in _PLACES if key != "model.name" or config["model"]["weights"] != "random")
 
 
+def is_finished(config: Config, run: RunDirectory, note: Callable[[str], None], *, fresh: bool) -> bool:
+    """Whether `run` has all that `config` asks for, which is then noted; never with `fresh`. The same on all ranks.
+
+    Raises ConfigError for a run of another config, ArtifactError for a directory that no run has written.
+    """
+    return ranks.first_does(lambda: _is_finished(config, run, note, fresh))
+
+
+def _is_finished(config: Config, run: RunDirectory, note: Callable[[str], None], fresh: bool) -> bool:
+    run.check_layout()
+    if fresh or not run.has_results:
+        return False
+    refuse_changes(config, run)
+    if not run.finished or _wants_more_steps(config, run):
+        return False
+    note(
+        f"{run.path} is finished. Go on: set training.max_steps above its {run.steps_done} steps, or more "
+        "training.epochs; start anew: --fresh (the old run is moved aside)"
+    )
+    return True
+
+
+def _wants_more_steps(config: Config, run: RunDirectory) -> bool:
+    now, then = config.training, run.config().training
+    if now.max_steps:
+        return now.max_steps > run.steps_done
+    return then.max_steps is not None or now.epochs > then.epochs
+
+
 def refuse_changes(config: Config, run: RunDirectory) -> None:
-    """Raise ConfigError naming the keys in which `config` differs from the run's own, where that would mix two jobs."""
+    """Raise ConfigError naming the keys of `config` that differ from the run's own and would mix two jobs."""
     _refuse(run, [change for change in _changes(run.config().model_dump(), config.model_dump()) if not change.harmless])
 
 
 def find(run: RunDirectory) -> Start:
-    """The newest checkpoint to go on from. Raises ArtifactError where there are some, and none can be used."""
+    """The newest whole checkpoint. Raises ArtifactError where there are checkpoints and none can be used."""
     return Start(*checkpoint.newest_valid(run, state.problems_of))
 
 
 def compare(run: RunDirectory, start: Start, now: dict[str, Any]) -> dict[str, Any]:
-    """What changed since the checkpoint was made and does no harm, as facts for an event.
+    """Harmless changes since the checkpoint was saved, as facts for an event.
 
-    Raises ConfigError or DataError naming the field for what does. What either side does not know is not compared.
+    Raises ConfigError or DataError naming the field for any other. What either side does not know is not compared.
     """
     if start.checkpoint is None:
         return {}
@@ -179,7 +211,7 @@ class _Change:
 
 
 def _changes(before: dict[str, Any], now: dict[str, Any]) -> Iterator[_Change]:
-    """The keys with other values; one that an earlier version did not know has its default, then as now."""
+    """The keys whose values differ; a key that an earlier version did not have had its default then."""
     for section, values in now.items():
         for key, value in values.items():
             then = before.get(section, {})

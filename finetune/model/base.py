@@ -318,30 +318,6 @@ def _types_as_loaded(model: Any, dtype: torch.dtype) -> None:
                 module.bias = nn.Parameter(module.bias.to(dtype), requires_grad=False)
 
 
-def outline(
-    section: ModelSection, quantization: QuantizationSection, architecture: Any, *, attention: str, dtype: torch.dtype
-) -> tuple[Any, Mixture | None]:
-    """The base without its weights, and what is known of its experts (see `mixture`).
-
-    Raises ConfigError for a class whose layers and head are not told apart, which the loss needs.
-    """
-    found: list[Mixture | None] = []
-    model = weightless_base(
-        architecture,
-        quantization,
-        attention=attention,
-        dtype=dtype,
-        remote_code=remote_code(section),
-        shorten=lambda whole: found.append(mixture(whole, quantization)),
-    )
-    if model.base_model is model:
-        raise ConfigError(
-            f"`model.name`: {type(model).__name__} cannot be trained here: transformers has no name for its layers "
-            "without the head, which the loss needs"
-        )
-    return model, found[0]
-
-
 def mixture(model: Any, quantization: QuantizationSection) -> Mixture | None:
     """How the experts of a base will be stored that is not quantized yet; None for one without experts."""
     from transformers.pytorch_utils import Conv1D

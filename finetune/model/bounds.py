@@ -10,7 +10,8 @@ from torch import nn
 
 from finetune.config import Config, ModelSection, QuantizationSection
 from finetune.errors import ArtifactError, ConfigError, FinetuneError
-from finetune.model.base import load_architecture, remote_code, weightless_base
+from finetune.model.base import load_architecture
+from finetune.model.build import Blueprint
 
 # Kinds of rotary scaling that lengthen the context beyond `max_position_embeddings`; of others (llama3, longrope) it
 # is already the length after scaling.
@@ -91,13 +92,7 @@ def _is_bounded(model: ModelSection, architecture: Any) -> bool:
     text = architecture.get_text_config()
     if getattr(text, "rope_parameters", None) or getattr(text, "alibi", False):
         return False
-    built = weightless_base(
-        architecture,
-        QuantizationSection(kind="none"),
-        attention="eager",
-        dtype=torch.float32,
-        remote_code=remote_code(model),
-    )
+    built = Blueprint(model, QuantizationSection(kind="none"), architecture, "eager", torch.float32).weightless()
     return table_size(built) is not None
 
 

@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from finetune import recipe, settings
+from finetune import settings
 from finetune.config import Config, dump, load
 from finetune.data import prepare
 from finetune.errors import ArtifactError, ConfigError, DataError, MachineError
-from finetune.model import bounds
+from finetune.model import bounds, build
 from finetune.model.base import load_architecture
 from finetune.model.tokenizer import load_tokenizer
 from finetune.settings import load_config
@@ -113,7 +113,7 @@ def stages(config: Config) -> None:
     tokenizer = load_tokenizer(config.model, config.data.chat_template)
     architecture = load_architecture(config.model)
     bounds.check_tokenizer(tokenizer, architecture, config.model)
-    recipe._attention(config, architecture, cpu)
+    build.choose_attention(config, architecture, cpu.type)
     prepared = prepare.prepare(config.data, tokenizer)
     prepare.check_ids(prepared, tokenizer, bounds.vocabulary(architecture), config.model.name)
 

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from packed import packed
 
-from finetune import cli, recipe
+from finetune import cli
 from finetune.config import DataSection, ModelSection
 from finetune.data import sources
 from finetune.data.compressed import COMPRESSIONS
@@ -236,7 +236,7 @@ def test_training_stops_with_exit_code_3_before_it_loads_a_weight(
     def loaded(*_: object, **__: object) -> None:
         raise AssertionError("weights were loaded")
 
-    monkeypatch.setattr(recipe, "load_base", loaded)
+    monkeypatch.setattr("finetune.model.build.load_base", loaded)
     run = tmp_path / "run"
     job = ["train", str(TINY), f"data.train={CORPUS / name}", "data.eval=none", f"output.dir={run}"]
     monkeypatch.setattr(sys, "argv", ["finetune", *job])

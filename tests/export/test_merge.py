@@ -242,6 +242,6 @@ def test_a_whole_model_with_damaged_weights_is_not_used(damage: str, quick) -> N
     save_file(weights, file, {"format": "pt"})
     expected = ArtifactError if damage == "missing" else NumbersError
     with pytest.raises(expected):
-        finetune.recipe.evaluate(run)
+        finetune.evaluate(run)
     with pytest.raises(expected):
         finetune.generate(run, "x", max_new_tokens=2)

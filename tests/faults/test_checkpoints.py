@@ -550,7 +550,7 @@ def evaluations(run: RunDirectory) -> list[tuple[int, float]]:
     [
         pytest.param(Fault("read", r"rows\.jsonl$", action="SIGTERM"), id="reading"),
         pytest.param(Fault("finetune.data.tokenizing:_tokenized", action="SIGTERM"), id="tokenizing"),
-        pytest.param(Fault("finetune.recipe:load_base", action="SIGTERM"), id="loading"),
+        pytest.param(Fault("finetune.model.build:load_base", action="SIGTERM"), id="loading"),
         pytest.param(Fault("mkdir", r"merged\.incomplete", action="SIGTERM SIGTERM"), id="merging"),
     ],
 )

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
-from finetune import recipe
+import finetune
 from finetune.config import Config
 from finetune.errors import ArtifactError, NumbersError
 from finetune.report.terminal import Terminal
@@ -37,7 +37,7 @@ def refused(tensor: str, use: Callable[[], object]) -> None:
 
 def test_training_says_it_of_the_base(damaged: tuple[Path, str], quick: Callable[..., Config]) -> None:
     base, tensor = damaged
-    refused(tensor, lambda: recipe.train(quick(f"model.name={base}"), terminal=Terminal(quiet=True)))
+    refused(tensor, lambda: finetune.train(quick(f"model.name={base}"), terminal=Terminal(quiet=True)))
 
 
 def test_training_without_questions_says_it_too(
@@ -46,7 +46,7 @@ def test_training_without_questions_says_it_too(
     base, tensor = damaged
     (tmp_path / "rows.txt").write_text("a line of text\n" * 20)
     job = quick(f"model.name={base}", f"data.train={tmp_path / 'rows.txt'}", "data.eval=none")
-    refused(tensor, lambda: recipe.train(job, terminal=Terminal(quiet=True)))
+    refused(tensor, lambda: finetune.train(job, terminal=Terminal(quiet=True)))
 
 
 def test_so_do_answers_evaluation_and_merge(damaged: tuple[Path, str], trained: RunDirectory, tmp_path: Path) -> None:
@@ -55,13 +55,13 @@ def test_so_do_answers_evaluation_and_merge(damaged: tuple[Path, str], trained: 
     run.config_file.write_text(run.config_file.read_text().replace("builtin:tiny-llama", str(base)))
     kept = run.adapter / "fingerprint.json"  # of an earlier version: another base would be refused for that alone
     kept.write_text(json.dumps({"tokenizer": json.loads(kept.read_text())["tokenizer"]}))
-    refused(tensor, lambda: recipe.generate(run, "x", max_new_tokens=2))
-    refused(tensor, lambda: recipe.generate(run, "x", which="base", max_new_tokens=2))
-    refused(tensor, lambda: recipe.evaluate(run))
-    refused(tensor, lambda: recipe.merge(run, terminal=Terminal(quiet=True)))
+    refused(tensor, lambda: finetune.generate(run, "x", max_new_tokens=2))
+    refused(tensor, lambda: finetune.generate(run, "x", which="base", max_new_tokens=2))
+    refused(tensor, lambda: finetune.evaluate(run))
+    refused(tensor, lambda: finetune.merge(run, terminal=Terminal(quiet=True)))
 
 
 def test_a_sound_base_is_not_blamed(quick: Callable[..., Config]) -> None:
     job = quick("optimizer.weight_decay=1e9", "training.learning_rate=1e9", "training.max_steps=8")
     with pytest.raises(NumbersError, match="learning_rate"):
-        recipe.train(job, terminal=Terminal(quiet=True))
+        finetune.train(job, terminal=Terminal(quiet=True))

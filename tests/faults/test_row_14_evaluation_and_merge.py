@@ -146,7 +146,7 @@ def test_row_14_no_logits_are_made_and_nothing_of_a_batch_is_kept(quick) -> None
 
 def test_row_14_a_merge_out_of_memory_leaves_the_training_and_is_done_again(train_apart) -> None:
     job = ["output.merge=true", "data.eval=none", "training.eval_every=null"]
-    run, ended = train_apart(Fault("finetune.recipe:_merge", memory_bytes=2**20), *job)
+    run, ended = train_apart(Fault("finetune.lifecycle.publish:merge_locked", memory_bytes=2**20), *job)
     assert ended.code == 6, ended.output
     assert "finetune merge" in " ".join(ended.output.split())
     assert not run.finished

@@ -29,12 +29,11 @@ MIB = 2**20
 @pytest.fixture
 def no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever loads weights fails the test."""
-    from finetune import recipe
 
     def load(*arguments: object, **named: object) -> None:
         raise AssertionError("weights were loaded")
 
-    monkeypatch.setattr(recipe, "load_base", load)
+    monkeypatch.setattr("finetune.model.build.load_base", load)
 
 
 # -- plan --------------------------------------------------------------------------------------------------------------
@@ -45,12 +44,12 @@ def test_the_batch_is_the_worst_that_the_data_can_give(quick: Quick) -> None:
     planner = planning.planner_for(config, "cpu")
     assert planner.data is not None
     lengths, trained = planner.data.train["length"], planner.data.train["trained"]
-    [train], held_out = planner._worst_batches(config)
+    [train], held_out = planner._largest_batches(config)
     assert (train.rows, train.tokens, train.padded) == (4, max(lengths), True)
     assert train.trained_tokens == sum(sorted(trained)[-4:])
     assert train.source == "the data's rows"
     assert held_out is not None
-    [shorter], _ = planner._worst_batches(config.changed({"data.max_length": 32}))
+    [shorter], _ = planner._largest_batches(config.changed({"data.max_length": 32}))
     assert (shorter.tokens, shorter.source) == (32, "data.max_length")
 
 
@@ -60,7 +59,7 @@ def test_the_batch_is_the_worst_that_the_data_can_give(quick: Quick) -> None:
 def test_without_the_data_at_hand_every_row_is_as_long_as_rows_may_be(away: str, quick: Quick) -> None:
     planner = planning.planner_for(quick(away, "data.max_length=96"), "cpu")
     assert planner.data is None
-    [train], held_out = planner._worst_batches(planner.job)
+    [train], held_out = planner._largest_batches(planner.job)
     assert train == held_out
     assert (train.rows, train.tokens, train.trained_tokens, train.padded) == (2, 96, 2 * 95, True)
 
@@ -70,7 +69,7 @@ def test_micro_batches_by_tokens_are_forecast_at_the_larger_of_the_two_that_can_
     config = quick("training.micro_batch_tokens=70", "training.batch_size=8", "data.eval=none")
     planner = planning.planner_for(config, "cpu")
     assert planner.data is not None
-    batches, _ = planner._worst_batches(config)
+    batches, _ = planner._largest_batches(config)
     assert max(batch.tokens for batch in batches) == max(planner.data.train["length"])
     found = planner.forecast()
     assert found.batch in batches

@@ -17,9 +17,9 @@ import on_cpu
 import pytest
 import torch
 
-from finetune import recipe
 from finetune.config import Config
 from finetune.forecast import operator_costs
+from finetune.runtime.device import this_device
 from finetune.settings import load_config
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -31,7 +31,7 @@ DEVICE = torch.device(os.environ.get("FINETUNE_GPU_TESTS_ON", "cuda:0"))
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 if DEVICE.type == "cuda" and torch.cuda.is_available():
-    recipe.this_device()  # settles what a run settles: the allocator's segments, and Triton where it cannot be built
+    this_device()  # settles what a run settles: the allocator's segments, and Triton where it cannot be built
 
 _SENTENCES = (
     "The lake was still, and the boat lay where we had left it.",

@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from finetune import recipe
+import finetune
 from finetune.config import Config, dump
 from finetune.measure.monitor import CudaMeter
 from finetune.storage.rundir import RunDirectory
@@ -43,26 +43,26 @@ def falls(run: RunDirectory) -> bool:
 
 
 def test_an_nf4_base_trains_and_its_loss_falls(configure: Configure, device: torch.device) -> None:
-    result = recipe.train(configure())
+    result = finetune.train(configure())
     assert len(losses(result.run)) == 12
     assert falls(result.run)
 
 
 @pytest.mark.parametrize("quantization", ["int8", "fp4", "none"])
 def test_every_other_storage_trains(configure: Configure, device: torch.device, quantization: str) -> None:
-    assert falls(recipe.train(configure(quantization__kind=quantization)).run)
+    assert falls(finetune.train(configure(quantization__kind=quantization)).run)
 
 
 def test_offloaded_checkpoints_train_to_the_same_losses(
     configure: Configure, cuda: torch.device, tmp_path: Path
 ) -> None:
-    kept = recipe.train(configure(output__dir=tmp_path / "kept"))
-    offloaded = recipe.train(configure(output__dir=tmp_path / "offloaded", memory__offload="checkpoints"))
+    kept = finetune.train(configure(output__dir=tmp_path / "kept"))
+    offloaded = finetune.train(configure(output__dir=tmp_path / "offloaded", memory__offload="checkpoints"))
     assert losses(offloaded.run) == pytest.approx(losses(kept.run), rel=2e-2)
 
 
 def test_fp16_with_loss_scaling_trains(configure: Configure, cuda: torch.device) -> None:
-    result = recipe.train(configure(training__precision="fp16", training__max_steps=24))
+    result = finetune.train(configure(training__precision="fp16", training__max_steps=24))
     assert falls(result.run)
     (checkpoint,) = result.run.complete_checkpoints()
     assert json.loads((checkpoint / "state.json").read_text())["scaler"]["scale"] >= 1
@@ -78,7 +78,7 @@ def test_rows_02_and_17_a_resumed_run_ends_with_the_same_bits_in_the_same_memory
             quantization__kind=quantization, training__deterministic=True, training__schedule="constant",
             training__warmup=0, adapter__dropout=0.1, adapter__rank=64, optimizer__kind="paged_adamw_8bit",
         )  # fmt: skip
-        return recipe.train(config).run
+        return finetune.train(config).run
 
     whole = train("whole", 6)
     for steps in (2, 4, 6):
@@ -91,7 +91,7 @@ def test_rows_02_and_17_a_resumed_run_ends_with_the_same_bits_in_the_same_memory
 
 
 def test_memory_lines_nest(configure: Configure, cuda: torch.device) -> None:
-    result = recipe.train(configure(training__max_steps=3))
+    result = finetune.train(configure(training__max_steps=3))
     lines = [line["memory"] for line in result.run.metrics()]
     assert len(lines) == 3
     for phases in lines:
@@ -103,7 +103,7 @@ def test_memory_lines_nest(configure: Configure, cuda: torch.device) -> None:
 
 def test_the_backward_peak_is_above_the_optimizer_peak(configure: Configure, cuda: torch.device) -> None:
     # A phase that measured another one's work would show it here: the update needs no activations.
-    result = recipe.train(configure(training__max_steps=3, training__micro_batch=4, data__max_length=512))
+    result = finetune.train(configure(training__max_steps=3, training__micro_batch=4, data__max_length=512))
     last = result.run.metrics()[-1]["memory"]
     assert last["backward"]["allocated_bytes"] > last["optimizer"]["allocated_bytes"]
 
@@ -162,7 +162,7 @@ def test_a_cap_that_takes_fewer_rows_is_trained_within(
     assert splits[0]["rows"] == 64
     assert splits[0]["step"] == 1
     assert max(peak["reserved_bytes"] for peak in peaks_of(capped).values()) <= 256 * MIB + PAGE
-    roomy = recipe.train(configure(**changes, output__dir=tmp_path / "roomy")).run
+    roomy = finetune.train(configure(**changes, output__dir=tmp_path / "roomy")).run
     assert losses(capped) == pytest.approx(losses(roomy), rel=2e-2)
 
 
@@ -176,17 +176,17 @@ def test_a_cap_that_fits_is_kept(
 
 
 def test_a_snapshot_is_written_when_asked_for(configure: Configure, cuda: torch.device) -> None:
-    result = recipe.train(configure(memory__snapshot=True, training__max_steps=2))
+    result = finetune.train(configure(memory__snapshot=True, training__max_steps=2))
     assert result.run.snapshot_file.stat().st_size > 0
 
 
 def test_no_snapshot_is_written_otherwise(configure: Configure, device: torch.device) -> None:
-    assert not recipe.train(configure(training__max_steps=2)).run.snapshot_file.exists()
+    assert not finetune.train(configure(training__max_steps=2)).run.snapshot_file.exists()
 
 
 def test_the_merged_model_is_the_trained_one(configure: Configure, device: torch.device) -> None:
-    result = recipe.train(configure())
-    proof = recipe.merge(result.run)
+    result = finetune.train(configure())
+    proof = finetune.merge(result.run)
     assert proof["error"] <= proof["bound"]
     assert proof["error"] < proof["effect"]
     assert (result.run.merged / "model.safetensors").is_file()

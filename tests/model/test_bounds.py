@@ -13,7 +13,6 @@ from jobs import QUICK
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import finetune
-from finetune import recipe
 from finetune.config import Config
 from finetune.errors import ArtifactError, ConfigError, DataError
 from finetune.inference.generation import answer
@@ -81,11 +80,11 @@ def test_the_default_length_is_what_the_base_has_and_is_said(make_base, long_row
     job = [f"model.name={make_base(kind, values)}", f"data.train={long_rows}", "data.eval_share=0.5"]
     config = load_config(tmp_path / "job.yaml", [*QUICK, *job, f"output.dir={tmp_path / 'run'}"])
     terminal = Notes()
-    found = recipe.train(config, terminal=terminal)
+    found = finetune.train(config, terminal=terminal)
     assert [note for note in terminal.notes if note.startswith(f"data.max_length: {POSITIONS}, the positions")]
     assert found.run.config().data.max_length == POSITIONS
     assert max(line["tokens"] for line in found.run.metrics() if "tokens" in line) > 0
-    recipe.train(config, terminal=terminal)
+    finetune.train(config, terminal=terminal)
     assert "is finished" in terminal.notes[-1], "the same command goes on with the same length"
     answers = json.loads(found.run.answers_file.read_text())
     assert len(answers) >= (1 if kind == "gpt2" else 3)
@@ -102,7 +101,7 @@ def test_the_default_length_is_what_the_base_has_and_is_said(make_base, long_row
 def test_a_length_that_was_set_is_refused_where_positions_are_a_table(make_base, quick) -> None:
     base = make_base("gpt2", GPT2, weights=False)
     config = quick(f"model.name={base}", f"data.max_length={POSITIONS + 1}")
-    for run in (recipe.train, finetune.inspect_data, lambda config: finetune.plan(config, "cpu")):
+    for run in (finetune.train, finetune.inspect_data, lambda config: finetune.plan(config, "cpu")):
         with pytest.raises(ConfigError, match=r"`data\.max_length`: 41 is more than the 40 positions .* set it to 40"):
             run(config)
 
@@ -110,7 +109,7 @@ def test_a_length_that_was_set_is_refused_where_positions_are_a_table(make_base,
 def test_a_length_that_was_set_is_kept_and_told_where_positions_are_computed(make_base, long_rows, quick) -> None:
     base, terminal = make_base("llama", LLAMA), Notes()
     job = [f"model.name={base}", f"data.train={long_rows}", "data.max_length=80", "quantization.kind=none"]
-    assert recipe.train(quick(*job), terminal=terminal).run.config().data.max_length == 80
+    assert finetune.train(quick(*job), terminal=terminal).run.config().data.max_length == 80
     assert [note for note in terminal.notes if "`data.max_length` 80 is above the 40 positions" in note]
 
 
@@ -183,19 +182,19 @@ def test_a_tokenizer_that_spells_more_than_the_base_embeds_is_refused_before_the
 ) -> None:
     base = make_base("llama", LLAMA, more_tokens=-700, weights=False)
     config = quick(f"model.name={base}", "training.max_steps=1")
-    for run in (recipe.train, lambda config: finetune.plan(config, "cpu")):
+    for run in (finetune.train, lambda config: finetune.plan(config, "cpu")):
         with pytest.raises(ArtifactError, match=r"token ids up to \d+, and `.*` has embeddings for \d+ tokens"):
             run(config)
     run = RunDirectory(shutil.copytree(trained.path, tmp_path / "run"))
     run.config_file.write_text(run.config_file.read_text().replace("builtin:tiny-llama", str(base)))
-    for use in (lambda: recipe.generate(run, "x"), lambda: recipe.evaluate(run)):
+    for use in (lambda: finetune.generate(run, "x"), lambda: finetune.evaluate(run)):
         with pytest.raises(ArtifactError):
             use()
 
 
 def test_an_embedding_with_rows_to_spare_is_fine(make_base, quick) -> None:
     base = make_base("llama", {**LLAMA, "max_position_embeddings": 1024}, more_tokens=64)
-    recipe.train(quick(f"model.name={base}", "quantization.kind=none"), terminal=Notes())
+    finetune.train(quick(f"model.name={base}", "quantization.kind=none"), terminal=Notes())
 
 
 @pytest.mark.parametrize("wrong", [-1, 2_048, 2**31, 10**30])
@@ -216,4 +215,4 @@ def test_a_special_token_of_a_template_that_the_base_was_not_given_is_named(make
     tokenizer.save_pretrained(base)
     config = quick(f"model.name={base}", "data.chat_template=llama3")
     with pytest.raises(ArtifactError, match=r"rows\.jsonl:\d+: token \d+ \('<\|.*\|>'\) is not among the 2048"):
-        recipe.train(config, terminal=Notes())
+        finetune.train(config, terminal=Notes())

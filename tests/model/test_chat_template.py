@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 import finetune
-from finetune import recipe
 from finetune.config import ModelSection
 from finetune.errors import ArtifactError, ConfigError
+from finetune.inference import jobs
 from finetune.model import chat_template
 from finetune.model.tokenizer import load_tokenizer
 from finetune.settings import load_config
@@ -156,9 +156,9 @@ def test_a_run_answers_and_merges_with_the_template_that_it_was_trained_with(qui
     run = finetune.train(config).run
     trained_with = file.read_text(encoding="utf-8")
     os.remove(file)
-    tokenizer = recipe._model_of(run, run.config(), "adapter")[1]
+    tokenizer = jobs._model_of(run, run.config(), "adapter")[1]
     assert tokenizer.chat_template == trained_with
-    recipe.merge(run)
+    finetune.merge(run)
     assert (run.merged / "chat_template.jinja").read_text(encoding="utf-8") == trained_with
     stops_at = json.loads((run.merged / "generation_config.json").read_text(encoding="utf-8"))["eos_token_id"]
     assert set(tokenizer.convert_ids_to_tokens(stops_at)) == {"<|endoftext|>", "<|im_end|>", "<|pad|>"}

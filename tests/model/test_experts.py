@@ -18,7 +18,8 @@ from finetune.doctor import run as run_directory
 from finetune.errors import ConfigError
 from finetune.model import attention, checkpointing, experts
 from finetune.model.adapter import attach
-from finetune.model.base import load_architecture, load_base, outline
+from finetune.model.base import load_architecture, load_base
+from finetune.model.build import Blueprint
 from finetune.report import words
 from finetune.storage.rundir import RunDirectory
 
@@ -188,9 +189,8 @@ def test_a_forward_pass_that_fails_leaves_the_experts_packed(base_of: Callable[[
 
 def told(folder: Path, kind: str) -> str:
     section = ModelSection(name=str(folder))
-    _, mixture = outline(
-        section, QuantizationSection(kind=kind), load_architecture(section), attention="eager", dtype=torch.bfloat16
-    )
+    base = Blueprint(section, QuantizationSection(kind=kind), load_architecture(section), "eager", torch.bfloat16)
+    mixture = base.check(AdapterSection(kind="none"))
     assert mixture is not None
     loaded = load(folder, kind)
     assert mixture.parameters == sum(weight.numel() for weight in load(folder, "none").parameters())
@@ -216,7 +216,8 @@ def test_experts_in_a_form_that_is_not_quantized_are_told_to_be() -> None:
         ffn_config={"ffn_hidden_size": 16, "moe_num_experts": 4, "moe_top_k": 2, "hidden_size": 32},
     )  # fmt: skip
     section = ModelSection(name="dbrx", weights="random")
-    _, mixture = outline(section, QuantizationSection(), config, attention="eager", dtype=torch.bfloat16)
+    base = Blueprint(section, QuantizationSection(), config, "eager", torch.bfloat16)
+    mixture = base.check(AdapterSection(kind="none"))
     assert mixture is not None
     assert words.mixture(mixture).startswith("all unquantized (bitsandbytes has nf4 for no experts kept as")
 
@@ -280,12 +281,10 @@ def test_the_candidates_name_experts_and_routers(base_of: Callable[[str], Path])
 def test_an_adapter_that_experts_cannot_have_is_refused_before_weights_are_loaded(
     overrides: list[str], told: str, base_of: Callable[[str], Path], quick: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from finetune import recipe
-
     def load_base(*arguments: Any, **named: Any) -> None:
         raise AssertionError("weights were loaded")
 
-    monkeypatch.setattr(recipe, "load_base", load_base)
+    monkeypatch.setattr("finetune.model.build.load_base", load_base)
     job = quick(f"model.name={base_of('mixtral')}", "adapter.targets=[q_proj,experts.down_proj]", *overrides)
     with pytest.raises(ConfigError, match=told):
         finetune.train(job)

@@ -16,10 +16,10 @@ from typing import Any
 import pytest
 import torch
 
-from finetune import recipe
 from finetune.config import MemorySection
 from finetune.forecast import devices
-from finetune.runtime import environment, segments
+from finetune.runtime import environment, libraries, segments
+from finetune.runtime.device import this_device
 
 GPU = 3
 VIRTUAL_MEMORY, FILE_HANDLES = 102, 103
@@ -164,11 +164,11 @@ def test_run_forecast_and_run_directory_agree(driver: Install, monkeypatch: pyte
     }
     for name, fake in fakes.items():
         monkeypatch.setattr(torch.cuda, name, fake)
-    monkeypatch.setattr(recipe.libraries, "triton_obstacle", lambda: None)
+    monkeypatch.setattr(libraries, "triton_obstacle", lambda: None)
     for attributes, grow in (({}, False), ({VIRTUAL_MEMORY: 1, FILE_HANDLES: 1}, True)):
         driver(attributes)
         planned = devices.find("auto", MemorySection()), devices.here(torch.device("cuda", 0), MemorySection())
-        device = recipe.this_device()
+        device = this_device()
         assert ("expandable_segments:True" in segments.asked()) is grow
         assert [each.expandable_segments for each in planned] == [grow, grow]
         assert environment.describe(device)["device"]["expandable_segments"] is grow

@@ -21,7 +21,6 @@ from trl.kernels import chunked_logprob
 from trl.trainer import utils
 
 import finetune
-from finetune import recipe
 from finetune.data.batching import Batch
 from finetune.doctor import machine
 from finetune.errors import MachineError
@@ -29,6 +28,7 @@ from finetune.forecast import devices, replay
 from finetune.measure.out_of_memory import is_out_of_memory
 from finetune.model import attention
 from finetune.runtime import libraries
+from finetune.runtime.device import this_device
 
 NO_COMPILER = RuntimeError(
     "Failed to find C compiler. Please specify via CC environment variable or set triton.knobs.build.impl."
@@ -161,8 +161,8 @@ def test_the_first_line_of_a_run_says_so(triton, quick, monkeypatch: pytest.Monk
         raise _Said
 
     triton(NO_COMPILER)
-    monkeypatch.setattr(recipe, "this_device", lambda: CUDA)
-    monkeypatch.setattr(recipe, "check", stop)
+    monkeypatch.setattr("finetune.lifecycle.session.this_device", lambda: CUDA)
+    monkeypatch.setattr("finetune.lifecycle.preparation.check", stop)
     with pytest.raises(_Said):
         finetune.train(quick())
     said = " ".join(capsys.readouterr().out.split())
@@ -177,7 +177,7 @@ def test_choosing_the_device_settles_it(triton, avoided, monkeypatch: pytest.Mon
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    assert recipe.this_device() == torch.device("cuda", 0)
+    assert this_device() == torch.device("cuda", 0)
     assert not python_native.triton.enabled
 
 

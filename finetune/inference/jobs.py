@@ -1,0 +1,101 @@
+"""What a run's model can be used for: `finetune generate` and `finetune eval`."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from finetune.config import Config
+from finetune.data import examples, fingerprint
+from finetune.data.prepare import prepare_held_out
+from finetune.errors import NumbersError
+from finetune.export.merge import load_merged
+from finetune.inference.generation import answer, prompt_ids
+from finetune.lifecycle.failures import blaming_base
+from finetune.model import adapter, bounds, build, identity
+from finetune.model.base import load_architecture
+from finetune.model.tokenizer import load_tokenizer
+from finetune.report.terminal import note_beside_output
+from finetune.runtime import libraries
+from finetune.runtime.device import this_device
+from finetune.settings import config_of
+from finetune.storage.rundir import RunDirectory
+from finetune.training.evaluation import held_out_loss
+
+
+def generate(
+    run: RunDirectory,
+    prompt: str,
+    *,
+    which: str = "adapter",
+    max_new_tokens: int = 256,
+    trust_remote_code: bool = False,
+) -> str:
+    """Answer `prompt` with the run's `base`, `adapter` or `merged` model.
+
+    A run on conversations answers it as a user's message; one on completions or plain text continues it.
+    `trust_remote_code` allows the Python code that the run's base ships with. Raises ArtifactError where such code is
+    needed and not allowed.
+    """
+    config = config_of(run, trust_remote_code=trust_remote_code)
+    model, tokenizer = _model_of(run, config, which)
+    kinds = [kind for event in run.events() if (kind := str(event.get("learns"))) in examples.ASKED]
+    if not kinds:
+        note_beside_output(f"{run.path} does not say what its rows were: the prompt is asked as a conversation")
+    example = examples.ASKED[kinds[-1] if kinds else "chat"](prompt)
+    with blaming_base(config.model):
+        return answer(model, tokenizer, prompt_ids(example, tokenizer, config.data.control_tokens), max_new_tokens)
+
+
+def evaluate(run: RunDirectory, *, trust_remote_code: bool = False) -> dict[str, float]:
+    """Held-out loss in nats per trained token of the base and of what was trained, as during training.
+
+    `trust_remote_code` as for `generate`.
+    """
+    config = config_of(run, trust_remote_code=trust_remote_code)
+    model, tokenizer = _model_of(run, config, "adapter")
+    rows, _ = prepare_held_out(config.data, tokenizer)
+
+    def loss(model: Any) -> float:
+        with blaming_base(config.model):
+            nats = held_out_loss(model, tokenizer, rows, config)
+            if not math.isfinite(nats):
+                raise NumbersError(
+                    f"the held-out loss is {nats}: `finetune doctor {run.path}` finds weights that are not finite"
+                )
+        return nats
+
+    trained = loss(model)
+    if config.adapter.kind == "lora":
+        with model.disable_adapter():
+            return {"base": loss(model), "adapter": trained}
+    del model
+    libraries.return_freed_memory()
+    return {"base": loss(_model_of(run, config, "base")[0]), "adapter": trained}
+
+
+def _model_of(run: RunDirectory, config: Config, which: str) -> tuple[Any, Any]:
+    """The run's base, base with adapter (as it was trained), or merged model; and the tokenizer.
+
+    Raises ArtifactError where the tokenizer or the base is not the one that the weights were trained with.
+    """
+    libraries.quiet()
+    device = this_device()
+    tokenizer = load_tokenizer(config.model, run.chat_template)
+    if which == "merged" or (which == "adapter" and config.adapter.kind == "none"):
+        fingerprint.check(tokenizer, run.merged)
+        return load_merged(run, config.model, device), tokenizer
+    if which == "adapter":
+        adapter.check_files(run.adapter, config.adapter)
+        fingerprint.check(tokenizer, run.adapter)
+    architecture = load_architecture(config.model)
+    bounds.check_tokenizer(tokenizer, architecture, config.model)
+    attention, _ = build.choose_attention(config, architecture, device.type)
+    base = build.blueprint(config, architecture, attention).load(device)
+    trained = run.adapter if config.adapter.kind == "lora" else run.merged
+    if trained.exists():
+        now = identity.of_base(config.model, note_beside_output)
+        fingerprint.check_base(config.model, now, trained, note_beside_output)
+    if which == "base":
+        return base, tokenizer
+    return adapter.load_adapter(base, run.adapter, config.adapter), tokenizer

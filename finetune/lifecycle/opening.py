@@ -1,0 +1,97 @@
+"""The run directory, made or reopened for this start."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from finetune.config import Config
+from finetune.forecast import comparison
+from finetune.forecast.replay import Forecast
+from finetune.lifecycle import resume
+from finetune.lifecycle.preparation import Materials
+from finetune.lifecycle.resume import Start
+from finetune.lifecycle.session import Lock
+from finetune.model import identity
+from finetune.runtime import ranks
+from finetune.storage.checkpoint import set_aside
+from finetune.storage.files import write_json, write_lines
+from finetune.storage.rundir import RunDirectory, checkpoint_step
+
+Note = Callable[[str], None]
+
+
+def open_run(
+    config: Config, run: RunDirectory, materials: Materials, forecast: Forecast | None, lock: Lock, note: Note,
+    *, fresh: bool,
+) -> tuple[RunDirectory, Start]:  # fmt: skip
+    """The directory that this rank writes, and where training starts. `fresh` moves an earlier run aside.
+
+    Raises ConfigError or DataError for a run of another job, ArtifactError where no checkpoint can be used.
+    """
+    start = ranks.first_does(lambda: _open(config, run, materials, forecast, lock, note, fresh))
+    if ranks.first():
+        return run, start
+    own = run.of_process(ranks.number())
+    own.claim()
+    lock.enter_context(own.held())
+    own.forget_metrics_after(start.step)
+    return own, start
+
+
+def _open(
+    config: Config, run: RunDirectory, materials: Materials, forecast: Forecast | None, lock: Lock, note: Note,
+    fresh: bool,
+) -> Start:  # fmt: skip
+    if fresh and run.events_file.exists():
+        lock.release()
+        note(f"the earlier run is now {run.move_aside()}")
+    run.claim()
+    lock.take()
+    start = resume.find(run)
+    resume.compare(run, start, _origin(config, materials))
+    run.create(config)
+    run.remove_leftovers()
+    if forecast:
+        write_json(run.forecast_file, comparison.as_dict(forecast, {}))
+    write_json(run.environment_file, {"seed": config.training.seed, **materials.environment})
+    write_lines(run.data_file, materials.data.affected())
+    run.forget_metrics_after(start.step)
+    if not start.checkpoint:
+        run.answers_file.unlink(missing_ok=True)
+        run.event("started", seed=config.training.seed, learns=materials.data.kind)
+        return start
+    for damaged, problems in start.damaged.items():
+        aside = set_aside(damaged)
+        run.event("checkpoint_damaged", step=checkpoint_step(damaged), moved_to=aside.name, problems=problems)
+        note(f"{damaged.name} cannot be used ({'; '.join(problems)}); it is now {aside.name}")
+    run.event("resumed", step=start.step, checkpoint=start.checkpoint.name, learns=materials.data.kind)
+    why = "the newest whole checkpoint" if start.damaged else "the last checkpoint"
+    note(f"resuming from {start.checkpoint}, {why}")
+    return start
+
+
+def confirm_base(config: Config, run: RunDirectory, materials: Materials, start: Start, note: Note) -> dict[str, Any]:
+    """The origin of the weights, with the base that was loaded: only now are its files known to be on this machine.
+
+    What changed since the checkpoint is logged. Raises ConfigError or ArtifactError for another base.
+    """
+    origin = {**_origin(config, materials), "base": identity.of_base(config.model, note)}
+    resume.refuse_other_ranks(origin)
+    ranks.first_does(lambda: _log_changes(config, run, start, origin, note))
+    return origin
+
+
+def _origin(config: Config, materials: Materials) -> dict[str, Any]:
+    """With the config that was fitted."""
+    return {**materials.origin, "config": config.model_dump(mode="json")}
+
+
+def _log_changes(config: Config, run: RunDirectory, start: Start, origin: dict[str, Any], note: Note) -> None:
+    if changes := resume.compare(run, start, origin):
+        run.event("changed", **changes)
+        if "base" in changes:
+            note(
+                "the checkpoint was saved by an earlier version, which identified a base by samples: whether "
+                f"{config.model.name} is still the same is not known"
+            )

@@ -1,0 +1,68 @@
+"""Before weights are loaded: what is `auto` is chosen, and the memory of a step is forecast."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from finetune.config import Config
+from finetune.data.prepare import Prepared
+from finetune.errors import ForecastError, OutOfMemoryError
+from finetune.forecast import devices
+from finetune.forecast.fit import NothingFits
+from finetune.forecast.planning import Planner
+from finetune.forecast.replay import Forecast
+from finetune.lifecycle import resume
+from finetune.report.plan_look import does_not_fit
+from finetune.report.terminal import Terminal
+from finetune.runtime import ranks
+from finetune.training.checks import check
+
+
+def plan(
+    config: Config, architecture: Any, data: Prepared, device: torch.device, terminal: Terminal
+) -> tuple[Config, Forecast | None]:
+    """The config with what was `auto` fitted to the device, and the forecast of its step; the same on all ranks.
+
+    Raises OutOfMemoryError, with the levers, for a job that does not fit.
+    """
+
+    def of_first_rank() -> tuple[Config, Forecast | None]:
+        planner = Planner(config, architecture, devices.here(device, config.memory), data)
+        fitted = _fitted(planner, terminal)
+        check(fitted, device)  # now that the micro-batch is a number
+        return fitted, _forecast(planner, fitted, terminal)
+
+    planned, forecast = ranks.first_does(of_first_rank)
+    return resume.own_places(planned, config), forecast
+
+
+def _fitted(planner: Planner, terminal: Terminal) -> Config:
+    if planner.job.fitted:
+        return planner.job
+    try:
+        fitted = planner.fit()
+    except NothingFits as least:
+        return least.config
+    terminal.chose(fitted)
+    return fitted.config
+
+
+def _forecast(planner: Planner, config: Config, terminal: Terminal) -> Forecast | None:
+    refuses = config.memory.check == "refuse"
+    if config.memory.check == "off":
+        return None
+    try:
+        forecast = planner.forecast(config)
+    except ForecastError as error:
+        if refuses:
+            raise
+        terminal.note(f"there is no forecast, and training goes on without one: {error}")
+        return None
+    if not forecast.fits:
+        message = does_not_fit(forecast, planner.levers(config, forecast))
+        if refuses:
+            raise OutOfMemoryError(f"{message}\nTo try all the same: memory.check=warn")
+        terminal.note(message)
+    return forecast

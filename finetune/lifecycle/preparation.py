@@ -1,0 +1,85 @@
+"""Before anything is planned: whether the machine can do the job, and its tokenizer, architecture and data.
+
+Cheap failures come first, and ranks that were given different things learn of it before they wait for each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from finetune.config import Config
+from finetune.data import fingerprint
+from finetune.data.prepare import Prepared, check_ids, prepare
+from finetune.errors import DataError
+from finetune.forecast.planning import check_traceable
+from finetune.lifecycle import resume
+from finetune.lifecycle.session import Lock
+from finetune.model import bounds, build
+from finetune.model.base import load_architecture
+from finetune.model.build import Blueprint
+from finetune.model.experts import Mixture
+from finetune.model.tokenizer import load_tokenizer
+from finetune.runtime import libraries, ranks
+from finetune.runtime.environment import describe
+from finetune.storage.rundir import RunDirectory
+from finetune.training.checks import check
+
+
+@dataclass(frozen=True)
+class Materials:
+    """What a job is made from. `attention` says which implementation was chosen and why; `origin` is all that decides
+    the trained weights, as checkpoints remember it.
+    """
+
+    tokenizer: Any
+    blueprint: Blueprint
+    attention: str
+    mixture: Mixture | None
+    data: Prepared
+    environment: dict[str, Any]
+    origin: dict[str, Any]
+
+
+def gather(
+    config: Config, run: RunDirectory, device: torch.device, lock: Lock, note: Callable[[str], None]
+) -> Materials:
+    """Check the machine, then load and check tokenizer, architecture and data; no weights are read.
+
+    Raises, on all ranks, ConfigError, DataError, ArtifactError or MachineError.
+    """
+    environment = _check_machine(config, device, note)
+    ranks.first_does(lambda: lock.take() if run.exists else None)  # before anything that takes time
+    tokenizer = load_tokenizer(config.model, config.data.chat_template)
+    resume.refuse_other_ranks({"tokenizer": fingerprint.of(tokenizer)})
+    architecture = load_architecture(config.model)
+    bounds.check_tokenizer(tokenizer, architecture, config.model)
+    attention, reason = build.choose_attention(config, architecture, device.type)
+    blueprint = build.blueprint(config, architecture, attention)
+    mixture = blueprint.check(config.adapter)
+    ranks.first_does(lambda: check_traceable(config, architecture, device))
+    data = prepare(config.data, tokenizer)
+    if data.warning and config.training.early_stopping:
+        raise DataError(f"`training.early_stopping` needs an evaluation set; {data.warning}")
+    check_ids(data, tokenizer, bounds.vocabulary(architecture), config.model.name)
+    origin = resume.made_with(config, data, tokenizer, environment, note)
+    resume.refuse_other_ranks(origin)
+    return Materials(tokenizer, blueprint, f"{attention} ({reason})", mixture, data, environment, origin)
+
+
+def _check_machine(config: Config, device: torch.device, note: Callable[[str], None]) -> dict[str, Any]:
+    """The contents of environment.json. Raises where this machine cannot do the job, or the ranks differ."""
+    if idle := ranks.idle_gpus():
+        note(idle)
+    if device.type == "cuda" and (obstacle := libraries.triton_obstacle()):
+        note(
+            f"Triton cannot run its kernels ({obstacle}): torch's own operators are used instead, which take more time "
+            "and memory for the loss; `finetune doctor` says what to install"
+        )
+    check(config, device)
+    environment = describe(device)
+    resume.refuse_other_ranks({"config": config.model_dump(mode="json"), "packages": environment["packages"]})
+    return environment

@@ -1,0 +1,54 @@
+"""After training: what came of it is recorded, and the adapter is merged into its base."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from finetune.config import Config
+from finetune.export import merge as export
+from finetune.forecast import comparison
+from finetune.forecast.replay import Forecast
+from finetune.lifecycle import failures
+from finetune.measure.monitor import Peak
+from finetune.report.terminal import Terminal, note_beside_output
+from finetune.runtime import libraries
+from finetune.runtime.device import this_device
+from finetune.runtime.signals import Signals
+from finetune.settings import config_of
+from finetune.storage.files import write_json
+from finetune.storage.rundir import RunDirectory
+
+
+def record(
+    run: RunDirectory, forecast: Forecast | None, peaks: dict[str, Peak], terminal: Terminal, **facts: Any
+) -> None:
+    """Record that the run is trained, with `facts` and the peak memory by phase, and hold the forecast against it."""
+    terminal.answers(run)
+    run.event("trained", **facts, memory=peaks)
+    if forecast:
+        write_json(run.forecast_file, comparison.as_dict(forecast, peaks))
+        terminal.compared(comparison.compare(forecast, peaks))
+
+
+def merge(run: RunDirectory, *, trust_remote_code: bool = False, terminal: Terminal | None = None) -> dict[str, Any]:
+    """Merge the adapter into the unquantized base and publish `merged/` once its logits are proven equal.
+
+    `trust_remote_code` allows the Python code that the run's base ships with. Returns the comparison. Raises
+    ArtifactError when the merged model differs by more than the stated bound, or where such code is needed and not
+    allowed; MachineError where a process trains in the run directory.
+    """
+    libraries.quiet()
+    # A foreign run is refused before anything is written there.
+    config = config_of(run, trust_remote_code=trust_remote_code)
+    with run.locked(), Signals():
+        return merge_locked(run, config, terminal or Terminal(), note_beside_output)
+
+
+def merge_locked(run: RunDirectory, config: Config, terminal: Terminal, note: Callable[[str], None]) -> dict[str, Any]:
+    """`merge` for a process that holds the lock."""
+    with failures.out_of_memory_in_merge(run):
+        proof = export.merge(run, config, this_device(), note)
+    run.event("merged", **proof)
+    terminal.merged(run, proof)
+    return proof

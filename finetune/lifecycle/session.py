@@ -1,0 +1,71 @@
+"""One start of a run: its signals, its ranks, and the lock on the run directory."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from finetune.config import Config
+from finetune.errors import Terminated
+from finetune.forecast.devices import cap
+from finetune.lifecycle import failures
+from finetune.measure.monitor import Monitor
+from finetune.report.terminal import Terminal
+from finetune.runtime import libraries, ranks
+from finetune.runtime.device import this_device
+from finetune.runtime.signals import Signals
+from finetune.storage.rundir import RunDirectory
+
+
+class Lock(contextlib.ExitStack):
+    """Keeps other processes out of a run directory, and records there a signal that ends the run."""
+
+    def __init__(self, run: RunDirectory) -> None:
+        super().__init__()
+        self._run, self._taken = run, False
+
+    def take(self) -> None:
+        """Lock the directory until the end of the block, if not done yet. Raises MachineError where it is in use."""
+        if not self._taken:
+            self.enter_context(self._run.locked())
+            self.push(self._record_signal)
+            self._taken = True
+
+    def release(self) -> None:
+        """Let the directory go, to be moved aside."""
+        self.close()
+        self._taken = False
+
+    def _record_signal(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
+        if isinstance(error, (Terminated, KeyboardInterrupt)):
+            name = "interrupted" if isinstance(error, KeyboardInterrupt) else "terminated"
+            self._run.event(name, step=max(self._run.saved_steps, default=0))
+
+
+@contextlib.contextmanager
+def opened(config: Config, run: RunDirectory, terminal: Terminal) -> Iterator[tuple[torch.device, Signals, Lock]]:
+    """Within the block signals are received, the ranks are connected, and failures of the disk and the base are named.
+
+    Its end ends the terminal's live line and releases the lock.
+    """
+    with terminal, Signals() as signals:
+        device = this_device()
+        with ranks.together(device), Lock(run) as lock, failures.disk_errors(run), failures.blaming_base(config.model):
+            yield device, signals, lock
+
+
+@contextlib.contextmanager
+def computing(config: Config, run: RunDirectory, monitor: Monitor, device: torch.device) -> Iterator[None]:
+    """Within the block the card's memory is capped, out of memory is reported with what to do, and arithmetic is
+    deterministic where the config asks for it.
+    """
+    cap(config.memory.limit, device)
+    exactly = config.training.deterministic and device.type == "cuda"
+    with (
+        failures.out_of_memory(config, run, monitor, device),
+        libraries.deterministic() if exactly else contextlib.nullcontext(),
+    ):
+        yield

@@ -1,0 +1,92 @@
+"""The one builder of a model: training, forecast, merge, inference and evaluation all build theirs here.
+
+    Blueprint ─▶ base: loaded on a device, or weightless ─▶ trainable: a new adapter, activation checkpointing
+
+A trained adapter goes onto a base by `finetune.model.adapter.load_adapter`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from finetune.config import AdapterSection, Config, MemorySection, ModelSection, QuantizationSection
+from finetune.errors import ConfigError
+from finetune.model import attention as attentions
+from finetune.model import checkpointing
+from finetune.model.adapter import attach, lora_config
+from finetune.model.base import base_dtype, load_base, mixture, remote_code, weightless_base
+from finetune.model.experts import Mixture
+
+
+@dataclass(frozen=True)
+class Blueprint:
+    """What decides a base. `architecture` is transformers' config, `attention` the name of its implementation.
+
+    `dtype` is the type of what is not quantized, and of the arithmetic on what is.
+    """
+
+    model: ModelSection
+    quantization: QuantizationSection
+    architecture: Any
+    attention: str
+    dtype: torch.dtype
+
+    def load(self, device: torch.device) -> Any:
+        """The base with its weights on `device`. Raises ArtifactError or MachineError where they cannot be read."""
+        return load_base(
+            self.model, self.quantization, self.architecture,
+            attention=self.attention, dtype=self.dtype, device=device,
+        )  # fmt: skip
+
+    def weightless(self, shorten: Callable[[Any], None] = lambda base: None) -> Any:
+        """The base on the meta device: every module and no memory. `shorten` may first remove layers from it."""
+        return weightless_base(
+            self.architecture, self.quantization,
+            attention=self.attention, dtype=self.dtype, remote_code=remote_code(self.model), shorten=shorten,
+        )  # fmt: skip
+
+    def check(self, adapter: AdapterSection) -> Mixture | None:
+        """What is known of the base's experts (see `mixture`); needs no weights.
+
+        Raises ConfigError for a class whose layers and head are not told apart, which the loss needs, and for an
+        adapter that the base cannot have.
+        """
+        found: list[Mixture | None] = []
+        base = self.weightless(lambda whole: found.append(mixture(whole, self.quantization)))
+        if base.base_model is base:
+            raise ConfigError(
+                f"`model.name`: {type(base).__name__} cannot be trained here: transformers has no name for its layers "
+                "without the head, which the loss needs"
+            )
+        if adapter.kind == "lora":
+            lora_config(base, adapter)
+        return found[0]
+
+
+def blueprint(config: Config, architecture: Any, attention: str) -> Blueprint:
+    """The base as the job trains it."""
+    dtype = base_dtype(config.adapter, config.training)
+    return Blueprint(config.model, config.quantization, architecture, attention, dtype)
+
+
+def choose_attention(config: Config, architecture: Any, device_type: str) -> tuple[str, str]:
+    """The attention implementation that the job trains with on this machine, and the reason in one clause."""
+    return attentions.choose(
+        config.model.attention, architecture, device_type, config.training.precision, packed=config.data.packing
+    )
+
+
+def trainable(
+    base: Any, model: ModelSection, adapter: AdapterSection, memory: MemorySection, *, seed: int, device_type: str
+) -> Any:
+    """`base` with a new adapter, or every weight trained, and with activation checkpointing.
+
+    The same seed gives the same adapter. Raises ConfigError for targets or checkpointing that the base does not have.
+    """
+    built = attach(base, adapter, model.name, seed, model.revision)
+    checkpointing.apply(base, memory, device_type)
+    return built

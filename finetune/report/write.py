@@ -1,0 +1,15 @@
+"""What a run leaves to look at, written from what is on disk."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from finetune.report import page, plots
+from finetune.storage.rundir import RunDirectory
+
+
+def write(run: RunDirectory) -> Path:
+    """Draw the plot and write the self-contained report of a run, finished or not; returns the report's path."""
+    plots.training(run)
+    page.write(run)
+    return run.report_file
