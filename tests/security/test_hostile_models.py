@@ -1,4 +1,4 @@
-"""Row 26: a base or an adapter that would run code, read a pickle or reach out of its folder. Nothing of it happens."""
+"""A base or an adapter that would run code, read a pickle or reach out of its folder. Nothing of it happens."""
 
 from __future__ import annotations
 
