@@ -71,7 +71,7 @@ def choose(choice: str, own: Any) -> Any:
         return Path(choice).read_text(encoding="utf-8")
     except FileNotFoundError:
         raise ConfigError(
-            f"`data.chat_template`: {choice}: no such file; give one, or {', '.join(TEMPLATES)}"
+            f"`data.chat_template`: {choice}: no such file; use a file that exists, or one of {', '.join(TEMPLATES)}"
         ) from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"`data.chat_template`: {choice}: cannot be read: {error}") from None
@@ -132,7 +132,7 @@ def _guarded() -> Iterator[None]:
             yield
     except _OutOfTime:
         raise ArtifactError(
-            f"the chat template had not ended after {RENDER_SECONDS:g} seconds; set `data.chat_template` to another"
+            f"the chat template was still running after {RENDER_SECONDS:g} seconds; set `data.chat_template` to another"
         ) from None
     except MemoryError:
         raise ArtifactError(
