@@ -69,9 +69,9 @@ AREAS: dict[str, tuple[dict[str, str], list[str]]] = {
             "finetune.objectives": "trained_tokens supervised",
         },
         ["data/test_batching.py", "training/test_collator.py", "training/test_evaluation.py", "measure/test_monitor.py",
-         "faults/test_row_23_accumulation.py", "faults/test_row_11_loss_scaling.py",
-         "faults/test_row_12_out_of_memory_in_a_step.py", "faults/test_row_14_evaluation_and_merge.py",
-         "faults/test_row_10_numbers_that_are_not_finite.py", "training/test_parity.py", "training/test_steps.py"],
+         "faults/test_gradient_accumulation.py", "faults/test_loss_scaling.py",
+         "faults/test_out_of_memory_in_a_step.py", "faults/test_out_of_memory_in_evaluation_and_merge.py",
+         "faults/test_numbers_not_finite.py", "training/test_parity.py", "training/test_steps.py"],
     ),
     "checkpoints": (
         {
@@ -87,7 +87,7 @@ AREAS: dict[str, tuple[dict[str, str], list[str]]] = {
             "append_line _fsync",
         },
         ["storage/test_checkpoint.py", "storage/test_rundir.py", "storage/test_records.py",
-         "faults/test_checkpoints.py", "security/test_row_26_checkpoints.py", "test_doctor.py"],
+         "faults/test_checkpoints.py", "security/test_pickled_checkpoints.py", "test_doctor.py"],
     ),
 }  # fmt: skip
 """By area: the functions of each module, and the test files, the fastest first."""

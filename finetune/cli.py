@@ -57,11 +57,11 @@ Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
 def train(
     config: ConfigFile,
     overrides: Overrides = None,
-    fresh: Annotated[bool, typer.Option("--fresh", help="Move an earlier run aside and start anew.")] = False,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Move an earlier run aside and start over.")] = False,
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
-    """Train as the config says; an interrupted run goes on where it stopped."""
+    """Train as the config says, or resume an interrupted run."""
 
     def work() -> None:
         job = finetune.load_config(config, overrides or [])
@@ -78,11 +78,11 @@ def train(
 def data(
     config: ConfigFile,
     overrides: Overrides = None,
-    page: Annotated[Path | None, typer.Option("--html", parser=path, help="Write the same as an HTML page.")] = None,
+    page: Annotated[Path | None, typer.Option("--html", parser=path, help="Also write it as an HTML page.")] = None,
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
-    """Look at the data as the model sees it, what is trained and what is padding; needs no GPU and no weights."""
+    """Show the data as the model sees it: what is trained, what is padding. No GPU or weights needed."""
 
     def work() -> None:
         job = finetune.load_config(config, overrides or [])
@@ -114,7 +114,7 @@ def plan(
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
-    """Forecast the memory of a training step, by phase and purpose; needs no GPU and no weights."""
+    """Forecast the memory of a training step, by phase and purpose. No GPU or weights needed."""
 
     def work() -> None:
         job = finetune.load_config(config, overrides or [])
@@ -167,7 +167,7 @@ def fit(
 
 @app.command()
 def merge(run: Run, trust_code: TrustCode = False, as_json: Json = False, debug: Debug = False) -> None:
-    """Merge the adapter into the unquantized base, and prove the result equal to what was trained."""
+    """Merge the adapter into the unquantized base and prove that the result equals what was trained."""
 
     def work() -> None:
         opened = finetune.RunDirectory.open(run)
@@ -181,7 +181,7 @@ def merge(run: Run, trust_code: TrustCode = False, as_json: Json = False, debug:
 @app.command()
 def generate(
     run: Run,
-    prompt: Annotated[str, typer.Option("--prompt", help="What to answer.", show_default=False)],
+    prompt: Annotated[str, typer.Option("--prompt", help="The prompt to answer.", show_default=False)],
     model: Annotated[str, typer.Option("--model", help="base, adapter or merged.")] = "adapter",
     max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", min=1)] = 256,
     trust_code: TrustCode = False,
@@ -204,7 +204,7 @@ def generate(
 
 @app.command("eval")
 def evaluate(run: Run, trust_code: TrustCode = False, as_json: Json = False, debug: Debug = False) -> None:
-    """Held-out loss and perplexity of the base and of what was trained."""
+    """Evaluation loss and perplexity of the base and of the trained model."""
 
     def work() -> None:
         opened = finetune.RunDirectory.open(run)
@@ -219,7 +219,7 @@ def evaluate(run: Run, trust_code: TrustCode = False, as_json: Json = False, deb
 
 @app.command()
 def report(run: Run, debug: Debug = False) -> None:
-    """Draw the plot and write report.html of a run again."""
+    """Redraw the plot and report.html of a run."""
 
     def work() -> None:
         opened = finetune.RunDirectory.open(run)
@@ -235,12 +235,12 @@ def report(run: Run, debug: Debug = False) -> None:
 @app.command()
 def doctor(
     run: Annotated[
-        Path | None, typer.Argument(help="A run directory, to examine it instead.", show_default=False)
+        Path | None, typer.Argument(help="A run directory to check instead of the machine.", show_default=False)
     ] = None,
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
-    """Say what is wrong with this machine, or with a run directory, and what to do; connects to nothing."""
+    """Check this machine, or a run directory: what is wrong and what to do. Connects to nothing."""
 
     def work() -> None:
         from finetune.doctor import machine

@@ -43,16 +43,16 @@ class ModelSection(Section):
     name: Place = "builtin:tiny-llama"
     """Base model: `builtin:tiny-llama`, a local directory, or a hub name such as `meta-llama/Llama-2-7b-hf`."""
     revision: str | None = None
-    """Hub branch, tag or commit; pin a commit for a run that can be repeated."""
+    """Hub branch, tag or commit. Pin a commit to make the run repeatable."""
     weights: Literal["pretrained", "random"] = "pretrained"
-    """`random` builds the architecture with random weights, layer by layer: measure a job without the weights."""
+    """`random` builds the architecture with random weights, layer by layer, to measure a job without downloads."""
     tokenizer: Place | None = None
-    """Tokenizer, where it is not the model's own: `builtin:tiny-llama`, a local directory or a hub name."""
+    """Tokenizer, if not the model's own: `builtin:tiny-llama`, a local directory or a hub name."""
     attention: Annotated[str, Choice("model.attention")] = "auto"
-    """Attention implementation; `auto` takes the fastest this machine has and logs why."""
+    """Attention implementation; `auto` takes the fastest available on this machine and logs why."""
     trust_remote_code: bool = False
-    """Run Python code shipped with the model. Needs `model.revision` to be a full commit hash. It counts in a config of
-    your own or on the command line, not in a run directory."""
+    """Run Python code shipped with the model. Requires `model.revision` to be a full commit hash. Honoured in your own
+    config and on the command line, not in a run directory."""
 
     @model_validator(mode="after")
     def _pin_remote_code(self) -> Self:
@@ -70,7 +70,7 @@ class QuantizationSection(Section):
     kind: Annotated[str, Choice("quantization.kind")] = "nf4"
     """Storage of the frozen linear weights (QLoRA, arXiv 2305.14314, section 3)."""
     double: bool = True
-    """Quantize the quantization constants as well: 4.127 instead of 4.5 bits a parameter (4-bit kinds only)."""
+    """Quantize the quantization constants as well: 4.127 instead of 4.5 bits per parameter (4-bit kinds only)."""
 
 
 class AdapterSection(Section):
@@ -83,22 +83,22 @@ class AdapterSection(Section):
     alpha: Above0 = 32
     """The update is scaled by alpha / rank, or by alpha / sqrt(rank) with `rslora`."""
     dropout: Share = 0.0
-    """Dropout on the adapter's input."""
+    """Dropout probability on the adapter's input."""
     targets: Literal["all-linear"] | Annotated[list[str], Field(min_length=1)] = "all-linear"
-    """Modules that get an adapter: `all-linear` (every linear layer but the output head and the routers of a mixture of
-    experts) or a list of names. The fused experts of a mixture are no linear layers; where they are not held in 4 bit
+    """Modules that get an adapter: `all-linear` (every linear layer except the output head and the routers of a mixture
+    of experts) or a list of names. The fused experts of a mixture are not linear layers; unless they are held in 4 bit
     they can be named, as `experts.gate_up_proj` and `experts.down_proj`."""
     rslora: bool = False
     """Rank-stabilised scaling (arXiv 2312.03732)."""
     dora: bool = False
     """Weight-decomposed adapters (arXiv 2402.09353)."""
     init: Literal["default", "pissa", "loftq"] = "default"
-    """Start of the adapter: zero update; `pissa`, principal singular values of an unquantized base (arXiv
+    """Initialization of the adapter: zero update; `pissa`, principal singular values of an unquantized base (arXiv
     2404.02948); `loftq`, the quantization error of a 4-bit base (arXiv 2310.08659)."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Type of the trained weights. bfloat16 halves adapter and gradients, and loses updates under 2^-9 of a weight."""
+    """Type of the trained weights. bfloat16 halves adapter and gradients, but loses updates below 2^-9 of a weight."""
     extra_modules: list[str] = []
-    """Modules trained whole and saved with the adapter, such as `embed_tokens` or `lm_head`."""
+    """Modules trained in full and saved with the adapter, such as `embed_tokens` or `lm_head`."""
 
 
 class Source(Section):
@@ -107,7 +107,7 @@ class Source(Section):
     source: Place
     """A source, as `data.train` takes it alone."""
     weight: Annotated[float, Field(gt=0, le=_WEIGHT)] = 1.0
-    """How often each of its rows is seen where others are seen once; of a fraction, rows are chosen by hash."""
+    """How often each of its rows is seen per epoch; for a fraction, rows are chosen by hash."""
 
     def __str__(self) -> str:
         return self.source if self.weight == 1 else f"{self.source} (weight {self.weight:g})"
@@ -128,80 +128,80 @@ def named(sources: Sources) -> str:
 
 
 class DataSection(Section):
-    """What is learnt from."""
+    """The training and evaluation rows."""
 
     train: Sources = "builtin:python_docs"
     """Training rows: `builtin:python_docs`, a hub data set, or a local file (JSONL, JSON, CSV, TSV, text, Parquet or
-    Arrow, the text kinds also as .gz, .bz2, .xz or .zst), folder or pattern such as `corpus/*.jsonl`. Several make a
-    list; an item `{source: corpus/, weight: 2}` has its rows seen twice as often."""
+    Arrow; text files also as .gz, .bz2, .xz or .zst), folder or pattern such as `corpus/*.jsonl`. A list combines
+    several; rows of an item `{source: corpus/, weight: 2}` are seen twice as often."""
     eval: Sources = "auto"
-    """Held-out rows: sources like `train`; `auto` takes the source's own held-out split, else `eval_share` of
-    the rows by hash; `none` keeps nothing back."""
+    """Evaluation set: sources like `train`; `auto` takes the source's own held-out split, or else `eval_share` of
+    the rows by hash; `none` evaluates nothing."""
     eval_share: Annotated[float, Field(gt=0, lt=1)] = 0.02
-    """Share of the rows held out by hash, where `eval: auto` must split them itself."""
+    """Share of the rows that `eval: auto` holds out by hash where the source has no split of its own."""
     format: Annotated[str, Choice("data.format")] = "auto"
-    """What a row looks like; `auto` detects it from the fields of each source's first row."""
+    """Format of a row; `auto` detects it from the fields of each source's first row."""
     columns: dict[str, str] = {}
-    """The rows' columns for fields of the format, where they are called otherwise: `{prompt: question}` takes the
-    format's `prompt` from the column `question`."""
+    """Columns that have other names than the format's fields: `{prompt: question}` reads the field `prompt` from the
+    column `question`."""
     chat_template: Annotated[Place, Choice("data.chat_template", or_file=".jinja")] = "auto"
-    """How a conversation is written for the model."""
+    """Chat template that renders a conversation for the model."""
     control_tokens: Literal["text", "parse"] = "text"
-    """What text of a row that spells a control token, such as `</s>`, becomes: `text` trains it as
-    ordinary text, so that no row can forge a turn; `parse` makes it the token, for rows that were rendered before."""
+    """How to treat text in a row that spells a control token, such as `</s>`: `text` tokenizes it as ordinary text, so
+    that no row can forge a turn; `parse` makes it the token, for rows that are already rendered."""
     max_length: Positive = 1024
-    """Longest row in tokens; the default is lowered to the base's positions where it has fewer."""
+    """Longest row in tokens; the default is lowered to the positions the base has."""
     too_long: Annotated[str, Choice("data.too_long")] = "truncate"
-    """What becomes of longer rows; they are counted, and listed in the run's data.jsonl."""
+    """How to treat longer rows; they are counted, and listed in the run's data.jsonl."""
     duplicates: Literal["keep", "drop"] = "keep"
-    """Rows with the tokens and labels of an earlier one; they are counted and listed, too."""
+    """How to treat rows with the tokens and labels of an earlier one; they are counted and listed as well."""
     packing: bool = False
-    """Put the rows of a micro-batch one behind the other instead of padding them. No row attends to another and each
-    has positions of its own, so the gradient is the same. A micro-batch holds `training.micro_batch_tokens`, or as many
+    """Concatenate the rows of a micro-batch instead of padding them. No row attends to another and each has its own
+    positions, so the gradient is the same. A micro-batch holds `training.micro_batch_tokens`, or as many
     tokens as `micro_batch` rows of `max_length`."""
     loss_on: Literal["assistant", "last", "all"] = "assistant"
-    """Tokens that are trained: the assistant's turns with their end-of-turn, the last of them, or all. Of a prompt and
-    completion the completion is trained, of tokenized rows their labels. A message with `train: false` or `weight: 0`
-    is left out."""
+    """Tokens in the loss: the assistant's turns with their end-of-turn, only the last of them, or all. For a prompt
+    and completion it is the completion, for tokenized rows their labels. Messages with `train: false` or `weight: 0`
+    are excluded."""
 
 
 class TrainingSection(Section):
     """The optimizer steps."""
 
     batch_size: Rows = 16
-    """Global batch: rows per optimizer step, over all processes."""
+    """Global batch size: rows per optimizer step, over all ranks."""
     micro_batch: Rows | Literal["auto"] = 4
-    """Rows one forward pass sees; gradient accumulation follows from it and does not change the gradient. `auto`
-    takes the fastest that the forecast lets fit."""
+    """Rows per forward pass; gradient accumulation follows from it and does not change the gradient. `auto` takes the
+    fastest one that fits, by the forecast."""
     micro_batch_tokens: Positive | None = None
-    """Tokens one forward pass sees, padding included, in place of `micro_batch`: many short rows or few long ones."""
+    """Tokens per forward pass, padding included, instead of `micro_batch`: many short rows or few long ones."""
     epochs: Above0 = 1.0
-    """Passes over the data, where `max_steps` is not given."""
+    """Passes over the data; ignored if `max_steps` is given."""
     max_steps: Positive | None = None
-    """Optimizer steps; wins over `epochs`."""
+    """Number of optimizer steps; overrides `epochs`."""
     objective: Annotated[str, Choice("training.objective")] = "supervised"
     """What is minimised."""
     learning_rate: Above0 = 2e-4
     """Peak learning rate."""
     schedule: Annotated[str, Choice("training.schedule")] = "cosine"
-    """Course of the learning rate after warm-up."""
+    """Learning-rate schedule after warm-up."""
     warmup: AtLeast0 = 0.03
-    """Warm-up: below 1 a share of all steps, else a number of steps. The rate rises evenly from its first step, which
-    is not 0, to its last, which has the peak; with 0 the first step has it."""
+    """Warm-up: a share of all steps if below 1, otherwise a number of steps. The rate rises linearly to the peak at the
+    last warm-up step; the first step is already above 0. With 0 training starts at the peak."""
     max_grad_norm: AtLeast0 = 1.0
-    """Gradients are scaled down to this norm; 0 switches clipping off."""
+    """Gradient clipping: gradients are scaled down to this norm; 0 disables it."""
     precision: Literal["bf16", "fp16", "fp32"] = "bf16"
-    """Arithmetic of forward and backward; fp16 scales the loss."""
+    """Precision of the forward and backward pass; fp16 uses loss scaling."""
     group_by_length: bool = True
-    """Put rows of similar length into one batch, to pad less; the order stays random."""
+    """Batch rows of similar length together to reduce padding; the order of batches stays random."""
     eval_every: Positive | None = None
-    """Evaluate each so many steps, besides before the first and after the last."""
+    """Evaluate every so many steps, in addition to before the first and after the last."""
     early_stopping: Positive | None = None
-    """Stop after so many evaluations without a better held-out loss."""
+    """Stop after this many evaluations without a lower evaluation loss."""
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 42
-    """Seed of adapter, data order and dropout."""
+    """Random seed of adapter, data order and dropout."""
     deterministic: bool = False
-    """Let a repeated or resumed run give the same bits on a GPU too, more slowly; on a CPU it does in any case."""
+    """Make repeated and resumed runs bit-equal on a GPU as well, at some cost in speed; on a CPU they always are."""
 
     @model_validator(mode="after")
     def _check_counts(self) -> Self:
@@ -232,7 +232,7 @@ class OptimizerSection(Section):
     """The update rule."""
 
     kind: Annotated[str, Choice("optimizer.kind")] = "paged_adamw_8bit"
-    """Optimizer; what this device cannot do is replaced, and said."""
+    """Optimizer; one that this device does not support is replaced, with a message."""
     weight_decay: AtLeast0 = 0.0
     """Decoupled weight decay."""
     beta1: Share = 0.9
@@ -244,28 +244,28 @@ class OptimizerSection(Section):
 
 
 class MemorySection(Section):
-    """The levers on memory, and the looks into it."""
+    """Memory: what lowers it, what limits it, and how to inspect it."""
 
     checkpointing: Checkpointing = "all"
     """Activation checkpointing: `none`, `all`, `every-2` (every n-th layer), or a number of layers. `auto`
-    checkpoints no more layers than the forecast says must be."""
+    checkpoints as few layers as fit, by the forecast."""
     offload: Literal["none", "checkpoints"] = "none"
-    """`checkpoints` keeps the layer inputs that checkpointing saves in pinned host memory."""
+    """`checkpoints` moves the layer inputs that checkpointing saves to pinned host memory."""
     loss_tokens: Positive = 4096
-    """Tokens whose logits exist at a time, a tile of them; fewer take less memory and a little more time."""
+    """Size of a tile of logits in tokens; smaller tiles take less memory and slightly more time."""
     budget: Size | None = None
-    """What the job may take of the card, CUDA context included (or of a CPU's memory), such as 20GiB; by default all
-    that is free."""
+    """Memory the job may use on the GPU, CUDA context included (or of the host, on a CPU), such as 20GiB; by default
+    all that is free."""
     check: Literal["refuse", "warn", "off"] = "refuse"
-    """What the forecast before training does with a job that does not fit."""
+    """What to do with a job that does not fit, by the forecast before training."""
     limit: Size | None = None
-    """Cap on what this process may take of the card, CUDA context included, such as 24GiB; more is out of memory. The
-    budget is never above it. No effect on a CPU."""
+    """Hard limit on this process's GPU memory, CUDA context included, such as 24GiB; more is an out-of-memory error.
+    Also caps the budget. No effect on a CPU."""
     snapshot: bool = False
     """Record the CUDA allocator's history and write it at the end, for pytorch.org/memory_viz. A snapshot without
     history is always written on out of memory."""
     profile_steps: Annotated[int, Field(ge=0, le=_COUNT)] = 0
-    """Write a profiler trace with memory of so many steps, after the first, for TensorBoard."""
+    """Profile this many steps after the first, with memory, and write a trace for TensorBoard."""
 
     @model_validator(mode="after")
     def _offload_needs_checkpoints(self) -> Self:
@@ -278,7 +278,7 @@ class MemorySection(Section):
 
 
 class TrackingSection(Section):
-    """Where metrics go besides the run directory."""
+    """Where metrics are sent in addition to the run directory."""
 
     to: list[Annotated[str, Choice("tracking.to")]] = []
     """Trackers, none by default; each must be installed."""
@@ -288,13 +288,13 @@ class OutputSection(Section):
     """The run directory."""
 
     dir: Place | None = None
-    """Run directory; by default runs/ and the name of the config file."""
+    """Run directory; `runs/` and the name of the config file by default."""
     save_every: Positive | None = 100
-    """Write a checkpoint each so many steps, besides after the last; null: after the last alone."""
+    """Save a checkpoint every so many steps, in addition to after the last; null: only after the last."""
     keep: Annotated[int, Field(ge=2, le=_COUNT)] = 2
-    """Checkpoints kept, the best by held-out loss among them."""
+    """Number of checkpoints to keep, including the one with the lowest evaluation loss."""
     best: bool = True
-    """Export the adapter of the best evaluation instead of the last, where both were saved."""
+    """Export the adapter with the lowest evaluation loss instead of the last one, if it was saved."""
     merge: bool = False
     """Merge after training, as `finetune merge` does."""
 

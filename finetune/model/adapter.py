@@ -152,14 +152,14 @@ def _refuse_on_parameters(chosen: dict[str, Any], section: AdapterSection) -> No
     for name, parameter in chosen.items():
         if not parameter.is_floating_point() or hasattr(parameter, "quant_state"):
             raise ConfigError(
-                f"`adapter.targets`: `{name}` is held in 4 bit, where experts take no adapter; leave it out, or set "
+                f"`adapter.targets`: `{name}` is in 4 bit, where experts cannot have an adapter; leave it out, or set "
                 "`quantization.kind` to `int8` or `none`, which keep experts in 16 bit"
             )
         wrong = {"dropout": section.dropout, "dora": section.dora, "init": section.init == "pissa"}
         if asked := [f"`adapter.{key}`" for key, value in wrong.items() if value]:
             raise ConfigError(
-                f"`adapter.targets`: `{name}` is a parameter and no linear layer, whose adapter cannot have "
-                f"{', '.join(asked)}; take that back, or leave `{name}` out"
+                f"`adapter.targets`: `{name}` is a parameter, not a linear layer, so its adapter cannot have "
+                f"{', '.join(asked)}; remove that, or leave `{name}` out"
             )
 
 
@@ -289,9 +289,7 @@ def check_files(directory: Path, section: AdapterSection) -> None:
     with _opened(weights_file) as stored:
         for name in stored.keys():  # noqa: SIM118 -- not a dict
             if (kind := stored.get_slice(name).get_dtype()) not in _TYPES:
-                raise ArtifactError(
-                    f"{weights_file}: `{_shown(name)}` is of type {kind}; {' or '.join(_TYPES)} is read"
-                )
+                raise ArtifactError(f"{weights_file}: `{_shown(name)}` has type {kind}; expected {' or '.join(_TYPES)}")
             if not weight_files.is_finite(stored.get_tensor(name)):
                 raise ArtifactError(f"{weights_file}: `{_shown(name)}` has values that are not finite")
 

@@ -72,7 +72,7 @@ def _refuse_kernels(architecture: Any, place: str) -> None:
             if isinstance(kernel := getattr(part, f"_{key}", None), str) and "/" in kernel:
                 raise ArtifactError(
                     f"{place}: its config.json asks for the kernel {kernel!a} (`{key}`), code from the hub that "
-                    "nothing pins; remove that line"
+                    "no revision pins; remove that line"
                 )
 
 
@@ -174,7 +174,7 @@ def from_safetensors(place: str, **arguments: Any) -> Any:
     from transformers.utils import find_adapter_config_file
 
     if found := find_adapter_config_file(place, revision=arguments.get("revision")):
-        raise ArtifactError(f"{found}: an adapter beside a model is not used here; give a base without one")
+        raise ArtifactError(f"{found}: an adapter next to the base is not supported; use a base without one")
     if "config" not in arguments:
         arguments["config"] = AutoConfig.from_pretrained(place, **_NO_CODE)
         _refuse_kernels(arguments["config"], place)
@@ -198,10 +198,10 @@ def _checked_files(place: str) -> Iterator[None]:
         files, index = find(*positional, **named)
         for file in map(os.path.normpath, files):
             if os.path.isdir(place) and not Path(file).is_relative_to(os.path.normpath(place)):
-                raise ArtifactError(f"{place}: its index names {file}, which lies outside; fetch the model again")
+                raise ArtifactError(f"{place}: its index names {file}, outside its folder; download the model again")
             if not file.endswith(weight_files.SUFFIX):
                 raise ArtifactError(
-                    f"{file}: only {weight_files.SUFFIX} files are read; convert it, or give another base"
+                    f"{file}: only {weight_files.SUFFIX} files are supported; convert it, or use another base"
                 )
             weight_files.check(Path(file))
         return files, index
@@ -218,8 +218,8 @@ def refuse_not_finite(section: ModelSection) -> None:
         if names := weight_files.not_finite(file):
             raise ArtifactError(
                 f"{file}: `{names[0]}` of the base has values that are not finite"
-                + (f", and {len(names) - 1} more tensors have some" if names[1:] else "")
-                + "; fetch the base again, or give another"
+                + (f", as do {len(names) - 1} more tensors" if names[1:] else "")
+                + "; download the base again, or use another"
             )
 
 
@@ -278,7 +278,7 @@ def weightless_base(
     if not remote_code and catalog.model_class(architecture) is None:
         raise ConfigError(
             f"`model.name`: transformers has no causal language model of the kind `{architecture.model_type}`, and "
-            "nothing else can be trained here; give a decoder"
+            "nothing else can be trained here; use a decoder"
         )
     packing.register()
     with torch.device("meta"):

@@ -38,7 +38,7 @@ def check_tokenizer(tokenizer: Any, architecture: Any, section: ModelSection) ->
     if largest >= size:
         raise ArtifactError(
             f"the tokenizer of `{section.tokenizer or section.name}` has token ids up to {largest}, and "
-            f"`{section.name}` has embeddings for {size} tokens: they do not belong together; set `model.tokenizer` to "
+            f"`{section.name}` has embeddings for {size} tokens: they do not match; set `model.tokenizer` to "
             "the one that the base was trained with"
         )
 
@@ -74,8 +74,8 @@ def within_positions(config: Config, architecture: Any) -> tuple[Config, str | N
             f"`data.max_length`: {length} is more than the {known} positions of `{name}`; set it to {known}"
         )
     return config, (
-        f"`data.max_length` {length} is above the {known} positions that `{name}` was made for: it may not make sense "
-        "of longer rows"
+        f"`data.max_length` {length} is above the {known} positions that `{name}` was made for: quality may "
+        "drop on longer rows"
     )
 
 

@@ -70,6 +70,6 @@ def prove(model: Any) -> None:
         raise NumbersError("the base's logits are not numbers (NaN) before the first step")
     if moved > _MOVES * size:
         raise ArtifactError(
-            f"this model's logits move by {moved / size:.0%} with the tokens behind them: it sees the token that it "
-            "is to predict, so it cannot be trained as a causal language model; give a decoder"
+            f"this model's logits change by {moved / size:.0%} with later tokens: it sees the token that it "
+            "predicts, so it cannot be trained as a causal language model; use a decoder"
         )

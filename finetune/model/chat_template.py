@@ -64,7 +64,7 @@ def choose(choice: str, own: Any) -> Any:
         return Path(choice).read_text(encoding="utf-8")
     except FileNotFoundError:
         raise ConfigError(
-            f"`data.chat_template`: {choice}: no such file; give one, or {', '.join(TEMPLATES)}"
+            f"`data.chat_template`: {choice}: no such file; use a file that exists, or one of {', '.join(TEMPLATES)}"
         ) from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"`data.chat_template`: {choice}: cannot be read: {error}") from None
@@ -121,7 +121,7 @@ def _guarded() -> Iterator[None]:
         with sandboxed, _for_at_most(RENDER_SECONDS), _with_at_most(RENDER_BYTES):
             yield
     except _OutOfTime:
-        why = f"had not ended after {RENDER_SECONDS:g} seconds"
+        why = f"was still running after {RENDER_SECONDS:g} seconds"
     except MemoryError:
         why = f"takes more than {RENDER_BYTES} bytes"
     except RecursionError:

@@ -44,7 +44,7 @@ def locate(name: str) -> str:
 def _refuse_huge_json(folder: Path) -> None:
     for file in folder.glob("*.json"):
         if (size := file.stat().st_size) > _JSON_BYTES:
-            raise ArtifactError(f"{file}: {size} bytes of JSON, which no model has; fetch the model again")
+            raise ArtifactError(f"{file}: {size} bytes of JSON, more than any model has; download the model again")
 
 
 def at_hand(name: str) -> bool:
@@ -89,8 +89,8 @@ def hub_call(what: str, load: Callable[[], T]) -> T:
             raise MachineError(f"{what}: the hub refuses: {_first(error)}") from None
         if "couldn't connect" in text or "offline" in text.lower() or "internet" in text:
             raise MachineError(
-                f"{what}: not a local directory, not cached, and the hub cannot be reached; download it where there "
-                "is a network, or set `model.name` to a directory (`model.weights: random` needs no weights)"
+                f"{what}: not a local directory, not cached, and the hub cannot be reached; download it on a "
+                "machine with a network, or set `model.name` to a directory (`model.weights: random` needs no weights)"
             ) from None
         raise ArtifactError(f"{what}: {_first(error)}") from None
     except FinetuneError:
@@ -100,7 +100,7 @@ def hub_call(what: str, load: Callable[[], T]) -> T:
             raise
         if "Couldn't instantiate the backend tokenizer" in str(error):
             raise ArtifactError(f"{what}: it has no tokenizer files; set `model.tokenizer`") from None
-        raise ArtifactError(f"{what}: its files cannot be used: {_first(error)}{_nearest(what)}") from None
+        raise ArtifactError(f"{what}: its files cannot be read: {_first(error)}{_nearest(what)}") from None
 
 
 def _nearest(what: str) -> str:

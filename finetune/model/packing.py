@@ -212,14 +212,14 @@ def prove(model: Any) -> None:
         raise
     except Exception as error:  # of whatever kind: the model's code knows nothing of packed rows
         raise MachineError(
-            f"`data.packing`: this model takes no packed rows ({first_line(error)}); {_REMEDY}"
+            f"`data.packing`: this model cannot take packed rows ({first_line(error)}); {_REMEDY}"
         ) from error
     strayed = max(float((each - alone).norm() / alone.norm().clamp(min=1e-30)) for each in after)
     moved, mixed = (float((one - two).norm()) for one, two in (after, joined))
     # Logits that are not numbers are for `causality.prove` to tell.
     if math.isfinite(strayed) and not (strayed <= _STRAYS and moved <= _LEAKS * mixed):
         raise MachineError(
-            f"`data.packing`: this model's rows do not keep apart when packed (by {strayed:.1%}); {_REMEDY}"
+            f"`data.packing`: packed rows influence each other in this model (by {strayed:.1%}); {_REMEDY}"
         )
 
 

@@ -95,8 +95,8 @@ def _refuse_numbers(contents: Contents) -> None:
         for key, tensor in tensors.items():
             if not weight_files.is_finite(tensor):
                 raise NumbersError(
-                    f"`{key}` is not finite at step {contents.step}, so {name} is not saved; the checkpoints before "
-                    "are good. Lower `training.learning_rate`, lengthen `training.warmup`, or use bf16 instead of fp16"
+                    f"`{key}` is not finite at step {contents.step}, so {name} is not saved; earlier checkpoints are "
+                    "intact. Lower `training.learning_rate`, lengthen `training.warmup`, or use bf16 instead of fp16"
                 )
 
 
@@ -153,7 +153,7 @@ def _write(file: Path, pieces: Sequence[bytes | memoryview]) -> dict[str, Any]:
     finally:
         hashing.join()
     if not same:
-        raise OSError(None, f"{file.name} reads back otherwise than it was written; the disk is failing")
+        raise OSError(None, f"{file.name} does not read back as it was written; the disk is failing")
     return {"bytes": sum(map(len, pieces)), "sha256": digest.hexdigest()}
 
 
@@ -194,7 +194,7 @@ def manifest_of(checkpoint: Path) -> dict[str, Any]:
     """The manifest. Raises ArtifactError where it is missing, damaged, or of another checkpoint."""
     file = checkpoint / MANIFEST
     if not os.path.lexists(file):
-        raise ArtifactError(f"{MANIFEST} is missing, so nothing says that the rest is whole")
+        raise ArtifactError(f"{MANIFEST} is missing, so the other files cannot be verified")
     if file.is_symlink() or file.stat().st_size > _MANIFEST_BYTES:
         raise ArtifactError(f"{MANIFEST} is damaged (a link, or too large)")
     try:
@@ -203,7 +203,7 @@ def manifest_of(checkpoint: Path) -> dict[str, Any]:
         raise ArtifactError(f"{MANIFEST} is damaged ({error})") from None
     manifest: dict[str, Any] = {**found}
     if manifest.pop("sha256") != _sha256(_json(manifest)):
-        raise ArtifactError(f"{MANIFEST} is damaged (its hash is not the one it states)")
+        raise ArtifactError(f"{MANIFEST} is damaged (its hash does not match)")
     if manifest["format"] != _FORMAT:
         raise ArtifactError(f"{MANIFEST} is of format {manifest['format']}; this version reads {_FORMAT}")
     if manifest["step"] != checkpoint_step(checkpoint):
@@ -257,8 +257,8 @@ def newest_valid(
         told += [f"{name}: set aside before" for name in aside]
         raise ArtifactError(
             f"no checkpoint in {run.checkpoints} can be used"
-            + (f" ({' | '.join(told)})" if told else f": step {run.saved_steps[-1]} was saved there, and is gone")
-            + ". Put one back from a copy, or give --fresh to start anew (the old run is moved aside)"
+            + (f" ({' | '.join(told)})" if told else f": step {run.saved_steps[-1]} was saved there, but is gone")
+            + ". Restore one from a copy, or use --fresh to start over (the old run is moved aside)"
         )
     return None, {}
 

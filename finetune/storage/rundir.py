@@ -66,9 +66,7 @@ class RunDirectory:
             for folder, folders, names in os.walk(self.path):
                 for path in (Path(folder, name) for name in [*folders, *names]):
                     if not Path(os.path.realpath(path)).is_relative_to(inside):
-                        raise ArtifactError(
-                            f"{path}: a link that leads out of {self.path}; put there what it points to"
-                        )
+                        raise ArtifactError(f"{path}: a link that leads out of {self.path}; replace it with its target")
                     # A process that trains here may have removed it meanwhile.
                     if not path.is_file() and not path.is_dir() and os.path.lexists(path):
                         raise ArtifactError(f"{path}: neither a file nor a folder; remove it")
@@ -153,7 +151,7 @@ class RunDirectory:
             except BlockingIOError:
                 file.seek(0)
                 raise MachineError(
-                    f"{self.path} is in use by process {re.sub('[^0-9]', '', file.read(20))}: wait for its end or stop "
+                    f"{self.path} is in use by process {re.sub('[^0-9]', '', file.read(20))}: wait until it ends, stop "
                     "it, or set another `output.dir`"
                 ) from None
             except OSError as error:

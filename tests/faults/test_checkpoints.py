@@ -1,6 +1,6 @@
-"""Rows 1 to 9, 16, 17 and 25 of the faults a run must survive: kills, disks, damage, signals, other processes.
+"""Kills, full and failing disks, damaged files, signals and a second process, around checkpoints and their resume.
 
-Every fault is injected for real, into processes of their own: kills, a full tmpfs, limits of the kernel, flipped bits.
+Every fault is injected for real, in a process of its own: kills, a full tmpfs, kernel limits, flipped bits.
 """
 
 from __future__ import annotations
@@ -104,11 +104,11 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", "--lazy", folder], check=True)
 
 
-# -- 1, 2: kills -----------------------------------------------------------------------------------------------------
+# -- kills ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("event", ["mkdir", "open", "fsync", "rename", "remove"])
-def test_row_01_a_kill_at_any_write_fsync_or_rename_of_a_save_leaves_a_whole_checkpoint(
+def test_a_kill_at_any_write_fsync_or_rename_of_a_save_leaves_a_whole_checkpoint(
     children: Children, tmp_path: Path, event: str
 ) -> None:
     """The third save replaces the first. Each event of that kind in turn, until none is left."""
@@ -133,7 +133,7 @@ def test_row_01_a_kill_at_any_write_fsync_or_rename_of_a_save_leaves_a_whole_che
     assert nth > 1, f"a save has no {event}"
 
 
-def test_row_01_a_kill_between_the_two_renames_of_a_replacement_loses_neither(tmp_path: Path) -> None:
+def test_a_kill_between_the_two_renames_of_a_replacement_loses_neither(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path)
     (tmp_path / "merged.replaced").mkdir()
     (tmp_path / "merged.replaced" / "weights").write_text("old")
@@ -143,7 +143,7 @@ def test_row_01_a_kill_between_the_two_renames_of_a_replacement_loses_neither(tm
     assert (tmp_path / "merged" / "weights").read_text() == "old"
 
 
-def test_row_02_killed_three_times_a_run_ends_with_the_same_bits(job, whole: Job) -> None:
+def test_killed_three_times_a_run_ends_with_the_same_bits(job, whole: Job) -> None:
     """In the middle of a step, in the middle of a write, and at a publication: in both epochs."""
     killed = job()
     for fault in (
@@ -161,11 +161,11 @@ def test_row_02_killed_three_times_a_run_ends_with_the_same_bits(job, whole: Job
     assert not list(killed.run.path.rglob("*.incomplete"))
 
 
-# -- 3, 4, 5: disks --------------------------------------------------------------------------------------------------
+# -- disks ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("file", ["adapter", "b", "state", "manifest", "latest"])
-def test_row_03_a_disk_that_fills_during_a_save_ends_in_4_with_the_bytes(
+def test_a_disk_that_fills_during_a_save_ends_in_4_with_the_bytes(
     children: Children, small_disk: Path, file: str
 ) -> None:
     run = made(small_disk / "run")
@@ -186,9 +186,7 @@ def test_row_03_a_disk_that_fills_during_a_save_ends_in_4_with_the_bytes(
     assert children.run(["save", run.path, 2]).code == 0
 
 
-def test_row_03_a_training_on_a_full_disk_ends_in_4_and_goes_on_when_there_is_room(
-    job, whole: Job, small_disk: Path
-) -> None:
+def test_a_training_on_a_full_disk_ends_in_4_and_goes_on_when_there_is_room(job, whole: Job, small_disk: Path) -> None:
     """First the save finds the room gone before it writes, then a line of metrics is what does not fit."""
     starved = job(folder=small_disk / "run")
     ended = starved.go(Fault("rename", "step-00000002.incomplete", action="fill"))
@@ -209,7 +207,7 @@ def test_row_03_a_training_on_a_full_disk_ends_in_4_and_goes_on_when_there_is_ro
 
 
 @pytest.mark.parametrize("event", ["open", "fsync", "rename", "mkdir"])
-def test_row_04_an_input_output_error_ends_in_4_with_the_checkpoint_before(
+def test_an_input_output_error_ends_in_4_with_the_checkpoint_before(
     children: Children, tmp_path: Path, event: str
 ) -> None:
     run = made(tmp_path / "run")
@@ -220,9 +218,7 @@ def test_row_04_an_input_output_error_ends_in_4_with_the_checkpoint_before(
     assert checkpoint.newest_valid(run) == (run.checkpoint(1), {})
 
 
-def test_row_04_a_limit_on_the_size_of_files_ends_in_4_with_the_checkpoint_before(
-    children: Children, tmp_path: Path
-) -> None:
+def test_a_limit_on_the_size_of_files_ends_in_4_with_the_checkpoint_before(children: Children, tmp_path: Path) -> None:
     run = made(tmp_path / "run")
     checkpoint.write(run, contents(1))
     ended = children.run(["save", run.path, 2], Fault(file_bytes=2048))
@@ -231,7 +227,7 @@ def test_row_04_a_limit_on_the_size_of_files_ends_in_4_with_the_checkpoint_befor
     assert checkpoint.newest_valid(run) == (run.checkpoint(1), {})
 
 
-def test_row_04_a_directory_that_turned_read_only_or_vanished_ends_in_4(children: Children, small_disk: Path) -> None:
+def test_a_directory_that_turned_read_only_or_vanished_ends_in_4(children: Children, small_disk: Path) -> None:
     run = made(small_disk / "run")
     checkpoint.write(run, contents(1))
     subprocess.run(["mount", "-o", "remount,ro", small_disk], check=True)
@@ -250,7 +246,7 @@ def test_row_04_a_directory_that_turned_read_only_or_vanished_ends_in_4(children
     assert not (small_disk / "gone").exists()
 
 
-def test_row_04_a_run_directory_that_vanishes_while_training_ends_in_4(job) -> None:
+def test_a_run_directory_that_vanishes_while_training_ends_in_4(job) -> None:
     orphan = job()
     child = orphan.start(Fault(STEP, nth=3, action="SIGSTOP"))
     child.wait_until_stopped()
@@ -262,9 +258,7 @@ def test_row_04_a_run_directory_that_vanishes_while_training_ends_in_4(job) -> N
     assert "Traceback" not in ended.output
 
 
-def test_row_05_a_disk_full_at_the_merge_leaves_the_adapter_and_a_merge_that_can_be_done_again(
-    job, small_disk: Path
-) -> None:
+def test_a_disk_full_at_the_merge_leaves_the_adapter_and_a_merge_that_can_be_done_again(job, small_disk: Path) -> None:
     merging = job([*JOB, "output.merge=true", "training.max_steps=1", "data.eval=none", "training.eval_every=null"],
                   small_disk / "run")  # fmt: skip
     ended = merging.go(Fault("mkdir", r"merged\.incomplete", action="fill"))
@@ -279,7 +273,7 @@ def test_row_05_a_disk_full_at_the_merge_leaves_the_adapter_and_a_merge_that_can
     assert merging.weights == adapter
 
 
-# -- 6, 7, 25: damage ------------------------------------------------------------------------------------------------
+# -- damage -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -299,7 +293,7 @@ FILES = ["adapter_config.json", "adapter_model.safetensors", "manifest.json", "o
          "trainer_state.json"]  # fmt: skip
 
 
-def test_rows_06_07_every_file_deleted_truncated_or_with_a_bit_flipped_is_named_and_not_used(
+def test_every_file_deleted_truncated_or_with_a_bit_flipped_is_named_and_not_used(
     damaged: RunDirectory,
 ) -> None:
     older, newest = damaged.complete_checkpoints()
@@ -326,7 +320,7 @@ def flipped(content: bytes) -> Iterator[bytes]:
         yield bytes(bad)
 
 
-def test_row_07_a_disk_that_gives_back_other_bits_ends_in_4_before_anything_is_published(
+def test_a_disk_that_gives_back_other_bits_ends_in_4_before_anything_is_published(
     children: Children, tmp_path: Path
 ) -> None:
     run = made(tmp_path / "run")
@@ -337,9 +331,7 @@ def test_row_07_a_disk_that_gives_back_other_bits_ends_in_4_before_anything_is_p
     assert checkpoint.newest_valid(run) == (run.checkpoint(1), {})
 
 
-def test_row_07_a_run_falls_back_to_the_newest_whole_checkpoint_and_says_so(
-    job, whole: Job, damaged: RunDirectory
-) -> None:
+def test_a_run_falls_back_to_the_newest_whole_checkpoint_and_says_so(job, whole: Job, damaged: RunDirectory) -> None:
     older, newest = damaged.complete_checkpoints()
     file = newest / "optimizer.safetensors"
     file.write_bytes(next(flipped(file.read_bytes())))
@@ -356,9 +348,7 @@ def test_row_07_a_run_falls_back_to_the_newest_whole_checkpoint_and_says_so(
 
 
 @pytest.mark.parametrize("how", ["no file", "no checkpoint", "a flag"])
-def test_row_06_without_a_whole_checkpoint_a_run_ends_in_7_and_never_starts_over(
-    job, damaged: RunDirectory, how: str
-) -> None:
+def test_without_a_whole_checkpoint_a_run_ends_in_7_and_never_starts_over(job, damaged: RunDirectory, how: str) -> None:
     for folder in damaged.complete_checkpoints():
         if how == "no checkpoint":
             shutil.rmtree(folder)
@@ -377,7 +367,7 @@ def test_row_06_without_a_whole_checkpoint_a_run_ends_in_7_and_never_starts_over
         assert damaged.path.with_name("run.1").is_dir()
 
 
-def test_row_06_a_checkpoint_with_a_pickle_is_refused_by_its_name(damaged: RunDirectory) -> None:
+def test_a_checkpoint_with_a_pickle_is_refused_by_its_name(damaged: RunDirectory) -> None:
     older, newest = damaged.complete_checkpoints()
     (newest / "optimizer.pt").write_bytes(b"")
     found, problems = checkpoint.newest_valid(damaged)
@@ -385,7 +375,7 @@ def test_row_06_a_checkpoint_with_a_pickle_is_refused_by_its_name(damaged: RunDi
     assert "optimizer.pt is a pickle" in problems[newest][0]
 
 
-def test_row_06_retention_counts_whole_checkpoints_and_keeps_the_best(tmp_path: Path) -> None:
+def test_retention_counts_whole_checkpoints_and_keeps_the_best(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path)
     for step in (1, 2, 3, 4):
         checkpoint.write(run, contents(step))
@@ -404,7 +394,7 @@ def steps(run: RunDirectory) -> list[int]:
 @pytest.mark.parametrize(
     "header", [b"", struct.pack("<Q", 2**40) + b"{}", struct.pack("<Q", 99 * 2**20) + b"{}", b"\xff" * 64]
 )
-def test_row_25_a_checkpoint_with_a_broken_or_huge_header_is_refused(tmp_path: Path, header: bytes) -> None:
+def test_a_checkpoint_with_a_broken_or_huge_header_is_refused(tmp_path: Path, header: bytes) -> None:
     """Its manifest agrees with it: what is refused is the file."""
     run = RunDirectory(tmp_path)
     folder = checkpoint.write(run, contents(1))
@@ -428,7 +418,7 @@ def sign(folder: Path) -> None:
     (folder / "manifest.json").write_bytes(checkpoint._json(manifest))
 
 
-def test_row_25_a_manifest_that_names_a_file_outside_is_refused(tmp_path: Path) -> None:
+def test_a_manifest_that_names_a_file_outside_is_refused(tmp_path: Path) -> None:
     folder = checkpoint.write(made(tmp_path / "run"), contents(1))
     manifest = json.loads((folder / "manifest.json").read_text())
     manifest["files"]["../secret"] = {"bytes": 1, "sha256": ""}
@@ -438,7 +428,7 @@ def test_row_25_a_manifest_that_names_a_file_outside_is_refused(tmp_path: Path) 
     assert re.search(r"^manifest\.json is damaged .*`files\.\.\./secret`: not the name of a file beside it", problem)
 
 
-def test_row_25_a_checkpoint_of_weights_that_are_no_numbers_is_neither_written_nor_used(tmp_path: Path) -> None:
+def test_a_checkpoint_of_weights_that_are_no_numbers_is_neither_written_nor_used(tmp_path: Path) -> None:
     from finetune.errors import NumbersError
 
     run = RunDirectory(tmp_path)
@@ -453,7 +443,7 @@ def test_row_25_a_checkpoint_of_weights_that_are_no_numbers_is_neither_written_n
     assert checkpoint.problems_of(folder) == ["b.safetensors: `weight` is not finite"]
 
 
-# -- 8, 9: signals ---------------------------------------------------------------------------------------------------
+# -- signals ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -466,7 +456,7 @@ def test_row_25_a_checkpoint_of_weights_that_are_no_numbers_is_neither_written_n
         pytest.param(Fault(EVALUATION, nth=5, action="SIGTERM"), STEPS, id="last evaluation"),
     ],
 )
-def test_row_08_sigterm_in_training_saves_ends_in_143_and_a_resume_ends_with_the_same_bits(
+def test_sigterm_in_training_saves_ends_in_143_and_a_resume_ends_with_the_same_bits(
     job, whole: Job, fault: Fault, saved: int
 ) -> None:
     stopped = job()
@@ -480,7 +470,7 @@ def test_row_08_sigterm_in_training_saves_ends_in_143_and_a_resume_ends_with_the
     assert evaluations(stopped.run) == evaluations(whole.run)
 
 
-def test_row_08_sigterm_in_the_evaluation_that_ends_a_run_early_adds_no_step(job, tmp_path: Path) -> None:
+def test_sigterm_in_the_evaluation_that_ends_a_run_early_adds_no_step(job, tmp_path: Path) -> None:
     early = [*JOB, "training.max_steps=30", "training.eval_every=1", "training.early_stopping=1",
              "training.learning_rate=0.5", "training.schedule=constant", "output.best=false"]  # fmt: skip
     whole = job(early, tmp_path / "whole")
@@ -504,7 +494,7 @@ def test_row_08_sigterm_in_the_evaluation_that_ends_a_run_early_adds_no_step(job
         pytest.param("finetune.report.terminal:Terminal.evaluated", id="after it was written"),
     ],
 )
-def test_row_08_sigterm_once_the_held_out_loss_is_known_ends_with_that_evaluation_counted_once(
+def test_sigterm_once_the_held_out_loss_is_known_ends_with_that_evaluation_counted_once(
     job, tmp_path: Path, moment: str
 ) -> None:
     """In the first evaluation without a gain of a run that the second one ends: counted twice, it would end there."""
@@ -525,7 +515,7 @@ def test_row_08_sigterm_once_the_held_out_loss_is_known_ends_with_that_evaluatio
     assert stopped.weights == whole.weights
 
 
-def test_row_08_an_evaluation_made_up_for_has_one_line_also_when_a_kill_follows_it(job, whole: Job) -> None:
+def test_an_evaluation_made_up_for_has_one_line_also_when_a_kill_follows_it(job, whole: Job) -> None:
     stopped = job()
     assert stopped.go(Fault(EVALUATION, nth=3, action="SIGTERM")).code == 143
     assert stopped.go(Fault("finetune.report.terminal:Terminal.evaluated")).code == -signal.SIGKILL
@@ -554,9 +544,7 @@ def evaluations(run: RunDirectory) -> list[tuple[int, float]]:
         pytest.param(Fault("mkdir", r"merged\.incomplete", action="SIGTERM SIGTERM"), id="merging"),
     ],
 )
-def test_row_08_sigterm_at_any_other_time_ends_at_once_in_143_and_the_command_can_be_given_again(
-    job, fault: Fault
-) -> None:
+def test_sigterm_at_any_other_time_ends_at_once_in_143_and_the_command_can_be_given_again(job, fault: Fault) -> None:
     stopped = job(["training.max_steps=1", "quantization.kind=none", "output.merge=true", "data.eval=none",
                    "training.eval_every=null", "memory.check=off"])  # fmt: skip
     ended = stopped.go(fault)
@@ -569,7 +557,7 @@ def test_row_08_sigterm_at_any_other_time_ends_at_once_in_143_and_the_command_ca
         assert (stopped.run.merged / "merge.json").is_file()
 
 
-def test_row_09_sigint_once_ends_after_a_save(job, whole: Job) -> None:
+def test_sigint_once_ends_after_a_save(job, whole: Job) -> None:
     stopped = job()
     ended = stopped.go(Fault(STEP, nth=3, action="SIGINT"))
     assert ended.code == 130, ended.output
@@ -579,7 +567,7 @@ def test_row_09_sigint_once_ends_after_a_save(job, whole: Job) -> None:
     assert stopped.weights == whole.weights
 
 
-def test_row_09_sigint_twice_ends_at_once_with_nothing_corrupt(job, whole: Job) -> None:
+def test_sigint_twice_ends_at_once_with_nothing_corrupt(job, whole: Job) -> None:
     """In step 5 the save of step 4 may be under way; the one of step 2 has ended, as saves wait for each other."""
     stopped = job()
     ended = stopped.go(Fault(STEP, nth=5, action="SIGINT SIGINT"))
@@ -592,7 +580,7 @@ def test_row_09_sigint_twice_ends_at_once_with_nothing_corrupt(job, whole: Job) 
     assert stopped.weights == whole.weights
 
 
-def test_row_09_a_second_sigint_does_not_wait_for_the_save_under_way(job, whole: Job) -> None:
+def test_a_second_sigint_does_not_wait_for_the_save_under_way(job, whole: Job) -> None:
     """The save of step 2 is stopped for good at its first file."""
     stopped = job()
     ended = stopped.go(Fault("finetune.storage.checkpoint:_write", action="SIGINT hang SIGINT hang"))
@@ -609,7 +597,7 @@ def test_sigusr1_saves_a_checkpoint_and_training_goes_on(job, whole: Job) -> Non
     assert asked.weights == whole.weights
 
 
-# -- 16: other processes ---------------------------------------------------------------------------------------------
+# -- other processes --------------------------------------------------------------------------------------------------
 
 
 def test_a_second_process_in_a_run_directory_is_refused_by_the_first_ones_number(job) -> None:
@@ -625,15 +613,13 @@ def test_a_second_process_in_a_run_directory_is_refused_by_the_first_ones_number
     assert first.run.path.stat().st_mode & 0o077 == 0, "private to the user"
 
 
-def test_row_16_processes_that_cannot_share_the_batch_are_refused_naming_it(
-    quick, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_processes_that_cannot_share_the_batch_are_refused_naming_it(quick, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "3")
     with pytest.raises(ConfigError, match=r"`training\.batch_size` 4 cannot be shared by 3 processes"):
         finetune.train(quick())
 
 
-def test_row_16_another_micro_batch_goes_on_with_the_same_rows_and_is_logged(quick) -> None:
+def test_another_micro_batch_goes_on_with_the_same_rows_and_is_logged(quick) -> None:
     common = ["data.eval=none", "training.eval_every=null", "quantization.kind=none", "optimizer.kind=sgd",
               "adapter.targets=[q_proj]", "training.schedule=constant"]  # fmt: skip
     whole = finetune.train(quick(*common, run="whole")).run
@@ -697,12 +683,12 @@ def test_harmless_changes_are_found_and_told(whole: Job) -> None:
         resume.compare(run, start, now)
 
 
-# -- 17: optimizer states --------------------------------------------------------------------------------------------
+# -- optimizer states -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", optimizers.OPTIMIZERS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_row_17_an_optimizers_state_comes_back_bit_for_bit(kind: str, dtype: torch.dtype) -> None:
+def test_an_optimizers_state_comes_back_bit_for_bit(kind: str, dtype: torch.dtype) -> None:
     """Small weights have 32-bit states and large ones 8-bit ones; Adafactor's are not of the weights' type."""
     section = OptimizerSection(kind=kind, weight_decay=0.1)
     name, _ = optimizers.choose(section, "cpu")
@@ -738,7 +724,7 @@ def test_row_17_an_optimizers_state_comes_back_bit_for_bit(kind: str, dtype: tor
     assert all(torch.equal(one, two) for one, two in zip(model.parameters(), other.parameters(), strict=True))
 
 
-def test_row_17_a_state_of_another_job_is_refused(tmp_path: Path) -> None:
+def test_a_state_of_another_job_is_refused(tmp_path: Path) -> None:
     weight = torch.zeros(64, 96)
     optimizer, arguments = optimizers.build("adamw_8bit", OptimizerSection(), 1e-2)
     small, large = (optimizer([torch.nn.Parameter(weight[:rows].detach().clone())], **arguments) for rows in (48, 64))

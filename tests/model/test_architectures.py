@@ -220,7 +220,7 @@ def test_a_convolution_over_a_few_tokens_is_seen_when_rows_are_packed() -> None:
     model.reach = 0.0
     packing.prove(model)
     model.reach = 0.05
-    with pytest.raises(MachineError, match="do not keep apart"):
+    with pytest.raises(MachineError, match="packed rows influence each other"):
         packing.prove(model)
 
 

@@ -103,7 +103,7 @@ def test_a_template_without_end_is_stopped(
     monkeypatch.setattr(chat_template, "RENDER_SECONDS", 0.3)
     tokenizer.chat_template = endless
     started = time.monotonic()
-    with pytest.raises(ArtifactError, match=r"had not ended after 0.3 seconds.*`data.chat_template`"):
+    with pytest.raises(ArtifactError, match=r"still running after 0.3 seconds.*`data.chat_template`"):
         draw(tokenizer, ASK)
     assert time.monotonic() - started < 3
 

@@ -127,7 +127,7 @@ def test_a_model_whose_rows_see_each_other_is_refused() -> None:
         layer.self_attn.forward = lambda *args, attend=attend, **kwargs: attend(
             *args, **{name: value for name, value in kwargs.items() if name != "cu_seq_lens_q"}
         )
-    with pytest.raises(MachineError, match="do not keep apart when packed"):
+    with pytest.raises(MachineError, match="packed rows influence each other"):
         packing.prove(model)
 
 
@@ -135,7 +135,7 @@ def test_a_model_that_takes_no_packed_rows_is_refused() -> None:
     model = model_of("llama", packing.EACH)
     forward = model.forward
     model.forward = lambda input_ids, position_ids, use_cache: forward(input_ids, position_ids=position_ids)
-    with pytest.raises(MachineError, match=r"takes no packed rows .*micro_batch_tokens"):
+    with pytest.raises(MachineError, match=r"cannot take packed rows .*micro_batch_tokens"):
         packing.prove(model)
 
 
@@ -237,5 +237,5 @@ def test_a_model_that_fails_on_packed_rows_in_a_way_of_its_own_is_refused() -> N
         def forward(self, **_: Any) -> None:
             raise KeyError("attention_mask")
 
-    with pytest.raises(MachineError, match=r"`data\.packing`: this model takes no packed rows \('attention_mask'\)"):
+    with pytest.raises(MachineError, match=r"`data\.packing`: this model cannot take packed rows \('attention_mask'\)"):
         packing.prove(Own())

@@ -80,7 +80,7 @@ def test_more_epochs_continue_a_run_whether_it_came_to_its_end_or_was_killed_bef
     assert [line["step"] for line in run.metrics() if "loss" in line] == list(range(1, 3 * epoch + 1))
 
 
-def test_row_17_a_resumed_run_holds_the_memory_of_one_that_never_stopped(quick, monkeypatch) -> None:
+def test_a_resumed_run_holds_the_memory_of_one_that_never_stopped(quick, monkeypatch) -> None:
     held: list[int] = []
 
     def counted(self: Step) -> torch.Tensor:

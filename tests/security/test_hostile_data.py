@@ -1,4 +1,4 @@
-"""Row 26: data that would run code, take the reader's own files along, or fill the memory."""
+"""Data that would run code, take the reader's own files along, or fill the memory."""
 
 from __future__ import annotations
 

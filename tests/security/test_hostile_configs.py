@@ -1,4 +1,4 @@
-"""Row 24: a config that is more than a page of plain values exits with 2, and nothing of it runs.
+"""A config that is more than a page of plain values exits with 2, and nothing of it runs.
 
 What each line means is in tests/config/test_strict_yaml.py.
 """

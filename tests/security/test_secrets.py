@@ -1,4 +1,4 @@
-"""Row 27: a secret in the environment, or by mistake in a config, is in no file, no output and no traceback."""
+"""A secret in the environment, or by mistake in a config, is in no file, no output and no traceback."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Row 25: a safetensors file with a broken or huge header is refused with exit 7, in bounded memory."""
+"""A safetensors file with a broken or huge header is refused with exit 7, in bounded memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Row 26: whether the Python code that a base ships with runs is said at the keyboard, never in a run directory."""
+"""Python code shipped with a base runs only with consent from the command line or one's own config, never a run's."""
 
 from __future__ import annotations
 

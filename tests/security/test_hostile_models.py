@@ -1,4 +1,4 @@
-"""Row 26: a base or an adapter that would run code, read a pickle or reach out of its folder. Nothing of it happens."""
+"""A base or an adapter that would run code, read a pickle or reach out of its folder. Nothing of it happens."""
 
 from __future__ import annotations
 
@@ -119,11 +119,11 @@ _OUT = "{{ ''.__class__.__base__.__subclasses__()[-1].__init__.__globals__['os']
 BASES: dict[str, tuple[Callable[[Path, Trap], None], str]] = {
     "a pickle alone": (_pickle_alone, "model.safetensors"),
     "a pickle by another name": (_pickle_by_another_name, "model.safetensors"),
-    "a pickle in the index": (_pickle_in_the_index, "model-1.bin: only .safetensors files are read"),
-    "a pickle in the config": (_pickle_in_the_config, "adapter_model.bin: only .safetensors files are read"),
-    "weights outside": (_weights_outside, "outside.safetensors, which lies outside"),
-    "weights at an absolute place": (_weights_at_an_absolute_place, "outside.safetensors, which lies outside"),
-    "an adapter beside the model": (_adapter_beside, "adapter_config.json: an adapter beside a model"),
+    "a pickle in the index": (_pickle_in_the_index, "model-1.bin: only .safetensors files are supported"),
+    "a pickle in the config": (_pickle_in_the_config, "adapter_model.bin: only .safetensors files are supported"),
+    "weights outside": (_weights_outside, "outside.safetensors, outside its folder"),
+    "weights at an absolute place": (_weights_at_an_absolute_place, "outside.safetensors, outside its folder"),
+    "an adapter beside the model": (_adapter_beside, "adapter_config.json: an adapter next to the base"),
     "code for the config": (_code_for_the_config, "base"),
     "code elsewhere for the config": (_code_elsewhere_for_the_config, "base"),
     "code for the tokenizer": (_code_for_the_tokenizer, "base"),

@@ -1,4 +1,4 @@
-"""FAULTS.md, row 15: a data worker killed or hung. There is none: rows are collated in the process that trains."""
+"""No data worker can be killed or hang: rows are collated in the process that trains."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from steps import before_each_step
 import finetune
 
 
-def test_row_15_rows_come_without_a_process_that_could_be_lost(quick, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_come_without_a_process_that_could_be_lost(quick, monkeypatch: pytest.MonkeyPatch) -> None:
     before = psutil.Process().children()
     seen: list[list[psutil.Process]] = []
     before_each_step(monkeypatch, lambda loop: seen.append(psutil.Process().children()))

@@ -1,4 +1,4 @@
-"""Row 26: pickles where a checkpoint's state should be."""
+"""Pickles where a checkpoint's state should be."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""FAULTS.md, row 16: several processes train what one trains, and their number may change on resume."""
+"""Several processes train what one trains, and their number may change on resume."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def assert_close(found: RunDirectory, expected: RunDirectory) -> None:
 
 
 @pytest.mark.parametrize("processes", [2, 3])
-def test_row_16_several_processes_train_what_one_trains(job: Make, processes: int) -> None:
+def test_several_processes_train_what_one_trains(job: Make, processes: int) -> None:
     """Also in an epoch's last step, which has one row for all of them, and with two held-out rows."""
     alone, together = job(*EXACT, run="alone"), job(*EXACT, run="together")
     assert_all(alone.go(1), 0)
@@ -71,7 +71,7 @@ def test_row_16_several_processes_train_what_one_trains(job: Make, processes: in
         assert lines(together.run, name) == pytest.approx(lines(alone.run, name), rel=1e-5)
 
 
-def test_row_16_killed_processes_resume_to_the_same_bits(job: Make) -> None:
+def test_killed_processes_resume_to_the_same_bits(job: Make) -> None:
     """With the random numbers of each, 8-bit states and packed rows."""
     whole, killed = job(*RANDOM, run="whole"), job(*RANDOM, run="killed")
     assert_all(whole.go(2), 0)
@@ -84,7 +84,7 @@ def test_row_16_killed_processes_resume_to_the_same_bits(job: Make) -> None:
 
 
 @pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 3)])
-def test_row_16_another_number_of_processes_goes_on_with_the_same_rows_and_is_logged(
+def test_another_number_of_processes_goes_on_with_the_same_rows_and_is_logged(
     job: Make, before: int, after: int
 ) -> None:
     whole, changed = job(*EXACT, run="whole"), job(*EXACT, run="changed")
@@ -98,7 +98,7 @@ def test_row_16_another_number_of_processes_goes_on_with_the_same_rows_and_is_lo
 
 
 @pytest.mark.parametrize(("told", "step"), [(0, 3), (1, 4)])
-def test_row_16_a_signal_to_one_process_saves_and_ends_all(job: Make, told: int, step: int) -> None:
+def test_a_signal_to_one_process_saves_and_ends_all(job: Make, told: int, step: int) -> None:
     """Before the evaluation that step 4 owes, which a resume makes up for."""
     whole, stopped = job(*EXACT, run="whole"), job(*EXACT, run="stopped")
     assert_all(whole.go(1), 0)
@@ -111,7 +111,7 @@ def test_row_16_a_signal_to_one_process_saves_and_ends_all(job: Make, told: int,
     assert lines(stopped.run, "eval_loss") == pytest.approx(lines(whole.run, "eval_loss"), rel=1e-5)
 
 
-def test_row_16_torchrun_is_refused_where_another_process_trains(job: Make) -> None:
+def test_torchrun_is_refused_where_another_process_trains(job: Make) -> None:
     """By the first process, which tells the others."""
     held = job(*EXACT)
     [other] = held.start(1, {0: Fault(STEP, nth=2, action="SIGSTOP")})
@@ -124,7 +124,7 @@ def test_row_16_torchrun_is_refused_where_another_process_trains(job: Make) -> N
     other.wait()
 
 
-def test_row_16_only_the_first_process_writes_the_run_and_prints(job: Make) -> None:
+def test_only_the_first_process_writes_the_run_and_prints(job: Make) -> None:
     together = job(*EXACT, "training.max_steps=2", "memory.check=warn")
     first, second = together.go(2)
     assert "6 rows over 2 processes; each 3 rows = 3 micro-batches of 1" in first.output

@@ -1,4 +1,4 @@
-"""FAULTS.md, row 23: the same rows of ragged lengths as 1x8, 2x4 and 8x1.
+"""Rows of ragged lengths give the same gradient as 1x8, 2x4 and 8x1 micro-batches.
 
 Whole runs, and micro-batches by tokens, are in tests/training/test_steps.py:
 test_gradient_does_not_depend_on_the_micro_batch.
@@ -10,7 +10,7 @@ import pytest
 from steps import assert_gradients_close, gradients, micro_batches, ready
 
 
-def test_row_23_gradients_do_not_depend_on_the_accumulation(quick) -> None:
+def test_gradients_do_not_depend_on_the_accumulation(quick) -> None:
     loop = ready(
         quick("quantization.kind=none", "training.batch_size=8", "training.micro_batch=8", "data.eval=none",
               "training.eval_every=null")

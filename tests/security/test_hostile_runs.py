@@ -1,4 +1,4 @@
-"""Row 26: run directories that would make a command write elsewhere, and where a run writes at all."""
+"""Run directories that would make a command write elsewhere, and where a run writes at all."""
 
 from __future__ import annotations
 
