@@ -8,9 +8,12 @@ export OMP_WAIT_POLICY ?= passive
 
 BIN := .venv/bin
 READY := .venv/.ready
+OLDEST := .venv-oldest/bin
+# Of torch 2.11, the lowest allowed, the package index has a CUDA build of gigabytes alone; TORCH=2.11.0 takes it.
+TORCH ?= 2.13.0
 
 .DEFAULT_GOAL := help
-.PHONY: help setup finetune data plan fit merge test test-fast check notebooks bench golden sweep faults mutations gpu-check docs
+.PHONY: help setup finetune data plan fit merge test test-fast test-oldest check notebooks bench golden sweep faults mutations gpu-check docs
 
 help: ## Show the targets.
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | column -t -s '	'
@@ -18,12 +21,20 @@ help: ## Show the targets.
 setup: $(READY) ## Create .venv and install the tested versions.
 
 $(READY): constraints.txt pyproject.toml
+	$(call install,--group dev)
+
+.venv-oldest/.ready: constraints-oldest.txt pyproject.toml
+	$(call install,--group test torch==$(TORCH))
+
+# Make the environment of the target, from its first prerequisite.
+define install
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo 'error: finetune needs Python 3.11 or newer; set PYTHON=python3.x'; exit 4; }
-	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --upgrade 'pip>=25.1'
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable . --group dev
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip install --quiet --upgrade 'pip>=25.1'
+	$(@D)/bin/python -m pip install --quiet --constraint $< --editable . $(1)
 	@touch $@
+endef
 
 finetune: $(READY) ## Train CONFIG (default configs/tiny_cpu.yaml) with ARGS="section.key=value ...".
 	$(BIN)/finetune train $(CONFIG) $(ARGS)
@@ -45,6 +56,9 @@ test: $(READY) ## Run the tests, notebooks included (ten minutes).
 
 test-fast: $(READY) ## Run all but the slow tests, for while you edit (two minutes).
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow and not gpu" $(ARGS)
+
+test-oldest: .venv-oldest/.ready ## Run the quick tests with the lowest versions that pyproject.toml allows.
+	$(OLDEST)/python -m pytest -n 2 --dist worksteal -m "not slow and not gpu" $(ARGS)
 
 check: $(READY) ## Lint, types and the direction of imports.
 	$(BIN)/ruff check .

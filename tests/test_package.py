@@ -1,11 +1,53 @@
-"""What is installed elsewhere is whole: the wheel builds and carries the built-in base."""
+"""What is installed elsewhere is whole: the wheel builds, and it asks for what it needs in versions that are tested."""
 
+import ast
+import re
 import subprocess
 import sys
+import tomllib
 import zipfile
+from importlib import metadata
 from pathlib import Path
 
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+from packaging.version import Version
+
 ROOT = Path(__file__).parent.parent
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+NEEDED = {canonicalize_name(one.name): one.specifier for one in map(Requirement, PROJECT["dependencies"])}
+
+
+def pins(file: str) -> dict[str, str]:
+    """Version by canonical name."""
+    found = re.findall(r"^([\w.-]+)==(\S+)", (ROOT / file).read_text(), re.MULTILINE)
+    return {canonicalize_name(name): version for name, version in found}
+
+
+def test_each_floor_is_what_the_oldest_environment_installs() -> None:
+    pinned = pins("constraints-oldest.txt")
+    floors = {name: Version(one.version) for name, wanted in NEEDED.items() for one in wanted if one.operator == ">="}
+    del floors["torch"]  # the Makefile names it
+    assert floors == {name: Version(pinned[name]) for name in NEEDED if name != "torch"}
+
+
+def test_the_tested_versions_lie_in_the_ranges() -> None:
+    pinned = pins("constraints.txt")
+    assert not {name: pinned[name] for name, wanted in NEEDED.items() if not wanted.contains(pinned[name])}
+
+
+def test_what_is_imported_is_asked_for() -> None:
+    imported = set()
+    for file in (ROOT / "finetune").rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            names = [one.name for one in node.names] if isinstance(node, ast.Import) else []
+            if isinstance(node, ast.ImportFrom) and not node.level:
+                names = [node.module]
+            imported |= {name.partition(".")[0] for name in names}
+    packages = metadata.packages_distributions()
+    asked = {name for name, made_by in packages.items() if {canonicalize_name(one) for one in made_by} & NEEDED.keys()}
+    came_along = {"pydantic_core", "triton"}  # with pydantic; with torch, on a GPU
+    assert not imported - sys.stdlib_module_names - asked - {"finetune"} - came_along
 
 
 def test_the_wheel_works_outside_the_checkout(tmp_path: Path) -> None:

@@ -356,7 +356,11 @@ class Answers:
     def __init__(self, uneven: bool, trained_tokens: int) -> None:
         self.uneven = uneven
         self.trained_tokens = trained_tokens
-        self.shapes = {"aten::index.Tensor": self._index, "aten::nonzero": self._nonzero}
+        self.shapes = {
+            "aten::index.Tensor": self._index,
+            "aten::nonzero": self._nonzero,
+            "aten::bincount": self._bincount,
+        }
 
     def scalar(self, tensor: torch.Tensor, source: Any) -> Any:
         """The value of a tensor of one element: 1, or for "is every place alike?" whether it is."""
@@ -377,6 +381,10 @@ class Answers:
         """Code that goes from expert to expert finds one, of a list of them, and every token in its turn to it."""
         mask = args[0]
         return _aten.full.default, ([1 if mask.dim() == 1 else mask.numel(), mask.dim()], 0)
+
+    def _bincount(self, func: Any, args: Any) -> tuple[Any, Any]:
+        """Tokens of each expert: as many counts as the call asks for at least (transformers up to 5.22)."""
+        return _aten.full.default, ([args[2]], 0)
 
 
 class TracedMonitor(Monitor):

@@ -26,10 +26,9 @@ def apply(model: Any, section: MemorySection, device_type: str) -> None:
         raise ConfigError(
             f"`memory.checkpointing`: transformers' {type(model).__name__} does not support it; set it to `none`"
         )
-    model.activation_checkpointing_enable(
-        activation_checkpointing_kwargs={"use_reentrant": False},
-        offload=section.offload == "checkpoints" and device_type != "cpu",
-    )
+    # Named after gradients before transformers 5.23.
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    enable({"use_reentrant": False}, offload=section.offload == "checkpoints" and device_type != "cpu")
     choose(model, chosen)
 
 

@@ -210,7 +210,7 @@ def differences(pinned: Any, found: Any, tolerance: float, where: str = "") -> I
     elif isinstance(pinned, list) and isinstance(found, list) and len(pinned) == len(found):
         for number, (one, other) in enumerate(zip(pinned, found, strict=True)):
             yield from differences(one, other, tolerance, f"{where}[{number}]")
-    elif isinstance(pinned, float) and isinstance(found, float):
+    elif all(isinstance(one, int | float) and not isinstance(one, bool) for one in (pinned, found)):
         if abs(pinned - found) > tolerance * abs(pinned):
             yield f"{where}: {pinned!r} is now {found!r}"
     elif pinned != found:

@@ -10,6 +10,7 @@ _PINNED = json.loads(TRAJECTORIES.read_text())
 _FORECASTS = json.loads(FORECASTS.read_text())
 # Another processor or library rounds elsewhere; then the course is the same and its last bits are not.
 _SAME_MACHINE = _PINNED["machine"] == machine()
+_SAME_VERSIONS = _FORECASTS["machine"] | {"cpu": None} == machine() | {"cpu": None}
 _ELSEWHERE = 1e-2
 
 
@@ -23,7 +24,8 @@ def test_a_trajectory_is_what_it_was(name, tmp_path: Path):
 
 @pytest.mark.parametrize("name", PLANS)
 def test_a_forecast_is_what_it_was(name):
-    assert not list(differences(_FORECASTS["forecasts"][name], json.loads(json.dumps(plan(name))), 0))
+    found = json.loads(json.dumps(plan(name)))
+    assert not list(differences(_FORECASTS["forecasts"][name], found, 0 if _SAME_VERSIONS else _ELSEWHERE))
 
 
 def test_every_pinned_number_is_asked_for():
