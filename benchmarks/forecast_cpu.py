@@ -411,7 +411,7 @@ def forecast(setting: Setting) -> dict[str, int]:
 
     from finetune.data.batching import MicroBatching, worst_batches
     from finetune.forecast import devices, files, replay
-    from finetune.forecast.step import rehearse
+    from finetune.forecast.step import trace_step
     from finetune.model import attention
 
     config, architecture = setting.resolved(), setting.build_architecture()
@@ -424,7 +424,7 @@ def forecast(setting: Setting) -> dict[str, int]:
         config.model.attention, architecture, "cpu", config.training.precision, packed=config.data.packing
     )
     held_out = None if config.data.eval == "none" else batch
-    trace = rehearse(config, architecture, batch, held_out, cpu, implementation)
+    trace = trace_step(config, architecture, batch, held_out, cpu, implementation)
     accumulation = config.training.batch_size // config.training.rows
     found = replay.make(
         trace, cpu, batch, implementation, micro_batches=accumulation, merge_bytes=0, disk_bytes=0,

@@ -68,7 +68,7 @@ def train(
         from finetune.runtime import ranks
 
         result = finetune.train(job, fresh=fresh, terminal=_terminal(quiet=as_json))
-        if as_json and ranks.first():
+        if as_json and ranks.is_main():
             _print_json(result.summary())
 
     _run(work, debug)
@@ -324,7 +324,7 @@ def _run(work: Callable[[], None], debug: bool) -> None:
 def _speaks() -> bool:
     from finetune.runtime import ranks
 
-    return ranks.first_here()
+    return ranks.is_local_main()
 
 
 def _fail(message: str, code: int) -> NoReturn:

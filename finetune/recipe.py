@@ -28,7 +28,7 @@ def train(config: Config, *, fresh: bool = False, terminal: Terminal | None = No
     aside instead. Raises a FinetuneError for whatever a person can mend.
     """
     libraries.quiet()
-    terminal = (terminal or Terminal()) if ranks.first() else Terminal(quiet=True)
+    terminal = (terminal or Terminal()) if ranks.is_main() else Terminal(quiet=True)
     config, note = bounds.settled(config)
     if note:
         terminal.note(note)
@@ -47,7 +47,14 @@ def train(config: Config, *, fresh: bool = False, terminal: Terminal | None = No
         # Open: a new run directory, or an earlier one and its last checkpoint. Ranks have one each, below rank 0's.
         own, start = opening.open_run(config, run, materials, forecast, lock, terminal.note, fresh=fresh)
         terminal.opened(
-            own.path, config, device, materials.data, materials.attention, forecast, ranks.count(), materials.mixture
+            own.path,
+            config,
+            device,
+            materials.data,
+            materials.attention,
+            forecast,
+            ranks.world_size(),
+            materials.mixture,
         )
 
         monitor = Monitor(meter_for(device.type))
@@ -72,7 +79,7 @@ def train(config: Config, *, fresh: bool = False, terminal: Terminal | None = No
             del base, model
 
         # Publish, and report.
-        if ranks.first():
+        if ranks.is_main():
             steps = {"step": outcome.steps, "best_step": outcome.best_step}
             publish.record(run, forecast, monitor.run, terminal, **steps)
             if config.output.merge and config.adapter.kind == "lora":

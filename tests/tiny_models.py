@@ -66,4 +66,4 @@ def trace(
     shortening: Callable[[Sequence[Hashable]], Shortened] = shorten,
 ) -> Trace:
     """The trace of a step of `job`; by default of few layers, extrapolated to all."""
-    return step._rehearse(job, model, batch, evaluation, where or cpu(), attention, shortening)
+    return step._trace_step(job, model, batch, evaluation, where or cpu(), attention, shortening)

@@ -74,11 +74,11 @@ def _stretch(kinds: Sequence[Hashable], start: int) -> tuple[int, int]:
     return (best, times(best)) if times(best) > _KEPT else (1, 1)
 
 
-def unroll(trace: Trace, shortened: Shortened) -> Trace:
+def extrapolate(trace: Trace, shortened: Shortened) -> Trace:
     """The trace of the whole model. Raises NotAlike where what was taken to repeat does not."""
     if set(shortened.repeats) <= {1}:
         return trace
-    return _Unrolling(trace, shortened).whole()
+    return _Extrapolation(trace, shortened).whole()
 
 
 # Which of its owner's blocks one is: whether it was made outside the layers, the phase that made it, and its number
@@ -89,7 +89,7 @@ _Place = tuple[bool, str, int]
 _Relative = tuple[int, int | None, _Place]
 
 
-class _Unrolling:
+class _Extrapolation:
     def __init__(self, trace: Trace, shortened: Shortened) -> None:
         self._trace = trace
         self._repeats = shortened.repeats

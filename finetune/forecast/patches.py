@@ -1,6 +1,6 @@
-"""What stands in for a device, a group of processes and a tokenizer, while a step is rehearsed that needs them.
+"""Patches under which libraries take the paths of a real step on a device, while one is traced on fake tensors.
 
-Each stand-in allocates what the real thing would, where a recorder sees it.
+Each allocates what the real thing would, where a recorder sees it.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def _unlogged() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _random_state_kept() -> Iterator[None]:
-    """An adapter seeds what it finds; a run must draw the same numbers whether it was rehearsed or not."""
+    """An adapter seeds what it finds; a run must draw the same numbers whether it was traced or not."""
     before = RandomState()
     try:
         yield

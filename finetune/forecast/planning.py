@@ -23,7 +23,7 @@ from finetune.forecast.devices import Device
 from finetune.forecast.fit import Fitted, Limits
 from finetune.forecast.levers import Lever, levers
 from finetune.forecast.replay import Forecast
-from finetune.forecast.step import rehearse
+from finetune.forecast.step import trace_step
 from finetune.model import attention, bounds, catalog, packing
 from finetune.model.base import load_architecture
 from finetune.model.causality import has_flash
@@ -68,20 +68,22 @@ class Planner:
             shared = getattr(self.architecture.get_text_config(), "num_key_value_heads", None)
             if shared not in (None, self.architecture.get_text_config().num_attention_heads):
                 implementation = packing.EAGER if batch.packed else "eager"
-        trace = rehearse(config, self.architecture, batch, evaluation, device, implementation)
+        trace = trace_step(config, self.architecture, batch, evaluation, device, implementation)
         return replay.make(
             trace,
             device,
             batch,
             implementation,
-            micro_batches=max(1, per_step(config.training.batch_size, _micro_batching(config), batch) // ranks.count()),
+            micro_batches=max(
+                1, per_step(config.training.batch_size, _micro_batching(config), batch) // ranks.world_size()
+            ),
             merges=config.output.merge,
             merge_bytes=files.merge_bytes(config, trace),
             disk_bytes=files.disk_bytes(config, trace),
             checkpoint_bytes=files.checkpoint_bytes(trace),
             saves_between=_saves_between(config),
             from_files=config.model.weights != "random",
-            processes=ranks.count(),
+            processes=ranks.world_size(),
         )
 
     def levers(self, config: Config, found: Forecast) -> list[tuple[Lever, Forecast]]:
@@ -101,7 +103,7 @@ class Planner:
             self.architecture.get_text_config().num_hidden_layers,
             lambda config: self.forecast(config, evaluates=self._evaluation_is_larger(config)),
             offloads=self.device.type == "cuda",
-            rows=fitting.divisors(training.batch_size // ranks.count())
+            rows=fitting.divisors(training.batch_size // ranks.world_size())
             if training.micro_batch == "auto"
             else [training.rows],
             checkpointing=None if memory.checkpointing == "auto" else memory.checkpointing,
@@ -119,7 +121,7 @@ class Planner:
 
     def _largest_batches(self, config: Config) -> tuple[list[Batch], Batch | None]:
         """The largest training micro-batches that data and sampler can produce, and that of the evaluation set."""
-        micro_batching, step_rows = _micro_batching(config), max(1, config.training.batch_size // ranks.count())
+        micro_batching, step_rows = _micro_batching(config), max(1, config.training.batch_size // ranks.world_size())
         if self.data is None or config.data.max_length != self.job.data.max_length:
             longest = longest_batches(micro_batching, step_rows, config.data.max_length)
             return longest, None if config.data.eval == "none" else longest[0]
@@ -196,7 +198,7 @@ def check_traceable(config: Config, architecture: Any, device: torch.device) -> 
     rows = (tokens // 2,) * 2 if config.data.packing else ()
     batch = Batch(rows=1, tokens=tokens, padded=False, trained_tokens=tokens - max(1, len(rows)), packed=rows)
     try:
-        rehearse(
+        trace_step(
             config, architecture, batch, None, devices.here(device, config.memory),
             _attention(config, architecture, device.type),
         )  # fmt: skip

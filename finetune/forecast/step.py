@@ -1,4 +1,4 @@
-"""The step rehearsed: what trains, run on fake tensors, and everything it allocates written down.
+"""The step traced: what trains, run on fake tensors, and everything it allocates written down.
 
 Nothing here describes a step. The base, the adapter, the checkpointing, the trainer with its loss and its optimizer
 are the ones that train; only the weights and the batch are fake.
@@ -21,7 +21,7 @@ from finetune.data.batching import Batch, MicroBatching, per_step
 from finetune.errors import FinetuneError, ForecastError
 from finetune.forecast import depth, fake, patches
 from finetune.forecast.devices import Device
-from finetune.forecast.extrapolate import NotAlike, Shortened, shorten, unroll, whole
+from finetune.forecast.extrapolate import NotAlike, Shortened, extrapolate, shorten, whole
 from finetune.forecast.trace import Answers, Recorder, Trace, TracedMonitor
 from finetune.model import adapter, build, checkpointing, experts
 from finetune.model.base import base_dtype, mixture
@@ -38,10 +38,10 @@ _PAGED_STATES, _PAGED_FROM = ("state1", "state2"), 100_000
 
 
 Shortening = Callable[[Sequence[Hashable]], Shortened]
-"""From the kinds of the layers to those that are rehearsed."""
+"""From the kinds of the layers to those that are traced."""
 
 
-def rehearse(
+def trace_step(
     config: Config, architecture: Any, train: Batch, evaluation: Batch | None, device: Device, attention: str
 ) -> Trace:
     """Run one optimizer step in its steady state, then an evaluation, on fake tensors.
@@ -50,9 +50,9 @@ def rehearse(
     """
     settings = (config, architecture, train, evaluation, device, attention)
     try:
-        return _rehearse(*settings, shorten)
+        return _trace_step(*settings, shorten)
     except (NotAlike, depth.Scattered):
-        return _rehearse(*settings, lambda kinds: whole(len(kinds)))
+        return _trace_step(*settings, lambda kinds: whole(len(kinds)))
     except FinetuneError:
         raise
     except Exception as error:
@@ -65,31 +65,31 @@ def rehearse(
         ) from error
 
 
-def _rehearse(
+def _trace_step(
     config: Config, architecture: Any, train: Batch, evaluation: Batch | None, device: Device, attention: str,
     shortening: Shortening,
 ) -> Trace:  # fmt: skip
     answers = Answers(uneven=False, trained_tokens=0)
-    rows = max(1, config.training.batch_size // ranks.count())  # of a step, in this process
+    rows = max(1, config.training.batch_size // ranks.world_size())  # of a step, in this process
     recorder = Recorder(device.kernels, answers, device.flops / device.bandwidth_bytes)
     tiles = log_probs.tiles(config.memory.loss_tokens)
     with patches.undisturbed(), tiles, patches.like(device, recorder) as mode:
-        rehearsal = _Rehearsal(config, architecture, mode, recorder, device, attention, shortening, rows)
-        rehearsal.load()
-        rehearsal.make_optimizer_states()
-        rehearsal.step(train)
+        traced = _TracedStep(config, architecture, mode, recorder, device, attention, shortening, rows)
+        traced.load()
+        traced.make_optimizer_states()
+        traced.step(train)
         if evaluation:
-            rehearsal.evaluate(evaluation, train)
-        trace = unroll(recorder.trace(), rehearsal.shortened)
+            traced.evaluate(evaluation, train)
+        trace = extrapolate(recorder.trace(), traced.shortened)
         return replace(
             trace,
-            parameters=rehearsal.parameters,
-            largest_weight=rehearsal.largest_weight,
-            mixture=rehearsal.mixture,
+            parameters=traced.parameters,
+            largest_weight=traced.largest_weight,
+            mixture=traced.mixture,
         )
 
 
-class _Rehearsal:
+class _TracedStep:
     def __init__(
         self,
         config: Config,

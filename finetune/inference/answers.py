@@ -28,7 +28,7 @@ def before(base: Any, tokenizer: Any, config: Config, run: RunDirectory, note: C
 
     None on ranks other than 0, and none of random weights, which have nothing to say.
     """
-    if not ranks.first() or config.model.weights == "random":
+    if not ranks.is_main() or config.model.weights == "random":
         return []
     asked = questions(config.data, _QUESTIONS)
     if kept := _kept(asked, run, note):

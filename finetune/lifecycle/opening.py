@@ -29,10 +29,10 @@ def open_run(
 
     Raises ConfigError or DataError for a run of another job, ArtifactError where no checkpoint can be used.
     """
-    start = ranks.first_does(lambda: _open(config, run, materials, forecast, lock, note, fresh))
-    if ranks.first():
+    start = ranks.main_does(lambda: _open(config, run, materials, forecast, lock, note, fresh))
+    if ranks.is_main():
         return run, start
-    own = run.of_process(ranks.number())
+    own = run.of_process(ranks.rank())
     own.claim()
     lock.enter_context(own.held())
     own.forget_metrics_after(start.step)
@@ -78,7 +78,7 @@ def confirm_base(config: Config, run: RunDirectory, materials: Materials, start:
     """
     origin = {**_origin(config, materials), "base": identity.of_base(config.model, note)}
     resume.refuse_other_ranks(origin)
-    ranks.first_does(lambda: _log_changes(config, run, start, origin, note))
+    ranks.main_does(lambda: _log_changes(config, run, start, origin, note))
     return origin
 
 

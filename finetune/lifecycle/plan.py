@@ -34,7 +34,7 @@ def plan(
         check(fitted, device)  # now that the micro-batch is a number
         return fitted, _forecast(planner, fitted, terminal)
 
-    planned, forecast = ranks.first_does(of_first_rank)
+    planned, forecast = ranks.main_does(of_first_rank)
     return resume.own_places(planned, config), forecast
 
 

@@ -52,7 +52,7 @@ def gather(
     Raises, on all ranks, ConfigError, DataError, ArtifactError or MachineError.
     """
     environment = _check_machine(config, device, note)
-    ranks.first_does(lambda: lock.take() if run.exists else None)  # before anything that takes time
+    ranks.main_does(lambda: lock.take() if run.exists else None)  # before anything that takes time
     tokenizer = load_tokenizer(config.model, config.data.chat_template)
     resume.refuse_other_ranks({"tokenizer": fingerprint.of(tokenizer)})
     architecture = load_architecture(config.model)
@@ -60,7 +60,7 @@ def gather(
     attention, reason = build.choose_attention(config, architecture, device.type)
     blueprint = build.blueprint(config, architecture, attention)
     mixture = blueprint.check(config.adapter)
-    ranks.first_does(lambda: check_traceable(config, architecture, device))
+    ranks.main_does(lambda: check_traceable(config, architecture, device))
     data = prepare(config.data, tokenizer)
     if data.warning and config.training.early_stopping:
         raise DataError(f"`training.early_stopping` needs an evaluation set; {data.warning}")

@@ -54,7 +54,7 @@ def made_with(
         "data": {"train": fingerprint.of_rows(data.train), "eval": data.eval and fingerprint.of_rows(data.eval)},
         "tokenizer": fingerprint.of(tokenizer),
         "base": identity.of_base(config.model, note),
-        "processes": ranks.count(),
+        "processes": ranks.world_size(),
         "packages": environment["packages"],
     }
 
@@ -118,7 +118,7 @@ def is_finished(config: Config, run: RunDirectory, note: Callable[[str], None], 
 
     Raises ConfigError for a run of another config, ArtifactError for a directory that no run has written.
     """
-    return ranks.first_does(lambda: _is_finished(config, run, note, fresh))
+    return ranks.main_does(lambda: _is_finished(config, run, note, fresh))
 
 
 def _is_finished(config: Config, run: RunDirectory, note: Callable[[str], None], fresh: bool) -> bool:

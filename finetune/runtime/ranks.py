@@ -25,24 +25,24 @@ _PATIENCE = timedelta(hours=2)
 _watch: Watch | None = None
 
 
-def count() -> int:
+def world_size() -> int:
     """Number of processes that a launcher started; 1 without one."""
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
-def number() -> int:
+def rank() -> int:
     """That of this process among them, from 0."""
-    return int(os.environ.get("RANK", "0")) if count() > 1 else 0
+    return int(os.environ.get("RANK", "0")) if world_size() > 1 else 0
 
 
-def first() -> bool:
+def is_main() -> bool:
     """Whether this process is the one that writes the run directory."""
-    return number() == 0
+    return rank() == 0
 
 
-def first_here() -> bool:
+def is_local_main() -> bool:
     """Whether this process is the one of its machine that says what all of them have to say."""
-    return count() == 1 or os.environ.get("LOCAL_RANK", "0") == "0"
+    return world_size() == 1 or os.environ.get("LOCAL_RANK", "0") == "0"
 
 
 def choose_gpu() -> None:
@@ -52,9 +52,9 @@ def choose_gpu() -> None:
     """
     if not torch.cuda.is_available():
         return
-    if count() > 1 and "LOCAL_RANK" not in os.environ:
+    if world_size() > 1 and "LOCAL_RANK" not in os.environ:
         raise MachineError("WORLD_SIZE is set and LOCAL_RANK is not; start several processes with torchrun")
-    gpu, visible = (int(os.environ["LOCAL_RANK"]) if count() > 1 else 0), torch.cuda.device_count()
+    gpu, visible = (int(os.environ["LOCAL_RANK"]) if world_size() > 1 else 0), torch.cuda.device_count()
     if gpu >= visible:
         raise MachineError(
             f"each process needs a GPU of its own, and this machine has {visible} for process {gpu + 1}; set "
@@ -65,7 +65,7 @@ def choose_gpu() -> None:
 
 def idle_gpus() -> str | None:
     """A note for a single process that leaves visible GPUs idle, or None."""
-    if count() > 1 or not torch.cuda.is_available() or torch.cuda.device_count() == 1:
+    if world_size() > 1 or not torch.cuda.is_available() or torch.cuda.device_count() == 1:
         return None
     visible, used = torch.cuda.device_count(), torch.cuda.current_device()
     return (
@@ -76,18 +76,18 @@ def idle_gpus() -> str | None:
 
 @contextlib.contextmanager
 def together(device: torch.device) -> Iterator[None]:
-    """Within the block, until `part`, the processes can exchange values; one that is lost ends the others.
+    """Within the block, until `leave`, the processes can exchange values; one that is lost ends the others.
 
     Raises MachineError naming it, and where the processes do not find each other.
     """
     global _watch
-    if count() == 1:
+    if world_size() == 1:
         yield
         return
     try:
         PartialState(cpu=device.type == "cpu", timeout=_PATIENCE).wait_for_everyone()
     except (RuntimeError, ValueError, NotImplementedError) as error:
-        raise MachineError(f"the {count()} processes do not find each other: {error}") from None
+        raise MachineError(f"the {world_size()} processes do not find each other: {error}") from None
     watched = _watch = _connected()
     try:
         yield
@@ -95,7 +95,7 @@ def together(device: torch.device) -> Iterator[None]:
         if named := _lost_rank(watched, error):
             raise named from None
         signalled = isinstance(error, (Terminated, KeyboardInterrupt))
-        failure = Lost(number(), f"ended: {first_line(error)[:500]}", signalled)
+        failure = Lost(rank(), f"ended: {first_line(error)[:500]}", signalled)
         watched.leave(None if getattr(error, "shared", False) else failure)
         raise
     finally:
@@ -104,13 +104,13 @@ def together(device: torch.device) -> Iterator[None]:
 
 def _connected() -> Watch:
     """The watch of this process, over a connection of its own to the first one."""
-    server = rank_watch.host() if first() else None
+    server = rank_watch.host() if is_main() else None
     told = (server.getsockname()[1], secrets.token_hex(16)) if server else None
     port, token = broadcast_object_list([told])[0]
     if server is None:
-        return rank_watch.connect((os.environ["MASTER_ADDR"], port), token, number())
+        return rank_watch.connect((os.environ["MASTER_ADDR"], port), token, rank())
     with server:
-        return rank_watch.accept(server, token, count() - 1)
+        return rank_watch.accept(server, token, world_size() - 1)
 
 
 def _lost_rank(watched: Watch, error: BaseException) -> MachineError | None:
@@ -127,12 +127,12 @@ def _lost_rank(watched: Watch, error: BaseException) -> MachineError | None:
     return None
 
 
-def first_does(work: Callable[[], T]) -> T:
+def main_does(work: Callable[[], T]) -> T:
     """What `work` comes to, which the first process alone does. What it raises is raised in all."""
-    if count() == 1:
+    if world_size() == 1:
         return work()
     done: tuple[T | None, Exception | None] | None = None
-    if first():
+    if is_main():
         try:
             done = work(), None
         except Exception as error:
@@ -145,7 +145,7 @@ def first_does(work: Callable[[], T]) -> T:
 
 def gathered(value: T) -> list[T]:
     """The values of all processes, in their order."""
-    if count() == 1:
+    if world_size() == 1:
         return [value]
     values: list[T] = gather_object([value])
     return values
@@ -153,7 +153,7 @@ def gathered(value: T) -> list[T]:
 
 def summed(values: torch.Tensor) -> torch.Tensor:
     """The sum over all ranks, on the device."""
-    if count() == 1:
+    if world_size() == 1:
         return values
     total: torch.Tensor = reduce(values, "sum")
     return total
@@ -173,9 +173,9 @@ def _shared(error: Exception) -> Exception:
     return error
 
 
-def part() -> None:
+def leave() -> None:
     """Leave the other processes, at the end of the work in common."""
-    if count() > 1:
+    if world_size() > 1:
         if _watch:
             _watch.leave()
         PartialState().destroy_process_group()

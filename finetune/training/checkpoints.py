@@ -103,7 +103,7 @@ class Checkpoints:
             random_states = ranks.gathered(RandomState().as_json())
             contents = (
                 snapshot(self._step, self._schedule, progress, self._made_with, random_states)
-                if ranks.first()
+                if ranks.is_main()
                 else None
             )
         finally:

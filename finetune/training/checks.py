@@ -25,12 +25,12 @@ def check_shares(config: Config) -> None:
     """Raise ConfigError for a batch that the processes cannot share."""
     training = config.training
     if training.micro_batch_tokens or training.micro_batch == "auto":
-        rows, each = ranks.count(), ""
+        rows, each = ranks.world_size(), ""
     else:
-        rows, each = training.rows * ranks.count(), f" with `training.micro_batch` {training.rows}"
+        rows, each = training.rows * ranks.world_size(), f" with `training.micro_batch` {training.rows}"
     if training.batch_size % rows:
         raise ConfigError(
-            f"`training.batch_size` {training.batch_size} cannot be shared by {ranks.count()} processes{each}; "
+            f"`training.batch_size` {training.batch_size} cannot be shared by {ranks.world_size()} processes{each}; "
             f"make it a multiple of {rows}"
         )
 

@@ -78,10 +78,10 @@ class Loop:
         epoch, done = divmod(self.progress.step, self.steps.in_epoch)
         # Making the iterator of a loader draws a random number: part of the epoch, and made before a later step of it.
         if resumed_from and not done:
-            restore_random(resumed_from, ranks.number())
+            restore_random(resumed_from, ranks.rank())
         steps = self.steps.epoch(epoch, done)
         if resumed_from and done:
-            restore_random(resumed_from, ranks.number())
+            restore_random(resumed_from, ranks.rank())
         return steps
 
     def take_step(self, micro_batches: list[Inputs]) -> bool:

@@ -59,7 +59,7 @@ class StepCounts:
 
     def of_all_ranks(self, device: torch.device) -> StepCounts:
         """Those of all ranks together, which stay on the device."""
-        if ranks.count() == 1:
+        if ranks.world_size() == 1:
             return self
         return StepCounts(*ranks.summed(torch.tensor([self.trained, self.tokens, self.places], device=device)))
 
@@ -133,7 +133,7 @@ class Recorder:
         tokens, places = int(counts.tokens), int(counts.places)
         line = {
             "step": progress.step,
-            "loss": _number(ranks.summed(loss) / ranks.count()),
+            "loss": _number(ranks.summed(loss) / ranks.world_size()),
             "learning_rate": learning_rate,
             "grad_norm": _number(grad_norm),
             "epoch": round(progress.epoch, 4),

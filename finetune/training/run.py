@@ -85,17 +85,17 @@ def train(
         config, model, tokenizer, data, run, monitor, listener, device, signals, made_with, resume_from,
         accelerator, trackers,
     )  # fmt: skip
-    initial = _keep_initial_adapter(config, model, run) if ranks.first() else None
+    initial = _keep_initial_adapter(config, model, run) if ranks.is_main() else None
     casting = casts_by_autocast(model, config.adapter, config.training.precision)
     with (
         signals.waiting(), libraries.without_cudnn_attention(), casting, log_probs.tiles(config.memory.loss_tokens),
     ):  # fmt: skip
         _fit(loop, config, run, listener, resume_from)
     trackers.end()
-    ranks.part()  # the first one does the rest alone
+    ranks.leave()  # the first one does the rest alone
     progress = loop.progress
     signals.end(f"step {progress.step} is saved in {run.checkpoints}")
-    if ranks.first():
+    if ranks.is_main():
         if config.output.best and (best := _best_checkpoint(progress, run, listener)):
             restore_weights(model, best)
             run.event("best_loaded", step=progress.best_step)
@@ -110,7 +110,7 @@ def _accelerator(config: Config, run: RunDirectory, device: torch.device) -> tup
     """accelerate's part: the ranks' shared model, and the trackers. Autocast and loss scaling are the step's own."""
     # What an earlier run in this process, or a notebook's own Trainer, settled holds for the process; accelerate 1.15
     # has no public way to begin anew.
-    AcceleratorState._reset_state()
+    AcceleratorState._reset_state()  # noqa: SLF001
     accelerator = Accelerator(
         cpu=device.type == "cpu",
         kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=False)],
@@ -155,12 +155,12 @@ def _loop(
         scaler=torch.amp.GradScaler(device.type) if training.precision == "fp16" else None,
         seen=recorder.saw,
     )
-    if ranks.count() > 1:
-        step.ranks = ranks.count()
+    if ranks.world_size() > 1:
+        step.ranks = ranks.world_size()
         step.shared = accelerator.prepare_model(model, device_placement=False)
         step.local = functools.partial(accelerator.no_sync, step.shared)
     collate = MicroBatches(
-        MicroBatching.of(training, config.data), tokenizer.pad_token_id, ranks.number(), ranks.count()
+        MicroBatching.of(training, config.data), tokenizer.pad_token_id, ranks.rank(), ranks.world_size()
     )
     order = RowOrder(data.train["length"][:], training.batch_size, training.seed, training.group_by_length)
     steps = Steps(data.train, order, collate, training.batch_size, pinned=device.type == "cuda")
@@ -258,7 +258,7 @@ def _fit(loop: Loop, config: Config, run: RunDirectory, listener: Listener, resu
     try:
         loop.run(resume_from)
         # A launcher that sees one rank end after a signal leaves the others half a minute.
-        ranks.first_does(loop.checkpoints.wait)
+        ranks.main_does(loop.checkpoints.wait)
     except KeyboardInterrupt:  # the second one, which does not wait for anything
         raise
     except BaseException:

@@ -35,7 +35,7 @@ CONFIG = "configs/tiny_cpu.yaml"
 STEPS = 9
 # Within a step, after its backward pass. The steps of the worst batch, before the first, do not come by here.
 STEP = "finetune.training.step:Step.clip"
-# The rehearsed one comes first, then that before the first step.
+# That of the warm-up comes first, then that before the first step.
 EVALUATION = "finetune.training.evaluation:summed_loss"
 # Dropout, accumulation, 8-bit states, rows shuffled in groups, more than one epoch, evaluations between the saves.
 JOB = [

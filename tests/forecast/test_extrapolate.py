@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from traces import Story, peaks, told
 
-from finetune.forecast import step as rehearsal
+from finetune.forecast import step as tracing
 from finetune.forecast.depth import Scattered
-from finetune.forecast.extrapolate import NotAlike, Shortened, shorten, unroll, whole
+from finetune.forecast.extrapolate import NotAlike, Shortened, extrapolate, shorten, whole
 from finetune.forecast.trace import Trace
 
 # -- which layers are kept ---------------------------------------------------------------------------------------------
@@ -114,20 +114,20 @@ def without_layers(trace: Trace) -> list[tuple[str, int, int, str]]:
 
 @pytest.mark.parametrize("layers", [6, 7, 20])
 def test_a_short_traces_layers_repeated_are_the_long_trace(layers: int) -> None:
-    found = unroll(step(5).trace, shorten("a" * layers))
+    found = extrapolate(step(5).trace, shorten("a" * layers))
     expected = step(layers).trace
     assert without_layers(found) == without_layers(expected)
     assert found.work(["forward"]) == expected.work(["forward"])
 
 
 def test_a_first_layer_that_makes_less_in_one_phase_is_alike_in_the_next() -> None:
-    found = unroll(evaluated(5).trace, shorten("a" * 9))
+    found = extrapolate(evaluated(5).trace, shorten("a" * 9))
     assert without_layers(found) == without_layers(evaluated(9).trace)
 
 
 def test_frees_are_of_the_blocks_that_were_made() -> None:
     living = set[int]()
-    for run in unroll(step(5).trace, shorten("a" * 9)).runs:
+    for run in extrapolate(step(5).trace, shorten("a" * 9)).runs:
         for event in run.events:
             living.add(event) if event > 0 else living.remove(-event)
     assert len(living) == 9, "the weights stay"
@@ -135,7 +135,7 @@ def test_frees_are_of_the_blocks_that_were_made() -> None:
 
 def test_a_whole_trace_is_left_as_it_is() -> None:
     trace = step(4).trace
-    assert unroll(trace, whole(4)) is trace
+    assert extrapolate(trace, whole(4)) is trace
 
 
 @pytest.mark.parametrize(
@@ -150,11 +150,11 @@ def test_a_whole_trace_is_left_as_it_is() -> None:
 )
 def test_layers_that_are_not_alike_are_noticed(story: Story, words: str) -> None:
     with pytest.raises(NotAlike, match=words):
-        unroll(story.trace, shorten("a" * 9))
+        extrapolate(story.trace, shorten("a" * 9))
 
 
 def test_only_the_ends_may_come_and_go_otherwise() -> None:
-    found = told(unroll(step(5, odd=4).trace, shorten("a" * 9)))
+    found = told(extrapolate(step(5, odd=4).trace, shorten("a" * 9)))
     assert [event for event in found if event[3] == 7] == [("forward", 8, sign, 7, "activations") for sign in (1, -1)]
 
 
@@ -177,7 +177,7 @@ def test_only_the_ends_may_come_and_go_otherwise() -> None:
         pytest.param("mixture", 9, {}, id="a mixture of experts"),
     ],
 )
-def test_the_unrolled_trace_has_the_peaks_of_the_whole_one(
+def test_the_extrapolated_trace_has_the_peaks_of_the_whole_one(
     architecture: str, layers: int, changes: dict[str, Any]
 ) -> None:
     job, model = tiny_models.config(**changes), tiny_models.architecture(architecture, layers)
@@ -199,12 +199,12 @@ def test_a_model_that_cannot_be_shortened_is_rehearsed_whole(
 ) -> None:
     tried = []
 
-    def rehearse(*arguments: Any) -> Trace:
+    def trace_step(*arguments: Any) -> Trace:
         tried.append(arguments[-1]("a" * 9))
         if len(tried) == 1:
             raise problem("for the test")
         return Trace([], [])
 
-    monkeypatch.setattr(rehearsal, "_rehearse", rehearse)
-    rehearsal.rehearse(tiny_models.config(), None, tiny_models.BATCH, None, tiny_models.cpu(), "sdpa")
+    monkeypatch.setattr(tracing, "_trace_step", trace_step)
+    tracing.trace_step(tiny_models.config(), None, tiny_models.BATCH, None, tiny_models.cpu(), "sdpa")
     assert tried == [shorten("a" * 9), whole(9)]

@@ -192,7 +192,7 @@ def test_without_a_forecast_warn_says_so_and_trains(
     def untraceable(*arguments: object, **named: object) -> None:
         raise RuntimeError("no such kernel")
 
-    monkeypatch.setattr(step, "_rehearse", untraceable)
+    monkeypatch.setattr(step, "_trace_step", untraceable)
     common = ("training.max_steps=1", "data.eval=none")
     with pytest.raises(ForecastError, match="no such kernel"):
         finetune.train(quick(*common, "memory.check=refuse", run="refused"))

@@ -1,4 +1,4 @@
-"""A rehearsed step takes what the trained one took, and leaves no trace where it was rehearsed."""
+"""A traced step takes what the trained one took, and leaves no trace where it was traced."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_the_chosen_settings_are_in_the_sweep() -> None:
 
 
 def modules_replaced() -> list[tuple[Any, list[str]]]:
-    """Where the rehearsal, for a CPU or for CUDA, puts other functions into libraries."""
+    """Where tracing a step, for a CPU or for CUDA, puts other functions into libraries."""
     from peft.tuners.lora import dora
     from torch.optim import optimizer
     from torch.utils import _foreach_utils
@@ -112,7 +112,7 @@ def test_functions_modes_and_random_numbers_are_as_before(type: str) -> None:
     assert not torch.is_autocast_enabled("cpu")
 
 
-def test_a_rehearsal_that_fails_puts_the_functions_back_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_trace_that_fails_puts_the_functions_back_too(monkeypatch: pytest.MonkeyPatch) -> None:
     from finetune.forecast import step
 
     def fail(*arguments: object, **named: object) -> None:
@@ -140,7 +140,7 @@ def test_nothing_is_written_beside_the_temporary_folder(tmp_path: Path, monkeypa
 # -- what is traced ----------------------------------------------------------------------------------------------------
 
 
-def test_a_7b_model_is_rehearsed_in_a_gibibyte_and_counted_right() -> None:
+def test_a_7b_model_is_traced_in_a_gibibyte_and_counted_right() -> None:
     name = "meta-llama/Llama-2-7b-hf"
     entry = catalog.find(name)
     assert entry is not None
