@@ -238,7 +238,8 @@ def correct_dequantization() -> Any:
     registration = torch.library.Library("bitsandbytes", "IMPL")
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Warning only once for all operators")
-        registration.impl(name, dequantize, "CPU", with_keyset=True)
+        # torch 2.11 replaces no kernel that Python registered unless it is asked to.
+        registration.impl(name, dequantize, "CPU", with_keyset=True, allow_override=True)
     return registration
 
 
