@@ -209,7 +209,7 @@ class _TracedStep:
             self.recorder.layer, self.recorder.category = layer, "activations"
             if layer is None:
                 # What is freed after the pass, all at once with its graph, belongs to no layer either.
-                engine = torch.autograd.Variable._execution_engine
+                engine = torch.autograd.Variable._execution_engine  # noqa: SLF001 -- as torch's own FSDP takes it
                 engine.queue_callback(self._leave_layers)
 
         if hidden.requires_grad:

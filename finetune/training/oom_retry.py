@@ -164,7 +164,7 @@ def _marks(state: dict[str, Any]) -> dict[str, Any]:
 
 def _changes(tensor: torch.Tensor) -> int:
     """How often a tensor was changed in place."""
-    return tensor._version
+    return tensor._version  # noqa: SLF001 -- torch counts them for autograd and shows it nowhere else
 
 
 def place_of(rows: Any, inputs: Inputs) -> str:
