@@ -819,7 +819,7 @@ SLICES: dict[str, Slice] = {
     **{f"forecast-{part}": Slice(partial(forecast, part=part), 225) for part in range(1, FORECAST_PARTS + 1)},
     "tests-doctor": Slice(partial(tests, file="test_gpu_doctor.py", chosen=""), 20),
     "tests-parts": Slice(partial(tests, file="test_gpu_parts.py", chosen=""), 60),
-    "tests-healing": Slice(partial(tests, file="test_gpu_healing.py", chosen=""), 60),
+    "tests-oom-retry": Slice(partial(tests, file="test_gpu_oom_retry.py", chosen=""), 60),
     "tests-runs": Slice(partial(tests, file="test_gpu_runs.py", chosen=f"not {_CAPS}"), 150),
     "tests-caps": Slice(partial(tests, file="test_gpu_runs.py", chosen=_CAPS), 100),
     "tests-forecast": Slice(partial(tests, file="test_gpu_forecast.py", chosen=""), 60),
