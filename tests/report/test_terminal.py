@@ -150,7 +150,7 @@ def test_merged_tells_the_proof(log: Log, run: RunDirectory) -> None:
 def test_answers_are_printed_as_they_are_but_for_control_characters(log: Log, run: RunDirectory) -> None:
     write_json(
         run.answers_file,
-        [{"question": "Q [bold]?", "reference": "R :smile:", "before": "\x1b[2Jgone \ud800", "after": "[/red]\n  two"}],
+        [{"question": "Q [bold]?", "reference": "R :smile:", "before": "\x1b[2Jgone", "after": "[/red]\n  two"}],
     )
     log.terminal.answers(run)
     assert "Q [bold]?" in log.text
