@@ -696,8 +696,7 @@ def test_an_optimizers_state_comes_back_bit_for_bit(kind: str, dtype: torch.dtyp
     def made() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
         torch.manual_seed(0)
         model = torch.nn.Sequential(torch.nn.Linear(64, 96), torch.nn.Linear(96, 3)).to(dtype)
-        optimizer, arguments = optimizers.build(name, section, 1e-2)
-        return model, optimizer(model.parameters(), **arguments)
+        return model, optimizers.make(name, section, 1e-2, model)
 
     def step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> None:
         torch.manual_seed(seed)
@@ -725,12 +724,14 @@ def test_an_optimizers_state_comes_back_bit_for_bit(kind: str, dtype: torch.dtyp
 
 
 def test_a_state_of_another_job_is_refused(tmp_path: Path) -> None:
-    weight = torch.zeros(64, 96)
-    optimizer, arguments = optimizers.build("adamw_8bit", OptimizerSection(), 1e-2)
-    small, large = (optimizer([torch.nn.Parameter(weight[:rows].detach().clone())], **arguments) for rows in (48, 64))
-    for each in (small, large):
-        each.param_groups[0]["params"][0].grad = torch.ones_like(each.param_groups[0]["params"][0])
-        each.step()
+    def stepped(rows: int) -> torch.optim.Optimizer:
+        model = torch.nn.Linear(96, rows, bias=False)
+        optimizer = optimizers.make("adamw_8bit", OptimizerSection(), 1e-2, model)
+        model.weight.grad = torch.ones_like(model.weight)
+        optimizer.step()
+        return optimizer
+
+    small, large = stepped(48), stepped(64)
     with pytest.raises(ArtifactError, match="state1"):
         state.restore_optimizer(large, *state.optimizer_state(small))
 
