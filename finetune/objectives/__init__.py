@@ -1,8 +1,8 @@
 """Objectives: what training minimises. A new one is a function and its entry in OBJECTIVES.
 
 An objective is `loss(model, batch) -> (sum, count)`. Both add up over micro-batches, ranks and the halves of a
-micro-batch that did not fit, so the gradient of sum / count never depends on how a step was split. `count(batch)` is the
-same count without the model: a step divides by it before its first backward pass.
+micro-batch that did not fit, so the gradient of sum / count never depends on how a step was split. `count(batch)` is
+the same count without the model: a step divides by it before its first backward pass.
 
 `model(**batch, fused_lm_head=True)` returns, without ever holding all logits (`objectives.log_probs`):
 
