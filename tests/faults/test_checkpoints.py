@@ -487,17 +487,20 @@ def test_sigterm_in_the_evaluation_that_ends_a_run_early_adds_no_step(job, tmp_p
 
 
 @pytest.mark.parametrize(
-    "moment",
+    ("moment", "before_training"),
     [
-        pytest.param("finetune.training.progress:Progress.gains", id="before it is counted"),
-        pytest.param("finetune.training.recorder:Recorder.evaluated", id="before it is written"),
-        pytest.param("finetune.report.terminal:Terminal.evaluated", id="after it was written"),
+        pytest.param("finetune.training.progress:Progress.gains", 0, id="before it is counted"),
+        pytest.param("finetune.training.recorder:Recorder.evaluated", 1, id="before it is written"),
+        pytest.param("finetune.report.terminal:Terminal.evaluated", 1, id="after it was written"),
     ],
 )
 def test_sigterm_once_the_held_out_loss_is_known_ends_with_that_evaluation_counted_once(
-    job, tmp_path: Path, moment: str
+    job, tmp_path: Path, moment: str, before_training: int
 ) -> None:
-    """In the first evaluation without a gain of a run that the second one ends: counted twice, it would end there."""
+    """In the first evaluation without a gain of a run that the second one ends: counted twice, it would end there.
+
+    `before_training`: how often the moment comes in the evaluation before the first step, which is counted by nobody.
+    """
     early = [*JOB, "training.max_steps=30", "training.eval_every=1", "training.early_stopping=2",
              "training.learning_rate=0.5", "training.schedule=constant", "output.best=false"]  # fmt: skip
     whole = job(early, tmp_path / "whole")
@@ -507,7 +510,7 @@ def test_sigterm_once_the_held_out_loss_is_known_ends_with_that_evaluation_count
     losses = [loss for _, loss in evaluations(whole.run)]
     assert losses[last - 1] >= min(losses[1 : last - 1]), "the evaluation before the last one has no gain"
     stopped = job(early)
-    assert stopped.go(Fault(moment, nth=last, action="SIGTERM")).code == 143  # the first is before the first step
+    assert stopped.go(Fault(moment, nth=last - 1 + before_training, action="SIGTERM")).code == 143
     assert stopped.run.complete_checkpoints()[-1] == stopped.run.checkpoint(last - 1)
     assert evaluations(stopped.run) == evaluations(whole.run)[:last]
     assert stopped.go().code == 0
