@@ -1,4 +1,4 @@
-"""The program as a story: a config becomes a trained, exported and proven adapter.
+"""A whole run, from top to bottom: a config becomes a trained, exported and proven adapter.
 
 Cheap failures come first: the config was checked before; then come tokenizer, architecture and data, then the
 forecast, and only then the weights. Each stage passes one value on, and none reaches back.
@@ -25,7 +25,7 @@ def train(config: Config, *, fresh: bool = False, terminal: Terminal | None = No
     """Train as `config` says and return the results; a run that was interrupted goes on from its last checkpoint.
 
     Every rank runs this; rank 0 alone prints, exports and reports. `fresh` moves an earlier run in the same directory
-    aside instead. Raises a FinetuneError for whatever a person can mend.
+    aside instead. Raises a FinetuneError for each problem that a user can solve.
     """
     libraries.quiet()
     terminal = (terminal or Terminal()) if ranks.is_main() else Terminal(quiet=True)
@@ -41,7 +41,7 @@ def train(config: Config, *, fresh: bool = False, terminal: Terminal | None = No
         # Prepare: the machine, the tokenizer, the architecture, the data.
         materials = preparation.gather(config, run, device, lock, terminal.note)
 
-        # Plan: what is `auto` is chosen, and a job that does not fit is refused.
+        # Plan: `auto` settings get values, and a job that does not fit is refused.
         config, forecast = plan(config, materials.blueprint.architecture, materials.data, device, terminal)
 
         # Open: a new run directory, or an earlier one and its last checkpoint. Ranks have one each, below rank 0's.

@@ -1,7 +1,13 @@
-"""What the pages of the documentation point to exists: files, headings, tests."""
+"""What the pages of the documentation point to exists: files, headings, tests; their examples fit the code."""
 
+import builtins
+import dis
+import importlib
+import inspect
 import re
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).parent.parent
 TESTS = ROOT / "tests"
@@ -39,3 +45,33 @@ def test_the_page_of_faults_names_tests_that_exist_and_every_file_of_fault_tests
     files = {f"faults/{file.name}" for file in (TESTS / "faults").glob("test_*.py")}
     assert files
     assert files - {file for file, _ in named} == set()
+
+
+EXTENDING = (ROOT / "docs" / "extending.md").read_text(encoding="utf-8")
+EXAMPLES = re.findall(r"^`(finetune/[\w/]+\.py)`:.*?^```diff\n(.*?)^```", EXTENDING, re.MULTILINE | re.DOTALL)
+
+
+def test_every_addition_has_an_example() -> None:
+    assert len(EXAMPLES) == EXTENDING.count("```diff") == EXTENDING.count("\n## ") == 6
+
+
+@pytest.mark.parametrize(("file", "diff"), EXAMPLES, ids=[Path(file).stem for file, _ in EXAMPLES])
+def test_an_example_of_an_addition_fits_the_table_of_its_file(file: str, diff: str) -> None:
+    """Its definitions and its entry, in the names of that file: nothing in them is unknown there."""
+    module = importlib.import_module(file.removesuffix(".py").removesuffix("/__init__").replace("/", "."))
+    definitions, table, entries = re.split(r"^ (\w+): dict\[.*$", diff, flags=re.MULTILINE)
+    names = dict(vars(module))
+    added = [
+        "\n".join(line[1:] for line in part.splitlines() if line.startswith("+")) for part in (definitions, entries)
+    ]
+    code = compile("from __future__ import annotations\n" + added[0], file, "exec")
+    exec(code, names)  # noqa: S102 -- our own page
+    before = names[table]
+    for name, entry in eval(f"{{{added[1]}}}", names).items():  # noqa: S307 -- our own page
+        assert name not in before
+        assert type(entry) is type(next(iter(before.values())))
+    functions = [value for key, value in names.items() if key not in vars(module) and inspect.isfunction(value)]
+    read = {
+        step.argval for function in functions for step in dis.get_instructions(function) if step.opname == "LOAD_GLOBAL"
+    }
+    assert read - names.keys() - vars(builtins).keys() == set()

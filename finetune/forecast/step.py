@@ -59,9 +59,10 @@ def trace_step(
         # Foreign code on fake tensors: what it may raise has no bounds.
         first = (str(error).splitlines() or [type(error).__name__])[0]
         raise ForecastError(
-            f"`model.name`: `{config.model.name}` ({architecture.model_type}) cannot be forecast (a training step "
-            f"fails while it is traced: {type(error).__name__}: {first}). `finetune train` with `memory.check: off` "
-            "tries it all the same"
+            f"`model.name`: `{config.model.name}` ({architecture.model_type}) with `optimizer.kind: "
+            f"{config.optimizer.kind}` and `training.objective: {config.training.objective}` cannot be forecast (a "
+            f"training step fails while it is traced: {type(error).__name__}: {first}). `finetune train` with "
+            "`memory.check: off` tries it all the same"
         ) from error
 
 

@@ -363,10 +363,14 @@ class Answers:
         }
 
     def scalar(self, tensor: torch.Tensor, source: Any) -> Any:
-        """The value of a tensor of one element: 1, or for "is every place alike?" whether it is."""
+        """The value of a tensor of one element: an integer is 1, a float one half, a truth value true.
+
+        The exception is "is every place alike?", which the batch answers. One half, because an optimizer may divide by
+        a number that it reads or by one minus it (NAdam's `mu_product`).
+        """
         if tensor.dtype is torch.bool:
             return not self.uneven if source in _ALL else True
-        return 1 if not tensor.dtype.is_floating_point else 1.0
+        return 0.5 if tensor.dtype.is_floating_point else 1
 
     def _index(self, func: Any, args: Any) -> tuple[Any, Any]:
         """Selecting by a mask takes as many rows as there are trained tokens."""

@@ -1,11 +1,14 @@
 """Objectives: what training minimises. A new one is a function and its entry in OBJECTIVES.
 
 An objective is `loss(model, batch) -> (sum, count)`. Both add up over micro-batches, ranks and the halves of a
-micro-batch that did not fit, so the gradient of sum / count never depends on how a step was shared out. `count(batch)`
-is the same count without the model: a step divides by it before its first backward pass.
+micro-batch that did not fit, so the gradient of sum / count never depends on how a step was split. `count(batch)` is
+the same count without the model: a step divides by it before its first backward pass.
 
-Every objective is computed from the log-probabilities of the labels, which the model returns for
-`model(**batch, fused_lm_head=True)` without the logits (`objectives.log_probs`).
+`model(**batch, fused_lm_head=True)` returns, without ever holding all logits (`objectives.log_probs`):
+
+    log_probs   (rows, tokens - 1), float32: of each label given the tokens before it; 0 where nothing is trained
+    label_mask  (rows, tokens - 1), bool: where a token is trained
+    aux_loss    (), or None: the balancing loss of a mixture of experts
 """
 
 from __future__ import annotations
@@ -37,12 +40,17 @@ def trained_tokens(batch: Batch) -> torch.Tensor:
 
 
 def supervised(model: Any, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cross-entropy in nats of each trained token given the tokens before it.
-
-    A mixture of experts adds its balancing loss (arXiv 2101.03961, section 2.2) by its own coefficient, for each token.
-    """
+    """Cross-entropy in nats of each trained token given the tokens before it."""
     scores = model(**batch, fused_lm_head=True)
-    total, count = -scores.log_probs.sum(), scores.label_mask.sum()
+    return with_balancing(-scores.log_probs.sum(), model, scores)
+
+
+def with_balancing(total: torch.Tensor, model: Any, scores: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """A summed loss and its count of tokens. A mixture of experts adds its balancing loss to each token's.
+
+    That is weighted by the coefficient in the model's own config (arXiv 2101.03961, section 2.2).
+    """
+    count = scores.label_mask.sum()
     if scores.aux_loss is not None:
         config = getattr(model, "module", model).config.get_text_config()
         total = total + config.router_aux_loss_coef * scores.aux_loss * count

@@ -118,7 +118,8 @@ def device(environment: Mapping[str, Any] | None, device: str) -> str:
     described = environment["device"]
     if "name" in described and "total_bytes" in described:
         return f"{described['name']} ({device}), {size(described['total_bytes'])}"
-    return f"{device}, {environment.get('cpu_cores')} cores, {environment.get('threads')} threads"
+    cores, threads = environment.get("cpu_cores"), environment.get("threads")
+    return f"{device}, {cores} core{'s' * (cores != 1)}, {threads} thread{'s' * (threads != 1)}"
 
 
 def counts(found: Counts, max_length: int) -> str:

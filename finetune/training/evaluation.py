@@ -1,4 +1,4 @@
-"""Held-out loss: nats per trained token over all rows, the same whatever the micro-batch.
+"""The loss on the evaluation set: nats per trained token over all rows, the same whatever the micro-batch.
 
 transformers' own evaluation averages the means of batches, so that a short answer weighs as much as a long one and
 the number changes with the batch size. No logits are kept: TRL's fused head scores the tokens in tiles.
@@ -44,16 +44,16 @@ def summed_loss(
     model: Any,
     steps: Iterable[list[Inputs]],
     limit: oom_retry.Limit | None = None,
-    tell: Callable[[Inputs], None] = lambda part: None,
+    on_split: Callable[[Inputs], None] = lambda part: None,
     *,
     precision: str,
     masked: bool,
 ) -> torch.Tensor:
     """(sum of the trained tokens' losses in nats, their number) over `steps`, float64, on the model's device.
 
-    Each is a list of micro-batches, as in training. Nothing but the two sums is kept of one. Those that do not fit
-    are split, which `limit` remembers and `tell` is told. `precision` is that of the step; with `masked` the model is
-    given the padding mask.
+    A step is a list of micro-batches, as in training. Nothing but the two sums is kept of one. A micro-batch that does
+    not fit is split: `limit` remembers its size, and `on_split` is called with it. `precision` is that of the step;
+    with `masked` the model is given the padding mask.
 
     `model` must have the head of `objectives.log_probs`. Raises DoesNotFit where a row alone does not fit.
     """
@@ -75,7 +75,7 @@ def summed_loss(
                     if not limit.lower(parts[0]):
                         raise DoesNotFit(parts[0], (str(error).splitlines() or ["no memory left"])[0]) from None
                 oom_retry.release()
-                tell(parts[0])
+                on_split(parts[0])
                 parts = limit.parts(parts)
     finally:
         model.train(was_training)
@@ -95,10 +95,10 @@ def loader(rows: Any, collate: MicroBatches, batch_size: int) -> Iterable[list[I
 
 @dataclass
 class Evaluation:
-    """The held-out loss of a run in training.
+    """The evaluation of a run in training.
 
-    What does not fit is split, which `split` is told; `skip` is told the micro-batch of a row that alone does not fit,
-    without which there is no loss.
+    `split` is called with each micro-batch that does not fit and is split; `skip` with that of a row that does not fit
+    alone, without which there is no loss.
     """
 
     step: Step

@@ -1,7 +1,7 @@
 """The training loop: one optimizer step after the other, and what happens between them.
 
-Everything that a run does besides the step itself is a value that the loop is given: retries, guards and metrics,
-checkpoints, evaluation, signals.
+`Loop.take_step` is one step. What a run does besides the step itself, the loop is given as values: out-of-memory retry,
+metrics with their guards, checkpoints, evaluation, signals (`training.run` makes them).
 """
 
 from __future__ import annotations
@@ -46,7 +46,10 @@ class Rhythm:
 
 @dataclass
 class Loop:
-    """A run's training, from where `progress` stands to its last step. `evaluation` is None without held-out rows."""
+    """A run's training, from where `progress` stands to its last step.
+
+    `steps` are the training data, step by step; `evaluation` is None without an evaluation set.
+    """
 
     step: Step
     schedule: torch.optim.lr_scheduler.LRScheduler
@@ -61,22 +64,23 @@ class Loop:
     monitor: Monitor
 
     def run(self, resumed_from: Path | None) -> None:
-        """Train to the last step, to the end by early stopping, or to the end of the step in which a signal came."""
+        """Train to the last step, until early stopping, or to the end of the step in which a signal came."""
         self.recorder.started(self.progress)
         over = False
         if self.evaluation and not resumed_from:
             self._evaluate()
         steps = self._epoch(resumed_from)
         if resumed_from:
-            over = self.make_up_for_evaluation()
+            over = self.evaluate_if_owed()
         while not over and not any(map(self.take_step, steps)):
             steps = self._epoch()
         self.recorder.ended()
 
     def _epoch(self, resumed_from: Path | None = None) -> Iterator[list[Inputs]]:
-        """The steps that are left of the epoch; after a resume with the random numbers that it would have had."""
+        """The remaining steps of the epoch; after a resume, with the random state of the uninterrupted run."""
         epoch, done = divmod(self.progress.step, self.steps.in_epoch)
-        # Making the iterator of a loader draws a random number: part of the epoch, and made before a later step of it.
+        # Making a loader's iterator draws a random number. A checkpoint between two epochs was saved before that draw,
+        # one within an epoch after it.
         if resumed_from and not done:
             restore_random(resumed_from, ranks.rank())
         steps = self.steps.epoch(epoch, done)
@@ -85,14 +89,14 @@ class Loop:
         return steps
 
     def take_step(self, micro_batches: list[Inputs]) -> bool:
-        """One optimizer step and what is due after it; whether it was the last one."""
+        """Take one optimizer step, do what is due after it, and return whether it was the last one."""
         step, progress = self.step, self.progress
         counts = StepCounts.of(micro_batches, step.objective).of_all_ranks(step.device)
         loss = self.retry.forward_backward(step, micro_batches, counts.trained)
         with self.monitor.phase("optimizer"):
             grad_norm = step.clip()
-            # A save has the time of a forward and backward pass; were it longer, a kill could cost more than one
-            # interval.
+            # A save may go on during a forward and backward pass, and no longer: if it fell further behind, a kill
+            # could cost more than one interval.
             self.checkpoints.wait()
             updated = math.isfinite(float(grad_norm))
             if updated:
@@ -104,7 +108,7 @@ class Loop:
         step.model.zero_grad(set_to_none=True)
         progress.step += 1
         progress.epoch = progress.step / self.steps.in_epoch
-        save, stop = self._asked()
+        save, stop = self._signalled()
         self.recorder.stepped(progress, loss, grad_norm, rate, counts, updated, step.scaler)
         return self._after(save, stop)
 
@@ -113,7 +117,7 @@ class Loop:
         progress, rhythm = self.progress, self.rhythm
         last = progress.step >= progress.total
         if self.evaluation and (last or _due(progress.step, rhythm.evaluate_every)):
-            best, ended = self._evaluation_in_turn(stop)
+            best, ended = self._evaluate_or_postpone(stop)
             save |= ended or (best and rhythm.save_best)
             stop |= ended
         if save or stop or last or _due(progress.step, rhythm.save_every):
@@ -133,18 +137,18 @@ class Loop:
 
     # -- signals -------------------------------------------------------------------------------------------------------
 
-    def _asked(self) -> tuple[bool, bool]:
-        """Whether a signal to any rank asks for a checkpoint, or for the end; all learn of it at the same step."""
+    def _signalled(self) -> tuple[bool, bool]:
+        """Whether a signal to any rank asks for a checkpoint, or for the end; all learn of it in the same step."""
         came = ranks.gathered((self.signals.take_save(), self.signals.name))
         self.signals.take_stop(next((name for _, name in came if name), None))
         return any(save for save, _ in came), self.signals.name is not None
 
     # -- evaluation ----------------------------------------------------------------------------------------------------
 
-    def _evaluation_in_turn(self, stop: bool) -> tuple[bool, bool]:
-        """Evaluate after a step: whether the loss is the lowest, and whether a signal ends the run.
+    def _evaluate_or_postpone(self, stop: bool) -> tuple[bool, bool]:
+        """Evaluate after a step; return whether the loss is the lowest so far, and whether a signal ends the run.
 
-        One that comes before the loss is known leaves the evaluation to the next start.
+        A signal that comes before the loss is known postpones the evaluation to the next start.
         """
         several = self.step.ranks > 1
         if several and stop:
@@ -160,7 +164,7 @@ class Loop:
         return best, not several and self.signals.name is not None
 
     def _evaluate(self) -> float | None:
-        """The held-out loss, recorded; None where a row does not fit. Moves no random number of the training's."""
+        """Record and return the evaluation loss; None where a row does not fit. The random state is left as it was."""
         assert self.evaluation is not None
         before = RandomState()
         try:
@@ -176,7 +180,7 @@ class Loop:
 
     @contextlib.contextmanager
     def _until_a_signal(self) -> Iterator[None]:
-        """Within the block a signal ends an evaluation at once; of several ranks none can leave the others."""
+        """Within the block a signal ends an evaluation at once; with several ranks, none can leave the others."""
         several = self.step.ranks > 1
         try:
             with self.signals.waiting(several):
@@ -188,13 +192,13 @@ class Loop:
                 raise
             raise _CutShort from None
 
-    def make_up_for_evaluation(self) -> bool:
-        """Evaluate as a signal kept the run from doing before this start, if one did; whether that ends the run."""
+    def evaluate_if_owed(self) -> bool:
+        """Do the evaluation that a signal postponed at the last start, if one did; return whether that ends the run."""
         if not self.progress.owes_evaluation:
             return False
         self.progress.owes_evaluation = False
-        self.recorder.forget_evaluation(self.progress)  # of a start that was killed after it made up for it
-        _, ended = self._evaluation_in_turn(stop=False)
+        self.recorder.forget_evaluation(self.progress)  # of a start that was killed after this evaluation
+        _, ended = self._evaluate_or_postpone(stop=False)
         return ended or self.stopped_early
 
 

@@ -48,10 +48,10 @@ def _places(inputs: Inputs) -> int:
 
 @dataclass
 class Retry:
-    """Runs steps and updates, again where memory ran out. `limit` is remembered from step to step.
+    """Runs steps and updates, and repeats them after memory ran out. `limit` is remembered from step to step.
 
-    `split` is told a micro-batch that was split; `give_up` the error and the micro-batch of one row that does not fit,
-    when all passes of the step are undone; `updated_again` is called before an update is done again.
+    `split` is called with a micro-batch that was split; `give_up` with the error and the micro-batch of one row that
+    does not fit, when all passes of the step are undone; `updated_again` before an update is repeated.
     """
 
     split: Callable[[Inputs], None]

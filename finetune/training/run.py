@@ -71,9 +71,9 @@ def train(
 ) -> Outcome:
     """Run the optimizer steps and write `adapter/` (or `merged/`, where every weight was trained).
 
-    `made_with` is what checkpoints remember of their origin; `resume_from` is a whole one. Raises NumbersError for a
-    loss that is not finite, MachineError when a checkpoint cannot be written, ArtifactError when one does not fit, and
-    Terminated or KeyboardInterrupt after the save that a signal asked for.
+    `made_with` goes into each checkpoint's manifest; `resume_from` is a checkpoint that was verified. Raises
+    NumbersError for a loss that is not finite, MachineError when a checkpoint cannot be written, ArtifactError when one
+    does not fit, and Terminated or KeyboardInterrupt after the save that a signal asked for.
     """
     with autocast(config.training.precision, device), libraries.without_cudnn_attention():
         if config.data.packing:
@@ -92,7 +92,7 @@ def train(
     ):  # fmt: skip
         _fit(loop, config, run, listener, resume_from)
     trackers.end()
-    ranks.leave()  # the first one does the rest alone
+    ranks.leave()  # rank 0 does the rest alone
     progress = loop.progress
     signals.end(f"step {progress.step} is saved in {run.checkpoints}")
     if ranks.is_main():
@@ -171,27 +171,27 @@ def _loop(
         step, schedule, run, monitor, keep=config.output.keep, made_with=made_with,
         verified=[resume_from] if resume_from else [],
     )  # fmt: skip
-    told = _Told(run, listener, progress, checkpoints, data, device)
+    reports = _Reports(run, listener, progress, checkpoints, data, device)
     return Loop(
         step=step,
         schedule=schedule,
         steps=steps,
         progress=progress,
         rhythm=Rhythm(training.eval_every, config.output.save_every, config.output.best, training.early_stopping),
-        retry=Retry(told.split, told.give_up, told.updated_again),
+        retry=Retry(reports.split, reports.give_up, reports.updated_again),
         recorder=recorder,
         checkpoints=checkpoints,
         evaluation=None
         if data.eval is None
-        else Evaluation(step, data.eval, collate, training.batch_size, told.evaluation_split, told.no_evaluation),
+        else Evaluation(step, data.eval, collate, training.batch_size, reports.evaluation_split, reports.no_evaluation),
         signals=signals,
         monitor=monitor,
     )
 
 
 @dataclass(frozen=True)
-class _Told:
-    """What a run says and does where memory runs out."""
+class _Reports:
+    """What a run records, says and saves where memory runs out."""
 
     run: RunDirectory
     listener: Listener
@@ -247,14 +247,14 @@ def _fit(loop: Loop, config: Config, run: RunDirectory, listener: Listener, resu
     if resume_from:
         restore_weights(loop.step.model, resume_from)
         if loop.is_over:
-            loop.make_up_for_evaluation()
+            loop.evaluate_if_owed()
             return
         restore(loop.step, loop.schedule, resume_from)
         _note_other_schedule(loop, config, run, listener, resume_from)
     started = time.perf_counter()
     peaks = warm_up(loop.step, loop.steps, loop.retry, loop.evaluation, loop.progress, loop.monitor)
     seconds = round(time.perf_counter() - started, 3)
-    run.event("worst_batch_fits", step=loop.progress.step, seconds=seconds, memory=peaks)
+    run.event("largest_batch_fits", step=loop.progress.step, seconds=seconds, memory=peaks)
     try:
         loop.run(resume_from)
         # A launcher that sees one rank end after a signal leaves the others half a minute.

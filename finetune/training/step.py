@@ -24,9 +24,9 @@ Count: TypeAlias = int | torch.Tensor
 class Step:
     """What a step is computed with.
 
-    `shared` is `model` as several ranks share it (DistributedDataParallel), or the model itself; `local` is a context
-    in which it leaves gradients unshared. With `masked` the model is given the padding mask. `scaler` scales the loss
-    under fp16. `seen` is called after each micro-batch with it, its number and the peak of its backward pass.
+    With several ranks `shared` is `model` in DistributedDataParallel, and `local` a context in which gradients are not
+    synchronized. With `masked` the model is given the padding mask. `scaler` scales the loss under fp16. `seen` is
+    called after each micro-batch with it, its number and the peak of its backward pass.
     """
 
     model: Any
@@ -46,9 +46,9 @@ class Step:
     """The micro-batch that is computed, or was last."""
 
     def forward_backward(self, micro_batches: list[Inputs], count: Count) -> torch.Tensor:
-        """Accumulate the gradients of the step; its loss, of all ranks' micro-batches this one's part times `ranks`.
+        """Accumulate the gradients of the step and return its loss: with several ranks, this one's part times `ranks`.
 
-        `count` is that of all micro-batches of all ranks, by which each sum is divided.
+        `count` is the objective's count over all micro-batches of all ranks, by which each sum is divided.
         """
         self.model.train()
         losses: list[torch.Tensor] = []
@@ -60,7 +60,7 @@ class Step:
         return torch.stack(losses).sum()
 
     def micro_step(self, micro_batch: Inputs, number: int, count: Count) -> torch.Tensor:
-        """Forward and backward pass of the `number`th micro-batch; its part of the step's loss."""
+        """Run forward and backward pass of micro-batch `number`, from 0; return its part of the step's loss."""
         self.under_way = micro_batch
         self.monitor.enter("forward")
         try:
@@ -77,7 +77,7 @@ class Step:
         return loss.detach()
 
     def clip(self) -> torch.Tensor:
-        """Scale the gradients to a norm of at most `max_grad_norm` (0: any); the norm before."""
+        """Scale the gradients to a norm of at most `max_grad_norm` (0: no bound); return the norm before."""
         if self.scaler:
             self.scaler.unscale_(self.optimizer)
         return torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.max_grad_norm or math.inf)

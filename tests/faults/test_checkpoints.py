@@ -487,7 +487,7 @@ def test_sigterm_in_the_evaluation_that_ends_a_run_early_adds_no_step(job, tmp_p
 
 
 @pytest.mark.parametrize(
-    ("moment", "calls_before"),  # the evaluation before the first step is recorded, and not counted
+    ("moment", "before_training"),
     [
         pytest.param("finetune.training.progress:Progress.gains", 0, id="before it is counted"),
         pytest.param("finetune.training.recorder:Recorder.evaluated", 1, id="before it is written"),
@@ -495,9 +495,12 @@ def test_sigterm_in_the_evaluation_that_ends_a_run_early_adds_no_step(job, tmp_p
     ],
 )
 def test_sigterm_once_the_held_out_loss_is_known_ends_with_that_evaluation_counted_once(
-    job, tmp_path: Path, moment: str, calls_before: int
+    job, tmp_path: Path, moment: str, before_training: int
 ) -> None:
-    """In the first evaluation without a gain of a run that the second one ends: counted twice, it would end there."""
+    """In the first evaluation without a gain of a run that the second one ends: counted twice, it would end there.
+
+    `before_training`: how often the moment comes in the evaluation before the first step, which is counted by nobody.
+    """
     early = [*JOB, "training.max_steps=30", "training.eval_every=1", "training.early_stopping=2",
              "training.learning_rate=0.5", "training.schedule=constant", "output.best=false"]  # fmt: skip
     whole = job(early, tmp_path / "whole")
@@ -507,7 +510,7 @@ def test_sigterm_once_the_held_out_loss_is_known_ends_with_that_evaluation_count
     losses = [loss for _, loss in evaluations(whole.run)]
     assert losses[last - 1] >= min(losses[1 : last - 1]), "the evaluation before the last one has no gain"
     stopped = job(early)
-    assert stopped.go(Fault(moment, nth=last - 1 + calls_before, action="SIGTERM")).code == 143
+    assert stopped.go(Fault(moment, nth=last - 1 + before_training, action="SIGTERM")).code == 143
     assert stopped.run.complete_checkpoints()[-1] == stopped.run.checkpoint(last - 1)
     assert evaluations(stopped.run) == evaluations(whole.run)[:last]
     assert stopped.go().code == 0
@@ -696,8 +699,7 @@ def test_an_optimizers_state_comes_back_bit_for_bit(kind: str, dtype: torch.dtyp
     def made() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
         torch.manual_seed(0)
         model = torch.nn.Sequential(torch.nn.Linear(64, 96), torch.nn.Linear(96, 3)).to(dtype)
-        kind, arguments = optimizers.OPTIMIZERS[name].build(section)
-        return model, kind(model.parameters(), lr=1e-2, **arguments)
+        return model, optimizers.make(name, section, 1e-2, model)
 
     def step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> None:
         torch.manual_seed(seed)
@@ -725,12 +727,14 @@ def test_an_optimizers_state_comes_back_bit_for_bit(kind: str, dtype: torch.dtyp
 
 
 def test_a_state_of_another_job_is_refused(tmp_path: Path) -> None:
-    weight = torch.zeros(64, 96)
-    kind, arguments = optimizers.OPTIMIZERS["adamw_8bit"].build(OptimizerSection())
-    small, large = (kind([torch.nn.Parameter(weight[:rows].detach().clone())], **arguments) for rows in (48, 64))
-    for each in (small, large):
-        each.param_groups[0]["params"][0].grad = torch.ones_like(each.param_groups[0]["params"][0])
-        each.step()
+    def stepped(rows: int) -> torch.optim.Optimizer:
+        model = torch.nn.Linear(96, rows, bias=False)
+        optimizer = optimizers.make("adamw_8bit", OptimizerSection(), 1e-2, model)
+        model.weight.grad = torch.ones_like(model.weight)
+        optimizer.step()
+        return optimizer
+
+    small, large = stepped(48), stepped(64)
     with pytest.raises(ArtifactError, match="state1"):
         state.restore_optimizer(large, *state.optimizer_state(small))
 

@@ -75,7 +75,7 @@ def test_the_longest_rows_come_first(quick, monkeypatch: pytest.MonkeyPatch) -> 
     assert len(shapes) == 2 + 2 * 2, "two passes of the worst, as with accumulation, and two steps of two"
     assert shapes[0] == shapes[1] == max(shapes, key=lambda shape: shape[0] * shape[1])
     assert shapes[0][1] == max(length for _, length in shapes)
-    assert [event["event"] for event in run.events()][:2] == ["started", "worst_batch_fits"]
+    assert [event["event"] for event in run.events()][:2] == ["started", "largest_batch_fits"]
     assert [line["step"] for line in run.metrics()] == [1, 2]
 
 
@@ -168,6 +168,6 @@ def test_a_resumed_run_tries_the_worst_first_and_puts_it_back(quick, monkeypatch
     with pytest.raises(Stopped):
         train("stopped", 3)
     stopped = train("stopped", None)
-    assert [event["step"] for event in stopped.events() if event["event"] == "worst_batch_fits"] == [0, 2]
+    assert [event["step"] for event in stopped.events() if event["event"] == "largest_batch_fits"] == [0, 2]
     files = [load_file(run.adapter / "adapter_model.safetensors") for run in (whole, stopped)]
     assert all(torch.equal(files[0][name], files[1][name]) for name in files[0])

@@ -78,7 +78,9 @@ def test_each_part_that_does_not_fit_is_split_and_told_and_its_memory_given_back
     told: list[int] = []
     freed: list[int] = []
     monkeypatch.setattr(libraries, "return_freed_memory", lambda: freed.append(len(told)))
-    found = evaluation.summed_loss(loop.step.model, [[batch]], tell=lambda part: told.append(row_count(part)), **asked)
+    found = evaluation.summed_loss(
+        loop.step.model, [[batch]], on_split=lambda part: told.append(row_count(part)), **asked
+    )
     assert told == [3, 2]
     assert freed == [0, 1]
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=0)

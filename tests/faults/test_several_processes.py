@@ -130,7 +130,7 @@ def test_only_the_first_process_writes_the_run_and_prints(job: Make) -> None:
     assert "6 rows over 2 processes; each 3 rows = 3 micro-batches of 1" in first.output
     assert second.output == ""
     names = [event["event"] for event in together.run.events()]
-    assert names.count("worst_batch_fits") == names.count("trained") == names.count("finished") == 1
+    assert names.count("largest_batch_fits") == names.count("trained") == names.count("finished") == 1
     assert json.loads(together.run.forecast_file.read_text())["fits"]
     own = together.run.of_process(1)
     assert sorted(path.name for path in own.path.iterdir()) == ["events.jsonl", "metrics.jsonl"]

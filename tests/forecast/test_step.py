@@ -20,6 +20,7 @@ from traces import peaks
 from finetune.data.batching import Batch, longest_batch
 from finetune.forecast import extrapolate, replay
 from finetune.model import catalog, packing
+from finetune.training import optimizers
 
 # Of the sweep's settings those that take the least time: first those whose loss decides, then those whose layers do.
 CHOSEN = {
@@ -221,6 +222,17 @@ def test_paged_states_of_large_weights_are_managed_on_a_card(kind: str) -> None:
     managed = [block for block in blocks if block.managed]
     assert bool(managed) is kind.startswith("paged")
     assert all(block.category == "optimizer_states" and block.bytes >= 100_000 for block in managed)
+
+
+def test_an_optimizer_that_divides_by_one_minus_what_it_reads_is_traced(monkeypatch: pytest.MonkeyPatch) -> None:
+    nadam = optimizers.Optimizer("NAdam", lambda section: (torch.optim.NAdam, {}))
+    monkeypatch.setitem(optimizers.OPTIMIZERS, "nadam", nadam)
+    job = tiny_models.config(optimizer__kind="nadam")
+    blocks = tiny_models.trace(job, tiny_models.architecture(layers=1)).blocks
+    weights, states = (
+        sum(block.bytes for block in blocks if block.category == each) for each in ("adapter", "optimizer_states")
+    )
+    assert states >= 2 * weights > 0, "two moments a weight"
 
 
 @pytest.mark.slow

@@ -228,9 +228,9 @@ def test_whether_a_mask_is_needed_is_answered_by_the_batch(subtests: pytest.Subt
             assert bool(mask.sum() == mask.numel()) is not padded
 
 
-def test_other_numbers_are_one_and_other_questions_true() -> None:
+def test_other_integers_are_one_floats_one_half_and_other_questions_true() -> None:
     with recording(answers=Answers(uneven=True, trained_tokens=1)):
-        assert torch.empty(3).sum().item() == 1.0
+        assert torch.empty(3).sum().item() == 0.5
         assert torch.empty(3, dtype=torch.long).max().item() == 1
         assert bool(torch.empty(3).isfinite().any())
 

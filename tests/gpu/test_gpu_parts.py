@@ -118,8 +118,8 @@ def stepped(kind: str, device: torch.device, steps: int = 5) -> tuple[Any, nn.Pa
     )
     assert small.numel() < PAGED_ELEMENTS < large.numel()
     kind, _ = optimizers.choose(OptimizerSection(kind=kind), device.type)
-    optimizer_class, arguments = optimizers.build(kind, OptimizerSection(kind=kind), 1e-2)
-    optimizer = optimizer_class([large, small], **arguments)
+    optimizer_class, arguments = optimizers.OPTIMIZERS[kind].build(OptimizerSection(kind=kind))
+    optimizer = optimizer_class([large, small], lr=1e-2, **arguments)
     for _ in range(steps):
         optimizer.zero_grad()
         (large.square().sum() + small.square().sum()).backward()
@@ -275,8 +275,8 @@ def test_a_paged_state_comes_back_bit_for_bit_and_paged(device: torch.device) ->
 
     def made() -> tuple[nn.Parameter, Any]:
         weight = nn.Parameter(torch.ones(PAGED_ELEMENTS * 2, device=device))
-        kind, arguments = optimizers.build(name, section, 1e-3)
-        return weight, kind([weight], **arguments)
+        kind, arguments = optimizers.OPTIMIZERS[name].build(section)
+        return weight, kind([weight], lr=1e-3, **arguments)
 
     def step(weight: nn.Parameter, optimizer: Any) -> None:
         weight.grad = torch.linspace(-1, 1, weight.numel(), device=device)

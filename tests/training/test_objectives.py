@@ -10,7 +10,7 @@ from steps import assert_gradients_close, gradients, micro_batches, ready
 from torch.nn.functional import cross_entropy
 
 import finetune
-from finetune.objectives import OBJECTIVES, Objective, supervised, trained_tokens
+from finetune.objectives import OBJECTIVES, Objective, supervised, trained_tokens, with_balancing
 
 EXACT = ["quantization.kind=none", "training.precision=fp32", "data.eval=none", "training.eval_every=null",
          "training.batch_size=8", "training.micro_batch=8"]  # fmt: skip
@@ -19,13 +19,10 @@ EXACT = ["quantization.kind=none", "training.precision=fp32", "data.eval=none", 
 def dynamic(model: Any, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """Dynamic fine-tuning (arXiv 2508.05629, equation 9): each token's loss is weighted by its probability."""
     scores = model(**batch, fused_lm_head=True)
-    return -(scores.log_probs.exp().detach() * scores.log_probs).sum(), scores.label_mask.sum()
+    return with_balancing(-(scores.log_probs.exp().detach() * scores.log_probs).sum(), model, scores)
 
 
-@pytest.fixture
-def new_objective(monkeypatch: pytest.MonkeyPatch) -> str:
-    monkeypatch.setitem(OBJECTIVES, "dynamic", Objective("tokens by their probability", dynamic, trained_tokens))
-    return "dynamic"
+NEW = Objective("tokens by their probability", dynamic, trained_tokens)
 
 
 def token_losses(model: Any, batch: Any) -> torch.Tensor:
@@ -47,15 +44,26 @@ def test_sums_are_those_of_the_whole_logits_and_counts_those_of_the_labels(quick
         assert int(count) == int(trained_tokens(batch)) == len(losses)
 
 
-def test_a_new_objective_is_trained_by_its_name_and_its_gradient_does_not_depend_on_the_micro_batch(
-    quick, new_objective: str
+@pytest.mark.parametrize("objective", [*OBJECTIVES.values(), NEW], ids=[*OBJECTIVES, "new"])
+def test_the_count_and_the_gradient_of_every_objective_do_not_depend_on_the_micro_batch(
+    quick, objective: Objective
 ) -> None:
-    loop = ready(quick(*EXACT, f"training.objective={new_objective}"))
-    loss, expected = gradients(loop, micro_batches(loop, range(8), 8))
+    loop = ready(quick(*EXACT))
+    loop.step.objective = objective
+    (whole,) = micro_batches(loop, range(8), 8)
+    with torch.no_grad():
+        _, count = objective.loss(loop.step.model, whole)
+    loss, expected = gradients(loop, [whole])
     for size in (4, 1):
-        other, found = gradients(loop, micro_batches(loop, range(8), size))
+        parts = micro_batches(loop, range(8), size)
+        other, found = gradients(loop, parts)
+        assert sum(int(objective.count(part)) for part in parts) == int(count)
         assert other == pytest.approx(loss, rel=1e-6)
         assert_gradients_close(found, expected)
+
+
+def test_a_new_objective_is_trained_by_its_name(quick, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(OBJECTIVES, "dynamic", NEW)
     usual = finetune.train(quick(*EXACT, run="usual")).run.metrics()[0]["loss"]
-    weighted = finetune.train(quick(*EXACT, f"training.objective={new_objective}", run="new")).run.metrics()[0]["loss"]
+    weighted = finetune.train(quick(*EXACT, "training.objective=dynamic", run="new")).run.metrics()[0]["loss"]
     assert 0 < weighted < usual

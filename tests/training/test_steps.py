@@ -13,7 +13,7 @@ import finetune
 from finetune.config import OptimizerSection
 from finetune.errors import MachineError, NumbersError
 from finetune.storage.rundir import RunDirectory, checkpoint_step
-from finetune.training import optimizers
+from finetune.training import optimizers, tracking
 from finetune.training.loop import Loop
 
 
@@ -245,6 +245,12 @@ def test_tensorboard_gets_the_metrics(quick) -> None:
     assert [round(point.value, 4) for point in events.Scalars("train/loss")] == pytest.approx(
         [line["loss"] for line in training_lines(run)], abs=1e-4
     )
+
+
+def test_every_tracker_is_one_that_accelerate_knows() -> None:
+    from accelerate.tracking import LOGGER_TYPE_TO_CLASS
+
+    assert tracking.TRACKERS.keys() <= LOGGER_TYPE_TO_CLASS.keys()
 
 
 def test_missing_tracker_names_the_package(quick) -> None:
