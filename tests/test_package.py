@@ -60,7 +60,8 @@ def test_the_wheel_works_outside_the_checkout(tmp_path: Path) -> None:
         names = set(archive.namelist())
         archive.extractall(tmp_path / "site")
     assert "finetune/_builtin/tiny-llama/model.safetensors" in names
-    assert {"finetune/model/catalog.json", "finetune/model/templates/chatml.jinja"} <= names
+    resources = {path for folder in ("model", "report", "forecast") for path in (ROOT / "finetune" / folder).rglob("*.*")}
+    assert {str(path.relative_to(ROOT)) for path in resources if path.suffix != ".pyc"} <= names
     assert not any(name.startswith(("tests/", "benchmarks/")) for name in names)
     script = (
         "import finetune, sys; from finetune.model.locate import locate; "
