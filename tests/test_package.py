@@ -60,8 +60,9 @@ def test_the_wheel_works_outside_the_checkout(tmp_path: Path) -> None:
         names = set(archive.namelist())
         archive.extractall(tmp_path / "site")
     assert "finetune/_builtin/tiny-llama/model.safetensors" in names
-    resources = {path for folder in ("model", "report", "forecast") for path in (ROOT / "finetune" / folder).rglob("*.*")}
-    assert {str(path.relative_to(ROOT)) for path in resources if path.suffix != ".pyc"} <= names
+    ours = {str(path.relative_to(ROOT)) for path in (ROOT / "finetune").rglob("*.*") if path.suffix != ".pyc"}
+    assert ours <= names
+    assert "finetune/report/templates/run.html.j2" in ours
     assert not any(name.startswith(("tests/", "benchmarks/")) for name in names)
     script = (
         "import finetune, sys; from finetune.model.locate import locate; "
