@@ -248,6 +248,8 @@ def _fields(rows: Any, place: str) -> list[dict[str, Any]]:
                     f"{place}: the column `{name}` ({column.type}) has a value here or close behind that Python "
                     f"cannot hold: {error}; leave the column out, or mend it"
                 ) from None
+    if not columns:  # as a damaged file may have it; its rows are none the fewer
+        return [{} for _ in range(rows.num_rows)]
     return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
 
 

@@ -327,7 +327,7 @@ def test_a_disk_that_gives_back_other_bits_ends_in_4_before_anything_is_publishe
     checkpoint.write(run, contents(1))
     ended = children.run(["save", run.path, 2], Fault("read", "adapter.safetensors", action="flip"))
     assert ended.code == 4
-    assert "adapter.safetensors reads back otherwise" in " ".join(ended.output.split())
+    assert "adapter.safetensors does not read back as it was written" in " ".join(ended.output.split())
     assert checkpoint.newest_valid(run) == (run.checkpoint(1), {})
 
 
@@ -487,15 +487,15 @@ def test_sigterm_in_the_evaluation_that_ends_a_run_early_adds_no_step(job, tmp_p
 
 
 @pytest.mark.parametrize(
-    "moment",
+    ("moment", "calls_before"),  # the evaluation before the first step is recorded, and not counted
     [
-        pytest.param("finetune.training.progress:Progress.gains", id="before it is counted"),
-        pytest.param("finetune.training.recorder:Recorder.evaluated", id="before it is written"),
-        pytest.param("finetune.report.terminal:Terminal.evaluated", id="after it was written"),
+        pytest.param("finetune.training.progress:Progress.gains", 0, id="before it is counted"),
+        pytest.param("finetune.training.recorder:Recorder.evaluated", 1, id="before it is written"),
+        pytest.param("finetune.report.terminal:Terminal.evaluated", 1, id="after it was written"),
     ],
 )
 def test_sigterm_once_the_held_out_loss_is_known_ends_with_that_evaluation_counted_once(
-    job, tmp_path: Path, moment: str
+    job, tmp_path: Path, moment: str, calls_before: int
 ) -> None:
     """In the first evaluation without a gain of a run that the second one ends: counted twice, it would end there."""
     early = [*JOB, "training.max_steps=30", "training.eval_every=1", "training.early_stopping=2",
@@ -507,7 +507,7 @@ def test_sigterm_once_the_held_out_loss_is_known_ends_with_that_evaluation_count
     losses = [loss for _, loss in evaluations(whole.run)]
     assert losses[last - 1] >= min(losses[1 : last - 1]), "the evaluation before the last one has no gain"
     stopped = job(early)
-    assert stopped.go(Fault(moment, nth=last, action="SIGTERM")).code == 143  # the first is before the first step
+    assert stopped.go(Fault(moment, nth=last - 1 + calls_before, action="SIGTERM")).code == 143
     assert stopped.run.complete_checkpoints()[-1] == stopped.run.checkpoint(last - 1)
     assert evaluations(stopped.run) == evaluations(whole.run)[:last]
     assert stopped.go().code == 0
@@ -696,8 +696,8 @@ def test_an_optimizers_state_comes_back_bit_for_bit(kind: str, dtype: torch.dtyp
     def made() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
         torch.manual_seed(0)
         model = torch.nn.Sequential(torch.nn.Linear(64, 96), torch.nn.Linear(96, 3)).to(dtype)
-        optimizer, arguments = optimizers.build(name, section, 1e-2)
-        return model, optimizer(model.parameters(), **arguments)
+        kind, arguments = optimizers.OPTIMIZERS[name].build(section)
+        return model, kind(model.parameters(), lr=1e-2, **arguments)
 
     def step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> None:
         torch.manual_seed(seed)
@@ -726,8 +726,8 @@ def test_an_optimizers_state_comes_back_bit_for_bit(kind: str, dtype: torch.dtyp
 
 def test_a_state_of_another_job_is_refused(tmp_path: Path) -> None:
     weight = torch.zeros(64, 96)
-    optimizer, arguments = optimizers.build("adamw_8bit", OptimizerSection(), 1e-2)
-    small, large = (optimizer([torch.nn.Parameter(weight[:rows].detach().clone())], **arguments) for rows in (48, 64))
+    kind, arguments = optimizers.OPTIMIZERS["adamw_8bit"].build(OptimizerSection())
+    small, large = (kind([torch.nn.Parameter(weight[:rows].detach().clone())], **arguments) for rows in (48, 64))
     for each in (small, large):
         each.param_groups[0]["params"][0].grad = torch.ones_like(each.param_groups[0]["params"][0])
         each.step()

@@ -185,7 +185,7 @@ def test_a_model_without_experts_has_no_balancing_loss(subtests: pytest.Subtests
         with subtests.test(known=known):
             config = AutoConfig.for_model(known, **{**_SIZES, **_HEADS, **_DENSE[known]})
             assert hasattr(config, "output_router_logits")
-            planning.try_out(tiny_models.config(), config, CPU)
+            planning.check_traceable(tiny_models.config(), config, CPU)
 
 
 def test_packed_rows_are_refused_from_the_config_alone(subtests: pytest.Subtests) -> None:
@@ -290,7 +290,7 @@ def test_what_cannot_be_trained_is_refused_before_data_and_weights(
 
 def test_no_more_tokens_are_tried_than_the_model_has_positions() -> None:
     architecture = AutoConfig.for_model("mpt", **{**ARCHITECTURES["mpt"], "max_seq_len": 8})
-    planning.try_out(tiny_models.config(), architecture, CPU)
+    planning.check_traceable(tiny_models.config(), architecture, CPU)
 
 
 def test_a_step_that_fails_is_told_as_such_before_anything_is_loaded(
@@ -305,9 +305,9 @@ def test_a_step_that_fails_is_told_as_such_before_anything_is_loaded(
     architecture = AutoConfig.for_model("mpt", **ARCHITECTURES["mpt"])
     config = tiny_models.config()
     with pytest.raises(ForecastError, match="no such kernel"):
-        planning.try_out(config, architecture, CPU)
-    planning.try_out(config.changed({"memory.check": "off"}), architecture, CPU)
-    planning.try_out(config.changed({"memory.check": "warn"}), architecture, CPU)
+        planning.check_traceable(config, architecture, CPU)
+    planning.check_traceable(config.changed({"memory.check": "off"}), architecture, CPU)
+    planning.check_traceable(config.changed({"memory.check": "warn"}), architecture, CPU)
     model = AutoModelForCausalLM.from_config(architecture)
     with pytest.raises(ConfigError, match=r"a forward pass of MptForCausalLM fails .*no such kernel"):
         causality.prove(model)

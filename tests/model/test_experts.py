@@ -272,7 +272,7 @@ def test_the_candidates_name_experts_and_routers(base_of: Callable[[str], Path])
 @pytest.mark.parametrize(
     ("overrides", "told"),
     [
-        ([], r"`experts\.down_proj` is held in 4 bit.*`int8` or `none`"),
+        ([], r"`experts\.down_proj` is in 4 bit.*`int8` or `none`"),
         (["quantization.kind=none", "adapter.dropout=0.1"], r"cannot have `adapter\.dropout`"),
         (["quantization.kind=int8", "adapter.dora=true"], r"cannot have `adapter\.dora`"),
         (["quantization.kind=none", "adapter.init=pissa"], r"cannot have `adapter\.init`"),

@@ -150,12 +150,12 @@ def test_merged_tells_the_proof(log: Log, run: RunDirectory) -> None:
 def test_answers_are_printed_as_they_are_but_for_control_characters(log: Log, run: RunDirectory) -> None:
     write_json(
         run.answers_file,
-        [{"question": "Q [bold]?", "reference": "R :smile:", "before": "\x1b[2Jgone \u202e", "after": "[/red]\n  two"}],
+        [{"question": "Q [bold]?", "reference": "R :smile:", "before": "\x1b[2Jgone", "after": "[/red]\n  two"}],
     )
     log.terminal.answers(run)
     assert "Q [bold]?" in log.text
     assert ":smile:" in log.text
-    assert not {"\x1b", "\u202e"} & set(log.text)
+    assert "\x1b" not in log.text
     assert "    [/red]\n      two\n" in log.text.replace(" \n", "\n")
 
 

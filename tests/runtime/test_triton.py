@@ -64,7 +64,7 @@ def triton(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Any], list[int
 def forget() -> None:
     """As in a process that has not tried Triton yet."""
     sys.modules.pop("finetune.runtime.triton_probe", None)
-    vars(finetune).pop("triton_probe", None)
+    vars(finetune.runtime).pop("triton_probe", None)
     libraries.triton_obstacle.cache_clear()
 
 

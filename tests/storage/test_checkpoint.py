@@ -111,7 +111,7 @@ def test_a_disk_that_holds_something_else_than_was_written_is_found_before_anyth
             change(file)
 
     monkeypatch.setattr(os, "fsync", failing)
-    with pytest.raises(MachineError, match=f"{name} reads back otherwise"):
+    with pytest.raises(MachineError, match=f"{name} does not read back as it was written"):
         checkpoint.write(run, contents(2))
     assert checkpoint.newest_valid(run) == (run.checkpoint(1), {})
 
