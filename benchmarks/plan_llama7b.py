@@ -7,6 +7,7 @@ Writes docs/llama7b_plan.txt, docs/llama7b_plan.png and benchmarks/results/plan_
 
 from __future__ import annotations
 
+import argparse
 import json
 import tempfile
 from pathlib import Path
@@ -19,6 +20,7 @@ DOCS = harness.ROOT / "docs"
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__).parse_args()
     told = _finetune("plan", "--picture", str(DOCS / "llama7b_plan.png"))
     (DOCS / "llama7b_plan.txt").write_text(told, encoding="utf-8")
     with tempfile.TemporaryDirectory(prefix="plan-") as scratch:

@@ -6,6 +6,7 @@ Writes benchmarks/results/tiny_cpu.json, and beside the docs the plot (docs/tiny
 
 from __future__ import annotations
 
+import argparse
 import json
 import shutil
 import sys
@@ -18,6 +19,7 @@ DOCS = harness.ROOT / "docs"
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__).parse_args()
     with tempfile.TemporaryDirectory(prefix="tiny-") as scratch:
         run = Path(scratch) / "runs" / "tiny_cpu"
         done = harness.succeeded(

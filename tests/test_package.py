@@ -46,7 +46,7 @@ def test_what_is_imported_is_asked_for() -> None:
             imported |= {name.partition(".")[0] for name in names}
     packages = metadata.packages_distributions()
     asked = {name for name, made_by in packages.items() if {canonicalize_name(one) for one in made_by} & NEEDED.keys()}
-    came_along = {"markupsafe", "pydantic_core", "triton"}  # with Jinja2; with pydantic; with torch, on a GPU
+    came_along = {"pydantic_core", "triton"}  # with pydantic; with torch, on a GPU
     assert not imported - sys.stdlib_module_names - asked - {"finetune"} - came_along
 
 
@@ -60,7 +60,9 @@ def test_the_wheel_works_outside_the_checkout(tmp_path: Path) -> None:
         names = set(archive.namelist())
         archive.extractall(tmp_path / "site")
     assert "finetune/_builtin/tiny-llama/model.safetensors" in names
-    assert {"finetune/model/catalog.json", "finetune/model/templates/chatml.jinja"} <= names
+    ours = {str(path.relative_to(ROOT)) for path in (ROOT / "finetune").rglob("*.*") if path.suffix != ".pyc"}
+    assert ours <= names
+    assert "finetune/report/templates/run.html.j2" in ours
     assert not any(name.startswith(("tests/", "benchmarks/")) for name in names)
     script = (
         "import finetune, sys; from finetune.model.locate import locate; "

@@ -25,10 +25,9 @@ def fragment(template: str, **values: Any) -> str:
 @cache
 def _environment() -> Environment:
     from jinja2 import Environment, PackageLoader, StrictUndefined  # printing on a terminal need not wait for it
-    from markupsafe import Markup
 
     def shown(value: object) -> object:
-        return value if isinstance(value, Markup) else visible(str(value), LINES)  # markup: what a macro has rendered
+        return value if hasattr(value, "__html__") else visible(str(value), LINES)  # markup: what a macro has rendered
 
     environment = Environment(
         loader=PackageLoader("finetune.report"), autoescape=True, undefined=StrictUndefined, finalize=shown,
