@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
-from accelerate.utils import DistributedDataParallelKwargs
 from safetensors import SafetensorError
 from transformers import set_seed
 
@@ -80,18 +79,18 @@ def train(
             packing.prove(model)
         causality.prove(model)
     set_seed(config.training.seed)
-    accelerator, trackers = _accelerator(config, run, device)
-    loop = _loop(
-        config, model, tokenizer, data, run, monitor, listener, device, signals, made_with, resume_from,
-        accelerator, trackers,
-    )  # fmt: skip
-    initial = _keep_initial_adapter(config, model, run) if ranks.is_main() else None
-    casting = casts_by_autocast(model, config.adapter, config.training.precision)
-    with (
-        signals.waiting(), libraries.without_cudnn_attention(), casting, log_probs.tiles(config.memory.loss_tokens),
-    ):  # fmt: skip
-        _fit(loop, config, run, listener, resume_from)
-    trackers.end()
+    accelerator = _accelerator(config, run, device)
+    with contextlib.closing(Trackers(accelerator, config.tracking, run, config)) as trackers:
+        loop = _loop(
+            config, model, tokenizer, data, run, monitor, listener, device, signals, made_with, resume_from,
+            accelerator, trackers,
+        )  # fmt: skip
+        initial = _keep_initial_adapter(config, model, run) if ranks.is_main() else None
+        casting = casts_by_autocast(model, config.adapter, config.training.precision)
+        with (
+            signals.waiting(), libraries.without_cudnn_attention(), casting, log_probs.tiles(config.memory.loss_tokens),
+        ):  # fmt: skip
+            _fit(loop, config, run, listener, resume_from)
     ranks.leave()  # the first one does the rest alone
     progress = loop.progress
     signals.end(f"step {progress.step} is saved in {run.checkpoints}")
@@ -106,18 +105,17 @@ def train(
 # -- what the loop is given --------------------------------------------------------------------------------------------
 
 
-def _accelerator(config: Config, run: RunDirectory, device: torch.device) -> tuple[Accelerator, Trackers]:
+def _accelerator(config: Config, run: RunDirectory, device: torch.device) -> Accelerator:
     """accelerate's part: the ranks' shared model, and the trackers. Autocast and loss scaling are the step's own."""
     # What an earlier run in this process, or a notebook's own Trainer, settled holds for the process; accelerate 1.15
     # has no public way to begin anew.
     AcceleratorState._reset_state()  # noqa: SLF001
-    accelerator = Accelerator(
+    return Accelerator(
         cpu=device.type == "cpu",
-        kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=False)],
+        mixed_precision="no",  # and not what `accelerate launch` was told
         log_with=list(config.tracking.to) or None,
         project_dir=str(run.path / "tensorboard"),
     )
-    return accelerator, Trackers(accelerator, config.tracking, run, config)
 
 
 def _loop(
