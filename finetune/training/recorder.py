@@ -131,11 +131,12 @@ class Recorder:
         self._steps = progress.step
         if self._profiler:
             self._profiler.step()
+        mean_loss = _number(ranks.summed(loss) / ranks.world_size())  # waits for the device, whose time is the step's
         seconds = time.perf_counter() - self._started
         tokens, places = int(counts.tokens), int(counts.places)
         line = {
             "step": progress.step,
-            "loss": _number(ranks.summed(loss) / ranks.world_size()),
+            "loss": mean_loss,
             "learning_rate": learning_rate,
             "grad_norm": _number(grad_norm),
             "epoch": round(progress.epoch, 4),

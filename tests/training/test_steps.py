@@ -2,6 +2,7 @@
 
 import json
 import os
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -15,6 +16,7 @@ from steps import before_each_step, spoil_losses
 import finetune
 from finetune.config import OptimizerSection
 from finetune.errors import MachineError, NumbersError
+from finetune.runtime import ranks
 from finetune.storage.rundir import RunDirectory, checkpoint_step
 from finetune.training import optimizers
 from finetune.training.loop import Loop
@@ -218,6 +220,22 @@ def test_each_line_has_the_contracted_keys(trained: RunDirectory) -> None:
         assert set(line["memory"]) == {"forward", "backward", "optimizer"}
         assert all(peak["resident_bytes"] > 100 * 2**20 for peak in line["memory"].values())
     assert [line["step"] for line in trained.metrics() if "eval_loss" in line] == [0, 10, 20]
+
+
+def test_the_time_of_a_step_holds_the_wait_for_its_numbers(quick, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device works on the update until its numbers are read, and a save that follows begins a new clock."""
+
+    def late(values: torch.Tensor) -> torch.Tensor:
+        time.sleep(0.5)
+        return values
+
+    monkeypatch.setattr(ranks, "summed", late)
+    lines = training_lines(
+        finetune.train(
+            quick("training.max_steps=2", "output.save_every=1", "data.eval=none", "training.eval_every=null")
+        ).run
+    )
+    assert all(line["tokens"] / line["tokens_per_second"] > 0.5 for line in lines)
 
 
 def test_run_directory_holds_what_the_contract_lists(trained: RunDirectory) -> None:
