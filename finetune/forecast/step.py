@@ -1,6 +1,6 @@
 """The step traced: what trains, run on fake tensors, and everything it allocates written down.
 
-Nothing here describes a step. The base, the adapter, the checkpointing, the trainer with its loss and its optimizer
+Nothing here describes a step. The base, the adapter, the checkpointing, the step with its loss and its optimizer
 are the ones that train; only the weights and the batch are fake.
 """
 
@@ -298,7 +298,7 @@ class _TracedStep:
         held = self._on_host(self._inputs(train), per_step(self._rows, self._way, train))
         if self._device.type == "cpu":
             with self._mode:
-                held.append(torch.empty_like(torch.get_rng_state()))  # `RandomState`, which the trainer puts back
+                held.append(torch.empty_like(torch.get_rng_state()))  # `RandomState`, which the loop puts back
             self.recorder.keep(held[-1], "activations")
         inputs = self._inputs(batch)
         with self._recording():

@@ -93,8 +93,7 @@ def casts_by_autocast(model: Any, section: AdapterSection, precision: str) -> co
 def set_trained_dtype(model: Any, section: AdapterSection) -> None:
     """Put every trained weight into `section.dtype`.
 
-    TRL casts adapters on a quantized base to bfloat16, whatever was asked for (trl 1.16, SFTTrainer.__init__), so
-    this is called after it as well. DoRA's magnitudes stay in float32: their updates are below bfloat16's grain.
+    DoRA's magnitudes stay in float32: their updates are below bfloat16's grain.
     """
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:

@@ -154,7 +154,7 @@ def _loop(
         seen=recorder.saw,
     )
     if ranks.world_size() > 1:
-        step.ranks = ranks.world_size()
+        step.world_size = ranks.world_size()
         step.shared = accelerator.prepare_model(model, device_placement=False)
         step.local = functools.partial(accelerator.no_sync, step.shared)
     collate = MicroBatches(
@@ -169,26 +169,29 @@ def _loop(
         step, schedule, run, monitor, keep=config.output.keep, made_with=made_with,
         verified=[resume_from] if resume_from else [],
     )  # fmt: skip
-    told = _Told(run, listener, progress, checkpoints, data, device)
+    on_oom = _OutOfMemory(run, listener, progress, checkpoints, data, device)
+    evaluation = None
+    if data.eval is not None:
+        evaluation = Evaluation(
+            step, data.eval, collate, training.batch_size, split=on_oom.evaluation_split, skip=on_oom.no_evaluation
+        )
     return Loop(
         step=step,
         schedule=schedule,
         steps=steps,
         progress=progress,
         rhythm=Rhythm(training.eval_every, config.output.save_every, config.output.best, training.early_stopping),
-        retry=Retry(told.split, told.give_up, told.updated_again),
+        retry=Retry(on_oom.split, on_oom.give_up, on_oom.updated_again),
         recorder=recorder,
         checkpoints=checkpoints,
-        evaluation=None
-        if data.eval is None
-        else Evaluation(step, data.eval, collate, training.batch_size, told.evaluation_split, told.no_evaluation),
+        evaluation=evaluation,
         signals=signals,
         monitor=monitor,
     )
 
 
 @dataclass(frozen=True)
-class _Told:
+class _OutOfMemory:
     """What a run says and does where memory runs out."""
 
     run: RunDirectory
@@ -212,9 +215,9 @@ class _Told:
     def updated_again(self) -> None:
         self.run.event("update_retried", step=self.progress.step + 1)
 
-    def no_evaluation(self, progress: Progress, inputs: Inputs) -> None:
+    def no_evaluation(self, inputs: Inputs) -> None:
         place, tokens = oom_retry.place_of(self.data.eval, inputs), inputs["input_ids"].numel()
-        self.run.event("evaluation_skipped", step=progress.step, place=place, tokens=tokens)
+        self.run.event("evaluation_skipped", step=self.progress.step, place=place, tokens=tokens)
         self.listener.note(f"no evaluation: out of memory at {place} alone, {tokens} tokens; training goes on")
 
     def give_up(self, error: BaseException, inputs: Inputs) -> None:
@@ -250,7 +253,7 @@ def _fit(loop: Loop, config: Config, run: RunDirectory, listener: Listener, resu
         restore(loop.step, loop.schedule, resume_from)
         _note_other_schedule(loop, config, run, listener, resume_from)
     started = time.perf_counter()
-    peaks = warm_up(loop.step, loop.steps, loop.retry, loop.evaluation, loop.progress, loop.monitor)
+    peaks = warm_up(loop.step, loop.steps, loop.retry, loop.evaluation)
     seconds = round(time.perf_counter() - started, 3)
     run.event("worst_batch_fits", step=loop.progress.step, seconds=seconds, memory=peaks)
     try:
