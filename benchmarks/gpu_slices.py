@@ -326,7 +326,7 @@ def _nan_step(work: Work, *, masked: bool, with_cudnn: bool) -> dict[str, Any]:
 
     from finetune.errors import FinetuneError
     from finetune.measure.monitor import Monitor, meter_for
-    from finetune.model import base, causality
+    from finetune.model import build, causality
     from finetune.runtime import libraries
 
     setting = forecast_gpu.Setting("nan", "qwen2", NAN_TOKENS, 2, 1)
@@ -348,10 +348,10 @@ def _nan_step(work: Work, *, masked: bool, with_cudnn: bool) -> dict[str, Any]:
             seen.append((mask is not None, query.shape[-2], _logsumexp(query.detach(), key.detach())))
         return plain(query, key, *arguments, **named)
 
-    load, plain = base.load_base, functional.scaled_dot_product_attention
+    load, plain = build.load_base, functional.scaled_dot_product_attention
     found: dict[str, Any] = {"finite": False}
     with contextlib.ExitStack() as stack:
-        stack.enter_context(libraries.replaced(base, "load_base", load_base))
+        stack.enter_context(libraries.replaced(build, "load_base", load_base))
         stack.enter_context(libraries.replaced(functional, "scaled_dot_product_attention", attend))
         stack.enter_context(libraries.replaced(causality, "needs_mask", lambda *_: masked))
         if with_cudnn:
@@ -819,7 +819,7 @@ SLICES: dict[str, Slice] = {
     **{f"forecast-{part}": Slice(partial(forecast, part=part), 225) for part in range(1, FORECAST_PARTS + 1)},
     "tests-doctor": Slice(partial(tests, file="test_gpu_doctor.py", chosen=""), 20),
     "tests-parts": Slice(partial(tests, file="test_gpu_parts.py", chosen=""), 60),
-    "tests-healing": Slice(partial(tests, file="test_gpu_healing.py", chosen=""), 60),
+    "tests-oom-retry": Slice(partial(tests, file="test_gpu_oom_retry.py", chosen=""), 60),
     "tests-runs": Slice(partial(tests, file="test_gpu_runs.py", chosen=f"not {_CAPS}"), 150),
     "tests-caps": Slice(partial(tests, file="test_gpu_runs.py", chosen=_CAPS), 100),
     "tests-forecast": Slice(partial(tests, file="test_gpu_forecast.py", chosen=""), 60),

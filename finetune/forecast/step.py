@@ -1,6 +1,6 @@
 """The step traced: what trains, run on fake tensors, and everything it allocates written down.
 
-Nothing here describes a step. The base, the adapter, the checkpointing, the step with its loss and its optimizer
+Nothing here describes a step. The base, the adapter, the checkpointing, the step with its objective and its optimizer
 are the ones that train; only the weights and the batch are fake.
 """
 

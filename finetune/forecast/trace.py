@@ -388,7 +388,7 @@ class Answers:
 
 
 class TracedMonitor(Monitor):
-    """Takes the phases that the step announces, and hands them to the recorder instead of measuring."""
+    """Takes the phases that a step announces, and hands them to the recorder instead of measuring."""
 
     def __init__(self, recorder: Recorder) -> None:
         super().__init__(SimpleNamespace(reset=lambda: None, read=dict))

@@ -34,7 +34,7 @@ TRAINED_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def autocast(precision: str, device: torch.device) -> torch.autocast:
-    """The mixed arithmetic of a step in `precision` (bf16, fp16 or fp32)."""
+    """The mixed arithmetic of a step in `precision` (bf16, fp16 or fp32), around its forward pass."""
     return torch.autocast(device.type, DTYPES[precision], enabled=precision != "fp32")
 
 

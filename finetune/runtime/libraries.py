@@ -138,8 +138,8 @@ def tokenizing_in_parallel() -> Iterator[None]:
 def return_freed_memory() -> None:
     """Give what is no longer used back: unreachable cycles, the CUDA cache, and glibc's heap.
 
-    A trainer and its callbacks point at each other, and hold a model, until the collector comes by. Quantizing on a
-    CPU leaves holes of 16-bit size between small blocks that stay, which glibc would keep as resident.
+    Models, their hooks and the errors of a failed pass point at each other until the collector comes by. Quantizing on
+    a CPU leaves holes of 16-bit size between small blocks that stay, which glibc would keep as resident.
     """
     import torch
 

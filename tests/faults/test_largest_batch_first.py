@@ -1,4 +1,4 @@
-"""FAULTS.md, row 13: one row of 100,000 tokens; and the longest batch before all others."""
+"""One row of 100,000 tokens; and the longest batch before all others."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ def one_long_row(tmp_path: Path, rows_file: Path) -> Path:
     return file
 
 
-def test_row_13_a_row_over_max_length_is_found_before_training(quick, one_long_row: Path) -> None:
+def test_a_row_over_max_length_is_found_before_training(quick, one_long_row: Path) -> None:
     config = quick(f"data.train={one_long_row}", "data.too_long=error")
     with pytest.raises(DataError, match=rf"{one_long_row}:11: the row has 1\d\d,\d\d\d tokens") as found:
         finetune.train(config)
     assert found.value.exit_code == 3
 
 
-def test_row_13_a_row_that_does_not_fit_is_found_before_the_first_step(train_apart, one_long_row: Path) -> None:
+def test_a_row_that_does_not_fit_is_found_before_the_first_step(train_apart, one_long_row: Path) -> None:
     little = Fault("finetune.training.step:Step.forward_backward", memory_bytes=64 * 2**20)
     overrides = [f"data.train={one_long_row}", LONG, "data.eval=none", "training.eval_every=null"]
     run, ended = train_apart(little, *overrides)
@@ -69,7 +69,7 @@ def micro_batch_shapes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]
     return seen
 
 
-def test_row_13_the_longest_rows_come_first(quick, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_longest_rows_come_first(quick, monkeypatch: pytest.MonkeyPatch) -> None:
     shapes = micro_batch_shapes(monkeypatch)
     run = finetune.train(quick("data.eval=none", "training.eval_every=null", "training.max_steps=2")).run
     assert len(shapes) == 2 + 2 * 2, "two passes of the worst, as with accumulation, and two steps of two"
@@ -88,9 +88,7 @@ def test_the_rows_chosen_make_the_worst_batches(tokens: int | None) -> None:
         assert (len(rows), max(lengths[row] for row in rows)) == (batch.rows, batch.tokens)
 
 
-def test_row_13_the_largest_packed_micro_batch_comes_first_to_the_last_token(
-    quick, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_largest_packed_micro_batch_comes_first_to_the_last_token(quick, monkeypatch: pytest.MonkeyPatch) -> None:
     shapes = micro_batch_shapes(monkeypatch)
     config = quick("data.packing=true", "training.micro_batch_tokens=70", "data.eval=none", "training.eval_every=null")
     finetune.train(config)
@@ -105,7 +103,7 @@ def as_it_stands(loop: Loop) -> dict[str, bytes]:
     return {name: value.cpu().contiguous().numpy().tobytes() for name, value in found.items()}
 
 
-def test_row_13_every_optimizer_is_left_as_it_stands(quick) -> None:
+def test_every_optimizer_is_left_as_it_stands(quick) -> None:
     """With states from steps before, as in a resumed run, and with none."""
     loop = ready(quick("data.eval=none", "training.eval_every=null"))
     trained, rate = loop.step.trained(), 1e-3
@@ -131,7 +129,7 @@ def test_row_13_every_optimizer_is_left_as_it_stands(quick) -> None:
 
 
 @pytest.mark.parametrize("kind", ["adamw_8bit", "adamw_torch_fused"])
-def test_row_13_everything_is_put_back_bit_by_bit(quick, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+def test_everything_is_put_back_bit_by_bit(quick, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     """A run ends with the weights of one that does not try the worst first, with dropout."""
     overrides = [f"optimizer.kind={kind}", "adapter.dropout=0.1", "training.max_steps=3", "output.save_every=2",
                  "output.best=false", "training.eval_every=null"]  # fmt: skip
@@ -149,7 +147,7 @@ def test_row_13_everything_is_put_back_bit_by_bit(quick, monkeypatch: pytest.Mon
     assert lines[0] == lines[1]
 
 
-def test_row_13_a_resumed_run_tries_the_worst_first_and_puts_it_back(quick, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_resumed_run_tries_the_worst_first_and_puts_it_back(quick, monkeypatch: pytest.MonkeyPatch) -> None:
     """Optimizer states and step counts of a checkpoint are among what is put back."""
     overrides = ["data.eval=none", "training.eval_every=null", "adapter.dropout=0.1", "optimizer.kind=adamw_8bit",
                  "output.save_every=2"]  # fmt: skip

@@ -1,4 +1,4 @@
-"""FAULTS.md, row 11: a NaN loss in fp16. On a GPU: tests/gpu/test_gpu_healing.py."""
+"""A NaN loss in fp16. On a GPU: tests/gpu/test_gpu_oom_retry.py."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def scaled(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return scales
 
 
-def test_row_11_the_scaler_backs_off_and_a_nan_is_never_shown_as_0(quick, scaled, monkeypatch) -> None:
+def test_the_scaler_backs_off_and_a_nan_is_never_shown_as_0(quick, scaled, monkeypatch) -> None:
     spoil_losses(monkeypatch, 2, 3)
     run = finetune.train(quick(*FEW, "training.max_steps=5")).run
     lines = run.metrics()
@@ -56,7 +56,7 @@ def test_row_11_the_scaler_backs_off_and_a_nan_is_never_shown_as_0(quick, scaled
     assert run.finished
 
 
-def test_row_11_a_nan_that_stays_stops_once_the_scale_is_used_up(quick, scaled, monkeypatch) -> None:
+def test_a_nan_that_stays_stops_once_the_scale_is_used_up(quick, scaled, monkeypatch) -> None:
     config = quick(*FEW, "training.max_steps=9")
     spoil_losses(monkeypatch, *range(3, 10))
     with pytest.raises(NumbersError, match="loss is not a finite number") as stopped:

@@ -1,4 +1,4 @@
-"""FAULTS.md, row 10: one inf gradient, and an inf that stays."""
+"""One inf gradient, and an inf that stays."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
-def test_row_10_one_infinite_gradient_is_skipped_and_written_down(quick, overflow, states) -> None:
+def test_one_infinite_gradient_is_skipped_and_written_down(quick, overflow, states) -> None:
     overflow(3)
     run = finetune.train(quick(*FEW, "training.max_steps=5")).run
     lines = run.metrics()
@@ -79,7 +79,7 @@ def test_row_10_one_infinite_gradient_is_skipped_and_written_down(quick, overflo
     assert all(tensor.isfinite().all() for tensor in load_file(run.adapter / "adapter_model.safetensors").values())
 
 
-def test_row_10_one_nan_loss_is_shown_as_none_and_does_not_stay(quick, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_nan_loss_is_shown_as_none_and_does_not_stay(quick, monkeypatch: pytest.MonkeyPatch) -> None:
     spoil_losses(monkeypatch, 2)
     run = finetune.train(quick(*FEW)).run
     lines = run.metrics()
@@ -88,7 +88,7 @@ def test_row_10_one_nan_loss_is_shown_as_none_and_does_not_stay(quick, monkeypat
     assert run.finished
 
 
-def test_row_10_a_fault_that_stays_stops_at_the_last_finite_checkpoint(quick, overflow, monkeypatch) -> None:
+def test_a_fault_that_stays_stops_at_the_last_finite_checkpoint(quick, overflow, monkeypatch) -> None:
     config = quick(*FEW, "training.max_steps=9", "output.save_every=2")
     overflow(3, 5, 6, 7, 8, 9)
     with pytest.raises(NumbersError, match="grad_norm is not a finite number at step 7") as stopped:

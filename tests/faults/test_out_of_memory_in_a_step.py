@@ -1,4 +1,4 @@
-"""FAULTS.md, row 12: out of memory in forward, backward and update; and one row that does not fit by itself."""
+"""Out of memory in forward, backward and update; and one row that does not fit by itself."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ ROWS = [0, 6, 3, 12, 1, 9, 5, 7]
         ("checkpointed", "recompute"),
     ],
 )
-def test_row_12_gradients_equal_those_of_the_undisturbed_step(
+def test_gradients_equal_those_of_the_undisturbed_step(
     request: pytest.FixtureRequest, kind: str, where: str, size: int
 ) -> None:
     loop: Loop = request.getfixturevalue(kind)
@@ -88,7 +88,7 @@ def test_row_12_gradients_equal_those_of_the_undisturbed_step(
 
 
 @pytest.mark.parametrize("where", ["forward", "backward", "recompute"])
-def test_row_12_nothing_of_the_failed_pass_remains(with_dropout: Loop, where: str) -> None:
+def test_nothing_of_the_failed_pass_remains(with_dropout: Loop, where: str) -> None:
     """Bit by bit what the two halves give from the start, dropout included."""
     loop = with_dropout
     loop.retry.limit = Limit()
@@ -101,7 +101,7 @@ def test_row_12_nothing_of_the_failed_pass_remains(with_dropout: Loop, where: st
     assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
-def test_row_12_it_is_remembered_for_micro_batches_of_that_size(plain: Loop) -> None:
+def test_it_is_remembered_for_micro_batches_of_that_size(plain: Loop) -> None:
     plain.retry.limit = Limit()
     large, small = micro_batches(plain, ROWS, 8), micro_batches(plain, ROWS, 2)
     with out_of_memory(plain, "forward", large[0]["input_ids"].numel() // 3) as refused:
@@ -114,7 +114,7 @@ def test_row_12_it_is_remembered_for_micro_batches_of_that_size(plain: Loop) -> 
     assert len(plain.retry.limit.parts(small)) == len(small)
 
 
-def test_row_12_what_the_failed_pass_held_is_given_back_before_the_next(plain: Loop, monkeypatch) -> None:
+def test_what_the_failed_pass_held_is_given_back_before_the_next(plain: Loop, monkeypatch) -> None:
     plain.retry.limit = Limit()
     inputs = micro_batches(plain, ROWS, 8)
     freed: list[int] = []
@@ -124,7 +124,7 @@ def test_row_12_what_the_failed_pass_held_is_given_back_before_the_next(plain: L
     assert freed == [1], "after the one failure"
 
 
-def test_row_12_an_error_of_another_kind_is_not_tried_again(plain: Loop, monkeypatch) -> None:
+def test_an_error_of_another_kind_is_not_tried_again(plain: Loop, monkeypatch) -> None:
     plain.retry.limit = Limit()
 
     def fail(self, *args, **kwargs):
@@ -136,7 +136,7 @@ def test_row_12_an_error_of_another_kind_is_not_tried_again(plain: Loop, monkeyp
         gradients(plain, micro_batches(plain, ROWS, 8))
 
 
-def test_row_12_of_several_processes_none_does_a_step_again(plain: Loop, monkeypatch) -> None:
+def test_of_several_processes_none_does_a_step_again(plain: Loop, monkeypatch) -> None:
     """The others wait for it in the backward pass that failed."""
     plain.retry.limit = Limit()
     inputs = micro_batches(plain, ROWS, 8)
@@ -146,7 +146,7 @@ def test_row_12_of_several_processes_none_does_a_step_again(plain: Loop, monkeyp
     assert len(refused) == 1
 
 
-def test_row_12_a_real_limit_on_memory_is_trained_through_to_the_same_adapter(train_apart, tmp_path: Path) -> None:
+def test_a_real_limit_on_memory_is_trained_through_to_the_same_adapter(train_apart, tmp_path: Path) -> None:
     """The host's allocator refuses a pass of eight long rows at once, and takes one of fewer."""
     file = tmp_path / "long.jsonl"
     rows = [" ".join(f"{number} {word}" for word in range(400)) for number in range(32)]
@@ -194,7 +194,7 @@ def updated(loop: Loop) -> dict[str, torch.Tensor]:
                 weight.grad = None
 
 
-def test_row_12_an_update_that_changed_nothing_is_done_again(make: Callable[..., Loop], monkeypatch) -> None:
+def test_an_update_that_changed_nothing_is_done_again(make: Callable[..., Loop], monkeypatch) -> None:
     """PyTorch makes the states of all weights before it changes the first; one that is half made must not stay."""
     loop = make("optimizer.kind=adamw_torch_fused")
     expected = updated(loop)
@@ -215,7 +215,7 @@ def test_row_12_an_update_that_changed_nothing_is_done_again(make: Callable[...,
     assert loop.recorder.run.events()[-1]["event"] == "update_retried"
 
 
-def test_row_12_an_update_that_changed_some_weights_is_not_done_again(make: Callable[..., Loop], monkeypatch) -> None:
+def test_an_update_that_changed_some_weights_is_not_done_again(make: Callable[..., Loop], monkeypatch) -> None:
     loop = make("optimizer.kind=adamw_8bit")
     update, calls = loop.step.optimizer.update_step, []
 
@@ -235,7 +235,7 @@ def test_row_12_an_update_that_changed_some_weights_is_not_done_again(make: Call
 # -- one row -----------------------------------------------------------------------------------------------------------
 
 
-def test_row_12_a_row_that_does_not_fit_alone_is_named_and_the_steps_before_it_are_saved(
+def test_a_row_that_does_not_fit_alone_is_named_and_the_steps_before_it_are_saved(
     quick, rows_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     overrides = [*EXACT, "training.max_steps=6", "adapter.dropout=0.1"]

@@ -1,4 +1,4 @@
-"""FAULTS.md, row 14: out of memory in an evaluation and in a merge ends no training; logits are never accumulated."""
+"""Out of memory in an evaluation and in a merge ends no training; logits are never accumulated."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory, rows_file) -> RunDirec
     ).run
 
 
-def test_row_14_an_evaluation_that_does_not_fit_is_split(quick, exhausted, undisturbed: RunDirectory) -> None:
+def test_an_evaluation_that_does_not_fit_is_split(quick, exhausted, undisturbed: RunDirectory) -> None:
     exhausted[0] = 1
     run = finetune.train(quick(*JOB)).run
     assert held_out(run) == pytest.approx(held_out(undisturbed), rel=1e-6)
@@ -66,7 +66,7 @@ def test_row_14_an_evaluation_that_does_not_fit_is_split(quick, exhausted, undis
     assert all(torch.equal(weights(run)[name], tensor) for name, tensor in weights(undisturbed).items())
 
 
-def test_row_14_each_part_that_does_not_fit_is_split_and_told_and_its_memory_given_back(
+def test_each_part_that_does_not_fit_is_split_and_told_and_its_memory_given_back(
     quick, exhausted, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     loop = ready(quick("data.eval=none", "training.eval_every=null"))
@@ -84,7 +84,7 @@ def test_row_14_each_part_that_does_not_fit_is_split_and_told_and_its_memory_giv
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=0)
 
 
-def test_row_14_an_error_of_another_kind_is_not_tried_again(quick, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_of_another_kind_is_not_tried_again(quick, monkeypatch: pytest.MonkeyPatch) -> None:
     loop = ready(quick("data.eval_share=0.5"))
 
     def fail(*args):
@@ -96,7 +96,7 @@ def test_row_14_an_error_of_another_kind_is_not_tried_again(quick, monkeypatch: 
         loop.evaluation.sums()
 
 
-def test_row_14_a_real_limit_in_an_evaluation_is_evaluated_through(train_apart, tmp_path: Path) -> None:
+def test_a_real_limit_in_an_evaluation_is_evaluated_through(train_apart, tmp_path: Path) -> None:
     """The host's allocator refuses eight long held-out rows at once; the training rows are short."""
     file = tmp_path / "long.jsonl"
     rows = [" ".join(f"{number} {word}" for word in range(400)) for number in range(16)]
@@ -117,7 +117,7 @@ def test_row_14_a_real_limit_in_an_evaluation_is_evaluated_through(train_apart, 
     assert all(torch.equal(weights(tight)[name], tensor) for name, tensor in weights(roomy).items())
 
 
-def test_row_14_an_evaluation_of_which_no_row_fits_is_left_out(quick, exhausted, undisturbed: RunDirectory) -> None:
+def test_an_evaluation_of_which_no_row_fits_is_left_out(quick, exhausted, undisturbed: RunDirectory) -> None:
     run = finetune.train(quick(*JOB)).run
     assert run.finished
     assert held_out(run) == []
@@ -127,7 +127,7 @@ def test_row_14_an_evaluation_of_which_no_row_fits_is_left_out(quick, exhausted,
     assert all(torch.equal(weights(run)[name], tensor) for name, tensor in weights(undisturbed).items())
 
 
-def test_row_14_no_logits_are_made_and_nothing_of_a_batch_is_kept(quick) -> None:
+def test_no_logits_are_made_and_nothing_of_a_batch_is_kept(quick) -> None:
     loop = ready(quick("data.eval_share=0.5"))
     outputs = []
 
@@ -144,7 +144,7 @@ def test_row_14_no_logits_are_made_and_nothing_of_a_batch_is_kept(quick) -> None
     assert len(outputs) >= 4
 
 
-def test_row_14_a_merge_out_of_memory_leaves_the_training_and_is_done_again(train_apart) -> None:
+def test_a_merge_out_of_memory_leaves_the_training_and_is_done_again(train_apart) -> None:
     job = ["output.merge=true", "data.eval=none", "training.eval_every=null"]
     run, ended = train_apart(Fault("finetune.lifecycle.publish:merge_locked", memory_bytes=2**20), *job)
     assert ended.code == 6, ended.output

@@ -268,7 +268,7 @@ def sum_of_sizes(architecture: Any) -> int:
         return AutoModelForCausalLM.from_config(architecture).num_parameters()
 
 
-def test_row_17_a_paged_state_comes_back_bit_for_bit_and_paged(device: torch.device) -> None:
+def test_a_paged_state_comes_back_bit_for_bit_and_paged(device: torch.device) -> None:
     """And takes no more of the card's memory than before."""
     section = OptimizerSection(kind="paged_adamw_8bit")
     name, _ = optimizers.choose(section, device.type)

@@ -69,7 +69,7 @@ def test_fp16_with_loss_scaling_trains(configure: Configure, cuda: torch.device)
 
 
 @pytest.mark.parametrize("quantization", ["nf4", "none"])
-def test_rows_02_and_17_a_resumed_run_ends_with_the_same_bits_in_the_same_memory(
+def test_a_resumed_run_ends_with_the_same_bits_in_the_same_memory(
     configure: Configure, cuda: torch.device, tmp_path: Path, quantization: str
 ) -> None:
     def train(name: str, steps: int) -> RunDirectory:

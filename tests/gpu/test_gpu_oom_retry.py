@@ -1,4 +1,4 @@
-"""FAULTS.md, rows 11 to 13, on a GPU: a real cap on its memory, loss scaling, and the worst batch first."""
+"""On a GPU: a real cap on its memory, loss scaling, and warm-up with the largest batch."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ TOLERANCE = 1e-4
 
 
 @pytest.mark.parametrize("checkpointing", ["none", "all"])
-def test_row_12_gradients_under_a_real_cap_equal_those_without(
+def test_gradients_under_a_real_cap_equal_those_without(
     configure: Configure, cuda: torch.device, beside_context: BesideContext, checkpointing: str
 ) -> None:
     loop = ready(
@@ -55,7 +55,7 @@ def test_row_12_gradients_under_a_real_cap_equal_those_without(
 
 
 @pytest.mark.parametrize("kind", ["paged_adamw_8bit", "paged_adamw_32bit", "adamw_torch_fused"])
-def test_row_13_the_worst_first_puts_everything_back(configure: Configure, device: torch.device, kind: str) -> None:
+def test_the_worst_first_puts_everything_back(configure: Configure, device: torch.device, kind: str) -> None:
     """Paged states are large from 100,000 numbers on, which the whole tiny model has and its adapter has not."""
     loop = ready(
         configure(
@@ -87,7 +87,7 @@ def test_row_13_the_worst_first_puts_everything_back(configure: Configure, devic
 
 
 @pytest.mark.parametrize("kind", ["paged_adamw_8bit", "adamw_torch_fused"])
-def test_row_11_the_scaler_backs_off_from_a_nan_in_fp16(
+def test_the_scaler_backs_off_from_a_nan_in_fp16(
     configure: Configure, cuda: torch.device, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     spoil_losses(monkeypatch, 5, 6)
@@ -105,7 +105,7 @@ def test_row_11_the_scaler_backs_off_from_a_nan_in_fp16(
     assert scaler["scale"] == 2.0 ** (16 - len(skipped))
 
 
-def test_row_11_a_nan_that_stays_in_fp16_stops(configure: Configure, cuda: torch.device, monkeypatch) -> None:
+def test_a_nan_that_stays_in_fp16_stops(configure: Configure, cuda: torch.device, monkeypatch) -> None:
     spoil_losses(monkeypatch, *range(2, 61))
     config = configure(training__precision="fp16", training__max_steps=60)
     with pytest.raises(NumbersError):
