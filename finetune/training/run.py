@@ -91,8 +91,11 @@ def train(
             signals.waiting(), libraries.without_cudnn_attention(), casting, log_probs.tiles(config.memory.loss_tokens),
         ):  # fmt: skip
             _fit(loop, config, run, listener, resume_from)
-    ranks.leave()  # the first one does the rest alone
     progress = loop.progress
+    # The ranks' model holds their process group, and must not be the last to do so: it would end the group's threads
+    # with Python's lock held, for which they may be waiting (torch 2.13, ProcessGroupGloo).
+    del loop
+    ranks.leave()  # the first one does the rest alone
     signals.end(f"step {progress.step} is saved in {run.checkpoints}")
     if ranks.is_main():
         if config.output.best and (best := _best_checkpoint(progress, run, listener)):
