@@ -27,7 +27,6 @@ from finetune.runtime.libraries import without_cudnn_attention
 from finetune.training import oom_retry
 from finetune.training.batches import COLUMNS
 from finetune.training.collator import Inputs, MicroBatches, for_model
-from finetune.training.progress import Progress
 from finetune.training.step import Step
 
 
@@ -106,17 +105,17 @@ class Evaluation:
     collate: MicroBatches
     batch_size: int
     split: Callable[[Inputs], None]
-    skip: Callable[[Progress, Inputs], None]
+    skip: Callable[[Inputs], None]
     limit: oom_retry.Limit = field(default_factory=oom_retry.Limit)
 
-    def loss(self, progress: Progress, steps: Iterable[list[Inputs]] | None = None) -> float | None:
+    def loss(self, steps: Iterable[list[Inputs]] | None = None) -> float | None:
         """Mean loss in nats per trained token, of `steps` or of all rows; None where a row does not fit."""
         try:
             total, count = ranks.summed(self.sums(steps)).tolist()
         except DoesNotFit as row:
-            if self.step.ranks > 1:  # the others wait for this one's sums
+            if self.step.world_size > 1:  # the others wait for this one's sums
                 raise
-            self.skip(progress, row.inputs)
+            self.skip(row.inputs)
             return None
         found: float = total / count
         return found

@@ -15,36 +15,33 @@ import torch
 from bitsandbytes.optim.optimizer import Optimizer8bit
 
 from finetune.data.batching import Batch, per_step, worst_batches
-from finetune.measure.monitor import Monitor, Peak
+from finetune.measure.monitor import Peak
 from finetune.training.batches import Steps
 from finetune.training.collator import Inputs
 from finetune.training.evaluation import Evaluation
 from finetune.training.oom_retry import Retry, StepStart
-from finetune.training.progress import Progress
 from finetune.training.step import Step
 
 
-def warm_up(
-    step: Step, steps: Steps, retry: Retry, evaluation: Evaluation | None, progress: Progress, monitor: Monitor
-) -> dict[str, Peak]:
+def warm_up(step: Step, steps: Steps, retry: Retry, evaluation: Evaluation | None) -> dict[str, Peak]:
     """Put the largest training micro-batches through forward, backward and update, and the largest one to evaluate.
 
     Weights, optimizer and random numbers are then as before, bit for bit; the peaks are returned. What can be split is,
     and stays so for the run. Raises torch's out of memory, with the row on it, for a row that does not fit by itself.
     """
-    kept = _Kept(step)
+    kept, monitor = _Kept(step), step.monitor
     before = dict(monitor.run)
-    _make_states(step, monitor)
-    step_rows = steps.batch_size // step.ranks
+    _make_states(step)
+    step_rows = steps.batch_size // step.world_size
     for batch, inputs in _largest(steps.rows, steps, step_rows):
         # With accumulation the gradients of an earlier micro-batch are there while a later one runs.
         passes = min(2, per_step(step_rows, steps.collate.way, batch))
         retry.forward_backward(step, [inputs] * passes, max(1, int(step.objective.count(inputs))))
-        _update(step, monitor)
+        _update(step)
     if evaluation:
         for _, inputs in _largest(evaluation.rows, steps, step_rows):
             with monitor.phase("evaluation"):
-                evaluation.loss(progress, [[inputs]])
+                evaluation.loss([[inputs]])
     peaks = monitor.take_step()
     monitor.run = before  # the peaks of the run are those of its steps; these have an event of their own
     kept.put_back()
@@ -72,14 +69,14 @@ def longest_rows(lengths: Sequence[int], batch: Batch) -> list[int]:
     return heapq.nlargest(len(batch.packed) or batch.rows, fitting, key=lengths.__getitem__)
 
 
-def _make_states(step: Step, monitor: Monitor) -> None:
+def _make_states(step: Step) -> None:
     """The optimizer's first step: its states are there from the second step of a run on."""
     for weight in step.trained():
         weight.grad = torch.zeros_like(weight)
-    _update(step, monitor)
+    _update(step)
 
 
-def _update(step: Step, monitor: Monitor) -> None:
+def _update(step: Step) -> None:
     """Clipping and the update, past the scaler and the schedule, which are to know nothing of it.
 
     With gradients of zero and at a rate of zero: it takes the memory of any update, and leaves every weight as it is,
@@ -87,7 +84,7 @@ def _update(step: Step, monitor: Monitor) -> None:
     """
     optimizer = step.optimizer
     rates = [group["lr"] for group in optimizer.param_groups]
-    with monitor.phase("optimizer"):
+    with step.monitor.phase("optimizer"):
         for weight in step.trained():
             if weight.grad is not None:
                 weight.grad.zero_()

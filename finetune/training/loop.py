@@ -66,12 +66,10 @@ class Loop:
     def run(self, resumed_from: Path | None) -> None:
         """Train to the last step, until early stopping, or to the end of the step in which a signal came."""
         self.recorder.started(self.progress)
-        over = False
         if self.evaluation and not resumed_from:
             self._evaluate()
         steps = self._epoch(resumed_from)
-        if resumed_from:
-            over = self.evaluate_if_owed()
+        over = self.evaluate_if_owed()
         while not over and not any(map(self.take_step, steps)):
             steps = self._epoch()
         self.recorder.ended()
@@ -150,7 +148,7 @@ class Loop:
 
         A signal that comes before the loss is known postpones the evaluation to the next start.
         """
-        several = self.step.ranks > 1
+        several = self.step.world_size > 1
         if several and stop:
             self.progress.owes_evaluation = True
             return False, True
@@ -170,7 +168,7 @@ class Loop:
         try:
             with self.monitor.phase("evaluation"):
                 with self._until_a_signal():
-                    loss = self.evaluation.loss(self.progress)
+                    loss = self.evaluation.loss()
                 if loss is not None:
                     self.recorder.evaluated(self.progress, loss)
                 return loss
@@ -181,7 +179,7 @@ class Loop:
     @contextlib.contextmanager
     def _until_a_signal(self) -> Iterator[None]:
         """Within the block a signal ends an evaluation at once; with several ranks, none can leave the others."""
-        several = self.step.ranks > 1
+        several = self.step.world_size > 1
         try:
             with self.signals.waiting(several):
                 if not several:

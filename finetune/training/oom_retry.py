@@ -70,7 +70,7 @@ class Retry:
                 return step.forward_backward(self.limit.parts(micro_batches), count)
             except (MemoryError, RuntimeError) as error:
                 too_large = step.under_way
-                if not is_out_of_memory(error) or step.ranks > 1 or too_large is None:
+                if not is_out_of_memory(error) or step.world_size > 1 or too_large is None:
                     raise
                 if not self.limit.lower(too_large):
                     start.restore()

@@ -55,13 +55,15 @@ class StepCounts:
             places += here
             # Packed rows come without a mask: no place is padding.
             tokens += int(inputs["attention_mask"].sum()) if "attention_mask" in inputs else here
-        return cls(max(trained, 1), tokens, places)
+        return cls(trained, tokens, places)
 
     def of_all_ranks(self, device: torch.device) -> StepCounts:
-        """Those of all ranks together, which stay on the device."""
+        """Those of all ranks together, which stay on the device. A loss is divided by 1 where nothing is trained."""
         if ranks.world_size() == 1:
-            return self
-        return StepCounts(*ranks.summed(torch.tensor([self.trained, self.tokens, self.places], device=device)))
+            return StepCounts(max(self.trained, 1), self.tokens, self.places)
+        counts = torch.tensor([self.trained, self.tokens, self.places], device=device)
+        trained, tokens, places = ranks.summed(counts)
+        return StepCounts(trained.clamp(min=1), tokens, places)
 
 
 class Recorder:
@@ -129,11 +131,12 @@ class Recorder:
         self._steps = progress.step
         if self._profiler:
             self._profiler.step()
+        mean_loss = _number(ranks.summed(loss) / ranks.world_size())  # waits for the device, whose time is the step's
         seconds = time.perf_counter() - self._started
         tokens, places = int(counts.tokens), int(counts.places)
         line = {
             "step": progress.step,
-            "loss": _number(ranks.summed(loss) / ranks.world_size()),
+            "loss": mean_loss,
             "learning_rate": learning_rate,
             "grad_norm": _number(grad_norm),
             "epoch": round(progress.epoch, 4),

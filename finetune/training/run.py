@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
-from accelerate.utils import DistributedDataParallelKwargs
 from safetensors import SafetensorError
 from transformers import set_seed
 
@@ -80,20 +79,23 @@ def train(
             packing.prove(model)
         causality.prove(model)
     set_seed(config.training.seed)
-    accelerator, trackers = _accelerator(config, run, device)
-    loop = _loop(
-        config, model, tokenizer, data, run, monitor, listener, device, signals, made_with, resume_from,
-        accelerator, trackers,
-    )  # fmt: skip
-    initial = _keep_initial_adapter(config, model, run) if ranks.is_main() else None
-    casting = casts_by_autocast(model, config.adapter, config.training.precision)
-    with (
-        signals.waiting(), libraries.without_cudnn_attention(), casting, log_probs.tiles(config.memory.loss_tokens),
-    ):  # fmt: skip
-        _fit(loop, config, run, listener, resume_from)
-    trackers.end()
-    ranks.leave()  # rank 0 does the rest alone
+    accelerator = _accelerator(config, run, device)
+    with contextlib.closing(Trackers(accelerator, config.tracking, run, config)) as trackers:
+        loop = _loop(
+            config, model, tokenizer, data, run, monitor, listener, device, signals, made_with, resume_from,
+            accelerator, trackers,
+        )  # fmt: skip
+        initial = _keep_initial_adapter(config, model, run) if ranks.is_main() else None
+        casting = casts_by_autocast(model, config.adapter, config.training.precision)
+        with (
+            signals.waiting(), libraries.without_cudnn_attention(), casting, log_probs.tiles(config.memory.loss_tokens),
+        ):  # fmt: skip
+            _fit(loop, config, run, listener, resume_from)
     progress = loop.progress
+    # The ranks' model holds their process group, and must not be the last to do so: it would end the group's threads
+    # with Python's lock held, for which they may be waiting (torch 2.13, ProcessGroupGloo).
+    del loop
+    ranks.leave()  # the first one does the rest alone
     signals.end(f"step {progress.step} is saved in {run.checkpoints}")
     if ranks.is_main():
         if config.output.best and (best := _best_checkpoint(progress, run, listener)):
@@ -106,18 +108,17 @@ def train(
 # -- what the loop is given --------------------------------------------------------------------------------------------
 
 
-def _accelerator(config: Config, run: RunDirectory, device: torch.device) -> tuple[Accelerator, Trackers]:
+def _accelerator(config: Config, run: RunDirectory, device: torch.device) -> Accelerator:
     """accelerate's part: the ranks' shared model, and the trackers. Autocast and loss scaling are the step's own."""
     # What an earlier run in this process, or a notebook's own Trainer, settled holds for the process; accelerate 1.15
     # has no public way to begin anew.
     AcceleratorState._reset_state()  # noqa: SLF001
-    accelerator = Accelerator(
+    return Accelerator(
         cpu=device.type == "cpu",
-        kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=False)],
+        mixed_precision="no",  # and not what `accelerate launch` was told
         log_with=list(config.tracking.to) or None,
         project_dir=str(run.path / "tensorboard"),
     )
-    return accelerator, Trackers(accelerator, config.tracking, run, config)
 
 
 def _loop(
@@ -156,7 +157,7 @@ def _loop(
         seen=recorder.saw,
     )
     if ranks.world_size() > 1:
-        step.ranks = ranks.world_size()
+        step.world_size = ranks.world_size()
         step.shared = accelerator.prepare_model(model, device_placement=False)
         step.local = functools.partial(accelerator.no_sync, step.shared)
     collate = MicroBatches(
@@ -171,26 +172,29 @@ def _loop(
         step, schedule, run, monitor, keep=config.output.keep, made_with=made_with,
         verified=[resume_from] if resume_from else [],
     )  # fmt: skip
-    reports = _Reports(run, listener, progress, checkpoints, data, device)
+    on_oom = _OutOfMemory(run, listener, progress, checkpoints, data, device)
+    evaluation = None
+    if data.eval is not None:
+        evaluation = Evaluation(
+            step, data.eval, collate, training.batch_size, split=on_oom.evaluation_split, skip=on_oom.no_evaluation
+        )
     return Loop(
         step=step,
         schedule=schedule,
         steps=steps,
         progress=progress,
         rhythm=Rhythm(training.eval_every, config.output.save_every, config.output.best, training.early_stopping),
-        retry=Retry(reports.split, reports.give_up, reports.updated_again),
+        retry=Retry(on_oom.split, on_oom.give_up, on_oom.updated_again),
         recorder=recorder,
         checkpoints=checkpoints,
-        evaluation=None
-        if data.eval is None
-        else Evaluation(step, data.eval, collate, training.batch_size, reports.evaluation_split, reports.no_evaluation),
+        evaluation=evaluation,
         signals=signals,
         monitor=monitor,
     )
 
 
 @dataclass(frozen=True)
-class _Reports:
+class _OutOfMemory:
     """What a run records, says and saves where memory runs out."""
 
     run: RunDirectory
@@ -214,9 +218,9 @@ class _Reports:
     def updated_again(self) -> None:
         self.run.event("update_retried", step=self.progress.step + 1)
 
-    def no_evaluation(self, progress: Progress, inputs: Inputs) -> None:
+    def no_evaluation(self, inputs: Inputs) -> None:
         place, tokens = oom_retry.place_of(self.data.eval, inputs), inputs["input_ids"].numel()
-        self.run.event("evaluation_skipped", step=progress.step, place=place, tokens=tokens)
+        self.run.event("evaluation_skipped", step=self.progress.step, place=place, tokens=tokens)
         self.listener.note(f"no evaluation: out of memory at {place} alone, {tokens} tokens; training goes on")
 
     def give_up(self, error: BaseException, inputs: Inputs) -> None:
@@ -252,7 +256,7 @@ def _fit(loop: Loop, config: Config, run: RunDirectory, listener: Listener, resu
         restore(loop.step, loop.schedule, resume_from)
         _note_other_schedule(loop, config, run, listener, resume_from)
     started = time.perf_counter()
-    peaks = warm_up(loop.step, loop.steps, loop.retry, loop.evaluation, loop.progress, loop.monitor)
+    peaks = warm_up(loop.step, loop.steps, loop.retry, loop.evaluation)
     seconds = round(time.perf_counter() - started, 3)
     run.event("largest_batch_fits", step=loop.progress.step, seconds=seconds, memory=peaks)
     try:

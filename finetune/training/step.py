@@ -38,7 +38,7 @@ class Step:
     device: torch.device
     monitor: Monitor
     shared: Any = None
-    ranks: int = 1
+    world_size: int = 1
     local: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
     scaler: torch.amp.GradScaler | None = None
     seen: Callable[[Inputs, int, Peak], None] = lambda micro_batch, number, peak: None
@@ -46,7 +46,7 @@ class Step:
     """The micro-batch that is computed, or was last."""
 
     def forward_backward(self, micro_batches: list[Inputs], count: Count) -> torch.Tensor:
-        """Accumulate the gradients of the step and return its loss: with several ranks, this one's part times `ranks`.
+        """Accumulate the gradients of the step; its loss, or this rank's part of it times `world_size`.
 
         `count` is the objective's count over all micro-batches of all ranks, by which each sum is divided.
         """
@@ -67,7 +67,7 @@ class Step:
             batch = send_to_device(for_model(micro_batch, masked=self.masked), self.device, non_blocking=True)
             with autocast(self.precision, self.device):
                 total, _ = self.objective.loss(self.shared or self.model, batch)
-            loss = total / count * self.ranks  # the ranks' gradients are averaged
+            loss = total / count * self.world_size  # the ranks' gradients are averaged
             del batch, total
             self.monitor.enter("backward")
             (self.scaler.scale(loss) if self.scaler else loss).backward()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -47,17 +48,24 @@ class Trackers:
         if not self._accelerator:
             return
         named = {name: {argument: run.path.name} for name in section.to if (argument := TRACKERS[name].run_name)}
-        accelerator.init_trackers("finetune", _flat(config.model_dump(mode="json")), named)
+        # accelerate gives wandb a project, past the variable by which its users name theirs; MLflow's it reads itself.
+        project = os.environ.get("WANDB_PROJECT") if "wandb" in section.to else None
+        accelerator.init_trackers(project or "finetune", _flat(config.model_dump(mode="json")), named)
 
     def log(self, split: str, line: dict[str, Any]) -> None:
-        """Report the numbers of a line of metrics.jsonl as `split`/name."""
+        """Report the numbers of a line of metrics.jsonl as `split`/name, such as train/loss and eval/loss."""
         if self._accelerator:
             numbers = {name: value for name, value in line.items() if type(value) in (int, float) and name != "step"}
-            self._accelerator.log({f"{split}/{name}": value for name, value in numbers.items()}, step=line["step"])
+            named = {f"{split}/{name.removeprefix('eval_')}": value for name, value in numbers.items()}
+            self._accelerator.log(named, step=line["step"])
 
-    def end(self) -> None:
-        if self._accelerator:
-            self._accelerator.end_training()
+    def close(self) -> None:
+        """End the trackers' runs: one that stays open takes the numbers of a later run in this process, or refuses it.
+
+        accelerate's `end_training` would also end the ranks' process group.
+        """
+        for tracker in self._accelerator.trackers if self._accelerator else ():
+            tracker.finish()
 
 
 def _flat(config: dict[str, Any]) -> dict[str, Any]:

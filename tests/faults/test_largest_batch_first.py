@@ -109,7 +109,7 @@ def test_every_optimizer_is_left_as_it_stands(quick) -> None:
     trained, rate = loop.step.trained(), 1e-3
 
     def warm_up() -> None:
-        largest_batch.warm_up(loop.step, loop.steps, loop.retry, loop.evaluation, loop.progress, loop.monitor)
+        largest_batch.warm_up(loop.step, loop.steps, loop.retry, loop.evaluation)
 
     for kind in {optimizers.choose(OptimizerSection(kind=kind), "cpu")[0] for kind in optimizers.OPTIMIZERS}:
         loop.step.optimizer = optimizers.make(kind, OptimizerSection(weight_decay=0.1), rate, loop.step.model)

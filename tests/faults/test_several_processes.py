@@ -6,6 +6,7 @@ import json
 import signal
 import subprocess
 import sys
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,8 +16,12 @@ from children import ROOT, Children, Ended, Fault
 from conftest import Together
 from jobs import QUICK
 from safetensors.torch import load_file
+from steps import before_each_step
 
+import finetune
+from finetune.runtime import ranks
 from finetune.storage.rundir import RunDirectory
+from finetune.training.step import Step
 
 STEP = "finetune.training.step:Step.clip"
 # 19 rows: three steps of six and one of one row an epoch.
@@ -109,6 +114,16 @@ def test_a_signal_to_one_process_saves_and_ends_all(job: Make, told: int, step: 
     assert_all(stopped.go(2), 0)
     assert_close(stopped.run, whole.run)
     assert lines(stopped.run, "eval_loss") == pytest.approx(lines(whole.run, "eval_loss"), rel=1e-5)
+
+
+def test_what_shares_the_model_is_gone_before_the_ranks_part(quick, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Freed afterwards, it ends the process group with Python's lock held, and a rank now and then never ended."""
+    steps: list[weakref.ref[Step]] = []
+    left: list[Step | None] = []
+    before_each_step(monkeypatch, lambda loop: steps.append(weakref.ref(loop.step)))
+    monkeypatch.setattr(ranks, "leave", lambda: left.append(steps[0]()))
+    finetune.train(quick("training.max_steps=1", "data.eval=none", "training.eval_every=null"))
+    assert left == [None]
 
 
 def test_torchrun_is_refused_where_another_process_trains(job: Make) -> None:

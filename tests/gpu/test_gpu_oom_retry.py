@@ -78,7 +78,7 @@ def test_the_worst_first_puts_everything_back(configure: Configure, device: torc
     loop.step.update()
     loop.step.model.zero_grad()
     before, addresses = state(), [tensor.data_ptr() for tensor in loop.step.model.parameters()]
-    largest_batch.warm_up(loop.step, loop.steps, loop.retry, loop.evaluation, loop.progress, loop.monitor)
+    largest_batch.warm_up(loop.step, loop.steps, loop.retry, loop.evaluation)
     after = state()
     assert before.keys() == after.keys()
     assert all(torch.equal(before[name], after[name]) for name in before)

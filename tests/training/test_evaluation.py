@@ -26,4 +26,4 @@ def test_the_held_out_loss_is_the_mean_over_the_trained_tokens_of_all_rows(loop:
     loss, tokens = loop.evaluation.sums().tolist()
     labels = [label for row in loop.evaluation.rows for label in row["labels"][1:]]
     assert tokens == sum(label != -100 for label in labels)
-    assert loop.evaluation.loss(loop.progress) == pytest.approx(loss / tokens)
+    assert loop.evaluation.loss() == pytest.approx(loss / tokens)

@@ -2,19 +2,25 @@
 
 import json
 import os
+import time
+from types import SimpleNamespace
 
 import pytest
 import torch
+from accelerate.state import AcceleratorState
+from accelerate.tracking import TensorBoardTracker
 from bitsandbytes.optim import GlobalOptimManager
 from safetensors.torch import load_file
-from steps import before_each_step
+from steps import before_each_step, spoil_losses
 
 import finetune
 from finetune.config import OptimizerSection
 from finetune.errors import MachineError, NumbersError
+from finetune.runtime import ranks
 from finetune.storage.rundir import RunDirectory, checkpoint_step
 from finetune.training import optimizers, tracking
 from finetune.training.loop import Loop
+from finetune.training.tracking import Trackers
 
 
 def adapter_weights(run: RunDirectory) -> dict[str, torch.Tensor]:
@@ -216,6 +222,22 @@ def test_each_line_has_the_contracted_keys(trained: RunDirectory) -> None:
     assert [line["step"] for line in trained.metrics() if "eval_loss" in line] == [0, 10, 20]
 
 
+def test_the_time_of_a_step_holds_the_wait_for_its_numbers(quick, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device works on the update until its numbers are read, and a save that follows begins a new clock."""
+
+    def late(values: torch.Tensor) -> torch.Tensor:
+        time.sleep(0.5)
+        return values
+
+    monkeypatch.setattr(ranks, "summed", late)
+    lines = training_lines(
+        finetune.train(
+            quick("training.max_steps=2", "output.save_every=1", "data.eval=none", "training.eval_every=null")
+        ).run
+    )
+    assert all(line["tokens"] / line["tokens_per_second"] > 0.5 for line in lines)
+
+
 def test_run_directory_holds_what_the_contract_lists(trained: RunDirectory) -> None:
     names = {path.name for path in trained.path.iterdir()}
     assert {"config.yaml", "environment.json", "metrics.jsonl", "events.jsonl", "checkpoints", "adapter"} <= names
@@ -240,11 +262,40 @@ def test_profiler_trace_is_written(quick) -> None:
 def test_tensorboard_gets_the_metrics(quick) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    run = finetune.train(quick("tracking.to=[tensorboard]", "data.eval=none", "training.eval_every=null")).run
+    run = finetune.train(quick("tracking.to=[tensorboard]", "training.eval_every=2")).run
     events = EventAccumulator(str(run.path / "tensorboard" / "finetune")).Reload()
-    assert [round(point.value, 4) for point in events.Scalars("train/loss")] == pytest.approx(
-        [line["loss"] for line in training_lines(run)], abs=1e-4
-    )
+    for split, key in (("train", "loss"), ("eval", "eval_loss")):
+        written = {line["step"]: line[key] for line in run.metrics() if key in line}
+        reported = {point.step: point.value for point in events.Scalars(f"{split}/loss")}
+        assert reported == pytest.approx(written, abs=1e-4)
+
+
+def test_trackers_end_with_a_run_that_fails(quick, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An open one would take the numbers of the next run in this process."""
+    ended = []
+    monkeypatch.setattr(TensorBoardTracker, "finish", lambda tracker: ended.append(tracker.run_name))
+    spoil_losses(monkeypatch, 1, 2, 3)
+    with pytest.raises(NumbersError):
+        finetune.train(quick("tracking.to=[tensorboard]", "data.eval=none", "training.eval_every=null"))
+    assert ended == ["finetune"]
+
+
+def test_wandb_reports_to_the_project_of_its_own_variable(quick, monkeypatch: pytest.MonkeyPatch) -> None:
+    projects = []
+    accelerator = SimpleNamespace(init_trackers=lambda project, config, named: projects.append((project, named)))
+    config = quick("tracking.to=[wandb, tensorboard]")
+    run = RunDirectory(config.output.dir)
+    monkeypatch.delenv("WANDB_PROJECT", raising=False)
+    Trackers(accelerator, config.tracking, run, config)
+    monkeypatch.setenv("WANDB_PROJECT", "answers")
+    Trackers(accelerator, config.tracking, run, config)
+    assert projects == [(project, {"wandb": {"name": run.path.name}}) for project in ("finetune", "answers")]
+
+
+def test_the_precision_is_the_configs_whatever_a_launcher_was_told(quick, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    finetune.train(quick("training.max_steps=1", "data.eval=none", "training.eval_every=null"))
+    assert AcceleratorState().mixed_precision == "no", "the step casts by itself"
 
 
 def test_every_tracker_is_one_that_accelerate_knows() -> None:
