@@ -35,10 +35,10 @@ class Limit:
         return found
 
     def lower(self, inputs: Inputs) -> bool:
-        """Learn that `inputs` does not fit; False where it cannot be split."""
-        if split(inputs) is None:
+        """Learn that `inputs` does not fit; False where that changes nothing: it cannot be split, or was to be."""
+        if split(inputs) is None or (self.places is not None and _places(inputs) >= self.places):
             return False
-        self.places = min(self.places or _places(inputs), _places(inputs))
+        self.places = _places(inputs)
         return True
 
 

@@ -114,6 +114,13 @@ def test_it_is_remembered_for_micro_batches_of_that_size(plain: Loop) -> None:
     assert len(plain.retry.limit.parts(small)) == len(small)
 
 
+def test_a_limit_that_was_known_is_not_tried_again_for_ever(plain: Loop) -> None:
+    (batch,) = micro_batches(plain, ROWS, 8)
+    limit = Limit()
+    assert limit.lower(batch)
+    assert not limit.lower(batch)
+
+
 def test_what_the_failed_pass_held_is_given_back_before_the_next(plain: Loop, monkeypatch) -> None:
     plain.retry.limit = Limit()
     inputs = micro_batches(plain, ROWS, 8)
@@ -140,7 +147,7 @@ def test_of_several_processes_none_does_a_step_again(plain: Loop, monkeypatch) -
     """The others wait for it in the backward pass that failed."""
     plain.retry.limit = Limit()
     inputs = micro_batches(plain, ROWS, 8)
-    monkeypatch.setattr(plain.step, "ranks", 2)
+    monkeypatch.setattr(plain.step, "world_size", 2)
     with out_of_memory(plain, "forward", 1) as refused, pytest.raises(torch.OutOfMemoryError):
         gradients(plain, inputs)
     assert len(refused) == 1
