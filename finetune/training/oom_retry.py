@@ -66,6 +66,7 @@ class Retry:
         """
         start = StepStart(step)
         while True:
+            step.under_way = None  # memory may run out before any: then none of them is to be split
             try:
                 return step.forward_backward(self.limit.parts(micro_batches), count)
             except (MemoryError, RuntimeError) as error:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ from finetune.storage.rundir import RunDirectory, checkpoint_step
 from finetune.training.collator import Inputs, split
 from finetune.training.loop import Loop
 from finetune.training.oom_retry import Limit
-from finetune.training.step import Count, Step
+from finetune.training.step import Step
 
 # float32 throughout, so that gradients show what was lost and not what was rounded.
 EXACT = ["quantization.kind=none", "data.eval=none", "training.eval_every=null"]
@@ -153,6 +154,21 @@ def test_of_several_processes_none_does_a_step_again(plain: Loop, monkeypatch) -
     assert len(refused) == 1
 
 
+def test_memory_that_runs_out_before_a_pass_is_not_tried_again(plain: Loop, monkeypatch) -> None:
+    """The micro-batch that was computed last, in the step before, is not the one that did not fit."""
+    inputs, refused = micro_batches(plain, range(4), 4), []
+    gradients(plain, inputs)
+
+    def exhausted(*args: object) -> NoReturn:
+        refused.append(args)
+        assert len(refused) == 1
+        raise MemoryError
+
+    monkeypatch.setattr(Limit, "parts", exhausted)
+    with pytest.raises(MemoryError):
+        gradients(plain, inputs)
+
+
 def test_a_real_limit_on_memory_is_trained_through_to_the_same_adapter(train_apart, tmp_path: Path) -> None:
     """The host's allocator refuses a pass of eight long rows at once, and takes one of fewer."""
     file = tmp_path / "long.jsonl"
@@ -251,13 +267,13 @@ def test_a_row_that_does_not_fit_alone_is_named_and_the_steps_before_it_are_save
     config: Config = quick(*overrides)
     with monkeypatch.context() as patch:
 
-        def exhausted(self: Step, inputs: Inputs, number: int, count: Count) -> torch.Tensor:
+        def exhausted(inputs: Inputs, masked: bool) -> Inputs:
             refused.append(inputs["input_ids"].shape)
             raise torch.OutOfMemoryError("CUDA out of memory. (injected)")
 
         def act(loop: Loop) -> None:
             if loop.progress.step == 3:
-                patch.setattr(Step, "micro_step", exhausted)
+                patch.setattr("finetune.training.step.for_model", exhausted)
 
         before_each_step(patch, act)
         with pytest.raises(OutOfMemoryError) as stopped:
