@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import IO, Annotated, Any, NotRequired, Required, TypeVar
 
 from pydantic import AfterValidator, ConfigDict, Discriminator, Field, Tag, TypeAdapter, ValidationError, with_config
-from pydantic_core import PydanticCustomError
+from pydantic_core import PydanticCustomError, from_json
 from typing_extensions import TypedDict  # pydantic asks for it below Python 3.12
 
 from finetune.errors import ArtifactError
@@ -322,17 +322,18 @@ def read_lines(path: Path, shape: TypeAdapter[Any]) -> Lines:
     *whole, last = read_bytes(path).split(b"\n")
     for number, line in enumerate([*whole, last] if last else whole, start=1):
         try:
-            rows.append(shape.validate_json(line))
+            shape.validate_json(line)
+            rows.append(from_json(line))  # what is validated has its keys in another order, and may be written again
         except ValidationError as error:
             wrong[number] = _message(error)
     torn = wrong.pop(len(whole) + 1, None) is not None
     return Lines(rows, wrong, torn)
 
 
-def check(value: Any, shape: TypeAdapter[T]) -> T:
-    """`value`, if it has the shape. Raises ValueError naming the field."""
+def check(value: Any, shape: TypeAdapter[Any]) -> None:
+    """Raise ValueError naming the field where `value` has not the shape."""
     try:
-        return shape.validate_python(value)
+        shape.validate_python(value)
     except ValidationError as error:
         raise ValueError(_message(error)) from None
 

@@ -89,3 +89,10 @@ def test_a_file_that_is_not_there_or_none_is_told(tmp_path: Path) -> None:
     with pytest.raises(ArtifactError, match=r"x: cannot be read: Is a directory|x: not a file"):
         records.read(tmp_path / "x", records.OBJECT)
     assert records.read_lines(tmp_path / "y", records.EVENT).rows == []
+
+
+def test_lines_keep_the_order_of_their_keys(tmp_path: Path) -> None:
+    """What is read is written again by a resume, which leaves the lines that stay as they were."""
+    line = {"memory": {"forward": {"resident_bytes": 7}}, **STEP}
+    assert not wrong(tmp_path / "lines", records.METRIC, line)
+    assert list(records.read_lines(tmp_path / "lines", records.METRIC).rows[0]) == list(line)
