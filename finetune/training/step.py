@@ -43,7 +43,7 @@ class Step:
     scaler: torch.amp.GradScaler | None = None
     seen: Callable[[Inputs, int, Peak], None] = lambda micro_batch, number, peak: None
     under_way: Inputs | None = field(default=None, init=False)
-    """The micro-batch that is computed."""
+    """The micro-batch that is computed, or was last."""
 
     def forward_backward(self, micro_batches: list[Inputs], count: Count) -> torch.Tensor:
         """Accumulate the gradients of the step; its loss, or this rank's part of it times `world_size`.
@@ -59,7 +59,6 @@ class Step:
                 losses.append(self.micro_step(micro_batch, len(losses), count))
         self.under_way = last
         losses.append(self.micro_step(last, len(losses), count))
-        self.under_way = None
         return torch.stack(losses).sum()
 
     def micro_step(self, micro_batch: Inputs, number: int, count: Count) -> torch.Tensor:

@@ -165,8 +165,8 @@ def test_more_accumulation_adds_the_gradients_of_the_micro_batches_before() -> N
     adapter = sum(block.bytes for block in once.blocks if block.category == "adapter")
     ids_labels_mask = 3 * 8 * 2 * 64  # int64, of 2 rows of 64 tokens
     assert adapter > 0
-    # The loop holds a step's micro-batches, and on a CPU the next step's as well.
-    assert peaks(twice)["forward"] - peaks(once)["forward"] == adapter + 2 * ids_labels_mask
+    # The loop holds a step's micro-batches, on a CPU in the memory that is forecast.
+    assert peaks(twice)["forward"] - peaks(once)["forward"] == adapter + ids_labels_mask
 
 
 @pytest.mark.slow
