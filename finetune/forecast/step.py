@@ -274,11 +274,14 @@ class _TracedStep:
             self._make_gradients()
         inputs = self._inputs(batch)
         others = self._on_host(inputs, micro_batches - 1)
+        start, retry = self._random_state(), self._random_state()  # of the warm-up, and of each step in it
         with self._recording():
             self._step.forward_backward([inputs], batch.trained_tokens)
+        del retry
         self._mark_gradients()
         self._update()
         self._model.zero_grad(set_to_none=True)
+        del start
         self.recorder.phase = "save"  # the loop still holds the step's micro-batches then
         del inputs, others
 
@@ -293,18 +296,24 @@ class _TracedStep:
             self.recorder.keep(value, "activations")
         return made
 
+    def _random_state(self) -> torch.Tensor | None:
+        """A `RandomState` that the loop keeps to put back: in host memory as well."""
+        if self._device.type != "cpu":
+            return None
+        with self._mode:
+            state = torch.empty_like(torch.get_rng_state())
+        self.recorder.keep(state, "activations")
+        return state
+
     def evaluate(self, batch: Batch, train: Batch) -> None:
         """The held-out loss of one batch, beside the micro-batches of the step `train`, which the loop still holds."""
         self.recorder.phase = "evaluation"
         held = self._on_host(self._inputs(train), per_step(self._rows, self._way, train))
-        if self._device.type == "cpu":
-            with self._mode:
-                held.append(torch.empty_like(torch.get_rng_state()))  # `RandomState`, which the loop puts back
-            self.recorder.keep(held[-1], "activations")
+        start = self._random_state()
         inputs = self._inputs(batch)
         with self._recording():
             summed_loss(self._model, [[inputs]], precision=self._config.training.precision, masked=self._step.masked)
-        del held
+        del held, start
 
     @contextlib.contextmanager
     def _recording(self) -> Iterator[None]:
