@@ -178,10 +178,11 @@ def train(
             model, config.model, config.adapter, config.memory, seed=config.training.seed, device_type=device.type
         )
         built()
-        training.train(
+        job = training.Job(
             config, whole, tokenizer, data, run, monitor, _Silent(), device=device, signals=Signals(),
             made_with={"base": None},
         )  # fmt: skip
+        training.train(job)
         return [line for line in run.metrics() if "loss" in line], implementation
 
 

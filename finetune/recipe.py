@@ -71,12 +71,13 @@ def train(config: Config, *, fresh: bool = False, terminal: Terminal | None = No
             terminal.built(model, adapter.left_out(base, config.adapter))
 
             # Fit: the optimizer steps, evaluations and checkpoints, and at the end the adapter on disk.
-            outcome = training.train(
+            job = training.Job(
                 config, model, materials.tokenizer, materials.data, own, monitor, terminal,
                 device=device, signals=signals, made_with=origin, resume_from=start.checkpoint,
             )  # fmt: skip
+            outcome = training.train(job)
             answers.after(model, materials.tokenizer, config, own, asked)
-            del base, model
+            del base, model, job
 
         # Publish, and report.
         if ranks.is_main():

@@ -54,54 +54,57 @@ class Outcome:
     best_step: int | None
 
 
-def train(
-    config: Config,
-    model: Any,
-    tokenizer: Any,
-    data: Prepared,
-    run: RunDirectory,
-    monitor: Monitor,
-    listener: Listener,
-    *,
-    device: torch.device,
-    signals: Signals,
-    made_with: dict[str, Any],
-    resume_from: Path | None = None,
-) -> Outcome:
+@dataclass(frozen=True)
+class Job:
+    """A run that is ready to train: the model, the data, the device, and who keeps and shows what comes of it.
+
+    `made_with` goes into each checkpoint's manifest; `resume_from` is a checkpoint that was verified.
+    """
+
+    config: Config
+    model: Any
+    tokenizer: Any
+    data: Prepared
+    run: RunDirectory
+    monitor: Monitor
+    listener: Listener
+    device: torch.device
+    signals: Signals
+    made_with: dict[str, Any]
+    resume_from: Path | None = None
+
+
+def train(job: Job) -> Outcome:
     """Run the optimizer steps and write `adapter/` (or `merged/`, where every weight was trained).
 
-    `made_with` goes into each checkpoint's manifest; `resume_from` is a checkpoint that was verified. Raises
-    NumbersError for a loss that is not finite, MachineError when a checkpoint cannot be written, ArtifactError when one
-    does not fit, and Terminated or KeyboardInterrupt after the save that a signal asked for.
+    Raises NumbersError for a loss that is not finite, MachineError when a checkpoint cannot be written, ArtifactError
+    when one does not fit, and Terminated or KeyboardInterrupt after the save that a signal asked for.
     """
-    with autocast(config.training.precision, device), libraries.without_cudnn_attention():
+    config, model, run = job.config, job.model, job.run
+    with autocast(config.training.precision, job.device), libraries.without_cudnn_attention():
         if config.data.packing:
             packing.prove(model)
         causality.prove(model)
     set_seed(config.training.seed)
-    accelerator = _accelerator(config, run, device)
+    accelerator = _accelerator(config, run, job.device)
     with contextlib.closing(Trackers(accelerator, config.tracking, run, config)) as trackers:
-        loop = _loop(
-            config, model, tokenizer, data, run, monitor, listener, device, signals, made_with, resume_from,
-            accelerator, trackers,
-        )  # fmt: skip
-        initial = _keep_initial_adapter(config, model, run) if ranks.is_main() else None
+        loop = _loop(job, accelerator, trackers)
+        initial = _keep_initial_adapter(job) if ranks.is_main() else None
         casting = casts_by_autocast(model, config.adapter, config.training.precision)
-        with (
-            signals.waiting(), libraries.without_cudnn_attention(), casting, log_probs.tiles(config.memory.loss_tokens),
-        ):  # fmt: skip
-            _fit(loop, config, run, listener, resume_from)
+        tiles = log_probs.tiles(config.memory.loss_tokens)
+        with job.signals.waiting(), libraries.without_cudnn_attention(), casting, tiles:
+            _fit(job, loop)
     progress = loop.progress
     # The ranks' model holds their process group, and must not be the last to do so: it would end the group's threads
     # with Python's lock held, for which they may be waiting (torch 2.13, ProcessGroupGloo).
     del loop
     ranks.leave()  # the first one does the rest alone
-    signals.end(f"step {progress.step} is saved in {run.checkpoints}")
+    job.signals.end(f"step {progress.step} is saved in {run.checkpoints}")
     if ranks.is_main():
-        if config.output.best and (best := _best_checkpoint(progress, run, listener)):
+        if config.output.best and (best := _best_checkpoint(progress, run, job.listener)):
             restore_weights(model, best)
             run.event("best_loaded", step=progress.best_step)
-        _publish(config, model, tokenizer, made_with["base"], run, initial)
+        _publish(job, initial)
     return Outcome(progress.step, progress.best_step)
 
 
@@ -121,63 +124,27 @@ def _accelerator(config: Config, run: RunDirectory, device: torch.device) -> Acc
     )
 
 
-def _loop(
-    config: Config,
-    model: Any,
-    tokenizer: Any,
-    data: Prepared,
-    run: RunDirectory,
-    monitor: Monitor,
-    listener: Listener,
-    device: torch.device,
-    signals: Signals,
-    made_with: dict[str, Any],
-    resume_from: Path | None,
-    accelerator: Accelerator,
-    trackers: Trackers,
-) -> Loop:
-    training = config.training
-    name, replaced = optimizers.choose(config.optimizer, device.type)
-    if replaced:
-        listener.note(replaced)
-    log_probs.attach(model)
-    recorder = Recorder(
-        run, monitor, listener, trackers, snapshots.profiler(config.memory.profile_steps, run.profile, device)
-    )
-    step = Step(
-        model=model,
-        objective=OBJECTIVES[training.objective],
-        optimizer=optimizers.make(name, config.optimizer, training.learning_rate, model),
-        precision=training.precision,
-        max_grad_norm=training.max_grad_norm,
-        masked=causality.needs_mask(model.config, training.precision, causality.capability_of(device)),
-        device=device,
-        monitor=monitor,
-        scaler=torch.amp.GradScaler(device.type) if training.precision == "fp16" else None,
-        seen=recorder.saw,
-    )
-    if ranks.world_size() > 1:
-        step.world_size = ranks.world_size()
-        step.shared = accelerator.prepare_model(model, device_placement=False)
-        step.local = functools.partial(accelerator.no_sync, step.shared)
-    collate = MicroBatches(
-        MicroBatching.of(training, config.data), tokenizer.pad_token_id, ranks.rank(), ranks.world_size()
-    )
-    order = RowOrder(data.train["length"][:], training.batch_size, training.seed, training.group_by_length)
-    steps = Steps(data.train, order, collate, training.batch_size, pinned=device.type == "cuda")
-    progress = read_progress(resume_from) if resume_from else Progress()
+def _loop(job: Job, accelerator: Accelerator, trackers: Trackers) -> Loop:
+    config, training, run = job.config, job.config.training, job.run
+    log_probs.attach(job.model)
+    profiler = snapshots.profiler(config.memory.profile_steps, run.profile, job.device)
+    recorder = Recorder(run, job.monitor, job.listener, trackers, profiler)
+    step = _step(job, accelerator, recorder)
+    steps = _steps(job)
+    progress = read_progress(job.resume_from) if job.resume_from else Progress()
     progress.total = steps.in_all(training)
     schedule = schedules.scheduler(training, step.optimizer, progress.total)
     checkpoints = Checkpoints(
-        step, schedule, run, monitor, keep=config.output.keep, made_with=made_with,
-        verified=[resume_from] if resume_from else [],
+        step, schedule, run, job.monitor, keep=config.output.keep, made_with=job.made_with,
+        verified=[job.resume_from] if job.resume_from else [],
     )  # fmt: skip
-    on_oom = _OutOfMemory(run, listener, progress, checkpoints, data, device)
+    on_oom = _OutOfMemory(run, job.listener, progress, checkpoints, job.data, job.device)
     evaluation = None
-    if data.eval is not None:
+    if job.data.eval is not None:
         evaluation = Evaluation(
-            step, data.eval, collate, training.batch_size, split=on_oom.evaluation_split, skip=on_oom.no_evaluation
-        )
+            step, job.data.eval, steps.collate, steps.batch_size,
+            split=on_oom.evaluation_split, skip=on_oom.no_evaluation,
+        )  # fmt: skip
     return Loop(
         step=step,
         schedule=schedule,
@@ -188,9 +155,41 @@ def _loop(
         recorder=recorder,
         checkpoints=checkpoints,
         evaluation=evaluation,
-        signals=signals,
-        monitor=monitor,
+        signals=job.signals,
+        monitor=job.monitor,
     )
+
+
+def _step(job: Job, accelerator: Accelerator, recorder: Recorder) -> Step:
+    model, device, training = job.model, job.device, job.config.training
+    name, replaced = optimizers.choose(job.config.optimizer, device.type)
+    if replaced:
+        job.listener.note(replaced)
+    step = Step(
+        model=model,
+        objective=OBJECTIVES[training.objective],
+        optimizer=optimizers.make(name, job.config.optimizer, training.learning_rate, model),
+        precision=training.precision,
+        max_grad_norm=training.max_grad_norm,
+        masked=causality.needs_mask(model.config, training.precision, causality.capability_of(device)),
+        device=device,
+        monitor=job.monitor,
+        scaler=torch.amp.GradScaler(device.type) if training.precision == "fp16" else None,
+        seen=recorder.saw,
+    )
+    if ranks.world_size() > 1:
+        step.world_size = ranks.world_size()
+        step.shared = accelerator.prepare_model(model, device_placement=False)
+        step.local = functools.partial(accelerator.no_sync, step.shared)
+    return step
+
+
+def _steps(job: Job) -> Steps:
+    training, rows = job.config.training, job.data.train
+    way = MicroBatching.of(training, job.config.data)
+    collate = MicroBatches(way, job.tokenizer.pad_token_id, ranks.rank(), ranks.world_size())
+    order = RowOrder(rows["length"][:], training.batch_size, training.seed, training.group_by_length)
+    return Steps(rows, order, collate, training.batch_size, pinned=job.device.type == "cuda")
 
 
 @dataclass(frozen=True)
@@ -246,21 +245,21 @@ class _OutOfMemory:
 # -- training ----------------------------------------------------------------------------------------------------------
 
 
-def _fit(loop: Loop, config: Config, run: RunDirectory, listener: Listener, resume_from: Path | None) -> None:
+def _fit(job: Job, loop: Loop) -> None:
     """Train to the end, or to the end of the step in which a signal came; the last save is awaited either way."""
-    if resume_from:
-        restore_weights(loop.step.model, resume_from)
+    if job.resume_from:
+        restore_weights(loop.step.model, job.resume_from)
         if loop.is_over:
             loop.evaluate_if_owed()
             return
-        restore(loop.step, loop.schedule, resume_from)
-        _note_other_schedule(loop, config, run, listener, resume_from)
+        restore(loop.step, loop.schedule, job.resume_from)
+        _note_other_schedule(job, loop, job.resume_from)
     started = time.perf_counter()
     peaks = warm_up(loop.step, loop.steps, loop.retry, loop.evaluation)
     seconds = round(time.perf_counter() - started, 3)
-    run.event("largest_batch_fits", step=loop.progress.step, seconds=seconds, memory=peaks)
+    job.run.event("largest_batch_fits", step=loop.progress.step, seconds=seconds, memory=peaks)
     try:
-        loop.run(resume_from)
+        loop.run(job.resume_from)
         # A launcher that sees one rank end after a signal leaves the others half a minute.
         ranks.main_does(loop.checkpoints.wait)
     except KeyboardInterrupt:  # the second one, which does not wait for anything
@@ -271,15 +270,15 @@ def _fit(loop: Loop, config: Config, run: RunDirectory, listener: Listener, resu
         raise
 
 
-def _note_other_schedule(loop: Loop, config: Config, run: RunDirectory, listener: Listener, resume_from: Path) -> None:
+def _note_other_schedule(job: Job, loop: Loop, resume_from: Path) -> None:
     """Write down that the job is longer or shorter than when the checkpoint was made, which moves the learning rate."""
-    training, now, then = config.training, loop.progress.total, read_progress(resume_from).total
+    training, now, then = job.config.training, loop.progress.total, read_progress(resume_from).total
     done = loop.schedule.last_epoch
     if not done or then == now:
         return
     before, after = schedules.rate(training, done, then), schedules.rate(training, done + 1, now)
-    run.event("schedule_changed", step=done, steps=[then, now], learning_rate=[before, after])
-    listener.note(
+    job.run.event("schedule_changed", step=done, steps=[then, now], learning_rate=[before, after])
+    job.listener.note(
         f"the schedule now ends at step {now}, not {then}: the learning rate goes from {before:.2e} at step "
         f"{done} to {after:.2e} at the next, and on as `training.schedule: {training.schedule}` says"
     )
@@ -303,29 +302,27 @@ def _best_checkpoint(progress: Progress, run: RunDirectory, listener: Listener) 
     return path
 
 
-def _keep_initial_adapter(config: Config, model: Any, run: RunDirectory) -> Path | None:
+def _keep_initial_adapter(job: Job) -> Path | None:
     """PiSSA moves part of the base into the adapter. Keep its start, so that what is published fits the plain base."""
-    if config.adapter.init != "pissa":
+    if job.config.adapter.init != "pissa":
         return None
-    folder = run.path / "adapter_initial"
+    folder = job.run.path / "adapter_initial"
     with staged(folder) as partial:
-        save_weights(model, partial)
+        save_weights(job.model, partial)
     return folder
 
 
-def _publish(
-    config: Config, model: Any, tokenizer: Any, base: str | None, run: RunDirectory, initial: Path | None
-) -> None:
+def _publish(job: Job, initial: Path | None) -> None:
     """Write the trained weights where other tools look for them; the directory appears when it is whole."""
-    target = run.merged if config.adapter.kind == "none" else run.adapter
+    target = job.run.merged if job.config.adapter.kind == "none" else job.run.adapter
     try:
         with staged(target) as folder:
             if initial:
                 # W = residual + B0 A0, so the update on W is BA - B0 A0: an adapter of twice the rank (PiSSA, 3.3).
-                save_weights(model, folder, path_initial_model_for_weight_conversion=str(initial))
+                save_weights(job.model, folder, path_initial_model_for_weight_conversion=str(initial))
             else:
-                save_weights(model, folder)
-            fingerprint.save(tokenizer, base, folder)
+                save_weights(job.model, folder)
+            fingerprint.save(job.tokenizer, job.made_with["base"], folder)
     except (OSError, SafetensorError) as error:  # safetensors 0.8 makes its own of a full disk
         raise MachineError(not_written(target, error)) from None
     if initial:
