@@ -301,13 +301,13 @@ def _run(work: Callable[[], None], debug: bool) -> None:
             sys.exit(error.exit_code)
         _fail(str(error), error.exit_code)
     except (MemoryError, RuntimeError) as error:
-        from finetune.measure.out_of_memory import is_out_of_memory
+        from finetune.measure.out_of_memory import is_out_of_memory, reason
 
         if debug or not is_out_of_memory(error):
             raise
-        message = (str(error).splitlines() or ["no memory left"])[0]
         _fail(
-            f"out of memory: {message}; use a machine with more, or free some of this one", OutOfMemoryError.exit_code
+            f"out of memory: {reason(error)}; use a machine with more, or free some of this one",
+            OutOfMemoryError.exit_code,
         )
     except BrokenPipeError:  # who reads the output has seen enough; click ends quietly
         raise

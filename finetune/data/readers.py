@@ -17,7 +17,7 @@ from finetune.data.compressed import COMPRESSIONS
 from finetune.data.lines import ROW_BYTES, lines, whole
 from finetune.data.problems import Problems
 from finetune.data.strict_json import Decoder, JsonError, repeated
-from finetune.errors import DataError
+from finetune.errors import DataError, first_line
 
 Records = Iterator[tuple[str, dict[str, Any]]]
 """Records with their place (`train.jsonl:12`, or `train.parquet[12]` where there are no lines)."""
@@ -201,8 +201,9 @@ def _columnar(path: Path, batches: Iterator[Any], kind: str) -> Records:
                     yield f"{path}[{index}]", fields
     except (pyarrow.ArrowException, OSError, ValueError) as error:
         after = f" after row {index}" if index else ""
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise DataError(f"{path}: not {kind}, or damaged{after}; make or fetch it again ({reason})") from None
+        raise DataError(
+            f"{path}: not {kind}, or damaged{after}; make or fetch it again ({first_line(error)})"
+        ) from None
 
 
 def _slices(batch: Any) -> Iterator[Any]:

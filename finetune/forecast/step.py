@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from finetune.config import Config
 from finetune.data.batching import Batch, MicroBatching, per_step
-from finetune.errors import FinetuneError, ForecastError
+from finetune.errors import FinetuneError, ForecastError, first_line
 from finetune.forecast import depth, fake, patches
 from finetune.forecast.devices import Device
 from finetune.forecast.extrapolate import NotAlike, Shortened, extrapolate, shorten, whole
@@ -57,12 +57,11 @@ def trace_step(
         raise
     except Exception as error:
         # Foreign code on fake tensors: what it may raise has no bounds.
-        first = (str(error).splitlines() or [type(error).__name__])[0]
         raise ForecastError(
             f"`model.name`: `{config.model.name}` ({architecture.model_type}) with `optimizer.kind: "
             f"{config.optimizer.kind}` and `training.objective: {config.training.objective}` cannot be forecast (a "
-            f"training step fails while it is traced: {type(error).__name__}: {first}). `finetune train` with "
-            "`memory.check: off` tries it all the same"
+            f"training step fails while it is traced: {type(error).__name__}: {first_line(error)}). `finetune train` "
+            "with `memory.check: off` tries it all the same"
         ) from error
 
 

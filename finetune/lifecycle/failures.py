@@ -13,7 +13,7 @@ from finetune.errors import MachineError, NumbersError, OutOfMemoryError
 from finetune.forecast.levers import levers
 from finetune.measure import snapshots
 from finetune.measure.monitor import Monitor
-from finetune.measure.out_of_memory import is_out_of_memory
+from finetune.measure.out_of_memory import is_out_of_memory, reason
 from finetune.model.base import refuse_not_finite
 from finetune.storage.files import DISK_ERRORS, not_written
 from finetune.storage.rundir import RunDirectory
@@ -35,7 +35,7 @@ def out_of_memory(config: Config, run: RunDirectory, monitor: Monitor, device: t
         monitor.leave()
         run.event("out_of_memory", memory=monitor.run)
         snapshot = f"\nAllocator snapshot: {run.snapshot_file}" if run.snapshot_file.exists() else ""
-        first = "\n".join([_first_line(error), *getattr(error, "__notes__", ())])
+        first = "\n".join([reason(error), *getattr(error, "__notes__", ())])
         raise OutOfMemoryError(
             f"out of memory: {first}\nTry, in this order: {'; '.join(map(str, levers(config)))}.{snapshot}"
         ) from None
@@ -50,7 +50,7 @@ def out_of_memory_in_merge(run: RunDirectory) -> Iterator[None]:
         if not is_out_of_memory(error):
             raise
         raise OutOfMemoryError(
-            f"out of memory while merging: {_first_line(error)}\n{run.adapter} is complete and was not touched; "
+            f"out of memory while merging: {reason(error)}\n{run.adapter} is complete and was not touched; "
             f"`finetune merge {run.path}` merges it on a machine with more memory, or once some is free"
         ) from None
 
@@ -74,7 +74,3 @@ def disk_errors(run: RunDirectory) -> Iterator[None]:
         if error.errno not in DISK_ERRORS:
             raise
         raise MachineError(not_written(Path(error.filename or run.path), error)) from None
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).splitlines() or ["no memory left"])[0]

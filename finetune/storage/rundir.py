@@ -51,7 +51,9 @@ class RunDirectory:
         run = cls(path)
         run.check_layout()
         if not os.path.isfile(run.config_file):  # which is False for a path that cannot be
-            raise ArtifactError(f"{path}: not a run directory (no config.yaml); give the folder `finetune train` wrote")
+            raise ArtifactError(
+                f"{run.path}: not a run directory (no config.yaml); give the folder `finetune train` wrote"
+            )
         return run
 
     def check_layout(self) -> None:

@@ -91,7 +91,7 @@ class Recorder:
     def started(self, progress: Progress) -> None:
         """Training begins, or goes on after `progress`."""
         self._listener.started(progress.step, progress.total)
-        self._steps, self._leaks = progress.step, LeakWatch()
+        self._steps = progress.step
         self.restart_clock()
         if self._profiler:
             self._profiler.start()
