@@ -194,7 +194,6 @@ def test_early_stopping_ends_the_run(quick) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.xfail(strict=True, reason="the step at which early stopping ends a run is saved only where a save is due")
 def test_a_signal_after_early_stopping_names_a_step_that_is_saved(quick, monkeypatch: pytest.MonkeyPatch) -> None:
     def ended(recorder: Recorder) -> None:
         os.kill(os.getpid(), signal.SIGTERM)
