@@ -101,20 +101,26 @@ def _validate(
     return config, [f"{_place(tuple(key.split('.')), where, file)}: `{key}`: {message}" for key, message in broken]
 
 
-def _ignored(config: Config, choices: Choices) -> list[tuple[str, str]]:
-    """Keys that the choice beside them ignores, where they differ from their defaults.
-
-    A run's resolved config has every default written out, so a default says nothing.
-    """
-    found = []
+def ignored_keys(config: dict[str, dict[str, Any]], choices: Choices) -> dict[str, str]:
+    """The keys (`optimizer.epsilon`) that the choice beside them ignores, each with that choice (`optimizer.kind`)."""
+    found = {}
     for table, entries in choices.items():
         name, _, key = table.partition(".")
-        section = getattr(config, name)
-        chosen = str(getattr(section, key))
-        for ignored in getattr(entries.get(chosen), "ignores", ()):
-            if getattr(section, ignored) != type(section).model_fields[ignored].default:
-                remedy = f"remove it, or choose another {key}"
-                found.append((f"{name}.{ignored}", f"`{table}: {chosen}` ignores it; {remedy}"))
+        ignored = getattr(entries.get(str(config[name][key])), "ignores", ())
+        found.update(dict.fromkeys((f"{name}.{one}" for one in ignored), table))
+    return found
+
+
+def _ignored(config: Config, choices: Choices) -> list[tuple[str, str]]:
+    """Ignored keys that differ from their defaults, which a run's resolved config writes out."""
+    values, defaults = config.model_dump(), Config().model_dump()
+    found = []
+    for key, table in ignored_keys(values, choices).items():
+        name, one = key.split(".")
+        choice = table.partition(".")[2]
+        if values[name][one] != defaults[name][one]:
+            remedy = f"remove it, or choose another {choice}"
+            found.append((key, f"`{table}: {values[name][choice]}` ignores it; {remedy}"))
     return found
 
 
