@@ -4,6 +4,9 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from finetune.errors import ArtifactError
 from finetune.training.progress import FILE, Progress, read_progress
 
 
@@ -24,7 +27,7 @@ def test_counters_that_the_callbacks_of_transformers_trainer_kept_go_on(tmp_path
     folder = tmp_path / "step-00000006"
     folder.mkdir()
     flags = {"should_epoch_stop": False, "should_evaluate": False, "should_save": False, "should_training_stop": False}
-    written = {
+    written: dict[str, Any] = {
         "best_global_step": 3, "best_metric": 2.5, "best_model_checkpoint": None, "epoch": 1.5, "eval_steps": 1,
         "global_step": 6, "log_history": [], "max_steps": 40, "num_train_epochs": 7, "save_steps": 1, "total_flos": 0.0,
         "stateful_callbacks": {
@@ -38,3 +41,6 @@ def test_counters_that_the_callbacks_of_transformers_trainer_kept_go_on(tmp_path
     }  # fmt: skip
     expected = Progress(6, 40, 1.5, best_step=3, best_loss=2.5, without_gain=2, owes_evaluation=True)
     assert read(folder, written) == expected
+    written["stateful_callbacks"]["StopAndSave"]["attributes"]["owes_evaluation"] = "x"
+    with pytest.raises(ArtifactError, match="owes_evaluation"):
+        read(folder, written)
