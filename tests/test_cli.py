@@ -334,6 +334,22 @@ def test_another_tokenizer_than_the_trained_one_exits_7(
 
 
 @pytest.mark.slow
+def test_a_run_with_a_key_that_its_optimizer_ignores_is_read_and_no_other_is_trained_so(
+    call, trained: RunDirectory, tmp_path: Path
+) -> None:
+    """Earlier versions accepted such keys, and wrote them into the run's config."""
+    run = RunDirectory(shutil.copytree(trained.path, tmp_path / "run"))
+    ignored = {"optimizer.kind": "adafactor", "optimizer.beta1": 0.8, "optimizer.epsilon": 1e-6}
+    run.config_file.write_text(dump(run.config().changed(ignored)))
+    for command, *rest in (("generate", "--prompt", "x", "--max-new-tokens", 1), ("merge",), ("eval",), ("doctor",)):
+        code, _, err = call(command, run.path, *rest)
+        assert code == 0, f"{command}: {err}"
+    code, _, err = call("train", run.config_file, f"output.dir={tmp_path / 'other'}")
+    assert code == 2
+    assert "`optimizer.epsilon`: `optimizer.kind: adafactor` ignores it" in err
+
+
+@pytest.mark.slow
 def test_eval_states_loss_and_perplexity_of_base_and_adapter(call, trained: RunDirectory) -> None:
     code, out, _ = call("eval", trained.path, "--json")
     assert code == 0

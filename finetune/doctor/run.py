@@ -43,7 +43,7 @@ def _run_findings(run: RunDirectory) -> Iterator[Finding]:
     config, foreign = None, False
     try:
         with records.open_file(run.config_file):
-            config = load(run.config_file, choices=CHOICES)
+            config = load(run.config_file, choices=CHOICES, trained=True)
     except (ArtifactError, ConfigError) as error:
         yield Finding("config.yaml", "error", str(error), "mend the line, or copy the config that the run started with")
     else:

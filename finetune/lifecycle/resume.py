@@ -11,12 +11,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from finetune.config import Config
+from finetune.config import Config, ignored_keys
 from finetune.data import fingerprint
 from finetune.data.prepare import Prepared
 from finetune.errors import ArtifactError, ConfigError, DataError, MachineError
 from finetune.model import identity
 from finetune.runtime import ranks
+from finetune.settings import CHOICES
 from finetune.storage import checkpoint, records
 from finetune.storage.rundir import RunDirectory, checkpoint_step
 from finetune.training import state
@@ -211,12 +212,16 @@ class _Change:
 
 
 def _changes(before: dict[str, Any], now: dict[str, Any]) -> Iterator[_Change]:
-    """The keys whose values differ; a key that an earlier version did not have had its default then."""
+    """The keys whose values differ, but for those that decide nothing beside what was chosen.
+
+    A key that an earlier version did not have had its default then.
+    """
+    ignored = ignored_keys(now, CHOICES)
     for section, values in now.items():
         for key, value in values.items():
             then = before.get(section, {})
-            if key in then and then[key] != value:
-                yield _Change(f"{section}.{key}", then[key], value)
+            if key in then and then[key] != value and (path := f"{section}.{key}") not in ignored:
+                yield _Change(path, then[key], value)
 
 
 def _refuse(run: RunDirectory, changes: list[_Change]) -> None:

@@ -228,8 +228,19 @@ class CheckpointState(TypedDict):
 
 
 @_written
+class _CallbackAttributes(TypedDict, total=False):
+    early_stopping_patience_counter: Count
+    owes_evaluation: bool
+
+
+@_written
+class _CallbackState(TypedDict):
+    attributes: _CallbackAttributes
+
+
+@_written
 class TrainerState(TypedDict, total=False):
-    """trainer_state.json of a checkpoint; what earlier versions had besides is left aside."""
+    """trainer_state.json of a checkpoint. Earlier versions had callbacks, and other keys, which are left aside."""
 
     global_step: Required[Step]
     epoch: Positive
@@ -238,6 +249,7 @@ class TrainerState(TypedDict, total=False):
     best_global_step: Step | None
     evaluations_without_gain: Count
     owes_evaluation: bool
+    stateful_callbacks: dict[str, _CallbackState]
 
 
 ANSWERS = TypeAdapter(list[Answer])

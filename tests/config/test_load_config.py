@@ -26,6 +26,7 @@ from finetune.config import (
     named,
 )
 from finetune.errors import ConfigError
+from finetune.model.quantization import QUANTIZATIONS
 from finetune.settings import CHOICES, load_config
 from finetune.training.optimizers import OPTIMIZERS
 
@@ -443,6 +444,18 @@ def test_a_broken_rule_names_its_key_and_a_remedy_that_works(write: Write, subte
             assert f"`{key}`: " in line
             load_config(path, [*broken, *remedy])
             assert any(word in line for word in words), f"{line!r} says nothing of {' or '.join(words)}"
+
+
+def test_a_key_that_the_quantization_ignores_is_refused_unless_it_has_its_default(write: Write) -> None:
+    path = write("quantization:\n  double: false\n")
+    for kind in QUANTIZATIONS:
+        override = f"quantization.kind={kind}"
+        if kind in ("nf4", "fp4"):
+            load_config(path, [override])
+        else:
+            [told] = refused(path, override)
+            assert told.startswith(f"job.yaml:2: `quantization.double`: `quantization.kind: {kind}` ignores it")
+            load_config(path, [override, "quantization.double=true"])
 
 
 def test_a_key_that_the_optimizer_ignores_is_refused_unless_it_has_its_default(write: Write) -> None:

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from steps import ready
+from transformers import AutoConfig, AutoModelForCausalLM, MixtralPreTrainedModel
 
 import finetune
 from finetune.config import AdapterSection, MemorySection, ModelSection, QuantizationSection
@@ -333,6 +334,19 @@ def test_adapters_on_experts_and_routers_load_too(
 ) -> None:
     job = [f"model.name={base_of('mixtral')}", f"quantization.kind={kind}", f"adapter.targets={targets}"]
     use(finetune.train(quick(*job, *STEPS)).run)
+
+
+def test_a_mixture_whose_routers_cannot_be_read_says_that_it_trains_without_its_balancing_loss(
+    base_of: Callable[[str], Path], quick: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def balanced() -> bool:
+        return ready(quick(f"model.name={base_of('mixtral')}", "data.eval=none")).step.model.config.output_router_logits
+
+    assert balanced()
+    assert "balancing" not in capsys.readouterr().out
+    monkeypatch.setattr(MixtralPreTrainedModel, "_can_record_outputs", {})  # as Granite's is in transformers 5.17
+    assert not balanced()
+    assert "trains without its balancing loss" in " ".join(capsys.readouterr().out.split())
 
 
 @pytest.mark.slow

@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 import finetune
 from finetune.errors import ArtifactError, ConfigError, DataError, MachineError
 from finetune.export import merge
+from finetune.lifecycle import resume
 from finetune.storage.files import write_text
 from finetune.storage.rundir import RunDirectory
 from finetune.training.step import Step
@@ -214,3 +215,13 @@ def test_full_fine_tuning_keeps_float32_weights_that_bf16_would_round(quick) -> 
     run = finetune.train(config).run
     stored = load_file(run.merged / "model.safetensors")
     assert {tensor.dtype for tensor in stored.values()} == {torch.float32}
+
+
+def test_a_key_that_its_choice_ignores_may_be_removed_from_a_run_that_an_earlier_version_started(quick) -> None:
+    """A config that sets it is refused, so the run could not go on otherwise."""
+    config = quick("quantization.kind=none", "optimizer.kind=adafactor")
+    run = RunDirectory(config.output.dir)
+    run.create(config.changed({"quantization.double": False, "optimizer.epsilon": 1e-6}))
+    resume.refuse_changes(config, run)
+    with pytest.raises(ConfigError, match=r"config: optimizer.weight_decay \(0.0 → 0.1\)\."):
+        resume.refuse_changes(config.changed({"optimizer.weight_decay": 0.1}), run)
