@@ -18,6 +18,7 @@ import typer
 
 import finetune
 from finetune.errors import FinetuneError, MachineError, OutOfMemoryError, Terminated
+from finetune.export.formats import FORMATS, find
 from finetune.report.visible import LINES, VisibleStream, visible
 from finetune.runtime import libraries
 
@@ -48,6 +49,9 @@ Run = Annotated[Path, typer.Argument(help="A run directory, such as runs/tiny_cp
 TrustCode = Annotated[
     bool,
     typer.Option("--trust-remote-code", help="Run the Python code that the run's base ships with, at its revision."),
+]
+FormatName = Annotated[
+    str, typer.Option("--to", help="; ".join(f"{name}: {entry.help}" for name, entry in FORMATS.items()))
 ]
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
@@ -168,10 +172,19 @@ def fit(
 @app.command()
 def merge(run: Run, trust_code: TrustCode = False, as_json: Json = False, debug: Debug = False) -> None:
     """Merge the adapter into the unquantized base and prove that the result equals what was trained."""
+    export(run, "merged", trust_code, as_json, debug)
+
+
+@app.command()
+def export(
+    run: Run, format: FormatName, trust_code: TrustCode = False, as_json: Json = False, debug: Debug = False
+) -> None:
+    """Export the merged model in a format and prove that what was written equals what was trained."""
 
     def work() -> None:
+        find(format)
         opened = finetune.RunDirectory.open(run)
-        proof = finetune.merge(opened, trust_remote_code=trust_code, terminal=_terminal(quiet=as_json))
+        proof = finetune.merge(opened, format, trust_remote_code=trust_code, terminal=_terminal(quiet=as_json))
         if as_json:
             _print_json(proof)
 

@@ -304,6 +304,12 @@ def test_a_directory_that_is_no_run_is_refused(call, tmp_path: Path, command: st
     assert "not a run directory" in err
 
 
+def test_an_unknown_export_format_is_refused_with_the_nearest_name(call, trained: RunDirectory) -> None:
+    code, _, err = call("export", trained.path, "--to", "mergd")
+    assert code == 2
+    assert "export format `mergd` is not known; did you mean `merged`? choose from merged" in err
+
+
 def test_generate_answers_with_each_model(call, trained: RunDirectory) -> None:
     answers = {}
     for model in ("base", "adapter"):

@@ -73,6 +73,8 @@ def watched(folder: Path, *arguments: Any) -> Told:
         *((2, [command, TINY, "training.steps=2"]) for command in ("train", "data", "plan", "fit")),
         *((7, [command, "no run"]) for command in ("merge", "eval", "report")),
         (7, ["generate", "no run", "--prompt", "?"]),
+        (7, ["export", "no run", "--to", "merged"]),
+        (2, ["export", "no run", "--to", "merge"]),
     ],
     ids=lambda value: " ".join(map(str, value)).replace(str(TINY), "CONFIG") if isinstance(value, list) else None,
 )

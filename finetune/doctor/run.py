@@ -51,7 +51,7 @@ def _run_findings(run: RunDirectory) -> Iterator[Finding]:
         yield Finding("config.yaml", "ok", f"{model.name}, {config.adapter.kind}")
         if foreign := model.trust_remote_code:
             told = f"Python code shipped with `{model.name}` at revision {model.revision}, which was not run"
-            remedy = "read it before you give generate, eval or merge --trust-remote-code"
+            remedy = "read it before you give generate, eval, merge or export --trust-remote-code"
             yield Finding("foreign code", "warning", told, remedy)
             config = config.changed({"model.trust_remote_code": False})  # nothing runs here
     yield from _lines(run)

@@ -3,8 +3,9 @@
 A 16-bit merged weight is W + s·BA rounded once, to u = 2^-9 (bfloat16) or 2^-12 (float16) relative. Errors of
 independent roundings add up like a random walk, so that after L layers of two blocks each the relative error of a
 hidden state grows like u·sqrt(2L) (Higham and Mary, SIAM J. Sci. Comput. 41(5), 2019, theorem 2.4). `SAFETY` covers
-that a layer has several products. The measure is the root mean square of the difference of the centred logits over
-that of the centred logits themselves: softmax does not see a constant shift.
+that a layer has several products. A format that rounds more says by how much (`Format.roundoff`). The measure is the
+root mean square of the difference of the centred logits over that of the centred logits themselves: softmax does not
+see a constant shift.
 
 A mixture of experts is no continuous function: where two experts are about to be chosen alike, rounding decides, and
 the logits of that token differ by any amount. Of a mixture the measure is therefore that of the median token.
@@ -27,7 +28,7 @@ SAFETY = 4.0
 
 @dataclass(frozen=True)
 class Proof:
-    """The comparison of merged with unmerged logits on `rows` held-out rows of together `tokens` tokens.
+    """The comparison of exported with trained logits on `rows` held-out rows of together `tokens` tokens.
 
     `error` and `bound` are relative (see the module); `effect` is how far the adapter moved the base's logits in the
     same measure; `agreement` is the share of tokens with the same most likely successor. `median`: whether the measure
@@ -48,9 +49,9 @@ class Proof:
         return self.error <= self.bound and (self.error < self.effect or self.effect <= self.bound)
 
 
-def bound(layers: int, dtype: torch.dtype) -> float:
-    """Relative logit error that rounding the merged weights to `dtype` explains."""
-    return SAFETY * ROUNDOFF[dtype] * math.sqrt(2 * layers)
+def bound(layers: int, roundoff: float) -> float:
+    """Relative logit error that a relative error of `roundoff` in each of the merged weights explains."""
+    return SAFETY * roundoff * math.sqrt(2 * layers)
 
 
 @torch.inference_mode()

@@ -42,8 +42,8 @@ def out_of_memory(config: Config, run: RunDirectory, monitor: Monitor, device: t
 
 
 @contextlib.contextmanager
-def out_of_memory_in_merge(run: RunDirectory) -> Iterator[None]:
-    """Turn out of memory in a merge into OutOfMemoryError: training is over, and only the merge is to be repeated."""
+def out_of_memory_in_merge(run: RunDirectory, format: str) -> Iterator[None]:
+    """Turn out of memory in a merge into OutOfMemoryError: training is over, and only the export is to be repeated."""
     try:
         yield
     except (MemoryError, RuntimeError) as error:
@@ -51,7 +51,8 @@ def out_of_memory_in_merge(run: RunDirectory) -> Iterator[None]:
             raise
         raise OutOfMemoryError(
             f"out of memory while merging: {reason(error)}\n{run.adapter} is complete and was not touched; "
-            f"`finetune merge {run.path}` merges it on a machine with more memory, or once some is free"
+            f"`finetune export {run.path} --to {format}` exports it on a machine with more memory, or once some is "
+            "free"
         ) from None
 
 

@@ -206,15 +206,15 @@ class Terminal:
                     answer = printing.plain(self._console, text.strip(), keep=LINES)
                     printing.put(self._console, Padding(answer, (0, 0, 0, 4), expand=False))
 
-    def merged(self, run: RunDirectory, proof: dict[str, Any]) -> None:
-        """What was proven about the merged model, and where it is."""
+    def merged(self, folder: Path, proof: dict[str, Any]) -> None:
+        """What was proven about the merged model, and the folder it is in."""
         self.close()
         at_median = "at the median token " if proof.get("median") else ""
         self._say(
             f"\nmerged and proven: on {words.count(proof['tokens'])} tokens of the evaluation set its logits differ "
             f"{at_median}by {proof['error']:.3%} from base plus adapter (rounding explains {proof['bound']:.3%}; the "
             f"adapter moved the base by {proof['effect']:.3%}), and {proof['agreement']:.2%} of the most likely tokens "
-            f"are the same. It is in {run.merged}"
+            f"are the same. It is in {folder}"
         )
 
     def finished(self, run: RunDirectory) -> None:

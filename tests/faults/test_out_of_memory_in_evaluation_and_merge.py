@@ -150,7 +150,7 @@ def test_a_merge_out_of_memory_leaves_the_training_and_is_done_again(train_apart
     job = ["output.merge=true", "data.eval=none", "training.eval_every=null"]
     run, ended = train_apart(Fault("finetune.lifecycle.publish:merge_locked", memory_bytes=2**20), *job)
     assert ended.code == 6, ended.output
-    assert "finetune merge" in " ".join(ended.output.split())
+    assert f"finetune export {run.path} --to merged" in " ".join(ended.output.split())
     assert not run.finished
     assert not run.merged.exists()
     before, lines = weights(run), run.metrics_file.read_bytes()

@@ -78,6 +78,7 @@ COMMANDS = {
     "generate with the merged model": ("generate", "RUN", "--prompt", "x", "--max-new-tokens", 2, "--model", "merged"),
     "eval": ("eval", "RUN"),
     "merge": ("merge", "RUN"),
+    "export": ("export", "RUN", "--to", "merged"),
 }
 
 

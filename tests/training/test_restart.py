@@ -3,6 +3,7 @@
 import gc
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,8 +12,8 @@ from safetensors.torch import load_file
 
 import finetune
 from finetune.errors import ArtifactError, ConfigError, DataError, MachineError
-from finetune.export import merge
 from finetune.lifecycle import resume
+from finetune.export.formats import FORMATS
 from finetune.storage.files import write_text
 from finetune.storage.rundir import RunDirectory
 from finetune.training.step import Step
@@ -171,7 +172,7 @@ def test_a_merge_that_fails_at_the_end_is_done_by_the_same_command(quick, monkey
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patched:
-        patched.setattr(merge, "_save", full)
+        patched.setitem(FORMATS, "merged", replace(FORMATS["merged"], write=full))
         with pytest.raises(MachineError):
             finetune.train(config)
     run = RunDirectory(config.output.dir)
