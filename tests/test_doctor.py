@@ -163,8 +163,8 @@ DAMAGES: dict[str, tuple[Callable[[RunDirectory], object], str, str]] = {
     "config gone": (lambda run: run.config_file.unlink(), "config.yaml", "No such file"),
     "config cut": (lambda run: run.config_file.write_text("model: {nam: x"), "config.yaml", "not valid YAML"),
     "events gone": (lambda run: run.events_file.unlink(), "events.jsonl", "missing"),
-    "event bit": (lambda run: flip(run.events_file, 0), "events.jsonl", "line 1 is left out"),
-    "a list": (lambda run: _append(run.metrics_file, "[1]\n"), "metrics.jsonl", "line 24 is left out"),
+    "event bit": (lambda run: flip(run.events_file, 0), "events.jsonl", "line 1 is skipped"),
+    "a list": (lambda run: _append(run.metrics_file, "[1]\n"), "metrics.jsonl", "line 24 is skipped"),
     "environment cut": (lambda run: cut(run.environment_file, 40), "environment.json", "not as this program writes it"),
     "weights gone": (lambda run: (run.adapter / "adapter_model.safetensors").unlink(), "adapter", "No such file"),
     "weights cut": (lambda run: cut(run.adapter / "adapter_model.safetensors", 5000), "adapter", "beyond the file"),
@@ -205,12 +205,12 @@ def test_a_run_that_train_would_refuse_to_go_on_with_is_not_sound(run: RunDirect
         cut(checkpoint / "adapter_model.safetensors", 5000)
     found = {one.about: one for one in wrong(run)}
     assert found["state"].status == "error"
-    assert "refuses to go on" in found["state"].what
-    assert found["checkpoints/step-00000010"].remedy == "put it back from a copy"
+    assert "refuses to resume it" in found["state"].what
+    assert found["checkpoints/step-00000010"].remedy == "restore it from a copy"
     assert found["checkpoints/latest"].status == "warning"
     for checkpoint in run.complete_checkpoints():
         shutil.rmtree(checkpoint)
-    assert "refuses to go on" in {one.about: one for one in wrong(run)}["state"].what
+    assert "refuses to resume it" in {one.about: one for one in wrong(run)}["state"].what
     write_lines(run.events_file, [event for event in events if event["event"] != "saved"])
     assert "state" not in {one.about for one in wrong(run)}
 
@@ -240,7 +240,7 @@ def test_a_run_that_another_process_trains_in_is_told_with_its_number(run: RunDi
         lock.write("4711\n")
         lock.flush()
         fcntl.flock(lock, fcntl.LOCK_EX)
-        assert ["process 4711 trains here now" in one.what for one in wrong(run)] == [True]
+        assert ["process 4711 is training here" in one.what for one in wrong(run)] == [True]
     assert wrong(run) == []
 
 

@@ -1,6 +1,6 @@
-"""From an example to tokens and labels. A label of -100 is not trained (`IGNORE`).
+"""From an example to tokens and labels. Tokens with label -100 (`IGNORE`) are not trained.
 
-The encoding of a row is a generator that yields a text where it needs tokens; see tokenizing.py.
+The encoding of a row is a generator that yields a text when it needs its tokens; see tokenizing.py.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Sample answers: a few held-out questions, answered by the base before training and by the trained model after."""
+"""Sample answers: a few held-out prompts, answered by the base before training and by the trained model after it."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def _kept(asked: list[tuple[Any, str]], run: RunDirectory, note: Callable[[str],
     try:
         rows: Rows = [{**row} for row in run.answers()]
     except ArtifactError as error:
-        note(f"{error}; the base is asked again")
+        note(f"{error}; the base answers again")
         return []
     # Questions too long for the model's positions were left out.
     same = all((row.get("prompt"), row["reference"]) in asked for row in rows)

@@ -1,4 +1,4 @@
-"""After training: what came of it is recorded, and the adapter is merged into its base."""
+"""After training: record the results, and merge the adapter into its base."""
 
 from __future__ import annotations
 

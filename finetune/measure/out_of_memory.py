@@ -1,4 +1,4 @@
-"""Which errors mean that no memory was left."""
+"""Which errors mean out of memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The adapter: low-rank updates on a frozen base (LoRA, arXiv 2106.09685), or every weight where there is none."""
+"""The adapter: low-rank updates of a frozen base (LoRA, arXiv 2106.09685); without one, every weight is trained."""
 
 from __future__ import annotations
 

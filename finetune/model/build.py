@@ -1,8 +1,8 @@
-"""The one builder of a model: training, forecast, merge, inference and evaluation all build theirs here.
+"""The one builder of models, used by training, forecast, merge, inference and evaluation.
 
     Blueprint ─▶ base: loaded on a device, or weightless ─▶ trainable: a new adapter, activation checkpointing
 
-A trained adapter goes onto a base by `finetune.model.adapter.load_adapter`.
+`finetune.model.adapter.load_adapter` puts a trained adapter on a base.
 """
 
 from __future__ import annotations

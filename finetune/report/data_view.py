@@ -1,7 +1,7 @@
-"""The data as people look at it before training: on a terminal or in a log, as a page, and in a notebook.
+"""How the data is shown before training: on a terminal or in a log, as a page, and in a notebook.
 
-The first line is the answer. A character of a row that has no glyph, such as a tab, an escape or a zero-width space, is
-spelt out: it is a token all the same, and often the fault that one is looking for.
+The first line is the summary. Characters without a glyph, such as a tab, an escape or a zero-width space, are escaped:
+they are tokens too, and often the error one is looking for.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What `finetune doctor` found, on the terminal: a line for each finding, with its remedy."""
+"""The findings of `finetune doctor` on the terminal: a line for each, with its remedy."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""A forecast as people read it: on a terminal or in a log, and in a notebook.
+"""How a forecast is shown: on a terminal or in a log, and in a notebook.
 
-The first line is the answer; what follows says what the answer is made of. Nothing that is zero takes a line.
+The first line is the result, followed by its parts. Parts that are zero are omitted.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The picture of a forecast: what fills the memory over a step, and how far that is from the budget.
+"""The plot of a forecast: what fills the memory over a step, and how far that is from the budget.
 
-What stays from step to step lies at the bottom in calm colours, what comes and goes on top of it in warm ones, so that
-the part which settings can shrink is the part that catches the eye.
+What stays from step to step is at the bottom in calm colours, what comes and goes is above it in warm ones, so that the
+part that settings can shrink stands out.
 """
 
 from __future__ import annotations

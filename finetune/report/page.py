@@ -1,4 +1,4 @@
-"""The report of a run: one HTML file that needs nothing but itself, and the part of it that notebooks show."""
+"""The report of a run: one self-contained HTML file, and the part of it that notebooks show."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""How the views print: lines, facts, tables and bars, on a terminal or into a log, in any encoding.
+"""How the views print: lines, facts, tables and bars, to a terminal or a log, in any encoding.
 
-Into a log, lines stay whole however long they are. No text that comes from outside is read as rich's markup, steers the
-terminal, or fails to be encoded.
+Lines in a log are never wrapped. Text from outside is never interpreted as rich's markup, cannot control the terminal,
+and never fails to encode.
 """
 
 from __future__ import annotations

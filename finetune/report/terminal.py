@@ -1,6 +1,6 @@
-"""What a person sees while a run goes on: a header, the progress, and the results.
+"""The output of a run: a header, the progress, and the results.
 
-On a terminal the progress is one live line; in a log it is a plain line now and then.
+On a terminal the progress is one live line; in a log it is a plain line from time to time.
 """
 
 from __future__ import annotations

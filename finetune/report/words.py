@@ -1,4 +1,4 @@
-"""Numbers, settings and counts in words: each is written in one way, on the terminal as on the pages."""
+"""Numbers, settings and counts in words, written alike on the terminal and the pages."""
 
 from __future__ import annotations
 

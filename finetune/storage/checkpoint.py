@@ -1,8 +1,8 @@
-"""Checkpoints on disk: a kill at any moment leaves the newest whole one usable, and none is used unverified.
+"""Checkpoints on disk: after a kill at any moment the newest complete one is usable, and none is used unverified.
 
-A checkpoint is a directory of safetensors and JSON files, nothing that needs unpickling, with a manifest of their sizes
-and hashes that is written last. The directory is made under a temporary name, brought to disk, read back and renamed;
-only then does `latest` name it and may an older one go.
+A checkpoint is a directory of safetensors and JSON files, without pickles, and a manifest of their sizes and hashes
+that is written last. The directory is written under a temporary name, flushed to disk, read back and renamed; only then
+does `latest` name it, and an older one may be removed.
 """
 
 from __future__ import annotations

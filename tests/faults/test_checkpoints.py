@@ -618,7 +618,7 @@ def test_a_second_process_in_a_run_directory_is_refused_by_the_first_ones_number
 
 def test_processes_that_cannot_share_the_batch_are_refused_naming_it(quick, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "3")
-    with pytest.raises(ConfigError, match=r"`training\.batch_size` 4 cannot be shared by 3 processes"):
+    with pytest.raises(ConfigError, match=r"`training\.batch_size` 4 cannot be split among 3 processes"):
         finetune.train(quick())
 
 
