@@ -97,7 +97,7 @@ def test_a_folder_for_runs_that_cannot_be_written_is_an_error(tmp_path: Path, mo
 
 
 @pytest.mark.parametrize(
-    ("said", "told"),
+    ("text", "version"),
     [
         ("NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.104.05  Sat Aug 19\nGCC version: 12.3.0\n", "535.104.05"),
         ("NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  550.54.14  Release Build\n", "550.54.14"),
@@ -105,12 +105,12 @@ def test_a_folder_for_runs_that_cannot_be_written_is_an_error(tmp_path: Path, mo
     ],
 )
 def test_the_driver_is_told_where_the_system_says_it(
-    said: str | None, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    text: str | None, version: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(machine, "_DRIVER", tmp_path / "version")
-    if said:
-        machine._DRIVER.write_text(said)
-    assert machine._driver() == (f", driver {told}" if told else "")
+    if text:
+        machine._DRIVER.write_text(text)
+    assert machine._driver() == (f", driver {version}" if version else "")
 
 
 def test_no_token_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -221,8 +221,8 @@ def test_looking_at_a_run_asks_no_hub(run: RunDirectory, monkeypatch: pytest.Mon
     asked: list[object] = []
     monkeypatch.setattr(socket, "getaddrinfo", lambda *address, **_: asked.append(address))
     run.config_file.write_text(run.config_file.read_text().replace("builtin:tiny-llama", "someone/some-model"))
-    [told] = [one for one in wrong(run) if one.about == "tokenizer"]
-    assert told.status == "warning"
+    [finding] = [one for one in wrong(run) if one.about == "tokenizer"]
+    assert finding.status == "warning"
     assert asked == []
 
 
@@ -248,11 +248,11 @@ def test_the_command_prints_a_line_each_or_json_and_exits_7(
     run: RunDirectory, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
     (run.adapter / "adapter_model.safetensors").unlink()
-    for option, told in (((), "error    adapter"), (("--json",), '"sound": false')):
+    for option, expected in (((), "error    adapter"), (("--json",), '"sound": false')):
         monkeypatch.setattr(sys, "argv", ["finetune", "doctor", str(run.path), *option])
         with pytest.raises(SystemExit) as stopped:
             cli.main()
         assert stopped.value.code == 7
         out, err = capsys.readouterr()
         assert err == ""
-        assert told in out
+        assert expected in out

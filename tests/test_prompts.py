@@ -77,12 +77,12 @@ def test_the_sample_answers_show_every_turn_that_was_asked(quick: Any, asked: li
     rows = tmp_path / "rows.jsonl"
     rows.write_text("".join(json.dumps({"messages": conversation(number)}) + "\n" for number in range(30)))
     run = finetune.train(quick(f"data.train={rows}", "training.max_steps=1", "output.merge=false")).run
-    told = json.loads(run.answers_file.read_text())
+    answered = json.loads(run.answers_file.read_text())
     tokenizer = load_tokenizer(run.config().model)
     assert {tokenizer.decode(ids) for ids in asked} == {
-        tokenizer.apply_chat_template(row["prompt"], add_generation_prompt=True, tokenize=False) for row in told
+        tokenizer.apply_chat_template(row["prompt"], add_generation_prompt=True, tokenize=False) for row in answered
     }
-    for row in told:
+    for row in answered:
         number = row["reference"].partition(",")[0]
         assert row["question"] == f"system: Be brief.\nuser: Say {number}\nassistant: what?\nuser: that"
         assert row["question"] in run.report_file.read_text()
@@ -92,9 +92,9 @@ def test_the_prompts_of_completions_are_asked_too(quick: Any, asked: list[list[i
     rows = tmp_path / "rows.jsonl"
     rows.write_text("".join(json.dumps(KINDS["completion"][0](number)) + "\n" for number in range(30)))
     run = finetune.train(quick(f"data.train={rows}", "training.max_steps=1", "output.merge=false")).run
-    told = json.loads(run.answers_file.read_text())
-    assert told
-    for row in told:
+    answered = json.loads(run.answers_file.read_text())
+    assert answered
+    for row in answered:
         assert row["question"] == row["prompt"]
         assert row["reference"].strip().partition(",")[0] in row["prompt"]
         assert (row["before"], row["after"]) == ("said", "said")

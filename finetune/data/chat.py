@@ -116,8 +116,8 @@ def is_empty(example: Example, loss_on: LossOn = "assistant") -> bool:
     match example:
         case Chat(messages):
             turns = range(len(messages)) if loss_on == "all" else trained_turns(example, loss_on)
-            said = [messages[turn]["content"].strip() or messages[turn].get("tool_calls") for turn in turns]
-            return bool(said) and not any(said)
+            contents = [messages[turn]["content"].strip() or messages[turn].get("tool_calls") for turn in turns]
+            return bool(contents) and not any(contents)
         case Completion(prompt, completion):
             return not completion.strip() and (loss_on != "all" or not prompt.strip())
         case Text(text):

@@ -125,8 +125,8 @@ def _turn_end(example: Chat, turn: int, ids: list[int], start: int, tokenizer: A
     end = ids.index(ends, start)
     rendered = tokenizer.decode(ids[start:end], clean_up_tokenization_spaces=False).strip()
     content = example.messages[turn]["content"]
-    said = (control.plain(content, tokenizer) if example.escaped else content).strip()
-    if rendered == said or (rendered and said and (rendered.endswith(said) or said.endswith(rendered))):
+    text = (control.plain(content, tokenizer) if example.escaped else content).strip()
+    if rendered == text or (rendered and text and (rendered.endswith(text) or text.endswith(rendered))):
         return end + 1
     return None
 

@@ -231,8 +231,9 @@ class _Search:
         return NothingFits(
             config,
             f"nothing fits on {least.device.name}: the smallest setting found needs "
-            f"{least.needed_bytes / 2**30:.2f} of {least.budget_bytes / 2**30:.2f} GiB (micro-batch {config.training.rows}, checkpointing "
-            f"{config.memory.checkpointing}, offload {config.memory.offload}); shorten `data.max_length`, lower "
+            f"{least.needed_bytes / 2**30:.2f} of {least.budget_bytes / 2**30:.2f} GiB "
+            f"(micro-batch {config.training.rows}, checkpointing {config.memory.checkpointing}, "
+            f"offload {config.memory.offload}); shorten `data.max_length`, lower "
             "`adapter.rank`, or use a GPU with more memory",
         )
 

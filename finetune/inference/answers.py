@@ -37,10 +37,10 @@ def before(base: Any, tokenizer: Any, config: Config, run: RunDirectory, note: C
     with autocast(config.training.precision, base.device):
         for prompt, reference in asked:
             with contextlib.suppress(TooLong):  # training rows are truncated, questions are not
-                said = answer(base, tokenizer, _ids(prompt, tokenizer, config), _TOKENS)
+                reply = answer(base, tokenizer, _ids(prompt, tokenizer, config), _TOKENS)
                 question = examples.shown(prompt)
                 rows.append(
-                    {"prompt": prompt, "question": question, "reference": reference, "before": said, "after": None}
+                    {"prompt": prompt, "question": question, "reference": reference, "before": reply, "after": None}
                 )
     write_json(run.answers_file, rows)
     return rows

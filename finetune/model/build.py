@@ -52,7 +52,7 @@ class Blueprint:
     def check(self, adapter: AdapterSection) -> Mixture | None:
         """What is known of the base's experts (see `mixture`); needs no weights.
 
-        Raises ConfigError for a class whose layers and head are not told apart, which the loss needs, and for an
+        Raises ConfigError for a class whose head cannot be separated from its layers, as the loss needs, and for an
         adapter that the base cannot have.
         """
         found: list[Mixture | None] = []

@@ -89,12 +89,12 @@ def _settings(forecast: Forecast) -> dict[str, str]:
     batch = forecast.batch
     micro_batches = forecast.tokens // (batch.rows * batch.tokens)
     several = f", {words.count(micro_batches)} such micro-batches a step" if micro_batches > 1 else ""
-    told = {"batch": f"{words.batch(batch)}{several}; lengths from {batch.source}", "attention": forecast.attention}
+    shown = {"batch": f"{words.batch(batch)}{several}; lengths from {batch.source}", "attention": forecast.attention}
     if forecast.device.expandable_segments:
-        told["allocator"] = "expandable segments"
+        shown["allocator"] = "expandable segments"
     if forecast.mixture:
-        told["experts"] = words.mixture(forecast.mixture)
-    return told
+        shown["experts"] = words.mixture(forecast.mixture)
+    return shown
 
 
 def _at_peak(forecast: Forecast) -> list[tuple[str, int, float]]:

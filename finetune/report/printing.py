@@ -31,22 +31,22 @@ def put(console: Console, printed: Any, *, whole: bool = False) -> None:
         raise MachineError(f"the output could not be written: {error.strerror}") from None
 
 
-def say(console: Console, told: str = "", style: str = "", keep: str = "") -> None:
+def say(console: Console, text: str = "", style: str = "", keep: str = "") -> None:
     """A line, or with line breaks in `keep` (see `visible`) a paragraph."""
-    put(console, plain(console, told, style, keep), whole=True)
+    put(console, plain(console, text, style, keep), whole=True)
 
 
-def facts(console: Console, told: dict[str, str]) -> None:
+def facts(console: Console, rows: dict[str, str]) -> None:
     """Names and facts, a line each; a terminal folds a long fact beside its name."""
-    width = max(map(len, told))
+    width = max(map(len, rows))
     if not console.is_terminal:
-        for name, fact in told.items():
+        for name, fact in rows.items():
             say(console, f"{name:{width}}  {fact}")
         return
     grid = Table.grid(padding=(0, 2))
     grid.add_column(style="dim", min_width=10)
     grid.add_column(overflow="fold")
-    for name, fact in told.items():
+    for name, fact in rows.items():
         grid.add_row(plain(console, name), plain(console, fact))
     put(console, grid)
 
@@ -79,9 +79,9 @@ def bars(console: Console, rows: Iterable[tuple[str, float, str, str]]) -> None:
     put(console, grid)
 
 
-def plain(console: Console, told: str, style: str = "", keep: str = "") -> Text:
-    """`told` as it is: visible but for what is in `keep`, and with ? for what the console cannot encode."""
-    return Text(visible(told, keep).encode(console.encoding, "replace").decode(console.encoding), style=style)
+def plain(console: Console, text: str, style: str = "", keep: str = "") -> Text:
+    """`text` as it is: visible but for what is in `keep`, and with ? for what the console cannot encode."""
+    return Text(visible(text, keep).encode(console.encoding, "replace").decode(console.encoding), style=style)
 
 
 def knows_unicode(console: Console) -> bool:

@@ -253,11 +253,11 @@ def newest_valid(
         damaged[checkpoint] = problems
     aside = sorted(path.name for path in run.checkpoints.glob("*" + DAMAGED + "*"))
     if damaged or aside or run.saved_steps:
-        told = [f"{path.name}: {'; '.join(problems)}" for path, problems in damaged.items()]
-        told += [f"{name}: set aside before" for name in aside]
+        reasons = [f"{path.name}: {'; '.join(problems)}" for path, problems in damaged.items()]
+        reasons += [f"{name}: set aside before" for name in aside]
         raise ArtifactError(
             f"no checkpoint in {run.checkpoints} can be used"
-            + (f" ({' | '.join(told)})" if told else f": step {run.saved_steps[-1]} was saved there, but is gone")
+            + (f" ({' | '.join(reasons)})" if reasons else f": step {run.saved_steps[-1]} was saved there, but is gone")
             + ". Restore one from a copy, or use --fresh to start over (the old run is moved aside)"
         )
     return None, {}

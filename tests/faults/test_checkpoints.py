@@ -172,13 +172,13 @@ def test_a_disk_that_fills_during_a_save_ends_in_4_with_the_bytes(
     checkpoint.write(run, contents(1))
     ended = children.run(["save", run.path, 2], Fault("open", f"checkpoints/.*{file}", action="fill"))
     assert ended.code == 4, ended.output
-    told = (
+    message = (
         r"checkpoints/latest could not be written: No space left on device; [\d,]+ bytes are free"
         if file == "latest"  # the checkpoint itself is published by then
         else r"checkpoint at step 2 could not be written to .*No space left on device; bytes needed: [\d,]+, "
         r"free: [\d,]+\. Earlier checkpoints are untouched"
     )
-    assert re.search(told, ended.output)
+    assert re.search(message, ended.output)
     newest, damaged = checkpoint.newest_valid(run)
     assert newest in (run.checkpoint(1), run.checkpoint(2) if file == "latest" else None)
     assert not damaged
