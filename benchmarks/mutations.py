@@ -166,7 +166,7 @@ def _with(node: Any, **fields: Any) -> Any:
 def changes(node: ast.AST, statement: ast.stmt) -> Iterator[tuple[ast.stmt, str]]:
     """Makes each change below `node` in turn and takes it back; the statement it is in, and what it is.
 
-    What a person is told is left alone.
+    Messages for people are not mutated.
     """
     for field, value in ast.iter_fields(node):
         for place, child in enumerate(value if isinstance(value, list) else [value]):

@@ -1,7 +1,7 @@
 """The command line: commands and exit codes, no logic.
 
-The names of `finetune` import their modules, with libraries that take seconds, when they are looked up: so each command
-first loads its config or opens its run, and their errors come at once.
+The names of `finetune` import their modules lazily, since their libraries take seconds to import. Each command loads
+its config or opens its run first, so that errors there are reported at once.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""The config, checked against the tables of choices.
+"""The config, validated against the tables of choices.
 
-Each table is defined beside its implementation; here they are only collected, for validation, the schema and the help.
+Each table is defined next to its implementation and only collected here, for validation, the schema and the help.
 """
 
 from __future__ import annotations

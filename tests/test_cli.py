@@ -245,7 +245,7 @@ def test_fit_of_what_fits_nowhere_exits_6(call, job: list[str], tmp_path: Path) 
     code, _, err = call("fit", *job, "training.batch_size=1", "training.micro_batch=1", "memory.budget=1MiB",
                         "--gpu", "cpu", "--output", tmp_path / "fitted.yaml")  # fmt: skip
     assert code == 6
-    assert "nothing fits CPU" in err
+    assert "nothing fits on CPU" in err
     assert not (tmp_path / "fitted.yaml").exists()
 
 

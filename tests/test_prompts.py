@@ -79,14 +79,14 @@ def test_the_sample_answers_show_every_turn_that_was_asked(quick: Any, asked: li
     rows = tmp_path / "rows.jsonl"
     rows.write_text("".join(json.dumps({"messages": conversation(number)}) + "\n" for number in range(30)))
     run = finetune.train(quick(f"data.train={rows}", "training.max_steps=1", "output.merge=false")).run
-    told = json.loads(run.answers_file.read_text())
+    answered = json.loads(run.answers_file.read_text())
     tokenizer = load_tokenizer(run.config().model)
-    numbers = [int(row["reference"].partition(",")[0]) for row in told]
+    numbers = [int(row["reference"].partition(",")[0]) for row in answered]
     assert {tokenizer.decode(ids) for ids in asked} == {
         tokenizer.apply_chat_template(conversation(number)[:-1], add_generation_prompt=True, tokenize=False)
         for number in numbers
     }
-    for number, row in zip(numbers, told, strict=True):
+    for number, row in zip(numbers, answered, strict=True):
         assert row["question"] == f"system: Be brief.\nuser: Say {number}\nassistant: what?\nuser: that"
         assert row["question"] in run.report_file.read_text()
 
@@ -95,9 +95,9 @@ def test_the_prompts_of_completions_are_asked_too(quick: Any, asked: list[list[i
     rows = tmp_path / "rows.jsonl"
     rows.write_text("".join(json.dumps(KINDS["completion"][0](number)) + "\n" for number in range(30)))
     run = finetune.train(quick(f"data.train={rows}", "training.max_steps=1", "output.merge=false")).run
-    told = json.loads(run.answers_file.read_text())
-    assert told
-    for row in told:
+    answered = json.loads(run.answers_file.read_text())
+    assert answered
+    for row in answered:
         assert row["reference"].strip().partition(",")[0] in row["question"]
         assert (row["before"], row["after"]) == ("said", "said")
 

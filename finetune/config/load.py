@@ -1,4 +1,4 @@
-"""Read a config: file, then `section.key=value` overrides, then validation; every problem is reported at once."""
+"""Read a config: file, then `section.key=value` overrides, then validation; all problems are reported together."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Readers: from a file to its records, one at a time. A new kind of file is one entry in a table.
 
-`datasets` reads the same kinds of files, but its rows do not know the file and line that each message here names; so it
-reads what is on the hub alone.
+`datasets` reads the same kinds of files, but without the file and line that each message here names, so it is used only
+for data sets on the hub.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Sources: where rows come from. Each row knows its place, for messages that a person can follow to the line."""
+"""Sources: where rows come from. Each row knows its position, so that messages can name the file and line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The model card that goes with an export: what it is made of, and what was measured."""
+"""The model card of an export: how it was made, and what was measured."""
 
 from __future__ import annotations
 
@@ -24,6 +24,6 @@ into the unquantized base in 16 bit, and written as {written_as}.
 
 Its logits, computed from the written files, were compared with base plus adapter on {record["rows"]} held-out rows
 ({record["tokens"]} tokens): they differ by {record["error"]:.3%} (bound {record["bound"]:.3%}, the adapter's own effect
-{record["effect"]:.3%}), and agree on the most likely next token in {record["agreement"]:.2%} of places. `merge.json`
+{record["effect"]:.3%}), and agree on the most likely next token at {record["agreement"]:.2%} of positions. `merge.json`
 has the figures and the hash of the base.
 """

@@ -40,9 +40,9 @@ def before(base: Any, tokenizer: Any, config: Config, run: RunDirectory, note: C
     with autocast(config.training.precision, base.device):
         for prompt, reference in asked:
             with contextlib.suppress(TooLong):  # training rows are truncated, questions are not
-                said = answer(base, tokenizer, _ids(prompt, tokenizer, config), _TOKENS)
+                reply = answer(base, tokenizer, _ids(prompt, tokenizer, config), _TOKENS)
                 question = examples.shown(prompt)
-                found.append((prompt, {"question": question, "reference": reference, "before": said, "after": None}))
+                found.append((prompt, {"question": question, "reference": reference, "before": reply, "after": None}))
     write_json(run.answers_file, [row for _, row in found])
     return found
 
@@ -64,7 +64,7 @@ def _kept(asked: list[tuple[Prompt, str]], run: RunDirectory, note: Callable[[st
         # Questions too long for the model's positions were left out.
         return [(prompts[row["question"], row["reference"]], {**row}) for row in run.answers()]
     except ArtifactError as error:
-        note(f"{error}; the base is asked again")
+        note(f"{error}; the base answers again")
     except KeyError:
         pass
     return []

@@ -21,10 +21,10 @@ from finetune.storage.rundir import RunDirectory
 
 @contextlib.contextmanager
 def out_of_memory(config: Config, run: RunDirectory, monitor: Monitor, device: torch.device) -> Iterator[None]:
-    """Turn torch's out of memory, in loading or in a step, into OutOfMemoryError with the levers, in order.
+    """Turn torch's out-of-memory error, in loading or in a step, into OutOfMemoryError with the levers, in order.
 
-    Notes on the error (PEP 678) say what it was that did not fit. Where `memory.snapshot` is on, an allocator snapshot
-    is left in the run directory.
+    Notes on the error (PEP 678) say what did not fit. With `memory.snapshot`, an allocator snapshot is written to the
+    run directory.
     """
     try:
         with snapshots.recorded(run.snapshot_file, device, config.memory.snapshot):
@@ -43,7 +43,7 @@ def out_of_memory(config: Config, run: RunDirectory, monitor: Monitor, device: t
 
 @contextlib.contextmanager
 def out_of_memory_in_merge(run: RunDirectory, format: str) -> Iterator[None]:
-    """Turn out of memory in a merge into OutOfMemoryError: training is over, and only the export is to be repeated."""
+    """Turn out of memory in a merge into OutOfMemoryError: training is done, and only the export must be repeated."""
     try:
         yield
     except (MemoryError, RuntimeError) as error:
@@ -58,7 +58,7 @@ def out_of_memory_in_merge(run: RunDirectory, format: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def blaming_base(model: ModelSection) -> Iterator[None]:
-    """Where numbers are not finite, check the base's weights first: no learning rate mends those."""
+    """When numbers are not finite, check the base's weights first: no learning rate would repair those."""
     try:
         yield
     except NumbersError:

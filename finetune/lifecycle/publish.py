@@ -1,4 +1,4 @@
-"""After training: what came of it is recorded, and the adapter is merged into its base and exported."""
+"""After training: record the results, and export the adapter merged into its base."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which errors mean that no memory was left, and what they say."""
+"""Which errors mean out of memory, and what they say."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""The files that describe a run: what this program writes into each, and the one way to read them back.
+"""The files that describe a run: the schema of each, and the one way to read them back.
 
-A run directory may be damaged, written by another version, or forged. Nothing is taken from a file before its shape
-is checked, so that a wrong value is reported where it stands and not where it is used. Of a .jsonl file the lines that
-do not have the shape are left out; any other file is taken whole or refused.
+A run directory may be damaged, written by another version, or forged. Files are validated before anything is read from
+them, so that a wrong value is reported where it is stored and not where it is used. Invalid lines of a .jsonl file are
+skipped; any other file is accepted or refused as a whole.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The loss on the evaluation set: nats per trained token over all rows, the same whatever the micro-batch.
 
-transformers' own evaluation averages the means of batches, so that a short answer weighs as much as a long one and
-the number changes with the batch size. No logits are kept: TRL's fused head scores the tokens in tiles.
+transformers' own evaluation averages the means of batches, so that a short answer counts as much as a long one and
+the result depends on the batch size. No logits are kept: TRL's fused head scores the tokens in tiles.
 """
 
 from __future__ import annotations

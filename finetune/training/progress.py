@@ -1,4 +1,4 @@
-"""How far a training has come: what a checkpoint says of it, under the names of transformers' `trainer_state.json`."""
+"""The progress of a training as checkpoints store it, with the field names of transformers' `trainer_state.json`."""
 
 from __future__ import annotations
 

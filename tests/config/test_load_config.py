@@ -210,7 +210,7 @@ def test_sources_are_one_name_or_a_list_of_names_some_with_a_weight(write: Write
 
 
 def test_a_wrong_source_of_several_is_told_with_its_line_and_key(write: Write, subtests: pytest.Subtests) -> None:
-    for item, told in [
+    for item, message in [
         ("{source: b/, weight: 0}", "`data.train.1.weight`: expected greater than 0, not 0"),
         ("{source: b/, weight: twice}", "`data.train.1.weight`: expected a number, not 'twice'"),
         ("{source: b/, wieght: 2}", "unknown key `data.train.1.wieght`; `wieght` is not known; did you mean `weight`?"),
@@ -221,7 +221,7 @@ def test_a_wrong_source_of_several_is_told_with_its_line_and_key(write: Write, s
     ]:
         with subtests.test(item=item):
             [line] = refused(write(f"data:\n  train:\n    - a.jsonl\n    - {item}\n"))
-            assert line.startswith(f"job.yaml:4: {told}")
+            assert line.startswith(f"job.yaml:4: {message}")
 
 
 def test_no_source_at_all_is_refused(write: Write, subtests: pytest.Subtests) -> None:
@@ -463,9 +463,9 @@ def test_a_key_that_the_optimizer_ignores_is_refused_unless_it_has_its_default(w
     for kind, optimizer in OPTIMIZERS.items():
         override = f"optimizer.kind={kind}"
         if "epsilon" in optimizer.ignores:
-            [told] = refused(path, override)
-            assert told.startswith("job.yaml:3: `optimizer.epsilon`: ")
-            assert kind in told
+            [message] = refused(path, override)
+            assert message.startswith("job.yaml:3: `optimizer.epsilon`: ")
+            assert kind in message
             load_config(path, [override, "optimizer.epsilon=1e-8"])
         else:
             load_config(path, [override])

@@ -188,7 +188,7 @@ def test_a_forward_pass_that_fails_leaves_the_experts_packed(base_of: Callable[[
 # -- what is said of them ----------------------------------------------------------------------------------------------
 
 
-def told(folder: Path, kind: str) -> str:
+def described(folder: Path, kind: str) -> str:
     section = ModelSection(name=str(folder))
     base = Blueprint(section, QuantizationSection(kind=kind), load_architecture(section), "eager", torch.bfloat16)
     mixture = base.check(AdapterSection(kind="none"))
@@ -204,9 +204,11 @@ def told(folder: Path, kind: str) -> str:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [*ARCHITECTURES, "qwen2_moe"])
 def test_what_is_told_of_experts_is_what_is_loaded(name: str, base_of: Callable[[str], Path]) -> None:
-    assert told(base_of(name), "nf4").startswith("4 a layer in nf4; ")
-    assert told(base_of(name), "int8").startswith("4 a layer unquantized (bitsandbytes has int8 for linear layers only")
-    assert told(base_of(name), "none") == "4 a layer unquantized"
+    assert described(base_of(name), "nf4").startswith("4 a layer in nf4; ")
+    assert described(base_of(name), "int8").startswith(
+        "4 a layer unquantized (bitsandbytes has int8 for linear layers only"
+    )
+    assert described(base_of(name), "none") == "4 a layer unquantized"
 
 
 def test_experts_in_a_form_that_is_not_quantized_are_told_to_be() -> None:
@@ -271,7 +273,7 @@ def test_the_candidates_name_experts_and_routers(base_of: Callable[[str], Path])
 
 
 @pytest.mark.parametrize(
-    ("overrides", "told"),
+    ("overrides", "message"),
     [
         ([], r"`experts\.down_proj` is in 4 bit.*`int8` or `none`"),
         (["quantization.kind=none", "adapter.dropout=0.1"], r"cannot have `adapter\.dropout`"),
@@ -280,14 +282,14 @@ def test_the_candidates_name_experts_and_routers(base_of: Callable[[str], Path])
     ],
 )
 def test_an_adapter_that_experts_cannot_have_is_refused_before_weights_are_loaded(
-    overrides: list[str], told: str, base_of: Callable[[str], Path], quick: Any, monkeypatch: pytest.MonkeyPatch
+    overrides: list[str], message: str, base_of: Callable[[str], Path], quick: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def load_base(*arguments: Any, **named: Any) -> None:
         raise AssertionError("weights were loaded")
 
     monkeypatch.setattr("finetune.model.build.load_base", load_base)
     job = quick(f"model.name={base_of('mixtral')}", "adapter.targets=[q_proj,experts.down_proj]", *overrides)
-    with pytest.raises(ConfigError, match=told):
+    with pytest.raises(ConfigError, match=message):
         finetune.train(job)
 
 

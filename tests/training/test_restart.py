@@ -12,8 +12,8 @@ from safetensors.torch import load_file
 
 import finetune
 from finetune.errors import ArtifactError, ConfigError, DataError, MachineError
-from finetune.lifecycle import resume
 from finetune.export.formats import FORMATS
+from finetune.lifecycle import resume
 from finetune.storage.files import write_text
 from finetune.storage.rundir import RunDirectory
 from finetune.training.step import Step
@@ -114,8 +114,8 @@ def test_more_steps_continue_a_finished_run_at_the_rate_of_the_longer_schedule(q
     assert found == pytest.approx([peak, peak, peak / 2, peak / 2, peak / 4])
     (event,) = [event for event in run.events() if event["event"] == "schedule_changed"]
     assert (event["step"], event["steps"], event["learning_rate"]) == (3, [3, 5], found[2:4])
-    told = " ".join(capsys.readouterr().out.split())
-    assert "the schedule now ends at step 5, not 3: the learning rate goes from" in told
+    output = " ".join(capsys.readouterr().out.split())
+    assert "the schedule now ends at step 5, not 3: the learning rate goes from" in output
 
 
 def test_a_run_that_goes_on_as_it_was_says_nothing_of_its_schedule(quick) -> None:
