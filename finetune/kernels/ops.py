@@ -201,10 +201,10 @@ def _(out: Tensor, codes: Tensor, scales: Tensor) -> None:
 
 def decode_(out: Tensor, weight: Tensor) -> None:
     """The values of a weight of 4 bits (NF4, FP4), 8 (`Int8Params`), 16 or 32 bits into `out` (outputs, inputs)."""
-    if isinstance(weight, bnb.nn.Int8Params):
-        decode_int8_(out, weight.data, weight.SCB)
-    elif isinstance(weight, bnb.nn.Params4bit):
-        state, nested = weight.quant_state, []
+    if (scales := getattr(weight, "SCB", None)) is not None:
+        decode_int8_(out, weight.data, scales)
+    elif (state := getattr(weight, "quant_state", None)) is not None:
+        nested = []
         if state.nested:
             nested = [state.state2.code, state.state2.absmax, state.offset, state.state2.blocksize]
         decode_4bit_(out, weight.data, state.absmax, state.blocksize, state.quant_type, *nested)

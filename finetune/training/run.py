@@ -16,11 +16,13 @@ from accelerate.state import AcceleratorState
 from safetensors import SafetensorError
 from transformers import set_seed
 
+from finetune import kernels
 from finetune.config import Config
 from finetune.data import fingerprint
 from finetune.data.batching import MicroBatching, RowOrder
 from finetune.data.prepare import Prepared
-from finetune.errors import FinetuneError, MachineError
+from finetune.errors import ConfigError, FinetuneError, MachineError
+from finetune.kernels import proof
 from finetune.measure import snapshots
 from finetune.measure.monitor import Monitor
 from finetune.model import causality, packing
@@ -81,10 +83,16 @@ def train(job: Job) -> Outcome:
     when one does not fit, and Terminated or KeyboardInterrupt after the save that a signal asked for.
     """
     config, model, run = job.config, job.model, job.run
+    attached = kernels.attach(model, config.kernels.fused)
     with autocast(config.training.precision, job.device), libraries.without_cudnn_attention():
         if config.data.packing:
             packing.prove(model)
         causality.prove(model)
+        unlike = proof.prove(model, attached)
+    if unlike and config.kernels.fused == "on":
+        raise ConfigError(f"`kernels.fused: on`: {'; '.join(unlike)}; set `auto` or `off`")
+    for line in (*attached.lines, *unlike):
+        job.listener.note(line)
     set_seed(config.training.seed)
     accelerator = _accelerator(config, run, job.device)
     with contextlib.closing(Trackers(accelerator, config.tracking, run, config)) as trackers:

@@ -1,0 +1,283 @@
+"""Linear layers with LoRA (arXiv 2106.09685) from PEFT's own parameters, without PEFT's passes over activations.
+
+For n tokens, H inputs, O outputs, rank r and scale s, with W (O, H), A (r, H) and B (O, r):
+
+    Y = X Wᵀ + U Bᵀ,  U = s X Aᵀ;     S = s dY B,  dX = dY W + S A,  dA = Sᵀ X,  dB = dYᵀ U
+
+Several layers of one input are one function: U and S of all stand side by side. The rank-r product comes before the
+base's. Where X has room beside it (`room`), U is written there and one product with [W | B] gives Y, rounded once;
+elsewhere U Bᵀ is added onto X Wᵀ. Base weights are decoded for each product, in both directions.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from finetune.kernels import ops
+
+
+@dataclass(frozen=True)
+class Linear:
+    """A frozen linear layer as it is now, with its adapter if it has one: A (r, H), B (O, r)."""
+
+    weight: Any
+    bias: Tensor | None
+    inputs: int
+    outputs: int
+    a: Tensor | None = None
+    b: Tensor | None = None
+    scale: float = 1.0
+
+    def decoded(self, dtype: torch.dtype, place: Tensor | None = None) -> Tensor:
+        """W (O, H) in `dtype`, in `place` if that is given; the weight itself where nothing is to be done.
+
+        A block of its own is freed after its product, and the caching allocator hands it out again for the next:
+        between products its memory serves others.
+        """
+        if place is None:
+            if self.weight.dtype is dtype:
+                return self.weight.detach()
+            place = torch.empty(self.outputs, self.inputs, dtype=dtype, device=self.weight.device)
+        ops.decode_(place, self.weight)
+        return place
+
+
+Layers = Sequence[Linear]
+
+
+# -- what PEFT's modules are -------------------------------------------------------------------------------------------
+
+
+def is_adapted(module: nn.Module) -> bool:
+    """Whether `module` is a layer that PEFT gave a LoRA adapter, of any kind."""
+    from peft.tuners.lora import LoraLayer
+
+    return isinstance(module, LoraLayer)
+
+
+def obstacle(module: nn.Module) -> str | None:
+    """Why a linear layer, adapted or not, cannot be computed here; None where it can."""
+    base: Any = module
+    if is_adapted(module):
+        layer: Any = module
+        active, base = layer.active_adapters, layer.get_base_layer()
+        if not isinstance(base, nn.Linear):
+            return f"an adapter on a {type(base).__name__}, which is no linear layer"
+        if len(active) != 1 or set(layer.lora_A) != set(active):
+            return "several adapters"
+        (name,) = active
+        if name in layer.lora_variant:
+            return "DoRA" if layer.use_dora.get(name) else "a variant of LoRA"
+        if not isinstance(layer.lora_dropout[name], nn.Identity):
+            return "dropout"
+        if layer.lora_bias.get(name) or any(type(one) is not nn.Linear for one in (layer.lora_A[name], layer.lora_B[name])):
+            return "an adapter with a bias"
+        if base is not layer.base_layer or getattr(layer, "fan_in_fan_out", False):
+            return "several adapters around one layer"
+    if not isinstance(base, nn.Linear) or not hasattr(base, "weight"):
+        return f"a {type(base).__name__}, which is no linear layer"
+    if any(parameter.requires_grad for parameter in base.parameters()):
+        return "a base weight that is trained"
+    return None
+
+
+def obstacle_together(modules: Sequence[nn.Module]) -> str | None:
+    """Why linear layers of one input cannot be computed here together; None where they can."""
+    if found := next(filter(None, map(obstacle, modules)), None):
+        return found
+    scales = {current(module).scale for module in modules if is_adapted(module)}
+    return "adapters of several scales" if len(scales) > 1 else None
+
+
+def current(module: Any) -> Linear:
+    """The parameters of a linear layer, adapted or not, as they are now."""
+    if not is_adapted(module):
+        return Linear(module.weight, module.bias, module.in_features, module.out_features)
+    (name,) = module.active_adapters
+    base = module.base_layer
+    return Linear(
+        base.weight, base.bias, base.in_features, base.out_features,
+        module.lora_A[name].weight, module.lora_B[name].weight, module.scaling[name],
+    )  # fmt: skip
+
+
+def ready(x: Tensor, modules: Sequence[Any]) -> bool:
+    """Whether `modules` can compute `x` here now: it has the type of the arithmetic, and no adapter is set aside."""
+    kind = x.device.type
+    computed = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+    return x.dtype is computed and not any(
+        is_adapted(module) and (module.disable_adapters or module.merged) for module in modules
+    )
+
+
+def replace(module: Any) -> Callable[[], None]:
+    """Compute one adapted layer here; returns what undoes it."""
+    plain = module.forward
+
+    def forward(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if args or kwargs or not ready(x, [module]):
+            return plain(x, *args, **kwargs)
+        return project(x, [current(module)])[0]
+
+    return put(module, forward)
+
+
+def put(module: Any, forward: Callable[..., Any]) -> Callable[[], None]:
+    """Give one module another forward pass; returns what undoes it."""
+    module.forward = forward
+    return lambda: vars(module).pop("forward", None)
+
+
+# -- autograd ----------------------------------------------------------------------------------------------------------
+
+
+def project(x: Tensor, layers: Layers) -> tuple[Tensor, ...]:
+    """The outputs (..., O) of `layers` for one input (..., H)."""
+    outputs: tuple[Tensor, ...] = _Project.apply(x, layers, *factors(layers))
+    return outputs
+
+
+class _Project(torch.autograd.Function):
+    """Keeps X and U."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, layers: Layers, *_: Tensor) -> tuple[Tensor, ...]:
+        ctx.layers = layers
+        with without_autocast(x):
+            low = low_rank(x, layers)
+            ctx.save_for_backward(x, low)
+            return products(x, low, layers)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
+        x, low = ctx.saved_tensors
+        outer = [rows(gradient) for gradient in gradients]
+        with without_autocast(x):
+            s = low_rank_gradient(outer, ctx.layers)
+            dx = input_gradient(outer, s, ctx.layers).view(x.shape) if ctx.needs_input_grad[0] else None
+            return dx, None, *factor_gradients(rows(x), low, outer, s, ctx.layers)
+
+
+def without_autocast(x: Tensor) -> torch.autocast:
+    """Within the block products take the types that they are given."""
+    return torch.autocast(x.device.type, enabled=False)
+
+
+def factors(layers: Layers) -> list[Tensor]:
+    """A and B of each adapted layer, as autograd functions take them."""
+    return [factor for layer in layers for factor in (layer.a, layer.b) if factor is not None]
+
+
+def rows(x: Tensor) -> Tensor:
+    """(..., width) as (n, width)."""
+    return x.reshape(-1, x.shape[-1])
+
+
+def low_rank(x: Tensor, layers: Layers) -> Tensor:
+    """U = s X Aᵀ of all layers side by side (n, R); in the room beside X where there is some."""
+    flat, rank = rows(x), _places(layers)[-1].stop
+    low = _from(flat, flat.shape[1], rank) if _fits(x, rank) else flat.new_empty(len(flat), rank)
+    if rank:
+        a, scale = _downward(layers, x.dtype)
+        low.addmm_(flat, a.t(), beta=0, alpha=scale)
+    return low
+
+
+def products(x: Tensor, low: Tensor, layers: Layers) -> tuple[Tensor, ...]:
+    """Y of each layer (..., O), all in one block."""
+    flat, rank = rows(x), low.shape[1]
+    if joined := _fits(x, rank):
+        flat = _from(flat, 0, flat.shape[1] + rank)
+    out = flat.new_empty(len(flat), sum(layer.outputs for layer in layers))
+    parts = out.split([layer.outputs for layer in layers], dim=1)
+    for layer, part, place in zip(layers, parts, _places(layers), strict=True):
+        weight = _widened(layer, place, flat) if joined else layer.decoded(x.dtype)
+        if layer.bias is None:
+            torch.mm(flat, weight.t(), out=part)
+        else:
+            torch.addmm(layer.bias.to(x.dtype), flat, weight.t(), out=part)
+        if layer.b is not None and not joined:
+            part.addmm_(low[:, place], layer.b.to(x.dtype).t())
+    # Tensors of their own and not views: work in place on one must not count as a change of the others.
+    return tuple(part.view(*x.shape[:-1], -1).data for part in parts)
+
+
+def _widened(layer: Linear, place: slice, like: Tensor) -> Tensor:
+    """[W | B], with zeros beside B for the ranks of other layers."""
+    weight = like.new_empty(layer.outputs, like.shape[1])
+    layer.decoded(like.dtype, weight[:, : layer.inputs])
+    beside = weight[:, layer.inputs :]
+    if layer.b is None or layer.b.shape[1] < beside.shape[1]:
+        beside.zero_()
+    if layer.b is not None:
+        beside[:, place].copy_(layer.b)
+    return weight
+
+
+def low_rank_gradient(outer: Sequence[Tensor], layers: Layers) -> Tensor:
+    """S = s dY B of all layers side by side (n, R)."""
+    places = _places(layers)
+    s = outer[0].new_empty(len(outer[0]), places[-1].stop)
+    for layer, gradient, place in zip(layers, outer, places, strict=True):
+        if layer.b is not None:
+            s[:, place].addmm_(gradient, layer.b.to(s.dtype), beta=0, alpha=layer.scale)
+    return s
+
+
+def input_gradient(outer: Sequence[Tensor], s: Tensor, layers: Layers) -> Tensor:
+    """dX = dY W + S A (n, H), summed over the layers."""
+    dx = None
+    for layer, gradient in zip(layers, outer, strict=True):
+        weight = layer.decoded(s.dtype)
+        dx = gradient @ weight if dx is None else dx.addmm_(gradient, weight)
+    assert dx is not None
+    return dx.addmm_(s, _downward(layers, s.dtype)[0]) if s.shape[1] else dx
+
+
+def factor_gradients(x: Tensor, low: Tensor, outer: Sequence[Tensor], s: Tensor, layers: Layers) -> list[Tensor]:
+    """dA = Sᵀ X and dB = dYᵀ U of each adapted layer in the types of A and B, in the order of `factors`."""
+    whole, found = None, []
+    for layer, gradient, place in zip(layers, outer, _places(layers), strict=True):
+        if layer.a is None or layer.b is None:
+            continue
+        whole = _product(s.t(), x, layer.a.dtype) if whole is None else whole
+        found += [whole[place], _product(gradient.t(), low[:, place], layer.b.dtype)]
+    return found
+
+
+def _product(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
+    """left right in `dtype`, into which CUDA's products of 16-bit matrices sum directly."""
+    if left.is_cuda and dtype is torch.float32 and left.dtype is not dtype:
+        return torch.mm(left, right, out_dtype=dtype)
+    return torch.mm(left, right).to(dtype)
+
+
+def _downward(layers: Layers, dtype: torch.dtype) -> tuple[Tensor, float]:
+    """A of all adapted layers (R, H), and their scale, which is the same."""
+    adapted = [layer for layer in layers if layer.a is not None]
+    found = [layer.a for layer in adapted if layer.a is not None]
+    return (found[0] if len(found) == 1 else torch.cat(found)).to(dtype), adapted[0].scale
+
+
+def _places(layers: Layers) -> list[slice]:
+    """The columns of each layer in U and S."""
+    ends = itertools.accumulate((0 if layer.a is None else len(layer.a) for layer in layers), initial=0)
+    return [slice(start, end) for start, end in itertools.pairwise(ends)]
+
+
+def _fits(x: Tensor, rank: int) -> bool:
+    """Whether U has room beside `x`, as whoever made `x` has said."""
+    return 0 < rank <= getattr(x, "room", 0)
+
+
+def _from(flat: Tensor, column: int, width: int) -> Tensor:
+    """`width` columns of the memory of `flat` (n, H) and the room beside it, from `column` on."""
+    return flat.as_strided((len(flat), width), flat.stride(), flat.storage_offset() + column)
