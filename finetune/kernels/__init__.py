@@ -6,7 +6,7 @@ model's name; which of them it cannot do, and why; and how it takes the place of
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -72,8 +72,31 @@ def attach(model: Any, fused: str) -> Attached:
                 continue
             attached.replaced[kind][module] = kernel.replace(module)
             covered.update(kernel.layers(module))
+    _give_room(model, attached)
     if fused != "off" and experts.is_mixture(model):
         reasons["experts of a mixture"] = ["experts"]
     for reason, names in reasons.items():
         attached.lines.append(f"kernels: `{'`, `'.join(dict.fromkeys(names))}` not fused: {reason}")
     return attached
+
+
+def _give_room(model: nn.Module, attached: Attached) -> None:
+    """Let norms leave room beside their output for the rank-r products of the blocks that stand beside them."""
+    for parent in model.modules():
+        ranks: dict[int, int] = {}
+        for block in parent.children():
+            for first in _first_layers(block, attached):
+                layers = [lora.current(layer) for layer in first]
+                ranks[layers[0].inputs] = max(ranks.get(layers[0].inputs, 0), lora.rank(layers))
+        for module in parent.children():
+            if module in attached.replaced["norm"]:
+                norm.leave_room(module, ranks.get(len(module.weight), 0))
+
+
+def _first_layers(block: nn.Module, attached: Attached) -> Iterator[list[nn.Module]]:
+    """The layers that take what a replaced block is given, by input."""
+    if block in attached.replaced["attention"] and (found := attention.layers(block)):
+        yield found
+    if block in attached.replaced["mlp"]:
+        yield mlp.layers(block)[:-1]
+    yield from ([layer] for layer in block.children() if layer in attached.replaced["lora"])

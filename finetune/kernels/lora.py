@@ -4,9 +4,10 @@ For n tokens, H inputs, O outputs, rank r and scale s, with W (O, H), A (r, H) a
 
     Y = X Wᵀ + U Bᵀ,  U = s X Aᵀ;     S = s dY B,  dX = dY W + S A,  dA = Sᵀ X,  dB = dYᵀ U
 
-Several layers of one input are one function: U and S of all stand side by side. The rank-r product comes before the
-base's. Where X has room beside it (`room`), U is written there and one product with [W | B] gives Y, rounded once;
-elsewhere U Bᵀ is added onto X Wᵀ. Base weights are decoded for each product, in both directions.
+Several layers of one input are one function: U and S of all stand side by side. Where X has room beside it (`take_room`),
+U is written there, and one product with [W | B] gives Y. Elsewhere U Bᵀ is written first and X Wᵀ added by its own
+product, as S A before dY W: to add onto the larger of the two would round it twice, and read and write it once more.
+Base weights are decoded for each product, in both directions.
 """
 
 from __future__ import annotations
@@ -151,9 +152,11 @@ class _Project(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, layers: Layers, *_: Tensor) -> tuple[Tensor, ...]:
         ctx.layers = layers
         with without_autocast(x):
-            low = low_rank(x, layers)
-            ctx.save_for_backward(x, low)
-            return products(x, low, layers)
+            wide = rows(x) if (room := take_room(x)) is None else room
+            outputs, low = products(wide, layers)
+        ctx.save_for_backward(x, low.data)
+        # Tensors of their own and not views: work in place on one must not count as a change of the others.
+        return tuple(output.view(*x.shape[:-1], -1).data for output in outputs)
 
     @staticmethod
     @once_differentiable
@@ -181,38 +184,67 @@ def rows(x: Tensor) -> Tensor:
     return x.reshape(-1, x.shape[-1])
 
 
-def low_rank(x: Tensor, layers: Layers) -> Tensor:
-    """U = s X Aᵀ of all layers side by side (n, R); in the room beside X where there is some."""
-    flat, rank = rows(x), _places(layers)[-1].stop
-    low = _from(flat, flat.shape[1], rank) if _fits(x, rank) else flat.new_empty(len(flat), rank)
-    if rank:
+def rank(layers: Layers) -> int:
+    """Of all layers together: the columns of U and S."""
+    return _places(layers)[-1].stop
+
+
+def with_room(wide: Tensor, width: int) -> Tensor:
+    """The first columns of `wide` (..., width + room); the layers that take it may use the room for their U."""
+    if wide.shape[-1] == width:
+        return wide
+    x: Any = wide[..., :width].data  # no view of the rest to autograd
+    x.room = wide.shape[-1] - width
+    return x
+
+
+def take_room(x: Any) -> Tensor | None:
+    """`x` (n, H + room) with the room beside it, which has one user only; None where there is none."""
+    room = getattr(x, "room", 0)
+    if not room:
+        return None
+    x.room = 0
+    return x.data.as_strided((x.numel() // x.shape[-1], x.shape[-1] + room), (x.stride(-2), 1))
+
+
+def low_rank(x: Tensor, layers: Layers, low: Tensor | None = None) -> Tensor:
+    """U = s X Aᵀ of all layers side by side (n, R), in `low` if that is given."""
+    low = x.new_empty(len(x), rank(layers)) if low is None else low
+    if low.shape[1]:
         a, scale = _downward(layers, x.dtype)
-        low.addmm_(flat, a.t(), beta=0, alpha=scale)
+        low.addmm_(x, a.t(), beta=0, alpha=scale)
     return low
 
 
-def products(x: Tensor, low: Tensor, layers: Layers) -> tuple[Tensor, ...]:
-    """Y of each layer (..., O), all in one block."""
-    flat, rank = rows(x), low.shape[1]
-    if joined := _fits(x, rank):
-        flat = _from(flat, 0, flat.shape[1] + rank)
-    out = flat.new_empty(len(flat), sum(layer.outputs for layer in layers))
-    parts = out.split([layer.outputs for layer in layers], dim=1)
-    for layer, part, place in zip(layers, parts, _places(layers), strict=True):
-        weight = _widened(layer, place, flat) if joined else layer.decoded(x.dtype)
-        if layer.bias is None:
-            torch.mm(flat, weight.t(), out=part)
+def products(x: Tensor, layers: Layers) -> tuple[tuple[Tensor, ...], Tensor]:
+    """Y of each layer (n, O), all in one block, and U, from x (n, H) or with room beside it (n, H + R or more)."""
+    inputs, columns = layers[0].inputs, layers[0].inputs + rank(layers)
+    joined = x.shape[1] >= columns > inputs
+    x = x[:, : columns if joined else inputs]
+    low = low_rank(x[:, :inputs], layers, x[:, inputs:] if joined else None)
+    outputs = x.new_empty(len(x), sum(layer.outputs for layer in layers)).split([one.outputs for one in layers], dim=1)
+    for layer, output, place in zip(layers, outputs, _places(layers), strict=True):
+        bias = None if layer.bias is None else layer.bias.to(x.dtype)
+        if joined:
+            _write(output, bias, x, _widened(layer, place, columns, x))
+        elif layer.b is None:
+            _write(output, bias, x, layer.decoded(x.dtype))
         else:
-            torch.addmm(layer.bias.to(x.dtype), flat, weight.t(), out=part)
-        if layer.b is not None and not joined:
-            part.addmm_(low[:, place], layer.b.to(x.dtype).t())
-    # Tensors of their own and not views: work in place on one must not count as a change of the others.
-    return tuple(part.view(*x.shape[:-1], -1).data for part in parts)
+            _write(output, bias, low[:, place], layer.b.to(x.dtype))
+            output.addmm_(x, layer.decoded(x.dtype).t())
+    return outputs, low
 
 
-def _widened(layer: Linear, place: slice, like: Tensor) -> Tensor:
+def _write(output: Tensor, bias: Tensor | None, x: Tensor, weight: Tensor) -> None:
+    if bias is None:
+        torch.mm(x, weight.t(), out=output)
+    else:
+        torch.addmm(bias, x, weight.t(), out=output)
+
+
+def _widened(layer: Linear, place: slice, columns: int, like: Tensor) -> Tensor:
     """[W | B], with zeros beside B for the ranks of other layers."""
-    weight = like.new_empty(layer.outputs, like.shape[1])
+    weight = like.new_empty(layer.outputs, columns)
     layer.decoded(like.dtype, weight[:, : layer.inputs])
     beside = weight[:, layer.inputs :]
     if layer.b is None or layer.b.shape[1] < beside.shape[1]:
@@ -224,22 +256,21 @@ def _widened(layer: Linear, place: slice, like: Tensor) -> Tensor:
 
 def low_rank_gradient(outer: Sequence[Tensor], layers: Layers) -> Tensor:
     """S = s dY B of all layers side by side (n, R)."""
-    places = _places(layers)
-    s = outer[0].new_empty(len(outer[0]), places[-1].stop)
-    for layer, gradient, place in zip(layers, outer, places, strict=True):
+    s = outer[0].new_empty(len(outer[0]), rank(layers))
+    for layer, gradient, place in zip(layers, outer, _places(layers), strict=True):
         if layer.b is not None:
             s[:, place].addmm_(gradient, layer.b.to(s.dtype), beta=0, alpha=layer.scale)
     return s
 
 
 def input_gradient(outer: Sequence[Tensor], s: Tensor, layers: Layers) -> Tensor:
-    """dX = dY W + S A (n, H), summed over the layers."""
-    dx = None
+    """dX = S A + dY W (n, H), summed over the layers."""
+    dx = s @ _downward(layers, s.dtype)[0] if s.shape[1] else None
     for layer, gradient in zip(layers, outer, strict=True):
         weight = layer.decoded(s.dtype)
         dx = gradient @ weight if dx is None else dx.addmm_(gradient, weight)
     assert dx is not None
-    return dx.addmm_(s, _downward(layers, s.dtype)[0]) if s.shape[1] else dx
+    return dx
 
 
 def factor_gradients(x: Tensor, low: Tensor, outer: Sequence[Tensor], s: Tensor, layers: Layers) -> list[Tensor]:
@@ -271,13 +302,3 @@ def _places(layers: Layers) -> list[slice]:
     """The columns of each layer in U and S."""
     ends = itertools.accumulate((0 if layer.a is None else len(layer.a) for layer in layers), initial=0)
     return [slice(start, end) for start, end in itertools.pairwise(ends)]
-
-
-def _fits(x: Tensor, rank: int) -> bool:
-    """Whether U has room beside `x`, as whoever made `x` has said."""
-    return 0 < rank <= getattr(x, "room", 0)
-
-
-def _from(flat: Tensor, column: int, width: int) -> Tensor:
-    """`width` columns of the memory of `flat` (n, H) and the room beside it, from `column` on."""
-    return flat.as_strided((len(flat), width), flat.stride(), flat.storage_offset() + column)

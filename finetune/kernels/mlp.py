@@ -1,8 +1,8 @@
 """A gated MLP, down(act(gate(x)) * up(x)), with gate and up in one layer or in two (SwiGLU, GeGLU: arXiv 2002.05202).
 
-Kept for the backward pass: x, gate, up and products of rank r. The last product stands in a function of its own that
-keeps nothing, and hands its gradient to the one before: the recomputation of a checkpointed layer ends once all that
-was kept is there again, and so before that product.
+Kept for the backward pass: x with its U, gate and up. What follows them stands in a function of its own that keeps
+nothing, and hands its gradient to the one before: the recomputation of a checkpointed layer ends once all that was kept
+is there again, and so before the activation and the last product.
 """
 
 from __future__ import annotations
@@ -57,60 +57,52 @@ def replace(module: nn.Module) -> Callable[[], None]:
         *inner, down = map(lora.current, parts)
         hidden = lora.project(x, inner)
         gate, up = hidden if len(hidden) == 2 else hidden[0].chunk(2, dim=-1)
-        handle, a, low = _Gated.apply(gate, up, activation, down, *lora.factors([down]))
-        y: Tensor = _Down.apply(handle, a, low, down)
+        handle = _Kept.apply(gate, up, activation, down, *lora.factors([down]))
+        y: Tensor = _Down.apply(handle, gate.detach(), up.detach(), activation, down)
         return y
 
     return lora.put(module, forward)
 
 
-class _Gated(torch.autograd.Function):
-    """All of act(gate) * up and the product after it but that product itself.
+class _Kept(torch.autograd.Function):
+    """The whole of down(act(gate) * up) to autograd: keeps gate and up, and has its backward pass.
 
-    Its first result has the shape of the product and no values: its gradient is that of the product. It is followed by
-    a (..., I) and U, which are no results to autograd. Keeps gate, up and U.
+    The result has the shape of that product and no values, which `_Down` computes.
     """
 
     @staticmethod
-    def forward(
-        ctx: Any, gate: Tensor, up: Tensor, activation: str, down: Linear, *_: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        room = 0 if down.a is None else len(down.a)
-        whole = ops.gated(gate, up, activation, room)
-        a: Any = whole[..., : gate.shape[-1]]
-        a.room = room
-        with lora.without_autocast(gate):
-            low = low_rank(a, [down])
+    def forward(ctx: Any, gate: Tensor, up: Tensor, activation: str, down: Linear, *_: Tensor) -> Tensor:
         ctx.activation, ctx.down = activation, down
-        ctx.save_for_backward(gate, up, low)
-        ctx.mark_non_differentiable(a, low)
-        return gate.new_empty(()).expand(*gate.shape[:-1], down.outputs), a, low
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dy: Tensor, *_: Any) -> tuple[Any, ...]:
-        gate, up, low = ctx.saved_tensors
-        down = [ctx.down]
-        with lora.without_autocast(gate):
-            outer = [rows(dy)]
-            s = low_rank_gradient(outer, down)
-            a = input_gradient(outer, s, down).view(gate.shape)
-            ops.gated_backward_(a, gate, up, ctx.activation)  # the gradient becomes a, and gate and up their gradients
-            return gate, up, None, None, *factor_gradients(rows(a), low, outer, s, down)
-
-
-class _Down(torch.autograd.Function):
-    """The last product, for the function before it."""
-
-    @staticmethod
-    def forward(ctx: Any, handle: Tensor, a: Tensor, low: Tensor, down: Linear) -> Tensor:
-        with lora.without_autocast(a):
-            return lora.products(a, low, [down])[0]
+        ctx.save_for_backward(gate, up)
+        return gate.new_empty(()).expand(*gate.shape[:-1], down.outputs)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
-        return dy, None, None, None
+        gate, up = ctx.saved_tensors
+        down, outer = [ctx.down], [rows(dy)]
+        with lora.without_autocast(gate):
+            s = low_rank_gradient(outer, down)
+            a = input_gradient(outer, s, down)
+            # The gradient becomes a, and gate and up become their gradients.
+            ops.gated_backward_(a.view(gate.shape), gate, up, ctx.activation)
+            return gate, up, None, None, *factor_gradients(a, low_rank(a, down), outer, s, down)
+
+
+class _Down(torch.autograd.Function):
+    """The values of the product; its gradient is that of `_Kept`."""
+
+    @staticmethod
+    def forward(ctx: Any, kept: Tensor, gate: Tensor, up: Tensor, activation: str, down: Linear) -> Tensor:
+        a = ops.gated(gate, up, activation, lora.rank([down]))
+        with lora.without_autocast(gate):
+            (y,), _ = lora.products(rows(a), [down])
+        return y.view(*gate.shape[:-1], -1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
+        return dy, None, None, None, None
 
 
 def _inner(module: nn.Module) -> tuple[str, ...]:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from finetune.kernels import ops
-from finetune.kernels.lora import put
+from finetune.kernels.lora import put, with_room
 
 
 @dataclass(frozen=True)
@@ -47,12 +47,15 @@ def replace(module: Any) -> Callable[[], None]:
         if weight.dtype is not x.dtype:
             normalized: Tensor = plain(x)
             return normalized
-        room = getattr(module, "room", 0)
-        y: Tensor = _RmsNorm.apply(x, weight, eps, rounding, room)
-        y.room = room  # type: ignore[attr-defined]
+        y: Tensor = _RmsNorm.apply(x, weight, eps, rounding, getattr(module, "room", 0))
         return y
 
     return put(module, forward)
+
+
+def leave_room(module: Any, columns: int) -> None:
+    """Let a replaced module leave so many columns empty beside its output (see `lora.with_room`)."""
+    module.room = columns
 
 
 class _RmsNorm(torch.autograd.Function):
@@ -63,7 +66,7 @@ class _RmsNorm(torch.autograd.Function):
         y, rstd = ops.rms_norm(x, weight, eps, rounding.offset, rounding.cast_first, room)
         ctx.offset = rounding.offset
         ctx.save_for_backward(x, weight, rstd)
-        return y[..., : x.shape[-1]].data if room else y  # not a view, which would keep what is beside it from use
+        return with_room(y, x.shape[-1])
 
     @staticmethod
     @once_differentiable
