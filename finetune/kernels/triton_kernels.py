@@ -19,7 +19,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from finetune.kernels.room import with_room
+
 _TILE = 2048
+
+
+@triton.jit
+def _start(row, middle, inner, outer_stride, middle_stride, inner_stride):
+    """Where a row lies, of rows (outer, middle, inner)."""
+    rest = row // inner
+    start = (rest // middle).to(tl.int64) * outer_stride + (rest % middle).to(tl.int64) * middle_stride
+    return start + (row % inner).to(tl.int64) * inner_stride
 
 
 # -- normalization -----------------------------------------------------------------------------------------------------
@@ -27,13 +37,13 @@ _TILE = 2048
 
 @triton.jit
 def _rms_norm(
-    x, weight, y, rstd, rows, inner, width, x_outer, x_inner, y_row,
+    x, weight, y, rstd, rows, width, y_row, middle, inner, x_outer, x_middle, x_inner,
     EPS: tl.constexpr, OFFSET: tl.constexpr, CAST_FIRST: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, WIDTH)[None, :]
     inside = (row < rows)[:, None] & (column < width)
-    start = (row // inner).to(tl.int64) * x_outer + (row % inner).to(tl.int64) * x_inner
+    start = _start(row, middle, inner, x_outer, x_middle, x_inner)
     values = tl.load(x + start[:, None] + column, inside, 0.0).to(tl.float32)
     inverse = tl.rsqrt(tl.sum(values * values, 1) / width + EPS)
     values *= inverse[:, None]
@@ -46,15 +56,16 @@ def _rms_norm(
 
 @triton.jit
 def _rms_norm_backward(
-    dy, x, weight, rstd, dx, rows, inner, width, dy_outer, dy_inner, x_outer, x_inner,
+    dy, x, weight, rstd, dx, rows, width, middle, inner, dy_outer, dy_middle, dy_inner, x_outer, x_middle, x_inner,
     OFFSET: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, WIDTH)[None, :]
     inside = (row < rows)[:, None] & (column < width)
-    outer, inner = (row // inner).to(tl.int64), (row % inner).to(tl.int64)
-    values = tl.load(x + (outer * x_outer + inner * x_inner)[:, None] + column, inside, 0.0).to(tl.float32)
-    grad = tl.load(dy + (outer * dy_outer + inner * dy_inner)[:, None] + column, inside, 0.0).to(tl.float32)
+    start = _start(row, middle, inner, x_outer, x_middle, x_inner)
+    values = tl.load(x + start[:, None] + column, inside, 0.0).to(tl.float32)
+    start = _start(row, middle, inner, dy_outer, dy_middle, dy_inner)
+    grad = tl.load(dy + start[:, None] + column, inside, 0.0).to(tl.float32)
     grad *= tl.load(weight + column, column < width, 0.0).to(tl.float32) + OFFSET
     inverse = tl.load(rstd + row, row < rows, 0.0)
     along = tl.sum(grad * values, 1) / width * inverse * inverse * inverse
@@ -66,12 +77,10 @@ def rms_norm(
     x: Tensor, weight: Tensor, eps: float, offset: float = 0.0, cast_first: bool = True, room: int = 0
 ) -> tuple[Tensor, Tensor]:
     width = x.shape[-1]
-    y = x.new_empty((*x.shape[:-1], width + room))
-    rstd = x.new_empty(x.shape[:-1], dtype=torch.float32)
-    _, inner, *strides = _rows(x)
+    y, rstd = with_room(x, room), x.new_empty(x.shape[:-1], dtype=torch.float32)
     grid, sizes = _tiles_of_rows(rstd.numel(), width)
     _rms_norm[grid](
-        x, weight, y, rstd, rstd.numel(), inner, width, *strides, width + room,
+        x, weight, y, rstd, rstd.numel(), width, y.shape[-1], *_rows(x),
         EPS=eps, OFFSET=offset, CAST_FIRST=cast_first, **sizes,
     )  # fmt: skip
     return y, rstd
@@ -79,12 +88,9 @@ def rms_norm(
 
 def rms_norm_backward(dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, offset: float = 0.0) -> Tensor:
     width = x.shape[-1]
-    dx = x.new_empty(x.shape)
-    _, inner, *strides = _rows(x)
+    dx = with_room(x, 0)
     grid, sizes = _tiles_of_rows(rstd.numel(), width)
-    _rms_norm_backward[grid](
-        dy, x, weight, rstd, dx, rstd.numel(), inner, width, *_rows(dy)[2:], *strides, OFFSET=offset, **sizes
-    )
+    _rms_norm_backward[grid](dy, x, weight, rstd, dx, rstd.numel(), width, *_rows(dy, x), OFFSET=offset, **sizes)
     return dx
 
 
@@ -158,29 +164,28 @@ def _activate(x, ACTIVATION: tl.constexpr):
 
 @triton.jit
 def _gated(
-    gate, up, out, inner, width, gate_outer, gate_inner, up_outer, up_inner, out_row,
+    gate, up, out, width, out_row, middle, inner, gate_outer, gate_middle, gate_inner, up_outer, up_middle, up_inner,
     ACTIVATION: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     row, column = tl.program_id(0), tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
-    outer, inner = (row // inner).to(tl.int64), (row % inner).to(tl.int64)
     inside = column < width
-    x = tl.load(gate + outer * gate_outer + inner * gate_inner + column, inside, 0.0).to(tl.float32)
-    activated, _ = _activate(x, ACTIVATION)
-    activated *= tl.load(up + outer * up_outer + inner * up_inner + column, inside, 0.0).to(tl.float32)
+    gate += _start(row, middle, inner, gate_outer, gate_middle, gate_inner) + column
+    up += _start(row, middle, inner, up_outer, up_middle, up_inner) + column
+    activated, _ = _activate(tl.load(gate, inside, 0.0).to(tl.float32), ACTIVATION)
+    activated *= tl.load(up, inside, 0.0).to(tl.float32)
     tl.store(out + row.to(tl.int64) * out_row + column, activated.to(out.dtype.element_ty), inside)
 
 
 @triton.jit
 def _gated_backward(
-    da, gate, up, inner, width, da_outer, da_inner, gate_outer, gate_inner, up_outer, up_inner,
-    ACTIVATION: tl.constexpr, WIDTH: tl.constexpr,
+    da, gate, up, width, middle, inner, da_outer, da_middle, da_inner, gate_outer, gate_middle, gate_inner,
+    up_outer, up_middle, up_inner, ACTIVATION: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     row, column = tl.program_id(0), tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
-    outer, inner = (row // inner).to(tl.int64), (row % inner).to(tl.int64)
     inside = column < width
-    da += outer * da_outer + inner * da_inner + column
-    gate += outer * gate_outer + inner * gate_inner + column
-    up += outer * up_outer + inner * up_inner + column
+    da += _start(row, middle, inner, da_outer, da_middle, da_inner) + column
+    gate += _start(row, middle, inner, gate_outer, gate_middle, gate_inner) + column
+    up += _start(row, middle, inner, up_outer, up_middle, up_inner) + column
     grad = tl.load(da, inside, 0.0).to(tl.float32)
     factor = tl.load(up, inside, 0.0).to(tl.float32)
     activated, slope = _activate(tl.load(gate, inside, 0.0).to(tl.float32), ACTIVATION)
@@ -190,21 +195,16 @@ def _gated_backward(
 
 
 def gated(gate: Tensor, up: Tensor, activation: str, room: int = 0) -> Tensor:
-    out = gate.new_empty((*gate.shape[:-1], gate.shape[-1] + room))
-    outer, inner, *strides = _rows(gate)
-    grid, sizes = _tiles_of_columns(outer * inner, gate.shape[-1])
-    _gated[grid](
-        gate, up, out, inner, gate.shape[-1], *strides, *_rows(up)[2:], out.shape[-1], ACTIVATION=activation, **sizes
-    )
+    width, out = gate.shape[-1], with_room(gate, room)
+    grid, sizes = _tiles_of_columns(gate.numel() // width, width)
+    _gated[grid](gate, up, out, width, out.shape[-1], *_rows(gate, up), ACTIVATION=activation, **sizes)
     return out
 
 
 def gated_backward_(da: Tensor, gate: Tensor, up: Tensor, activation: str) -> None:
-    outer, inner, *strides = _rows(da)
-    grid, sizes = _tiles_of_columns(outer * inner, da.shape[-1])
-    _gated_backward[grid](
-        da, gate, up, inner, da.shape[-1], *strides, *_rows(gate)[2:], *_rows(up)[2:], ACTIVATION=activation, **sizes
-    )
+    width = da.shape[-1]
+    grid, sizes = _tiles_of_columns(da.numel() // width, width)
+    _gated_backward[grid](da, gate, up, width, *_rows(da, gate, up), ACTIVATION=activation, **sizes)
 
 
 # -- weights -----------------------------------------------------------------------------------------------------------
@@ -280,11 +280,13 @@ def _code(quant_type: str, device: torch.device) -> Tensor:
 # -- shapes ------------------------------------------------------------------------------------------------------------
 
 
-def _rows(tensor: Tensor) -> tuple[int, int, int, int]:
-    """The rows of a tensor (..., width) as (outer, inner), how many of each and how far apart, in values."""
-    view = tensor.view(-1, *tensor.shape[-2:]) if tensor.dim() > 3 else tensor
-    view = view[(None,) * (3 - view.dim())]
-    return view.shape[0], view.shape[1], view.stride(0), view.stride(1)
+def _rows(*tensors: Tensor) -> list[int]:
+    """How `_start` finds the rows of tensors (..., width) of one shape: middle, inner, and each tensor's strides."""
+    try:  # rows at one distance
+        views = [tensor.view(-1, 1, 1, tensor.shape[-1]) for tensor in tensors]
+    except RuntimeError:
+        views = [tensor[(None,) * (4 - tensor.dim())] for tensor in tensors]
+    return [*views[0].shape[1:3], *(stride for view in views for stride in view.stride()[:3])]
 
 
 def _tiles_of_rows(rows: int, width: int) -> tuple[tuple[int], dict[str, int]]:
