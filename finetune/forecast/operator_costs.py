@@ -20,6 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.flop_counter import sdpa_backward_flop_count, sdpa_flop_count
 
 from finetune.forecast import autocast, operators
+from finetune.kernels import ops as fused
 from finetune.runtime.libraries import replaced
 
 # A CPU's attention, by which a trace also knows that of CUDA, and attention over packed rows.
@@ -54,6 +55,7 @@ def cpu() -> Kernels:
     updates = ("optimizer_update_32bit", "optimizer_update_8bit_blockwise")
     return Kernels(
         python={
+            **fused.ON_CPU,
             "aten::_grouped_mm": _grouped_product_on_cpu,
             "bitsandbytes::gemm_4bit": _gemm_4bit_on_cpu,
             "bitsandbytes::quantize_4bit": _quantize_4bit,

@@ -13,9 +13,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import bitsandbytes as bnb
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
+
+from finetune.kernels.room import with_room
 
 _library = torch.library.Library("finetune", "DEF")
 _aten = torch.ops.aten
@@ -30,10 +32,21 @@ def _operator(schema: str) -> Callable[[Callable[..., Any]], Any]:
     `torch.library.custom_op` would do the same at 25 microseconds a call instead of 9.
     """
 
+    written = schema.count("!")  # tensors that the operator writes into come first
+
     def define(program: Callable[..., Any]) -> Any:
         name = program.__name__
+
+        def on_cuda(*args: Any, **named: Any) -> Any:
+            from finetune.kernels import triton_kernels
+
+            increment_version(args[:written])
+            with torch.cuda.device(args[0].device):
+                return getattr(triton_kernels, name)(*args, **named)
+
         _library.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
         _library.impl(name, program, "CPU")
+        _library.impl(name, on_cuda, "CUDA")
         ON_CPU[f"finetune::{name}"] = program
         return getattr(torch.ops.finetune, name).default
 
@@ -50,12 +63,13 @@ def _fake(operator: Any) -> Callable[[Callable[..., Any]], Any]:
 def rms_norm(
     x: Tensor, weight: Tensor, eps: float, offset: float = 0.0, cast_first: bool = True, room: int = 0
 ) -> tuple[Tensor, Tensor]:
-    """Root-mean-square normalization: y (..., width + room) in x's type, and 1/rms (...) in float32.
+    """Root-mean-square normalization: y (..., width and `room`) in x's type, and 1/rms (...) in float32.
 
     `offset` is added to the weight (1.0 in Gemma). `cast_first`: the normalized values are rounded to x's type before
-    the product with the weight (Llama), and not only after it (Gemma, OLMo 2). The last `room` columns are left empty.
+    the product with the weight (Llama), and not only after it (Gemma, OLMo 2). What stands beside the `width` values,
+    at least `room` columns, is left empty.
     """
-    y, values = _with_room(x, room), x.float()
+    y, values = with_room(x, room), x.float()
     squares = values.pow(2)
     rstd = torch.rsqrt(squares.mean(-1, keepdim=True) + eps)
     normalized = torch.mul(values, rstd, out=squares)
@@ -71,7 +85,7 @@ def rms_norm(
 def _(
     x: Tensor, weight: Tensor, eps: float, offset: float = 0.0, cast_first: bool = True, room: int = 0
 ) -> tuple[Tensor, Tensor]:
-    return _with_room(x, room), x.new_empty(x.shape[:-1], dtype=torch.float32)
+    return with_room(x, room), x.new_empty(x.shape[:-1], dtype=torch.float32)
 
 
 @_operator("(Tensor dy, Tensor x, Tensor weight, Tensor rstd, float offset=0.0) -> Tensor")
@@ -88,7 +102,7 @@ def rms_norm_backward(dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, offse
 
 @_fake(rms_norm_backward)
 def _(dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, offset: float = 0.0) -> Tensor:
-    return _with_room(x, 0)
+    return with_room(x, 0)
 
 
 @_operator("(Tensor(a!) q, Tensor(b!) k, Tensor cos, Tensor sin, bool backward=False) -> ()")
@@ -127,15 +141,15 @@ ACTIVATIONS = tuple(_ACTIVATE)
 
 @_operator("(Tensor gate, Tensor up, str activation, int room=0) -> Tensor")
 def gated(gate: Tensor, up: Tensor, activation: str, room: int = 0) -> Tensor:
-    """`activation`(gate) * up, (..., width + room) with the last `room` columns left empty; one of ACTIVATIONS."""
-    out = _with_room(gate, room)
+    """`activation`(gate) * up (..., width and `room`), for one of ACTIVATIONS; what is beside the width is left empty."""
+    out = with_room(gate, room)
     _ACTIVATE[activation](gate, out[..., : gate.shape[-1]]).mul_(up)
     return out
 
 
 @_fake(gated)
 def _(gate: Tensor, up: Tensor, activation: str, room: int = 0) -> Tensor:
-    return _with_room(gate, room)
+    return with_room(gate, room)
 
 
 @_operator("(Tensor(a!) da, Tensor(b!) gate, Tensor(c!) up, str activation) -> ()")
@@ -210,8 +224,3 @@ def decode_(out: Tensor, weight: Tensor) -> None:
         decode_4bit_(out, weight.data, state.absmax, state.blocksize, state.quant_type, *nested)
     else:
         out.copy_(weight)
-
-
-def _with_room(like: Tensor, room: int) -> Tensor:
-    """An empty contiguous tensor of this shape, wider by `room`."""
-    return like.new_empty((*like.shape[:-1], like.shape[-1] + room))
