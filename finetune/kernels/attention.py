@@ -114,7 +114,7 @@ class _Rotate(torch.autograd.Function):
 
 
 def _rotary(plain: Callable[..., Any]) -> Callable[..., Any]:
-    """`plain`, computed here where it can be: q and k (rows, heads, tokens, head_dim), cos and sin (rows, tokens, rotated)."""
+    """`plain`, computed here for q and k (rows, heads, tokens, head_dim), cos and sin (rows or 1, tokens, rotated)."""
 
     def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *args: Any, **kwargs: Any) -> Any:
         if args or kwargs or q.dim() != 4 or cos.dim() != 3:

@@ -4,10 +4,10 @@ For n tokens, H inputs, O outputs, rank r and scale s, with W (O, H), A (r, H) a
 
     Y = X Wᵀ + U Bᵀ,  U = s X Aᵀ;     S = s dY B,  dX = dY W + S A,  dA = Sᵀ X,  dB = dYᵀ U
 
-Several layers of one input are one function: U and S of all stand side by side. Where X has room beside it (`take_room`),
-U is written there, and one product with [W | B] gives Y. Elsewhere U Bᵀ is written first and X Wᵀ added by its own
-product, as S A before dY W: to add onto the larger of the two would round it twice, and read and write it once more.
-Base weights are decoded for each product, in both directions.
+Several layers of one input are one function: U and S of all stand side by side. Where X has room beside it
+(`take_room`), U is written there, and one product with [W | B] gives Y. Elsewhere U Bᵀ is written first and X Wᵀ added
+by its own product, as S A before dY W: to add onto the larger of the two would round it twice, and read and write it
+once more. Base weights are decoded for each product, in both directions.
 """
 
 from __future__ import annotations
@@ -78,7 +78,9 @@ def obstacle(module: nn.Module) -> str | None:
             return "DoRA" if layer.use_dora.get(name) else "a variant of LoRA"
         if not isinstance(layer.lora_dropout[name], nn.Identity):
             return "dropout"
-        if layer.lora_bias.get(name) or any(type(one) is not nn.Linear for one in (layer.lora_A[name], layer.lora_B[name])):
+        if layer.lora_bias.get(name) or any(
+            type(one) is not nn.Linear for one in (layer.lora_A[name], layer.lora_B[name])
+        ):
             return "an adapter with a bias"
         if base is not layer.base_layer or getattr(layer, "fan_in_fan_out", False):
             return "several adapters around one layer"
@@ -162,11 +164,10 @@ class _Project(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
         x, low = ctx.saved_tensors
-        outer = [rows(gradient) for gradient in gradients]
         with without_autocast(x):
-            s = low_rank_gradient(outer, ctx.layers)
-            dx = input_gradient(outer, s, ctx.layers).view(x.shape) if ctx.needs_input_grad[0] else None
-            return dx, None, *factor_gradients(rows(x), low, outer, s, ctx.layers)
+            back = Backward.of(ctx.layers, gradients)
+            dx = back.of_input().view(x.shape) if ctx.needs_input_grad[0] else None
+            return dx, None, *back.of_factors(rows(x), low)
 
 
 def without_autocast(x: Tensor) -> torch.autocast:
@@ -189,8 +190,8 @@ def rank(layers: Layers) -> int:
     return _places(layers)[-1].stop
 
 
-def with_room(wide: Tensor, width: int) -> Tensor:
-    """The first columns of `wide` (..., width + room); the layers that take it may use the room for their U."""
+def narrowed(wide: Tensor, width: int) -> Tensor:
+    """The first columns of `wide` (..., width and room); layers that take them may use the room for their U."""
     if wide.shape[-1] == width:
         return wide
     x: Any = wide[..., :width].data  # no view of the rest to autograd
@@ -199,7 +200,7 @@ def with_room(wide: Tensor, width: int) -> Tensor:
 
 
 def take_room(x: Any) -> Tensor | None:
-    """`x` (n, H + room) with the room beside it, which has one user only; None where there is none."""
+    """`x` (n, H and room) with the room beside it, which has one user only; None where there is none."""
     room = getattr(x, "room", 0)
     if not room:
         return None
@@ -207,32 +208,46 @@ def take_room(x: Any) -> Tensor | None:
     return x.data.as_strided((x.numel() // x.shape[-1], x.shape[-1] + room), (x.stride(-2), 1))
 
 
-def low_rank(x: Tensor, layers: Layers, low: Tensor | None = None) -> Tensor:
-    """U = s X Aᵀ of all layers side by side (n, R), in `low` if that is given."""
-    low = x.new_empty(len(x), rank(layers)) if low is None else low
-    if low.shape[1]:
-        a, scale = _downward(layers, x.dtype)
-        low.addmm_(x, a.t(), beta=0, alpha=scale)
-    return low
-
-
 def products(x: Tensor, layers: Layers) -> tuple[tuple[Tensor, ...], Tensor]:
     """Y of each layer (n, O), all in one block, and U, from x (n, H) or with room beside it (n, H + R or more)."""
     inputs, columns = layers[0].inputs, layers[0].inputs + rank(layers)
-    joined = x.shape[1] >= columns > inputs
-    x = x[:, : columns if joined else inputs]
-    low = low_rank(x[:, :inputs], layers, x[:, inputs:] if joined else None)
-    outputs = x.new_empty(len(x), sum(layer.outputs for layer in layers)).split([one.outputs for one in layers], dim=1)
-    for layer, output, place in zip(layers, outputs, _places(layers), strict=True):
+    if x.shape[1] >= columns > inputs:
+        return _joined_products(x[:, :columns], layers)
+    x = x[:, :inputs]
+    a, b = _factors(x, layers)
+    low = low_rank(x, a, layers)
+    outputs = _split(x.new_empty(len(x), sum(layer.outputs for layer in layers)), layers)
+    for layer, output, place, upward in zip(layers, outputs, _places(layers), b, strict=True):
         bias = None if layer.bias is None else layer.bias.to(x.dtype)
-        if joined:
-            _write(output, bias, x, _widened(layer, place, columns, x))
-        elif layer.b is None:
+        if upward is None:
             _write(output, bias, x, layer.decoded(x.dtype))
         else:
-            _write(output, bias, low[:, place], layer.b.to(x.dtype))
+            _write(output, bias, low[:, place], upward)
             output.addmm_(x, layer.decoded(x.dtype).t())
     return outputs, low
+
+
+def _joined_products(x: Tensor, layers: Layers) -> tuple[tuple[Tensor, ...], Tensor]:
+    """The same by one product, [X | U] [W | B]ᵀ, with zeros beside B for the ranks of other layers."""
+    inputs, outputs = layers[0].inputs, sum(layer.outputs for layer in layers)
+    weight = x.new_empty(outputs, x.shape[1])
+    upward = weight[:, inputs:]
+    if len(layers) > 1:
+        upward.zero_()
+    at, b = 0, []
+    for layer, place in zip(layers, _places(layers), strict=True):
+        end = at + layer.outputs
+        layer.decoded(x.dtype, weight[at:end, :inputs])
+        b.append(upward[at:end, place])
+        at = end
+    a, _ = _factors(x, layers, b)
+    low = low_rank(x[:, :inputs], a, layers, x[:, inputs:])
+    bias = None
+    if any(layer.bias is not None for layer in layers):
+        bias = torch.cat([x.new_zeros(one.outputs) if one.bias is None else one.bias.to(x.dtype) for one in layers])
+    y = x.new_empty(len(x), outputs)
+    _write(y, bias, x, weight)
+    return _split(y, layers), low
 
 
 def _write(output: Tensor, bias: Tensor | None, x: Tensor, weight: Tensor) -> None:
@@ -242,60 +257,76 @@ def _write(output: Tensor, bias: Tensor | None, x: Tensor, weight: Tensor) -> No
         torch.addmm(bias, x, weight.t(), out=output)
 
 
-def _widened(layer: Linear, place: slice, columns: int, like: Tensor) -> Tensor:
-    """[W | B], with zeros beside B for the ranks of other layers."""
-    weight = like.new_empty(layer.outputs, columns)
-    layer.decoded(like.dtype, weight[:, : layer.inputs])
-    beside = weight[:, layer.inputs :]
-    if layer.b is None or layer.b.shape[1] < beside.shape[1]:
-        beside.zero_()
-    if layer.b is not None:
-        beside[:, place].copy_(layer.b)
-    return weight
+def _split(y: Tensor, layers: Layers) -> tuple[Tensor, ...]:
+    return y.split([layer.outputs for layer in layers], dim=1)
 
 
-def low_rank_gradient(outer: Sequence[Tensor], layers: Layers) -> Tensor:
-    """S = s dY B of all layers side by side (n, R)."""
-    s = outer[0].new_empty(len(outer[0]), rank(layers))
-    for layer, gradient, place in zip(layers, outer, _places(layers), strict=True):
-        if layer.b is not None:
-            s[:, place].addmm_(gradient, layer.b.to(s.dtype), beta=0, alpha=layer.scale)
-    return s
+def low_rank(x: Tensor, a: Tensor, layers: Layers, low: Tensor | None = None) -> Tensor:
+    """U = s X Aᵀ of all layers side by side (n, R), in `low` if that is given; `a` is A of all (R, H)."""
+    low = x.new_empty(len(x), len(a)) if low is None else low
+    return low.addmm_(x, a.t(), beta=0, alpha=_scale(layers)) if len(a) else low
 
 
-def input_gradient(outer: Sequence[Tensor], s: Tensor, layers: Layers) -> Tensor:
-    """dX = S A + dY W (n, H), summed over the layers."""
-    dx = s @ _downward(layers, s.dtype)[0] if s.shape[1] else None
-    for layer, gradient in zip(layers, outer, strict=True):
-        weight = layer.decoded(s.dtype)
-        dx = gradient @ weight if dx is None else dx.addmm_(gradient, weight)
-    assert dx is not None
-    return dx
+@dataclass(frozen=True)
+class Backward:
+    """The backward pass of layers for `outer`, the gradients dY of each (n, O): S, and A and B in its type."""
+
+    layers: Layers
+    outer: Sequence[Tensor]
+    a: Tensor
+    s: Tensor
+
+    @classmethod
+    def of(cls, layers: Layers, gradients: Sequence[Tensor]) -> Backward:
+        """From the gradients (..., O) of each layer's output."""
+        outer = [rows(gradient) for gradient in gradients]
+        a, b = _factors(outer[0], layers)
+        s = outer[0].new_empty(len(outer[0]), len(a))
+        for gradient, place, upward in zip(outer, _places(layers), b, strict=True):
+            if upward is not None:
+                s[:, place].addmm_(gradient, upward, beta=0, alpha=_scale(layers))
+        return cls(layers, outer, a, s)
+
+    def of_input(self) -> Tensor:
+        """dX = S A + dY W (n, H), summed over the layers."""
+        dx = self.s @ self.a if len(self.a) else None
+        for layer, gradient in zip(self.layers, self.outer, strict=True):
+            weight = layer.decoded(gradient.dtype)
+            dx = gradient @ weight if dx is None else dx.addmm_(gradient, weight)
+        assert dx is not None
+        return dx
+
+    def of_factors(self, x: Tensor, low: Tensor) -> list[Tensor]:
+        """dA = Sᵀ X and dB = dYᵀ U of each adapted layer in the types of A and B, in the order of `factors`."""
+        whole, found = None, []
+        for layer, gradient, place in zip(self.layers, self.outer, _places(self.layers), strict=True):
+            if layer.a is None or layer.b is None:
+                continue
+            whole = ops.product(self.s.t(), x, layer.a.dtype) if whole is None else whole
+            found += [whole[place], ops.product(gradient.t(), low[:, place], layer.b.dtype)]
+        return found
 
 
-def factor_gradients(x: Tensor, low: Tensor, outer: Sequence[Tensor], s: Tensor, layers: Layers) -> list[Tensor]:
-    """dA = Sᵀ X and dB = dYᵀ U of each adapted layer in the types of A and B, in the order of `factors`."""
-    whole, found = None, []
-    for layer, gradient, place in zip(layers, outer, _places(layers), strict=True):
-        if layer.a is None or layer.b is None:
-            continue
-        whole = _product(s.t(), x, layer.a.dtype) if whole is None else whole
-        found += [whole[place], _product(gradient.t(), low[:, place], layer.b.dtype)]
-    return found
+def _factors(
+    like: Tensor, layers: Layers, places: Sequence[Tensor] | None = None
+) -> tuple[Tensor, list[Tensor | None]]:
+    """A of all layers (R, H), and B of each, in the type of `like`; B in `places` if they are given."""
+    adapted = [(layer.a, layer.b, number) for number, layer in enumerate(layers) if layer.a is not None]
+    a = like.new_empty(rank(layers), layers[0].inputs)
+    b: list[Any] = [None] * len(layers)
+    for _, own, number in adapted:
+        b[number] = torch.empty_like(own, dtype=like.dtype) if places is None else places[number]
+    if adapted:  # all at once
+        torch._foreach_copy_(
+            [*a.split([len(down) for down, _, _ in adapted]), *(b[number] for _, _, number in adapted)],
+            [*(down for down, _, _ in adapted), *(up for _, up, _ in adapted)],
+        )
+    return a, b
 
 
-def _product(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
-    """left right in `dtype`, into which CUDA's products of 16-bit matrices sum directly."""
-    if left.is_cuda and dtype is torch.float32 and left.dtype is not dtype:
-        return torch.mm(left, right, out_dtype=dtype)
-    return torch.mm(left, right).to(dtype)
-
-
-def _downward(layers: Layers, dtype: torch.dtype) -> tuple[Tensor, float]:
-    """A of all adapted layers (R, H), and their scale, which is the same."""
-    adapted = [layer for layer in layers if layer.a is not None]
-    found = [layer.a for layer in adapted if layer.a is not None]
-    return (found[0] if len(found) == 1 else torch.cat(found)).to(dtype), adapted[0].scale
+def _scale(layers: Layers) -> float:
+    """That of all adapted layers, which is the same."""
+    return next(layer.scale for layer in layers if layer.a is not None)
 
 
 def _places(layers: Layers) -> list[slice]:

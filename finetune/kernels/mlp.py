@@ -7,7 +7,7 @@ is there again, and so before the activation and the last product.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from finetune.kernels import lora, ops
-from finetune.kernels.lora import Linear, factor_gradients, input_gradient, low_rank, low_rank_gradient, rows
+from finetune.kernels.lora import Backward, Linear, low_rank, rows
 
 # The names of the layers in transformers: gate and up apart, or as one layer.
 _APART, _JOINED, _DOWN = ("gate_proj", "up_proj"), ("gate_up_proj",), "down_proj"
@@ -80,13 +80,13 @@ class _Kept(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
         gate, up = ctx.saved_tensors
-        down, outer = [ctx.down], [rows(dy)]
+        down = [ctx.down]
         with lora.without_autocast(gate):
-            s = low_rank_gradient(outer, down)
-            a = input_gradient(outer, s, down)
+            back = Backward.of(down, [dy])
+            a = back.of_input()
             # The gradient becomes a, and gate and up become their gradients.
             ops.gated_backward_(a.view(gate.shape), gate, up, ctx.activation)
-            return gate, up, None, None, *factor_gradients(a, low_rank(a, down), outer, s, down)
+            return gate, up, None, None, *back.of_factors(a, low_rank(a, back.a, down))
 
 
 class _Down(torch.autograd.Function):
@@ -114,14 +114,14 @@ def _activation(module: nn.Module) -> str | None:
     """The activation of an MLP, by name, found by trying its code on layers of one line; None for another formula."""
     x = torch.linspace(-4, 4, 32, dtype=torch.float64)
     gate, up, down = 1.5 * x, x + 0.5, 3.0
-    tried = _Tried(module)
-    if _inner(module) == _APART:
-        tried.gate_proj, tried.up_proj = lambda x: gate, lambda x: up
-    else:
-        tried.gate_up_proj = lambda x: torch.cat([gate, up], dim=-1)
-    tried.down_proj = lambda a: down * a
+    own: dict[str, Callable[[Tensor], Tensor]] = {
+        "gate_proj": lambda x: gate,
+        "up_proj": lambda x: up,
+        "gate_up_proj": lambda x: torch.cat([gate, up], dim=-1),
+        "down_proj": lambda a: down * a,
+    }
     try:
-        found = type(module).forward(tried, x)
+        found = type(module).forward(_Tried(module, own), x)
     except Exception:  # of whatever kind: it is the model's code
         return None
     expected = {name: down * activate(gate) * up for name, activate in _PLAIN.items()}
@@ -131,7 +131,8 @@ def _activation(module: nn.Module) -> str | None:
 class _Tried:
     """A module with other layers."""
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, own: Mapping[str, Any]) -> None:
+        vars(self).update(own)
         self._module = module
 
     def __getattr__(self, name: str) -> Any:

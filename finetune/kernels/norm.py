@@ -1,4 +1,4 @@
-"""Root-mean-square normalization (arXiv 1910.07467) with a frozen weight, as the modules of transformers compute it."""
+"""Root-mean-square normalization (arXiv 1910.07467) with a frozen weight, as modules of transformers compute it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from finetune.kernels import ops
-from finetune.kernels.lora import put, with_room
+from finetune.kernels.lora import narrowed, put
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,8 @@ def obstacle(module: Any) -> str | None:
 def replace(module: Any) -> Callable[[], None]:
     """Compute the module here; returns what undoes it."""
     plain, eps, rounding = module.forward, _eps(module), _rounding(module)
-    assert eps is not None and rounding is not None
+    assert eps is not None
+    assert rounding is not None
 
     def forward(x: Tensor) -> Tensor:
         weight = module.weight
@@ -54,7 +55,7 @@ def replace(module: Any) -> Callable[[], None]:
 
 
 def leave_room(module: Any, columns: int) -> None:
-    """Let a replaced module leave so many columns empty beside its output (see `lora.with_room`)."""
+    """Let a replaced module leave so many columns empty beside its output (see `lora.narrowed`)."""
     module.room = columns
 
 
@@ -66,7 +67,7 @@ class _RmsNorm(torch.autograd.Function):
         y, rstd = ops.rms_norm(x, weight, eps, rounding.offset, rounding.cast_first, room)
         ctx.offset = rounding.offset
         ctx.save_for_backward(x, weight, rstd)
-        return with_room(y, x.shape[-1])
+        return narrowed(y, x.shape[-1])
 
     @staticmethod
     @once_differentiable

@@ -141,7 +141,7 @@ ACTIVATIONS = tuple(_ACTIVATE)
 
 @_operator("(Tensor gate, Tensor up, str activation, int room=0) -> Tensor")
 def gated(gate: Tensor, up: Tensor, activation: str, room: int = 0) -> Tensor:
-    """`activation`(gate) * up (..., width and `room`), for one of ACTIVATIONS; what is beside the width is left empty."""
+    """`activation`(gate) * up (..., width and `room`), for one of ACTIVATIONS; what is beside it is left empty."""
     out = with_room(gate, room)
     _ACTIVATE[activation](gate, out[..., : gate.shape[-1]]).mul_(up)
     return out
@@ -211,6 +211,17 @@ def decode_int8_(out: Tensor, codes: Tensor, scales: Tensor) -> None:
 @_fake(decode_int8_)
 def _(out: Tensor, codes: Tensor, scales: Tensor) -> None:
     return None
+
+
+@_operator("(Tensor left, Tensor right, ScalarType dtype) -> Tensor")
+def product(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
+    """The matrix product in `dtype`. On CUDA its sums of 16-bit factors are float32's; a CPU rounds them on the way."""
+    return torch.mm(left, right).to(dtype)
+
+
+@_fake(product)
+def _(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
+    return left.new_empty(left.shape[0], right.shape[1], dtype=dtype)
 
 
 def decode_(out: Tensor, weight: Tensor) -> None:

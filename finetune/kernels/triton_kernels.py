@@ -271,6 +271,13 @@ def decode_int8_(out: Tensor, codes: Tensor, scales: Tensor) -> None:
     _decode_int8[grid](out, codes, scales, out.shape[-1], out.stride(0), **sizes)
 
 
+def product(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
+    # cuBLAS writes float32 sums of 16-bit factors, no other types than these two.
+    if dtype is torch.float32 and left.dtype is not dtype:
+        return torch.mm(left, right, out_dtype=dtype)
+    return torch.mm(left, right).to(dtype)
+
+
 @cache
 def _code(quant_type: str, device: torch.device) -> Tensor:
     """The 16 values of the type; they stay on the device."""

@@ -21,9 +21,9 @@ from finetune.storage import checkpoint, records
 from finetune.storage.rundir import RunDirectory, checkpoint_step
 from finetune.training import state
 
-# What may change between two starts of a run: how far it goes, how it is watched, and what memory it takes.
+# What may change between two starts of a run: how far it goes, how it is watched, what memory and time it takes.
 _MAY_CHANGE = ("training.max_steps", "training.epochs", "training.micro_batch", "training.eval_every",
-               "training.early_stopping", "memory.", "tracking.", "output.")  # fmt: skip
+               "training.early_stopping", "memory.", "kernels.", "tracking.", "output.")  # fmt: skip
 
 # Where files are, which may differ between machines; what is in them is compared. Rank 0 alone writes `output.dir`.
 _PLACES = ("model.name", "model.tokenizer", "data.train", "data.eval", "data.chat_template", "output.dir")
