@@ -282,8 +282,8 @@ class KernelsSection(Section):
 
     fused: Literal["auto", "on", "off"] = "off"
     """Compute layers with adapters, gated MLPs, norms and rotary embeddings with fused kernels, to the same results:
-    `auto` wherever they apply and agree with the model's own code on a few tokens at start; `on` refuses a model for
-    which they do not; `off` uses PEFT's and transformers' modules."""
+    `auto` wherever they apply and agree with the model's own code on a few tokens at start; `on` refuses a model where
+    none applies or one disagrees; `off` uses PEFT's and transformers' modules."""
 
 
 class TrackingSection(Section):

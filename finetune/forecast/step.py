@@ -152,7 +152,7 @@ class _TracedStep:
         """The step, as `training.run` makes it."""
         config, card = self._config, self._device
         log_probs.attach(self._model)
-        kernels.attach(self._model, config.kernels.fused)
+        kernels.attach(self._model, config.kernels.fused, triton=card.type != "cuda" or card.triton)
         name, _ = optimizers.choose(config.optimizer, card.type)
         with warnings.catch_warnings():
             # bitsandbytes looks embeddings up by their addresses, which fake ones have not.

@@ -59,11 +59,19 @@ class Attached:
             self.replaced[name].clear()
 
 
-def attach(model: Any, fused: str) -> Attached:
-    """Replace what can be replaced in `model`, wrapped by PEFT or not; nothing where `fused` is `off`."""
+def attach(model: Any, fused: str, *, triton: bool = True) -> Attached:
+    """Replace what can be replaced in `model`, wrapped by PEFT or not; nothing where `fused` is `off`.
+
+    `triton`: whether its kernels run on the device, if that is a GPU.
+    """
     attached, covered = Attached(), set()
+    if fused == "off":
+        return attached
+    if not triton:
+        attached.lines.append("kernels: none is fused: Triton does not run here")
+        return attached
     reasons: dict[str, list[str]] = {}
-    for kind, kernel in KERNELS.items() if fused != "off" else ():
+    for kind, kernel in KERNELS.items():
         for name, module in model.named_modules():
             if module in covered or not kernel.has_structure(module):
                 continue
@@ -73,7 +81,7 @@ def attach(model: Any, fused: str) -> Attached:
             attached.replaced[kind][module] = kernel.replace(module)
             covered.update(kernel.layers(module))
     _give_room(model, attached)
-    if fused != "off" and experts.is_mixture(model):
+    if experts.is_mixture(model):
         reasons["experts of a mixture"] = ["experts"]
     for reason, names in reasons.items():
         attached.lines.append(f"kernels: `{'`, `'.join(dict.fromkeys(names))}` not fused: {reason}")

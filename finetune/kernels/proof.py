@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from finetune.errors import first_line
 from finetune.kernels import KERNELS, Attached
 from finetune.model import probes
 
@@ -24,7 +26,18 @@ def prove(model: Any, attached: Attached) -> list[str]:
     Forward and backward pass of one module of each kind on a few tokens, under the autocast of a step, with an adapter
     that is not zero. Returns a line for each kernel that was undone.
     """
-    lines = []
+    if not any(attached.replaced.values()):
+        return []
+    try:
+        return list(_differences(model, attached))
+    except (torch.OutOfMemoryError, MemoryError):
+        raise
+    except Exception as error:  # of whatever kind: a kernel fails, or the model, which is told without kernels
+        attached.detach()
+        return [f"kernels: none is fused: they fail on this model ({type(error).__name__}: {first_line(error)})"]
+
+
+def _differences(model: Any, attached: Attached) -> Iterator[str]:
     for module, (kernel, inputs) in _inputs(model, attached).items():
         if module not in attached.replaced[kernel]:  # undone meanwhile
             continue
@@ -33,14 +46,14 @@ def prove(model: Any, attached: Attached) -> list[str]:
             attached.replaced[kernel].pop(module)()
             plain = _results(module, *inputs)
             attached.replaced[kernel][module] = KERNELS[kernel].replace(module)
-        strayed, where = max((_distance(fused[name], value), name) for name, value in plain.items())
-        if not strayed <= _STRAYS.get(plain["output"].dtype, _STRAYS_16_BIT):
+        distances = {name: _distance(fused[name], value) for name, value in plain.items()}
+        where = max(distances, key=lambda name: math.inf if math.isnan(distances[name]) else distances[name])
+        if not distances[where] <= _STRAYS.get(plain["output"].dtype, _STRAYS_16_BIT):
             attached.detach(kernel)
-            lines.append(
-                f"kernels: `{kernel}` is off: in {type(module).__name__} its {where} differs by {strayed:.1%} from "
-                "what the modules compute, more than rounding explains"
+            yield (
+                f"kernels: `{kernel}` is off: in {type(module).__name__} its {where} differs by {distances[where]:.1%} "
+                "from what the modules compute, more than rounding explains"
             )
-    return lines
 
 
 def _inputs(model: Any, attached: Attached) -> dict[nn.Module, tuple[str, tuple[Any, Any]]]:

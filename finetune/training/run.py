@@ -83,16 +83,11 @@ def train(job: Job) -> Outcome:
     when one does not fit, and Terminated or KeyboardInterrupt after the save that a signal asked for.
     """
     config, model, run = job.config, job.model, job.run
-    attached = kernels.attach(model, config.kernels.fused)
     with autocast(config.training.precision, job.device), libraries.without_cudnn_attention():
+        _fuse(job)
         if config.data.packing:
             packing.prove(model)
         causality.prove(model)
-        unlike = proof.prove(model, attached)
-    if unlike and config.kernels.fused == "on":
-        raise ConfigError(f"`kernels.fused: on`: {'; '.join(unlike)}; set `auto` or `off`")
-    for line in (*attached.lines, *unlike):
-        job.listener.note(line)
     set_seed(config.training.seed)
     accelerator = _accelerator(config, run, job.device)
     with contextlib.closing(Trackers(accelerator, config.tracking, run, config)) as trackers:
@@ -117,6 +112,18 @@ def train(job: Job) -> Outcome:
 
 
 # -- what the loop is given --------------------------------------------------------------------------------------------
+
+
+def _fuse(job: Job) -> None:
+    """Let fused kernels compute what they can. Raises ConfigError where `kernels.fused: on` asks for more than that."""
+    fused = job.config.kernels.fused
+    triton = job.device.type != "cuda" or libraries.triton_obstacle() is None
+    attached = kernels.attach(job.model, fused, triton=triton)
+    unlike = proof.prove(job.model, attached)
+    if fused == "on" and (unlike or not any(attached.replaced.values())):
+        raise ConfigError(f"`kernels.fused: on`: {'; '.join([*attached.lines, *unlike])}; set `auto` or `off`")
+    for line in (*attached.lines, *unlike):
+        job.listener.note(line)
 
 
 def _accelerator(config: Config, run: RunDirectory, device: torch.device) -> Accelerator:

@@ -24,7 +24,7 @@ import finetune
 from finetune import kernels
 from finetune.config import Config
 from finetune.errors import ConfigError
-from finetune.kernels import mlp, norm, ops, proof
+from finetune.kernels import attention, mlp, norm, ops, proof
 from finetune.model import base, build, checkpointing
 
 CPU = torch.device("cpu")
@@ -284,6 +284,13 @@ def test_off_replaces_nothing() -> None:
     assert not attached.lines
 
 
+def test_a_gpu_without_triton_fuses_nothing() -> None:
+    model, _ = made("llama")
+    attached = kernels.attach(model, "auto", triton=False)
+    assert not any(attached.replaced.values())
+    assert attached.lines == ["kernels: none is fused: Triton does not run here"]
+
+
 def test_a_norm_is_known_by_what_it_computes() -> None:
     assert not norm.has_structure(nn.LayerNorm(8, bias=False))
 
@@ -322,6 +329,22 @@ def test_a_kernel_that_computes_something_else_is_turned_off_and_named(monkeypat
     assert_close(step(model, job), plain)
 
 
+def test_kernels_that_fail_are_turned_off_and_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, job = made("llama")
+    plain = step(model, job)
+
+    def fails(*args: Any) -> None:
+        raise RuntimeError("no kernel image is available")
+
+    monkeypatch.setattr(ops, "rope_", fails)
+    monkeypatch.setattr(attention, "_is_half_rotation", lambda plain: True)
+    attached = kernels.attach(model, "on")
+    (line,) = proof.prove(model, attached)
+    assert line == "kernels: none is fused: they fail on this model (RuntimeError: no kernel image is available)"
+    assert not any(attached.replaced.values())
+    assert_close(step(model, job), plain, 0)
+
+
 # -- in a run and in a forecast ----------------------------------------------------------------------------------------
 
 
@@ -332,8 +355,8 @@ def test_a_run_trains_to_the_same_losses(quick: Callable[..., Config]) -> None:
         way = "training.precision=fp32", "optimizer.kind=sgd", "optimizer.beta1=0.0", f"kernels.fused={fused}"
         runs[fused] = list(finetune.train(quick(*way, run=fused)).run.metrics())
     for plain, fused in zip(*runs.values(), strict=True):
-        for key in ("loss", "eval_loss", "grad_norm"):
-            assert fused.get(key) == pytest.approx(plain.get(key), rel=1e-5)
+        for key in {"loss", "eval_loss", "grad_norm"} & plain.keys():
+            assert fused[key] == pytest.approx(plain[key], rel=1e-5)
 
 
 def test_on_refuses_a_model_for_which_a_kernel_fails(
