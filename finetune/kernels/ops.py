@@ -141,7 +141,7 @@ ACTIVATIONS = tuple(_ACTIVATE)
 
 @_operator("(Tensor gate, Tensor up, str activation, int room=0) -> Tensor")
 def gated(gate: Tensor, up: Tensor, activation: str, room: int = 0) -> Tensor:
-    """`activation`(gate) * up (..., width and `room`), for one of ACTIVATIONS; what is beside the width is left empty."""
+    """`activation`(gate) * up (..., width and `room`), for one of ACTIVATIONS; what is beside it is left empty."""
     out = with_room(gate, room)
     _ACTIVATE[activation](gate, out[..., : gate.shape[-1]]).mul_(up)
     return out
