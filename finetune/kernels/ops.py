@@ -10,7 +10,7 @@ Tensors are of 16 or 32 bits; each may be strided in all dimensions but its last
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -69,15 +69,14 @@ def rms_norm(
     the product with the weight (Llama), and not only after it (Gemma, OLMo 2). What stands beside the `width` values,
     at least `room` columns, is left empty.
     """
-    y, values = with_room(x, room), x.float()
-    squares = values.pow(2)
-    rstd = torch.rsqrt(squares.mean(-1, keepdim=True) + eps)
-    normalized = torch.mul(values, rstd, out=squares)
-    if cast_first:
-        normalized = normalized.to(x.dtype)
-    else:
-        weight = weight.float()
-    torch.mul(normalized, weight + offset if offset else weight, out=y[..., : x.shape[-1]])
+    y, rstd = with_room(x, room), x.new_empty((*x.shape[:-1], 1), dtype=torch.float32)
+    weight = weight if cast_first else weight.float()
+    weight = weight + offset if offset else weight
+    for values, out, inverse in _blocks(x, y[..., : x.shape[-1]] if room else y, rstd):
+        squares = values.float().pow(2)
+        torch.rsqrt(squares.mean(-1, keepdim=True) + eps, out=inverse)
+        normalized = torch.mul(values, inverse, out=squares)
+        torch.mul(normalized.to(x.dtype) if cast_first else normalized, weight, out=out)
     return y, rstd.squeeze(-1)
 
 
@@ -94,10 +93,12 @@ def rms_norm_backward(dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, offse
 
     With g = dy * weight: dx = g * rstd - x * rstd^3 * mean(g * x), in float32.
     """
-    rstd, values = rstd.unsqueeze(-1), x.float()
-    dx = dy.float() * (weight.float() + offset)
-    along = (dx * values).mean(-1, keepdim=True).mul_(rstd.pow(3))
-    return dx.mul_(rstd).addcmul_(values, along, value=-1).to(x.dtype)
+    dx, weight = with_room(x, 0), weight.float() + offset if offset else weight.float()
+    for gradient, values, inverse, out in _blocks(dy, x, rstd.unsqueeze(-1), dx):
+        scaled, values = gradient.float() * weight, values.float()
+        along = (scaled * values).mean(-1, keepdim=True).mul_(inverse.pow(3))
+        torch.addcmul(scaled.mul_(inverse), values, along, value=-1, out=out)
+    return dx
 
 
 @_fake(rms_norm_backward)
@@ -115,10 +116,11 @@ def rope_(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, backward: bool = False
     half, sign = cos.shape[-1] // 2, -1 if backward else 1
     cos, sin = cos[..., None, :half], sin[..., None, :half]
     for tensor in (q, k):
-        first, second = tensor[..., :half], tensor[..., half : 2 * half]
-        from_first, from_second = first * sin, second * sin
-        first.mul_(cos).sub_(from_second, alpha=sign)
-        second.mul_(cos).add_(from_first, alpha=sign)
+        for values, cosine, sine in _blocks_of_tokens(tensor, cos, sin):
+            first, second = values[..., :half], values[..., half : 2 * half]
+            from_first, from_second = first * sine, second * sine
+            first.mul_(cosine).sub_(from_second, alpha=sign)
+            second.mul_(cosine).add_(from_first, alpha=sign)
 
 
 @_fake(rope_)
@@ -143,7 +145,8 @@ ACTIVATIONS = tuple(_ACTIVATE)
 def gated(gate: Tensor, up: Tensor, activation: str, room: int = 0) -> Tensor:
     """`activation`(gate) * up (..., width and `room`), for one of ACTIVATIONS; what is beside it is left empty."""
     out = with_room(gate, room)
-    _ACTIVATE[activation](gate, out[..., : gate.shape[-1]]).mul_(up)
+    for x, factor, product in _blocks(gate, up, out[..., : gate.shape[-1]]):
+        _ACTIVATE[activation](x, product).mul_(factor)
     return out
 
 
@@ -155,12 +158,12 @@ def _(gate: Tensor, up: Tensor, activation: str, room: int = 0) -> Tensor:
 @_operator("(Tensor(a!) da, Tensor(b!) gate, Tensor(c!) up, str activation) -> ()")
 def gated_backward_(da: Tensor, gate: Tensor, up: Tensor, activation: str) -> None:
     """From the gradient of a = `gated`(gate, up): a into `da`, and the gradients of gate and up in their places."""
-    activated = _ACTIVATE[activation](gate, torch.empty_like(gate))
-    product = da * up
-    _ACTIVATE_BACKWARD[activation](product, gate, gate)
-    torch.mul(activated, up, out=product)
-    torch.mul(activated, da, out=up)
-    da.copy_(product)
+    for gradient, x, factor in _blocks(da, gate, up):
+        activated, product = _ACTIVATE[activation](x, torch.empty_like(x)), gradient * factor
+        _ACTIVATE_BACKWARD[activation](product, x, x)
+        torch.mul(activated, factor, out=product)
+        torch.mul(activated, gradient, out=factor)
+        gradient.copy_(product)
 
 
 @_fake(gated_backward_)
@@ -235,3 +238,29 @@ def decode_(out: Tensor, weight: Tensor) -> None:
         decode_4bit_(out, weight.data, state.absmax, state.blocksize, state.quant_type, *nested)
     else:
         out.copy_(weight)
+
+
+# What is computed of so many values stays in a core's cache, and so in no memory of its own.
+_BLOCK = 2**16
+
+
+def _blocks(*tensors: Tensor) -> Iterable[tuple[Tensor, ...]]:
+    """Rows of tensors (..., width), a block at a time; all at once where they are few or lie in no single order."""
+    first = tensors[0]
+    if first.numel() <= _BLOCK:
+        return [tensors]
+    try:
+        rows = [tensor.view(-1, tensor.shape[-1]) for tensor in tensors]
+    except RuntimeError:
+        return [tensors]
+    each = max(_BLOCK // first.shape[-1], 1)
+    return zip(*(tensor.split(each) for tensor in rows), strict=True)
+
+
+def _blocks_of_tokens(*tensors: Tensor) -> Iterable[tuple[Tensor, ...]]:
+    """The same for tensors (rows, tokens, ...), of which the first is the largest."""
+    first = tensors[0]
+    if first.numel() <= _BLOCK:
+        return [tensors]
+    each = max(_BLOCK * first.shape[1] // first.numel(), 1)
+    return zip(*(tensor.split(each, dim=1) for tensor in tensors), strict=True)

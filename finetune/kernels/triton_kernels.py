@@ -139,7 +139,7 @@ def rope_(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, backward: bool = False
     heads = min(triton.next_power_of_2(max(q_heads, k_heads)), max(_TILE // size, 1))
     _rope[rows * tokens, triton.cdiv(q_heads, heads) + triton.cdiv(k_heads, heads)](
         q, k, cos, sin, tokens, q_heads, k_heads, half, *q.stride()[:3], *k.stride()[:3], *cos.stride()[:2],
-        *sin.stride()[:2], BACKWARD=backward, HEADS=heads, HALF=size, num_warps=_warps(heads * size),
+        *sin.stride()[:2], BACKWARD=backward, HEADS=heads, HALF=size, **_options(heads * size),
     )  # fmt: skip
 
 
@@ -257,12 +257,10 @@ def decode_4bit_(
 ) -> None:  # fmt: skip
     packed, count, width = packed.view(torch.uint8), out.numel(), out.shape[-1]
     blocks = max(_TILE // blocksize, 1)
-    # The offset is added to a rounded product, as in bitsandbytes: fused, the two would be rounded once.
     _decode_4bit[triton.cdiv(count, blocks * blocksize),](
         out, packed, _code(quant_type, out.device), absmax, absmax_code, absmax_scale, absmax_offset, count,
         packed.numel(), width, out.stride(0), NESTED=0 if absmax_code is None else absmax_blocksize,
-        ALIGNED=width % blocksize == 0, SIZE=blocksize, BLOCKS=blocks, num_warps=_warps(blocks * blocksize),
-        enable_fp_fusion=False,
+        ALIGNED=width % blocksize == 0, SIZE=blocksize, BLOCKS=blocks, **_options(blocks * blocksize),
     )  # fmt: skip
 
 
@@ -300,15 +298,19 @@ def _tiles_of_rows(rows: int, width: int) -> tuple[tuple[int], dict[str, int]]:
     """A grid of tiles of whole rows, as many as fit."""
     padded = triton.next_power_of_2(width)
     each = max(_TILE // padded, 1)
-    return (triton.cdiv(rows, each),), {"ROWS": each, "WIDTH": padded, "num_warps": _warps(each * padded)}
+    return (triton.cdiv(rows, each),), {"ROWS": each, "WIDTH": padded, **_options(each * padded)}
 
 
 def _tiles_of_columns(rows: int, width: int) -> tuple[tuple[int, int], dict[str, int]]:
     """A grid of tiles of a part of one row."""
     part = min(triton.next_power_of_2(width), _TILE)
-    return (rows, triton.cdiv(width, part)), {"WIDTH": part, "num_warps": _warps(part)}
+    return (rows, triton.cdiv(width, part)), {"WIDTH": part, **_options(part)}
 
 
-def _warps(values: int) -> int:
-    """16 values a thread, in up to 32 warps of 32 threads."""
-    return min(max(values // 512, 1), 32)
+def _options(values: int) -> dict[str, int]:
+    """16 values a thread, in up to 32 warps of 32 threads.
+
+    Products are rounded before sums, as in torch's operators and bitsandbytes': fused they would not be, and whether
+    they are by default is another matter in each version of Triton.
+    """
+    return {"num_warps": min(max(values // 512, 1), 32), "enable_fp_fusion": False}

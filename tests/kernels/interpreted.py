@@ -121,7 +121,7 @@ def test_gated_activations(dtype, activation, width) -> None:
 @dtypes
 @pytest.mark.parametrize("kind", ["nf4", "fp4"])
 @pytest.mark.parametrize("nested", [False, True], ids=["plain", "nested"])
-@pytest.mark.parametrize(("shape", "size"), [((48, 130), 64), ((30, 192), 64), ((9, 1024), 256)], ids=str)
+@pytest.mark.parametrize(("shape", "size"), [((48, 130), 64), ((40, 1024), 64), ((9, 1024), 256)], ids=str)
 def test_4_bit_weights_to_the_bit(dtype, kind, nested, shape, size) -> None:
     weight = four_bit(torch.randn(shape, dtype=dtype), quant_type=kind, compress_statistics=nested, blocksize=size)
     found, expected = torch.zeros(2, shape[0], shape[1] + 5, dtype=dtype)[..., : shape[1]]
@@ -151,44 +151,46 @@ def test_a_4_bit_weight_of_an_odd_width_in_blocks_small_and_large(kind, size) ->
     assert torch.equal(found.flatten(), expected[:-1])
 
 
-FAR = 2**31
-"""As many values between two rows as no integer of 32 bits can count. Only what is touched takes memory."""
+FAR = 2**30
+"""As many values between two rows that the third is further from the first than 32 bits can count."""
 
 
 def far_apart(*shape: int) -> Tensor:
-    """Values (2, ...), the second row far behind the first."""
-    memory = torch.empty(FAR + 2**16, dtype=torch.float16)
-    rows = memory.as_strided(shape, (FAR, *torch.empty(shape).stride()[1:]))
-    return rows.copy_(torch.randn(shape))
+    """Values of three rows that lie as far apart. Only what is touched takes memory."""
+    memory = torch.empty(2 * FAR + 2**16, dtype=torch.float16)
+    rows = memory.as_strided((3, *shape), (FAR, *torch.empty(shape).stride()))
+    return rows.copy_(torch.randn(3, *shape))
 
 
 def test_rows_that_lie_further_apart_than_32_bits_reach() -> None:
-    x, other, weight = far_apart(2, 64), far_apart(2, 64), torch.randn(64).half()
-    near, near_other = x.clone(), other.clone()
-    y, rstd = triton_kernels.rms_norm(x, weight, 1e-6, room=FAR)
-    expected, _ = ops.rms_norm(near, weight, 1e-6)
-    torch.testing.assert_close(y[:, :64], expected)
+    x, other, third, weight = far_apart(64), far_apart(64), far_apart(64), torch.randn(64).half()
+    near = [values.clone() for values in (x, other, third)]
+    y, rstd = triton_kernels.rms_norm(x, weight, 1e-6, room=FAR - 64)
+    assert y.stride(0) == FAR
+    torch.testing.assert_close(y[:, :64], ops.rms_norm(near[0], weight, 1e-6)[0])
     dx = triton_kernels.rms_norm_backward(other, x, weight, rstd)
-    torch.testing.assert_close(dx, ops.rms_norm_backward(near_other, near, weight, rstd))
+    assert_one_rounding(dx, in_float32(ops.rms_norm_backward, near[1], near[0], weight, rstd))
+    across = far_apart(2, 64).transpose(0, 1)
+    for rows in (across, across.unsqueeze(-2)):
+        found, expected = (module.rms_norm(rows, weight, 1e-6)[0] for module in (triton_kernels, ops))
+        torch.testing.assert_close(found, expected)
+    y = triton_kernels.gated(x, other, "silu", FAR - 64)
+    assert_one_rounding(y[:, :64], in_float32(ops.gated, near[0], near[1], "silu"))
+    triton_kernels.gated_backward_(x, other, third, "silu")
+    exact = [values.float() for values in near]
+    ops.gated_backward_(*exact, "silu")
+    for found, expected in zip((x, other, third), exact, strict=True):
+        assert_one_rounding(found, expected)
 
-    torch.testing.assert_close(triton_kernels.gated(x, other, "silu", FAR)[:, :64], ops.gated(near, near_other, "silu"))
-    values, near_values = (x, other, far_apart(2, 64)), (near, near_other, torch.empty(2, 64).half())
-    near_values[2].copy_(values[2])
-    triton_kernels.gated_backward_(*values, "silu")
-    ops.gated_backward_(*near_values, "silu")
-    for value, near in zip(values, near_values, strict=True):
-        torch.testing.assert_close(value, near)
-
-    q, k, angle = far_apart(2, 3, 4, 16), far_apart(2, 3, 2, 16), far_apart(2, 3, 16)
-    exact = q.float(), k.float()
+    q, k, angle = far_apart(3, 4, 16), far_apart(3, 2, 16), far_apart(3, 16)
+    exact = [q.float(), k.float()]
     ops.rope_(*exact, angle.float(), angle.float())
     triton_kernels.rope_(q, k, angle, angle)
     assert_one_rounding(q, exact[0])
     assert_one_rounding(k, exact[1])
 
-    near = near.clone()
-    half = torch.randn(2, 64).half()
-    for weight in (four_bit(half), eight_bit.quantized(half)):
-        decode(x, weight)
-        ops.decode_(near, weight)
-        assert torch.equal(x, near)
+    half = torch.randn(3, 64).half()
+    for packed in (four_bit(half), eight_bit.quantized(half)):
+        decode(x, packed)
+        ops.decode_(near[0], packed)
+        assert torch.equal(x, near[0])
