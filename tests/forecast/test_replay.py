@@ -122,6 +122,14 @@ def test_a_step_repeats_its_passes_and_not_its_update() -> None:
     assert found.peak_reserved_bytes == made(step()).peak_reserved_bytes
 
 
+def test_a_product_that_is_bound_by_bandwidth_takes_the_time_of_its_traffic_alone() -> None:
+    hidden = step()
+    hidden.trace.runs[0].work.flops = hidden.trace.runs[0].work.hidden_flops = 10**9
+    hidden.trace.runs[0].phase = "forward"
+    assert made(hidden).flops - made(step()).flops == 10**9
+    assert made(hidden).seconds == pytest.approx(made(step()).seconds)
+
+
 @pytest.mark.parametrize("device", [CPU, CARD], ids=["cpu", "card"])
 def test_what_a_step_leaves_to_the_next_is_counted_once(device: Device) -> None:
     def story() -> Story:
