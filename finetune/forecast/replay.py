@@ -44,8 +44,8 @@ class Forecast:
     """What a job will take on a device. All sizes in bytes.
 
     `phases` gives allocated and reserved bytes (on a CPU the same) without the context; `categories` adds up, at the
-    moment of the peak, to what is compared with the budget. `flops` and `seconds`, a
-    bound from below for ranking settings, are those of one optimizer step.
+    moment of the peak, to what is compared with the budget. `flops`, `moved_bytes` (where bandwidth is the bound),
+    `calls` (kernel launches) and `seconds`, a bound from below for ranking settings, are those of one optimizer step.
     `mixture` says how experts are stored, where the base has some.
     """
 
@@ -59,6 +59,8 @@ class Forecast:
     phases: dict[str, dict[str, int]]
     categories: dict[str, int]
     flops: int
+    moved_bytes: int
+    calls: int
     seconds: float
     tokens: int
     curve: tuple[Point, ...] = field(repr=False, default=())
@@ -95,6 +97,8 @@ class Forecast:
             "batch": self.batch.as_dict(),
             "attention": self.attention,
             "flops": self.flops,
+            "moved_bytes": self.moved_bytes,
+            "calls": self.calls,
             "seconds": round(self.seconds, 4),
             "mixture": self.mixture and asdict(self.mixture),
         }
@@ -145,6 +149,8 @@ def make(
         phases=phases,
         categories=categories,
         flops=step.flops,
+        moved_bytes=step.moved_bytes,
+        calls=step.calls,
         seconds=_seconds(step, device),
         tokens=micro_batches * batch.rows * batch.tokens,
         curve=tuple(replay.curve),
