@@ -201,7 +201,7 @@ def test_results_within_the_bounds_that_are_claimed() -> None:
     assert sweep["compared"] >= 100
     assert sweep["architectures"] >= 25
     assert sweep["failed"] == []
-    # Outside of 1%, or under by more than 0.5%, in any phase: the one that the README names.
+    # Outside of 1%, or under by more than 0.5%, in any phase: the one that the page of benchmarks names.
     spreads = [sweep, *sweep["phases"].values()]
     assert {name for spread in spreads for name in spread["outside"]} == {"granitemoe, small tiles"}
     assert "One setting is more than 0.5% under: a mixture" in page("docs/benchmarks.md")
