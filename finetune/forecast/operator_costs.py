@@ -463,7 +463,11 @@ _IS_CAUSAL = {_FLASH: 4, f"{_FLASH}_backward": 7, _VARLEN: 7, f"{_VARLEN}_backwa
 
 def _flops_on_cuda() -> dict[str, Callable[..., int]]:
     causal = {name: _causal_half(_FLOPS[name], place) for name, place in _IS_CAUSAL.items()}
-    return {**_FLOPS, **causal, "aten::addmm_": lambda held, left, right, **_: 2 * left.numel() * right.shape[1]}
+    onto = ("aten::addmm_", "finetune::multiply_", "finetune::add_product_")
+    return {
+        **_FLOPS, **causal, "finetune::product": lambda left, right, *_, **__: 2 * left.numel() * right.shape[1],
+        **dict.fromkeys(onto, lambda held, left, right, *_, **__: 2 * left.numel() * right.shape[1]),
+    }  # fmt: skip
 
 
 def _causal_half(formula: Callable[..., int], place: int) -> Callable[..., int]:

@@ -220,10 +220,10 @@ def products(x: Tensor, layers: Layers) -> tuple[tuple[Tensor, ...], Tensor]:
     for layer, output, place, upward in zip(layers, outputs, _places(layers), b, strict=True):
         bias = None if layer.bias is None else layer.bias.to(x.dtype)
         if upward is None:
-            _write(output, bias, x, layer.decoded(x.dtype))
+            ops.multiply_(output, x, layer.decoded(x.dtype).t(), bias)
         else:
-            _write(output, bias, low[:, place], upward)
-            output.addmm_(x, layer.decoded(x.dtype).t())
+            ops.multiply_(output, low[:, place], upward.t(), bias)
+            ops.add_product_(output, x, layer.decoded(x.dtype).t())
     return outputs, low
 
 
@@ -246,15 +246,8 @@ def _joined_products(x: Tensor, layers: Layers) -> tuple[tuple[Tensor, ...], Ten
     if any(layer.bias is not None for layer in layers):
         bias = torch.cat([x.new_zeros(one.outputs) if one.bias is None else one.bias.to(x.dtype) for one in layers])
     y = x.new_empty(len(x), outputs)
-    _write(y, bias, x, weight)
+    ops.multiply_(y, x, weight.t(), bias)
     return _split(y, layers), low
-
-
-def _write(output: Tensor, bias: Tensor | None, x: Tensor, weight: Tensor) -> None:
-    if bias is None:
-        torch.mm(x, weight.t(), out=output)
-    else:
-        torch.addmm(bias, x, weight.t(), out=output)
 
 
 def _split(y: Tensor, layers: Layers) -> tuple[Tensor, ...]:
@@ -264,7 +257,9 @@ def _split(y: Tensor, layers: Layers) -> tuple[Tensor, ...]:
 def low_rank(x: Tensor, a: Tensor, layers: Layers, low: Tensor | None = None) -> Tensor:
     """U = s X Aᵀ of all layers side by side (n, R), in `low` if that is given; `a` is A of all (R, H)."""
     low = x.new_empty(len(x), len(a)) if low is None else low
-    return low.addmm_(x, a.t(), beta=0, alpha=_scale(layers)) if len(a) else low
+    if len(a):
+        ops.multiply_(low, x, a.t(), None, _scale(layers))
+    return low
 
 
 @dataclass(frozen=True)
@@ -284,16 +279,18 @@ class Backward:
         s = outer[0].new_empty(len(outer[0]), len(a))
         for gradient, place, upward in zip(outer, _places(layers), b, strict=True):
             if upward is not None:
-                s[:, place].addmm_(gradient, upward, beta=0, alpha=_scale(layers))
+                ops.multiply_(s[:, place], gradient, upward, None, _scale(layers))
         return cls(layers, outer, a, s)
 
     def of_input(self) -> Tensor:
         """dX = S A + dY W (n, H), summed over the layers."""
-        dx = self.s @ self.a if len(self.a) else None
-        for layer, gradient in zip(self.layers, self.outer, strict=True):
-            weight = layer.decoded(gradient.dtype)
-            dx = gradient @ weight if dx is None else dx.addmm_(gradient, weight)
-        assert dx is not None
+        dx = self.s.new_empty(len(self.s), self.layers[0].inputs)
+        products = [(self.s, self.a)] if len(self.a) else []
+        weights = (layer.decoded(dx.dtype) for layer in self.layers)  # one after the other
+        write = ops.multiply_
+        for left, right in itertools.chain(products, zip(self.outer, weights, strict=True)):
+            write(dx, left, right)
+            write = ops.add_product_
         return dx
 
     def of_factors(self, x: Tensor, low: Tensor) -> list[Tensor]:

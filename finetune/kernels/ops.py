@@ -10,6 +10,7 @@ Tensors are of 16 or 32 bits; each may be strided in all dimensions but its last
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -216,15 +217,58 @@ def _(out: Tensor, codes: Tensor, scales: Tensor) -> None:
     return None
 
 
+@_operator("(Tensor(a!) out, Tensor left, Tensor right, Tensor? bias=None, float scale=1.0) -> ()")
+def multiply_(out: Tensor, left: Tensor, right: Tensor, bias: Tensor | None = None, scale: float = 1.0) -> None:
+    """scale * left right + bias (columns) into `out`."""
+    if _is_native(left.dtype):
+        torch.addmm(out if bias is None else bias, left, right, beta=0 if bias is None else 1, alpha=scale, out=out)
+        return
+    wide = left.float() @ right.float()
+    wide = wide.mul_(scale) if scale != 1 else wide
+    out.copy_(wide if bias is None else wide.add_(bias))
+
+
+@_fake(multiply_)
+def _(out: Tensor, left: Tensor, right: Tensor, bias: Tensor | None = None, scale: float = 1.0) -> None:
+    return None
+
+
+@_operator("(Tensor(a!) total, Tensor left, Tensor right) -> ()")
+def add_product_(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """Add left right onto `total`."""
+    if _is_native(left.dtype):
+        total.addmm_(left, right)
+    else:
+        total.add_(left.float() @ right.float())
+
+
+@_fake(add_product_)
+def _(total: Tensor, left: Tensor, right: Tensor) -> None:
+    return None
+
+
 @_operator("(Tensor left, Tensor right, ScalarType dtype) -> Tensor")
 def product(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
-    """The matrix product in `dtype`. On CUDA its sums of 16-bit factors are float32's; a CPU rounds them on the way."""
-    return torch.mm(left, right).to(dtype)
+    """left right in `dtype`. On CUDA its sums of 16-bit factors are float32's; a CPU may round them on the way."""
+    if _is_native(left.dtype):
+        return torch.mm(left, right).to(dtype)
+    return (left.float() @ right.float()).to(dtype)
 
 
 @_fake(product)
 def _(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
     return left.new_empty(left.shape[0], right.shape[1], dtype=dtype)
+
+
+@functools.cache
+def _is_native(dtype: torch.dtype) -> bool:
+    """Whether this CPU has a unit for products of the type.
+
+    Without one oneDNN emulates it: 6 to 9 times slower than copies in float32 and a product of these, which round less
+    (torch 2.13 on AVX-512 without BF16, 512 to 2,048 rows, 2026-11).
+    """
+    unit = {torch.bfloat16: "avx512_bf16", torch.float16: "avx512_fp16"}.get(dtype)
+    return unit is None or bool(torch.cpu.get_capabilities().get(unit))
 
 
 def decode_(out: Tensor, weight: Tensor) -> None:

@@ -269,6 +269,14 @@ def decode_int8_(out: Tensor, codes: Tensor, scales: Tensor) -> None:
     _decode_int8[grid](out, codes, scales, out.shape[-1], out.stride(0), **sizes)
 
 
+def multiply_(out: Tensor, left: Tensor, right: Tensor, bias: Tensor | None = None, scale: float = 1.0) -> None:
+    torch.addmm(out if bias is None else bias, left, right, beta=0 if bias is None else 1, alpha=scale, out=out)
+
+
+def add_product_(total: Tensor, left: Tensor, right: Tensor) -> None:
+    total.addmm_(left, right)
+
+
 def product(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
     # cuBLAS writes float32 sums of 16-bit factors, no other types than these two.
     if dtype is torch.float32 and left.dtype is not dtype:
