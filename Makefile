@@ -87,6 +87,7 @@ sweep: $(READY) ## Compare the forecast with real training steps and with the pe
 	$(BIN)/python benchmarks/forecast_cpu.py
 	$(BIN)/python benchmarks/forecast_peers.py
 	$(BIN)/python benchmarks/forecast_speed.py
+	$(BIN)/python benchmarks/step_cost.py
 	$(BIN)/python benchmarks/fit_cpu.py
 
 faults: $(READY) ## Kill runs 200 times and at each write, fsync and rename, beside a plain Trainer script (an hour).

@@ -818,6 +818,7 @@ SLICES: dict[str, Slice] = {
     "plain": Slice(plain, 110),
     **{f"forecast-{part}": Slice(partial(forecast, part=part), 225) for part in range(1, FORECAST_PARTS + 1)},
     "tests-doctor": Slice(partial(tests, file="test_gpu_doctor.py", chosen=""), 20),
+    "tests-kernels": Slice(partial(tests, file="test_gpu_kernels.py", chosen=""), 60),
     "tests-parts": Slice(partial(tests, file="test_gpu_parts.py", chosen=""), 60),
     "tests-oom-retry": Slice(partial(tests, file="test_gpu_oom_retry.py", chosen=""), 60),
     "tests-runs": Slice(partial(tests, file="test_gpu_runs.py", chosen=f"not {_CAPS}"), 150),

@@ -56,6 +56,8 @@ def forecast(*, budget: int = 12 * GIB, type: str = "cuda", name: str = "RTX 309
         },
         categories={**{category: MIB * at_peak.get(category, 0) for category in WORDS}, "allocator_slack": slack},
         flops=5_000_000_000_000,
+        moved_bytes=200_000_000_000,
+        calls=10_000,
         seconds=8.0,
         tokens=2 * 4 * 2048,
         curve=tuple(points),

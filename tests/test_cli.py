@@ -129,7 +129,7 @@ def test_plan_of_a_job_that_does_not_fit_names_the_levers_and_exits_6(call, job:
     found = json.loads(out)
     assert set(found) >= {
         "fits", "budget_bytes", "peak_allocated_bytes", "peak_reserved_bytes", "host_bytes", "disk_bytes", "phases",
-        "categories", "batch", "flops", "seconds", "levers",
+        "categories", "batch", "flops", "moved_bytes", "calls", "seconds", "levers",
     }  # fmt: skip
     assert found["fits"] is False
     assert found["budget_bytes"] == 2**20

@@ -95,7 +95,7 @@ def test_a_forecast_says_what_it_is_of_before_it_loads_the_libraries(
     assert ended.at_first_line.isdisjoint(SLOW)
     # What its libraries offer and a forecast does not take: pictures, trackers, compilers, other trainers.
     unneeded = {
-        "matplotlib", "scipy", "sklearn", "torchvision", "tensorboard", "wandb", "IPython", "triton",
+        "matplotlib", "scipy", "sklearn", "torchvision", "tensorboard", "wandb", "IPython",
         "torch._inductor.compile_fx", "torch._inductor.scheduler", "torch._inductor.codegen",
         "transformers.pipelines", "trl.trainer.dpo_trainer", "trl.trainer.grpo_trainer", "finetune.recipe",
     }  # fmt: skip

@@ -277,6 +277,15 @@ class MemorySection(Section):
         return self
 
 
+class KernelsSection(Section):
+    """Fused kernels for the training step."""
+
+    fused: Literal["auto", "on", "off"] = "off"
+    """Compute layers with adapters, gated MLPs, norms and rotary embeddings with fused kernels, to the same results:
+    `auto` wherever they apply and agree with the model's own code on a few tokens at start; `on` refuses a model where
+    none applies or one disagrees; `off` uses PEFT's and transformers' modules."""
+
+
 class TrackingSection(Section):
     """Where metrics are sent in addition to the run directory."""
 
@@ -309,6 +318,7 @@ class Config(Section):
     training: TrainingSection = TrainingSection()
     optimizer: OptimizerSection = OptimizerSection()
     memory: MemorySection = MemorySection()
+    kernels: KernelsSection = KernelsSection()
     tracking: TrackingSection = TrackingSection()
     output: OutputSection = OutputSection()
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.flop_counter import sdpa_backward_flop_count, sdpa_flop_count
 
 from finetune.forecast import autocast, operators
+from finetune.kernels import ops as fused
 from finetune.runtime.libraries import replaced
 
 # A CPU's attention, by which a trace also knows that of CUDA, and attention over packed rows.
@@ -37,12 +38,15 @@ class Kernels:
     """The kernels of one device, by the names of their operators.
 
     `python`: operators to run as the Python program they are there. `scratch`: for an operator, its arguments and the
-    named ones, the sizes in bytes of what its kernel allocates and frees within. `as_there`: a context in which the
-    libraries take the paths that they take on that device.
+    named ones, the sizes in bytes of what its kernel allocates and frees within. `flops`: the operations of operators
+    that torch's table (torch.utils.flop_counter) does not know. `launches`: the kernels of operators that launch more
+    than one. `as_there`: a context in which the libraries take the paths that they take on that device.
     """
 
     python: Mapping[str, Callable[..., Any]]
     scratch: Callable[[Any, Any, Any], list[int]]
+    flops: Mapping[str, Callable[..., int]]
+    launches: Mapping[str, int] = field(default_factory=dict)
     as_there: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
 
 
@@ -54,6 +58,7 @@ def cpu() -> Kernels:
     updates = ("optimizer_update_32bit", "optimizer_update_8bit_blockwise")
     return Kernels(
         python={
+            **fused.ON_CPU,
             "aten::_grouped_mm": _grouped_product_on_cpu,
             "bitsandbytes::gemm_4bit": _gemm_4bit_on_cpu,
             "bitsandbytes::quantize_4bit": _quantize_4bit,
@@ -62,6 +67,7 @@ def cpu() -> Kernels:
             **{f"bitsandbytes::{name}": getattr(ops, f"_{name}_cpu") for name in updates},
         },
         scratch=_scratch_on_cpu,
+        flops=_FLOPS,
     )
 
 
@@ -70,10 +76,14 @@ def cuda() -> Kernels:
     return Kernels(
         python={
             "aten::_grouped_mm": _grouped_product,
+            "aten::slice_backward": _slice_backward,
             "bitsandbytes::gemm_4bit": _gemm_4bit,
             "bitsandbytes::int8_vectorwise_dequant": _dequantize_int8,
         },
         scratch=_scratch_on_cuda,
+        flops=_flops_on_cuda(),
+        # Row sums, the gradients, and those of the queries from float32 (torch 2.13, flash_bwd_launch_template.h).
+        launches=dict.fromkeys((f"{_FLASH}_backward", f"{_VARLEN}_backward"), 3),
         as_there=_on_cuda,
     )
 
@@ -142,11 +152,21 @@ def _gemm_4bit(
     Taken above 1,536 rows; below, a fused kernel that needs none of it may be, by architecture and shape. For batches
     of up to a few hundred tokens this is therefore a bound.
     """
+    bnb = torch.ops.bitsandbytes
     if absmax_8bit is not None:
-        dequantized = torch.empty_like(absmax_8bit, dtype=torch.float32)
-        absmax = dequantized + absmax_offset  # noqa: F841  (held to the end, as there)
-    weight = torch.empty(tuple(shapeB), dtype=A.dtype)
+        dequantized = bnb.dequantize_blockwise(absmax_8bit, absmax, absmax_code, 256, torch.float32)
+        absmax = dequantized + absmax_offset  # `dequantized` is held to the end, as there
+    weight = bnb.dequantize_4bit(B, absmax, blocksize, quant_type, shapeB, A.dtype)
     return torch.nn.functional.linear(A, weight, bias)
+
+
+def _slice_backward(gradient: Any, sizes: Any, dim: int, start: int, end: int, step: int) -> Any:
+    """Zeros, and the gradient copied into its place (torch 2.13, FunctionsManual.cpp `slice_backward`)."""
+    whole = gradient.new_zeros(sizes)
+    index = [slice(None)] * len(sizes)
+    index[dim] = slice(start, min(end, sizes[dim]), step)
+    whole[tuple(index)].copy_(gradient)
+    return whole
 
 
 def _gemm_4bit_on_cpu(
@@ -429,11 +449,32 @@ def _packed_shapes(query: Any, longest: int) -> list[torch.Size]:
     return [torch.Size((1, query.shape[1], length, query.shape[2])) for length in [longest] * whole + [rest]]
 
 
-FLOPS: dict[str, Callable[..., int]] = {
+_FLOPS: dict[str, Callable[..., int]] = {
     "aten::linear": _linear,
     _VARLEN: _packed,
     f"{_VARLEN}_backward": _packed_backward,
     _FLASH: _attention,
     f"{_FLASH}_backward": _attention_backward,
 }
-"""Operations of operators that torch's table (torch.utils.flop_counter) does not know."""
+
+# Where these operators' arguments say whether attention is causal.
+_IS_CAUSAL = {_FLASH: 4, f"{_FLASH}_backward": 7, _VARLEN: 7, f"{_VARLEN}_backward": 10}
+
+
+def _flops_on_cuda() -> dict[str, Callable[..., int]]:
+    causal = {name: _causal_half(_FLOPS[name], place) for name, place in _IS_CAUSAL.items()}
+    onto = ("aten::addmm_", "finetune::multiply_", "finetune::add_product_")
+    return {
+        **_FLOPS, **causal, "finetune::product": lambda left, right, *_, **__: 2 * left.numel() * right.shape[1],
+        **dict.fromkeys(onto, lambda held, left, right, *_, **__: 2 * left.numel() * right.shape[1]),
+    }  # fmt: skip
+
+
+def _causal_half(formula: Callable[..., int], place: int) -> Callable[..., int]:
+    """`formula`, halved where attention is causal: FlashAttention leaves out the blocks above the diagonal."""
+
+    def flops(*args: Any, **kwargs: Any) -> int:
+        causal = args[place] if len(args) > place else kwargs.get("is_causal", False)
+        return formula(*args, **kwargs) // (2 if causal else 1)
+
+    return flops

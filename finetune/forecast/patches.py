@@ -35,7 +35,7 @@ def like(device: Device, recorder: Recorder) -> Iterator[FakeTensorMode]:
         if device.type == "cpu":
             stack.enter_context(_random_states())
         if device.type == "cuda":
-            stack.enter_context(_loss_on_cuda(device.triton))
+            stack.enter_context(_loss_on_cuda(device.triton, recorder))
             stack.enter_context(replaced(modeling_utils, "save_on_cpu", lambda **kwargs: _to_host(recorder)))
         yield FakeTensorMode(allow_non_fake_inputs=True)
 
@@ -83,7 +83,7 @@ def _random_states() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _loss_on_cuda(triton: bool) -> Iterator[None]:
+def _loss_on_cuda(triton: bool, recorder: Recorder) -> Iterator[None]:
     """TRL's tiled loss, only on labelled positions, with its Triton kernels, which work in place (trl 1.16).
 
     Without `triton` it is as `libraries.without_triton` leaves it: the same tiles, folded by torch's operators.
@@ -100,18 +100,22 @@ def _loss_on_cuda(triton: bool) -> Iterator[None]:
         replaced(tiles, "_use_triton", lambda device: triton),
         replaced(utils, "_use_triton", lambda device: True),
         replaced(tiles, "triton", SimpleNamespace(cdiv=lambda number, grain: -(-number // grain))),
-        replaced(tiles, "_forward_kernel", _InPlace()),
-        replaced(tiles, "_backward_kernel", _InPlace()),
+        replaced(tiles, "_forward_kernel", _OverTile(recorder, passes=1)),
+        replaced(tiles, "_backward_kernel", _OverTile(recorder, passes=2)),
         replaced(tiles, "_addmm_fp32", add_product),
     ):
         yield
 
 
-class _InPlace:
-    """A Triton kernel as Python sees it, `kernel[grid](...)`: it allocates nothing."""
+class _OverTile:
+    """A Triton kernel as Python sees it, `kernel[grid](tile, ...)`: it allocates nothing, and goes over the tile."""
+
+    def __init__(self, recorder: Recorder, passes: int) -> None:
+        self._recorder = recorder
+        self._passes = passes
 
     def __getitem__(self, grid: object) -> Callable[..., None]:
-        return lambda *args, **kwargs: None
+        return lambda tile, *args, **kwargs: self._recorder.launched(self._passes * tile.nbytes)
 
 
 def _to_host(recorder: Recorder) -> Any:

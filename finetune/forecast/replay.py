@@ -15,7 +15,7 @@ from finetune.data.batching import Batch
 from finetune.forecast import operator_costs
 from finetune.forecast.allocator import CachingAllocator, CapacityError
 from finetune.forecast.devices import Device
-from finetune.forecast.trace import CATEGORIES, Run, Trace
+from finetune.forecast.trace import CATEGORIES, Run, Trace, Work
 from finetune.model.experts import Mixture
 
 PHASES = ("load", "forward", "backward", "optimizer", "evaluation", "save", "merge")
@@ -41,10 +41,11 @@ class Point:
 
 @dataclass(frozen=True)
 class Forecast:
-    """What a job will take on a device. All sizes in bytes; `flops` and `seconds` are those of one optimizer step.
+    """What a job will take on a device. All sizes in bytes.
 
     `phases` gives allocated and reserved bytes (on a CPU the same) without the context; `categories` adds up, at the
-    moment of the peak, to what is compared with the budget. `seconds` is a bound from below, for ranking settings.
+    moment of the peak, to what is compared with the budget. `flops`, `moved_bytes` (where bandwidth is the bound),
+    `calls` (kernel launches) and `seconds`, a bound from below for ranking settings, are those of one optimizer step.
     `mixture` says how experts are stored, where the base has some.
     """
 
@@ -58,6 +59,8 @@ class Forecast:
     phases: dict[str, dict[str, int]]
     categories: dict[str, int]
     flops: int
+    moved_bytes: int
+    calls: int
     seconds: float
     tokens: int
     curve: tuple[Point, ...] = field(repr=False, default=())
@@ -94,6 +97,8 @@ class Forecast:
             "batch": self.batch.as_dict(),
             "attention": self.attention,
             "flops": self.flops,
+            "moved_bytes": self.moved_bytes,
+            "calls": self.calls,
             "seconds": round(self.seconds, 4),
             "mixture": self.mixture and asdict(self.mixture),
         }
@@ -125,8 +130,8 @@ def make(
     """
     copy_bytes = checkpoint_bytes if device.type == "cpu" else 0
     replay = _replayed(trace, device, copy_bytes, saves_between, from_files, processes)
-    passes, update = trace.work(("forward", "backward")), trace.work(("optimizer",))
-    seconds = micro_batches * _seconds(passes, device) + _seconds(update, device) / 2  # the trace has two updates
+    # The trace has two updates.
+    step = trace.work(("forward", "backward")) * micro_batches + trace.work(("optimizer",)) * 0.5
     phases = {name: replay.phases[name] for name in PHASES if name in replay.phases}
     if merge_bytes:
         phases["merge"] = {"allocated_bytes": merge_bytes, "reserved_bytes": merge_bytes}
@@ -143,18 +148,20 @@ def make(
         disk_bytes=disk_bytes,
         phases=phases,
         categories=categories,
-        flops=micro_batches * passes.flops + update.flops // 2,
-        seconds=seconds,
+        flops=step.flops,
+        moved_bytes=step.moved_bytes,
+        calls=step.calls,
+        seconds=_seconds(step, device),
         tokens=micro_batches * batch.rows * batch.tokens,
         curve=tuple(replay.curve),
         mixture=trace.mixture,
     )
 
 
-def _seconds(work: Any, device: Device) -> float:
-    """Time of arithmetic, of moving bytes, of copies to and from the host, and of calls, none of them overlapping."""
+def _seconds(work: Work, device: Device) -> float:
+    """Time of arithmetic, traffic, copies to and from the host, and launches, none of them overlapping."""
     return (
-        work.flops / device.flops
+        (work.flops - work.hidden_flops) / device.flops
         + work.moved_bytes / device.bandwidth_bytes
         + work.copied_bytes / HOST_BANDWIDTH_BYTES
         + work.calls * device.call_seconds

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from finetune import kernels
 from finetune.config import Config
 from finetune.data.batching import Batch, MicroBatching, per_step
 from finetune.errors import FinetuneError, ForecastError, first_line
@@ -150,6 +151,7 @@ class _TracedStep:
         """The step, as `training.run` makes it."""
         config, card = self._config, self._device
         log_probs.attach(self._model)
+        kernels.attach(self._model, config.kernels.fused, triton=card.type != "cuda" or card.triton)
         name, _ = optimizers.choose(config.optimizer, card.type)
         with warnings.catch_warnings():
             # bitsandbytes looks embeddings up by their addresses, which fake ones have not.

@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, fields
 from types import SimpleNamespace
 from typing import Any
@@ -24,7 +24,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from finetune.forecast import operators
-from finetune.forecast.operator_costs import FLOPS, Kernels
+from finetune.forecast.operator_costs import Kernels
+from finetune.forecast.operators import flat
 from finetune.measure.monitor import Monitor
 from finetune.model.experts import Mixture
 
@@ -63,19 +64,24 @@ class Block:
 
 @dataclass
 class Work:
-    """What a stretch computes: floating-point operations, bytes that bandwidth-bound operators move, and calls.
+    """What a stretch computes: floating-point operations, bytes that bandwidth-bound operators move, kernel launches.
 
-    Operators without a count of operations are bandwidth-bound, and so are products with a low-rank matrix.
-    `copied_bytes` go between the host and the device.
+    Operators without a count of operations are bandwidth-bound, and so are products with a low-rank matrix, whose
+    operations, `hidden_flops` of `flops`, take no time beside their traffic. `copied_bytes` go between the host and the
+    device.
     """
 
     flops: int = 0
     moved_bytes: int = 0
     calls: int = 0
     copied_bytes: int = 0
+    hidden_flops: int = 0
 
     def __add__(self, other: Work) -> Work:
         return Work(*(getattr(self, each.name) + getattr(other, each.name) for each in fields(self)))
+
+    def __mul__(self, times: float) -> Work:
+        return Work(*(int(getattr(self, each.name) * times) for each in fields(self)))
 
 
 @dataclass
@@ -162,6 +168,12 @@ class Recorder(TorchDispatchMode):
         """Count a copy between the host and the device."""
         self._run().work.copied_bytes += tensor.numel() * tensor.element_size()
 
+    def launched(self, moved_bytes: int) -> None:
+        """Count a kernel that is no operator."""
+        work = self._run().work
+        work.calls += 1
+        work.moved_bytes += moved_bytes
+
     @contextlib.contextmanager
     def follow_layers(self) -> Iterator[None]:
         """Within the block an operator belongs to the layer of its input: an optimizer goes from weight to weight."""
@@ -180,14 +192,15 @@ class Recorder(TorchDispatchMode):
             return func(*args, **kwargs)
         if name == "aten::_local_scalar_dense":
             return self.answers.scalar(args[0], getattr(args[0], "made_by", None))
-        inputs = [argument for argument in _flat(args) if isinstance(argument, torch.Tensor)]
+        inputs = [argument for argument in flat(args) if isinstance(argument, torch.Tensor)]
+        over_layers = False
         if self._by_layer_of_input and inputs:
-            self._follow(inputs, several=not isinstance(args[0], torch.Tensor))
+            over_layers = self._follow(inputs, in_lists=not any(isinstance(each, torch.Tensor) for each in args))
         if inside := self._kernels.python.get(name):
             return self._inside(inside, args, kwargs)
         if name == "aten::add.Tensor" and _accumulates_in_place(args):
             held = args[0].add_(args[1])
-            self._count(_aten.add_.Tensor, args, kwargs, held, inputs, [held])
+            self._count(_aten.add_.Tensor, args, kwargs, held)
             return held
         if name == "aten::scatter.src" and _called_by_autograd():
             # Derivatives scatter in place, but never for a subclass (`derivatives.yaml`, max).
@@ -196,7 +209,7 @@ class Recorder(TorchDispatchMode):
             func, args = self.answers.shapes[name](func, args)
         scratch = [self._open(size, "workspace") for size in self._kernels.scratch(func, args, kwargs)]
         out = func(*args, **kwargs)
-        outputs = [out] if isinstance(out, torch.Tensor) else list(_flat(out))
+        outputs = list(flat(out))
         category = self._category(func, inputs)
         fresh = False
         # torch's operators on lists have an output for each tensor.
@@ -210,8 +223,8 @@ class Recorder(TorchDispatchMode):
                     output.made_by = name
         for number in scratch:
             self._close(number)
-        if fresh or operators.schema(func).is_mutable:
-            self._count(func, args, kwargs, out, inputs, outputs)
+        if (fresh or operators.schema(func).is_mutable) and not operators.launches_nothing(func):
+            self._count(func, args, kwargs, out, inputs if over_layers else ())
         return out
 
     def _inside(self, kernel: Any, args: Any, kwargs: Any) -> Any:
@@ -222,7 +235,7 @@ class Recorder(TorchDispatchMode):
                 out = kernel(*args, **kwargs)
         finally:
             self.category = outer
-        for part in _flat(out):
+        for part in flat(out):
             self.mark(part, outer)
         return out
 
@@ -234,20 +247,26 @@ class Recorder(TorchDispatchMode):
             return "workspace"
         return self.category
 
-    def _count(
-        self, func: Any, args: Any, kwargs: Any, out: Any, inputs: list[torch.Tensor], outputs: list[Any]
-    ) -> None:
-        work = self._run().work
-        work.calls += 1
-        moved_bytes = sum(
-            tensor.numel() * tensor.element_size() for tensor in (*inputs, *outputs) if isinstance(tensor, torch.Tensor)
-        )
-        if formula := FLOPS.get(func.name()) or flop_registry.get(func.overloadpacket):
+    def _count(self, func: Any, args: Any, kwargs: Any, out: Any, over_layers: Sequence[torch.Tensor] = ()) -> None:
+        """Add what an operator computes; `over_layers` are its inputs where they belong to several layers."""
+        if over_layers:
+            self.layer = None
+        work, name = self._run().work, func.name()
+        work.calls += self._kernels.launches.get(name, 1)
+        moved_bytes = operators.moved_bytes(func, args, kwargs, out)
+        if formula := self._kernels.flops.get(name) or flop_registry.get(func.overloadpacket):
             flops = int(formula(*args, **kwargs, out_val=out))
             work.flops += flops
             if flops >= moved_bytes * self._flops_per_byte:
                 return
-        work.moved_bytes += moved_bytes
+            work.hidden_flops += flops
+        if not over_layers:
+            work.moved_bytes += moved_bytes
+            return
+        whole = max(1, sum(tensor.nbytes for tensor in over_layers))
+        for tensor in over_layers:  # to each layer its share, which `extrapolate` repeats
+            self.layer = self._layer_of(tensor)
+            self._run().work.moved_bytes += moved_bytes * tensor.nbytes // whole
 
     # -- blocks ----------------------------------------------------------------------------------------------------
 
@@ -287,13 +306,16 @@ class Recorder(TorchDispatchMode):
         entry = self._living.get(id(tensor.untyped_storage()))
         return entry[0] if entry else None
 
-    def _follow(self, inputs: list[torch.Tensor], *, several: bool) -> None:
-        """Go to the layer of an operator's first input; to none where the operator works on lists over layers."""
-        if several:
+    def _follow(self, inputs: list[torch.Tensor], *, in_lists: bool) -> bool:
+        """Go to the layer of an operator's first input; to none, and return True, for lists over several layers."""
+        if in_lists:
             found = {self._layer_of(tensor) for tensor in inputs}
-            self.layer, self._turn = found.pop() if len(found) == 1 else None, False
-        elif not self._turn or self._category_of(inputs[0]) in ("adapter", "gradients"):
+            over_layers = len(found) > 1
+            self.layer, self._turn = None if over_layers else found.pop(), False
+            return over_layers
+        if not self._turn or self._category_of(inputs[0]) in ("adapter", "gradients"):
             self.layer = self._layer_of(inputs[0])
+        return False
 
     def _category_of(self, tensor: torch.Tensor) -> str | None:
         number = self._number(tensor)
@@ -336,14 +358,6 @@ def _called_by_autograd() -> bool:
     while frame is not None and frame.f_code.co_filename.endswith(("_compile.py", "eval_frame.py")):
         frame = frame.f_back
     return frame is not None and frame.f_code.co_name == "_engine_run_backward"
-
-
-def _flat(values: Any) -> Iterator[Any]:
-    for value in values if isinstance(values, (tuple, list)) else (values,):
-        if isinstance(value, (tuple, list)):
-            yield from _flat(value)
-        else:
-            yield value
 
 
 class Answers:

@@ -22,9 +22,9 @@ from finetune.storage import checkpoint, records
 from finetune.storage.rundir import RunDirectory, checkpoint_step
 from finetune.training import state
 
-# What may change between two starts of a run: its length, how it is monitored, and the memory it uses.
+# What may change between two starts of a run: its length, how it is monitored, and the memory and time it uses.
 _MAY_CHANGE = ("training.max_steps", "training.epochs", "training.micro_batch", "training.eval_every",
-               "training.early_stopping", "memory.", "tracking.", "output.")  # fmt: skip
+               "training.early_stopping", "memory.", "kernels.", "tracking.", "output.")  # fmt: skip
 
 # Where files are, which may differ between machines; what is in them is compared. Rank 0 alone writes `output.dir`.
 _PLACES = ("model.name", "model.tokenizer", "data.train", "data.eval", "data.chat_template", "output.dir")

@@ -16,11 +16,13 @@ from accelerate.state import AcceleratorState
 from safetensors import SafetensorError
 from transformers import set_seed
 
+from finetune import kernels
 from finetune.config import Config
 from finetune.data import fingerprint
 from finetune.data.batching import MicroBatching, RowOrder
 from finetune.data.prepare import Prepared
-from finetune.errors import FinetuneError, MachineError
+from finetune.errors import ConfigError, FinetuneError, MachineError
+from finetune.kernels import proof
 from finetune.measure import snapshots
 from finetune.measure.monitor import Monitor
 from finetune.model import causality, packing
@@ -82,6 +84,7 @@ def train(job: Job) -> Outcome:
     """
     config, model, run = job.config, job.model, job.run
     with autocast(config.training.precision, job.device), libraries.without_cudnn_attention():
+        _fuse(job)
         if config.data.packing:
             packing.prove(model)
         causality.prove(model)
@@ -109,6 +112,18 @@ def train(job: Job) -> Outcome:
 
 
 # -- what the loop is given --------------------------------------------------------------------------------------------
+
+
+def _fuse(job: Job) -> None:
+    """Let fused kernels compute what they can. Raises ConfigError where `kernels.fused: on` asks for more than that."""
+    fused = job.config.kernels.fused
+    triton = job.device.type != "cuda" or libraries.triton_obstacle() is None
+    attached = kernels.attach(job.model, fused, triton=triton)
+    unlike = proof.prove(job.model, attached)
+    if fused == "on" and (unlike or not any(attached.replaced.values())):
+        raise ConfigError(f"`kernels.fused: on`: {'; '.join([*attached.lines, *unlike])}; set `auto` or `off`")
+    for line in (*attached.lines, *unlike):
+        job.listener.note(line)
 
 
 def _accelerator(config: Config, run: RunDirectory, device: torch.device) -> Accelerator:

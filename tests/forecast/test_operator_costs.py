@@ -103,3 +103,21 @@ def test_buckets_are_those_that_torch_makes(sizes: tuple[int, ...]) -> None:
     in_bytes = [weight.nbytes for weight in weights]
     assert operator_costs.gradient_buckets(in_bytes) == made(weights[::-1], limits)
     assert operator_costs.broadcast_buckets(in_bytes) == made(weights, [250 * 1024 * 1024])
+
+
+@pytest.mark.parametrize(("causal", "share"), [(False, 1.0), (True, 0.5)])
+def test_causal_attention_computes_half_of_the_scores_on_a_card(causal: bool, share: float) -> None:
+    rows, heads, tokens, size = 2, 4, 64, 16
+    query = torch.empty(rows, heads, tokens, size)
+    name = "aten::_scaled_dot_product_flash_attention_for_cpu"
+    square = 4 * rows * heads * tokens**2 * size
+    found = CARD.flops[name](query, query, query, 0.0, causal, out_val=(query, query))
+    back = CARD.flops[f"{name}_backward"](*(query,) * 6, 0.0, causal, out_val=(query,) * 3)
+    assert (found, back) == (share * square, 2.5 * share * square)
+
+
+@pytest.mark.parametrize(("start", "end", "step"), [(0, 3, 1), (2, 2**63 - 1, 1), (1, 6, 2)])
+def test_the_gradient_of_a_slice_is_what_autograd_makes_of_it(start: int, end: int, step: int) -> None:
+    gradient = torch.randn(len(range(start, min(end, 7), step)), 4).t()
+    expected = torch.ops.aten.slice_backward(gradient, (4, 7), 1, start, end, step)
+    assert torch.equal(CARD.python["aten::slice_backward"](gradient, (4, 7), 1, start, end, step), expected)

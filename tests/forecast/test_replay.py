@@ -115,11 +115,19 @@ def test_it_fits_at_exactly_the_budget_and_not_one_byte_below(device: Device) ->
 def test_a_step_repeats_its_passes_and_not_its_update() -> None:
     """The trace has two updates: the optimizer's first, and the one that is forecast."""
     found = made(step(), micro_batches=4)
-    assert found.flops == 4 * 3000 + 80 // 2
+    assert (found.flops, found.moved_bytes, found.calls) == (4 * 3000 + 80 // 2, 4 * 1000 + 40 // 2, 4 * 5 + 4 // 2)
     assert found.seconds == pytest.approx(4 * (3000 / 1e9 + 1000 / 1e8 + 5 / 1e3) + (80 / 1e9 + 40 / 1e8 + 4 / 1e3) / 2)
     assert found.tokens == 4 * 2 * 64
     assert found.tokens_per_second == pytest.approx(found.tokens / found.seconds)
     assert found.peak_reserved_bytes == made(step()).peak_reserved_bytes
+
+
+def test_a_product_that_is_bound_by_bandwidth_takes_the_time_of_its_traffic_alone() -> None:
+    hidden = step()
+    hidden.trace.runs[0].work.flops = hidden.trace.runs[0].work.hidden_flops = 10**9
+    hidden.trace.runs[0].phase = "forward"
+    assert made(hidden).flops - made(step()).flops == 10**9
+    assert made(hidden).seconds == pytest.approx(made(step()).seconds)
 
 
 @pytest.mark.parametrize("device", [CPU, CARD], ids=["cpu", "card"])
@@ -166,7 +174,7 @@ def test_json_has_every_figure() -> None:
     found = json.loads(json.dumps(made(step(), CARD, merge_bytes=MIB).as_dict()))
     assert set(found) >= {
         "fits", "budget_bytes", "peak_allocated_bytes", "peak_reserved_bytes", "host_bytes", "disk_bytes", "phases",
-        "categories", "batch", "flops", "seconds",
+        "categories", "batch", "flops", "moved_bytes", "calls", "seconds",
     }  # fmt: skip
     assert set(found["phases"]) == set(PHASES)
     assert set(found["categories"]) == set(WORDS)

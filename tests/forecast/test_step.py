@@ -19,6 +19,7 @@ from traces import peaks
 
 from finetune.data.batching import Batch, longest_batch
 from finetune.forecast import extrapolate, replay
+from finetune.forecast.trace import Work
 from finetune.model import catalog, packing
 from finetune.training import optimizers
 
@@ -157,6 +158,17 @@ def test_a_7b_model_is_traced_in_a_gibibyte_and_counted_right() -> None:
     linear = 32 * (4 * 4096**2 + 3 * 4096 * 11008)
     weights = found.categories["base_weights"] + found.categories["quantization_state"]
     assert weights == pytest.approx(linear * 4.127 / 8 + 2 * 2 * 32000 * 4096, rel=2e-3)
+
+
+def test_a_layer_under_peft_launches_355_kernels_on_a_card() -> None:
+    """Forward, recomputation and backward of a Llama layer, counted by hand from the operators' sources."""
+    job = tiny_models.config(training__precision="bf16", memory__checkpointing="all")
+    trace = tiny_models.trace(job, tiny_models.architecture(), where=tiny_models.card(), batch=longest_batch(4, 64))
+    work = {
+        phase: sum((run.work for run in trace.runs if (run.phase, run.layer) == (phase, 4)), Work())
+        for phase in ("forward", "backward")
+    }
+    assert (work["forward"].calls, work["backward"].calls) == (108, 247)
 
 
 def test_more_accumulation_adds_the_gradients_of_the_micro_batches_before() -> None:

@@ -1,0 +1,337 @@
+"""What a QLoRA step costs on a card: arithmetic, traffic and kernel launches, beside a plain TRL script.
+
+    python benchmarks/step_cost.py [--model NAME] [--card NAME]
+
+Nothing runs on a GPU and no weights are read. Both sides are traced by the same recorder on fake tensors, and timed by
+the same rule (`seconds` of `finetune plan`): operations, bytes and launches at the card's data-sheet rates, none of
+them overlapping.
+
+- `layer`: the cost of one Llama-2-7B layer by part (NF4, rank 16, 4 rows of 2,048 tokens, every layer recomputed).
+- `steps`: predicted seconds of an optimizer step of 16 rows of 2,048 tokens within 24 GiB. Ours is what `finetune fit`
+  chooses. TRL's is the largest micro-batch that fits with checkpointing (its default), and the faster of that and the
+  same without (its best).
+
+TRL's side is `scripts/plain_qlora.py`: `SFTTrainer.compute_loss` itself with its tiled loss, entropy and accuracy, bf16
+adapters under autocast, the padding mask always given, the 8-bit optimizer. Where the rows of a micro-batch have one
+length, transformers drops that mask; else it costs attention its flash kernel.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import re
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType, SimpleNamespace
+from typing import Any
+
+import harness
+import torch
+from peft.tuners.tuners_utils import BaseTunerLayer
+from transformers.modeling_layers import GradientCheckpointingLayer
+from trl import SFTTrainer
+from trl.trainer.utils import add_fused_lm_head
+
+import finetune
+from finetune.config import Config
+from finetune.data.batching import Batch, MicroBatching
+from finetune.forecast import planning, step
+from finetune.forecast.fit import divisors
+from finetune.forecast.replay import Forecast
+from finetune.forecast.trace import Recorder, Work
+from finetune.runtime.libraries import replaced
+
+MODELS = {"Llama-2-7B": "llama7b_qlora", "Llama-3.1-8B": "llama3_8b_qlora"}
+CARDS = ("RTX 3090", "RTX 4090", "A100 80GB", "H100")
+ROWS = {"one length": False, "uneven length": True}
+"""Kinds of rows, and whether a micro-batch of it is padded."""
+
+BUDGET_BYTES = 24 * 2**30
+TOKENS, STEP_ROWS = 2048, 16
+PASSES = ("forward", "recompute", "backward")
+_LAYER = 2  # of the five that are traced, the one in the middle
+
+
+# -- a layer's cost by part --------------------------------------------------------------------------------------------
+
+
+class Parts(Recorder):
+    """A recorder that also knows which part of a layer each operator belongs to, and in which pass.
+
+    In the forward pass and in functions of Python the part is that of the module whose code calls the operator. A node
+    of autograd has the part of the operator that made it, by autograd's sequence numbers.
+    """
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.work: defaultdict[tuple[int | None, str, str], Work] = defaultdict(Work)
+        self._part_of_node: dict[int, str] = {}
+        self._part = ""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        frames = list(_frames())
+        self._pass = "recompute" if any(frame.f_code.co_name == "recompute_fn" for frame in frames) else self.phase
+        part = next(filter(None, map(_part_of_code, frames)), None)
+        # The engine adds gradients behind the node that made the last of them.
+        self._sum = part is None and self.phase == "backward" and func.name() in _SUMS
+        if part is None and not self._sum and (node := torch._C._current_autograd_node()) is not None:
+            part = self._part_of_node.get(node._sequence_nr())
+        self._part = self._part if self._sum else part or "other"
+        if self._pass != "backward":
+            self._part_of_node.setdefault(torch.autograd._get_sequence_nr() - 1, self._part)
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+    def _count(self, func: Any, args: Any, kwargs: Any, out: Any, over_layers: Any = ()) -> None:
+        before = dataclasses.replace(self._run().work)
+        super()._count(func, args, kwargs, out, over_layers)
+        after = self._run().work
+        done = Work(*(getattr(after, each.name) - getattr(before, each.name) for each in dataclasses.fields(Work)))
+        self.work[self.layer, self._pass, self._refined(func.name(), done)] += done
+
+    def _refined(self, name: str, done: Work) -> str:
+        """The part of an operator, where what it does says more than where it stands."""
+        for pattern, part in _BY_OPERATOR.items():
+            if re.search(pattern, name):
+                return part
+        if done.hidden_flops:
+            return "low-rank products"
+        if done.flops:
+            return "large products"
+        return "adapter: sums of gradients" if self._sum and self._part in (_ADAPTER, _DECODING) else self._part
+
+
+_ADAPTER, _DECODING = "adapter: copies, scaling, sum", "decoding of weights"
+_BY_KERNEL = {"lora": _ADAPTER, "norm": "norms"}
+_SUMS = ("aten::add.Tensor", "aten::add_.Tensor")
+_BY_OPERATOR = {
+    r"attn|attention": "attention",
+    r"dequantize|decode": _DECODING,
+    r"finetune::rms_norm": "norms",
+    r"finetune::rope": "rotary embedding",
+    r"finetune::gated": "activation of the MLP",
+}
+
+
+def _frames() -> Iterator[FrameType]:
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def _part_of_code(frame: FrameType) -> str | None:
+    """The part that a function's code belongs to; None where its caller must say."""
+    if frame.f_code.co_name in ("apply_rotary_pos_emb", "rotate_half"):
+        return "rotary embedding"
+    if frame.f_code.co_name.startswith("_gemm_4bit") or frame.f_code.co_filename.endswith("bitsandbytes/functional.py"):
+        return _DECODING
+    if "finetune/kernels/" in frame.f_code.co_filename and (
+        part := _BY_KERNEL.get(Path(frame.f_code.co_filename).stem)
+    ):
+        return part
+    module = frame.f_locals.get("self")
+    if not isinstance(module, torch.nn.Module):
+        return None
+    kind = type(module).__name__
+    if isinstance(module, BaseTunerLayer):
+        return _ADAPTER
+    if "Norm" in kind:
+        return "norms"
+    if "MLP" in kind:
+        return "activation of the MLP"
+    return "residuals and copies" if "Attention" in kind or isinstance(module, GradientCheckpointingLayer) else None
+
+
+def layer(config: Config) -> dict[str, Any]:
+    """Gigabytes, launches and TFLOP of a layer by part and pass."""
+    config = config.changed({"training.micro_batch": 4, "training.batch_size": 4, "memory.checkpointing": "all"})
+    made: list[Parts] = []
+
+    def recorder(*args: Any) -> Parts:
+        made.append(Parts(*args))
+        return made[0]
+
+    with replaced(step, "Recorder", recorder), rows_of(padded=False):
+        planning.planner_for(config, "RTX 4090").forecast()
+    work = {key[1:]: done for key, done in made[0].work.items() if key[0] == _LAYER and key[1] in PASSES}
+    parts = sorted({part for _, part in work}, key=lambda part: -_sum(work, part=part).moved_bytes)
+    told = {part: {each: _told(_sum(work, each, part)) for each in PASSES} for part in parts}
+    return {"parts": told, "passes": {each: _told(_sum(work, each)) for each in PASSES}, "whole": _told(_sum(work))}
+
+
+def _sum(work: dict[tuple[str, str], Work], of_pass: str = "", part: str = "") -> Work:
+    chosen = (done for key, done in work.items() if of_pass in ("", key[0]) and part in ("", key[1]))
+    return sum(chosen, Work())
+
+
+def _told(work: Work) -> dict[str, Any]:
+    return {
+        "gigabytes": round(work.moved_bytes / 1e9, 3), "calls": work.calls, "teraflop": round(work.flops / 1e12, 3),
+    }  # fmt: skip
+
+
+# -- a whole step beside TRL -------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def rows_of(*, padded: bool) -> Iterator[None]:
+    """Within the block every row counts as `data.max_length` long, in micro-batches that are padded or not."""
+
+    def longest(way: MicroBatching, step_rows: int, length: int) -> list[Batch]:
+        rows = min(way.rows, step_rows)
+        return [Batch(rows, length, padded and rows > 1, rows * (length - 1))]
+
+    with replaced(planning, "longest_batches", longest), replaced(planning, "_data", lambda *args: None):
+        yield
+
+
+@contextlib.contextmanager
+def as_trl() -> Iterator[None]:
+    """Within the block a traced step computes what `SFTTrainer` computes (trl 1.16)."""
+
+    def head(model: Any) -> None:
+        add_fused_lm_head(model.get_base_model(), outputs=("log_probs", "entropy", "is_top1"))
+
+    def loss(model: Any, batch: dict[str, Any]) -> tuple[torch.Tensor, int]:
+        return SFTTrainer.compute_loss(_trainer(model), model, dict(batch), num_items_in_batch=1), 1
+
+    objectives = {name: SimpleNamespace(loss=loss) for name in step.OBJECTIVES}
+    with (
+        replaced(step, "OBJECTIVES", objectives),
+        replaced(step, "needs_mask", lambda *args: True),
+        replaced(step.log_probs, "attach", head),
+    ):
+        yield
+
+
+def _trainer(model: Any) -> Any:
+    """As much of an `SFTTrainer` as its `compute_loss` reads, with the defaults of `SFTConfig`."""
+    return SimpleNamespace(
+        model=model,
+        accelerator=SimpleNamespace(parallelism_config=None, num_processes=1, gather_for_metrics=lambda value: value),
+        args=SimpleNamespace(loss_type="nll", average_tokens_across_devices=True),
+        aux_loss_enabled=False,
+        compute_loss_func=None,
+        label_smoother=None,
+        get_tp_size=lambda: 1,
+        _metrics={"train": defaultdict(list)},
+        _total_train_tokens=0,
+        _tp_size=1,
+    )
+
+
+def ours(config: Config, card: str) -> dict[str, Any]:
+    """What `finetune fit` chooses; its model gets no mask, so padding makes no difference."""
+    with rows_of(padded=False):
+        fitted = planning.fit(config, card)
+    return _step(fitted.config, fitted.forecast)
+
+
+def trl(config: Config, card: str) -> dict[str, Any]:
+    """TRL with checkpointing (its default) and at its best, with the largest micro-batch that fits, by kind of rows."""
+    fused = {"kernels.fused": "off"} if "kernels" in Config.model_fields else {}
+    config = config.changed({"adapter.dtype": "bfloat16", "optimizer.kind": "paged_adamw_8bit", **fused})
+    found: dict[str, Any] = {}
+    for kind, padded in ROWS.items():
+        with rows_of(padded=padded), as_trl():
+            default, other = (_largest(config, card, checkpointing) for checkpointing in ("all", "none"))
+        found[kind] = {"default": default, "best": min(default, other or default, key=lambda each: each["seconds"])}
+    return found
+
+
+def _largest(config: Config, card: str, checkpointing: str) -> Any:
+    """A step with the largest micro-batch that fits; None where none does."""
+    for rows in divisors(STEP_ROWS):
+        tried = config.changed({"training.micro_batch": rows, "memory.checkpointing": checkpointing})
+        if (forecast := planning.planner_for(tried, card).forecast()).fits:
+            return _step(tried, forecast)
+    return None
+
+
+def steps(config: Config, card: str) -> dict[str, Any]:
+    """Both sides on a card, and how many times as fast ours is."""
+    config = config.changed({"memory.budget": BUDGET_BYTES})
+    one, others = ours(config, card), trl(config, card)
+    times = {
+        kind: {setting: round(each["seconds"] / one["seconds"], 3) for setting, each in settings.items()}
+        for kind, settings in others.items()
+    }
+    return {"ours": one, "trl": others, "times_as_fast": times}
+
+
+def _step(config: Config, forecast: Forecast) -> dict[str, Any]:
+    return {
+        "seconds": round(forecast.seconds, 4),
+        "tokens_per_second": round(forecast.tokens_per_second),
+        "flops": forecast.flops,
+        "moved_bytes": forecast.moved_bytes,
+        "calls": forecast.calls,
+        "needed_bytes": forecast.needed_bytes,
+        "micro_batch": config.training.micro_batch,
+        "checkpointing": config.memory.checkpointing,
+        "loss_tokens": config.memory.loss_tokens,
+    }
+
+
+# -- the command -------------------------------------------------------------------------------------------------------
+
+
+def main() -> None:
+    options = _options()
+    started = time.perf_counter()
+    configs = {
+        name: finetune.load_config(
+            harness.ROOT / "configs" / f"{file}.yaml", ["data.eval=none", f"training.batch_size={STEP_ROWS}"]
+        )
+        for name, file in MODELS.items()
+    }
+    result: dict[str, Any] = {
+        "command": harness.command_line(),
+        "environment": harness.environment(),
+        "layer": layer(configs["Llama-2-7B"]),
+        "steps": {},
+    }
+    print(_layer_table(result["layer"]), flush=True)
+    for model in options.model or MODELS:
+        for card in options.card or CARDS:
+            result["steps"].setdefault(model, {})[card] = found = steps(configs[model], card)
+            print(_step_line(model, card, found), f"({time.perf_counter() - started:.0f} s)", flush=True)
+    harness.write_result(options.output, result)
+
+
+def _layer_table(found: dict[str, Any]) -> str:
+    rows = {**found["parts"], "all": found["passes"]}
+    lines = [
+        (part, *(f"{each['gigabytes']:.2f} GB, {each['calls']}, {each['teraflop']:.2f}" for each in passes.values()))
+        for part, passes in rows.items()
+    ]
+    whole = found["whole"]
+    return harness.table(("GB, calls, TFLOP", *PASSES), lines) + (
+        f"\na layer: {whole['gigabytes']:.2f} GB, {whole['calls']} calls, {whole['teraflop']:.2f} TFLOP"
+    )
+
+
+def _step_line(model: str, card: str, found: dict[str, Any]) -> str:
+    times = (
+        f"{value:.2f} times as fast as TRL ({setting}, rows of {kind})"
+        for kind, settings in found["times_as_fast"].items()
+        for setting, value in settings.items()
+    )
+    return f"{model}, {card}: {found['ours']['seconds']:.2f} s, {', '.join(times)}"
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", action="append", choices=MODELS, help="only this model (may be repeated)")
+    parser.add_argument("--card", action="append", help="only this card (may be repeated)")
+    parser.add_argument("--output", type=Path, default=harness.RESULTS / "step_cost.json")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,110 @@
+"""Fused kernels of the training step: what PEFT's and transformers' modules compute, from the same parameters.
+
+A kernel is one entry in KERNELS: which modules it knows, by their structure and by trying their code, never by a
+model's name; which of them it cannot do, and why; and how it takes the place of their forward pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+from finetune.kernels import attention, lora, mlp, norm
+from finetune.model import experts
+
+Undo = Callable[[], None]
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """What takes the place of the forward pass of modules that have the structure and no obstacle.
+
+    `layers` are the linear layers that such a module computes, and `replace` returns what undoes it.
+    """
+
+    help: str
+    has_structure: Callable[[nn.Module], bool]
+    obstacle: Callable[[nn.Module], str | None]
+    replace: Callable[[Any], Undo]
+    layers: Callable[[nn.Module], list[nn.Module]] = lambda module: []
+
+
+# In this order: a layer that an attention or an MLP computes is not replaced by itself.
+KERNELS: dict[str, Kernel] = {
+    "norm": Kernel("root-mean-square normalization", norm.has_structure, norm.obstacle, norm.replace),
+    "attention": Kernel(
+        "queries, keys and values as one product, rotated in place",
+        attention.has_structure, attention.obstacle, attention.replace, attention.layers,
+    ),
+    "mlp": Kernel("a gated MLP with its adapters", mlp.has_structure, mlp.obstacle, mlp.replace, mlp.layers),
+    "lora": Kernel("a linear layer with an adapter", lora.is_adapted, lora.obstacle, lora.replace),
+}  # fmt: skip
+
+
+@dataclass
+class Attached:
+    """What is replaced in a model, by kernel: each module with what undoes it. `lines` say what is not, and why."""
+
+    replaced: dict[str, dict[nn.Module, Undo]] = field(default_factory=lambda: {name: {} for name in KERNELS})
+    lines: list[str] = field(default_factory=list)
+
+    def detach(self, kernel: str | None = None) -> None:
+        """Give the modules of one kernel, or of all, their own forward pass back."""
+        for name in [kernel] if kernel else KERNELS:
+            for undo in self.replaced[name].values():
+                undo()
+            self.replaced[name].clear()
+
+
+def attach(model: Any, fused: str, *, triton: bool = True) -> Attached:
+    """Replace what can be replaced in `model`, wrapped by PEFT or not; nothing where `fused` is `off`.
+
+    `triton`: whether its kernels run on the device, if that is a GPU.
+    """
+    attached, covered = Attached(), set()
+    if fused == "off":
+        return attached
+    if not triton:
+        attached.lines.append("kernels: none is fused: Triton does not run here")
+        return attached
+    reasons: dict[str, list[str]] = {}
+    for kind, kernel in KERNELS.items():
+        for name, module in model.named_modules():
+            if module in covered or not kernel.has_structure(module):
+                continue
+            if reason := kernel.obstacle(module):
+                reasons.setdefault(reason, []).append(name.rpartition(".")[2])
+                continue
+            attached.replaced[kind][module] = kernel.replace(module)
+            covered.update(kernel.layers(module))
+    _give_room(model, attached)
+    if experts.is_mixture(model):
+        reasons["experts of a mixture"] = ["experts"]
+    for reason, names in reasons.items():
+        attached.lines.append(f"kernels: `{'`, `'.join(dict.fromkeys(names))}` not fused: {reason}")
+    return attached
+
+
+def _give_room(model: nn.Module, attached: Attached) -> None:
+    """Let norms leave room beside their output for the rank-r products of the blocks that stand beside them."""
+    for parent in model.modules():
+        ranks: dict[int, int] = {}
+        for block in parent.children():
+            for first in _first_layers(block, attached):
+                layers = [lora.current(layer) for layer in first]
+                ranks[layers[0].inputs] = max(ranks.get(layers[0].inputs, 0), lora.rank(layers))
+        for module in parent.children():
+            if module in attached.replaced["norm"]:
+                norm.leave_room(module, ranks.get(len(module.weight), 0))
+
+
+def _first_layers(block: nn.Module, attached: Attached) -> Iterator[list[nn.Module]]:
+    """The layers that take what a replaced block is given, by input."""
+    if block in attached.replaced["attention"] and (found := attention.layers(block)):
+        yield found
+    if block in attached.replaced["mlp"]:
+        yield mlp.layers(block)[:-1]
+    yield from ([layer] for layer in block.children() if layer in attached.replaced["lora"])

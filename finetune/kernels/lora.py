@@ -1,0 +1,332 @@
+"""Linear layers with LoRA (arXiv 2106.09685) from PEFT's own parameters, without PEFT's passes over activations.
+
+For n tokens, H inputs, O outputs, rank r and scale s, with W (O, H), A (r, H) and B (O, r):
+
+    Y = X Wᵀ + U Bᵀ,  U = s X Aᵀ;     S = s dY B,  dX = dY W + S A,  dA = Sᵀ X,  dB = dYᵀ U
+
+Several layers of one input are one function: U and S of all stand side by side. Where X has room beside it
+(`take_room`), U is written there, and one product with [W | B] gives Y. Elsewhere U Bᵀ is written first and X Wᵀ added
+by its own product, as S A before dY W: to add onto the larger of the two would round it twice, and read and write it
+once more. Base weights are decoded for each product, in both directions.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from finetune.kernels import ops
+
+
+@dataclass(frozen=True)
+class Linear:
+    """A frozen linear layer as it is now, with its adapter if it has one: A (r, H), B (O, r)."""
+
+    weight: Any
+    bias: Tensor | None
+    inputs: int
+    outputs: int
+    a: Tensor | None = None
+    b: Tensor | None = None
+    scale: float = 1.0
+
+    def decoded(self, dtype: torch.dtype, place: Tensor | None = None) -> Tensor:
+        """W (O, H) in `dtype`, in `place` if that is given; the weight itself where nothing is to be done.
+
+        A block of its own is freed after its product, and the caching allocator hands it out again for the next:
+        between products its memory serves others.
+        """
+        if place is None:
+            if self.weight.dtype is dtype:
+                return self.weight.detach()
+            place = torch.empty(self.outputs, self.inputs, dtype=dtype, device=self.weight.device)
+        ops.decode_(place, self.weight)
+        return place
+
+
+Layers = Sequence[Linear]
+
+
+# -- what PEFT's modules are -------------------------------------------------------------------------------------------
+
+
+def is_adapted(module: nn.Module) -> bool:
+    """Whether `module` is a layer that PEFT gave a LoRA adapter, of any kind."""
+    from peft.tuners.lora import LoraLayer
+
+    return isinstance(module, LoraLayer)
+
+
+def obstacle(module: nn.Module) -> str | None:
+    """Why a linear layer, adapted or not, cannot be computed here; None where it can."""
+    base: Any = module
+    if is_adapted(module):
+        layer: Any = module
+        active, base = layer.active_adapters, layer.get_base_layer()
+        if not isinstance(base, nn.Linear):
+            return f"an adapter on a {type(base).__name__}, which is no linear layer"
+        if len(active) != 1 or set(layer.lora_A) != set(active):
+            return "several adapters"
+        (name,) = active
+        if name in layer.lora_variant:
+            return "DoRA" if layer.use_dora.get(name) else "a variant of LoRA"
+        if not isinstance(layer.lora_dropout[name], nn.Identity):
+            return "dropout"
+        if layer.lora_bias.get(name) or any(
+            type(one) is not nn.Linear for one in (layer.lora_A[name], layer.lora_B[name])
+        ):
+            return "an adapter with a bias"
+        if base is not layer.base_layer or getattr(layer, "fan_in_fan_out", False):
+            return "several adapters around one layer"
+    if not isinstance(base, nn.Linear) or not hasattr(base, "weight"):
+        return f"a {type(base).__name__}, which is no linear layer"
+    if any(parameter.requires_grad for parameter in base.parameters()):
+        return "a base weight that is trained"
+    return None
+
+
+def obstacle_together(modules: Sequence[nn.Module]) -> str | None:
+    """Why linear layers of one input cannot be computed here together; None where they can."""
+    if found := next(filter(None, map(obstacle, modules)), None):
+        return found
+    scales = {current(module).scale for module in modules if is_adapted(module)}
+    return "adapters of several scales" if len(scales) > 1 else None
+
+
+def current(module: Any) -> Linear:
+    """The parameters of a linear layer, adapted or not, as they are now."""
+    if not is_adapted(module):
+        return Linear(module.weight, module.bias, module.in_features, module.out_features)
+    (name,) = module.active_adapters
+    base = module.base_layer
+    return Linear(
+        base.weight, base.bias, base.in_features, base.out_features,
+        module.lora_A[name].weight, module.lora_B[name].weight, module.scaling[name],
+    )  # fmt: skip
+
+
+def ready(x: Tensor, modules: Sequence[Any]) -> bool:
+    """Whether `modules` can compute `x` here now: it has the type of the arithmetic, and no adapter is set aside."""
+    kind = x.device.type
+    computed = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+    return x.dtype is computed and not any(
+        is_adapted(module) and (module.disable_adapters or module.merged) for module in modules
+    )
+
+
+def replace(module: Any) -> Callable[[], None]:
+    """Compute one adapted layer here; returns what undoes it."""
+    plain = module.forward
+
+    def forward(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if args or kwargs or not ready(x, [module]):
+            return plain(x, *args, **kwargs)
+        return project(x, [current(module)])[0]
+
+    return put(module, forward)
+
+
+def put(module: Any, forward: Callable[..., Any]) -> Callable[[], None]:
+    """Give one module another forward pass; returns what undoes it."""
+    module.forward = forward
+    return lambda: vars(module).pop("forward", None)
+
+
+# -- autograd ----------------------------------------------------------------------------------------------------------
+
+
+def project(x: Tensor, layers: Layers) -> tuple[Tensor, ...]:
+    """The outputs (..., O) of `layers` for one input (..., H)."""
+    outputs: tuple[Tensor, ...] = _Project.apply(x, layers, *factors(layers))
+    return outputs
+
+
+class _Project(torch.autograd.Function):
+    """Keeps X and U."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, layers: Layers, *_: Tensor) -> tuple[Tensor, ...]:
+        ctx.layers = layers
+        with without_autocast(x):
+            wide = rows(x) if (room := take_room(x)) is None else room
+            outputs, low = products(wide, layers)
+        ctx.save_for_backward(x, low.data)
+        # Tensors of their own and not views: work in place on one must not count as a change of the others.
+        return tuple(output.view(*x.shape[:-1], -1).data for output in outputs)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
+        x, low = ctx.saved_tensors
+        with without_autocast(x):
+            back = Backward.of(ctx.layers, gradients)
+            dx = back.of_input().view(x.shape) if ctx.needs_input_grad[0] else None
+            return dx, None, *back.of_factors(rows(x), low)
+
+
+def without_autocast(x: Tensor) -> torch.autocast:
+    """Within the block products take the types that they are given."""
+    return torch.autocast(x.device.type, enabled=False)
+
+
+def factors(layers: Layers) -> list[Tensor]:
+    """A and B of each adapted layer, as autograd functions take them."""
+    return [factor for layer in layers for factor in (layer.a, layer.b) if factor is not None]
+
+
+def rows(x: Tensor) -> Tensor:
+    """(..., width) as (n, width)."""
+    return x.reshape(-1, x.shape[-1])
+
+
+def rank(layers: Layers) -> int:
+    """Of all layers together: the columns of U and S."""
+    return _places(layers)[-1].stop
+
+
+def narrowed(wide: Tensor, width: int) -> Tensor:
+    """The first columns of `wide` (..., width and room); layers that take them may use the room for their U."""
+    if wide.shape[-1] == width:
+        return wide
+    x: Any = wide[..., :width].data  # no view of the rest to autograd
+    x.room = wide.shape[-1] - width
+    return x
+
+
+def take_room(x: Any) -> Tensor | None:
+    """`x` (n, H and room) with the room beside it, which has one user only; None where there is none."""
+    room = getattr(x, "room", 0)
+    if not room:
+        return None
+    x.room = 0
+    return x.data.as_strided((x.numel() // x.shape[-1], x.shape[-1] + room), (x.stride(-2), 1))
+
+
+def products(x: Tensor, layers: Layers) -> tuple[tuple[Tensor, ...], Tensor]:
+    """Y of each layer (n, O), all in one block, and U, from x (n, H) or with room beside it (n, H + R or more)."""
+    inputs, columns = layers[0].inputs, layers[0].inputs + rank(layers)
+    if x.shape[1] >= columns > inputs:
+        return _joined_products(x[:, :columns], layers)
+    x = x[:, :inputs]
+    a, b = _factors(x, layers)
+    low = low_rank(x, a, layers)
+    outputs = _split(x.new_empty(len(x), sum(layer.outputs for layer in layers)), layers)
+    for layer, output, place, upward in zip(layers, outputs, _places(layers), b, strict=True):
+        bias = None if layer.bias is None else layer.bias.to(x.dtype)
+        if upward is None:
+            ops.multiply_(output, x, layer.decoded(x.dtype).t(), bias)
+        else:
+            ops.multiply_(output, low[:, place], upward.t(), bias)
+            ops.add_product_(output, x, layer.decoded(x.dtype).t())
+    return outputs, low
+
+
+def _joined_products(x: Tensor, layers: Layers) -> tuple[tuple[Tensor, ...], Tensor]:
+    """The same by one product, [X | U] [W | B]ᵀ, with zeros beside B for the ranks of other layers."""
+    inputs, outputs = layers[0].inputs, sum(layer.outputs for layer in layers)
+    weight = x.new_empty(outputs, x.shape[1])
+    upward = weight[:, inputs:]
+    if len(layers) > 1:
+        upward.zero_()
+    at, b = 0, []
+    for layer, place in zip(layers, _places(layers), strict=True):
+        end = at + layer.outputs
+        layer.decoded(x.dtype, weight[at:end, :inputs])
+        b.append(upward[at:end, place])
+        at = end
+    a, _ = _factors(x, layers, b)
+    low = low_rank(x[:, :inputs], a, layers, x[:, inputs:])
+    bias = None
+    if any(layer.bias is not None for layer in layers):
+        bias = torch.cat([x.new_zeros(one.outputs) if one.bias is None else one.bias.to(x.dtype) for one in layers])
+    y = x.new_empty(len(x), outputs)
+    ops.multiply_(y, x, weight.t(), bias)
+    return _split(y, layers), low
+
+
+def _split(y: Tensor, layers: Layers) -> tuple[Tensor, ...]:
+    return y.split([layer.outputs for layer in layers], dim=1)
+
+
+def low_rank(x: Tensor, a: Tensor, layers: Layers, low: Tensor | None = None) -> Tensor:
+    """U = s X Aᵀ of all layers side by side (n, R), in `low` if that is given; `a` is A of all (R, H)."""
+    low = x.new_empty(len(x), len(a)) if low is None else low
+    if len(a):
+        ops.multiply_(low, x, a.t(), None, _scale(layers))
+    return low
+
+
+@dataclass(frozen=True)
+class Backward:
+    """The backward pass of layers for `outer`, the gradients dY of each (n, O): S, and A and B in its type."""
+
+    layers: Layers
+    outer: Sequence[Tensor]
+    a: Tensor
+    s: Tensor
+
+    @classmethod
+    def of(cls, layers: Layers, gradients: Sequence[Tensor]) -> Backward:
+        """From the gradients (..., O) of each layer's output."""
+        outer = [rows(gradient) for gradient in gradients]
+        a, b = _factors(outer[0], layers)
+        s = outer[0].new_empty(len(outer[0]), len(a))
+        for gradient, place, upward in zip(outer, _places(layers), b, strict=True):
+            if upward is not None:
+                ops.multiply_(s[:, place], gradient, upward, None, _scale(layers))
+        return cls(layers, outer, a, s)
+
+    def of_input(self) -> Tensor:
+        """dX = S A + dY W (n, H), summed over the layers."""
+        dx = self.s.new_empty(len(self.s), self.layers[0].inputs)
+        products = [(self.s, self.a)] if len(self.a) else []
+        weights = (layer.decoded(dx.dtype) for layer in self.layers)  # one after the other
+        write = ops.multiply_
+        for left, right in itertools.chain(products, zip(self.outer, weights, strict=True)):
+            write(dx, left, right)
+            write = ops.add_product_
+        return dx
+
+    def of_factors(self, x: Tensor, low: Tensor) -> list[Tensor]:
+        """dA = Sᵀ X and dB = dYᵀ U of each adapted layer in the types of A and B, in the order of `factors`."""
+        whole, found = None, []
+        for layer, gradient, place in zip(self.layers, self.outer, _places(self.layers), strict=True):
+            if layer.a is None or layer.b is None:
+                continue
+            whole = ops.product(self.s.t(), x, layer.a.dtype) if whole is None else whole
+            found += [whole[place], ops.product(gradient.t(), low[:, place], layer.b.dtype)]
+        return found
+
+
+def _factors(
+    like: Tensor, layers: Layers, places: Sequence[Tensor] | None = None
+) -> tuple[Tensor, list[Tensor | None]]:
+    """A of all layers (R, H), and B of each, in the type of `like`; B in `places` if they are given."""
+    adapted = [(layer.a, layer.b, number) for number, layer in enumerate(layers) if layer.a is not None]
+    a = like.new_empty(rank(layers), layers[0].inputs)
+    b: list[Any] = [None] * len(layers)
+    for _, own, number in adapted:
+        b[number] = torch.empty_like(own, dtype=like.dtype) if places is None else places[number]
+    if adapted:  # all at once
+        torch._foreach_copy_(
+            [*a.split([len(down) for down, _, _ in adapted]), *(b[number] for _, _, number in adapted)],
+            [*(down for down, _, _ in adapted), *(up for _, up, _ in adapted)],
+        )
+    return a, b
+
+
+def _scale(layers: Layers) -> float:
+    """That of all adapted layers, which is the same."""
+    return next(layer.scale for layer in layers if layer.a is not None)
+
+
+def _places(layers: Layers) -> list[slice]:
+    """The columns of each layer in U and S."""
+    ends = itertools.accumulate((0 if layer.a is None else len(layer.a) for layer in layers), initial=0)
+    return [slice(start, end) for start, end in itertools.pairwise(ends)]

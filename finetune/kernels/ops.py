@@ -1,0 +1,310 @@
+"""The operators of the fused path, each with an implementation for the CPU and the shapes of its results.
+
+Each is one operator of torch (`torch.ops.finetune`), so that selective checkpointing can keep its result and a trace
+counts it as one call. On a CPU it is made of torch's operators, rounded where the modules of transformers round; on
+CUDA it is a Triton kernel of `triton_kernels`, which computes in float32 and rounds once. None of them knows autograd:
+they are called inside autograd functions.
+
+Tensors are of 16 or 32 bits; each may be strided in all dimensions but its last.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import increment_version
+
+from finetune.kernels.room import with_room
+
+_library = torch.library.Library("finetune", "DEF")
+_aten = torch.ops.aten
+
+ON_CPU: dict[str, Callable[..., Any]] = {}
+"""What each operator is on a CPU, a program of torch's operators, by its name such as `finetune::rms_norm`."""
+
+
+def _operator(schema: str) -> Callable[[Callable[..., Any]], Any]:
+    """Make the operator of `schema` from its implementation for the CPU, whose name it takes.
+
+    `torch.library.custom_op` would do the same at 25 microseconds a call instead of 9.
+    """
+
+    written = schema.count("!")  # tensors that the operator writes into come first
+
+    def define(program: Callable[..., Any]) -> Any:
+        name = program.__name__
+
+        def on_cuda(*args: Any, **named: Any) -> Any:
+            from finetune.kernels import triton_kernels
+
+            increment_version(args[:written])
+            with torch.cuda.device(args[0].device):
+                return getattr(triton_kernels, name)(*args, **named)
+
+        _library.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
+        _library.impl(name, program, "CPU")
+        _library.impl(name, on_cuda, "CUDA")
+        ON_CPU[f"finetune::{name}"] = program
+        return getattr(torch.ops.finetune, name).default
+
+    return define
+
+
+def _fake(operator: Any) -> Callable[[Callable[..., Any]], Any]:
+    return torch.library.register_fake(operator, lib=_library)
+
+
+@_operator(
+    "(Tensor x, Tensor weight, float eps, float offset=0.0, bool cast_first=True, int room=0) -> (Tensor, Tensor)"
+)
+def rms_norm(
+    x: Tensor, weight: Tensor, eps: float, offset: float = 0.0, cast_first: bool = True, room: int = 0
+) -> tuple[Tensor, Tensor]:
+    """Root-mean-square normalization: y (..., width and `room`) in x's type, and 1/rms (...) in float32.
+
+    `offset` is added to the weight (1.0 in Gemma). `cast_first`: the normalized values are rounded to x's type before
+    the product with the weight (Llama), and not only after it (Gemma, OLMo 2). What stands beside the `width` values,
+    at least `room` columns, is left empty.
+    """
+    y, rstd = with_room(x, room), x.new_empty((*x.shape[:-1], 1), dtype=torch.float32)
+    weight = weight if cast_first else weight.float()
+    weight = weight + offset if offset else weight
+    for values, out, inverse in _blocks(x, y[..., : x.shape[-1]] if room else y, rstd):
+        squares = values.float().pow(2)
+        torch.rsqrt(squares.mean(-1, keepdim=True) + eps, out=inverse)
+        normalized = torch.mul(values, inverse, out=squares)
+        torch.mul(normalized.to(x.dtype) if cast_first else normalized, weight, out=out)
+    return y, rstd.squeeze(-1)
+
+
+@_fake(rms_norm)
+def _(
+    x: Tensor, weight: Tensor, eps: float, offset: float = 0.0, cast_first: bool = True, room: int = 0
+) -> tuple[Tensor, Tensor]:
+    return with_room(x, room), x.new_empty(x.shape[:-1], dtype=torch.float32)
+
+
+@_operator("(Tensor dy, Tensor x, Tensor weight, Tensor rstd, float offset=0.0) -> Tensor")
+def rms_norm_backward(dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, offset: float = 0.0) -> Tensor:
+    """The gradient of x, from that of y and what `rms_norm` was given and gave; the weight is frozen.
+
+    With g = dy * weight: dx = g * rstd - x * rstd^3 * mean(g * x), in float32.
+    """
+    dx, weight = with_room(x, 0), weight.float() + offset if offset else weight.float()
+    for gradient, values, inverse, out in _blocks(dy, x, rstd.unsqueeze(-1), dx):
+        scaled, values = gradient.float() * weight, values.float()
+        along = (scaled * values).mean(-1, keepdim=True).mul_(inverse.pow(3))
+        torch.addcmul(scaled.mul_(inverse), values, along, value=-1, out=out)
+    return dx
+
+
+@_fake(rms_norm_backward)
+def _(dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, offset: float = 0.0) -> Tensor:
+    return with_room(x, 0)
+
+
+@_operator("(Tensor(a!) q, Tensor(b!) k, Tensor cos, Tensor sin, bool backward=False) -> ()")
+def rope_(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, backward: bool = False) -> None:
+    """Rotate queries and keys (rows, tokens, heads, head_dim) in place, or their gradients back.
+
+    `cos` and `sin` are (rows or 1, tokens, rotated), each half of the rotated dimensions the same (rotate-half
+    convention): the first half is read. Dimensions from `rotated` on stay as they are.
+    """
+    half, sign = cos.shape[-1] // 2, -1 if backward else 1
+    cos, sin = cos[..., None, :half], sin[..., None, :half]
+    for tensor in (q, k):
+        for values, cosine, sine in _blocks_of_tokens(tensor, cos, sin):
+            first, second = values[..., :half], values[..., half : 2 * half]
+            from_first, from_second = first * sine, second * sine
+            first.mul_(cosine).sub_(from_second, alpha=sign)
+            second.mul_(cosine).add_(from_first, alpha=sign)
+
+
+@_fake(rope_)
+def _(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, backward: bool = False) -> None:
+    return None
+
+
+_ACTIVATE: dict[str, Callable[..., Tensor]] = {
+    "silu": lambda x, out: _aten.silu.out(x, out=out),
+    "gelu": lambda x, out: _aten.gelu.out(x, out=out),
+    "gelu_tanh": lambda x, out: _aten.gelu.out(x, approximate="tanh", out=out),
+}
+_ACTIVATE_BACKWARD: dict[str, Callable[..., Tensor]] = {
+    "silu": lambda dy, x, out: _aten.silu_backward.grad_input(dy, x, grad_input=out),
+    "gelu": lambda dy, x, out: _aten.gelu_backward.grad_input(dy, x, grad_input=out),
+    "gelu_tanh": lambda dy, x, out: _aten.gelu_backward.grad_input(dy, x, approximate="tanh", grad_input=out),
+}
+ACTIVATIONS = tuple(_ACTIVATE)
+
+
+@_operator("(Tensor gate, Tensor up, str activation, int room=0) -> Tensor")
+def gated(gate: Tensor, up: Tensor, activation: str, room: int = 0) -> Tensor:
+    """`activation`(gate) * up (..., width and `room`), for one of ACTIVATIONS; what is beside it is left empty."""
+    out = with_room(gate, room)
+    for x, factor, product in _blocks(gate, up, out[..., : gate.shape[-1]]):
+        _ACTIVATE[activation](x, product).mul_(factor)
+    return out
+
+
+@_fake(gated)
+def _(gate: Tensor, up: Tensor, activation: str, room: int = 0) -> Tensor:
+    return with_room(gate, room)
+
+
+@_operator("(Tensor(a!) da, Tensor(b!) gate, Tensor(c!) up, str activation) -> ()")
+def gated_backward_(da: Tensor, gate: Tensor, up: Tensor, activation: str) -> None:
+    """From the gradient of a = `gated`(gate, up): a into `da`, and the gradients of gate and up in their places."""
+    for gradient, x, factor in _blocks(da, gate, up):
+        activated, product = _ACTIVATE[activation](x, torch.empty_like(x)), gradient * factor
+        _ACTIVATE_BACKWARD[activation](product, x, x)
+        torch.mul(activated, factor, out=product)
+        torch.mul(activated, gradient, out=factor)
+        gradient.copy_(product)
+
+
+@_fake(gated_backward_)
+def _(da: Tensor, gate: Tensor, up: Tensor, activation: str) -> None:
+    return None
+
+
+@_operator(
+    "(Tensor(a!) out, Tensor packed, Tensor absmax, int blocksize, str quant_type, "
+    "Tensor? absmax_code=None, Tensor? absmax_scale=None, Tensor? absmax_offset=None, int absmax_blocksize=256) -> ()"
+)
+def decode_4bit_(
+    out: Tensor, packed: Tensor, absmax: Tensor, blocksize: int, quant_type: str,
+    absmax_code: Tensor | None = None, absmax_scale: Tensor | None = None, absmax_offset: Tensor | None = None,
+    absmax_blocksize: int = 256,
+) -> None:  # fmt: skip
+    """The values of an NF4 or FP4 weight into `out` (outputs, inputs), to the bit those of bitsandbytes.
+
+    `packed` holds two codes a byte, the first in the upper four bits, and `absmax` the scale of each `blocksize`
+    values: in float32, or in 8 bits with its own code (256), scales in float32 and offset (nested quantization).
+    """
+    if absmax_code is not None:
+        absmax = torch.ops.bitsandbytes.dequantize_blockwise(
+            absmax, absmax_scale, absmax_code, absmax_blocksize, torch.float32
+        )
+        absmax += absmax_offset
+    out.copy_(torch.ops.bitsandbytes.dequantize_4bit(packed, absmax, blocksize, quant_type, out.shape, out.dtype))
+
+
+@_fake(decode_4bit_)
+def _(
+    out: Tensor, packed: Tensor, absmax: Tensor, blocksize: int, quant_type: str,
+    absmax_code: Tensor | None = None, absmax_scale: Tensor | None = None, absmax_offset: Tensor | None = None,
+    absmax_blocksize: int = 256,
+) -> None:  # fmt: skip
+    return None
+
+
+@_operator("(Tensor(a!) out, Tensor codes, Tensor scales) -> ()")
+def decode_int8_(out: Tensor, codes: Tensor, scales: Tensor) -> None:
+    """The values of an 8-bit weight into `out` (outputs, inputs): codes * (scales / 127), a scale for each output.
+
+    As `model.eight_bit` decodes it, to the bit.
+    """
+    torch.mul(codes, scales.unsqueeze(1) * (1 / 127), out=out)
+
+
+@_fake(decode_int8_)
+def _(out: Tensor, codes: Tensor, scales: Tensor) -> None:
+    return None
+
+
+@_operator("(Tensor(a!) out, Tensor left, Tensor right, Tensor? bias=None, float scale=1.0) -> ()")
+def multiply_(out: Tensor, left: Tensor, right: Tensor, bias: Tensor | None = None, scale: float = 1.0) -> None:
+    """scale * left right + bias (columns) into `out`."""
+    if _is_native(left.dtype):
+        torch.addmm(out if bias is None else bias, left, right, beta=0 if bias is None else 1, alpha=scale, out=out)
+        return
+    wide = left.float() @ right.float()
+    wide = wide.mul_(scale) if scale != 1 else wide
+    out.copy_(wide if bias is None else wide.add_(bias))
+
+
+@_fake(multiply_)
+def _(out: Tensor, left: Tensor, right: Tensor, bias: Tensor | None = None, scale: float = 1.0) -> None:
+    return None
+
+
+@_operator("(Tensor(a!) total, Tensor left, Tensor right) -> ()")
+def add_product_(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """Add left right onto `total`."""
+    if _is_native(left.dtype):
+        total.addmm_(left, right)
+    else:
+        total.add_(left.float() @ right.float())
+
+
+@_fake(add_product_)
+def _(total: Tensor, left: Tensor, right: Tensor) -> None:
+    return None
+
+
+@_operator("(Tensor left, Tensor right, ScalarType dtype) -> Tensor")
+def product(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
+    """left right in `dtype`. On CUDA its sums of 16-bit factors are float32's; a CPU may round them on the way."""
+    if _is_native(left.dtype):
+        return torch.mm(left, right).to(dtype)
+    return (left.float() @ right.float()).to(dtype)
+
+
+@_fake(product)
+def _(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
+    return left.new_empty(left.shape[0], right.shape[1], dtype=dtype)
+
+
+@functools.cache
+def _is_native(dtype: torch.dtype) -> bool:
+    """Whether this CPU has a unit for products of the type.
+
+    Without one oneDNN emulates it: 6 to 9 times slower than copies in float32 and a product of these, which round less
+    (torch 2.13 on AVX-512 without BF16, 512 to 2,048 rows, 2026-11).
+    """
+    unit = {torch.bfloat16: "avx512_bf16", torch.float16: "avx512_fp16"}.get(dtype)
+    return unit is None or bool(torch.cpu.get_capabilities().get(unit))
+
+
+def decode_(out: Tensor, weight: Tensor) -> None:
+    """The values of a weight of 4 bits (NF4, FP4), 8 (`Int8Params`), 16 or 32 bits into `out` (outputs, inputs)."""
+    if (scales := getattr(weight, "SCB", None)) is not None:
+        decode_int8_(out, weight.data, scales)
+    elif (state := getattr(weight, "quant_state", None)) is not None:
+        nested = []
+        if state.nested:
+            nested = [state.state2.code, state.state2.absmax, state.offset, state.state2.blocksize]
+        decode_4bit_(out, weight.data, state.absmax, state.blocksize, state.quant_type, *nested)
+    else:
+        out.copy_(weight)
+
+
+# What is computed of so many values stays in a core's cache, and so in no memory of its own.
+_BLOCK = 2**16
+
+
+def _blocks(*tensors: Tensor) -> Iterable[tuple[Tensor, ...]]:
+    """Rows of tensors (..., width), a block at a time; all at once where they are few or lie in no single order."""
+    first = tensors[0]
+    if first.numel() <= _BLOCK:
+        return [tensors]
+    try:
+        rows = [tensor.view(-1, tensor.shape[-1]) for tensor in tensors]
+    except RuntimeError:
+        return [tensors]
+    each = max(_BLOCK // first.shape[-1], 1)
+    return zip(*(tensor.split(each) for tensor in rows), strict=True)
+
+
+def _blocks_of_tokens(*tensors: Tensor) -> Iterable[tuple[Tensor, ...]]:
+    """The same for tensors (rows, tokens, ...), of which the first is the largest."""
+    first = tensors[0]
+    if first.numel() <= _BLOCK:
+        return [tensors]
+    each = max(_BLOCK * first.shape[1] // first.numel(), 1)
+    return zip(*(tensor.split(each, dim=1) for tensor in tensors), strict=True)

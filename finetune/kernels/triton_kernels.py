@@ -1,0 +1,324 @@
+"""The operators of `ops` on CUDA: Triton kernels, and functions of the operators' names that launch them.
+
+They read and write each value once, compute in float32 and round once. Offsets are of 64 bits wherever rows enter.
+A tile has about 2,048 values, so that a thread holds few enough of them for registers.
+
+Liger's kernels (0.8.5) are not taken: its norm and SwiGLU write gradients over their inputs, and its rotary embedding
+over its own, unseen by torch's version counters; none writes into a wider row, and RoPE is patched for a whole process.
+
+Importing this module needs Triton.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import bitsandbytes as bnb
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from finetune.kernels.room import with_room
+
+_TILE = 2048
+
+
+@triton.jit
+def _start(row, middle, inner, outer_stride, middle_stride, inner_stride):
+    """Where a row lies, of rows (outer, middle, inner)."""
+    rest = row // inner
+    start = (rest // middle).to(tl.int64) * outer_stride + (rest % middle).to(tl.int64) * middle_stride
+    return start + (row % inner).to(tl.int64) * inner_stride
+
+
+# -- normalization -----------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _rms_norm(
+    x, weight, y, rstd, rows, width, y_row, middle, inner, x_outer, x_middle, x_inner,
+    EPS: tl.constexpr, OFFSET: tl.constexpr, CAST_FIRST: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    column = tl.arange(0, WIDTH)[None, :]
+    inside = (row < rows)[:, None] & (column < width)
+    start = _start(row, middle, inner, x_outer, x_middle, x_inner)
+    values = tl.load(x + start[:, None] + column, inside, 0.0).to(tl.float32)
+    inverse = tl.rsqrt(tl.sum(values * values, 1) / width + EPS)
+    values *= inverse[:, None]
+    if CAST_FIRST:
+        values = values.to(x.dtype.element_ty).to(tl.float32)
+    values *= tl.load(weight + column, column < width, 0.0).to(tl.float32) + OFFSET
+    tl.store(y + (row.to(tl.int64) * y_row)[:, None] + column, values.to(y.dtype.element_ty), inside)
+    tl.store(rstd + row, inverse, row < rows)
+
+
+@triton.jit
+def _rms_norm_backward(
+    dy, x, weight, rstd, dx, rows, width, middle, inner, dy_outer, dy_middle, dy_inner, x_outer, x_middle, x_inner,
+    OFFSET: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    column = tl.arange(0, WIDTH)[None, :]
+    inside = (row < rows)[:, None] & (column < width)
+    start = _start(row, middle, inner, x_outer, x_middle, x_inner)
+    values = tl.load(x + start[:, None] + column, inside, 0.0).to(tl.float32)
+    start = _start(row, middle, inner, dy_outer, dy_middle, dy_inner)
+    grad = tl.load(dy + start[:, None] + column, inside, 0.0).to(tl.float32)
+    grad *= tl.load(weight + column, column < width, 0.0).to(tl.float32) + OFFSET
+    inverse = tl.load(rstd + row, row < rows, 0.0)
+    along = tl.sum(grad * values, 1) / width * inverse * inverse * inverse
+    grad = grad * inverse[:, None] - values * along[:, None]
+    tl.store(dx + (row.to(tl.int64) * width)[:, None] + column, grad.to(dx.dtype.element_ty), inside)
+
+
+def rms_norm(
+    x: Tensor, weight: Tensor, eps: float, offset: float = 0.0, cast_first: bool = True, room: int = 0
+) -> tuple[Tensor, Tensor]:
+    width = x.shape[-1]
+    y, rstd = with_room(x, room), x.new_empty(x.shape[:-1], dtype=torch.float32)
+    grid, sizes = _tiles_of_rows(rstd.numel(), width)
+    _rms_norm[grid](
+        x, weight, y, rstd, rstd.numel(), width, y.shape[-1], *_rows(x),
+        EPS=eps, OFFSET=offset, CAST_FIRST=cast_first, **sizes,
+    )  # fmt: skip
+    return y, rstd
+
+
+def rms_norm_backward(dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, offset: float = 0.0) -> Tensor:
+    width = x.shape[-1]
+    dx = with_room(x, 0)
+    grid, sizes = _tiles_of_rows(rstd.numel(), width)
+    _rms_norm_backward[grid](dy, x, weight, rstd, dx, rstd.numel(), width, *_rows(dy, x), OFFSET=offset, **sizes)
+    return dx
+
+
+# -- rotary embedding --------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _rotate(
+    pointer, row, token, first, heads, outer, inner, each, cos, sin, half, HEADS: tl.constexpr, HALF: tl.constexpr
+):
+    head = first + tl.arange(0, HEADS)[:, None]
+    column = tl.arange(0, HALF)[None, :]
+    inside = (head < heads) & (column < half)
+    left = pointer + row * outer + token * inner + head * each + column
+    right = left + half
+    a = tl.load(left, inside, 0.0).to(tl.float32)
+    b = tl.load(right, inside, 0.0).to(tl.float32)
+    tl.store(left, (a * cos - b * sin).to(pointer.dtype.element_ty), inside)
+    tl.store(right, (b * cos + a * sin).to(pointer.dtype.element_ty), inside)
+
+
+@triton.jit
+def _rope(
+    q, k, cos, sin, tokens, q_heads, k_heads, half, q_outer, q_inner, q_head, k_outer, k_inner, k_head,
+    cos_outer, cos_inner, sin_outer, sin_inner, BACKWARD: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr,
+):  # fmt: skip
+    row, token = (tl.program_id(0) // tokens).to(tl.int64), (tl.program_id(0) % tokens).to(tl.int64)
+    column = tl.arange(0, HALF)[None, :]
+    cosine = tl.load(cos + row * cos_outer + token * cos_inner + column, column < half, 0.0).to(tl.float32)
+    sine = tl.load(sin + row * sin_outer + token * sin_inner + column, column < half, 0.0).to(tl.float32)
+    if BACKWARD:
+        sine = -sine
+    first = tl.program_id(1) * HEADS
+    first_k = first - tl.cdiv(q_heads, HEADS) * HEADS
+    if first_k < 0:
+        _rotate(q, row, token, first, q_heads, q_outer, q_inner, q_head, cosine, sine, half, HEADS, HALF)
+    else:
+        _rotate(k, row, token, first_k, k_heads, k_outer, k_inner, k_head, cosine, sine, half, HEADS, HALF)
+
+
+def rope_(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, backward: bool = False) -> None:
+    rows, tokens, q_heads, _ = q.shape
+    k_heads, half = k.shape[2], cos.shape[-1] // 2
+    cos, sin = cos.expand(rows, -1, -1), sin.expand(rows, -1, -1)
+    size = triton.next_power_of_2(half)
+    heads = min(triton.next_power_of_2(max(q_heads, k_heads)), max(_TILE // size, 1))
+    _rope[rows * tokens, triton.cdiv(q_heads, heads) + triton.cdiv(k_heads, heads)](
+        q, k, cos, sin, tokens, q_heads, k_heads, half, *q.stride()[:3], *k.stride()[:3], *cos.stride()[:2],
+        *sin.stride()[:2], BACKWARD=backward, HEADS=heads, HALF=size, **_options(heads * size),
+    )  # fmt: skip
+
+
+# -- gated activations -------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _activate(x, ACTIVATION: tl.constexpr):
+    """The activation at x and its derivative there; gelu_tanh by 1 + tanh(u) = 2 sigmoid(2u)."""
+    if ACTIVATION == "gelu":
+        share = 0.5 + 0.5 * tl.erf(x * 0.7071067811865476)
+        slope = share + x * tl.exp(-0.5 * x * x) * 0.3989422804014327
+    elif ACTIVATION == "gelu_tanh":
+        share = tl.sigmoid(1.5957691216057308 * x * (1.0 + 0.044715 * x * x))
+        slope = share + x * share * (1.0 - share) * 1.5957691216057308 * (1.0 + 0.134145 * x * x)
+    else:
+        tl.static_assert(ACTIVATION == "silu")
+        share = tl.sigmoid(x)
+        slope = share + x * share * (1.0 - share)
+    return x * share, slope
+
+
+@triton.jit
+def _gated(
+    gate, up, out, width, out_row, middle, inner, gate_outer, gate_middle, gate_inner, up_outer, up_middle, up_inner,
+    ACTIVATION: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    row, column = tl.program_id(0), tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
+    inside = column < width
+    gate += _start(row, middle, inner, gate_outer, gate_middle, gate_inner) + column
+    up += _start(row, middle, inner, up_outer, up_middle, up_inner) + column
+    activated, _ = _activate(tl.load(gate, inside, 0.0).to(tl.float32), ACTIVATION)
+    activated *= tl.load(up, inside, 0.0).to(tl.float32)
+    tl.store(out + row.to(tl.int64) * out_row + column, activated.to(out.dtype.element_ty), inside)
+
+
+@triton.jit
+def _gated_backward(
+    da, gate, up, width, middle, inner, da_outer, da_middle, da_inner, gate_outer, gate_middle, gate_inner,
+    up_outer, up_middle, up_inner, ACTIVATION: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    row, column = tl.program_id(0), tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
+    inside = column < width
+    da += _start(row, middle, inner, da_outer, da_middle, da_inner) + column
+    gate += _start(row, middle, inner, gate_outer, gate_middle, gate_inner) + column
+    up += _start(row, middle, inner, up_outer, up_middle, up_inner) + column
+    grad = tl.load(da, inside, 0.0).to(tl.float32)
+    factor = tl.load(up, inside, 0.0).to(tl.float32)
+    activated, slope = _activate(tl.load(gate, inside, 0.0).to(tl.float32), ACTIVATION)
+    tl.store(da, (activated * factor).to(da.dtype.element_ty), inside)
+    tl.store(gate, (grad * factor * slope).to(gate.dtype.element_ty), inside)
+    tl.store(up, (grad * activated).to(up.dtype.element_ty), inside)
+
+
+def gated(gate: Tensor, up: Tensor, activation: str, room: int = 0) -> Tensor:
+    width, out = gate.shape[-1], with_room(gate, room)
+    grid, sizes = _tiles_of_columns(gate.numel() // width, width)
+    _gated[grid](gate, up, out, width, out.shape[-1], *_rows(gate, up), ACTIVATION=activation, **sizes)
+    return out
+
+
+def gated_backward_(da: Tensor, gate: Tensor, up: Tensor, activation: str) -> None:
+    width = da.shape[-1]
+    grid, sizes = _tiles_of_columns(da.numel() // width, width)
+    _gated_backward[grid](da, gate, up, width, *_rows(da, gate, up), ACTIVATION=activation, **sizes)
+
+
+# -- weights -----------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _decode_4bit(
+    out, packed, code, absmax, absmax_code, absmax_scale, absmax_offset, count, pairs, width, out_row,
+    NESTED: tl.constexpr, ALIGNED: tl.constexpr, SIZE: tl.constexpr, BLOCKS: tl.constexpr,
+):  # fmt: skip
+    """`BLOCKS` blocks of `SIZE` values with a scale each; `NESTED` scales of 8 bits share one, 0 for none.
+
+    `ALIGNED`: no block reaches from one row of the weight into the next.
+    """
+    block = tl.program_id(0) * BLOCKS + tl.arange(0, BLOCKS)
+    start = block.to(tl.int64) * SIZE
+    if NESTED:
+        index = tl.load(absmax + block, start < count, 0).to(tl.int32)
+        scale = tl.load(absmax_code + index) * tl.load(absmax_scale + block // NESTED, start < count, 0.0)
+        scale += tl.load(absmax_offset)
+    else:
+        scale = tl.load(absmax + block, start < count, 0.0).to(tl.float32)
+    pair = (start // 2)[:, None] + tl.arange(0, SIZE // 2)[None, :]
+    byte = tl.load(packed + pair, pair < pairs, 0).to(tl.int32)
+    values = tl.interleave(tl.load(code + (byte >> 4)), tl.load(code + (byte & 15))) * scale[:, None]
+    at = tl.arange(0, SIZE)[None, :]
+    inside = start[:, None] + at < count
+    if ALIGNED:
+        in_row = width // SIZE
+        at = ((block // in_row).to(tl.int64) * out_row + block % in_row * SIZE)[:, None] + at
+    else:
+        at = start[:, None] + at
+        at = at // width * out_row + at % width
+    tl.store(out + at, values.to(out.dtype.element_ty), inside)
+
+
+@triton.jit
+def _decode_int8(out, codes, scales, width, out_row, WIDTH: tl.constexpr):
+    row, column = tl.program_id(0).to(tl.int64), tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
+    inside = column < width
+    scale = tl.load(scales + row) * (1.0 / 127.0)
+    values = tl.load(codes + row * width + column, inside, 0).to(tl.float32) * scale
+    tl.store(out + row * out_row + column, values.to(out.dtype.element_ty), inside)
+
+
+def decode_4bit_(
+    out: Tensor, packed: Tensor, absmax: Tensor, blocksize: int, quant_type: str,
+    absmax_code: Tensor | None = None, absmax_scale: Tensor | None = None, absmax_offset: Tensor | None = None,
+    absmax_blocksize: int = 256,
+) -> None:  # fmt: skip
+    packed, count, width = packed.view(torch.uint8), out.numel(), out.shape[-1]
+    blocks = max(_TILE // blocksize, 1)
+    _decode_4bit[triton.cdiv(count, blocks * blocksize),](
+        out, packed, _code(quant_type, out.device), absmax, absmax_code, absmax_scale, absmax_offset, count,
+        packed.numel(), width, out.stride(0), NESTED=0 if absmax_code is None else absmax_blocksize,
+        ALIGNED=width % blocksize == 0, SIZE=blocksize, BLOCKS=blocks, **_options(blocks * blocksize),
+    )  # fmt: skip
+
+
+def decode_int8_(out: Tensor, codes: Tensor, scales: Tensor) -> None:
+    grid, sizes = _tiles_of_columns(*out.shape)
+    _decode_int8[grid](out, codes, scales, out.shape[-1], out.stride(0), **sizes)
+
+
+def multiply_(out: Tensor, left: Tensor, right: Tensor, bias: Tensor | None = None, scale: float = 1.0) -> None:
+    torch.addmm(out if bias is None else bias, left, right, beta=0 if bias is None else 1, alpha=scale, out=out)
+
+
+def add_product_(total: Tensor, left: Tensor, right: Tensor) -> None:
+    total.addmm_(left, right)
+
+
+def product(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
+    # cuBLAS writes float32 sums of 16-bit factors, no other types than these two.
+    if dtype is torch.float32 and left.dtype is not dtype:
+        return torch.mm(left, right, out_dtype=dtype)
+    return torch.mm(left, right).to(dtype)
+
+
+@cache
+def _code(quant_type: str, device: torch.device) -> Tensor:
+    """The 16 values of the type; they stay on the device."""
+    return bnb.functional.get_4bit_type(quant_type, device)
+
+
+# -- shapes ------------------------------------------------------------------------------------------------------------
+
+
+def _rows(*tensors: Tensor) -> list[int]:
+    """How `_start` finds the rows of tensors (..., width) of one shape: middle, inner, and each tensor's strides."""
+    try:  # rows at one distance
+        views = [tensor.view(-1, 1, 1, tensor.shape[-1]) for tensor in tensors]
+    except RuntimeError:
+        views = [tensor[(None,) * (4 - tensor.dim())] for tensor in tensors]
+    return [*views[0].shape[1:3], *(stride for view in views for stride in view.stride()[:3])]
+
+
+def _tiles_of_rows(rows: int, width: int) -> tuple[tuple[int], dict[str, int]]:
+    """A grid of tiles of whole rows, as many as fit."""
+    padded = triton.next_power_of_2(width)
+    each = max(_TILE // padded, 1)
+    return (triton.cdiv(rows, each),), {"ROWS": each, "WIDTH": padded, **_options(each * padded)}
+
+
+def _tiles_of_columns(rows: int, width: int) -> tuple[tuple[int, int], dict[str, int]]:
+    """A grid of tiles of a part of one row."""
+    part = min(triton.next_power_of_2(width), _TILE)
+    return (rows, triton.cdiv(width, part)), {"WIDTH": part, **_options(part)}
+
+
+def _options(values: int) -> dict[str, int]:
+    """16 values a thread, in up to 32 warps of 32 threads.
+
+    Products are rounded before sums, as in torch's operators and bitsandbytes': fused they would not be, and whether
+    they are by default is another matter in each version of Triton.
+    """
+    return {"num_warps": min(max(values // 512, 1), 32), "enable_fp_fusion": False}

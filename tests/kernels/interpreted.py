@@ -1,0 +1,196 @@
+"""The Triton kernels in Triton's interpreter, beside the operators on a CPU: `test_triton_kernels.py` runs this file.
+
+A process of its own, since Triton decides as it is imported whether functions are interpreted (TRITON_INTERPRET).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import bitsandbytes as bnb
+import pytest
+import torch
+from torch import Tensor
+from triton import knobs
+from triton.runtime import interpreter
+
+from finetune.kernels import ops, triton_kernels
+from finetune.model import eight_bit
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+# From Triton's tiles, whose sizes are powers of two: less than one, one, and more than one with a rest.
+WIDTHS = [1, 7, 96, 128, 2500]
+
+dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
+
+
+@pytest.fixture(autouse=True)
+def rounded_to_nearest(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To bfloat16 as a GPU rounds: the interpreter cuts the lower bits off (triton 3.9, `_convert_float`)."""
+    assert knobs.runtime.interpret
+    torch.manual_seed(0)
+    plain = interpreter._convert_float
+
+    def convert(values: Any, source: Any, target: Any, mode: Any) -> Any:
+        if (source.name, target.name) != ("fp32", "bf16"):
+            return plain(values, source, target, mode)
+        return torch.tensor(values).bfloat16().view(torch.uint16).numpy()
+
+    monkeypatch.setattr(interpreter, "_convert_float", convert)
+
+
+def strided(*shape: int, dtype: torch.dtype) -> Tensor:
+    return torch.randn(*shape[:-1], shape[-1] + 5, dtype=dtype)[..., 2 : 2 + shape[-1]]
+
+
+def four_bit(weight: Tensor, **options: Any) -> Tensor:
+    return bnb.nn.Params4bit(weight, requires_grad=False, **options).to("cpu")
+
+
+def decode(out: Tensor, weight: Tensor) -> None:
+    """`ops.decode_` with the kernels for its operators."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("decode_4bit_", "decode_int8_"):
+            patch.setattr(ops, name, getattr(triton_kernels, name))
+        ops.decode_(out, weight)
+
+
+def in_float32(program: Any, *args: Any) -> Any:
+    """What an operator computes from the same values in float32, where it rounds nowhere between."""
+    return program(*(arg.float() if isinstance(arg, Tensor) else arg for arg in args))
+
+
+def assert_one_rounding(found: Tensor, exact: Tensor) -> None:
+    """`found` is `exact` (float32) in its own type, or next to it where float32's own rounding decides.
+
+    Far out, the float32 of a GELU has little left of 1 + erf(x): so many digits are as good as none.
+    """
+    error = 1e-5 if found.dtype == torch.float32 else torch.finfo(found.dtype).eps
+    torch.testing.assert_close(found.float(), exact.to(found.dtype).float(), rtol=error, atol=2e-5)
+
+
+@dtypes
+@pytest.mark.parametrize("shape", [*((3, 5, width) for width in WIDTHS[1:]), (2, 3, 4, 16), (9, 100)], ids=str)
+@pytest.mark.parametrize(("offset", "cast_first"), [(0.0, True), (0.0, False), (1.0, False)])
+def test_norms(dtype, shape, offset, cast_first) -> None:
+    x, dy, weight = strided(*shape, dtype=dtype), strided(*shape, dtype=dtype), torch.randn(shape[-1], dtype=dtype)
+    y, rstd = triton_kernels.rms_norm(x, weight, 1e-6, offset, cast_first, 3)
+    expected, expected_rstd = ops.rms_norm(x, weight, 1e-6, offset, cast_first, 3)
+    assert y.shape == expected.shape
+    torch.testing.assert_close(rstd, expected_rstd)
+    assert_one_rounding(y[..., : shape[-1]], expected[..., : shape[-1]].float())
+    exact = in_float32(ops.rms_norm_backward, dy, x, weight, rstd, offset)
+    for gradient in (dy, dy.transpose(0, -2).contiguous().transpose(0, -2)):  # also where tokens lie within heads
+        dx = triton_kernels.rms_norm_backward(gradient, x, weight, rstd, offset)
+        assert dx.dtype == dtype
+        assert_one_rounding(dx, exact)
+
+
+@dtypes
+@pytest.mark.parametrize("heads", [(4, 2), (3, 3), (40, 8)], ids=str)
+@pytest.mark.parametrize(("size", "rotated"), [(16, 16), (80, 80), (24, 12), (256, 256)])
+@pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
+def test_rotation(dtype, heads, size, rotated, backward) -> None:
+    q, k = strided(2, 3, sum(heads), size, dtype=dtype).split(heads, 2)
+    angle = torch.randn(2 if backward else 1, 3, rotated // 2).repeat(1, 1, 2)
+    cos, sin = angle.cos().to(dtype), angle.sin().to(dtype)
+    expected = q.float(), k.float()
+    ops.rope_(*expected, cos.float(), sin.float(), backward)
+    triton_kernels.rope_(q, k, cos, sin, backward)
+    assert_one_rounding(q, expected[0])
+    assert_one_rounding(k, expected[1])
+
+
+@dtypes
+@pytest.mark.filterwarnings("ignore:overflow encountered in exp")  # to infinity, and the share of x to 0
+@pytest.mark.parametrize("activation", ops.ACTIVATIONS)
+@pytest.mark.parametrize("width", WIDTHS)
+def test_gated_activations(dtype, activation, width) -> None:
+    both, da = 4 * torch.randn(3, 2, 2 * width, dtype=dtype), strided(3, 2, width, dtype=dtype)
+    gate, up = both.chunk(2, -1)
+    found = triton_kernels.gated(gate, up, activation, 3)
+    assert found.shape[-1] >= width + 3
+    assert_one_rounding(found[..., :width], in_float32(ops.gated, gate, up, activation))
+    expected = [value.float().clone() for value in (da, gate, up)]
+    ops.gated_backward_(*expected, activation)
+    triton_kernels.gated_backward_(da, gate, up, activation)
+    for value, exact in zip((da, gate, up), expected, strict=True):
+        assert_one_rounding(value, exact)
+
+
+@dtypes
+@pytest.mark.parametrize("kind", ["nf4", "fp4"])
+@pytest.mark.parametrize("nested", [False, True], ids=["plain", "nested"])
+@pytest.mark.parametrize(("shape", "size"), [((48, 130), 64), ((40, 1024), 64), ((9, 1024), 256)], ids=str)
+def test_4_bit_weights_to_the_bit(dtype, kind, nested, shape, size) -> None:
+    weight = four_bit(torch.randn(shape, dtype=dtype), quant_type=kind, compress_statistics=nested, blocksize=size)
+    found, expected = torch.zeros(2, shape[0], shape[1] + 5, dtype=dtype)[..., : shape[1]]
+    ops.decode_(expected, weight)
+    decode(found, weight)
+    assert torch.equal(found, expected)
+
+
+@dtypes
+@pytest.mark.parametrize("width", WIDTHS)
+def test_8_bit_weights_to_the_bit(dtype, width) -> None:
+    weight = eight_bit.quantized(torch.randn(6, width))
+    found, expected = torch.zeros(2, 6, width + 5, dtype=dtype)[..., :width]
+    ops.decode_(expected, weight)
+    decode(found, weight)
+    assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("kind", ["nf4", "fp4"])
+@pytest.mark.parametrize("size", [32, 4096])
+def test_a_4_bit_weight_of_an_odd_width_in_blocks_small_and_large(kind, size) -> None:
+    codes, absmax = torch.randint(16, (75 * 77 + 1,)), torch.rand(75 * 77 // size + 1)
+    packed = (codes[::2] << 4 | codes[1::2]).to(torch.uint8)[:, None]
+    found = torch.empty(75, 77)
+    triton_kernels.decode_4bit_(found, packed, absmax, size, kind)
+    expected = bnb.functional.get_4bit_type(kind, "cpu")[codes] * absmax.repeat_interleave(size)[: codes.numel()]
+    assert torch.equal(found.flatten(), expected[:-1])
+
+
+FAR = 2**30
+"""As many values between two rows that the third is further from the first than 32 bits can count."""
+
+
+def far_apart(*shape: int) -> Tensor:
+    """Values of three rows that lie as far apart. Only what is touched takes memory."""
+    memory = torch.empty(2 * FAR + 2**16, dtype=torch.float16)
+    rows = memory.as_strided((3, *shape), (FAR, *torch.empty(shape).stride()))
+    return rows.copy_(torch.randn(3, *shape))
+
+
+def test_rows_that_lie_further_apart_than_32_bits_reach() -> None:
+    x, other, third, weight = far_apart(64), far_apart(64), far_apart(64), torch.randn(64).half()
+    near = [values.clone() for values in (x, other, third)]
+    y, rstd = triton_kernels.rms_norm(x, weight, 1e-6, room=FAR - 64)
+    assert y.stride(0) == FAR
+    torch.testing.assert_close(y[:, :64], ops.rms_norm(near[0], weight, 1e-6)[0])
+    dx = triton_kernels.rms_norm_backward(other, x, weight, rstd)
+    assert_one_rounding(dx, in_float32(ops.rms_norm_backward, near[1], near[0], weight, rstd))
+    across = far_apart(2, 64).transpose(0, 1)
+    for rows in (across, across.unsqueeze(-2)):
+        found, expected = (module.rms_norm(rows, weight, 1e-6)[0] for module in (triton_kernels, ops))
+        torch.testing.assert_close(found, expected)
+    y = triton_kernels.gated(x, other, "silu", FAR - 64)
+    assert_one_rounding(y[:, :64], in_float32(ops.gated, near[0], near[1], "silu"))
+    triton_kernels.gated_backward_(x, other, third, "silu")
+    exact = [values.float() for values in near]
+    ops.gated_backward_(*exact, "silu")
+    for found, expected in zip((x, other, third), exact, strict=True):
+        assert_one_rounding(found, expected)
+
+    q, k, angle = far_apart(3, 4, 16), far_apart(3, 2, 16), far_apart(3, 16)
+    exact = [q.float(), k.float()]
+    ops.rope_(*exact, angle.float(), angle.float())
+    triton_kernels.rope_(q, k, angle, angle)
+    assert_one_rounding(q, exact[0])
+    assert_one_rounding(k, exact[1])
+
+    half = torch.randn(3, 64).half()
+    for packed in (four_bit(half), eight_bit.quantized(half)):
+        decode(x, packed)
+        ops.decode_(near[0], packed)
+        assert torch.equal(x, near[0])

@@ -1,0 +1,408 @@
+"""Fused training computes what PEFT's and transformers' modules compute: outputs, gradients, losses.
+
+In float32 to 1e-5. In bfloat16 both ways round, in another order; so each is measured by its distance from the same
+values in float32, and on the geometric mean over outputs and gradients the fused one must not be farther, but for the
+luck of so few numbers (1.1).
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import measured_step
+import pytest
+import tiny_models
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import finetune
+from finetune import kernels
+from finetune.config import Config
+from finetune.errors import ConfigError
+from finetune.kernels import attention, mlp, norm, ops, proof
+from finetune.model import base, build, checkpointing
+
+CPU = torch.device("cpu")
+WORDS = 128
+_SIZES: dict[str, Any] = {
+    "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "vocab_size": WORDS, "max_position_embeddings": 64, "pad_token_id": 0,
+    "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+_GEMMA = {"head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": 8}
+_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+ARCHITECTURES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "mistral": {"sliding_window": 8},
+    "qwen2": {},  # biases of queries, keys and values
+    "qwen3": {"head_dim": 32},  # norms of queries and keys
+    "gemma2": _GEMMA,
+    "gemma3_text": _GEMMA,
+    "phi3": {"partial_rotary_factor": 0.5},  # fused projections
+    "granite": {"attention_multiplier": 0.2, "residual_multiplier": 0.3},
+    "olmo2": {},
+    "qwen3_moe": {"head_dim": 16, **_EXPERTS},
+}  # fmt: skip
+KINDS = ("nf4", "int8", "none")
+
+Result = tuple[torch.Tensor, float, dict[str, torch.Tensor]]
+"""Logits, loss, and the gradient of each trained weight."""
+
+
+def made(name: str, kind: str = "nf4", precision: str = "fp32", **changes: Any) -> tuple[Any, Config]:
+    """A tiny model with an adapter that is not zero, norms that are not one, and its config."""
+    architecture = measured_step.architecture_of({"model_type": name, **_SIZES, **ARCHITECTURES[name]})
+    given = {"adapter__rank": 4, "adapter__alpha": 6.0, "memory__checkpointing": "none", **changes}
+    job = tiny_models.config(quantization__kind=kind, training__precision=precision, **given)
+    attention, _ = build.choose_attention(job, architecture, "cpu")
+    bare = build.blueprint(job, architecture, attention).load(CPU)
+    model = build.trainable(bare, job.model, job.adapter, job.memory, seed=1, device_type="cpu")
+    generator = torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        for path, weight in model.named_parameters():
+            if "lora_B" in path or "norm" in path or path.endswith("bias"):
+                weight.add_(torch.randn(weight.shape, generator=generator).to(weight) * 0.1)
+    return model.train(), job
+
+
+def ids(seed: int = 0, rows: int = 2, tokens: int = 24) -> torch.Tensor:
+    return torch.randint(3, WORDS, (rows, tokens), generator=torch.Generator().manual_seed(seed))
+
+
+def step(model: Any, job: Config, seed: int = 0, **inputs: Any) -> Result:
+    """Forward and backward pass."""
+    model.zero_grad(set_to_none=True)
+    batch = {"input_ids": ids(seed), "labels": ids(seed), **inputs}
+    with base.autocast(job.training.precision, CPU):
+        out = model(**batch, use_cache=False)
+    out.loss.backward()
+    found = {name: weight.grad for name, weight in model.named_parameters() if weight.requires_grad}
+    return out.logits.detach(), out.loss.item(), found
+
+
+def losses(model: Any, job: Config, steps: int = 10) -> list[float]:
+    """Those of so many steps; the adapter is as before then."""
+    trained = [weight for weight in model.parameters() if weight.requires_grad]
+    before = [weight.detach().clone() for weight in trained]
+    optimizer = torch.optim.SGD(trained, lr=0.1)
+    found = []
+    for number in range(steps):
+        found.append(step(model, job, number)[1])
+        optimizer.step()
+    with torch.no_grad():
+        for weight, kept in zip(trained, before, strict=True):
+            weight.copy_(kept)
+    return found
+
+
+def distances(found: Result, expected: Result) -> torch.Tensor:
+    """How far the output and each gradient lie apart, as shares of their size."""
+    pairs = [(found[0], expected[0]), *((found[2][name], one) for name, one in expected[2].items())]
+    return torch.stack([(one.float() - other.float()).norm() / other.norm() for one, other in pairs])
+
+
+def in_float32(model: Any) -> Any:
+    """The same model with the values of its weights in float32."""
+    wide = copy.deepcopy(model)
+    for module in wide.modules():
+        if (held := getattr(module, "base_layer", None)) is not None:
+            linear = nn.Linear(held.in_features, held.out_features, held.bias is not None).requires_grad_(False)
+            values = torch.empty(held.out_features, held.in_features, dtype=torch.bfloat16)
+            ops.decode_(values, held.weight)
+            linear.weight.copy_(values)
+            if held.bias is not None:
+                linear.bias.copy_(held.bias)
+            module.base_layer = linear
+    return wide.float()
+
+
+def assert_close(found: Result, expected: Result, tolerance: float = 1e-5) -> None:
+    assert found[2].keys() == expected[2].keys()
+    pairs = {"output": (found[0], expected[0])} | {name: (found[2][name], one) for name, one in expected[2].items()}
+    for name, (one, other) in pairs.items():
+        assert one.dtype is other.dtype
+        assert (one - other).norm() <= tolerance * other.norm(), name
+
+
+# -- equality ----------------------------------------------------------------------------------------------------------
+
+
+def _each() -> Iterator[Any]:
+    for name, kind in itertools.product(ARCHITECTURES, KINDS):
+        quick = kind == "nf4" and name in ("llama", "gemma3_text", "phi3")
+        yield pytest.param(name, kind, marks=() if quick else pytest.mark.slow, id=f"{name}-{kind}")
+
+
+@pytest.mark.parametrize(("name", "kind"), list(_each()))
+def test_a_step_and_ten_losses_in_float32(name: str, kind: str) -> None:
+    model, job = made(name, kind)
+    plain, plain_losses = step(model, job), losses(model, job)
+    attached = kernels.attach(model, "on")
+    assert_close(step(model, job), plain)
+    assert losses(model, job) == pytest.approx(plain_losses, rel=1e-5)
+    assert all(attached.replaced.values()) == (name != "qwen3_moe")
+    assert attached.lines == (["kernels: `experts` not fused: experts of a mixture"] if name == "qwen3_moe" else [])
+
+    attached.detach()
+    again = step(model, job)
+    assert torch.equal(again[0], plain[0])
+    assert all(torch.equal(again[2][each], plain[2][each]) for each in plain[2])
+
+
+@pytest.mark.parametrize(("name", "kind"), list(_each()))
+def test_bfloat16_is_no_farther_from_float32(name: str, kind: str) -> None:
+    if name == "qwen3_moe" and kind == "nf4":
+        pytest.skip("experts in 4 bit are decoded by their own module, which has no form in float32")
+    model, job = made(name, kind, "bf16")
+    wide, exactly = in_float32(model), job.changed({"training.precision": "fp32"})
+    expected = [step(wide, exactly, seed) for seed in range(3)]
+    plain = [step(model, job, seed) for seed in range(3)]
+    kernels.attach(model, "on")
+    fused = [step(model, job, seed) for seed in range(3)]
+    far = [torch.cat(list(map(distances, each, expected))) for each in (fused, plain)]
+    assert (far[0] / far[1]).log().mean().exp() <= 1.1
+    assert {one.dtype for one in fused[0][2].values()} == {torch.float32}
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3_text", "phi3"])
+def test_ten_losses_in_bfloat16(name: str) -> None:
+    model, job = made(name, precision="bf16")
+    wide, exactly = in_float32(model), job.changed({"training.precision": "fp32"})
+    expected, plain = torch.tensor(losses(wide, exactly)), torch.tensor(losses(model, job))
+    kernels.attach(model, "on")
+    fused = torch.tensor(losses(model, job))
+    # Ten losses are too few numbers for a share of each other: both stay within a quarter of bfloat16's grain of 2^-8.
+    assert ((fused - expected).abs() <= expected * 2**-10).all()
+    assert ((plain - expected).abs() <= expected * 2**-10).all()
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("name", ["llama", "gemma2", "phi3", "qwen3_moe"])
+def test_checkpointing_changes_no_bit(name: str, precision: str) -> None:
+    model, job = made(name, precision=precision, memory__checkpointing="all")
+    kernels.attach(model, "on")
+    results = []
+    for section in ("none", "all", "every-2"):
+        checkpointing.choose(model, checkpointing.pattern(section, 2))
+        results.append(step(model, job))
+    for each in results[1:]:
+        assert torch.equal(each[0], results[0][0])
+        assert all(torch.equal(each[2][path], one) for path, one in results[0][2].items())
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3_text", "phi3", "qwen3_moe"])
+def test_packed_rows(name: str) -> None:
+    model, job = made(name, data__packing=True)
+    lengths = [5, 12, 7]
+    starts = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
+    packed = {
+        "input_ids": ids(rows=1), "labels": ids(rows=1),
+        "position_ids": torch.cat([torch.arange(length) for length in lengths])[None],
+        "cu_seq_lens_q": starts, "cu_seq_lens_k": starts, "max_length_q": 12, "max_length_k": 12,
+    }  # fmt: skip
+    plain = step(model, job, **packed)
+    kernels.attach(model, "on")
+    assert_close(step(model, job, **packed), plain)
+
+
+def test_padded_rows() -> None:
+    model, job = made("llama")
+    mask = torch.ones(2, 24, dtype=torch.long)
+    mask[1, 15:] = 0
+    plain = step(model, job, attention_mask=mask)
+    kernels.attach(model, "on")
+    assert_close(step(model, job, attention_mask=mask), plain)
+
+
+def test_adapters_in_bfloat16_get_gradients_in_bfloat16() -> None:
+    model, job = made("llama", precision="bf16", adapter__dtype="bfloat16")
+    kernels.attach(model, "on")
+    assert {one.dtype for one in step(model, job)[2].values()} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize("targets", [["q_proj", "v_proj"], ["k_proj"], ["up_proj"], ["down_proj"], ["o_proj"]])
+def test_adapters_on_some_of_the_layers(targets: list[str]) -> None:
+    model, job = made("qwen2", adapter__targets=targets)
+    plain = step(model, job)
+    kernels.attach(model, "on")
+    assert_close(step(model, job), plain)
+
+
+# -- what falls back ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"adapter__dropout": 0.1}, "dropout"),
+        ({"adapter__dora": True}, "DoRA"),
+        ({"adapter__extra_modules": ["norm"]}, "a norm that is trained"),
+        ({"model_hidden_act": "relu"}, "another activation or another formula"),
+    ],
+)
+def test_what_cannot_be_fused_runs_as_it_is_and_is_named(
+    changes: dict[str, Any], reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if activation := changes.pop("model_hidden_act", None):
+        monkeypatch.setitem(ARCHITECTURES["llama"], "hidden_act", activation)
+    model, job = made("llama", **changes)
+    torch.manual_seed(0)
+    plain = step(model, job)
+    attached = kernels.attach(model, "on")
+    torch.manual_seed(0)
+    assert_close(step(model, job), plain)
+    assert len(attached.lines) == 1
+    assert attached.lines[0].endswith(f"not fused: {reason}")
+
+
+def test_an_adapter_that_is_set_aside_is_left_out() -> None:
+    model, _ = made("llama")
+    with model.disable_adapter():
+        plain = model(input_ids=ids()).logits
+        kernels.attach(model, "on")
+        torch.testing.assert_close(model(input_ids=ids()).logits, plain, rtol=1e-5, atol=1e-5)
+    assert not torch.allclose(model(input_ids=ids()).logits, plain, atol=1e-2)
+
+
+def test_a_second_adapter_falls_back() -> None:
+    model, _ = made("llama")
+    model.add_adapter("other", model.peft_config["default"])
+    attached = kernels.attach(model, "on")
+    assert any("several adapters" in line for line in attached.lines)
+    assert not attached.replaced["lora"]
+
+
+def test_off_replaces_nothing() -> None:
+    model, _ = made("llama")
+    attached = kernels.attach(model, "off")
+    assert not any(attached.replaced.values())
+    assert not attached.lines
+
+
+def test_a_gpu_without_triton_fuses_nothing() -> None:
+    model, _ = made("llama")
+    attached = kernels.attach(model, "auto", triton=False)
+    assert not any(attached.replaced.values())
+    assert attached.lines == ["kernels: none is fused: Triton does not run here"]
+
+
+def test_a_norm_is_known_by_what_it_computes() -> None:
+    assert not norm.has_structure(nn.LayerNorm(8, bias=False))
+
+
+# -- the proof ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("name", ["llama", "olmo2", "phi3", "qwen3_moe"])
+def test_the_proof_passes_and_leaves_the_model_as_it_was(name: str, precision: str) -> None:
+    model, job = made(name, precision=precision)
+    attached = kernels.attach(model, "on")
+    before = {path: one.clone() for path, one in model.state_dict().items()}
+    with base.autocast(precision, CPU):
+        assert proof.prove(model, attached) == []
+    assert all(torch.equal(one, before[path]) for path, one in model.state_dict().items())
+    assert model.training
+    assert step(model, job)[1] > 0
+
+
+def test_a_kernel_that_computes_something_else_is_turned_off_and_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, job = made("llama")
+    plain = step(model, job)
+    right = ops.gated_backward_
+
+    def wrong(da: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, activation: str) -> None:
+        right(da, gate, up, activation)
+        gate.mul_(1.2)
+
+    monkeypatch.setattr(mlp.ops, "gated_backward_", wrong)
+    attached = kernels.attach(model, "on")
+    (line,) = proof.prove(model, attached)
+    assert line.startswith("kernels: `mlp` is off: in LlamaMLP its gradient of")
+    assert not attached.replaced["mlp"]
+    assert attached.replaced["attention"]
+    assert_close(step(model, job), plain)
+
+
+def test_kernels_that_fail_are_turned_off_and_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, job = made("llama")
+    plain = step(model, job)
+
+    def fails(*args: Any) -> None:
+        raise RuntimeError("no kernel image is available")
+
+    monkeypatch.setattr(ops, "rope_", fails)
+    monkeypatch.setattr(attention, "_is_half_rotation", lambda plain: True)
+    attached = kernels.attach(model, "on")
+    (line,) = proof.prove(model, attached)
+    assert line == "kernels: none is fused: they fail on this model (RuntimeError: no kernel image is available)"
+    assert not any(attached.replaced.values())
+    assert_close(step(model, job), plain, 0)
+
+
+# -- in a run and in a forecast ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_a_run_trains_to_the_same_losses(quick: Callable[..., Config]) -> None:
+    runs = {}
+    for fused in ("off", "on"):
+        way = "training.precision=fp32", "optimizer.kind=sgd", "optimizer.beta1=0.0", f"kernels.fused={fused}"
+        runs[fused] = list(finetune.train(quick(*way, run=fused)).run.metrics())
+    for plain, fused in zip(*runs.values(), strict=True):
+        for key in {"loss", "eval_loss", "grad_norm"} & plain.keys():
+            assert fused[key] == pytest.approx(plain[key], rel=1e-5)
+
+
+def test_on_refuses_a_model_for_which_a_kernel_fails(
+    quick: Callable[..., Config], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(proof, "prove", lambda model, attached: ["kernels: `mlp` is off: it differs"])
+    with pytest.raises(ConfigError, match=r"`kernels\.fused: on`: kernels: `mlp` is off"):
+        finetune.train(quick("kernels.fused=on"))
+
+
+@pytest.mark.parametrize("name", ["llama", "mixture", "windows"])
+def test_a_forecast_traces_the_fused_step(name: str) -> None:
+    """It computes less, because a recomputed MLP ends before its last product, and moves and holds less."""
+    plain, fused = (
+        tiny_models.trace(
+            tiny_models.config(kernels__fused=fused), tiny_models.architecture(name), where=tiny_models.card()
+        )
+        for fused in ("off", "on")
+    )
+    works = [trace.work(["forward", "backward"]) for trace in (plain, fused)]
+    assert works[1].calls < works[0].calls
+    assert works[1].moved_bytes < works[0].moved_bytes
+
+
+def test_a_recomputed_mlp_ends_before_its_last_product() -> None:
+    """And a layer is decoded once in each pass that needs it: seven layers forward, six again, seven backward."""
+    model, job = made("llama", precision="bf16", memory__checkpointing="all")
+    kernels.attach(model, "on")
+    with _Calls() as calls:
+        step(model, job)
+    layers = 2
+    assert calls.of("finetune::decode_4bit_") == layers * (7 + 6 + 7)
+    assert calls.of("finetune::gated") == layers
+    assert calls.of("finetune::rms_norm") == layers * (2 + 2) + 1
+
+
+class _Calls(TorchDispatchMode):
+    """Counts operators by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._names: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self._names[func.name()] += 1
+        return func(*args, **(kwargs or {}))
+
+    def of(self, name: str) -> int:
+        return self._names[name]

@@ -1,0 +1,113 @@
+"""The Triton kernels without a GPU: their values in the interpreter, and what compilers make of them for each card."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import triton
+from torch import Tensor
+from triton.backends.compiler import GPUTarget
+from triton.runtime.jit import JITFunction
+
+from finetune.kernels import triton_kernels
+
+CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+
+
+def test_the_kernels_compute_what_the_operators_do_on_a_cpu() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", Path(__file__).with_name("interpreted.py")],
+        env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True, timeout=1200, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-1000:]
+    assert re.search(r"\d{3} passed", done.stdout)
+
+
+# -- compiled for a card -----------------------------------------------------------------------------------------------
+
+
+def launch_all(dtype: torch.dtype) -> None:
+    """Each kernel as a layer of a large model starts it, with tensors that have no memory."""
+
+    def empty(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    single = torch.float32
+    for width in (128, 3584, 4096, 16384):  # heads, Qwen2.5 7B, Llama 7B, Llama 405B
+        x, weight = empty(4, 2048, width), empty(width)
+        _, rstd = triton_kernels.rms_norm(x, weight, 1e-5, room=16)
+        triton_kernels.rms_norm_backward(x, x, weight, rstd)
+    for heads, others, size in ((32, 32, 128), (28, 4, 128), (16, 8, 256)):
+        joint = empty(4, 2048, heads + 2 * others, size)
+        triton_kernels.rope_(
+            joint[:, :, :heads], joint[:, :, heads:-others], empty(1, 2048, size), empty(1, 2048, size)
+        )
+    for activation in ("silu", "gelu", "gelu_tanh"):
+        gate, up = empty(4, 2048, 2 * 11008).chunk(2, -1)
+        triton_kernels.gated(gate, up, activation, room=16)
+        triton_kernels.gated_backward_(empty(4, 2048, 11008), gate, up, activation)
+    out = empty(11008, 4096 + 16)[:, :4096]
+    packed, scales = empty(11008 * 4096 // 2, 1, dtype=torch.uint8), empty(11008 * 64, dtype=single)
+    triton_kernels.decode_4bit_(out, packed, scales, 64, "nf4")
+    triton_kernels.decode_4bit_(
+        out, packed, scales.to(torch.uint8), 64, "nf4", empty(256, dtype=single), empty(2752, dtype=single),
+        empty(dtype=single),
+    )  # fmt: skip
+    triton_kernels.decode_int8_(out, empty(11008, 4096, dtype=torch.int8), empty(11008, dtype=single))
+
+
+@pytest.fixture
+def compiled(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[tuple[str, Any]]:
+    """Takes the launches of kernels, of which it compiles each for the card of this compute capability."""
+    kernels: list[tuple[str, Any]] = []
+
+    def launch(kernel: Any, grid: Any) -> Any:
+        def compile_only(*args: Any, **options: Any) -> None:
+            kernels.append((kernel.fn.__name__, kernel.warmup(*args, grid=grid, **options)))
+
+        return compile_only
+
+    capability = request.param
+    card = SimpleNamespace(
+        get_current_target=lambda: GPUTarget("cuda", capability, 32),
+        get_current_device=lambda: capability,
+        get_current_stream=lambda device: 0,
+    )
+    monkeypatch.setattr(JITFunction, "__getitem__", launch)
+    monkeypatch.setattr(triton_kernels, "_code", lambda kind, device: torch.empty(16, device="meta"))
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(triton.runtime.driver, "_active", card)
+    return kernels
+
+
+def resources(cubin: bytes, file: Path) -> dict[str, int]:
+    """Registers a thread (REG), and bytes of its spilled values (STACK, LOCAL)."""
+    file.write_bytes(cubin)
+    told = subprocess.run([CUOBJDUMP, "-res-usage", file], capture_output=True, text=True, check=True).stdout
+    return {name: int(value) for name, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", told)}
+
+
+@pytest.mark.parametrize("compiled", [80, 86, 89, 90, 120], ids="sm_{}".format, indirect=True)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bfloat16", "float32"])
+def test_they_compile_without_spills_and_move_rows_in_large_pieces(compiled, dtype, tmp_path, subtests) -> None:
+    launch_all(dtype)
+    assert len({name for name, _ in compiled}) == 7
+    for place, (name, kernel) in enumerate(compiled):
+        with subtests.test(name, launch=place):
+            used = resources(kernel.asm["cubin"], tmp_path / "cubin")
+            assert used["STACK"] == used["LOCAL"] == 0
+            assert used["REG"] <= 96  # of 65,536: a third of the threads that a multiprocessor holds, and more
+            assert kernel.metadata.shared <= 8 * 1024
+            moved = re.findall(r"\b(ld|st)\.global(?:\.\w+)*\.b16\b", kernel.asm["ptx"])
+            assert len(moved) <= 2, (
+                "rows in pieces of 16 bytes; a vector that many rows share may come in single values"
+            )
+            assert "st" not in moved

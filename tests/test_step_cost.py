@@ -1,0 +1,43 @@
+"""The cost of a step by part, and TRL's side of the comparison."""
+
+from __future__ import annotations
+
+import pytest
+import step_cost
+import tiny_models
+
+import finetune
+from finetune.config import Config
+from finetune.forecast import planning, step
+
+
+@pytest.fixture(scope="module")
+def job() -> Config:
+    """Llama on rows that fill a micro-batch, under the autocast of a card."""
+    given = ["training.precision=bf16", "data.eval=none", "data.max_length=256", "training.batch_size=8"]
+    return finetune.load_config(tiny_models.ROOT / "configs" / "tiny_cpu.yaml", [*given, "memory.checkpointing=all"])
+
+
+def test_the_parts_of_a_layer_add_up_to_its_passes(job: Config) -> None:
+    found = step_cost.layer(job)
+    for figure in ("gigabytes", "calls", "teraflop"):
+        for each in step_cost.PASSES:
+            assert sum(part[each][figure] for part in found["parts"].values()) == pytest.approx(
+                found["passes"][each][figure], abs=0.01
+            )
+    assert "other" not in found["parts"]
+    assert [found["passes"][each]["calls"] for each in step_cost.PASSES] == [108, 104, 143]
+    norms = found["parts"]["norms"]
+    assert [norms[each]["calls"] for each in step_cost.PASSES] == [16, 16, 30], "eight operators each, and 15 back"
+
+
+def test_trl_gives_a_mask_that_costs_uneven_rows_their_flash_kernel_and_leaves_nothing_behind(job: Config) -> None:
+    before = step.OBJECTIVES, step.needs_mask, step.log_probs.attach
+    flops = {}
+    for padded in (False, True):
+        with step_cost.rows_of(padded=padded), step_cost.as_trl():
+            flops["trl", padded] = planning.planner_for(job, "RTX 4090").forecast().flops
+        with step_cost.rows_of(padded=padded):
+            flops["ours", padded] = planning.planner_for(job, "RTX 4090").forecast().flops
+    assert (step.OBJECTIVES, step.needs_mask, step.log_probs.attach) == before
+    assert flops["ours", False] == flops["ours", True] == flops["trl", False] < flops["trl", True]
