@@ -10,6 +10,7 @@ A packed micro-batch comes without `attention_mask`, with `position_ids` that re
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import itertools
@@ -19,9 +20,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from transformers import masking_utils
 
 from finetune.errors import MachineError, first_line
 from finetune.model import catalog, probes
+from finetune.runtime.libraries import replaced
 
 EACH, VARLEN, EAGER = "packed_sdpa", "packed_sdpa_varlen", "packed_eager"
 """Names in transformers: SDPA for each row, PyTorch's variable-length kernel, plain products for each row."""
@@ -47,6 +50,21 @@ def variant(implementation: str, config: Any, device: str, precision: str) -> st
     text = config.get_text_config()
     head = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     return VARLEN if device == "cuda" and precision != "fp32" and head <= 256 else EACH
+
+
+def known(inputs: dict[str, Any]) -> contextlib.AbstractContextManager[None]:
+    """Within the block transformers knows whether rows are packed in `inputs` (a micro-batch) and does not ask.
+
+    It would read that from the positions, in every forward pass, and wait for the device (5.23, `masking_utils`).
+    """
+    packed = len(inputs.get("cu_seq_lens_q", ())) > 2
+    return replaced(masking_utils, "find_packed_sequence_indices", _row_numbers if packed else lambda positions: None)
+
+
+def _row_numbers(positions: torch.Tensor) -> torch.Tensor:
+    """The number of each token's row, from 0, by where positions (1, tokens) begin anew."""
+    numbers: torch.Tensor = (positions.diff(prepend=positions[:, :1] - 1) != 1).cumsum(-1)
+    return numbers
 
 
 def _obstacle(config: Any) -> str | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,14 +23,15 @@ class Steps:
     """The steps of each epoch over `rows` (a data set), in the order that `order` deals them.
 
     A step's rows are one batch of the loader, which `collate` shares out among ranks and micro-batches. There are no
-    loader workers: collating takes a hundredth of a step, and their random numbers would not survive a resume.
+    loader workers: their random numbers would not survive a resume. With `on_card` a thread makes each step's
+    micro-batches, in pinned memory, while the card computes the step before; a CPU's cores have that to compute.
     """
 
     rows: Any
     order: RowOrder
     collate: MicroBatches
     batch_size: int
-    pinned: bool
+    on_card: bool
 
     @property
     def in_epoch(self) -> int:
@@ -43,12 +45,20 @@ class Steps:
     def epoch(self, number: int, done: int) -> Iterator[list[Inputs]]:
         """The steps of epoch `number`, from 0, but for the first `done`."""
         self.order.set_epoch(number)
-        return iter(
-            DataLoader(
-                self.rows.select_columns(COLUMNS),
-                batch_size=self.batch_size,
-                sampler=list(itertools.islice(self.order, done * self.batch_size, None)),
-                collate_fn=self.collate,
-                pin_memory=self.pinned,
-            )
+        loader = DataLoader(
+            self.rows.select_columns(COLUMNS),
+            batch_size=self.batch_size,
+            sampler=list(itertools.islice(self.order, done * self.batch_size, None)),
+            collate_fn=self.collate,
+            pin_memory=self.on_card,
         )
+        return one_ahead(iter(loader)) if self.on_card else iter(loader)
+
+
+def one_ahead(steps: Iterator[list[Inputs]]) -> Iterator[list[Inputs]]:
+    """The same steps in the same order, each made in a thread while the one before is used."""
+    with ThreadPoolExecutor(1, "batches") as worker:
+        coming = worker.submit(next, steps, None)
+        while (ready := coming.result()) is not None:
+            coming = worker.submit(next, steps, None)
+            yield ready

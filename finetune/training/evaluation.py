@@ -19,6 +19,7 @@ from finetune.config import Config
 from finetune.data.batching import MicroBatching
 from finetune.errors import OutOfMemoryError
 from finetune.measure.out_of_memory import is_out_of_memory, reason
+from finetune.model import packing
 from finetune.model.base import autocast
 from finetune.model.causality import capability_of, needs_mask
 from finetune.objectives import log_probs
@@ -82,7 +83,7 @@ def summed_loss(
 
 
 def _sums(model: Any, batch: Inputs, precision: str) -> torch.Tensor:
-    with autocast(precision, model.device):
+    with autocast(precision, model.device), packing.known(batch):
         outputs = model(**send_to_device(batch, model.device), fused_lm_head=True)
     return torch.stack([-outputs.log_probs.double().sum(), outputs.label_mask.double().sum()])
 

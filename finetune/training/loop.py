@@ -25,7 +25,7 @@ from finetune.training.collator import Inputs
 from finetune.training.evaluation import Evaluation
 from finetune.training.oom_retry import Retry
 from finetune.training.progress import Progress
-from finetune.training.recorder import Recorder, StepCounts
+from finetune.training.recorder import Recorder, StepCounts, StepNumbers
 from finetune.training.state import restore_random
 from finetune.training.step import Step
 
@@ -96,7 +96,8 @@ class Loop:
             # A save may go on during a forward and backward pass, and no longer: if it fell further behind, a kill
             # could cost more than one interval.
             self.checkpoints.wait()
-            updated = math.isfinite(float(grad_norm))
+            numbers = StepNumbers.read(ranks.summed(loss) / step.world_size, grad_norm, counts)
+            updated = math.isfinite(numbers.grad_norm)
             if updated:
                 self.retry.update(step)
             step.rescale()
@@ -107,7 +108,7 @@ class Loop:
         progress.step += 1
         progress.epoch = progress.step / self.steps.in_epoch
         save, stop = self._signalled()
-        self.recorder.stepped(progress, loss, grad_norm, rate, counts, updated, step.scaler)
+        self.recorder.stepped(progress, numbers, rate, updated, step.scaler)
         return self._after(save, stop)
 
     def _after(self, save: bool, stop: bool) -> bool:

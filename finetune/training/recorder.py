@@ -66,6 +66,25 @@ class StepCounts:
         return StepCounts(trained.clamp(min=1), tokens, places)
 
 
+@dataclass(frozen=True)
+class StepNumbers:
+    """What a step gave: mean loss in nats, norm of its gradients, tokens, and places (tokens and padding)."""
+
+    loss: float
+    grad_norm: float
+    tokens: int
+    places: int
+
+    @classmethod
+    def read(cls, loss: torch.Tensor, grad_norm: torch.Tensor, counts: StepCounts) -> StepNumbers:
+        """Read all of them at once, before the update: the one time in a step that the device is waited for."""
+        there = [value for value in (loss, grad_norm, counts.tokens, counts.places) if isinstance(value, torch.Tensor)]
+        read = torch.stack([value.double() for value in there]).tolist()
+        # The counts of one rank alone never were on the device.
+        tokens, places = read[2:] or (counts.tokens, counts.places)
+        return cls(read[0], read[1], int(tokens), int(places))
+
+
 class Recorder:
     """Writes metrics.jsonl, informs the listener and the trackers, ends a run whose numbers stay non-finite."""
 
@@ -120,10 +139,8 @@ class Recorder:
     def stepped(
         self,
         progress: Progress,
-        loss: torch.Tensor,
-        grad_norm: torch.Tensor,
+        numbers: StepNumbers,
         learning_rate: float,
-        counts: StepCounts,
         updated: bool,
         scaler: torch.amp.GradScaler | None,
     ) -> None:
@@ -131,18 +148,17 @@ class Recorder:
         self._steps = progress.step
         if self._profiler:
             self._profiler.step()
-        mean_loss = _number(ranks.summed(loss) / ranks.world_size())  # waits for the device, whose time is the step's
+        # From one reading of a step's numbers to the next: the device has still to do this one's update.
         seconds = time.perf_counter() - self._started
-        tokens, places = int(counts.tokens), int(counts.places)
         line = {
             "step": progress.step,
-            "loss": mean_loss,
+            "loss": _number(numbers.loss),
             "learning_rate": learning_rate,
-            "grad_norm": _number(grad_norm),
+            "grad_norm": _number(numbers.grad_norm),
             "epoch": round(progress.epoch, 4),
-            "tokens": tokens,
-            "tokens_per_second": round(tokens / seconds, 1),
-            "padding_share": round(1 - tokens / places, 4) if places else 0.0,
+            "tokens": numbers.tokens,
+            "tokens_per_second": round(numbers.tokens / seconds, 1),
+            "padding_share": round(1 - numbers.tokens / numbers.places, 4) if numbers.places else 0.0,
             "memory": self._monitor.take_step(),
             **({} if updated else {"skipped": True}),
         }
@@ -190,11 +206,8 @@ class Recorder:
         raise NumbersError(_not_finite(name, step, self.run))
 
 
-def _number(value: Any) -> float | None:
+def _number(value: float) -> float | None:
     """A finite float, or None, which JSON can say; a NaN is never turned into a number."""
-    if value is None:
-        return None
-    value = float(value)
     return value if math.isfinite(value) else None
 
 

@@ -205,7 +205,7 @@ def _steps(job: Job) -> Steps:
     way = MicroBatching.of(training, job.config.data)
     collate = MicroBatches(way, job.tokenizer.pad_token_id, ranks.rank(), ranks.world_size())
     order = RowOrder(rows["length"][:], training.batch_size, training.seed, training.group_by_length)
-    return Steps(rows, order, collate, training.batch_size, pinned=job.device.type == "cuda")
+    return Steps(rows, order, collate, training.batch_size, on_card=job.device.type == "cuda")
 
 
 @dataclass(frozen=True)

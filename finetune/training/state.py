@@ -181,6 +181,8 @@ def snapshot(
 ) -> Contents:
     """A copy of the training's state in host memory, from which training may go on at once."""
     model = step.model
+    if step.device.type == "cuda":
+        torch.cuda.synchronize(step.device)  # paged states are read as host memory, past the stream of their update
     optimizer, optimizer_tensors = optimizer_state(step.optimizer)
     values = {
         STATE_FILE: {

@@ -8,12 +8,15 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
+import bitsandbytes
 import torch
 from accelerate.utils import send_to_device
 
 from finetune.measure.monitor import Monitor, Peak
+from finetune.model import packing
 from finetune.model.base import autocast
 from finetune.objectives import Objective
+from finetune.runtime.libraries import replaced
 from finetune.training.collator import Inputs, for_model
 
 Count: TypeAlias = int | torch.Tensor
@@ -66,7 +69,7 @@ class Step:
         self.monitor.enter("forward")
         try:
             batch = send_to_device(for_model(micro_batch, masked=self.masked), self.device, non_blocking=True)
-            with autocast(self.precision, self.device):
+            with autocast(self.precision, self.device), packing.known(batch):
                 total, _ = self.objective.loss(self.shared or self.model, batch)
             loss = total / count * self.world_size  # the ranks' gradients are averaged
             del batch, total
@@ -84,11 +87,14 @@ class Step:
         return torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.max_grad_norm or math.inf)
 
     def update(self) -> None:
-        """The optimizer's update."""
-        if self.scaler:
-            self.scaler.step(self.optimizer)
-        else:
-            self.optimizer.step()
+        """Queue the optimizer's update."""
+        # bitsandbytes (0.50) waits for the device after each weight. The stream keeps the order by itself; who reads
+        # paged states from the host has to wait (`state.snapshot`).
+        with replaced(bitsandbytes.optim.optimizer, "sync_gpu", lambda tensor: None):
+            if self.scaler:
+                self.scaler.step(self.optimizer)
+            else:
+                self.optimizer.step()
 
     def rescale(self) -> None:
         """Move the loss scale (fp16): down after gradients that were not finite, up again after many that were."""

@@ -1,0 +1,47 @@
+"""A step does not wait for the device: nothing in it reads a value back but the few numbers that are recorded."""
+
+from typing import Any
+
+import pytest
+import steps
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
+class Reads(TorchDispatchMode):
+    """The operators that a CUDA device would be waited for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        by_mask = function is torch.ops.aten.index.Tensor and any(
+            index is not None and index.dtype == torch.bool for index in args[1]
+        )
+        if by_mask or function in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default):
+            self.found.append(str(function))
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("job", [[], ["data.packing=true"], ["quantization.kind=none", "memory.checkpointing=none"]])
+def test_a_step_reads_no_value_back(quick, job: list[str]) -> None:
+    more = ["training.batch_size=4", "training.micro_batch=2", "optimizer.kind=adamw_torch_fused", "training.warmup=0"]
+    loop = steps.ready(quick(*more, *job))
+    loop.progress.total = 9
+    data = loop.steps.epoch(0, 0)
+    loop.take_step(next(data))
+    micro_batches = next(data)
+    with Reads() as reads:
+        loop.step.forward_backward(micro_batches, 1)
+        loop.step.clip()
+        loop.step.update()
+    assert reads.found == []
+    assert any(weight.grad.any() for weight in loop.step.trained())
+
+
+def test_the_instrument_sees_a_read() -> None:
+    with Reads() as reads:
+        float(torch.ones(1))
+        torch.ones(3)[torch.ones(3) > 0]
+    assert len(reads.found) >= 2
