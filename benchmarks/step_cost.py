@@ -306,7 +306,7 @@ def main() -> None:
         for card in options.card or CARDS:
             result["steps"].setdefault(model, {})[card] = found = steps(configs[model], card)
             print(_step_line(model, card, found), f"({time.perf_counter() - started:.0f} s)", flush=True)
-    harness.write_result(options.output, result)
+            harness.write_result(options.output, result)
 
 
 def _layer_table(found: dict[str, Any]) -> str:
