@@ -127,7 +127,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Answer:
-    """A forecast in bytes, None where there is none, and what of the setting it could not be told."""
+    """A forecast in bytes, None where there is none, and what of the setting could not be passed to it."""
 
     size_bytes: int | None
     cannot: tuple[str, ...] = ()
@@ -293,7 +293,7 @@ def _both(answer: Answer) -> dict[str, Answer]:
 def _fitcheck_options(job: Job) -> list[str]:
     """The command line of a setting.
 
-    Not said because no peer is told: rows shorter than the longest, tokens that are not trained, evaluation.
+    Not listed, because no peer takes it: rows shorter than the longest, tokens that are not trained, evaluation.
     """
     section = job.config
     options = ["--precision", section.training.precision, "--optimizer", _FITCHECK_OPTIMIZERS[job.optimizer]]
@@ -430,7 +430,7 @@ def _table(result: Mapping[str, Any]) -> str:
     for kind in ("expressed", "answered"):
         means = (each[kind].get("mean_absolute_error") for each in found.values())
         lines.append((f"mean error, {kind}", "", *("" if mean is None else f"{100 * mean:.1f} %" for mean in means)))
-    note = "* something of the setting could not be told, and the figure was given all the same"
+    note = "* part of the setting could not be passed to the tool, which gave a figure anyway"
     return harness.table(("peak in MiB, error of", "measured", *found), lines) + "\n" + note
 
 

@@ -598,14 +598,14 @@ print(json.dumps({
 
 def saved_weights(work: Work) -> tuple[Path, dict[str, Any]]:
     """A folder with a 1B of random weights in 16 bit and a tokenizer; made by the first slice that asks for it."""
-    folder, told = work.shared / "weights", work.shared / "weights.json"
-    if not told.is_file():
+    folder, facts = work.shared / "weights", work.shared / "weights.json"
+    if not facts.is_file():
         found = _answer(harness.python("-c", _SAVE, work.sizes.small, work.on, folder))
         if "message" in found:
             raise RuntimeError(found["message"])
         found["file_bytes"] = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
-        told.write_text(json.dumps(found))
-    return folder, json.loads(told.read_text())
+        facts.write_text(json.dumps(found))
+    return folder, json.loads(facts.read_text())
 
 
 def loads(work: Work) -> Findings:
@@ -752,12 +752,12 @@ def attention(work: Work) -> Findings:
             for masked in (False, True):
                 if masked and name == "flash":
                     continue  # the flash kernel of CUDA takes no mask
-                told = f"{tokens} tokens, {name}, {'mask' if masked else 'causal'}"
+                case = f"{tokens} tokens, {name}, {'mask' if masked else 'causal'}"
                 try:
                     found = _attention_layer(work, tokens, backend, masked)
                 except RuntimeError as error:  # a kernel that this card or build lacks
                     found = {"passed": name != "flash", "message": harness.without_paths(str(error))[:500]}
-                yield told, found
+                yield case, found
 
 
 def _attention_layer(work: Work, tokens: int, backend: Any, masked: bool) -> dict[str, Any]:

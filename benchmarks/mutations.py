@@ -53,7 +53,8 @@ AREAS: dict[str, tuple[dict[str, str], list[str]]] = {
             "finetune.data.lengths": "_error _drop _truncate _last_answer _split",
         },
         ["data/test_lengths.py", "data/test_marks.py", "data/test_chat_masks.py", "data/test_known_templates.py",
-         "data/test_formats.py", "data/test_prepare.py", "data/test_broken_corpus.py", "data/test_mask_properties.py"],
+         "data/test_formats.py", "data/test_control_tokens.py", "data/test_row_limits.py", "data/test_prepare.py",
+         "data/test_broken_corpus.py", "data/test_mask_properties.py"],
     ),
     "normaliser": (
         {
@@ -68,7 +69,8 @@ AREAS: dict[str, tuple[dict[str, str], list[str]]] = {
             "finetune.training.recorder": "StepCounts.of StepCounts.of_all_ranks",
             "finetune.objectives": "trained_tokens supervised",
         },
-        ["data/test_batching.py", "training/test_collator.py", "training/test_evaluation.py", "measure/test_monitor.py",
+        ["data/test_batching.py", "training/test_collator.py", "training/test_recorder.py",
+         "training/test_evaluation.py", "training/test_objectives.py", "measure/test_monitor.py",
          "faults/test_gradient_accumulation.py", "faults/test_loss_scaling.py",
          "faults/test_out_of_memory_in_a_step.py", "faults/test_out_of_memory_in_evaluation_and_merge.py",
          "faults/test_numbers_not_finite.py", "training/test_parity.py", "training/test_steps.py"],
@@ -166,7 +168,7 @@ def _with(node: Any, **fields: Any) -> Any:
 def changes(node: ast.AST, statement: ast.stmt) -> Iterator[tuple[ast.stmt, str]]:
     """Makes each change below `node` in turn and takes it back; the statement it is in, and what it is.
 
-    What a person is told is left alone.
+    Messages for people are not mutated.
     """
     for field, value in ast.iter_fields(node):
         for place, child in enumerate(value if isinstance(value, list) else [value]):

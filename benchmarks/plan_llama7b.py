@@ -21,8 +21,8 @@ DOCS = harness.ROOT / "docs"
 
 def main() -> None:
     argparse.ArgumentParser(description=__doc__).parse_args()
-    told = _finetune("plan", "--picture", str(DOCS / "llama7b_plan.png"))
-    (DOCS / "llama7b_plan.txt").write_text(told, encoding="utf-8")
+    plan = _finetune("plan", "--picture", str(DOCS / "llama7b_plan.png"))
+    (DOCS / "llama7b_plan.txt").write_text(plan, encoding="utf-8")
     with tempfile.TemporaryDirectory(prefix="plan-") as scratch:
         fitted = json.loads(_finetune("fit", "--json", "--output", str(Path(scratch) / "fitted.yaml")))
     del fitted["config"]
@@ -35,7 +35,7 @@ def main() -> None:
         "fit": fitted,
     }
     harness.write_result(harness.RESULTS / "plan_llama7b.json", result)
-    print(told, json.dumps(fitted["chosen"]), fitted["predicted_speed_up"], fitted["limits"])
+    print(plan, json.dumps(fitted["chosen"]), fitted["predicted_speed_up"], fitted["limits"])
 
 
 def _finetune(command: str, *arguments: str) -> str:

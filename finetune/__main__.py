@@ -1,4 +1,4 @@
-"""`python -m finetune` is the console script."""
+"""`python -m finetune` runs the console script."""
 
 from finetune.cli import main
 

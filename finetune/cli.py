@@ -1,7 +1,7 @@
 """The command line: commands and exit codes, no logic.
 
-The names of `finetune` import their modules, with libraries that take seconds, when they are looked up: so each command
-first loads its config or opens its run, and their errors come at once.
+The names of `finetune` import their modules lazily, since their libraries take seconds to import. Each command loads
+its config or opens its run first, so that errors there are reported at once.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import typer
 
 import finetune
 from finetune.errors import FinetuneError, MachineError, OutOfMemoryError, Terminated
+from finetune.export.formats import FORMATS, find
 from finetune.report.visible import LINES, VisibleStream, visible
 from finetune.runtime import libraries
 
@@ -48,6 +49,9 @@ Run = Annotated[Path, typer.Argument(help="A run directory, such as runs/tiny_cp
 TrustCode = Annotated[
     bool,
     typer.Option("--trust-remote-code", help="Run the Python code that the run's base ships with, at its revision."),
+]
+FormatName = Annotated[
+    str, typer.Option("--to", help="; ".join(f"{name}: {entry.help}" for name, entry in FORMATS.items()))
 ]
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
@@ -168,10 +172,19 @@ def fit(
 @app.command()
 def merge(run: Run, trust_code: TrustCode = False, as_json: Json = False, debug: Debug = False) -> None:
     """Merge the adapter into the unquantized base and prove that the result equals what was trained."""
+    export(run, "merged", trust_code, as_json, debug)
+
+
+@app.command()
+def export(
+    run: Run, format: FormatName, trust_code: TrustCode = False, as_json: Json = False, debug: Debug = False
+) -> None:
+    """Export the merged model in a format and prove that what was written equals what was trained."""
 
     def work() -> None:
+        find(format)
         opened = finetune.RunDirectory.open(run)
-        proof = finetune.merge(opened, trust_remote_code=trust_code, terminal=_terminal(quiet=as_json))
+        proof = finetune.merge(opened, format, trust_remote_code=trust_code, terminal=_terminal(quiet=as_json))
         if as_json:
             _print_json(proof)
 
@@ -301,13 +314,13 @@ def _run(work: Callable[[], None], debug: bool) -> None:
             sys.exit(error.exit_code)
         _fail(str(error), error.exit_code)
     except (MemoryError, RuntimeError) as error:
-        from finetune.measure.out_of_memory import is_out_of_memory
+        from finetune.measure.out_of_memory import is_out_of_memory, reason
 
         if debug or not is_out_of_memory(error):
             raise
-        message = (str(error).splitlines() or ["no memory left"])[0]
         _fail(
-            f"out of memory: {message}; use a machine with more, or free some of this one", OutOfMemoryError.exit_code
+            f"out of memory: {reason(error)}; use a machine with more, or free some of this one",
+            OutOfMemoryError.exit_code,
         )
     except BrokenPipeError:  # who reads the output has seen enough; click ends quietly
         raise

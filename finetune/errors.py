@@ -1,4 +1,4 @@
-"""The errors a person can meet, each with its exit code.
+"""The errors that users see, each with its exit code.
 
 An error is one short paragraph: what is wrong, where, and what to do. The command line prints it and exits with
 `exit_code`; a traceback is shown only with `--debug`. `assert` is for invariants, never for what a user did.

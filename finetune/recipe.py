@@ -1,7 +1,7 @@
-"""A whole run, from top to bottom: a config becomes a trained, exported and proven adapter.
+"""A whole run, from top to bottom: from a config to a trained, exported and verified adapter.
 
-Cheap failures come first: the config was checked before; then come tokenizer, architecture and data, then the
-forecast, and only then the weights. Each stage passes one value on, and none reaches back.
+Cheap checks come first: the config is already validated; then come tokenizer, architecture and data, then the forecast,
+and only then the weights. Each stage passes one value to the next.
 """
 
 from __future__ import annotations

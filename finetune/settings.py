@@ -1,6 +1,6 @@
-"""The config, checked against the tables of choices.
+"""The config, validated against the tables of choices.
 
-Each table is defined beside its implementation; here they are only collected, for validation, the schema and the help.
+Each table is defined next to its implementation and only collected here, for validation, the schema and the help.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def config_of(run: RunDirectory, *, trust_remote_code: bool = False) -> Config:
     A run directory may come from someone else: `trust_remote_code` is the user's consent to run the Python code that
     its base ships with. Raises ArtifactError where that is missing, ConfigError as `load_config`.
     """
-    config = load(run.config_file, choices=CHOICES)
+    config = load(run.config_file, choices=CHOICES, trained=True)
     if config.model.trust_remote_code and not trust_remote_code:
         raise ArtifactError(
             _no_consent(run.config_file, config.model, "`--trust-remote-code` (in Python: `trust_remote_code=True`)")

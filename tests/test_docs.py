@@ -4,10 +4,18 @@ import builtins
 import dis
 import importlib
 import inspect
+import json
 import re
+import shutil
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import pytest
+from transformers import AutoModelForCausalLM
+
+import finetune
+from finetune.storage.rundir import RunDirectory
 
 ROOT = Path(__file__).parent.parent
 TESTS = ROOT / "tests"
@@ -52,12 +60,11 @@ EXAMPLES = re.findall(r"^`(finetune/[\w/]+\.py)`:.*?^```diff\n(.*?)^```", EXTEND
 
 
 def test_every_addition_has_an_example() -> None:
-    assert len(EXAMPLES) == EXTENDING.count("```diff") == EXTENDING.count("\n## ") == 6
+    assert len(EXAMPLES) == EXTENDING.count("```diff") == EXTENDING.count("\n## ") == 7
 
 
-@pytest.mark.parametrize(("file", "diff"), EXAMPLES, ids=[Path(file).stem for file, _ in EXAMPLES])
-def test_an_example_of_an_addition_fits_the_table_of_its_file(file: str, diff: str) -> None:
-    """Its definitions and its entry, in the names of that file: nothing in them is unknown there."""
+def applied(file: str, diff: str) -> tuple[ModuleType, dict[str, Any], str, dict[str, Any]]:
+    """The module of `file`, its names with those that `diff` adds, the name of its table, and its new entries."""
     module = importlib.import_module(file.removesuffix(".py").removesuffix("/__init__").replace("/", "."))
     definitions, table, entries = re.split(r"^ (\w+): dict\[.*$", diff, flags=re.MULTILINE)
     names = dict(vars(module))
@@ -66,8 +73,15 @@ def test_an_example_of_an_addition_fits_the_table_of_its_file(file: str, diff: s
     ]
     code = compile("from __future__ import annotations\n" + added[0], file, "exec")
     exec(code, names)  # noqa: S102 -- our own page
+    return module, names, table, eval(f"{{{added[1]}}}", names)  # noqa: S307 -- our own page
+
+
+@pytest.mark.parametrize(("file", "diff"), EXAMPLES, ids=[Path(file).stem for file, _ in EXAMPLES])
+def test_an_example_of_an_addition_fits_the_table_of_its_file(file: str, diff: str) -> None:
+    """Its definitions and its entry, in the names of that file: nothing in them is unknown there."""
+    module, names, table, entries = applied(file, diff)
     before = names[table]
-    for name, entry in eval(f"{{{added[1]}}}", names).items():  # noqa: S307 -- our own page
+    for name, entry in entries.items():
         assert name not in before
         assert type(entry) is type(next(iter(before.values())))
     functions = [value for key, value in names.items() if key not in vars(module) and inspect.isfunction(value)]
@@ -75,3 +89,21 @@ def test_an_example_of_an_addition_fits_the_table_of_its_file(file: str, diff: s
         step.argval for function in functions for step in dis.get_instructions(function) if step.opname == "LOAD_GLOBAL"
     }
     assert read - names.keys() - vars(builtins).keys() == set()
+
+
+@pytest.mark.slow
+def test_the_example_of_an_export_format_is_written_proven_and_loaded(
+    trained: RunDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = "finetune/export/formats.py"
+    module, _, table, entries = applied(file, dict(EXAMPLES)[file])
+    monkeypatch.setattr(module, table, getattr(module, table) | entries)
+    run = RunDirectory(shutil.copytree(trained.path, tmp_path / "run"))
+    merged, exported = finetune.merge(run), finetune.merge(run, "int8")
+    assert merged["bound"] < exported["bound"] == 2 * merged["bound"]
+    assert merged["error"] < exported["error"] < exported["bound"] < exported["effect"]
+    assert json.loads((run.path / "int8" / "merge.json").read_text())["format"] == "int8"
+    assert not any(path.is_dir() for path in (run.path / "int8").iterdir())
+    model = AutoModelForCausalLM.from_pretrained(run.path / "int8")
+    assert model.is_loaded_in_8bit
+    assert model.get_memory_footprint() < 0.75 * sum(file.stat().st_size for file in run.merged.glob("*.safetensors"))

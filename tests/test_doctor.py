@@ -97,7 +97,7 @@ def test_a_folder_for_runs_that_cannot_be_written_is_an_error(tmp_path: Path, mo
 
 
 @pytest.mark.parametrize(
-    ("said", "told"),
+    ("text", "version"),
     [
         ("NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.104.05  Sat Aug 19\nGCC version: 12.3.0\n", "535.104.05"),
         ("NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  550.54.14  Release Build\n", "550.54.14"),
@@ -105,12 +105,12 @@ def test_a_folder_for_runs_that_cannot_be_written_is_an_error(tmp_path: Path, mo
     ],
 )
 def test_the_driver_is_told_where_the_system_says_it(
-    said: str | None, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    text: str | None, version: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(machine, "_DRIVER", tmp_path / "version")
-    if said:
-        machine._DRIVER.write_text(said)
-    assert machine._driver() == (f", driver {told}" if told else "")
+    if text:
+        machine._DRIVER.write_text(text)
+    assert machine._driver() == (f", driver {version}" if version else "")
 
 
 def test_no_token_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -163,8 +163,8 @@ DAMAGES: dict[str, tuple[Callable[[RunDirectory], object], str, str]] = {
     "config gone": (lambda run: run.config_file.unlink(), "config.yaml", "No such file"),
     "config cut": (lambda run: run.config_file.write_text("model: {nam: x"), "config.yaml", "not valid YAML"),
     "events gone": (lambda run: run.events_file.unlink(), "events.jsonl", "missing"),
-    "event bit": (lambda run: flip(run.events_file, 0), "events.jsonl", "line 1 is left out"),
-    "a list": (lambda run: _append(run.metrics_file, "[1]\n"), "metrics.jsonl", "line 24 is left out"),
+    "event bit": (lambda run: flip(run.events_file, 0), "events.jsonl", "line 1 is skipped"),
+    "a list": (lambda run: _append(run.metrics_file, "[1]\n"), "metrics.jsonl", "line 24 is skipped"),
     "environment cut": (lambda run: cut(run.environment_file, 40), "environment.json", "not as this program writes it"),
     "weights gone": (lambda run: (run.adapter / "adapter_model.safetensors").unlink(), "adapter", "No such file"),
     "weights cut": (lambda run: cut(run.adapter / "adapter_model.safetensors", 5000), "adapter", "beyond the file"),
@@ -205,12 +205,12 @@ def test_a_run_that_train_would_refuse_to_go_on_with_is_not_sound(run: RunDirect
         cut(checkpoint / "adapter_model.safetensors", 5000)
     found = {one.about: one for one in wrong(run)}
     assert found["state"].status == "error"
-    assert "refuses to go on" in found["state"].what
-    assert found["checkpoints/step-00000010"].remedy == "put it back from a copy"
+    assert "refuses to resume it" in found["state"].what
+    assert found["checkpoints/step-00000010"].remedy == "restore it from a copy"
     assert found["checkpoints/latest"].status == "warning"
     for checkpoint in run.complete_checkpoints():
         shutil.rmtree(checkpoint)
-    assert "refuses to go on" in {one.about: one for one in wrong(run)}["state"].what
+    assert "refuses to resume it" in {one.about: one for one in wrong(run)}["state"].what
     write_lines(run.events_file, [event for event in events if event["event"] != "saved"])
     assert "state" not in {one.about for one in wrong(run)}
 
@@ -221,8 +221,8 @@ def test_looking_at_a_run_asks_no_hub(run: RunDirectory, monkeypatch: pytest.Mon
     asked: list[object] = []
     monkeypatch.setattr(socket, "getaddrinfo", lambda *address, **_: asked.append(address))
     run.config_file.write_text(run.config_file.read_text().replace("builtin:tiny-llama", "someone/some-model"))
-    [told] = [one for one in wrong(run) if one.about == "tokenizer"]
-    assert told.status == "warning"
+    [finding] = [one for one in wrong(run) if one.about == "tokenizer"]
+    assert finding.status == "warning"
     assert asked == []
 
 
@@ -240,7 +240,7 @@ def test_a_run_that_another_process_trains_in_is_told_with_its_number(run: RunDi
         lock.write("4711\n")
         lock.flush()
         fcntl.flock(lock, fcntl.LOCK_EX)
-        assert ["process 4711 trains here now" in one.what for one in wrong(run)] == [True]
+        assert ["process 4711 is training here" in one.what for one in wrong(run)] == [True]
     assert wrong(run) == []
 
 
@@ -248,11 +248,11 @@ def test_the_command_prints_a_line_each_or_json_and_exits_7(
     run: RunDirectory, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
     (run.adapter / "adapter_model.safetensors").unlink()
-    for option, told in (((), "error    adapter"), (("--json",), '"sound": false')):
+    for option, expected in (((), "error    adapter"), (("--json",), '"sound": false')):
         monkeypatch.setattr(sys, "argv", ["finetune", "doctor", str(run.path), *option])
         with pytest.raises(SystemExit) as stopped:
             cli.main()
         assert stopped.value.code == 7
         out, err = capsys.readouterr()
         assert err == ""
-        assert told in out
+        assert expected in out

@@ -523,15 +523,15 @@ class FakeWorker:
 def test_the_next_process_imports_while_one_works_and_each_is_ended(forecast_gpu: ModuleType) -> None:
     clock, log = [0.0], []
     settings = forecast_gpu.SETTINGS[:2]
-    told: list[list[str]] = []
+    reported: list[list[str]] = []
     forecast_gpu.sweep(
         settings,
         forecast_gpu.Deadline(1000, lambda: clock[0]),
         lambda setting: FakeWorker(clock, 1, log, str(settings.index(setting))),
-        lambda rows: told.append(list(rows)),
+        lambda rows: reported.append(list(rows)),
     )
     assert log == ["start 0", "start 1", "finish 0", "stop 0", "finish 1", "stop 1"]
-    assert told == [[settings[0].name], [setting.name for setting in settings]]
+    assert reported == [[settings[0].name], [setting.name for setting in settings]]
 
 
 def test_what_no_time_is_left_for_is_left_out_and_said(forecast_gpu: ModuleType) -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet
 import pytest
 
 import finetune
@@ -77,13 +79,14 @@ def test_the_sample_answers_show_every_turn_that_was_asked(quick: Any, asked: li
     rows = tmp_path / "rows.jsonl"
     rows.write_text("".join(json.dumps({"messages": conversation(number)}) + "\n" for number in range(30)))
     run = finetune.train(quick(f"data.train={rows}", "training.max_steps=1", "output.merge=false")).run
-    told = json.loads(run.answers_file.read_text())
+    answered = json.loads(run.answers_file.read_text())
     tokenizer = load_tokenizer(run.config().model)
+    numbers = [int(row["reference"].partition(",")[0]) for row in answered]
     assert {tokenizer.decode(ids) for ids in asked} == {
-        tokenizer.apply_chat_template(row["prompt"], add_generation_prompt=True, tokenize=False) for row in told
+        tokenizer.apply_chat_template(conversation(number)[:-1], add_generation_prompt=True, tokenize=False)
+        for number in numbers
     }
-    for row in told:
-        number = row["reference"].partition(",")[0]
+    for number, row in zip(numbers, answered, strict=True):
         assert row["question"] == f"system: Be brief.\nuser: Say {number}\nassistant: what?\nuser: that"
         assert row["question"] in run.report_file.read_text()
 
@@ -92,12 +95,28 @@ def test_the_prompts_of_completions_are_asked_too(quick: Any, asked: list[list[i
     rows = tmp_path / "rows.jsonl"
     rows.write_text("".join(json.dumps(KINDS["completion"][0](number)) + "\n" for number in range(30)))
     run = finetune.train(quick(f"data.train={rows}", "training.max_steps=1", "output.merge=false")).run
-    told = json.loads(run.answers_file.read_text())
-    assert told
-    for row in told:
-        assert row["question"] == row["prompt"]
-        assert row["reference"].strip().partition(",")[0] in row["prompt"]
+    answered = json.loads(run.answers_file.read_text())
+    assert answered
+    for row in answered:
+        assert row["reference"].strip().partition(",")[0] in row["question"]
         assert (row["before"], row["after"]) == ("said", "said")
+
+
+@pytest.mark.parametrize("ending", [".jsonl", ".parquet"])
+def test_a_run_ends_well_whatever_its_messages_hold_besides_text(
+    ending: str, quick: Any, asked: list[list[int]], tmp_path: Path
+) -> None:
+    """Half of a surrogate pair is no JSON that is read again, and NaN none at all; no template writes either."""
+    rows = tmp_path / f"rows{ending}"
+    more = {".jsonl": {"name": "\ud800"}, ".parquet": {"score": math.nan}}[ending]
+    made = [{"messages": [{**turn, **more} for turn in conversation(number)]} for number in range(30)]
+    if ending == ".parquet":
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(made), rows)
+    else:
+        rows.write_text("".join(json.dumps(row) + "\n" for row in made))
+    run = finetune.train(quick(f"data.train={rows}", "training.max_steps=1")).run
+    assert run.finished
+    assert [row["after"] for row in run.answers()] == ["said"] * 3
 
 
 def test_a_prompt_is_shown_with_who_says_what_but_a_single_question_by_itself() -> None:

@@ -33,19 +33,19 @@ class Watched:
     def __getattr__(self, name):
         return getattr(self._stream, name)
 
-told = sys.argv.pop(1)
+report = sys.argv.pop(1)
 sys.stdout, sys.stderr = Watched(sys.stdout), Watched(sys.stderr)
 from finetune import cli
 try:
     cli.main()
 finally:
-    with open(told, "w") as file:
+    with open(report, "w") as file:
         json.dump({"at_first_line": Watched.modules, "at_the_end": sorted(sys.modules)}, file)
 """
 
 
 @dataclass(frozen=True)
-class Told:
+class Ended:
     """A command that ended: its exit code, its first line, and the modules loaded by then and at its end."""
 
     exit_code: int
@@ -54,13 +54,13 @@ class Told:
     at_the_end: set[str]
 
 
-def watched(folder: Path, *arguments: Any) -> Told:
-    told = folder / "modules.json"
-    command = [sys.executable, "-c", WATCHED, told, *arguments]
+def watched(folder: Path, *arguments: Any) -> Ended:
+    report = folder / "modules.json"
+    command = [sys.executable, "-c", WATCHED, report, *arguments]
     ended = subprocess.run([str(part) for part in command], cwd=folder, capture_output=True, text=True)
     assert "Traceback" not in ended.stderr
-    modules = {name: set(found) for name, found in json.loads(told.read_text()).items()}
-    return Told(ended.returncode, (ended.stdout or ended.stderr).splitlines()[0], **modules)
+    modules = {name: set(found) for name, found in json.loads(report.read_text()).items()}
+    return Ended(ended.returncode, (ended.stdout or ended.stderr).splitlines()[0], **modules)
 
 
 @pytest.mark.parametrize(
@@ -73,6 +73,8 @@ def watched(folder: Path, *arguments: Any) -> Told:
         *((2, [command, TINY, "training.steps=2"]) for command in ("train", "data", "plan", "fit")),
         *((7, [command, "no run"]) for command in ("merge", "eval", "report")),
         (7, ["generate", "no run", "--prompt", "?"]),
+        (7, ["export", "no run", "--to", "merged"]),
+        (2, ["export", "no run", "--to", "merge"]),
     ],
     ids=lambda value: " ".join(map(str, value)).replace(str(TINY), "CONFIG") if isinstance(value, list) else None,
 )

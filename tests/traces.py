@@ -6,7 +6,7 @@ from typing import Self
 
 from finetune.forecast.trace import Block, Run, Trace
 
-Told = list[tuple[str, int | None, int, int, str]]
+Events = list[tuple[str, int | None, int, int, str]]
 
 
 class Story:
@@ -37,7 +37,7 @@ class Story:
         return self
 
 
-def told(trace: Trace) -> Told:
+def events(trace: Trace) -> Events:
     """Every event in words: phase, layer, +1 or -1, bytes, category."""
     return [(run.phase, block.layer, sign, block.bytes, block.category) for run, block, sign in trace.timeline()]
 

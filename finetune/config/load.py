@@ -1,4 +1,4 @@
-"""Read a config: file, then `section.key=value` overrides, then validation; every problem is reported at once."""
+"""Read a config: file, then `section.key=value` overrides, then validation; all problems are reported together."""
 
 from __future__ import annotations
 
@@ -16,11 +16,14 @@ from finetune.config.sections import Config, Section, Source, contradictions
 from finetune.errors import ConfigError
 
 
-def load(path: str | Path, overrides: Sequence[str] = (), choices: Choices | None = None) -> Config:
+def load(
+    path: str | Path, overrides: Sequence[str] = (), choices: Choices | None = None, *, trained: bool = False
+) -> Config:
     """Read and check the config at `path`.
 
     `overrides` are `section.key=value` strings, the value read as a YAML scalar or flow list. `choices` are the
-    tables that choice fields are checked against.
+    tables that choice fields are checked against. `trained`: a run was started with this config, perhaps by an earlier
+    version, which accepted keys that a choice ignores; they changed nothing of what it trained.
 
     Raises ConfigError with all problems, each with file:line or `override`, when there is any.
     """
@@ -38,7 +41,7 @@ def load(path: str | Path, overrides: Sequence[str] = (), choices: Choices | Non
     values = document.values
     for override in overrides:
         problems += _apply(values, where, override)
-    config, found = _validate(values, where, str(path), choices)
+    config, found = _validate(values, where, str(path), choices, trained)
     problems += found
     if problems or config is None:
         raise ConfigError("\n".join(problems))
@@ -86,7 +89,7 @@ def _apply(values: dict[str, Any], where: dict[tuple[str, ...], str], override: 
 
 
 def _validate(
-    values: dict[str, Any], where: dict[tuple[str, ...], str], file: str, choices: Choices | None
+    values: dict[str, Any], where: dict[tuple[str, ...], str], file: str, choices: Choices | None, trained: bool
 ) -> tuple[Config | None, list[str]]:
     # `model:` with nothing under it is an empty section, as a reader of the file would say.
     values = {name: {} if section is None else section for name, section in values.items()}
@@ -94,24 +97,30 @@ def _validate(
         config = Config.model_validate(values, context={"choices": choices or {}})
     except ValidationError as error:
         return None, [_explain(item, where, file) for item in _merged(error.errors())]
-    broken = [*contradictions(config), *_ignored(config, choices or {})]
+    broken = [*contradictions(config), *([] if trained else _ignored(config, choices or {}))]
     return config, [f"{_place(tuple(key.split('.')), where, file)}: `{key}`: {message}" for key, message in broken]
 
 
-def _ignored(config: Config, choices: Choices) -> list[tuple[str, str]]:
-    """Keys that the choice beside them ignores, where they differ from their defaults.
-
-    A run's resolved config has every default written out, so a default says nothing.
-    """
-    found = []
+def ignored_keys(config: dict[str, dict[str, Any]], choices: Choices) -> dict[str, str]:
+    """The keys (`optimizer.epsilon`) that the choice beside them ignores, each with that choice (`optimizer.kind`)."""
+    found = {}
     for table, entries in choices.items():
         name, _, key = table.partition(".")
-        section = getattr(config, name)
-        chosen = str(getattr(section, key))
-        for ignored in getattr(entries.get(chosen), "ignores", ()):
-            if getattr(section, ignored) != type(section).model_fields[ignored].default:
-                remedy = f"remove it, or choose another {key}"
-                found.append((f"{name}.{ignored}", f"`{table}: {chosen}` ignores it; {remedy}"))
+        ignored = getattr(entries.get(str(config[name][key])), "ignores", ())
+        found.update(dict.fromkeys((f"{name}.{one}" for one in ignored), table))
+    return found
+
+
+def _ignored(config: Config, choices: Choices) -> list[tuple[str, str]]:
+    """Ignored keys that differ from their defaults, which a run's resolved config writes out."""
+    values, defaults = config.model_dump(), Config().model_dump()
+    found = []
+    for key, table in ignored_keys(values, choices).items():
+        name, one = key.split(".")
+        choice = table.partition(".")[2]
+        if values[name][one] != defaults[name][one]:
+            remedy = f"remove it, or choose another {choice}"
+            found.append((key, f"`{table}: {values[name][choice]}` ignores it; {remedy}"))
     return found
 
 

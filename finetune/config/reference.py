@@ -1,4 +1,4 @@
-"""The config's own documentation: JSON schema and Markdown, made from the field docstrings and the tables."""
+"""The documentation of the config: JSON schema and Markdown, generated from the field docstrings and the tables."""
 
 from __future__ import annotations
 

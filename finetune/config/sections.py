@@ -1,7 +1,7 @@
 """The configuration: one small frozen section for each part of the job, composed into `Config`.
 
-The text under a field is its help: `finetune schema`, the JSON schema and docs/config.md are made from it.
-A builder receives its own section, never the whole config. Rules that join several fields stand beside them.
+The docstring under a field is its help: `finetune schema`, the JSON schema and docs/config.md are generated from it.
+A builder receives its own section, never the whole config. Rules across several fields are defined next to them.
 """
 
 from __future__ import annotations

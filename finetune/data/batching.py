@@ -1,7 +1,8 @@
-"""The order of rows: random, or grouped by length and still random; a function of seed and epoch alone.
+"""The order of rows, the split of a step into micro-batches, and the largest micro-batch.
 
-How the rows of an optimizer step are shared out among its micro-batches, by rows, by tokens or packed, which changes no
-gradient. And the largest micro-batch that any order can produce, which is what decides whether a job fits.
+The order is random, or grouped by length and still random, and depends only on seed and epoch. A step is split by rows,
+by tokens or packed, which does not change its gradient. The largest micro-batch that any order can produce decides
+whether a job fits.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
-"""What was prepared, kept on disk for the next start.
+"""The on-disk cache of prepared data.
 
-An entry is a folder named by a key, under `HF_DATASETS_CACHE/finetune-<user id>`. It is filled under another name and
-gets its own by one rename, so that it is whole or not there, also where two processes make the same one. Damage
-since then is detected by the sizes and hashes in its manifest, and the entry is made again; what a killed process was
-filling is removed by the next one that makes an entry. Deleting the folder costs a new preparation and nothing else.
+An entry is a folder named by a key, under `HF_DATASETS_CACHE/finetune-<user id>`. It is written under a temporary name
+and renamed once, so that it is complete or absent, even if two processes make the same one. Later damage is detected by
+the sizes and hashes in its manifest, and the entry is made again; leftovers of a killed process are removed by the next
+one that makes an entry. Deleting the folder costs a new preparation and nothing else.
 
-The cache of `datasets` is keyed by hashes of pickled code and trusts whoever may write to it, so this one is our own.
-What anyone else could have written is no entry: rows from there would be trained on unseen. Where another user owns the
-folder, or may write to it, each process prepares for itself.
+The cache of `datasets` is keyed by hashes of pickled code and trusts whoever may write to it, so it is not used. A
+folder that another user owns or may write to is not trusted either, since its rows would be trained on unseen; each
+process then prepares the data for itself.
 """
 
 from __future__ import annotations

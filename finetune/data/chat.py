@@ -1,6 +1,6 @@
-"""From an example to tokens and labels. A label of -100 is not trained (`IGNORE`).
+"""From an example to tokens and labels. Tokens with label -100 (`IGNORE`) are not trained.
 
-The encoding of a row is a generator that yields a text where it needs tokens; see tokenizing.py.
+The encoding of a row is a generator that yields a text when it needs its tokens; see tokenizing.py.
 """
 
 from __future__ import annotations
@@ -116,8 +116,8 @@ def is_empty(example: Example, loss_on: LossOn = "assistant") -> bool:
     match example:
         case Chat(messages):
             turns = range(len(messages)) if loss_on == "all" else trained_turns(example, loss_on)
-            said = [messages[turn]["content"].strip() or messages[turn].get("tool_calls") for turn in turns]
-            return bool(said) and not any(said)
+            contents = [messages[turn]["content"].strip() or messages[turn].get("tool_calls") for turn in turns]
+            return bool(contents) and not any(contents)
         case Completion(prompt, completion):
             return not completion.strip() and (loss_on != "all" or not prompt.strip())
         case Text(text):

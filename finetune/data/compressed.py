@@ -1,8 +1,7 @@
-"""Compressed files as one flow of bytes: every stream in them, and an error for anything that is none.
+"""Compressed files as one stream of bytes: all their members, and an error for anything else.
 
-Arrow's reader does that. Python's own take whatever follows the first stream for trailing garbage where it does not
-begin as a stream: with one damaged byte, half the rows of a file are gone without a word. Arrow has no xz, so that one
-stands here by hand.
+Arrow's readers do that. Python's ignore whatever follows the first member if it does not begin like another one, so one
+damaged byte can silently lose half the rows of a file. Arrow does not support xz, which is therefore read here.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Control tokens in the text of rows, such as `<|im_end|>` within a question: they are trained as ordinary text.
+"""Control tokens in the text of rows, such as `<|im_end|>` in a question: they are trained as ordinary text.
 
-Only the chat template and the tokenizer itself write control tokens, so no row can forge a turn. The first character of
-each one that a row spells is exchanged for a stand-in before the template is rendered. A copy of the tokenizer turns
-the stand-in back once it has looked for control tokens, and before anything else. So a row that spells none is
-tokenized as ever, and in one that does nothing else changes: merges run across the border of row and template.
+Only the chat template and the tokenizer itself write control tokens, so no row can forge a turn. In each control token
+that a row contains, the first character is replaced by a placeholder before the template is rendered. A copy of the
+tokenizer restores it after it has looked for control tokens, and before anything else. So rows without control tokens
+are tokenized as usual, and in the others nothing else changes: merges still cross the border of row and template.
 """
 
 from __future__ import annotations

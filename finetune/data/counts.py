@@ -1,4 +1,4 @@
-"""What became of the rows of a split: how many, how long, and each that was left out or changed, by its place."""
+"""Statistics of a split's rows: their number and lengths, and each row that was dropped or changed, by its position."""
 
 from __future__ import annotations
 

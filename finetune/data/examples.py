@@ -1,4 +1,4 @@
-"""Examples: what a row says once its format is known, and what training and generation work on."""
+"""Examples: the content of a row, whatever its format, as training and generation use it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The fields of a row, read with a check: text, whole numbers, lists of objects. Raises RowError naming the field."""
+"""Validated access to the fields of a row: text, whole numbers, lists of objects. Raises RowError naming the field."""
 
 from __future__ import annotations
 

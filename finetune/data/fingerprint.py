@@ -1,7 +1,7 @@
-"""The fingerprints of a tokenizer with its template, and of rows: kept with weights, compared before they are used.
+"""Fingerprints of a tokenizer with its template, and of rows: stored with weights, compared before their use.
 
-Weights have learnt one spelling of text as tokens, and an adapter one base. With another they still answer, only worse,
-and nothing says why.
+Weights are trained for one tokenization, and an adapter for one base. With any other the answers are worse, without an
+error.
 """
 
 from __future__ import annotations

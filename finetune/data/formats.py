@@ -1,4 +1,4 @@
-"""Formats: from a row's fields to an example. A new format is one entry in FORMATS."""
+"""Formats: how the fields of a row become an example. A new format is one entry in FORMATS."""
 
 from __future__ import annotations
 

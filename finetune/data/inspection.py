@@ -1,4 +1,4 @@
-"""A look at the data as training will see it: what is trained, how long rows are, what each batching would pad."""
+"""The data as training will see it: which tokens are trained, how long rows are, how much each batching would pad."""
 
 from __future__ import annotations
 

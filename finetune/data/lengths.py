@@ -1,4 +1,4 @@
-"""What becomes of a row over `data.max_length`. A new policy is one entry in TOO_LONG."""
+"""What happens to a row over `data.max_length`. A new policy is one entry in TOO_LONG."""
 
 from __future__ import annotations
 

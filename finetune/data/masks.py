@@ -1,8 +1,8 @@
 """Which tokens of a conversation are the assistant's.
 
-The rule: each assistant turn is trained with its end-of-turn, once; nothing else is. Where the template marks assistant
-turns (`{% generation %}`) the marks are used. Elsewhere the mask is found by rendering the conversation up to each turn
-and accepted only where the shorter rendering is a token prefix of the longer one.
+The rule: each assistant turn is trained once, with its end-of-turn token, and nothing else is. If the template marks
+assistant turns (`{% generation %}`), the marks are used. Otherwise the conversation is rendered up to each turn, and
+the mask is accepted only if the shorter rendering is a token prefix of the longer one.
 """
 
 from __future__ import annotations
@@ -125,8 +125,8 @@ def _turn_end(example: Chat, turn: int, ids: list[int], start: int, tokenizer: A
     end = ids.index(ends, start)
     rendered = tokenizer.decode(ids[start:end], clean_up_tokenization_spaces=False).strip()
     content = example.messages[turn]["content"]
-    said = (control.plain(content, tokenizer) if example.escaped else content).strip()
-    if rendered == said or (rendered and said and (rendered.endswith(said) or said.endswith(rendered))):
+    text = (control.plain(content, tokenizer) if example.escaped else content).strip()
+    if rendered == text or (rendered and text and (rendered.endswith(text) or text.endswith(rendered))):
         return end + 1
     return None
 

@@ -1,6 +1,6 @@
-"""Conversations: messages as data sets write them (OpenAI's, ShareGPT's), in the terms of chat templates.
+"""Conversations: messages in the formats of data sets (OpenAI's, ShareGPT's), converted for chat templates.
 
-TRL's converters expect rows that are sound; these name the field of one that is not.
+TRL's converters expect valid rows; these name the invalid field.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""From the data section to two data sets of token ids and labels, with a count of what was left out and why."""
+"""From the data section to two data sets of token ids and labels, with counts of dropped rows by reason."""
 
 from __future__ import annotations
 

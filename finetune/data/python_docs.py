@@ -1,8 +1,8 @@
 """The built-in data set `builtin:python_docs`: questions about Python's own standard library.
 
-Every text comes at run time from the docstrings of the interpreter that runs this module, so the data set
-needs no download, no file and no licence of its own. The rows depend on that interpreter's version and
-platform and on nothing else.
+All text is taken at run time from the docstrings of the interpreter that runs this module, so the data set
+needs no download, no file and no licence of its own. The rows depend only on that interpreter's version and
+platform.
 
 Two views of the same objects are offered: `conversations` (a question and a short answer per object, to
 fine-tune on) and `documents` (whole docstrings, to pre-train a base model on). Both obey one held-out rule,

@@ -1,7 +1,7 @@
 """Readers: from a file to its records, one at a time. A new kind of file is one entry in a table.
 
-`datasets` reads the same kinds of files, but its rows do not know the file and line that each message here names; so it
-reads what is on the hub alone.
+`datasets` reads the same kinds of files, but without the file and line that each message here names, so it is used only
+for data sets on the hub.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from finetune.data.compressed import COMPRESSIONS
 from finetune.data.lines import ROW_BYTES, lines, whole
 from finetune.data.problems import Problems
 from finetune.data.strict_json import Decoder, JsonError, repeated
-from finetune.errors import DataError
+from finetune.errors import DataError, first_line
 
 Records = Iterator[tuple[str, dict[str, Any]]]
 """Records with their place (`train.jsonl:12`, or `train.parquet[12]` where there are no lines)."""
@@ -201,8 +201,9 @@ def _columnar(path: Path, batches: Iterator[Any], kind: str) -> Records:
                     yield f"{path}[{index}]", fields
     except (pyarrow.ArrowException, OSError, ValueError) as error:
         after = f" after row {index}" if index else ""
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise DataError(f"{path}: not {kind}, or damaged{after}; make or fetch it again ({reason})") from None
+        raise DataError(
+            f"{path}: not {kind}, or damaged{after}; make or fetch it again ({first_line(error)})"
+        ) from None
 
 
 def _slices(batch: Any) -> Iterator[Any]:

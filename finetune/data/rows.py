@@ -1,4 +1,4 @@
-"""Tokenized rows as an Arrow file: written as they come, and mapped into memory to be read."""
+"""Tokenized rows as an Arrow file: written as they come, read through a memory map."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sources: where rows come from. Each row knows its place, for messages that a person can follow to the line."""
+"""Sources: where rows come from. Each row knows its position, so that messages can name the file and line."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from finetune.config.fields import unknown
 from finetune.data import cache, python_docs, stdlib_docs
 from finetune.data.problems import Problems
 from finetune.data.readers import ENDINGS, Records, reader
-from finetune.errors import DataError, MachineError
+from finetune.errors import DataError, MachineError, first_line
 
 
 class Row(NamedTuple):
@@ -289,14 +289,10 @@ def _fetched(name: str) -> Any:
     except (datasets.exceptions.DatasetNotFoundError, ConnectionError, HfHubHTTPError, OSError) as error:
         local = f" A local file must end in {ENDINGS}." if "." in Path(name).name else ""
         raise MachineError(
-            f"data set `{name}` (train) cannot be fetched from the hub: {_first(error)}{local}"
+            f"data set `{name}` (train) cannot be fetched from the hub: {first_line(error)}{local}"
         ) from None
     except (ValueError, RuntimeError) as error:  # the latter for a data set that is a script, which is not run
-        raise DataError(f"data set `{name}`: {_first(error)}") from None
-
-
-def _first(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]
+        raise DataError(f"data set `{name}`: {first_line(error)}") from None
 
 
 def _nearest(path: Path) -> str:

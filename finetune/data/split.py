@@ -1,8 +1,8 @@
-"""One split: its rows read, tokenized, counted and written to disk, or as an earlier start left them there.
+"""One split: its rows are read, tokenized, counted and written to disk, or reused from an earlier start.
 
-Rows are worked on some hundreds at a time, and what is trained on is mapped into memory. So data that does not fit in
-memory is shuffled, batched and resumed as any other. What grows in memory with the rows is a hash of each, by which
-duplicates are recognised, and the list of those left out or changed.
+Rows are processed a few hundred at a time, and the result is memory-mapped, so data that does not fit in memory is
+shuffled, batched and resumed like any other. Only the hash of each row, which detects duplicates, and the list of
+dropped or changed rows grow with the data.
 """
 
 from __future__ import annotations

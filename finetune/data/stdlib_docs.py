@@ -1,7 +1,7 @@
 """Every documented object of the standard library, found in a child interpreter (this file, run as a script).
 
-Importing some four hundred modules has lasting effects on a process, and what is found in them depends on what was
-imported or patched before; neither should reach a training run. So nothing but the standard library is imported here.
+Importing some four hundred modules has lasting side effects on a process, and their docstrings depend on what was
+imported or patched before. Neither should affect a training run, so this file imports only the standard library.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""JSON as the standard has it, where Python's reader is lenient."""
+"""Strict JSON: what the standard forbids and Python's reader accepts is refused."""
 
 from __future__ import annotations
 

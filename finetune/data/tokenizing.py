@@ -1,7 +1,7 @@
-"""Rows are tokenized in batches, while the code that encodes a row is written as if it were alone.
+"""Batched tokenization for code that encodes one row at a time.
 
-Tokenizing takes most of the time of preparing data, and the least of it for hundreds of texts in one call. So the work
-on a row is a generator that yields a text where it needs tokens, and `answered` collects what many rows wait for.
+Tokenization takes most of the time of data preparation, and is fastest with hundreds of texts per call. So the encoding
+of a row is a generator that yields a text when it needs its tokens, and `answered` batches the requests of many rows.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""What is wrong with a machine, before a job is started on it, or with a run directory, before it is relied on."""
+"""Diagnose a machine before a job is started on it, or a run directory before it is used."""

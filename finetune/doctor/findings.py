@@ -1,4 +1,4 @@
-"""What was looked at, how it is, and the exit code that follows."""
+"""Findings: what was checked, its status, and the resulting exit code."""
 
 from __future__ import annotations
 

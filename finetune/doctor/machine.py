@@ -1,4 +1,4 @@
-"""What a job would find on this machine. No connection is made, and nothing is written but Triton's kernel cache."""
+"""Check what a job needs from this machine. Opens no connection and writes nothing except Triton's kernel cache."""
 
 from __future__ import annotations
 
@@ -60,8 +60,8 @@ def _versions() -> Iterator[Finding]:
     try:
         requirements = importlib.metadata.requires("finetune") or []
     except importlib.metadata.PackageNotFoundError:
-        told = "runs from a folder and is not installed, so the versions it needs are not known here"
-        yield Finding("finetune", "warning", told, "pip install . in its folder")
+        state = "runs from a folder without being installed, so the versions it needs are unknown"
+        yield Finding("finetune", "warning", state, "pip install . in its folder")
         return
     for text in requirements:
         wanted = Requirement(text)
@@ -87,13 +87,13 @@ def _cards() -> Iterator[Finding]:
         with torch.cuda.device(index):
             free, total = torch.cuda.mem_get_info()
             bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
-        told = (
+        state = (
             f"{properties.name}, {words.size(free)} of {words.size(total)} free, compute capability "
             f"{properties.major}.{properties.minor}, {'bf16' if bf16 else 'no bf16: set `training.precision: fp16`'}"
         )
         crowded = free < total / 2
         remedy = "other processes hold more than half of it: stop them, or set `memory.budget`" if crowded else ""
-        yield Finding(f"GPU {index}", "warning" if crowded or not bf16 else "ok", told, remedy)
+        yield Finding(f"GPU {index}", "warning" if crowded or not bf16 else "ok", state, remedy)
 
 
 def _driver() -> str:
@@ -107,20 +107,20 @@ def _no_card() -> Iterator[Finding]:
     if not any(Path(place).exists() for place in ("/dev/nvidia0", _DRIVER)):
         yield Finding("GPU", "warning", "none: jobs run on the CPU", "enough for small models; use a machine with one")
     elif cuda is None:
-        told = "there is one, and this torch has no CUDA"
-        yield Finding("GPU", "error", told, "install torch with CUDA (pytorch.org)")
+        state = "there is one, but this torch is built without CUDA"
+        yield Finding("GPU", "error", state, "install torch with CUDA (pytorch.org)")
     else:
         remedy = "update the driver, or give this container or job the device (nvidia-smi, CUDA_VISIBLE_DEVICES)"
-        yield Finding("GPU", "error", f"there is one, and torch for CUDA {cuda} cannot use it", remedy)
+        yield Finding("GPU", "error", f"there is one, but torch for CUDA {cuda} cannot use it", remedy)
 
 
 def _host_memory() -> Finding:
     memory = psutil.virtual_memory()
     left = devices.left_by_control_groups()
-    told = f"{words.size(memory.available)} of {words.size(memory.total)} free"
+    state = f"{words.size(memory.available)} of {words.size(memory.total)} free"
     if left < memory.available:
-        told += f", of which this container or batch job may take {words.size(int(left))}"
-    return Finding("host memory", "ok", told)
+        state += f", of which this container or batch job may use {words.size(int(left))}"
+    return Finding("host memory", "ok", state)
 
 
 def _disks() -> Iterator[Finding]:
@@ -135,8 +135,8 @@ def _disks() -> Iterator[Finding]:
         if not os.access(folder, os.W_OK | os.X_OK):
             yield Finding(name, "error", f"{place}: {folder} cannot be written to", f"{move} to a folder of your own")
         elif free < _LITTLE_DISK:
-            little = f"{place}: {words.size(free)} free; a 7B model in 16 bit has 13 GiB"
-            yield Finding(name, "warning", little, f"make room, or {move} to a larger disk")
+            little = f"{place}: {words.size(free)} free; a 7B model in 16 bit takes 13 GiB"
+            yield Finding(name, "warning", little, f"free some space, or {move} to a larger disk")
         else:
             yield Finding(name, "ok", f"{place}: {words.size(free)} free")
 
@@ -166,7 +166,7 @@ def _bitsandbytes(device: str) -> Finding:
     if type(lib).__name__ == "ErrorHandlerMockBNBNativeLibrary":
         return Finding(about, "error", "no compiled library for this machine", f"{built}, or set BNB_CUDA_VERSION")
     if device == "cuda" and not lib.compiled_with_cuda:
-        return Finding(about, "error", "here for the CPU only, and there is a GPU", built)
+        return Finding(about, "error", "built for the CPU only, but there is a GPU", built)
     return Finding(about, "ok", f"here, for {'CUDA' if lib.compiled_with_cuda else 'the CPU'}")
 
 
@@ -174,11 +174,11 @@ def _triton() -> Finding:
     """Whether its kernels can be built: a C compiler and Python's headers are no part of its package."""
     if (obstacle := libraries.triton_obstacle()) is None:
         return Finding("Triton", "ok", "builds kernels and runs them")
-    told = f"cannot run its kernels ({obstacle}): the loss takes more time and memory"
+    state = f"cannot run its kernels ({obstacle}): the loss takes more time and memory"
     remedy = (
         "install Triton, a C compiler and Python's headers (Debian, Ubuntu: apt install gcc python3-dev), or set CC"
     )
-    return Finding("Triton", "warning", told, remedy)
+    return Finding("Triton", "warning", state, remedy)
 
 
 def _hub() -> Finding:
@@ -186,22 +186,22 @@ def _hub() -> Finding:
     from huggingface_hub import constants, get_token
 
     if constants.HF_HUB_OFFLINE:
-        return Finding("hub", "ok", "offline by HF_HUB_OFFLINE: local directories and what is in the cache")
+        return Finding("hub", "ok", "offline (HF_HUB_OFFLINE): only local directories and cached files")
     token = "with a token" if get_token() else "without a token: gated models are refused"
     elsewhere = ", at another address (HF_ENDPOINT)" if "HF_ENDPOINT" in os.environ else ""
-    return Finding("hub", "ok", f"asked for what a config names and the cache lacks{elsewhere}, {token}; not tried now")
+    return Finding("hub", "ok", f"used for what a config names and the cache lacks{elsewhere}, {token}; not contacted")
 
 
 def _threads() -> Finding:
     threads, cores = torch.get_num_threads(), len(psutil.Process().cpu_affinity() or [])
-    told = f"{threads} threads of torch on {cores} cores"
+    state = f"{threads} threads of torch on {cores} cores"
     if threads > cores:
-        return Finding("threads", "warning", told, f"set OMP_NUM_THREADS={cores}")
-    return Finding("threads", "ok", told)
+        return Finding("threads", "warning", state, f"set OMP_NUM_THREADS={cores}")
+    return Finding("threads", "ok", state)
 
 
 def _text() -> Finding:
     encoding = locale.getpreferredencoding(False)
     if encoding.lower().replace("-", "") == "utf8":
         return Finding("text", "ok", encoding)
-    return Finding("text", "warning", f"{encoding}: what is no ASCII prints as ?", "set LC_ALL=C.UTF-8")
+    return Finding("text", "warning", f"{encoding}: non-ASCII characters print as ?", "set LC_ALL=C.UTF-8")

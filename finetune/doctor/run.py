@@ -1,4 +1,4 @@
-"""What a run directory holds, and whether it can be relied on. Reads only: nothing is changed or repaired."""
+"""Check whether a run directory is complete and consistent. Read-only: nothing is changed or repaired."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from finetune.training.state import MODEL_FILE, problems_of
 
 
 def examine(path: Path) -> Examination:
-    """Whether what a run directory holds can be relied on. Raises ArtifactError where it is not a run directory."""
+    """Whether a run directory is complete and consistent. Raises ArtifactError where it is not a run directory."""
     libraries.quiet()
     run = RunDirectory(path)
     if not run.config_file.is_file() and not run.events_file.is_file():
@@ -43,16 +43,16 @@ def _run_findings(run: RunDirectory) -> Iterator[Finding]:
     config, foreign = None, False
     try:
         with records.open_file(run.config_file):
-            config = load(run.config_file, choices=CHOICES)
+            config = load(run.config_file, choices=CHOICES, trained=True)
     except (ArtifactError, ConfigError) as error:
-        yield Finding("config.yaml", "error", str(error), "mend the line, or copy the config that the run started with")
+        yield Finding("config.yaml", "error", str(error), "fix the line, or restore the config of the run")
     else:
         model = config.model
         yield Finding("config.yaml", "ok", f"{model.name}, {config.adapter.kind}")
         if foreign := model.trust_remote_code:
-            told = f"Python code shipped with `{model.name}` at revision {model.revision}, which was not run"
-            remedy = "read it before you give generate, eval or merge --trust-remote-code"
-            yield Finding("foreign code", "warning", told, remedy)
+            state = f"Python code shipped with `{model.name}` at revision {model.revision}, which was not run"
+            remedy = "read it before you give generate, eval, merge or export --trust-remote-code"
+            yield Finding("foreign code", "warning", state, remedy)
             config = config.changed({"model.trust_remote_code": False})  # nothing runs here
     yield from _lines(run)
     yield from _records(run)
@@ -74,22 +74,22 @@ def _lines(run: RunDirectory) -> Iterator[Finding]:
     for file, shape in shapes.items():
         if not records.exists(file):
             if file == run.events_file:
-                told = "missing: whether the run has finished cannot be told"
-                yield Finding(file.name, "error", told, "start it again")
+                state = "missing, so whether the run has finished is unknown"
+                yield Finding(file.name, "error", state, "start it again")
             continue
         try:
             found = records.read_lines(file, shape)
         except ArtifactError as error:
-            yield Finding(file.name, "error", str(error), "put the file back from a copy")
+            yield Finding(file.name, "error", str(error), "restore the file from a copy")
             continue
         if found.wrong:
             (number, why), *more = found.wrong.items()
-            told = f"line {number} is left out, not as this program writes it: {why}"
-            told += f"; and {len(more)} more" if more else ""
-            yield Finding(file.name, "error", told, "remove the damaged lines")
+            state = f"line {number} is skipped, as this program would not have written it: {why}"
+            state += f"; and {len(more)} more" if more else ""
+            yield Finding(file.name, "error", state, "remove the damaged lines")
         elif found.torn:
-            told = f"{len(found.rows)} lines, and a last one that was cut off when the process ended; it is left out"
-            yield Finding(file.name, "warning", told)
+            state = f"{len(found.rows)} lines; the next was truncated when the process ended and is skipped"
+            yield Finding(file.name, "warning", state)
         else:
             yield Finding(file.name, "ok", f"{len(found.rows)} lines")
 
@@ -116,23 +116,23 @@ def _lock(run: RunDirectory) -> Finding:
                 fcntl.flock(opened, fcntl.LOCK_SH | fcntl.LOCK_NB)
             except BlockingIOError:
                 process = opened.read(20).decode(errors="replace").strip()
-                told = f"process {process} trains here now, so what it writes may look unfinished"
-                return Finding("lock", "warning", told, "look again when it has ended")
+                state = f"process {process} is training here, so what it writes may look unfinished"
+                return Finding("lock", "warning", state, "check again when it has ended")
             except OSError:
-                return Finding("lock", "warning", "this file system has no locks", "start one process at a time")
-    return Finding("lock", "ok", "no process trains here")
+                return Finding("lock", "warning", "this file system has no file locks", "start one process at a time")
+    return Finding("lock", "ok", "no process is training here")
 
 
 def _checkpoints(run: RunDirectory) -> Iterator[Finding]:
     problems = {checkpoint: problems_of(checkpoint) for checkpoint in run.complete_checkpoints()}
     sound = [checkpoint for checkpoint, found in problems.items() if not found]
-    remedy = "the next start sets it aside" if sound else "put it back from a copy"
+    remedy = "the next start sets it aside" if sound else "restore it from a copy"
     for checkpoint, found in problems.items():
         name = f"checkpoints/{checkpoint.name}"
         yield Finding(name, "error", "; ".join(found), remedy) if found else Finding(name, "ok", "whole")
     latest = run.checkpoints / LATEST
     if latest.is_file() and run.checkpoints / records.read_bytes(latest).decode(errors="replace").strip() not in sound:
-        yield Finding("checkpoints/latest", "warning", "names no whole checkpoint", "the next save writes it again")
+        yield Finding("checkpoints/latest", "warning", "names no complete checkpoint", "the next save writes it again")
     try:
         events = records.read_lines(run.events_file, records.EVENT)
     except ArtifactError:
@@ -142,13 +142,13 @@ def _checkpoints(run: RunDirectory) -> Iterator[Finding]:
     if run.finished:
         yield Finding("state", "ok", f"finished, {run.steps_done} steps")
     elif sound:
-        yield Finding("state", "ok", f"not finished; `finetune train` goes on from step {checkpoint_step(sound[-1])}")
+        yield Finding("state", "ok", f"not finished; `finetune train` resumes from step {checkpoint_step(sound[-1])}")
     elif problems or run.saved_steps:
-        told = "not finished, and no checkpoint is whole, so that `finetune train` refuses to go on"
-        remedy = "put one back from a copy, or start anew with --fresh (this run is moved aside)"
-        yield Finding("state", "error", told, remedy)
+        state = "not finished, and no checkpoint is complete, so `finetune train` refuses to resume it"
+        remedy = "restore one from a copy, or start over with --fresh (this run is moved aside)"
+        yield Finding("state", "error", state, remedy)
     else:
-        yield Finding("state", "ok", "not finished, and no checkpoint yet; `finetune train` begins anew")
+        yield Finding("state", "ok", "not finished, and no checkpoint yet; `finetune train` starts from the beginning")
 
 
 def _adapter(run: RunDirectory, config: Config | None) -> Iterator[Finding]:
@@ -161,8 +161,8 @@ def _adapter(run: RunDirectory, config: Config | None) -> Iterator[Finding]:
                 architecture, plain = load_architecture(config.model), QuantizationSection(kind="none")
                 base = Blueprint(config.model, plain, architecture, "eager", torch.float32).weightless()
         except FinetuneError as error:
-            told = f"whether its tensors are those of the base is not known: {error}"
-            yield Finding("adapter", "warning", told, "look again where the base is at hand")
+            state = f"whether its tensors fit the base is unknown: {error}"
+            yield Finding("adapter", "warning", state, "check again where the base is available")
 
     def check(folder: Path) -> None:
         if section:
@@ -178,7 +178,7 @@ def _folder(folder: Path, check: Callable[[Path], None], remedy: str) -> Iterato
     wrong = []
     try:
         check(folder)
-    except FinetuneError as error:  # of whatever kind: the other findings are told all the same
+    except FinetuneError as error:  # of whatever kind: the other findings are still reported
         wrong.append(str(error))
     for file in sorted(folder.glob("*" + weight_files.SUFFIX)):
         try:
@@ -221,7 +221,7 @@ def _tokenizer(run: RunDirectory, config: Config, foreign: bool) -> Finding:
                 raise MachineError(f"cannot be read without that code: {error}") from None
         fingerprint.check(tokenizer, folder)
     except MachineError as error:
-        return Finding("tokenizer", "warning", str(error), "look again where the base is at hand")
+        return Finding("tokenizer", "warning", str(error), "check again where the base is available")
     except FinetuneError as error:
         return Finding("tokenizer", "error", str(error), "put the base back where `model.name` points")
     return Finding("tokenizer", "ok", f"as in training, from {config.model.tokenizer or config.model.name}")
@@ -239,8 +239,8 @@ def _base(run: RunDirectory, config: Config) -> Iterator[Finding]:
     except FinetuneError as error:
         yield Finding("base", "error", str(error), "put the base back where `model.name` points")
     else:
-        for told in unknown:
-            yield Finding("base", "warning", told)
+        for note in unknown:
+            yield Finding("base", "warning", note)
         if not unknown:
             yield Finding("base", "ok", f"as in training, {config.model.name}")
 
@@ -249,7 +249,7 @@ def _leftovers(run: RunDirectory) -> Iterator[Finding]:
     for path in sorted([*run.path.rglob("*.incomplete"), *run.path.rglob("*.replaced")]):
         name = str(path.relative_to(run.path))
         if path.suffix == ".replaced" and not path.with_suffix("").exists():
-            told = f"{path.stem} was being replaced when the process ended"
-            yield Finding(name, "error", told, f"rename it to {path.stem}")
+            state = f"{path.stem} was being replaced when the process ended"
+            yield Finding(name, "error", state, f"rename it to {path.stem}")
         else:
-            yield Finding(name, "warning", "left by a write that was interrupted", "delete it")
+            yield Finding(name, "warning", "left by an interrupted write", "delete it")

@@ -1,14 +1,13 @@
-"""Merge: the adapter folded into the unquantized base in 16 bit, published once the files on disk are proven equal.
+"""Export: the adapter folded into the unquantized base in 16 bit, written in a format, and published once proven.
 
 What is compared is what was written: the staged directory is loaded again, and its logits are held against base plus
-adapter on held-out rows. A merge that differs by more than rounding explains never gets the name `merged/`.
+adapter on held-out rows. One that differs by more than rounding explains is never published.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,19 +17,12 @@ from finetune.config import Config, ModelSection, QuantizationSection
 from finetune.data import fingerprint
 from finetune.data import prepare as data_prepare
 from finetune.errors import ArtifactError, MachineError
-from finetune.export import proof
+from finetune.export import formats, proof
 from finetune.export.card import model_card
 from finetune.model import attention, chat_template, experts, identity
 from finetune.model.adapter import check_files, load_adapter
-from finetune.model.base import (
-    from_safetensors,
-    load_architecture,
-    pinned_code,
-    refuse_missing,
-    refuse_not_finite,
-)
+from finetune.model.base import load_architecture, refuse_not_finite
 from finetune.model.build import Blueprint
-from finetune.model.locate import hub_call
 from finetune.model.tokenizer import load_tokenizer
 from finetune.runtime import libraries
 from finetune.runtime.environment import describe
@@ -42,17 +34,19 @@ from finetune.storage.rundir import RunDirectory
 _ROWS = 8
 _ROW_TOKENS = 256
 
-_CLASS = "AutoModelForCausalLM"
 _MERGED_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.bfloat16}
 
 
-def merge(run: RunDirectory, config: Config, device: torch.device, note: Callable[[str], None]) -> dict[str, Any]:
-    """Write `merged/` and return its proof (see `finetune.export.proof.Proof`) with the identity of the base.
+def merge(
+    run: RunDirectory, config: Config, name: str, device: torch.device, note: Callable[[str], None]
+) -> dict[str, Any]:
+    """Write the export of format `name` and return its proof (see `proof.Proof`) with the identity of the base.
 
-    `note` is told what cannot be compared. Raises ArtifactError when there is no adapter, when tokenizer or base are
-    not those it was trained with, or when the merged model is not the trained one; MachineError when the disk does not
-    take it. The adapter and an earlier `merged/` are untouched by a failure.
+    `note` is told what cannot be compared. Raises ConfigError for an unknown format; ArtifactError when there is no
+    adapter, when tokenizer or base are not those it was trained with, or when what was written is not the trained
+    model; MachineError when the disk does not take it. The adapter and an earlier export are untouched by a failure.
     """
+    form, target = formats.find(name), run.path / name
     if config.adapter.kind == "none":
         raise ArtifactError(f"{run.path} trained every weight; {run.merged} is already the whole model")
     if config.model.weights == "random":
@@ -75,27 +69,27 @@ def merge(run: RunDirectory, config: Config, device: torch.device, note: Callabl
     adapted_logits = proof.logits(adapted, rows)
     merged = adapted.merge_and_unload(safe_merge=True)
     try:
-        with staged(run.merged) as folder:
-            _save(merged, tokenizer, folder, dtype)
+        with staged(target) as folder:
+            form.write(_ready_for_use(merged.to(dtype), tokenizer), tokenizer, folder)
             fingerprint.save(tokenizer, base_identity, folder)
             del base, adapted, merged
             libraries.return_freed_memory()
-            written_logits = proof.logits(_load(folder, config.model, dtype, device), rows)
-            result = proof.compare(
-                written_logits, adapted_logits, base_logits, proof.bound(layers, dtype), mixture=mixture
-            )
-            _refuse_unless_equal(result)
+            written_logits = proof.logits(form.load(folder, config.model, dtype, device), rows)
+            bound = proof.bound(layers, max(proof.ROUNDOFF[dtype], form.roundoff))
+            result = proof.compare(written_logits, adapted_logits, base_logits, bound, mixture=mixture)
+            _refuse_unless_equal(result, name)
             record = {
+                "format": name,
                 **asdict(result),
                 "base": config.model.name,
                 "base_sha256": base_identity and base_identity.rpartition(":")[2],
             }
             write_json(folder / "merge.json", {**record, "environment": describe(device)})
-            (folder / "README.md").write_text(model_card(config, record), encoding="utf-8")
+            (folder / "README.md").write_text(model_card(config, record, form.help), encoding="utf-8")
     except (OSError, SafetensorError) as error:  # safetensors 0.8 makes its own of a full disk
         raise MachineError(
-            f"{not_written(run.merged, error)}; the adapter is safe in {run.adapter}, and `finetune merge {run.path}` "
-            "merges it"
+            f"{not_written(target, error)}; the adapter is safe in {run.adapter}, and "
+            f"`finetune export {run.path} --to {name}` exports it"
         ) from None
     return record
 
@@ -104,7 +98,7 @@ def load_merged(run: RunDirectory, section: ModelSection, device: torch.device) 
     """The published merged model of the base in `section`. Raises ArtifactError where there is none."""
     if not (run.merged / "config.json").is_file():
         raise ArtifactError(f"{run.merged}: no merged model here; run `finetune merge {run.path}`")
-    return _load(run.merged, section, None, device)
+    return formats.load_transformers(run.merged, section, None, device)
 
 
 def _base(config: Config, dtype: torch.dtype, device: torch.device) -> Any:
@@ -121,43 +115,20 @@ def _base(config: Config, dtype: torch.dtype, device: torch.device) -> Any:
     return base.dequantize(dtype) if loftq else base
 
 
-def _save(model: Any, tokenizer: Any, folder: Path, dtype: torch.dtype) -> None:
-    model = model.to(dtype)
+def _ready_for_use(model: Any, tokenizer: Any) -> Any:
     # The base ran without a cache while its adapter was trained; whoever uses the merged model wants it.
     model.config.use_cache = True
     # And it stops where an answer ends, whatever template that is the end of.
     ends = model.generation_config.eos_token_id
     known = ends if isinstance(ends, list) else [] if ends is None else [ends]
     model.generation_config.eos_token_id = list(dict.fromkeys([*known, *chat_template.stop_ids(tokenizer)]))
-    model.save_pretrained(str(folder))
-
-
-def _load(folder: Path, section: ModelSection, dtype: torch.dtype | None, device: torch.device) -> Any:
-    from transformers import GenerationConfig
-
-    def load() -> Any:
-        code = pinned_code(section)
-        if section.trust_remote_code:
-            # transformers 5.23 takes a class by a bare name from the folder itself, and where it reads the generation
-            # config also runs the folder's `custom_generate/generate.py`; neither is the code that is pinned.
-            code["config"] = architecture = load_architecture(section)
-            place = getattr(architecture, "auto_map", {}).get(_CLASS)
-            if place and "--" not in place:
-                architecture.auto_map[_CLASS] = f"{section.name}--{place}"
-            code["generation_config"] = GenerationConfig.from_pretrained(str(folder))
-        return from_safetensors(
-            str(folder), dtype=dtype or "auto", device_map={"": device}, output_loading_info=True, **code
-        )
-
-    model, report = hub_call(f"merged model {folder}", load)
-    refuse_missing(report, f"merged model {folder}", "restore the folder from a copy, or merge or train again")
     return model
 
 
-def _refuse_unless_equal(result: proof.Proof) -> None:
+def _refuse_unless_equal(result: proof.Proof, name: str) -> None:
     if not result.holds:
         raise ArtifactError(
-            f"the merged model is not the trained one: its logits differ by {result.error:.2%} from base plus adapter, "
+            f"the {name} model is not the trained one: its logits differ by {result.error:.2%} from base plus adapter, "
             f"and rounding explains {result.bound:.2%} (the adapter itself moved them by {result.effect:.2%}). Nothing "
             "was published; use the adapter with its base instead"
         )

@@ -1,13 +1,14 @@
-"""Is the merged model the model that was trained? Answered by logits, against a bound that is derived, not chosen.
+"""Is the merged model the model that was trained? Decided by comparing logits against a derived bound.
 
-A 16-bit merged weight is W + s·BA rounded once, to u = 2^-9 (bfloat16) or 2^-12 (float16) relative. Errors of
-independent roundings add up like a random walk, so that after L layers of two blocks each the relative error of a
-hidden state grows like u·sqrt(2L) (Higham and Mary, SIAM J. Sci. Comput. 41(5), 2019, theorem 2.4). `SAFETY` covers
-that a layer has several products. The measure is the root mean square of the difference of the centred logits over
-that of the centred logits themselves: softmax does not see a constant shift.
+A 16-bit merged weight is W + s·BA rounded once, with relative error u = 2^-9 (bfloat16) or 2^-12 (float16). Independent
+rounding errors add up like a random walk, so after L layers of two blocks each the relative error of a hidden state
+grows like u·sqrt(2L) (Higham and Mary, SIAM J. Sci. Comput. 41(5), 2019, theorem 2.4). The factor `SAFETY` allows for
+the several products in a layer. A format that rounds more states by how much (`Format.roundoff`). The measure is the
+root mean square of the difference of the centred logits, relative to that of the centred logits themselves; they are
+centred because softmax ignores a constant shift.
 
-A mixture of experts is no continuous function: where two experts are about to be chosen alike, rounding decides, and
-the logits of that token differ by any amount. Of a mixture the measure is therefore that of the median token.
+A mixture of experts is not a continuous function: when two experts are nearly tied, rounding decides between them, and
+the logits of that token can differ by any amount. For a mixture, the measure is therefore that of the median token.
 """
 
 from __future__ import annotations
@@ -27,11 +28,11 @@ SAFETY = 4.0
 
 @dataclass(frozen=True)
 class Proof:
-    """The comparison of merged with unmerged logits on `rows` held-out rows of together `tokens` tokens.
+    """The comparison of exported with trained logits on `rows` held-out rows with `tokens` tokens in total.
 
     `error` and `bound` are relative (see the module); `effect` is how far the adapter moved the base's logits in the
-    same measure; `agreement` is the share of tokens with the same most likely successor. `median`: whether the measure
-    is that of the median token.
+    same measure; `agreement` is the share of positions with the same most likely next token. `median`: whether the
+    measure is that of the median token.
     """
 
     rows: int
@@ -44,18 +45,18 @@ class Proof:
 
     @property
     def holds(self) -> bool:
-        """Within rounding, and nearer to the adapter than the bare base is, wherever that can be told apart."""
+        """Within rounding, and closer to the adapted model than the base is, if the effect exceeds the bound."""
         return self.error <= self.bound and (self.error < self.effect or self.effect <= self.bound)
 
 
-def bound(layers: int, dtype: torch.dtype) -> float:
-    """Relative logit error that rounding the merged weights to `dtype` explains."""
-    return SAFETY * ROUNDOFF[dtype] * math.sqrt(2 * layers)
+def bound(layers: int, roundoff: float) -> float:
+    """Relative logit error that a relative error of `roundoff` in each of the merged weights explains."""
+    return SAFETY * roundoff * math.sqrt(2 * layers)
 
 
 @torch.inference_mode()
 def logits(model: Any, rows: list[list[int]]) -> list[torch.Tensor]:
-    """Logits of each row of token ids, centred over the vocabulary, float32 on the CPU, [tokens, vocabulary]."""
+    """Logits of each row of token ids, centred over the vocabulary, float32 on the CPU, (tokens, vocabulary)."""
     model.eval()
     found = []
     for row in rows:
@@ -73,7 +74,7 @@ def compare(
     *,
     mixture: bool = False,
 ) -> Proof:
-    """The proof from the three models' centred logits on the same rows; `mixture`: whether they have experts."""
+    """Compare the three models' centred logits on the same rows; `mixture`: whether the models have experts."""
     distance = _median_distance if mixture else _distance
     return Proof(
         rows=len(adapted),
@@ -89,7 +90,7 @@ def compare(
 def _distance(these: list[torch.Tensor], those: list[torch.Tensor]) -> float:
     difference = sum(float((a - b).double().square().sum()) for a, b in zip(these, those, strict=True))
     size = sum(float(b.double().square().sum()) for b in those)
-    # A NaN anywhere makes the quotient NaN, which no comparison with a bound lets through.
+    # A NaN anywhere makes the quotient NaN, which fails every comparison with a bound.
     return math.sqrt(difference / size) if difference == difference else math.nan
 
 

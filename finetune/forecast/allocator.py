@@ -1,16 +1,16 @@
-"""PyTorch's CUDA caching allocator as integers: what a sequence of allocations and frees comes to in reserved memory.
+"""A model of PyTorch's CUDA caching allocator: how much memory a sequence of allocations and frees reserves.
 
-A training step that fits its tensors may still not fit its segments, and no formula tells the one from the other:
-the answer is the allocator's own, so its rules are followed here one by one. Nothing is fitted. Names in brackets
-are functions of c10/cuda/CUDACachingAllocator.cpp of pytorch/pytorch; the constants are those of
-c10/core/AllocatorConfig.h (torch 2.13).
+The tensors of a training step may fit while their segments do not, and no formula predicts the difference, so the
+allocator's rules are reproduced here one by one; nothing is fitted to measurements. Names in brackets are functions of
+c10/cuda/CUDACachingAllocator.cpp of pytorch/pytorch; the constants are those of c10/core/AllocatorConfig.h (torch
+2.13).
 
 Modelled: the default settings and `expandable_segments:True`, one stream. Not modelled: several streams (each has
 free blocks of its own), private pools (CUDA graphs, `torch.cuda.MemPool`), and the settings `max_split_size_mb`,
 `garbage_collection_threshold`, `roundup_power2_divisions`, `large_segment_size_mb` and
-`per_process_memory_fraction`. Two things are the driver's and are assumed: a new segment lies above all earlier ones
-(the address decides only between free blocks of one size), and the address space of an expandable segment (1 1/8 of
-the device's memory) never runs out, so that each pool has one such segment.
+`per_process_memory_fraction`. Two things depend on the driver and are assumed: a new segment lies above all earlier
+ones (addresses only break ties between free blocks of one size), and the address space of an expandable segment (1 1/8
+of the device's memory) never runs out, so that each pool has one such segment.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ class CachingAllocator:
         Raises CapacityError where torch raises OutOfMemoryError; what was released on the way stays released.
         """
         if size_bytes < 0:
-            raise ValueError(f"a size is not negative: {size_bytes}")
+            raise ValueError(f"a size cannot be negative: {size_bytes}")
         if size_bytes == 0:
             return _NULL
         size = block_bytes(size_bytes)

@@ -1,8 +1,8 @@
-"""CUDA's autocast for tensors of a CPU: which operators compute in float32 depends on the device.
+"""CUDA's autocast rules for CPU tensors: which operators compute in float32 depends on the device.
 
-A trace runs on fake CPU tensors. The operators that autocast puts into 16 bit are the same on both devices, among
-those that a language model calls; but CUDA's autocast puts some into float32, such as `pow`, `rsqrt`, `softmax` and
-`layer_norm`, that a CPU's leaves in 16 bit (torch 2.13, aten/src/ATen/autocast_mode.h and autocast_mode.cpp).
+A trace runs on fake CPU tensors. Of the operators that a language model calls, autocast runs the same ones in 16 bit on
+both devices; but CUDA's autocast runs some in float32, such as `pow`, `rsqrt`, `softmax` and `layer_norm`, that the
+CPU's leaves in 16 bit (torch 2.13, aten/src/ATen/autocast_mode.h and autocast_mode.cpp).
 """
 
 from __future__ import annotations

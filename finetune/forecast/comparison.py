@@ -1,4 +1,4 @@
-"""Forecast beside measured, phase by phase, at the end of a run."""
+"""Compare the forecast with the measurements, phase by phase, at the end of a run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A model with some of its layers left out: what is kept is built exactly as in the whole model."""
+"""Remove some of a model's layers; those that are kept are built exactly as in the whole model."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from finetune.model.checkpointing import layers
 
 
 class Scattered(Exception):
-    """A model's layers are not in one list."""
+    """A model does not keep its layers in one list."""
 
 
 def kinds(model: nn.Module) -> list[Hashable]:
@@ -61,4 +61,4 @@ def _holder(model: nn.Module, found: list[Any]) -> tuple[nn.Module, str]:
         for name, child in module.named_children():
             if isinstance(child, nn.ModuleList) and list(child) == found:
                 return module, name
-    raise Scattered(f"{type(model).__name__} keeps its layers in no single list")
+    raise Scattered(f"{type(model).__name__} does not keep its layers in one list")

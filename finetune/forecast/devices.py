@@ -1,4 +1,4 @@
-"""What a plan is made for: a card from the table, a size, the card that is here, or the CPU."""
+"""The device that a plan is for: a GPU from the table, a memory size, the GPU of this machine, or the CPU."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def find(name: str, memory: MemorySection) -> Device:
     budget_bytes = _budget(memory)
     if name == "auto":
         if not torch.cuda.is_available():
-            raise MachineError("`--gpu auto` needs a CUDA device here; name one, give a size such as 24GiB, or `cpu`")
+            raise MachineError("`--gpu auto` needs a CUDA device here; give a GPU, a size such as 24GiB, or `cpu`")
         return _present(budget_bytes)
     if re.match(r"\s*\d+(\.\d+)?\s*[A-Za-z]*i?B\s*$", name):
         try:
@@ -115,7 +115,7 @@ def cap(limit_bytes: int | None, device: torch.device) -> None:
     room = limit_bytes - operator_costs.context_bytes(card.multi_processor_count)
     if room <= 0:
         raise OutOfMemoryError(
-            f"`memory.limit` leaves nothing beside the CUDA context, which takes up to "
+            f"`memory.limit` leaves nothing besides the CUDA context, which takes up to "
             f"{(limit_bytes - room) / 2**20:.0f} MiB of this card; raise it"
         )
     # torch multiplies the share by the total and rounds down: with the half byte, to `room`.

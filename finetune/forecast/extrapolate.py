@@ -1,11 +1,11 @@
-"""Repeat what repeats: the trace of a deep model from that of a shallow one.
+"""Extrapolate layers: the trace of a deep model from that of a shallow one.
 
-The decoder's layers are alike, so the tracing of each after the first few tells nothing new, and takes time. A
-stretch of like layers is shortened to five of its units (a unit is a layer, or several where kinds alternate): the
-first, three from the middle, and the last. In the trace of the short model, the events of the first middle unit are
-then repeated for those left out. This is no estimate: it holds if the first two middle units did exactly the same,
-each relative to itself and its neighbours, and that is checked event by event. Where they did not, `NotAlike` is
-raised, and the whole model must be traced.
+A decoder's layers are alike, so tracing more than a few of them takes time without adding information. A stretch of
+like layers is shortened to five of its units (a unit is one layer, or several if kinds alternate): the first, three
+from the middle, and the last. In the trace of the short model, the events of the first middle unit are then repeated
+for those left out. This is not an estimate: it holds if the first two middle units did exactly the same, each relative
+to itself and its neighbours, and that is checked event by event. If they did not, `NotAlike` is raised, and the whole
+model must be traced.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Fake weights: tensors with the shape and type that real ones will have, and no data.
+"""Fake weights: tensors with the shape and type of the real ones, and no data.
 
 bitsandbytes' parameter classes cannot hold a fake tensor, and PEFT cannot move modules inside the fake mode. So the
-model is built and given its adapter on the meta device first, and each parameter is then replaced by a fake one with
-the attributes that bitsandbytes' layers look for.
+model and its adapter are first built on the meta device, and each parameter is then replaced by a fake one with the
+attributes that bitsandbytes' layers read.
 """
 
 from __future__ import annotations

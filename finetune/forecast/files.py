@@ -1,4 +1,4 @@
-"""What is no part of a step: checkpoints in memory and on disk, what exports take there, and the memory of a merge."""
+"""What a job needs besides its steps: checkpoints in memory and on disk, disk space for exports, memory of a merge."""
 
 from __future__ import annotations
 

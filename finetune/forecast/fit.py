@@ -1,8 +1,8 @@
-"""The fit: the fastest setting of a job that fits a device, at the same global batch and so with the same result.
+"""The fit: the fastest setting of a job that fits a device, with the same global batch and so with the same result.
 
-Chosen are the micro-batch, how many layers are checkpointed, whether their inputs go to the host, and how many tokens'
-logits exist at a time. Each candidate is forecast as a whole; the search only decides which candidates are worth it.
-Time is the forecast's own (operations, bytes moved, calls), recomputation included.
+The search chooses the micro-batch, how many layers are checkpointed, whether their inputs are offloaded to the host,
+and for how many tokens logits exist at a time. Every candidate gets a full forecast; the search only decides which
+candidates to try. Times are the forecast's (operations, bytes moved, calls), including recomputation.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ _ROWS, _LAYERS, _OFFLOAD, _TILE = (
 class NothingFits(OutOfMemoryError):
     """No setting fits; `config` is the one that takes least."""
 
-    def __init__(self, config: Config, told: str) -> None:
-        super().__init__(told)
+    def __init__(self, config: Config, message: str) -> None:
+        super().__init__(message)
         self.config = config
 
 
@@ -230,10 +230,11 @@ class _Search:
         config, least = min(self.known.values(), key=lambda tried: tried[1].needed_bytes)
         return NothingFits(
             config,
-            f"nothing fits {least.device.name}: the least found takes {least.needed_bytes / 2**30:.2f} GiB of "
-            f"{least.budget_bytes / 2**30:.2f} (micro-batch {config.training.rows}, checkpointing "
-            f"{config.memory.checkpointing}, offload {config.memory.offload}); shorten `data.max_length`, lower "
-            "`adapter.rank`, or take a card with more memory",
+            f"nothing fits on {least.device.name}: the smallest setting found needs "
+            f"{least.needed_bytes / 2**30:.2f} of {least.budget_bytes / 2**30:.2f} GiB "
+            f"(micro-batch {config.training.rows}, checkpointing {config.memory.checkpointing}, "
+            f"offload {config.memory.offload}); shorten `data.max_length`, lower "
+            "`adapter.rank`, or use a GPU with more memory",
         )
 
 

@@ -1,4 +1,4 @@
-"""What would take less memory: first what changes no result, the cheapest of it first, then the rest."""
+"""Settings that would reduce memory: first those that do not change the result, cheapest first, then the rest."""
 
 from __future__ import annotations
 

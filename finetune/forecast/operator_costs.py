@@ -1,7 +1,7 @@
-"""What a device's kernels allocate out of an operator's sight: the one place for what a trace of operators misses.
+"""What a device's kernels allocate internally: the one place for everything that a trace of operators misses.
 
-Some operators are Python programs underneath; those are run as such, so that their parts are seen. Others have
-scratch memory inside a compiled kernel; each such term has its source. Nothing is fitted.
+Some operators are implemented in Python; those are decomposed, so that their parts are traced. Others allocate scratch
+memory in a compiled kernel; each such term cites its source. Nothing is fitted to measurements.
 
 A trace runs on fake CPU tensors, whatever device it is for: fake CUDA tensors do not work where torch was built
 without CUDA. So `cuda` also says where CUDA's operators differ from those of a CPU.

@@ -1,6 +1,6 @@
-"""Patches under which libraries take the paths of a real step on a device, while one is traced on fake tensors.
+"""Patches that make libraries take the code paths of a real step on a device while one is traced on fake tensors.
 
-Each allocates what the real thing would, where a recorder sees it.
+Each allocates what the real code would, where the recorder sees it.
 """
 
 from __future__ import annotations

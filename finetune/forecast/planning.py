@@ -1,7 +1,7 @@
-"""What a job will take, before a byte is allocated: its forecast, the levers that reduce it, and its fit to a card.
+"""Plan a job before anything is allocated: its forecast, the levers that reduce it, and the fit to a device.
 
-No weights are read, and no GPU is needed. A model of the catalog, in a local directory or in the hub's cache needs no
-network; of any other the config is fetched.
+No weights are read, and no GPU is needed. A model that is in the catalog, in a local directory or in the hub's cache
+needs no network; for any other the config is fetched.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The forecast: what a traced step comes to on a device, by phase and by purpose.
+"""The forecast: the memory of a traced step on a device, by phase and by category.
 
-On CUDA the trace's allocations go through the model of the caching allocator, which turns tensors into reserved
-memory; on a CPU the live tensors are what counts.
+For CUDA the trace's allocations are replayed through the model of the caching allocator, which gives the reserved
+memory; for a CPU the live tensors count.
 """
 
 from __future__ import annotations

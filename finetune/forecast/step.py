@@ -1,7 +1,7 @@
-"""The step traced: what trains, run on fake tensors, and everything it allocates written down.
+"""Trace a step: run it on fake tensors and record everything it allocates.
 
-Nothing here describes a step. The base, the adapter, the checkpointing, the step with its objective and its optimizer
-are the ones that train; only the weights and the batch are fake.
+Nothing here describes a step. The base, the adapter, the checkpointing, and the step with its objective and optimizer
+are those of training; only the weights and the batch are fake.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from finetune.config import Config
 from finetune.data.batching import Batch, MicroBatching, per_step
-from finetune.errors import FinetuneError, ForecastError
+from finetune.errors import FinetuneError, ForecastError, first_line
 from finetune.forecast import depth, fake, patches
 from finetune.forecast.devices import Device
 from finetune.forecast.extrapolate import NotAlike, Shortened, extrapolate, shorten, whole
@@ -57,12 +57,11 @@ def trace_step(
         raise
     except Exception as error:
         # Foreign code on fake tensors: what it may raise has no bounds.
-        first = (str(error).splitlines() or [type(error).__name__])[0]
         raise ForecastError(
             f"`model.name`: `{config.model.name}` ({architecture.model_type}) with `optimizer.kind: "
             f"{config.optimizer.kind}` and `training.objective: {config.training.objective}` cannot be forecast (a "
-            f"training step fails while it is traced: {type(error).__name__}: {first}). `finetune train` with "
-            "`memory.check: off` tries it all the same"
+            f"training step fails while it is traced: {type(error).__name__}: {first_line(error)}). `finetune train` "
+            "with `memory.check: off` trains without a forecast"
         ) from error
 
 

@@ -1,9 +1,9 @@
 """What a step allocates, frees and computes, recorded while it runs on fake tensors.
 
-A fake tensor (torch.utils's `FakeTensorMode`) has a shape and a type and no data, so a step of a 70B model runs here
-in seconds and in no memory. `Recorder` sits below autograd and above the fake mode: each operator passes through it,
-a storage that is new in an operator's output is an allocation, and the death of that storage is a free, at the very
-moment at which the real one would die.
+A fake tensor (torch's `FakeTensorMode`) has a shape and a type but no data, so a step of a 70B model runs here in
+seconds and almost without memory. `Recorder` sits below autograd and above the fake mode and sees every operator. A new
+storage in an operator's output is an allocation, and the end of that storage is a free, at the same point at which the
+real one would be freed.
 
 The decoder's layers are alike, so a step of a shallow model is recorded, and `extrapolate` repeats a layer's part of
 it. For that, each stretch of the recording (a `Run`) knows its phase and its layer.

@@ -20,11 +20,14 @@ from finetune.storage.rundir import RunDirectory
 _QUESTIONS = 3
 _TOKENS = 96
 
-Rows = list[dict[str, Any]]
+Prompt = list[examples.Message] | str
+
+Asked = list[tuple[Prompt, dict[str, Any]]]
+"""Prompts, each with its row of answers.json, which holds text alone: messages may have values that JSON has not."""
 
 
-def before(base: Any, tokenizer: Any, config: Config, run: RunDirectory, note: Callable[[str], None]) -> Rows:
-    """The base's answers, as the rows of answers.json; from an earlier start of the run where they are there.
+def before(base: Any, tokenizer: Any, config: Config, run: RunDirectory, note: Callable[[str], None]) -> Asked:
+    """The base's answers; from an earlier start of the run where they are there.
 
     None on ranks other than 0, and none of random weights, which have nothing to say.
     """
@@ -33,41 +36,40 @@ def before(base: Any, tokenizer: Any, config: Config, run: RunDirectory, note: C
     asked = questions(config.data, _QUESTIONS)
     if kept := _kept(asked, run, note):
         return kept
-    rows: Rows = []
+    found: Asked = []
     with autocast(config.training.precision, base.device):
         for prompt, reference in asked:
             with contextlib.suppress(TooLong):  # training rows are truncated, questions are not
-                said = answer(base, tokenizer, _ids(prompt, tokenizer, config), _TOKENS)
+                reply = answer(base, tokenizer, _ids(prompt, tokenizer, config), _TOKENS)
                 question = examples.shown(prompt)
-                rows.append(
-                    {"prompt": prompt, "question": question, "reference": reference, "before": said, "after": None}
-                )
-    write_json(run.answers_file, rows)
-    return rows
+                found.append((prompt, {"question": question, "reference": reference, "before": reply, "after": None}))
+    write_json(run.answers_file, [row for _, row in found])
+    return found
 
 
-def after(model: Any, tokenizer: Any, config: Config, run: RunDirectory, rows: Rows) -> None:
+def after(model: Any, tokenizer: Any, config: Config, run: RunDirectory, asked: Asked) -> None:
     """Write the trained model's answers beside the base's."""
-    if not rows:
+    if not asked:
         return
     with autocast(config.training.precision, model.device):
-        for row in rows:
-            row["after"] = answer(model, tokenizer, _ids(row["prompt"], tokenizer, config), _TOKENS)
-    write_json(run.answers_file, rows)
+        for prompt, row in asked:
+            row["after"] = answer(model, tokenizer, _ids(prompt, tokenizer, config), _TOKENS)
+    write_json(run.answers_file, [row for _, row in asked])
 
 
-def _kept(asked: list[tuple[Any, str]], run: RunDirectory, note: Callable[[str], None]) -> Rows:
+def _kept(asked: list[tuple[Prompt, str]], run: RunDirectory, note: Callable[[str], None]) -> Asked:
     """The answers of an earlier start; none where they are damaged, or to other questions."""
+    prompts = {(examples.shown(prompt), reference): prompt for prompt, reference in asked}
     try:
-        rows: Rows = [{**row} for row in run.answers()]
+        # Questions too long for the model's positions were left out.
+        return [(prompts[row["question"], row["reference"]], {**row}) for row in run.answers()]
     except ArtifactError as error:
-        note(f"{error}; the base is asked again")
-        return []
-    # Questions too long for the model's positions were left out.
-    same = all((row.get("prompt"), row["reference"]) in asked for row in rows)
-    return rows if same else []
+        note(f"{error}; the base answers again")
+    except KeyError:
+        pass
+    return []
 
 
-def _ids(prompt: list[examples.Message] | str, tokenizer: Any, config: Config) -> list[int]:
+def _ids(prompt: Prompt, tokenizer: Any, config: Config) -> list[int]:
     example = examples.Completion(prompt, "") if isinstance(prompt, str) else examples.Chat(prompt)
     return prompt_ids(example, tokenizer, config.data.control_tokens)

@@ -1,4 +1,4 @@
-"""Greedy decoding, so that the answers of two models can be compared."""
+"""Greedy generation, so that the answers of two models are comparable."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def prompt_ids(example: formats.Example, tokenizer: Any, control_tokens: chat.Co
     try:
         ids = chat.prompt_ids(example, tokenizer, control_tokens)
     except formats.RowError as error:
-        raise ArtifactError(f"the prompt cannot be written for the model: {error}") from None
+        raise ArtifactError(f"the chat template cannot render the prompt: {error}") from None
     return ids or [tokenizer.eos_token_id]  # an empty prompt, and a tokenizer without a token for the start of text
 
 
@@ -44,7 +44,7 @@ def answer(model: Any, tokenizer: Any, prompt: list[int], max_new_tokens: int = 
             max_new_tokens = min(max_new_tokens, known - len(prompt))
             if max_new_tokens < 1:
                 raise TooLong(
-                    f"the prompt has {len(prompt)} tokens, and the base {known} positions; ask something shorter"
+                    f"the prompt has {len(prompt)} tokens, but the base only {known} positions; shorten the prompt"
                 )
         input_ids = torch.tensor([prompt], device=model.device)  # (rows, tokens)
         with libraries.without_cudnn_attention():

@@ -1,4 +1,4 @@
-"""What a run's model can be used for: `finetune generate` and `finetune eval`."""
+"""Use the model of a run: `finetune generate` and `finetune eval`."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def generate(
     model, tokenizer = _model_of(run, config, which)
     kinds = [kind for event in run.events() if (kind := str(event.get("learns"))) in examples.ASKED]
     if not kinds:
-        note_beside_output(f"{run.path} does not say what its rows were: the prompt is asked as a conversation")
+        note_beside_output(f"{run.path} does not say which format its rows had; the prompt is sent as a conversation")
     example = examples.ASKED[kinds[-1] if kinds else "chat"](prompt)
     with blaming_base(config.model):
         return answer(model, tokenizer, prompt_ids(example, tokenizer, config.data.control_tokens), max_new_tokens)

@@ -13,7 +13,7 @@ from finetune.errors import MachineError, NumbersError, OutOfMemoryError
 from finetune.forecast.levers import levers
 from finetune.measure import snapshots
 from finetune.measure.monitor import Monitor
-from finetune.measure.out_of_memory import is_out_of_memory
+from finetune.measure.out_of_memory import is_out_of_memory, reason
 from finetune.model.base import refuse_not_finite
 from finetune.storage.files import DISK_ERRORS, not_written
 from finetune.storage.rundir import RunDirectory
@@ -21,10 +21,10 @@ from finetune.storage.rundir import RunDirectory
 
 @contextlib.contextmanager
 def out_of_memory(config: Config, run: RunDirectory, monitor: Monitor, device: torch.device) -> Iterator[None]:
-    """Turn torch's out of memory, in loading or in a step, into OutOfMemoryError with the levers, in order.
+    """Turn torch's out-of-memory error, in loading or in a step, into OutOfMemoryError with the levers, in order.
 
-    Notes on the error (PEP 678) say what it was that did not fit. Where `memory.snapshot` is on, an allocator snapshot
-    is left in the run directory.
+    Notes on the error (PEP 678) say what did not fit. With `memory.snapshot`, an allocator snapshot is written to the
+    run directory.
     """
     try:
         with snapshots.recorded(run.snapshot_file, device, config.memory.snapshot):
@@ -35,29 +35,30 @@ def out_of_memory(config: Config, run: RunDirectory, monitor: Monitor, device: t
         monitor.leave()
         run.event("out_of_memory", memory=monitor.run)
         snapshot = f"\nAllocator snapshot: {run.snapshot_file}" if run.snapshot_file.exists() else ""
-        first = "\n".join([_first_line(error), *getattr(error, "__notes__", ())])
+        first = "\n".join([reason(error), *getattr(error, "__notes__", ())])
         raise OutOfMemoryError(
             f"out of memory: {first}\nTry, in this order: {'; '.join(map(str, levers(config)))}.{snapshot}"
         ) from None
 
 
 @contextlib.contextmanager
-def out_of_memory_in_merge(run: RunDirectory) -> Iterator[None]:
-    """Turn out of memory in a merge into OutOfMemoryError: training is over, and only the merge is to be repeated."""
+def out_of_memory_in_merge(run: RunDirectory, format: str) -> Iterator[None]:
+    """Turn out of memory in a merge into OutOfMemoryError: training is done, and only the export must be repeated."""
     try:
         yield
     except (MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
             raise
         raise OutOfMemoryError(
-            f"out of memory while merging: {_first_line(error)}\n{run.adapter} is complete and was not touched; "
-            f"`finetune merge {run.path}` merges it on a machine with more memory, or once some is free"
+            f"out of memory while merging: {reason(error)}\n{run.adapter} is complete and was not touched; "
+            f"`finetune export {run.path} --to {format}` exports it on a machine with more memory, or once some is "
+            "free"
         ) from None
 
 
 @contextlib.contextmanager
 def blaming_base(model: ModelSection) -> Iterator[None]:
-    """Where numbers are not finite, check the base's weights first: no learning rate mends those."""
+    """When numbers are not finite, check the base's weights first: no learning rate would repair those."""
     try:
         yield
     except NumbersError:
@@ -74,7 +75,3 @@ def disk_errors(run: RunDirectory) -> Iterator[None]:
         if error.errno not in DISK_ERRORS:
             raise
         raise MachineError(not_written(Path(error.filename or run.path), error)) from None
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).splitlines() or ["no memory left"])[0]

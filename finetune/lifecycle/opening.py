@@ -1,4 +1,4 @@
-"""The run directory, made or reopened for this start."""
+"""Create or reopen the run directory."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def _open(
 ) -> Start:  # fmt: skip
     if fresh and run.events_file.exists():
         lock.release()
-        note(f"the earlier run is now {run.move_aside()}")
+        note(f"the earlier run was moved to {run.move_aside()}")
     run.claim()
     lock.take()
     start = resume.find(run)
@@ -64,9 +64,9 @@ def _open(
     for damaged, problems in start.damaged.items():
         aside = set_aside(damaged)
         run.event("checkpoint_damaged", step=checkpoint_step(damaged), moved_to=aside.name, problems=problems)
-        note(f"{damaged.name} cannot be used ({'; '.join(problems)}); it is now {aside.name}")
+        note(f"{damaged.name} cannot be used ({'; '.join(problems)}) and was renamed to {aside.name}")
     run.event("resumed", step=start.step, checkpoint=start.checkpoint.name, learns=materials.data.kind)
-    why = "the newest whole checkpoint" if start.damaged else "the last checkpoint"
+    why = "the newest complete checkpoint" if start.damaged else "the last checkpoint"
     note(f"resuming from {start.checkpoint}, {why}")
     return start
 
@@ -92,6 +92,6 @@ def _log_changes(config: Config, run: RunDirectory, start: Start, origin: dict[s
         run.event("changed", **changes)
         if "base" in changes:
             note(
-                "the checkpoint was saved by an earlier version, which identified a base by samples: whether "
-                f"{config.model.name} is still the same is not known"
+                "the checkpoint was saved by an earlier version, which identified a base by samples, so whether "
+                f"{config.model.name} is still the same is unknown"
             )

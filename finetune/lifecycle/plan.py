@@ -1,4 +1,4 @@
-"""Before weights are loaded: what is `auto` is chosen, and the memory of a step is forecast."""
+"""Before weights are loaded: choose the settings that are `auto`, and forecast the memory of a step."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from finetune.training.checks import check
 def plan(
     config: Config, architecture: Any, data: Prepared, device: torch.device, terminal: Terminal
 ) -> tuple[Config, Forecast | None]:
-    """The config with what was `auto` fitted to the device, and the forecast of its step; the same on all ranks.
+    """The config with its `auto` settings fitted to the device, and the forecast of its step; the same on all ranks.
 
     Raises OutOfMemoryError, with the levers, for a job that does not fit.
     """
@@ -58,11 +58,11 @@ def _forecast(planner: Planner, config: Config, terminal: Terminal) -> Forecast 
     except ForecastError as error:
         if refuses:
             raise
-        terminal.note(f"there is no forecast, and training goes on without one: {error}")
+        terminal.note(f"training goes on without a forecast: {error}")
         return None
     if not forecast.fits:
         message = does_not_fit(forecast, planner.levers(config, forecast))
         if refuses:
-            raise OutOfMemoryError(f"{message}\nTo try all the same: memory.check=warn")
+            raise OutOfMemoryError(f"{message}\nTo train anyway: memory.check=warn")
         terminal.note(message)
     return forecast

@@ -1,6 +1,6 @@
-"""Before anything is planned: whether the machine can do the job, and its tokenizer, architecture and data.
+"""Check the machine, and prepare the job's tokenizer, architecture and data.
 
-Cheap failures come first, and ranks that were given different things learn of it before they wait for each other.
+Cheap checks come first, and ranks with different inputs fail before they wait for each other.
 """
 
 from __future__ import annotations

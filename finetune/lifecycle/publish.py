@@ -1,4 +1,4 @@
-"""After training: what came of it is recorded, and the adapter is merged into its base."""
+"""After training: record the results, and export the adapter merged into its base."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from finetune.config import Config
-from finetune.export import merge as export
+from finetune.export import merge as exports
 from finetune.forecast import comparison
 from finetune.forecast.replay import Forecast
 from finetune.lifecycle import failures
@@ -31,24 +31,29 @@ def record(
         terminal.compared(comparison.compare(forecast, peaks))
 
 
-def merge(run: RunDirectory, *, trust_remote_code: bool = False, terminal: Terminal | None = None) -> dict[str, Any]:
-    """Merge the adapter into the unquantized base and publish `merged/` once its logits are proven equal.
+def merge(
+    run: RunDirectory, format: str = "merged", *, trust_remote_code: bool = False, terminal: Terminal | None = None
+) -> dict[str, Any]:
+    """Merge the adapter into the unquantized base and publish it, once its logits are proven equal, in a format.
 
+    `format` is a name in `finetune.export.formats.FORMATS` and that of the folder in the run directory.
     `trust_remote_code` allows the Python code that the run's base ships with. Returns the comparison. Raises
-    ArtifactError when the merged model differs by more than the stated bound, or where such code is needed and not
-    allowed; MachineError where a process trains in the run directory.
+    ArtifactError when what was written differs by more than the stated bound, or where such code is needed and not
+    allowed; ConfigError for an unknown format; MachineError where a process trains in the run directory.
     """
     libraries.quiet()
     # A foreign run is refused before anything is written there.
     config = config_of(run, trust_remote_code=trust_remote_code)
     with run.locked(), Signals():
-        return merge_locked(run, config, terminal or Terminal(), note_beside_output)
+        return merge_locked(run, config, terminal or Terminal(), note_beside_output, format)
 
 
-def merge_locked(run: RunDirectory, config: Config, terminal: Terminal, note: Callable[[str], None]) -> dict[str, Any]:
+def merge_locked(
+    run: RunDirectory, config: Config, terminal: Terminal, note: Callable[[str], None], format: str = "merged"
+) -> dict[str, Any]:
     """`merge` for a process that holds the lock."""
-    with failures.out_of_memory_in_merge(run):
-        proof = export.merge(run, config, this_device(), note)
+    with failures.out_of_memory_in_merge(run, format):
+        proof = exports.merge(run, config, format, this_device(), note)
     run.event("merged", **proof)
-    terminal.merged(run, proof)
+    terminal.merged(run.path / format, proof)
     return proof

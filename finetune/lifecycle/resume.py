@@ -1,7 +1,7 @@
-"""Resuming a run: whether it is finished, from which checkpoint it goes on, and whether the job is still the same one.
+"""Resuming a run: whether it is finished, which checkpoint it resumes from, and whether the job is still the same.
 
-What decides the trained weights must not change on the way: such a change is refused, naming the field. What does not
-(how far the run goes, how it is watched, the memory it takes, library versions) is logged.
+A change that affects the trained weights is refused, naming the field. Any other (the length of the run, how it is
+monitored, the memory it uses, library versions) is logged.
 """
 
 from __future__ import annotations
@@ -11,17 +11,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from finetune.config import Config
+from finetune.config import Config, ignored_keys
 from finetune.data import fingerprint
 from finetune.data.prepare import Prepared
 from finetune.errors import ArtifactError, ConfigError, DataError, MachineError
 from finetune.model import identity
 from finetune.runtime import ranks
+from finetune.settings import CHOICES
 from finetune.storage import checkpoint, records
 from finetune.storage.rundir import RunDirectory, checkpoint_step
 from finetune.training import state
 
-# What may change between two starts of a run: how far it goes, how it is watched, and what memory it takes.
+# What may change between two starts of a run: its length, how it is monitored, and the memory it uses.
 _MAY_CHANGE = ("training.max_steps", "training.epochs", "training.micro_batch", "training.eval_every",
                "training.early_stopping", "memory.", "tracking.", "output.")  # fmt: skip
 
@@ -78,26 +79,26 @@ def _refuse_other_ranks(of_ranks: list[dict[str, Any]]) -> None:
                 if change.key not in _places(first["config"])
             ]
             if changes:
-                raise ConfigError(f"rank {rank} was given another config than rank 0: {', '.join(changes)}")
+                raise ConfigError(f"rank {rank} has a different config from rank 0: {', '.join(changes)}")
         if other.get("tokenizer") != first.get("tokenizer"):
             raise ConfigError(
-                f"rank {rank}: `model.tokenizer`, `data.chat_template` lead to another tokenizer or template than on "
+                f"rank {rank}: `model.tokenizer`, `data.chat_template` give a different tokenizer or template from "
                 "rank 0; give all ranks the same files"
             )
         for split in first.get("data", {}):
             if other["data"][split] != first["data"][split]:
                 raise DataError(
-                    f"rank {rank}: `data.{split}` has other rows than on rank 0; give all ranks the same files"
+                    f"rank {rank}: `data.{split}` has different rows from rank 0; give all ranks the same files"
                 )
         if first.get("base") and other["base"] and other["base"] != first["base"]:
             raise ArtifactError(
-                f"rank {rank}: `model.name` leads to another base than on rank 0; give all ranks the same files, or "
-                "set `model.revision` to a commit"
+                f"rank {rank}: `model.name` is a different base from rank 0; give all ranks the same files, or set "
+                "`model.revision` to a commit"
             )
         for name, version in first.get("packages", {}).items():
             if other["packages"].get(name) != version:
                 raise MachineError(
-                    f"rank {rank} has {name} {other['packages'].get(name)}, and rank 0 has {version}; install the same "
+                    f"rank {rank} has {name} {other['packages'].get(name)}, but rank 0 has {version}; install the same "
                     "versions for all ranks"
                 )
 
@@ -129,8 +130,8 @@ def _is_finished(config: Config, run: RunDirectory, note: Callable[[str], None],
     if not run.finished or _wants_more_steps(config, run):
         return False
     note(
-        f"{run.path} is finished. Go on: set training.max_steps above its {run.steps_done} steps, or more "
-        "training.epochs; start anew: --fresh (the old run is moved aside)"
+        f"{run.path} is finished. To continue it, set training.max_steps above its {run.steps_done} steps, or raise "
+        "training.epochs; to start over, use --fresh (the old run is moved aside)"
     )
     return True
 
@@ -170,20 +171,20 @@ def compare(run: RunDirectory, start: Start, now: dict[str, Any]) -> dict[str, A
     _refuse(run, [change for change in changes if not change.harmless])
     if then["tokenizer"] != now["tokenizer"]:
         raise ConfigError(
-            f"`model.tokenizer`, `data.chat_template`: {run.path} was started with another tokenizer or template; its "
-            "files changed. Put them back, or give --fresh to start anew"
+            f"`model.tokenizer`, `data.chat_template`: {run.path} was started with a different tokenizer or template. "
+            "Restore the files, or use --fresh to start over"
         )
     for split in ("train", "eval"):
         if then["data"][split] != now["data"][split]:
             raise DataError(
-                f"`data.{split}`: its rows are not those that {run.path} was started with, so it cannot go on in the "
-                "same order. Put the files back, or give --fresh to start anew"
+                f"`data.{split}`: its rows are not those that {run.path} was started with, so the run cannot continue "
+                "in the same order. Restore the files, or use --fresh to start over"
             )
     unknown_base = now["base"] and then["base"] and not identity.comparable(then["base"])
     if now["base"] and then["base"] != now["base"] and not unknown_base:
         raise ConfigError(
             f"`model.name`: the files of {now['config']['model']['name']} are not those that {run.path} was started "
-            "with. Set `model.revision` to the commit of then or put the files back, or give --fresh to start anew"
+            "with. Restore them or set `model.revision` to the original commit, or use --fresh to start over"
         )
     packages = {
         name: [then["packages"].get(name), version]
@@ -211,18 +212,22 @@ class _Change:
 
 
 def _changes(before: dict[str, Any], now: dict[str, Any]) -> Iterator[_Change]:
-    """The keys whose values differ; a key that an earlier version did not have had its default then."""
+    """The keys whose values differ, but for those that decide nothing beside what was chosen.
+
+    A key that an earlier version did not have had its default then.
+    """
+    ignored = ignored_keys(now, CHOICES)
     for section, values in now.items():
         for key, value in values.items():
             then = before.get(section, {})
-            if key in then and then[key] != value:
-                yield _Change(f"{section}.{key}", then[key], value)
+            if key in then and then[key] != value and (path := f"{section}.{key}") not in ignored:
+                yield _Change(path, then[key], value)
 
 
 def _refuse(run: RunDirectory, changes: list[_Change]) -> None:
     if changes:
-        told = ", ".join(f"{change.key} ({change.before} → {change.now})" for change in changes)
+        changed = ", ".join(f"{change.key} ({change.before} → {change.now})" for change in changes)
         raise ConfigError(
-            f"{run.path} was started with another config: {told}. Set another `output.dir`, or give "
-            "--fresh to start anew (the old run is moved aside)"
+            f"{run.path} was started with a different config: {changed}. Set another `output.dir`, or use "
+            "--fresh to start over (the old run is moved aside)"
         )

@@ -47,9 +47,9 @@ class Lock(contextlib.ExitStack):
 
 @contextlib.contextmanager
 def opened(config: Config, run: RunDirectory, terminal: Terminal) -> Iterator[tuple[torch.device, Signals, Lock]]:
-    """Within the block signals are received, the ranks are connected, and failures of the disk and the base are named.
+    """Within the block signals are handled, ranks are connected, and failures of the disk and the base are named.
 
-    Its end ends the terminal's live line and releases the lock.
+    On exit the terminal's live line ends and the lock is released.
     """
     with terminal, Signals() as signals:
         device = this_device()

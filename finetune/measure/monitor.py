@@ -1,9 +1,9 @@
 """Peak memory of each phase of a step, measured.
 
-On CUDA: the caching allocator's peak of allocated and of reserved bytes, and the bytes of the whole device in use,
-where paged optimizer states (managed memory) show and nowhere else (read at the end of the phase: the driver keeps
-no peak). On a CPU: the process's resident peak, which
-Linux sets back through /proc/self/clear_refs (proc(5)); where it cannot be set back, the resident size at the end.
+On CUDA: the caching allocator's peaks of allocated and reserved bytes, and the bytes in use on the whole device, the
+only figure that includes paged optimizer states (managed memory); it is read at the end of the phase, since the driver
+records no peak. On a CPU: the process's resident peak, which Linux resets through /proc/self/clear_refs (proc(5)), or
+the resident size at the end if it cannot be reset.
 """
 
 from __future__ import annotations

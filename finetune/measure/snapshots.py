@@ -1,4 +1,4 @@
-"""Looks into memory for a person: allocator snapshots and profiler traces."""
+"""Memory diagnostics to look at by hand: allocator snapshots and profiler traces."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The adapter: low-rank updates on a frozen base (LoRA, arXiv 2106.09685), or every weight where there is none."""
+"""The adapter: low-rank updates of a frozen base (LoRA, arXiv 2106.09685); without one, every weight is trained."""
 
 from __future__ import annotations
 
@@ -270,18 +270,18 @@ def check_files(directory: Path, section: AdapterSection) -> None:
     not finite, and where adapter_config.json says anything else than `section`.
     """
     file, weights_file = directory / _CONFIG, directory / _WEIGHTS
-    said = _said(directory)
+    values = _stored_config(directory)
     # Whatever else PEFT knows stays unset, such as imports of a named module, reads of a named pickle, and copies of
     # layers without number (peft 0.21: `megatron_core`, `corda_config`, `layer_replication`).
     free, expected = {**_ORIGIN, **_OF_BASE}, _values(_lora(published(section)))
-    wrong = [name for name, kind in free.items() if not isinstance(said[name], kind)]
-    wrong += [name for name in said if name not in free and not _same(said[name], expected.get(name))]
-    if isinstance(section.targets, list) and not said.get("target_parameters"):
-        wrong += [] if _same(said["target_modules"], section.targets) else ["target_modules"]
+    wrong = [name for name, kind in free.items() if not isinstance(values[name], kind)]
+    wrong += [name for name in values if name not in free and not _same(values[name], expected.get(name))]
+    if isinstance(section.targets, list) and not values.get("target_parameters"):
+        wrong += [] if _same(values["target_modules"], section.targets) else ["target_modules"]
     if wrong:
-        told = ", ".join(f"`{_shown(name)}` is {_shown(reprlib.repr(said[name]))}" for name in wrong[:3])
+        differences = ", ".join(f"`{_shown(name)}` is {_shown(reprlib.repr(values[name]))}" for name in wrong[:3])
         raise ArtifactError(
-            f"{file}: {told}, which is not what the run's config.yaml trains; put back the adapter of this run, or "
+            f"{file}: {differences}, which is not what the run's config.yaml trains; restore this run's adapter, or "
             "train again"
         )
     weight_files.check(weights_file)
@@ -319,11 +319,11 @@ def load_adapter(base: Any, directory: Path, section: AdapterSection) -> Any:
 def _built(base: Any, directory: Path, section: AdapterSection, **options: Any) -> Any:
     """`base` with an untrained adapter as `section` publishes it, once that saved in `directory` is seen to fit it."""
     model = hub_call(f"adapter {directory}", lambda: _adapted(base, published(section), inference_mode=True, **options))
-    said, made = _said(directory), _values(model.peft_config["default"])
+    settings, made = _stored_config(directory), _values(model.peft_config["default"])
     for name in _OF_BASE:
-        if not _same(said[name] or None, made[name] or None):
+        if not _same(settings[name] or None, made[name] or None):
             raise ArtifactError(
-                f"{directory / _CONFIG}: `{name}` is {_shown(reprlib.repr(said[name]))}, and this base has "
+                f"{directory / _CONFIG}: `{name}` is {_shown(reprlib.repr(settings[name]))}, and this base has "
                 f"{_shown(reprlib.repr(made[name]))}; put back the adapter of this run, or train again"
             )
     found = weight_files.shapes(directory / _WEIGHTS)
@@ -339,7 +339,7 @@ def _built(base: Any, directory: Path, section: AdapterSection, **options: Any) 
     return model
 
 
-def _said(directory: Path) -> dict[str, Any]:
+def _stored_config(directory: Path) -> dict[str, Any]:
     """What adapter_config.json says, with PEFT's default for what it may leave out. Raises ArtifactError."""
     from peft import LoraConfig
 
@@ -349,14 +349,14 @@ def _said(directory: Path) -> dict[str, Any]:
     try:
         if file.stat().st_size > _CONFIG_BYTES:
             raise ValueError("too large")
-        said = json.loads(file.read_text(encoding="utf-8"))
-        if not isinstance(said, dict):
+        settings = json.loads(file.read_text(encoding="utf-8"))
+        if not isinstance(settings, dict):
             raise ValueError("no JSON object")
-        if missing := [name for name in _NEEDED if name not in said]:
+        if missing := [name for name in _NEEDED if name not in settings]:
             raise ValueError(f"{', '.join(missing)} missing")
     except (OSError, ValueError, TypeError, RecursionError) as error:
         raise ArtifactError(f"{file}: damaged: {_shown(str(error))}; train again") from None
-    return {**_values(LoraConfig(task_type="CAUSAL_LM")), **said}
+    return {**_values(LoraConfig(task_type="CAUSAL_LM")), **settings}
 
 
 def _values(config: Any) -> dict[str, Any]:
@@ -365,13 +365,13 @@ def _values(config: Any) -> dict[str, Any]:
     return dict(json.loads(json.dumps(values)))
 
 
-def _same(said: Any, expected: Any) -> bool:
+def _same(value: Any, expected: Any) -> bool:
     """Whether two JSON values mean the same: 32 is 32.0, but no truth, and a list of names has no order."""
-    if isinstance(said, list) and isinstance(expected, list):
-        return all(isinstance(name, str) for name in said) and sorted(said) == sorted(expected)
-    if isinstance(expected, float) and type(said) is int:
-        return said == expected
-    return type(said) is type(expected) and said == expected
+    if isinstance(value, list) and isinstance(expected, list):
+        return all(isinstance(name, str) for name in value) and sorted(value) == sorted(expected)
+    if isinstance(expected, float) and type(value) is int:
+        return value == expected
+    return type(value) is type(expected) and value == expected
 
 
 def _opened(file: Path) -> Any:

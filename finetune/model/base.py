@@ -1,9 +1,9 @@
 """The base model: from a name to weights in their final form, on the device, ready for an adapter.
 
-Weights go straight into the form they train in. transformers streams the files tensor by tensor and quantizes each
-as it arrives; random weights are made and quantized one module at a time. Neither ever holds a second copy.
-Embeddings, norms and output head keep the 16-bit type they came in: nothing is cast up to float32, which
-`prepare_model_for_kbit_training` would do (0.5 to 2 GiB on a 7B model, for nothing).
+Weights are loaded directly in the form they are trained in. transformers streams the files tensor by tensor and
+quantizes each one as it arrives; random weights are made and quantized one module at a time. Neither ever holds a
+second copy. Embeddings, norms and output head keep their 16-bit type: nothing is cast to float32 as
+`prepare_model_for_kbit_training` would (0.5 to 2 GiB on a 7B model, for no benefit).
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""The one builder of a model: training, forecast, merge, inference and evaluation all build theirs here.
+"""The one builder of models, used by training, forecast, merge, inference and evaluation.
 
     Blueprint ─▶ base: loaded on a device, or weightless ─▶ trainable: a new adapter, activation checkpointing
 
-A trained adapter goes onto a base by `finetune.model.adapter.load_adapter`.
+`finetune.model.adapter.load_adapter` puts a trained adapter on a base.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Blueprint:
     def check(self, adapter: AdapterSection) -> Mixture | None:
         """What is known of the base's experts (see `mixture`); needs no weights.
 
-        Raises ConfigError for a class whose layers and head are not told apart, which the loss needs, and for an
+        Raises ConfigError for a class whose head cannot be separated from its layers, as the loss needs, and for an
         adapter that the base cannot have.
         """
         found: list[Mixture | None] = []

@@ -1,8 +1,8 @@
-"""Whether a model looks ahead, and so whether it must be told which places of a micro-batch are padding.
+"""Whether a model is causal, and so whether it needs a padding mask.
 
-Rows are padded on the right. Where no token sees a later one, no real token sees padding, and a mask that hides it
-changes no loss and no gradient. It has its price all the same: with a mask, scaled_dot_product_attention leaves its
-flash kernel, computes the upper half of the scores too, and wants keys and values repeated for each query head
+Rows are padded on the right. If no token attends to a later one, no real token attends to padding, and a padding mask
+does not change the loss or the gradient. It still has a cost: with a mask, scaled_dot_product_attention cannot use its
+flash kernel, also computes the upper half of the scores, and needs keys and values repeated for each query head
 (transformers 5.23, `use_gqa_in_sdpa`).
 """
 

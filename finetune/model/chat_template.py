@@ -1,9 +1,9 @@
-"""Chat templates: the table of named ones, a file, or the tokenizer's own; and rendering that ends.
+"""Chat templates: the table of named ones, a file, or the tokenizer's own; and rendering within time and memory limits.
 
-transformers renders in jinja2's ImmutableSandboxedEnvironment: no attribute that starts with an underscore, no change
-to what it is given, ranges of at most 100,000. The sandbox bounds neither time nor memory, so `text` does: time by
-the process's alarm clock, in the main thread only and between two operations; powers, which may take forever within
-one, are refused; memory by the process's data limit, where the system has one (Linux).
+transformers renders in jinja2's ImmutableSandboxedEnvironment: no attributes that start with an underscore, no changes
+to its inputs, ranges of at most 100,000. The sandbox limits neither time nor memory, so `text` does: time by SIGALRM,
+which works only in the main thread and between two operations; the power operator, which can run forever within one, is
+refused; memory by the process's data limit, where the system has one (Linux).
 """
 
 from __future__ import annotations

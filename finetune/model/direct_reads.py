@@ -1,9 +1,9 @@
-"""Linear layers that are not what they seem: a model's code reads their weight itself, instead of calling them.
+"""Linear layers whose weight the model's code reads directly, instead of calling the layer.
 
 Mamba multiplies by `dt_proj.weight` and hands `out_proj.weight` to a fused kernel; Gemma 3n clamps the weight of
 `prediction_coefs` in place. Such a layer cannot be quantized, because the code would read packed bytes, and an adapter
-on it would not be trained, because PEFT adds it in the layer's own forward pass. The same goes for a subclass of
-`nn.Linear` that computes something else, such as the grouped projection of DeepSeek V4.
+on it would not be trained, because PEFT adds it in the layer's forward pass. The same holds for subclasses of
+`nn.Linear` that compute something else, such as the grouped projection of DeepSeek V4.
 """
 
 from __future__ import annotations

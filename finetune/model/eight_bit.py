@@ -1,8 +1,8 @@
 """8-bit weights and 16-bit arithmetic: one rule for every device, in training, evaluation and generation.
 
-bitsandbytes 0.50 quantizes the inputs of its 8-bit layers too (`MatMul8bitLt`), by one scale a token: on CUDA always,
-on a CPU outside training. A feature far above the others then takes the precision of all of them (arXiv 2208.07339,
-section 3), and an evaluation computes something else than the training step. Here only weights are quantized; see
+bitsandbytes 0.50 also quantizes the inputs of its 8-bit layers (`MatMul8bitLt`), with one scale per token: on CUDA
+always, on a CPU outside training. An outlier feature then costs all others their precision (arXiv 2208.07339,
+section 3), and an evaluation does not compute what the training step does. Here only weights are quantized; see
 docs/memory.md for what that costs.
 """
 

@@ -1,9 +1,9 @@
-"""Mixtures of experts: which weights are experts and which are routers, and experts held in 4 bit.
+"""Mixtures of experts: which weights are experts and which are routers, and experts in 4 bit.
 
-transformers 5 keeps all experts of a layer in a few parameters of shape (experts, ..., ...), which neither
-bitsandbytes' replacement of linear layers nor PEFT's `all-linear` knows of. In 4 bit such a parameter is a
-`Params4bit`, like the weight of a `Linear4bit`. The forward pass of its module works on the dequantized experts, which
-are dropped when it returns and dequantized again for the backward pass.
+transformers 5 stores all experts of a layer in a few parameters of shape (experts, ..., ...), which neither
+bitsandbytes' replacement of linear layers nor PEFT's `all-linear` handles. In 4 bit such a parameter is a `Params4bit`,
+like the weight of a `Linear4bit`. The module's forward pass uses the dequantized experts, which are freed when it
+returns and dequantized again for the backward pass.
 """
 
 from __future__ import annotations

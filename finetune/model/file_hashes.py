@@ -1,8 +1,8 @@
-"""sha256 of large files, remembered between starts: a base of 13 GB takes some 10 to 30 seconds, and then none.
+"""sha256 of large files, cached between starts: hashing a base of 13 GB takes some 10 to 30 seconds, once.
 
-A hash is remembered by the file's place, device, inode, size and times of change. The modification time alone can be
-set back by anyone who may write the file; the change time (ctime) cannot. What is remembered is in one file of the
-user's, beside the prepared data; deleting it costs hashing once more and nothing else.
+A hash is cached by the file's path, device, inode, size, mtime and ctime. The modification time alone can be reset by
+anyone who may write to the file; the change time (ctime) cannot. The cache is one file of the user's, in the cache of
+prepared data; deleting it only costs hashing again.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ def of_base(section: ModelSection, note: Callable[[str], None] = lambda text: No
     """What tells a base from every other: a hash of config.json and of the weight files that are loaded.
 
     None for random weights, which no file holds, and for a base that is not here, or not in a form that is loaded.
-    `note` is told where reading it takes a while. Raises ArtifactError for a file that is damaged or cannot be read.
+    `note` is called if reading it takes a while. Raises ArtifactError for a file that is damaged or cannot be read.
     """
     if section.weights == "random":
         return None

@@ -1,4 +1,4 @@
-"""Where a model stands: the built-in base, a local directory, or the hub; and what to say when it is not there."""
+"""Where a model is: the built-in base, a local directory, or the hub; and the errors when it cannot be found."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Attention over packed rows: several rows one behind the other in one, none of which sees another.
+"""Attention over packed rows: several rows concatenated into one, which do not attend to each other.
 
-transformers lets a packed row through with a mask of all its tokens by all its tokens. Here each row is attended to by
-itself, by transformers' own function, so that no such mask exists; on a card that can, PyTorch's variable-length kernel
-does all rows at once. flash-attn and flex_attention know of packed rows themselves.
+transformers handles a packed row with a quadratic mask over all its tokens. Here transformers' own function is called
+for each row, so that no such mask exists; on GPUs that support it, PyTorch's variable-length kernel processes all rows
+at once. flash-attn and flex_attention support packed rows themselves.
 
 A packed micro-batch comes without `attention_mask`, with `position_ids` that restart at each row, and with
 `cu_seq_lens_q`: where each row begins, and where the last one ends.

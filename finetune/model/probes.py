@@ -1,4 +1,4 @@
-"""A few tokens through a model, to see what it does with them."""
+"""Run a few tokens through a model to see how it treats them."""
 
 from __future__ import annotations
 

@@ -10,11 +10,15 @@ from finetune.config import QuantizationSection
 
 @dataclass(frozen=True)
 class Quantization:
-    """One storage kind and the arguments of transformers' BitsAndBytesConfig it stands for (None: as loaded)."""
+    """One storage kind and the arguments of transformers' BitsAndBytesConfig it stands for (None: as loaded).
+
+    `ignores`: keys of the section that it has no use for, which a config may not set beside it.
+    """
 
     help: str
     arguments: dict[str, Any] | None
     four_bit: bool = False
+    ignores: tuple[str, ...] = ()
 
 
 QUANTIZATIONS: dict[str, Quantization] = {
@@ -28,8 +32,10 @@ QUANTIZATIONS: dict[str, Quantization] = {
     ),
     # A threshold above 0 splits off outlier columns in every forward pass, which a frozen base under an adapter does
     # not need and which makes the memory of a step depend on the data (arXiv 2208.07339, section 3.2).
-    "int8": Quantization("8-bit integers, one scale a row", {"load_in_8bit": True, "llm_int8_threshold": 0.0}),
-    "none": Quantization("the training precision", None),
+    "int8": Quantization(
+        "8-bit integers, one scale a row", {"load_in_8bit": True, "llm_int8_threshold": 0.0}, ignores=("double",)
+    ),
+    "none": Quantization("the training precision", None, ignores=("double",)),
 }
 
 

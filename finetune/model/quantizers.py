@@ -1,6 +1,6 @@
-"""What transformers quantizes: the experts of a mixture as well, no router, and no weight that is read directly.
+"""transformers' quantizers, extended to the experts of a mixture, without routers and weights that are read directly.
 
-transformers is imported here with this module, so this module is imported where weights are loaded.
+This module imports transformers, so it is imported only where weights are loaded.
 """
 
 from __future__ import annotations

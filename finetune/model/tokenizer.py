@@ -1,4 +1,4 @@
-"""The tokenizer, with what training and generation need of it: a pad token, an end of turn, a chat template."""
+"""The tokenizer, with what training and generation need: a pad token, an end-of-turn token, a chat template."""
 
 from __future__ import annotations
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from typing import Any
 
+import transformers
 from trl.kernels import chunked_logprob
 from trl.trainer.utils import add_fused_lm_head
 
@@ -15,14 +16,16 @@ from finetune.runtime.libraries import replaced
 _EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
 
-def attach(model: Any) -> None:
+def attach(model: Any) -> str | None:
     """Let `model(**batch, fused_lm_head=True)` return per-token log-probabilities (rows, tokens - 1) of `labels`.
 
-    `model` may be wrapped by PEFT, and is changed in place.
+    `model` may be wrapped by PEFT, and is changed in place. Returns one line where a mixture of experts has to train
+    without its balancing loss.
     """
     base = model.get_base_model() if hasattr(model, "peft_config") else model
-    _settle_balancing_loss(base)
+    unbalanced = _settle_balancing_loss(base)
     add_fused_lm_head(base, outputs=("log_probs",))
+    return unbalanced
 
 
 def tiles(tokens: int) -> contextlib.AbstractContextManager[None]:
@@ -30,17 +33,25 @@ def tiles(tokens: int) -> contextlib.AbstractContextManager[None]:
     return replaced(chunked_logprob, "TOKEN_CHUNK_SIZE", tokens)
 
 
-def _settle_balancing_loss(model: Any) -> None:
-    """Let the head return the balancing loss where there are experts to balance, and only there.
+def _settle_balancing_loss(model: Any) -> str | None:
+    """Let the head return the balancing loss where there are experts to balance, and only there; see `attach`.
 
     TRL takes a model for a mixture where its config has `output_router_logits`, which some dense ones have as well
     (Granite 4, Doge).
     """
     config = model.config.get_text_config()
     if not hasattr(config, "output_router_logits"):
-        return
+        return None
     mixture = experts.is_mixture(model) or getattr(config, "is_moe", False)  # `is_moe`: Doge's, without a module
-    config.output_router_logits = bool(mixture and getattr(config, "router_aux_loss_coef", 0.0))
+    wanted = bool(mixture and getattr(config, "router_aux_loss_coef", 0.0))
+    readable = any("router_logits" in getattr(part, "can_record_outputs", ()) for part in model.modules())
+    config.output_router_logits = wanted and readable
     own = next((name for name in _EXPERT_COUNTS if hasattr(config, name)), "num_experts")
     if config.output_router_logits and own != "num_experts":
         type(config).attribute_map = {**type(config).attribute_map, "num_experts": own}
+    if readable or not wanted:
+        return None
+    return (  # Granite's mixtures and DBRX up to transformers 5.17
+        f"{type(model).__name__} has no router logits in transformers {transformers.__version__}: it trains without "
+        "its balancing loss; a newer transformers may have them"
+    )

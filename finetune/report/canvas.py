@@ -1,4 +1,4 @@
-"""What the plot of a run and the picture of a forecast share: the paper, the frame, the units."""
+"""What the plot of a run and the plot of a forecast share: figure, frame and units."""
 
 from __future__ import annotations
 

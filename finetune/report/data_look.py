@@ -1,6 +1,6 @@
-"""What a job will learn from, before a GPU is rented: its data as the model sees it.
+"""`finetune data`: a job's data as the model will see it, before a GPU is rented.
 
-Reads the data and the tokenizer, and no weights.
+Reads the data and the tokenizer, but no weights.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The data as people look at it before training: on a terminal or in a log, as a page, and in a notebook.
+"""How the data is shown before training: on a terminal or in a log, as a page, and in a notebook.
 
-The first line is the answer. A character of a row that has no glyph, such as a tab, an escape or a zero-width space, is
-spelt out: it is a token all the same, and often the fault that one is looking for.
+The first line is the summary. Characters without a glyph, such as a tab, an escape or a zero-width space, are escaped:
+they are tokens too, and often the error one is looking for.
 """
 
 from __future__ import annotations
@@ -91,20 +91,20 @@ def _facts(found: Inspection) -> dict[str, str]:
         at_once = "micro-batch is auto: counted as one"
     else:
         at_once = f"micro-batch {words.count(found.micro_batch)}"
-    told = {
+    shown = {
         "batch": f"{words.count(found.batch_size)} rows a step, {at_once}",
         "largest batch": f"{words.batch(found.worst_batch)}; the longest row is {found.longest_place}",
     }
     if found.warning:
-        told["evaluation set"] = found.warning
+        shown["evaluation set"] = found.warning
     for name, counts in _splits(found).items():
         if counts.dropped:
-            told[f"dropped, {name}"] = words.dropped(counts)
+            shown[f"dropped, {name}"] = words.dropped(counts)
         if counts.control_tokens:
-            told[f"control tokens, {name}"] = words.control_tokens(counts)
+            shown[f"control tokens, {name}"] = words.control_tokens(counts)
     if unused := words.unused(found.train, found.eval):
-        told["columns not used"] = unused
-    return {**told, "fingerprint": f"{found.fingerprint} (tokenizer and template)"}
+        shown["columns not used"] = unused
+    return {**shown, "fingerprint": f"{found.fingerprint} (tokenizer and template)"}
 
 
 def _splits(found: Inspection) -> dict[str, Counts]:
@@ -179,10 +179,10 @@ def _row(sample: Sample, console: Console, marks: tuple[str, str]) -> Text:
     line_break = "↵" if printing.knows_unicode(console) else "\\n"
     text = Text()
     for trained, run in groupby(sample.pieces, key=lambda piece: piece.trained):
-        told = "".join(_shortened([_spelt(piece, line_break) for piece in run]))
+        tokens = "".join(_shortened([_spelt(piece, line_break) for piece in run]))
         opening, closing = marks if trained else ("", "")
         style = _TRAINED if trained else _CONTEXT
-        text.append_text(printing.plain(console, f"{opening}{told}{closing}", style, keep="\n"))
+        text.append_text(printing.plain(console, f"{opening}{tokens}{closing}", style, keep="\n"))
     text.rstrip()
     return text
 

@@ -1,4 +1,4 @@
-"""What `finetune doctor` found, on the terminal: a line for each finding, with its remedy."""
+"""The findings of `finetune doctor` on the terminal: a line for each, with its remedy."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def show(findings: Iterable[tuple[str, str, str, str]], console: Console) -> Non
     rows = list(findings)
     width = max(len(about) for about, *_ in rows)
     for about, status, what, remedy in rows:
-        told = "; ".join(what.splitlines()) + (f" → {remedy}" if remedy else "")
-        line = printing.plain(console, f"{status:7}  {about:{width}}  {told}")
+        text = "; ".join(what.splitlines()) + (f" → {remedy}" if remedy else "")
+        line = printing.plain(console, f"{status:7}  {about:{width}}  {text}")
         line.stylize(_STYLES[status], 0, 7)
         printing.put(console, line, whole=True)

@@ -1,4 +1,4 @@
-"""The numbers of a run: losses, peaks by phase, speed. The terminal, the plot and the page all take them from here."""
+"""The figures of a run: losses, peaks by phase, speed. The terminal, the plot and the page all use these."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""A forecast as people read it: on a terminal or in a log, and in a notebook.
+"""How a forecast is shown: on a terminal or in a log, and in a notebook.
 
-The first line is the answer; what follows says what the answer is made of. Nothing that is zero takes a line.
+The first line is the result, followed by its parts. Parts that are zero are omitted.
 """
 
 from __future__ import annotations
@@ -89,12 +89,12 @@ def _settings(forecast: Forecast) -> dict[str, str]:
     batch = forecast.batch
     micro_batches = forecast.tokens // (batch.rows * batch.tokens)
     several = f", {words.count(micro_batches)} such micro-batches a step" if micro_batches > 1 else ""
-    told = {"batch": f"{words.batch(batch)}{several}; lengths from {batch.source}", "attention": forecast.attention}
+    shown = {"batch": f"{words.batch(batch)}{several}; lengths from {batch.source}", "attention": forecast.attention}
     if forecast.device.expandable_segments:
-        told["allocator"] = "expandable segments"
+        shown["allocator"] = "expandable segments"
     if forecast.mixture:
-        told["experts"] = words.mixture(forecast.mixture)
-    return told
+        shown["experts"] = words.mixture(forecast.mixture)
+    return shown
 
 
 def _at_peak(forecast: Forecast) -> list[tuple[str, int, float]]:

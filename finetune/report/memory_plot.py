@@ -1,7 +1,7 @@
-"""The picture of a forecast: what fills the memory over a step, and how far that is from the budget.
+"""The plot of a forecast: what fills the memory over a step, and how far that is from the budget.
 
-What stays from step to step lies at the bottom in calm colours, what comes and goes on top of it in warm ones, so that
-the part which settings can shrink is the part that catches the eye.
+What stays from step to step is at the bottom in calm colours, what comes and goes is above it in warm ones, so that the
+part that settings can shrink stands out.
 """
 
 from __future__ import annotations
@@ -131,23 +131,23 @@ class _Picture:
         middles = [(left + right) / 2 for left, right in pairwise(borders)]
         self._axes.set_xticks(middles, [phase for phase, _ in self._phases])
         self._axes.tick_params(axis="x", length=0, labelsize=11)
-        told = "one micro-batch and the update, in the order of allocations (not to the scale of time)"
+        label = "one micro-batch and the update, in the order of allocations (not to the scale of time)"
         planned = self._planned
         if planned.needed_bytes > self._reserved_peak_bytes:
             [elsewhere, *_] = (
                 name for name, sizes in planned.phases.items() if sizes["reserved_bytes"] == planned.peak_reserved_bytes
             )
-            told += f"\nthe most, {words.size(planned.needed_bytes)}, is needed outside the step: {elsewhere}"
-        self._axes.set_xlabel(told, fontsize=9, color="0.35")
+            label += f"\nthe most, {words.size(planned.needed_bytes)}, is needed outside the step: {elsewhere}"
+        self._axes.set_xlabel(label, fontsize=9, color="0.35")
 
     def _draw_budget(self) -> None:
-        told = f"budget {words.size(self._planned.budget_bytes)}"
+        text = f"budget {words.size(self._planned.budget_bytes)}"
         # Away from the peak's label, which may be as high.
         x, align = (0.012, "left") if self._peak_x > 0.5 else (0.988, "right")
         if not self._budget_is_near:
-            told += f", more than {_FAR_ABOVE} times what is shown"
+            text += f", more than {_FAR_ABOVE} times what is shown"
             self._axes.text(
-                x, 0.985, told, transform=self._axes.transAxes, ha=align, va="top", fontsize=10, color=_INK, bbox=_PAPER
+                x, 0.985, text, transform=self._axes.transAxes, ha=align, va="top", fontsize=10, color=_INK, bbox=_PAPER
             )
             return
         height = self._planned.budget_bytes / self._unit_bytes
@@ -156,7 +156,7 @@ class _Picture:
             height, color=_WARNING, linewidth=1.6, linestyle="--", zorder=4, gid="budget", path_effects=[outline]
         )
         self._axes.annotate(
-            told, (x, height), xytext=(0, 4), textcoords="offset points", ha=align, va="bottom", fontsize=10,
+            text, (x, height), xytext=(0, 4), textcoords="offset points", ha=align, va="bottom", fontsize=10,
             color=_WARNING, bbox=_PAPER, zorder=4,
         )  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""The report of a run: one HTML file that needs nothing but itself, and the part of it that notebooks show."""
+"""The report of a run: one self-contained HTML file, and the part of it that notebooks show."""
 
 from __future__ import annotations
 
@@ -53,8 +53,8 @@ def _contents(file: Path) -> bytes:
 def _event(event: dict[str, Any]) -> tuple[str, ...]:
     """(time, event, step, what else it says)."""
     time = datetime.fromtimestamp(event["time"], UTC).strftime("%Y-%m-%d %H:%M:%S")
-    told = () if event["event"] in _TOLD_ELSEWHERE else (_fact(key, value) for key, value in event.items() if value)
-    return time, event["event"].replace("_", " "), str(event.get("step", "")), ", ".join(filter(None, told))
+    details = () if event["event"] in _TOLD_ELSEWHERE else (_fact(key, value) for key, value in event.items() if value)
+    return time, event["event"].replace("_", " "), str(event.get("step", "")), ", ".join(filter(None, details))
 
 
 def _fact(key: str, value: Any) -> str:

@@ -1,4 +1,4 @@
-"""Pages from the Jinja2 templates in templates/: everything that is put into one is escaped and made visible."""
+"""Pages from the Jinja2 templates in templates/: all values are escaped and their control characters made visible."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A job's plan as people look at it: in a notebook, as a picture, and as what they are told where it does not fit."""
+"""A job's plan as it is shown: in a notebook, as a plot, and as the message when the job does not fit."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def plan(config: Config, gpu: str | None = None) -> Plan:
 
 
 def does_not_fit(found: Forecast, levers: list[tuple[Lever, Forecast]]) -> str:
-    """What a person is told of a job that does not fit: by how much, at which batch, and what would help."""
+    """The message about a job that does not fit: by how much, with which batch, and what would help."""
     batch = found.batch
     lines = [
         f"the job does not fit {found.device.name}: it would take {words.size(found.needed_bytes)} of "

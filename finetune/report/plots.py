@@ -1,4 +1,4 @@
-"""The plot of a run: loss over steps, and below it the peak memory of each phase."""
+"""The plot of a run: loss by step, and below it the peak memory of each phase."""
 
 from __future__ import annotations
 

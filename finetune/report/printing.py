@@ -1,7 +1,7 @@
-"""How the views print: lines, facts, tables and bars, on a terminal or into a log, in any encoding.
+"""How the views print: lines, facts, tables and bars, to a terminal or a log, in any encoding.
 
-Into a log, lines stay whole however long they are. No text that comes from outside is read as rich's markup, steers the
-terminal, or fails to be encoded.
+Lines in a log are never wrapped. Text from outside is never interpreted as rich's markup, cannot control the terminal,
+and never fails to encode.
 """
 
 from __future__ import annotations
@@ -31,22 +31,22 @@ def put(console: Console, printed: Any, *, whole: bool = False) -> None:
         raise MachineError(f"the output could not be written: {error.strerror}") from None
 
 
-def say(console: Console, told: str = "", style: str = "", keep: str = "") -> None:
+def say(console: Console, text: str = "", style: str = "", keep: str = "") -> None:
     """A line, or with line breaks in `keep` (see `visible`) a paragraph."""
-    put(console, plain(console, told, style, keep), whole=True)
+    put(console, plain(console, text, style, keep), whole=True)
 
 
-def facts(console: Console, told: dict[str, str]) -> None:
+def facts(console: Console, rows: dict[str, str]) -> None:
     """Names and facts, a line each; a terminal folds a long fact beside its name."""
-    width = max(map(len, told))
+    width = max(map(len, rows))
     if not console.is_terminal:
-        for name, fact in told.items():
+        for name, fact in rows.items():
             say(console, f"{name:{width}}  {fact}")
         return
     grid = Table.grid(padding=(0, 2))
     grid.add_column(style="dim", min_width=10)
     grid.add_column(overflow="fold")
-    for name, fact in told.items():
+    for name, fact in rows.items():
         grid.add_row(plain(console, name), plain(console, fact))
     put(console, grid)
 
@@ -79,9 +79,9 @@ def bars(console: Console, rows: Iterable[tuple[str, float, str, str]]) -> None:
     put(console, grid)
 
 
-def plain(console: Console, told: str, style: str = "", keep: str = "") -> Text:
-    """`told` as it is: visible but for what is in `keep`, and with ? for what the console cannot encode."""
-    return Text(visible(told, keep).encode(console.encoding, "replace").decode(console.encoding), style=style)
+def plain(console: Console, text: str, style: str = "", keep: str = "") -> Text:
+    """`text` as it is: visible but for what is in `keep`, and with ? for what the console cannot encode."""
+    return Text(visible(text, keep).encode(console.encoding, "replace").decode(console.encoding), style=style)
 
 
 def knows_unicode(console: Console) -> bool:

@@ -1,6 +1,6 @@
-"""What a person sees while a run goes on: a header, the progress, and the results.
+"""The output of a run: a header, the progress, and the results.
 
-On a terminal the progress is one live line; in a log it is a plain line now and then.
+On a terminal the progress is one live line; in a log it is a plain line from time to time.
 """
 
 from __future__ import annotations
@@ -206,15 +206,15 @@ class Terminal:
                     answer = printing.plain(self._console, text.strip(), keep=LINES)
                     printing.put(self._console, Padding(answer, (0, 0, 0, 4), expand=False))
 
-    def merged(self, run: RunDirectory, proof: dict[str, Any]) -> None:
-        """What was proven about the merged model, and where it is."""
+    def merged(self, folder: Path, proof: dict[str, Any]) -> None:
+        """What was proven about the merged model, and the folder it is in."""
         self.close()
         at_median = "at the median token " if proof.get("median") else ""
         self._say(
             f"\nmerged and proven: on {words.count(proof['tokens'])} tokens of the evaluation set its logits differ "
             f"{at_median}by {proof['error']:.3%} from base plus adapter (rounding explains {proof['bound']:.3%}; the "
             f"adapter moved the base by {proof['effect']:.3%}), and {proof['agreement']:.2%} of the most likely tokens "
-            f"are the same. It is in {run.merged}"
+            f"are the same. It is in {folder}"
         )
 
     def finished(self, run: RunDirectory) -> None:
@@ -250,11 +250,11 @@ def _batching(config: Config, processes: int) -> str:
     rows = config.training.batch_size // processes
     if tokens := MicroBatching.of(config.training, config.data).tokens:
         packed = "packed into" if config.data.packing else "in"
-        told = f"{rows} rows {packed} micro-batches of at most {words.count(tokens)} tokens"
+        text = f"{rows} rows {packed} micro-batches of at most {words.count(tokens)} tokens"
     else:
         parts = rows // config.training.rows
-        told = f"{rows} rows = {parts} micro-batch{'es' if parts > 1 else ''} of {config.training.rows}"
-    return told if processes == 1 else f"{config.training.batch_size} rows over {processes} processes; each {told}"
+        text = f"{rows} rows = {parts} micro-batch{'es' if parts > 1 else ''} of {config.training.rows}"
+    return text if processes == 1 else f"{config.training.batch_size} rows over {processes} processes; each {text}"
 
 
 def _numel(parameter: Any) -> int:
@@ -267,11 +267,11 @@ def _losses(figures: Figures) -> str:
     if not figures.evaluations:
         return f"training loss of the last step {words.loss(figures.final_loss)}" if figures.training else ""
     drop = "" if figures.relative_drop is None else f" ({words.change(-figures.relative_drop)})"
-    told = f"eval loss of the base {words.loss(figures.base_eval_loss)}"
+    text = f"eval loss of the base {words.loss(figures.base_eval_loss)}"
     if exported := figures.exported_evaluation:
-        told += f" → {words.loss(exported['eval_loss'])}{drop}"
+        text += f" → {words.loss(exported['eval_loss'])}{drop}"
     best = figures.best_evaluation
-    return told + (f", best {words.loss(best['eval_loss'])} at step {best['step']}" if best else "")
+    return text + (f", best {words.loss(best['eval_loss'])} at step {best['step']}" if best else "")
 
 
 def _speed(figures: Figures) -> str:

@@ -1,7 +1,7 @@
-"""Text that others wrote, on a terminal: nothing in it may move the cursor, recolour the screen or reorder a line.
+"""Untrusted text on a terminal: nothing in it may move the cursor, recolour the screen or reorder a line.
 
-What a data file, a model's config or the message of a library's error says reaches a terminal in two ways: through
-`visible`, by which the views clean what they print on standard output, and through standard error.
+Text from data files, models' configs and libraries' error messages reaches a terminal in two ways: through `visible`,
+with which the views clean what they print on standard output, and through standard error.
 """
 
 from __future__ import annotations

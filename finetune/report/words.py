@@ -1,4 +1,4 @@
-"""Numbers, settings and counts in words: each is written in one way, on the terminal as on the pages."""
+"""Numbers, settings and counts in words, written alike on the terminal and the pages."""
 
 from __future__ import annotations
 
@@ -82,10 +82,10 @@ def verdict(planned: Forecast) -> str:
     needed, budget = size(planned.needed_bytes), size(planned.budget_bytes)
     if needed.split()[1] == budget.split()[1]:
         needed = needed.split()[0]
-    told = f"{needed} of {budget} on {planned.device.name}"
+    usage = f"{needed} of {budget} on {planned.device.name}"
     if planned.fits:
-        return f"fits: {told}"
-    return f"does NOT fit: {told}, {size(planned.needed_bytes - planned.budget_bytes)} too much"
+        return f"fits: {usage}"
+    return f"does NOT fit: {usage}, {size(planned.needed_bytes - planned.budget_bytes)} too much"
 
 
 def batch(shape: Batch) -> str:
@@ -98,17 +98,17 @@ def batch(shape: Batch) -> str:
 
 def mixture(stored: Mixture) -> str:
     """How the experts of a mixture are stored, and how many of all parameters stay unquantized."""
-    told = f"{count(stored.experts)} a layer" if stored.experts else "all"
+    text = f"{count(stored.experts)} a layer" if stored.experts else "all"
     if stored.kind == "none":
-        return f"{told} unquantized"
+        return f"{text} unquantized"
     if stored.quantized_experts == 1:
-        told += f" in {stored.kind}"
+        text += f" in {stored.kind}"
     elif stored.quantized_experts == 0:
         form = "linear layers only" if stored.kind == "int8" else "no experts kept as this architecture keeps them"
-        told += f" unquantized (bitsandbytes has {stored.kind} for {form})"
+        text += f" unquantized (bitsandbytes has {stored.kind} for {form})"
     else:
-        told += f", {share(stored.quantized_experts)} of their parameters in {stored.kind}"
-    return f"{told}; {count(stored.unquantized)} of all {count(stored.parameters)} parameters stay unquantized"
+        text += f", {share(stored.quantized_experts)} of their parameters in {stored.kind}"
+    return f"{text}; {count(stored.unquantized)} of all {count(stored.parameters)} parameters stay unquantized"
 
 
 def device(environment: Mapping[str, Any] | None, device: str) -> str:
@@ -167,5 +167,5 @@ def _places(places: Sequence[str]) -> str:
 
 
 def is_nothing(size_bytes: int) -> bool:
-    """Whether a size is too small to be told."""
+    """Whether a size is too small to mention."""
     return size(size_bytes) == size(0)

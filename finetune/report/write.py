@@ -1,4 +1,4 @@
-"""What a run leaves to look at, written from what is on disk."""
+"""Write the plot and the report of a run from its files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run was done with: versions, device, source revision. No names, no paths, no secrets."""
+"""The environment of a run: versions, device, source revision. No names, no paths, no secrets."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Settle the libraries underneath: no telemetry, no progress bars in ours, and only warnings that a user can act on.
+"""Configure the libraries underneath: no telemetry, no progress bars, and only warnings that a user can act on.
 
 Each silenced message is listed with its reason; all others pass. `before_import` runs when `finetune` is imported,
-because some of this is read, or said, when the libraries are.
+because some libraries read these settings, or warn, when they are imported.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _SILENCED_WARNINGS = (
     r"`gradient_checkpointing` is deprecated",
     # tqdm in a notebook wants widgets for progress bars that are switched off.
     r"IProgress not found",
-    # bitsandbytes: said by training.optimizers.choose in one line.
+    # bitsandbytes: training.optimizers.choose says it in one line.
     r"Paged optimizers are not supported on CPU",
     # torch.utils.checkpoint under autocast on a CPU-only build asks for a CUDA device's state.
     r"User provided device_type of 'cuda', but CUDA is not available",
@@ -39,13 +39,13 @@ _SILENCED_LOGS = {
 }
 
 
-# Whether a tokenizer uses all cores. Left open, a process that forks after it did says so on each fork.
+# Whether a tokenizer uses all cores. If it did and this is not set, tokenizers warns on every later fork.
 _PARALLEL = "TOKENIZERS_PARALLELISM"
 _PARALLEL_ASKED = os.environ.get(_PARALLEL)
 
 
 def _after_fork() -> None:
-    # A fork has none of the threads that tokenizers may have started, and would wait for them without an end.
+    # A fork has none of the threads that tokenizers may have started, and would wait for them forever.
     global _PARALLEL_ASKED
     os.environ[_PARALLEL] = _PARALLEL_ASKED = "false"
 
@@ -76,12 +76,12 @@ def before_import() -> None:
 
 @contextlib.contextmanager
 def importing_for_forecast() -> Iterator[None]:
-    """Import what a forecast needs, faster, for a process that does little else: what is imported stays for good.
+    """Import what a forecast needs, faster, in a process that does little else.
 
     No compiler: bitsandbytes 0.50 compiles kernels for other backends while it is imported, which loads inductor.
     No garbage collection: none of the million objects becomes garbage, and each full collection would visit them all.
     """
-    collecting, said = gc.isenabled(), os.environ.get("TORCHDYNAMO_DISABLE")
+    collecting, before = gc.isenabled(), os.environ.get("TORCHDYNAMO_DISABLE")
     os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
     gc.disable()
     try:
@@ -94,7 +94,7 @@ def importing_for_forecast() -> Iterator[None]:
     finally:
         if collecting:
             gc.enable()
-        if said is None:
+        if before is None:
             del os.environ["TORCHDYNAMO_DISABLE"]
 
 
@@ -109,7 +109,7 @@ def models_listed_once() -> contextlib.AbstractContextManager[None]:
 
     name = "create_import_structure_from_path"
     listed = getattr(import_utils, name, None)
-    if listed is None:  # another version of transformers: as it does by itself
+    if listed is None:  # another version of transformers: left as it is
         return contextlib.nullcontext()
     package = Path(transformers.__file__).parent / "models"
 
@@ -121,9 +121,9 @@ def models_listed_once() -> contextlib.AbstractContextManager[None]:
 
 @contextlib.contextmanager
 def tokenizing_in_parallel() -> Iterator[None]:
-    """Within the block tokenizers share the texts of one call among all cores.
+    """Within the block tokenizers use all cores for the texts of one call.
 
-    Not where the user has said otherwise, and not in a fork.
+    Not if the user has set it otherwise, and not in a fork.
     """
     if _PARALLEL_ASKED is not None:
         yield
@@ -136,10 +136,10 @@ def tokenizing_in_parallel() -> Iterator[None]:
 
 
 def return_freed_memory() -> None:
-    """Give what is no longer used back: unreachable cycles, the CUDA cache, and glibc's heap.
+    """Release unused memory: unreachable cycles, the CUDA cache, and glibc's heap.
 
-    Models, their hooks and the errors of a failed pass point at each other until the collector comes by. Quantizing on
-    a CPU leaves holes of 16-bit size between small blocks that stay, which glibc would keep as resident.
+    Models, their hooks and the errors of a failed pass form reference cycles. Quantizing on a CPU leaves holes of
+    16-bit weights between small blocks that remain, which glibc would keep resident.
     """
     import torch
 
@@ -151,7 +151,7 @@ def return_freed_memory() -> None:
 
 
 def quiet() -> None:
-    """Leave the progress display and the log to us: errors of transformers and datasets still come through."""
+    """Turn off progress bars and logs of transformers and datasets, except for errors."""
     import datasets
     import transformers
 
@@ -162,7 +162,7 @@ def quiet() -> None:
 
 @contextlib.contextmanager
 def offline() -> Iterator[None]:
-    """Within the block the hub is not asked, not even whether what is in its cache is the newest."""
+    """Within the block the hub is not contacted, not even to check whether cached files are current."""
     from huggingface_hub import constants
 
     with replaced(constants, "HF_HUB_OFFLINE", True):
@@ -175,9 +175,9 @@ DETERMINISTIC_CUBLAS = ":4096:8"
 
 @contextlib.contextmanager
 def deterministic() -> Iterator[None]:
-    """Within the block the same computation gives the same bits on a GPU, by slower kernels where others would not.
+    """Within the block the same computation gives the same bits on a GPU, with slower kernels where needed.
 
-    https://docs.pytorch.org/docs/stable/notes/randomness.html; cuBLAS takes its setting when it is first used.
+    https://docs.pytorch.org/docs/stable/notes/randomness.html; cuBLAS reads its setting when it is first used.
     """
     import torch
 
@@ -198,7 +198,7 @@ def deterministic() -> Iterator[None]:
 
 @contextlib.contextmanager
 def without_cudnn_attention() -> Iterator[None]:
-    """Within the block scaled_dot_product_attention takes its flash and memory-efficient kernels, never cuDNN's.
+    """Within the block scaled_dot_product_attention uses its flash and memory-efficient kernels, never cuDNN's.
 
     It is used wherever a model runs, so that evaluation and generation use the same kernels as training.
 

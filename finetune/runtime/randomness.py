@@ -1,4 +1,4 @@
-"""The random generators of this process: kept, put back, and written down."""
+"""Save and restore the state of this process's random generators, also as JSON."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""The ranks of a run watch each other, so that one that is killed, stopped or fails ends the others by its number.
+"""Heartbeats between ranks: when one is killed, stopped or fails, the others end and name it.
 
-A collective does not tell: gloo names no rank, and NCCL waits for hours, as either does for a process that is stopped.
-So rank 0 has a connection to each other rank, over which both sides say once a second that they are there. It closes
-with a process that is killed, and falls silent with one that is stopped. Rank 0 passes on what it finds. The messages
-are lines of JSON.
+Collectives do not report this: gloo does not say which rank failed, NCCL waits for hours, and both wait for a stopped
+process. So rank 0 has a connection to each other rank, over which both sides send a heartbeat every second. The
+connection of a killed process closes; that of a stopped one falls silent. Rank 0 informs the others. Messages are
+lines of JSON.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from finetune.errors import MachineError
 
 BEAT_SECONDS = 1.0
 SILENCE_SECONDS = 30.0
-"""A rank that says nothing for so long is taken for lost. Its thread needs Python's lock for a moment each second."""
+"""A rank silent for this long counts as lost. Its heartbeat thread needs the GIL for a moment each second."""
 GRACE_SECONDS = 10.0
-"""Time for the main thread to end by itself, before a process that waits in a collective is ended."""
+"""Time for the main thread to end by itself before the process, which may be stuck in a collective, is ended."""
 _CONNECT_SECONDS = 60.0
 _LINE_BYTES = 4096
 
 
 @dataclass(frozen=True)
 class Lost:
-    """A rank that is gone, and why; `signalled`: because a person or a launcher ended it, as it may all the others."""
+    """A lost rank and the reason; `signalled`: a person or a launcher ended it, and may be ending all others too."""
 
     rank: int
     why: str
@@ -39,8 +39,8 @@ class Lost:
 
     def error(self) -> MachineError:
         return MachineError(
-            f"rank {self.rank} {self.why}; the other ranks cannot go on without it. What was saved before is "
-            "untouched: once the cause is mended, start the same command again to go on from the last checkpoint"
+            f"rank {self.rank} {self.why}; the other ranks cannot continue without it. Earlier checkpoints are "
+            "untouched: fix the cause and run the same command again to resume from the last one"
         )
 
 
@@ -55,7 +55,7 @@ class _Peer:
         self.silent_seconds = 0.0
 
     def say(self, **message: object) -> None:
-        # A peer that is gone, or reads nothing, is found by what it does not say.
+        # A peer that is gone, or does not read, is detected by its silence.
         with self._sending, contextlib.suppress(OSError):
             self._connection.send(json.dumps(message).encode() + b"\n")
 
@@ -73,7 +73,7 @@ class _Peer:
 
 
 class Watch:
-    """Watches the ranks at the other end of `connections`: all others for rank 0, and rank 0 for each of them."""
+    """Watches the ranks in `connections`: rank 0 watches all others, and each of them watches rank 0."""
 
     def __init__(self, rank: int, connections: dict[int, socket.socket]) -> None:
         self._rank = rank
@@ -84,12 +84,12 @@ class Watch:
         self._thread.start()
 
     def lost(self, wait_seconds: float) -> Lost | None:
-        """The first rank that was lost, if one is within so many seconds."""
+        """The first rank that was lost, waiting up to `wait_seconds` for one."""
         self._known.wait(wait_seconds)
         return self._lost
 
     def leave(self, failure: Lost | None = None) -> None:
-        """End the watch: this rank is done or, with a `failure`, lost to the others."""
+        """End the watch: this rank is done or, with a `failure`, is lost."""
         if self._left.is_set():
             return
         self._left.set()
@@ -102,7 +102,7 @@ class Watch:
         looked = time.monotonic()
         while not self._left.wait(BEAT_SECONDS):
             now = time.monotonic()
-            # A process that was itself stopped heard nothing meanwhile, which is nobody else's silence.
+            # If this process was itself stopped, the gap is not the silence of the others.
             passed, looked = min(now - looked, 2 * BEAT_SECONDS), now
             for rank, peer in list(self._peers.items()):
                 peer.say()
@@ -121,13 +121,13 @@ class Watch:
                     peer.close()
                     return None
         except (OSError, ValueError):
-            return Lost(rank, "was killed, or its machine is gone: its connection closed without a word")
+            return Lost(rank, "was killed, or its machine failed: its connection closed unexpectedly")
         if peer.silent_seconds > SILENCE_SECONDS:
-            return Lost(rank, f"has said nothing for {SILENCE_SECONDS:.0f} seconds: it is stopped, or its machine is")
+            return Lost(rank, f"has been silent for {SILENCE_SECONDS:.0f} seconds: it or its machine is stopped")
         return None
 
     def _end(self, lost: Lost) -> None:
-        """Tell the others and the main thread; end the process where that one is caught in a collective."""
+        """Tell the other ranks and the main thread; end the process if that thread is stuck in a collective."""
         for rank, peer in self._peers.items():
             if rank != lost.rank:
                 peer.say(lost=asdict(lost))
@@ -141,14 +141,14 @@ class Watch:
 
 
 def host() -> socket.socket:
-    """Where rank 0 takes the other ranks' connections."""
+    """The socket on which rank 0 accepts the other ranks' connections."""
     several = socket.has_dualstack_ipv6()
     family = socket.AF_INET6 if several else socket.AF_INET
     return socket.create_server(("", 0), family=family, dualstack_ipv6=several)
 
 
 def accept(server: socket.socket, token: str, others: int) -> Watch:
-    """Rank 0's watch over the `others`, each of which shows `token`. Raises MachineError where one does not come."""
+    """Rank 0's watch over the `others`, each of which sends `token`. Raises MachineError if one does not connect."""
     connections: dict[int, socket.socket] = {}
     until = time.monotonic() + _CONNECT_SECONDS
     while len(connections) < others:
@@ -170,7 +170,7 @@ def accept(server: socket.socket, token: str, others: int) -> Watch:
 
 
 def connect(address: tuple[str, int], token: str, rank: int) -> Watch:
-    """Another rank's watch over rank 0. Raises MachineError where that cannot be reached."""
+    """Another rank's watch over rank 0. Raises MachineError if rank 0 cannot be reached."""
     try:
         connection = socket.create_connection(address, timeout=_CONNECT_SECONDS)
         connection.sendall(json.dumps({"token": token, "rank": rank}).encode() + b"\n")

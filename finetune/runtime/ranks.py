@@ -1,4 +1,4 @@
-"""The processes of one run, as torchrun starts them: each computes its share of a step, the first one writes."""
+"""The ranks of one run, as torchrun starts them: each computes its share of a step, and rank 0 writes."""
 
 from __future__ import annotations
 
@@ -19,29 +19,29 @@ from finetune.runtime.rank_watch import Lost, Watch
 
 T = TypeVar("T")
 
-# The others wait while the first one verifies checkpoints, asks the base, or writes to a slow disk.
-_PATIENCE = timedelta(hours=2)
+# The others wait while rank 0 verifies checkpoints, lets the base answer, or writes to a slow disk.
+_TIMEOUT = timedelta(hours=2)
 
 _watch: Watch | None = None
 
 
 def world_size() -> int:
-    """Number of processes that a launcher started; 1 without one."""
+    """Number of processes that the launcher started; 1 without a launcher."""
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def rank() -> int:
-    """That of this process among them, from 0."""
+    """The rank of this process, from 0."""
     return int(os.environ.get("RANK", "0")) if world_size() > 1 else 0
 
 
 def is_main() -> bool:
-    """Whether this process is the one that writes the run directory."""
+    """Whether this process is rank 0, which writes the run directory."""
     return rank() == 0
 
 
 def is_local_main() -> bool:
-    """Whether this process is the one of its machine that says what all of them have to say."""
+    """Whether this process prints for all processes of its machine."""
     return world_size() == 1 or os.environ.get("LOCAL_RANK", "0") == "0"
 
 
@@ -57,7 +57,7 @@ def choose_gpu() -> None:
     gpu, visible = (int(os.environ["LOCAL_RANK"]) if world_size() > 1 else 0), torch.cuda.device_count()
     if gpu >= visible:
         raise MachineError(
-            f"each process needs a GPU of its own, and this machine has {visible} for process {gpu + 1}; set "
+            f"each process needs a GPU of its own, but this machine has {visible} for process {gpu + 1}; set "
             f"--nproc-per-node {visible}, or make more visible (CUDA_VISIBLE_DEVICES)"
         )
     torch.cuda.set_device(gpu)
@@ -76,18 +76,18 @@ def idle_gpus() -> str | None:
 
 @contextlib.contextmanager
 def together(device: torch.device) -> Iterator[None]:
-    """Within the block, until `leave`, the processes can exchange values; one that is lost ends the others.
+    """Within the block, until `leave`, the ranks can exchange values; a lost rank ends the others.
 
-    Raises MachineError naming it, and where the processes do not find each other.
+    Raises MachineError that names the lost rank, or if the ranks cannot connect to each other.
     """
     global _watch
     if world_size() == 1:
         yield
         return
     try:
-        PartialState(cpu=device.type == "cpu", timeout=_PATIENCE).wait_for_everyone()
+        PartialState(cpu=device.type == "cpu", timeout=_TIMEOUT).wait_for_everyone()
     except (RuntimeError, ValueError, NotImplementedError) as error:
-        raise MachineError(f"the {world_size()} processes do not find each other: {error}") from None
+        raise MachineError(f"the {world_size()} processes cannot connect to each other: {error}") from None
     watched = _watch = _connected()
     try:
         yield
@@ -103,10 +103,10 @@ def together(device: torch.device) -> Iterator[None]:
 
 
 def _connected() -> Watch:
-    """The watch of this process, over a connection of its own to the first one."""
+    """The watch of this process, over its own connection to rank 0."""
     server = rank_watch.host() if is_main() else None
-    told = (server.getsockname()[1], secrets.token_hex(16)) if server else None
-    port, token = broadcast_object_list([told])[0]
+    offer = (server.getsockname()[1], secrets.token_hex(16)) if server else None
+    port, token = broadcast_object_list([offer])[0]
     if server is None:
         return rank_watch.connect((os.environ["MASTER_ADDR"], port), token, rank())
     with server:
@@ -114,13 +114,13 @@ def _connected() -> Watch:
 
 
 def _lost_rank(watched: Watch, error: BaseException) -> MachineError | None:
-    """The loss of another rank, where `error` came of it: from a collective, or as a launcher ends the ranks left."""
+    """The loss of another rank if it caused `error`, in a collective or because the launcher ends the other ranks."""
     if isinstance(error, torch.distributed.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error)):
         try:
             lost = watched.lost(rank_watch.SILENCE_SECONDS + rank_watch.GRACE_SECONDS)
         except Terminated:
             lost = watched.lost(2 * rank_watch.BEAT_SECONDS)
-        return lost.error() if lost else MachineError(f"the ranks no longer reach each other: {error}")
+        return lost.error() if lost else MachineError(f"the ranks lost contact with each other: {error}")
     if isinstance(error, (Terminated, KeyboardInterrupt)):
         lost = watched.lost(2 * rank_watch.BEAT_SECONDS)
         return lost.error() if lost and not lost.signalled else None
@@ -128,7 +128,7 @@ def _lost_rank(watched: Watch, error: BaseException) -> MachineError | None:
 
 
 def main_does(work: Callable[[], T]) -> T:
-    """What `work` comes to, which the first process alone does. What it raises is raised in all."""
+    """The result of `work`, which only rank 0 runs. What it raises is raised on all ranks."""
     if world_size() == 1:
         return work()
     done: tuple[T | None, Exception | None] | None = None
@@ -144,7 +144,7 @@ def main_does(work: Callable[[], T]) -> T:
 
 
 def gathered(value: T) -> list[T]:
-    """The values of all processes, in their order."""
+    """The values of all ranks, in rank order."""
     if world_size() == 1:
         return [value]
     values: list[T] = gather_object([value])
@@ -160,7 +160,7 @@ def summed(values: torch.Tensor) -> torch.Tensor:
 
 
 def agree(check: Callable[[list[T]], None], value: T) -> None:
-    """Let each process hold the values of all, in their order, against each other; what `check` raises, all raise."""
+    """Run `check` on the values of all ranks, in rank order; every rank raises what `check` raises."""
     try:
         check(gathered(value))
     except FinetuneError as error:
@@ -174,7 +174,7 @@ def _shared(error: Exception) -> Exception:
 
 
 def leave() -> None:
-    """Leave the other processes, at the end of the work in common."""
+    """Stop watching the other ranks and destroy the process group."""
     if world_size() > 1:
         if _watch:
             _watch.leave()

@@ -1,7 +1,7 @@
-"""Expandable segments: PyTorch's CUDA allocator grows a segment in place instead of adding one beside it.
+"""Expandable segments: PyTorch's CUDA allocator grows a segment in place instead of adding another.
 
-Then memory that is free lies together, and a step reserves little more than its tensors take. On by default where the
-card's driver can do it; what the user has set, in PYTORCH_ALLOC_CONF or otherwise, stays.
+Free memory is then contiguous, and a step reserves little more than its tensors take. On by default if the driver
+supports it; what the user has set, in PYTORCH_ALLOC_CONF or otherwise, is kept.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ _get, _set = (getattr(torch._C, f"_accelerator_{verb}AllocatorSettings", None) f
 
 
 def settle(gpu: int) -> None:
-    """Let segments grow from now on; to be called before anything is allocated on the GPU with this number."""
+    """Turn on expandable segments; call it before anything is allocated on GPU number `gpu`."""
     if _set and not asked() and supported(gpu):
         _set("expandable_segments:True")
 
 
 def grow(gpu: int) -> bool:
-    """Whether segments grow on this GPU once `settle` was called."""
+    """Whether segments are expandable on this GPU after `settle`."""
     return _says(asked()) if asked() else supported(gpu)
 
 
 def grow_elsewhere() -> bool:
-    """Whether to assume growing segments on a card that is not in this machine: as set here, by default yes."""
+    """Whether to assume expandable segments on a GPU of another machine: as set here, by default yes."""
     return _says(asked()) if asked() else True
 
 
 def asked() -> str:
-    """The allocator's settings, from the environment or, where torch can be asked, from a call; empty without any."""
+    """The allocator's settings, from torch or, if it has no getter, from the environment; empty if there are none."""
     if _get:
         return str(_get())
     return os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or ""
@@ -48,11 +48,11 @@ def _says(settings: str) -> bool:
 
 @functools.cache
 def supported(gpu: int) -> bool:
-    """Whether torch and the driver of this GPU have what expandable segments need.
+    """Whether torch and the driver of this GPU support expandable segments.
 
-    torch itself does not ask: where its build lacks them (Windows) it warns, and where the driver does (WSL, some
-    virtual GPUs) the first allocation fails (CUDACachingAllocator.cpp, `ExpandableSegment::map`, which creates memory
-    that can be exported to a file descriptor). So the driver is asked here.
+    torch itself does not check: without support in its build (Windows) it warns, and without support in the driver
+    (WSL, some virtual GPUs) the first allocation fails (CUDACachingAllocator.cpp, `ExpandableSegment::map`, which
+    creates memory that can be exported to a file descriptor). So the driver is queried here.
     """
     if sys.platform != "linux" or torch.version.cuda is None:
         return False

@@ -1,8 +1,8 @@
 """What SIGTERM, SIGINT and SIGUSR1 do to a run.
 
-While steps are trained, SIGTERM and a first SIGINT let the step end and be saved; a SIGINT after either ends at once.
-At any other time (tokenizing, loading, evaluating, merging) they end what is under way at once, for nothing there is
-lost. SIGUSR1 asks for a checkpoint now.
+During training, SIGTERM and a first SIGINT let the current step finish and be saved; a SIGINT after that ends at once.
+At any other time (tokenizing, loading, evaluating, merging) they end the run at once, since nothing is lost then.
+SIGUSR1 asks for a checkpoint.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from finetune.errors import Terminated
 
 
 class Signals:
-    """The signals that came. As a context manager it receives them, in the main thread only, where Python allows it."""
+    """The signals received so far. As a context manager it handles them, in the main thread, where Python allows it."""
 
     def __init__(self) -> None:
         self._stopping: signal.Signals | None = None
@@ -38,12 +38,12 @@ class Signals:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         for number, handler in self._before.items():
-            # None: whoever embeds Python had set one of its own, which cannot be set from here.
+            # None: the handler was not installed from Python and cannot be restored from here.
             signal.signal(number, handler if handler is not None else signal.SIG_DFL)
 
     @property
     def name(self) -> str | None:
-        """The signal that ends the run, such as SIGTERM, if one came."""
+        """The signal that ends the run, such as SIGTERM, if one was received."""
         return self._stopping.name if self._stopping else None
 
     def take_save(self) -> bool:
@@ -52,13 +52,13 @@ class Signals:
         return asked
 
     def take_stop(self, name: str | None) -> None:
-        """Take a signal that came to another process of the run for one of this."""
+        """Treat a signal that another rank received as one of this process."""
         if name and self._stopping is None:
             self._stopping = signal.Signals[name]
 
     @contextlib.contextmanager
     def waiting(self, waits: bool = True) -> Iterator[None]:
-        """Within the block signals wait until somebody looks; `waits=False`: within such a block they do not."""
+        """Within the block signals only set flags; `waits=False` makes them act at once again within such a block."""
         before, self._waits = self._waits, waits
         try:
             yield
@@ -66,14 +66,14 @@ class Signals:
             self._waits = before
 
     def end(self, what: str = "nothing was lost") -> None:
-        """Raise what ends the run, if a signal came: Terminated, or KeyboardInterrupt for SIGINT."""
+        """Raise Terminated, or KeyboardInterrupt for SIGINT, if a signal was received."""
         if self._stopping is not None:
             self._raise(what)
 
     def _raise(self, what: str) -> NoReturn:
         if self._stopping == signal.SIGINT:
             raise KeyboardInterrupt
-        raise Terminated(f"terminated: {what}. Start the same command again to go on")
+        raise Terminated(f"terminated: {what}. Run the same command again to resume")
 
     def _stop(self, number: int, frame: Any) -> None:
         first = self._stopping is None

@@ -1,4 +1,4 @@
-"""The smallest of Triton's kernels, by which it is tried whether kernels can be built and started here.
+"""The smallest Triton kernel, which tests whether kernels can be built and launched here.
 
 Importing this module needs Triton.
 """

@@ -1,8 +1,8 @@
-"""Checkpoints on disk: a kill at any moment leaves the newest whole one usable, and none is used unverified.
+"""Checkpoints on disk: after a kill at any moment the newest complete one is usable, and none is used unverified.
 
-A checkpoint is a directory of safetensors and JSON files, nothing that needs unpickling, with a manifest of their sizes
-and hashes that is written last. The directory is made under a temporary name, brought to disk, read back and renamed;
-only then does `latest` name it and may an older one go.
+A checkpoint is a directory of safetensors and JSON files, without pickles, and a manifest of their sizes and hashes
+that is written last. The directory is written under a temporary name, flushed to disk, read back and renamed; only then
+does `latest` name it, and an older one may be removed.
 """
 
 from __future__ import annotations
@@ -253,11 +253,11 @@ def newest_valid(
         damaged[checkpoint] = problems
     aside = sorted(path.name for path in run.checkpoints.glob("*" + DAMAGED + "*"))
     if damaged or aside or run.saved_steps:
-        told = [f"{path.name}: {'; '.join(problems)}" for path, problems in damaged.items()]
-        told += [f"{name}: set aside before" for name in aside]
+        reasons = [f"{path.name}: {'; '.join(problems)}" for path, problems in damaged.items()]
+        reasons += [f"{name}: set aside before" for name in aside]
         raise ArtifactError(
             f"no checkpoint in {run.checkpoints} can be used"
-            + (f" ({' | '.join(told)})" if told else f": step {run.saved_steps[-1]} was saved there, but is gone")
+            + (f" ({' | '.join(reasons)})" if reasons else f": step {run.saved_steps[-1]} was saved there, but is gone")
             + ". Restore one from a copy, or use --fresh to start over (the old run is moved aside)"
         )
     return None, {}

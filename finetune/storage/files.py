@@ -1,6 +1,6 @@
-"""Writing to disk so that nothing looks finished early: files and directories are replaced whole, lines are appended.
+"""Atomic writes, so that nothing looks finished early: files and directories are replaced as a whole, lines appended.
 
-A directory that is held, as a run's is while it trains, is written only while it stands in its place.
+A directory that is held, like that of a run in training, is written only while it is still at its path.
 """
 
 from __future__ import annotations

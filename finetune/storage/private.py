@@ -1,4 +1,4 @@
-"""Whether files are this user's alone: what others could have written is never taken for what this program wrote."""
+"""Whether only this user can write to a file: anything that others could have written is not trusted."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""The files that describe a run: what this program writes into each, and the one way to read them back.
+"""The files that describe a run: the schema of each, and the one way to read them back.
 
-A run directory may be damaged, written by another version, or forged. Nothing is taken from a file before its shape
-is checked, so that a wrong value is reported where it stands and not where it is used. Of a .jsonl file the lines that
-do not have the shape are left out; any other file is taken whole or refused.
+A run directory may be damaged, written by another version, or forged. Files are validated before anything is read from
+them, so that a wrong value is reported where it is stored and not where it is used. Invalid lines of a .jsonl file are
+skipped; any other file is accepted or refused as a whole.
 """
 
 from __future__ import annotations
@@ -228,8 +228,19 @@ class CheckpointState(TypedDict):
 
 
 @_written
+class _CallbackAttributes(TypedDict, total=False):
+    early_stopping_patience_counter: Count
+    owes_evaluation: bool
+
+
+@_written
+class _CallbackState(TypedDict):
+    attributes: _CallbackAttributes
+
+
+@_written
 class TrainerState(TypedDict, total=False):
-    """trainer_state.json of a checkpoint; what earlier versions had besides is left aside."""
+    """trainer_state.json of a checkpoint. Earlier versions had callbacks, and other keys, which are left aside."""
 
     global_step: Required[Step]
     epoch: Positive
@@ -238,6 +249,7 @@ class TrainerState(TypedDict, total=False):
     best_global_step: Step | None
     evaluations_without_gain: Count
     owes_evaluation: bool
+    stateful_callbacks: dict[str, _CallbackState]
 
 
 ANSWERS = TypeAdapter(list[Answer])

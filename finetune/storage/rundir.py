@@ -1,7 +1,8 @@
-"""The run directory: where everything of a run stands.
+"""The run directory: the paths and files of a run.
 
-`metrics.jsonl` and `events.jsonl` only grow. A run is finished when its last event says so; a directory that a stage
-writes (`adapter/`, `merged/`) appears by rename. One process at a time trains in it, and only its user can read it.
+`metrics.jsonl` and `events.jsonl` are only appended to. A run is finished when its last event says so; directories that
+a stage writes (`adapter/`, `merged/`) appear by a rename. Only one process at a time trains in it, and only its owner
+can read it.
 """
 
 from __future__ import annotations
@@ -51,7 +52,9 @@ class RunDirectory:
         run = cls(path)
         run.check_layout()
         if not os.path.isfile(run.config_file):  # which is False for a path that cannot be
-            raise ArtifactError(f"{path}: not a run directory (no config.yaml); give the folder `finetune train` wrote")
+            raise ArtifactError(
+                f"{run.path}: not a run directory (no config.yaml); give the folder `finetune train` wrote"
+            )
         return run
 
     def check_layout(self) -> None:

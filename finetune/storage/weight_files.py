@@ -1,9 +1,9 @@
-"""Weight files: looked at before anything is loaded from them, in bounded memory.
+"""Weight files: checked before anything is loaded from them, in bounded memory.
 
-A safetensors file is 8 bytes with the length of its header, the header (JSON: each tensor's type, shape and place),
+A safetensors file is 8 bytes with the length of its header, the header (JSON: each tensor's type, shape and offsets),
 and the tensors (https://github.com/huggingface/safetensors#format). Nothing in it is code. Its readers trust the
-length for as much as 100 MB, of which the library makes 1.5 GiB of objects before it refuses or not (safetensors
-0.8: a header of one tensor with 50 million dimensions).
+length up to 100 MB, from which the library makes 1.5 GiB of objects before it can refuse (safetensors 0.8: a header of
+one tensor with 50 million dimensions).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The training data as steps: for each, the micro-batches of this rank."""
+"""The training data as steps: the micro-batches of this rank for each step."""
 
 from __future__ import annotations
 

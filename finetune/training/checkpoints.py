@@ -1,4 +1,4 @@
-"""Saving a training's state while it goes on."""
+"""Save the training state while training continues."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What this machine cannot do, found before anything is loaded."""
+"""Refuse what this machine cannot do before anything is loaded."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ def check_shares(config: Config) -> None:
         rows, each = training.rows * ranks.world_size(), f" with `training.micro_batch` {training.rows}"
     if training.batch_size % rows:
         raise ConfigError(
-            f"`training.batch_size` {training.batch_size} cannot be shared by {ranks.world_size()} processes{each}; "
+            f"`training.batch_size` {training.batch_size} cannot be split among {ranks.world_size()} processes{each}; "
             f"make it a multiple of {rows}"
         )
 
 
 def _check_precision(precision: str, device: torch.device) -> None:
     if precision == "fp16" and device.type != "cuda":
-        raise MachineError("`training.precision: fp16` scales the loss on a CUDA device; set bf16 or fp32 here")
+        raise MachineError("`training.precision: fp16` needs a CUDA device for its loss scaling; set bf16 or fp32")
     if precision == "bf16" and device.type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False):
         raise MachineError(f"{torch.cuda.get_device_name()} has no bfloat16; set `training.precision: fp16`")

@@ -1,6 +1,6 @@
-"""The rows of an optimizer step as its micro-batches, each padded to its own longest row, or packed.
+"""Split the rows of an optimizer step into micro-batches, each padded to its longest row, or packed.
 
-Of several processes each takes its share of the rows; those of all together are the rows that one process would take.
+Each rank takes its share of the rows; together they take the rows that a single process would.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The loss on the evaluation set: nats per trained token over all rows, the same whatever the micro-batch.
 
-transformers' own evaluation averages the means of batches, so that a short answer weighs as much as a long one and
-the number changes with the batch size. No logits are kept: TRL's fused head scores the tokens in tiles.
+transformers' own evaluation averages the means of batches, so that a short answer counts as much as a long one and
+the result depends on the batch size. No logits are kept: TRL's fused head scores the tokens in tiles.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 from finetune.config import Config
 from finetune.data.batching import MicroBatching
 from finetune.errors import OutOfMemoryError
-from finetune.measure.out_of_memory import is_out_of_memory
+from finetune.measure.out_of_memory import is_out_of_memory, reason
 from finetune.model.base import autocast
 from finetune.model.causality import capability_of, needs_mask
 from finetune.objectives import log_probs
@@ -72,7 +72,7 @@ def summed_loss(
                     if not is_out_of_memory(error):
                         raise
                     if not limit.lower(parts[0]):
-                        raise DoesNotFit(parts[0], (str(error).splitlines() or ["no memory left"])[0]) from None
+                        raise DoesNotFit(parts[0], reason(error)) from None
                 oom_retry.release()
                 on_split(parts[0])
                 parts = limit.parts(parts)

@@ -1,4 +1,4 @@
-"""The numbers of a step, watched: updates that are left out, when that is too many, and losses out of line."""
+"""Guards on the numbers of a step: skipped updates, too many of them in a row, and loss spikes."""
 
 from __future__ import annotations
 

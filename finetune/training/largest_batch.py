@@ -1,8 +1,8 @@
-"""Warm-up with the largest batch: before the first step it goes through a step, and all is put back as it was.
+"""Warm-up with the largest batch: it goes through a step before the first one, and all state is then restored.
 
-What does not fit is then known in the first minute and not in the hour that the longest row comes by, and the
-allocator's blocks have their final size from the beginning (PyTorch's performance tuning guide, "Preallocate memory in
-case of variable input length").
+A job that does not fit then fails in the first minute and not hours later at the longest row, and the allocator's
+blocks have their final size from the start (PyTorch's performance tuning guide, "Preallocate memory in case of variable
+input length").
 """
 
 from __future__ import annotations

@@ -118,10 +118,11 @@ class Loop:
             best, ended = self._evaluate_or_postpone(stop)
             save |= ended or (best and rhythm.save_best)
             stop |= ended
-        if save or stop or last or _due(progress.step, rhythm.save_every):
+        over = stop or last or self.stopped_early
+        if save or over or _due(progress.step, rhythm.save_every):
             self.checkpoints.save(progress)
             self.recorder.restart_clock()
-        return stop or last or self.stopped_early
+        return over
 
     @property
     def stopped_early(self) -> bool:

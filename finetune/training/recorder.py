@@ -24,7 +24,7 @@ from finetune.training.tracking import Trackers
 
 
 class Listener(Protocol):
-    """What a progress display is told. Lines are those of metrics.jsonl."""
+    """What a progress display receives. Lines are those of metrics.jsonl."""
 
     def started(self, first_step: int, last_step: int) -> None: ...
 
@@ -91,7 +91,7 @@ class Recorder:
     def started(self, progress: Progress) -> None:
         """Training begins, or goes on after `progress`."""
         self._listener.started(progress.step, progress.total)
-        self._steps, self._leaks = progress.step, LeakWatch()
+        self._steps = progress.step
         self.restart_clock()
         if self._profiler:
             self._profiler.start()
@@ -108,7 +108,7 @@ class Recorder:
     def saw(self, inputs: Inputs, number: int, peak: Peak) -> None:
         """Look at the peak of a micro-batch, the `number`th of its step, for memory that keeps growing."""
         # Gradients and optimizer states come into being during the first step, so its peaks grow by right; so do
-        # those of a step's later micro-batches, which are therefore told apart by their place.
+        # those of a step's later micro-batches, which are therefore distinguished by their position.
         if self._steps < 1:
             return
         rows, length = inputs["input_ids"].shape

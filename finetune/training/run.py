@@ -126,7 +126,8 @@ def _accelerator(config: Config, run: RunDirectory, device: torch.device) -> Acc
 
 def _loop(job: Job, accelerator: Accelerator, trackers: Trackers) -> Loop:
     config, training, run = job.config, job.config.training, job.run
-    log_probs.attach(job.model)
+    if unbalanced := log_probs.attach(job.model):
+        job.listener.note(unbalanced)
     profiler = snapshots.profiler(config.memory.profile_steps, run.profile, job.device)
     recorder = Recorder(run, job.monitor, job.listener, trackers, profiler)
     step = _step(job, accelerator, recorder)

@@ -2,11 +2,11 @@
 
 The rate of step i of n (from 1), of which w are warm-up, is the peak times
 
-    i / w                          for i <= w: a w-th of the peak at the first step, the whole of it at the last one
+    i / w                          for i <= w: 1/w of the peak at the first step, all of it at the last one
     curve(i - 1 - w, n - w, w)     after that: 1 at the first step, and not yet 0 at the last one (i = n)
 
 so every step trains. After warm-up the curves are those of transformers 5.23 (`transformers.optimization`), whose own
-warm-up starts at 0 and so wastes the first step. An update that was skipped is not a step here.
+warm-up starts at 0 and so wastes the first step. A skipped update does not count as a step here.
 """
 
 from __future__ import annotations

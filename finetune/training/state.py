@@ -1,8 +1,8 @@
-"""The state of a training as tensors and JSON values, and back, bit for bit.
+"""Save and restore the training state as tensors and JSON values, bit for bit.
 
-What a checkpoint holds: the trained weights; `optimizer.safetensors`; `state.json` with the optimizer's numbers, the
-schedule, the loss scaler and the random generators of each rank; `trainer_state.json` with its progress (step, epoch,
-best evaluation). Nothing is pickled.
+A checkpoint holds the trained weights; `optimizer.safetensors`; `state.json` with the optimizer's numbers, the
+schedule, the loss scaler and the random state of each rank; `trainer_state.json` with the progress (step, epoch, best
+evaluation). Nothing is pickled.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def restore_weights(model: Any, folder: Path) -> None:
 def _copy(tensor: torch.Tensor, into: torch.Tensor, what: str) -> None:
     if (tensor.shape, tensor.dtype) != (into.shape, into.dtype):
         raise ArtifactError(
-            f"{what} is {tensor.dtype} of {tuple(tensor.shape)}, and this job's is {into.dtype} of {tuple(into.shape)}"
+            f"{what} is {tensor.dtype} of {tuple(tensor.shape)}, but this job's is {into.dtype} of {tuple(into.shape)}"
         )
     into.copy_(tensor)
 
@@ -226,9 +226,7 @@ def restore(step: Step, schedule: Any, folder: Path) -> None:
             _refuse_other_kind("scaler", state["scaler"], step.scaler.state_dict())
             step.scaler.load_state_dict(state["scaler"])
     except (ValueError, KeyError, TypeError, AttributeError, IndexError, OverflowError, RuntimeError) as error:
-        raise ArtifactError(
-            f"{folder}: its state does not fit this job ({error}); give --fresh to start anew"
-        ) from None
+        raise ArtifactError(f"{folder}: its state does not fit this job ({error}); use --fresh to start over") from None
 
 
 def _restore_schedule(schedule: Any, state: dict[str, Any]) -> None:
@@ -252,7 +250,7 @@ def _random_states(folder: Path) -> list[RandomState]:
     try:
         return [RandomState.from_json(state) for state in states]
     except (ValueError, LookupError, TypeError, OverflowError, RuntimeError) as error:
-        raise ArtifactError(f"{folder / STATE_FILE}: `random` holds no states of generators: {error}") from None
+        raise ArtifactError(f"{folder / STATE_FILE}: `random` is not a random state: {error}") from None
 
 
 def problems_of(folder: Path) -> list[str]:

@@ -1,4 +1,4 @@
-"""Trackers that get the metrics besides the run directory. A new one is one entry in TRACKERS."""
+"""Trackers, which receive the metrics in addition to the run directory. A new one is one entry in TRACKERS."""
 
 from __future__ import annotations
 

@@ -89,8 +89,8 @@ class Uses(ast.NodeVisitor):
             return next((scope[node.id] for scope in reversed(self._scopes) if node.id in scope), None)
         if isinstance(node, ast.Attribute) and _is_self(node.value):
             return self._members[-1].get(node.attr)
-        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "fitted":
-            return Config if node.attr == "config" else None  # finetune.forecast.fit.Fitted
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in ("fitted", "job"):
+            return Config if node.attr == "config" else None  # of forecast.fit.Fitted and training.run.Job
         if isinstance(node, ast.Attribute):
             return SECTIONS.get(node.attr) if self._kind(node.value) is Config else None
         if isinstance(node, ast.IfExp):

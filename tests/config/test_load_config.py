@@ -26,6 +26,7 @@ from finetune.config import (
     named,
 )
 from finetune.errors import ConfigError
+from finetune.model.quantization import QUANTIZATIONS
 from finetune.settings import CHOICES, load_config
 from finetune.training.optimizers import OPTIMIZERS
 
@@ -209,7 +210,7 @@ def test_sources_are_one_name_or_a_list_of_names_some_with_a_weight(write: Write
 
 
 def test_a_wrong_source_of_several_is_told_with_its_line_and_key(write: Write, subtests: pytest.Subtests) -> None:
-    for item, told in [
+    for item, message in [
         ("{source: b/, weight: 0}", "`data.train.1.weight`: expected greater than 0, not 0"),
         ("{source: b/, weight: twice}", "`data.train.1.weight`: expected a number, not 'twice'"),
         ("{source: b/, wieght: 2}", "unknown key `data.train.1.wieght`; `wieght` is not known; did you mean `weight`?"),
@@ -220,7 +221,7 @@ def test_a_wrong_source_of_several_is_told_with_its_line_and_key(write: Write, s
     ]:
         with subtests.test(item=item):
             [line] = refused(write(f"data:\n  train:\n    - a.jsonl\n    - {item}\n"))
-            assert line.startswith(f"job.yaml:4: {told}")
+            assert line.startswith(f"job.yaml:4: {message}")
 
 
 def test_no_source_at_all_is_refused(write: Write, subtests: pytest.Subtests) -> None:
@@ -445,14 +446,26 @@ def test_a_broken_rule_names_its_key_and_a_remedy_that_works(write: Write, subte
             assert any(word in line for word in words), f"{line!r} says nothing of {' or '.join(words)}"
 
 
+def test_a_key_that_the_quantization_ignores_is_refused_unless_it_has_its_default(write: Write) -> None:
+    path = write("quantization:\n  double: false\n")
+    for kind in QUANTIZATIONS:
+        override = f"quantization.kind={kind}"
+        if kind in ("nf4", "fp4"):
+            load_config(path, [override])
+        else:
+            [told] = refused(path, override)
+            assert told.startswith(f"job.yaml:2: `quantization.double`: `quantization.kind: {kind}` ignores it")
+            load_config(path, [override, "quantization.double=true"])
+
+
 def test_a_key_that_the_optimizer_ignores_is_refused_unless_it_has_its_default(write: Write) -> None:
     path = write("optimizer:\n  beta1: 0.9\n  epsilon: 1e-6\n")
     for kind, optimizer in OPTIMIZERS.items():
         override = f"optimizer.kind={kind}"
         if "epsilon" in optimizer.ignores:
-            [told] = refused(path, override)
-            assert told.startswith("job.yaml:3: `optimizer.epsilon`: ")
-            assert kind in told
+            [message] = refused(path, override)
+            assert message.startswith("job.yaml:3: `optimizer.epsilon`: ")
+            assert kind in message
             load_config(path, [override, "optimizer.epsilon=1e-8"])
         else:
             load_config(path, [override])

@@ -146,9 +146,9 @@ def test_each_file_of_the_corpus_has_its_message_and_there_are_many() -> None:
 def test_a_broken_file_is_told_to_the_line_with_all_that_is_wrong(tokenizer: Any, subtests: pytest.Subtests) -> None:
     for name in BROKEN:
         with subtests.test(name=name):
-            told = refusal(CORPUS / name, tokenizer)
-            assert len(told) == len(BROKEN[name]), told
-            for line, (beginning, word) in zip(told, BROKEN[name], strict=True):
+            messages = refusal(CORPUS / name, tokenizer)
+            assert len(messages) == len(BROKEN[name]), messages
+            for line, (beginning, word) in zip(messages, BROKEN[name], strict=True):
                 assert line.startswith(beginning)
                 assert word in line
 
@@ -242,9 +242,9 @@ def test_training_stops_with_exit_code_3_before_it_loads_a_weight(
     monkeypatch.setattr(sys, "argv", ["finetune", *job])
     with pytest.raises(SystemExit) as stopped:
         cli.main()
-    told = capsys.readouterr().err
+    output = capsys.readouterr().err
     assert stopped.value.code == 3
-    assert told.startswith("error: ")
-    assert all(beginning in told and word in told for beginning, word in BROKEN[name])
-    assert "Traceback" not in told
+    assert output.startswith("error: ")
+    assert all(beginning in output and word in output for beginning, word in BROKEN[name])
+    assert "Traceback" not in output
     assert not run.exists()

@@ -187,9 +187,9 @@ def test_a_change_of_the_held_out_file_leaves_the_training_rows(source: Path, tm
 
 def test_the_builtin_data_is_known_by_its_python() -> None:
     assert sources.contents("builtin:python_docs") == sources.contents(["builtin:python_docs"])
-    [(name, told)] = sources.contents("builtin:python_docs") or []
+    [(name, contents)] = sources.contents("builtin:python_docs") or []
     assert name == "builtin:python_docs"
-    assert sys.version in told
+    assert sys.version in contents
 
 
 def fetched(cache_folder: Path, commit: str, rows: list[dict[str, Any]]) -> None:
@@ -330,8 +330,8 @@ def test_a_folder_that_others_could_have_written_is_not_used(
     assert [everything(again) for again in found] == [expected] * 2
     assert {file: file.stat().st_mtime_ns for file in entry.iterdir()} == before
     assert len({file_of(again.train) for again in found}) == 1, "for this process it is a cache like any other"
-    [told] = caplog.messages
-    assert told.startswith(f"{kept} is not used: ")
+    [message] = caplog.messages
+    assert message.startswith(f"{kept} is not used: ")
     assert stat.S_IMODE(cache.folder().stat().st_mode) == 0o700
 
 
@@ -448,19 +448,19 @@ WRITER = """from finetune.data.rows import writer
 
 def test_a_disk_that_takes_no_more_is_told_with_what_to_do(kept: Path) -> None:
     limit = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, 2**20))\n"
-    told = elsewhere(kept, "key", WRITER, limit).stdout
-    assert told.startswith(f"4 {kept}: the prepared data cannot be written there: File too large")
-    assert "GiB free" in told
-    assert "HF_DATASETS_CACHE" in told
+    output = elsewhere(kept, "key", WRITER, limit).stdout
+    assert output.startswith(f"4 {kept}: the prepared data cannot be written there: File too large")
+    assert "GiB free" in output
+    assert "HF_DATASETS_CACHE" in output
     assert list(kept.iterdir()) == []
 
 
 def test_a_folder_that_cannot_be_made_is_told_with_what_to_do(kept: Path) -> None:
     kept.parent.parent.mkdir(exist_ok=True)
     kept.parent.write_text("a file stands in its place")
-    told = elsewhere(kept, "key").stdout
-    assert told.startswith(f"4 {kept}: the prepared data cannot be written there: ")
-    assert "HF_DATASETS_CACHE" in told
+    output = elsewhere(kept, "key").stdout
+    assert output.startswith(f"4 {kept}: the prepared data cannot be written there: ")
+    assert "HF_DATASETS_CACHE" in output
 
 
 # -- bounded memory --------------------------------------------------------------------------------------------------

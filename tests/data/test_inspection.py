@@ -208,11 +208,11 @@ def test_the_padding_is_that_of_training(quick: Callable[..., Config]) -> None:
         tokens = sum(line["tokens"] for line in lines)
         places = sum(round(line["tokens"] / (1 - line["padding_share"])) for line in lines)
         found = finetune.inspect_data(config).inspection
-        [told] = [batching for batching in found.batchings if batching.configured]
+        [configured] = [batching for batching in found.batchings if batching.configured]
         assert tokens == found.train.tokens
-        assert told.steps == len(lines)
-        assert told.padding_share == pytest.approx(1 - tokens / places)
-        assert (told.padding_share > 0) is (packed == "false")
+        assert configured.steps == len(lines)
+        assert configured.padding_share == pytest.approx(1 - tokens / places)
+        assert (configured.padding_share > 0) is (packed == "false")
 
 
 def test_each_way_to_batch_is_chosen_by_its_keys() -> None:

@@ -87,8 +87,8 @@ def read(path: Path, content: bytes) -> list[dict[str, Any]] | None:
     try:
         return [row.fields for row in sources.rows(str(path))]
     except DataError as error:
-        told = str(error).splitlines()
-    assert all(line.startswith((str(path), "Reading stopped")) for line in told)
+        lines = str(error).splitlines()
+    assert all(line.startswith((str(path), "Reading stopped")) for line in lines)
     return None
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from conversations import TWO_TURNS, assistant, shown, trained_text, user
 
+from finetune.data import tokenizing
 from finetune.data.chat import IGNORE, Encoded, encode, encode_all, is_empty, system_heads
 from finetune.data.examples import Chat, Completion, RowError, Text, Tokens
 
@@ -168,6 +169,17 @@ def test_an_answer_that_is_rendered_otherwise_at_the_end_is_found_by_its_words(
     assert trained_text(encode(rows, tokenizer), tokenizer) == "one . two<|im_end|>so#<|im_end|>"
 
 
+def test_no_memory_to_tokenize_with_is_no_fault_of_a_row(
+    word_tokenizer: Make, chatml: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def exhausted(*args: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(tokenizing, "_encodings", exhausted)
+    with pytest.raises(MemoryError):
+        encode_all([Text("so"), Text("one")], word_tokenizer(chatml))
+
+
 BARE = (
     "{%- for message in messages -%}{{- '<|im_start|>' + message['content'] -}}{%- endfor -%}"
     "{%- if add_generation_prompt -%}{{- '<|im_start|>' -}}{%- endif -%}"
@@ -176,6 +188,7 @@ BARE = (
 
 def test_no_other_special_token_is_taken_for_the_end_of_a_turn(word_tokenizer: Make, subtests: pytest.Subtests) -> None:
     """Neither one amid the answer, nor the one before it."""
+    tokenizer = word_tokenizer(BARE, pad_token="<unk>")
     for answer in ["one<|pad|>two", "one<|pad|>two\n", "\n", "one"]:
         with (
             subtests.test(answer=answer),
@@ -183,7 +196,7 @@ def test_no_other_special_token_is_taken_for_the_end_of_a_turn(word_tokenizer: M
                 RowError, match=r"messages\[1\]: the chat template closes this turn with no end-of-turn token"
             ),
         ):
-            encode(Chat([user("Hi"), assistant(answer)]), word_tokenizer(BARE, pad_token="<unk>"))
+            encode(Chat([user("Hi"), assistant(answer)]), tokenizer, control_tokens="parse")
 
 
 # -- what is tokenized together --------------------------------------------------------------------------------------

@@ -414,8 +414,8 @@ def test_all_wrong_rows_and_lines_are_told_in_their_order(write: Write, tokenize
     source = write([chat("Hi", "one"), {"messages": 5}, chat("Hi", "one"), {"messages": []}])
     with open(source, "a") as file:
         file.write('{"messages": [\n' + json.dumps({"messages": [{"role": "user", "content": "Hi"}]}) + "\n")
-    told = message(DataSection(train=source, eval="none"), tokenizer).splitlines()
-    assert [line.split(" ")[0].removeprefix(source) for line in told] == [":2:", ":4:", ":5:15:", ":6:"]
+    problems = message(DataSection(train=source, eval="none"), tokenizer).splitlines()
+    assert [line.split(" ")[0].removeprefix(source) for line in problems] == [":2:", ":4:", ":5:15:", ":6:"]
 
 
 def test_the_first_problems_are_told_in_the_order_of_the_rows_whoever_finds_them(
@@ -434,11 +434,11 @@ def test_the_first_problems_are_told_in_the_order_of_the_rows_whoever_finds_them
             good = json.dumps(chat("Hi", "one"))
             for count in (4, 9):
                 Path(source).write_text("\n".join(line for _ in range(count) for line in (good, *lines)) + "\n")
-                told = message(DataSection(train=source, eval="none"), tokenizer).splitlines()
-                places = [line.split(" ")[0].removeprefix(source) for line in told if line.startswith(source)]
+                problems = message(DataSection(train=source, eval="none"), tokenizer).splitlines()
+                places = [line.split(" ")[0].removeprefix(source) for line in problems if line.startswith(source)]
                 wrong = [f":{number}:" for number in range(2, 4 * count + 1) if number % 4 != 1]
                 assert [f":{place.split(':')[1]}:" for place in places] == wrong[:20]
-                assert ("stopped after 20 problems" in told[-1]) == (count == 9)
+                assert ("stopped after 20 problems" in problems[-1]) == (count == 9)
 
 
 def test_a_wrong_row_that_is_repeated_by_its_weight_is_told_once(write: Write, tokenizer: Any) -> None:

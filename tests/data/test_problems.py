@@ -1,4 +1,4 @@
-"""Facts about collecting problems: all are told at once, each once, in order, and no more than a page of them."""
+"""Facts about collecting problems: all are reported together, each once, in order, and no more than a page of them."""
 
 from __future__ import annotations
 
@@ -54,9 +54,9 @@ def test_a_page_of_problems_ends_the_block_at_once() -> None:
         problems.add(f"a:{line}: x")
     with pytest.raises(BadRows) as caught:
         problems.add("the last straw")
-    told = str(caught.value).splitlines()
-    assert told[: LIMIT - 1] == [f"a:{line}: x" for line in range(1, LIMIT)]
-    assert told[LIMIT - 1 :] == ["the last straw", f"Reading stopped after {LIMIT} problems; there may be more."]
+    lines = str(caught.value).splitlines()
+    assert lines[: LIMIT - 1] == [f"a:{line}: x" for line in range(1, LIMIT)]
+    assert lines[LIMIT - 1 :] == ["the last straw", f"Reading stopped after {LIMIT} problems; there may be more."]
 
 
 def test_reading_gives_every_item_before_it_tells() -> None:

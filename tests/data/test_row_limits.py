@@ -29,7 +29,7 @@ def soon() -> Iterator[None]:
     assert time.monotonic() - started < 60
 
 
-def told(path: Path) -> str:
+def refusal(path: Path) -> str:
     with pytest.raises(DataError) as caught:
         list(sources.rows(str(path)))
     return str(caught.value)
@@ -103,7 +103,7 @@ def test_a_gigabyte_of_line_breaks_is_refused(name: str, blank: str, tmp_path: P
     start = {"rows.json": b"[", "rows.csv": b"text\n"}.get(name, b"")
     piece = gzip.compress(blank.encode() * (2**22 // len(blank)), 1)
     path.write_bytes(gzip.compress(start) + piece * 256)
-    assert "over a million blank lines" in told(path)
+    assert "over a million blank lines" in refusal(path)
 
 
 def test_thousands_of_blank_lines_are_passed_over(tmp_path: Path) -> None:
@@ -115,13 +115,13 @@ def test_thousands_of_blank_lines_are_passed_over(tmp_path: Path) -> None:
 def test_the_bound_of_a_row_holds_in_a_list_too(tmp_path: Path) -> None:
     path = tmp_path / "rows.json"
     path.write_text(json.dumps([{"text": "so"}, {"text": "x" * (ROW_BYTES + 1)}]))
-    assert f"{path}:1:18: an item is longer than 64 MiB" in told(path)
+    assert f"{path}:1:18: an item is longer than 64 MiB" in refusal(path)
 
 
 def test_a_row_of_many_short_lines_is_bounded(tmp_path: Path) -> None:
     path = tmp_path / "rows.csv"
     path.write_text('text\nso\n"' + ('x" "' * 5 + "\n" + 'x","' * 5 + "\n") * 3_000_000)
-    assert "rows.csv:3: " in told(path)
+    assert "rows.csv:3: " in refusal(path)
 
 
 def string(characters: int) -> Any:
@@ -161,7 +161,7 @@ def test_a_small_file_with_a_row_of_much_is_refused(name: str, make: Callable[[P
     path = tmp_path / name
     make(path)
     assert path.stat().st_size < 2**20
-    assert "a row takes more than 64 MiB" in told(path)
+    assert "a row takes more than 64 MiB" in refusal(path)
 
 
 def test_a_large_dictionary_of_short_values_is_read(tmp_path: Path) -> None:
@@ -196,7 +196,7 @@ def test_a_header_of_a_hundred_thousand_names_is_read(tmp_path: Path) -> None:
     path.write_text(",".join(NAMES) + "\n" + ",".join("x" for _ in NAMES) + "\n")
     assert [len(row.fields) for row in sources.rows(str(path))] == [len(NAMES)]
     path.write_text(",".join([*NAMES, NAMES[-1]]) + "\n")
-    assert told(path) == f"{path}:1: the header has the name `name99999` twice; give each column its own"
+    assert refusal(path) == f"{path}:1: the header has the name `name99999` twice; give each column its own"
 
 
 def test_an_object_of_a_hundred_thousand_keys_is_read(tmp_path: Path) -> None:
@@ -204,7 +204,7 @@ def test_an_object_of_a_hundred_thousand_keys_is_read(tmp_path: Path) -> None:
     path.write_text(json.dumps(dict.fromkeys(NAMES, 1)) + "\n")
     assert [len(row.fields) for row in sources.rows(str(path))] == [len(NAMES)]
     path.write_text(json.dumps(dict.fromkeys(NAMES, 1))[:-1] + ', "name99999": 2}\n')
-    assert told(path) == f"{path}:1: the key `name99999` is given twice in one object; keep one"
+    assert refusal(path) == f"{path}:1: the key `name99999` is given twice in one object; keep one"
 
 
 def test_a_message_about_many_or_long_names_is_short(tmp_path: Path, tokenizer: Any, subtests: pytest.Subtests) -> None:

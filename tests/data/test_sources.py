@@ -1,4 +1,4 @@
-"""Facts about sources: every kind gives the same rows, and what is wrong in a file is told to the line and column."""
+"""Facts about sources: every kind gives the same rows, and errors name the line and column."""
 
 from __future__ import annotations
 
@@ -650,7 +650,7 @@ def test_files_of_200_mb_are_read_in_little_memory(tmp_path: Path) -> None:
 
 
 def test_what_is_too_long_for_a_row_is_refused(tmp_path: Path, subtests: pytest.Subtests) -> None:
-    for name, start, repeated, told in [
+    for name, start, repeated, message in [
         ("a.jsonl", '{"text": "', "x", "a.jsonl:1: the line is longer than 64 MiB"),
         ("a.txt", "one\n", "x", "a.txt:2: the line is longer than 64 MiB"),
         ("a.json", '[{"text": "y"},\n {"text": "', "x", "a.json:2:11: not valid JSON: Unterminated string"),
@@ -658,7 +658,7 @@ def test_what_is_too_long_for_a_row_is_refused(tmp_path: Path, subtests: pytest.
     ]:
         with subtests.test(name=name, start=start):
             times = 66 * 2**20 // len(repeated)
-            assert refused(tmp_path / name, start + repeated * times).splitlines()[0].startswith(told)
+            assert refused(tmp_path / name, start + repeated * times).splitlines()[0].startswith(message)
 
 
 def test_a_list_over_the_bound_is_refused_with_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -675,7 +675,7 @@ def test_ten_gigabytes_that_are_no_rows_are_not_read_into_memory(tmp_path: Path)
             file.truncate(10 * 2**30)
     found, grown = read_elsewhere(sorted(tmp_path.iterdir()))
     assert len(found) == 4
-    assert all("byte 1 of the line is NUL" in told for told in found)
+    assert all("byte 1 of the line is NUL" in message for message in found)
     assert grown < 400 * 2**20
 
 

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import finetune
 from finetune.errors import ArtifactError, MachineError, NumbersError
-from finetune.export import proof
+from finetune.export import formats, proof
 from finetune.storage.rundir import RunDirectory
 
 CPU = torch.device("cpu")
@@ -53,7 +54,7 @@ def test_merged_weights_are_base_plus_scaled_update(run: RunDirectory, tiny_base
 def test_proof_is_recorded_and_within_the_bound(run: RunDirectory) -> None:
     result = finetune.merge(run)
     recorded = json.loads((run.merged / "merge.json").read_text())
-    assert result["error"] <= result["bound"] == proof.bound(4, torch.bfloat16)
+    assert result["error"] <= result["bound"] == proof.bound(4, proof.ROUNDOFF[torch.bfloat16])
     assert result["effect"] > 3 * result["bound"], "the adapter must matter for the proof to mean something"
     assert result["agreement"] > 0.95
     assert recorded["error"] == result["error"]
@@ -90,21 +91,23 @@ def test_other_tools_read_adapter_and_merged_model(run: RunDirectory, tiny_base:
     assert (run.merged / "fingerprint.json").read_bytes() == (run.adapter / "fingerprint.json").read_bytes()
 
 
+def test_no_export_takes_the_place_of_another_part_of_a_run(tmp_path: Path) -> None:
+    places = vars(RunDirectory(tmp_path)).values()
+    assert {tmp_path / name for name in formats.FORMATS}.intersection(places) == {tmp_path / "merged"}
+
+
 def test_a_merge_that_is_not_the_trained_model_is_not_published(
     run: RunDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A tensor of the staged files is changed before they are read back."""
-    from finetune.export import merge
 
-    save = merge._save
-
-    def damaging(model, tokenizer, folder: Path, dtype) -> None:
-        save(model, tokenizer, folder, dtype)
+    def damaging(model, tokenizer, folder: Path) -> None:
+        formats.write_transformers(model, tokenizer, folder)
         tensors = load_file(folder / "model.safetensors")
         tensors["model.layers.1.mlp.down_proj.weight"] *= 1.5
         save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
-    monkeypatch.setattr(merge, "_save", damaging)
+    monkeypatch.setitem(formats.FORMATS, "merged", replace(formats.FORMATS["merged"], write=damaging))
     with pytest.raises(ArtifactError, match="the merged model is not the trained one"):
         finetune.merge(run)
     assert not run.merged.exists()
@@ -124,16 +127,14 @@ def test_a_merge_without_the_adapter_is_noticed() -> None:
 
 @pytest.mark.slow
 def test_disk_full_leaves_the_adapter_and_the_old_merge(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
-    from finetune.export import merge
-
     finetune.merge(run)
     before = (run.merged / "model.safetensors").read_bytes()
 
     def full(*arguments) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(merge, "_save", full)
-    with pytest.raises(MachineError, match=r"No space left on device.*finetune merge"):
+    monkeypatch.setitem(formats.FORMATS, "merged", replace(formats.FORMATS["merged"], write=full))
+    with pytest.raises(MachineError, match=r"No space left on device.*finetune export .* --to merged"):
         finetune.merge(run)
     assert (run.merged / "model.safetensors").read_bytes() == before
 

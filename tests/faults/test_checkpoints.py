@@ -172,13 +172,13 @@ def test_a_disk_that_fills_during_a_save_ends_in_4_with_the_bytes(
     checkpoint.write(run, contents(1))
     ended = children.run(["save", run.path, 2], Fault("open", f"checkpoints/.*{file}", action="fill"))
     assert ended.code == 4, ended.output
-    told = (
+    message = (
         r"checkpoints/latest could not be written: No space left on device; [\d,]+ bytes are free"
         if file == "latest"  # the checkpoint itself is published by then
         else r"checkpoint at step 2 could not be written to .*No space left on device; bytes needed: [\d,]+, "
         r"free: [\d,]+\. Earlier checkpoints are untouched"
     )
-    assert re.search(told, ended.output)
+    assert re.search(message, ended.output)
     newest, damaged = checkpoint.newest_valid(run)
     assert newest in (run.checkpoint(1), run.checkpoint(2) if file == "latest" else None)
     assert not damaged
@@ -618,7 +618,7 @@ def test_a_second_process_in_a_run_directory_is_refused_by_the_first_ones_number
 
 def test_processes_that_cannot_share_the_batch_are_refused_naming_it(quick, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "3")
-    with pytest.raises(ConfigError, match=r"`training\.batch_size` 4 cannot be shared by 3 processes"):
+    with pytest.raises(ConfigError, match=r"`training\.batch_size` 4 cannot be split among 3 processes"):
         finetune.train(quick())
 
 

@@ -47,9 +47,9 @@ def test_a_row_that_does_not_fit_is_found_before_the_first_step(train_apart, one
     overrides = [f"data.train={one_long_row}", LONG, "data.eval=none", "training.eval_every=null"]
     run, ended = train_apart(little, *overrides)
     assert ended.code == 6, ended.output
-    told = "".join(ended.output.split())  # a terminal breaks long lines
-    assert f"{one_long_row}:11,1" in told, "the row and its hundred thousand tokens"
-    assert "data.max_length=100000" in told, "the levers"
+    output = "".join(ended.output.split())  # a terminal breaks long lines
+    assert f"{one_long_row}:11,1" in output, "the row and its hundred thousand tokens"
+    assert "data.max_length=100000" in output, "the levers"
     assert run.metrics() == []
     events = [event["event"] for event in run.events()]
     assert events == ["started", "micro_batch_split", "row_does_not_fit", "out_of_memory"]

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from steps import spoil_losses
+from steps import micro_batches, ready, spoil_losses
 
 import finetune
 from finetune.errors import NumbersError
@@ -54,6 +54,30 @@ def test_the_scaler_backs_off_and_a_nan_is_never_shown_as_0(quick, scaled, monke
     assert len({line["learning_rate"] for line in lines[1:4]}) == 1, "the schedule waits"
     assert lines[4]["learning_rate"] < lines[3]["learning_rate"]
     assert run.finished
+
+
+def test_an_update_under_loss_scaling_is_that_of_the_gradients_without(quick) -> None:
+    def updated(scaler: torch.amp.GradScaler | None) -> dict[str, torch.Tensor]:
+        loop = ready(quick(*FEW, "training.max_steps=5", run=f"scaled-{scaler is not None}"))
+        loop.step.scaler = scaler
+        for group in loop.step.optimizer.param_groups:
+            group["lr"] = 1e-3
+        inputs = micro_batches(loop, [0, 1], 2)
+        before = {name: weight.detach().clone() for name, weight in loop.step.model.named_parameters()}
+        loop.step.forward_backward(inputs, 10)
+        loop.step.clip()
+        loop.step.update()
+        return {
+            name: weight - before[name]
+            for name, weight in loop.step.model.named_parameters()
+            if weight.grad is not None
+        }
+
+    plain, scaled_by_4 = updated(None), updated(torch.amp.GradScaler("cpu", init_scale=4.0))
+    assert plain
+    assert any(change.any() for change in plain.values())
+    for name, change in plain.items():
+        torch.testing.assert_close(scaled_by_4[name], change, rtol=1e-4, atol=1e-7)
 
 
 def test_a_nan_that_stays_stops_once_the_scale_is_used_up(quick, scaled, monkeypatch) -> None:

@@ -144,6 +144,37 @@ def test_an_error_of_another_kind_is_not_tried_again(plain: Loop, monkeypatch) -
         gradients(plain, micro_batches(plain, ROWS, 8))
 
 
+def test_nothing_is_left_of_the_step_when_a_row_is_given_up(with_dropout: Loop, monkeypatch) -> None:
+    with_dropout.retry.limit = Limit()
+    inputs = micro_batches(with_dropout, [0, 12], 1)
+    random, left = torch.get_rng_state(), []
+
+    def look(error: BaseException, row: Inputs) -> None:
+        left.extend(weight for weight in with_dropout.step.trained() if weight.grad is not None)
+        left.extend([] if torch.equal(torch.get_rng_state(), random) else ["random numbers"])
+
+    plainly = Step.micro_step
+
+    def second_fails(self: Step, *args) -> torch.Tensor:
+        loss = plainly(self, *args)
+        if args[1] == 1:
+            raise torch.OutOfMemoryError("CUDA out of memory. (injected)")
+        return loss
+
+    monkeypatch.setattr(with_dropout.retry, "give_up", look)
+    monkeypatch.setattr(Step, "micro_step", second_fails)
+    with pytest.raises(torch.OutOfMemoryError):
+        gradients(with_dropout, inputs)
+    assert not left
+
+
+def test_a_step_computes_with_dropout_whatever_was_done_before(with_dropout: Loop) -> None:
+    with_dropout.step.model.eval()
+    with_dropout.step.forward_backward(micro_batches(with_dropout, [0], 1), 1)
+    assert all(module.training for module in with_dropout.step.model.modules())
+    with_dropout.step.model.zero_grad()
+
+
 def test_of_several_processes_none_does_a_step_again(plain: Loop, monkeypatch) -> None:
     """The others wait for it in the backward pass that failed."""
     plain.retry.limit = Limit()
@@ -230,12 +261,28 @@ def test_an_update_that_changed_nothing_is_done_again(make: Callable[..., Loop],
             raise torch.OutOfMemoryError("CUDA out of memory. (injected)")
         return zeros_like(*args, **kwargs)
 
+    freed: list[int] = []
     with monkeypatch.context() as patch:
         patch.setattr(torch, "zeros_like", exhausted)
+        patch.setattr(libraries, "return_freed_memory", lambda: freed.append(len(made)))
         found = updated(loop)
     assert len(made) > 6
+    assert freed == [6], "before the second try"
     assert all(torch.equal(found[name], expected[name]) for name in expected)
     assert loop.recorder.run.events()[-1]["event"] == "update_retried"
+
+
+def test_an_update_that_fails_otherwise_is_not_done_again(make: Callable[..., Loop], monkeypatch) -> None:
+    loop, calls = make(), []
+
+    def fail(self: Step) -> None:
+        calls.append(self)
+        raise RuntimeError("no matter of memory")
+
+    monkeypatch.setattr(Step, "update", fail)
+    with pytest.raises(RuntimeError, match="no matter of memory"):
+        loop.retry.update(loop.step)
+    assert len(calls) == 1
 
 
 def test_an_update_that_changed_some_weights_is_not_done_again(make: Callable[..., Loop], monkeypatch) -> None:

@@ -75,13 +75,13 @@ def test_each_part_that_does_not_fit_is_split_and_told_and_its_memory_given_back
     asked = {"precision": "fp32", "masked": False}
     expected = evaluation.summed_loss(loop.step.model, [[batch]], **asked)
     exhausted[0] = 1
-    told: list[int] = []
+    splits: list[int] = []
     freed: list[int] = []
-    monkeypatch.setattr(libraries, "return_freed_memory", lambda: freed.append(len(told)))
+    monkeypatch.setattr(libraries, "return_freed_memory", lambda: freed.append(len(splits)))
     found = evaluation.summed_loss(
-        loop.step.model, [[batch]], on_split=lambda part: told.append(row_count(part)), **asked
+        loop.step.model, [[batch]], on_split=lambda part: splits.append(row_count(part)), **asked
     )
-    assert told == [3, 2]
+    assert splits == [3, 2]
     assert freed == [0, 1]
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=0)
 
@@ -150,7 +150,7 @@ def test_a_merge_out_of_memory_leaves_the_training_and_is_done_again(train_apart
     job = ["output.merge=true", "data.eval=none", "training.eval_every=null"]
     run, ended = train_apart(Fault("finetune.lifecycle.publish:merge_locked", memory_bytes=2**20), *job)
     assert ended.code == 6, ended.output
-    assert "finetune merge" in " ".join(ended.output.split())
+    assert f"finetune export {run.path} --to merged" in " ".join(ended.output.split())
     assert not run.finished
     assert not run.merged.exists()
     before, lines = weights(run), run.metrics_file.read_bytes()

@@ -69,8 +69,8 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-def refused(told: tuple[int, str, str], path: Path, why: str) -> None:
-    code, _, err = told
+def refused(ended: tuple[int, str, str], path: Path, why: str) -> None:
+    code, _, err = ended
     assert code == 4, err
     assert err.startswith(f"error: {path}")
     assert why in err

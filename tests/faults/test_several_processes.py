@@ -102,12 +102,12 @@ def test_another_number_of_processes_goes_on_with_the_same_rows_and_is_logged(
     assert lines(changed.run, "loss") == pytest.approx(lines(whole.run, "loss"), rel=1e-5)
 
 
-@pytest.mark.parametrize(("told", "step"), [(0, 3), (1, 4)])
-def test_a_signal_to_one_process_saves_and_ends_all(job: Make, told: int, step: int) -> None:
+@pytest.mark.parametrize(("signalled", "step"), [(0, 3), (1, 4)])
+def test_a_signal_to_one_process_saves_and_ends_all(job: Make, signalled: int, step: int) -> None:
     """Before the evaluation that step 4 owes, which a resume makes up for."""
     whole, stopped = job(*EXACT, run="whole"), job(*EXACT, run="stopped")
     assert_all(whole.go(1), 0)
-    assert_all(stopped.go(2, {told: Fault(STEP, nth=step, action="SIGTERM")}), 143)
+    assert_all(stopped.go(2, {signalled: Fault(STEP, nth=step, action="SIGTERM")}), 143)
     assert stopped.run.saved_steps == [2, step]
     assert len(lines(stopped.run, "eval_loss")) == 2
     assert not stopped.run.adapter.exists()

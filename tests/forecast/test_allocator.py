@@ -77,7 +77,7 @@ def test_a_handle_is_freed_once_and_a_size_is_not_negative() -> None:
     allocator.free(handle)
     with pytest.raises(ValueError, match="no allocation has the handle"):
         allocator.free(handle)
-    with pytest.raises(ValueError, match="not negative"):
+    with pytest.raises(ValueError, match="cannot be negative"):
         allocator.allocate(-1)
 
 

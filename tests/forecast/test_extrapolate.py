@@ -9,7 +9,7 @@ import pytest
 import tiny_models
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from traces import Story, peaks, told
+from traces import Story, events, peaks
 
 from finetune.forecast import step as tracing
 from finetune.forecast.depth import Scattered
@@ -109,7 +109,7 @@ def evaluated(layers: int) -> Story:
 
 
 def without_layers(trace: Trace) -> list[tuple[str, int, int, str]]:
-    return [(phase, *event) for phase, _, *event in told(trace)]
+    return [(phase, *event) for phase, _, *event in events(trace)]
 
 
 @pytest.mark.parametrize("layers", [6, 7, 20])
@@ -154,7 +154,7 @@ def test_layers_that_are_not_alike_are_noticed(story: Story, words: str) -> None
 
 
 def test_only_the_ends_may_come_and_go_otherwise() -> None:
-    found = told(extrapolate(step(5, odd=4).trace, shorten("a" * 9)))
+    found = events(extrapolate(step(5, odd=4).trace, shorten("a" * 9)))
     assert [event for event in found if event[3] == 7] == [("forward", 8, sign, 7, "activations") for sign in (1, -1)]
 
 
@@ -190,7 +190,7 @@ def test_the_extrapolated_trace_has_the_peaks_of_the_whole_one(
     assert found == expected
     assert repeated.work(["forward", "backward"]).flops == full.work(["forward", "backward"]).flops
     assert (repeated.parameters, repeated.largest_weight) == (full.parameters, full.largest_weight)
-    assert told(repeated)[-1][0] == told(full)[-1][0]
+    assert events(repeated)[-1][0] == events(full)[-1][0]
 
 
 @pytest.mark.parametrize("problem", [NotAlike, Scattered])

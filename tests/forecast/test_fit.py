@@ -185,7 +185,7 @@ def test_when_nothing_fits_the_least_that_was_found_is_told() -> None:
     with pytest.raises(OutOfMemoryError) as raised:
         Job(1024).fit()
     least = 1000 + 300 // 8
-    assert f"{least / 1024:.2f} GiB of 1.00" in str(raised.value)
+    assert f"{least / 1024:.2f} of 1.00 GiB" in str(raised.value)
     for word in ("micro-batch 1", "checkpointing all", "offload checkpoints", "data.max_length", "adapter.rank"):
         assert word in str(raised.value)
 

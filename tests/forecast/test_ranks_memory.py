@@ -14,7 +14,7 @@ import tiny_models
 from finetune.forecast import operator_costs
 
 # Two processes take a model with frozen and trained weights as the trainer does, and step three times (the buckets are
-# made anew after the first). Told is how many blocks of each size are left.
+# made anew after the first). Printed is how many blocks of each size are left.
 MEASURE = f"""
 import collections, json, sys
 sys.path += {[str(tiny_models.ROOT / "tests"), str(tiny_models.ROOT / "benchmarks")]}

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.profiler import ProfilerActivity, profile
-from traces import told
+from traces import events
 
 from finetune.forecast.operator_costs import Kernels
 from finetune.forecast.trace import Answers, Recorder, Work
@@ -31,7 +31,7 @@ def recording(given: Kernels | None = None, answers: Answers | None = None) -> I
 
 def bytes_of(recorder: Recorder) -> list[int]:
     """Each event's bytes, above 0 where they were allocated."""
-    return [sign * size for _, _, sign, size, _ in told(recorder.trace())]
+    return [sign * size for _, _, sign, size, _ in events(recorder.trace())]
 
 
 # -- allocations -------------------------------------------------------------------------------------------------------
@@ -80,7 +80,7 @@ def test_a_run_has_one_phase_and_one_layer() -> None:
         recorder.phase = "backward"
         del second
         third = first + first
-    assert told(recorder.trace())[:3] == [
+    assert events(recorder.trace())[:3] == [
         ("forward", None, 1, 4, "activations"),
         ("forward", 2, 1, 4, "activations"),
         ("backward", 2, -1, 4, "activations"),
@@ -105,7 +105,7 @@ def test_what_was_there_before_is_kept_and_what_was_recorded_can_be_named() -> N
         outside = torch.empty(6)
     recorder.keep(outside, "base_weights", 4)
     recorder.keep(outside.view(2, 3), "adapter", 5)
-    assert told(recorder.trace()) == [("load", 4, 1, 24, "base_weights")], "a tied weight is counted once"
+    assert events(recorder.trace()) == [("load", 4, 1, 24, "base_weights")], "a tied weight is counted once"
 
 
 def test_an_optimizer_is_followed_from_weight_to_weight() -> None:
@@ -119,7 +119,7 @@ def test_an_optimizer_is_followed_from_weight_to_weight() -> None:
     with mode, recorder, recorder.follow_layers():
         states = [torch.zeros_like(second), torch.zeros_like(first)]
         lists = torch._foreach_add([first, second], 1.0)
-    assert [event[1:4] for event in told(recorder.trace())[2:6]] == [(1, 1, 24), (0, 1, 16), (0, 1, 16), (1, 1, 24)]
+    assert [event[1:4] for event in events(recorder.trace())[2:6]] == [(1, 1, 24), (0, 1, 16), (0, 1, 16), (1, 1, 24)]
     assert len(states) == len(lists) == 2
 
 
@@ -131,7 +131,7 @@ def test_an_operator_that_is_a_python_program_is_seen_inside_and_its_output_keep
         values = torch.empty(10)
         recorder.category = "loss"
         out = torch.exp(values)
-    assert [event[2:] for event in told(recorder.trace())][:4] == [
+    assert [event[2:] for event in events(recorder.trace())][:4] == [
         (1, 40, "activations"), (1, 80, "workspace"), (1, 80, "loss"), (-1, 80, "workspace"),
     ]  # fmt: skip
     assert recorder.category == "loss"
@@ -145,7 +145,7 @@ def test_scratch_is_there_only_while_its_operator_runs() -> None:
         out = values @ values
         recorder.phase = "after"
         out = out + 1
-    assert [event[2:] for event in told(recorder.trace())][:6] == [
+    assert [event[2:] for event in events(recorder.trace())][:6] == [
         (1, 16, "activations"),
         (1, 700, "workspace"),
         (1, 300, "workspace"),
@@ -161,7 +161,7 @@ def test_a_weight_in_another_type_is_workspace_and_an_activation_is_not() -> Non
         weight, activation = torch.empty(8), torch.empty(4)
         recorder.mark(weight, "base_weights")
         made = [weight.bfloat16(), activation.bfloat16()]
-    assert [event[2:] for event in told(recorder.trace())][2:4] == [(1, 16, "workspace"), (1, 8, "activations")]
+    assert [event[2:] for event in events(recorder.trace())][2:4] == [(1, 16, "workspace"), (1, 8, "activations")]
     assert len(made) == 2
 
 
@@ -311,10 +311,10 @@ def test_autograd_adds_in_place_into_a_gradient_that_it_alone_holds(subtests: py
         with subtests.test(how=how, gradients=gradients):
             with recording() as recorder:
                 backward_of_a_weight_used_twice(how, lambda: setattr(recorder, "phase", "backward"))
-            traced = [size for _, _, sign, size, _ in told(recorder.trace()) if sign > 0]
+            traced = [size for _, _, sign, size, _ in events(recorder.trace()) if sign > 0]
             assert traced == allocations_by_the_profiler(how)
             found = [
-                event for event in told(recorder.trace()) if event[0] == "backward" and event[2:4] == (1, 64 * 64 * 4)
+                event for event in events(recorder.trace()) if event[0] == "backward" and event[2:4] == (1, 64 * 64 * 4)
             ]
             assert len(found) == gradients
 
@@ -330,5 +330,5 @@ def test_the_gradient_of_selected_rows_is_put_in_place() -> None:
 
     with recording() as recorder:
         backward(lambda: setattr(recorder, "phase", "backward"))
-    traced = [size for phase, _, sign, size, _ in told(recorder.trace()) if (phase, sign) == ("backward", 1)]
+    traced = [size for phase, _, sign, size, _ in events(recorder.trace()) if (phase, sign) == ("backward", 1)]
     assert traced == [16 * 8 * 4, 64 * 8 * 4], "the gradient given and that of the values"

@@ -51,10 +51,10 @@ def run_body(function: Callable[..., Any], arguments: Mapping[str, Any]) -> None
         if is_wrong(error):
             raise
         place = f"up to {_line_in(function, error)}: {type(error).__name__}"
-    told = f"ran on a CPU {place}; {len(reached)} of {total} assertions reached"
+    reason = f"ran on a CPU {place}; {len(reached)} of {total} assertions reached"
     if lacking := sorted({error for error in reached.values() if error}):
-        told += f", which lack what a card gives ({', '.join(lacking)})"
-    pytest.skip(told)
+        reason += f", which lack what a card gives ({', '.join(lacking)})"
+    pytest.skip(reason)
 
 
 def is_wrong(error: BaseException) -> bool:

@@ -170,7 +170,7 @@ def test_an_answer_ends_with_the_positions_and_a_prompt_that_takes_them_all_is_r
     base = make_base("gpt2", GPT2)
     model, tokenizer = AutoModelForCausalLM.from_pretrained(base), AutoTokenizer.from_pretrained(base)
     assert isinstance(answer(model, tokenizer, tokenizer("a")["input_ids"], 500), str)
-    with pytest.raises(ConfigError, match=r"the prompt has .* tokens, and the base 40 positions"):
+    with pytest.raises(ConfigError, match=r"the prompt has .* tokens, but the base only 40 positions"):
         answer(model, tokenizer, tokenizer("word " * POSITIONS)["input_ids"], 5)
 
 

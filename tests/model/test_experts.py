@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from steps import ready
+from transformers import AutoConfig, AutoModelForCausalLM, MixtralPreTrainedModel
 
 import finetune
 from finetune.config import AdapterSection, MemorySection, ModelSection, QuantizationSection
@@ -187,7 +188,7 @@ def test_a_forward_pass_that_fails_leaves_the_experts_packed(base_of: Callable[[
 # -- what is said of them ----------------------------------------------------------------------------------------------
 
 
-def told(folder: Path, kind: str) -> str:
+def described(folder: Path, kind: str) -> str:
     section = ModelSection(name=str(folder))
     base = Blueprint(section, QuantizationSection(kind=kind), load_architecture(section), "eager", torch.bfloat16)
     mixture = base.check(AdapterSection(kind="none"))
@@ -203,9 +204,11 @@ def told(folder: Path, kind: str) -> str:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [*ARCHITECTURES, "qwen2_moe"])
 def test_what_is_told_of_experts_is_what_is_loaded(name: str, base_of: Callable[[str], Path]) -> None:
-    assert told(base_of(name), "nf4").startswith("4 a layer in nf4; ")
-    assert told(base_of(name), "int8").startswith("4 a layer unquantized (bitsandbytes has int8 for linear layers only")
-    assert told(base_of(name), "none") == "4 a layer unquantized"
+    assert described(base_of(name), "nf4").startswith("4 a layer in nf4; ")
+    assert described(base_of(name), "int8").startswith(
+        "4 a layer unquantized (bitsandbytes has int8 for linear layers only"
+    )
+    assert described(base_of(name), "none") == "4 a layer unquantized"
 
 
 def test_experts_in_a_form_that_is_not_quantized_are_told_to_be() -> None:
@@ -270,7 +273,7 @@ def test_the_candidates_name_experts_and_routers(base_of: Callable[[str], Path])
 
 
 @pytest.mark.parametrize(
-    ("overrides", "told"),
+    ("overrides", "message"),
     [
         ([], r"`experts\.down_proj` is in 4 bit.*`int8` or `none`"),
         (["quantization.kind=none", "adapter.dropout=0.1"], r"cannot have `adapter\.dropout`"),
@@ -279,14 +282,14 @@ def test_the_candidates_name_experts_and_routers(base_of: Callable[[str], Path])
     ],
 )
 def test_an_adapter_that_experts_cannot_have_is_refused_before_weights_are_loaded(
-    overrides: list[str], told: str, base_of: Callable[[str], Path], quick: Any, monkeypatch: pytest.MonkeyPatch
+    overrides: list[str], message: str, base_of: Callable[[str], Path], quick: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def load_base(*arguments: Any, **named: Any) -> None:
         raise AssertionError("weights were loaded")
 
     monkeypatch.setattr("finetune.model.build.load_base", load_base)
     job = quick(f"model.name={base_of('mixtral')}", "adapter.targets=[q_proj,experts.down_proj]", *overrides)
-    with pytest.raises(ConfigError, match=told):
+    with pytest.raises(ConfigError, match=message):
         finetune.train(job)
 
 
@@ -333,6 +336,19 @@ def test_adapters_on_experts_and_routers_load_too(
 ) -> None:
     job = [f"model.name={base_of('mixtral')}", f"quantization.kind={kind}", f"adapter.targets={targets}"]
     use(finetune.train(quick(*job, *STEPS)).run)
+
+
+def test_a_mixture_whose_routers_cannot_be_read_says_that_it_trains_without_its_balancing_loss(
+    base_of: Callable[[str], Path], quick: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def balanced() -> bool:
+        return ready(quick(f"model.name={base_of('mixtral')}", "data.eval=none")).step.model.config.output_router_logits
+
+    assert balanced()
+    assert "balancing" not in capsys.readouterr().out
+    monkeypatch.setattr(MixtralPreTrainedModel, "_can_record_outputs", {})  # as Granite's is in transformers 5.17
+    assert not balanced()
+    assert "trains without its balancing loss" in " ".join(capsys.readouterr().out.split())
 
 
 @pytest.mark.slow

@@ -209,10 +209,10 @@ def test_forged_tensors_are_refused(folder: Path, section: AdapterSection) -> No
         try:
             load_on_a_new_base(folder, section)
         except ArtifactError as error:
-            told = str(error)
+            message = str(error)
         else:
             pytest.fail(f"{what} is accepted: {name}")
-        assert told.isprintable()
+        assert message.isprintable()
 
 
 @pytest.mark.slow

@@ -42,7 +42,7 @@ def write_at(file: Path, place: int, content: bytes) -> None:
 
 
 def age(file: Path) -> None:
-    """Wait until a change of the file can be told by its times."""
+    """Wait until a change of the file shows in its times."""
     time.sleep(max(0, file.stat().st_ctime + 0.2 - time.time()))
 
 

@@ -60,7 +60,7 @@ def whole_run(terminal: Terminal, run: RunDirectory) -> None:
     terminal.stepped(training_line(1, 3.5, forward=800))
     terminal.note("a note")
     terminal.answers(run)
-    terminal.merged(run, _PROOF)
+    terminal.merged(run.merged, _PROOF)
     terminal.finished(run)
     terminal.losses({"base": 1.0})
 
@@ -143,7 +143,7 @@ def test_finished_tells_the_loss_of_what_is_published_and_where_it_is(log: Log, 
 
 
 def test_merged_tells_the_proof(log: Log, run: RunDirectory) -> None:
-    log.terminal.merged(run, _PROOF)
+    log.terminal.merged(run.merged, _PROOF)
     assert all(text in log.text for text in ("0.250%", "1.100%", "31.000%", "99.51%", str(run.merged)))
 
 

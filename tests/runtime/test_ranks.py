@@ -35,11 +35,11 @@ def test_idle_gpus_are_told_with_the_one_that_is_used_and_the_way_to_use_all(vis
     chosen = visible(2)
     ranks.choose_gpu()
     assert chosen == [0], "transformers takes the first, wherever a notebook was before"
-    told = ranks.idle_gpus()
-    assert told is not None
-    assert "2 GPUs are visible" in told
-    assert "GPU 0" in told
-    assert "torchrun --nproc-per-node 2 " in told
+    note = ranks.idle_gpus()
+    assert note is not None
+    assert "2 GPUs are visible" in note
+    assert "GPU 0" in note
+    assert "torchrun --nproc-per-node 2 " in note
 
 
 def test_nothing_is_told_where_no_gpu_is_idle(visible: Visible, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -80,7 +80,7 @@ def test_they_are_switched_on_where_the_driver_has_what_they_need(driver: Instal
     assert segments.grow(GPU)
     assert not segments.asked(), "asking changes nothing"
     segments.settle(GPU)
-    assert segments.asked() == "expandable_segments:True", "what torch was told"
+    assert segments.asked() == "expandable_segments:True", "what torch was given"
     assert segments.grow(GPU)
     segments.settle(GPU)
     assert segments.asked() == "expandable_segments:True"

@@ -1,4 +1,4 @@
-"""A machine on which Triton cannot build its kernels: it is noticed, told, and trained on without them.
+"""A machine on which Triton cannot build its kernels: it is detected and reported, and training goes on without them.
 
 Triton itself is not here; a stand-in of its few names fails as the real one does (triton 3.9, runtime/build.py).
 """
@@ -90,7 +90,7 @@ def test_kernels_that_run_are_no_obstacle_and_tried_once(triton) -> None:
 
 
 @pytest.mark.parametrize(
-    ("fails", "told"),
+    ("fails", "reason"),
     [
         (NO_COMPILER, "Failed to find C compiler"),
         (NO_HEADERS, "gcc"),
@@ -98,11 +98,11 @@ def test_kernels_that_run_are_no_obstacle_and_tried_once(triton) -> None:
     ],
     ids=["compiler", "headers", "cache"],
 )
-def test_what_keeps_kernels_from_running_is_told_with_what_to_install(triton, fails: Exception, told: str) -> None:
+def test_what_keeps_kernels_from_running_is_told_with_what_to_install(triton, fails: Exception, reason: str) -> None:
     triton(fails)
     obstacle = libraries.triton_obstacle()
     assert obstacle is not None
-    assert told in obstacle
+    assert reason in obstacle
     assert "\n" not in obstacle
     found = machine._triton()
     assert found.status == "warning"

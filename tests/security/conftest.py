@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from hostile import TINY, Trap
-from watched import Told, watched
+from watched import Ended, watched
 
 import finetune.recipe  # noqa: F401 -- with all that it imports, so that no fork has to
 from finetune.storage.rundir import RunDirectory
@@ -41,27 +41,27 @@ def run(foreign: Path, trained: RunDirectory) -> RunDirectory:
 
 
 @pytest.fixture
-def call(tmp_path: Path, foreign: Path, trap: Trap) -> Callable[..., Told]:
+def call(tmp_path: Path, foreign: Path, trap: Trap) -> Callable[..., Ended]:
     """Run a command in a watched child. It may write below `writes` (default `out`), nothing may run, nothing may
     connect, and the foreign files must be as before, but for a run directory that it may write to."""
 
-    def run(*arguments: object, writes: Path | None = None) -> Told:
+    def run(*arguments: object, writes: Path | None = None) -> Ended:
         mine = writes or tmp_path / "out"
         before = contents(tmp_path, mine)
-        told = watched(*arguments, writable=[mine], foreign=[foreign], folder=tmp_path)
-        assert told.heard == []
+        ended = watched(*arguments, writable=[mine], foreign=[foreign], folder=tmp_path)
+        assert ended.heard == []
         assert not trap.went_off
         assert contents(tmp_path, mine) == before
-        return told
+        return ended
 
     return run
 
 
 @pytest.fixture
-def train(call: Callable[..., Told], rows_file: Path, tmp_path: Path) -> Callable[..., Told]:
+def train(call: Callable[..., Ended], rows_file: Path, tmp_path: Path) -> Callable[..., Ended]:
     """Train for one step, with overrides."""
 
-    def run(*overrides: str, config: Path = TINY, writes: Path | None = None) -> Told:
+    def run(*overrides: str, config: Path = TINY, writes: Path | None = None) -> Ended:
         job = ["training.max_steps=1", "training.batch_size=2", "training.micro_batch=2", "memory.check=off"]
         job.append("output.merge=false")
         where = [f"data.train={rows_file}", "data.eval=none", f"output.dir={tmp_path / 'out' / 'run'}"]

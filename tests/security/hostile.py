@@ -8,7 +8,7 @@ import pickle
 from pathlib import Path
 from typing import Any
 
-from watched import Told
+from watched import Ended
 
 TINY = Path(__file__).resolve().parents[2] / "configs" / "tiny_cpu.yaml"
 
@@ -31,13 +31,13 @@ class Trap:
         return self.trace.exists()
 
 
-def refused(told: Told, *words: object, code: int = 7) -> None:
+def refused(ended: Ended, *words: object, code: int = 7) -> None:
     """Assert that a command ended with one clear paragraph that says `words`."""
-    assert told.code == code, told.out + told.err
-    assert told.err.startswith("error: ")
-    assert "Traceback" not in told.err
+    assert ended.code == code, ended.out + ended.err
+    assert ended.err.startswith("error: ")
+    assert "Traceback" not in ended.err
     for word in words:
-        assert str(word) in told.err
+        assert str(word) in ended.err
 
 
 def change(file: Path, **values: Any) -> None:

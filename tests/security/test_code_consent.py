@@ -11,7 +11,7 @@ import huggingface_hub.constants
 import pytest
 import transformers.dynamic_module_utils
 from hostile import Trap, change, refused
-from watched import Told, watched
+from watched import Ended, watched
 
 import finetune
 from finetune.config import dump
@@ -61,13 +61,13 @@ def evil(hub: Path, run: RunDirectory) -> RunDirectory:
 
 
 @pytest.fixture
-def consented(foreign: Path, trap: Trap, tmp_path: Path) -> Callable[..., Told]:
+def consented(foreign: Path, trap: Trap, tmp_path: Path) -> Callable[..., Ended]:
     """Run a command to which the person consented: it may do what the code does."""
 
-    def call(*arguments: object) -> Told:
-        told = watched(*arguments, writable=[tmp_path], foreign=[foreign], folder=tmp_path)
-        assert "Traceback" not in told.err, told.err
-        return told
+    def call(*arguments: object) -> Ended:
+        ended = watched(*arguments, writable=[tmp_path], foreign=[foreign], folder=tmp_path)
+        assert "Traceback" not in ended.err, ended.err
+        return ended
 
     return call
 
@@ -78,6 +78,7 @@ COMMANDS = {
     "generate with the merged model": ("generate", "RUN", "--prompt", "x", "--max-new-tokens", 2, "--model", "merged"),
     "eval": ("eval", "RUN"),
     "merge": ("merge", "RUN"),
+    "export": ("export", "RUN", "--to", "merged"),
 }
 
 
@@ -87,8 +88,8 @@ def on(run: RunDirectory, command: str) -> tuple[object, ...]:
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_a_run_directory_switches_no_code_on(command: str, evil: RunDirectory, call) -> None:
-    told = call(*on(evil, command), writes=evil.path)
-    refused(told, evil.config_file, f"`{NAME}` at revision {COMMIT}", FLAG)
+    ended = call(*on(evil, command), writes=evil.path)
+    refused(ended, evil.config_file, f"`{NAME}` at revision {COMMIT}", FLAG)
 
 
 @pytest.mark.slow
@@ -96,8 +97,8 @@ def test_a_run_directory_switches_no_code_on(command: str, evil: RunDirectory, c
 def test_the_flag_lets_that_code_run(command: str, evil: RunDirectory, consented, trap: Trap) -> None:
     """Or the tests above would show nothing."""
     (evil.adapter / "fingerprint.json").unlink()
-    told = consented(*on(evil, command), FLAG)
-    assert told.code == 0, told.err
+    ended = consented(*on(evil, command), FLAG)
+    assert ended.code == 0, ended.err
     assert trap.went_off
 
 
@@ -136,8 +137,8 @@ def test_the_code_beside_a_merged_model_never_runs(evil: RunDirectory, hub: Path
     for name in ("configuration_evil.py", "modeling_evil.py", "custom_generate/generate.py"):
         (evil.merged / name).parent.mkdir(exist_ok=True)
         (evil.merged / name).write_text(inner.python + "def generate(*_, **__): ...\n")
-    told = consented(*on(evil, "generate with the merged model"), FLAG)
-    assert told.code == 0, told.err
+    ended = consented(*on(evil, "generate with the merged model"), FLAG)
+    assert ended.code == 0, ended.err
     assert not inner.went_off
 
 

@@ -32,8 +32,8 @@ def test_a_folder_with_a_loading_script_gives_its_rows_alone(foreign: Path, trap
     (foreign / "foreign.py").write_text(trap.python)
     (foreign / "dataset_infos.json").write_text("{}")
     (foreign / "rows.jsonl").write_text(ROW * 3)
-    told = look(foreign / "*.jsonl")
-    assert (told.code, json.loads(told.out)["train"]["rows"]) == (0, 3)
+    ended = look(foreign / "*.jsonl")
+    assert (ended.code, json.loads(ended.out)["train"]["rows"]) == (0, 3)
 
 
 def test_a_hub_data_set_with_a_loading_script_is_refused(
@@ -81,9 +81,9 @@ def test_a_compressed_bomb_takes_the_memory_of_the_longest_row(foreign: Path, lo
     with gzip.open(bomb, "wb", compresslevel=1) as file:
         for _ in range(768):
             file.write(b"a" * 2**20)
-    told = look(bomb)
-    refused(told, f"{bomb}:1: the line is longer than 64 MiB", code=3)
-    assert told.grown_bytes < 320 * 2**20
+    ended = look(bomb)
+    refused(ended, f"{bomb}:1: the line is longer than 64 MiB", code=3)
+    assert ended.grown_bytes < 320 * 2**20
 
 
 def test_an_archive_is_not_unpacked(foreign: Path, look) -> None:

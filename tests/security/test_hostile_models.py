@@ -161,21 +161,21 @@ def test_code_beside_a_known_architecture_is_left_alone(weights: str, base: Path
     auto_map = {"AutoConfig": "configuration_evil.Config", "AutoModelForCausalLM": "modeling_evil.Model"}
     change(base / "config.json", auto_map=auto_map)
     change(base / "tokenizer_config.json", auto_map={"AutoTokenizer": [None, "tokenization_evil.Tokenizer"]})
-    told = train(f"model.name={base}", f"model.weights={weights}")
-    assert told.code == 0, told.err
+    ended = train(f"model.name={base}", f"model.weights={weights}")
+    assert ended.code == 0, ended.err
 
 
 def test_foreign_code_needs_a_full_commit_hash(train) -> None:
     for revision in ("null", "main", "abc123"):
-        told = train("model.name=someone/model", "model.trust_remote_code=true", f"model.revision={revision}")
-        refused(told, "needs `revision` to be a full 40-digit commit", code=2)
+        ended = train("model.name=someone/model", "model.trust_remote_code=true", f"model.revision={revision}")
+        refused(ended, "needs `revision` to be a full 40-digit commit", code=2)
 
 
 def test_the_code_of_a_directory_is_pinned_by_nothing_and_never_runs(base: Path, trap: Trap, train) -> None:
     _code_for_the_config(base, trap)
     commit = "abcdef0123" * 4
-    told = train(f"model.name={base}", "model.trust_remote_code=true", f"model.revision={commit}")
-    refused(told, "is a directory, whose code no commit pins", code=2)
+    ended = train(f"model.name={base}", "model.trust_remote_code=true", f"model.revision={commit}")
+    refused(ended, "is a directory, whose code no commit pins", code=2)
 
 
 def test_the_commit_holds_for_code_in_another_repository_and_not_for_another_tokenizer() -> None:

@@ -50,8 +50,8 @@ def test_a_run_writes_in_its_directory_alone_which_is_the_users_and_talks_to_nob
 
     monkeypatch.delenv("HF_HUB_OFFLINE")
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
-    told = train(f"model.name={tiny_base}", "output.save_every=1", "output.merge=true", "tracking.to=[tensorboard]")
-    assert told.code == 0, told.err
+    ended = train(f"model.name={tiny_base}", "output.save_every=1", "output.merge=true", "tracking.to=[tensorboard]")
+    assert ended.code == 0, ended.err
     run = tmp_path / "out" / "run"
     assert stat.S_IMODE(run.stat().st_mode) & 0o077 == 0
     answered = call("generate", run, "--prompt", "x", "--max-new-tokens", 2, "--model", "merged")

@@ -13,5 +13,5 @@ def test_a_checkpoint_with_pickles_is_refused_and_nothing_is_unpickled(run: RunD
         for name in ("optimizer.pt", "scheduler.pt", "rng_state.pth", "training_args.bin", "adapter_model.bin"):
             trap.pickled(checkpoint / name)
     job = ["training.max_steps=21", "training.eval_every=10", "data.eval_share=0.01", "output.merge=false"]
-    told = call("train", TINY, *job, f"output.dir={run.path}", writes=run.path)
-    refused(told, run.complete_checkpoints()[-1].name)
+    ended = call("train", TINY, *job, f"output.dir={run.path}", writes=run.path)
+    refused(ended, run.complete_checkpoints()[-1].name)

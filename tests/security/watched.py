@@ -36,7 +36,7 @@ _GIT = ["git", "-C", str(_ROOT), "rev-parse", "HEAD"]
 
 
 @dataclass
-class Told:
+class Ended:
     """What a command printed and did: the exit code, and one line for each thing that no command may do."""
 
     code: int
@@ -113,13 +113,13 @@ class Watch:
         )
 
 
-def watched(*arguments: object, writable: Iterable[Path], foreign: Iterable[Path], folder: Path) -> Told:
+def watched(*arguments: object, writable: Iterable[Path], foreign: Iterable[Path], folder: Path) -> Ended:
     """Run `finetune ARGUMENTS` in a fork. It may write below `writable` and keep prepared rows in their cache, and run
     nothing from `foreign`.
 
     `folder` takes what it prints.
     """
-    out, err, report = (folder / f"told.{kind}" for kind in ("out", "err", "json"))
+    out, err, report = (folder / f"ended.{kind}" for kind in ("out", "err", "json"))
     child = os.fork()
     if child == 0:
         scratch = folder / "scratch"
@@ -156,8 +156,8 @@ def watched(*arguments: object, writable: Iterable[Path], foreign: Iterable[Path
             os._exit(code)
     _, status = os.waitpid(child, 0)
     assert os.WIFEXITED(status), f"killed by signal {os.WTERMSIG(status)}: {err.read_text()}"
-    told = Told(os.waitstatus_to_exitcode(status), out.read_text(), err.read_text(), *json.loads(report.read_text()))
+    ended = Ended(os.waitstatus_to_exitcode(status), out.read_text(), err.read_text(), *json.loads(report.read_text()))
     for file in (out, err, report):
         file.unlink()
     shutil.rmtree(folder / "scratch")
-    return told
+    return ended

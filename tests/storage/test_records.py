@@ -73,9 +73,9 @@ def test_a_file_that_is_not_as_written_is_named_with_the_field_in_printable_lett
     assert records.read(file, records.MANIFEST) == manifest
     for name in ("../x", "a/b", ".", "..", "", "a\x00b", "\x1b[31mx"):
         file.write_text(json.dumps({**manifest, "files": {name: {"bytes": 1, "sha256": ""}}}))
-        with pytest.raises(ArtifactError, match=r"manifest\.json: not as this program writes it: `files\.") as told:
+        with pytest.raises(ArtifactError, match=r"manifest\.json: not as this program writes it: `files\.") as caught:
             records.read(file, records.MANIFEST)
-        assert str(told.value).isprintable()
+        assert str(caught.value).isprintable()
     for text in ("", "[]", "{", '{"format": 1}', "\xff"):
         file.write_text(text, encoding="latin-1")
         with pytest.raises(ArtifactError, match=r"manifest\.json: not as this program writes it"):

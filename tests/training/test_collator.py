@@ -12,7 +12,7 @@ from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from finetune.data.batching import MicroBatching
 from finetune.data.chat import IGNORE
-from finetune.training.collator import Inputs, MicroBatches, first_row, split
+from finetune.training.collator import Idle, Inputs, MicroBatches, first_row, split
 
 Held = tuple[list[int], list[int]]
 """The tokens of a row, and the labels of all but the first, which has no predecessor: no batch predicts it."""
@@ -111,3 +111,14 @@ def test_a_micro_batch_splits_into_two_that_hold_its_rows_in_order(
         first, second = map(held, halves)
         assert first + second == whole
         assert len(first) - len(second) in (0, 1)
+
+
+def test_ranks_take_turns_at_the_rows_of_a_step_and_have_as_many_micro_batches() -> None:
+    rows = [{"input_ids": [number] * 2, "labels": [number] * 2} for number in range(1, 6)]
+    shares = [MicroBatches(MicroBatching(2), PAD, rank, 2)(rows) for rank in range(2)]
+    taken = [
+        [[row[0][0] for row in held(inputs)] for inputs in share if not isinstance(inputs, Idle)] for share in shares
+    ]
+    assert taken == [[[1, 3], [5]], [[2, 4]]]
+    assert [len(share) for share in shares] == [2, 2]
+    assert isinstance(shares[1][1], Idle)

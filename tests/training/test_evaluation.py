@@ -4,6 +4,7 @@ import pytest
 import torch
 from steps import ready
 
+from finetune.training.evaluation import DoesNotFit, Evaluation
 from finetune.training.loop import Loop
 
 
@@ -27,3 +28,25 @@ def test_the_held_out_loss_is_the_mean_over_the_trained_tokens_of_all_rows(loop:
     labels = [label for row in loop.evaluation.rows for label in row["labels"][1:]]
     assert tokens == sum(label != -100 for label in labels)
     assert loop.evaluation.loss() == pytest.approx(loss / tokens)
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_row_that_does_not_fit_costs_one_process_its_loss_and_several_the_run(
+    loop: Loop, monkeypatch: pytest.MonkeyPatch, processes: int
+) -> None:
+    """The others wait for this one's sums."""
+    inputs, skipped = {"input_ids": torch.zeros(1, 9)}, []
+
+    def exhausted(self: Evaluation, steps: object) -> torch.Tensor:
+        raise DoesNotFit(inputs, "no memory left")
+
+    monkeypatch.setattr(Evaluation, "sums", exhausted)
+    monkeypatch.setattr(loop.evaluation, "skip", skipped.append)
+    monkeypatch.setattr(loop.step, "world_size", processes)
+    if processes == 1:
+        assert loop.evaluation.loss() is None
+        assert skipped == [inputs]
+    else:
+        with pytest.raises(DoesNotFit):
+            loop.evaluation.loss()
+        assert not skipped

@@ -3,6 +3,7 @@
 import gc
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,8 @@ from safetensors.torch import load_file
 
 import finetune
 from finetune.errors import ArtifactError, ConfigError, DataError, MachineError
-from finetune.export import merge
+from finetune.export.formats import FORMATS
+from finetune.lifecycle import resume
 from finetune.storage.files import write_text
 from finetune.storage.rundir import RunDirectory
 from finetune.training.step import Step
@@ -112,8 +114,8 @@ def test_more_steps_continue_a_finished_run_at_the_rate_of_the_longer_schedule(q
     assert found == pytest.approx([peak, peak, peak / 2, peak / 2, peak / 4])
     (event,) = [event for event in run.events() if event["event"] == "schedule_changed"]
     assert (event["step"], event["steps"], event["learning_rate"]) == (3, [3, 5], found[2:4])
-    told = " ".join(capsys.readouterr().out.split())
-    assert "the schedule now ends at step 5, not 3: the learning rate goes from" in told
+    output = " ".join(capsys.readouterr().out.split())
+    assert "the schedule now ends at step 5, not 3: the learning rate goes from" in output
 
 
 def test_a_run_that_goes_on_as_it_was_says_nothing_of_its_schedule(quick) -> None:
@@ -170,7 +172,7 @@ def test_a_merge_that_fails_at_the_end_is_done_by_the_same_command(quick, monkey
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patched:
-        patched.setattr(merge, "_save", full)
+        patched.setitem(FORMATS, "merged", replace(FORMATS["merged"], write=full))
         with pytest.raises(MachineError):
             finetune.train(config)
     run = RunDirectory(config.output.dir)
@@ -214,3 +216,13 @@ def test_full_fine_tuning_keeps_float32_weights_that_bf16_would_round(quick) -> 
     run = finetune.train(config).run
     stored = load_file(run.merged / "model.safetensors")
     assert {tensor.dtype for tensor in stored.values()} == {torch.float32}
+
+
+def test_a_key_that_its_choice_ignores_may_be_removed_from_a_run_that_an_earlier_version_started(quick) -> None:
+    """A config that sets it is refused, so the run could not go on otherwise."""
+    config = quick("quantization.kind=none", "optimizer.kind=adafactor")
+    run = RunDirectory(config.output.dir)
+    run.create(config.changed({"quantization.double": False, "optimizer.epsilon": 1e-6}))
+    resume.refuse_changes(config, run)
+    with pytest.raises(ConfigError, match=r"config: optimizer.weight_decay \(0.0 → 0.1\)\."):
+        resume.refuse_changes(config.changed({"optimizer.weight_decay": 0.1}), run)

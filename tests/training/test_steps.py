@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import time
 from types import SimpleNamespace
 
@@ -15,11 +16,12 @@ from steps import before_each_step, spoil_losses
 
 import finetune
 from finetune.config import OptimizerSection
-from finetune.errors import MachineError, NumbersError
+from finetune.errors import MachineError, NumbersError, Terminated
 from finetune.runtime import ranks
 from finetune.storage.rundir import RunDirectory, checkpoint_step
 from finetune.training import optimizers, tracking
 from finetune.training.loop import Loop
+from finetune.training.recorder import Recorder
 from finetune.training.tracking import Trackers
 
 
@@ -189,6 +191,25 @@ def test_early_stopping_ends_the_run(quick) -> None:
     run = finetune.train(config).run
     assert run.finished
     assert training_lines(run)[-1]["step"] < 40
+
+
+@pytest.mark.slow
+def test_a_signal_after_early_stopping_names_a_step_that_is_saved(quick, monkeypatch: pytest.MonkeyPatch) -> None:
+    def ended(recorder: Recorder) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(Recorder, "ended", ended)
+    config = quick(
+        "training.max_steps=20", "training.eval_every=3", "training.early_stopping=1", "training.learning_rate=0.5",
+        "output.save_every=4", "output.best=false",
+    )  # fmt: skip
+    with pytest.raises(Terminated) as stopped:
+        finetune.train(config)
+    run = RunDirectory(config.output.dir)
+    last = max(line["step"] for line in run.metrics())
+    assert last % 4
+    assert f"step {last} is saved" in str(stopped.value)
+    assert run.checkpoint(last).is_dir()
 
 
 def test_a_loss_that_is_not_finite_stops_the_run_and_is_never_a_number(quick) -> None:

@@ -1,0 +1,46 @@
+"""What a step is divided by and what is written of it: its trained tokens, its tokens, its places."""
+
+import pytest
+import torch
+
+from finetune.data.batching import MicroBatching
+from finetune.data.chat import IGNORE
+from finetune.objectives import OBJECTIVES
+from finetune.runtime import ranks
+from finetune.training.collator import Inputs, MicroBatches
+from finetune.training.recorder import StepCounts
+
+ROWS = [
+    {"input_ids": [5] * 3, "labels": [5, IGNORE, 5]},  # the first token is predicted by none
+    {"input_ids": [5] * 7, "labels": [IGNORE, 5, 5, 5, IGNORE, 5, 5]},
+]
+CPU = torch.device("cpu")
+
+
+def counts(micro_batches: list[Inputs]) -> StepCounts:
+    return StepCounts.of(micro_batches, OBJECTIVES["supervised"])
+
+
+@pytest.mark.parametrize(
+    ("way", "places"), [(MicroBatching(2), 14), (MicroBatching(1), 10), (MicroBatching(1, 32, packed=True), 10)]
+)
+def test_a_step_counts_its_rows_in_whatever_micro_batches(way: MicroBatching, places: int) -> None:
+    assert counts(MicroBatches(way, 0)(ROWS)) == StepCounts(trained=6, tokens=10, places=places)
+
+
+def test_the_micro_batch_of_an_idle_rank_counts_nothing() -> None:
+    second_rank = MicroBatches(MicroBatching(1), 0, 1, 2)
+    [theirs], [idle] = second_rank(ROWS), second_rank(ROWS[:1])
+    assert counts([idle, theirs]) == StepCounts(trained=5, tokens=7, places=7)
+
+
+def test_a_step_that_trains_nothing_is_divided_by_1() -> None:
+    assert StepCounts(0, 3, 4).of_all_ranks(CPU) == StepCounts(1, 3, 4)
+
+
+def test_several_ranks_count_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ranks, "world_size", lambda: 2)
+    monkeypatch.setattr(ranks, "summed", lambda values: 2 * values)
+    found = StepCounts(2, 3, 4).of_all_ranks(CPU)
+    assert [int(value) for value in (found.trained, found.tokens, found.places)] == [4, 6, 8]
+    assert int(StepCounts(0, 3, 4).of_all_ranks(CPU).trained) == 1
