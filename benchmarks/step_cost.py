@@ -6,7 +6,8 @@ Nothing runs on a GPU and no weights are read. Both sides are traced by the same
 the same rule (`seconds` of `finetune plan`): operations, bytes and launches at the card's data-sheet rates, none of
 them overlapping.
 
-- `layer`: the cost of one Llama-2-7B layer by part (NF4, rank 16, 4 rows of 2,048 tokens, every layer recomputed).
+- `layer`: the cost of one Llama-2-7B layer by part (NF4, rank 16, 4 rows of 2,048 tokens, every layer recomputed),
+  computed by PEFT's modules and, where this version has them, by fused kernels.
 - `steps`: predicted seconds of an optimizer step of 16 rows of 2,048 tokens within 24 GiB. Ours is what `finetune fit`
   chooses. TRL's is the largest micro-batch that fits with checkpointing (its default), and the faster of that and the
   same without (its best).
@@ -52,8 +53,10 @@ ROWS = {"one length": False, "uneven length": True}
 """Kinds of rows, and whether a micro-batch of it is padded."""
 
 BUDGET_BYTES = 24 * 2**30
-TOKENS, STEP_ROWS = 2048, 16
+STEP_ROWS = 16
 PASSES = ("forward", "recompute", "backward")
+_FUSES = "kernels" in Config.model_fields
+_UNFUSED = {"kernels.fused": "off"} if _FUSES else {}
 _LAYER = 2  # of the five that are traced, the one in the middle
 
 
@@ -234,8 +237,7 @@ def ours(config: Config, card: str) -> dict[str, Any]:
 
 def trl(config: Config, card: str) -> dict[str, Any]:
     """TRL with checkpointing (its default) and at its best, with the largest micro-batch that fits, by kind of rows."""
-    fused = {"kernels.fused": "off"} if "kernels" in Config.model_fields else {}
-    config = config.changed({"adapter.dtype": "bfloat16", "optimizer.kind": "paged_adamw_8bit", **fused})
+    config = config.changed({"adapter.dtype": "bfloat16", "optimizer.kind": "paged_adamw_8bit", **_UNFUSED})
     found: dict[str, Any] = {}
     for kind, padded in ROWS.items():
         with rows_of(padded=padded), as_trl():
@@ -293,15 +295,18 @@ def main() -> None:
     result: dict[str, Any] = {
         "command": harness.command_line(),
         "environment": harness.environment(),
-        "layer": layer(configs["Llama-2-7B"]),
+        "layer": {"peft": layer(configs["Llama-2-7B"].changed(_UNFUSED))},
         "steps": {},
     }
-    print(_layer_table(result["layer"]), flush=True)
+    if _FUSES:
+        result["layer"]["fused"] = layer(configs["Llama-2-7B"])
+    for name, found in result["layer"].items():
+        print(name, _layer_table(found), sep="\n", flush=True)
     for model in options.model or MODELS:
         for card in options.card or CARDS:
             result["steps"].setdefault(model, {})[card] = found = steps(configs[model], card)
             print(_step_line(model, card, found), f"({time.perf_counter() - started:.0f} s)", flush=True)
-    harness.write_result(options.output, result)
+            harness.write_result(options.output, result)
 
 
 def _layer_table(found: dict[str, Any]) -> str:

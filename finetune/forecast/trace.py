@@ -47,6 +47,9 @@ _aten = torch.ops.aten
 # How "is no place padded?" and "does no row begin within another?" are asked: `mask.all()`, or `mask.sum() ==
 # mask.numel()` (transformers 5.23, masking_utils).
 _ALL = ("aten::all", "aten::eq.Scalar")
+# Derivatives do these in place, but never for a subclass of Tensor (torch 2.13, derivatives.yaml `max`,
+# FunctionsManual.cpp `index_backward`).
+_IN_PLACE = {"aten::scatter.src": _aten.scatter_.src, "aten::index_put": _aten.index_put_.default}
 
 
 @dataclass(slots=True, eq=False)
@@ -202,9 +205,8 @@ class Recorder(TorchDispatchMode):
             held = args[0].add_(args[1])
             self._count(_aten.add_.Tensor, args, kwargs, held)
             return held
-        if name == "aten::scatter.src" and _called_by_autograd():
-            # Derivatives scatter in place, but never for a subclass (`derivatives.yaml`, max).
-            func = _aten.scatter_.src
+        if name in _IN_PLACE and _called_by_autograd():
+            func = _IN_PLACE[name]
         if name in self.answers.shapes:
             func, args = self.answers.shapes[name](func, args)
         scratch = [self._open(size, "workspace") for size in self._kernels.scratch(func, args, kwargs)]

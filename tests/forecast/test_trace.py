@@ -317,3 +317,18 @@ def test_autograd_adds_in_place_into_a_gradient_that_it_alone_holds(subtests: py
                 event for event in events(recorder.trace()) if event[0] == "backward" and event[2:4] == (1, 64 * 64 * 4)
             ]
             assert len(found) == gradients
+
+
+def test_the_gradient_of_selected_rows_is_put_in_place() -> None:
+    """Which autograd does never for a fake tensor."""
+
+    def backward(mark: Any) -> None:
+        values = torch.empty(64, 8, requires_grad=True)
+        out = values[torch.zeros(16, dtype=torch.long)]
+        mark()
+        out.backward(torch.ones(16, 8))
+
+    with recording() as recorder:
+        backward(lambda: setattr(recorder, "phase", "backward"))
+    traced = [size for phase, _, sign, size, _ in events(recorder.trace()) if (phase, sign) == ("backward", 1)]
+    assert traced == [16 * 8 * 4, 64 * 8 * 4], "the gradient given and that of the values"
