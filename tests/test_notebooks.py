@@ -2,9 +2,7 @@
 
 from pathlib import Path
 
-import nbformat
 import pytest
-from nbclient import NotebookClient
 
 NOTEBOOKS = sorted((Path(__file__).parent.parent / "notebooks").glob("*.ipynb"))
 
@@ -16,6 +14,9 @@ def test_there_are_notebooks() -> None:
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_notebook_runs_and_shows_loss_memory_answers_and_proof(path: Path, tmp_path: Path, monkeypatch) -> None:
+    import nbformat
+    from nbclient import NotebookClient
+
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setenv("PYTHONPATH", str(path.parent.parent))
     notebook = nbformat.read(path, as_version=4)
