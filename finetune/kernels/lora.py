@@ -5,9 +5,9 @@ For n tokens, H inputs, O outputs, rank r and scale s, with W (O, H), A (r, H) a
     Y = X Wᵀ + U Bᵀ,  U = s X Aᵀ;     S = s dY B,  dX = dY W + S A,  dA = Sᵀ X,  dB = dYᵀ U
 
 Several layers of one input are one function: U and S of all stand side by side. Where X has room beside it
-(`take_room`), U is written there, and one product with [W | B] gives Y. Elsewhere U Bᵀ is written first and X Wᵀ added
-by its own product, as S A before dY W: to add onto the larger of the two would round it twice, and read and write it
-once more. Base weights are decoded for each product, in both directions.
+(`take_room`) and W is decoded anyhow, U is written there, and one product with [W | B] gives Y. Elsewhere U Bᵀ is
+written first and X Wᵀ added by its own product, as S A before dY W: to add onto the larger of the two would round it
+twice, and read and write it once more. Base weights are decoded for each product, in both directions.
 """
 
 from __future__ import annotations
@@ -134,8 +134,16 @@ def replace(module: Any) -> Callable[[], None]:
 
 def put(module: Any, forward: Callable[..., Any]) -> Callable[[], None]:
     """Give one module another forward pass; returns what undoes it."""
+    before = vars(module).get("forward")
     module.forward = forward
-    return lambda: vars(module).pop("forward", None)
+
+    def undo() -> None:
+        if before is None:
+            del module.forward
+        else:
+            module.forward = before
+
+    return undo
 
 
 # -- autograd ----------------------------------------------------------------------------------------------------------
@@ -211,7 +219,7 @@ def take_room(x: Any) -> Tensor | None:
 def products(x: Tensor, layers: Layers) -> tuple[tuple[Tensor, ...], Tensor]:
     """Y of each layer (n, O), all in one block, and U, from x (n, H) or with room beside it (n, H + R or more)."""
     inputs, columns = layers[0].inputs, layers[0].inputs + rank(layers)
-    if x.shape[1] >= columns > inputs:
+    if x.shape[1] >= columns > inputs and any(layer.weight.dtype is not x.dtype for layer in layers):
         return _joined_products(x[:, :columns], layers)
     x = x[:, :inputs]
     a, b = _factors(x, layers)
@@ -285,11 +293,12 @@ class Backward:
     def of_input(self) -> Tensor:
         """dX = S A + dY W (n, H), summed over the layers."""
         dx = self.s.new_empty(len(self.s), self.layers[0].inputs)
-        products = [(self.s, self.a)] if len(self.a) else []
-        weights = (layer.decoded(dx.dtype) for layer in self.layers)  # one after the other
         write = ops.multiply_
-        for left, right in itertools.chain(products, zip(self.outer, weights, strict=True)):
-            write(dx, left, right)
+        if len(self.a):
+            write(dx, self.s, self.a)
+            write = ops.add_product_
+        for layer, gradient in zip(self.layers, self.outer, strict=True):
+            write(dx, gradient, layer.decoded(dx.dtype))
             write = ops.add_product_
         return dx
 
