@@ -69,7 +69,12 @@ class _Peer:
             raise ConnectionError
 
     def close(self) -> None:
-        self._connection.close()
+        """Close once the peer has closed too: a socket closed with heartbeats unread discards what was said last."""
+        with self._connection as connection, contextlib.suppress(OSError):
+            connection.shutdown(socket.SHUT_WR)
+            connection.settimeout(2 * BEAT_SECONDS)
+            while connection.recv(_LINE_BYTES):
+                pass
 
 
 class Watch:
