@@ -8,6 +8,7 @@ export OMP_WAIT_POLICY ?= passive
 
 BIN := .venv/bin
 READY := .venv/.ready
+DEV := .venv/.ready-dev
 OLDEST := .venv-oldest/bin
 # Of torch 2.11, the lowest allowed, the package index has a CUDA build of gigabytes alone; TORCH=2.11.0 takes it.
 TORCH ?= 2.13.0
@@ -18,9 +19,12 @@ TORCH ?= 2.13.0
 help: ## Show the targets.
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | column -t -s '	'
 
-setup: $(READY) ## Create .venv and install the tested versions.
+setup: $(DEV) ## Create .venv and install the tested versions, with what tests and notebooks need.
 
 $(READY): constraints.txt pyproject.toml
+	$(call install)
+
+$(DEV): constraints.txt pyproject.toml $(READY)
 	$(call install,--group dev)
 
 .venv-oldest/.ready: constraints-oldest.txt pyproject.toml
@@ -51,16 +55,16 @@ fit: $(READY) ## Write CONFIG fitted to GPU="RTX 4090".
 merge: $(READY) ## Merge RUN=runs/... into a 16-bit model and prove it.
 	$(BIN)/finetune merge $(or $(RUN),$(error give RUN=runs/NAME))
 
-test: $(READY) ## Run the tests, notebooks included (ten minutes).
+test: $(DEV) ## Run the tests, notebooks included (ten minutes).
 	$(BIN)/python -m pytest -n 2 --dist worksteal $(ARGS)
 
-test-fast: $(READY) ## Run all but the slow tests, for while you edit (two minutes).
+test-fast: $(DEV) ## Run all but the slow tests, for while you edit (two minutes).
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow and not gpu" $(ARGS)
 
 test-oldest: .venv-oldest/.ready ## Run the quick tests with the lowest versions that pyproject.toml allows.
 	$(OLDEST)/python -m pytest -n 2 --dist worksteal -m "not slow and not gpu" $(ARGS)
 
-check: $(READY) ## Lint, types and the direction of imports.
+check: $(DEV) ## Lint, types and the direction of imports.
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
@@ -69,10 +73,10 @@ check: $(READY) ## Lint, types and the direction of imports.
 docs: $(READY) ## Make docs/config.md from the docstrings.
 	$(BIN)/finetune schema --markdown > docs/config.md
 
-notebooks: $(READY) ## Execute the notebooks.
+notebooks: $(DEV) ## Execute the notebooks.
 	$(BIN)/python -m pytest tests/test_notebooks.py
 
-bench: $(READY) ## Run the CPU benchmarks and write benchmarks/results/ (an hour).
+bench: $(DEV) ## Run the CPU benchmarks and write benchmarks/results/ (an hour).
 	$(BIN)/python benchmarks/overhead.py
 	$(BIN)/python benchmarks/memory_cpu.py
 	$(BIN)/python benchmarks/int8_cpu.py
@@ -80,20 +84,20 @@ bench: $(READY) ## Run the CPU benchmarks and write benchmarks/results/ (an hour
 	$(BIN)/python benchmarks/preparation.py
 	$(BIN)/python benchmarks/saving.py
 
-golden: $(READY) ## Record the pinned trajectories and forecasts anew, after a repair that moved them.
+golden: $(DEV) ## Record the pinned trajectories and forecasts anew, after a repair that moved them.
 	$(BIN)/python tests/golden/golden_jobs.py
 
-sweep: $(READY) ## Compare the forecast with real training steps and with the peers, and time it (an hour).
+sweep: $(DEV) ## Compare the forecast with real training steps and with the peers, time it, and cost a step (two hours).
 	$(BIN)/python benchmarks/forecast_cpu.py
 	$(BIN)/python benchmarks/forecast_peers.py
 	$(BIN)/python benchmarks/forecast_speed.py
 	$(BIN)/python benchmarks/step_cost.py
 	$(BIN)/python benchmarks/fit_cpu.py
 
-faults: $(READY) ## Kill runs 200 times and at each write, fsync and rename, beside a plain Trainer script (an hour).
+faults: $(DEV) ## Kill runs 200 times and at each write, fsync and rename, beside a plain Trainer script (an hour).
 	$(BIN)/python benchmarks/faults.py
 
-mutations: $(READY) ## Put 800 faults into masks, loss normaliser and checkpoints, and see which the tests find (an hour).
+mutations: $(DEV) ## Put 800 faults into masks, loss normaliser and checkpoints, and see which the tests find (an hour).
 	$(BIN)/python benchmarks/mutations.py
 
 # Not through $(READY): an offline GPU machine brings its own Python, with finetune's wheels on its path.

@@ -322,7 +322,7 @@ def _factors(
     b: list[Any] = [None] * len(layers)
     for _, own, number in adapted:
         b[number] = torch.empty_like(own, dtype=like.dtype) if places is None else places[number]
-    if adapted:  # all at once
+    if adapted:  # in one launch, for which torch 2.13 has no public name (and ruff does not see it as private)
         torch._foreach_copy_(
             [*a.split([len(down) for down, _, _ in adapted]), *(b[number] for _, _, number in adapted)],
             [*(down for down, _, _ in adapted), *(up for _, up, _ in adapted)],
