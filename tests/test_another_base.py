@@ -86,7 +86,7 @@ def test_a_run_of_an_earlier_version_is_used_with_a_word(
     file = run.adapter / "fingerprint.json"
     file.write_text(json.dumps({"tokenizer": json.loads(file.read_text())["tokenizer"]}))
     USES[use](run)
-    assert "does not say which base it was trained on" in " ".join(capsys.readouterr().err.split())
+    assert "does not record its base model" in " ".join(capsys.readouterr().err.split())
     assert base_finding(run)[0] == "warning"
 
 
@@ -94,7 +94,7 @@ def test_doctor_says_where_the_base_is_not_at_hand(run: RunDirectory) -> None:
     run.config_file.write_text(dump(run.config().changed({"model.name": "someone/nothing"})))
     status, what = base_finding(run)
     assert status == "warning"
-    assert "not at hand" in what
+    assert "not available" in what
 
 
 def test_a_fingerprint_that_is_damaged_is_no_fingerprint_that_is_missing(run: RunDirectory) -> None:
@@ -122,7 +122,7 @@ def test_of_a_whole_model_the_base_that_it_is_compared_with_is_checked(quick, ba
 def test_random_weights_are_told_from_those_of_training(quick, capsys: pytest.CaptureFixture[str]) -> None:
     run = finetune.train(quick("model.weights=random", "training.max_steps=1")).run
     finetune.generate(run, "x", max_new_tokens=2)
-    assert "random weights, which were not kept" in " ".join(capsys.readouterr().err.split())
+    assert "random weights, which were not saved" in " ".join(capsys.readouterr().err.split())
 
 
 # -- going on ----------------------------------------------------------------------------------------------------------

@@ -364,9 +364,9 @@ def test_a_file_in_the_place_of_a_folder_is_refused(forger: Forger, name: str) -
     folder = forger.run.path / name
     shutil.rmtree(folder, ignore_errors=True)
     folder.write_text("mine")
-    with pytest.raises(ArtifactError, match=rf"{name}: a file no run has there"):
+    with pytest.raises(ArtifactError, match=rf"{name}: a run has no file of this name"):
         RunDirectory.open(forger.run.path)
-    with pytest.raises(ArtifactError, match=rf"{name}: a file no run has there"):
+    with pytest.raises(ArtifactError, match=rf"{name}: a run has no file of this name"):
         finetune.train(forger.run.config().changed({"output.dir": str(forger.run.path)}))
 
 

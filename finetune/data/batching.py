@@ -1,8 +1,8 @@
 """The order of rows, the split of a step into micro-batches, and the largest micro-batch.
 
-The order is random, or grouped by length and still random, and depends only on seed and epoch. A step is split by rows,
-by tokens or packed, which does not change its gradient. The largest micro-batch that any order can produce decides
-whether a job fits.
+The order is shuffled, optionally grouped by length, and depends only on seed and epoch. A step is split by rows, by
+tokens or by packing; none of them changes its gradient. Whether a job fits in memory is decided by the largest
+micro-batch that any order can produce.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from torch.utils.data import Sampler
 
 from finetune.config import DataSection, TrainingSection
 
-# Rows are sorted by length within windows of so many batches: long enough to pad little, short enough that the
-# order of batches stays random (the value transformers' own grouping uses).
+# Rows are sorted by length within windows of this many batches: large enough for little padding, small enough to keep
+# the order of batches random. transformers' LengthGroupedSampler uses the same value.
 _WINDOW_BATCHES = 50
 
 
 class RowOrder(Sampler[int]):
-    """Indices of one epoch.
+    """Row indices of one epoch.
 
-    With `group_by_length`, consecutive batches of `batch_size` rows have similar lengths: rows are shuffled, sorted
-    by length within windows, and the batches of the window are shuffled again. Resuming needs no state but the
-    epoch, and the order does not depend on the micro-batch.
+    With `group_by_length`, each batch of `batch_size` rows has similar lengths: rows are shuffled, sorted by length
+    within windows, and the batches of each window are shuffled again. Resuming needs only the epoch, and the order
+    does not depend on the micro-batch size.
     """
 
     def __init__(self, lengths: Sequence[int], batch_size: int, seed: int, group_by_length: bool) -> None:
@@ -65,10 +65,10 @@ class RowOrder(Sampler[int]):
 
 @dataclass(frozen=True)
 class MicroBatching:
-    """How the rows of a step are shared out among its micro-batches.
+    """How the rows of a step are divided into micro-batches.
 
-    `rows` each; or with `tokens` as many rows as take no more than that, padded to the longest of them, or `packed`:
-    one behind the other, with nothing between.
+    `rows` rows each; or, with `tokens`, as many rows as fit into that many tokens, either padded to the longest of them
+    or `packed`, that is, concatenated without padding.
     """
 
     rows: int
@@ -77,22 +77,22 @@ class MicroBatching:
 
     @classmethod
     def of(cls, training: TrainingSection, data: DataSection) -> MicroBatching:
-        """As the config says, once its micro-batch is a number."""
+        """As configured, once `training.micro_batch` is a number rather than `auto`."""
         tokens = training.micro_batch_tokens
         if data.packing and not tokens:
-            tokens = training.rows * data.max_length  # what that many rows take at most
+            tokens = training.rows * data.max_length  # the most that many rows can take
         return cls(1 if tokens else training.rows, tokens, data.packing)
 
     def capacity(self, length: int) -> int:
-        """How many rows of `length` tokens fit."""
+        """Rows of `length` tokens that fit into one micro-batch."""
         return max(1, self.tokens // length) if self.tokens else self.rows
 
 
 def micro_batches(lengths: Sequence[int], way: MicroBatching) -> list[list[int]]:
-    """The rows of one optimizer step, by their place in `lengths` (tokens of each), in micro-batches.
+    """Micro-batches of one optimizer step, as lists of indices into `lengths` (tokens per row).
 
-    By rows, they stay in their order; by tokens, those of similar length come together, the longest first; packed, each
-    goes where it leaves the least room (best fit, the longest first). A row over the tokens is a micro-batch by itself.
+    By rows, the order is kept; by tokens, rows of similar length are grouped, the longest first; packing is best-fit
+    decreasing. A row longer than the token budget forms a micro-batch of its own.
     """
     if not way.tokens:
         return [list(range(at, min(at + way.rows, len(lengths)))) for at in range(0, len(lengths), way.rows)]
@@ -109,7 +109,7 @@ def micro_batches(lengths: Sequence[int], way: MicroBatching) -> list[list[int]]
 
 def _best_fit(order: Sequence[int], lengths: Sequence[int], tokens: int) -> list[list[int]]:
     found: list[list[int]] = []
-    room: list[tuple[int, int]] = []  # (tokens left, micro-batch), in order
+    room: list[tuple[int, int]] = []  # (tokens left, micro-batch), sorted
     for row in order:
         at = bisect_left(room, (lengths[row], -1))
         left, number = room.pop(at) if at < len(room) else (tokens, len(found))
@@ -125,9 +125,8 @@ def _best_fit(order: Sequence[int], lengths: Sequence[int], tokens: int) -> list
 class Batch:
     """The largest micro-batch: `rows` of `tokens` each, padding included.
 
-    `padded`: whether some row is shorter than the longest. `trained_tokens`: places with a label, over all rows.
-    `source` says where the lengths come from. `packed`: the lengths of the rows that a packed micro-batch, one row to
-    the model, is made of.
+    `padded`: whether some row is shorter than the longest. `trained_tokens`: labelled positions in all rows. `source`:
+    where the lengths come from. `packed`: the lengths of the rows in a packed micro-batch, which the model sees as one.
     """
 
     rows: int
@@ -147,9 +146,9 @@ def worst_batches(
 ) -> list[Batch]:
     """The largest micro-batches that some order of these rows produces; one of them takes the most memory.
 
-    `step_rows` is the number of rows of a step in one process. Every order is possible in some epoch. By tokens there
-    are two, where they differ: the one with the most tokens, padding included, and with no fewer trained tokens than
-    any other has; and the one with the longest row.
+    `step_rows` is the number of rows per step and process. Every order can occur in some epoch. When batching by
+    tokens there are up to two: the one with the most tokens, padding included, and at least as many trained tokens as
+    any other; and the one with the longest row.
     """
     if way.packed:
         return [_largest_packed(lengths, trained, way, step_rows, source)]
@@ -157,7 +156,7 @@ def worst_batches(
         return [worst_batch(lengths, trained, way.rows, source)]
     rows = sorted(zip(lengths, trained, strict=True))
     shapes: dict[int, tuple[int, int, int]] = {}
-    best: list[int] = []  # the trained tokens of the rows with most of them, of as many as a micro-batch can have
+    best: list[int] = []  # the largest counts of trained tokens, for as many rows as a micro-batch can hold
     most_trained = 0
     for number, (length, count) in enumerate(rows, start=1):
         at_most = min(way.capacity(length), step_rows)
@@ -169,9 +168,9 @@ def worst_batches(
     largest, longest = max(shapes.values()), shapes[rows[-1][0]]
 
     def batch(shape: tuple[int, int, int]) -> Batch:
-        places, length, number = shape
+        positions, length, number = shape
         found = [count for _, count in rows[:number]]
-        return worst_batch([length for length, _ in rows[:number]], found, places // length, source)
+        return worst_batch([length for length, _ in rows[:number]], found, positions // length, source)
 
     worst = replace(batch(largest), trained_tokens=min(most_trained, largest[0]))
     return [worst] if largest == longest else [worst, batch(longest)]
@@ -180,7 +179,7 @@ def worst_batches(
 def _largest_packed(
     lengths: Sequence[int], trained: Sequence[int], way: MicroBatching, step_rows: int, source: str
 ) -> Batch:
-    """As many tokens as the rows of a step can make together within the limit, the longest rows among them."""
+    """The most tokens that the rows of a step can fill within the limit, made up of the longest rows."""
     assert way.tokens
     in_order = sorted(lengths, reverse=True)
     tokens = max(in_order[0], min(sum(in_order[:step_rows]), _largest_sum(in_order, way.tokens)))
@@ -190,7 +189,7 @@ def _largest_packed(
             break
         segments.append(min(length, left))
         left -= segments[-1]
-    # No more trained tokens than the densest rows have, the last one in part; the first token of a row has no label.
+    # An upper bound on trained tokens: the densest rows, the last one in part. The first token of a row has no label.
     most, left = 0, tokens
     for length, count in sorted(zip(lengths, trained, strict=True), key=lambda row: -row[1] / row[0]):
         taken = min(length, left)
@@ -200,7 +199,7 @@ def _largest_packed(
 
 
 def _largest_sum(lengths: Sequence[int], limit: int) -> int:
-    """The largest sum within `limit` that some of `lengths` make; 0 where none does. Bit n: the sum n can be made."""
+    """The largest subset sum of `lengths` within `limit`, or 0. Bit n of `sums` is set if some subset sums to n."""
     within, sums = (1 << (limit + 1)) - 1, 1
     for length in lengths:
         sums |= (sums << length) & within
@@ -210,10 +209,10 @@ def _largest_sum(lengths: Sequence[int], limit: int) -> int:
 
 
 def worst_batch(lengths: Sequence[int], trained: Sequence[int], micro_batch: int, source: str) -> Batch:
-    """The largest micro-batch of so many rows that some order of these rows produces.
+    """The largest micro-batch of `micro_batch` rows that some order of these rows produces.
 
-    Every order is possible in some epoch, so it is the longest row among as many as there are, and no more trained
-    tokens than the rows with most of them have. Rows of one length need no mask; two lengths may meet.
+    Every order can occur in some epoch, so it is padded to the longest row, and its trained tokens are at most those of
+    the rows with the most. Rows of equal length need no attention mask; different lengths may end up together.
     """
     rows = min(micro_batch, len(lengths))
     return Batch(
@@ -226,12 +225,12 @@ def worst_batch(lengths: Sequence[int], trained: Sequence[int], micro_batch: int
 
 
 def longest_batch(rows: int, length: int) -> Batch:
-    """So many rows as long as rows may be; nothing else is known of them."""
+    """`rows` rows of `length` tokens with every label trained: the upper bound when nothing else is known."""
     return Batch(rows, length, rows > 1, rows * (length - 1))
 
 
 def longest_batches(way: MicroBatching, step_rows: int, max_length: int) -> list[Batch]:
-    """The largest micro-batches where nothing is known of the rows but their limit."""
+    """The largest micro-batches when only the maximum length of the rows is known."""
     if way.packed:
         tokens = min(max(max_length, way.tokens or 0), step_rows * max_length)
         whole, rest = divmod(tokens, max_length)
@@ -245,6 +244,6 @@ def longest_batches(way: MicroBatching, step_rows: int, max_length: int) -> list
 
 
 def per_step(step_rows: int, way: MicroBatching, batch: Batch) -> int:
-    """How many micro-batches a step of so many rows would be made of, if all were as `batch`."""
+    """Micro-batches per step of `step_rows` rows, if all were like `batch`."""
     rows = len(batch.packed) or (batch.rows if way.tokens else way.rows)
     return max(1, step_rows // rows)

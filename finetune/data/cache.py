@@ -1,13 +1,13 @@
 """The on-disk cache of prepared data.
 
-An entry is a folder named by a key, under `HF_DATASETS_CACHE/finetune-<user id>`. It is written under a temporary name
-and renamed once, so that it is complete or absent, even if two processes make the same one. Later damage is detected by
-the sizes and hashes in its manifest, and the entry is made again; leftovers of a killed process are removed by the next
-one that makes an entry. Deleting the folder costs a new preparation and nothing else.
+An entry is a folder named by its key, under `HF_DATASETS_CACHE/finetune-<user id>`. It is written under a temporary
+name and renamed atomically, so it is either complete or absent, even if two processes create it at the same time.
+Later corruption is detected by the sizes and checksums in its manifest, and the entry is rebuilt. Leftovers of a killed
+process are removed by the next process that creates an entry. Deleting the folder only means preparing the data again.
 
-The cache of `datasets` is keyed by hashes of pickled code and trusts whoever may write to it, so it is not used. A
-folder that another user owns or may write to is not trusted either, since its rows would be trained on unseen; each
-process then prepares the data for itself.
+The cache of `datasets` is not used: its keys are hashes of pickled code, and it trusts whoever can write to it. A
+folder that another user owns or can write to is not trusted either, since nobody looks at rows before they are
+trained; each process then prepares the data for itself.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ _LOG = logging.getLogger(__name__)
 
 _MANIFEST = "manifest.json"
 
-# Entries that nothing has used for so long are removed when a new one is made.
+# Entries unused for this long are removed when a new one is created.
 _KEPT_SECONDS = 30 * 24 * 3600
 _MAKING = ".making-"
-# A process locks the folder that it fills at once; after so many seconds none can be about to.
+# A process locks its folder right after creating it, so an older folder without a lock is abandoned.
 _LOCKED_SECONDS = 60
 
 
 def folder() -> Path:
-    """Where the entries are; where that is not this user's alone, a temporary folder that goes with the process."""
+    """The folder of the entries; a temporary one, removed when the process exits, if it is not private to this user."""
     place = cache_folder()
     if os.path.lexists(place) and (why := not_private(place)):
         return _temporary(place, why)
@@ -54,16 +54,16 @@ def _temporary(place: Path, why: str) -> Path:
     with writing(Path(tempfile.gettempdir())):
         made = Path(tempfile.mkdtemp(prefix="finetune-"))
     atexit.register(shutil.rmtree, made, ignore_errors=True)
-    _LOG.warning("%s is not used: %s. The data is prepared in %s, for this start alone", place, why, made)
+    _LOG.warning("%s is not used: %s. The data is prepared in %s, for this run only", place, why, made)
     return made
 
 
 def entry(key: Callable[[], str | None], fill: Callable[[Path], None]) -> Path:
-    """The folder that `fill` fills, as an earlier start left it where there is one for this `key`.
+    """The cached folder for this `key`, or a new one filled by `fill`.
 
-    `key` identifies what goes into the folder, None where that is not known; it is asked again after filling, because a
-    file may have changed meanwhile. What has no certain key is kept until this process ends. Raises MachineError
-    where the folder cannot be written, and what `fill` raises, which leaves nothing behind.
+    `key` identifies the content of the folder, or returns None if it is unknown. It is called again after filling,
+    because a file may have changed meanwhile; without a certain key, the folder is removed when this process exits.
+    Raises MachineError if the folder cannot be written, and whatever `fill` raises, after removing the folder.
     """
     before = key()
     if before and (found := _found(before)):
@@ -91,16 +91,16 @@ def entry(key: Callable[[], str | None], fill: Callable[[Path], None]) -> Path:
 
 @contextlib.contextmanager
 def writing(place: Path | None = None) -> Iterator[None]:
-    """Raise an OSError within the block as a MachineError: the folder cannot be written."""
+    """Convert an OSError in the block into a MachineError that says the folder cannot be written."""
     try:
         yield
     except OSError as error:
         place = (place or folder()).absolute()
         there = next(parent for parent in (place, *place.parents) if parent.exists())
         raise MachineError(
-            f"{place}: the prepared data cannot be written there: {error.strerror or error} "
-            f"({shutil.disk_usage(there).free / 2**30:.1f} GiB free). It takes 8 bytes a token: make room, delete that "
-            "folder if other jobs have filled it, or set HF_DATASETS_CACHE to one elsewhere"
+            f"{place}: the prepared data cannot be written: {error.strerror or error} "
+            f"({shutil.disk_usage(there).free / 2**30:.1f} GiB free). It takes 8 bytes per token: free some space, "
+            "delete that folder if other jobs have filled it, or point HF_DATASETS_CACHE elsewhere"
         ) from None
 
 
@@ -124,7 +124,7 @@ def _published(made: Path, key: str) -> Path:
         with contextlib.suppress(OSError):
             made.rename(target)
             return target
-        if found := _found(key):  # by a process that was faster
+        if found := _found(key):  # another process was faster
             shutil.rmtree(made, ignore_errors=True)
             return found
         shutil.rmtree(target, ignore_errors=True)
@@ -142,7 +142,7 @@ def _remove_unused() -> None:
 
 
 def _locked(made: Path) -> int:
-    """The open folder, which says by its lock that it is being filled. Some network file systems have no locks."""
+    """The open folder, locked while it is being filled. Some network file systems do not support locks."""
     opened = os.open(made, os.O_RDONLY)
     with contextlib.suppress(OSError):
         fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -150,7 +150,7 @@ def _locked(made: Path) -> int:
 
 
 def _abandoned(made: Path) -> bool:
-    """Whether the process that filled it is gone. Raises OSError where that cannot be determined."""
+    """Whether the process that filled it is gone. Raises OSError if that cannot be determined."""
     opened = os.open(made, os.O_RDONLY)
     try:
         fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -162,13 +162,13 @@ def _abandoned(made: Path) -> bool:
 
 
 def _manifest(entry: Path) -> dict[str, Any]:
-    """Bytes and hash of each file, which detect corruption, not tampering: the folder is private to its owner."""
+    """Size and checksum of each file. They detect corruption, not tampering: the folder is private to its owner."""
     files = sorted(file for file in entry.iterdir() if file.name != _MANIFEST)
     return {file.name: {"bytes": file.stat().st_size, "xxh3": digest(file)} for file in files}
 
 
 def digest(file: Path) -> str:
-    """xxh3 (128 bits) of a file's bytes in hex, at the speed of the disk. Raises OSError."""
+    """xxh3 (128 bits, hex) of a file's bytes, computed at disk speed. Raises OSError."""
     import xxhash
 
     with open(file, "rb", buffering=0) as opened:

@@ -1,6 +1,6 @@
-"""From an example to tokens and labels. Tokens with label -100 (`IGNORE`) are not trained.
+"""Turns an example into tokens and labels. Tokens with label -100 (`IGNORE`) are not trained.
 
-The encoding of a row is a generator that yields a text when it needs its tokens; see tokenizing.py.
+A row is encoded by a generator that yields each text to be tokenized; see tokenizing.py.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ ControlTokens = Literal["text", "parse"]
 class Encoded:
     """Token ids and labels of one row, of the same length.
 
-    A row that is cut keeps its first `head` tokens, if it can. In one that was `escaped`, control tokens that its text
-    spells are ordinary text.
+    Truncation keeps the first `head` tokens if possible. In an `escaped` row, control tokens in its text were tokenized
+    as ordinary text.
     """
 
     input_ids: list[int]
@@ -36,19 +36,19 @@ class Encoded:
 
     @property
     def trained(self) -> int:
-        """Number of tokens that are predicted and trained; the first has no predecessor and never is."""
+        """Number of trained tokens; the first is never one, because nothing predicts it."""
         first = bool(self.labels) and self.labels[0] != IGNORE
         return len(self.labels) - self.labels.count(IGNORE) - first
 
     def cut(self, length: int, start: int = 0) -> Encoded:
-        """At most `length` tokens from `start` on."""
+        """At most `length` tokens starting at `start`."""
         return Encoded(self.input_ids[start : start + length], self.labels[start : start + length])
 
 
 def encode(
     example: Example, tokenizer: Any, loss_on: LossOn = "assistant", control_tokens: ControlTokens = "text"
 ) -> Encoded:
-    """Tokens and labels of `example`. Raises RowError where no trustworthy mask can be found."""
+    """Tokens and labels of `example`. Raises RowError if no trustworthy mask can be found."""
     return _alone(_encoding(example, tokenizer, loss_on, control_tokens), tokenizer)
 
 
@@ -58,13 +58,13 @@ def encode_all(
     loss_on: LossOn = "assistant",
     control_tokens: ControlTokens = "text",
 ) -> list[Encoded | RowError]:
-    """Tokens and labels of each example, or why no trustworthy mask can be found; none depends on the others."""
+    """Tokens and labels of each example, or the error that `encode` would raise for it."""
     return answered([_encoding(example, tokenizer, loss_on, control_tokens) for example in examples], tokenizer)
 
 
 def prompt_ids(example: Example, tokenizer: Any, control_tokens: ControlTokens = "text") -> list[int]:
-    """The tokens that ask for what the example lacks, as its row begins: the conversation up to where the assistant
-    begins to write, a prompt without its completion, or a text to go on with. Raises RowError as `encode` does.
+    """Prompt tokens for generation, as in training: the conversation up to where the assistant begins to write, a
+    prompt without its completion, or a text to continue. Raises RowError as `encode` does.
     """
     return _alone(_prompt(example, tokenizer, control_tokens), tokenizer)
 
@@ -79,10 +79,10 @@ def _alone(work: Asking[Found], tokenizer: Any) -> Found:
 def system_heads(
     rows: Sequence[tuple[Example, Encoded]], tokenizer: Any, control_tokens: ControlTokens = "text"
 ) -> list[int]:
-    """With how many tokens each row begins that belong to the system message, or come before it.
+    """Number of leading tokens of each row up to the end of its system message.
 
-    1 where there is none, or where the template shows it within the first question: in most templates a token of its
-    own begins the text.
+    1 (most templates begin with a BOS token) if there is no system message, or if the template renders it inside the
+    first user message.
     """
     first = {
         place: _head(example, tokenizer, control_tokens)
@@ -101,7 +101,7 @@ def _head(example: Chat, tokenizer: Any, control_tokens: ControlTokens) -> Askin
 
 
 def unused(example: Chat, tokenizer: Any) -> list[str]:
-    """The fields of its messages that the chat template does not know."""
+    """Fields of its messages that the chat template does not use."""
     names = {name for message in example.messages for name in message} - {"role", "content", "tool_calls"}
     return sorted(names - _names_in(str(tokenizer.chat_template)))
 
@@ -112,7 +112,7 @@ def _names_in(chat_template: str) -> frozenset[str]:
 
 
 def is_empty(example: Example, loss_on: LossOn = "assistant") -> bool:
-    """Whether what is to be learnt is there but blank: answers of white space, which call no tool either."""
+    """Whether everything to be trained is blank: answers of white space without a tool call."""
     match example:
         case Chat(messages):
             turns = range(len(messages)) if loss_on == "all" else trained_turns(example, loss_on)
@@ -127,7 +127,7 @@ def is_empty(example: Example, loss_on: LossOn = "assistant") -> bool:
 
 
 def trained_turns(example: Chat, loss_on: LossOn) -> list[int]:
-    """Indices of the messages that are trained, where not all tokens are."""
+    """Indices of the messages that are trained, unless `loss_on` is `all`."""
     turns = [turn for turn in masks.answer_turns(example.messages) if turn not in example.context]
     return turns[-1:] if loss_on == "last" else turns
 
@@ -136,7 +136,7 @@ Readable = TypeVar("Readable", bound=Example)
 
 
 def _read(example: Readable, tokenizer: Any, control_tokens: ControlTokens) -> Readable:
-    """The example as its text is to be read: with control tokens in it, or as text alone."""
+    """The example, escaped unless control tokens in its text are to be parsed."""
     return control.escaped(example, tokenizer) if control_tokens == "text" else example
 
 
@@ -170,7 +170,7 @@ def _prompt(example: Example, tokenizer: Any, control_tokens: ControlTokens) -> 
 
 
 def _completion(example: Completion, tokenizer: Any, loss_on: LossOn) -> Asking[Encoded]:
-    # Prompt and completion are tokenized apart, as generation will see the prompt: no token spans the boundary.
+    # Prompt and completion are tokenized separately, as in generation, so no token spans the boundary.
     prompt = yield from _opening(example.prompt, example.escaped, tokenizer)
     completion = _with_end((yield Piece(example.completion, escaped=example.escaped)).ids, tokenizer)
     ids = prompt + completion
@@ -178,7 +178,7 @@ def _completion(example: Completion, tokenizer: Any, loss_on: LossOn) -> Asking[
 
 
 def _opening(text: str, escaped: bool, tokenizer: Any) -> Asking[list[int]]:
-    """A text that more will follow: without the end that some tokenizers put to any."""
+    """The tokens of a text to be continued, without the EOS token that some tokenizers append."""
     ids = (yield Piece(text, special=True, escaped=escaped)).ids
     return ids[:-1] if ids and ids[-1] == tokenizer.eos_token_id else ids
 
@@ -192,11 +192,11 @@ def _tokens(example: Tokens, tokenizer: Any) -> Encoded:
     labels = list(ids) if example.labels is None else example.labels
     for index, (token, label) in enumerate(zip(ids, labels, strict=True)):
         if not 0 <= token < size:
-            raise RowError(f"`input_ids[{index}]` is {token}, and the tokenizer has {size:,} tokens")
+            raise RowError(f"`input_ids[{index}]` is {token}, but the tokenizer has {size:,} tokens")
         if label not in (IGNORE, token):
             raise RowError(
-                f"`labels[{index}]` is {label}, and `input_ids[{index}]` is {token}: a label is {IGNORE} or the id at "
-                "the same place; the shift by one is made in training"
+                f"`labels[{index}]` is {label}, but `input_ids[{index}]` is {token}: a label is {IGNORE} or the id at "
+                "the same position; training shifts labels by one itself"
             )
     return Encoded(ids, labels)
 

@@ -1,6 +1,6 @@
-"""Compressed files as one stream of bytes: all their members, and an error for anything else.
+"""Compressed files as one stream of bytes: all members are read, and trailing garbage is an error.
 
-Arrow's readers do that. Python's ignore whatever follows the first member if it does not begin like another one, so one
+Arrow's readers do that. Python's stop at anything after the first member that does not look like another one, so one
 damaged byte can silently lose half the rows of a file. Arrow does not support xz, which is therefore read here.
 """
 
@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import Any, cast
 
 ERRORS = (EOFError, OSError, lzma.LZMAError)
-"""What reading a damaged file may raise."""
+"""Exceptions that reading a damaged file may raise."""
 
 _READ_BYTES = 2**16
 
 
 class _Xz(io.RawIOBase):
-    """The bytes of all streams of a file. Raises one of `ERRORS` for damage, and for anything else behind a stream."""
+    """The bytes of all xz streams of a file. Raises one of `ERRORS` for damage and for trailing garbage."""
 
     def __init__(self, path: Path) -> None:
         self._file = io.FileIO(path)
@@ -35,7 +35,7 @@ class _Xz(io.RawIOBase):
             if not packed and (self._stream.eof or self._stream.needs_input):
                 packed = self._file.read(_READ_BYTES)
                 if not packed and not self._stream.eof:
-                    raise EOFError("the compressed data end within a stream")
+                    raise EOFError("the compressed data is cut off within a stream")
                 if not packed:
                     return 0
             if self._stream.eof:
@@ -61,14 +61,14 @@ COMPRESSIONS: dict[str, Callable[[Path], io.RawIOBase]] = {
     ".xz": _Xz,
     ".zst": lambda path: _arrow(path, "zstd"),
 }
-"""By the ending of a file. Raise OSError, and what they read as in `ERRORS`."""
+"""By file extension. Opening raises OSError; reading raises one of `ERRORS`."""
 
 
 def opened(path: Path) -> io.BufferedReader:
-    """The bytes of a file, decompressed where its ending is of `COMPRESSIONS`. Reading raises one of `ERRORS`."""
+    """The bytes of a file, decompressed if its extension is in `COMPRESSIONS`. Reading raises one of `ERRORS`."""
     compression = COMPRESSIONS.get(path.suffix.lower())
     if compression and not path.stat().st_size:
         raise EOFError("the file is empty")
     raw = compression(path) if compression else io.FileIO(path)
-    # What is in the buffer is lost where compressed data turn out to be damaged: a small one names a closer line.
+    # Damage in compressed data discards what is buffered, so a small buffer reports a closer line number.
     return io.BufferedReader(raw, _READ_BYTES)

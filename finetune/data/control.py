@@ -1,9 +1,9 @@
-"""Control tokens in the text of rows, such as `<|im_end|>` in a question: they are trained as ordinary text.
+"""Control tokens in the text of rows, such as `<|im_end|>` in a question, are trained as ordinary text.
 
-Only the chat template and the tokenizer itself write control tokens, so no row can forge a turn. In each control token
-that a row contains, the first character is replaced by a placeholder before the template is rendered. A copy of the
-tokenizer restores it after it has looked for control tokens, and before anything else. So rows without control tokens
-are tokenized as usual, and in the others nothing else changes: merges still cross the border of row and template.
+Only the chat template and the tokenizer itself write control tokens, so no row can forge a turn. Before the template is
+rendered, the first character of each control token in a row is replaced by a placeholder (stand-in). A copy of the
+tokenizer restores it right after matching control tokens and before normalization. Rows without control tokens are
+tokenized as usual, and nothing else changes in the others: merges still cross the boundary of row and template.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from typing import Any, TypeVar
 from finetune.data.examples import Chat, Completion, Example, RowError, Text, Tokens, in_common
 from finetune.model import chat_template
 
-# Letters of a script that is dead for 2,700 years (Anatolian hieroglyphs): printable, and neither blanks nor of two
-# cases, so that no template changes them.
+# Anatolian hieroglyphs, out of use for 2,700 years: printable, without upper and lower case and not white space, so
+# no template changes them.
 _FIRST_STAND_IN = 0x14400
 
 _PROBE = [{"role": role, "content": "a"} for role in ("user", "assistant", "user")]
@@ -30,10 +30,10 @@ Found = TypeVar("Found", bound=Example)
 
 
 def escaped(example: Found, tokenizer: Any) -> Found:
-    """The example with stand-ins in the control tokens that its text spells; itself, where there are none.
+    """The example with stand-ins in the control tokens of its text; unchanged if it has none.
 
-    An end of text at the end of a text or completion is the one that each gets in any case, and is left out. Raises
-    RowError where the tokenizer cannot be made to read them as text.
+    An EOS token at the end of a text or completion is dropped, since every row gets one. Raises RowError if the
+    tokenizer cannot treat control tokens as text.
     """
     match example:
         case Tokens():
@@ -48,41 +48,41 @@ def escaped(example: Found, tokenizer: Any) -> Found:
         return example
     if not tokenizer.is_fast:
         raise RowError(
-            f"its text spells the control token `{found}`, which this tokenizer cannot write as text, because it is "
+            f"its text contains the control token `{found}`, which this tokenizer cannot treat as text, because it is "
             "written in Python; remove it from the row"
         )
     if any(letter in text for text in texts(example) for letter in control.stand_ins.values()):
-        raise RowError(f"its text spells the control token `{found}` beside Anatolian hieroglyphs; remove either")
+        raise RowError(f"its text contains the control token `{found}` and Anatolian hieroglyphs; remove either")
     if isinstance(example, Chat):
-        # Roles are known names by now, and templates compare them.
+        # Roles are validated by now, and templates compare them.
         messages = [{**control.escape(message), "role": message["role"]} for message in example.messages]
         return replace(example, messages=messages, tools=control.escape(example.tools), escaped=True)
     return replace(example, **{name: control.escape(text) for name, text in vars(example).items()} | {"escaped": True})
 
 
 def plain(text: str, tokenizer: Any) -> str:
-    """What an escaped text was before."""
+    """An escaped text, unescaped."""
     return text.translate({ord(stand_in): letter for letter, stand_in in _control(tokenizer).stand_ins.items()})
 
 
 def tokenize(texts: list[str], tokenizer: Any, special: bool) -> list[Any]:
-    """The `tokenizers.Encoding` of escaped texts; with `special`, between the tokens around any text."""
+    """The `tokenizers.Encoding` of escaped texts; `special` adds the tokenizer's special tokens (BOS, EOS)."""
     copy = _reading_text(tokenizer, str(tokenizer.chat_template), len(tokenizer))
     return copy.encode_batch(texts, add_special_tokens=special)
 
 
 def check(text: str, ids: list[int], tokenizer: Any, special: bool) -> None:
-    """Raise RowError where an escaped text has become more control tokens than its template wrote.
+    """Raise RowError if an escaped text produced more control tokens than its template wrote.
 
-    A unigram model knows `</s>` as a piece like any other.
+    In a unigram model, `</s>` may be an ordinary piece of the vocabulary.
     """
     control = _control(tokenizer)
     written = len(control.pattern.findall(text)) + (tokenizer.num_special_tokens_to_add() if special else 0)
     made = [token for token in ids if token in control.ids]
     if len(made) > written:
         raise RowError(
-            "its text spells a control token, and the tokenizer has no other pieces for it; remove it from the row. It "
-            f"is one of {', '.join(sorted(set(tokenizer.convert_ids_to_tokens(made))))}"
+            "its text contains a control token that the tokenizer cannot split into other pieces; remove it from the "
+            f"row. It is one of {', '.join(sorted(set(tokenizer.convert_ids_to_tokens(made))))}"
         )
 
 
@@ -90,9 +90,9 @@ def check(text: str, ids: list[int], tokenizer: Any, special: bool) -> None:
 class _Control:
     """The control tokens of a tokenizer with its chat template.
 
-    `stand_ins` are by the characters that they stand for. `bracketed` are texts that become a control token in the
-    brackets that some templates write around names. `normalize` is what happens to a text before some control tokens
-    are looked for.
+    `stand_ins` maps characters to their stand-ins. `bracketed` are texts that become a control token inside the
+    brackets that some templates write around names. `normalize` is the normalizer, if control tokens are matched after
+    it.
     """
 
     ids: frozenset[int]
@@ -103,13 +103,13 @@ class _Control:
     normalize: Any
 
     def first(self, text: str) -> str | None:
-        """A control token that the text spells."""
+        """The first control token in the text."""
         if found := self.pattern.search(text) or (self.normalize and self.pattern.search(self.normalize(text))):
             return found[0]
         return text if text in self.bracketed else None
 
     def escape(self, value: Any) -> Any:
-        """The value with stand-ins in all texts within it, names of fields included."""
+        """The value with stand-ins in all nested strings, dictionary keys included."""
         if isinstance(value, str):
             if value in self.bracketed:
                 value = self.stand_ins[value[0]] + value[1:]
@@ -120,7 +120,7 @@ class _Control:
 
 
 def texts(value: Any) -> Iterator[str]:
-    """All texts of an example or within a value, names of fields included."""
+    """All strings of an example or nested in a value, dictionary keys included."""
     match value:
         case str():
             yield value
@@ -147,14 +147,14 @@ def _control(tokenizer: Any) -> _Control:
 @functools.lru_cache(maxsize=8)
 def _control_of(tokenizer: Any, _: str, __: int) -> _Control:
     tokens = _tokens(tokenizer)
-    # No text spells a pattern that matches nothing.
+    # `(?!)` matches nothing.
     pattern = _any_of(sorted(tokens)) if tokens else r"(?!)"
     bracketed = frozenset(inner for inner in (token[1:-1] for token in tokens) if re.search(r"\W", inner))
     first = sorted({text[0] for text in (*tokens, *bracketed)})
     normalizer = tokenizer.backend_tokenizer.normalizer if tokenizer.is_fast else None
     normalized = any(tokenizer.added_tokens_decoder[token].normalized for token in tokens.values())
     return _Control(
-        # Any text may be unknown.
+        # Any text may contain unknown tokens.
         ids=frozenset(tokens.values()) - {tokenizer.unk_token_id},
         pattern=re.compile(pattern),
         starts=re.compile(f"(?={pattern}).", re.DOTALL),
@@ -165,10 +165,10 @@ def _control_of(tokenizer: Any, _: str, __: int) -> _Control:
 
 
 def _tokens(tokenizer: Any) -> dict[str, int]:
-    """The control tokens by their spelling: those called special, and those that the template writes around turns.
+    """Control tokens by content: special tokens, and added tokens that the template writes around turns.
 
-    Some tokenizers (DeepSeek's) do not call the tokens special that open a turn. Tokens that open and close a part of
-    an answer, `<think>` and `</think>`, belong to its text.
+    Some tokenizers (DeepSeek's) do not mark the tokens that open a turn as special. Pairs of tags inside an answer,
+    `<think>` and `</think>`, are part of its text.
     """
     added = {token.content: (number, token.special) for number, token in tokenizer.added_tokens_decoder.items()}
     found = {text: number for text, (number, special) in added.items() if special}
@@ -176,9 +176,9 @@ def _tokens(tokenizer: Any) -> dict[str, int]:
     if turns:
         try:
             written = chat_template.ids(tokenizer, _PROBE, prompt=True)
-        except Exception:  # of whatever kind a template raises; one that cannot be rendered writes none
+        except Exception:  # a template may raise anything; one that cannot be rendered writes no tokens
             return found
-        # Those of system, tool and call turns stand in the template's text.
+        # Tokens of system, tool and tool-call turns are found in the template's source.
         spelled = str(tokenizer.chat_template)
         found |= {text: number for text, number in turns.items() if number in written or text in spelled}
     return found
@@ -190,7 +190,7 @@ def _is_tag(text: str, known: Collection[str]) -> bool:
 
 
 def _any_of(words: list[str]) -> str:
-    """A pattern of the sorted `words` that looks at each letter once, however many words there are."""
+    """A regular expression for the sorted `words`, as a trie, so that matching does not slow down with their number."""
     shared = words[0][: in_common(words[0], words[-1])]
     rests = [word[len(shared) :] for word in words]
     branches = [_any_of(list(these)) for _, these in itertools.groupby(filter(None, rests), key=lambda rest: rest[0])]
@@ -201,14 +201,14 @@ def _any_of(words: list[str]) -> str:
 
 @functools.lru_cache(maxsize=2)
 def _reading_text(tokenizer: Any, _: str, __: int) -> Any:
-    """A copy of the tokenizer's backend that turns stand-ins back after it has looked for control tokens."""
+    """A copy of the tokenizer's backend that restores the original characters after matching control tokens."""
     from tokenizers import Tokenizer
 
     tokens = _tokens(tokenizer)
     rules = json.loads(tokenizer.backend_tokenizer.to_str())
     for token in rules["added_tokens"]:
         if token["content"] in tokens:
-            token["normalized"] = False  # it would be looked for after normalization, among letters turned back
+            token["normalized"] = False  # else it is matched after normalization, which restores the characters
     back = [
         {"type": "Replace", "pattern": {"String": stand_in}, "content": letter}
         for letter, stand_in in _control(tokenizer).stand_ins.items()

@@ -1,4 +1,4 @@
-"""Statistics of a split's rows: their number and lengths, and each row that was dropped or changed, by its position."""
+"""Statistics of a split: number and lengths of its rows, and the position of each row that was dropped or changed."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ UNTRAINED = "nothing to train"
 
 @dataclass(frozen=True, slots=True)
 class Affected:
-    """A row that is not what its source has, is there twice, or has text that spells control tokens.
+    """A row that was dropped or changed, is a duplicate, or has control tokens in its text.
 
-    `what` was done (dropped, truncated, answer truncated, split, kept), and `why`; `tokens` is the row's length before,
-    None where it was never tokenized.
+    `what` was done (dropped, truncated, answer truncated, split, kept), and `why`; `tokens` is the row's original
+    length, None if it was never tokenized.
     """
 
     place: str
@@ -29,10 +29,10 @@ class Affected:
 
 @dataclass
 class Counts:
-    """What became of the rows of one split. `rows` and `longest` (tokens) are of what is trained on.
+    """Statistics of one split. `rows` and `longest` (tokens) describe the rows that are trained.
 
-    `unused` are the fields of rows and messages that hold something and go nowhere; `kinds` counts the rows by the kind
-    of example that they are (`examples.kind`).
+    `unused` are the non-empty fields of rows and messages that are ignored; `kinds` counts the rows by kind of example
+    (`examples.kind`).
     """
 
     rows: int = 0
@@ -44,7 +44,7 @@ class Counts:
     kinds: dict[str, int] = field(default_factory=dict)
 
     def add(self, tokens: int, trained_tokens: int, kind: str) -> None:
-        """Count one row that is trained on."""
+        """Count one row of the prepared split."""
         self.rows += 1
         self.kinds[kind] = self.kinds.get(kind, 0) + 1
         self.tokens += tokens
@@ -58,46 +58,46 @@ class Counts:
 
     @property
     def answers_truncated(self) -> int:
-        """Rows whose last answer lost its end, and its end-of-turn with it."""
+        """Rows whose last answer lost its end, including the end-of-turn token."""
         return self._count(what="answer truncated")
 
     @property
     def split(self) -> int:
-        """Rows taken apart into pieces."""
+        """Rows split into pieces."""
         return self._count(what="split")
 
     @property
     def duplicates(self) -> int:
-        """Rows with the tokens and labels of an earlier one, kept or dropped."""
+        """Rows with the same tokens and labels as an earlier one, kept or dropped."""
         return self._count(why=DUPLICATE)
 
     @property
     def control_tokens(self) -> int:
-        """Rows whose text spells control tokens, which are ordinary text there."""
+        """Rows with control tokens in their text, which were tokenized as ordinary text."""
         return self._count(why=CONTROL_TOKENS)
 
     @property
     def dropped(self) -> int:
-        """Rows left out."""
+        """Number of dropped rows."""
         return self._count(what="dropped")
 
     @property
     def dropped_places(self) -> list[str]:
-        """Where the rows stand that were left out."""
+        """Positions of the dropped rows."""
         return [row.place for row in self.affected if row.what == "dropped"]
 
     @property
     def dropped_why(self) -> Counter[str]:
-        """Rows left out by reason."""
+        """Dropped rows by reason."""
         return Counter(row.why for row in self.affected if row.what == "dropped")
 
     @property
     def supervised_share(self) -> float:
-        """Part of the tokens that is trained."""
+        """Share of the tokens that are trained."""
         return self.trained_tokens / self.tokens if self.tokens else 0.0
 
     def as_dict(self) -> dict[str, Any]:
-        """The numbers as JSON values, with the rows left out by reason."""
+        """The statistics as JSON values, with the dropped rows by reason."""
         own = ("rows", "tokens", "trained_tokens", "longest", "unused", "supervised_share")
         derived = ("truncated", "answers_truncated", "split", "duplicates", "control_tokens", "dropped")
         return {name: getattr(self, name) for name in (*own, *derived)} | {"dropped_why": dict(self.dropped_why)}

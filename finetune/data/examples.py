@@ -1,4 +1,4 @@
-"""Examples: the content of a row, whatever its format, as training and generation use it."""
+"""Examples: the content of a row, independent of its format, as used by training and generation."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ Message = dict[str, Any]
 
 
 class RowError(ValueError):
-    """A row does not have the shape its format asks for; the message names the field."""
+    """A row does not fit its format; the message names the field."""
 
 
 @dataclass(frozen=True)
 class Chat:
     """A conversation, rendered by the chat template.
 
-    Assistant turns whose index is in `context` are shown to the model and not trained. `tools` are the functions the
-    assistant may call, as JSON schemas for the template. The texts of an `escaped` example have stand-ins (control.py).
+    Assistant turns whose index is in `context` are shown to the model but not trained. `tools` are the functions the
+    assistant may call, as JSON schemas for the template. Texts of an `escaped` example contain stand-ins (control.py).
     """
 
     messages: list[Message]
@@ -39,7 +39,7 @@ class Completion:
 
 @dataclass(frozen=True)
 class Text:
-    """Plain text, learnt whole."""
+    """Plain text, all of it trained."""
 
     text: str
     escaped: bool = False
@@ -47,7 +47,7 @@ class Text:
 
 @dataclass(frozen=True)
 class Tokens:
-    """Token ids, and the labels that came with them (of the same length, -100 where not trained), if any."""
+    """Token ids with optional labels (of the same length; -100 where not trained)."""
 
     input_ids: list[int]
     labels: list[int] | None = None
@@ -61,7 +61,7 @@ ASKED: dict[str, Callable[[str], Example]] = {
     "text": Text,
     "tokens": Text,
 }
-"""What a person asks, in the shape of the rows that were learnt; by the name of a kind of example (`kind`)."""
+"""Turns a user's prompt into an example of the kind that was trained; keyed by `kind`."""
 
 
 def kind(example: Example) -> str:
@@ -70,7 +70,7 @@ def kind(example: Example) -> str:
 
 
 def shown(prompt: list[Message] | str) -> str:
-    """A prompt as people read it: a question by itself, and a conversation with who says what."""
+    """A prompt for display: a single user message without its role, a conversation with one role per line."""
     if isinstance(prompt, str) or [message["role"] for message in prompt] == ["user"]:
         return prompt if isinstance(prompt, str) else str(prompt[0]["content"])
     return "\n".join(f"{message['role']}: {_said(message)}" for message in prompt)
@@ -82,6 +82,6 @@ def _said(message: Message) -> str:
 
 
 def in_common(first: Sequence[Any], second: Sequence[Any]) -> int:
-    """How many items both begin with."""
+    """Length of the common prefix."""
     pairs = enumerate(zip(first, second, strict=False))
     return next((index for index, (a, b) in pairs if a != b), min(len(first), len(second)))

@@ -21,7 +21,7 @@ def text(fields: Fields, name: str) -> str:
 
 
 def integers(fields: Fields, name: str, length: int | None = None) -> list[int]:
-    """A field's whole numbers, `length` of them where that is given."""
+    """A field's list of integers, checked against `length` if given."""
     values = fields.get(name)
     if not isinstance(values, list):
         raise _missing_or(fields, name, "a list")
@@ -34,7 +34,7 @@ def integers(fields: Fields, name: str, length: int | None = None) -> list[int]:
 
 
 def objects(fields: Fields, name: str) -> list[dict[str, Any]] | None:
-    """A field's list of objects, perhaps as JSON text; None where there is nothing in it."""
+    """A field's list of objects, possibly as JSON text; None if empty."""
     found = parsed(fields.get(name) or None, name)
     if found is None:
         return None
@@ -44,7 +44,7 @@ def objects(fields: Fields, name: str) -> list[dict[str, Any]] | None:
 
 
 def parsed(value: Any, where: str) -> Any:
-    """A value, or what it stands for where it is JSON text."""
+    """A value, parsed if it is JSON text."""
     if not isinstance(value, str):
         return value
     try:
@@ -54,12 +54,12 @@ def parsed(value: Any, where: str) -> Any:
 
 
 def is_nothing(value: Any) -> bool:
-    """Whether a field is there for other rows: null, or empty."""
+    """Whether a field is null or empty, as tables fill columns that a row does not use."""
     return value is None or (isinstance(value, (str, bytes, list, Mapping)) and not value)
 
 
 def check_encodable(text: str, where: str) -> None:
-    """JSON can spell half of a surrogate pair, which is no character and which no tokenizer takes."""
+    """Raise RowError for half of a surrogate pair: JSON can escape one, but it is no character to any tokenizer."""
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
@@ -67,7 +67,7 @@ def check_encodable(text: str, where: str) -> None:
 
 
 def kind_of(value: Any) -> str:
-    """What a value is in JSON's terms, for messages."""
+    """A value's JSON type, for messages."""
     names = {type(None): "null", bool: "a boolean", int: "a number", float: "a number", str: "text", list: "a list"}
     return names.get(type(value), "an object")
 

@@ -1,6 +1,6 @@
-"""Fingerprints of a tokenizer with its template, and of rows: stored with weights, compared before their use.
+"""Fingerprints of a tokenizer with its chat template, and of rows: saved beside weights, checked before their use.
 
-Weights are trained for one tokenization, and an adapter for one base. With any other the answers are worse, without an
+Weights are trained for one tokenization, and an adapter for one base model. Any other gives worse answers without an
 error.
 """
 
@@ -18,15 +18,15 @@ from finetune.storage import records
 from finetune.storage.files import write_json
 
 _FILE = "fingerprint.json"
-# Digits that an error names, of 64: enough to tell two apart, few enough to read.
+# Of 64 hex digits: enough to tell two fingerprints apart in an error message.
 _DIGITS = 16
 
 
 def of(tokenizer: Any) -> str:
-    """sha256 in hex of what decides a row's tokens: vocabulary, rules, special tokens and chat template."""
+    """sha256 (hex) of everything that determines a row's tokens: vocabulary, rules, special tokens, chat template."""
     if hasattr(tokenizer, "backend_tokenizer"):
         rules = json.loads(tokenizer.backend_tokenizer.to_str())
-        # How the last call padded and cut is kept there too, and is none of the tokenizer's own.
+        # These reflect the last call rather than the tokenizer.
         del rules["truncation"], rules["padding"]
     else:
         rules = tokenizer.get_vocab()
@@ -35,7 +35,7 @@ def of(tokenizer: Any) -> str:
 
 
 def of_rows(rows: Any) -> str:
-    """sha256 in hex of the tokens and labels of a prepared split, in their order; a second for some 10^9 tokens."""
+    """sha256 (hex) of the tokens and labels of a prepared split, in order; takes about a second for 10^9 tokens."""
     digest = hashlib.sha256(str(len(rows)).encode())
     for table in rows.select_columns(["input_ids", "labels"]).with_format("arrow").iter(batch_size=10_000):
         for column in table.columns:
@@ -46,15 +46,15 @@ def of_rows(rows: Any) -> str:
 
 
 def save(tokenizer: Any, base: str | None, folder: Path) -> None:
-    """Write the tokenizer and its fingerprint beside the weights in `folder`, with the identity of their base."""
+    """Write the tokenizer, its fingerprint and the identity of the base model beside the weights in `folder`."""
     tokenizer.save_pretrained(str(folder))
     write_json(folder / _FILE, {"tokenizer": of(tokenizer), "base": base})
 
 
 def check(tokenizer: Any, folder: Path) -> None:
-    """Raise ArtifactError where the weights in `folder` were trained with another tokenizer or chat template.
+    """Raise ArtifactError if the weights in `folder` were trained with another tokenizer or chat template.
 
-    A folder without a fingerprint passes: it holds nothing yet, or comes from elsewhere.
+    A folder without a fingerprint passes: it is empty, or was written by another program.
     """
     if (kept := _kept(folder)) is None:
         return
@@ -62,38 +62,38 @@ def check(tokenizer: Any, folder: Path) -> None:
     if then != now:
         raise ArtifactError(
             f"{folder} was trained with another tokenizer or chat template: fingerprint {_digits(then)} then, "
-            f"{_digits(now)} now. The files it was trained with are in that folder: copy them back to where "
-            "`model.tokenizer` or `model.name` points, or set `model.revision` to the commit of then; else train again"
+            f"{_digits(now)} now. The original files are in that folder: copy them back to where `model.tokenizer` or "
+            "`model.name` points, or set `model.revision` to the original commit; else train again"
         )
 
 
 def check_base(section: ModelSection, now: str | None, folder: Path, note: Callable[[str], None]) -> None:
-    """Raise ArtifactError where the weights in `folder` were trained on another base than that of `section`, whose
-    identity is `now` (None where that is not known).
+    """Raise ArtifactError if the weights in `folder` were trained on another base model than that of `section`, whose
+    identity is `now` (None if unknown).
 
-    What cannot be compared is noted.
+    Calls `note` with the reason if the two cannot be compared.
     """
     kept = _kept(folder)
     then = kept.get("base") if kept else None
     if section.weights == "random":
-        note(f"{folder} was trained on random weights, which were not kept: the base has other ones now")
+        note(f"{folder} was trained on random weights, which were not saved: the base now has different ones")
     elif now is None:
-        note(f"the files of {section.name} are not at hand, so whether {folder} was trained on them is not known")
+        note(f"the files of {section.name} are not available, so whether {folder} was trained on them is unknown")
     elif then is None:
         note(
-            f"{folder} does not say which base it was trained on, as earlier versions did not: whether that was "
-            f"{section.name} as it is now is not known"
+            f"{folder} does not record its base model (an earlier version wrote it), so whether it was trained on "
+            f"{section.name} as it is now is unknown"
         )
     elif then != now:
         raise ArtifactError(
             f"{folder} was trained on another base: config or weights of {section.name} have changed since (identity "
-            f"{_digits(then)} then, {_digits(now)} now). Put its files back, or set `model.revision` in config.yaml to "
-            "the commit of then; else train again"
+            f"{_digits(then)} then, {_digits(now)} now). Restore its files, or set `model.revision` in config.yaml to "
+            "the original commit; else train again"
         )
 
 
 def _kept(folder: Path) -> records.Fingerprint | None:
-    """What was saved beside the weights in `folder`; None where nothing was. Raises ArtifactError for damage."""
+    """The fingerprint saved in `folder`, or None. Raises ArtifactError for a damaged file."""
     file = folder / _FILE
     return records.read(file, records.FINGERPRINT) if records.exists(file) else None
 

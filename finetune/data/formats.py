@@ -1,4 +1,4 @@
-"""Formats: how the fields of a row become an example. A new format is one entry in FORMATS."""
+"""Row formats: how the fields of a row become an example. A new format is one entry in FORMATS."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from finetune.data.messages import conversation, read_message, read_messages, re
 
 @dataclass(frozen=True)
 class Format:
-    """One kind of row: it is recognised by the fields it must have, and read by `read`.
+    """A row format, recognised by its `required` fields and parsed by `read`.
 
-    A format `of_answers` learns how to answer, so that each row must be a good example.
+    `of_answers`: the rows hold answers, so rows labelled as good or bad (KTO) are refused.
     """
 
     help: str
@@ -32,8 +32,8 @@ def _sharegpt(fields: Fields) -> Example:
     turns = sharegpt_messages(fields)
     if not row.is_nothing(fields.get("rejected")):
         raise RowError(
-            "`rejected` beside `conversations`: the answer to prefer is not in the conversation, so it would not be "
-            "learnt. Write the row as `prompt` (a list of messages), `chosen` and `rejected`"
+            "`rejected` beside `conversations`: the preferred answer is not in the conversation, so it would not be "
+            "trained. Write the row as `prompt` (a list of messages), `chosen` and `rejected`"
         )
     return conversation(turns, fields, where="conversations")
 
@@ -51,14 +51,14 @@ def _alpaca(fields: Fields) -> Example:
 
 
 def _instruction(fields: Fields) -> list[Message]:
-    """The earlier turns of an Alpaca row, and its question."""
+    """The history of an Alpaca row and its instruction, as messages."""
     messages = []
     history = row.parsed(fields.get("history") or [], "history")
     if not isinstance(history, list):
-        raise RowError(f"`history` must be a list of pairs of question and answer, not {row.kind_of(history)}")
+        raise RowError(f"`history` must be a list of question and answer pairs, not {row.kind_of(history)}")
     for index, pair in enumerate(history):
         if not isinstance(pair, list) or len(pair) != 2:
-            raise RowError(f"`history[{index}]` must be a question and its answer, two texts")
+            raise RowError(f"`history[{index}]` must be a pair of texts, a question and its answer")
         for place, role in enumerate(("user", "assistant")):
             messages.append(read_message({"role": role, "content": pair[place]}, f"history[{index}][{place}]"))
     question = row.text(fields, "instruction")
@@ -68,12 +68,12 @@ def _instruction(fields: Fields) -> list[Message]:
 
 
 def _preference(fields: Fields) -> Example:
-    """The chosen answer after the prompt; without a prompt, after what chosen and rejected have in common."""
+    """The chosen answer after the prompt; without a prompt, after the common prefix of chosen and rejected."""
     if isinstance(fields.get("chosen"), list):
         chosen, rejected = read_messages(fields, "chosen"), read_messages(fields, "rejected")
         prompt = _prompt_messages(fields)
         common = min(in_common(chosen, rejected), len(chosen) - 1)
-        # Some data sets repeat the prompt at the head of each answer.
+        # Some data sets repeat the prompt at the start of each answer.
         if chosen[: len(prompt)] == prompt:
             return conversation(chosen, fields, range(common))
         return conversation([*prompt, *chosen], fields, range(len(prompt) + common))
@@ -84,7 +84,7 @@ def _preference(fields: Fields) -> Example:
         asked = _instruction(fields)
         return conversation([*asked, {"role": "assistant", "content": chosen_text}], fields, range(len(asked)))
     shared = chosen_text[: in_common(chosen_text, rejected_text)]
-    # Back to white space, so that the answer begins with a whole word.
+    # Cut back to white space, so that the answer begins with a whole word.
     shared = shared[: len(shared.rstrip()) if shared[-1:].isspace() else max(shared.rfind(" "), shared.rfind("\n"), 0)]
     return Completion(shared, chosen_text[len(shared) :])
 
@@ -98,30 +98,30 @@ def _prompt_messages(fields: Fields) -> list[Message]:
 
 
 def _tokenized(fields: Fields) -> Example:
-    """Ids and labels without the padding that `attention_mask` marks."""
+    """Ids and labels without the padding marked by `attention_mask`."""
     ids = row.integers(fields, "input_ids")
     labels = None if fields.get("labels") is None else row.integers(fields, "labels", len(ids))
     mask = [1] * len(ids) if fields.get("attention_mask") is None else row.integers(fields, "attention_mask", len(ids))
     if not set(mask) <= {0, 1}:
-        raise RowError("`attention_mask` must be made of 0 and 1")
+        raise RowError("`attention_mask` must contain only 0 and 1")
     start = mask.index(1) if 1 in mask else len(mask)
     end = start + sum(mask)
     if 0 in mask[start:end]:
         raise RowError(
-            f"`attention_mask[{mask.index(0, start)}]` hides a token in the middle; only padding is left out"
+            f"`attention_mask[{mask.index(0, start)}]` masks a token in the middle; it may only mask padding"
         )
     return Tokens(ids[start:end], None if labels is None else labels[start:end])
 
 
 # -- which format, which columns -------------------------------------------------------------------------------------
 
-# Of those a row has, where none is known: a wide table has thousands.
+# Limits for error messages: a wide table has thousands of fields.
 _NAMED_FIELDS = 20
 _COMPARED_FIELDS = 1000
 
 
-class _Noted(dict[str, Any]):
-    """The fields of a row, which notes those that are read."""
+class _Recorded(dict[str, Any]):
+    """The fields of a row; records which of them are read."""
 
     def __init__(self, fields: Fields) -> None:
         super().__init__(fields)
@@ -137,46 +137,45 @@ class _Noted(dict[str, Any]):
 
 
 def read(fields: Fields, form: str, columns: Mapping[str, str]) -> tuple[Example, list[str]]:
-    """A row's example, and the names of the fields that hold something and are not used.
+    """A row's example, and the names of its non-empty fields that are not used.
 
-    Raises RowError for a row without the shape that `form` asks for, and for one that only other kinds of training can
-    learn from.
+    Raises RowError for a row that does not fit `form`, and for one that only other kinds of training can use.
     """
     form = detect(fields, columns) if form == "auto" else form
     fields = mapped(fields, columns)
-    noted = _Noted(fields)
+    recorded = _Recorded(fields)
     own = {name: fields[name] for name in fields.keys() - columns.values()}
     refuse_other_training(own, answers=FORMATS[form].of_answers)
-    example = FORMATS[form].read(noted)
-    unused = fields.keys() - noted.read - set(columns.values())
+    example = FORMATS[form].read(recorded)
+    unused = fields.keys() - recorded.read - set(columns.values())
     return example, [name for name in fields if name in unused and not row.is_nothing(fields[name])]
 
 
 def detect(fields: Fields, columns: Mapping[str, str]) -> str:
-    """The name of the first format whose fields a row has. Raises RowError naming the fields it found."""
+    """The first format whose required fields the row has. Raises RowError naming the fields found."""
     fields = mapped(fields, columns)
     for name, form in FORMATS.items():
         if all(field in fields for field in form.required):
             return name
     wanted = "; ".join(f"{name}: {form.help}" for name, form in FORMATS.items())
     found = ", ".join(map(str, islice(fields, _NAMED_FIELDS))) + (" and more" if len(fields) > _NAMED_FIELDS else "")
-    raise RowError(f"no format has the fields {found}; `data.columns` can map them. Known are {wanted}")
+    raise RowError(f"no format has the fields {found}; `data.columns` can map them. Known formats: {wanted}")
 
 
 def mapped(fields: Fields, columns: Mapping[str, str]) -> Fields:
-    """The fields under the names that formats know, by `columns` (format's field to the row's column).
+    """The fields renamed by `columns` (format's field name to the row's column name).
 
     Raises RowError for a column that the row lacks.
     """
     for name, column in columns.items():
         if column not in fields:
             near = unknown(column, islice(fields, _COMPARED_FIELDS))
-            raise RowError(f"`data.columns` takes `{name}` from a column that is not here: {near}")
+            raise RowError(f"`data.columns` takes `{name}` from a column that does not exist: {near}")
     return {**fields, **{name: fields[column] for name, column in columns.items()}}
 
 
 def known_fields(form: str) -> list[str]:
-    """The fields that a format reads; of `auto`, those of all."""
+    """The fields that a format reads; for `auto`, those of all formats."""
     forms = FORMATS.values() if form == "auto" else [FORMATS[form]]
     return list(dict.fromkeys(name for form in forms for name in (*form.required, *form.optional)))
 
@@ -185,34 +184,34 @@ _BESIDE_MESSAGES = ("tools", "functions", "system")
 
 FORMATS: dict[str, Format] = {
     "messages": Format(
-        "`messages` with role and content, perhaps `tool_calls`, and `tools` of the row (OpenAI's)",
+        "`messages` with role and content, optionally `tool_calls`, and `tools` of the row (OpenAI's)",
         ("messages",), lambda fields: conversation(read_messages(fields, "messages"), fields), _BESIDE_MESSAGES,
     ),
     "sharegpt": Format(
-        "`conversations` with from and value, perhaps `system` and `tools`",
+        "`conversations` with from and value, optionally `system` and `tools`",
         ("conversations",), _sharegpt, _BESIDE_MESSAGES,
     ),
     "preference": Format(
-        "`chosen` and `rejected`, perhaps `prompt`, text or messages; the chosen answer is learnt",
+        "`chosen` and `rejected`, optionally `prompt`, text or messages; the chosen answer is trained",
         ("chosen", "rejected"), _preference, ("prompt", "instruction", "input", "history", *_BESIDE_MESSAGES),
     ),
     "prompt_completion": Format(
-        "`prompt` and `completion`, text or messages; the completion is learnt",
+        "`prompt` and `completion`, text or messages; the completion is trained",
         ("prompt", "completion"), _prompt_completion, _BESIDE_MESSAGES,
     ),
     "alpaca": Format(
-        "`instruction`, `output` and perhaps `input`, `system` and `history`",
+        "`instruction`, `output` and optionally `input`, `system` and `history`",
         ("instruction", "output"), _alpaca, ("input", "history", *_BESIDE_MESSAGES),
     ),
     "tokenized": Format(
-        "`input_ids`, perhaps `labels` (else all are trained) and `attention_mask`",
+        "`input_ids`, optionally `labels` (default: all are trained) and `attention_mask`",
         ("input_ids",), _tokenized, ("labels", "attention_mask"), of_answers=False,
     ),
     "text": Format(
-        "`text`, learnt whole",
+        "`text`, all of it trained",
         ("text",), lambda fields: Text(row.text(fields, "text")), of_answers=False,
     ),
 }  # fmt: skip
 
 DETECTED = Help("the format of the first row")
-"""What `auto` is beside these names, in the config alone."""
+"""Help for `auto`, a value of `data.format` that is not in FORMATS."""

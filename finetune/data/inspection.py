@@ -1,4 +1,4 @@
-"""The data as training will see it: which tokens are trained, how long rows are, how much each batching would pad."""
+"""The data as training will see it: trained tokens, row lengths, and how much padding each batching would add."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from finetune.data.batching import Batch, MicroBatching, RowOrder, micro_batches
 from finetune.data.chat import IGNORE
 from finetune.data.prepare import Counts, prepare
 
-# Rows shown as the model sees them: enough to notice a wrong mask, few enough to read.
+# Sample rows shown with their mask: enough to notice a wrong one.
 _SHOWN_ROWS = 3
 
-# Upper ends of the length bins: powers of two and half as much again, so that short and long rows both show.
+# Upper ends of the length bins: 2^n and 1.5 * 2^n, so that short and long rows are both visible.
 _BIN_ENDS = [4, *(end for power in range(3, 40) for end in (2**power, 3 * 2 ** (power - 1)))]
 
-# What a decoder gives for the first bytes of a character.
+# What decoders return for an incomplete character.
 _INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
 
 BATCHINGS: dict[str, tuple[bool, bool, bool]] = {
@@ -31,12 +31,12 @@ BATCHINGS: dict[str, tuple[bool, bool, bool]] = {
     "shuffled, by tokens": (False, True, False),
     "packed": (False, True, True),
 }
-"""The ways to batch that are compared: name, whether grouped by length, in micro-batches by tokens, and packed."""
+"""The batchings that are compared, by name: (grouped by length, micro-batches by tokens, packed)."""
 
 
 @dataclass(frozen=True)
 class Source:
-    """What one source of training rows came to."""
+    """Rows and tokens of one source of training data."""
 
     name: str
     rows: int
@@ -45,7 +45,7 @@ class Source:
 
 @dataclass(frozen=True)
 class Bin:
-    """How many training rows have from `first` to `last` tokens, both included."""
+    """Number of training rows with `first` to `last` tokens, inclusive."""
 
     first: int
     last: int
@@ -54,10 +54,10 @@ class Bin:
 
 @dataclass(frozen=True)
 class Batching:
-    """One epoch under one way to batch.
+    """One epoch under one batching.
 
-    `changes` are the keys that choose it; `padding_share` is the part of all places in its micro-batches that holds no
-    token; `steps` counts optimizer steps and `micro_batches` the passes that they take.
+    `changes` are the config keys that select it; `padding_share` is the share of positions that are padding; `steps`
+    counts optimizer steps, and `micro_batches` their forward and backward passes.
     """
 
     name: str
@@ -70,7 +70,7 @@ class Batching:
 
 @dataclass(frozen=True)
 class Piece:
-    """The text of one token, or of the tokens that spell one character together."""
+    """The text of one token, or of several tokens that together form one character."""
 
     text: str
     trained: bool
@@ -88,12 +88,11 @@ class Sample:
 
 @dataclass(frozen=True)
 class Inspection:
-    """What is known of a job's data before it is trained.
+    """Statistics of a job's data before training.
 
-    `fingerprint` is that of the tokenizer and template; `longest_place` is where the longest training row stands.
-    Where `micro_batch` is `auto`, batchings and worst batch are counted with the whole batch at once. By tokens means
-    by as many as the largest micro-batch of rows has, unless `micro_batch_tokens` says how many. A `warning` says why
-    nothing is held out.
+    `fingerprint` is that of tokenizer and chat template; `longest_place` is the position of the longest training row.
+    If `micro_batch` is `auto`, batchings and worst batch assume the whole batch at once. Batchings by tokens use
+    `micro_batch_tokens`, or else the size of the largest micro-batch by rows. A `warning` says why nothing is held out.
     """
 
     fingerprint: str
@@ -112,17 +111,14 @@ class Inspection:
 
     def as_dict(self) -> dict[str, Any]:
         """The same as JSON values."""
-        found = asdict(replace(self, train=Counts(), eval=None))  # whose rows are not listed one by one
+        found = asdict(replace(self, train=Counts(), eval=None))  # their rows are summarised below
         for name, counts in (("train", self.train), ("eval", self.eval)):
             found[name] = counts and counts.as_dict()
         return found
 
 
 def inspect(section: DataSection, training: TrainingSection, tokenizer: Any) -> Inspection:
-    """Prepare the data as training does, and count.
-
-    Raises what `prepare` raises.
-    """
+    """Prepare the data as training does, and collect its statistics. Raises as `prepare` does."""
     prepared = prepare(section, tokenizer)
     way = MicroBatching.of(_chosen(training), section)
     lengths, trained, places = (prepared.train[column][:] for column in ("length", "trained", "place"))
@@ -144,7 +140,7 @@ def inspect(section: DataSection, training: TrainingSection, tokenizer: Any) -> 
 
 
 def _sources(names: Sequence[str], lengths: Sequence[int]) -> tuple[Source, ...]:
-    """In the order of their first rows."""
+    """Rows and tokens by source, in order of their first rows."""
     rows: Counter[str] = Counter()
     tokens: Counter[str] = Counter()
     for name, length in zip(names, lengths, strict=True):
@@ -154,7 +150,7 @@ def _sources(names: Sequence[str], lengths: Sequence[int]) -> tuple[Source, ...]
 
 
 def _bins(lengths: Sequence[int]) -> tuple[Bin, ...]:
-    """From the shortest row's bin to the longest's, empty ones between them included."""
+    """Bins from the shortest row's to the longest row's, empty ones included."""
     counts = Counter(bisect_left(_BIN_ENDS, length) for length in lengths)
     return tuple(
         Bin(_BIN_ENDS[number - 1] + 1 if number else 1, _BIN_ENDS[number], counts[number])
@@ -178,7 +174,7 @@ def _batchings(lengths: Sequence[int], training: TrainingSection, section: DataS
                 **({"training.micro_batch_tokens": tokens} if by_tokens else {}),
                 **({"data.packing": True} if packed else {}),
             },
-            # Packed rows are never padded, so that their order makes no difference worth a line.
+            # Packed rows are not padded, so grouping by length makes no difference worth another line.
             configured=packed == section.packing and (packed or (grouped, by_tokens) == configured),
             padding_share=shares,
             steps=math.ceil(len(lengths) / training.batch_size),
@@ -189,22 +185,22 @@ def _batchings(lengths: Sequence[int], training: TrainingSection, section: DataS
 
 
 def _epoch(lengths: Sequence[int], rows: Iterable[int], batch_size: int, way: MicroBatching) -> tuple[float, int]:
-    """Padding share and number of the micro-batches of the first epoch, as training makes them."""
+    """Padding share and number of micro-batches of the first epoch, as in training."""
     order = list(rows)
-    places = passes = 0
+    positions = passes = 0
     for at in range(0, len(order), batch_size):
         step = [lengths[row] for row in order[at : at + batch_size]]
         parts = micro_batches(step, way)
         passes += len(parts)
         if way.packed:
-            places += sum(step)
+            positions += sum(step)
         else:
-            places += sum(len(part) * max(step[row] for row in part) for part in parts)
-    return 1 - sum(lengths) / places, passes
+            positions += sum(len(part) * max(step[row] for row in part) for part in parts)
+    return 1 - sum(lengths) / positions, passes
 
 
 def _chosen(training: TrainingSection) -> TrainingSection:
-    """With the whole batch at once while the forecast has not chosen a micro-batch, which pads at least as much."""
+    """The section, with `micro_batch: auto` replaced by the whole batch, which pads at least as much."""
     auto = training.micro_batch == "auto"
     return training.model_copy(update={"micro_batch": training.batch_size}) if auto else training
 
@@ -218,8 +214,8 @@ def _sample(row: dict[str, Any], tokenizer: Any) -> Sample:
 def _pieces(ids: Sequence[int], trained: Sequence[bool], tokenizer: Any) -> list[Piece]:
     """The row's text token by token, special tokens included.
 
-    Decoders trim a token that stands alone and cannot spell half a character, so each is read behind its predecessor,
-    and those that end within a character wait for the next, as long as both are trained or both are not.
+    Decoders strip spaces from a single token and cannot decode part of a character. So each token is decoded after its
+    predecessor, and one that ends within a character is joined with the next if both are trained or both are not.
     """
 
     def decode(start: int, end: int) -> str:

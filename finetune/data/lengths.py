@@ -1,4 +1,4 @@
-"""What happens to a row over `data.max_length`. A new policy is one entry in TOO_LONG."""
+"""Policies for rows longer than `data.max_length`. A new policy is one entry in TOO_LONG."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from finetune.data.examples import RowError
 
 @dataclass(frozen=True)
 class TooLong:
-    """A policy: from a row that is too long and the limit in tokens to what was done, and the rows that are left.
+    """A policy: `apply` takes a row that is too long and the limit in tokens, and returns what was done and the rows.
 
-    `keeps_head`: it looks at the row's `head`. `blind`: it looks at nothing, so it may be a row of too much text to
-    tokenize.
+    `keeps_head`: it uses the row's `head`. `blind`: it ignores the row's content, so it also applies to text too long
+    to tokenize.
     """
 
     help: str
@@ -35,11 +35,11 @@ def _drop(row: Encoded, limit: int) -> tuple[str, list[Encoded]]:
 
 
 def _truncate(row: Encoded, limit: int) -> tuple[str, list[Encoded]]:
-    """The row's head stays, and the last answer; between them is cut.
+    """Keep the row's head and its last answer, and cut between them.
 
-    The head is a system message that opens the conversation, where it fits in half of the room before the last answer;
-    else the first token, which begins the text in most templates. An answer over the limit leaves a quarter of the row
-    to its prompt. An earlier answer without its beginning is kept, but not trained.
+    The head is the opening system message if it fits in half of the room before the last answer, else the first token
+    (BOS in most templates). An answer over the limit leaves a quarter of the row to its prompt. An earlier answer that
+    lost its beginning is kept as context, but not trained.
     """
     start, end = _last_answer(row)
     room = limit - (end - start)
@@ -53,13 +53,13 @@ def _truncate(row: Encoded, limit: int) -> tuple[str, list[Encoded]]:
             if labels[at] == IGNORE:
                 break
             labels[at] = IGNORE
-    places = [*range(head), *range(begin, len(labels))][:limit]
-    kept = Encoded([row.input_ids[at] for at in places], [labels[at] for at in places])
-    return ("truncated" if places[-1] >= end - 1 else "answer truncated"), [kept]
+    positions = [*range(head), *range(begin, len(labels))][:limit]
+    kept = Encoded([row.input_ids[at] for at in positions], [labels[at] for at in positions])
+    return ("truncated" if positions[-1] >= end - 1 else "answer truncated"), [kept]
 
 
 def _last_answer(row: Encoded) -> tuple[int, int]:
-    """Where the last unbroken run of trained tokens starts and ends."""
+    """Start and end of the last contiguous run of trained tokens."""
     end = max((at for at, label in enumerate(row.labels) if label != IGNORE), default=-1) + 1
     start = end
     while start > 0 and row.labels[start - 1] != IGNORE:
@@ -68,7 +68,7 @@ def _last_answer(row: Encoded) -> tuple[int, int]:
 
 
 def _split(row: Encoded, limit: int) -> tuple[str, list[Encoded]]:
-    """Each piece begins with the last token of the one before, untrained, so that no token goes unpredicted."""
+    """Each piece begins with the last token of the one before, untrained, so that every token is predicted once."""
     pieces = [row.cut(limit)]
     for start in range(limit - 1, len(row.labels) - 1, max(1, limit - 1)):
         piece = row.cut(limit, start)
@@ -78,12 +78,12 @@ def _split(row: Encoded, limit: int) -> tuple[str, list[Encoded]]:
 
 TOO_LONG: dict[str, TooLong] = {
     "error": TooLong("the run stops and names the row", _error),
-    "drop": TooLong("the row is left out", _drop, blind=True),
+    "drop": TooLong("the row is dropped", _drop, blind=True),
     "truncate": TooLong(
-        "the prompt loses its beginning but a system message of moderate length, so that the last answer stays; an "
+        "the start of the prompt is cut, except a system message of moderate length, to keep the last answer; an "
         "answer over the limit loses its end",
         _truncate,
         keeps_head=True,
     ),
-    "split": TooLong("it becomes pieces of `max_length`; those with nothing to train are left out", _split),
+    "split": TooLong("it is split into pieces of `max_length`; those with nothing to train are dropped", _split),
 }

@@ -1,4 +1,4 @@
-"""Text files as lines: decompressed, decoded, bounded in memory; bytes that are not text are reported by position."""
+"""Text files as lines: decompressed, decoded, in bounded memory; invalid bytes are reported by position."""
 
 from __future__ import annotations
 
@@ -10,18 +10,16 @@ from finetune.data.compressed import COMPRESSIONS, ERRORS, opened
 from finetune.data.problems import Problems
 from finetune.errors import DataError
 
-# No row of text is longer than this (16 million tokens), so what is, is no row; and one row is held in memory.
+# A row is held in memory; anything longer than this (16 million tokens) is not a row of text.
 ROW_BYTES = 64 * 2**20
-# A JSON list is held as text while its items are read; there are data sets of 700 MB in one.
+# A JSON list is held in memory as text while its items are read; some data sets are one list of 700 MB.
 LIST_CHARACTERS = 2**30
 _PIECE_BYTES = 2**20
 
-# Blank lines one after the other: more are an overwritten file or a decompression bomb, and would take minutes.
+# Consecutive blank lines: more of them mean an overwritten file or a decompression bomb, and would take minutes.
 _BLANK_LINES = 2**20
 
-
-# What a file that is no UTF-8 text says of itself in its first bytes. UTF-32 stands first, for its mark begins with
-# UTF-16's.
+# Signatures of files that are not UTF-8 text. UTF-32 comes first, because its byte order mark begins with UTF-16's.
 _FOREIGN = {
     codecs.BOM_UTF32_LE: "is UTF-32; convert it with `iconv -f UTF-32 -t UTF-8`",
     codecs.BOM_UTF32_BE: "is UTF-32; convert it with `iconv -f UTF-32 -t UTF-8`",
@@ -39,22 +37,21 @@ _FOREIGN = {
 
 
 def lines(path: Path, problems: Problems) -> Iterator[tuple[int, str]]:
-    """Numbered lines with their line ends.
+    """Numbered lines, including their line breaks.
 
-    A byte that is no text is a problem, and the line goes on with a space or a replacement character in its stead; a
-    byte order mark is one, and the line goes on without.
-    Raises DataError for a file that is no text at all, a line over `ROW_BYTES`, over a million blank lines together,
-    and damaged compression.
+    Invalid bytes are added to `problems` and replaced by a space or a replacement character; so is a byte order mark,
+    which is removed. Raises DataError for a file that is not text, a line over `ROW_BYTES`, over a million consecutive
+    blank lines, and damaged compression.
     """
     for number, whole, text in _parts(path, ROW_BYTES, problems):
         if not whole:
             limit = f"{ROW_BYTES // 2**20} MiB"
-            raise DataError(f"{path}:{number}: the line is longer than {limit}, which no row is; write one row a line")
+            raise DataError(f"{path}:{number}: the line is longer than {limit}, too long for one row")
         yield number, text
 
 
 def whole(path: Path, problems: Problems) -> str:
-    """The text of a file at once. Problems and errors as in `lines`; DataError over `LIST_CHARACTERS`."""
+    """The whole text of a file. Problems and errors as in `lines`; DataError over `LIST_CHARACTERS`."""
     parts, characters = [], 0
     for _, _, text in _parts(path, _PIECE_BYTES, problems):
         parts.append(text)
@@ -66,7 +63,7 @@ def whole(path: Path, problems: Problems) -> str:
 
 
 def _parts(path: Path, limit: int, problems: Problems) -> Iterator[tuple[int, bool, str]]:
-    """Lines, longer ones in parts of about `limit` bytes: (number of the line, whether it is whole, text)."""
+    """Lines, long ones in parts of about `limit` bytes: (line number, whether the line is complete, text)."""
     number, before = 1, 0  # bytes of the line before this part
     try:
         with opened(path) as file:
@@ -75,10 +72,10 @@ def _parts(path: Path, limit: int, problems: Problems) -> Iterator[tuple[int, bo
             while raw := file.readline(limit):
                 blank = blank + 1 if raw.isspace() else 0
                 if blank > _BLANK_LINES:
-                    raise DataError(f"{path}:{number}: over a million blank lines, so no rows; make or fetch it again")
+                    raise DataError(f"{path}:{number}: over a million blank lines; create or download it again")
                 ended = raw.endswith(b"\n")
                 whole = before == 0 and (ended or len(raw) < limit)
-                # A part must not end within a character, whose later bytes are 0x80 to 0xBF.
+                # A part must not end within a character (UTF-8 continuation bytes are 0x80 to 0xBF).
                 while not (whole or ended) and b"\x80" <= file.peek(1)[:1] < b"\xc0":
                     raw += file.read(1)
                 yield number, whole, _decoded(raw, path, number, before, problems)
@@ -86,7 +83,7 @@ def _parts(path: Path, limit: int, problems: Problems) -> Iterator[tuple[int, bo
     except ERRORS as error:
         what = "cannot be read"
         if path.suffix.lower() in COMPRESSIONS:
-            what = f"damaged, cut off, or no {path.suffix} file at all; make or fetch it again"
+            what = f"damaged, cut off, or not a {path.suffix} file; create or download it again"
         raise DataError(f"{path}:{number}: {what} ({error})") from None
 
 
@@ -95,7 +92,7 @@ def _check_start(path: Path, start: bytes) -> None:
         if start.startswith(signature):
             found = "".join(f"{byte:02X}" for byte in signature)
             raise DataError(f"{path}:1: byte 1: expected UTF-8 text, but this {what} (it begins with 0x{found})")
-    # ASCII in UTF-16 has a zero beside each character.
+    # ASCII characters in UTF-16 have a zero byte each.
     for name, zeros, characters in (("UTF-16LE", start[1:8:2], start[:8:2]), ("UTF-16BE", start[:8:2], start[1:8:2])):
         if zeros and not any(zeros) and all(characters[: len(zeros)]):
             nul = 1 + start.index(0)
@@ -105,13 +102,13 @@ def _check_start(path: Path, start: bytes) -> None:
 def _decoded(raw: bytes, path: Path, number: int, before: int, problems: Problems) -> str:
     if before == 0 and raw.startswith(codecs.BOM_UTF8):
         problems.add(
-            f"{path}:{number}: bytes 1 to 3 of the line are a byte order mark (0xEFBBBF), which is no text; remove it: "
+            f"{path}:{number}: bytes 1 to 3 of the line are a byte order mark (0xEFBBBF), not text; remove it: "
             "`sed -i 's/^\\xEF\\xBB\\xBF//' FILE`, or save as UTF-8 without one"
         )
         raw, before = raw.removeprefix(codecs.BOM_UTF8), len(codecs.BOM_UTF8)
     if b"\0" in raw:
         place = f"{path}:{number}: byte {before + raw.index(0) + 1} of the line"
-        problems.add(f"{place} is NUL, which no text has; the file was cut off or overwritten, make or fetch it again")
+        problems.add(f"{place} is NUL, not text; the file was cut off or overwritten, create or download it again")
         raw = raw.replace(b"\0", b" ")
     try:
         return raw.decode()

@@ -1,6 +1,6 @@
-"""Which tokens of a conversation are the assistant's.
+"""The label mask: which tokens of a conversation are the assistant's.
 
-The rule: each assistant turn is trained once, with its end-of-turn token, and nothing else is. If the template marks
+Each assistant turn is trained once, including its end-of-turn token, and nothing else is. If the template marks
 assistant turns (`{% generation %}`), the marks are used. Otherwise the conversation is rendered up to each turn, and
 the mask is accepted only if the shorter rendering is a token prefix of the longer one.
 """
@@ -22,12 +22,12 @@ def answer_turns(messages: list[Message]) -> list[int]:
 
 
 def marks_generation(tokenizer: Any) -> bool:
-    """Whether the chat template marks the assistant's tokens itself."""
+    """Whether the chat template marks assistant turns with {% generation %}."""
     return "generation" in (tokenizer.chat_template or "") and "endgeneration" in tokenizer.chat_template
 
 
 def trained_spans(example: Chat, turns: list[int], tokenizer: Any) -> Asking[tuple[list[int], list[Span]]]:
-    """The tokens of the conversation, and where among them each of `turns` stands with its end-of-turn."""
+    """The tokens of the conversation, and the span of each of `turns`, including its end-of-turn token."""
     marked = marks_generation(tokenizer)
     whole = yield from rendering(example, len(example.messages), tokenizer, marks=marked)
     spans = _by_marks(example, turns, whole, tokenizer) if marked else None
@@ -37,7 +37,7 @@ def trained_spans(example: Chat, turns: list[int], tokenizer: Any) -> Asking[tup
 
 
 def check_template(example: Chat, tokenizer: Any) -> None:
-    """A template that does not know of tools would leave them out without a word."""
+    """Raise RowError if the row has tools or tool calls and the template would silently drop them."""
     text = str(tokenizer.chat_template)
     calls = any(message.get("tool_calls") for message in example.messages)
     for name, used in (("tools", example.tools), ("tool_calls", calls)):
@@ -51,31 +51,31 @@ def check_template(example: Chat, tokenizer: Any) -> None:
 def rendering(
     example: Chat, messages: int, tokenizer: Any, *, prompt: bool = False, marks: bool = False
 ) -> Asking[Tokenized]:
-    """The first so many messages in tokens; with `prompt`, up to where the assistant begins to write."""
+    """The tokens of the first `messages` messages; with `prompt`, including the opening of the assistant's turn."""
     try:
         text, found = template.text(
             tokenizer, example.messages[:messages], tools=example.tools, prompt=prompt, marks=marks
         )
     except FinetuneError:
         raise
-    except Exception as error:  # a template may raise anything of its own; the row is what it objects to
+    except Exception as error:  # a template may raise anything; it is the row that it rejects
         raise RowError(f"the chat template refuses it: {error}{_remedy(str(error).lower())}") from None
     return (yield Piece(text, marks=found, escaped=example.escaped))
 
 
 def _remedy(refusal: str) -> str:
     if "alternate" in refusal:
-        return ". Join messages of one role that follow each other into one"
+        return ". Merge consecutive messages of the same role"
     if "system" in refusal:
         return (
-            ". Put the system text at the head of the first user message, or set `data.chat_template` to one with a "
-            "system role"
+            ". Move the system text to the start of the first user message, or set `data.chat_template` to a template "
+            "with a system role"
         )
     return ""
 
 
 def _by_marks(example: Chat, turns: list[int], whole: Tokenized, tokenizer: Any) -> list[Span] | None:
-    """By the template's own marks; None where they do not come through, one run of tokens for each answer."""
+    """Spans by the template's marks; None unless they map to exactly one run of tokens per answer."""
     answers = answer_turns(example.messages)
     if whole.runs is None or len(whole.runs) != len(answers):
         return None
@@ -83,16 +83,16 @@ def _by_marks(example: Chat, turns: list[int], whole: Tokenized, tokenizer: Any)
     try:
         return [_closed(whole.ids, *runs[turn], turn, tokenizer) for turn in turns]
     except RowError:
-        return None  # the renderings themselves do not lie
+        return None  # fall back to comparing renderings
 
 
 def _by_prefixes(example: Chat, turns: list[int], ids: list[int], tokenizer: Any) -> Asking[list[Span]]:
-    """By rendering the conversation up to each turn, and to its end."""
+    """Spans found by rendering the conversation up to the start and to the end of each turn."""
     spans = []
     for turn in turns:
         if turn == 0:
             raise RowError(
-                "messages[0]: where the assistant opens, the mask needs a template with {% generation %} marks; "
+                "messages[0]: if the assistant speaks first, the mask needs a template with {% generation %} marks; "
                 "put a user or system message first, or set `data.loss_on: all`"
             )
         before = (yield from rendering(example, turn, tokenizer, prompt=True)).ids
@@ -109,16 +109,16 @@ def _by_prefixes(example: Chat, turns: list[int], ids: list[int], tokenizer: Any
 
 
 def _turn_end(example: Chat, turn: int, ids: list[int], start: int, tokenizer: Any) -> Asking[int | None]:
-    """Where the turn that begins at `start` has ended, at the latest; None where that cannot be proven."""
+    """An index at or after the end of the turn that begins at `start`; None if it cannot be proven."""
     after = ids
     if turn + 1 < len(example.messages):
         after = (yield from rendering(example, turn + 1, tokenizer)).ids
     shared = in_common(ids, after)
     closing = after[shared:]
     if shared > start and not _words(closing, tokenizer) and ids[len(ids) - len(closing) :] == closing:
-        return shared  # what is left is how the template closes any conversation (Phi 3)
-    # Templates of reasoning models render the last answer with its thoughts and earlier ones without. The turn then
-    # ends with its first end-of-turn, provided that it says what the message says.
+        return shared  # the rest is how the template closes any conversation (Phi 3)
+    # Templates of reasoning models render the last answer with its reasoning and earlier ones without. The turn then
+    # ends with its first end-of-turn token, provided that its text is that of the message.
     ends = template.end_of_turn(tokenizer)
     if ends not in ids[start:] or example.messages[turn].get("tool_calls"):
         return None
@@ -132,35 +132,35 @@ def _turn_end(example: Chat, turn: int, ids: list[int], start: int, tokenizer: A
 
 
 def _closed(ids: list[int], start: int, end: int, turn: int, tokenizer: Any) -> Span:
-    """The span of a turn, up to and with the token that ends it.
+    """The span of a turn, including the token that ends it.
 
-    Templates put a line break after the end-of-turn; generation stops before it, so it is not learnt. Marks may leave
-    the end-of-turn out, and an answer whose end is not learnt never ends.
+    Templates write a line break after the end-of-turn token; generation stops before it, so it is not trained. Marks
+    may exclude the end-of-turn token, but a model not trained on it never stops.
     """
     ends = template.end_of_turn(tokenizer)
-    places = [at for at in range(start, end) if ids[at] == ends]
-    if len(places) > 1:
+    positions = [at for at in range(start, end) if ids[at] == ends]
+    if len(positions) > 1:
         name = tokenizer.convert_ids_to_tokens(ends)
         raise RowError(
-            f"messages[{turn}].content has the end-of-turn `{name}` in it, which the template adds; remove it"
+            f"messages[{turn}].content contains the end-of-turn token `{name}`, which the template adds; remove it"
         )
-    if places:
-        return start, places[0] + 1
+    if positions:
+        return start, positions[0] + 1
     if ids[end : end + 1] == [ends]:
         return start, end + 1
-    # A call of a tool may end otherwise than an answer.
+    # A tool call may end with another token than an answer.
     while end > start and not _words(ids[end - 1 : end], tokenizer):
         end -= 1
         if ids[end] in template.special_ids(tokenizer):
             return start, end + 1
     raise RowError(
-        f"messages[{turn}]: the chat template closes this turn with no end-of-turn token, so that a model could not "
-        "learn to stop; set `data.chat_template` to a template that does"
+        f"messages[{turn}]: the chat template closes this turn without an end-of-turn token, so a model could not "
+        "learn to stop; set `data.chat_template` to a template that writes one"
     )
 
 
 def _words(ids: list[int], tokenizer: Any) -> bool:
-    """Whether there is anything but special tokens and white space."""
+    """Whether the tokens contain anything but special tokens and white space."""
     special = template.special_ids(tokenizer)
     words = [token for token in ids if token not in special]
     return bool(words and tokenizer.decode(words).strip())

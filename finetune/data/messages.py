@@ -1,6 +1,6 @@
-"""Conversations: messages in the formats of data sets (OpenAI's, ShareGPT's), converted for chat templates.
+"""Conversations: messages in OpenAI's and ShareGPT's formats, converted for chat templates.
 
-TRL's converters expect valid rows; these name the invalid field.
+TRL's converters assume valid rows; these name the invalid field.
 """
 
 from __future__ import annotations
@@ -12,22 +12,22 @@ from finetune.data import fields as row
 from finetune.data.examples import Chat, Message, RowError
 from finetune.data.fields import Fields
 
-# Roles as rows may call them, and as chat templates know them.
+# From the roles in rows to those of chat templates.
 ROLES = {role: role for role in ("system", "user", "assistant", "tool")} | {"developer": "system", "function": "tool"}
 _SHAREGPT_ROLES = ROLES | {
     "human": "user", "gpt": "assistant", "model": "assistant", "observation": "tool", "function_call": "assistant"
 }  # fmt: skip
-# What only other kinds of models or of training can learn from.
+# Fields that only other kinds of models or training can use.
 _MEDIA = ("image", "images", "video", "videos", "audio", "audios")
 _VERDICTS = ("label", "kto_tag")
-# What a message may say about being trained: our own key, and OpenAI's, which knows 0 and 1.
+# Keys of a message that say whether it is trained: our own, and OpenAI's `weight`, which is 0 or 1.
 _SWITCHES = ("train", "weight")
 
 
 def conversation(messages: list[Message], fields: Fields, context: Iterable[int] = (), where: str = "messages") -> Chat:
-    """The conversation without its switches, and with the turns that they leave out as context.
+    """The conversation, with untrained turns as context and the `train` and `weight` keys removed.
 
-    A system message of the row's own opens it.
+    A `system` field of the row becomes its first message.
     """
     untrained = {at for at, message in enumerate(messages) if not _is_trained(message, f"{where}[{at}]")}
     plain = [{key: value for key, value in message.items() if key not in _SWITCHES} for message in messages]
@@ -48,10 +48,10 @@ def _is_trained(message: Message, where: str) -> bool:
         if value is None:
             continue
         if value not in (0, 1) or (key == "train" and not isinstance(value, bool)):
-            allowed = "true or false" if key == "train" else "0 (not trained) or 1; no weights between are known"
+            allowed = "true or false" if key == "train" else "0 (not trained) or 1; nothing in between is supported"
             raise RowError(f"`{where}.{key}` must be {allowed}, not {value!r}")
         if value and message["role"] != "assistant":
-            raise RowError(f"`{where}.{key}`: only the assistant's turns are trained; take it from this message")
+            raise RowError(f"`{where}.{key}`: only the assistant's turns are trained; remove it from this message")
         if not value:
             return False
     return True
@@ -59,12 +59,12 @@ def _is_trained(message: Message, where: str) -> bool:
 
 def _tools(fields: Fields) -> list[dict[str, Any]] | None:
     tools, functions = (row.objects(fields, name) for name in ("tools", "functions"))
-    # As OpenAI had them before `tools`.
+    # `functions` is OpenAI's older name for `tools`.
     return tools or (functions and [{"type": "function", "function": function} for function in functions])
 
 
 def read_messages(fields: Fields, name: str) -> list[Message]:
-    """The field `name` of a row, a list of messages as OpenAI writes them."""
+    """The field `name` of a row, a list of messages in OpenAI's format."""
     return [read_message(message, f"{name}[{i}]") for i, message in enumerate(_list_of_messages(fields, name))]
 
 
@@ -76,13 +76,13 @@ def _list_of_messages(fields: Fields, name: str) -> list[Any]:
 
 
 def read_message(message: Any, where: str) -> Message:
-    """One message in the terms of chat templates: role, text, and the calls of tools with their arguments parsed."""
+    """One message as chat templates expect it: role, text, and tool calls with parsed arguments."""
     if not isinstance(message, Mapping):
         raise RowError(f"`{where}` must be an object with `role` and `content`, not {row.kind_of(message)}")
     read: Message = {key: value for key, value in message.items() if value is not None}
     read["role"] = _role(message, "role", ROLES, where)
     refuse_other_training(read, where + ".", answers=read["role"] == "assistant")
-    if call := read.pop("function_call", None):  # as OpenAI had it before `tool_calls`
+    if call := read.pop("function_call", None):  # OpenAI's older name for `tool_calls`
         read["tool_calls"] = read.get("tool_calls") or [{"type": "function", "function": call}]
         read["content"] = read.get("content") or ""
     if "reasoning_content" in read:
@@ -97,7 +97,7 @@ def read_message(message: Any, where: str) -> Message:
 
 
 def sharegpt_messages(fields: Fields) -> list[Message]:
-    """The `conversations` of a row as ShareGPT writes them."""
+    """The `conversations` of a row in ShareGPT's format."""
     turns = []
     for index, turn in enumerate(_list_of_messages(fields, "conversations")):
         where = f"conversations[{index}]"
@@ -125,7 +125,7 @@ def _role(message: Mapping[str, Any], key: str, roles: Mapping[str, str], where:
 
 
 def _content(message: Mapping[str, Any], key: str, where: str) -> str:
-    """The text of a message, its parts joined where it is a list of text parts."""
+    """The text of a message; a list of text parts is joined."""
     content = message.get(key)
     if isinstance(content, list) and content and all(isinstance(part, Mapping) for part in content):
         return "".join(_part(part, f"{where}.{key}[{index}]") for index, part in enumerate(content))
@@ -137,7 +137,7 @@ def _content(message: Mapping[str, Any], key: str, where: str) -> str:
 
 def _part(part: Mapping[str, Any], where: str) -> str:
     if part.get("type") != "text":
-        raise RowError(f"`{where}` is of type {part.get('type')!r}; only text is trained here, so leave the row out")
+        raise RowError(f"`{where}` is of type {part.get('type')!r}; only text is trained here; remove the row")
     return _content(part, "text", where)
 
 
@@ -151,7 +151,7 @@ def _tool_calls(calls: Any, where: str) -> list[dict[str, Any]]:
             raise RowError(
                 f"`{where}[{index}]` must be an object with `function`, an object with `name` and `arguments`"
             )
-        # OpenAI writes the arguments as JSON text; templates write the object as JSON themselves.
+        # OpenAI writes the arguments as JSON text; templates expect an object, which they serialize themselves.
         arguments = row.parsed(function.get("arguments") or {}, f"{where}[{index}].function.arguments")
         if not isinstance(arguments, Mapping):
             raise RowError(f"`{where}[{index}].function.arguments` must be an object, not {row.kind_of(arguments)}")
@@ -160,22 +160,20 @@ def _tool_calls(calls: Any, where: str) -> list[dict[str, Any]]:
 
 
 def refuse_other_training(fields: Fields, where: str = "", *, answers: bool) -> None:
-    """Raise RowError for fields of a row or message that only other kinds of training can learn from.
+    """Raise RowError for fields of a row or message that only other kinds of models or training can use.
 
-    `answers`: whether it holds answers, about which a verdict may be given.
+    `answers`: whether it holds answers that may be labelled good or bad.
     """
     for name, value in fields.items():
         if name in _MEDIA and not row.is_nothing(value):
-            raise RowError(
-                f"`{where}{name}`: only text is trained here, so leave the row out, or the field where it can go"
-            )
+            raise RowError(f"`{where}{name}`: only text is trained here; remove the row, or only the field if possible")
         if name in _VERDICTS and answers and _is_verdict(value):
             raise RowError(
-                f"`{where}{name}` says which answers are good and which are bad (KTO), and bad ones would be learnt as "
-                "good ones here; keep the rows of good answers, without this field"
+                f"`{where}{name}` labels answers as good or bad (KTO), and bad ones would be trained too; keep the "
+                "rows with good answers, without this field"
             )
 
 
 def _is_verdict(value: Any) -> bool:
-    """Whether it is true or false, as JSON, a table or a text file have it."""
+    """Whether it is a boolean, as JSON, a table or a text file spell it."""
     return str(value).lower() in ("true", "false", "0", "1", "0.0", "1.0")

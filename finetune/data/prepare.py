@@ -1,4 +1,4 @@
-"""From the data section to two data sets of token ids and labels, with counts of dropped rows by reason."""
+"""Prepares the data section's rows: two data sets of token ids and labels, with statistics of dropped rows."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from finetune.errors import ArtifactError, ConfigError, DataError
 
 @dataclass(frozen=True)
 class Prepared:
-    """Tokenized splits and counts.
+    """Tokenized splits and their statistics.
 
-    A split is a `datasets.Dataset` of input_ids, labels, length, number of trained tokens, place and source. There is
-    a `warning` where `data.eval: auto` found nothing to hold out.
+    A split is a `datasets.Dataset` of input_ids, labels, length, trained (number of tokens), place and source. A
+    `warning` is set if `data.eval: auto` found nothing to hold out.
     """
 
     train: Any
@@ -36,23 +36,23 @@ class Prepared:
 
     @property
     def kind(self) -> str:
-        """The kind of example (`formats.kind`) that most training rows are."""
+        """The most frequent kind of example (`examples.kind`) among the training rows."""
         kinds = self.train_counts.kinds
         return max(kinds, key=kinds.__getitem__)
 
     def affected(self) -> Iterator[dict[str, Any]]:
-        """The rows of both splits that were left out or changed, as lines of data.jsonl."""
+        """Dropped and changed rows of both splits, as records of data.jsonl."""
         for split, found in (("train", self.train_counts), ("eval", self.eval_counts)):
             for row in found.affected if found else ():
                 yield {"split": split, **asdict(row)}
 
 
 def prepare(section: DataSection, tokenizer: Any) -> Prepared:
-    """Read, format, tokenize and mask both splits, or find them as an earlier start left them (see `cache`).
+    """Read, format, tokenize and mask both splits, or load them from the cache (see `cache`).
 
-    Raises DataError for the rows that cannot be read (file:line and field, up to 20), when nothing is left to train, or
-    when it would teach nothing: the trained tokens of all rows spell no text; ConfigError where `data.columns` names a
-    field that no format has; MachineError where the rows cannot be kept on disk.
+    Raises DataError for rows that cannot be read (file:line and field, up to 20), if nothing is left to train, or if
+    the trained tokens of all rows contain no text; ConfigError if `data.columns` names a field that no format has;
+    MachineError if the rows cannot be written to disk.
     """
     _check_columns(section)
     job = Job(section, tokenizer)
@@ -78,14 +78,14 @@ def prepare(section: DataSection, tokenizer: Any) -> Prepared:
             warning = f"none: {error}"
     if not _teaches(train, tokenizer):
         raise DataError(
-            f"{where} teaches nothing: in none of its {train_counts.rows} rows do the trained tokens spell any text, "
-            "only ends of turn and blanks; check that the answers are not empty, and `data.format`"
+            f"{where} teaches nothing: the trained tokens of its {train_counts.rows} rows contain no text, only "
+            "end-of-turn tokens and white space; check that the answers are not empty, and `data.format`"
         )
     return Prepared(train, held_out, train_counts, eval_counts, warning)
 
 
 def check_ids(data: Prepared, tokenizer: Any, size: int | None, base: str) -> None:
-    """Raise ArtifactError where a row has a token for which `base`, with embeddings for `size` tokens, has none."""
+    """Raise ArtifactError if a row has a token id beyond the `size` embeddings of `base`."""
     for rows in (data.train, data.eval):
         if size is None or rows is None or _largest_id(rows) < size:
             continue
@@ -93,13 +93,13 @@ def check_ids(data: Prepared, tokenizer: Any, size: int | None, base: str) -> No
         found = next(id for id in row["input_ids"] if id >= size)
         raise ArtifactError(
             f"{row['place']}: token {found} ({tokenizer.convert_ids_to_tokens(found)!r}) is not among the {size} that "
-            f"`{base}` has embeddings for; set `model.tokenizer` to the one that the base was trained with, or another "
-            "`data.chat_template`"
+            f"`{base}` has embeddings for; set `model.tokenizer` to the one the base was trained with, or choose "
+            "another `data.chat_template`"
         )
 
 
 def _largest_id(rows: Any) -> int:
-    """A second for some 10^9 tokens, as they are mapped into memory."""
+    """The largest token id of all rows; takes about a second for 10^9 memory-mapped tokens."""
     import pyarrow.compute
 
     return max(
@@ -108,12 +108,12 @@ def _largest_id(rows: Any) -> int:
 
 
 def prepare_held_out(section: DataSection, tokenizer: Any) -> tuple[Any, Counts]:
-    """The held-out split alone. Raises DataError when there is none, or no row of it is left."""
+    """The held-out split alone. Raises DataError if there is none, or if all its rows were dropped."""
     return _held_out(Job(section, tokenizer))
 
 
 def held_out_ids(section: DataSection, tokenizer: Any, rows: int, tokens: int) -> list[list[int]]:
-    """Token ids of the first held-out rows (training rows, where none are held out), cut to `tokens`."""
+    """Token ids of the first held-out rows (training rows if none are held out), cut to `tokens`."""
     found = []
     for row, example in itertools.islice(_held_out_examples(section), rows):
         with located(row):
@@ -122,10 +122,10 @@ def held_out_ids(section: DataSection, tokenizer: Any, rows: int, tokens: int) -
 
 
 def questions(section: DataSection, count: int) -> list[tuple[list[Message] | str, str]]:
-    """The first held-out prompts, each with the answer that is to be learnt.
+    """The first held-out prompts, each with its reference answer.
 
-    A prompt is the messages before the last answer, or the text before a completion. Conversations with tools are left
-    out, and texts that ask for nothing.
+    A prompt is the messages before the last answer, or the text before a completion. Conversations with tools and
+    plain texts are skipped.
     """
 
     def asked() -> Iterator[tuple[list[Message] | str, str]]:
@@ -147,7 +147,7 @@ def _held_out_examples(section: DataSection) -> Iterator[tuple[Row, Example]]:
 
 
 def held_out_rows(section: DataSection) -> Iterator[Row]:
-    """The held-out rows as they stand in the source; the training rows where nothing is held out."""
+    """The held-out rows as read from the source; the training rows if nothing is held out."""
     train_rows, eval_rows = _splits(section, Problems())
     held_out = iter(eval_rows or ())
     first = next(held_out, None)
@@ -155,7 +155,7 @@ def held_out_rows(section: DataSection) -> Iterator[Row]:
 
 
 def _splits(section: DataSection, problems: Problems) -> tuple[Iterable[Row], Iterable[Row] | None]:
-    """Training and held-out rows; what is wrong with either is added to `problems` and raised after the last row."""
+    """Training and held-out rows; problems with either are added to `problems` and raised after the last row."""
     train = sources.rows(section.train, "train", problems)
     if section.eval == "none":
         return train, None
@@ -173,9 +173,9 @@ def _splits(section: DataSection, problems: Problems) -> tuple[Iterable[Row], It
 
 
 def _held_out_below(section: DataSection) -> float:
-    """The share (`Row.share`) below which rows are held out: `eval_share`, unless that leaves one side without a row.
+    """The value of `Row.share` below which rows are held out: `eval_share`, unless that leaves one split empty.
 
-    Then the row with the least or the greatest share is put on it, with those equal to it. Where all rows are equal
+    Then the row with the smallest or largest value, and any equal to it, is moved to that split. If all rows are equal,
     none is held out.
     """
     least, greatest = 1.0, 0.0
@@ -191,14 +191,14 @@ def _held_out_below(section: DataSection) -> float:
 
 
 class _NothingHeldOut(DataError):
-    """No held-out row is left, though some are asked for."""
+    """The evaluation set is empty, though one was requested."""
 
 
 def _held_out(job: Job) -> tuple[Any, Counts]:
     section, problems = job.section, Problems()
     _, rows = _splits(section, problems)
     if rows is None:
-        raise DataError("`data.eval: none` keeps nothing back, so there are no held-out rows")
+        raise DataError("there are no held-out rows, because `data.eval` is `none`")
     held_out, counts = job.split("eval", rows, problems)
     if not counts.rows:
         raise _NothingHeldOut(
@@ -209,7 +209,7 @@ def _held_out(job: Job) -> tuple[Any, Counts]:
 
 
 def _teaches(rows: Any, tokenizer: Any) -> bool:
-    """Whether some row's trained tokens spell text; the first one usually does, so few rows are looked at."""
+    """Whether the trained tokens of any row contain text. The first row usually does, so this is fast."""
     return any(
         tokenizer.decode([label for label in row["labels"][1:] if label != IGNORE], skip_special_tokens=True).strip()
         for row in rows

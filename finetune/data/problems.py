@@ -7,17 +7,17 @@ from typing import Self, TypeVar
 
 from finetune.errors import DataError
 
-# A page of problems. More of them usually have one cause, not worth reading the rest of the file for.
+# One page. More problems than this usually have one cause, and the rest of the file need not be read to see it.
 LIMIT = 20
 
-# Characters of one problem. What a message quotes of a row, such as a name, may be as long as the row.
+# Maximum length of one problem: a message may quote a value as long as its row.
 _CHARACTERS = 2000
 
 Item = TypeVar("Item")
 
 
 class BadRows(DataError):
-    """All `problems` found, one a line."""
+    """All `problems` found, one per line."""
 
     def __init__(self, problems: list[str]) -> None:
         self.problems = problems[:LIMIT]
@@ -26,19 +26,19 @@ class BadRows(DataError):
 
 
 class Problems:
-    """A block that collects problems (`with Problems() as problems:`) and ends in one DataError of them all.
+    """Context manager that collects problems and raises them as one BadRows at its end.
 
-    A DataError raised inside is one of them. The `LIMIT`-th ends the block at once. A problem met again, because a
-    row is read twice, is reported once.
+    A DataError raised inside is added to them. The `LIMIT`-th problem ends the block at once. A problem found again,
+    because a row is read twice, is reported once.
     """
 
     def __init__(self) -> None:
         self.found: list[str] = []
 
     def add(self, problem: str | DataError, at: int | None = None) -> None:
-        """Note a problem, at this place among those found or as the last of them.
+        """Insert a problem at index `at`, by default at the end.
 
-        Raises BadRows once the first `LIMIT` are known: an earlier place may still be taken.
+        Raises BadRows once the first `LIMIT` are known; until then, earlier ones may still be inserted.
         """
         added = problem.problems if isinstance(problem, BadRows) else [_shortened(str(problem))]
         new = [one for one in added if one not in self.found]
@@ -47,12 +47,12 @@ class Problems:
         self.stop_at(at + len(new))
 
     def stop_at(self, known: int) -> None:
-        """Raise BadRows with what was found, where `known` first problems are `LIMIT` or more."""
+        """Raise BadRows if `known`, the number of problems whose position is final, has reached `LIMIT`."""
         if known >= LIMIT:
             raise BadRows(self.found) from None
 
     def reading(self, items: Iterable[Item]) -> Iterator[Item]:
-        """`items`, and after the last of them, or a DataError among them, the end of the block."""
+        """Iterate over `items` inside this context manager."""
         with self:
             yield from items
 

@@ -94,7 +94,7 @@ def _is_held_out(name: str) -> bool:
 
 
 def _hash_fraction(text: str) -> float:
-    """A number in [0, 1) that depends on the text alone, unlike `hash`, which differs between processes."""
+    """A number in [0, 1) that depends only on the text; `hash` differs between processes."""
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") / 2**64
 
 
@@ -175,7 +175,7 @@ def _answer(documented: DocumentedObject) -> str:
 
 
 def _reads_as_prose(answer: str) -> bool:
-    """Whether it is made of whole sentences; fragments of signatures, grammars and examples are not."""
+    """Whether it consists of whole sentences, rather than fragments of signatures, grammars or examples."""
     starts_a_sentence = answer[0].isupper() or answer[0] in "`'\""
     ends_a_sentence = answer[-1] in ".!?)"
     return starts_a_sentence and ends_a_sentence and " -> " not in answer and ">>>" not in answer

@@ -1,7 +1,7 @@
-"""Readers: from a file to its records, one at a time. A new kind of file is one entry in a table.
+"""File readers that yield one record at a time. A new file type is one entry in READERS or TEXT_READERS.
 
-`datasets` reads the same kinds of files, but without the file and line that each message here names, so it is used only
-for data sets on the hub.
+`datasets` reads the same file types, but its errors do not name file and line, so it is used only for data sets on the
+hub.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from finetune.data.strict_json import Decoder, JsonError, repeated
 from finetune.errors import DataError, first_line
 
 Records = Iterator[tuple[str, dict[str, Any]]]
-"""Records with their place (`train.jsonl:12`, or `train.parquet[12]` where there are no lines)."""
+"""Records with their position (`train.jsonl:12`, or `train.parquet[12]` in files without lines)."""
 
 Reader = Callable[[Path, Problems], Records]
-"""Yields what is sound, notes each record that is not, and raises DataError where nothing can be read any more."""
+"""Yields valid records, adds a problem for each invalid one, and raises DataError if it cannot read on."""
 
-# Rows of a column file held at a time: few enough for rows of a whole document each.
+# Rows of a columnar file held in memory at a time; each may be a whole document.
 _BATCH_ROWS = 16
 
 
 def reader(path: Path) -> Reader | None:
-    """The reader for a file of this name, or None. Upper and lower case are the same."""
+    """The reader for a file of this name, or None. Extensions are case-insensitive."""
     *_, before, last = ["", "", *(suffix.lower() for suffix in path.suffixes)]
     return TEXT_READERS.get(before) if last in COMPRESSIONS else READERS.get(last)
 
@@ -39,13 +39,13 @@ def _jsonl(path: Path, problems: Problems) -> Records:
     decoder = Decoder()
     begun = False
     for number, line in lines(path, problems):
-        # Without its line break, so that the error in a cut line is placed where it is cut.
+        # Without its line break, so that the error in a truncated line points to where it was cut off.
         line = line.rstrip("\r\n")
         if not line.strip():
             continue
         place = f"{path}:{number}"
         if not begun and (line.startswith("[") or line.rstrip() == "{"):
-            raise DataError(f"{place}: a row must be one JSON object on one line; a file that is a list is named .json")
+            raise DataError(f"{place}: a row must be one JSON object on one line; name a file that holds a list .json")
         begun = True
         try:
             value = decoder.read(line)
@@ -57,7 +57,7 @@ def _jsonl(path: Path, problems: Problems) -> Records:
         if isinstance(value, dict):
             yield place, value
         else:
-            problems.add(f"{place}: a row must be a JSON object, with braces")
+            problems.add(f"{place}: a row must be a JSON object in braces")
 
 
 def _json(path: Path, problems: Problems) -> Records:
@@ -71,7 +71,7 @@ def _json(path: Path, problems: Problems) -> Records:
     try:
         for index, (value, start, end) in enumerate(decoder.items(text), start=1):
             if end - start > ROW_BYTES:
-                raise DataError(f"{place(start)}: an item is longer than {ROW_BYTES // 2**20} MiB, which no row is")
+                raise DataError(f"{place(start)}: an item is longer than {ROW_BYTES // 2**20} MiB, the limit for a row")
             for wrong in decoder.wrong:
                 problems.add(f"{path}[{index}]: {wrong}")
             if isinstance(value, dict):
@@ -84,12 +84,12 @@ def _json(path: Path, problems: Problems) -> Records:
 
 def _instead_of_a_list(text: str) -> str:
     if key := re.match(r'\s*\{\s*"(\w+)"\s*:\s*\[', text):
-        return f"expected a list of objects, not an object with `{key[1]}`; take it out with `jq .{key[1]}`"
-    return "expected a list of objects; for one object a line, name the file .jsonl"
+        return f"expected a list of objects, not an object with `{key[1]}`; extract it with `jq .{key[1]}`"
+    return "expected a list of objects; if it has one object per line, name the file .jsonl"
 
 
 def _csv(path: Path, problems: Problems, delimiter: str = ",") -> Records:
-    # A cell may hold a whole document; the default limit of 128 KiB is against files that are not CSV at all.
+    # A cell may hold a whole document; the default limit of 128 KiB is meant to catch files that are not CSV.
     csv.field_size_limit(ROW_BYTES)
     row_characters = 0
 
@@ -104,7 +104,7 @@ def _csv(path: Path, problems: Problems, delimiter: str = ",") -> Records:
     cells = csv.reader(row_lines(), delimiter=delimiter, strict=True)
     names: list[str] | None = None
     while True:
-        place, row_characters = f"{path}:{cells.line_num + 1}", 0  # where the row begins; it may go on for lines
+        place, row_characters = f"{path}:{cells.line_num + 1}", 0  # where the row begins; it may span several lines
         try:
             row = next(cells, None)
         except csv.Error as error:
@@ -116,11 +116,11 @@ def _csv(path: Path, problems: Problems, delimiter: str = ",") -> Records:
             continue
         if names is None:
             if twice := repeated(row):
-                raise DataError(f"{place}: the header has the name `{twice}` twice; give each column its own")
+                raise DataError(f"{place}: two columns have the name `{twice}`; rename one")
             names = row
         elif len(row) != len(names):
             more = "more" if len(row) > len(names) else "fewer"
-            problems.add(f"{place}: {more} cells than the header has names ({len(row)}, not {len(names)})")
+            problems.add(f"{place}: {more} cells than the header has columns ({len(row)}, not {len(names)})")
         else:
             yield place, dict(zip(names, row, strict=True))
 
@@ -129,7 +129,7 @@ def _text(path: Path, problems: Problems) -> Records:
     for number, line in lines(path, problems):
         text = line.rstrip("\r\n")
         if number == 1 and "\r" in text and not line.endswith("\n"):
-            problems.add(f"{path}:1: lines end in carriage returns alone; convert them with `tr '\\r' '\\n'`")
+            problems.add(f"{path}:1: lines end in bare carriage returns; convert them with `tr '\\r' '\\n'`")
         if text.strip():
             yield f"{path}:{number}", {"text": text}
 
@@ -138,9 +138,9 @@ def _parquet(path: Path, problems: Problems) -> Records:
     import pyarrow.parquet
 
     def batches() -> Iterator[Any]:
-        # The checksums of pages are verified where the writer left any. Read ahead, a group would be held whole.
+        # Page checksums are verified if the writer stored any. With `pre_buffer` a whole row group would be held.
         with pyarrow.parquet.ParquetFile(path, page_checksum_verification=True, pre_buffer=False) as file:
-            # Columns are not looked at: pyarrow 26 ends the process at some damaged ones (`RowGroupMetaData.column`).
+            # Column metadata is not read: pyarrow 26 crashes on some damaged files (`RowGroupMetaData.column`).
             for number, group in enumerate(map(file.metadata.row_group, range(file.metadata.num_row_groups))):
                 if group.total_byte_size > ROW_BYTES * max(1, group.num_rows):  # as in a decompression bomb
                     raise DataError(f"{path}: {_TOO_LONG} (row group {number})")
@@ -149,7 +149,7 @@ def _parquet(path: Path, problems: Problems) -> Records:
                 rows += batch.num_rows
                 yield batch
             if rows != file.metadata.num_rows:
-                raise ValueError(f"{rows:,} rows, and its footer states {file.metadata.num_rows:,}")
+                raise ValueError(f"{rows:,} rows, but its footer states {file.metadata.num_rows:,}")
 
     return _columnar(path, batches(), "a Parquet file")
 
@@ -172,16 +172,16 @@ def _arrow(path: Path, problems: Problems) -> Records:
                 yield batch
             # A stream ends with a marker; without it, the file was cut off between two batches.
             if file.tell() == end:
-                raise ValueError("cut off: it has no end-of-stream mark")
+                raise ValueError("cut off: it has no end-of-stream marker")
             if listed is None and file.tell() < file.size():
-                raise ValueError(f"{file.size() - file.tell():,} bytes behind its end-of-stream mark")
+                raise ValueError(f"{file.size() - file.tell():,} bytes after its end-of-stream marker")
             if listed not in (None, found):
-                raise ValueError(f"{found} batches, and its footer states {listed}")
+                raise ValueError(f"{found} batches, but its footer states {listed}")
 
     return _columnar(path, batches(), "an Arrow file or stream")
 
 
-_TOO_LONG = f"a row takes more than {ROW_BYTES // 2**20} MiB, which no row does"
+_TOO_LONG = f"a row takes more than {ROW_BYTES // 2**20} MiB, the limit for a row"
 
 
 def _columnar(path: Path, batches: Iterator[Any], kind: str) -> Records:
@@ -192,7 +192,7 @@ def _columnar(path: Path, batches: Iterator[Any], kind: str) -> Records:
         for batch in batches:
             if twice := repeated(batch.schema.names):
                 raise DataError(f"{path}: two columns have the name `{twice}`; rename one")
-            batch.validate(full=True)  # damaged offsets would otherwise be followed out of the buffer
+            batch.validate(full=True)  # else damaged offsets are followed beyond the buffer
             for rows in _slices(batch):
                 if rows.num_rows == 1 and sum(map(_size_bytes, rows.columns)) > ROW_BYTES:
                     raise DataError(f"{path}[{index + 1}]: {_TOO_LONG}")
@@ -202,12 +202,12 @@ def _columnar(path: Path, batches: Iterator[Any], kind: str) -> Records:
     except (pyarrow.ArrowException, OSError, ValueError) as error:
         after = f" after row {index}" if index else ""
         raise DataError(
-            f"{path}: not {kind}, or damaged{after}; make or fetch it again ({first_line(error)})"
+            f"{path}: not {kind}, or damaged{after}; create or download it again ({first_line(error)})"
         ) from None
 
 
 def _slices(batch: Any) -> Iterator[Any]:
-    """A batch in parts whose rows take about `ROW_BYTES`, even if each has the longest value of a dictionary."""
+    """A batch in slices of at most about `ROW_BYTES`, or of one row."""
     start = 0
     while start < batch.num_rows:
         part = batch.slice(start, _BATCH_ROWS)
@@ -217,7 +217,7 @@ def _slices(batch: Any) -> Iterator[Any]:
 
 
 def _size_bytes(array: Any) -> int:
-    """Bytes of the values themselves; those of a dictionary or a view share buffers with many rows."""
+    """Bytes of the values themselves: dictionary and view arrays share their buffers among many rows."""
     import pyarrow.types as kinds
 
     kind = array.type
@@ -233,7 +233,7 @@ def _size_bytes(array: Any) -> int:
 
 
 def _fields(rows: Any, place: str) -> list[dict[str, Any]]:
-    """The rows as Python has them; a date or time that Python has not, such as year 10000, as its text."""
+    """The rows as Python values; dates and times that Python cannot represent, such as year 10000, as text."""
     import pyarrow
 
     columns = {}
@@ -246,10 +246,10 @@ def _fields(rows: Any, place: str) -> list[dict[str, Any]]:
                 columns[name] = column.cast(pyarrow.string()).to_pylist()
             except pyarrow.ArrowException:
                 raise DataError(
-                    f"{place}: the column `{name}` ({column.type}) has a value here or close behind that Python "
-                    f"cannot hold: {error}; leave the column out, or mend it"
+                    f"{place}: the column `{name}` ({column.type}) has a value here or shortly after that Python "
+                    f"cannot represent: {error}; remove or repair the column"
                 ) from None
-    if not columns:  # as a damaged file may have it; its rows are none the fewer
+    if not columns:  # possible in a damaged file; the number of rows must still be right
         return [{} for _ in range(rows.num_rows)]
     return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
 
@@ -262,7 +262,7 @@ TEXT_READERS: dict[str, Reader] = {
     ".tsv": functools.partial(_csv, delimiter="\t"),
     ".txt": _text,
 }
-"""By the ending of a file, which an ending of `COMPRESSIONS` may follow."""
+"""By file extension, which an extension of `COMPRESSIONS` may follow."""
 
 READERS: dict[str, Reader] = {**TEXT_READERS, ".parquet": _parquet, ".arrow": _arrow}
 

@@ -1,4 +1,4 @@
-"""Tokenized rows as an Arrow file: written as they come, read through a memory map."""
+"""Tokenized rows as an Arrow file: written in a stream, read through a memory map."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from finetune.data.sources import Row
 
 
 def mapped(path: Path) -> Any:
-    """The `datasets.Dataset` of a file that `writer` wrote. Its rows take no memory until they are read."""
+    """The memory-mapped `datasets.Dataset` of a file that `writer` wrote."""
     import datasets
 
     return datasets.Dataset.from_file(str(path))
@@ -24,9 +24,9 @@ def mapped(path: Path) -> Any:
 
 @contextlib.contextmanager
 def writer(path: Path) -> Iterator[Callable[[list[tuple[Row, Encoded]]], None]]:
-    """A function that appends tokenized rows to an Arrow file, each with where it comes from, one record batch a call.
+    """A function that appends tokenized rows with their positions to an Arrow file, one record batch per call.
 
-    Raises MachineError where the disk does not take it.
+    Raises MachineError if writing fails.
     """
     import pyarrow
 
@@ -56,7 +56,7 @@ def writer(path: Path) -> Iterator[Callable[[list[tuple[Row, Encoded]]], None]]:
                 stream.write_batch(pyarrow.record_batch(columns, schema=schema))
 
     with writing():
-        file = open(path, "wb")  # noqa: SIM115 -- closed below, where a full disk may raise
+        file = open(path, "wb")  # noqa: SIM115 -- closed below, where a full disk raises
         stream = pyarrow.ipc.new_stream(file, schema)
     try:
         yield write

@@ -1,4 +1,4 @@
-"""Sources: where rows come from. Each row knows its position, so that messages can name the file and line."""
+"""Sources of rows. Each row carries its position, so that messages can name file and line."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ from finetune.errors import DataError, MachineError, first_line
 
 
 class Row(NamedTuple):
-    """One record: where it stands (`train.jsonl:12`), its fields, and the name of its source in the config."""
+    """One record: its position (`train.jsonl:12`), its fields, and the name of its source in the config."""
 
     place: str
     fields: dict[str, Any]
     source: str = ""
 
     def share(self, purpose: str = "") -> float:
-        """A number in [0, 1) that depends on the content alone, so that equal rows always share a fate.
+        """A number in [0, 1) that depends only on the content, so equal rows are always treated alike.
 
-        Another `purpose` gives a number of its own.
+        Each `purpose` gives an independent number.
         """
         content = json.dumps(self.fields, sort_keys=True, default=str)
         return int.from_bytes(hashlib.sha256((purpose + content).encode()).digest()[:8], "big") / 2**64
@@ -42,22 +42,22 @@ class Row(NamedTuple):
 
 Rows = Iterator[Row]
 
-# Tokenized in some seconds.
+# Tokenized in a few seconds.
 _SMALL_BYTES = 16 * 2**20
 
-# What `datasets` puts beside its Arrow files, which holds no rows or holds them again.
+# Files that `datasets` writes beside its Arrow files: without rows, or with copies of them.
 _BESIDE_ROWS = ("dataset_info.json", "state.json", "dataset_dict.json", "cache-*.arrow")
 
-# One of several files, as the hub and `datasets` name them.
+# One shard of several, as the hub and `datasets` name them.
 _PART = re.compile(r"(?P<name>.*?)(?P<number>\d{4,})-of-(?P<parts>\d{4,})(?P<ending>\D.*)")
 
 
 def rows(sources: Sources, split: str = "train", problems: Problems | None = None) -> Rows:
-    """The rows of `sources`, one after the other, each as often as its weight says.
+    """The rows of `sources` in order, repeated according to their weights.
 
-    `split` chooses among the rows of a source that keeps its own held-out ones (`eval`). Raises DataError at once for
-    what does not exist; after the last row, or after 20 problems, for all that is malformed, with file:line:column,
-    and for what the caller has added to `problems` meanwhile; MachineError when a hub data set cannot be fetched.
+    `split` selects the rows of a source that has its own held-out split (`eval`). Raises DataError at once for a source
+    that does not exist, and after the last row or 20 problems for malformed rows (file:line:column) and whatever the
+    caller has added to `problems`; MachineError if a hub data set cannot be downloaded.
     """
     chosen = entries(sources)
     _refuse_twice(chosen)
@@ -67,32 +67,32 @@ def rows(sources: Sources, split: str = "train", problems: Problems | None = Non
 
 
 def at_hand(sources: Sources) -> bool:
-    """Whether they can be read in seconds and without a network: built-ins, or local files of no great size."""
+    """Whether they can be read within seconds and offline: built-ins, or small local files."""
     outside = [entry.source for entry in entries(sources) if entry.source not in BUILTIN]
     found = [_files(source) for source in outside]
     return all(found) and sum(file.stat().st_size for files in found for file in files) <= _SMALL_BYTES
 
 
 def contents(sources: Sources) -> list[tuple[str, str]] | None:
-    """Each file or data set that is read, with what identifies its content: a hash of its bytes, or the hub's commit.
+    """Each file or data set with an identifier of its content: a hash of its bytes, or the hub's commit.
 
-    None where that is not known. Raises what reading would where a data set cannot be fetched.
+    None if that is unknown. Raises as `rows` does if a data set cannot be downloaded.
     """
     try:
         found = [_contents(entry.source) for entry in entries(sources)]
     except OSError:
-        return None  # reading it will say what is wrong
+        return None  # reading it will report the error
     return [file for files in found for file in files] if all(found) else None
 
 
 def _contents(source: str) -> list[tuple[str, str]]:
     if source in BUILTIN:
-        # Made from the documentation of this very Python.
+        # Generated from the documentation of this Python.
         code = [_digest(Path(inspect.getfile(module))) for module in (python_docs, stdlib_docs)]
         return [(source, f"{code} {sys.version} {sys.flags.optimize}")]
     if files := _files(source):
         return [(str(file), _digest(file)) for file in files]
-    # `datasets` keeps what it has fetched in `<name>/<config>/<version>/<commit>/`.
+    # `datasets` caches downloads in `<name>/<config>/<version>/<commit>/`.
     kept = [Path(file["filename"]).parent for file in _fetched(source).cache_files]
     return [(source, "/".join(folder.parts[-4:])) for folder in kept]
 
@@ -104,24 +104,24 @@ def _digest(file: Path) -> str:
 
 @functools.lru_cache(maxsize=4096)
 def _digest_of(file: Path, *_: int) -> str:
-    """Once a start: a source is asked for before and after it is read, and for both splits."""
+    """Cached, because sources are hashed before and after reading, and for both splits."""
     return cache.digest(file)
 
 
 def has_held_out_split(sources: Sources) -> bool:
-    """Whether each source keeps its own held-out rows, under the split name `eval`."""
+    """Whether each source has its own held-out split, named `eval`."""
     return all(entry.source in BUILTIN for entry in entries(sources))
 
 
 def refuse_shared(train: Sources, held_out: Sources) -> None:
-    """Raise DataError naming a file that both read: what is trained on measures nothing."""
+    """Raise DataError naming a file that both read: rows seen in training measure nothing."""
     trained = {file.resolve() for entry in entries(train) for file in _files(entry.source)}
     for entry in entries(held_out):
         for file in _files(entry.source):
             if file.resolve() in trained:
                 raise DataError(
-                    f"{file}: is read by `data.train` and by `data.eval` ({entry.source}); keep it out of one, or set "
-                    "`data.eval: auto` to hold out a share of the rows by hash"
+                    f"{file}: is read by both `data.train` and `data.eval` ({entry.source}); remove it from one, or "
+                    "set `data.eval: auto` to hold out a share of the rows by hash"
                 )
 
 
@@ -132,7 +132,7 @@ def _refuse_twice(chosen: list[Source]) -> None:
             if earlier := read_by.get(file):
                 raise DataError(
                     f"{file}: is read twice, by `{earlier}` and by `{entry.source}`; name it once, with a `weight` to "
-                    "see its rows more often"
+                    "repeat its rows"
                 )
             read_by[file] = entry.source
 
@@ -166,10 +166,10 @@ def _records(source: str, split: str, problems: Problems) -> Records:
 
 
 def _files(source: str) -> list[Path]:
-    """The local files that a source reads, in the order of their names; none for what is not local.
+    """The local files that a source reads, sorted by name; empty if the source is not local.
 
-    Raises DataError for a path that no file can have, and for whatever would leave out rows in silence: what cannot be
-    opened, links to nothing or to another folder, missing parts.
+    Raises DataError for an invalid path, and for anything that would silently drop rows: unreadable files, broken
+    links, links to other folders, missing shards.
     """
     _check_path(source)
     if os.path.isdir(source):
@@ -181,19 +181,19 @@ def _files(source: str) -> list[Path]:
         try:
             found = [path for path in map(Path, glob.glob(source, recursive=True)) if reader(path)]
         except RecursionError:
-            raise DataError(f"{source[:200]!r} cannot be read: a pattern of too many folders") from None
+            raise DataError(f"{source[:200]!r} cannot be read: the pattern matches too many folders") from None
     files = sorted(file for file in found if reader(file) and not file.is_dir())
     for file in files:
         _check_path(str(file))
         if not file.is_file():
-            raise DataError(f"{file}: a link to a file that is not there, or no file at all; restore or remove it")
+            raise DataError(f"{file}: a broken link, or not a regular file; restore or remove it")
     return files
 
 
 def _check_path(path: str) -> None:
-    """Raise DataError for a path that cannot be: too long, a loop of links, or with bytes that no text has.
+    """Raise DataError for an invalid path: too long, a loop of links, or not UTF-8.
 
-    A name that is not UTF-8 could be read, but neither shown nor written to a file of the run.
+    A file whose name is not UTF-8 could be read, but the name could not be printed or written to the run directory.
     """
     try:
         path.encode()
@@ -210,7 +210,7 @@ def _check_path(path: str) -> None:
 
 
 def _below(folder: Path) -> list[Path]:
-    """The files of a folder and those within, without hidden ones. Raises DataError for links that lead elsewhere."""
+    """The files below a folder, without hidden ones. Raises DataError for links that lead out of it."""
     found: list[Path] = []
 
     def fail(error: OSError) -> None:
@@ -219,14 +219,14 @@ def _below(folder: Path) -> list[Path]:
     for at, folders, names in os.walk(folder, onerror=fail):
         folders[:] = [name for name in folders if not _is_hidden(name)]
         for link in (Path(at, name) for name in folders if os.path.islink(os.path.join(at, name))):
-            raise DataError(f"{link}: a link to a folder, which is not followed; remove it, or name that folder itself")
+            raise DataError(f"{link}: a link to a folder, which is not followed; remove it, or name the target folder")
         found += [Path(at, name) for name in names if not _is_hidden(name)]
     _refuse_links_out(folder, found)
     return found
 
 
 def _refuse_missing_parts(files: list[Path]) -> None:
-    """Raise DataError where of `train-00000-of-00005.parquet` and its like some are not there."""
+    """Raise DataError if some shards of a set such as `train-00000-of-00005.parquet` are missing."""
     there: dict[tuple[str, ...], set[str]] = {}
     for file in files:
         if reader(file) and (part := _PART.match(file.name)):
@@ -234,19 +234,19 @@ def _refuse_missing_parts(files: list[Path]) -> None:
     for (folder, name, parts, ending), numbers in there.items():
         if len(numbers) < int(parts):
             raise DataError(
-                f"{folder}: {len(numbers):,} of {int(parts):,} files {name}…-of-{parts}{ending} are here; fetch the "
-                "others, or name those that are meant, in a list or by a pattern"
+                f"{folder}: only {len(numbers):,} of {int(parts):,} files {name}…-of-{parts}{ending} are here; "
+                "download the others, or select files by a list or a pattern"
             )
 
 
 def _refuse_links_out(folder: Path, found: list[Path]) -> None:
-    """A folder is often someone else's; what is taken from it must not be the reader's own files (such as a key)."""
+    """Raise DataError for a link out of the folder: in someone else's folder it could expose a file such as a key."""
     inside = os.path.realpath(folder)
     for file in found:
         if not (target := Path(os.path.realpath(file))).is_relative_to(inside) and reader(file):
             raise DataError(
-                f"{file}: a link that leads out of {folder}, to {target}; name that file itself, or a pattern such as "
-                f"{file.parent / ('*' + file.suffix)}, if it is meant"
+                f"{file}: a link out of {folder}, to {target}; if that is intended, name the file itself, or a pattern "
+                f"such as {file.parent / ('*' + file.suffix)}"
             )
 
 
@@ -257,11 +257,11 @@ def _is_hidden(name: str) -> bool:
 def _local(files: list[Path], problems: Problems) -> Records:
     for file in files:
         read = reader(file)
-        assert read is not None, "_files gives only what can be read"
+        assert read is not None, "_files returns only files with a reader"
         try:
             yield from read(file, problems)
         except DataError as error:
-            problems.add(error)  # the other files may have some of their own
+            problems.add(error)  # go on, to report the problems of the other files too
 
 
 def _builtin(source: str, split: str) -> Records:
@@ -276,10 +276,10 @@ def _hub(name: str) -> Records:
 
 @functools.lru_cache(maxsize=8)
 def _fetched(name: str) -> Any:
-    """The data set, fetched whole by its first reader and mapped into memory.
+    """The data set, downloaded once and memory-mapped.
 
-    A streamed one would be fetched again by each: for the training rows, for the held-out ones, and for the questions,
-    and could not be read without a network the next time.
+    Streaming would download it again for the training rows, the held-out rows and the sample questions, and the next
+    run would not work offline.
     """
     import datasets
     from huggingface_hub.errors import HfHubHTTPError
@@ -289,9 +289,9 @@ def _fetched(name: str) -> Any:
     except (datasets.exceptions.DatasetNotFoundError, ConnectionError, HfHubHTTPError, OSError) as error:
         local = f" A local file must end in {ENDINGS}." if "." in Path(name).name else ""
         raise MachineError(
-            f"data set `{name}` (train) cannot be fetched from the hub: {first_line(error)}{local}"
+            f"data set `{name}` (train) cannot be downloaded from the hub: {first_line(error)}{local}"
         ) from None
-    except (ValueError, RuntimeError) as error:  # the latter for a data set that is a script, which is not run
+    except (ValueError, RuntimeError) as error:  # RuntimeError: a data set script, which is not run
         raise DataError(f"data set `{name}`: {first_line(error)}") from None
 
 
@@ -299,7 +299,7 @@ def _nearest(path: Path) -> str:
     if not path.parent.is_dir():
         return f"; the folder {path.parent} does not exist either"
     known: list[str] = []
-    with contextlib.suppress(OSError):  # of a folder that cannot be listed
+    with contextlib.suppress(OSError):  # the folder may not be readable
         known = sorted(str(found) for found in path.parent.iterdir() if reader(found))
     return f"; {unknown(str(path), known)}" if known else ""
 

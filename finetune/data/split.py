@@ -1,8 +1,8 @@
-"""One split: its rows are read, tokenized, counted and written to disk, or reused from an earlier start.
+"""Prepares one split: rows are read, tokenized, counted and written to disk, or reused from the cache.
 
-Rows are processed a few hundred at a time, and the result is memory-mapped, so data that does not fit in memory is
-shuffled, batched and resumed like any other. Only the hash of each row, which detects duplicates, and the list of
-dropped or changed rows grow with the data.
+Rows are processed a few hundred at a time and the result is memory-mapped, so data larger than memory is shuffled,
+batched and resumed like any other. Only the hash of each row (to detect duplicates) and the list of dropped or changed
+rows grow with the data.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ from finetune.errors import DataError
 
 Split = Literal["train", "eval"]
 
-# Raised with any change to the code that makes other rows of the same data, so that earlier entries are not found.
+# Increment with any change to the code that changes the prepared rows, to invalidate existing cache entries.
 _VERSION = 2
 
 _ROWS, _COUNTS = "rows.arrow", "counts.json"
 
-# Read, tokenized and written together: enough for the tokenizer to share among cores, few enough to hold.
+# Size of a batch to read, tokenize and write: enough to use all cores of the tokenizer, small enough for memory.
 _BATCH_ROWS = 256
 _BATCH_CHARACTERS = 2**19
 
 
 @contextlib.contextmanager
 def located(row: Row) -> Iterator[None]:
-    """Raise a RowError within the block as a DataError with the place of the row."""
+    """Convert a RowError in the block into a DataError that names the row's position."""
     try:
         yield
     except RowError as error:
@@ -51,13 +51,13 @@ def located(row: Row) -> Iterator[None]:
 
 @dataclass
 class Job:
-    """What decides the rows of both splits."""
+    """The settings that determine the rows of both splits."""
 
     section: DataSection
     tokenizer: Any
 
     def split(self, split: Split, rows: Iterable[Row], problems: Problems) -> tuple[Any, Counts]:
-        """The tokenized `rows` and their counts, from the cache where they are there. Raises as `prepare` does."""
+        """The tokenized `rows` and their statistics, from the cache if possible. Raises as `prepare` does."""
 
         def fill(folder: Path) -> None:
             counts = Counts()
@@ -72,12 +72,12 @@ class Job:
         return mapped(folder / _ROWS), counts
 
     def _key(self, split: Split) -> str | None:
-        """All that decides the split's rows, as one hash; None where the content of a source is not known."""
+        """A hash of everything that determines the split's rows; None if the content of a source is unknown."""
         of_its_own = split == "eval" and self.section.eval != "auto"
         contents = sources.contents(self.section.eval if of_its_own else self.section.train)
         if contents is None:
             return None
-        settings = self.section.model_dump(mode="json", exclude={"packing"})  # which changes no row
+        settings = self.section.model_dump(mode="json", exclude={"packing"})  # packing does not change rows
         libraries = [version(name) for name in ("transformers", "tokenizers", "jinja2")]
         parts = [_VERSION, split, contents, settings, self._spelling, libraries]
         return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
@@ -87,12 +87,12 @@ class Job:
         known = [fingerprint.of(self.tokenizer), getattr(self.tokenizer, "split_special_tokens", False)]
         if self.tokenizer.is_fast:
             return known
-        # The vocabulary of a tokenizer written in Python does not determine what it does.
+        # The vocabulary of a tokenizer written in Python does not determine its behaviour.
         return [*known, type(self.tokenizer).__name__, json.dumps(self.tokenizer.init_kwargs, default=str)]
 
 
 class _Read(NamedTuple):
-    """A row of the source, or what is wrong with it, and how many problems were known when it was read."""
+    """A row with its example, or the error in it, and the number of problems found before it was read."""
 
     row: Row
     example: Example | DataError
@@ -100,7 +100,7 @@ class _Read(NamedTuple):
 
     @property
     def characters(self) -> int:
-        """About so many, or tokens."""
+        """Approximate size in characters, or in tokens if tokenized."""
         match self.example:
             case DataError():
                 return 0
@@ -112,7 +112,7 @@ class _Read(NamedTuple):
 
 @dataclass
 class _Rows:
-    """The rows of one split on their way to disk."""
+    """Tokenizes, counts and writes the rows of one split."""
 
     section: DataSection
     tokenizer: Any
@@ -124,7 +124,7 @@ class _Rows:
     last: tuple[str, bool] = ("", False)
 
     def take(self, rows: Iterable[Row]) -> None:
-        """Tokenize, count and write them. Raises BadRows with all problems, in the order of the rows."""
+        """Process all rows. Raises BadRows with all problems, in the order of the rows."""
         with self.problems:
             for batch in self._batches(rows):
                 self.write(list(self._kept_of(batch)))
@@ -140,7 +140,7 @@ class _Rows:
                 if len(batch) == _BATCH_ROWS or characters >= _BATCH_CHARACTERS:
                     yield batch
                     batch, characters = [], 0
-        except DataError:  # at which reading ends; the rows before it may have problems of their own
+        except DataError:  # ends reading, but the rows before it may have problems too
             yield batch
             raise
         yield batch
@@ -177,13 +177,13 @@ class _Rows:
                     self.counts.add(len(kept.input_ids), kept.trained, kind(full[place]))
                     yield read.row, kept
             except DataError as error:
-                # Problems found while reading ahead are in the list already; this one goes before them.
+                # Reading ahead may already have added problems of later rows; insert this one before them.
                 self.problems.add(error, at=read.problems + len(self.problems.found) - known)
 
     def _with_heads(
         self, full: dict[int, Example], encoded: dict[int, Encoded | RowError]
     ) -> dict[int, Encoded | RowError]:
-        """Those that are too long, with the length of their head."""
+        """The rows that are too long, with the length of their head set."""
         long = {
             place: row
             for place, row in encoded.items()
@@ -194,7 +194,7 @@ class _Rows:
         return {place: replace(row, head=head) for (place, row), head in zip(long.items(), heads, strict=True)}
 
     def _kept(self, read: _Read, encoded: Encoded | RowError | None) -> list[Encoded]:
-        """What a row of the source is trained as: one row, pieces of it, or none. What is done to it is counted."""
+        """The rows to train for one row of the source: itself, pieces of it, or none. Changes are counted."""
         place, section, affected = read.row.place, self.section, self.counts.affected
         if isinstance(read.example, DataError):
             raise read.example
@@ -226,9 +226,9 @@ class _Rows:
         return trained
 
     def _again(self, place: str, encoded: Encoded) -> bool:
-        """Whether an earlier row has the same tokens and labels, by 64-bit hashes.
+        """Whether an earlier row has the same tokens and labels, by 64-bit hash.
 
-        A weight gives a row several times, one after the other: it is no duplicate of itself.
+        Consecutive repetitions of a row by its weight are not duplicates.
         """
         if place != self.last[0]:
             content = hash((tuple(encoded.input_ids), tuple(encoded.labels)))

@@ -43,7 +43,7 @@ SKIPPED_MODULES: dict[str, tuple[str, ...]] = {
         "posixpath", "ntpath", "_pydecimal", "_pydatetime", "_pyio",
     ),
 }  # fmt: skip
-"""Top-level modules that are not read, by the reason. A module that fails to import is skipped as well."""
+"""Top-level modules that are skipped, by reason. A module that fails to import is skipped as well."""
 
 SKIPPED_SUBMODULES = frozenset({"__main__", "test", "tests"})
 """Submodules with these names are programs or tests in every package."""
@@ -57,13 +57,13 @@ class DocumentedObject(NamedTuple):
     kind: str
     """Module, class, exception, function, method or attribute; or topic, a chapter of what `help()` shows."""
     signature: str
-    """Such as `(text, width=70)`; empty where Python knows none."""
+    """Such as `(text, width=70)`; empty if Python knows none."""
     docstring: str
     is_public: bool
 
 
 def objects() -> list[DocumentedObject]:
-    """What this file finds, run as a script by the interpreter that runs this process.
+    """The documented objects, collected by running this file as a script with the current interpreter.
 
     `-I -S` keeps the current directory, environment variables, installed packages and start-up hooks away
     from the child; `-B` keeps it from writing byte code.
@@ -93,7 +93,7 @@ def _top_level_module_names() -> list[str]:
 
 
 def _import_tree(name: str) -> Iterator[tuple[str, ModuleType]]:
-    """The module and, for a package, everything below it; what does not import here is left out quietly."""
+    """The module and, for a package, everything below it; modules that fail to import are skipped silently."""
     try:
         module = importlib.import_module(name)
     except Exception:  # a module of another platform may fail in any way, not only with ImportError
@@ -166,7 +166,7 @@ def _is_public_name(name: str) -> bool:
 
 
 def _language_reference() -> Iterator[DocumentedObject]:
-    """The chapters that `help("for")` and the like show."""
+    """The chapters shown by `help("for")` and similar."""
     with contextlib.suppress(ImportError):
         from pydoc_data.topics import topics
 
@@ -175,9 +175,9 @@ def _language_reference() -> Iterator[DocumentedObject]:
 
 
 def _print_collection() -> None:
-    """The child's part: write every documented object to standard output as JSON."""
-    warnings.simplefilter("ignore")  # half of the deprecated modules say so when imported
-    with contextlib.redirect_stdout(io.StringIO()):  # and nothing else may mix into the JSON
+    """Runs in the child: write every documented object to standard output as JSON."""
+    warnings.simplefilter("ignore")  # deprecated modules warn when imported
+    with contextlib.redirect_stdout(io.StringIO()):  # modules that print must not corrupt the JSON
         collected = list(_collect())
     json.dump(collected, sys.stdout)
 

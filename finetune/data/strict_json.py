@@ -1,4 +1,4 @@
-"""Strict JSON: what the standard forbids and Python's reader accepts is refused."""
+"""Strict JSON: rejects what the standard forbids but Python's parser accepts."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Any
 
 _SPACE = re.compile(r"[ \t\n\r]*")
 
-# Levels of lists and objects within each other: far below where Python's own recursion ends, which later steps share.
+# Maximum nesting depth: far below Python's recursion limit, because later steps recurse too.
 _LEVELS = 100
 
 
 class JsonError(ValueError):
-    """Text that is no JSON from its character `at` on, counted from 0."""
+    """Text that is not valid JSON from character `at` (0-based) on."""
 
     def __init__(self, reason: str, at: int) -> None:
         super().__init__(f"not valid JSON: {reason}")
@@ -22,20 +22,20 @@ class JsonError(ValueError):
 
 
 class Decoder:
-    """Reads values. `wrong` lists what Python would have accepted in the last one: repeated keys and NaN."""
+    """Parses values. `wrong` lists what Python would have accepted in the last one: repeated keys and NaN."""
 
     def __init__(self) -> None:
         self.wrong: list[str] = []
         self._decoder = json.JSONDecoder(object_pairs_hook=self._object, parse_constant=self._constant)
 
     def read(self, text: str) -> Any:
-        """The one value that `text` is. Raises JsonError."""
+        """Parse `text` as one value. Raises JsonError."""
         value, end = self._read_at(text, _after_space(text, 0))
         _expect_end(text, end)
         return value
 
     def items(self, text: str) -> Iterator[tuple[Any, int, int]]:
-        """Each item of the one list that `text` is, and where it starts and ends. Raises JsonError."""
+        """Parse `text` as one list; yield each item with its start and end. Raises JsonError."""
         at = _expect(text, 0, "[", "Expecting value")
         separator = ","
         if text.startswith("]", _after_space(text, at)):
@@ -60,7 +60,7 @@ class Decoder:
         except RecursionError:
             raise JsonError("nested too deeply", start) from None
         except ValueError:
-            raise JsonError("a whole number of more than 4300 digits, which Python does not read", start) from None
+            raise JsonError("an integer of more than 4300 digits, which Python does not parse", start) from None
         return value, end
 
     def _object(self, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -71,7 +71,7 @@ class Decoder:
         return fields
 
     def _constant(self, name: str) -> None:
-        self.wrong.append(f"{name} is no JSON value; write null, or leave the field out")
+        self.wrong.append(f"{name} is not a JSON value; write null, or leave the field out")
 
 
 def _after_space(text: str, start: int) -> int:
@@ -81,7 +81,7 @@ def _after_space(text: str, start: int) -> int:
 
 
 def _expect(text: str, at: int, wanted: str, otherwise: str) -> int:
-    """Where text goes on behind the next character, one of `wanted`."""
+    """Skip white space and one character of `wanted`; return the index after it."""
     at = _after_space(text, at)
     if not text.startswith(tuple(wanted), at):
         raise JsonError(otherwise, at)
@@ -94,14 +94,14 @@ def _expect_end(text: str, at: int) -> None:
 
 
 def _depth(value: Any) -> int:
-    """Levels of lists and objects. Raises RecursionError where Python has no room for them."""
+    """Nesting depth of lists and objects. Raises RecursionError beyond Python's limit."""
     if not isinstance(value, (dict, list)):
         return 0
     return 1 + max(map(_depth, value.values() if isinstance(value, dict) else value), default=0)
 
 
 def repeated(names: Iterable[str]) -> str | None:
-    """The first name that was there before; None where all differ."""
+    """The first name that occurs a second time, or None."""
     seen: set[str] = set()
     for name in names:
         if name in seen:

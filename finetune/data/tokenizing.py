@@ -1,7 +1,7 @@
 """Batched tokenization for code that encodes one row at a time.
 
 Tokenization takes most of the time of data preparation, and is fastest with hundreds of texts per call. So the encoding
-of a row is a generator that yields a text when it needs its tokens, and `answered` batches the requests of many rows.
+of a row is a generator that yields each text to be tokenized, and `answered` batches the requests of many rows.
 """
 
 from __future__ import annotations
@@ -18,24 +18,24 @@ from finetune.runtime.libraries import tokenizing_in_parallel
 
 Span = tuple[int, int]
 
-# A tokenizer holds some 150 bytes for each of them; this is 2 million tokens of English, in 1.4 GiB.
+# A tokenizer needs about 150 bytes per character; this is 2 million tokens of English, in 1.4 GiB.
 TEXT_CHARACTERS = 2**23
 
 
 class TooMuchText(RowError):
-    """More text than is tokenized at once, and more tokens than a row can be of use with."""
+    """A row with too much text to tokenize at once, far beyond any useful length."""
 
     def __init__(self, characters: int) -> None:
         super().__init__(
-            f"the row has {characters:,} characters, and no more than {TEXT_CHARACTERS:,} are tokenized as one row; "
-            "split it into several, or set `data.too_long: drop`"
+            f"the row has {characters:,} characters, more than the {TEXT_CHARACTERS:,} that can be tokenized as one "
+            "row; split it, or set `data.too_long: drop`"
         )
 
 
 class Piece(NamedTuple):
-    """A text to tokenize; with `special` between the tokens that the tokenizer puts around any text of its own.
+    """A text to tokenize; `special` adds the tokenizer's special tokens (BOS, EOS).
 
-    `marks` are spans of characters to be mapped to spans of tokens. An `escaped` text has stand-ins (control.py).
+    `marks` are character spans to be mapped to token spans. An `escaped` text contains stand-ins (control.py).
     """
 
     text: str
@@ -45,7 +45,7 @@ class Piece(NamedTuple):
 
 
 class Tokenized(NamedTuple):
-    """The ids of a piece, and the runs of tokens that its marks cover; None where they cannot be mapped."""
+    """The ids of a piece, and the runs of tokens that its marks cover, None if they cannot be mapped."""
 
     ids: list[int]
     runs: list[Span] | None
@@ -53,17 +53,17 @@ class Tokenized(NamedTuple):
 
 Found = TypeVar("Found")
 Asking = Generator[Piece, Tokenized, Found]
-"""Work that yields a piece wherever it needs one tokenized. It raises RowError where a row is at fault."""
+"""A generator that yields each piece to be tokenized and receives its tokens. Raises RowError for a bad row."""
 
 Answers = dict[int, Tokenized | RowError | None]
-"""What each row waited for, by its number; None before its first piece."""
+"""The result that each row is waiting for, by row index; None before its first piece."""
 
 
 def answered(rows: Sequence[Asking[Found]], tokenizer: Any) -> list[Found | RowError]:
-    """What each comes to. The pieces that they wait for are tokenized together, those of half the rows in one call.
+    """Run all generators and return their results or errors. Pieces are tokenized in batches of half the rows.
 
-    The halves take turns: while one's pieces are with the tokenizer, which is not Python's and leaves it running, the
-    other's are rendered. That stays in this thread, for only in the main one its time is bounded.
+    The halves alternate: while the tokenizer, which releases the GIL, works on one half in another thread, templates
+    are rendered for the other half in this one, since only the main thread can bound the time a template takes.
     """
     found: dict[int, Found | RowError] = {}
 
@@ -98,7 +98,7 @@ def _step(row: Asking[Found], answer: Tokenized | RowError | None) -> Piece:
 
 
 def _tokenized(pieces: list[Piece], tokenizer: Any) -> list[Tokenized | RowError]:
-    """The tokens of each piece, or why the tokenizer has none for it."""
+    """The tokens of each piece, or the error that the tokenizer raised for it."""
     found: dict[int, Tokenized | RowError] = {
         place: TooMuchText(len(piece.text)) for place, piece in enumerate(pieces) if len(piece.text) > TEXT_CHARACTERS
     }
@@ -113,12 +113,12 @@ def _tokenized(pieces: list[Piece], tokenizer: Any) -> list[Tokenized | RowError
         try:
             with tokenizing_in_parallel():
                 encodings = _encodings([pieces[place].text for place in places], tokenizer, special, escaped)
-        except MemoryError:  # the machine's, and no row's
+        except MemoryError:  # not the fault of a row
             raise
-        except Exception as error:  # tokenizers raises bare ones, at one text; the others are none the worse for it
+        except Exception as error:  # tokenizers raises plain Exception if one text fails; retry them one by one
             for place in places:
                 if len(places) == 1:
-                    found[place] = RowError(f"the tokenizer refuses it: {error}")
+                    found[place] = RowError(f"the tokenizer rejects it: {error}")
                 else:
                     [found[place]] = _tokenized([pieces[place]], tokenizer)
         else:
@@ -133,7 +133,7 @@ def _tokenized(pieces: list[Piece], tokenizer: Any) -> list[Tokenized | RowError
 
 
 def _encodings(texts: list[str], tokenizer: Any, special: bool, escaped: bool) -> list[tuple[list[int], Any]]:
-    """The ids of each text with its `tokenizers.Encoding`, which tokenizers written in Python do not have."""
+    """The ids of each text with its `tokenizers.Encoding`, None for tokenizers written in Python."""
     if escaped:
         return [(encoding.ids, encoding) for encoding in control.tokenize(texts, tokenizer, special)]
     batch = tokenizer(texts, add_special_tokens=special, return_attention_mask=False, return_token_type_ids=False)
@@ -141,11 +141,11 @@ def _encodings(texts: list[str], tokenizer: Any, special: bool, escaped: bool) -
 
 
 def _runs(encoding: Any, marks: Sequence[Span]) -> list[Span] | None:
-    """The unbroken runs of tokens under the `marks` of a text.
+    """The contiguous runs of tokens covered by `marks`, or None if they cannot be mapped.
 
-    A mark is mapped by the offsets of its first and last character. Some tokenizers trim them: a mark that starts with
-    a space then begins at no token, and one that ends with a line break goes on to the end. Tokenizers written in
-    Python have none.
+    A mark is mapped by the tokens of its first and last character. Some tokenizers trim offsets: a mark that starts
+    with a space then has no first token, and one that ends with a line break extends to the end of the text. Tokenizers
+    written in Python have no offsets.
     """
     runs: list[Span] = []
     if marks and encoding is None:

@@ -1,8 +1,8 @@
-"""Checkpoints on disk: after a kill at any moment the newest complete one is usable, and none is used unverified.
+"""Checkpoints on disk: a kill at any moment leaves the newest complete one usable, and none is loaded unverified.
 
-A checkpoint is a directory of safetensors and JSON files, without pickles, and a manifest of their sizes and hashes
-that is written last. The directory is written under a temporary name, flushed to disk, read back and renamed; only then
-does `latest` name it, and an older one may be removed.
+A checkpoint is a directory of safetensors and JSON files, without pickles, and a manifest of their sizes and hashes,
+written last. The directory is written under a temporary name, fsynced, read back and renamed atomically; only then is
+`latest` updated and an older checkpoint removed.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ _TYPES = {
     torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.float64: "F64", torch.uint8: "U8",
     torch.int8: "I8", torch.int16: "I16", torch.int32: "I32", torch.int64: "I64", torch.bool: "BOOL",
 }  # fmt: skip
-"""torch's types by their names in safetensors files."""
-# JSON files, the manifest and the directory itself take some KiB beside the tensors.
+"""Names of torch's dtypes in safetensors files."""
+# Allowance for the JSON files, the manifest and the directory itself, a few KiB.
 _SMALL_FILES_BYTES = 2**20
 
 
 @dataclass(frozen=True)
 class Contents:
-    """What a checkpoint holds: `tensors` and `values` by file name, in host memory, and what they were made with."""
+    """Contents of a checkpoint: `tensors` and `values` by file name, in host memory, and their origin."""
 
     step: int
     tensors: dict[str, dict[str, torch.Tensor]]
@@ -54,7 +54,7 @@ class Contents:
 
     @property
     def bytes(self) -> int:
-        """Disk that the checkpoint needs."""
+        """Disk space the checkpoint needs."""
         sizes = (tensor.nbytes for tensors in self.tensors.values() for tensor in tensors.values())
         return sum(sizes) + _SMALL_FILES_BYTES
 
@@ -63,10 +63,10 @@ class Contents:
 
 
 def write(run: RunDirectory, contents: Contents) -> Path:
-    """Write, read back and publish a checkpoint; returns its directory.
+    """Write, verify and publish a checkpoint; returns its directory.
 
-    Raises NumbersError for weights that are not finite, MachineError where the disk does not take it or gives back
-    something else. Earlier checkpoints are untouched by a failure.
+    Raises NumbersError for non-finite weights, MachineError if writing fails or the data reads back differently.
+    A failure leaves earlier checkpoints untouched.
     """
     target = run.checkpoint(contents.step)
     refuse_another(target)
@@ -75,7 +75,7 @@ def write(run: RunDirectory, contents: Contents) -> Path:
         run.checkpoints.mkdir(exist_ok=True)
         free = shutil.disk_usage(run.checkpoints).free
         if free < contents.bytes:
-            raise OSError(None, "the disk is too full")
+            raise OSError(None, "not enough disk space")
         with staged(target) as folder:
             files = {}
             for name, tensors in contents.tensors.items():
@@ -107,17 +107,17 @@ def _not_written(run: RunDirectory, contents: Contents, error: OSError) -> str:
         free = "unknown (the run directory is gone)"
     return (
         f"checkpoint at step {contents.step} could not be written to {run.checkpoints}: {error.strerror or error}; "
-        f"bytes needed: {contents.bytes:,}, free: {free}. Earlier checkpoints are untouched: make room or set "
-        "`output.dir` to another disk, and start the same command again"
+        f"bytes needed: {contents.bytes:,}, free: {free}. Earlier checkpoints are untouched: free some space, or set "
+        "`output.dir` to another disk, and run the same command again"
     )
 
 
 def _safetensors(tensors: dict[str, torch.Tensor]) -> list[bytes | memoryview]:
-    """A safetensors file in pieces, none of them a copy: a checkpoint of every weight would not fit twice.
+    """A safetensors file as a list of buffers that share memory with the tensors: two copies may not fit in memory.
 
-    The library makes copies, and lets no other thread run meanwhile (safetensors 0.8, `serialize`).
+    The library copies, and holds the GIL meanwhile (safetensors 0.8, `serialize`).
     """
-    held = sorted(tensors.items(), key=lambda item: (-item[1].itemsize, item[0]))  # aligned, each to its own type
+    held = sorted(tensors.items(), key=lambda item: (-item[1].itemsize, item[0]))  # each aligned to its item size
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     place = 0
     for name, tensor in held:
@@ -131,9 +131,9 @@ def _safetensors(tensors: dict[str, torch.Tensor]) -> list[bytes | memoryview]:
 
 
 def _write(file: Path, pieces: Sequence[bytes | memoryview]) -> dict[str, Any]:
-    """Write a file, bring it to disk and read it back; its line of the manifest.
+    """Write and fsync a file and read it back; returns its manifest entry.
 
-    The hash is taken meanwhile, from what is in memory.
+    The checksum is computed in parallel, from memory.
     """
     digest = hashlib.sha256()
 
@@ -153,7 +153,7 @@ def _write(file: Path, pieces: Sequence[bytes | memoryview]) -> dict[str, Any]:
     finally:
         hashing.join()
     if not same:
-        raise OSError(None, f"{file.name} does not read back as it was written; the disk is failing")
+        raise OSError(None, f"{file.name} reads back differently than it was written; the disk is failing")
     return {"bytes": sum(map(len, pieces)), "sha256": digest.hexdigest()}
 
 
@@ -175,7 +175,7 @@ def _sha256(content: bytes) -> str:
 
 
 def problems_of(checkpoint: Path) -> list[str]:
-    """What keeps a checkpoint from being used, each naming its file; nothing for a whole one. Reads every file."""
+    """Problems that make a checkpoint unusable, each naming its file; empty for an intact one. Reads every file."""
     try:
         files = manifest_of(checkpoint)["files"]
     except ArtifactError as error:
@@ -184,14 +184,14 @@ def problems_of(checkpoint: Path) -> list[str]:
         foreign = sorted(path.name for path in checkpoint.iterdir() if path.suffix in _PICKLES)
     except OSError as error:
         return [f"cannot be read: {error.strerror}"]
-    found = [f"{name} is a pickle, which may hold code; nothing is unpickled here" for name in foreign]
+    found = [f"{name} is a pickle, which may contain code; pickles are never loaded" for name in foreign]
     for name, expected in files.items():
         found += _problems_of_file(checkpoint / name, expected)
     return found
 
 
 def manifest_of(checkpoint: Path) -> dict[str, Any]:
-    """The manifest. Raises ArtifactError where it is missing, damaged, or of another checkpoint."""
+    """The manifest. Raises ArtifactError if it is missing, damaged, or belongs to another checkpoint."""
     file = checkpoint / MANIFEST
     if not os.path.lexists(file):
         raise ArtifactError(f"{MANIFEST} is missing, so the other files cannot be verified")
@@ -205,9 +205,9 @@ def manifest_of(checkpoint: Path) -> dict[str, Any]:
     if manifest.pop("sha256") != _sha256(_json(manifest)):
         raise ArtifactError(f"{MANIFEST} is damaged (its hash does not match)")
     if manifest["format"] != _FORMAT:
-        raise ArtifactError(f"{MANIFEST} is of format {manifest['format']}; this version reads {_FORMAT}")
+        raise ArtifactError(f"{MANIFEST} has format {manifest['format']}; this version reads {_FORMAT}")
     if manifest["step"] != checkpoint_step(checkpoint):
-        raise ArtifactError(f"{MANIFEST} is of step {manifest['step']}")
+        raise ArtifactError(f"{MANIFEST} belongs to step {manifest['step']}")
     return manifest
 
 
@@ -215,7 +215,7 @@ def _problems_of_file(file: Path, expected: dict[str, Any]) -> list[str]:
     name = file.name
     try:
         if file.is_symlink() or (file.exists() and not file.is_file()):
-            return [f"{name} is a link or no file"]
+            return [f"{name} is not a regular file"]
         size = file.stat().st_size
         if size != expected["bytes"]:
             return [f"{name} has {size} bytes instead of {expected['bytes']}"]
@@ -226,7 +226,7 @@ def _problems_of_file(file: Path, expected: dict[str, Any]) -> list[str]:
     except OSError as error:
         return [f"{name} cannot be read: {error.strerror}"]
     if digest != expected["sha256"]:
-        return [f"{name} is damaged: its hash is not the manifest's"]
+        return [f"{name} is damaged: its hash does not match the manifest"]
     if file.suffix != weight_files.SUFFIX:
         return []
     try:
@@ -242,9 +242,9 @@ def _problems_of_file(file: Path, expected: dict[str, Any]) -> list[str]:
 def newest_valid(
     run: RunDirectory, problems_of: Callable[[Path], list[str]] = problems_of
 ) -> tuple[Path | None, dict[Path, list[str]]]:
-    """The newest checkpoint without problems, if there are any, and the newer ones with theirs.
+    """The newest valid checkpoint, or None, and the problems of the damaged ones newer than it.
 
-    Raises ArtifactError where there are checkpoints, or were, and none is whole: a run never starts over by itself.
+    Raises ArtifactError if checkpoints exist or existed and none is valid: a run never starts over by itself.
     """
     damaged: dict[Path, list[str]] = {}
     for checkpoint in reversed(run.complete_checkpoints()):
@@ -258,22 +258,22 @@ def newest_valid(
         raise ArtifactError(
             f"no checkpoint in {run.checkpoints} can be used"
             + (f" ({' | '.join(reasons)})" if reasons else f": step {run.saved_steps[-1]} was saved there, but is gone")
-            + ". Restore one from a copy, or use --fresh to start over (the old run is moved aside)"
+            + ". Restore one from a backup, or use --fresh to start over (the old run is moved aside)"
         )
     return None, {}
 
 
 def set_aside(checkpoint: Path) -> Path:
-    """Rename a damaged checkpoint, so that a person can look at it and its step can be saved again."""
+    """Rename a damaged checkpoint, so that it can be inspected and its step saved again."""
     names = (checkpoint.name + DAMAGED + suffix for suffix in ("", *(f".{number}" for number in range(1, 1000))))
     aside = next(place for name in names if not (place := checkpoint.with_name(name)).exists())
     return checkpoint.rename(aside)
 
 
 def prune(run: RunDirectory, keep: int, best_step: int | None, verified: set[Path]) -> None:
-    """Remove the oldest over `keep`, which counts whole checkpoints only; the best one and the newest stay.
+    """Remove the oldest checkpoints beyond `keep`, which counts intact ones only; the best and the newest are kept.
 
-    `verified` are known to be whole; others that are kept are verified now, and added.
+    `verified` are known to be intact; any other that is kept is verified and added.
     """
     best = run.checkpoint(best_step) if best_step else None
     room = keep - (best is not None and best.is_dir() and _is_whole(best, verified))
@@ -293,7 +293,7 @@ def _is_whole(checkpoint: Path, verified: set[Path]) -> bool:
 
 
 def read_tensors(checkpoint: Path, name: str) -> dict[str, torch.Tensor]:
-    """One of a checkpoint's safetensors files, in host memory of its own. Raises ArtifactError."""
+    """The tensors of one of a checkpoint's safetensors files, copied to host memory. Raises ArtifactError."""
     weight_files.check(checkpoint / name)
     with safe_open(checkpoint / name, framework="pt") as stored:
         return {key: stored.get_tensor(key).clone() for key in stored.keys()}  # noqa: SIM118

@@ -1,6 +1,6 @@
-"""Atomic writes, so that nothing looks finished early: files and directories are replaced as a whole, lines appended.
+"""Atomic writes: files and directories are replaced by a rename, and lines appended, so no partial file looks complete.
 
-A directory that is held, like that of a run in training, is written only while it is still at its path.
+A directory that is held, such as that of a running job, is written only while it is still at its path.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from finetune.errors import MachineError
 _PARTIAL = ".incomplete"
 _REPLACED = ".replaced"
 
-# The directories that this process writes, by the descriptors that say which ones they are.
+# The directories that this process writes, by open file descriptor.
 _HELD: dict[int, Path] = {}
 
 
 @contextlib.contextmanager
 def held(folder: Path) -> Iterator[None]:
-    """Within the block writes below `folder` raise MachineError once another directory stands in its place."""
-    # Open, so that the file system cannot give its number to another one.
+    """In the block, writes below `folder` raise MachineError once it has been moved or replaced."""
+    # Kept open, so that the file system cannot reuse its inode number.
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     _HELD[descriptor] = folder
     try:
@@ -37,18 +37,18 @@ def held(folder: Path) -> Iterator[None]:
 
 
 def refuse_another(path: Path) -> None:
-    """Raise MachineError where `path` lies below a directory that is held and no longer stands in its place.
+    """Raise MachineError if `path` is below a held directory that is no longer at its path.
 
-    So it is when a run is renamed while it trains, perhaps with another one started under its name.
+    This happens when a run is renamed while it trains, perhaps with another one started under its name.
     """
     for descriptor, folder in list(_HELD.items()):
         with contextlib.suppress(FileNotFoundError):
             if not path.is_relative_to(folder) or os.path.samestat(os.stat(folder), os.fstat(descriptor)):
                 continue
         raise MachineError(
-            f"{folder} is no longer the directory that this run was started in, which was moved, replaced or "
-            "removed while it trained; nothing is written there. What was saved is where that one is now: start "
-            "the command again with `output.dir` set to it"
+            f"{folder} is no longer the directory that this run was started in: that one was moved, replaced or "
+            "removed while it trained. Nothing is written here. Run the command again with `output.dir` set to where "
+            "the original directory is now"
         )
 
 
@@ -56,8 +56,8 @@ def refuse_another(path: Path) -> None:
 def staged(target: Path) -> Iterator[Path]:
     """Write a directory under a temporary name and publish it by rename when the block ends without an error.
 
-    An earlier `target` is replaced only then. Files and directory are fsynced before the rename, so that the name never
-    points to less than what was written.
+    Only then is an earlier `target` replaced. Files and directory are fsynced before the rename, so `target` never
+    refers to incomplete data.
     """
     refuse_another(target)
     _put_back(target)
@@ -72,7 +72,7 @@ def staged(target: Path) -> Iterator[Path]:
         _publish(partial, target)
     except BaseException:
         refuse_another(target)
-        _remove(partial)  # a full disk needs the room for the line that says so
+        _remove(partial)  # on a full disk this frees space to log the failure
         raise
 
 
@@ -91,7 +91,7 @@ def _publish(partial: Path, target: Path) -> None:
 
 
 def _put_back(target: Path) -> None:
-    """Undo or finish a replacement of `target` that was cut short between its two renames."""
+    """Undo or finish a replacement of `target` that was interrupted between its two renames."""
     replaced = target.with_name(target.name + _REPLACED)
     if replaced.exists():
         if target.exists():
@@ -101,7 +101,7 @@ def _put_back(target: Path) -> None:
 
 
 def dispose(folder: Path) -> None:
-    """Remove a directory so that a kill on the way leaves no half of it under its name."""
+    """Remove a directory such that a kill midway leaves nothing incomplete under its name."""
     refuse_another(folder)
     partial = folder.with_name(folder.name + _PARTIAL)
     _remove(partial)
@@ -109,7 +109,7 @@ def dispose(folder: Path) -> None:
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Remove what a kill left half-written in `folder`, and put back what it left half-replaced."""
+    """Remove what a kill left half-written in `folder`, and restore what it left half-replaced."""
     for replaced in folder.glob("*" + _REPLACED):
         _put_back(replaced.with_suffix(""))
     for partial in folder.glob("*" + _PARTIAL):
@@ -124,9 +124,9 @@ def _remove(path: Path) -> None:
 
 
 def write_bytes(path: Path, content: bytes) -> None:
-    """Replace a file as a whole: what is there changes only once all of `content` is on disk.
+    """Replace a file atomically: `content` is written to a temporary file, fsynced and renamed.
 
-    A device or pipe is written to as it is. Raises MachineError where the disk does not take it, and leaves nothing.
+    A device or pipe is written directly. Raises MachineError if writing fails; the temporary file is removed.
     """
     refuse_another(path)
     partial = path.with_name(path.name + _PARTIAL)
@@ -149,7 +149,7 @@ def write_bytes(path: Path, content: bytes) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Replace a file as a whole; see `write_bytes`."""
+    """Replace a file atomically; see `write_bytes`."""
     write_bytes(path, text.encode())
 
 
@@ -158,12 +158,12 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def write_lines(path: Path, values: Iterable[dict[str, Any]]) -> None:
-    """Replace a .jsonl file as a whole; see `write_bytes`."""
+    """Replace a .jsonl file atomically; see `write_bytes`."""
     write_text(path, "".join(json.dumps(value) + "\n" for value in values))
 
 
 def append_line(path: Path, value: dict[str, Any]) -> None:
-    """Add one line. Raises MachineError where the disk does not take it."""
+    """Append one line. Raises MachineError if writing fails."""
     refuse_another(path)
     try:
         with open(path, "a+b") as file:
@@ -171,26 +171,26 @@ def append_line(path: Path, value: dict[str, Any]) -> None:
             if file.tell():
                 file.seek(-1, os.SEEK_END)
                 torn = "\n" if file.read(1) != b"\n" else ""
-            refuse_another(path)  # once more: what was opened may be another's by now
+            refuse_another(path)  # again, since the directory may have been replaced before the file was opened
             file.write((torn + json.dumps(value) + "\n").encode())
     except OSError as error:
         raise MachineError(not_written(path, error)) from None
 
 
 DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS, errno.EACCES, errno.EPERM)
-"""errno values of a disk that is full, failing, or not ours to write."""
+"""errno values of a disk that is full, failing or not writable."""
 
 
 def not_written(path: Path, error: Exception) -> str:
-    """The message for a write that failed: the file, why, the room left, and what to do."""
+    """The message for a failed write: the file, the reason, the free space, and what to do."""
     try:
         free = f"{shutil.disk_usage(path.parent).free:,} bytes are free"
     except OSError:
-        free = "its directory is not there"
+        free = "its directory does not exist"
     why = getattr(error, "strerror", None) or error
     return (
-        f"{path} could not be written: {why}; {free}. What was there before is untouched: make room, or choose another "
-        "place (a run's is `output.dir`), and start the same command again"
+        f"{path} could not be written: {why}; {free}. What was there before is untouched: free some space, or choose "
+        "another location (`output.dir` for a run), and run the same command again"
     )
 
 

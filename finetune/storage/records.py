@@ -1,8 +1,8 @@
-"""The files that describe a run: the schema of each, and the one way to read them back.
+"""Schemas of the files that describe a run, and the only code that reads them back.
 
-A run directory may be damaged, written by another version, or forged. Files are validated before anything is read from
-them, so that a wrong value is reported where it is stored and not where it is used. Invalid lines of a .jsonl file are
-skipped; any other file is accepted or refused as a whole.
+A run directory may be damaged, written by another version, or forged. Files are validated before they are used, so a
+wrong value is reported with its file and field. Invalid lines of a .jsonl file are skipped; any other file is accepted
+or rejected as a whole.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ T = TypeVar("T")
 
 # -- values ----------------------------------------------------------------------------------------------------------
 
-# The largest integer that a float holds with all integers below it: steps and tokens are counted and divided.
+# The largest integer up to which a float represents all integers exactly: counts are also divided.
 _LARGEST = 2**53
 # Losses and norms are computed in float32.
 _LARGEST_FLOAT32 = 3.4028234663852886e38
-# The last second of the year 9999, after which `datetime` has no date.
+# The last second of the year 9999, the maximum of `datetime`.
 _LAST_SECOND = 253402300799
 
 LARGEST_BYTES = 2**63
@@ -36,7 +36,7 @@ LARGEST_BYTES = 2**63
 Step = Annotated[int, Field(ge=0, le=_LARGEST)]
 Count = Annotated[int, Field(ge=0, le=_LARGEST)]
 Bytes = Annotated[int, Field(ge=0, le=LARGEST_BYTES)]
-Number = Annotated[float, Field(ge=-_LARGEST_FLOAT32, le=_LARGEST_FLOAT32)]  # which a NaN is not
+Number = Annotated[float, Field(ge=-_LARGEST_FLOAT32, le=_LARGEST_FLOAT32)]  # the bounds exclude NaN
 Positive = Annotated[float, Field(ge=0, le=_LARGEST_FLOAT32)]
 Share = Annotated[float, Field(ge=0, le=1)]
 Peak = dict[str, Bytes]
@@ -44,13 +44,13 @@ Peak = dict[str, Bytes]
 
 def _file_name(name: str) -> str:
     if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]{,254}", name):
-        raise PydanticCustomError("file_name", "not the name of a file beside it")
+        raise PydanticCustomError("file_name", "not the name of a file in the same folder")
     return name
 
 
 FileName = Annotated[str, AfterValidator(_file_name)]
 
-# Strict: "3", 3.0 and true are not the integer 3. Keys of a later version are kept.
+# Strict: "3", 3.0 and true are not the integer 3. Unknown keys, of a later version, are kept.
 _written = with_config(ConfigDict(strict=True, extra="allow"))
 
 
@@ -59,7 +59,7 @@ _written = with_config(ConfigDict(strict=True, extra="allow"))
 
 @_written
 class Event(TypedDict):
-    """A line of events.jsonl. `memory` is by phase, but that of `saved` is one peak."""
+    """A line of events.jsonl. `memory` is by phase, except for `saved`, which has a single peak."""
 
     time: Annotated[float, Field(ge=0, le=_LAST_SECOND)]
     event: str
@@ -73,7 +73,7 @@ def _check_event(event: Event) -> Event:
     if "step" not in event and (saved or event["event"] in ("trained", "best_loaded")):
         raise PydanticCustomError("missing", "`step` is missing")
     if any(isinstance(value, int) != saved for value in event.get("memory", {}).values()):
-        raise PydanticCustomError("memory", "`memory` is not as this event has it")
+        raise PydanticCustomError("memory", "`memory` does not fit this event")
     return event
 
 
@@ -163,7 +163,7 @@ class MergeProof(TypedDict):
 
 @_written
 class WeightIndex(TypedDict):
-    """The index of a model whose weights stand in several files."""
+    """The index of a model with sharded weights."""
 
     weight_map: dict[str, FileName]
 
@@ -184,7 +184,7 @@ class _FileFacts(TypedDict):
 
 @_written
 class Manifest(TypedDict):
-    """manifest.json of a checkpoint. `made_with` is read apart from it, by what compares it."""
+    """manifest.json of a checkpoint. `made_with` is validated separately, where it is compared."""
 
     format: int
     step: Step
@@ -201,7 +201,7 @@ class _DataFacts(TypedDict):
 
 @_written
 class MadeWith(TypedDict):
-    """What a checkpoint says of its origin; see `finetune.lifecycle.resume.made_with`."""
+    """The origin of a checkpoint; see `finetune.lifecycle.resume.made_with`."""
 
     config: dict[str, dict[str, Any]]
     data: _DataFacts
@@ -219,7 +219,7 @@ class _OptimizerState(TypedDict):
 
 @_written
 class CheckpointState(TypedDict):
-    """state.json of a checkpoint; what it says of the optimizer is compared with the optimizer itself."""
+    """state.json of a checkpoint; its optimizer part is checked against the optimizer itself when it is restored."""
 
     optimizer: _OptimizerState
     schedule: dict[str, Any]
@@ -240,7 +240,7 @@ class _CallbackState(TypedDict):
 
 @_written
 class TrainerState(TypedDict, total=False):
-    """trainer_state.json of a checkpoint. Earlier versions had callbacks, and other keys, which are left aside."""
+    """trainer_state.json of a checkpoint. Callbacks and other keys of earlier versions are ignored."""
 
     global_step: Required[Step]
     epoch: Positive
@@ -268,9 +268,9 @@ TRAINER_STATE = TypeAdapter(TrainerState)
 
 @dataclass(frozen=True)
 class Lines:
-    """The lines of a .jsonl file that have their shape, and the numbers (from 1) of the others with what is wrong.
+    """The valid lines of a .jsonl file, and the errors of the others by line number (from 1).
 
-    `torn`: the last one was cut off, as a crash leaves it.
+    `torn`: the last line was cut off by a crash.
     """
 
     rows: list[Any]
@@ -279,7 +279,7 @@ class Lines:
 
 
 def exists(path: Path) -> bool:
-    """Whether anything stands there, also a link to nothing. Raises ArtifactError where that cannot be seen."""
+    """Whether `path` exists, if only as a broken link. Raises ArtifactError if that cannot be determined."""
     try:
         os.lstat(path)
     except (FileNotFoundError, NotADirectoryError):
@@ -290,24 +290,24 @@ def exists(path: Path) -> bool:
 
 
 def open_file(path: Path) -> IO[bytes]:
-    """An existing file, for reading. Raises ArtifactError where there is none, and for a pipe, device or folder."""
+    """Open a regular file for reading. Raises ArtifactError if there is none, and for a pipe, device or folder."""
     try:
         file = open(path, "rb", opener=_without_waiting)  # noqa: SIM115 -- the caller closes it
     except OSError as error:
         raise ArtifactError(f"{path}: cannot be read: {error.strerror}") from None
     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
         file.close()
-        raise ArtifactError(f"{path}: not a file; remove what is there")
+        raise ArtifactError(f"{path}: not a regular file; remove it")
     return file
 
 
 def _without_waiting(path: str, flags: int) -> int:
-    """Opens a pipe without waiting for its writer; the same as always for a file."""
+    """Open a pipe without blocking until it has a writer; O_NONBLOCK has no effect on files."""
     return os.open(path, flags | os.O_NONBLOCK)
 
 
 def read_bytes(path: Path, size: int = -1) -> bytes:
-    """What a file holds, or the first `size` bytes of it. Raises ArtifactError where it cannot be read."""
+    """The contents of a file, or its first `size` bytes. Raises ArtifactError if it cannot be read."""
     with open_file(path) as file:
         try:
             return file.read(size)
@@ -316,18 +316,18 @@ def read_bytes(path: Path, size: int = -1) -> bytes:
 
 
 def read(path: Path, shape: TypeAdapter[T]) -> T:
-    """The value of a JSON file. Raises ArtifactError naming the file, and the field that is not as written."""
+    """The validated value of a JSON file. Raises ArtifactError naming the file and the invalid field."""
     content = read_bytes(path)
     try:
         return shape.validate_json(content)
     except ValidationError as error:
         raise ArtifactError(
-            f"{path}: not as this program writes it: {_message(error)}; restore it from a copy"
+            f"{path}: not as this program writes it: {_message(error)}; restore it from a backup"
         ) from None
 
 
 def read_lines(path: Path, shape: TypeAdapter[Any]) -> Lines:
-    """The lines of a .jsonl file; none where there is no file. Raises ArtifactError where it cannot be read."""
+    """The lines of a .jsonl file; none if it does not exist. Raises ArtifactError if it cannot be read."""
     if not exists(path):
         return Lines([], {})
     rows, wrong = [], {}
@@ -335,7 +335,7 @@ def read_lines(path: Path, shape: TypeAdapter[Any]) -> Lines:
     for number, line in enumerate([*whole, last] if last else whole, start=1):
         try:
             shape.validate_json(line)
-            rows.append(from_json(line))  # what is validated has its keys in another order, and may be written again
+            rows.append(from_json(line))  # validation reorders keys, and the line may be written again
         except ValidationError as error:
             wrong[number] = _message(error)
     torn = wrong.pop(len(whole) + 1, None) is not None
@@ -343,7 +343,7 @@ def read_lines(path: Path, shape: TypeAdapter[Any]) -> Lines:
 
 
 def check(value: Any, shape: TypeAdapter[Any]) -> None:
-    """Raise ValueError naming the field where `value` has not the shape."""
+    """Raise ValueError naming the field if `value` does not fit `shape`."""
     try:
         shape.validate_python(value)
     except ValidationError as error:
@@ -351,7 +351,7 @@ def check(value: Any, shape: TypeAdapter[Any]) -> None:
 
 
 def _message(error: ValidationError) -> str:
-    """The first thing wrong, with its field in printable letters."""
+    """The first error and its field, in printable characters."""
     first = error.errors(include_url=False, include_context=False, include_input=False)[0]
     where = ".".join(str(part) for part in first["loc"] if part != "[key]")
     shown = "".join(letter if letter.isprintable() else "?" for letter in where)[:200]

@@ -1,8 +1,8 @@
 """The run directory: the paths and files of a run.
 
-`metrics.jsonl` and `events.jsonl` are only appended to. A run is finished when its last event says so; directories that
-a stage writes (`adapter/`, `merged/`) appear by a rename. Only one process at a time trains in it, and only its owner
-can read it.
+`metrics.jsonl` and `events.jsonl` are append-only. A run is finished when its last event says so; directories written
+by a stage (`adapter/`, `merged/`) appear by an atomic rename. Only one process at a time trains in it, and only its
+owner can read it.
 """
 
 from __future__ import annotations
@@ -48,55 +48,55 @@ class RunDirectory:
 
     @classmethod
     def open(cls, path: str | Path) -> RunDirectory:
-        """An existing run. Raises ArtifactError where there is none."""
+        """An existing run. Raises ArtifactError if there is none."""
         run = cls(path)
         run.check_layout()
-        if not os.path.isfile(run.config_file):  # which is False for a path that cannot be
+        if not os.path.isfile(run.config_file):  # False for an invalid path too
             raise ArtifactError(
                 f"{run.path}: not a run directory (no config.yaml); give the folder `finetune train` wrote"
             )
         return run
 
     def check_layout(self) -> None:
-        """Raise ArtifactError for what no run has, and what reading or writing here would be led astray by.
+        """Raise ArtifactError for anything in the directory that a run does not have.
 
-        A link out of the directory, through which writes would land elsewhere; a pipe or device, which would be waited
-        for; a folder where a file belongs, or the other way round; or that it cannot be looked at.
+        That is a link out of it, through which writes would land elsewhere; a pipe or device, which would block; a
+        folder in place of a file or the other way round; or a directory that cannot be read.
         """
-        # `Path.resolve` fails on links that lead in a circle.
+        # `Path.resolve` fails on circular links.
         inside = os.path.realpath(self.path)
         try:
             for folder, folders, names in os.walk(self.path):
                 for path in (Path(folder, name) for name in [*folders, *names]):
                     if not Path(os.path.realpath(path)).is_relative_to(inside):
-                        raise ArtifactError(f"{path}: a link that leads out of {self.path}; replace it with its target")
-                    # A process that trains here may have removed it meanwhile.
+                        raise ArtifactError(f"{path}: a link out of {self.path}; replace it with its target")
+                    # A process training here may have removed it in the meantime.
                     if not path.is_file() and not path.is_dir() and os.path.lexists(path):
                         raise ArtifactError(f"{path}: neither a file nor a folder; remove it")
             for name, path in vars(self).items():
                 is_as_written = Path.is_file if name.endswith("_file") else Path.is_dir
-                # `claim` says what is wrong with the directory itself.
+                # `claim` checks the directory itself.
                 if name != "path" and path.exists() and not is_as_written(path):
                     raise ArtifactError(
-                        f"{path}: a {'folder' if path.is_dir() else 'file'} no run has there; remove it"
+                        f"{path}: a run has no {'folder' if path.is_dir() else 'file'} of this name; remove it"
                     )
         except OSError as error:
             raise ArtifactError(f"{error.filename}: cannot be read: {error.strerror}") from None
 
     def create(self, config: Config) -> None:
-        """Make the directory and save the resolved config. Raises MachineError, as `claim` does."""
+        """Create the directory and save the resolved config. Raises MachineError, as `claim` does."""
         self.claim()
         files.write_text(self.config_file, dump(config))
 
     def claim(self) -> None:
-        """Make the directory, and mark it as a run's.
+        """Create the directory and mark it as a run.
 
-        Raises MachineError where it cannot be written, or holds files that are not a run's.
+        Raises MachineError if it cannot be written, or contains files that do not belong to a run.
         """
         if not self.events_file.exists() and self.path.is_dir() and any(self.path.iterdir()):
             raise MachineError(f"{self.path}: not empty, and not a run; set `output.dir` to a folder of its own")
         try:
-            place = Path(os.path.realpath(self.path))  # a link may be there before what it points to
+            place = Path(os.path.realpath(self.path))  # a link's target may not exist yet
             if not place.parent.is_dir():
                 place.parent.mkdir(parents=True, exist_ok=True)
             if not place.is_dir():
@@ -105,20 +105,17 @@ class RunDirectory:
         except OSError as error:
             raise MachineError(f"{self.path}: cannot be written: {error.strerror}; set `output.dir`") from None
 
-    def of_process(self, number: int) -> RunDirectory:
-        """Where a process of this run other than the first writes its own events and step lines.
-
-        The checkpoints are the run's: one for all processes.
-        """
-        own = RunDirectory(self.path / "processes" / str(number))
+    def of_rank(self, rank: int) -> RunDirectory:
+        """Where a rank other than 0 writes its own events and metrics. Checkpoints are shared by all ranks."""
+        own = RunDirectory(self.path / "processes" / str(rank))
         own.checkpoints = self.checkpoints
         return own
 
     @property
     def chat_template(self) -> str:
-        """The template that was saved with what was trained, or the config's choice where nothing was saved yet.
+        """The template saved with the trained weights; the config's choice if nothing was saved yet.
 
-        Of a tokenizer with several templates the tokenizer's own are taken: a file is but one of them.
+        If the tokenizer has several templates, its own are used: the file is only one of them.
         """
         for folder in (self.adapter, self.merged):
             file = folder / "chat_template.jinja"
@@ -127,22 +124,22 @@ class RunDirectory:
         return self.config().data.chat_template
 
     def config(self) -> Config:
-        """The resolved config this run was started with, to compare with; see `settings.config_of` to act on it.
+        """The resolved config this run was started with, for comparison; use `settings.config_of` to act on it.
 
-        Raises ArtifactError where there is none, and ConfigError.
+        Raises ArtifactError if there is none, and ConfigError.
         """
-        with records.open_file(self.config_file):  # which refuses a pipe, where `load` would wait
+        with records.open_file(self.config_file):  # rejects a pipe, on which `load` would block
             return load(self.config_file)
 
     def held(self) -> contextlib.AbstractContextManager[None]:
-        """Within the block writes below raise MachineError once another directory stands in the place of this one."""
+        """In the block, writes below this directory raise MachineError once it has been moved or replaced."""
         return files.held(self.path)
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
-        """Keep other processes from training here; released by the kernel however this one ends.
+        """Keep other processes from training here. The kernel releases the lock however this process ends.
 
-        Raises MachineError, naming the process, where another one does.
+        Raises MachineError naming the process that holds it.
         """
         try:
             file = open(self.lock_file, "a+", encoding="utf-8", errors="replace")  # noqa: SIM115 -- closed below
@@ -158,7 +155,7 @@ class RunDirectory:
                     "it, or set another `output.dir`"
                 ) from None
             except OSError as error:
-                # Some network file systems have no locks; a run there is worth more than the guard.
+                # Some network file systems do not support locks; training there matters more than the guard.
                 if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
                     raise MachineError(f"{self.lock_file} cannot be locked: {error.strerror}") from None
             try:
@@ -172,30 +169,30 @@ class RunDirectory:
     # -- lines that grow -------------------------------------------------------------------------------------------
 
     def event(self, name: str, **fields: Any) -> None:
-        """Append one line to events.jsonl: what happened, when, and the facts a person needs."""
+        """Append one line to events.jsonl: what happened, when, and details for people."""
         files.append_line(self.events_file, {"time": round(time.time(), 3), "event": name, **fields})
 
     def events(self) -> list[dict[str, Any]]:
-        """The lines of events.jsonl that are as this program writes them."""
+        """The valid lines of events.jsonl."""
         return records.read_lines(self.events_file, records.EVENT).rows
 
     def metrics(self) -> list[dict[str, Any]]:
-        """The lines of metrics.jsonl that are as this program writes them."""
+        """The valid lines of metrics.jsonl."""
         return records.read_lines(self.metrics_file, records.METRIC).rows
 
     def forget_metrics_after(self, step: int) -> None:
-        """Drop the metric lines of steps that a resume will do again, so that each step has one line."""
+        """Drop the metrics of steps that a resume will repeat, so that each step has one line."""
         kept = [line for line in self.metrics() if line["step"] <= step]
         files.write_lines(self.metrics_file, kept)
 
     def forget_evaluation_at(self, step: int) -> None:
-        """Drop the line of an evaluation that a resume will do again."""
+        """Drop the metrics of an evaluation that a resume will repeat."""
         kept = [line for line in self.metrics() if line["step"] != step or "eval_loss" not in line]
         files.write_lines(self.metrics_file, kept)
 
     @property
     def finished(self) -> bool:
-        """Whether the last start of this run came to its end, exports and report included."""
+        """Whether the last start of this run completed, including exports and report."""
         ended = False
         for event in self.events():
             ended = event["event"] == "finished" or (ended and event["event"] not in ("started", "resumed"))
@@ -203,12 +200,12 @@ class RunDirectory:
 
     @property
     def steps_done(self) -> int:
-        """Optimizer steps of the last end of training."""
+        """Optimizer steps when training last ended; 0 if it never did."""
         return max((event["step"] for event in self.events() if event["event"] == "trained"), default=0)
 
     @property
     def saved_steps(self) -> list[int]:
-        """Steps of the checkpoints that were written since the run was started from nothing."""
+        """Steps of the checkpoints written since the run was last started from scratch."""
         steps: list[int] = []
         for event in self.events():
             if event["event"] == "started":
@@ -219,7 +216,7 @@ class RunDirectory:
 
     @property
     def has_results(self) -> bool:
-        """Whether anything was trained here that another start would go on from or stand beside."""
+        """Whether the run has results that another start would continue or overwrite."""
         return self.exists and bool(
             self.complete_checkpoints() or self.saved_steps or self.adapter.exists() or self.merged.exists()
         )
@@ -232,16 +229,16 @@ class RunDirectory:
     # -- files that are replaced as a whole ------------------------------------------------------------------------
 
     def answers(self) -> list[Answer]:
-        """The held-out questions and their answers; none where none were asked. Raises ArtifactError."""
+        """The held-out questions and their answers, if any. Raises ArtifactError."""
         return records.read(self.answers_file, records.ANSWERS) if records.exists(self.answers_file) else []
 
     def environment(self) -> Environment | None:
-        """What the last start was done with, where it was written down. Raises ArtifactError."""
+        """The environment of the last start, if recorded. Raises ArtifactError."""
         file = self.environment_file
         return records.read(file, records.ENVIRONMENT) if records.exists(file) else None
 
     def merge_proof(self) -> MergeProof | None:
-        """How near the merged model is to what was trained, where there is one. Raises ArtifactError."""
+        """How closely the merged model matches the trained one, if there is one. Raises ArtifactError."""
         file = self.merged / "merge.json"
         return records.read(file, records.MERGE_PROOF) if records.exists(file) else None
 
@@ -251,21 +248,21 @@ class RunDirectory:
         return self.checkpoints / f"{_CHECKPOINT}{step:08d}"
 
     def complete_checkpoints(self) -> list[Path]:
-        """Checkpoints that were published, oldest first. Half-written ones carry another suffix."""
+        """Published checkpoints, oldest first. Incomplete ones have a suffix."""
         found = self.checkpoints.glob(f"{_CHECKPOINT}*") if self.checkpoints.is_dir() else []
         return sorted(path for path in found if path.is_dir() and re.fullmatch(r"step-[0-9]{8,}", path.name))
 
     def remove_leftovers(self) -> None:
-        """Remove what a kill left half-written, and put back what it left half-replaced."""
+        """Remove what a kill left half-written, and restore what it left half-replaced."""
         for folder in (self.path, self.checkpoints):
             files.remove_leftovers(folder)
 
     # -- starting over ---------------------------------------------------------------------------------------------
 
     def move_aside(self) -> Path:
-        """Rename an earlier run so that a fresh one can take its place; nothing is deleted.
+        """Rename an earlier run so that a new one can take its name; nothing is deleted.
 
-        Raises MachineError where it cannot be renamed, and then it stays as it was.
+        Raises MachineError if it cannot be renamed.
         """
         path = Path(os.path.realpath(self.path))
         try:
@@ -276,8 +273,8 @@ class RunDirectory:
             path.rename(aside)
         except OSError as error:
             raise MachineError(
-                f"{path}: the earlier run cannot be renamed, so it stays: {error.strerror}; move it yourself, or set "
-                "another `output.dir`"
+                f"{path}: the earlier run cannot be renamed: {error.strerror}; move it yourself, or set another "
+                "`output.dir`"
             ) from None
         return aside
 

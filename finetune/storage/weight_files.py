@@ -1,9 +1,9 @@
-"""Weight files: checked before anything is loaded from them, in bounded memory.
+"""Weight files, validated in bounded memory before anything is loaded from them.
 
-A safetensors file is 8 bytes with the length of its header, the header (JSON: each tensor's type, shape and offsets),
-and the tensors (https://github.com/huggingface/safetensors#format). Nothing in it is code. Its readers trust the
-length up to 100 MB, from which the library makes 1.5 GiB of objects before it can refuse (safetensors 0.8: a header of
-one tensor with 50 million dimensions).
+A safetensors file is an 8-byte header length, the header (JSON: dtype, shape and offsets of each tensor), and the
+tensors (https://github.com/huggingface/safetensors#format). It contains no code. The library accepts headers up to
+100 MB, and allocates up to 1.5 GiB of objects before it rejects one (safetensors 0.8: one tensor with 50 million
+dimensions).
 """
 
 from __future__ import annotations
@@ -19,41 +19,40 @@ from finetune.storage import records
 
 SUFFIX = ".safetensors"
 
-# At some 130 bytes a tensor this is a quarter of a million of them; a mixture of 384 experts in 60 layers has half of
-# that.
+# At about 130 bytes per tensor, 250,000 tensors; a model with 384 experts in each of 60 layers has half as many.
 HEADER_BYTES = 32 * 2**20
 
 
 def check(path: Path) -> None:
-    """Refuse what is no whole safetensors file: a header over `HEADER_BYTES`, beyond the file's end, or no JSON;
-    tensors that overlap, leave holes, or do not end where the file does.
+    """Raise ArtifactError unless `path` is a complete safetensors file; only the header is read.
 
-    Reads the header alone. Raises ArtifactError naming the file.
+    Rejected are a header that exceeds `HEADER_BYTES` or the file or is not JSON, and tensors that overlap, leave gaps
+    or do not end at the end of the file.
     """
     from safetensors import SafetensorError, safe_open
 
     start = records.read_bytes(path, 8)
     size = path.stat().st_size
     if len(start) < 8:
-        raise ArtifactError(f"{path}: cut off after {len(start)} bytes; make or fetch it again")
+        raise ArtifactError(f"{path}: cut off after {len(start)} bytes; create or download it again")
     (length,) = struct.unpack("<Q", start)
     if length > size - len(start):
         raise ArtifactError(
-            f"{path}: its header of {length} bytes ends beyond the file of {size}: cut off, damaged, or no "
-            f"{SUFFIX} file at all; make or fetch it again"
+            f"{path}: its header of {length} bytes exceeds the file of {size}: cut off, damaged, or not a "
+            f"{SUFFIX} file; create or download it again"
         )
     if length > HEADER_BYTES:
         raise ArtifactError(f"{path}: its header of {length} bytes is longer than {HEADER_BYTES}, which no model needs")
     try:
-        # Checks types, shapes and places against each other and the file's length (safetensors 0.8, read_metadata).
+        # Checks dtypes, shapes and offsets against each other and the file size (safetensors 0.8, read_metadata).
         with safe_open(path, framework="np"):
             pass
     except (SafetensorError, OSError) as error:
-        raise ArtifactError(f"{path}: damaged, or no {SUFFIX} file: {error}; make or fetch it again") from None
+        raise ArtifactError(f"{path}: damaged, or not a {SUFFIX} file: {error}; create or download it again") from None
 
 
 def shapes(path: Path) -> dict[str, list[int]]:
-    """The tensors of a file that `check` let pass, by name."""
+    """Shapes of the tensors in a file that passed `check`, by name."""
     from safetensors import safe_open
 
     with safe_open(path, framework="np") as stored:
@@ -61,7 +60,7 @@ def shapes(path: Path) -> dict[str, list[int]]:
 
 
 def not_finite(path: Path) -> list[str]:
-    """Names of the tensors of a file that `check` let pass which hold a NaN or an infinity."""
+    """Names of the tensors with NaN or infinity, in a file that passed `check`."""
     from safetensors import safe_open
 
     with safe_open(path, framework="pt") as stored:
@@ -69,7 +68,7 @@ def not_finite(path: Path) -> list[str]:
 
 
 def is_finite(tensor: torch.Tensor) -> bool:
-    """Whether every number of `tensor` is finite; makes no copy of it."""
+    """Whether all values of `tensor` are finite; does not copy it."""
     if not tensor.is_floating_point() or not tensor.numel():
         return True
-    return all(math.isfinite(end) for end in torch.aminmax(tensor))  # a NaN is both
+    return all(math.isfinite(end) for end in torch.aminmax(tensor))  # aminmax propagates NaN

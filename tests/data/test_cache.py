@@ -353,7 +353,7 @@ def test_a_process_that_may_not_use_the_folder_leaves_nothing_behind(kept: Path,
     (tmp_path / "tmp").mkdir()
     done = elsewhere(kept, "key", start=f"import tempfile; tempfile.tempdir = {str(tmp_path / 'tmp')!r}\n")
     assert Path(done.stdout.strip()).parent.parent == tmp_path / "tmp"
-    assert done.stderr.startswith(f"{kept} is not used: other users may write to it")
+    assert done.stderr.startswith(f"{kept} is not used: other users can write to it")
     assert done.stderr.count("\n") == 1
     assert list((tmp_path / "tmp").iterdir()) == list(kept.iterdir()) == []
 
@@ -449,7 +449,7 @@ WRITER = """from finetune.data.rows import writer
 def test_a_disk_that_takes_no_more_is_told_with_what_to_do(kept: Path) -> None:
     limit = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, 2**20))\n"
     output = elsewhere(kept, "key", WRITER, limit).stdout
-    assert output.startswith(f"4 {kept}: the prepared data cannot be written there: File too large")
+    assert output.startswith(f"4 {kept}: the prepared data cannot be written: File too large")
     assert "GiB free" in output
     assert "HF_DATASETS_CACHE" in output
     assert list(kept.iterdir()) == []
@@ -459,7 +459,7 @@ def test_a_folder_that_cannot_be_made_is_told_with_what_to_do(kept: Path) -> Non
     kept.parent.parent.mkdir(exist_ok=True)
     kept.parent.write_text("a file stands in its place")
     output = elsewhere(kept, "key").stdout
-    assert output.startswith(f"4 {kept}: the prepared data cannot be written there: ")
+    assert output.startswith(f"4 {kept}: the prepared data cannot be written: ")
     assert "HF_DATASETS_CACHE" in output
 
 

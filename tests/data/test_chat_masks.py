@@ -179,7 +179,7 @@ def test_a_conversation_that_the_assistant_opens_needs_marks_or_an_empty_prompt(
         text = trained_text(encode(opened, tokenizer), tokenizer)
         assert text == "Hello<|im_end|>so<|im_end|>", template
     for template in ("unmarked", "tight"):
-        with pytest.raises(RowError, match=r"messages\[0\]: where the assistant opens"):
+        with pytest.raises(RowError, match=r"messages\[0\]: if the assistant speaks first"):
             encode(opened, word_tokenizer(templates[template]))
 
 

@@ -239,7 +239,7 @@ def test_answers_that_are_called_good_or_bad_are_refused(subtests: pytest.Subtes
             for name in ["label", "kto_tag"]:
                 with (
                     subtests.test(row=row, verdict=verdict, name=name),
-                    pytest.raises(RowError, match=rf"`{name}` says which answers are good and which are bad \(KTO\)"),
+                    pytest.raises(RowError, match=rf"`{name}` labels answers as good or bad \(KTO\)"),
                 ):
                     read({**row, name: verdict}, "auto", {})
 
@@ -358,7 +358,7 @@ def test_a_wrong_field_is_named_with_what_it_is(subtests: pytest.Subtests) -> No
         ("tokenized", {"input_ids": [5], "attention_mask": [2]}, ["`attention_mask`", "0 and 1"]),
         ("tokenized", {"input_ids": [5, 6, 7], "attention_mask": [1, 0, 1]}, ["`attention_mask[1]`"]),
         ("alpaca", {"instruction": "x", "output": "y", "history": "x"}, ["`history`", "not valid JSON"]),
-        ("alpaca", {"instruction": "x", "output": "y", "history": [["a"]]}, ["`history[0]`", "two texts"]),
+        ("alpaca", {"instruction": "x", "output": "y", "history": [["a"]]}, ["`history[0]`", "a pair of texts"]),
         ("alpaca", {"instruction": "x", "output": "y", "history": [["a", 1]]}, ["`history[0][1].content`"]),
         ("alpaca", {"instruction": "x", "output": "y", "system": 5}, ["`system`", "not a number"]),
         ("messages", {"messages": [{**ASK, "function_call": {"name": "x"}}]}, ["only the assistant calls tools"]),
@@ -391,7 +391,7 @@ def test_assistant_turns_of_a_prompt_are_context() -> None:
 def test_a_message_that_only_other_training_can_use_is_refused(subtests: pytest.Subtests) -> None:
     for form, turns, words in [
         ("messages", [{"role": "user", "content": "q", "images": ["x.png"]}], "messages[0].images`: only text"),
-        ("messages", [{"role": "assistant", "content": "a", "label": False}], "messages[0].label` says which answers"),
+        ("messages", [{"role": "assistant", "content": "a", "label": False}], "messages[0].label` labels answers"),
         ("sharegpt", [{"from": "human", "value": "q", "image": "x.png"}], "conversations[0].image`: only text"),
     ]:
         with subtests.test(form=form, turns=turns):

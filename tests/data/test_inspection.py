@@ -275,7 +275,7 @@ def test_one_answer_with_text_is_enough(look) -> None:
 
 
 def test_unprintable_answers_teach_nothing(look) -> None:
-    with pytest.raises(DataError, match=r"teaches nothing: in none of its 1 rows .* answers are not empty"):
+    with pytest.raises(DataError, match=r"teaches nothing: the trained tokens of its 1 rows .* answers are not empty"):
         look([{"input_ids": [1, 2], "labels": [-100, 2]}])
 
 

@@ -104,14 +104,14 @@ def test_a_template_without_a_system_role_says_what_to_do(tokenizer_of: Make, su
             with pytest.raises(RowError) as caught:
                 encode(Chat(TWO_TURNS), tokenizer_of("gemma", variant))
             assert "System role not supported" in str(caught.value)
-            assert "head of the first user message" in str(caught.value)
+            assert "start of the first user message" in str(caught.value)
             assert "`data.chat_template`" in str(caught.value)
 
 
 def test_a_template_that_wants_turns_to_alternate_says_what_to_do(
     tokenizer_of: Make, subtests: pytest.Subtests
 ) -> None:
-    refused = pytest.raises(RowError, match=r"must alternate.* Join messages of one role")
+    refused = pytest.raises(RowError, match=r"must alternate.* Merge consecutive messages")
     for name in ["llama2", "mistral", "gemma"]:
         with subtests.test(name=name), refused:
             encode(Chat([user("Hi"), user("Why?"), assistant("so")]), tokenizer_of(name, "ours"))
@@ -206,12 +206,12 @@ def test_marks_that_take_the_line_break_in_do_not_learn_it(word_tokenizer: Make,
 
 def test_a_template_that_never_ends_a_turn_is_refused(word_tokenizer: Make, chatml: str) -> None:
     endless = chatml.replace("<|im_end|>", "")
-    with pytest.raises(RowError, match="no end-of-turn token"):
+    with pytest.raises(RowError, match="without an end-of-turn token"):
         encode(Chat([user("Hi"), assistant("so")]), word_tokenizer(endless))
 
 
 def test_an_end_of_turn_that_is_parsed_within_an_answer_is_refused_by_place(word_tokenizer: Make, chatml: str) -> None:
-    with pytest.raises(RowError, match=r"messages\[1\].content has the end-of-turn `<\|im_end\|>` in it"):
+    with pytest.raises(RowError, match=r"messages\[1\].content contains the end-of-turn token `<\|im_end\|>`"):
         encode(Chat([user("Hi"), assistant("so<|im_end|>so")]), word_tokenizer(chatml), control_tokens="parse")
 
 

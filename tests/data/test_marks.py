@@ -78,7 +78,7 @@ def test_an_assistant_that_opens_needs_marks_and_is_told_so(word_tokenizer: Make
     tokenizer = word_tokenizer(counted(chatml))
     assert trained_text(encode(opened, tokenizer), tokenizer) == "Hello<|im_end|>so<|im_end|>"
     unmarked = chatml.replace("{%- generation -%}", "").replace("{%- endgeneration -%}", "")
-    with pytest.raises(RowError, match=r"messages\[0\]: where the assistant opens"):
+    with pytest.raises(RowError, match=r"messages\[0\]: if the assistant speaks first"):
         encode(opened, word_tokenizer(unmarked))
 
 
@@ -193,7 +193,7 @@ def test_no_other_special_token_is_taken_for_the_end_of_a_turn(word_tokenizer: M
         with (
             subtests.test(answer=answer),
             pytest.raises(
-                RowError, match=r"messages\[1\]: the chat template closes this turn with no end-of-turn token"
+                RowError, match=r"messages\[1\]: the chat template closes this turn without an end-of-turn token"
             ),
         ):
             encode(Chat([user("Hi"), assistant(answer)]), tokenizer, control_tokens="parse")
@@ -233,7 +233,7 @@ def test_a_text_that_the_tokenizer_refuses_costs_its_own_row_alone(chatml: str) 
     assert isinstance(found[1], RowError)
     others = encode_all([Text("so unheard"), Completion("Hi", "so"), Completion("Hi", "unheard")], tokenizer)
     assert [type(row) for row in others] == [RowError, Encoded, RowError]
-    assert all("the tokenizer refuses it" in str(row) for row in (found[1], others[0], others[2]))
+    assert all("the tokenizer rejects it" in str(row) for row in (found[1], others[0], others[2]))
     assert [trained_text(row, tokenizer) for row in (found[0], found[2])] == ["so<|im_end|>", "Because<|im_end|>"]
 
 
@@ -314,5 +314,5 @@ def test_ids_from_the_first_to_the_last_of_the_vocabulary_are_taken_and_no_other
     last = len(tokenizer) - 1
     assert encode(Tokens([0, last]), tokenizer) == Encoded([0, last], [0, last])
     for wrong in (-1, last + 1):
-        with pytest.raises(RowError, match=rf"`input_ids\[1\]` is {wrong}, and the tokenizer has"):
+        with pytest.raises(RowError, match=rf"`input_ids\[1\]` is {wrong}, but the tokenizer has"):
             encode(Tokens([0, wrong]), tokenizer)

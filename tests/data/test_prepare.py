@@ -219,7 +219,7 @@ def test_when_everything_is_dropped_the_count_and_the_cause_are_told(write: Writ
 def test_rows_that_teach_nothing_are_refused(write: Write, tokenizer: Any) -> None:
     """The first token has no predecessor, so that of a single word nothing but its end is trained."""
     said = message(DataSection(train=write([{"text": "one"}] * 2), eval="none"), tokenizer)
-    assert "teaches nothing: in none of its 2 rows" in said
+    assert "teaches nothing: the trained tokens of its 2 rows" in said
 
 
 def test_a_file_without_rows_is_refused(write: Write, tokenizer: Any) -> None:
@@ -483,7 +483,7 @@ def test_a_file_in_both_splits_is_refused_also_where_a_folder_hides_it(
     held_out = write([{"text": "one"}], "eval.jsonl")
     write([{"text": "two"}])
     said = message(DataSection(train=str(tmp_path), eval=held_out), tokenizer)
-    assert said.startswith(f"{held_out}: is read by `data.train` and by `data.eval`")
+    assert said.startswith(f"{held_out}: is read by both `data.train` and `data.eval`")
     assert "`data.eval: auto`" in said
 
 
@@ -534,9 +534,9 @@ def test_tokens_of_another_tokenizer_and_shifted_labels_are_told(
     write: Write, tokenizer: Any, subtests: pytest.Subtests
 ) -> None:
     for row, words in [
-        ({"input_ids": [5, 99_999]}, "`input_ids[1]` is 99999, and the tokenizer has"),
+        ({"input_ids": [5, 99_999]}, "`input_ids[1]` is 99999, but the tokenizer has"),
         ({"input_ids": [-1]}, "`input_ids[0]` is -1"),
-        ({"input_ids": [5, 6, 7], "labels": [6, 7, IGNORE]}, "`labels[0]` is 6, and `input_ids[0]` is 5"),
+        ({"input_ids": [5, 6, 7], "labels": [6, 7, IGNORE]}, "`labels[0]` is 6, but `input_ids[0]` is 5"),
     ]:
         with subtests.test(row=row):
             source = write([row])

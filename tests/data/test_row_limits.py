@@ -196,7 +196,7 @@ def test_a_header_of_a_hundred_thousand_names_is_read(tmp_path: Path) -> None:
     path.write_text(",".join(NAMES) + "\n" + ",".join("x" for _ in NAMES) + "\n")
     assert [len(row.fields) for row in sources.rows(str(path))] == [len(NAMES)]
     path.write_text(",".join([*NAMES, NAMES[-1]]) + "\n")
-    assert refusal(path) == f"{path}:1: the header has the name `name99999` twice; give each column its own"
+    assert refusal(path) == f"{path}:1: two columns have the name `name99999`; rename one"
 
 
 def test_an_object_of_a_hundred_thousand_keys_is_read(tmp_path: Path) -> None:

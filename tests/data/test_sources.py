@@ -389,9 +389,9 @@ def two_of_three_parts(folder: Path) -> None:
     ("make", "reason"),
     [
         (linked_to_itself, "b.jsonl' cannot be read: Too many levels of symbolic links"),
-        (linked_to_nothing, "b.jsonl: a link to a file that is not there"),
+        (linked_to_nothing, "b.jsonl: a broken link"),
         (linked_folder, "again: a link to a folder, which is not followed"),
-        (no_file, "b.jsonl: a link to a file that is not there, or no file at all"),
+        (no_file, "b.jsonl: a broken link, or not a regular file"),
         (name_that_is_no_text, r"b\\udcff.jsonl: the name is not UTF-8"),
         (folder_name_that_is_no_text, r"b\\udcff/b.jsonl: the name is not UTF-8"),
         (two_of_three_parts, "2 of 3 files train-…-of-00003.jsonl are here"),
@@ -438,7 +438,7 @@ def test_a_hub_data_set_that_cannot_be_fetched_is_a_machine_error() -> None:
     environment = os.environ | {"HF_HUB_OFFLINE": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=60)
     hub, file = done.stdout.splitlines()
-    assert "`someone/nothing` (train) cannot be fetched from the hub" in hub
+    assert "`someone/nothing` (train) cannot be downloaded from the hub" in hub
     assert "local file" not in hub
     assert "A local file must end in .jsonl" in file
 

@@ -199,7 +199,7 @@ def test_a_training_on_a_full_disk_ends_in_4_and_goes_on_when_there_is_room(job,
     (small_disk / "filler").write_bytes(bytes(shutil.disk_usage(small_disk).free - 2**20))
     ended = starved.go()
     assert ended.code == 4, ended.output
-    assert re.search(r"checkpoint at step \d could not be written.* the disk is too full; bytes needed: [\d,]+, free: "
+    assert re.search(r"checkpoint at step \d could not be written.* not enough disk space; bytes needed: [\d,]+, free: "
                      r"[\d,]+\. ", ended.output)  # fmt: skip
     (small_disk / "filler").unlink()
     assert starved.go().code == 0
@@ -327,7 +327,7 @@ def test_a_disk_that_gives_back_other_bits_ends_in_4_before_anything_is_publishe
     checkpoint.write(run, contents(1))
     ended = children.run(["save", run.path, 2], Fault("read", "adapter.safetensors", action="flip"))
     assert ended.code == 4
-    assert "adapter.safetensors does not read back as it was written" in " ".join(ended.output.split())
+    assert "adapter.safetensors reads back differently than it was written" in " ".join(ended.output.split())
     assert checkpoint.newest_valid(run) == (run.checkpoint(1), {})
 
 
@@ -425,7 +425,9 @@ def test_a_manifest_that_names_a_file_outside_is_refused(tmp_path: Path) -> None
     (folder / "manifest.json").write_text(json.dumps(manifest))
     sign(folder)
     [problem] = checkpoint.problems_of(folder)
-    assert re.search(r"^manifest\.json is damaged .*`files\.\.\./secret`: not the name of a file beside it", problem)
+    assert re.search(
+        r"^manifest\.json is damaged .*`files\.\.\./secret`: not the name of a file in the same folder", problem
+    )
 
 
 def test_a_checkpoint_of_weights_that_are_no_numbers_is_neither_written_nor_used(tmp_path: Path) -> None:

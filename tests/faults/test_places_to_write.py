@@ -74,7 +74,7 @@ def refused(ended: tuple[int, str, str], path: Path, why: str) -> None:
     assert code == 4, err
     assert err.startswith(f"error: {path}")
     assert why in err
-    assert "bytes are free" in err or "its directory is not there" in err
+    assert "bytes are free" in err or "its directory does not exist" in err
 
 
 WRITERS = {
@@ -108,7 +108,7 @@ def test_a_file_asked_for_that_cannot_be_written(command: str, call: Call, disk:
 def test_a_fitted_config_that_cannot_be_written(disk: Path) -> None:
     """Without the fit before it, which takes most of a minute."""
     fitted = Fitted(Config(), forecast(), {}, forecast(), tried=1)
-    with pytest.raises(MachineError, match=r"made could not be written: No such file.*its directory is not there"):
+    with pytest.raises(MachineError, match=r"made could not be written: No such file.*its directory does not exist"):
         planning.write(fitted, disk / "missing" / "made")
     fill(disk)
     with pytest.raises(MachineError, match=r"made could not be written: No space left on .*bytes are free"):
@@ -160,7 +160,7 @@ def test_fresh_at_a_mount_point_or_under_a_name_that_cannot_grow_is_refused_and_
     for place, why in ((disk, "busy"), (tmp_path / ("x" * 255), "too long")):
         config = earlier(place)
         before = contents(place)
-        with pytest.raises(MachineError, match=rf"{place}: the earlier run cannot be renamed, so it stays: .*{why}"):
+        with pytest.raises(MachineError, match=rf"{place}: the earlier run cannot be renamed: .*{why}"):
             finetune.train(config, fresh=True)
         assert contents(place) | {"lock": b""} == before | {"lock": b""}
         assert finetune.train(config).run.finished

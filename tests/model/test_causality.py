@@ -82,7 +82,7 @@ def test_a_model_that_sees_the_next_token_is_refused() -> None:
     for weight in model.parameters():
         if weight.dim() > 1:
             torch.nn.init.normal_(weight, std=0.2)
-    with pytest.raises(ArtifactError, match="sees the token that it predicts"):
+    with pytest.raises(ArtifactError, match="sees the token it predicts"):
         causality.prove(model)
 
 

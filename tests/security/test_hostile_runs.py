@@ -24,8 +24,8 @@ def test_a_link_out_of_a_run_directory_is_refused_and_its_target_untouched(
         link.rename(tmp_path / "moved")
     link.unlink(missing_ok=True)
     link.symlink_to(victim)
-    refused(call("merge", run.path, writes=run.path), link, "leads out of")
-    refused(call("train", TINY, f"output.dir={run.path}", writes=run.path), link, "leads out of")
+    refused(call("merge", run.path, writes=run.path), link, "a link out of")
+    refused(call("train", TINY, f"output.dir={run.path}", writes=run.path), link, "a link out of")
     assert victim.read_text() == "mine\n"
 
 

@@ -68,7 +68,7 @@ def test_a_whole_file_passes(tmp_path: Path) -> None:
 def test_what_is_no_file_is_refused_without_waiting_for_it(tmp_path: Path) -> None:
     pipe = tmp_path / "model.safetensors"
     os.mkfifo(pipe)
-    with pytest.raises(ArtifactError, match="not a file"):
+    with pytest.raises(ArtifactError, match="not a regular file"):
         weight_files.check(pipe)
     with pytest.raises(ArtifactError, match="Is a directory"):
         weight_files.check(tmp_path)

@@ -111,7 +111,7 @@ def test_a_disk_that_holds_something_else_than_was_written_is_found_before_anyth
             change(file)
 
     monkeypatch.setattr(os, "fsync", failing)
-    with pytest.raises(MachineError, match=f"{name} does not read back as it was written"):
+    with pytest.raises(MachineError, match=f"{name} reads back differently than it was written"):
         checkpoint.write(run, contents(2))
     assert checkpoint.newest_valid(run) == (run.checkpoint(1), {})
 
@@ -174,10 +174,10 @@ def test_a_link_or_a_directory_in_the_place_of_a_file_is_refused_though_its_byte
     file = folder / "a.safetensors"
     other = file.rename(folder.parent / "other")
     file.symlink_to(other)
-    assert checkpoint.problems_of(folder) == ["a.safetensors is a link or no file"]
+    assert checkpoint.problems_of(folder) == ["a.safetensors is not a regular file"]
     file.unlink()
     file.mkdir()
-    assert checkpoint.problems_of(folder) == ["a.safetensors is a link or no file"]
+    assert checkpoint.problems_of(folder) == ["a.safetensors is not a regular file"]
 
 
 @pytest.mark.parametrize("left", ["a damaged one", "one set aside", "a line that says so"])
@@ -222,7 +222,7 @@ def test_of_whole_checkpoints_as_many_stay_as_are_kept_with_the_best_among_them(
 def test_nothing_is_written_to_a_disk_that_cannot_take_it_all(run: RunDirectory, monkeypatch) -> None:
     checkpoint.write(run, contents(1))
     monkeypatch.setattr(checkpoint, "_SMALL_FILES_BYTES", 2**60)
-    with pytest.raises(MachineError, match="the disk is too full; bytes needed: 1,15"):
+    with pytest.raises(MachineError, match="not enough disk space; bytes needed: 1,15"):
         checkpoint.write(run, contents(2))
     assert {path.name for path in run.checkpoints.iterdir()} == {"latest", "step-00000001"}
 
@@ -230,9 +230,9 @@ def test_nothing_is_written_to_a_disk_that_cannot_take_it_all(run: RunDirectory,
 def test_a_manifest_of_another_format_or_another_step_is_refused(run: RunDirectory) -> None:
     folder = checkpoint.write(run, contents(1))
     moved = shutil.copytree(folder, run.checkpoint(2))
-    assert checkpoint.problems_of(moved) == ["manifest.json is of step 1"]
+    assert checkpoint.problems_of(moved) == ["manifest.json belongs to step 1"]
     resign(folder, lambda manifest: manifest.update(format=2))
-    assert checkpoint.problems_of(folder) == ["manifest.json is of format 2; this version reads 1"]
+    assert checkpoint.problems_of(folder) == ["manifest.json has format 2; this version reads 1"]
 
 
 def test_a_folder_and_a_file_that_the_disk_does_not_give_back_are_named(run: RunDirectory, monkeypatch) -> None:

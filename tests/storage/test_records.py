@@ -86,7 +86,7 @@ def test_a_file_that_is_not_there_or_none_is_told(tmp_path: Path) -> None:
     with pytest.raises(ArtifactError, match="x: cannot be read: No such file"):
         records.read(tmp_path / "x", records.OBJECT)
     (tmp_path / "x").mkdir()
-    with pytest.raises(ArtifactError, match=r"x: cannot be read: Is a directory|x: not a file"):
+    with pytest.raises(ArtifactError, match=r"x: cannot be read: Is a directory|x: not a regular file"):
         records.read(tmp_path / "x", records.OBJECT)
     assert records.read_lines(tmp_path / "y", records.EVENT).rows == []
 
