@@ -56,10 +56,15 @@ _HAS_CUDA = "import torch; raise SystemExit(0 if torch.cuda.is_available() else 
 
 def main() -> None:
     options = _options()
-    if options.on == "cuda" and (reason := obstacle()):
+    sys.exit(run(options.slices, options.output, options.on, options.seconds))
+
+
+def run(names: Sequence[str], output: Path, on: str = "cuda", seconds: float | None = None) -> int:
+    """`check`, if there is a device; the exit code."""
+    if on == "cuda" and (reason := obstacle()):
         print(f"gpu-check: {reason}; nothing was run", file=sys.stderr)
-        sys.exit(NO_DEVICE)
-    sys.exit(0 if check(options.slices, options.on, options.output, options.seconds) else 1)
+        return NO_DEVICE
+    return 0 if check(names, on, output, seconds) else 1
 
 
 def obstacle() -> str | None:
