@@ -21,18 +21,17 @@ import dataclasses
 import json
 import math
 import os
-import statistics
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import forecast_cpu
 import gpu_check
 import gpu_slices
 import harness
 import overhead
+from memory_cpu import ALLOCATOR
 
 LOSS_BOUND = 0.01
 """How far losses may differ on a GPU, relative: other kernels and roundings, and other initial adapters."""
@@ -141,15 +140,13 @@ QUESTIONS = ("fast", "equal", "small")
 """Asked of each job: whether its time, losses and resident peak are within their bounds."""
 
 JOBS = {
-    "tiny": overhead.Job(steps=30, threads=1),
+    "tiny": overhead.Job(steps=20, threads=1),
     "25M": overhead.Job(steps=4, threads=1, batch=8, tokens=128, logged=1),
     "110M": overhead.Job(steps=3, threads=1, batch=4, tokens=128, logged=1),
     "tiny, bf16": overhead.Job(steps=10, threads=1, precision="bf16"),
 }
-ARCHITECTURES = {
-    "25M": forecast_cpu._architecture("llama", 512, 8, (8, 4), 2048),
-    "110M": forecast_cpu.ARCHITECTURES["llama-110m"],
-}
+Round = Mapping[str, dict[str, Any]]
+"""What each side's run measured, by side."""
 
 
 def on_cpu(names: Sequence[str], rounds: int, output: Path) -> bool:
@@ -162,7 +159,7 @@ def on_cpu(names: Sequence[str], rounds: int, output: Path) -> bool:
     }
     for name in names:
         with tempfile.TemporaryDirectory(prefix="beside-") as scratch:
-            found = result["jobs"][name] = _job(JOBS[name], ARCHITECTURES.get(name), rounds, Path(scratch))
+            found = result["jobs"][name] = _job(JOBS[name], _architecture(name), rounds, Path(scratch))
         harness.write_result(output, result)
         print(f"\n{name}\n{_table(found)}", flush=True)
     return all(
@@ -174,6 +171,17 @@ def on_cpu(names: Sequence[str], rounds: int, output: Path) -> bool:
     )
 
 
+def _architecture(name: str) -> dict[str, Any] | None:
+    """The config.json of random weights; None for the built-in base."""
+    import forecast_cpu  # keeps a process to one thread, so no slice on a GPU should import it
+
+    sizes = {
+        "25M": forecast_cpu._architecture("llama", 512, 8, (8, 4), 2048),
+        "110M": forecast_cpu.ARCHITECTURES["llama-110m"],
+    }
+    return sizes.get(name)
+
+
 def _job(job: overhead.Job, architecture: Mapping[str, Any] | None, rounds: int, scratch: Path) -> dict[str, Any]:
     if architecture:
         (scratch / "model").mkdir()
@@ -182,37 +190,38 @@ def _job(job: overhead.Job, architecture: Mapping[str, Any] | None, rounds: int,
         work = gpu_slices.Work("cpu", scratch, scratch / "weights", scratch)
         job = dataclasses.replace(job, model=gpu_slices.saved_weights(work, str(scratch / "model"))[0])
     bench = overhead.Bench(scratch, job)
+    # The first round is the warm-up (page cache, byte code), and shows memory: what is freed is given back at once.
+    bench.allocator = ALLOCATOR
+    memory = _round(bench)
     bench.allocator = overhead.ALLOCATORS["kept"]
-    bench.plain(), bench.finetune()  # warm-up: page cache and byte code
-    runs = [
-        {
-            "trl": bench.plain("--checkpointing=all"),
-            "finetune": bench.finetune("kernels.fused=on"),
-            "trl-kept": bench.plain("--checkpointing=none"),
-        }
-        for _ in range(rounds)
-    ]
+    runs = [_round(bench) for _ in range(rounds)]
     return {
         "settings": list(map(harness.without_paths, [*job.settings, "kernels.fused=on"])),
-        "beside": {name: beside_trl(runs, name, bound) for name, bound in BOUNDS.items()},
+        "resident_bytes": {name: side["resident_bytes"] for name, side in memory.items()},
+        "beside": {name: beside_trl(runs, memory, name, bound) for name, bound in BOUNDS.items()},
         "losses": {name: side["losses"] for name, side in runs[-1].items()},
         "runs": [{name: overhead.seconds(side) for name, side in run.items()} for run in runs],
     }
 
 
-def beside_trl(runs: Sequence[Mapping[str, dict[str, Any]]], name: str, bound: float) -> dict[str, Any]:
+def _round(bench: overhead.Bench) -> Round:
+    return {
+        "trl": bench.plain("--checkpointing=all"),
+        "finetune": bench.finetune("kernels.fused=on"),
+        "trl-kept": bench.plain("--checkpointing=none"),
+    }
+
+
+def beside_trl(runs: Sequence[Round], memory: Round, name: str, bound: float) -> dict[str, Any]:
     """Time, losses and resident peak of finetune beside those of one of TRL's settings."""
-    pairs = [{"finetune": run["finetune"], "plain": run[name]} for run in runs]
-    peaks = {side: round(statistics.median(pair[side]["resident_bytes"] for pair in pairs)) for side in pairs[0]}
-    found = overhead.summary(pairs)
-    apart = overhead.loss_difference(pairs[-1]["finetune"], pairs[-1]["plain"])
+    found = overhead.summary([{"finetune": run["finetune"], "plain": run[name]} for run in runs])
+    apart = overhead.loss_difference(runs[-1]["finetune"], runs[-1][name])
     return {
         **found,
-        "resident_bytes": peaks,
         "largest_loss_difference": apart,
         "fast": found["ratios"]["loop_seconds"]["median"] <= bound,
         "equal": apart <= EQUAL,
-        "small": peaks["finetune"] <= peaks["plain"],
+        "small": memory["finetune"]["resident_bytes"] <= memory[name]["resident_bytes"],
     }
 
 
@@ -222,7 +231,7 @@ def _table(found: Mapping[str, Any]) -> str:
             name,
             *(f"{one['ratios'][measure]['median']:.3f}" for measure in ("loop_seconds", "process_seconds")),
             f"{one['ratios']['loop_seconds']['least']:.3f} to {one['ratios']['loop_seconds']['largest']:.3f}",
-            " / ".join(harness.mib(size) for size in one["resident_bytes"].values()),
+            " / ".join(harness.mib(found["resident_bytes"][side]) for side in ("finetune", name)),
             f"{one['largest_loss_difference']:.1e}",
             *("yes" if one[question] else "NO" for question in QUESTIONS),
         )
