@@ -233,6 +233,7 @@ _INT8 = "quantization.kind=int8"
 _EXPERTS = "memory.loss_tokens=16"
 _FULL = "adapter.kind=none quantization.kind=none"
 _SMALL_TILES = "memory.loss_tokens=8"
+_FUSED = "kernels.fused='on'"
 SETTINGS = (
     # Llama: the levers one after the other around QLoRA's defaults.
     _S("llama nf4", "llama", 256, 2),
@@ -387,6 +388,38 @@ SETTINGS = (
     _S("2048 tokens, fp32", "small-llama", 2048, 1, 1, f"{_FP32} memory.loss_tokens=32"),
     _S("2048 tokens, int8", "small-qwen2", 2048, 1, 1, f"{_INT8} memory.loss_tokens=32"),
     _S("2048 tokens, evaluated", "small-qwen3", 2048, 1, 1, "data.eval=rows memory.loss_tokens=32"),
+    # Fused kernels: every kind of base weight, each architecture's own structure, every lever that meets them.
+    *(
+        _S(f"fused {name}", architecture, length, rows, 1, f"{_FUSED} {overrides}")
+        for name, architecture, length, rows, overrides in (
+            ("llama nf4", "llama", 256, 2, ""),
+            ("llama nf4, no checkpointing", "llama", 256, 2, "memory.checkpointing=none"),
+            ("llama fp32", "llama", 256, 2, _FP32),
+            ("llama bf16, two layers", "llama", 256, 2, f"{_BF16} memory.checkpointing=2"),
+            ("llama int8", "llama", 256, 2, _INT8),
+            ("llama, evaluated", "llama", 256, 2, "data.eval=rows adapter.dtype=bfloat16"),
+            ("llama, dropout", "llama", 256, 2, "adapter.dropout=0.1"),
+            ("qwen2 nf4", "qwen2", 256, 2, ""),
+            ("qwen3 nf4, small tiles", "small-qwen3", 512, 1, _SMALL_TILES),
+            ("gemma2, small tiles", "small-gemma2", 512, 1, f"{_SMALL_TILES} memory.checkpointing=none"),
+            ("gemma3, small tiles", "small-gemma3", 512, 1, _SMALL_TILES),
+            ("phi3, small tiles", "small-phi3", 512, 1, _SMALL_TILES),
+            ("granite, small tiles", "granite", 512, 1, f"{_SMALL_TILES} {_BF16}"),
+            ("olmo2, small tiles", "olmo2", 512, 1, _SMALL_TILES),
+            ("mixtral nf4", "mixtral", 256, 2, ""),
+            ("llama, small tiles", "small-llama", 512, 1, _SMALL_TILES),
+            (
+                "llama, small tiles, none, int8",
+                "small-llama",
+                512,
+                1,
+                f"{_SMALL_TILES} {_INT8} memory.checkpointing=none",
+            ),
+            ("llama, 2048 tokens", "small-llama", 2048, 1, "memory.loss_tokens=32"),
+            ("mistral window, 2048 tokens", "small-mistral", 2048, 1, "memory.loss_tokens=32"),
+        )
+    ),
+    _S("fused llama, packed", "small-llama", 128, 4, 1, f"{_FUSED} {_SMALL_TILES} data.packing=true", padded=False),
 )
 assert len({setting.name for setting in SETTINGS}) == len(SETTINGS)
 _NEARLY_NOTHING = _architecture("llama", 64, 1, (1, 1), 1024, intermediate_size=64)

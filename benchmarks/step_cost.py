@@ -7,10 +7,11 @@ the same rule (`seconds` of `finetune plan`): operations, bytes and launches at 
 them overlapping.
 
 - `layer`: the cost of one Llama-2-7B layer by part (NF4, rank 16, 4 rows of 2,048 tokens, every layer recomputed),
-  computed by PEFT's modules and, where this version has them, by fused kernels.
+  computed by PEFT's modules and by fused kernels.
+- `memory`: the peak of a step of one row of 2,048 tokens, rank 16, every layer recomputed, with either.
 - `steps`: predicted seconds of an optimizer step of 16 rows of 2,048 tokens within 24 GiB. Ours is what `finetune fit`
-  chooses. TRL's is the largest micro-batch that fits with checkpointing (its default), and the faster of that and the
-  same without (its best).
+  chooses with fused kernels. TRL's is the largest micro-batch that fits with checkpointing (its default), and the
+  faster of that and the same without (its best).
 
 TRL's side is `scripts/plain_qlora.py`: `SFTTrainer.compute_loss` itself with its tiled loss, entropy and accuracy, bf16
 adapters under autocast, the padding mask always given, the 8-bit optimizer. Where the rows of a micro-batch have one
@@ -48,6 +49,7 @@ from finetune.forecast.trace import Recorder, Work
 from finetune.runtime.libraries import replaced
 
 MODELS = {"Llama-2-7B": "llama7b_qlora", "Llama-3.1-8B": "llama3_8b_qlora"}
+IN_MEMORY = ("meta-llama/Llama-2-7b-hf", "meta-llama/Llama-3.1-8B", "Qwen/Qwen2.5-7B")
 CARDS = ("RTX 3090", "RTX 4090", "A100 80GB", "H100")
 ROWS = {"one length": False, "uneven length": True}
 """Kinds of rows, and whether a micro-batch of it is padded."""
@@ -55,8 +57,7 @@ ROWS = {"one length": False, "uneven length": True}
 BUDGET_BYTES = 24 * 2**30
 STEP_ROWS = 16
 PASSES = ("forward", "recompute", "backward")
-_FUSES = "kernels" in Config.model_fields
-_UNFUSED = {"kernels.fused": "off"} if _FUSES else {}
+PATHS = {"peft": {"kernels.fused": "off"}, "fused": {"kernels.fused": "on"}}
 _LAYER = 2  # of the five that are traced, the one in the middle
 
 
@@ -178,6 +179,17 @@ def _told(work: Work) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def memory(config: Config, model: str) -> dict[str, int]:
+    """Peak allocated bytes of the step that leaves least in memory, by path."""
+    least = {"model.name": model, "training.micro_batch": 1, "memory.checkpointing": "all"}
+    found = {}
+    with rows_of(padded=False):
+        for name, path in PATHS.items():
+            forecast = planning.planner_for(config.changed({**least, **path}), "RTX 4090").forecast()
+            found[name] = forecast.peak_allocated_bytes
+    return found
+
+
 # -- a whole step beside TRL -------------------------------------------------------------------------------------------
 
 
@@ -231,13 +243,13 @@ def _trainer(model: Any) -> Any:
 def ours(config: Config, card: str) -> dict[str, Any]:
     """What `finetune fit` chooses; its model gets no mask, so padding makes no difference."""
     with rows_of(padded=False):
-        fitted = planning.fit(config, card)
+        fitted = planning.fit(config.changed(PATHS["fused"]), card)
     return _step(fitted.config, fitted.forecast)
 
 
 def trl(config: Config, card: str) -> dict[str, Any]:
     """TRL with checkpointing (its default) and at its best, with the largest micro-batch that fits, by kind of rows."""
-    config = config.changed({"adapter.dtype": "bfloat16", "optimizer.kind": "paged_adamw_8bit", **_UNFUSED})
+    config = config.changed({"adapter.dtype": "bfloat16", "optimizer.kind": "paged_adamw_8bit", **PATHS["peft"]})
     found: dict[str, Any] = {}
     for kind, padded in ROWS.items():
         with rows_of(padded=padded), as_trl():
@@ -295,11 +307,12 @@ def main() -> None:
     result: dict[str, Any] = {
         "command": harness.command_line(),
         "environment": harness.environment(),
-        "layer": {"peft": layer(configs["Llama-2-7B"].changed(_UNFUSED))},
+        "layer": {name: layer(configs["Llama-2-7B"].changed(path)) for name, path in PATHS.items()},
+        "memory": {model: memory(configs["Llama-2-7B"], model) for model in IN_MEMORY},
         "steps": {},
     }
-    if _FUSES:
-        result["layer"]["fused"] = layer(configs["Llama-2-7B"])
+    for model, peaks in result["memory"].items():
+        print(model, *(f"{name} {peak / 2**30:.2f} GiB" for name, peak in peaks.items()), flush=True)
     for name, found in result["layer"].items():
         print(name, _layer_table(found), sep="\n", flush=True)
     for model in options.model or MODELS:

@@ -284,6 +284,9 @@ class KernelsSection(Section):
     """Compute layers with adapters, gated MLPs, norms and rotary embeddings with fused kernels, to the same results:
     `auto` wherever they apply and agree with the model's own code on a few tokens at start; `on` refuses a model where
     none applies or one disagrees; `off` uses PEFT's and transformers' modules."""
+    compile: Literal["none", "layers"] = "none"
+    """`layers` compiles the decoder layers that are not fused with `torch.compile`, for training steps alone. The first
+    steps then take a minute or more, and the memory forecast is that of the layers as they are."""
 
 
 class TrackingSection(Section):
@@ -362,6 +365,9 @@ def contradictions(config: Config) -> list[tuple[str, str]]:
     if training.precision == "fp16" and adapter.dtype == "bfloat16":
         remedy = "set `adapter.dtype: float32`"
         found.append(("adapter.dtype", f"fp16 with loss scaling needs trained weights in float32; {remedy}"))
+    if config.kernels.compile == "layers" and config.memory.offload == "checkpoints":
+        remedy = "set `none`, or `memory.offload: none`"
+        found.append(("kernels.compile", f"layers whose inputs are offloaded cannot be compiled; {remedy}"))
     if config.output.merge and config.model.weights == "random":
         remedy = "nothing can be merged; set `output.merge: false`"
         found.append(("output.merge", f"random weights are not kept, so {remedy}"))

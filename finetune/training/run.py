@@ -22,7 +22,7 @@ from finetune.data import fingerprint
 from finetune.data.batching import MicroBatching, RowOrder
 from finetune.data.prepare import Prepared
 from finetune.errors import ConfigError, FinetuneError, MachineError
-from finetune.kernels import proof
+from finetune.kernels import compiled, proof
 from finetune.measure import snapshots
 from finetune.measure.monitor import Monitor
 from finetune.model import causality, packing
@@ -84,10 +84,12 @@ def train(job: Job) -> Outcome:
     """
     config, model, run = job.config, job.model, job.run
     with autocast(config.training.precision, job.device), libraries.without_cudnn_attention():
-        _fuse(job)
+        attached = _fuse(job)
         if config.data.packing:
             packing.prove(model)
         causality.prove(model)
+        if config.kernels.compile == "layers":
+            _compile(job, attached)
     set_seed(config.training.seed)
     accelerator = _accelerator(config, run, job.device)
     with contextlib.closing(Trackers(accelerator, config.tracking, run, config)) as trackers:
@@ -114,7 +116,7 @@ def train(job: Job) -> Outcome:
 # -- what the loop is given --------------------------------------------------------------------------------------------
 
 
-def _fuse(job: Job) -> None:
+def _fuse(job: Job) -> kernels.Attached:
     """Let fused kernels compute what they can. Raises ConfigError where `kernels.fused: on` asks for more than that."""
     fused = job.config.kernels.fused
     triton = job.device.type != "cuda" or libraries.triton_obstacle() is None
@@ -123,6 +125,15 @@ def _fuse(job: Job) -> None:
     if fused == "on" and (unlike or not any(attached.replaced.values())):
         raise ConfigError(f"`kernels.fused: on`: {'; '.join([*attached.lines, *unlike])}; set `auto` or `off`")
     for line in (*attached.lines, *unlike):
+        job.listener.note(line)
+    return attached
+
+
+def _compile(job: Job, attached: kernels.Attached) -> None:
+    """Compile the layers that are not fused. Raises MachineError where nothing can be compiled."""
+    if obstacle := compiled.obstacle() if job.device.type == "cpu" else libraries.triton_obstacle():
+        raise MachineError(f"`kernels.compile: layers`: {obstacle}; install a compiler, or set `none`")
+    for line in compiled.attach(job.model, attached):
         job.listener.note(line)
 
 

@@ -433,6 +433,12 @@ RULES: list[tuple[str, list[str], tuple[str, ...], list[str]]] = [
         ("`checkpointing: all`", "`offload: none`"),
         ["memory.offload=none"],
     ),
+    (
+        "kernels.compile",
+        ["kernels.compile=layers", "memory.offload=checkpoints", "memory.checkpointing=all"],
+        ("cannot be compiled", "`memory.offload: none`"),
+        ["memory.offload=none"],
+    ),
 ]
 
 
