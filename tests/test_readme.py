@@ -140,9 +140,17 @@ def test_figures_of_the_benchmarks_are_the_measured_ones() -> None:
 
 def step_cost_figures() -> list[str]:
     found = results("step_cost")
-    layer = found["layer"]["peft"]["whole"]
+    layers = {name: layer["whole"] for name, layer in found["layer"].items()}
     return [
-        f"{layer['teraflop']:.2f} TFLOP, {layer['gigabytes']:.2f} GB in {layer['calls']} launches",
+        *(
+            f"| {name} | {layer['teraflop']:.2f} | {layer['gigabytes']:.2f} | {layer['calls']} |"
+            for name, layer in layers.items()
+        ),
+        *(
+            f"| {model}, {name} | {peak / 2**30:.2f} GiB |"
+            for model, peaks in found.get("memory", {}).items()
+            for name, peak in peaks.items()
+        ),
         *(
             f"| {model}, {card} | {one['ours']['seconds']:.2f} | {trl['default']['seconds']:.2f} | "
             f"{trl['best']['seconds']:.2f} |"
