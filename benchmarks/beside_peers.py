@@ -151,11 +151,15 @@ Round = Mapping[str, dict[str, Any]]
 
 def on_cpu(names: Sequence[str], rounds: int, output: Path) -> bool:
     """Run the jobs, write after each, and tell whether those in float32 keep their bounds."""
+    # Some jobs are measured again beside what stands in the file of the others.
+    before = (
+        json.loads(output.read_text(encoding="utf-8"))["jobs"] if output.is_file() and set(names) < set(JOBS) else {}
+    )
     result: dict[str, Any] = {
         "command": harness.command_line(),
         "environment": harness.environment(1),
         "bounds": {**BOUNDS, "losses": EQUAL},
-        "jobs": {},
+        "jobs": before,
     }
     for name in names:
         with tempfile.TemporaryDirectory(prefix="beside-") as scratch:
