@@ -56,10 +56,15 @@ _HAS_CUDA = "import torch; raise SystemExit(0 if torch.cuda.is_available() else 
 
 def main() -> None:
     options = _options()
-    if options.on == "cuda" and (reason := obstacle()):
+    sys.exit(run(options.slices, options.output, options.on, options.seconds))
+
+
+def run(names: Sequence[str], output: Path, on: str = "cuda", seconds: float | None = None) -> int:
+    """`check`, if there is a device; the exit code."""
+    if on == "cuda" and (reason := obstacle()):
         print(f"gpu-check: {reason}; nothing was run", file=sys.stderr)
-        sys.exit(NO_DEVICE)
-    sys.exit(0 if check(options.slices, options.on, options.output, options.seconds) else 1)
+        return NO_DEVICE
+    return 0 if check(names, on, output, seconds) else 1
 
 
 def obstacle() -> str | None:
@@ -211,7 +216,7 @@ def _take_small_files(scratch: Path, into: Path) -> None:
 
 
 def summary(name: str, found: Mapping[str, Any]) -> str:
-    """A slice for a person: whether it passed, what failed, speeds, and peaks by phase in GiB."""
+    """A slice for a person: whether it passed, what failed or was left out, speeds, and peaks by phase in GiB."""
     failed = [key for key, value in found["findings"].items() if not value.get("passed", True)]
     lines = [f"{name}: {'passed' if found['passed'] else 'FAILED'} in {found.get('seconds', 0):.0f} s"]
     if "error" in found:
@@ -221,6 +226,8 @@ def summary(name: str, found: Mapping[str, Any]) -> str:
         if key in failed:
             said = value.get("message") or value.get("failed") or ""
             lines.append(f"  {key}: FAILED {said}"[:1000])
+        if "left_out" in value:
+            lines.append(f"  {key}: {value['left_out']}")
         if "tokens_per_second" in value:
             speed = f"{value['tokens_per_second']:,} tokens/s, {value['step_seconds_median']:.3f} s a step"
             lines.append(f"  {key}: {speed}")

@@ -551,7 +551,7 @@ from finetune.model.base import load_architecture
 from finetune.model.tokenizer import load_tokenizer
 
 name, on, folder = sys.argv[1:]
-section = ModelSection(name=name, weights="random")
+section = ModelSection(name=name, weights="random", tokenizer="builtin:tiny-llama")
 torch.manual_seed(0)
 started = time.perf_counter()
 with torch.device(on):
@@ -596,11 +596,11 @@ print(json.dumps({
 """
 
 
-def saved_weights(work: Work) -> tuple[Path, dict[str, Any]]:
-    """A folder with a 1B of random weights in 16 bit and a tokenizer; made by the first slice that asks for it."""
-    folder, facts = work.shared / "weights", work.shared / "weights.json"
+def saved_weights(work: Work, model: str) -> tuple[Path, dict[str, Any]]:
+    """A folder with random weights of `model` in 16 bit and a tokenizer; made by the first slice that asks for it."""
+    folder, facts = (work.shared / f"{Path(model).name}{suffix}" for suffix in ("", ".json"))
     if not facts.is_file():
-        found = _answer(harness.python("-c", _SAVE, work.sizes.small, work.on, folder))
+        found = answer(harness.python("-c", _SAVE, model, work.on, folder))
         if "message" in found:
             raise RuntimeError(found["message"])
         found["file_bytes"] = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
@@ -610,54 +610,20 @@ def saved_weights(work: Work) -> tuple[Path, dict[str, Any]]:
 
 def loads(work: Work) -> Findings:
     """A 1B in 16-bit files, loaded by from_pretrained in each storage, each in a process of its own."""
-    folder, found = saved_weights(work)
+    folder, found = saved_weights(work, work.sizes.small)
     yield "saved", found
     for kind in ("nf4", "int8", "none"):
-        yield kind, _answer(harness.python("-c", _LOAD, folder, kind))
+        yield kind, answer(harness.python("-c", _LOAD, folder, kind))
 
 
-def plain(work: Work) -> Findings:
-    """The same QLoRA job from the same files, by finetune and by a plain TRL script; each step has the same rows."""
-    sizes, batch = work.sizes, 4
-    folder, _ = saved_weights(work)
-    rows = work.scratch / "rows.jsonl"
-    harness.write_long_rows(rows, rows=batch, tokens=sizes.small_tokens)
-    changes = {
-        **overrides(sizes, batch, rows),
-        "model.name": folder,
-        "model.weights": "pretrained",
-        "data.max_length": sizes.small_tokens,
-        "training.learning_rate": 2e-4,
-        "training.schedule": "constant",
-        "training.warmup": 0,
-        "training.eval_every": "null",
-        "output.merge": "false",
-    }
-    ours = job(work, "finetune", changes)
-    yield "finetune", ours
-    theirs = _answer(
-        harness.python(
-            harness.ROOT / "benchmarks" / "scripts" / "plain_qlora.py", "--model", folder, "--data", rows,
-            "--output", work.scratch / "plain", "--batch-size", str(batch), "--max-length", str(sizes.small_tokens),
-            "--max-steps", str(sizes.steps), "--warm-up-steps", str(sizes.warm_up_steps),
-        )
-    )  # fmt: skip
-    yield "plain", theirs
-    if ours["passed"] and theirs["passed"]:
-        first = ours["losses"][0] / theirs["losses"][0] - 1
-        yield (
-            "beside",
-            {
-                "speed": round(ours["tokens_per_second"] / theirs["tokens_per_second"], 4),
-                "first_loss": round(first, 6),
-                "last_loss": round(ours["losses"][-1] / theirs["losses"][-1] - 1, 6),
-                # Before the first update both adapters are zero: the same weights and rows, other kernels.
-                "passed": abs(first) < 0.01,
-            },
-        )
+def beside(work: Work, model: str, sides: Sequence[str]) -> Findings:
+    """A QLoRA job beside a plain TRL script and other programs (see beside_peers.py)."""
+    import beside_peers
+
+    yield from beside_peers.beside(work, model, sides)
 
 
-def _answer(done: harness.Finished) -> dict[str, Any]:
+def answer(done: harness.Finished) -> dict[str, Any]:
     """The JSON in a process's last line of output, or what it failed with."""
     print(done.output, done.errors, sep="\n", flush=True)
     if done.exit_code:
@@ -811,11 +777,12 @@ SLICES: dict[str, Slice] = {
     "environment": Slice(environment, 60),
     "nan": Slice(nan, 45),
     "7b-batch-4": Slice(partial(large, batch=4), 100),
+    "beside-7b": Slice(partial(beside, model="large", sides=("finetune", "trl")), 200),
+    "beside-7b-peers": Slice(partial(beside, model="large", sides=("unsloth", "llama-factory")), 200),
     "7b-batch-1": Slice(partial(large, batch=1), 60),
     "7b-profile": Slice(profile, 70),
     "uneven": Slice(uneven, 70),
     "loads": Slice(loads, 80),
-    "plain": Slice(plain, 110),
     **{f"forecast-{part}": Slice(partial(forecast, part=part), 225) for part in range(1, FORECAST_PARTS + 1)},
     "tests-doctor": Slice(partial(tests, file="test_gpu_doctor.py", chosen=""), 20),
     "tests-kernels": Slice(partial(tests, file="test_gpu_kernels.py", chosen=""), 60),
@@ -824,6 +791,9 @@ SLICES: dict[str, Slice] = {
     "tests-runs": Slice(partial(tests, file="test_gpu_runs.py", chosen=f"not {_CAPS}"), 150),
     "tests-caps": Slice(partial(tests, file="test_gpu_runs.py", chosen=_CAPS), 100),
     "tests-forecast": Slice(partial(tests, file="test_gpu_forecast.py", chosen=""), 60),
+    "beside-1b": Slice(partial(beside, model="small", sides=()), 220),
+    "beside-7b-unfused": Slice(partial(beside, model="large", sides=("finetune-unfused",)), 130),
+    "beside-7b-kept": Slice(partial(beside, model="large", sides=("finetune-kept", "trl-kept")), 200),
     "packed": Slice(packed, 120),
     "attention": Slice(attention, 45),
     "expandable": Slice(expandable, 120),

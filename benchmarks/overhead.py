@@ -25,6 +25,7 @@ import shutil
 import statistics
 import sys
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -41,21 +42,51 @@ ALLOCATORS = {
 
 MEASURES = ("loop_seconds", "loop_cpu_seconds", "process_seconds", "process_cpu_seconds")
 
-SETTINGS = (
-    "model.name=builtin:tiny-llama",
-    "quantization.kind=none",
-    "data.train=builtin:python_docs",
-    "data.eval=none",
-    "data.max_length=256",
-    "training.batch_size=16",
-    "training.micro_batch=8",
-    "training.precision=fp32",
-    "training.group_by_length=false",
-    "training.warmup=0",  # transformers' begins at a rate of 0, ours at its first fraction
-    "optimizer.kind=adamw_torch_fused",
-    # Without recomputation a step is shorter, so that a fixed cost beside it weighs more.
-    "memory.checkpointing=none",
-)
+
+@dataclass(frozen=True)
+class Job:
+    """What both sides train: rows of the built-in data, in two micro-batches a step, over `threads` CPU threads.
+
+    Losses are compared as means over `logged` steps.
+    """
+
+    steps: int
+    threads: int
+    model: Path = harness.ROOT / "data" / "tiny-llama"
+    batch: int = 16
+    tokens: int = 256
+    precision: str = "fp32"
+    logged: int = 10
+
+    @property
+    def settings(self) -> list[str]:
+        """finetune's."""
+        return [
+            f"model.name={self.model}",
+            "quantization.kind=none",
+            "data.train=builtin:python_docs",
+            "data.eval=none",
+            f"data.max_length={self.tokens}",
+            f"training.batch_size={self.batch}",
+            f"training.micro_batch={self.batch // 2}",
+            f"training.precision={self.precision}",
+            "training.group_by_length=false",
+            "training.warmup=0",  # transformers' begins at a rate of 0, ours at its first fraction
+            f"training.max_steps={self.steps}",
+            "optimizer.kind=adamw_torch_fused",
+            # Without recomputation a step is shorter, so that a fixed cost beside it weighs more.
+            "memory.checkpointing=none",
+        ]
+
+    @property
+    def options(self) -> list[str]:
+        """The plain script's."""
+        named = {
+            "model": self.model, "max-steps": self.steps, "logging-steps": self.logged, "batch-size": self.batch,
+            "max-length": self.tokens, "precision": self.precision,
+        }  # fmt: skip
+        return [f"--{name}={value}" for name, value in named.items()]
+
 
 # Writes the rows that finetune keeps, in the order in which it will visit them.
 _EXPORT = """
@@ -66,34 +97,39 @@ from finetune.data.batching import RowOrder
 from finetune.data.prepare import prepare
 from finetune.model.tokenizer import load_tokenizer
 
-section = DataSection(train="builtin:python_docs", eval="none", max_length=256)
+path, batch, tokens = sys.argv[1], *map(int, sys.argv[2:])
+section = DataSection(train="builtin:python_docs", eval="none", max_length=tokens)
 prepared = prepare(section, load_tokenizer(ModelSection()))
 dropped = set(prepared.train_counts.dropped_places)
 rows = [row.fields for row in sources.rows(section.train) if row.place not in dropped]
-with open(sys.argv[1], "w", encoding="utf-8") as file:
-    for index in RowOrder(prepared.train["length"], 16, 42, False):
+with open(path, "w", encoding="utf-8") as file:
+    for index in RowOrder(prepared.train["length"], batch, 42, False):
         file.write(json.dumps({"messages": rows[index]["messages"]}) + "\\n")
 """
 
 
 def main() -> None:
     options = _options()
-    found = {}
+    found, job = {}, Job(options.steps, options.threads)
     with tempfile.TemporaryDirectory(prefix="overhead-") as scratch:
-        bench = _Bench(Path(scratch), options.steps, options.threads)
+        bench = Bench(Path(scratch), job)
         bench.plain(), bench.finetune()  # warm-up: page cache and byte code
         for name, allocator in ALLOCATORS.items():
             bench.allocator = allocator
             runs = [{"plain": bench.plain(), "finetune": bench.finetune()} for _ in range(options.pairs)]
             found[name] = {
                 **summary(runs),
-                "largest_loss_difference": _loss_difference(runs[-1]),
-                "runs": [{side: _without_losses(measured) for side, measured in pair.items()} for pair in runs],
+                "largest_loss_difference": loss_difference(*runs[-1].values()),
+                "runs": [{side: seconds(measured) for side, measured in pair.items()} for pair in runs],
             }
     result = {
         "command": harness.command_line(),
         "environment": harness.environment(options.threads),
-        "job": {"steps": options.steps, "threads": options.threads, "settings": list(SETTINGS)},
+        "job": {
+            "steps": options.steps,
+            "threads": options.threads,
+            "settings": list(map(harness.without_paths, job.settings)),
+        },
         "bound": BOUND,
         "allocators": found,
     }
@@ -103,28 +139,32 @@ def main() -> None:
     sys.exit(0 if found["kept"]["ratios"]["loop_seconds"]["median"] <= BOUND else 1)
 
 
-class _Bench:
+class Bench:
     """Runs either side of the comparison in a fresh process and a fresh directory."""
 
-    def __init__(self, scratch: Path, steps: int, threads: int) -> None:
-        self.scratch, self.steps, self.threads = scratch, steps, threads
+    def __init__(self, scratch: Path, job: Job) -> None:
+        self.scratch, self.job = scratch, job
         self.allocator: dict[str, str] = {}
         self.rows = scratch / "messages.jsonl"
         self.config = scratch / "overhead.yaml"
         self.config.write_text("")
-        harness.succeeded(harness.python("-c", _EXPORT, self.rows))
+        harness.succeeded(harness.python("-c", _EXPORT, self.rows, str(job.batch), str(job.tokens)))
 
-    def plain(self) -> dict[str, Any]:
-        return self._measure(
-            "plain_trl.py", "--model", harness.ROOT / "data" / "tiny-llama", "--data", self.rows,
-            "--output", self._directory("plain"), "--max-steps", str(self.steps),
-        )  # fmt: skip
+    def plain(self, *changes: str) -> dict[str, Any]:
+        output = f"--output={self._directory('plain')}"
+        return self._measure("plain_trl.py", *self.job.options, f"--data={self.rows}", output, *changes)
 
-    def finetune(self) -> dict[str, Any]:
-        own = (f"training.max_steps={self.steps}", f"output.dir={self._directory('finetune')}")
-        measured = self._measure("timed_train.py", self.config, *SETTINGS, *own)
-        losses = [line["loss"] for line in harness.steps(self._directory("finetune"))]
-        return {**measured, "losses": [statistics.fmean(losses[at : at + 10]) for at in range(0, len(losses), 10)]}
+    def finetune(self, *changes: str) -> dict[str, Any]:
+        run, logged = self._directory("finetune"), self.job.logged
+        measured = self._measure("timed_train.py", self.config, *self.job.settings, f"output.dir={run}", *changes)
+        lines = harness.steps(run)
+        losses = [line["loss"] for line in lines]
+        peaks = harness.largest([harness.event(run, "trained")["memory"], *(line["memory"] for line in lines)])
+        return {
+            **measured,
+            "losses": [statistics.fmean(losses[at : at + logged]) for at in range(0, len(losses), logged)],
+            "resident_bytes": max(peak["resident_bytes"] for peak in peaks.values()),
+        }
 
     def _directory(self, side: str) -> Path:
         return self.scratch / side
@@ -139,7 +179,7 @@ class _Bench:
             harness.python(
                 Path("benchmarks") / "scripts" / script,
                 *arguments,
-                threads=self.threads,
+                threads=self.job.threads,
                 extra={"HF_DATASETS_CACHE": str(cache), **self.allocator},
             )
         )
@@ -151,7 +191,7 @@ class _Bench:
             "process_cpu_seconds": done.cpu_seconds,
         }
         print(f"{side}: " + ", ".join(f"{name} {value:.2f}" for name, value in measured.items()), flush=True)
-        return {**measured, "losses": loop.get("losses", [])}
+        return {**measured, "losses": loop.get("losses", []), "resident_bytes": loop.get("resident_bytes")}
 
 
 def summary(runs: list[dict[str, dict[str, Any]]]) -> dict[str, Any]:
@@ -173,14 +213,12 @@ def summary(runs: list[dict[str, dict[str, Any]]]) -> dict[str, Any]:
     }
 
 
-def _loss_difference(pair: dict[str, dict[str, Any]]) -> float:
-    """Largest difference of the two sides' mean losses over ten steps, in nats per token."""
-    return max(
-        abs(ours - plain) for ours, plain in zip(pair["finetune"]["losses"], pair["plain"]["losses"], strict=True)
-    )
+def loss_difference(one: dict[str, Any], other: dict[str, Any]) -> float:
+    """Largest difference of two sides' mean losses over the logged steps, in nats per token."""
+    return max(abs(first - second) for first, second in zip(one["losses"], other["losses"], strict=True))
 
 
-def _without_losses(measured: dict[str, Any]) -> dict[str, float]:
+def seconds(measured: dict[str, Any]) -> dict[str, float]:
     return {name: round(measured[name], 3) for name in MEASURES}
 
 

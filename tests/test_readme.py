@@ -130,11 +130,35 @@ def test_figures_of_the_benchmarks_are_the_measured_ones() -> None:
             for name, padding in batching["padding"].items()
         ),
         f"use {batching['padding']['packed']['budget_used']:.1%} of their token budget",
+        *step_cost_figures(),
         *forecast_figures(),
         *preparation_figures(),
         *reliability_figures(),
     ]
     assert_shown(figures, page("docs/benchmarks.md"))
+
+
+def step_cost_figures() -> list[str]:
+    found = results("step_cost")
+    layers = {name: layer["whole"] for name, layer in found["layer"].items()}
+    return [
+        *(
+            f"| {name} | {layer['teraflop']:.2f} | {layer['gigabytes']:.2f} | {layer['calls']} |"
+            for name, layer in layers.items()
+        ),
+        *(
+            f"| {model}, {name} | {peak / 2**30:.2f} GiB |"
+            for model, peaks in found.get("memory", {}).items()
+            for name, peak in peaks.items()
+        ),
+        *(
+            f"| {model}, {card} | {one['ours']['seconds']:.2f} | {trl['default']['seconds']:.2f} | "
+            f"{trl['best']['seconds']:.2f} |"
+            for model, cards in found["steps"].items()
+            for card, one in cards.items()
+            for trl in [one["trl"]["one length"]]
+        ),
+    ]
 
 
 def preparation_figures() -> list[str]:

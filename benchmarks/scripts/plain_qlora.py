@@ -1,10 +1,10 @@
-"""A plain TRL script for one GPU: QLoRA on text rows, as its documentation shows it. The other side of `gpu_check.py`.
+"""A plain TRL script for one GPU: QLoRA on text rows, as its documentation shows it. One side of `beside_peers.py`.
 
 It knows nothing of finetune, and can be read and run alone, on a CPU too:
 
     python benchmarks/scripts/plain_qlora.py --model data/tiny-llama --data rows.jsonl --output /tmp/plain
 
-The last line it prints is JSON: losses, seconds a step, tokens per second, and the allocator's peaks in bytes.
+The last line it prints is JSON: losses, seconds a step, tokens per second, and peaks in bytes.
 """
 
 from __future__ import annotations
@@ -23,17 +23,23 @@ from trl import SFTConfig, SFTTrainer
 
 
 class Clock(TrainerCallback):
-    """Seconds of each optimizer step."""
+    """Seconds of each optimizer step, with all that lies between it and the one before, and its loss."""
 
     def __init__(self) -> None:
         self.seconds: list[float] = []
-        self._started = 0.0
+        self.losses: list[float] = []
+        self._last = 0.0
 
-    def on_step_begin(self, *_: Any, **__: Any) -> None:
-        self._started = now()
+    def on_train_begin(self, *_: Any, **__: Any) -> None:
+        self._last = now()
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
-        self.seconds.append(now() - self._started)
+        last, self._last = self._last, now()
+        self.seconds.append(self._last - last)
+
+    def on_log(self, *_: Any, logs: dict[str, Any], **__: Any) -> None:
+        if "loss" in logs:
+            self.losses.append(float(logs["loss"]))
 
 
 def now() -> float:
@@ -42,19 +48,9 @@ def now() -> float:
     return time.perf_counter()
 
 
-def peaks() -> dict[str, int]:
-    """The allocator's peaks since the start, nothing on a CPU."""
-    if not torch.cuda.is_available():
-        return {}
-    return {"allocated_bytes": torch.cuda.max_memory_allocated(), "reserved_bytes": torch.cuda.max_memory_reserved()}
-
-
 def main() -> None:
-    options = _options()
-    on_cuda = torch.cuda.is_available()
+    options = parsed()
     set_seed(42)
-    tokenizer = AutoTokenizer.from_pretrained(options.model)
-    started = now()
     model = AutoModelForCausalLM.from_pretrained(
         options.model,
         quantization_config=BitsAndBytesConfig(
@@ -64,15 +60,20 @@ def main() -> None:
             bnb_4bit_compute_dtype=torch.bfloat16,
         ),
         dtype=torch.bfloat16,
-        device_map={"": 0 if on_cuda else "cpu"},
+        device_map={"": 0 if torch.cuda.is_available() else "cpu"},
     )
-    loaded = {"seconds": round(now() - started, 2), "peak_bytes": peaks()}
+    adapter = LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
+    train(model, AutoTokenizer.from_pretrained(options.model), options, peft_config=adapter)
+
+
+def train(model: Any, tokenizer: Any, options: argparse.Namespace, **more: Any) -> None:
+    """Train, and print what was measured; `more` goes to the trainer."""
+    on_cuda = torch.cuda.is_available()
     clock = Clock()
     trainer = SFTTrainer(
         model=model,
         processing_class=tokenizer,
         train_dataset=load_dataset("json", data_files=options.data, split="train"),
-        peft_config=LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM"),
         callbacks=[clock],
         args=SFTConfig(
             output_dir=options.output,
@@ -84,8 +85,7 @@ def main() -> None:
             lr_scheduler_type="constant",
             optim="paged_adamw_8bit" if on_cuda else "adamw_torch",
             max_length=options.max_length,
-            gradient_checkpointing=True,
-            gradient_checkpointing_kwargs={"use_reentrant": False},
+            gradient_checkpointing=options.checkpointing == "all",
             dataloader_pin_memory=on_cuda,
             logging_steps=1,
             save_strategy="no",
@@ -93,27 +93,39 @@ def main() -> None:
             disable_tqdm=True,
             seed=42,
         ),
+        **more,
     )
     trainer.train()
-    losses = [line["loss"] for line in trainer.state.log_history if "loss" in line]
-    median = statistics.median(clock.seconds[options.warm_up_steps :])
-    found = {
-        "losses": losses,
+    report(clock, options)
+
+
+def report(clock: Clock, options: argparse.Namespace) -> None:
+    """Print the losses, the speed of the steps after the first ones, and this process's peaks on a GPU, as JSON."""
+    steady = clock.seconds[options.warm_up_steps :]
+    found: dict[str, Any] = {
+        "losses": clock.losses,
         "step_seconds": [round(seconds, 4) for seconds in clock.seconds],
-        "step_seconds_median": round(median, 4),
+        "step_seconds_median": round(statistics.median(steady), 4),
         # Every row is at least so long, and cut.
-        "tokens_per_second": round(options.batch_size * options.max_length / median, 1),
-        "load": loaded,
-        "peak_bytes": peaks(),
+        "tokens_per_second": round(len(steady) * options.batch_size * options.max_length / sum(steady), 1),
     }
+    if torch.cuda.is_available():
+        free, total = torch.cuda.mem_get_info()  # nothing was given back, so what is in use is its peak
+        measures = {
+            "allocated_bytes": torch.cuda.max_memory_allocated(),
+            "reserved_bytes": torch.cuda.max_memory_reserved(),
+            "device_bytes": total - free,
+        }
+        found["peak_bytes"] = {"whole run": measures}
     print(json.dumps(found))
 
 
-def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def parsed() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True)
     parser.add_argument("--data", required=True, help="JSON lines with `text`, each longer than --max-length tokens")
     parser.add_argument("--output", required=True)
+    parser.add_argument("--checkpointing", choices=("all", "none"), default="all", help="layers that are recomputed")
     parser.add_argument("--batch-size", type=int, default=4)
     parser.add_argument("--max-length", type=int, default=1024)
     parser.add_argument("--max-steps", type=int, default=12)

@@ -1,4 +1,5 @@
-"""A plain TRL script: LoRA on a chat file, as its documentation shows it. The other side of benchmarks/overhead.py.
+"""A plain TRL script: LoRA on a chat file, as its documentation shows it. The other side of benchmarks/overhead.py, and
+of benchmarks/beside_peers.py on a CPU.
 
 It knows nothing of finetune, and can be read and run alone:
 
@@ -9,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import resource
 import time
 from pathlib import Path
 
@@ -26,11 +28,16 @@ def main() -> None:
     parser.add_argument("--output", required=True, type=Path)
     parser.add_argument("--max-steps", type=int, default=60)
     parser.add_argument("--logging-steps", type=int, default=10)
+    parser.add_argument("--batch-size", type=int, default=16, help="rows a step, in two micro-batches")
+    parser.add_argument("--max-length", type=int, default=256)
+    parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32")
+    parser.add_argument("--checkpointing", choices=("all", "none"), default="none", help="layers that are recomputed")
     options = parser.parse_args()
+    bf16 = options.precision == "bf16"
 
     set_seed(42)
     tokenizer = AutoTokenizer.from_pretrained(options.model)
-    model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.bfloat16 if bf16 else torch.float32)
     model.config.use_cache = False
     set_seed(42)
     model = get_peft_model(model, LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM"))
@@ -42,17 +49,17 @@ def main() -> None:
         args=SFTConfig(
             output_dir=str(options.output),
             use_cpu=True,
-            bf16=False,
-            per_device_train_batch_size=8,
+            bf16=bf16,
+            per_device_train_batch_size=options.batch_size // 2,
             gradient_accumulation_steps=2,
             max_steps=options.max_steps,
             learning_rate=2e-4,
             lr_scheduler_type="cosine",
             warmup_steps=0,
             optim="adamw_torch_fused",
-            max_length=256,
+            max_length=options.max_length,
             assistant_only_loss=True,
-            gradient_checkpointing=False,
+            gradient_checkpointing=options.checkpointing == "all",
             dataloader_pin_memory=False,
             # The file is shuffled already.
             train_sampling_strategy="sequential",
@@ -66,6 +73,7 @@ def main() -> None:
     cpu_before = time.process_time()
     metrics = trainer.train().metrics
     metrics["train_cpu_seconds"] = time.process_time() - cpu_before
+    metrics["resident_bytes"] = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # the peak so far
     trainer.save_model(str(options.output / "adapter"))
 
     losses = [line["loss"] for line in trainer.state.log_history if "loss" in line]
