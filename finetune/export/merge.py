@@ -126,9 +126,15 @@ def _ready_for_use(model: Any, tokenizer: Any) -> Any:
 
 
 def _refuse_unless_equal(result: proof.Proof, name: str) -> None:
-    if not result.holds:
+    if result.holds:
+        return
+    if result.error <= result.bound:
         raise ArtifactError(
-            f"the {name} model is not the trained one: its logits differ by {result.error:.2%} from base plus adapter, "
-            f"but rounding explains only {result.bound:.2%} (the adapter itself changed them by {result.effect:.2%}). "
-            "Nothing was published; use the adapter with its base instead"
+            f"the {name} model has only {result.kept:.0%} of what the adapter changed (by {result.effect:.2%}): its "
+            "weights are rounded more coarsely than that. Nothing was published; use the adapter with its base instead"
         )
+    raise ArtifactError(
+        f"the {name} model is not the trained one: its logits differ by {result.error:.2%} from base plus adapter, but "
+        f"rounding explains only {result.bound:.2%} (the adapter itself changed them by {result.effect:.2%}). Nothing "
+        "was published; use the adapter with its base instead"
+    )

@@ -7,8 +7,13 @@ the several matrix products in a layer. A format that rounds more declares its `
 square of the difference of the centred logits, relative to that of the centred logits themselves; they are centred
 because softmax ignores a constant shift.
 
+Rounding may explain more than a gentle adapter changes, and then the bare base would lie within the bound as well. So
+the change itself must be there: with d the adapter's change of the logits and m that of the export, both from the base,
+<m, d> / <d, d> is 1 for an exact export and 0 for the base. Rounding errors do not point along d, so at least `KEPT` is
+left unless rounding swallowed the adapter.
+
 A mixture of experts is not a continuous function: if two experts are nearly tied, rounding decides between them, and
-the logits of that token can differ by any amount. For a mixture, the measure is therefore taken at the median token.
+the logits of that token can differ by any amount. For a mixture, both measures are therefore taken at the median token.
 """
 
 from __future__ import annotations
@@ -24,6 +29,7 @@ from finetune.runtime import libraries
 # Half a unit in the last place, relative.
 ROUNDOFF = {torch.bfloat16: 2.0**-9, torch.float16: 2.0**-12, torch.float32: 2.0**-24}
 SAFETY = 4.0
+KEPT = 0.5
 
 
 @dataclass(frozen=True)
@@ -31,8 +37,9 @@ class Proof:
     """The comparison of exported with trained logits on `rows` held-out rows with `tokens` tokens in total.
 
     `error` and `bound` are relative (see the module); `effect` is how much the adapter changed the base's logits, in
-    the same measure; `agreement` is the share of positions with the same most likely next token. `median`: whether the
-    measure is taken at the median token.
+    the same measure, and `kept` the share of that change which the export has (1 where there is none); `agreement` is
+    the share of positions with the same most likely next token. `median`: whether the measures are taken at the median
+    token.
     """
 
     rows: int
@@ -40,13 +47,14 @@ class Proof:
     error: float
     bound: float
     effect: float
+    kept: float
     agreement: float
     median: bool = False
 
     @property
     def holds(self) -> bool:
-        """Whether the error is within rounding and, if the effect exceeds the bound, smaller than the effect."""
-        return self.error <= self.bound and (self.error < self.effect or self.effect <= self.bound)
+        """Whether the error is within rounding, and the adapter's change in the export."""
+        return self.error <= self.bound and self.kept >= KEPT
 
 
 def bound(layers: int, roundoff: float) -> float:
@@ -75,13 +83,14 @@ def compare(
     mixture: bool = False,
 ) -> Proof:
     """Compare the three models' centred logits on the same rows; `mixture`: whether the models have experts."""
-    distance = _median_distance if mixture else _distance
+    distance, kept = (_median_distance, _median_kept) if mixture else (_distance, _kept)
     return Proof(
         rows=len(adapted),
         tokens=sum(len(row) for row in adapted),
         error=distance(merged, adapted),
         bound=bound,
         effect=distance(base, adapted),
+        kept=kept(merged, adapted, base),
         agreement=_agreement(merged, adapted),
         median=mixture,
     )
@@ -97,6 +106,23 @@ def _distance(these: list[torch.Tensor], those: list[torch.Tensor]) -> float:
 def _median_distance(these: list[torch.Tensor], those: list[torch.Tensor]) -> float:
     a, b = torch.cat(these).double(), torch.cat(those).double()  # (tokens, vocabulary)
     return float(((a - b).norm(dim=-1) / b.norm(dim=-1)).median())  # NaN where there is one
+
+
+def _kept(merged: list[torch.Tensor], adapted: list[torch.Tensor], base: list[torch.Tensor]) -> float:
+    along = size = 0.0
+    for m, a, b in zip(merged, adapted, base, strict=True):
+        change = (a - b).double()
+        along += float(((m - b).double() * change).sum())
+        size += float(change.square().sum())
+    return along / size if size else 1.0
+
+
+def _median_kept(merged: list[torch.Tensor], adapted: list[torch.Tensor], base: list[torch.Tensor]) -> float:
+    m, a, b = (torch.cat(each).double() for each in (merged, adapted, base))  # (tokens, vocabulary)
+    size = (a - b).square().sum(dim=-1)
+    changed = size > 0
+    along = ((m - b) * (a - b)).sum(dim=-1)
+    return float((along[changed] / size[changed]).median()) if changed.any() else 1.0
 
 
 def _agreement(these: list[torch.Tensor], those: list[torch.Tensor]) -> float:

@@ -114,15 +114,22 @@ def test_a_merge_that_is_not_the_trained_model_is_not_published(
     assert (run.adapter / "adapter_model.safetensors").exists()
 
 
-def test_a_merge_without_the_adapter_is_noticed() -> None:
-    """Bare base weights lie within any generous bound of a weak adapter, but not nearer to it than the base is."""
+def test_a_merge_without_the_adapter_is_noticed_however_little_it_changes() -> None:
     torch.manual_seed(0)
-    base = [torch.randn(8, 32)]
-    adapted = [base[0] + 0.2 * torch.randn(8, 32)]
-    assert not proof.compare(base, adapted, base, bound=0.1).holds
-    assert not proof.compare(base, adapted, base, bound=0.19).holds
-    assert proof.compare(adapted, adapted, base, bound=0.1).holds
-    assert not proof.compare([base[0] * float("nan")], adapted, base, bound=0.1).holds
+    base, noise = [torch.randn(8, 32)], 0.02 * torch.randn(8, 32)
+    for mixture in (False, True):
+        for strength in (0.2, 0.01):
+            adapted = [base[0] + strength * torch.randn(8, 32)]
+
+            def holds(merged: torch.Tensor, adapted=adapted, mixture=mixture) -> bool:
+                return proof.compare([merged], adapted, base, bound=0.3, mixture=mixture).holds
+
+            assert not holds(base[0])
+            assert not holds(base[0] + noise), "rounding alone"
+            assert holds(adapted[0])
+            assert holds(adapted[0] + noise), "as coarse as a format may be"
+            assert not holds(base[0] * float("nan"))
+        assert proof.compare(base, base, base, bound=0.1, mixture=mixture).holds, "an adapter that was not trained"
 
 
 @pytest.mark.slow
