@@ -71,7 +71,8 @@ check: $(DEV) ## Lint, types and the direction of imports.
 	$(BIN)/lint-imports
 
 docs: $(READY) ## Make docs/config.md from the docstrings.
-	$(BIN)/finetune schema --markdown > docs/config.md
+	$(BIN)/finetune schema --markdown > docs/config.md.new
+	mv docs/config.md.new docs/config.md
 
 notebooks: $(DEV) ## Execute the notebooks.
 	$(BIN)/python -m pytest tests/test_notebooks.py

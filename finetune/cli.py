@@ -86,7 +86,7 @@ def data(
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
-    """Show the data as the model sees it: what is trained, what is padding. No GPU or weights needed."""
+    """Show the data as the model sees it. What is trained, and what is padding; no GPU or weights needed."""
 
     def work() -> None:
         job = finetune.load_config(config, overrides or [])
@@ -118,7 +118,7 @@ def plan(
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
-    """Forecast the memory of a training step, by phase and purpose. No GPU or weights needed."""
+    """Forecast the memory of a training step. By phase and purpose; no GPU or weights needed."""
 
     def work() -> None:
         job = finetune.load_config(config, overrides or [])
@@ -150,7 +150,7 @@ def fit(
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
-    """Find the fastest setting that fits, at the same global batch, and write it as a config."""
+    """Find the fastest setting that fits. At the same global batch; written as a config."""
 
     def work() -> None:
         job = finetune.load_config(config, overrides or [])
@@ -171,7 +171,7 @@ def fit(
 
 @app.command()
 def merge(run: Run, trust_code: TrustCode = False, as_json: Json = False, debug: Debug = False) -> None:
-    """Merge the adapter into the unquantized base and prove that the result equals what was trained."""
+    """Merge the adapter, and prove the result. It goes into the unquantized base, and must equal what was trained."""
     export(run, "merged", trust_code, as_json, debug)
 
 
@@ -179,7 +179,7 @@ def merge(run: Run, trust_code: TrustCode = False, as_json: Json = False, debug:
 def export(
     run: Run, format: FormatName, trust_code: TrustCode = False, as_json: Json = False, debug: Debug = False
 ) -> None:
-    """Export the merged model in a format and prove that what was written equals what was trained."""
+    """Export the merged model, and prove it. What was written in the format must equal what was trained."""
 
     def work() -> None:
         find(format)
@@ -217,7 +217,7 @@ def generate(
 
 @app.command("eval")
 def evaluate(run: Run, trust_code: TrustCode = False, as_json: Json = False, debug: Debug = False) -> None:
-    """Evaluation loss and perplexity of the base and of the trained model."""
+    """Evaluate the base and the trained model. Loss and perplexity on the evaluation set."""
 
     def work() -> None:
         opened = finetune.RunDirectory.open(run)
@@ -253,7 +253,7 @@ def doctor(
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
-    """Check this machine, or a run directory: what is wrong and what to do. Connects to nothing."""
+    """Check this machine, or a run directory. Says what is wrong and what to do, and connects to nothing."""
 
     def work() -> None:
         from finetune.doctor import machine

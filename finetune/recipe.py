@@ -70,7 +70,7 @@ def train(config: Config, *, fresh: bool = False, terminal: Terminal | None = No
             )
             terminal.built(model, adapter.left_out(base, config.adapter))
 
-            # Fit: the optimizer steps, evaluations and checkpoints, and at the end the adapter on disk.
+            # Train: the optimizer steps, evaluations and checkpoints, and at the end the adapter on disk.
             job = training.Job(
                 config, model, materials.tokenizer, materials.data, own, monitor, terminal,
                 device=device, signals=signals, made_with=origin, resume_from=start.checkpoint,

@@ -27,6 +27,8 @@ def levers(config: Config) -> list[Lever]:
     """The levers that `config` leaves."""
     memory, training = config.memory, config.training
     found = []
+    if config.output.merge:
+        found.append(Lever({"output.merge": False}, "merged later, where there is more memory"))
     if memory.loss_tokens > _SMALLEST_TILE:
         found.append(Lever({"memory.loss_tokens": _SMALLEST_TILE}, "same loss, smaller products"))
     if training.micro_batch_tokens:

@@ -42,16 +42,18 @@ def trained_tokens(batch: Batch) -> torch.Tensor:
 def supervised(model: Any, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
     """Summed cross-entropy, in nats, of each trained token given the tokens before it."""
     scores = model(**batch, fused_lm_head=True)
-    return with_balancing(-scores.log_probs.sum(), model, scores)
+    return with_balancing(-scores.log_probs.sum(), scores.label_mask.sum(), model, scores)
 
 
-def with_balancing(total: torch.Tensor, model: Any, scores: Any) -> tuple[torch.Tensor, torch.Tensor]:
+def with_balancing(
+    total: torch.Tensor, count: torch.Tensor, model: Any, scores: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
     """A summed loss and its token count, with a mixture of experts' load-balancing loss added per token.
 
-    It is weighted by the coefficient in the model's own config (arXiv 2101.03961, section 2.2).
+    It is weighted by the coefficient in the model's own config (arXiv 2101.03961, section 2.2). `scores` is what the
+    model returned, with or without its fused head.
     """
-    count = scores.label_mask.sum()
-    if scores.aux_loss is not None:
+    if getattr(scores, "aux_loss", None) is not None:
         config = getattr(model, "module", model).config.get_text_config()
         total = total + config.router_aux_loss_coef * scores.aux_loss * count
     return total, count

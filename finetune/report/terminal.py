@@ -51,6 +51,7 @@ class Terminal:
         self._task = TaskID(0)
         self._first_step = self._last_step = 0
         self._started = 0.0
+        self._peaks_shown = False
 
     def close(self) -> None:
         """End the live line, if there is one."""
@@ -107,6 +108,7 @@ class Terminal:
     def compared(self, differences: Sequence[Difference]) -> None:
         """Print forecast and measurement by phase."""
         forecast_view.compare(differences, self._console)
+        self._peaks_shown = True
 
     def opened(
         self,
@@ -132,6 +134,7 @@ class Terminal:
         else:
             facts["evaluation set"] = data.warning or "none"
         facts["batch"] = _batching(config, processes)
+        facts["training"] = _training(config)
         facts["attention"] = attention
         facts["device"] = words.device(RunDirectory(path).environment(), str(device))
         if unused := words.unused(data.train_counts, data.eval_counts):
@@ -223,7 +226,7 @@ class Terminal:
         result = Result(run)
         figures = result.figures
         self._say()
-        if figures.peaks:
+        if figures.peaks and not self._peaks_shown:
             printing.put(self._console, result.table())
         paths = {"adapter": run.adapter, "merged": run.merged, "report": run.report_file, "plot": run.plot_file}
         facts = {
@@ -255,6 +258,16 @@ def _batching(config: Config, processes: int) -> str:
         parts = rows // config.training.rows
         text = f"{rows} rows = {parts} micro-batch{'es' if parts > 1 else ''} of {config.training.rows}"
     return text if processes == 1 else f"{config.training.batch_size} rows over {processes} processes; each {text}"
+
+
+def _training(config: Config) -> str:
+    """What is minimised, how, and for how long."""
+    training = config.training
+    number, unit = (training.max_steps, "step") if training.max_steps else (training.epochs, "epoch")
+    return (
+        f"{number:,g} {unit}{'s' * (number != 1)}, {training.objective}, {config.optimizer.kind}, "
+        f"learning rate {training.learning_rate:g}, {training.schedule}"
+    )
 
 
 def _numel(parameter: Any) -> int:

@@ -127,7 +127,8 @@ def counts(found: Counts, max_length: int) -> str:
     trained = share(found.supervised_share) if found.tokens else "nothing"
     duplicates = "duplicates" if found.duplicates > 1 else "duplicate"
     parts = {
-        f"{count(found.rows)} rows, {count(found.tokens)} tokens, {trained} trained, longest {count(found.longest)}": 1,
+        f"{count(found.rows)} row{'s' * (found.rows != 1)}, {count(found.tokens)} tokens, {trained} trained, longest "
+        f"{count(found.longest)}": 1,
         f"{count(found.truncated)} cut to {count(max_length)}": found.truncated,
         f"{count(found.answers_truncated)} of them in the answer": found.answers_truncated,
         f"{count(found.split)} split": found.split,

@@ -124,7 +124,8 @@ def _fuse(job: Job) -> kernels.Attached:
     unlike = proof.prove(job.model, attached)
     if fused == "on" and (unlike or not any(attached.replaced.values())):
         raise ConfigError(f"`kernels.fused: on`: {'; '.join([*attached.lines, *unlike])}; set `auto` or `off`")
-    for line in (*attached.lines, *unlike):
+    fused_now = ", ".join(f"{len(modules)} {name}" for name, modules in attached.replaced.items() if modules)
+    for line in (*([f"kernels: fused {fused_now}"] if fused_now else []), *attached.lines, *unlike):
         job.listener.note(line)
     return attached
 

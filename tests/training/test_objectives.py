@@ -19,7 +19,8 @@ EXACT = ["quantization.kind=none", "training.precision=fp32", "data.eval=none", 
 def dynamic(model: Any, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """Dynamic fine-tuning (arXiv 2508.05629, equation 9): each token's loss is weighted by its probability."""
     scores = model(**batch, fused_lm_head=True)
-    return with_balancing(-(scores.log_probs.exp().detach() * scores.log_probs).sum(), model, scores)
+    total = -(scores.log_probs.exp().detach() * scores.log_probs).sum()
+    return with_balancing(total, scores.label_mask.sum(), model, scores)
 
 
 NEW = Objective("tokens by their probability", dynamic, trained_tokens)
