@@ -1,4 +1,4 @@
-"""The adapter: low-rank updates of a frozen base (LoRA, arXiv 2106.09685); without one, every weight is trained."""
+"""The LoRA adapter (arXiv 2106.09685): low-rank updates of a frozen base; without one, every weight is trained."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from finetune.storage import weight_files
 
 
 def attach(base: Any, section: AdapterSection, base_name: str, seed: int, revision: str | None = None) -> Any:
-    """`base` with its trained weights in place: a PeftModel, or the base itself for `kind: none`.
+    """Make `base` trainable: returns a PeftModel, or the base itself for `kind: none`.
 
-    The same seed gives the same adapter. Raises ConfigError naming the candidates when a target matches nothing.
+    The same seed gives the same adapter. Raises ConfigError naming the candidates if a target matches nothing.
     """
     if section.kind == "none":
         return base.to(TRAINED_DTYPES[section.dtype]).requires_grad_(True)
@@ -47,21 +47,21 @@ def _adapted(base: Any, section: AdapterSection, *, inference_mode: bool = False
         except (ValueError, NotImplementedError) as error:
             raise ConfigError(
                 f"`adapter.targets`: PEFT cannot adapt these layers of {type(base).__name__} ({first_line(error)}); "
-                "set others"
+                "choose others"
             ) from error
 
 
 def lora_config(base: Any, section: AdapterSection) -> Any:
-    """PEFT's LoraConfig for `section`, its targets checked against the modules of `base`."""
+    """PEFT's LoraConfig for `section`, with targets checked against the modules of `base`."""
     _check_extra_modules(base, section)
     modules, parameters = _targets(base, section)
-    # The fast initialisation of the PiSSA paper: a randomised SVD, here with 16 iterations.
+    # The PiSSA paper's fast initialisation by randomised SVD, with 16 iterations.
     start = "pissa_niter_16" if section.init == "pissa" else True
     return _lora(section, target_modules=modules, target_parameters=parameters or None, init_lora_weights=start)
 
 
 def _lora(section: AdapterSection, **more: Any) -> Any:
-    """What `section` says, and `more`, as PEFT's LoraConfig."""
+    """PEFT's LoraConfig from `section` and the arguments in `more`."""
     from peft import LoraConfig
 
     return LoraConfig(
@@ -77,11 +77,11 @@ def _lora(section: AdapterSection, **more: Any) -> Any:
 
 
 def casts_by_autocast(model: Any, section: AdapterSection, precision: str) -> contextlib.AbstractContextManager[None]:
-    """Within the block autocast alone casts the inputs of LoRA layers, and PEFT does not.
+    """In the block, only autocast casts the inputs of LoRA layers; PEFT does not.
 
-    PEFT casts each input to the adapter's float32, and autocast casts it back: two copies of every activation, to the
-    same numbers (peft 0.21, lora/layer.py; lora/bnb.py where CUDA's autocast is off). DoRA keeps the cast: its norms of
-    the weights take the input's type.
+    PEFT casts each input to the adapter's float32 and autocast casts it back: two copies of every activation with the
+    same values (peft 0.21, lora/layer.py; lora/bnb.py if CUDA autocast is off). DoRA keeps the cast, because its
+    weight norms use the input's dtype.
     """
     from peft.helpers import disable_input_dtype_casting
 
@@ -91,9 +91,9 @@ def casts_by_autocast(model: Any, section: AdapterSection, precision: str) -> co
 
 
 def set_trained_dtype(model: Any, section: AdapterSection) -> None:
-    """Put every trained weight into `section.dtype`.
+    """Cast trained weights to `section.dtype`.
 
-    DoRA's magnitudes stay in float32: their updates are below bfloat16's grain.
+    DoRA's magnitudes stay in float32: their updates are smaller than bfloat16's resolution.
     """
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
@@ -102,10 +102,10 @@ def set_trained_dtype(model: Any, section: AdapterSection) -> None:
 
 
 def _targets(base: Any, section: AdapterSection) -> tuple[str | list[str], list[str]]:
-    """The modules and the parameters that get an adapter, as PEFT takes them.
+    """PEFT's `target_modules` and `target_parameters`.
 
-    Of a mixture of experts, `all-linear` leaves out the routers; its experts are parameters and no linear layers. It
-    also leaves out layers whose weight the model's code reads, past any adapter.
+    In a mixture of experts, `all-linear` excludes the routers; the experts are parameters, not linear layers. It also
+    excludes layers whose weight the model's code reads directly, bypassing any adapter.
     """
     past = direct_reads.names(base)
     if section.targets == "all-linear":
@@ -115,9 +115,8 @@ def _targets(base: Any, section: AdapterSection) -> tuple[str | list[str], list[
     _check(section.targets, [*linear, *parameters], "adapter.targets")
     if wrong := sorted({name.rpartition(".")[2] for name in past} & set(section.targets)):
         raise ConfigError(
-            f"`adapter.targets`: an adapter on `{'`, `'.join(wrong)}` may not be trained, because the code of this "
-            "model reads the weight, or asks for its type, outside the layer; leave it out, or set `all-linear`, which "
-            "does"
+            f"`adapter.targets`: an adapter on `{'`, `'.join(wrong)}` may not be trained, because this model's code "
+            "reads the weight or its dtype outside the layer; remove it, or set `all-linear`, which excludes it"
         )
     chosen = {name: parameters[name] for name in section.targets if name in parameters}
     _refuse_on_parameters(chosen, section)
@@ -125,18 +124,18 @@ def _targets(base: Any, section: AdapterSection) -> tuple[str | list[str], list[
 
 
 def left_out(base: Any, section: AdapterSection) -> int:
-    """How many layers `all-linear` leaves out because the model's code reads their weight itself."""
+    """Number of layers that `all-linear` excludes because the model's code reads their weight directly."""
     return len(direct_reads.names(base)) if section.kind == "lora" and section.targets == "all-linear" else 0
 
 
 def _linear_but(base: Any, *others: nn.Module) -> list[str]:
-    """The full names of all linear layers but the output head and `others`."""
+    """Full names of all linear layers except the output head and `others`."""
     kept = {base.get_output_embeddings(), *others}
     return [name for name, module in base.named_modules() if isinstance(module, nn.Linear) and module not in kept]
 
 
 def _parameter_names(base: Any) -> dict[str, Any]:
-    """Experts and routers that are no linear layers, by the last two parts of their names, such as `gate.weight`."""
+    """Expert and router weights outside linear layers, by the last two parts of their names (`gate.weight`)."""
     found = {name: getattr(module, part) for name, module, part in experts.weights(base)}
     found |= {
         f"{name}.weight": module.weight
@@ -147,25 +146,25 @@ def _parameter_names(base: Any) -> dict[str, Any]:
 
 
 def _refuse_on_parameters(chosen: dict[str, Any], section: AdapterSection) -> None:
-    """Raise ConfigError for what PEFT cannot do with an adapter on a parameter (peft 0.21, `ParamWrapper`)."""
+    """Raise ConfigError for options that PEFT does not support on parameters (peft 0.21, `ParamWrapper`)."""
     for name, parameter in chosen.items():
         if not parameter.is_floating_point() or hasattr(parameter, "quant_state"):
             raise ConfigError(
-                f"`adapter.targets`: `{name}` is in 4 bit, where experts cannot have an adapter; leave it out, or set "
-                "`quantization.kind` to `int8` or `none`, which keep experts in 16 bit"
+                f"`adapter.targets`: `{name}` is quantized to 4 bit, and such experts cannot have an adapter; remove "
+                "it, or set `quantization.kind` to `int8` or `none`, which keep experts in 16 bit"
             )
         wrong = {"dropout": section.dropout, "dora": section.dora, "init": section.init == "pissa"}
         if asked := [f"`adapter.{key}`" for key, value in wrong.items() if value]:
             raise ConfigError(
-                f"`adapter.targets`: `{name}` is a parameter, not a linear layer, so its adapter cannot have "
-                f"{', '.join(asked)}; remove that, or leave `{name}` out"
+                f"`adapter.targets`: `{name}` is a parameter, not a linear layer, so its adapter cannot use "
+                f"{', '.join(asked)}; remove one or the other"
             )
 
 
 def _targets_as_named() -> contextlib.AbstractContextManager[None]:
-    """Keep PEFT from taking the linear layers of a mixture for the experts that transformers 4 had by their names.
+    """Keep PEFT from mistaking linear layers of a mixture of experts for transformers 4's experts of the same names.
 
-    peft 0.21 does so for adapters made with transformers 4 (`convert_peft_config_for_transformers`): it would move an
+    To convert adapters made with transformers 4, peft 0.21 (`convert_peft_config_for_transformers`) would move an
     adapter on the `gate_proj` of shared experts or dense layers to the fused experts, at twice the rank.
     """
     from peft.utils import transformers_weight_conversion
@@ -192,14 +191,15 @@ def _check(wanted: list[str], candidates: list[str], key: str) -> None:
 
 
 def _linear_names(base: Any) -> list[str]:
-    """Last parts of the names of all linear layers, quantized ones included, but for the output head."""
+    """Last name components of all linear layers, including quantized ones, except the output head."""
     return list(dict.fromkeys(name.rpartition(".")[2] for name in _linear_but(base)))
 
 
 def _start_from_quantization_error(model: Any, base_name: str, revision: str | None) -> None:
-    """LoftQ with one iteration (arXiv 2310.08659, algorithm 1): BA is the best rank-r fit of W - dequantized W.
+    """LoftQ with one iteration (arXiv 2310.08659, algorithm 1): BA is the best rank-r approximation of the error
+    W - dequantized W.
 
-    PEFT's own version needs CUDA and leaves out the adapter's scaling.
+    PEFT's own implementation needs CUDA and ignores the adapter's scaling.
     """
     import bitsandbytes as bnb
     from peft.tuners.lora import Linear4bit
@@ -230,32 +230,32 @@ def _start_from_quantization_error(model: Any, base_name: str, revision: str | N
 
 _CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _CONFIG_BYTES = 2**22
-# What an adapter_config.json says of where it comes from, with the types that it may have. Nothing here reads it.
+# Keys of adapter_config.json that record its origin, with their types. They are not used here.
 _ORIGIN = {
     "base_model_name_or_path": str | None,
     "inference_mode": bool,
     "peft_version": str | None,
     "revision": str | None,
 }
-# What follows from the base's modules.
+# Keys that depend on the base's modules.
 _OF_BASE = {"target_modules": list, "target_parameters": list | None}
 _NEEDED = ("peft_type", "r", "lora_alpha", "target_modules", "use_dora", "use_rslora")
 _TYPES = ("F32", "BF16")
 
 
 def weights(model: Any) -> dict[str, torch.Tensor]:
-    """The adapter's tensors themselves (no copies), under the names that PEFT gives them in a file."""
+    """The adapter's tensors (not copies), by their names in PEFT's adapter file."""
     from peft import get_peft_model_state_dict
 
-    # "auto" would ask the hub whether the vocabulary grew; extra_modules says what else is trained.
+    # "auto" would ask the hub whether the vocabulary was resized; `extra_modules` says what else is trained.
     return dict(get_peft_model_state_dict(model, save_embedding_layers=False))
 
 
 def published(section: AdapterSection) -> AdapterSection:
-    """The adapter that training with `section` publishes.
+    """The section that describes the adapter published after training with `section`.
 
-    PiSSA's is a plain one of twice the rank, of the same scale (see `finetune.training.run`); LoftQ's start is in its
-    weights.
+    PiSSA publishes a plain adapter of twice the rank and the same scale (see `finetune.training.run`); LoftQ's
+    initialisation is contained in the weights.
     """
     if section.init != "pissa":
         return section.model_copy(update={"init": "default"})
@@ -264,15 +264,15 @@ def published(section: AdapterSection) -> AdapterSection:
 
 
 def check_files(directory: Path, section: AdapterSection) -> None:
-    """Refuse an adapter that is not what training with `section` publishes, as far as that shows without its base.
+    """Check, without the base, that `directory` has the adapter that training with `section` publishes.
 
-    Raises ArtifactError naming the file: where one is missing or damaged, where the weights are none in safetensors or
-    not finite, and where adapter_config.json says anything else than `section`.
+    Raises ArtifactError naming a file that is missing or damaged, has weights that are not finite, or, for
+    adapter_config.json, differs from `section`.
     """
     file, weights_file = directory / _CONFIG, directory / _WEIGHTS
     values = _stored_config(directory)
-    # Whatever else PEFT knows stays unset, such as imports of a named module, reads of a named pickle, and copies of
-    # layers without number (peft 0.21: `megatron_core`, `corda_config`, `layer_replication`).
+    # All other options of PEFT must be unset. Some import a named module, read a named pickle or copy any number of
+    # layers (peft 0.21: `megatron_core`, `corda_config`, `layer_replication`).
     free, expected = {**_ORIGIN, **_OF_BASE}, _values(_lora(published(section)))
     wrong = [name for name, kind in free.items() if not isinstance(values[name], kind)]
     wrong += [name for name in values if name not in free and not _same(values[name], expected.get(name))]
@@ -281,8 +281,8 @@ def check_files(directory: Path, section: AdapterSection) -> None:
     if wrong:
         differences = ", ".join(f"`{_shown(name)}` is {_shown(reprlib.repr(values[name]))}" for name in wrong[:3])
         raise ArtifactError(
-            f"{file}: {differences}, which is not what the run's config.yaml trains; restore this run's adapter, or "
-            "train again"
+            f"{file}: {differences}, which does not match the run's config.yaml; restore this run's adapter, or train "
+            "again"
         )
     weight_files.check(weights_file)
     with _opened(weights_file) as stored:
@@ -294,9 +294,9 @@ def check_files(directory: Path, section: AdapterSection) -> None:
 
 
 def check_on(base: Any, directory: Path, section: AdapterSection) -> None:
-    """Refuse an adapter with other targets, or other tensors or shapes, than training `base` with `section` gives.
+    """Raise ArtifactError for an adapter whose targets, tensors or shapes do not fit `base` and `section`.
 
-    `base` may be on the meta device, and is changed. Raises ArtifactError.
+    `base` may be on the meta device; it is modified.
     """
     _built(base, directory, section, low_cpu_mem_usage=True)
 
@@ -304,9 +304,9 @@ def check_on(base: Any, directory: Path, section: AdapterSection) -> None:
 def load_adapter(base: Any, directory: Path, section: AdapterSection) -> Any:
     """`base` with the adapter saved in `directory`, which must be exactly what training with `section` publishes.
 
-    PEFT's own loading takes the settings from the file, leaves out tensors that the model lacks and starts those that
-    the file lacks (peft 0.21, `set_peft_model_state_dict`). Here the model is made as for training, and filled. Raises
-    ArtifactError when the adapter is missing, damaged, or another.
+    PEFT's own loading takes the settings from the file, skips tensors that the model lacks and initialises those that
+    the file lacks (peft 0.21, `set_peft_model_state_dict`). Here the adapter is built from `section` and then filled.
+    Raises ArtifactError if the adapter is missing, damaged or a different one.
     """
     check_files(directory, section)
     model = _built(base, directory, section)
@@ -317,14 +317,14 @@ def load_adapter(base: Any, directory: Path, section: AdapterSection) -> Any:
 
 
 def _built(base: Any, directory: Path, section: AdapterSection, **options: Any) -> Any:
-    """`base` with an untrained adapter as `section` publishes it, once that saved in `directory` is seen to fit it."""
+    """`base` with a new adapter as `section` publishes it, after checking that the one in `directory` fits it."""
     model = hub_call(f"adapter {directory}", lambda: _adapted(base, published(section), inference_mode=True, **options))
     settings, made = _stored_config(directory), _values(model.peft_config["default"])
     for name in _OF_BASE:
         if not _same(settings[name] or None, made[name] or None):
             raise ArtifactError(
-                f"{directory / _CONFIG}: `{name}` is {_shown(reprlib.repr(settings[name]))}, and this base has "
-                f"{_shown(reprlib.repr(made[name]))}; put back the adapter of this run, or train again"
+                f"{directory / _CONFIG}: `{name}` is {_shown(reprlib.repr(settings[name]))}, but this base has "
+                f"{_shown(reprlib.repr(made[name]))}; restore this run's adapter, or train again"
             )
     found = weight_files.shapes(directory / _WEIGHTS)
     expected = {name: list(weight.shape) for name, weight in weights(model).items()}
@@ -332,15 +332,15 @@ def _built(base: Any, directory: Path, section: AdapterSection, **options: Any) 
     if wrong:
         first = wrong[0]
         raise ArtifactError(
-            f"{directory / _WEIGHTS}: {len(wrong)} tensors are not those of this base and config, such as "
-            f"`{_shown(first)}`: {found.get(first, 'missing')} instead of {expected.get(first, 'nothing')}; put back "
-            "the adapter of this run, or train again"
+            f"{directory / _WEIGHTS}: {len(wrong)} tensors do not fit this base and config, such as "
+            f"`{_shown(first)}`: {found.get(first, 'missing')} instead of {expected.get(first, 'nothing')}; restore "
+            "this run's adapter, or train again"
         )
     return model
 
 
 def _stored_config(directory: Path) -> dict[str, Any]:
-    """What adapter_config.json says, with PEFT's default for what it may leave out. Raises ArtifactError."""
+    """The contents of adapter_config.json, with PEFT's defaults for missing keys. Raises ArtifactError."""
     from peft import LoraConfig
 
     file = directory / _CONFIG
@@ -351,7 +351,7 @@ def _stored_config(directory: Path) -> dict[str, Any]:
             raise ValueError("too large")
         settings = json.loads(file.read_text(encoding="utf-8"))
         if not isinstance(settings, dict):
-            raise ValueError("no JSON object")
+            raise ValueError("not a JSON object")
         if missing := [name for name in _NEEDED if name not in settings]:
             raise ValueError(f"{', '.join(missing)} missing")
     except (OSError, ValueError, TypeError, RecursionError) as error:
@@ -366,7 +366,7 @@ def _values(config: Any) -> dict[str, Any]:
 
 
 def _same(value: Any, expected: Any) -> bool:
-    """Whether two JSON values mean the same: 32 is 32.0, but no truth, and a list of names has no order."""
+    """Whether two JSON values are equivalent: 32 equals 32.0 (but not true), and lists of names are unordered."""
     if isinstance(value, list) and isinstance(expected, list):
         return all(isinstance(name, str) for name in value) and sorted(value) == sorted(expected)
     if isinstance(expected, float) and type(value) is int:
@@ -381,5 +381,5 @@ def _opened(file: Path) -> Any:
 
 
 def _shown(text: str) -> str:
-    """Text of a foreign file in an error: no control characters, and not without end."""
+    """Text of an untrusted file for an error message: escaped and shortened."""
     return ascii(text)[1:-1][:100]

@@ -14,9 +14,10 @@ from finetune.runtime import libraries
 
 @dataclass(frozen=True)
 class Attention:
-    """One implementation: its name in transformers, and why it cannot be used here (None when it can).
+    """One implementation, and its name in transformers.
 
-    `missing(config, device, precision)` takes the model's config, the torch device type, and bf16, fp16 or fp32.
+    `missing(config, device, precision)` says why it cannot be used here (None if it can), from the model's config, the
+    torch device type, and bf16, fp16 or fp32.
     """
 
     help: str
@@ -25,10 +26,10 @@ class Attention:
 
 
 def choose(name: str, config: Any, device: str, precision: str, *, packed: bool = False) -> tuple[str, str]:
-    """The transformers implementation for `name` ("auto" or a key of ATTENTIONS) and the reason, one clause.
+    """The transformers implementation for `name` ("auto" or a key of ATTENTIONS), and the reason in one clause.
 
-    `packed`: the one for packed rows. Raises MachineError when the named one cannot be used with this model on this
-    device.
+    `packed` selects its variant for packed rows. Raises MachineError if the named implementation cannot be used with
+    this model on this device.
     """
     implementation, reason = _choose(name, config, device, precision)
     return _packed(implementation, config, device, precision) if packed else implementation, reason
@@ -44,13 +45,13 @@ def _choose(name: str, config: Any, device: str, precision: str) -> tuple[str, s
     for candidate in _AUTO_ORDER:
         obstacle = ATTENTIONS[candidate].missing(config, device, precision)
         if obstacle is None:
-            return ATTENTIONS[candidate].implementation, "; ".join(obstacles) or "the fastest there is"
+            return ATTENTIONS[candidate].implementation, "; ".join(obstacles) or "the fastest available"
         obstacles.append(f"no {candidate}: {obstacle}")
     raise AssertionError("eager attention has no requirement")
 
 
 def planned(name: str, config: Any, device: str, precision: str, *, packed: bool = False) -> str:
-    """The implementation that a plan for a device that may not be here takes; what fused kernels keep is the same."""
+    """The implementation assumed for a device that may be absent; all fused kernels save the same tensors."""
     if name == "auto":
         name = "eager" if _sdpa(config, device, precision) else "sdpa"
     if not packed:
@@ -59,7 +60,7 @@ def planned(name: str, config: Any, device: str, precision: str, *, packed: bool
 
 
 def _packed(implementation: str, config: Any, device: str, precision: str) -> str:
-    from finetune.model import packing  # with torch, which a config that is checked against the table need not wait for
+    from finetune.model import packing  # imports torch, which checking a config does not need
 
     return packing.variant(implementation, config, device, precision)
 
@@ -73,9 +74,9 @@ def _flash(
     if device != "cuda":
         return "it needs a CUDA device"
     if precision == "fp32":
-        return "it computes in 16 bit, and `training.precision` is fp32"
+        return "it computes in 16 bit, but `training.precision` is fp32"
     if torch.cuda.get_device_capability() < capability:
-        return f"the card is older than compute capability {capability[0]}.{capability[1]}"
+        return f"the GPU is below compute capability {capability[0]}.{capability[1]}"
     if not _supports(config, "_supports_flash_attn"):
         return "this model has no flash attention in transformers"
     installed = getattr(utils, f"is_flash_attn_{version}_available")()
@@ -84,7 +85,7 @@ def _flash(
 
 def _sdpa(config: Any, device: str, precision: str) -> str | None:
     if getattr(config, "attn_logit_softcapping", None) is not None:
-        return "this model caps attention logits, which SDPA cannot"
+        return "this model caps attention logits, which SDPA does not support"
     return None if _supports(config, "_supports_sdpa") else "this model has no SDPA in transformers"
 
 
@@ -92,12 +93,12 @@ def _flex(config: Any, device: str, precision: str) -> str | None:
     if device != "cuda":
         return "it needs a CUDA device"
     if obstacle := libraries.triton_obstacle():
-        return f"it compiles kernels, which Triton cannot here ({obstacle})"
+        return f"it compiles Triton kernels, which does not work here ({obstacle})"
     return None if _supports(config, "_supports_flex_attn") else "this model has no flex_attention in transformers"
 
 
 def _supports(config: Any, attribute: str) -> bool:
-    """What the model's class in transformers says it can do; true of a model that brings its own code."""
+    """Whether the model's class in transformers claims support; True for a model with its own code."""
     found = catalog.model_class(config)
     return found is None or catalog.says(found, attribute)
 
@@ -113,8 +114,8 @@ ATTENTIONS: dict[str, Attention] = {
     ),
     "sdpa": Attention("PyTorch's scaled_dot_product_attention with its own flash kernels", "sdpa", _sdpa),
     "flex": Attention("PyTorch's flex_attention, compiled", "flex_attention", _flex),
-    "eager": Attention("plain matrix products; the whole score matrix is kept", "eager", lambda *_: None),
+    "eager": Attention("plain matrix products; keeps the whole score matrix", "eager", lambda *_: None),
 }  # fmt: skip
 
-# flex is chosen by name only: it compiles a kernel for each new shape, and batches here have many.
+# flex must be chosen by name: it compiles a kernel for each new shape, and batches here have many.
 _AUTO_ORDER = ("flash_attention_3", "flash_attention_2", "sdpa", "eager")

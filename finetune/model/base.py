@@ -1,9 +1,8 @@
-"""The base model: from a name to weights in their final form, on the device, ready for an adapter.
+"""Loads the base model: from a name to weights on the device, in their final dtype, ready for an adapter.
 
-Weights are loaded directly in the form they are trained in. transformers streams the files tensor by tensor and
-quantizes each one as it arrives; random weights are made and quantized one module at a time. Neither ever holds a
-second copy. Embeddings, norms and output head keep their 16-bit type: nothing is cast to float32 as
-`prepare_model_for_kbit_training` would (0.5 to 2 GiB on a 7B model, for no benefit).
+transformers streams the files tensor by tensor and quantizes each one as it arrives; random weights are created and
+quantized one module at a time. Neither holds a second copy. Embeddings, norms and output head keep their 16-bit dtype:
+nothing is cast to float32 as `prepare_model_for_kbit_training` would (0.5 to 2 GiB on a 7B model, for no benefit).
 """
 
 from __future__ import annotations
@@ -34,20 +33,20 @@ TRAINED_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def autocast(precision: str, device: torch.device) -> torch.autocast:
-    """The mixed arithmetic of a step in `precision` (bf16, fp16 or fp32), around its forward pass."""
+    """The autocast context of a forward pass in `precision` (bf16, fp16 or fp32)."""
     return torch.autocast(device.type, DTYPES[precision], enabled=precision != "fp32")
 
 
 def base_dtype(adapter: AdapterSection, training: TrainingSection) -> torch.dtype:
-    """The type in which unquantized base weights are kept.
+    """The dtype of unquantized base weights.
 
-    Without an adapter the base is what is trained, and takes the type of trained weights from the start.
+    Without an adapter the base itself is trained, so it has the dtype of trained weights.
     """
     return TRAINED_DTYPES[adapter.dtype] if adapter.kind == "none" else DTYPES[training.precision]
 
 
 def load_architecture(section: ModelSection) -> Any:
-    """The transformers config of the base; from the catalog where weights are random and the name is known there."""
+    """The transformers config of the base; from the catalog if weights are random and the catalog has the name."""
     from transformers import AutoConfig
 
     if section.weights == "random" and catalog.find(section.name):
@@ -58,14 +57,14 @@ def load_architecture(section: ModelSection) -> Any:
     )
     _refuse_kernels(architecture, section.name)
     if getattr(architecture, "rescale_every", 0):
-        # Between training and evaluation RWKV scales weights in place, for fp16; quantized ones and adapters go wrong.
+        # RWKV rescales weights in place between training and evaluation, for fp16; this breaks quantization and LoRA.
         architecture.rescale_every = 0
     return architecture
 
 
 def _refuse_kernels(architecture: Any, place: str) -> None:
-    """Raise ArtifactError for a config.json that names compiled code on the hub, which transformers 5.23 would fetch
-    and run where the package `kernels` is installed (`hub_kernels.is_kernel`).
+    """Raise ArtifactError for a config.json that names a compiled kernel on the hub, which transformers 5.23 would
+    download and run if the package `kernels` is installed (`hub_kernels.is_kernel`).
     """
     for part in (architecture, *(getattr(architecture, name, None) for name in architecture.sub_configs)):
         for key in ("attn_implementation", "experts_implementation"):
@@ -77,16 +76,17 @@ def _refuse_kernels(architecture: Any, place: str) -> None:
 
 
 def pinned_code(section: ModelSection) -> dict[str, Any]:
-    """transformers' arguments that say whether Python code shipped with the model may run, and of which commit.
+    """transformers' arguments that say whether Python code shipped with the model may run, and from which commit.
 
-    `code_revision` also holds where a model's config points to code in another repository, which transformers would
-    take as it is today. Raises ConfigError for a local directory, whose code no commit pins.
+    `code_revision` also applies to code in another repository that the model's config points to; without it
+    transformers would use that code's latest version. Raises ConfigError for a local directory, whose code has no
+    commit.
     """
     revision = remote_code(section)
     if revision and Path(locate(section.name)).is_dir():
         raise ConfigError(
-            f"`model.trust_remote_code`: {section.name} is a directory, whose code no commit pins; give the hub name "
-            "with `model.revision` (what is in the hub's cache needs no network)"
+            f"`model.trust_remote_code`: {section.name} is a directory, whose code is not pinned to a commit; use the "
+            "hub name with `model.revision` (works offline if it is cached)"
         )
     return {"trust_remote_code": True, "code_revision": revision} if revision else _NO_CODE
 
@@ -102,8 +102,8 @@ def load_base(
 ) -> Any:
     """The base model on `device`.
 
-    `attention` is a transformers implementation name, `dtype` the type of what is not quantized and of the
-    arithmetic on what is. Raises ArtifactError or MachineError when weights are missing or damaged.
+    `attention` is the name of a transformers implementation; `dtype` is that of unquantized weights, and the compute
+    dtype of quantized ones. Raises ArtifactError or MachineError if weights are missing or damaged.
     """
     if QUANTIZATIONS[quantization.kind].four_bit:
         libraries.correct_dequantization()
@@ -139,7 +139,7 @@ def _pretrained(
             f"model `{section.name}`",
             lambda: from_safetensors(
                 locate(section.name),
-                config=deepcopy(architecture),  # building writes the quantization into it
+                config=deepcopy(architecture),  # loading writes the quantization into it
                 revision=section.revision,
                 **pinned_code(section),
                 quantization_config=bitsandbytes_config(quantization, dtype),
@@ -156,19 +156,19 @@ def _pretrained(
 
 
 def refuse_missing(report: dict[str, Any], what: str, remedy: str) -> None:
-    """Raise ArtifactError where `from_pretrained` reports weights that the files lack: it fills them with random ones.
+    """Raise ArtifactError if `from_pretrained` reports missing weights, which it initialises at random.
 
-    `what` is the model in words, `remedy` what to think or do.
+    `what` names the model in the message, `remedy` says what to do.
     """
     if missing := sorted(report["missing_keys"]):
         raise ArtifactError(f"{what}: {len(missing)} weights are not in its files, such as `{missing[0]}`; {remedy}")
 
 
 def from_safetensors(place: str, **arguments: Any) -> Any:
-    """`AutoModelForCausalLM.from_pretrained` for the model in `place` and nothing else, from safetensors files alone.
+    """`AutoModelForCausalLM.from_pretrained`, restricted to safetensors files of the model in `place`.
 
-    Raises ArtifactError for a file that is none, that lies outside, or whose header `weight_files.check` refuses; and
-    for an adapter beside the model, which transformers would load as well, or load its base instead.
+    Raises ArtifactError for any other file, for one outside `place` or rejected by `weight_files.check`, and for an
+    adapter beside the model, which transformers would load as well, or load the adapter's base instead.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.utils import find_adapter_config_file
@@ -184,14 +184,14 @@ def from_safetensors(place: str, **arguments: Any) -> Any:
 
 @contextlib.contextmanager
 def _checked_files(place: str) -> Iterator[None]:
-    """Look at each weight file once transformers has found it, local or in the hub's cache, and before it is read.
+    """Check each weight file after transformers has located it (locally or in the hub's cache) and before it is read.
 
-    `use_safetensors` is not enough: an index may name pickles and other folders, and config.json an
-    `adapter_model.bin` (transformers 5.23, `_get_resolved_checkpoint_files`, `get_checkpoint_shard_files`).
+    `use_safetensors` is not enough: an index may name pickles or other folders, and config.json an `adapter_model.bin`
+    (transformers 5.23, `_get_resolved_checkpoint_files`, `get_checkpoint_shard_files`).
     """
     from transformers import modeling_utils
 
-    # transformers 5.23 has no public place between finding the files and reading them.
+    # transformers 5.23 has no public hook between locating the files and reading them.
     find = modeling_utils._get_resolved_checkpoint_files  # noqa: SLF001
 
     def find_and_check(*positional: Any, **named: Any) -> Any:
@@ -211,7 +211,7 @@ def _checked_files(place: str) -> Iterator[None]:
 
 
 def refuse_not_finite(section: ModelSection) -> None:
-    """Raise ArtifactError where weights of the base are not finite, naming the first; reads all of its files."""
+    """Raise ArtifactError naming the first weight of the base that is not finite; reads all of its files."""
     if section.weights == "random":
         return
     for file in sorted(weights_directory(section.name, section.revision).glob("*" + weight_files.SUFFIX)):
@@ -224,7 +224,7 @@ def refuse_not_finite(section: ModelSection) -> None:
 
 
 def remote_code(section: ModelSection) -> str | None:
-    """The pinned revision whose code may run, or None: none may."""
+    """The pinned revision whose code may run, or None if no code may run."""
     return section.revision if section.trust_remote_code else None
 
 
@@ -239,21 +239,21 @@ def random_base(
 ) -> Any:
     """The architecture with random weights, materialised and quantized one module at a time.
 
-    The peak above the finished model is one module's unquantized weight. Uses the model's own initialisation; what
-    that leaves alone is zero.
+    Peak memory is the finished model plus one module's unquantized weights. Weights have the model's own
+    initialisation, or zero where it defines none.
     """
     from transformers import PreTrainedModel
 
     model = weightless_base(architecture, quantization, attention=attention, dtype=dtype, remote_code=remote_code)
     models = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
-    # Each module is initialised by the innermost model that it is in.
+    # Each module is initialised by the innermost model that contains it.
     owner = {module: inner for inner in models for module in inner.modules()}
     for name, module in list(model.named_modules()):
         own = {f"{name}.{weight}" for weight, _ in module.named_parameters(recurse=False, remove_duplicate=False)}
         if not own or not own <= model.all_tied_weights_keys.keys():  # a tied head is the embedding
             _materialise(owner[module], module, dtype, device)
     for inner in reversed(models):
-        _initialise(inner, inner)  # now that the modules that it reaches into are there
+        _initialise(inner, inner)  # needs its submodules, so it comes last
     model.tie_weights()
     model.hf_device_map = {"": device}
     assert not any(parameter.is_meta for parameter in model.parameters())
@@ -269,16 +269,16 @@ def weightless_base(
     remote_code: str | None = None,
     shorten: Callable[[Any], None] = lambda model: None,
 ) -> Any:
-    """The base on the meta device, its linear layers and experts already bitsandbytes': every module, and no memory.
+    """The base on the meta device, with bitsandbytes' linear layers and experts: all modules, but no memory.
 
-    `shorten` may take layers out before they are looked at.
+    `shorten` may remove layers first.
     """
     from transformers import AutoModelForCausalLM
 
     if not remote_code and catalog.model_class(architecture) is None:
         raise ConfigError(
-            f"`model.name`: transformers has no causal language model of the kind `{architecture.model_type}`, and "
-            "nothing else can be trained here; use a decoder"
+            f"`model.name`: transformers has no causal language model of type `{architecture.model_type}`; use a "
+            "decoder"
         )
     packing.register()
     with torch.device("meta"):
@@ -288,12 +288,12 @@ def weightless_base(
                 deepcopy(architecture),
                 attn_implementation=attention,
                 dtype=dtype,
-                # Not to be asked on the terminal, as transformers would where nothing is said.
+                # Without this argument transformers would prompt on the terminal.
                 **({"trust_remote_code": True, "code_revision": remote_code} if remote_code else _NO_CODE),
             ),
         )
     shorten(model)
-    direct_reads.names(model)  # while its weights can be read
+    direct_reads.names(model)  # cached now, before quantization
     quantization_config = bitsandbytes_config(quantization, dtype)
     if quantization_config is not None:
         from finetune.model import quantizers
@@ -305,9 +305,9 @@ def weightless_base(
 
 
 def _types_as_loaded(model: Any, dtype: torch.dtype) -> None:
-    """bitsandbytes' layers begin in float32; loaded weights are quantized from the model's type, and biases keep it.
+    """Cast bitsandbytes' layers, which start in float32, to the model's dtype, as when weights are loaded.
 
-    The type that a weight was quantized from is the one it is dequantized to (bitsandbytes 0.50, `QuantState.dtype`).
+    A weight is dequantized to the dtype it was quantized from (bitsandbytes 0.50, `QuantState.dtype`).
     """
     import bitsandbytes as bnb
 
@@ -319,7 +319,7 @@ def _types_as_loaded(model: Any, dtype: torch.dtype) -> None:
 
 
 def mixture(model: Any, quantization: QuantizationSection) -> Mixture | None:
-    """How the experts of a base will be stored that is not quantized yet; None for one without experts."""
+    """How the experts of a base will be stored once it is quantized; None if it has no experts."""
     from transformers.pytorch_utils import Conv1D
     from transformers.quantizers.quantizers_utils import should_convert_module
 
@@ -340,7 +340,7 @@ def mixture(model: Any, quantization: QuantizationSection) -> Mixture | None:
 
 
 def _materialise(model: Any, module: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
-    """Give one module's own weights and buffers real memory and the architecture's initial values."""
+    """Allocate and initialise one module's own weights and buffers."""
     import bitsandbytes as bnb
 
     from finetune.model import eight_bit
@@ -372,15 +372,15 @@ def _materialise(model: Any, module: nn.Module, dtype: torch.dtype, device: torc
 
 
 def _initialise(model: Any, module: nn.Module) -> None:
-    """Give one module's own weights the initial values of the architecture."""
+    """Initialise one module's own weights as the architecture does."""
     model._init_weights(module)  # noqa: SLF001 -- transformers' public `init_weights` takes whole models only
 
 
 def _keep_training_layout(model: Any) -> None:
     """Stop bitsandbytes from repacking 4-bit weights for CPU inference.
 
-    On a CPU with AVX512-BF16 a forward pass in eval mode turns them, in place and for good, into a layout without a
-    backward pass (bitsandbytes 0.50, `Linear4bit.forward`): an evaluation would end the training that follows.
+    On a CPU with AVX512-BF16, a forward pass in eval mode converts them in place and permanently to a layout without a
+    backward pass (bitsandbytes 0.50, `Linear4bit.forward`), so training could not continue after an evaluation.
     """
     for module in model.modules():
         if hasattr(module, "support_avx512bf16_for_cpu"):

@@ -1,4 +1,4 @@
-"""What a base can take: the token ids below its vocabulary, and rows no longer than its positions."""
+"""Limits of a base model: token ids below its vocabulary size, and rows no longer than its positions."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from finetune.errors import ArtifactError, ConfigError, FinetuneError
 from finetune.model.base import load_architecture
 from finetune.model.build import Blueprint
 
-# Kinds of rotary scaling that lengthen the context beyond `max_position_embeddings`; of others (llama3, longrope) it
-# is already the length after scaling.
+# Rotary scaling types that extend the context beyond `max_position_embeddings`; for others (llama3, longrope) that
+# value already includes the scaling.
 _LENGTHENS = ("linear", "dynamic", "yarn")
 
 
 def vocabulary(architecture: Any) -> int | None:
-    """Rows of the embedding, which may be more than the tokenizer has tokens; None where the config does not say."""
+    """Rows of the embedding, possibly more than the tokenizer's tokens; None if the config does not say."""
     size = getattr(architecture.get_text_config(), "vocab_size", None)
     return size if isinstance(size, int) else None
 
 
 def check_tokenizer(tokenizer: Any, architecture: Any, section: ModelSection) -> None:
-    """Raise ArtifactError for a tokenizer that spells text with ids for which the base has no embedding.
+    """Raise ArtifactError for a tokenizer with ids for which the base has no embedding.
 
-    Tokens that were added to it are not counted: some checkpoints name more than they were trained with, such as
-    Gemma 3 1B a token for images. Whether the rows use one is looked at in the rows.
+    Added tokens are ignored: some checkpoints list more than they were trained with, such as Gemma 3 1B an image token.
+    Whether a row uses one is checked on the rows.
     """
     size = vocabulary(architecture)
     if size is None:
@@ -37,14 +37,14 @@ def check_tokenizer(tokenizer: Any, architecture: Any, section: ModelSection) ->
     largest = max(tokenizer.vocab_size - 1, *(end for end in ends if end is not None))
     if largest >= size:
         raise ArtifactError(
-            f"the tokenizer of `{section.tokenizer or section.name}` has token ids up to {largest}, and "
-            f"`{section.name}` has embeddings for {size} tokens: they do not match; set `model.tokenizer` to "
-            "the one that the base was trained with"
+            f"the tokenizer of `{section.tokenizer or section.name}` has token ids up to {largest}, but "
+            f"`{section.name}` has embeddings for {size} tokens; set `model.tokenizer` to the one the base was trained "
+            "with"
         )
 
 
 def positions(architecture: Any) -> int | None:
-    """The longest row, in tokens, that the base was made for, rotary scaling included; None where it sets no bound."""
+    """The longest row, in tokens, that the base was made for, including rotary scaling; None if unbounded."""
     text = architecture.get_text_config()
     count = getattr(text, "max_position_embeddings", None) or getattr(text, "max_seq_len", None)
     if not isinstance(count, int) or count <= 0:
@@ -57,10 +57,10 @@ def positions(architecture: Any) -> int | None:
 
 
 def within_positions(config: Config, architecture: Any) -> tuple[Config, str | None]:
-    """`config` with rows that the base can take, and what to say of it in a line, if anything.
+    """`config` with `data.max_length` within the base's limit, and a one-line note if there is something to say.
 
-    A default `data.max_length` is lowered to the base's positions. One that was set and is above them is refused where
-    a position more has no embedding (ConfigError), and kept where positions are computed.
+    A default `data.max_length` is lowered to the base's positions. An explicit one above them raises ConfigError if
+    position embeddings are a table, and is kept if positions are computed.
     """
     name, length = config.model.name, config.data.max_length
     known = positions(architecture)
@@ -68,7 +68,7 @@ def within_positions(config: Config, architecture: Any) -> tuple[Config, str | N
         return config, None
     if "max_length" not in config.data.model_fields_set:
         lowered = config.changed({"data.max_length": known})
-        return lowered, f"data.max_length: {known}, the positions of `{name}`, instead of {length}"
+        return lowered, f"data.max_length: lowered from {length} to {known}, the positions of `{name}`"
     if _is_bounded(config.model, architecture):
         raise ConfigError(
             f"`data.max_length`: {length} is more than the {known} positions of `{name}`; set it to {known}"
@@ -80,7 +80,7 @@ def within_positions(config: Config, architecture: Any) -> tuple[Config, str | N
 
 
 def settled(config: Config) -> tuple[Config, str | None]:
-    """`within_positions` of the base where its config is at hand; elsewhere `config` as it is."""
+    """`within_positions` if the base's config can be loaded, else `config` unchanged."""
     try:
         architecture = load_architecture(config.model)
     except FinetuneError:
@@ -97,14 +97,14 @@ def _is_bounded(model: ModelSection, architecture: Any) -> bool:
 
 
 def table_size(model: Any) -> int | None:
-    """Positions for which `model` keeps a table: a row of more ends in an IndexError. None where it computes them."""
+    """Size of the position table of `model`, beyond which a row raises IndexError; None if positions are computed."""
     known = positions(model.config)
     if known is None:
         return None
     words = model.get_input_embeddings()
     tables = [module.weight for module in model.modules() if isinstance(module, nn.Embedding) and module is not words]
     tables += [buffer for buffer in model.buffers() if buffer.ndim == 2]
-    # OPT and BART keep two rows more than they have positions; MPT makes its table of distances in each pass.
+    # OPT and BART have two rows more than positions; MPT builds its table of distances in each forward pass.
     if model.config.model_type == "mpt" or any(known <= len(table) <= known + 2 for table in tables):
         return known
     return None

@@ -24,9 +24,9 @@ from finetune.model.experts import Mixture
 
 @dataclass(frozen=True)
 class Blueprint:
-    """What decides a base. `architecture` is transformers' config, `attention` the name of its implementation.
+    """The specification of a base. `architecture` is transformers' config, `attention` the implementation's name.
 
-    `dtype` is the type of what is not quantized, and of the arithmetic on what is.
+    `dtype` is that of unquantized weights, and the compute dtype of quantized ones.
     """
 
     model: ModelSection
@@ -36,31 +36,31 @@ class Blueprint:
     dtype: torch.dtype
 
     def load(self, device: torch.device) -> Any:
-        """The base with its weights on `device`. Raises ArtifactError or MachineError where they cannot be read."""
+        """The base with its weights on `device`. Raises ArtifactError or MachineError if they cannot be read."""
         return load_base(
             self.model, self.quantization, self.architecture,
             attention=self.attention, dtype=self.dtype, device=device,
         )  # fmt: skip
 
     def weightless(self, shorten: Callable[[Any], None] = lambda base: None) -> Any:
-        """The base on the meta device: every module and no memory. `shorten` may first remove layers from it."""
+        """The base on the meta device: all modules, but no memory. `shorten` may remove layers first."""
         return weightless_base(
             self.architecture, self.quantization,
             attention=self.attention, dtype=self.dtype, remote_code=remote_code(self.model), shorten=shorten,
         )  # fmt: skip
 
     def check(self, adapter: AdapterSection) -> Mixture | None:
-        """What is known of the base's experts (see `mixture`); needs no weights.
+        """Check that the base can be trained, without its weights; returns how its experts are stored (`mixture`).
 
-        Raises ConfigError for a class whose head cannot be separated from its layers, as the loss needs, and for an
-        adapter that the base cannot have.
+        Raises ConfigError for a class whose head cannot be separated from its layers, as the loss requires, and for an
+        adapter that does not fit the base.
         """
         found: list[Mixture | None] = []
         base = self.weightless(lambda whole: found.append(mixture(whole, self.quantization)))
         if base.base_model is base:
             raise ConfigError(
-                f"`model.name`: {type(base).__name__} cannot be trained here: transformers has no name for its layers "
-                "without the head, which the loss needs"
+                f"`model.name`: {type(base).__name__} cannot be trained here: transformers gives no access to its "
+                "layers without the head, which the loss needs"
             )
         if adapter.kind == "lora":
             lora_config(base, adapter)
@@ -68,7 +68,7 @@ class Blueprint:
 
 
 def blueprint(config: Config, architecture: Any, attention: str) -> Blueprint:
-    """The base as the job trains it."""
+    """The blueprint of the job's base."""
     dtype = base_dtype(config.adapter, config.training)
     return Blueprint(config.model, config.quantization, architecture, attention, dtype)
 
@@ -83,9 +83,10 @@ def choose_attention(config: Config, architecture: Any, device_type: str) -> tup
 def trainable(
     base: Any, model: ModelSection, adapter: AdapterSection, memory: MemorySection, *, seed: int, device_type: str
 ) -> Any:
-    """`base` with a new adapter, or every weight trained, and with activation checkpointing.
+    """`base` with a new adapter (or all weights trainable) and activation checkpointing.
 
-    The same seed gives the same adapter. Raises ConfigError for targets or checkpointing that the base does not have.
+    The same seed gives the same adapter. Raises ConfigError for targets or checkpointing that the base does not
+    support.
     """
     built = attach(base, adapter, model.name, seed, model.revision)
     checkpointing.apply(base, memory, device_type)

@@ -11,7 +11,7 @@ An alias is another checkpoint of the same shapes, such as the instruct variant.
 which its own `config.json` differs: the end-of-text token and, for Qwen, the context length and the norms'
 epsilon.
 
-What is not a fact of the architecture is left to the library: initializer, dropout, cache settings and dtype.
+Initializer, dropout, cache settings and dtype are left to the library.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class CatalogEntry:
-    """What is known of one model.
+    """The facts of one model.
 
-    `parameters` counts tied weights once, and `source` says where that number was published. `facts` are
-    keyword arguments of the transformers configuration, `model_type` and `architectures` included; treat them
-    as read-only. `note` is what a reader of the facts should know: the larger Gemma 3 checkpoints, for one,
-    are multimodal, and their entries describe the text model alone.
+    `parameters` counts tied weights once; `source` says where that number was published. `facts` are keyword
+    arguments of the transformers configuration, including `model_type` and `architectures`; treat them as
+    read-only. `note` is for readers: the larger Gemma 3 checkpoints, for example, are multimodal, and their
+    entries describe only the text model.
     """
 
     name: str
@@ -99,7 +99,7 @@ def config(name: str) -> PreTrainedConfig:
 
 
 def model_class(config: Any) -> Any | None:
-    """The causal language model that transformers has for a configuration; None for one that brings its own code."""
+    """transformers' causal language model class for a configuration; None for a model with its own code."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
@@ -109,15 +109,14 @@ def model_class(config: Any) -> Any | None:
 
 
 def says(model: type, attribute: str) -> bool:
-    """What a model class of transformers says of itself, such as `_supports_sdpa`; it has no public names for that."""
+    """A capability flag of a transformers model class, such as `_supports_sdpa`; these have no public names."""
     return bool(getattr(model, attribute))
 
 
 def nearest(name: str, limit: int = 3) -> list[str]:
-    """Up to `limit` names and aliases that look like `name`, the closest first.
+    """Up to `limit` names and aliases similar to `name`, the closest first.
 
-    Case does not count, nor does the organisation when `name` has none: `llama-3.1-8b` finds
-    `meta-llama/Llama-3.1-8B`.
+    Case is ignored, as is the organisation if `name` has none: `llama-3.1-8b` finds `meta-llama/Llama-3.1-8B`.
     """
     spelled = {}
     for known in names(aliases=True):

@@ -1,9 +1,9 @@
-"""Chat templates: the table of named ones, a file, or the tokenizer's own; and rendering within time and memory limits.
+"""Chat templates: named ones, a file, or the tokenizer's own; and rendering within time and memory limits.
 
 transformers renders in jinja2's ImmutableSandboxedEnvironment: no attributes that start with an underscore, no changes
 to its inputs, ranges of at most 100,000. The sandbox limits neither time nor memory, so `text` does: time by SIGALRM,
-which works only in the main thread and between two operations; the power operator, which can run forever within one, is
-refused; memory by the process's data limit, where the system has one (Linux).
+which only works in the main thread and between two operations, so the power operator, a single operation that can run
+forever, is forbidden; memory by the process's data limit, on systems that have one (Linux).
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from finetune.config.fields import Help
 from finetune.errors import ArtifactError, ConfigError
 from finetune.runtime import libraries
 
-# A row is rendered in well under a millisecond; a machine that swaps may take a thousand times as long.
+# Rendering a row takes well under a millisecond; a machine that swaps may take a thousand times as long.
 RENDER_SECONDS = 5.0
 
-# What rendering may take, and what may come of it: the longest row that is read has 64 MiB of text.
+# Limits on the memory and the result of rendering; the longest row that is read has 64 MiB of text.
 RENDER_BYTES = 2**30
 _RENDERED_CHARACTERS = 2**27
 
@@ -35,24 +35,24 @@ _PROBE = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"
 
 
 TEMPLATES: dict[str, Help] = {
-    "auto": Help("the tokenizer's own, or `plain` where it has none"),
-    "plain": Help("roles in plain text and the end of text as end of turn: no new token has to be learnt"),
+    "auto": Help("the tokenizer's own, or `plain` if it has none"),
+    "plain": Help("roles in plain text, and EOS as end of turn: no new token to learn"),
     "chatml": Help("`<|im_start|>role … <|im_end|>` (ChatML)"),
-    "llama2": Help("`[INST] … [/INST]` with `<<SYS>>` in the first question (Llama 2 chat)"),
+    "llama2": Help("`[INST] … [/INST]` with `<<SYS>>` in the first user message (Llama 2 chat)"),
     "llama3": Help("`<|start_header_id|>role<|end_header_id|> … <|eot_id|>` (Llama 3)"),
-    "mistral": Help("`[INST] … [/INST]` with the system text before the first question (Mistral 7B v0.1, v0.2)"),
+    "mistral": Help("`[INST] … [/INST]`, the system text before the first user message (Mistral 7B v0.1, v0.2)"),
     "gemma": Help("`<start_of_turn>role … <end_of_turn>`, without a system role (Gemma 1, 2)"),
     "phi3": Help("`<|role|> … <|end|>` (Phi 3)"),
 }
 
 
 def named(name: str) -> str:
-    """The text of a template that ships with the program."""
+    """The text of a built-in template."""
     return (_FOLDER / f"{name}{SUFFIX}").read_text(encoding="utf-8")
 
 
 def choose(choice: str, own: Any) -> Any:
-    """The template that `choice` (a name of TEMPLATES, or a .jinja file) means for a tokenizer with its `own`, if any.
+    """The template for `choice` (a key of TEMPLATES, or a .jinja file); `own` is the tokenizer's, or None.
 
     Raises ConfigError for a file that cannot be read.
     """
@@ -78,16 +78,16 @@ def text(
     prompt: bool = False,
     marks: bool = False,
 ) -> tuple[str, list[tuple[int, int]]]:
-    """The text of a conversation; with `prompt`, up to where the assistant begins to write.
+    """The text of a conversation; with `prompt`, including the opening of the assistant's turn.
 
-    With `marks` also where each run of characters starts and ends that the template marks as the assistant's
-    (`{% generation %}`). Raises ArtifactError for a template that is none, that tries what the sandbox forbids, that
-    goes on for more than `RENDER_SECONDS` or takes more than `RENDER_BYTES`; and whatever the template itself raises.
+    With `marks`, also the character spans that the template marks as the assistant's (`{% generation %}`). Raises
+    ArtifactError for a template that is invalid, violates the sandbox, or exceeds `RENDER_SECONDS` or `RENDER_BYTES`;
+    and whatever the template itself raises.
     """
     from transformers.utils import chat_template_utils
 
     with _guarded():
-        # As `apply_chat_template` does it, which gives the marks by token only, and so one conversation at a time.
+        # `apply_chat_template` would return marks by token only, for one conversation at a time.
         [rendered], found = chat_template_utils.render_jinja_template(
             [[{key: value for key, value in message.items() if value is not None} for message in messages]],
             tools=tools,
@@ -102,16 +102,16 @@ def text(
 
 
 def ids(tokenizer: Any, messages: list[dict[str, Any]], *, prompt: bool = False) -> list[int]:
-    """The tokens of `text`. Raises as it does."""
+    """The token ids of `text`. Raises as it does."""
     found: list[int] = tokenizer(text(tokenizer, messages, prompt=prompt)[0], add_special_tokens=False)["input_ids"]
     return found
 
 
 @contextlib.contextmanager
 def _guarded() -> Iterator[None]:
-    """Bound what is rendered within the block in time and memory, and raise what it must not do as ArtifactError.
+    """Bound the time and memory of rendering in the block, and raise ArtifactError for a violation.
 
-    Tokenizing its text is not bounded by these: the tokenizer ends the process where it gets no memory.
+    Tokenizing must stay outside: the tokenizer aborts the process if it gets no memory.
     """
     from jinja2.exceptions import SecurityError, TemplateSyntaxError
     from transformers.utils import chat_template_utils
@@ -123,11 +123,11 @@ def _guarded() -> Iterator[None]:
     except _OutOfTime:
         why = f"was still running after {RENDER_SECONDS:g} seconds"
     except MemoryError:
-        why = f"takes more than {RENDER_BYTES} bytes"
+        why = f"needs more than {RENDER_BYTES} bytes"
     except RecursionError:
         why = "is nested too deeply"
     except SecurityError as error:
-        why = f"reaches out of its sandbox: {error}"
+        why = f"violates its sandbox: {error}"
     except TemplateSyntaxError as error:
         why = f"is not valid: line {error.lineno}: {error.message}"
     else:
@@ -136,12 +136,12 @@ def _guarded() -> Iterator[None]:
 
 
 class _OutOfTime(BaseException):
-    """Not an Exception, so that no handler on the way takes it for an error of its own."""
+    """Not an Exception, so that no `except Exception` on the way catches it."""
 
 
 @functools.cache
 def _sandbox() -> type:
-    """jinja2's sandbox without powers."""
+    """jinja2's sandbox without the power operator."""
     from jinja2.exceptions import SecurityError
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
@@ -156,15 +156,17 @@ def _sandbox() -> type:
 
 @contextlib.contextmanager
 def _with_at_most(more_bytes: int) -> Iterator[None]:
-    """Let the process take so much more memory than it has, and no more: Python then raises MemoryError."""
+    """Limit how much more memory the process can allocate in the block; Python raises MemoryError beyond it."""
     import resource
 
     try:
-        statm = os.open("/proc/self/statm", os.O_RDONLY)  # for each row: a file object would take six times as long
+        statm = os.open(
+            "/proc/self/statm", os.O_RDONLY
+        )  # runs for each row, and a file object would take six times as long
     except OSError:
         yield
         return
-    held = int(os.read(statm, 256).split()[5]) * resource.getpagesize()  # data and stack, as the limit counts them
+    held = int(os.read(statm, 256).split()[5]) * resource.getpagesize()  # data and stack, which the limit counts
     os.close(statm)
     soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
     limits = [held + more_bytes, *(limit for limit in (soft, hard) if limit != resource.RLIM_INFINITY)]
@@ -194,9 +196,9 @@ def _for_at_most(seconds: float) -> Iterator[None]:
 
 
 def end_of_turn(tokenizer: Any) -> int | None:
-    """The token that closes an assistant turn, found by rendering one; the end of text for a template that refuses to.
+    """The token that closes an assistant turn, found by rendering one; EOS if the template fails to render it.
 
-    None where a turn is closed by no special token, so that no model could learn to stop.
+    None if no special token closes a turn, so that a model could not learn to stop.
     """
     return _end_of_turn(tokenizer, str(tokenizer.chat_template))
 
@@ -207,11 +209,11 @@ def _end_of_turn(tokenizer: Any, _: str) -> int | None:
         prompt, whole = ids(tokenizer, _PROBE[:1], prompt=True), ids(tokenizer, _PROBE)
     except ArtifactError:
         raise
-    except Exception:  # of whatever kind a template raises; it may want a system message first
+    except Exception:  # a template may raise anything, for example because it requires a system message
         return int(tokenizer.eos_token_id)
     special = special_ids(tokenizer)
     found = None
-    # A template may close the conversation as well (Phi 3): the first token after the answer's words counts.
+    # A template may also close the conversation (Phi 3); the first special token after the answer's text counts.
     for token in reversed(whole[len(prompt) :]):
         if token in special:
             found = int(token)
@@ -221,12 +223,12 @@ def _end_of_turn(tokenizer: Any, _: str) -> int | None:
 
 
 def stop_ids(tokenizer: Any) -> list[int]:
-    """The tokens at which an answer has ended: the end of text, and the end of turn where that is another."""
+    """Token ids that end an answer: EOS, and the end-of-turn token if it is different."""
     return sorted({tokenizer.eos_token_id, end_of_turn(tokenizer)} - {None})
 
 
 def special_ids(tokenizer: Any) -> frozenset[int]:
-    """The ids of tokens that no text spells, but the unknown token, which any text may."""
+    """Ids of special tokens except the unknown token, which ordinary text may contain."""
     return _special_ids(tokenizer, len(tokenizer))
 
 

@@ -1,6 +1,6 @@
-"""Linear layers whose weight the model's code reads directly, instead of calling the layer.
+"""Finds linear layers whose weight the model's code reads directly instead of calling the layer.
 
-Mamba multiplies by `dt_proj.weight` and hands `out_proj.weight` to a fused kernel; Gemma 3n clamps the weight of
+Mamba multiplies by `dt_proj.weight` and passes `out_proj.weight` to a fused kernel; Gemma 3n clamps the weight of
 `prediction_coefs` in place. Such a layer cannot be quantized, because the code would read packed bytes, and an adapter
 on it would not be trained, because PEFT adds it in the layer's forward pass. The same holds for subclasses of
 `nn.Linear` that compute something else, such as the grouped projection of DeepSeek V4.
@@ -22,10 +22,10 @@ _PROBE_TOKENS = 4
 
 
 def names(model: Any) -> frozenset[str]:
-    """The full names of these layers in `model`, by a forward pass over a few tokens as in training.
+    """Full names of these layers in `model`, found by a short forward pass in training mode.
 
-    The first call must come before the model is quantized, and may come while it is on the meta device; its answer is
-    kept on the model.
+    The first call must come before the model is quantized; the model may be on the meta device. The result is cached
+    on the model.
     """
     if not hasattr(model, "direct_reads"):
         model.direct_reads = _probe(model)
@@ -39,16 +39,16 @@ def _probe(model: Any) -> frozenset[str]:
         name: module for name, module in model.named_modules() if isinstance(module, nn.Linear) and module is not head
     }
     read: set[nn.Linear] = set()
-    # Code that looks into data ends the pass on the meta device. What was read in the layers before is known.
+    # Data-dependent code fails on the meta device; reads in the layers before it have been recorded.
     with contextlib.suppress(Exception):
         _pass(model, list(linear.values()), read)
-    # Layers of the same kind are treated alike, including those behind the one in which the pass ended.
+    # Layers of the same kind are treated alike, including those after the one in which the pass failed.
     kinds = {_kind(model, name) for name, module in linear.items() if module in read}
     return frozenset(name for name in linear if _kind(model, name) in kinds)
 
 
 def _pass(model: Any, layers: list[nn.Linear], read: set[nn.Linear]) -> None:
-    """A forward pass as in training, which adds to `read` those of `layers` that are read past their own."""
+    """Run a forward pass in training mode that adds to `read` the `layers` whose weight is read directly."""
     from transformers import masking_utils
 
     was_training = model.training
@@ -56,7 +56,7 @@ def _pass(model: Any, layers: list[nn.Linear], read: set[nn.Linear]) -> None:
     with (
         torch.random.fork_rng(devices),
         torch.no_grad(),
-        # As for an exported graph: no mask is left out for what the data says.
+        # As in an exported graph: the mask does not depend on the data.
         libraries.replaced(masking_utils, "is_tracing", lambda tensor=None: True),
         _watched(layers, read),
         _without_experts(model),
@@ -69,15 +69,15 @@ def _pass(model: Any, layers: list[nn.Linear], read: set[nn.Linear]) -> None:
 
 
 def _kind(model: nn.Module, name: str) -> tuple[type, str]:
-    """The class of the module that holds a layer, and the layer's name there."""
+    """The class of the parent module, and the layer's name in it."""
     parent, _, last = name.rpartition(".")
     return type(model.get_submodule(parent)), last
 
 
 @contextlib.contextmanager
 def _watched(layers: list[nn.Linear], read: set[nn.Linear]) -> Iterator[None]:
-    """Within the block, add to `read` each of `layers` whose weight is read outside its own forward pass, or whose
-    pass gives no linear layer's output.
+    """In the block, add to `read` each layer whose weight is read outside its own forward pass, or whose output does
+    not have the shape of a linear layer's.
     """
     classes = {layer: type(layer) for layer in layers}
     inside: set[nn.Linear] = set()
@@ -115,7 +115,7 @@ def _watched(layers: list[nn.Linear], read: set[nn.Linear]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _without_experts(model: nn.Module) -> Iterator[None]:
-    """Within the block experts return zeros: which token goes to which of them is not known on the meta device."""
+    """In the block, experts return zeros, because routing cannot be computed on the meta device."""
     with contextlib.ExitStack() as stack:
         for known in {type(module) for _, module, _ in experts.weights(model)}:
             stack.enter_context(libraries.replaced(known, "forward", _zeros))

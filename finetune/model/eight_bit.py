@@ -1,9 +1,9 @@
-"""8-bit weights and 16-bit arithmetic: one rule for every device, in training, evaluation and generation.
+"""8-bit weights with 16-bit arithmetic, on every device, in training, evaluation and generation.
 
-bitsandbytes 0.50 also quantizes the inputs of its 8-bit layers (`MatMul8bitLt`), with one scale per token: on CUDA
-always, on a CPU outside training. An outlier feature then costs all others their precision (arXiv 2208.07339,
-section 3), and an evaluation does not compute what the training step does. Here only weights are quantized; see
-docs/memory.md for what that costs.
+bitsandbytes 0.50 also quantizes the inputs of its 8-bit layers (`MatMul8bitLt`), with one scale per token: always on
+CUDA, outside training on a CPU. One outlier feature then costs all others their precision (arXiv 2208.07339,
+section 3), and evaluation computes something else than training. Here only weights are quantized; docs/memory.md has
+the cost.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from torch.nn import functional
 
 
 class WeightOnly(bnb.nn.Linear8bitLt):
-    """A linear layer whose frozen weight is dequantized for each product, to the type that the product is made in."""
+    """A linear layer whose frozen weight is dequantized to the compute dtype for each product."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """From (..., inputs) to (..., outputs)."""
+        """Map (..., in_features) to (..., out_features)."""
         if torch.is_autocast_enabled(x.device.type):
             x = x.to(torch.get_autocast_dtype(x.device.type))
         bias = None if self.bias is None else self.bias.to(x.dtype)
@@ -30,23 +30,23 @@ class WeightOnly(bnb.nn.Linear8bitLt):
 
 
 def weight_only(model: nn.Module) -> None:
-    """Give the 8-bit layers of `model` the forward pass of this module."""
+    """Replace the forward pass of the 8-bit layers of `model` by that of `WeightOnly`."""
     for module in model.modules():
         if isinstance(module, bnb.nn.Linear8bitLt):
             module.__class__ = WeightOnly
 
 
 def quantized(weight: torch.Tensor) -> Any:
-    """`weight` (outputs, inputs) as a frozen 8-bit parameter on its device.
+    """`weight` (out_features, in_features) as a frozen 8-bit parameter on the same device.
 
-    `Int8Params.to` quantizes only what comes from a CPU, and leaves a weight that is on a card already in 16 bit.
+    `Int8Params.to` quantizes only when moving from a CPU; it leaves a weight that is already on a GPU in 16 bit.
     """
     codes, scales = quantize(weight)
     return bnb.nn.Int8Params(codes, requires_grad=False, CB=codes, SCB=scales)
 
 
 def quantize(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Integers (outputs, inputs) and the largest magnitude of each row (outputs), by way of float16 as bitsandbytes."""
+    """Codes (out_features, in_features) and absolute maxima per row (out_features); via float16, as in bitsandbytes."""
     codes, scales, _ = bnb.functional.int8_vectorwise_quant(weight.to(torch.float16))
     return codes, scales
 
@@ -56,9 +56,9 @@ def _dequantized(codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) 
 
 
 class _Product(torch.autograd.Function):
-    """Keeps neither its input nor the dequantized weight, which is dequantized again for the backward pass.
+    """Saves neither its input nor the dequantized weight, which is dequantized again in the backward pass.
 
-    `MatMul8bitFp` of bitsandbytes 0.50 computes the same and holds on to its input, which a frozen weight never needs.
+    `MatMul8bitFp` of bitsandbytes 0.50 computes the same but saves its input, which a frozen weight does not need.
     """
 
     @staticmethod

@@ -1,9 +1,9 @@
-"""Mixtures of experts: which weights are experts and which are routers, and experts in 4 bit.
+"""Mixtures of experts: identifying experts and routers, and 4-bit experts.
 
 transformers 5 stores all experts of a layer in a few parameters of shape (experts, ..., ...), which neither
 bitsandbytes' replacement of linear layers nor PEFT's `all-linear` handles. In 4 bit such a parameter is a `Params4bit`,
-like the weight of a `Linear4bit`. The module's forward pass uses the dequantized experts, which are freed when it
-returns and dequantized again for the backward pass.
+like the weight of a `Linear4bit`. The module's forward pass dequantizes the experts, frees them when it returns, and
+dequantizes them again for the backward pass.
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ _ROUTER_CLASS = re.compile("Router|TopKGating")
 class Mixture:
     """How a mixture of experts is stored.
 
-    `experts`: in a layer, the most where layers differ. `kind`: the quantization of its linear layers.
-    `quantized_experts`: the share of the experts' parameters in that kind. `unquantized` of all `parameters` are not.
+    `experts`: number per layer, the maximum if layers differ. `kind`: the quantization of its linear layers.
+    `quantized_experts`: the share of expert parameters quantized to that kind. `unquantized`: how many of the model's
+    `parameters` are not.
     """
 
     experts: int
@@ -36,7 +37,7 @@ class Mixture:
 
 
 def mixture(model: nn.Module, kind: str, quantized: Set[str]) -> Mixture:
-    """What is known of a mixture whose parameters called `quantized` are, or will be, quantized to `kind`."""
+    """Describe a mixture whose parameters named in `quantized` are, or will be, quantized to `kind`."""
     sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
     kept = tuple(f"{name}." for name in routers(model))
     inside = {
@@ -56,9 +57,9 @@ def mixture(model: nn.Module, kind: str, quantized: Set[str]) -> Mixture:
 
 
 def weights(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
-    """(name in the model, module, name in the module) of each parameter that holds all experts of a layer.
+    """Yield (name in the model, module, name in the module) of each parameter that holds all experts of a layer.
 
-    Such a parameter has three dimensions, and the name of its module's class contains `Expert`.
+    Such a parameter has three dimensions and belongs to a class whose name contains `Expert`.
     """
     for path, module in model.named_modules():
         if "Expert" in type(module).__name__:
@@ -68,10 +69,10 @@ def weights(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
 
 
 def routers(model: nn.Module) -> dict[str, nn.Module]:
-    """The modules with a matrix that decides between experts, by name: not quantized, and not in `all-linear`.
+    """The modules with a routing matrix, by name. They are not quantized, and excluded from `all-linear`.
 
-    They are of a class called `...Router...` or `...TopKGating`, or linear layers beside experts with as many outputs
-    as there are experts, or with one (the gate of a shared expert).
+    Their class is named `...Router...` or `...TopKGating`, or they are linear layers next to experts with one output
+    per expert, or a single output (the gate of a shared expert).
     """
     if not is_mixture(model):
         return {}
@@ -90,14 +91,14 @@ def routers(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def is_mixture(model: nn.Module) -> bool:
-    """Whether some layer has experts, in whatever form."""
+    """Whether any layer has experts, in any form."""
     return any(_holds_experts(path, module) for path, module in model.named_modules())
 
 
 def quantize(model: nn.Module, config: Any) -> None:
-    """Give the experts of a model on the meta device the 4-bit form of a BitsAndBytesConfig, filled by the loading.
+    """Replace experts of a model on the meta device by 4-bit parameters, which loading will fill.
 
-    With int8 they stay as they are: bitsandbytes 0.50 has 8-bit linear layers, and no 8-bit form of other weights.
+    With int8 they stay unquantized: bitsandbytes 0.50 has 8-bit linear layers, but no other 8-bit parameters.
     """
     if not config.load_in_4bit:
         return
@@ -112,15 +113,15 @@ def quantize(model: nn.Module, config: Any) -> None:
         setattr(module, name, packed)
         if not hasattr(module, "packs_for_backward"):
             held: Any = module
-            held.source_cls = type(module)  # transformers asks it of whatever it quantizes
+            held.source_cls = type(module)  # transformers reads this from quantized modules
             held.packs_for_backward = True
             module.register_forward_pre_hook(_unpack)
-            # Also where the pass ends early, as checkpointing ends its recomputation.
+            # Also if the pass ends early, as in recomputation by activation checkpointing.
             module.register_forward_hook(_pack, always_call=True)
 
 
 def dequantize(model: nn.Module, dtype: torch.dtype) -> None:
-    """Turn experts in 4 bit into plain parameters in `dtype`, one parameter after the other."""
+    """Convert 4-bit experts to plain parameters in `dtype`, one parameter at a time."""
     for _, module, name in list(weights(model)):
         if is_packed(parameter := getattr(module, name)):
             setattr(module, name, nn.Parameter(_dequantized(parameter).to(dtype), requires_grad=False))
@@ -132,10 +133,10 @@ def is_packed(parameter: Any) -> bool:
 
 
 def checkpointed(layer: nn.Module, on: bool) -> None:
-    """Say whether checkpointing decides what the experts of `layer` keep for the backward pass.
+    """Set whether activation checkpointing decides what the experts of `layer` save for the backward pass.
 
-    Elsewhere they keep themselves packed and are dequantized again, as bitsandbytes' linear layers are. Within a
-    checkpointed layer nothing is kept, and hooks on saved tensors would take them away from checkpointing's own.
+    Without it they save the packed experts and dequantize them again, as bitsandbytes' linear layers do. Inside a
+    checkpointed layer nothing is saved, and saved-tensor hooks would interfere with those of checkpointing.
     """
     for module in layer.modules():
         if hasattr(module, "packs_for_backward"):
@@ -143,7 +144,7 @@ def checkpointed(layer: nn.Module, on: bool) -> None:
 
 
 def _unpack(module: Any, inputs: Any) -> None:
-    """Put the dequantized experts in place of the packed ones, until `_pack`."""
+    """Replace the packed experts by dequantized ones until `_pack`."""
     packed = {name: one for name, one in module.named_parameters(recurse=False) if is_packed(one)}
     module.unpacked = contextlib.ExitStack()
     for name, one in packed.items():
@@ -172,7 +173,7 @@ def _dequantized_again(saved: Any) -> torch.Tensor:
 
 
 def _storage(tensor: torch.Tensor) -> int:
-    return id(tensor.untyped_storage())  # one object for as long as the storage lives
+    return id(tensor.untyped_storage())  # the same object for the lifetime of the storage
 
 
 def _dequantized(parameter: Any) -> torch.Tensor:
@@ -182,7 +183,7 @@ def _dequantized(parameter: Any) -> torch.Tensor:
 
 
 def _shape(parameter: Any) -> torch.Size:
-    """The shape that a parameter stands for, packed or not."""
+    """The logical shape of a parameter, packed or not."""
     return parameter.quant_state.shape if is_packed(parameter) else parameter.shape
 
 
@@ -191,13 +192,13 @@ def _holds_experts(path: str, module: nn.Module) -> bool:
 
 
 def _experts_in(name: str, module: nn.Module) -> int:
-    """How many experts a module holds itself: as parameters, or as modules, as transformers did before version 5."""
+    """Number of experts in a module itself, as parameters or (before transformers 5) as submodules."""
     if isinstance(module, (nn.ModuleList, nn.ModuleDict)) and _holds_experts(name, module):
         return len(module)
     return max((_shape(getattr(one, inner))[0] for _, one, inner in weights(module) if one is module), default=0)
 
 
 def _outputs(module: nn.Module) -> int:
-    """Outputs of a module that is a matrix, and 0 for any other."""
+    """Output features of a module with a matrix as its weight, else 0."""
     weight = getattr(module, "weight", None)
     return weight.shape[0] if isinstance(weight, nn.Parameter) and weight.dim() == 2 else 0

@@ -1,8 +1,7 @@
-"""sha256 of large files, cached between starts: hashing a base of 13 GB takes some 10 to 30 seconds, once.
+"""sha256 of large files, cached between runs: hashing a base of 13 GB takes 10 to 30 seconds.
 
-A hash is cached by the file's path, device, inode, size, mtime and ctime. The modification time alone can be reset by
-anyone who may write to the file; the change time (ctime) cannot. The cache is one file of the user's, in the cache of
-prepared data; deleting it only costs hashing again.
+A hash is cached by the file's path, device, inode, size, mtime and ctime. Anyone who can write to the file can reset
+its mtime, but not its ctime. The cache is one file beside the prepared data; deleting it only means hashing again.
 """
 
 from __future__ import annotations
@@ -22,18 +21,18 @@ from finetune.storage.private import cache_folder, not_private
 
 _MEMORY = "file_hashes.json"
 _MEMORY_BYTES = 2**24
-# A file may change again within the same tick of its times, which a file system counts in up to 2 seconds.
+# File systems have timestamps as coarse as 2 seconds, within which a file may change again unnoticed.
 _SETTLED_NANOSECONDS = 2 * 10**9
 _writing = threading.Lock()
 
 
 def memory() -> Path:
-    """The file of remembered hashes, beside the prepared data."""
+    """The file of cached hashes, beside the prepared data."""
     return cache_folder() / _MEMORY
 
 
 def sha256(file: Path) -> str:
-    """sha256 in hex of a file's bytes, taken now or remembered. Raises OSError."""
+    """sha256 (hex) of a file's bytes, computed or from the cache. Raises OSError."""
     with open(file, "rb") as opened:
         now = time.time_ns()
         key, stamp = os.path.realpath(file), _stamp(os.fstat(opened.fileno()))
@@ -47,7 +46,7 @@ def sha256(file: Path) -> str:
 
 
 def known(file: Path) -> bool:
-    """Whether `sha256` would answer at once."""
+    """Whether the hash of the file is cached."""
     return _remembered(os.path.realpath(file), _stamp(os.stat(file))) is not None
 
 
@@ -63,7 +62,7 @@ def _remembered(key: str, stamp: list[int]) -> str | None:
 
 
 def _all() -> dict[str, Any]:
-    """What is remembered; nothing where the file is damaged, or where another user owns it or may write it."""
+    """All cached hashes; none if the file is damaged, or if another user owns or can write it."""
     with contextlib.suppress(OSError, ValueError, RecursionError):
         if not_private(memory().parent):
             return {}
@@ -78,14 +77,14 @@ def _all() -> dict[str, Any]:
 
 
 def _remember(key: str, stamp: list[int], digest: str) -> None:
-    """Add an entry, and drop those of files that are gone. A folder that cannot be written costs time alone."""
+    """Add an entry, and drop those of deleted files. If the folder cannot be written, nothing is cached."""
     with _writing, contextlib.suppress(OSError):
         entries = {place: entry for place, entry in _all().items() if os.path.exists(place)}
         entries[key] = {"stamp": stamp, "sha256": digest}
         memory().parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         if not_private(memory().parent):
             return
-        # A folder of its own is its owner's alone, and leaves nothing half-written behind.
+        # A temporary folder is private to its owner, and nothing half-written is left behind.
         with tempfile.TemporaryDirectory(prefix=_MEMORY, dir=memory().parent) as folder:
             written = Path(folder, _MEMORY)
             written.touch(mode=0o600)

@@ -1,4 +1,4 @@
-"""Whether a base is still the same one: a hash of its config and of every byte of its weights."""
+"""The identity of a base model: a hash of its config and of every byte of its weights."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from finetune.model.locate import weights_directory
 from finetune.storage import weight_files
 from finetune.storage.weight_files import SUFFIX
 
-# Earlier versions hashed samples of the weights; what they wrote is bare hex.
+# Earlier versions hashed samples of the weights and wrote hex without a prefix.
 _WHOLE = "sha256:"
-# Read in some ten seconds: worth a word before it is.
+# Reading this much takes about ten seconds, so it is announced.
 _LARGE_BYTES = 4 * 2**30
 _INDEX = SUFFIX + ".index.json"
 
 
 def of_base(section: ModelSection, note: Callable[[str], None] = lambda text: None) -> str | None:
-    """What tells a base from every other: a hash of config.json and of the weight files that are loaded.
+    """The identity of a base: a hash of config.json and of the weight files that are loaded.
 
-    None for random weights, which no file holds, and for a base that is not here, or not in a form that is loaded.
-    `note` is called if reading it takes a while. Raises ArtifactError for a file that is damaged or cannot be read.
+    None for random weights, and for a base that is not available locally or not in a supported format. Calls `note`
+    if reading takes a while. Raises ArtifactError for a file that is damaged or cannot be read.
     """
     if section.weights == "random":
         return None
@@ -41,9 +41,7 @@ def of_base(section: ModelSection, note: Callable[[str], None] = lambda text: No
     try:
         new_bytes = sum(file.stat().st_size for file in files if not file_hashes.known(file))
         if new_bytes >= _LARGE_BYTES:
-            note(
-                f"reading the {new_bytes / 2**30:.1f} GiB of {section.name} to know them again; once, not at each start"
-            )
+            note(f"hashing the {new_bytes / 2**30:.1f} GiB of {section.name} once, to detect later changes")
         config = hashlib.sha256((folder / "config.json").read_bytes()).hexdigest()
         with ThreadPoolExecutor(max_workers=4) as pool:
             parts = [config, *pool.map(file_hashes.sha256, files)]
@@ -53,15 +51,15 @@ def of_base(section: ModelSection, note: Callable[[str], None] = lambda text: No
 
 
 def comparable(identity: str | None) -> bool:
-    """Whether an identity that was kept is of whole files, as `of_base` gives it now."""
+    """Whether a stored identity is a hash of whole files, as `of_base` computes it now."""
     return identity is not None and identity.startswith(_WHOLE)
 
 
 def _loaded_files(folder: Path) -> list[Path]:
-    """The files that transformers 5.23 loads from `folder` (`_get_resolved_checkpoint_files`), by name.
+    """The files that transformers 5.23 loads from `folder` (`_get_resolved_checkpoint_files`), sorted by name.
 
-    Others may lie beside them, such as the same weights in another format. None where one is missing, or is nothing
-    that is loaded here.
+    The folder may contain others, such as the same weights in another format. Empty if one is missing or is not in a
+    supported format.
     """
     try:
         config = json.loads((folder / "config.json").read_bytes())

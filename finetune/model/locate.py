@@ -1,4 +1,4 @@
-"""Where a model is: the built-in base, a local directory, or the hub; and the errors when it cannot be found."""
+"""Locates a model: the built-in base, a local directory, or the hub; and explains why one cannot be loaded."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from finetune.model import catalog
 BUILTIN_BASE = "builtin:tiny-llama"
 
 _PACKAGE = Path(__file__).resolve().parent.parent
-# The libraries read a JSON file whole. A large vocabulary takes tens of MB.
+# The libraries read whole JSON files. A large vocabulary takes tens of MB.
 _JSON_BYTES = 128 * 2**20
 # Inside an installed wheel, or beside the package in a checkout.
 _BUILTIN_PLACES = (_PACKAGE / "_builtin" / "tiny-llama", _PACKAGE.parent / "data" / "tiny-llama")
@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 
 def locate(name: str) -> str:
-    """The directory or hub name that transformers can load. Raises ArtifactError for a name that is neither."""
+    """The directory or hub name for transformers to load. Raises ArtifactError for a name that is neither."""
     if name.startswith("builtin:"):
         if name != BUILTIN_BASE:
             raise ArtifactError(f"model {unknown(name, [BUILTIN_BASE])}")
@@ -48,7 +48,7 @@ def _refuse_huge_json(folder: Path) -> None:
 
 
 def at_hand(name: str) -> bool:
-    """Whether a model's tokenizer is here: in a local directory, or in the hub's cache."""
+    """Whether a model's tokenizer is available offline: in a local directory or in the hub's cache."""
     from huggingface_hub import try_to_load_from_cache
 
     place = locate(name)
@@ -58,7 +58,7 @@ def at_hand(name: str) -> bool:
 
 
 def weights_directory(name: str, revision: str | None) -> Path:
-    """The folder that holds the files of a model: its own, or the snapshot in the hub's cache."""
+    """The folder of a model's files: a local directory, or the snapshot in the hub's cache."""
     from huggingface_hub import snapshot_download
 
     place = Path(locate(name))
@@ -71,9 +71,9 @@ def weights_directory(name: str, revision: str | None) -> Path:
 
 
 def hub_call(what: str, load: Callable[[], T]) -> T:
-    """Run a transformers loading call and turn its failures into one clear paragraph.
+    """Run a transformers loading call and convert its errors into one clear paragraph.
 
-    Raises MachineError where the hub cannot be reached or refuses, ArtifactError where the files are not usable.
+    Raises MachineError if the hub cannot be reached or refuses, ArtifactError if the files are unusable.
     """
     from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
     from safetensors import SafetensorError
@@ -95,7 +95,7 @@ def hub_call(what: str, load: Callable[[], T]) -> T:
         raise ArtifactError(f"{what}: {_first(error)}") from None
     except FinetuneError:
         raise
-    except Exception as error:  # of whatever kind: the files are foreign, and tokenizers raises bare exceptions
+    except Exception as error:  # untrusted files may cause anything, and tokenizers raises plain Exception
         if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
             raise
         if "Couldn't instantiate the backend tokenizer" in str(error):

@@ -1,11 +1,11 @@
 """Attention over packed rows: several rows concatenated into one, which do not attend to each other.
 
-transformers handles a packed row with a quadratic mask over all its tokens. Here transformers' own function is called
-for each row, so that no such mask exists; on GPUs that support it, PyTorch's variable-length kernel processes all rows
-at once. flash-attn and flex_attention support packed rows themselves.
+transformers handles a packed row with a quadratic mask over all its tokens. To avoid the mask, its attention function
+is called here for each row; on GPUs that support it, PyTorch's variable-length kernel processes all rows at once.
+flash-attn and flex_attention support packed rows themselves.
 
-A packed micro-batch comes without `attention_mask`, with `position_ids` that restart at each row, and with
-`cu_seq_lens_q`: where each row begins, and where the last one ends.
+A packed micro-batch has no `attention_mask`, `position_ids` that restart at each row, and `cu_seq_lens_q`: the start of
+each row and the end of the last one.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ from finetune.model import catalog, probes
 from finetune.runtime.libraries import replaced
 
 EACH, VARLEN, EAGER = "packed_sdpa", "packed_sdpa_varlen", "packed_eager"
-"""Names in transformers: SDPA for each row, PyTorch's variable-length kernel, plain products for each row."""
+"""Names in transformers: SDPA for each row, PyTorch's variable-length kernel, eager attention for each row."""
 
-# How far a row's logits may stray when other rows are packed with it, as a share of their size: rounding in 16 bit
-# stays below 1% in the models tested; a row that sees a neighbour strays by a third and more.
+# Allowed relative change of a row's logits when other rows are packed with it. In the models tested, 16-bit rounding
+# stays below 1%; a row that sees a neighbour changes by a third or more.
 _STRAYS = 0.1
-# How far they may move with the tokens of the row before, as a share of how far they would in one row of both: not at
-# all, but for the rounding of a mixture of experts. A convolution over a few tokens moves them by little more.
+# Allowed change of the logits when the tokens of the previous row change, relative to the change if both were one row.
+# It is zero except for rounding in a mixture of experts; a convolution over a few tokens causes little more.
 _LEAKS = 0.01
-_REMEDY = "set `data.packing: false`, with `training.micro_batch_tokens` to pad little"
+_REMEDY = "set `data.packing: false`, and `training.micro_batch_tokens` to keep padding low"
 
 
 def variant(implementation: str, config: Any, device: str, precision: str) -> str:
-    """The implementation that attends to packed rows as `implementation` does to padded ones.
+    """The variant of `implementation` for packed rows.
 
-    Raises MachineError for an architecture whose tokens know of those before them in a way that is not replaced here.
+    Raises MachineError for an architecture that mixes tokens by other means than the attention replaced here.
     """
     if obstacle := _obstacle(config):
         raise MachineError(f"`data.packing`: {config.model_type} models {obstacle}; {_REMEDY}")
@@ -53,25 +53,26 @@ def variant(implementation: str, config: Any, device: str, precision: str) -> st
 
 
 def known(inputs: dict[str, Any]) -> contextlib.AbstractContextManager[None]:
-    """Within the block transformers knows whether rows are packed in `inputs` (a micro-batch) and does not ask.
+    """In the block, transformers is told whether the micro-batch `inputs` is packed.
 
-    It would read that from the positions, in every forward pass, and wait for the device (5.23, `masking_utils`).
+    Otherwise it infers that from the positions, which synchronises with the device in every forward pass (5.23,
+    `masking_utils`).
     """
     packed = len(inputs.get("cu_seq_lens_q", ())) > 2
     return replaced(masking_utils, "find_packed_sequence_indices", _row_numbers if packed else lambda positions: None)
 
 
 def _row_numbers(positions: torch.Tensor) -> torch.Tensor:
-    """The number of each token's row, from 0, by where positions (1, tokens) begin anew."""
+    """The row index of each token, from where positions (1, tokens) restart."""
     numbers: torch.Tensor = (positions.diff(prepend=positions[:, :1] - 1) != 1).cumsum(-1)
     return numbers
 
 
 def _obstacle(config: Any) -> str | None:
-    """Why rows of a model would not keep apart when packed, from its class; None where `prove` must tell.
+    """Why packed rows would influence each other in a model, judging by its class; None if `prove` must decide.
 
-    A recurrent model hands its state on from row to row. And older code, such as that of Bloom, MPT and Falcon, does
-    not ask transformers' registry for its attention, or first looks into a table of its own.
+    A recurrent model carries its state from row to row. Older code, such as that of Bloom, MPT and Falcon, does not
+    use transformers' attention registry, or looks into its own table first.
     """
     if (found := catalog.model_class(config)) is None:
         return None
@@ -79,12 +80,12 @@ def _obstacle(config: Any) -> str | None:
         return "are recurrent and would carry their state from one row into the next"
     beside = vars(sys.modules[found.__module__])
     if "ALL_ATTENTION_FUNCTIONS" not in beside or any(name.endswith("ATTENTION_CLASSES") for name in beside):
-        return "take no packed rows in transformers"
+        return "do not support packed rows in transformers"
     return None
 
 
 def register() -> None:
-    """Make the implementations known to transformers."""
+    """Register the implementations with transformers."""
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
     from transformers.masking_utils import eager_mask, sdpa_mask
@@ -98,7 +99,7 @@ def register() -> None:
 
 
 def _none_where_packed(make: Callable[..., Any]) -> Callable[..., Any]:
-    """transformers' mask, but none for packed rows: a row of tokens without a padding mask that is not plain causal."""
+    """transformers' mask function, returning None for packed rows: no padding mask, but not plainly causal."""
 
     def mask(*args: Any, attention_mask: Any = None, allow_is_causal_skip: bool = True, **kwargs: Any) -> Any:
         if attention_mask is None and not allow_is_causal_skip:
@@ -111,7 +112,7 @@ def _none_where_packed(make: Callable[..., Any]) -> Callable[..., Any]:
 def _by_row(
     attention_of: Callable[[Any], Callable[..., Any]], mask_of: Callable[[int, int | None, torch.Tensor], Any]
 ) -> Callable[..., Any]:
-    """The attention function that calls the one of a module for each row, with the row's own mask if it needs one."""
+    """An attention function that calls the module's own one for each row, with a mask for that row if needed."""
 
     def attention(
         module: Any, query: Any, key: Any, value: Any, attention_mask: Any, cu_seq_lens_q: Any = None, **options: Any
@@ -132,7 +133,7 @@ def _by_row(
 
 
 def _window(module: Any, longest: int, options: dict[str, Any]) -> int | None:
-    """The sliding window of the layer, where it has one. Some models tell it to their mask and not to attention."""
+    """The layer's sliding window, or None. Some models pass it to the mask function and not to attention."""
     if "sliding_window" in options or hasattr(module, "sliding_window"):
         found: int | None = options.get("sliding_window", getattr(module, "sliding_window", None))
         return found
@@ -140,7 +141,7 @@ def _window(module: Any, longest: int, options: dict[str, Any]) -> int | None:
     if window is not None and longest > window and getattr(module.config, "use_sliding_window", True):
         raise MachineError(
             f"`data.packing`: {type(module).__name__} does not say which of its layers have the sliding window of "
-            f"{window} tokens, and a row has {longest}; set `data.packing: false`, or `data.max_length: {window}`"
+            f"{window} tokens, but a row has {longest}; set `data.packing: false`, or `data.max_length: {window}`"
         )
     return None
 
@@ -150,7 +151,7 @@ def _lengths(starts: torch.Tensor) -> list[int]:
 
 
 def _sdpa_mask(length: int, window: int | None, query: torch.Tensor) -> Any:
-    """None where SDPA's causal flag says it all."""
+    """None if SDPA's `is_causal` flag suffices."""
     if window is None or window >= length:
         return None
     return _mask(length, window, query)
@@ -162,7 +163,7 @@ def _eager_mask(length: int, window: int | None, query: torch.Tensor) -> Any:
 
 
 def _mask(length: int, window: int | None, query: torch.Tensor) -> torch.Tensor:
-    """Which keys each query sees: (1, 1, length, length), true where it does."""
+    """The keys that each query sees, as booleans (1, 1, length, length)."""
     at = torch.arange(length, device=query.device)
     behind = at[:, None] - at[None, :]
     seen = behind >= 0
@@ -172,20 +173,20 @@ def _mask(length: int, window: int | None, query: torch.Tensor) -> torch.Tensor:
 
 
 def _eager_of(module: Any) -> Callable[..., Any]:
-    """The plain attention that stands beside the model's code, with what is special to it (soft caps, sinks)."""
+    """The eager attention in the model's own module, with its specifics (soft caps, sinks)."""
     found: Callable[..., Any] = sys.modules[type(module).__module__].eager_attention_forward
     return found
 
 
 def _varlen(otherwise: Callable[..., Any]) -> Callable[..., Any]:
-    """All rows in one call of `torch.nn.attention.varlen`; rows that are not packed take `otherwise`."""
+    """All rows in one call of `torch.nn.attention.varlen`; unpacked micro-batches use `otherwise`."""
 
     def attention(
         module: Any, query: Any, key: Any, value: Any, attention_mask: Any, scaling: float | None = None,
         cu_seq_lens_q: Any = None, max_length_q: int | None = None, **options: Any,
     ) -> tuple[torch.Tensor, None]:  # fmt: skip
         if attention_mask is not None or cu_seq_lens_q is None or options.get("dropout"):
-            # The kernel knows no dropout.
+            # The kernel has no dropout.
             return otherwise(
                 module, query, key, value, attention_mask, scaling=scaling, cu_seq_lens_q=cu_seq_lens_q, **options
             )
@@ -193,12 +194,12 @@ def _varlen(otherwise: Callable[..., Any]) -> Callable[..., Any]:
 
         window = _window(module, int(max_length_q or 0), options)
 
-        # The kernel computes in 16 bit. Under autocast norms may have made float32 of queries and keys.
+        # The kernel computes in 16 bit. Under autocast, norms may have produced float32 queries and keys.
         dtype = value.dtype if value.dtype != torch.float32 else torch.get_autocast_dtype(value.device.type)
         query, key, value = (part.transpose(1, 2).squeeze(0).to(dtype) for part in (query, key, value))
         output = varlen_attn(
             query, key, value, cu_seq_lens_q, cu_seq_lens_q, max_length_q, max_length_q, scale=scaling,
-            # The window counts the keys before the query; transformers' counts the query, too.
+            # The kernel's window excludes the query's own position; transformers' includes it.
             window_size=(-1 if window is None else window - 1, 0),
             **({"enable_gqa": query.shape[1] != key.shape[1]} if _asks_for_groups(varlen_attn) else {}),
         )  # fmt: skip
@@ -209,15 +210,15 @@ def _varlen(otherwise: Callable[..., Any]) -> Callable[..., Any]:
 
 @functools.cache
 def _asks_for_groups(varlen_attn: Callable[..., Any]) -> bool:
-    """Whether heads that share keys must be asked for; torch 2.11 has no argument for it and takes them as they are."""
+    """Whether grouped-query attention needs an argument; torch 2.11 has none and supports it implicitly."""
     return "enable_gqa" in inspect.signature(varlen_attn).parameters
 
 
 def prove(model: Any) -> None:
-    """Check on `model` itself that a packed row's logits are its own: not moved by the row before it.
+    """Check on `model` itself that a packed row's logits do not depend on the row before it.
 
-    Five passes over some tokens, under the autocast of a step. Raises MachineError for an architecture that mixes
-    packed rows, or takes none.
+    Runs five short forward passes under the autocast of a step. Raises MachineError for a model that mixes packed rows
+    or does not support them.
     """
     first, other, row = (each[0] for each in probes.rows(3, probes.TOKENS, model))
     try:
@@ -228,13 +229,13 @@ def prove(model: Any) -> None:
         )
     except (torch.OutOfMemoryError, MemoryError):
         raise
-    except Exception as error:  # of whatever kind: the model's code knows nothing of packed rows
+    except Exception as error:  # code not written for packed rows may raise anything
         raise MachineError(
             f"`data.packing`: this model cannot take packed rows ({first_line(error)}); {_REMEDY}"
         ) from error
     strayed = max(float((each - alone).norm() / alone.norm().clamp(min=1e-30)) for each in after)
     moved, mixed = (float((one - two).norm()) for one, two in (after, joined))
-    # Logits that are not numbers are for `causality.prove` to tell.
+    # Non-finite logits are reported by `causality.prove`.
     if math.isfinite(strayed) and not (strayed <= _STRAYS and moved <= _LEAKS * mixed):
         raise MachineError(
             f"`data.packing`: packed rows influence each other in this model (by {strayed:.1%}); {_REMEDY}"
@@ -242,10 +243,10 @@ def prove(model: Any) -> None:
 
 
 def _last_logits(model: Any, rows: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The logits (tokens, words) of the last of `rows`, which are packed, less their mean."""
+    """Centred logits (tokens, vocabulary) of the last of the packed `rows`."""
     lengths, device = [len(row) for row in rows], model.device
     starts = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=device)
-    number = torch.arange(len(rows), dtype=torch.int32, device=device)  # of a token's row
+    number = torch.arange(len(rows), dtype=torch.int32, device=device)  # row index
     return probes.logits(
         model,
         input_ids=torch.cat(list(rows))[None],

@@ -1,4 +1,4 @@
-"""Run a few tokens through a model to see how it treats them."""
+"""Probes: short forward passes that reveal how a model treats its inputs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ TOKENS = 16
 
 
 def rows(count: int, tokens: int, model: Any) -> tuple[torch.Tensor, ...]:
-    """`count` rows (1, tokens) of random ids, the same for each model with as many words."""
+    """`count` rows (1, tokens) of random ids, the same for all models with the same vocabulary size."""
     words = model.config.get_text_config().vocab_size
     return (
         torch.randint(words, (count, 1, tokens), generator=torch.Generator().manual_seed(0)).to(model.device).unbind()
@@ -19,7 +19,7 @@ def rows(count: int, tokens: int, model: Any) -> tuple[torch.Tensor, ...]:
 
 @torch.no_grad()
 def logits(model: Any, **inputs: Any) -> torch.Tensor:
-    """(1, tokens, words) in evaluation mode, less their mean, which softmax does not see."""
+    """Logits (1, tokens, vocabulary) in eval mode, minus their mean, which does not affect softmax."""
     was_training = model.training
     model.eval()
     found = model(use_cache=False, **inputs).logits.float()

@@ -1,4 +1,4 @@
-"""How frozen weights are stored. A new kind is one entry in QUANTIZATIONS."""
+"""Quantization of frozen weights. A new kind is one entry in QUANTIZATIONS."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from finetune.config import QuantizationSection
 
 @dataclass(frozen=True)
 class Quantization:
-    """One storage kind and the arguments of transformers' BitsAndBytesConfig it stands for (None: as loaded).
+    """One kind of quantization with its arguments for transformers' BitsAndBytesConfig (None: unquantized).
 
-    `ignores`: keys of the section that it has no use for, which a config may not set beside it.
+    `ignores`: keys of the section that do not apply to it, and that a config must not set.
     """
 
     help: str
@@ -30,17 +30,17 @@ QUANTIZATIONS: dict[str, Quantization] = {
     "fp4": Quantization(
         "4-bit float in blocks of 64", {"load_in_4bit": True, "bnb_4bit_quant_type": "fp4"}, four_bit=True
     ),
-    # A threshold above 0 splits off outlier columns in every forward pass, which a frozen base under an adapter does
-    # not need and which makes the memory of a step depend on the data (arXiv 2208.07339, section 3.2).
+    # A threshold above 0 separates outlier columns in every forward pass. A frozen base under an adapter does not need
+    # that, and it makes the memory of a step depend on the data (arXiv 2208.07339, section 3.2).
     "int8": Quantization(
-        "8-bit integers, one scale a row", {"load_in_8bit": True, "llm_int8_threshold": 0.0}, ignores=("double",)
+        "8-bit integers, one scale per row", {"load_in_8bit": True, "llm_int8_threshold": 0.0}, ignores=("double",)
     ),
     "none": Quantization("the training precision", None, ignores=("double",)),
 }
 
 
 def bitsandbytes_config(section: QuantizationSection, compute_dtype: Any) -> Any | None:
-    """The BitsAndBytesConfig for transformers, or None where the base is not quantized."""
+    """The BitsAndBytesConfig for transformers, or None if the base is not quantized."""
     from transformers import BitsAndBytesConfig
 
     kind = QUANTIZATIONS[section.kind]

@@ -1,6 +1,6 @@
-"""transformers' quantizers, extended to the experts of a mixture, without routers and weights that are read directly.
+"""transformers' quantizers, extended to experts, but excluding routers and weights that are read directly.
 
-This module imports transformers, so it is imported only where weights are loaded.
+This module imports transformers, so import it only where weights are loaded.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from finetune.runtime.libraries import replaced
 
 
 def used() -> contextlib.AbstractContextManager[None]:
-    """Let transformers load with the quantizers of this module, within the block."""
+    """In the block, transformers loads models with the quantizers of this module."""
     return replaced(auto, "AUTO_QUANTIZER_MAPPING", {**auto.AUTO_QUANTIZER_MAPPING, **_QUANTIZERS})
 
 
 def prepare(model: Any, config: Any) -> None:
-    """Give a model on the meta device the layers of a BitsAndBytesConfig, as transformers does before it loads one."""
+    """Replace layers of a model on the meta device as a BitsAndBytesConfig says, like transformers before loading."""
     model.hf_quantizer = _QUANTIZERS["bitsandbytes_4bit" if config.load_in_4bit else "bitsandbytes_8bit"](
         config, pre_quantized=False
     )
@@ -33,8 +33,8 @@ def prepare(model: Any, config: Any) -> None:
 
 
 def kept_modules(model: Any) -> list[str]:
-    """The output head stays in 16 bit, as in the QLoRA paper and in transformers' own loading, and so do routers and
-    layers whose weight the model's code reads.
+    """Modules that stay in 16 bit: the output head (as in the QLoRA paper and in transformers), routers, and layers
+    whose weight the model's code reads directly.
     """
     return [*get_keys_to_not_convert(model), *experts.routers(model), *direct_reads.names(model)]
 

@@ -1,4 +1,4 @@
-"""The tokenizer, with what training and generation need: a pad token, an end-of-turn token, a chat template."""
+"""Loads the tokenizer and makes sure it has what training and generation need: EOS, pad token, chat template."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from finetune.model.locate import BUILTIN_BASE, hub_call, locate
 
 
 def load_tokenizer(section: ModelSection, chat_template: str = "auto") -> Any:
-    """The tokenizer of the base, or the one `model.tokenizer` names, with the template that `chat_template` chooses.
+    """The tokenizer of the base, or the one named by `model.tokenizer`, with the template chosen by `chat_template`.
 
-    A random-weight model without a tokenizer takes the built-in one: its ids are valid in any larger vocabulary.
-    Padding uses the end of text where no pad token is set; labels and attention mask do not depend on its id.
+    A catalog model with random weights uses the built-in tokenizer: its ids are valid in any larger vocabulary. EOS is
+    the pad token if none is set; labels and attention mask do not depend on its id.
     """
     from transformers import AutoTokenizer
 
     name = section.tokenizer or section.name
     if section.weights == "random" and section.tokenizer is None and catalog.find(section.name):
         name = BUILTIN_BASE
-    # `revision` pins the base; a tokenizer from elsewhere has its own history.
+    # `revision` pins the base only; a tokenizer from another repository has other commits.
     own = name == section.name
     revision = section.revision if own else None
     code = pinned_code(section) if own else {"trust_remote_code": False}

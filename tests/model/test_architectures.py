@@ -256,7 +256,7 @@ _REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "an encoder and decoder": (
         {"model_type": "t5", "d_model": 32, "num_layers": 2, "num_heads": 4},
         {},
-        "no causal language model of the kind `t5`",
+        "no causal language model of type `t5`",
     ),
 }  # fmt: skip
 

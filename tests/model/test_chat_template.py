@@ -127,7 +127,7 @@ def test_the_alarm_is_put_back_and_a_quick_template_never_hears_it(draw: Draw, t
 )
 def test_a_template_does_not_get_out_of_the_sandbox(escape: str, draw: Draw, tokenizer: Any) -> None:
     tokenizer.chat_template = escape
-    with pytest.raises(ArtifactError, match="reaches out of its sandbox"):
+    with pytest.raises(ArtifactError, match="violates its sandbox"):
         draw(tokenizer, ASK)
 
 

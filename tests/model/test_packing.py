@@ -214,7 +214,9 @@ def test_a_model_with_a_table_of_its_own_is_refused_before_it_is_built(subtests:
         with subtests.test(architecture=architecture):
             config = AutoConfig.for_model(architecture, **SMALL[architecture])
             for decide in (attention.choose, attention.planned):
-                with pytest.raises(MachineError, match=rf"`data\.packing`: {architecture} models take no packed rows"):
+                with pytest.raises(
+                    MachineError, match=rf"`data\.packing`: {architecture} models do not support packed rows"
+                ):
                     decide("auto", config, "cpu", "fp32", packed=True)
 
 

@@ -133,8 +133,8 @@ BASES: dict[str, tuple[Callable[[Path, Trap], None], str]] = {
     "a kernel from the hub": (_kernel, "someone/kernel"),
     "an attention kernel from the hub": (_attention_kernel, "asks for the kernel 'kernels-community/flash-attn'"),
     "no attention heads": (_absurd_sizes, "base"),
-    "a template that reaches out": (_template(_OUT), "reaches out of its sandbox"),
-    "a template that takes all memory": (_template("{{ 'a' * 10000000000 }}"), "the chat template takes more than"),
+    "a template that reaches out": (_template(_OUT), "violates its sandbox"),
+    "a template that takes all memory": (_template("{{ 'a' * 10000000000 }}"), "the chat template needs more than"),
     "a template that computes without end": (_template("{{ 9 ** 9 ** 9 }}"), "powers (`**`) are not allowed"),
     "a template nested without end": (
         _template("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}"),
@@ -175,7 +175,7 @@ def test_the_code_of_a_directory_is_pinned_by_nothing_and_never_runs(base: Path,
     _code_for_the_config(base, trap)
     commit = "abcdef0123" * 4
     ended = train(f"model.name={base}", "model.trust_remote_code=true", f"model.revision={commit}")
-    refused(ended, "is a directory, whose code no commit pins", code=2)
+    refused(ended, "is a directory, whose code is not pinned to a commit", code=2)
 
 
 def test_the_commit_holds_for_code_in_another_repository_and_not_for_another_tokenizer() -> None:
