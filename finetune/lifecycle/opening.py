@@ -1,4 +1,4 @@
-"""Create or reopen the run directory."""
+"""Creates or reopens the run directory."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ def open_run(
 ) -> tuple[RunDirectory, Start]:  # fmt: skip
     """The directory that this rank writes, and where training starts. `fresh` moves an earlier run aside.
 
-    Raises ConfigError or DataError for a run of another job, ArtifactError where no checkpoint can be used.
+    Raises ConfigError or DataError if the run belongs to another job, ArtifactError if no checkpoint can be used.
     """
     start = ranks.main_does(lambda: _open(config, run, materials, forecast, lock, note, fresh))
     if ranks.is_main():
         return run, start
-    own = run.of_process(ranks.rank())
+    own = run.of_rank(ranks.rank())
     own.claim()
     lock.enter_context(own.held())
     own.forget_metrics_after(start.step)
@@ -72,9 +72,9 @@ def _open(
 
 
 def confirm_base(config: Config, run: RunDirectory, materials: Materials, start: Start, note: Note) -> dict[str, Any]:
-    """The origin of the weights, with the base that was loaded: only now are its files known to be on this machine.
+    """The origin of the weights, including the base, whose files are only certain to be local once it is loaded.
 
-    What changed since the checkpoint is logged. Raises ConfigError or ArtifactError for another base.
+    Logs what has changed since the checkpoint. Raises ConfigError or ArtifactError for another base.
     """
     origin = {**_origin(config, materials), "base": identity.of_base(config.model, note)}
     resume.refuse_other_ranks(origin)
@@ -83,7 +83,7 @@ def confirm_base(config: Config, run: RunDirectory, materials: Materials, start:
 
 
 def _origin(config: Config, materials: Materials) -> dict[str, Any]:
-    """With the config that was fitted."""
+    """The origin with the fitted config."""
     return {**materials.origin, "config": config.model_dump(mode="json")}
 
 

@@ -1,14 +1,14 @@
-"""Objectives: what training minimises. A new one is a function and its entry in OBJECTIVES.
+"""Training objectives. A new one is a function and its entry in OBJECTIVES.
 
 An objective is `loss(model, batch) -> (sum, count)`. Both add up over micro-batches, ranks and the halves of a
-micro-batch that did not fit, so the gradient of sum / count never depends on how a step was split. `count(batch)` is
+micro-batch that did not fit, so the gradient of sum / count does not depend on how a step was split. `count(batch)` is
 the same count without the model: a step divides by it before its first backward pass.
 
-`model(**batch, fused_lm_head=True)` returns, without ever holding all logits (`objectives.log_probs`):
+`model(**batch, fused_lm_head=True)` returns, without materialising all logits (`objectives.log_probs`):
 
-    log_probs   (rows, tokens - 1), float32: of each label given the tokens before it; 0 where nothing is trained
-    label_mask  (rows, tokens - 1), bool: where a token is trained
-    aux_loss    (), or None: the balancing loss of a mixture of experts
+    log_probs   (rows, tokens - 1), float32: of each label given the tokens before it; 0 where not trained
+    label_mask  (rows, tokens - 1), bool: which tokens are trained
+    aux_loss    (), or None: the load-balancing loss of a mixture of experts
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ if TYPE_CHECKING:
     import torch
 
 Batch = dict[str, Any]
-"""What the model is called with: tensors of `input_ids` and `labels` (rows, tokens), and what packing adds."""
+"""The model's keyword arguments: tensors of `input_ids` and `labels` (rows, tokens), and what packing adds."""
 
 
 @dataclass(frozen=True)
 class Objective:
-    """What is minimised: the sum over what `count` counts of a loss, on the device and with its graph."""
+    """A loss function returning a sum with its graph and its count, both on the device; and the count alone."""
 
     help: str
     loss: Callable[[Any, Batch], tuple[torch.Tensor, torch.Tensor]]
@@ -34,21 +34,21 @@ class Objective:
 
 
 def trained_tokens(batch: Batch) -> torch.Tensor:
-    """How many tokens a loss is taken of: labels other than -100, without each row's first, which nothing predicts."""
+    """Number of trained tokens: labels other than -100, except the first of each row, which nothing predicts."""
     count: torch.Tensor = (batch["labels"][:, 1:] != -100).sum()
     return count
 
 
 def supervised(model: Any, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cross-entropy in nats of each trained token given the tokens before it."""
+    """Summed cross-entropy, in nats, of each trained token given the tokens before it."""
     scores = model(**batch, fused_lm_head=True)
     return with_balancing(-scores.log_probs.sum(), model, scores)
 
 
 def with_balancing(total: torch.Tensor, model: Any, scores: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """A summed loss and its count of tokens. A mixture of experts adds its balancing loss to each token's.
+    """A summed loss and its token count, with a mixture of experts' load-balancing loss added per token.
 
-    That is weighted by the coefficient in the model's own config (arXiv 2101.03961, section 2.2).
+    It is weighted by the coefficient in the model's own config (arXiv 2101.03961, section 2.2).
     """
     count = scores.label_mask.sum()
     if scores.aux_loss is not None:

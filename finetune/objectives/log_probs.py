@@ -1,4 +1,4 @@
-"""Log-probabilities of a model's labels in tiles, without the logits: TRL's fused head."""
+"""Log-probabilities of labels, computed in tiles without materialising the logits, by TRL's fused head."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from trl.trainer.utils import add_fused_lm_head
 from finetune.model import experts
 from finetune.runtime.libraries import replaced
 
-# The names under which architectures keep the number of their experts, of which TRL (1.16) reads the first alone.
+# Config attributes for the number of experts, of which TRL 1.16 only reads the first.
 _EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
 
 def attach(model: Any) -> str | None:
-    """Let `model(**batch, fused_lm_head=True)` return per-token log-probabilities (rows, tokens - 1) of `labels`.
+    """Make `model(**batch, fused_lm_head=True)` return per-token log-probabilities (rows, tokens - 1) of `labels`.
 
-    `model` may be wrapped by PEFT, and is changed in place. Returns one line where a mixture of experts has to train
-    without its balancing loss.
+    `model` may be wrapped by PEFT, and is modified in place. Returns a one-line note if a mixture of experts has to
+    train without its load-balancing loss.
     """
     base = model.get_base_model() if hasattr(model, "peft_config") else model
     unbalanced = _settle_balancing_loss(base)
@@ -29,15 +29,15 @@ def attach(model: Any) -> str | None:
 
 
 def tiles(tokens: int) -> contextlib.AbstractContextManager[None]:
-    """Within the block the head scores `tokens` tokens at a time (trl 1.16 reads a global at each call)."""
+    """In the block, the head scores `tokens` tokens at a time (trl 1.16 reads a global in each call)."""
     return replaced(chunked_logprob, "TOKEN_CHUNK_SIZE", tokens)
 
 
 def _settle_balancing_loss(model: Any) -> str | None:
-    """Let the head return the balancing loss where there are experts to balance, and only there; see `attach`.
+    """Make the head return the load-balancing loss if the model has experts, and only then; see `attach`.
 
-    TRL takes a model for a mixture where its config has `output_router_logits`, which some dense ones have as well
-    (Granite 4, Doge).
+    TRL assumes a mixture of experts if the config has `output_router_logits`, as some dense models' do (Granite 4,
+    Doge).
     """
     config = model.config.get_text_config()
     if not hasattr(config, "output_router_logits"):
@@ -53,5 +53,5 @@ def _settle_balancing_loss(model: Any) -> str | None:
         return None
     return (  # Granite's mixtures and DBRX up to transformers 5.17
         f"{type(model).__name__} has no router logits in transformers {transformers.__version__}: it trains without "
-        "its balancing loss; a newer transformers may have them"
+        "its load-balancing loss; a newer transformers may have them"
     )

@@ -105,9 +105,9 @@ class RunDirectory:
         except OSError as error:
             raise MachineError(f"{self.path}: cannot be written: {error.strerror}; set `output.dir`") from None
 
-    def of_process(self, number: int) -> RunDirectory:
+    def of_rank(self, rank: int) -> RunDirectory:
         """Where a rank other than 0 writes its own events and metrics. Checkpoints are shared by all ranks."""
-        own = RunDirectory(self.path / "processes" / str(number))
+        own = RunDirectory(self.path / "processes" / str(rank))
         own.checkpoints = self.checkpoints
         return own
 

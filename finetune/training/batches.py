@@ -1,4 +1,4 @@
-"""The training data as steps: the micro-batches of this rank for each step."""
+"""The training data as steps: this rank's micro-batches for each optimizer step."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ COLUMNS = ["input_ids", "labels"]
 
 @dataclass(frozen=True)
 class Steps:
-    """The steps of each epoch over `rows` (a data set), in the order that `order` deals them.
+    """The steps of each epoch over `rows` (a data set), sampled by `order`.
 
-    A step's rows are one batch of the loader, which `collate` shares out among ranks and micro-batches. There are no
-    loader workers: their random numbers would not survive a resume. With `on_card` a thread makes each step's
-    micro-batches, in pinned memory, while the card computes the step before; a CPU's cores have that to compute.
+    The rows of a step are one batch of the loader, which `collate` divides among ranks and micro-batches. There are no
+    loader workers: their random state could not be resumed. With `on_card` a thread prepares each step in pinned
+    memory while the GPU computes the previous one; on a CPU it would compete for the cores.
     """
 
     rows: Any
@@ -35,15 +35,15 @@ class Steps:
 
     @property
     def in_epoch(self) -> int:
-        """Steps of an epoch, of which the last may have fewer rows."""
+        """Steps per epoch; the last one may have fewer rows."""
         return math.ceil(len(self.rows) / self.batch_size)
 
     def in_all(self, training: TrainingSection) -> int:
-        """Steps of the whole job."""
+        """Total steps of the job."""
         return training.max_steps or math.ceil(training.epochs * self.in_epoch)
 
     def epoch(self, number: int, done: int) -> Iterator[list[Inputs]]:
-        """The steps of epoch `number`, from 0, but for the first `done`."""
+        """The steps of epoch `number` (from 0) after the first `done`."""
         self.order.set_epoch(number)
         loader = DataLoader(
             self.rows.select_columns(COLUMNS),
@@ -56,7 +56,7 @@ class Steps:
 
 
 def one_ahead(steps: Iterator[list[Inputs]]) -> Iterator[list[Inputs]]:
-    """The same steps in the same order, each made in a thread while the one before is used."""
+    """Prefetch one step: each is prepared in a thread while the previous one is used."""
     with ThreadPoolExecutor(1, "batches") as worker:
         coming = worker.submit(next, steps, None)
         while (ready := coming.result()) is not None:

@@ -1,4 +1,4 @@
-"""Save the training state while training continues."""
+"""Asynchronous checkpoints: the training state is written while training continues."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from finetune.training.step import Step
 
 
 class _Writer:
-    """Writes one checkpoint at a time while training goes on, and says in the training thread what went wrong.
+    """Writes one checkpoint at a time in a thread, and raises its errors in the training thread.
 
-    `keep` is how many whole checkpoints stay. `verified` are known to be whole.
+    `keep` is the number of intact checkpoints to keep; `verified` are known to be intact.
     """
 
     def __init__(self, run: RunDirectory, keep: int, verified: Iterable[Path]) -> None:
@@ -34,16 +34,16 @@ class _Writer:
         self._error: BaseException | None = None
 
     def start(self, contents: Contents, best_step: int | None, held_seconds: float, peak: Peak) -> None:
-        """Begin to write `contents`, after the checkpoint before it is there."""
+        """Start writing `contents`, after waiting for the previous checkpoint."""
         self.wait()
-        # A daemon, so that a second Ctrl-C ends the process at once: an unfinished save harms nothing.
+        # A daemon thread, so that a second Ctrl-C ends the process at once; an unfinished save does no harm.
         self._thread = threading.Thread(
             target=self._save, args=(contents, best_step, held_seconds, peak), name="save", daemon=True
         )
         self._thread.start()
 
     def wait(self) -> None:
-        """Until nothing is being written. Raises MachineError or NumbersError where that failed."""
+        """Wait until nothing is being written. Raises MachineError or NumbersError if writing failed."""
         if self._thread:
             self._thread.join()
             self._thread = None
@@ -67,9 +67,9 @@ class _Writer:
 
 
 class Checkpoints:
-    """Saves a training's state while it goes on. `made_with` goes into each manifest, as what they were made with.
+    """Saves the training state while training continues. `made_with`, the origin, is written into each manifest.
 
-    `keep` is how many whole checkpoints stay, `verified` those that are known to be whole.
+    `keep` is the number of intact checkpoints to keep; `verified` are known to be intact.
     """
 
     def __init__(
@@ -91,11 +91,11 @@ class Checkpoints:
         self._writer = _Writer(run, keep, verified)
 
     def wait(self) -> None:
-        """Until nothing is being written. Raises MachineError or NumbersError where that failed."""
+        """Wait until nothing is being written. Raises MachineError or NumbersError if writing failed."""
         self._writer.wait()
 
     def save(self, progress: Progress) -> None:
-        """Copy the state to the host; it is written, verified and published while training goes on."""
+        """Copy the state to host memory; it is written, verified and published while training continues."""
         self.wait()
         started = time.perf_counter()
         self._monitor.enter("save")

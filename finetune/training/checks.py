@@ -1,4 +1,4 @@
-"""Refuse what this machine cannot do before anything is loaded."""
+"""Checks that this machine can run the job, before anything is loaded."""
 
 from __future__ import annotations
 
@@ -11,10 +11,8 @@ from finetune.training import tracking
 
 
 def check(config: Config, device: torch.device) -> None:
-    """What this machine cannot do, before anything is loaded.
-
-    Raises MachineError for a precision the device lacks or a tracker that is not installed, ConfigError for a batch
-    that the processes cannot share.
+    """Raise MachineError for an unsupported precision or a tracker that is not installed, ConfigError for a batch
+    that cannot be divided among the ranks.
     """
     _check_precision(config.training.precision, device)
     tracking.check(config.tracking)
@@ -22,7 +20,7 @@ def check(config: Config, device: torch.device) -> None:
 
 
 def check_shares(config: Config) -> None:
-    """Raise ConfigError for a batch that the processes cannot share."""
+    """Raise ConfigError for a batch that cannot be divided among the ranks."""
     training = config.training
     if training.micro_batch_tokens or training.micro_batch == "auto":
         rows, each = ranks.world_size(), ""
@@ -39,4 +37,4 @@ def _check_precision(precision: str, device: torch.device) -> None:
     if precision == "fp16" and device.type != "cuda":
         raise MachineError("`training.precision: fp16` needs a CUDA device for its loss scaling; set bf16 or fp32")
     if precision == "bf16" and device.type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False):
-        raise MachineError(f"{torch.cuda.get_device_name()} has no bfloat16; set `training.precision: fp16`")
+        raise MachineError(f"{torch.cuda.get_device_name()} does not support bfloat16; set `training.precision: fp16`")

@@ -1,6 +1,6 @@
-"""Split the rows of an optimizer step into micro-batches, each padded to its longest row, or packed.
+"""Collates the rows of an optimizer step into micro-batches, each padded to its longest row, or packed.
 
-Each rank takes its share of the rows; together they take the rows that a single process would.
+Each rank takes its share of the rows; together they take the same rows as a single process.
 """
 
 from __future__ import annotations
@@ -14,33 +14,33 @@ from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 from finetune.data.batching import MicroBatching, micro_batches
 
 Inputs = dict[str, Any]
-"""A micro-batch: tensors of ids and labels (rows, tokens), and the mask of what is no padding; packed (1, tokens), with
-`position_ids` and `cu_seq_lens_q`, where each row begins and the last one ends."""
+"""A micro-batch: `input_ids`, `labels` and `attention_mask` (rows, tokens). If packed, `input_ids`, `labels` and
+`position_ids` (1, tokens), and `cu_seq_lens_q` (rows + 1): the start of each row and the end of the last one."""
 
 
 class Idle(Inputs):
-    """A micro-batch that trains nothing, for a process whose share of a step makes fewer than another's."""
+    """A micro-batch without trained tokens, for a rank that has fewer micro-batches in a step than others."""
 
 
 class MicroBatches:
-    """Collates this process's share of rows (`input_ids`, `labels`) into a list of micro-batches."""
+    """Collates this rank's share of rows (`input_ids`, `labels`) into a list of micro-batches."""
 
-    def __init__(self, way: MicroBatching, pad_token_id: int, process: int = 0, processes: int = 1) -> None:
+    def __init__(self, way: MicroBatching, pad_token_id: int, rank: int = 0, world_size: int = 1) -> None:
         self.way = way
-        self._process, self._processes = process, processes
+        self._rank, self._world_size = rank, world_size
         self._collate = DataCollatorForLanguageModeling(pad_token_id=pad_token_id, padding_free=way.packed)
 
     def __call__(self, rows: Sequence[dict[str, Any]]) -> list[Inputs]:
-        shares = [rows[process :: self._processes] for process in range(self._processes)]
+        shares = [rows[rank :: self._world_size] for rank in range(self._world_size)]
         parts = [micro_batches([len(row["input_ids"]) for row in share], self.way) for share in shares]
-        mine = shares[self._process]
-        found = [self.micro_batch([mine[place] for place in part]) for part in parts[self._process]]
-        # The processes wait for each other in every micro-batch, so each has as many.
+        mine = shares[self._rank]
+        found = [self.micro_batch([mine[place] for place in part]) for part in parts[self._rank]]
+        # Ranks synchronise in every micro-batch, so all need the same number.
         return found + [self._idle() for _ in range(max(map(len, parts)) - len(found))]
 
     def micro_batch(self, rows: Sequence[dict[str, Any]]) -> Inputs:
-        """These rows as one micro-batch."""
-        # torch makes a tensor of an array at once, and of a list number by number: nine tenths of the time.
+        """Collate these rows into one micro-batch."""
+        # torch converts an array at once, but a list number by number, which took 90% of the time.
         arrays = [{name: np.asarray(row[name]) for name in ("input_ids", "labels")} for row in rows]
         found: Inputs = self._collate(arrays)
         return found
@@ -50,7 +50,7 @@ class MicroBatches:
 
 
 def split(inputs: Inputs) -> tuple[Inputs, Inputs] | None:
-    """The rows of a micro-batch as two smaller ones, each padded to its own longest row; None for a single row."""
+    """Split a micro-batch in two, each padded to its own longest row; None for a single row."""
     rows = row_count(inputs)
     if rows == 1:
         return None
@@ -59,7 +59,7 @@ def split(inputs: Inputs) -> tuple[Inputs, Inputs] | None:
 
 
 def for_model(inputs: Inputs, *, masked: bool) -> Inputs:
-    """The arguments of the model's forward pass for a micro-batch, with its padding mask only where it is `masked`.
+    """The keyword arguments of the model's forward pass for a micro-batch; the padding mask is included if `masked`.
 
     See `finetune.model.causality.needs_mask`.
     """
@@ -67,12 +67,12 @@ def for_model(inputs: Inputs, *, masked: bool) -> Inputs:
 
 
 def row_count(inputs: Inputs) -> int:
-    """How many rows a micro-batch holds, packed ones too."""
+    """Number of rows in a micro-batch, packed or not."""
     return len(inputs["cu_seq_lens_q"]) - 1 if "cu_seq_lens_q" in inputs else len(inputs["input_ids"])
 
 
 def first_row(inputs: Inputs) -> list[int]:
-    """The tokens of the first row of a micro-batch, without padding."""
+    """Token ids of the first row of a micro-batch, without padding."""
     found: list[int] = _some(inputs, 0, 1)["input_ids"][0].tolist()
     return found
 

@@ -1,7 +1,7 @@
-"""The loss on the evaluation set: nats per trained token over all rows, the same whatever the micro-batch.
+"""The loss on the evaluation set, in nats per trained token over all rows, independent of the micro-batch size.
 
-transformers' own evaluation averages the means of batches, so that a short answer counts as much as a long one and
-the result depends on the batch size. No logits are kept: TRL's fused head scores the tokens in tiles.
+transformers' own evaluation averages the mean losses of batches, so a short answer counts as much as a long one and the
+result depends on the batch size. No logits are kept: TRL's fused head scores the tokens in tiles.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from finetune.training.step import Step
 
 
 class DoesNotFit(OutOfMemoryError):
-    """A row that alone is more than the memory takes; `inputs` is its micro-batch."""
+    """A single row does not fit into memory; `inputs` is its micro-batch."""
 
     def __init__(self, inputs: Inputs, reason: str) -> None:
         super().__init__(f"out of memory in an evaluation, at a row of {inputs['input_ids'].numel()} tokens: {reason}")
@@ -49,13 +49,13 @@ def summed_loss(
     precision: str,
     masked: bool,
 ) -> torch.Tensor:
-    """(sum of the trained tokens' losses in nats, their number) over `steps`, float64, on the model's device.
+    """(sum of the trained tokens' losses in nats, number of trained tokens) over `steps`, float64 (2,), on the device.
 
-    A step is a list of micro-batches, as in training. Nothing but the two sums is kept of one. A micro-batch that does
-    not fit is split: `limit` remembers its size, and `on_split` is called with it. `precision` is that of the step;
-    with `masked` the model is given the padding mask.
+    A step is a list of micro-batches, as in training; only the two sums are kept. A micro-batch that does not fit is
+    split: `limit` remembers its size, and `on_split` is called with it. `precision` is that of training; with `masked`
+    the model gets the padding mask.
 
-    `model` must have the head of `objectives.log_probs`. Raises DoesNotFit where a row alone does not fit.
+    `model` must have the head of `objectives.log_probs`. Raises DoesNotFit if a single row does not fit.
     """
     limit = limit or oom_retry.Limit()
     was_training = model.training
@@ -89,16 +89,16 @@ def _sums(model: Any, batch: Inputs, precision: str) -> torch.Tensor:
 
 
 def loader(rows: Any, collate: MicroBatches, batch_size: int) -> Iterable[list[Inputs]]:
-    """The rows of an evaluation in their order, as steps are made of training rows."""
+    """The rows of an evaluation set in order, collated into steps like training rows."""
     return DataLoader(rows.select_columns(COLUMNS), batch_size=batch_size, collate_fn=collate)
 
 
 @dataclass
 class Evaluation:
-    """The evaluation of a run in training.
+    """Evaluation during training.
 
-    `split` is called with each micro-batch that does not fit and is split; `skip` with that of a row that does not fit
-    alone, without which there is no loss.
+    `split` is called with each micro-batch that is split because it does not fit; `skip` with a single row that does
+    not fit, in which case there is no loss.
     """
 
     step: Step
@@ -110,11 +110,11 @@ class Evaluation:
     limit: oom_retry.Limit = field(default_factory=oom_retry.Limit)
 
     def loss(self, steps: Iterable[list[Inputs]] | None = None) -> float | None:
-        """Mean loss in nats per trained token, of `steps` or of all rows; None where a row does not fit."""
+        """Mean loss in nats per trained token over `steps`, by default all rows; None if a row does not fit."""
         try:
             total, count = ranks.summed(self.sums(steps)).tolist()
         except DoesNotFit as row:
-            if self.step.world_size > 1:  # the others wait for this one's sums
+            if self.step.world_size > 1:  # the other ranks are waiting for this one's sums
                 raise
             self.skip(row.inputs)
             return None
@@ -122,7 +122,7 @@ class Evaluation:
         return found
 
     def batches(self) -> Iterable[list[Inputs]]:
-        """All rows, in their order."""
+        """All rows in order, as steps."""
         return loader(self.rows, self.collate, self.batch_size)
 
     def sums(self, steps: Iterable[list[Inputs]] | None = None) -> torch.Tensor:
@@ -138,7 +138,7 @@ class Evaluation:
 
 
 def held_out_loss(model: Any, tokenizer: Any, rows: Any, config: Config) -> float:
-    """Mean loss in nats per trained token of a model that is not in training, in the run's precision and tiles."""
+    """Mean loss in nats per trained token outside training, with the run's precision and tile size."""
     training = config.training
     log_probs.attach(model)
     collate = MicroBatches(MicroBatching.of(training, config.data), tokenizer.pad_token_id)

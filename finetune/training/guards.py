@@ -1,4 +1,4 @@
-"""Guards on the numbers of a step: skipped updates, too many of them in a row, and loss spikes."""
+"""Guards against repeatedly skipped updates and loss spikes."""
 
 from __future__ import annotations
 
@@ -7,26 +7,25 @@ import statistics
 from collections import deque
 
 SKIPS_IN_A_ROW = 3
-"""So many updates left out one after the other end a run.
+"""This many consecutive skipped updates end a run.
 
-A skipped update changes no weight, so that only other rows can bring other numbers. One bad row makes one bad step;
-when three batches without a row in common are not finite, the fault lies with the weights, which no rows will cure.
+A skipped update changes no weight, so only other rows can give other numbers. One bad row makes one bad step; if three
+batches without a common row are not finite, the weights are at fault, and no data will repair them.
 """
 
 
 class Skips:
-    """Counts the updates that were left out, and says when they are too many."""
+    """Counts skipped updates, and tells when there are too many."""
 
     def __init__(self) -> None:
         self.total = 0
         self.in_a_row = 0
 
     def see(self, skipped: bool, loss_scale: float | None) -> bool:
-        """Whether the fault is there to stay.
+        """Record a step; return whether the run should end.
 
-        With loss scaling (fp16) a skipped update is how the scale finds its height, halved each time from 2^16
-        (arXiv 1710.03740, section 3.2): there it is one once the scale is below 1, where it no longer makes any
-        number larger than it is without.
+        With loss scaling (fp16) a skip halves the scale, which starts at 2^16 (arXiv 1710.03740, section 3.2), so it
+        counts as a fault only once the scale is below 1, where scaling no longer prevents underflow.
         """
         self.in_a_row = self.in_a_row + 1 if skipped else 0
         self.total += skipped
@@ -34,12 +33,12 @@ class Skips:
 
 
 class Spikes:
-    """Tells a loss that is far above those before it.
+    """Detects a loss far above the previous ones.
 
-    The bound is the median of the last losses and six of their deviations from it, as the median of the absolute
-    deviations has them, which the spikes themselves hardly move (Leys et al. 2013, "Detecting outliers", J. Exp. Soc.
-    Psychol. 49: there three suffice; a run has thousands of steps of uneven difficulty, and is to be called seldom).
-    A smaller rise than a tenth of a nat is none, however even the losses were.
+    The bound is the median of the recent losses plus six standard deviations, estimated by the median absolute
+    deviation, which the spikes themselves hardly affect (Leys et al. 2013, "Detecting outliers", J. Exp. Soc. Psychol.
+    49, use three; a run has thousands of steps of uneven difficulty, and alarms should be rare). A rise of less than a
+    tenth of a nat is never a spike.
     """
 
     WINDOW, AT_LEAST = 50, 20
@@ -51,7 +50,7 @@ class Spikes:
         self._above = False
 
     def see(self, loss: float | None) -> float | None:
-        """The median of the losses before, if `loss` is a spike over them and the one before was none; else None."""
+        """Record a loss; return the median of the previous ones if this is the first step of a spike, else None."""
         if loss is None or not math.isfinite(loss):
             return None
         before, was_above, self._above = list(self._losses), self._above, False

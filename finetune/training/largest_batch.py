@@ -1,8 +1,8 @@
-"""Warm-up with the largest batch: it goes through a step before the first one, and all state is then restored.
+"""Warm-up with the largest batch: a step on it before the first one, after which all state is restored.
 
-A job that does not fit then fails in the first minute and not hours later at the longest row, and the allocator's
-blocks have their final size from the start (PyTorch's performance tuning guide, "Preallocate memory in case of variable
-input length").
+A job that does not fit fails in the first minute rather than hours later at the longest row, and the allocator's blocks
+have their final size from the start (PyTorch's performance tuning guide, "Preallocate memory in case of variable input
+length").
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from finetune.training.step import Step
 
 
 def warm_up(step: Step, steps: Steps, retry: Retry, evaluation: Evaluation | None) -> dict[str, Peak]:
-    """Put the largest training micro-batches through forward, backward and update, and the largest one to evaluate.
+    """Run the largest training micro-batches through a step, and the largest evaluation micro-batch; return the peaks.
 
-    Weights, optimizer and random numbers are then as before, bit for bit; the peaks are returned. What can be split is,
-    and stays so for the run. Raises torch's out of memory, with the row on it, for a row that does not fit by itself.
+    Weights, optimizer state and random state are restored bit for bit. Micro-batches that do not fit are split, and
+    stay split for the run. Raises torch's out-of-memory error, naming the row, for a single row that does not fit.
     """
     kept, monitor = _Kept(step), step.monitor
     before = dict(monitor.run)
     _make_states(step)
     step_rows = steps.batch_size // step.world_size
     for batch, inputs in _largest(steps.rows, steps, step_rows):
-        # With accumulation the gradients of an earlier micro-batch are there while a later one runs.
+        # With gradient accumulation, gradients of earlier micro-batches exist while later ones run.
         passes = min(2, per_step(step_rows, steps.collate.way, batch))
         retry.forward_backward(step, [inputs] * passes, max(1, int(step.objective.count(inputs))))
         _update(step)
@@ -43,44 +43,44 @@ def warm_up(step: Step, steps: Steps, retry: Retry, evaluation: Evaluation | Non
             with monitor.phase("evaluation"):
                 evaluation.loss([[inputs]])
     peaks = monitor.take_step()
-    monitor.run = before  # the peaks of the run are those of its steps; these have an event of their own
+    monitor.run = before  # the run's peaks are those of its steps; these have their own event
     kept.put_back()
     return peaks
 
 
 def _largest(rows: Any, steps: Steps, step_rows: int) -> Iterator[tuple[Batch, Inputs]]:
-    """The shapes that take most memory, each with a micro-batch of it."""
+    """The shapes that need most memory, each with a micro-batch of that shape."""
     lengths = rows["length"][:]
     for batch in worst_batches(lengths, rows["trained"][:], steps.collate.way, step_rows, "the data's rows"):
         chosen = [rows[row] for row in longest_rows(lengths, batch)]
-        if batch.packed:  # others may fill it to the last token, of which these would leave some
+        if batch.packed:  # fills it to the last token, as other rows may
             chosen = [cut(row, length) for row, length in zip(chosen, batch.packed, strict=True)]
         yield batch, steps.collate.micro_batch(chosen)
 
 
 def cut(row: dict[str, Any], length: int) -> dict[str, Any]:
-    """The first tokens of a row."""
+    """A row cut to `length` tokens."""
     return {name: row[name][:length] for name in ("input_ids", "labels")}
 
 
 def longest_rows(lengths: Sequence[int], batch: Batch) -> list[int]:
-    """The longest rows, by number, that make a micro-batch of that shape."""
+    """Indices of the longest rows that form a micro-batch of this shape."""
     fitting = [row for row, length in enumerate(lengths) if length <= batch.tokens]
     return heapq.nlargest(len(batch.packed) or batch.rows, fitting, key=lengths.__getitem__)
 
 
 def _make_states(step: Step) -> None:
-    """The optimizer's first step: its states are there from the second step of a run on."""
+    """Create the optimizer states, as the first step does: all later steps have them."""
     for weight in step.trained():
         weight.grad = torch.zeros_like(weight)
     _update(step)
 
 
 def _update(step: Step) -> None:
-    """Clipping and the update, past the scaler and the schedule, which are to know nothing of it.
+    """Clip and update without the scaler and the schedule, which must not see this step.
 
-    With gradients of zero and at a rate of zero: it takes the memory of any update, and leaves every weight as it is,
-    so that no copy of them is needed.
+    Gradients and learning rate are zero: it needs the memory of any update but leaves the weights unchanged, so no copy
+    of them is needed.
     """
     optimizer = step.optimizer
     rates = [group["lr"] for group in optimizer.param_groups]
@@ -98,7 +98,7 @@ def _update(step: Step) -> None:
 
 
 class _Kept:
-    """What all this changes: the optimizer's states, of which host memory has a copy, and where the step began."""
+    """The state that the warm-up changes: optimizer states, copied to host memory, and the start of the step."""
 
     def __init__(self, step: Step) -> None:
         self._model = step.model
@@ -119,7 +119,7 @@ class _Kept:
 
     @torch.no_grad()
     def put_back(self) -> None:
-        """Into the same tensors, so that a paged state stays paged. A state that was not there goes again."""
+        """Restore in place, so that paged states stay paged; states that did not exist before are removed."""
         states = self._optimizer.state
         for weight in list(states):
             if weight not in self._states:
@@ -136,16 +136,16 @@ class _Kept:
 
 
 def _copy(value: Any) -> Any:
-    """A tensor in host memory, None for one of zeros only: so are most states before the first step."""
+    """A copy in host memory, or None for an all-zero tensor, as most states are before the first step."""
     if not isinstance(value, torch.Tensor):
         return value
     return value.detach().to("cpu", copy=True) if value.any() else None
 
 
 def _make_empty_states(optimizer: Optimizer8bit) -> None:
-    """The states as bitsandbytes makes them when it first comes to a weight (0.50, `Optimizer8bit.step`).
+    """Create the states as bitsandbytes does at a weight's first update (0.50, `Optimizer8bit.step`).
 
-    To be put back and not to go again: what it takes as managed memory it never frees.
+    They are then restored rather than removed, because bitsandbytes never frees managed memory.
     """
     for group_number, group in enumerate(optimizer.param_groups):
         for number, weight in enumerate(group["params"]):

@@ -1,7 +1,7 @@
-"""The training loop: one optimizer step after the other, and what happens between them.
+"""The training loop: optimizer steps, and what happens between them.
 
-`Loop.take_step` is one step. What a run does besides the step itself, the loop is given as values: out-of-memory retry,
-metrics with their guards, checkpoints, evaluation, signals (`training.run` makes them).
+`Loop.take_step` is one step. Everything else is passed in: out-of-memory retry, metrics with their guards, checkpoints,
+evaluation, signals (built by `training.run`).
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from finetune.training.step import Step
 
 @dataclass(frozen=True)
 class Rhythm:
-    """After how many steps a run evaluates and saves (None: only at its end), and when it stops early.
+    """The intervals in steps at which a run evaluates and saves (None: only at its end), and when it stops early.
 
     `save_best` saves after each evaluation with the lowest loss so far; `patience` is the number of evaluations without
-    a lower one that end the run.
+    improvement that end the run.
     """
 
     evaluate_every: int | None
@@ -46,9 +46,9 @@ class Rhythm:
 
 @dataclass
 class Loop:
-    """A run's training, from where `progress` stands to its last step.
+    """A run's training, from `progress` to its last step.
 
-    `steps` are the training data, step by step; `evaluation` is None without an evaluation set.
+    `steps` are the training data; `evaluation` is None without an evaluation set.
     """
 
     step: Step
@@ -64,7 +64,7 @@ class Loop:
     monitor: Monitor
 
     def run(self, resumed_from: Path | None) -> None:
-        """Train to the last step, until early stopping, or to the end of the step in which a signal came."""
+        """Train until the last step, early stopping, or the end of the step in which a signal arrived."""
         self.recorder.started(self.progress)
         if self.evaluation and not resumed_from:
             self._evaluate()
@@ -75,9 +75,9 @@ class Loop:
         self.recorder.ended()
 
     def _epoch(self, resumed_from: Path | None = None) -> Iterator[list[Inputs]]:
-        """The remaining steps of the epoch; after a resume, with the random state of the uninterrupted run."""
+        """The remaining steps of the epoch; after a resume, with the random state of an uninterrupted run."""
         epoch, done = divmod(self.progress.step, self.steps.in_epoch)
-        # Making a loader's iterator draws a random number. A checkpoint between two epochs was saved before that draw,
+        # Creating a loader's iterator draws a random number. A checkpoint between epochs was saved before that draw,
         # one within an epoch after it.
         if resumed_from and not done:
             restore_random(resumed_from, ranks.rank())
@@ -93,8 +93,8 @@ class Loop:
         loss = self.retry.forward_backward(step, micro_batches, counts.trained)
         with self.monitor.phase("optimizer"):
             grad_norm = step.clip()
-            # A save may go on during a forward and backward pass, and no longer: if it fell further behind, a kill
-            # could cost more than one interval.
+            # A save may overlap only one forward and backward pass: if it fell further behind, a kill could cost more
+            # than one save interval.
             self.checkpoints.wait()
             numbers = StepNumbers.read(ranks.summed(loss) / step.world_size, grad_norm, counts)
             updated = math.isfinite(numbers.grad_norm)
@@ -112,7 +112,7 @@ class Loop:
         return self._after(save, stop)
 
     def _after(self, save: bool, stop: bool) -> bool:
-        """Evaluate and save where that is due; whether the run is over."""
+        """Evaluate and save if due; return whether the run is over."""
         progress, rhythm = self.progress, self.rhythm
         last = progress.step >= progress.total
         if self.evaluation and (last or _due(progress.step, rhythm.evaluate_every)):
@@ -127,7 +127,7 @@ class Loop:
 
     @property
     def stopped_early(self) -> bool:
-        """Whether the loss has not fallen for as many evaluations as `patience` allows."""
+        """Whether the evaluation loss has not improved for `patience` evaluations."""
         return bool(self.rhythm.patience and self.progress.without_gain >= self.rhythm.patience)
 
     @property
@@ -138,7 +138,7 @@ class Loop:
     # -- signals -------------------------------------------------------------------------------------------------------
 
     def _signalled(self) -> tuple[bool, bool]:
-        """Whether a signal to any rank asks for a checkpoint, or for the end; all learn of it in the same step."""
+        """Whether a signal to any rank requests a checkpoint, or the end; all ranks act on it in the same step."""
         came = ranks.gathered((self.signals.take_save(), self.signals.name))
         self.signals.take_stop(next((name for _, name in came if name), None))
         return any(save for save, _ in came), self.signals.name is not None
@@ -148,7 +148,7 @@ class Loop:
     def _evaluate_or_postpone(self, stop: bool) -> tuple[bool, bool]:
         """Evaluate after a step; return whether the loss is the lowest so far, and whether a signal ends the run.
 
-        A signal that comes before the loss is known postpones the evaluation to the next start.
+        A signal that arrives before the loss is known postpones the evaluation to the next start.
         """
         several = self.step.world_size > 1
         if several and stop:
@@ -160,11 +160,11 @@ class Loop:
             self.progress.owes_evaluation = True
             return False, True
         best = loss is not None and self.progress.gains(loss)
-        # Several ranks learn of a signal together, at the end of the next step.
+        # Several ranks act on a signal together, at the end of the next step.
         return best, not several and self.signals.name is not None
 
     def _evaluate(self) -> float | None:
-        """Record and return the evaluation loss; None where a row does not fit. The random state is left as it was."""
+        """Record and return the evaluation loss; None if a row does not fit. The random state is preserved."""
         assert self.evaluation is not None
         before = RandomState()
         try:
@@ -180,7 +180,7 @@ class Loop:
 
     @contextlib.contextmanager
     def _until_a_signal(self) -> Iterator[None]:
-        """Within the block a signal ends an evaluation at once; with several ranks, none can leave the others."""
+        """In the block, a signal ends an evaluation at once, except with several ranks: none can leave the others."""
         several = self.step.world_size > 1
         try:
             with self.signals.waiting(several):
@@ -193,11 +193,11 @@ class Loop:
             raise _CutShort from None
 
     def evaluate_if_owed(self) -> bool:
-        """Do the evaluation that a signal postponed at the last start, if one did; return whether that ends the run."""
+        """Run the evaluation that a signal postponed, if any; return whether the run is over after it."""
         if not self.progress.owes_evaluation:
             return False
         self.progress.owes_evaluation = False
-        self.recorder.forget_evaluation(self.progress)  # of a start that was killed after this evaluation
+        self.recorder.forget_evaluation(self.progress)  # in case an earlier start was killed after this evaluation
         _, ended = self._evaluate_or_postpone(stop=False)
         return ended or self.stopped_early
 

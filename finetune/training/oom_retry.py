@@ -1,7 +1,7 @@
-"""Out-of-memory retry: the micro-batch that did not fit is split, and the step begun again.
+"""Out-of-memory retry: the micro-batch that did not fit is split, and the step restarted.
 
-The loss of a step is a sum over its tokens, divided by their number in the whole step. So micro-batches may be split
-anywhere between rows: the gradient is the same but for the order in which its terms are added.
+The loss of a step is a sum over its tokens divided by their number in the whole step. So micro-batches may be split
+anywhere between rows: the gradient is the same up to the order of summation.
 """
 
 from __future__ import annotations
@@ -21,37 +21,37 @@ from finetune.training.step import Count, Step
 
 
 class Limit:
-    """From which size on micro-batches are split: that of the smallest found not to fit, in places (rows x tokens)."""
+    """The size from which micro-batches are split: the smallest that did not fit, in positions (rows x tokens)."""
 
     def __init__(self) -> None:
-        self.places: int | None = None
+        self.positions: int | None = None
 
     def parts(self, micro_batches: Iterable[Inputs]) -> list[Inputs]:
         """The micro-batches, each halved until it is below the limit or a single row."""
         found: list[Inputs] = []
         for inputs in micro_batches:
-            halves = split(inputs) if self.places is not None and _places(inputs) >= self.places else None
+            halves = split(inputs) if self.positions is not None and _positions(inputs) >= self.positions else None
             found += self.parts(halves) if halves else [inputs]
         return found
 
     def lower(self, inputs: Inputs) -> bool:
-        """Learn that `inputs` does not fit; False where that changes nothing: it cannot be split, or was to be."""
-        if split(inputs) is None or (self.places is not None and _places(inputs) >= self.places):
+        """Record that `inputs` does not fit; False if it is a single row, or at or above the limit already."""
+        if split(inputs) is None or (self.positions is not None and _positions(inputs) >= self.positions):
             return False
-        self.places = _places(inputs)
+        self.positions = _positions(inputs)
         return True
 
 
-def _places(inputs: Inputs) -> int:
+def _positions(inputs: Inputs) -> int:
     return inputs["input_ids"].numel()
 
 
 @dataclass
 class Retry:
-    """Runs steps and updates, and repeats them after memory ran out. `limit` is remembered from step to step.
+    """Runs steps and updates, and retries them after running out of memory. `limit` persists from step to step.
 
-    `split` is called with a micro-batch that was split; `give_up` with the error and the micro-batch of one row that
-    does not fit, when all passes of the step are undone; `updated_again` before an update is repeated.
+    `split` is called with a micro-batch that was split; `give_up` with the error and a single-row micro-batch that does
+    not fit, after all passes of the step were undone; `updated_again` before an update is retried.
     """
 
     split: Callable[[Inputs], None]
@@ -60,13 +60,13 @@ class Retry:
     limit: Limit = field(default_factory=Limit)
 
     def forward_backward(self, step: Step, micro_batches: list[Inputs], count: Count) -> torch.Tensor:
-        """`Step.forward_backward`. Raises what it raises for a single row, after `give_up`, and of several ranks.
+        """`Step.forward_backward` with retries. Raises for a single row, after `give_up`, and with several ranks.
 
-        They wait for each other in the last backward pass, so that none can do its step again alone.
+        Ranks synchronise in the last backward pass, so none can retry its step alone.
         """
         start = StepStart(step)
         while True:
-            step.under_way = None  # memory may run out before any: then none of them is to be split
+            step.under_way = None  # memory may run out before the first one, and then none is split
             try:
                 return step.forward_backward(self.limit.parts(micro_batches), count)
             except (MemoryError, RuntimeError) as error:
@@ -77,13 +77,13 @@ class Retry:
                     start.restore()
                     self.give_up(error, too_large)
                     raise
-            # Here the error is gone, and with it what the frames of the failed pass held.
+            # The error is out of scope here, so the frames of the failed pass no longer hold memory.
             start.restore()
             release()
             self.split(too_large)
 
     def update(self, step: Step) -> None:
-        """`Step.update`, once more with freed memory where it ran out before anything was changed."""
+        """`Step.update`; if memory runs out before anything was changed, free memory and retry once."""
         start = UpdateStart(step.optimizer)
         try:
             step.update()
@@ -93,8 +93,8 @@ class Retry:
                 raise
             if not start.undo():
                 error.add_note(
-                    "The optimizer had changed some weights and not others, so that this step cannot be done again; "
-                    "the checkpoints before it are untouched."
+                    "The optimizer had updated some weights but not others, so this step cannot be retried; earlier "
+                    "checkpoints are untouched."
                 )
                 raise
         release()
@@ -103,7 +103,7 @@ class Retry:
 
 
 class StepStart:
-    """Where a step began: random numbers. Its gradients began as none, its weights have not changed."""
+    """The state at the start of a step: its random state. Gradients were None, and weights have not changed since."""
 
     def __init__(self, step: Step) -> None:
         self._step = step
@@ -116,18 +116,18 @@ class StepStart:
 
 
 def release(error: BaseException | None = None) -> None:
-    """Give back the memory of a pass that failed: what its frames hold, if `error` is still needed, and caches."""
+    """Free the memory of a failed pass: what its frames hold, if `error` is still needed, and caches."""
     if error is not None:
         traceback.clear_frames(error.__traceback__)
     libraries.return_freed_memory()
 
 
 class UpdateStart:
-    """Where an update began, to tell after a failure whether any weight or optimizer state was changed by it.
+    """The state at the start of an update, to tell after a failure whether any weight or optimizer state was changed.
 
-    Optimizers update tensor by tensor, and an update that stopped between two of them cannot be undone without a copy
-    of everything. It can be told: torch counts the changes of each tensor; bitsandbytes' kernels write past that count,
-    but its update of a tensor begins with counting the steps of its state.
+    Optimizers update tensor by tensor, and a partial update cannot be undone without a copy of everything, but it can
+    be detected: torch counts in-place changes of each tensor; bitsandbytes' kernels bypass that counter, but increment
+    the step count in a tensor's state before updating it.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
@@ -136,7 +136,7 @@ class UpdateStart:
         self._states = {weight: _marks(state) for weight, state in optimizer.state.items()}
 
     def undo(self) -> bool:
-        """Remove the states that were made since, and whether this leaves everything as it was."""
+        """Remove states that were created since; return whether everything is then as it was."""
         states = self._optimizer.state
         new = [weight for weight in states if weight not in self._states]
         untouched = (
@@ -156,7 +156,7 @@ def _weights(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
 
 
 def _marks(state: dict[str, Any]) -> dict[str, Any]:
-    """Something about each value of a weight's state that a change of it changes."""
+    """A value for each entry of a weight's state that differs after the entry was changed."""
     return {
         name: (id(value), _changes(value)) if isinstance(value, torch.Tensor) else value
         for name, value in state.items()
@@ -164,12 +164,12 @@ def _marks(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def _changes(tensor: torch.Tensor) -> int:
-    """How often a tensor was changed in place."""
-    return tensor._version  # noqa: SLF001 -- torch counts them for autograd and shows it nowhere else
+    """Number of in-place changes of a tensor."""
+    return tensor._version  # noqa: SLF001 -- autograd's counter, which has no public name
 
 
 def place_of(rows: Any, inputs: Inputs) -> str:
-    """Where the row of a micro-batch of one stands in its source, found by its tokens in the data set `rows`."""
+    """The source position of a single-row micro-batch, found by its tokens in the data set `rows`."""
     ids = first_row(inputs)
     for number, length in enumerate(rows["length"][:]):
         if length == len(ids) and list(rows[number]["input_ids"]) == ids:

@@ -13,14 +13,14 @@ if TYPE_CHECKING:
 
 Built = tuple[type, dict[str, Any]]
 
-# As transformers has it (5.23, `Trainer.get_decay_parameter_names`).
+# As in transformers (5.23, `Trainer.get_decay_parameter_names`).
 _NOT_DECAYED = ["bias", "layernorm", "rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)"]
 
 
 @dataclass(frozen=True)
 class Optimizer:
-    """One optimizer: how its class and arguments come from the section, what a CPU takes in its place, and the keys of
-    the section that it has no use for, which a config may not set beside it."""
+    """One optimizer: `build` returns its class and arguments, `on_cpu` names its replacement on a CPU, and `ignores`
+    are the keys of the section that do not apply to it, and that a config must not set."""
 
     help: str
     build: Callable[[OptimizerSection], Built]
@@ -29,7 +29,7 @@ class Optimizer:
 
 
 def choose(section: OptimizerSection, device_type: str) -> tuple[str, str | None]:
-    """The optimizer for this device and, where it is not the configured one, one line that says so."""
+    """The optimizer for this device, and a one-line note if it is not the configured one."""
     replacement = OPTIMIZERS[section.kind].on_cpu
     if device_type == "cuda" or replacement is None:
         return section.kind, None
@@ -40,7 +40,7 @@ def choose(section: OptimizerSection, device_type: str) -> tuple[str, str | None
 
 
 def make(name: str, section: OptimizerSection, learning_rate: float, model: Any) -> torch.optim.Optimizer:
-    """The optimizer of the trained weights of `model`: with weight decay, but for biases and norms.
+    """The optimizer for the trained weights of `model`, with weight decay except for biases and norms.
 
     8-bit optimizers keep the states of embeddings in 32 bit (arXiv 2110.02861, section 2.3).
     """
@@ -57,8 +57,8 @@ def make(name: str, section: OptimizerSection, learning_rate: float, model: Any)
     kind, arguments = OPTIMIZERS[name].build(section)
     optimizer: torch.optim.Optimizer = kind(groups, lr=learning_rate, **arguments)
     if isinstance(optimizer, bitsandbytes.optim.optimizer.Optimizer8bit):
-        # bitsandbytes 0.50 notes these exceptions by place and for the whole process: a later model's weight in the
-        # same place would have them too, and the earlier model's embeddings never be freed. So they are settled here.
+        # bitsandbytes 0.50 records these exceptions globally, by parameter index: a later model's weight with the same
+        # index would inherit them, and this model's embeddings would never be freed. So they are cleared here.
         exceptions = bitsandbytes.optim.GlobalOptimManager.get_instance()
         exceptions.initialize()
         if arguments["optim_bits"] == 8:
@@ -117,12 +117,12 @@ _LION_IGNORES = ("epsilon",)
 
 OPTIMIZERS: dict[str, Optimizer] = {
     "paged_adamw_8bit": Optimizer(
-        "AdamW, 8-bit states that move to the host under pressure (QLoRA)",
+        "AdamW, 8-bit states paged to the host under memory pressure (QLoRA)",
         _bitsandbytes("AdamW", 8, True),
         "adamw_8bit",
     ),
     "paged_adamw_32bit": Optimizer(
-        "AdamW, 32-bit states that move to the host under pressure",
+        "AdamW, 32-bit states paged to the host under memory pressure",
         _bitsandbytes("AdamW", 32, True),
         "adamw_32bit",
     ),
@@ -130,13 +130,13 @@ OPTIMIZERS: dict[str, Optimizer] = {
     "adamw_32bit": Optimizer("AdamW, 32-bit states, bitsandbytes' kernel", _bitsandbytes("AdamW", 32)),
     "adamw_torch_fused": Optimizer("PyTorch's fused AdamW", _torch_adamw),
     "paged_lion_8bit": Optimizer(
-        "Lion, one 8-bit state that moves to the host under pressure",
+        "Lion, one 8-bit state paged to the host under memory pressure",
         _bitsandbytes("Lion", 8, True),
         "lion_8bit",
         ignores=_LION_IGNORES,
     ),
     "paged_lion_32bit": Optimizer(
-        "Lion, one 32-bit state that moves to the host under pressure",
+        "Lion, one 32-bit state paged to the host under memory pressure",
         _bitsandbytes("Lion", 32, True),
         "lion_32bit",
         ignores=_LION_IGNORES,
@@ -148,7 +148,7 @@ OPTIMIZERS: dict[str, Optimizer] = {
     ),
     "sgd": Optimizer("SGD with momentum `beta1`", _sgd, ignores=("beta2", "epsilon")),
     "paged_ademamix_8bit": Optimizer(
-        "AdEMAMix, 8-bit states that move to the host under pressure",
+        "AdEMAMix, 8-bit states paged to the host under memory pressure",
         _bitsandbytes("AdEMAMix", 8, True),
         "ademamix_8bit",
     ),

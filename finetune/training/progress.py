@@ -1,4 +1,4 @@
-"""The progress of a training as checkpoints store it, with the field names of transformers' `trainer_state.json`."""
+"""Training progress, stored in checkpoints with the field names of transformers' `trainer_state.json`."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ FILE = "trainer_state.json"
 
 @dataclass
 class Progress:
-    """Steps done of `total`, as epochs, and the best evaluation so far.
+    """Completed steps of `total`, the same in epochs, and the best evaluation so far.
 
-    `without_gain` counts the evaluations since the best one. `owes_evaluation`: a signal kept the run from one.
+    `without_gain` counts the evaluations since the best one. `owes_evaluation`: a signal postponed an evaluation.
     """
 
     step: int = 0
@@ -40,7 +40,7 @@ class Progress:
         }
 
     def gains(self, loss: float) -> bool:
-        """Take the loss of an evaluation; whether it is the lowest."""
+        """Record an evaluation loss; return whether it is the lowest so far."""
         if self.best_loss is not None and loss >= self.best_loss:
             self.without_gain += 1
             return False
@@ -53,8 +53,8 @@ def read_progress(folder: Path) -> Progress:
     file = folder / FILE
     found = records.read(file, records.TRAINER_STATE)
     if found["global_step"] != checkpoint_step(folder):
-        raise ArtifactError(f"{file}: `global_step` is {found['global_step']}, and not the checkpoint's")
-    earlier: dict[str, Any] = {}  # where transformers' trainer ran the loop, its callbacks kept the last two
+        raise ArtifactError(f"{file}: `global_step` is {found['global_step']}, which is not the checkpoint's")
+    earlier: dict[str, Any] = {}  # in versions based on transformers' Trainer, callbacks stored the last two fields
     for callback in found.get("stateful_callbacks", {}).values():
         earlier.update(callback["attributes"])
     return Progress(

@@ -1,4 +1,4 @@
-"""What is recorded of each step, and where: metrics.jsonl, the progress display, trackers, the profiler."""
+"""Records each step: metrics.jsonl, the progress display, trackers and the profiler."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from finetune.training.tracking import Trackers
 
 
 class Listener(Protocol):
-    """What a progress display receives. Lines are those of metrics.jsonl."""
+    """The interface of a progress display. Lines are those of metrics.jsonl."""
 
     def started(self, first_step: int, last_step: int) -> None: ...
 
@@ -37,56 +37,58 @@ class Listener(Protocol):
 
 @dataclass(frozen=True)
 class StepCounts:
-    """What a step holds, before it is computed: what its loss is divided by, tokens, and places, padding included."""
+    """Counts of a step before it runs: the divisor of its loss, tokens, and positions (with padding)."""
 
     trained: Count
     tokens: Count
-    places: Count
+    positions: Count
 
     @classmethod
     def of(cls, micro_batches: Iterable[Inputs], objective: Objective) -> StepCounts:
-        """The counts of this rank's micro-batches, which are still on the host."""
-        trained = tokens = places = 0
+        """The counts of this rank's micro-batches, taken on the host."""
+        trained = tokens = positions = 0
         for inputs in micro_batches:
             if isinstance(inputs, Idle):
                 continue
             here = inputs["input_ids"].numel()
             trained += int(objective.count(inputs))
-            places += here
-            # Packed rows come without a mask: no place is padding.
+            positions += here
+            # Packed rows have no attention mask, because they have no padding.
             tokens += int(inputs["attention_mask"].sum()) if "attention_mask" in inputs else here
-        return cls(trained, tokens, places)
+        return cls(trained, tokens, positions)
 
     def of_all_ranks(self, device: torch.device) -> StepCounts:
-        """Those of all ranks together, which stay on the device. A loss is divided by 1 where nothing is trained."""
+        """The sums over all ranks, left on the device. `trained` is at least 1, to be a divisor."""
         if ranks.world_size() == 1:
-            return StepCounts(max(self.trained, 1), self.tokens, self.places)
-        counts = torch.tensor([self.trained, self.tokens, self.places], device=device)
-        trained, tokens, places = ranks.summed(counts)
-        return StepCounts(trained.clamp(min=1), tokens, places)
+            return StepCounts(max(self.trained, 1), self.tokens, self.positions)
+        counts = torch.tensor([self.trained, self.tokens, self.positions], device=device)
+        trained, tokens, positions = ranks.summed(counts)
+        return StepCounts(trained.clamp(min=1), tokens, positions)
 
 
 @dataclass(frozen=True)
 class StepNumbers:
-    """What a step gave: mean loss in nats, norm of its gradients, tokens, and places (tokens and padding)."""
+    """Results of a step: mean loss in nats, gradient norm, tokens, and positions (with padding)."""
 
     loss: float
     grad_norm: float
     tokens: int
-    places: int
+    positions: int
 
     @classmethod
     def read(cls, loss: torch.Tensor, grad_norm: torch.Tensor, counts: StepCounts) -> StepNumbers:
-        """Read all of them at once, before the update: the one time in a step that the device is waited for."""
-        there = [value for value in (loss, grad_norm, counts.tokens, counts.places) if isinstance(value, torch.Tensor)]
+        """Read all values at once, before the update: the only device synchronisation of a step."""
+        there = [
+            value for value in (loss, grad_norm, counts.tokens, counts.positions) if isinstance(value, torch.Tensor)
+        ]
         read = torch.stack([value.double() for value in there]).tolist()
-        # The counts of one rank alone never were on the device.
-        tokens, places = read[2:] or (counts.tokens, counts.places)
-        return cls(read[0], read[1], int(tokens), int(places))
+        # With a single rank the counts are already on the host.
+        tokens, positions = read[2:] or (counts.tokens, counts.positions)
+        return cls(read[0], read[1], int(tokens), int(positions))
 
 
 class Recorder:
-    """Writes metrics.jsonl, informs the listener and the trackers, ends a run whose numbers stay non-finite."""
+    """Writes metrics.jsonl, informs the listener and the trackers, and ends a run whose numbers stay non-finite."""
 
     def __init__(
         self,
@@ -108,7 +110,7 @@ class Recorder:
         self._started = time.perf_counter()
 
     def started(self, progress: Progress) -> None:
-        """Training begins, or goes on after `progress`."""
+        """Called when training starts, or continues after `progress`."""
         self._listener.started(progress.step, progress.total)
         self._steps = progress.step
         self.restart_clock()
@@ -116,18 +118,18 @@ class Recorder:
             self._profiler.start()
 
     def restart_clock(self) -> None:
-        """Leave an evaluation or a save out of the next step's time."""
+        """Exclude an evaluation or a save from the next step's time."""
         self._started = time.perf_counter()
 
     def ended(self) -> None:
-        """The last step is done."""
+        """Called after the last step."""
         if self._profiler:
             self._profiler.stop()
 
     def saw(self, inputs: Inputs, number: int, peak: Peak) -> None:
-        """Look at the peak of a micro-batch, the `number`th of its step, for memory that keeps growing."""
-        # Gradients and optimizer states come into being during the first step, so its peaks grow by right; so do
-        # those of a step's later micro-batches, which are therefore distinguished by their position.
+        """Watch the peaks of micro-batches for growing memory; `number` is the index within the step."""
+        # Peaks grow during the first step, while gradients and optimizer states are created. They also grow from one
+        # micro-batch of a step to the next, so each index is compared only with itself.
         if self._steps < 1:
             return
         rows, length = inputs["input_ids"].shape
@@ -144,11 +146,11 @@ class Recorder:
         updated: bool,
         scaler: torch.amp.GradScaler | None,
     ) -> None:
-        """A step is done, with an update or without. Raises NumbersError where updates will be left out for good."""
+        """Called after a step, with or without an update. Raises NumbersError if updates keep being skipped."""
         self._steps = progress.step
         if self._profiler:
             self._profiler.step()
-        # From one reading of a step's numbers to the next: the device has still to do this one's update.
+        # Measured between reads of the results: the device has yet to run this step's update.
         seconds = time.perf_counter() - self._started
         line = {
             "step": progress.step,
@@ -158,7 +160,7 @@ class Recorder:
             "epoch": round(progress.epoch, 4),
             "tokens": numbers.tokens,
             "tokens_per_second": round(numbers.tokens / seconds, 1),
-            "padding_share": round(1 - numbers.tokens / numbers.places, 4) if numbers.places else 0.0,
+            "padding_share": round(1 - numbers.tokens / numbers.positions, 4) if numbers.positions else 0.0,
             "memory": self._monitor.take_step(),
             **({} if updated else {"skipped": True}),
         }
@@ -169,22 +171,22 @@ class Recorder:
         self._watch(line, scaler)
 
     def _watch(self, line: dict[str, Any], scaler: torch.amp.GradScaler | None) -> None:
-        """Report a skipped update or a spike of the loss; stop where updates will be skipped for good."""
+        """Report a skipped update or a loss spike; stop if updates keep being skipped."""
         step, skipped = line["step"], "skipped" in line
         for_good = self._skips.see(skipped, scaler.get_scale() if scaler and skipped else None)
         if skipped:
             name = "loss" if line["loss"] is None else "grad_norm"
             in_a_row, total = self._skips.in_a_row, self._skips.total
             self.run.event("update_skipped", step=step, reason=f"{name} is not finite", in_a_row=in_a_row, total=total)
-            self._listener.note(f"step {step}: {name} is not a finite number; the update is skipped, {total} so far")
+            self._listener.note(f"step {step}: {name} is not finite; the update is skipped, {total} so far")
             if for_good:
                 self._stop(name, step)
         if (median := self._spikes.see(line["loss"])) is not None:
             self.run.event("loss_spike", step=step, loss=line["loss"], median=median)
-            self._listener.note(f"step {step}: the loss of {line['loss']:.3f} is far above the {median:.3f} before it")
+            self._listener.note(f"step {step}: the loss of {line['loss']:.3f} is far above the previous {median:.3f}")
 
     def evaluated(self, progress: Progress, loss: float) -> None:
-        """An evaluation is done, whose phase is still open. Raises NumbersError for a loss that is not finite."""
+        """Called at the end of an evaluation, inside its phase. Raises NumbersError for a loss that is not finite."""
         line = {
             "step": progress.step,
             "eval_loss": _number(loss),
@@ -198,7 +200,7 @@ class Recorder:
             self._stop("eval_loss", progress.step)
 
     def forget_evaluation(self, progress: Progress) -> None:
-        """Take back the evaluation at this step, which is about to be done again."""
+        """Delete the record of the evaluation at this step, which is about to be repeated."""
         self.run.forget_evaluation_at(progress.step)
 
     def _stop(self, name: str, step: int) -> NoReturn:
@@ -207,7 +209,7 @@ class Recorder:
 
 
 def _number(value: float) -> float | None:
-    """A finite float, or None, which JSON can say; a NaN is never turned into a number."""
+    """The value if it is finite, else None, since JSON has no NaN."""
     return value if math.isfinite(value) else None
 
 
@@ -215,6 +217,6 @@ def _not_finite(name: str, step: int, run: RunDirectory) -> str:
     saved = run.complete_checkpoints()
     where = f"the last checkpoint is {saved[-1]}" if saved else "no checkpoint was written yet (`output.save_every`)"
     return (
-        f"{name} is not a finite number at step {step}; {where}. Lower `training.learning_rate`, lengthen "
-        "`training.warmup`, or use bf16 instead of fp16"
+        f"{name} is not finite at step {step}; {where}. Lower `training.learning_rate`, lengthen `training.warmup`, or "
+        "use bf16 instead of fp16"
     )

@@ -1,4 +1,4 @@
-"""Train a model whose weights, adapter and data are ready, and publish what was trained."""
+"""Trains a prepared model and publishes the trained weights."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ from finetune.training.tracking import Trackers
 
 @dataclass(frozen=True)
 class Outcome:
-    """How training ended: the last step and, where there were evaluations, the step of the best one."""
+    """How training ended: the last step, and the step of the best evaluation, if any."""
 
     steps: int
     best_step: int | None
@@ -58,9 +58,9 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Job:
-    """A run that is ready to train: the model, the data, the device, and who keeps and shows what comes of it.
+    """Everything a run needs to train.
 
-    `made_with` goes into each checkpoint's manifest; `resume_from` is a checkpoint that was verified.
+    `made_with` is written into each checkpoint's manifest; `resume_from` is a verified checkpoint.
     """
 
     config: Config
@@ -77,10 +77,10 @@ class Job:
 
 
 def train(job: Job) -> Outcome:
-    """Run the optimizer steps and write `adapter/` (or `merged/`, where every weight was trained).
+    """Run the optimizer steps and write `adapter/` (or `merged/` if every weight was trained).
 
-    Raises NumbersError for a loss that is not finite, MachineError when a checkpoint cannot be written, ArtifactError
-    when one does not fit, and Terminated or KeyboardInterrupt after the save that a signal asked for.
+    Raises NumbersError for a loss that is not finite, MachineError if a checkpoint cannot be written, ArtifactError if
+    one does not fit the job, and Terminated or KeyboardInterrupt after a signal and its checkpoint.
     """
     config, model, run = job.config, job.model, job.run
     with autocast(config.training.precision, job.device), libraries.without_cudnn_attention():
@@ -98,10 +98,10 @@ def train(job: Job) -> Outcome:
         with job.signals.waiting(), libraries.without_cudnn_attention(), casting, tiles:
             _fit(job, loop)
     progress = loop.progress
-    # The ranks' model holds their process group, and must not be the last to do so: it would end the group's threads
-    # with Python's lock held, for which they may be waiting (torch 2.13, ProcessGroupGloo).
+    # The DDP model references the process group and must not be the last to do so: its destructor would join the
+    # group's threads while holding the GIL, for which they may be waiting (torch 2.13, ProcessGroupGloo).
     del loop
-    ranks.leave()  # the first one does the rest alone
+    ranks.leave()  # rank 0 does the rest alone
     job.signals.end(f"step {progress.step} is saved in {run.checkpoints}")
     if ranks.is_main():
         if config.output.best and (best := _best_checkpoint(progress, run, job.listener)):
@@ -115,7 +115,7 @@ def train(job: Job) -> Outcome:
 
 
 def _fuse(job: Job) -> None:
-    """Let fused kernels compute what they can. Raises ConfigError where `kernels.fused: on` asks for more than that."""
+    """Attach fused kernels where they apply. Raises ConfigError if `kernels.fused: on` cannot be satisfied."""
     fused = job.config.kernels.fused
     triton = job.device.type != "cuda" or libraries.triton_obstacle() is None
     attached = kernels.attach(job.model, fused, triton=triton)
@@ -127,13 +127,13 @@ def _fuse(job: Job) -> None:
 
 
 def _accelerator(config: Config, run: RunDirectory, device: torch.device) -> Accelerator:
-    """accelerate's part: the ranks' shared model, and the trackers. Autocast and loss scaling are the step's own."""
-    # What an earlier run in this process, or a notebook's own Trainer, settled holds for the process; accelerate 1.15
-    # has no public way to begin anew.
+    """accelerate wraps the model for several ranks and runs the trackers; `Step` does autocast and loss scaling."""
+    # The state is global: an earlier run in this process, or a notebook's own Trainer, may have set it, and accelerate
+    # 1.15 has no public way to reset it.
     AcceleratorState._reset_state()  # noqa: SLF001
     return Accelerator(
         cpu=device.type == "cpu",
-        mixed_precision="no",  # and not what `accelerate launch` was told
+        mixed_precision="no",  # overrides `accelerate launch`
         log_with=list(config.tracking.to) or None,
         project_dir=str(run.path / "tensorboard"),
     )
@@ -210,7 +210,7 @@ def _steps(job: Job) -> Steps:
 
 @dataclass(frozen=True)
 class _OutOfMemory:
-    """What a run records, says and saves where memory runs out."""
+    """Callbacks that record and report running out of memory, and save the state before giving up."""
 
     run: RunDirectory
     listener: Listener
@@ -224,7 +224,7 @@ class _OutOfMemory:
         packed = "packed into" if "cu_seq_lens_q" in inputs else "of"
         self.run.event("micro_batch_split", step=self.progress.step + 1, rows=rows, tokens=tokens, **fields)
         self.listener.note(
-            f"out of memory at {rows} rows {packed} {tokens} tokens: split in two, as all of that size from now on"
+            f"out of memory at {rows} rows {packed} {tokens} tokens: split in two, as are all of this size from now on"
         )
 
     def evaluation_split(self, inputs: Inputs) -> None:
@@ -236,15 +236,15 @@ class _OutOfMemory:
     def no_evaluation(self, inputs: Inputs) -> None:
         place, tokens = oom_retry.place_of(self.data.eval, inputs), inputs["input_ids"].numel()
         self.run.event("evaluation_skipped", step=self.progress.step, place=place, tokens=tokens)
-        self.listener.note(f"no evaluation: out of memory at {place} alone, {tokens} tokens; training goes on")
+        self.listener.note(f"no evaluation: out of memory at {place} alone, {tokens} tokens; training continues")
 
     def give_up(self, error: BaseException, inputs: Inputs) -> None:
-        """Say on `error` which row is too large, and save what the steps before have trained."""
+        """Add a note to `error` that names the row, and save the state of the last completed step."""
         place, step = oom_retry.place_of(self.data.train, inputs), self.progress.step
         tokens = inputs["input_ids"].numel()
         self.run.event("row_does_not_fit", step=step + 1, place=place, tokens=tokens)
         error.add_note(f"The row that does not fit, alone in its micro-batch: {place}, {tokens} tokens.")
-        if self.device.type == "cpu":  # elsewhere it stays, for the allocator's snapshot; saving needs the host's
+        if self.device.type == "cpu":  # saving needs host memory; GPU memory is kept for the allocator's snapshot
             oom_retry.release(error)
         try:
             self.checkpoints.wait()
@@ -262,7 +262,7 @@ class _OutOfMemory:
 
 
 def _fit(job: Job, loop: Loop) -> None:
-    """Train to the end, or to the end of the step in which a signal came; the last save is awaited either way."""
+    """Train to the end, or to the end of the step in which a signal arrived, and wait for the last save."""
     if job.resume_from:
         restore_weights(loop.step.model, job.resume_from)
         if loop.is_over:
@@ -276,9 +276,9 @@ def _fit(job: Job, loop: Loop) -> None:
     job.run.event("largest_batch_fits", step=loop.progress.step, seconds=seconds, memory=peaks)
     try:
         loop.run(job.resume_from)
-        # A launcher that sees one rank end after a signal leaves the others half a minute.
+        # After a signal, a launcher kills the other ranks half a minute after the first one ends.
         ranks.main_does(loop.checkpoints.wait)
-    except KeyboardInterrupt:  # the second one, which does not wait for anything
+    except KeyboardInterrupt:  # the second one: end without waiting
         raise
     except BaseException:
         with contextlib.suppress(FinetuneError):  # the first error is the one to report
@@ -287,7 +287,7 @@ def _fit(job: Job, loop: Loop) -> None:
 
 
 def _note_other_schedule(job: Job, loop: Loop, resume_from: Path) -> None:
-    """Write down that the job is longer or shorter than when the checkpoint was made, which moves the learning rate."""
+    """Record that the number of steps has changed since the checkpoint, and the learning rate with it."""
     training, now, then = job.config.training, loop.progress.total, read_progress(resume_from).total
     done = loop.schedule.last_epoch
     if not done or then == now:
@@ -296,7 +296,7 @@ def _note_other_schedule(job: Job, loop: Loop, resume_from: Path) -> None:
     job.run.event("schedule_changed", step=done, steps=[then, now], learning_rate=[before, after])
     job.listener.note(
         f"the schedule now ends at step {now}, not {then}: the learning rate goes from {before:.2e} at step "
-        f"{done} to {after:.2e} at the next, and on as `training.schedule: {training.schedule}` says"
+        f"{done} to {after:.2e} at the next, then follows `training.schedule: {training.schedule}`"
     )
 
 
@@ -304,7 +304,7 @@ def _note_other_schedule(job: Job, loop: Loop, resume_from: Path) -> None:
 
 
 def _best_checkpoint(progress: Progress, run: RunDirectory, listener: Listener) -> Path | None:
-    """The checkpoint of the best evaluation, where it is on disk and not simply the last one."""
+    """The checkpoint of the best evaluation; None if it is the last step or not on disk."""
     best = progress.best_step
     if not best or best == progress.step:
         return None
@@ -313,13 +313,13 @@ def _best_checkpoint(progress: Progress, run: RunDirectory, listener: Listener) 
         return None
     if problems := problems_of(path):
         run.event("best_damaged", step=best, problems=problems)
-        listener.note(f"{path}, the best, cannot be used ({'; '.join(problems)}); the last is exported instead")
+        listener.note(f"the best checkpoint {path} cannot be used ({'; '.join(problems)}); exporting the last step")
         return None
     return path
 
 
 def _keep_initial_adapter(job: Job) -> Path | None:
-    """PiSSA moves part of the base into the adapter. Keep its start, so that what is published fits the plain base."""
+    """PiSSA moves part of the base into the adapter. Keep the initial adapter, to publish one for the plain base."""
     if job.config.adapter.init != "pissa":
         return None
     folder = job.run.path / "adapter_initial"
@@ -329,7 +329,7 @@ def _keep_initial_adapter(job: Job) -> Path | None:
 
 
 def _publish(job: Job, initial: Path | None) -> None:
-    """Write the trained weights where other tools look for them; the directory appears when it is whole."""
+    """Write the trained weights where other tools look for them, as an atomically published directory."""
     target = job.run.merged if job.config.adapter.kind == "none" else job.run.adapter
     try:
         with staged(target) as folder:
@@ -339,7 +339,7 @@ def _publish(job: Job, initial: Path | None) -> None:
             else:
                 save_weights(job.model, folder)
             fingerprint.save(job.tokenizer, job.made_with["base"], folder)
-    except (OSError, SafetensorError) as error:  # safetensors 0.8 makes its own of a full disk
+    except (OSError, SafetensorError) as error:  # safetensors 0.8 raises its own error for a full disk
         raise MachineError(not_written(target, error)) from None
     if initial:
         shutil.rmtree(initial)

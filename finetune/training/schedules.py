@@ -1,8 +1,8 @@
 """Learning-rate schedules. A new one is one entry in SCHEDULES.
 
-The rate of step i of n (from 1), of which w are warm-up, is the peak times
+The learning rate of step i of n (from 1), w of which are warm-up, is the peak times
 
-    i / w                          for i <= w: 1/w of the peak at the first step, all of it at the last one
+    i / w                          for i <= w: 1/w at the first step, 1 at step w
     curve(i - 1 - w, n - w, w)     after that: 1 at the first step, and not yet 0 at the last one (i = n)
 
 so every step trains. After warm-up the curves are those of transformers 5.23 (`transformers.optimization`), whose own
@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Schedule:
-    """A curve from 1 towards 0 over (steps since warm-up, steps after warm-up, warm-up steps), and the rate at its 0.
+    """A curve from 1 towards 0 as a function of (steps since warm-up, steps after warm-up, warm-up steps).
 
-    That rate is `end`, no more than the peak, plus `end_share` of the peak.
+    Where the curve is 0, the learning rate is `end` (at most the peak) plus `end_share` of the peak.
     """
 
     help: str
@@ -64,18 +64,18 @@ SCHEDULES: dict[str, Schedule] = {
 
 
 def warmup_steps(training: TrainingSection, steps: int) -> int:
-    """Number of warm-up steps of `steps`: a share of them is rounded up."""
+    """Number of warm-up steps out of `steps`; a fraction is rounded up."""
     return int(training.warmup) if training.warmup >= 1 else math.ceil(training.warmup * steps)
 
 
 def rate(training: TrainingSection, step: int, steps: int) -> float:
-    """The learning rate of a step, from 1, of `steps`."""
+    """The learning rate of step `step` (from 1) of `steps`."""
     return training.learning_rate * _factor(training, step, steps)
 
 
 def scheduler(training: TrainingSection, optimizer: Optimizer, steps: int) -> LambdaLR:
-    """The schedule of a job of `steps` as torch's scheduler, which counts the updates that are done, from 0."""
-    from torch.optim.lr_scheduler import LambdaLR  # not for the table, by which a config is checked
+    """The schedule of a job of `steps` as a torch scheduler, which counts completed updates from 0."""
+    from torch.optim.lr_scheduler import LambdaLR  # here, since checking a config imports this module
 
     return LambdaLR(optimizer, lambda done: _factor(training, done + 1, steps))
 
@@ -86,5 +86,5 @@ def _factor(training: TrainingSection, step: int, steps: int) -> float:
         return step / warmup
     after = max(1, steps - warmup)
     end = schedule.end_share + min(1.0, schedule.end / training.learning_rate)
-    # A scheduler asks for the rate of the step after the last one, too, which no step takes.
+    # torch's scheduler also asks for the rate after the last step, which is never used.
     return end + (1 - end) * schedule.curve(min(step - 1 - warmup, after), after, warmup)

@@ -1,8 +1,8 @@
-"""Save and restore the training state as tensors and JSON values, bit for bit.
+"""Saves and restores the training state as tensors and JSON values, bit for bit.
 
-A checkpoint holds the trained weights; `optimizer.safetensors`; `state.json` with the optimizer's numbers, the
-schedule, the loss scaler and the random state of each rank; `trainer_state.json` with the progress (step, epoch, best
-evaluation). Nothing is pickled.
+A checkpoint contains the trained weights; `optimizer.safetensors`; `state.json` with the optimizer's other values, the
+schedule, the loss scaler and the random state of each rank; and `trainer_state.json` with the progress (step, epoch,
+best evaluation). Nothing is pickled.
 """
 
 from __future__ import annotations
@@ -33,10 +33,7 @@ OPTIMIZER_FILE, STATE_FILE = "optimizer.safetensors", "state.json"
 
 
 def trained_weights(model: Any) -> dict[str, torch.Tensor]:
-    """The trained weights themselves (no copies), under the names that PEFT gives an adapter's, by which it reads them.
-
-    Without an adapter: every trained weight by its own name.
-    """
+    """The trained weights by name (not copies), an adapter's by the names in PEFT's files."""
     if not hasattr(model, "peft_config"):
         return {name: weight.data for name, weight in model.named_parameters() if weight.requires_grad}
     return adapter.weights(model)
@@ -47,16 +44,16 @@ def _weights_file(model: Any) -> str:
 
 
 def save_weights(model: Any, folder: Path, **arguments: Any) -> None:
-    """Write the adapter (or the whole model without one) as safetensors."""
+    """Write the adapter, or the whole model without one, as safetensors."""
     if hasattr(model, "peft_config"):
-        # "auto" would ask the hub whether the vocabulary grew; extra_modules says what else is trained.
+        # "auto" would ask the hub whether the vocabulary was resized; `extra_modules` says what else is trained.
         model.save_pretrained(str(folder), save_embedding_layers=False, **arguments)
     else:
         model.save_pretrained(str(folder))
 
 
 def restore_weights(model: Any, folder: Path) -> None:
-    """Put the weights of the checkpoint `folder` into the model, in their own type. Raises ArtifactError."""
+    """Load the weights of the checkpoint `folder` into the model, whose dtypes must match. Raises ArtifactError."""
     file = _weights_file(model)
     stored, live = checkpoint.read_tensors(folder, file), trained_weights(model)
     _refuse_other_names(folder / file, stored, live)
@@ -74,7 +71,7 @@ def _copy(tensor: torch.Tensor, into: torch.Tensor, what: str) -> None:
 
 
 def _refuse_other_kind(what: str, stored: Any, live: Any) -> None:
-    """Raise ValueError where a value of a checkpoint is not of the kind that the job's own is of."""
+    """Raise ValueError if a value of a checkpoint does not have the type or structure of the job's own."""
     if isinstance(live, dict) and isinstance(stored, dict):
         if unknown := sorted(stored.keys() - live.keys()):
             raise ValueError(f"{what} has no `{unknown[0]}`")
@@ -101,9 +98,9 @@ def _refuse_other_names(what: object, found: Iterable[str], expected: Iterable[s
 
 
 def optimizer_state(optimizer: Any) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    """The optimizer's numbers as JSON values, and its tensors (no copies) by name.
+    """The optimizer's state as JSON values, and its tensors (not copies) by name.
 
-    A tensor that several weights share, such as bitsandbytes' quantization map, is there once.
+    A tensor shared by several weights, such as bitsandbytes' quantization map, is stored once.
     """
     tensors: dict[str, torch.Tensor] = {}
     names: dict[int, str] = {}
@@ -122,14 +119,14 @@ def optimizer_state(optimizer: Any) -> tuple[dict[str, Any], dict[str, torch.Ten
 
 
 def restore_optimizer(optimizer: Any, described: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
-    """Give the optimizer the state that `optimizer_state` described, each tensor in its type, place and paging."""
+    """Restore what `optimizer_state` returned, with each tensor's dtype, device and paging."""
     states = [
         {key: tensors[value["tensor"]] if isinstance(value, dict) else value for key, value in weight.items()}
         for weight in described["weights"]
     ]
     groups = described["groups"]
     if (len(groups), len(states)) != (len(optimizer.param_groups), len(_parameters(optimizer))):
-        raise ValueError("other groups of weights")
+        raise ValueError("different parameter groups")
     if isinstance(optimizer, Optimizer8bit):
         _restore_bitsandbytes(optimizer, states)
     else:
@@ -140,7 +137,7 @@ def restore_optimizer(optimizer: Any, described: dict[str, Any], tensors: dict[s
 
 
 def _restore_bitsandbytes(optimizer: Optimizer8bit, states: list[dict[str, Any]]) -> None:
-    """Its own loading puts paged states into the card's memory; so its own buffers are made, and filled."""
+    """Create bitsandbytes' own buffers and fill them: its `load_state_dict` would move paged states to GPU memory."""
     stored = iter(states)
     for group_number, group in enumerate(optimizer.param_groups):
         for number, weight in enumerate(group["params"]):
@@ -158,7 +155,7 @@ def _restore_bitsandbytes(optimizer: Optimizer8bit, states: list[dict[str, Any]]
 
 
 def _restore_torch(optimizer: torch.optim.Optimizer, states: list[dict[str, Any]]) -> None:
-    """torch knows where each tensor lives, but casts it to its weight's type, which Adafactor's are not of."""
+    """torch restores devices, but casts states to their weight's dtype, so the original dtype is restored after it."""
     groups = optimizer.state_dict()["param_groups"]
     held = {number: values for number, values in enumerate(states) if values}
     optimizer.load_state_dict({"state": held, "param_groups": groups})
@@ -179,10 +176,12 @@ def _parameters(optimizer: Any) -> list[torch.nn.Parameter]:
 def snapshot(
     step: Step, schedule: Any, progress: Progress, made_with: dict[str, Any], random_states: list[dict[str, Any]]
 ) -> Contents:
-    """A copy of the training's state in host memory, from which training may go on at once."""
+    """A copy of the training state in host memory; training can continue at once."""
     model = step.model
     if step.device.type == "cuda":
-        torch.cuda.synchronize(step.device)  # paged states are read as host memory, past the stream of their update
+        torch.cuda.synchronize(
+            step.device
+        )  # paged states are read as host memory, bypassing the stream of their update
     optimizer, optimizer_tensors = optimizer_state(step.optimizer)
     values = {
         STATE_FILE: {
@@ -199,7 +198,7 @@ def snapshot(
     return Contents(
         step=progress.step,
         tensors={file: {name: _on_host(tensor) for name, tensor in held.items()} for file, held in tensors.items()},
-        values=json.loads(json.dumps(values)),  # a copy, too
+        values=json.loads(json.dumps(values)),  # also a copy
         made_with=made_with,
     )
 
@@ -209,18 +208,18 @@ def _on_host(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _adapter_config(config: Any) -> dict[str, Any]:
-    """What PEFT writes beside an adapter (peft 0.21, `PeftModel.save_pretrained`), so that it reads a checkpoint."""
+    """PEFT's adapter_config.json (peft 0.21, `PeftModel.save_pretrained`), so that PEFT can load a checkpoint."""
     values = {**config.to_dict(), "inference_mode": True}
     return {key: sorted(value) if isinstance(value, set) else value for key, value in values.items()}
 
 
 def restore(step: Step, schedule: Any, folder: Path) -> None:
-    """Give optimizer, schedule and scaler the state of a checkpoint. Raises ArtifactError where it does not fit."""
+    """Restore optimizer, schedule and scaler from a checkpoint. Raises ArtifactError if it does not fit the job."""
     state = records.read(folder / STATE_FILE, records.CHECKPOINT_STATE)
     tensors = checkpoint.read_tensors(folder, OPTIMIZER_FILE)
     try:
         restore_optimizer(step.optimizer, {**state["optimizer"]}, tensors)
-        # What the schedule's functions keep is not the checkpoint's to say: earlier versions had others.
+        # The state of the schedule's functions is not restored: earlier versions had other functions.
         stored = {key: value for key, value in state["schedule"].items() if key != "lr_lambdas"}
         _refuse_other_kind("schedule", stored, schedule.state_dict())
         _restore_schedule(schedule, stored)
@@ -232,7 +231,7 @@ def restore(step: Step, schedule: Any, folder: Path) -> None:
 
 
 def _restore_schedule(schedule: Any, state: dict[str, Any]) -> None:
-    """Give the schedule its count of updates; the next step's rate is that of the job as it is now, perhaps longer."""
+    """Restore the schedule's update count; learning rates follow the current config, which may have more steps."""
     done = state["last_epoch"]
     rates = [peak * factor(done) for peak, factor in zip(schedule.base_lrs, schedule.lr_lambdas, strict=True)]
     schedule.load_state_dict({**state, "_last_lr": rates, "lr_lambdas": [None] * len(rates)})
@@ -240,14 +239,14 @@ def _restore_schedule(schedule: Any, state: dict[str, Any]) -> None:
         group["lr"] = rate
 
 
-def restore_random(folder: Path, process: int) -> None:
-    """Set the generators of this process to those of a checkpoint, where it was among those that made it."""
-    if process < len(states := _random_states(folder)):
-        states[process].restore()
+def restore_random(folder: Path, rank: int) -> None:
+    """Restore this rank's random state from a checkpoint, unless the checkpoint was made with fewer ranks."""
+    if rank < len(states := _random_states(folder)):
+        states[rank].restore()
 
 
 def _random_states(folder: Path) -> list[RandomState]:
-    """The generators of each process. Raises ArtifactError."""
+    """The random state of each rank. Raises ArtifactError."""
     states = records.read(folder / STATE_FILE, records.CHECKPOINT_STATE)["random"]
     try:
         return [RandomState.from_json(state) for state in states]
@@ -256,7 +255,7 @@ def _random_states(folder: Path) -> list[RandomState]:
 
 
 def problems_of(folder: Path) -> list[str]:
-    """What keeps training from going on from a checkpoint, each naming its file; nothing for one it can go on from."""
+    """Problems that prevent resuming from a checkpoint, each naming its file; empty if there are none."""
     if damaged := checkpoint.problems_of(folder):
         return damaged
     try:

@@ -1,4 +1,4 @@
-"""One optimizer step: forward and backward passes of its micro-batches, clipping, update. The forecast traces this."""
+"""One optimizer step: forward and backward passes of its micro-batches, clipping and update. The forecast traces it."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from finetune.runtime.libraries import replaced
 from finetune.training.collator import Inputs, for_model
 
 Count: TypeAlias = int | torch.Tensor
-"""What a step's loss is divided by: an integer, or of several ranks a tensor on the device, so that none waits."""
+"""The divisor of a step's loss: an integer, or with several ranks a tensor on the device, to avoid synchronising."""
 
 
 @dataclass
 class Step:
-    """What a step is computed with.
+    """Model, optimizer and settings of a step.
 
-    With several ranks `shared` is `model` in DistributedDataParallel, and `local` a context in which gradients are not
-    synchronized. With `masked` the model is given the padding mask. `scaler` scales the loss under fp16. `seen` is
-    called after each micro-batch with it, its number and the peak of its backward pass.
+    With several ranks, `shared` is `model` in DistributedDataParallel, and `local` a context in which gradients are not
+    synchronized. With `masked` the model gets the padding mask. `scaler` scales the loss under fp16. `seen` is called
+    after each micro-batch with it, its index and the peak of its backward pass.
     """
 
     model: Any
@@ -46,10 +46,10 @@ class Step:
     scaler: torch.amp.GradScaler | None = None
     seen: Callable[[Inputs, int, Peak], None] = lambda micro_batch, number, peak: None
     under_way: Inputs | None = field(default=None, init=False)
-    """The micro-batch that is computed, or was last."""
+    """The current or last micro-batch."""
 
     def forward_backward(self, micro_batches: list[Inputs], count: Count) -> torch.Tensor:
-        """Accumulate the gradients of the step; its loss, or this rank's part of it times `world_size`.
+        """Accumulate gradients over the micro-batches; return the loss, or this rank's part of it times `world_size`.
 
         `count` is the objective's count over all micro-batches of all ranks, by which each sum is divided.
         """
@@ -65,13 +65,13 @@ class Step:
         return torch.stack(losses).sum()
 
     def micro_step(self, micro_batch: Inputs, number: int, count: Count) -> torch.Tensor:
-        """Run forward and backward pass of micro-batch `number`, from 0; return its part of the step's loss."""
+        """Run the forward and backward pass of micro-batch `number` (from 0); return its part of the step's loss."""
         self.monitor.enter("forward")
         try:
             batch = send_to_device(for_model(micro_batch, masked=self.masked), self.device, non_blocking=True)
             with autocast(self.precision, self.device), packing.known(batch):
                 total, _ = self.objective.loss(self.shared or self.model, batch)
-            loss = total / count * self.world_size  # the ranks' gradients are averaged
+            loss = total / count * self.world_size  # DDP averages the ranks' gradients
             del batch, total
             self.monitor.enter("backward")
             (self.scaler.scale(loss) if self.scaler else loss).backward()
@@ -81,15 +81,15 @@ class Step:
         return loss.detach()
 
     def clip(self) -> torch.Tensor:
-        """Scale the gradients to a norm of at most `max_grad_norm` (0: no bound); return the norm before."""
+        """Clip the gradient norm to `max_grad_norm` (0: no clipping); return the norm before clipping."""
         if self.scaler:
             self.scaler.unscale_(self.optimizer)
         return torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.max_grad_norm or math.inf)
 
     def update(self) -> None:
-        """Queue the optimizer's update."""
-        # bitsandbytes (0.50) waits for the device after each weight. The stream keeps the order by itself; who reads
-        # paged states from the host has to wait (`state.snapshot`).
+        """Queue the optimizer's update, without waiting for it."""
+        # bitsandbytes 0.50 synchronises after each weight. The stream preserves the order anyway; only reading paged
+        # states from the host requires synchronisation (`state.snapshot`).
         with replaced(bitsandbytes.optim.optimizer, "sync_gpu", lambda tensor: None):
             if self.scaler:
                 self.scaler.step(self.optimizer)
@@ -97,10 +97,10 @@ class Step:
                 self.optimizer.step()
 
     def rescale(self) -> None:
-        """Move the loss scale (fp16): down after gradients that were not finite, up again after many that were."""
+        """Update the loss scale (fp16): down after non-finite gradients, up again after many finite ones."""
         if self.scaler:
             self.scaler.update()
 
     def trained(self) -> list[torch.nn.Parameter]:
-        """The weights that are trained."""
+        """The trained weights."""
         return [weight for weight in self.model.parameters() if weight.requires_grad]

@@ -1,4 +1,4 @@
-"""Trackers, which receive the metrics in addition to the run directory. A new one is one entry in TRACKERS."""
+"""Experiment trackers, which also receive the metrics of the run directory. A new one is one entry in TRACKERS."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Tracker:
-    """A tracker of accelerate's, the package that must be installed for it, and its argument for the run's name."""
+    """One of accelerate's trackers: the package it needs, and its argument for the run's name."""
 
     help: str
     package: str
@@ -33,7 +33,7 @@ TRACKERS: dict[str, Tracker] = {
 
 
 def check(section: TrackingSection) -> None:
-    """Raise MachineError naming the package to install where a tracker is missing."""
+    """Raise MachineError naming the package to install if a tracker is missing."""
     for name in section.to:
         package = TRACKERS[name].package
         if importlib.util.find_spec(package) is None:
@@ -41,35 +41,35 @@ def check(section: TrackingSection) -> None:
 
 
 class Trackers:
-    """The trackers of `section` for one run, through accelerate, which lets the first rank alone report."""
+    """The trackers of `section` for one run, through accelerate, which reports from rank 0 only."""
 
     def __init__(self, accelerator: Accelerator, section: TrackingSection, run: RunDirectory, config: Config) -> None:
         self._accelerator = accelerator if section.to else None
         if not self._accelerator:
             return
         named = {name: {argument: run.path.name} for name in section.to if (argument := TRACKERS[name].run_name)}
-        # accelerate gives wandb a project, past the variable by which its users name theirs; MLflow's it reads itself.
+        # accelerate passes wandb a project explicitly, which overrides WANDB_PROJECT; it honours MLflow's variable.
         project = os.environ.get("WANDB_PROJECT") if "wandb" in section.to else None
         accelerator.init_trackers(project or "finetune", _flat(config.model_dump(mode="json")), named)
 
     def log(self, split: str, line: dict[str, Any]) -> None:
-        """Report the numbers of a line of metrics.jsonl as `split`/name, such as train/loss and eval/loss."""
+        """Log the numbers of a line of metrics.jsonl as `split`/name, such as train/loss and eval/loss."""
         if self._accelerator:
             numbers = {name: value for name, value in line.items() if type(value) in (int, float) and name != "step"}
             named = {f"{split}/{name.removeprefix('eval_')}": value for name, value in numbers.items()}
             self._accelerator.log(named, step=line["step"])
 
     def close(self) -> None:
-        """End the trackers' runs: one that stays open takes the numbers of a later run in this process, or refuses it.
+        """Finish the trackers' runs; an open one would receive the metrics of a later run in this process, or block it.
 
-        accelerate's `end_training` would also end the ranks' process group.
+        accelerate's `end_training` would also destroy the process group.
         """
         for tracker in self._accelerator.trackers if self._accelerator else ():
             tracker.finish()
 
 
 def _flat(config: dict[str, Any]) -> dict[str, Any]:
-    """The config as keys such as `training.learning_rate`, with values that every tracker takes."""
+    """The config as flat keys such as `training.learning_rate`, with values that every tracker accepts."""
     return {
         f"{section}.{key}": value if isinstance(value, (bool, int, float, str)) else str(value)
         for section, values in config.items()

@@ -299,7 +299,7 @@ def test_an_update_that_changed_some_weights_is_not_done_again(make: Callable[..
     with pytest.raises(torch.OutOfMemoryError) as stopped:
         updated(loop)
     assert len(calls) == 3
-    assert "some weights and not others" in stopped.value.__notes__[0]
+    assert "some weights but not others" in stopped.value.__notes__[0]
 
 
 # -- one row -----------------------------------------------------------------------------------------------------------

@@ -147,6 +147,6 @@ def test_only_the_first_process_writes_the_run_and_prints(job: Make) -> None:
     names = [event["event"] for event in together.run.events()]
     assert names.count("largest_batch_fits") == names.count("trained") == names.count("finished") == 1
     assert json.loads(together.run.forecast_file.read_text())["fits"]
-    own = together.run.of_process(1)
+    own = together.run.of_rank(1)
     assert sorted(path.name for path in own.path.iterdir()) == ["events.jsonl", "metrics.jsonl"]
     assert lines(own, "step", "loss") == lines(together.run, "step", "loss")

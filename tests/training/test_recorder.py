@@ -1,4 +1,4 @@
-"""What a step is divided by and what is written of it: its trained tokens, its tokens, its places."""
+"""What a step is divided by and what is written of it: its trained tokens, its tokens, its positions."""
 
 import pytest
 import torch
@@ -22,16 +22,16 @@ def counts(micro_batches: list[Inputs]) -> StepCounts:
 
 
 @pytest.mark.parametrize(
-    ("way", "places"), [(MicroBatching(2), 14), (MicroBatching(1), 10), (MicroBatching(1, 32, packed=True), 10)]
+    ("way", "positions"), [(MicroBatching(2), 14), (MicroBatching(1), 10), (MicroBatching(1, 32, packed=True), 10)]
 )
-def test_a_step_counts_its_rows_in_whatever_micro_batches(way: MicroBatching, places: int) -> None:
-    assert counts(MicroBatches(way, 0)(ROWS)) == StepCounts(trained=6, tokens=10, places=places)
+def test_a_step_counts_its_rows_in_whatever_micro_batches(way: MicroBatching, positions: int) -> None:
+    assert counts(MicroBatches(way, 0)(ROWS)) == StepCounts(trained=6, tokens=10, positions=positions)
 
 
 def test_the_micro_batch_of_an_idle_rank_counts_nothing() -> None:
     second_rank = MicroBatches(MicroBatching(1), 0, 1, 2)
     [theirs], [idle] = second_rank(ROWS), second_rank(ROWS[:1])
-    assert counts([idle, theirs]) == StepCounts(trained=5, tokens=7, places=7)
+    assert counts([idle, theirs]) == StepCounts(trained=5, tokens=7, positions=7)
 
 
 def test_a_step_that_trains_nothing_is_divided_by_1() -> None:
@@ -42,5 +42,5 @@ def test_several_ranks_count_together(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ranks, "world_size", lambda: 2)
     monkeypatch.setattr(ranks, "summed", lambda values: 2 * values)
     found = StepCounts(2, 3, 4).of_all_ranks(CPU)
-    assert [int(value) for value in (found.trained, found.tokens, found.places)] == [4, 6, 8]
+    assert [int(value) for value in (found.trained, found.tokens, found.positions)] == [4, 6, 8]
     assert int(StepCounts(0, 3, 4).of_all_ranks(CPU).trained) == 1
