@@ -130,7 +130,7 @@ def test_a_sound_run_has_nothing_wrong(trained: RunDirectory) -> None:
     assert wrong(trained) == []
     found = {one.about: one.what for one in run_directory.examine(trained.path).findings}
     assert found["state"] == "finished, 20 steps"
-    assert found["adapter"] == "whole, weights finite"
+    assert found["adapter"] == "intact, weights finite"
 
 
 def test_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:
@@ -167,7 +167,7 @@ DAMAGES: dict[str, tuple[Callable[[RunDirectory], object], str, str]] = {
     "a list": (lambda run: _append(run.metrics_file, "[1]\n"), "metrics.jsonl", "line 24 is skipped"),
     "environment cut": (lambda run: cut(run.environment_file, 40), "environment.json", "not as this program writes it"),
     "weights gone": (lambda run: (run.adapter / "adapter_model.safetensors").unlink(), "adapter", "No such file"),
-    "weights cut": (lambda run: cut(run.adapter / "adapter_model.safetensors", 5000), "adapter", "beyond the file"),
+    "weights cut": (lambda run: cut(run.adapter / "adapter_model.safetensors", 5000), "adapter", "exceeds the file"),
     "header bit": (lambda run: flip(run.adapter / "adapter_model.safetensors", 0), "adapter", "adapter_model"),
     "rank": (_other_rank, "adapter", "`r` is 4"),
     "nan": (_not_a_number, "adapter", "not finite"),
@@ -180,7 +180,7 @@ DAMAGES: dict[str, tuple[Callable[[RunDirectory], object], str, str]] = {
         lambda run: cut(_checkpoint(run) / "adapter_model.safetensors", 5000), "checkpoints/step-00000020", "adapter",
     ),
     "replaced": (lambda run: run.adapter.rename(f"{run.adapter}.replaced"), "adapter.replaced", "was being replaced"),
-    "link": (lambda run: (run.path / "merged").symlink_to("/etc"), "layout", "leads out"),
+    "link": (lambda run: (run.path / "merged").symlink_to("/etc"), "layout", "a link out of"),
     "merged empty": (lambda run: run.merged.mkdir(), "merged", "config.json"),
 }  # fmt: skip
 
@@ -206,7 +206,7 @@ def test_a_run_that_train_would_refuse_to_go_on_with_is_not_sound(run: RunDirect
     found = {one.about: one for one in wrong(run)}
     assert found["state"].status == "error"
     assert "refuses to resume it" in found["state"].what
-    assert found["checkpoints/step-00000010"].remedy == "restore it from a copy"
+    assert found["checkpoints/step-00000010"].remedy == "restore it from a backup"
     assert found["checkpoints/latest"].status == "warning"
     for checkpoint in run.complete_checkpoints():
         shutil.rmtree(checkpoint)

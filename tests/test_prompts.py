@@ -136,4 +136,4 @@ def test_a_run_that_does_not_say_what_its_rows_were_is_asked_as_a_conversation_w
     run.events_file.write_text("".join(json.dumps(line) + "\n" for line in lines))
     finetune.generate(run, "Say 5", max_new_tokens=1)
     assert len(asked) == 1
-    assert "does not say which format its rows had" in " ".join(capsys.readouterr().err.split())
+    assert "does not record the format of its rows" in " ".join(capsys.readouterr().err.split())

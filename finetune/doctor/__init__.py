@@ -1,1 +1,1 @@
-"""Diagnose a machine before a job is started on it, or a run directory before it is used."""
+"""Diagnoses a machine before a job is started on it, or a run directory before it is used."""

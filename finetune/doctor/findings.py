@@ -9,7 +9,7 @@ Status = Literal["ok", "warning", "error"]
 
 
 class Finding(NamedTuple):
-    """One thing looked at: its state, and what to do where something is wrong."""
+    """One thing that was checked: its status, details, and what to do if something is wrong."""
 
     about: str
     status: Status
@@ -19,7 +19,7 @@ class Finding(NamedTuple):
 
 @dataclass(frozen=True)
 class Examination:
-    """All findings. The exit code is 0, or where one is an error `fails_with`, with which a job would end."""
+    """All findings. The exit code is 0, or `fails_with`, which a job would end with, if any finding is an error."""
 
     findings: list[Finding]
     fails_with: int

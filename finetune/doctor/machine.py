@@ -1,4 +1,4 @@
-"""Check what a job needs from this machine. Opens no connection and writes nothing except Triton's kernel cache."""
+"""Checks what a job needs from this machine. Opens no connection and writes nothing except Triton's kernel cache."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from finetune.training import optimizers
 # A 7B model in 16 bit has 13 GiB, and merging writes it once more.
 _LITTLE_DISK = 16 * 2**30
 
-# The driver's own word: torch has no public function for its version, and NVML's package is not a dependency.
+# The driver's version: torch has no public function for it, and NVML's package is not a dependency.
 _DRIVER = Path("/proc/driver/nvidia/version")
 
 
 def examine() -> Examination:
-    """What a job would find here: versions, devices, memory, disks, and what it would choose of them."""
+    """Check versions, devices, memory and disks, and what a job would choose on this machine."""
     libraries.quiet()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     return Examination(
@@ -92,12 +92,12 @@ def _cards() -> Iterator[Finding]:
             f"{properties.major}.{properties.minor}, {'bf16' if bf16 else 'no bf16: set `training.precision: fp16`'}"
         )
         crowded = free < total / 2
-        remedy = "other processes hold more than half of it: stop them, or set `memory.budget`" if crowded else ""
+        remedy = "other processes use more than half of it: stop them, or set `memory.budget`" if crowded else ""
         yield Finding(f"GPU {index}", "warning" if crowded or not bf16 else "ok", state, remedy)
 
 
 def _driver() -> str:
-    """The driver's version, where the file is there (WSL has none)."""
+    """The driver's version, if its file exists (not on WSL)."""
     found = re.search(r"Kernel Module.*?(\d+(?:\.\d+)+)", _DRIVER.read_text()) if _DRIVER.is_file() else None
     return f", driver {found[1]}" if found else ""
 
@@ -107,7 +107,7 @@ def _no_card() -> Iterator[Finding]:
     if not any(Path(place).exists() for place in ("/dev/nvidia0", _DRIVER)):
         yield Finding("GPU", "warning", "none: jobs run on the CPU", "enough for small models; use a machine with one")
     elif cuda is None:
-        state = "there is one, but this torch is built without CUDA"
+        state = "there is one, but this torch was built without CUDA"
         yield Finding("GPU", "error", state, "install torch with CUDA (pytorch.org)")
     else:
         remedy = "update the driver, or give this container or job the device (nvidia-smi, CUDA_VISIBLE_DEVICES)"
@@ -142,7 +142,7 @@ def _disks() -> Iterator[Finding]:
 
 
 def _attention(device: str) -> Finding:
-    # What a model without peculiarities gets; one that caps its logits (Gemma 2) gets eager.
+    # For an ordinary model; one that caps its logits (Gemma 2) gets eager.
     chosen, reason = attention.choose("auto", SimpleNamespace(), device, _precision(device))
     return Finding("attention", "ok", f"{chosen} ({reason})")
 
@@ -157,23 +157,23 @@ def _optimizer(device: str) -> Finding:
 
 
 def _bitsandbytes(device: str) -> Finding:
-    """Whether its compiled part is here: without it there is no quantized base and no 8-bit optimizer."""
-    about, built = "bitsandbytes library", f"install a bitsandbytes that is built for CUDA {torch.version.cuda}"
+    """Whether its native library is present: quantized bases and 8-bit optimizers need it."""
+    about, built = "bitsandbytes library", f"install a bitsandbytes built for CUDA {torch.version.cuda}"
     try:
         from bitsandbytes.cextension import lib
-    except Exception as error:  # of whatever kind a broken installation raises
+    except Exception as error:  # a broken installation may raise anything
         return Finding(about, "error", f"cannot be imported: {error}", "install bitsandbytes again")
     if type(lib).__name__ == "ErrorHandlerMockBNBNativeLibrary":
         return Finding(about, "error", "no compiled library for this machine", f"{built}, or set BNB_CUDA_VERSION")
     if device == "cuda" and not lib.compiled_with_cuda:
         return Finding(about, "error", "built for the CPU only, but there is a GPU", built)
-    return Finding(about, "ok", f"here, for {'CUDA' if lib.compiled_with_cuda else 'the CPU'}")
+    return Finding(about, "ok", f"built for {'CUDA' if lib.compiled_with_cuda else 'the CPU'}")
 
 
 def _triton() -> Finding:
-    """Whether its kernels can be built: a C compiler and Python's headers are no part of its package."""
+    """Whether its kernels can be built: its package does not include a C compiler and Python's headers."""
     if (obstacle := libraries.triton_obstacle()) is None:
-        return Finding("Triton", "ok", "builds kernels and runs them")
+        return Finding("Triton", "ok", "builds and runs kernels")
     state = f"cannot run its kernels ({obstacle}): the loss takes more time and memory"
     remedy = (
         "install Triton, a C compiler and Python's headers (Debian, Ubuntu: apt install gcc python3-dev), or set CC"
@@ -182,19 +182,19 @@ def _triton() -> Finding:
 
 
 def _hub() -> Finding:
-    """What the settings say; nothing is connected to, and no token is shown."""
+    """The hub settings; opens no connection and shows no token."""
     from huggingface_hub import constants, get_token
 
     if constants.HF_HUB_OFFLINE:
         return Finding("hub", "ok", "offline (HF_HUB_OFFLINE): only local directories and cached files")
     token = "with a token" if get_token() else "without a token: gated models are refused"
     elsewhere = ", at another address (HF_ENDPOINT)" if "HF_ENDPOINT" in os.environ else ""
-    return Finding("hub", "ok", f"used for what a config names and the cache lacks{elsewhere}, {token}; not contacted")
+    return Finding("hub", "ok", f"used for files that are not cached{elsewhere}, {token}; not contacted")
 
 
 def _threads() -> Finding:
     threads, cores = torch.get_num_threads(), len(psutil.Process().cpu_affinity() or [])
-    state = f"{threads} threads of torch on {cores} cores"
+    state = f"{threads} torch threads on {cores} cores"
     if threads > cores:
         return Finding("threads", "warning", state, f"set OMP_NUM_THREADS={cores}")
     return Finding("threads", "ok", state)

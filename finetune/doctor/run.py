@@ -1,4 +1,4 @@
-"""Check whether a run directory is complete and consistent. Read-only: nothing is changed or repaired."""
+"""Checks whether a run directory is complete and consistent. Read-only: nothing is changed or repaired."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from finetune.training.state import MODEL_FILE, problems_of
 
 
 def examine(path: Path) -> Examination:
-    """Whether a run directory is complete and consistent. Raises ArtifactError where it is not a run directory."""
+    """Check whether a run directory is complete and consistent. Raises ArtifactError if it is not a run directory."""
     libraries.quiet()
     run = RunDirectory(path)
     if not run.config_file.is_file() and not run.events_file.is_file():
-        RunDirectory.open(path)  # says so
+        RunDirectory.open(path)  # raises
     return Examination(list(_run_findings(run)), ArtifactError.exit_code)
 
 
@@ -53,7 +53,7 @@ def _run_findings(run: RunDirectory) -> Iterator[Finding]:
             state = f"Python code shipped with `{model.name}` at revision {model.revision}, which was not run"
             remedy = "read it before you give generate, eval, merge or export --trust-remote-code"
             yield Finding("foreign code", "warning", state, remedy)
-            config = config.changed({"model.trust_remote_code": False})  # nothing runs here
+            config = config.changed({"model.trust_remote_code": False})  # no foreign code runs here
     yield from _lines(run)
     yield from _records(run)
     yield _lock(run)
@@ -69,7 +69,7 @@ def _run_findings(run: RunDirectory) -> Iterator[Finding]:
 
 
 def _lines(run: RunDirectory) -> Iterator[Finding]:
-    """The files of JSON lines: how many are intact, and which are left out."""
+    """The JSON Lines files: how many lines are intact, and which are skipped."""
     shapes = {run.events_file: records.EVENT, run.metrics_file: records.METRIC, run.data_file: records.AFFECTED}
     for file, shape in shapes.items():
         if not records.exists(file):
@@ -80,11 +80,11 @@ def _lines(run: RunDirectory) -> Iterator[Finding]:
         try:
             found = records.read_lines(file, shape)
         except ArtifactError as error:
-            yield Finding(file.name, "error", str(error), "restore the file from a copy")
+            yield Finding(file.name, "error", str(error), "restore the file from a backup")
             continue
         if found.wrong:
             (number, why), *more = found.wrong.items()
-            state = f"line {number} is skipped, as this program would not have written it: {why}"
+            state = f"line {number} is skipped, because this program did not write it: {why}"
             state += f"; and {len(more)} more" if more else ""
             yield Finding(file.name, "error", state, "remove the damaged lines")
         elif found.torn:
@@ -116,8 +116,8 @@ def _lock(run: RunDirectory) -> Finding:
                 fcntl.flock(opened, fcntl.LOCK_SH | fcntl.LOCK_NB)
             except BlockingIOError:
                 process = opened.read(20).decode(errors="replace").strip()
-                state = f"process {process} is training here, so what it writes may look unfinished"
-                return Finding("lock", "warning", state, "check again when it has ended")
+                state = f"process {process} is training here, so its files may look unfinished"
+                return Finding("lock", "warning", state, "check again after it has ended")
             except OSError:
                 return Finding("lock", "warning", "this file system has no file locks", "start one process at a time")
     return Finding("lock", "ok", "no process is training here")
@@ -126,13 +126,13 @@ def _lock(run: RunDirectory) -> Finding:
 def _checkpoints(run: RunDirectory) -> Iterator[Finding]:
     problems = {checkpoint: problems_of(checkpoint) for checkpoint in run.complete_checkpoints()}
     sound = [checkpoint for checkpoint, found in problems.items() if not found]
-    remedy = "the next start sets it aside" if sound else "restore it from a copy"
+    remedy = "the next start sets it aside" if sound else "restore it from a backup"
     for checkpoint, found in problems.items():
         name = f"checkpoints/{checkpoint.name}"
-        yield Finding(name, "error", "; ".join(found), remedy) if found else Finding(name, "ok", "whole")
+        yield Finding(name, "error", "; ".join(found), remedy) if found else Finding(name, "ok", "intact")
     latest = run.checkpoints / LATEST
     if latest.is_file() and run.checkpoints / records.read_bytes(latest).decode(errors="replace").strip() not in sound:
-        yield Finding("checkpoints/latest", "warning", "names no complete checkpoint", "the next save writes it again")
+        yield Finding("checkpoints/latest", "warning", "names no complete checkpoint", "the next save rewrites it")
     try:
         events = records.read_lines(run.events_file, records.EVENT)
     except ArtifactError:
@@ -145,14 +145,14 @@ def _checkpoints(run: RunDirectory) -> Iterator[Finding]:
         yield Finding("state", "ok", f"not finished; `finetune train` resumes from step {checkpoint_step(sound[-1])}")
     elif problems or run.saved_steps:
         state = "not finished, and no checkpoint is complete, so `finetune train` refuses to resume it"
-        remedy = "restore one from a copy, or start over with --fresh (this run is moved aside)"
+        remedy = "restore one from a backup, or start over with --fresh (this run is moved aside)"
         yield Finding("state", "error", state, remedy)
     else:
         yield Finding("state", "ok", "not finished, and no checkpoint yet; `finetune train` starts from the beginning")
 
 
 def _adapter(run: RunDirectory, config: Config | None) -> Iterator[Finding]:
-    """What can be checked of an adapter without the base's weights; where that is missing, without its names too."""
+    """Check an adapter without the base's weights, and if the base is unavailable, without its module names too."""
     section = config.adapter if config and config.adapter.kind == "lora" else None
     base = None
     if config and section:
@@ -170,15 +170,15 @@ def _adapter(run: RunDirectory, config: Config | None) -> Iterator[Finding]:
             if base is not None:
                 adapter.check_on(base, folder, section)
 
-    yield from _folder(run.adapter, check, "train again, or restore the folder from a copy")
+    yield from _folder(run.adapter, check, "train again, or restore the folder from a backup")
 
 
 def _folder(folder: Path, check: Callable[[Path], None], remedy: str) -> Iterator[Finding]:
-    """One finding for a folder of weights that is sound, or one for each thing wrong in it."""
+    """One finding for a folder of valid weights, or one for each problem."""
     wrong = []
     try:
         check(folder)
-    except FinetuneError as error:  # of whatever kind: the other findings are still reported
+    except FinetuneError as error:  # any kind: the other findings are still reported
         wrong.append(str(error))
     for file in sorted(folder.glob("*" + weight_files.SUFFIX)):
         try:
@@ -187,14 +187,14 @@ def _folder(folder: Path, check: Callable[[Path], None], remedy: str) -> Iterato
             wrong.append(str(error))
         else:
             wrong += [f"{file}: `{name}` has values that are not finite" for name in weight_files.not_finite(file)]
-    for problem in dict.fromkeys(wrong):  # both look at the headers
+    for problem in dict.fromkeys(wrong):  # both checks read the headers
         yield Finding(folder.name, "error", problem, remedy)
     if not wrong:
-        yield Finding(folder.name, "ok", "whole, weights finite")
+        yield Finding(folder.name, "ok", "intact, weights finite")
 
 
 def _check_model(folder: Path) -> None:
-    """A model in Hugging Face format: its config, and every file that its index names."""
+    """Check a model in Hugging Face format: its config, and every file in its index."""
     index = folder / "model.safetensors.index.json"
     try:
         records.read(folder / "config.json", records.OBJECT)
@@ -206,9 +206,9 @@ def _check_model(folder: Path) -> None:
 
 
 def _tokenizer(run: RunDirectory, config: Config, foreign: bool) -> Finding:
-    """Whether the tokenizer that the config names is still the one that the weights were trained with.
+    """Whether the config's tokenizer is still the one that the weights were trained with.
 
-    `foreign`: it may need Python code, which does not run here.
+    `foreign`: it may need Python code, which is not run here.
     """
     folder = run.adapter if run.adapter.exists() else run.merged
     try:
@@ -223,12 +223,12 @@ def _tokenizer(run: RunDirectory, config: Config, foreign: bool) -> Finding:
     except MachineError as error:
         return Finding("tokenizer", "warning", str(error), "check again where the base is available")
     except FinetuneError as error:
-        return Finding("tokenizer", "error", str(error), "put the base back where `model.name` points")
+        return Finding("tokenizer", "error", str(error), "restore the base where `model.name` points")
     return Finding("tokenizer", "ok", f"as in training, from {config.model.tokenizer or config.model.name}")
 
 
 def _base(run: RunDirectory, config: Config) -> Iterator[Finding]:
-    """Whether the base that the config names is still the one that was trained on."""
+    """Whether the config's base is still the one used in training."""
     folder = run.adapter if config.adapter.kind == "lora" else run.merged
     if not folder.exists():
         return
@@ -237,7 +237,7 @@ def _base(run: RunDirectory, config: Config) -> Iterator[Finding]:
         with libraries.offline():
             fingerprint.check_base(config.model, identity.of_base(config.model), folder, unknown.append)
     except FinetuneError as error:
-        yield Finding("base", "error", str(error), "put the base back where `model.name` points")
+        yield Finding("base", "error", str(error), "restore the base where `model.name` points")
     else:
         for note in unknown:
             yield Finding("base", "warning", note)

@@ -1,4 +1,4 @@
-"""Formats that a trained model is exported in. A new one is one entry in FORMATS.
+"""Export formats of a trained model. A new one is one entry in FORMATS.
 
 Importing this module loads no library: `finetune --help` reads the table.
 """
@@ -20,13 +20,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Format:
-    """How the merged model is written to a folder, and how what was written is loaded again for the proof.
+    """How the merged model is written to a folder, and loaded again to verify its logits.
 
     `write(model, tokenizer, folder)` gets the model merged in 16 bit. The tokenizer is for formats that contain it; its
     own files are added to every folder.
-    `load(folder, base, dtype, device)` returns a model that takes `input_ids` and gives `logits`, computed in `dtype`
-    (None: as written). `base` says whether, and which, Python code of the base may run. `roundoff` is the relative
-    error of a weight where it is more than that of 16 bit: the bound of the proof follows from it.
+    `load(folder, base, dtype, device)` returns a model that takes `input_ids` and returns `logits`, computed in `dtype`
+    (None: as written). `base` says whether Python code of the base may run, and which. `roundoff` is the relative error
+    of a weight if larger than that of 16 bit; the bound of the proof follows from it.
     """
 
     help: str
@@ -41,9 +41,9 @@ def write_transformers(model: Any, tokenizer: Any, folder: Path) -> None:
 
 
 def load_transformers(folder: Path, base: ModelSection, dtype: torch.dtype | None, device: torch.device) -> Any:
-    """Load what `write_transformers` wrote, with the base's own code where `base` allows it.
+    """Load what `write_transformers` wrote, with the base's own code if `base` allows it.
 
-    Raises ArtifactError for a damaged file or a weight that is missing.
+    Raises ArtifactError for a damaged file or a missing weight.
     """
     from transformers import GenerationConfig
 
@@ -53,8 +53,8 @@ def load_transformers(folder: Path, base: ModelSection, dtype: torch.dtype | Non
     def load() -> Any:
         code = pinned_code(base)
         if base.trust_remote_code:
-            # transformers 5.23 takes a class by a bare name from the folder itself, and where it reads the generation
-            # config also runs the folder's `custom_generate/generate.py`; neither is the code that is pinned.
+            # transformers 5.23 loads a class without a repository prefix from the folder itself, and runs the folder's
+            # `custom_generate/generate.py` when it reads the generation config; neither is the pinned code.
             code["config"] = architecture = load_architecture(base)
             place = getattr(architecture, "auto_map", {}).get(_CLASS)
             if place and "--" not in place:
@@ -65,7 +65,7 @@ def load_transformers(folder: Path, base: ModelSection, dtype: torch.dtype | Non
         )
 
     model, report = hub_call(f"merged model {folder}", load)
-    refuse_missing(report, f"merged model {folder}", "restore the folder from a copy, or merge or train again")
+    refuse_missing(report, f"merged model {folder}", "restore the folder from a backup, or merge or train again")
     return model
 
 
@@ -77,7 +77,7 @@ FORMATS: dict[str, Format] = {
 
 
 def find(name: str) -> Format:
-    """The format of that name. Raises ConfigError with the nearest name and the list of all."""
+    """The format of this name. Raises ConfigError with the closest name and the list of all."""
     if name not in FORMATS:
         from finetune.config.fields import unknown
 

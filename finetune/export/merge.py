@@ -1,7 +1,7 @@
-"""Export: the adapter folded into the unquantized base in 16 bit, written in a format, and published once proven.
+"""Export: merges the adapter into the unquantized 16-bit base, writes it in a format, and publishes it once proven.
 
-What is compared is what was written: the staged directory is loaded again, and its logits are held against base plus
-adapter on held-out rows. One that differs by more than rounding explains is never published.
+The staged directory is loaded again, and its logits are compared with base plus adapter on held-out rows. An export
+that differs by more than rounding explains is never published.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from finetune.storage import weight_files
 from finetune.storage.files import not_written, staged, write_json
 from finetune.storage.rundir import RunDirectory
 
-# Held-out rows and tokens of each that the logits are compared on.
+# Number of held-out rows, and tokens of each, on which the logits are compared.
 _ROWS = 8
 _ROW_TOKENS = 256
 
@@ -42,15 +42,15 @@ def merge(
 ) -> dict[str, Any]:
     """Write the export of format `name` and return its proof (see `proof.Proof`) with the identity of the base.
 
-    `note` is told what cannot be compared. Raises ConfigError for an unknown format; ArtifactError when there is no
-    adapter, when tokenizer or base are not those it was trained with, or when what was written is not the trained
-    model; MachineError when the disk does not take it. The adapter and an earlier export are untouched by a failure.
+    `note` is called if tokenizer or base cannot be verified. Raises ConfigError for an unknown format; ArtifactError if
+    there is no adapter, if tokenizer or base are not those it was trained with, or if the export is not equivalent to
+    the trained model; MachineError if writing fails. A failure leaves the adapter and an earlier export untouched.
     """
     form, target = formats.find(name), run.path / name
     if config.adapter.kind == "none":
         raise ArtifactError(f"{run.path} trained every weight; {run.merged} is already the whole model")
     if config.model.weights == "random":
-        raise ArtifactError(f"{run.path} has a base of random weights, which were not kept; there is nothing to merge")
+        raise ArtifactError(f"{run.path} has a base of random weights, which were not saved; there is nothing to merge")
     dtype = _MERGED_DTYPES[config.training.precision]
     tokenizer = load_tokenizer(config.model, run.chat_template)
     check_files(run.adapter, config.adapter)
@@ -86,7 +86,7 @@ def merge(
             }
             write_json(folder / "merge.json", {**record, "environment": describe(device)})
             (folder / "README.md").write_text(model_card(config, record, form.help), encoding="utf-8")
-    except (OSError, SafetensorError) as error:  # safetensors 0.8 makes its own of a full disk
+    except (OSError, SafetensorError) as error:  # safetensors 0.8 raises its own error for a full disk
         raise MachineError(
             f"{not_written(target, error)}; the adapter is safe in {run.adapter}, and "
             f"`finetune export {run.path} --to {name}` exports it"
@@ -95,17 +95,17 @@ def merge(
 
 
 def load_merged(run: RunDirectory, section: ModelSection, device: torch.device) -> Any:
-    """The published merged model of the base in `section`. Raises ArtifactError where there is none."""
+    """The published merged model of the base in `section`. Raises ArtifactError if there is none."""
     if not (run.merged / "config.json").is_file():
-        raise ArtifactError(f"{run.merged}: no merged model here; run `finetune merge {run.path}`")
+        raise ArtifactError(f"{run.merged}: no merged model; run `finetune merge {run.path}`")
     return formats.load_transformers(run.merged, section, None, device)
 
 
 def _base(config: Config, dtype: torch.dtype, device: torch.device) -> Any:
-    """The base to merge onto, unquantized in 16 bit.
+    """The base to merge into, unquantized in 16 bit.
 
-    A LoftQ adapter corrects the error of one quantization, so it belongs onto those very weights: the base is
-    quantized as in training and then dequantized.
+    A LoftQ adapter corrects the error of one quantization, so for it the base is quantized as in training and then
+    dequantized.
     """
     architecture = load_architecture(config.model)
     implementation, _ = attention.choose("auto", architecture, device.type, config.training.precision)
@@ -116,9 +116,9 @@ def _base(config: Config, dtype: torch.dtype, device: torch.device) -> Any:
 
 
 def _ready_for_use(model: Any, tokenizer: Any) -> Any:
-    # The base ran without a cache while its adapter was trained; whoever uses the merged model wants it.
+    # The KV cache was off for training, but is needed for generation.
     model.config.use_cache = True
-    # And it stops where an answer ends, whatever template that is the end of.
+    # Generation must stop at the end-of-turn token of the template that was trained.
     ends = model.generation_config.eos_token_id
     known = ends if isinstance(ends, list) else [] if ends is None else [ends]
     model.generation_config.eos_token_id = list(dict.fromkeys([*known, *chat_template.stop_ids(tokenizer)]))
@@ -129,6 +129,6 @@ def _refuse_unless_equal(result: proof.Proof, name: str) -> None:
     if not result.holds:
         raise ArtifactError(
             f"the {name} model is not the trained one: its logits differ by {result.error:.2%} from base plus adapter, "
-            f"and rounding explains {result.bound:.2%} (the adapter itself moved them by {result.effect:.2%}). Nothing "
-            "was published; use the adapter with its base instead"
+            f"but rounding explains only {result.bound:.2%} (the adapter itself changed them by {result.effect:.2%}). "
+            "Nothing was published; use the adapter with its base instead"
         )

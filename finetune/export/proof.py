@@ -1,14 +1,14 @@
-"""Is the merged model the model that was trained? Decided by comparing logits against a derived bound.
+"""Checks that a merged model equals the trained one, by comparing logits against a derived bound.
 
 A 16-bit merged weight is W + s·BA rounded once, with relative error u = 2^-9 (bfloat16) or 2^-12 (float16). Independent
 rounding errors add up like a random walk, so after L layers of two blocks each the relative error of a hidden state
 grows like u·sqrt(2L) (Higham and Mary, SIAM J. Sci. Comput. 41(5), 2019, theorem 2.4). The factor `SAFETY` allows for
-the several products in a layer. A format that rounds more states by how much (`Format.roundoff`). The measure is the
-root mean square of the difference of the centred logits, relative to that of the centred logits themselves; they are
-centred because softmax ignores a constant shift.
+the several matrix products in a layer. A format that rounds more declares its `roundoff`. The measure is the root mean
+square of the difference of the centred logits, relative to that of the centred logits themselves; they are centred
+because softmax ignores a constant shift.
 
-A mixture of experts is not a continuous function: when two experts are nearly tied, rounding decides between them, and
-the logits of that token can differ by any amount. For a mixture, the measure is therefore that of the median token.
+A mixture of experts is not a continuous function: if two experts are nearly tied, rounding decides between them, and
+the logits of that token can differ by any amount. For a mixture, the measure is therefore taken at the median token.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ SAFETY = 4.0
 class Proof:
     """The comparison of exported with trained logits on `rows` held-out rows with `tokens` tokens in total.
 
-    `error` and `bound` are relative (see the module); `effect` is how far the adapter moved the base's logits in the
-    same measure; `agreement` is the share of positions with the same most likely next token. `median`: whether the
-    measure is that of the median token.
+    `error` and `bound` are relative (see the module); `effect` is how much the adapter changed the base's logits, in
+    the same measure; `agreement` is the share of positions with the same most likely next token. `median`: whether the
+    measure is taken at the median token.
     """
 
     rows: int
@@ -45,12 +45,12 @@ class Proof:
 
     @property
     def holds(self) -> bool:
-        """Within rounding, and closer to the adapted model than the base is, if the effect exceeds the bound."""
+        """Whether the error is within rounding and, if the effect exceeds the bound, smaller than the effect."""
         return self.error <= self.bound and (self.error < self.effect or self.effect <= self.bound)
 
 
 def bound(layers: int, roundoff: float) -> float:
-    """Relative logit error that a relative error of `roundoff` in each of the merged weights explains."""
+    """The relative logit error explained by a relative error of `roundoff` in each merged weight."""
     return SAFETY * roundoff * math.sqrt(2 * layers)
 
 

@@ -16,20 +16,20 @@ from finetune.runtime import ranks
 from finetune.storage.files import write_json
 from finetune.storage.rundir import RunDirectory
 
-# Enough to see a difference, few enough to read.
+# Number of questions, and length of an answer in tokens: enough to see a difference.
 _QUESTIONS = 3
 _TOKENS = 96
 
 Prompt = list[examples.Message] | str
 
 Asked = list[tuple[Prompt, dict[str, Any]]]
-"""Prompts, each with its row of answers.json, which holds text alone: messages may have values that JSON has not."""
+"""Prompts with their rows of answers.json. Those hold only text, since messages may have values that JSON lacks."""
 
 
 def before(base: Any, tokenizer: Any, config: Config, run: RunDirectory, note: Callable[[str], None]) -> Asked:
-    """The base's answers; from an earlier start of the run where they are there.
+    """The base's answers, reused from an earlier start of the run if possible.
 
-    None on ranks other than 0, and none of random weights, which have nothing to say.
+    Empty on ranks other than 0, and for random weights.
     """
     if not ranks.is_main() or config.model.weights == "random":
         return []
@@ -58,13 +58,13 @@ def after(model: Any, tokenizer: Any, config: Config, run: RunDirectory, asked: 
 
 
 def _kept(asked: list[tuple[Prompt, str]], run: RunDirectory, note: Callable[[str], None]) -> Asked:
-    """The answers of an earlier start; none where they are damaged, or to other questions."""
+    """The answers of an earlier start; empty if they are damaged or answer other questions."""
     prompts = {(examples.shown(prompt), reference): prompt for prompt, reference in asked}
     try:
-        # Questions too long for the model's positions were left out.
+        # May be fewer than asked: questions too long for the model's positions were skipped.
         return [(prompts[row["question"], row["reference"]], {**row}) for row in run.answers()]
     except ArtifactError as error:
-        note(f"{error}; the base answers again")
+        note(f"{error}; generating the base's answers again")
     except KeyError:
         pass
     return []

@@ -1,4 +1,4 @@
-"""Greedy generation, so that the answers of two models are comparable."""
+"""Greedy generation, which makes the answers of two models comparable."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ class TooLong(ConfigError):
 
 
 def prompt_ids(example: formats.Example, tokenizer: Any, control_tokens: chat.ControlTokens) -> list[int]:
-    """Token ids of a prompt, written as in training (`control_tokens` is `data.control_tokens`); never empty.
+    """Token ids of a prompt, rendered as in training (`control_tokens` is `data.control_tokens`); never empty.
 
-    Raises ArtifactError where the chat template cannot write it.
+    Raises ArtifactError if the chat template cannot render it.
     """
     try:
         ids = chat.prompt_ids(example, tokenizer, control_tokens)
     except formats.RowError as error:
         raise ArtifactError(f"the chat template cannot render the prompt: {error}") from None
-    return ids or [tokenizer.eos_token_id]  # an empty prompt, and a tokenizer without a token for the start of text
+    return ids or [tokenizer.eos_token_id]  # an empty prompt, and a tokenizer without BOS
 
 
 @torch.inference_mode()
 def answer(model: Any, tokenizer: Any, prompt: list[int], max_new_tokens: int = 128) -> str:
-    """The model's continuation of the tokens of `prompt`, decoded greedily, without special tokens.
+    """The model's greedy continuation of the token ids in `prompt`, decoded without special tokens.
 
-    It ends where the model's positions do. Raises TooLong where the prompt takes all of them, NumbersError for logits
-    that are NaN.
+    It is limited by the model's positions. Raises TooLong if the prompt uses all of them, NumbersError if logits are
+    NaN.
     """
     from transformers import LogitsProcessorList
 
@@ -68,5 +68,5 @@ def answer(model: Any, tokenizer: Any, prompt: list[int], max_new_tokens: int = 
 
 def _refuse_nan(_: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
     if logits.isnan().any():
-        raise NumbersError("the model's logits are not numbers (NaN): its weights are damaged")
+        raise NumbersError("the model's logits are NaN: its weights are damaged")
     return logits

@@ -1,4 +1,4 @@
-"""Use the model of a run: `finetune generate` and `finetune eval`."""
+"""`finetune generate` and `finetune eval`: use the model of a run."""
 
 from __future__ import annotations
 
@@ -33,22 +33,22 @@ def generate(
 ) -> str:
     """Answer `prompt` with the run's `base`, `adapter` or `merged` model.
 
-    A run on conversations answers it as a user's message; one on completions or plain text continues it.
-    `trust_remote_code` allows the Python code that the run's base ships with. Raises ArtifactError where such code is
-    needed and not allowed.
+    A run trained on conversations answers it as a user message; one trained on completions or plain text continues it.
+    `trust_remote_code` allows Python code shipped with the run's base. Raises ArtifactError if such code is needed and
+    not allowed.
     """
     config = config_of(run, trust_remote_code=trust_remote_code)
     model, tokenizer = _model_of(run, config, which)
     kinds = [kind for event in run.events() if (kind := str(event.get("learns"))) in examples.ASKED]
     if not kinds:
-        note_beside_output(f"{run.path} does not say which format its rows had; the prompt is sent as a conversation")
+        note_beside_output(f"{run.path} does not record the format of its rows; the prompt is sent as a conversation")
     example = examples.ASKED[kinds[-1] if kinds else "chat"](prompt)
     with blaming_base(config.model):
         return answer(model, tokenizer, prompt_ids(example, tokenizer, config.data.control_tokens), max_new_tokens)
 
 
 def evaluate(run: RunDirectory, *, trust_remote_code: bool = False) -> dict[str, float]:
-    """Held-out loss in nats per trained token of the base and of what was trained, as during training.
+    """Held-out loss, in nats per trained token, of the base and of the trained model, computed as during training.
 
     `trust_remote_code` as for `generate`.
     """
@@ -61,7 +61,7 @@ def evaluate(run: RunDirectory, *, trust_remote_code: bool = False) -> dict[str,
             nats = held_out_loss(model, tokenizer, rows, config)
             if not math.isfinite(nats):
                 raise NumbersError(
-                    f"the held-out loss is {nats}: `finetune doctor {run.path}` finds weights that are not finite"
+                    f"the held-out loss is {nats}: run `finetune doctor {run.path}` to find weights that are not finite"
                 )
         return nats
 
@@ -75,9 +75,9 @@ def evaluate(run: RunDirectory, *, trust_remote_code: bool = False) -> dict[str,
 
 
 def _model_of(run: RunDirectory, config: Config, which: str) -> tuple[Any, Any]:
-    """The run's base, base with adapter (as it was trained), or merged model; and the tokenizer.
+    """The run's base, base with adapter (quantized as in training), or merged model; and the tokenizer.
 
-    Raises ArtifactError where the tokenizer or the base is not the one that the weights were trained with.
+    Raises ArtifactError if the tokenizer or the base is not the one that the weights were trained with.
     """
     libraries.quiet()
     device = this_device()

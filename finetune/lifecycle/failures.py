@@ -1,4 +1,4 @@
-"""Failures of libraries and of the machine, turned into errors that say what to do."""
+"""Converts failures of libraries and of the machine into errors that say what to do."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from finetune.storage.rundir import RunDirectory
 
 @contextlib.contextmanager
 def out_of_memory(config: Config, run: RunDirectory, monitor: Monitor, device: torch.device) -> Iterator[None]:
-    """Turn torch's out-of-memory error, in loading or in a step, into OutOfMemoryError with the levers, in order.
+    """Convert torch's out-of-memory error, in loading or in a step, into OutOfMemoryError with the levers, in order.
 
     Notes on the error (PEP 678) say what did not fit. With `memory.snapshot`, an allocator snapshot is written to the
     run directory.
@@ -43,7 +43,7 @@ def out_of_memory(config: Config, run: RunDirectory, monitor: Monitor, device: t
 
 @contextlib.contextmanager
 def out_of_memory_in_merge(run: RunDirectory, format: str) -> Iterator[None]:
-    """Turn out of memory in a merge into OutOfMemoryError: training is done, and only the export must be repeated."""
+    """Convert out of memory in a merge into OutOfMemoryError: training is done, only the export must be repeated."""
     try:
         yield
     except (MemoryError, RuntimeError) as error:
@@ -58,7 +58,7 @@ def out_of_memory_in_merge(run: RunDirectory, format: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def blaming_base(model: ModelSection) -> Iterator[None]:
-    """When numbers are not finite, check the base's weights first: no learning rate would repair those."""
+    """On NumbersError, blame non-finite weights of the base, if any: lowering the learning rate would not help."""
     try:
         yield
     except NumbersError:
@@ -68,7 +68,7 @@ def blaming_base(model: ModelSection) -> Iterator[None]:
 
 @contextlib.contextmanager
 def disk_errors(run: RunDirectory) -> Iterator[None]:
-    """Turn an OSError of a full, failing or read-only disk into MachineError."""
+    """Convert an OSError of a full, failing or read-only disk into MachineError."""
     try:
         yield
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Before weights are loaded: choose the settings that are `auto`, and forecast the memory of a step."""
+"""Before weights are loaded: chooses the settings that are `auto`, and forecasts the memory of a step."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def plan(
     def of_first_rank() -> tuple[Config, Forecast | None]:
         planner = Planner(config, architecture, devices.here(device, config.memory), data)
         fitted = _fitted(planner, terminal)
-        check(fitted, device)  # now that the micro-batch is a number
+        check(fitted, device)  # again, with the micro-batch that was chosen
         return fitted, _forecast(planner, fitted, terminal)
 
     planned, forecast = ranks.main_does(of_first_rank)
@@ -58,7 +58,7 @@ def _forecast(planner: Planner, config: Config, terminal: Terminal) -> Forecast 
     except ForecastError as error:
         if refuses:
             raise
-        terminal.note(f"training goes on without a forecast: {error}")
+        terminal.note(f"training continues without a forecast: {error}")
         return None
     if not forecast.fits:
         message = does_not_fit(forecast, planner.levers(config, forecast))

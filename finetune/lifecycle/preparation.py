@@ -1,4 +1,4 @@
-"""Check the machine, and prepare the job's tokenizer, architecture and data.
+"""Checks the machine, and prepares the job's tokenizer, architecture and data.
 
 Cheap checks come first, and ranks with different inputs fail before they wait for each other.
 """
@@ -31,8 +31,8 @@ from finetune.training.checks import check
 
 @dataclass(frozen=True)
 class Materials:
-    """What a job is made from. `attention` says which implementation was chosen and why; `origin` is all that decides
-    the trained weights, as checkpoints remember it.
+    """The inputs of a job. `attention` says which implementation was chosen and why; `origin` is everything that
+    determines the trained weights, as stored in checkpoints.
     """
 
     tokenizer: Any
@@ -52,7 +52,7 @@ def gather(
     Raises, on all ranks, ConfigError, DataError, ArtifactError or MachineError.
     """
     environment = _check_machine(config, device, note)
-    ranks.main_does(lambda: lock.take() if run.exists else None)  # before anything that takes time
+    ranks.main_does(lambda: lock.take() if run.exists else None)  # before anything slow
     tokenizer = load_tokenizer(config.model, config.data.chat_template)
     resume.refuse_other_ranks({"tokenizer": fingerprint.of(tokenizer)})
     architecture = load_architecture(config.model)
@@ -71,13 +71,13 @@ def gather(
 
 
 def _check_machine(config: Config, device: torch.device, note: Callable[[str], None]) -> dict[str, Any]:
-    """The contents of environment.json. Raises where this machine cannot do the job, or the ranks differ."""
+    """Check the machine; return the contents of environment.json. Raises if it cannot run the job, or ranks differ."""
     if idle := ranks.idle_gpus():
         note(idle)
     if device.type == "cuda" and (obstacle := libraries.triton_obstacle()):
         note(
-            f"Triton cannot run its kernels ({obstacle}): torch's own operators are used instead, which take more time "
-            "and memory for the loss; `finetune doctor` says what to install"
+            f"Triton cannot run its kernels ({obstacle}): torch's own operators are used instead, and the loss takes "
+            "more time and memory; `finetune doctor` says what to install"
         )
     check(config, device)
     environment = describe(device)

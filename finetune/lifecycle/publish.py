@@ -1,4 +1,4 @@
-"""After training: record the results, and export the adapter merged into its base."""
+"""After training: records the results, and exports the adapter merged into its base."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from finetune.storage.rundir import RunDirectory
 def record(
     run: RunDirectory, forecast: Forecast | None, peaks: dict[str, Peak], terminal: Terminal, **facts: Any
 ) -> None:
-    """Record that the run is trained, with `facts` and the peak memory by phase, and hold the forecast against it."""
+    """Record the end of training, with `facts` and peak memory by phase, and compare the forecast with the peaks."""
     terminal.answers(run)
     run.event("trained", **facts, memory=peaks)
     if forecast:
@@ -34,15 +34,15 @@ def record(
 def merge(
     run: RunDirectory, format: str = "merged", *, trust_remote_code: bool = False, terminal: Terminal | None = None
 ) -> dict[str, Any]:
-    """Merge the adapter into the unquantized base and publish it, once its logits are proven equal, in a format.
+    """Merge the adapter into the unquantized base, and publish it in a format once its logits are proven equal.
 
-    `format` is a name in `finetune.export.formats.FORMATS` and that of the folder in the run directory.
-    `trust_remote_code` allows the Python code that the run's base ships with. Returns the comparison. Raises
-    ArtifactError when what was written differs by more than the stated bound, or where such code is needed and not
-    allowed; ConfigError for an unknown format; MachineError where a process trains in the run directory.
+    `format` is a key of `finetune.export.formats.FORMATS`, and the name of the folder in the run directory.
+    `trust_remote_code` allows Python code shipped with the run's base. Returns the comparison. Raises ArtifactError if
+    the export differs by more than the stated bound, or if such code is needed and not allowed; ConfigError for an
+    unknown format; MachineError while a process trains in the run directory.
     """
     libraries.quiet()
-    # A foreign run is refused before anything is written there.
+    # Refuses an untrusted run before anything is written there.
     config = config_of(run, trust_remote_code=trust_remote_code)
     with run.locked(), Signals():
         return merge_locked(run, config, terminal or Terminal(), note_beside_output, format)
@@ -51,7 +51,7 @@ def merge(
 def merge_locked(
     run: RunDirectory, config: Config, terminal: Terminal, note: Callable[[str], None], format: str = "merged"
 ) -> dict[str, Any]:
-    """`merge` for a process that holds the lock."""
+    """`merge` for a process that already holds the lock."""
     with failures.out_of_memory_in_merge(run, format):
         proof = exports.merge(run, config, format, this_device(), note)
     run.event("merged", **proof)

@@ -22,17 +22,17 @@ from finetune.storage import checkpoint, records
 from finetune.storage.rundir import RunDirectory, checkpoint_step
 from finetune.training import state
 
-# What may change between two starts of a run: its length, how it is monitored, and the memory and time it uses.
+# Settings that may change when a run is resumed: its length, its monitoring, and its use of memory and time.
 _MAY_CHANGE = ("training.max_steps", "training.epochs", "training.micro_batch", "training.eval_every",
                "training.early_stopping", "memory.", "kernels.", "tracking.", "output.")  # fmt: skip
 
-# Where files are, which may differ between machines; what is in them is compared. Rank 0 alone writes `output.dir`.
+# Paths, which may differ between machines; the files' contents are compared. Only rank 0 writes `output.dir`.
 _PLACES = ("model.name", "model.tokenizer", "data.train", "data.eval", "data.chat_template", "output.dir")
 
 
 @dataclass(frozen=True)
 class Start:
-    """Where a run resumes: a whole checkpoint, or None. `damaged` are newer ones, each with what is wrong with it."""
+    """Where a run resumes: a valid checkpoint, or None. `damaged` are newer checkpoints with their problems."""
 
     checkpoint: Path | None
     damaged: dict[Path, list[str]] = field(default_factory=dict)
@@ -46,7 +46,7 @@ class Start:
 def made_with(
     config: Config, data: Prepared, tokenizer: Any, environment: dict[str, Any], note: Callable[[str], None]
 ) -> dict[str, Any]:
-    """All that decides the trained weights, as JSON values for a checkpoint's manifest.
+    """Everything that determines the trained weights, as JSON values for a checkpoint's manifest.
 
     `base` is None until its files are on this machine.
     """
@@ -61,10 +61,10 @@ def made_with(
 
 
 def refuse_other_ranks(mine: dict[str, Any]) -> None:
-    """Raise on all ranks, naming rank and field, where a rank's `mine` differs from rank 0's.
+    """Raise on all ranks, naming rank and field, if a rank's `mine` differs from rank 0's.
 
-    Raises ConfigError, DataError, ArtifactError for another base, or MachineError for other library versions. What a
-    rank does not know (None) is not compared, nor are paths: the contents of the files are.
+    Raises ConfigError, DataError, ArtifactError for another base, or MachineError for other library versions. Unknown
+    values (None) and paths are not compared; the contents of the files are.
     """
     ranks.agree(_refuse_other_ranks, mine)
 
@@ -104,20 +104,20 @@ def _refuse_other_ranks(of_ranks: list[dict[str, Any]]) -> None:
 
 
 def own_places(config: Config, own: Config) -> Config:
-    """`config` with the paths of `own`: files may be elsewhere on another machine."""
+    """`config` with the paths of `own`, which may differ between machines."""
     sections = {key: key.split(".") for key in _PLACES}
     return config.changed({key: getattr(getattr(own, name), field) for key, (name, field) in sections.items()})
 
 
 def _places(config: dict[str, Any]) -> tuple[str, ...]:
-    """The keys that name files; random weights have none, and are identified by `model.name`."""
+    """The keys that are paths; with random weights `model.name` is not one, but names the architecture."""
     return tuple(key for key in _PLACES if key != "model.name" or config["model"]["weights"] != "random")
 
 
 def is_finished(config: Config, run: RunDirectory, note: Callable[[str], None], *, fresh: bool) -> bool:
-    """Whether `run` has all that `config` asks for, which is then noted; never with `fresh`. The same on all ranks.
+    """Whether `run` already has everything that `config` asks for, with a note if so; False with `fresh`.
 
-    Raises ConfigError for a run of another config, ArtifactError for a directory that no run has written.
+    Raises ConfigError if the run has another config, ArtifactError for a directory that is not a run.
     """
     return ranks.main_does(lambda: _is_finished(config, run, note, fresh))
 
@@ -149,14 +149,15 @@ def refuse_changes(config: Config, run: RunDirectory) -> None:
 
 
 def find(run: RunDirectory) -> Start:
-    """The newest whole checkpoint. Raises ArtifactError where there are checkpoints and none can be used."""
+    """Where to resume from. Raises ArtifactError if there are checkpoints but none can be used."""
     return Start(*checkpoint.newest_valid(run, state.problems_of))
 
 
 def compare(run: RunDirectory, start: Start, now: dict[str, Any]) -> dict[str, Any]:
-    """Harmless changes since the checkpoint was saved, as facts for an event.
+    """Harmless changes since the checkpoint was saved, as fields of an event.
 
-    Raises ConfigError or DataError naming the field for any other. What either side does not know is not compared.
+    Raises ConfigError or DataError naming the field for any other change. Values unknown to either side are not
+    compared.
     """
     if start.checkpoint is None:
         return {}
@@ -212,9 +213,9 @@ class _Change:
 
 
 def _changes(before: dict[str, Any], now: dict[str, Any]) -> Iterator[_Change]:
-    """The keys whose values differ, but for those that decide nothing beside what was chosen.
+    """The keys whose values differ, except those that have no effect with the chosen settings.
 
-    A key that an earlier version did not have had its default then.
+    A key that did not exist in an earlier version counts as unchanged.
     """
     ignored = ignored_keys(now, CHOICES)
     for section, values in now.items():

@@ -21,21 +21,21 @@ from finetune.storage.rundir import RunDirectory
 
 
 class Lock(contextlib.ExitStack):
-    """Keeps other processes out of a run directory, and records there a signal that ends the run."""
+    """Keeps other processes out of a run directory, and records a signal that ends the run."""
 
     def __init__(self, run: RunDirectory) -> None:
         super().__init__()
         self._run, self._taken = run, False
 
     def take(self) -> None:
-        """Lock the directory until the end of the block, if not done yet. Raises MachineError where it is in use."""
+        """Lock the directory until the end of the block, if not done yet. Raises MachineError if it is in use."""
         if not self._taken:
             self.enter_context(self._run.locked())
             self.push(self._record_signal)
             self._taken = True
 
     def release(self) -> None:
-        """Let the directory go, to be moved aside."""
+        """Release the directory, so that it can be moved aside."""
         self.close()
         self._taken = False
 
@@ -47,9 +47,9 @@ class Lock(contextlib.ExitStack):
 
 @contextlib.contextmanager
 def opened(config: Config, run: RunDirectory, terminal: Terminal) -> Iterator[tuple[torch.device, Signals, Lock]]:
-    """Within the block signals are handled, ranks are connected, and failures of the disk and the base are named.
+    """In the block, signals are handled, ranks are connected, and failures of the disk and the base are explained.
 
-    On exit the terminal's live line ends and the lock is released.
+    On exit, the terminal's live line ends and the lock is released.
     """
     with terminal, Signals() as signals:
         device = this_device()
@@ -59,8 +59,8 @@ def opened(config: Config, run: RunDirectory, terminal: Terminal) -> Iterator[tu
 
 @contextlib.contextmanager
 def computing(config: Config, run: RunDirectory, monitor: Monitor, device: torch.device) -> Iterator[None]:
-    """Within the block the card's memory is capped, out of memory is reported with what to do, and arithmetic is
-    deterministic where the config asks for it.
+    """In the block, GPU memory is capped, out of memory is reported with what to do, and arithmetic is deterministic if
+    the config asks for it.
     """
     cap(config.memory.limit, device)
     exactly = config.training.deterministic and device.type == "cuda"

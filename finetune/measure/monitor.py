@@ -1,9 +1,9 @@
-"""Peak memory of each phase of a step, measured.
+"""Measures the peak memory of each phase of a step.
 
 On CUDA: the caching allocator's peaks of allocated and reserved bytes, and the bytes in use on the whole device, the
-only figure that includes paged optimizer states (managed memory); it is read at the end of the phase, since the driver
-records no peak. On a CPU: the process's resident peak, which Linux resets through /proc/self/clear_refs (proc(5)), or
-the resident size at the end if it cannot be reset.
+only figure that includes paged optimizer states (managed memory); it is read at the end of the phase, because the
+driver records no peak. On a CPU: the process's peak resident size, which Linux resets through /proc/self/clear_refs
+(proc(5)), or the resident size at the end if it cannot be reset.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import ClassVar, Protocol
 PHASES = ("load", "forward", "backward", "optimizer", "evaluation", "save")
 
 Peak = dict[str, int]
-"""Bytes by what was measured: allocated_bytes, reserved_bytes and device_bytes, or resident_bytes."""
+"""Bytes by measure: allocated_bytes, reserved_bytes and device_bytes, or resident_bytes."""
 
 
 class Meter(Protocol):
@@ -28,7 +28,7 @@ class Meter(Protocol):
 
 
 class CudaMeter:
-    """Peaks of the current CUDA device. The counters are kept by the host, so no synchronisation is needed."""
+    """Peaks of the current CUDA device. The counters are on the host, so no synchronisation is needed."""
 
     def reset(self) -> None:
         import torch
@@ -47,7 +47,7 @@ class CudaMeter:
 
 
 class HostMeter:
-    """Resident peak of this process."""
+    """Peak resident size of this process."""
 
     def __init__(self, proc: Path = Path("/proc/self")) -> None:
         self._status = proc / "status"
@@ -77,7 +77,7 @@ class HostMeter:
         for line in self._status.read_text().splitlines():
             if line.startswith("VmHWM:"):
                 return {"resident_bytes": int(line.split()[1]) * 1024}
-        raise AssertionError("VmHWM stands in every Linux process's status")
+        raise AssertionError("every Linux process's status has VmHWM")
 
 
 def meter_for(device_type: str) -> Meter:
@@ -85,10 +85,10 @@ def meter_for(device_type: str) -> Meter:
 
 
 class Monitor:
-    """Peak memory by phase, for the step under way and for the whole run.
+    """Peak memory by phase, for the current step and for the whole run.
 
-    One phase is open at a time: `enter` closes the one before. A phase that is entered several times in a step
-    (a micro-batch each) keeps its largest peak.
+    One phase is open at a time: `enter` closes the previous one. A phase that is entered several times in a step (once
+    per micro-batch) keeps its largest peak.
     """
 
     def __init__(self, meter: Meter) -> None:
@@ -116,7 +116,7 @@ class Monitor:
 
     @contextlib.contextmanager
     def phase(self, phase: str) -> Iterator[None]:
-        """Measure one phase as a block."""
+        """Measure the block as one phase."""
         self.enter(phase)
         try:
             yield
@@ -129,12 +129,12 @@ class Monitor:
         return taken
 
     def take(self, phase: str) -> Peak:
-        """Remove and return one phase's peak of the step under way."""
+        """Remove and return one phase's peak of the current step."""
         return self._step.pop(phase, {})
 
 
 def headline(peaks: dict[str, Peak]) -> int:
-    """The one number for a person: the largest reserved (CUDA) or resident (CPU) bytes over the phases."""
+    """The headline figure: the largest reserved (CUDA) or resident (CPU) bytes over the phases."""
     return max((peak.get("reserved_bytes", peak.get("resident_bytes", 0)) for peak in peaks.values()), default=0)
 
 
@@ -143,12 +143,11 @@ def _largest(one: Peak, other: Peak) -> Peak:
 
 
 class LeakWatch:
-    """Notices a peak that keeps growing at the same batch shape: memory that is held and never given back.
+    """Detects memory leaks: a peak that keeps growing at the same batch shape.
 
-    A shape is reported once, after `SIGHTINGS` peaks in a row, each larger than the one before by at least the
-    grain. The resident size of a process also grows because libraries keep code for each new shape of matrix
-    (oneDNN compiles and caches kernels), so there a shape never seen before
-    starts all counts again; the CUDA allocator counts tensors alone and needs no such care.
+    A shape is reported once, after `SIGHTINGS` consecutive peaks, each larger than the previous one by at least
+    `GRAIN_BYTES`. Resident size also grows because libraries cache code for each new matrix shape (oneDNN compiles
+    kernels), so on a CPU a new shape resets all counts; the CUDA allocator only counts tensors.
     """
 
     SIGHTINGS = 5
@@ -159,7 +158,7 @@ class LeakWatch:
         self._reported: set[tuple[int, ...]] = set()
 
     def see(self, shape: tuple[int, ...], peak: Peak) -> int:
-        """Bytes that the peak at `shape` has grown, the first time that it counts as a leak; else 0."""
+        """Record a peak; return by how many bytes it has grown when it first counts as a leak, else 0."""
         measure = "allocated_bytes" if "allocated_bytes" in peak else "resident_bytes"
         if measure == "resident_bytes" and shape not in self._peaks:
             for peaks in self._peaks.values():

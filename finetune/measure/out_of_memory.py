@@ -1,4 +1,4 @@
-"""Which errors mean out of memory, and what they say."""
+"""Recognises out-of-memory errors."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ import torch
 
 from finetune.errors import first_line
 
-# What libraries say in a plain RuntimeError: torch's CPU allocator, torch where it maps a file, C++, and CUDA outside
-# torch's own allocator.
+# Texts of plain RuntimeErrors: torch's CPU allocator, torch mapping a file, C++, and CUDA outside torch's allocator.
 _SAID = (
     "DefaultCPUAllocator", "Cannot allocate memory", "std::bad_alloc", "CUBLAS_STATUS_ALLOC_FAILED",
     "CUDA error: out of memory", "Triton Error [CUDA]: out of memory",
@@ -15,10 +14,10 @@ _SAID = (
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether a device or the host had no memory left."""
+    """Whether the error means that a device or the host ran out of memory."""
     return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or any(text in str(error) for text in _SAID)
 
 
 def reason(error: BaseException) -> str:
-    """What an error that `is_out_of_memory` says, in one line."""
+    """The message of an out-of-memory error, in one line."""
     return first_line(error, "no memory left")

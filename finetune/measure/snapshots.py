@@ -1,4 +1,4 @@
-"""Memory diagnostics to look at by hand: allocator snapshots and profiler traces."""
+"""Memory diagnostics for manual inspection: allocator snapshots and profiler traces."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from typing import Any
 
 import torch
 
-# Allocations kept in a recorded history; older ones are dropped, so that a long run does not fill the host.
+# Entries kept in a recorded history; older ones are dropped, so that a long run does not fill host memory.
 _HISTORY_ENTRIES = 200_000
 
 
 @contextlib.contextmanager
 def recorded(snapshot_file: Path, device: torch.device, history: bool) -> Iterator[None]:
-    """Write an allocator snapshot at the end when `history` is on, and in any case when the block runs out of memory.
+    """Write an allocator snapshot if the block runs out of memory and, with `history`, also at its end.
 
-    Open the file at https://pytorch.org/memory_viz. Does nothing on a CPU, which has no caching allocator.
+    View the file at https://pytorch.org/memory_viz. Does nothing on a CPU, which has no caching allocator.
     """
     if device.type != "cuda":
         yield
         return
-    # By these names both are documented (https://docs.pytorch.org/docs/stable/torch_cuda_memory.html).
+    # Documented under these names (https://docs.pytorch.org/docs/stable/torch_cuda_memory.html).
     record, dump = torch.cuda.memory._record_memory_history, torch.cuda.memory._dump_snapshot  # noqa: SLF001
     if history:
         record(max_entries=_HISTORY_ENTRIES)

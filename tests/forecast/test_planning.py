@@ -199,7 +199,7 @@ def test_without_a_forecast_warn_says_so_and_trains(
     run = finetune.train(quick(*common, "memory.check=warn", run="warned")).run
     assert run.finished
     assert not run.forecast_file.exists()
-    assert "training goes on without a forecast" in capsys.readouterr().out
+    assert "training continues without a forecast" in capsys.readouterr().out
 
 
 @pytest.mark.slow

@@ -15,5 +15,5 @@ def test_each_card_and_the_library_for_it_are_told(cuda: torch.device) -> None:
     assert torch.version.cuda in found["CUDA"].what
     for index in range(torch.cuda.device_count()):
         assert torch.cuda.get_device_name(index) in found[f"GPU {index}"].what
-    assert found["bitsandbytes library"].what == "here, for CUDA"
+    assert found["bitsandbytes library"].what == "built for CUDA"
     assert found["optimizer"].what == "paged_adamw_8bit, the default"
