@@ -21,16 +21,16 @@ from finetune.storage.files import write_text
 
 @dataclass(frozen=True, repr=False)
 class DataLook:
-    """A look at a job's data: for a program as a dict, as a page, in a notebook as tables and rows."""
+    """An inspection of a job's data: as a dict, as a page, or in a notebook as tables and rows."""
 
     inspection: Inspection
 
     def as_dict(self) -> dict[str, Any]:
-        """What was found as JSON values."""
+        """The inspection as JSON values."""
         return self.inspection.as_dict()
 
     def write(self, path: Path) -> None:
-        """A self-contained HTML page. Raises MachineError where it cannot be written."""
+        """Write a self-contained HTML page. Raises MachineError if it cannot be written."""
         write_text(path, data_view.page(self.inspection))
 
     def __repr__(self) -> str:
@@ -41,9 +41,9 @@ class DataLook:
 
 
 def inspect_data(config: Config) -> DataLook:
-    """What the job would learn from: counts, lengths, padding, and the first rows token by token.
+    """Inspect the data that the job would train on: counts, lengths, padding, and the first rows token by token.
 
-    Raises a FinetuneError for what a person can mend; DataError also where the data would teach nothing.
+    Raises a FinetuneError for anything the user can fix; DataError also if there is nothing to learn.
     """
     libraries.quiet()
     config, _ = bounds.settled(config)

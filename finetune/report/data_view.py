@@ -1,7 +1,7 @@
-"""How the data is shown before training: on a terminal or in a log, as a page, and in a notebook.
+"""Shows the data before training: on a terminal or in a log, as a page, and in a notebook.
 
 The first line is the summary. Characters without a glyph, such as a tab, an escape or a zero-width space, are escaped:
-they are tokens too, and often the error one is looking for.
+they are tokens too, and often the mistake one is looking for.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from finetune.data.inspection import Batching, Inspection, Piece, Sample
 from finetune.data.prepare import Counts
 from finetune.report import pages, printing, words
 
-# Pieces of an unbroken run that a terminal shows at each of its ends; a page shows all.
+# Of a long run, a terminal shows this many pieces at either end; a page shows all.
 _SHOWN_PIECES = 40
 _TRAINED, _CONTEXT = "green", "dim"
 
 
 def show(found: Inspection, console: Console) -> None:
-    """Print what the data teaches, its lengths, its batches, and some rows token by token."""
+    """Print the summary, row lengths, batchings, and some rows token by token."""
     printing.say(console, headline(found), style="bold green")
     printing.facts(console, _facts(found))
     printing.table(console, *_splits_table(found))
@@ -55,7 +55,7 @@ def html(found: Inspection) -> str:
 
 
 def headline(found: Inspection) -> str:
-    """What the training rows teach, in a line."""
+    """The summary of the training rows, in one line."""
     counts = found.train
     return (
         f"{words.count(counts.rows)} rows teach {words.count(counts.trained_tokens)} of {words.count(counts.tokens)} "
@@ -64,7 +64,7 @@ def headline(found: Inspection) -> str:
 
 
 def _values(found: Inspection) -> dict[str, object]:
-    """What the template takes."""
+    """The values for the template."""
     return {
         "headline": headline(found),
         "facts": list(_facts(found).items()),
@@ -148,7 +148,7 @@ def _batchings_table(found: Inspection) -> printing.Cells:
 
 
 def _lengths(found: Inspection) -> list[tuple[str, float, str, str]]:
-    """(lengths, part of the longest bar, rows, share of all rows) of each bin."""
+    """(range of lengths, fraction of the longest bar, rows, share of all rows) for each bin."""
     most = max(these.rows for these in found.lengths)
     return [
         (f"{words.count(these.first)} to {words.count(these.last)}", these.rows / most, words.count(these.rows),
@@ -165,7 +165,7 @@ def _caption(sample: Sample) -> str:
 
 
 def _spelt(piece: Piece, line_break: str) -> str:
-    """The piece's text with all that has no glyph spelt out; `line_break` stands before the end of a line."""
+    """The piece's text with characters without a glyph escaped; `line_break` marks the end of a line."""
     return "".join(
         f"{line_break}\n" if letter == "\n"
         else letter if letter.isprintable()
@@ -175,7 +175,7 @@ def _spelt(piece: Piece, line_break: str) -> str:
 
 
 def _row(sample: Sample, console: Console, marks: tuple[str, str]) -> Text:
-    """The row's text; each unbroken run of trained tokens stands between the marks."""
+    """The row's text; each run of trained tokens is enclosed in the marks."""
     line_break = "↵" if printing.knows_unicode(console) else "\\n"
     text = Text()
     for trained, run in groupby(sample.pieces, key=lambda piece: piece.trained):
@@ -188,7 +188,7 @@ def _row(sample: Sample, console: Console, marks: tuple[str, str]) -> Text:
 
 
 def _shortened(run: list[str]) -> Iterator[str]:
-    """Both ends of a long run, and how much is left out between them."""
+    """Both ends of a long run, and the number of pieces omitted between them."""
     left_out = len(run) - 2 * _SHOWN_PIECES
     if left_out <= 0:
         yield from run

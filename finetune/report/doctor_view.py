@@ -1,4 +1,4 @@
-"""The findings of `finetune doctor` on the terminal: a line for each, with its remedy."""
+"""Shows the findings of `finetune doctor`, one per line with its remedy."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _STYLES = {"ok": "green", "warning": "yellow", "error": "bold red"}
 
 
 def show(findings: Iterable[tuple[str, str, str, str]], console: Console) -> None:
-    """(about, status, what, remedy) of each finding; each is one line of a log."""
+    """Print findings, given as (about, status, what, remedy), one per line."""
     rows = list(findings)
     width = max(len(about) for about, *_ in rows)
     for about, status, what, remedy in rows:

@@ -1,4 +1,4 @@
-"""The figures of a run: losses, peaks by phase, speed. The terminal, the plot and the page all use these."""
+"""The figures of a run: losses, peaks by phase, speed. Used by the terminal, the plot and the page."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ MEASURES = {
     "device_bytes": "device",
     "resident_bytes": "resident",
 }
-"""What the monitor measures, and its name for people."""
+"""The monitor's measures, and their display names."""
 
 
 @dataclass(frozen=True)
 class Figures:
-    """The lines of metrics.jsonl by kind, and of events.jsonl. A loss that is not finite is None in both."""
+    """The lines of metrics.jsonl by kind, and of events.jsonl. A loss that is not finite is None."""
 
     training: list[dict[str, Any]]
     evaluations: list[dict[str, Any]]
@@ -32,7 +32,7 @@ class Figures:
 
     @classmethod
     def read(cls, run: RunDirectory) -> Figures:
-        """The figures of a run as it stands on disk now, finished or not."""
+        """The figures of a run as currently on disk, finished or not."""
         lines = run.metrics()
         return cls(
             training=[line for line in lines if "eval_loss" not in line],
@@ -44,7 +44,7 @@ class Figures:
 
     @property
     def steps(self) -> int:
-        """Optimizer steps done."""
+        """Completed optimizer steps."""
         return self.training[-1]["step"] if self.training else 0
 
     @property
@@ -62,36 +62,36 @@ class Figures:
 
     @property
     def best_evaluation(self) -> dict[str, Any] | None:
-        """The evaluation with the lowest finite loss; that of step 0 says that training did not help."""
+        """The evaluation with the lowest finite loss; if it is that of step 0, training did not help."""
         finite = [line for line in self.evaluations if line["eval_loss"] is not None]
         return min(finite, key=lambda line: line["eval_loss"], default=None)
 
     @property
     def exported_step(self) -> int:
-        """The step whose weights are published: the last, or the best where that was loaded at the end."""
+        """The step whose weights are published: the last, or the best one if it was loaded at the end."""
         loaded = [event["step"] for event in self._last_start() if event["event"] == "best_loaded"]
         return loaded[-1] if loaded else self.steps
 
     @property
     def exported_evaluation(self) -> dict[str, Any] | None:
-        """The last evaluation after training began and up to the step that is published."""
+        """The last evaluation up to the published step, except that of step 0."""
         upto = [line for line in self.evaluations if 0 < line["step"] <= self.exported_step]
         return upto[-1] if upto else None
 
     @property
     def relative_drop(self) -> float | None:
-        """How much lower the eval loss of the published weights is than the base's, as a share of the base's."""
+        """The relative reduction of the eval loss from the base to the published weights."""
         base, evaluation = self.base_eval_loss, self.exported_evaluation
         exported = evaluation["eval_loss"] if evaluation else None
         return 1 - exported / base if base and exported is not None else None
 
     @property
     def trained(self) -> bool:
-        """Whether the last start came to the end of the training."""
+        """Whether training has ended since the last start."""
         return any(event["event"] == "trained" for event in self._last_start())
 
     def _last_start(self) -> list[dict[str, Any]]:
-        """The events since the run was started or resumed last."""
+        """The events since the run was last started or resumed."""
         starts = [at for at, event in enumerate(self.events) if event["event"] in ("started", "resumed")]
         return self.events[starts[-1] :] if starts else self.events
 
@@ -99,7 +99,7 @@ class Figures:
 
     @property
     def peaks(self) -> dict[str, Peak]:
-        """The largest bytes by phase and measure, over every start of the run, in the order of PHASES."""
+        """The largest bytes by phase and measure, over all starts of the run, in the order of PHASES."""
         found: dict[str, Peak] = {}
         for phase, peak in self._measured():
             largest = found.setdefault(phase, {})
@@ -123,16 +123,16 @@ class Figures:
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Median over the steps, so that the slow first one does not count."""
+        """Median over the steps, so that the slow first step does not matter."""
         return statistics.median(line["tokens_per_second"] for line in self.training) if self.training else None
 
     @property
     def padding_share(self) -> float | None:
-        """Share of the positions of all batches that held padding."""
+        """Share of padding among the positions of all batches."""
         lines = [line for line in self.training if line["padding_share"] < 1]
         tokens = sum(line["tokens"] for line in lines)
-        places = sum(line["tokens"] / (1 - line["padding_share"]) for line in lines)
-        return 1 - tokens / places if places else None
+        positions = sum(line["tokens"] / (1 - line["padding_share"]) for line in lines)
+        return 1 - tokens / positions if positions else None
 
 
 def measures(peaks: dict[str, Peak]) -> list[str]:
@@ -141,7 +141,7 @@ def measures(peaks: dict[str, Peak]) -> list[str]:
 
 
 def peak_table(peaks: dict[str, Peak]) -> Cells:
-    """The peaks by phase, with a column for each measure that occurs."""
+    """The peaks by phase, with a column for each measure present."""
     found = measures(peaks)
     rows = [
         (phase, *(words.size(peak[measure]) if measure in peak else "" for measure in found))
@@ -151,7 +151,7 @@ def peak_table(peaks: dict[str, Peak]) -> Cells:
 
 
 def smooth(losses: list[float], span_steps: int) -> list[float]:
-    """Mean over the `span_steps` steps around each, fewer at either end; a nan is left out of it."""
+    """Centred moving average over `span_steps` steps, fewer at either end; NaNs are ignored."""
     half = span_steps // 2
     smoothed = []
     for at in range(len(losses)):

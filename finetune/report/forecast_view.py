@@ -1,4 +1,4 @@
-"""How a forecast is shown: on a terminal or in a log, and in a notebook.
+"""Shows a forecast: on a terminal or in a log, and in a notebook.
 
 The first line is the result, followed by its parts. Parts that are zero are omitted.
 """
@@ -17,7 +17,7 @@ from finetune.report import pages, printing, words
 
 
 def show(forecast: Forecast, console: Console) -> None:
-    """Print the forecast: whether it fits, what the memory goes to, and what else a step takes."""
+    """Print the forecast: whether it fits, what uses the memory, and the other costs of a step."""
     printing.say(console, words.verdict(forecast), style="bold green" if forecast.fits else "bold red")
     printing.facts(console, _settings(forecast))
     printing.say(console)
@@ -36,7 +36,7 @@ def show(forecast: Forecast, console: Console) -> None:
 
 
 def levers(found: Sequence[tuple[Lever, Forecast]], console: Console) -> None:
-    """Print what would make the job fit: each lever, and the forecast with it."""
+    """Print each lever that would reduce the job's memory, and the forecast with it."""
     if not found:
         return
     enough = any(after.fits for _, after in found)
@@ -50,7 +50,7 @@ def levers(found: Sequence[tuple[Lever, Forecast]], console: Console) -> None:
 
 
 def compare(differences: Sequence[Difference], console: Console) -> None:
-    """Print the forecast beside what was measured, and mark large differences."""
+    """Print the forecast beside the measurement, and mark large differences."""
     if not differences:
         return
     rows = []
@@ -63,10 +63,10 @@ def compare(differences: Sequence[Difference], console: Console) -> None:
 
 
 def html(forecast: Forecast) -> str:
-    """The forecast for a notebook: its tables and its picture, in one piece of HTML."""
+    """The forecast for a notebook: its tables and its plot, as HTML."""
     plot = ""
     if forecast.curve:
-        from finetune.report import memory_plot  # with matplotlib, which a forecast in text need not wait for
+        from finetune.report import memory_plot  # imports matplotlib, which text output does not need
 
         plot = base64.b64encode(memory_plot.forecast(forecast)).decode()
     return pages.fragment(
@@ -81,11 +81,11 @@ def html(forecast: Forecast) -> str:
     )
 
 
-# -- what there is to say ----------------------------------------------------------------------------------------------
+# -- contents ----------------------------------------------------------------------------------------------------------
 
 
 def _settings(forecast: Forecast) -> dict[str, str]:
-    """What the forecast is of."""
+    """The settings of the forecast."""
     batch = forecast.batch
     micro_batches = forecast.tokens // (batch.rows * batch.tokens)
     several = f", {words.count(micro_batches)} such micro-batches a step" if micro_batches > 1 else ""
@@ -98,7 +98,7 @@ def _settings(forecast: Forecast) -> dict[str, str]:
 
 
 def _at_peak(forecast: Forecast) -> list[tuple[str, int, float]]:
-    """(name, bytes, share) of the categories that are there at the peak."""
+    """(name, bytes, share) of the categories present at the peak."""
     total = sum(forecast.categories.values())
     return [
         (name, forecast.categories[category], forecast.categories[category] / total)
@@ -108,7 +108,7 @@ def _at_peak(forecast: Forecast) -> list[tuple[str, int, float]]:
 
 
 def _phases_table(forecast: Forecast) -> printing.Cells:
-    """On a CPU nothing is reserved beyond the tensors, and one column says it."""
+    """Memory by phase. On a CPU nothing is reserved beyond the tensors, so there is only one column."""
     measures = ("tensors",) if forecast.device.type == "cpu" else ("allocated", "reserved")
     keys = ("allocated_bytes", "reserved_bytes")[: len(measures)]
     over = _over_budget(forecast)
@@ -124,11 +124,11 @@ def _phases_table(forecast: Forecast) -> printing.Cells:
 
 
 def _over_budget(forecast: Forecast) -> set[str]:
-    """The phases that exceed the budget. A merge may be one, though `fits` is about the training alone."""
+    """The phases that exceed the budget. A merge may be among them, although `fits` only considers training."""
     over, most_before, left = set(), 0, forecast.device.room_bytes
     for phase, sizes in forecast.phases.items():
         allocated, reserved = sizes["allocated_bytes"], sizes["reserved_bytes"]
-        # What an earlier phase reserved stays reserved, and does not count against this one.
+        # Memory reserved by an earlier phase stays reserved, and is not attributed to this one.
         if allocated > left or (reserved > left and reserved > most_before):
             over.add(phase)
         most_before = max(most_before, reserved)
@@ -136,9 +136,9 @@ def _over_budget(forecast: Forecast) -> set[str]:
 
 
 def _costs(forecast: Forecast) -> dict[str, str]:
-    """What the job takes besides the device's memory."""
+    """The job's costs other than device memory."""
     facts = {}
-    # On a CPU the host's memory is the memory that the headline is about.
+    # On a CPU the headline is about host memory.
     if forecast.device.type != "cpu" and not words.is_nothing(forecast.host_bytes):
         facts["host memory"] = words.size(forecast.host_bytes)
     if not words.is_nothing(forecast.disk_bytes):

@@ -1,7 +1,7 @@
-"""The plot of a forecast: what fills the memory over a step, and how far that is from the budget.
+"""The plot of a forecast: memory by category over a step, compared with the budget.
 
-What stays from step to step is at the bottom in calm colours, what comes and goes is above it in warm ones, so that the
-part that settings can shrink stands out.
+Persistent categories are at the bottom in calm colours, temporary ones above in warm colours, so that the part that
+settings can reduce stands out.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from matplotlib.patheffects import withStroke
 from finetune.forecast.replay import WORDS, Forecast, bands
 from finetune.report import canvas, words
 
-# From bottom to top. Any two are 20 apart in CIE Lab, and neighbours 30, also for eyes without the red, the green or
-# the blue cones (simulated with the matrices of Machado, Oliveira and Fernandes, 2009).
+# From bottom to top. Any two differ by 20 in CIE Lab and neighbours by 30, also for protanopia, deuteranopia and
+# tritanopia (simulated with the matrices of Machado, Oliveira and Fernandes, 2009).
 _COLOURS = {
     "context": "#ADAFB1",
     "base_weights": "#1F3A7A",
@@ -32,22 +32,22 @@ _COLOURS = {
 }
 _INK, _WARNING = "#20262C", "#B00020"
 
-# A budget so many times the need would press the picture into the lowest part of its axis.
+# A budget more than this many times the need is not drawn to scale, since it would squeeze the plot.
 _FAR_ABOVE = 3
-# The update allocates little and would be too narrow for its name.
+# The update has few allocations and would be too narrow for its label.
 _NARROWEST_PHASE = 0.15
 _HEADROOM = 1.16
-# So many letters of a title stand beside each other in full size.
+# A longer title is printed smaller.
 _TITLE_LETTERS = 100
 
 
 def forecast(planned: Forecast) -> bytes:
-    """The picture of the forecast as a PNG."""
+    """The plot of the forecast as a PNG."""
     return canvas.png(draw(planned))
 
 
 def draw(planned: Forecast) -> Figure:
-    """The picture of the forecast as a figure."""
+    """The plot of the forecast as a figure."""
     paper = canvas.new(10, 5.2)
     axes = paper.subplots()
     title = f"{words.verdict(planned)}; {words.batch(planned.batch)}"
@@ -76,7 +76,7 @@ class _Picture:
         self._edges = list(_edges([count for _, count in self._phases]))
         self._peak_at = max(range(len(curve)), key=lambda at: sum(curve[at].categories.values()))
         self._peak_x = (self._edges[self._peak_at] + self._edges[self._peak_at + 1]) / 2
-        # The peaks within the step; the curve is a sample of it and may miss the very moment.
+        # The exact peaks within the step; the curve is sampled and may miss them.
         self._step_peak_bytes, self._reserved_peak_bytes = (
             max(planned.phases[phase][measure] for phase, _ in self._phases) + self._outside_bytes
             for measure in ("allocated_bytes", "reserved_bytes")
@@ -91,13 +91,13 @@ class _Picture:
         self._axes.set(xlim=(0, 1), ylim=(0, top_bytes * _HEADROOM / self._unit_bytes))
         self._draw_budget()
         self._draw_peak()
-        self._axes.legend(  # beside the picture, from top to bottom as the layers lie
+        self._axes.legend(  # beside the plot, in the order of the layers
             reverse=True, loc="upper left", bbox_to_anchor=(1.01, 1), frameon=False, fontsize=10, title="at the peak",
             title_fontsize=10, alignment="left", borderaxespad=0,
         )  # fmt: skip
 
     def _draw_areas(self) -> None:
-        """What is live, as layers; on CUDA the reserved memory as a line (on a CPU nothing is reserved beyond them)."""
+        """Draw live memory as layers, and on CUDA reserved memory as a line."""
         curve = self._planned.curve
         sizes = {"context": [self._outside_bytes] * len(curve), **dict(bands(curve))}
         layers = {category: sizes[category] for category in _COLOURS if any(sizes.get(category, []))}
@@ -114,7 +114,7 @@ class _Picture:
             )  # fmt: skip
 
     def _named(self, category: str, values: list[int]) -> str:
-        """The layer's name with its size at the peak; a leading underscore keeps what is too thin out of the legend."""
+        """The layer's name and size at the peak; an underscore keeps layers that are too thin out of the legend."""
         if words.is_nothing(max(values)):
             return f"_{WORDS[category]}"
         planned = self._planned
@@ -123,7 +123,7 @@ class _Picture:
         return WORDS[category] if words.is_nothing(at_peak) else f"{WORDS[category]}, {words.size(at_peak)}"
 
     def _draw_phases(self) -> None:
-        """Names under the axis, and thin lines between the phases."""
+        """Draw phase names below the axis, and thin lines between the phases."""
         ends = list(accumulate(count for _, count in self._phases))
         borders = [0.0, *(self._edges[end] for end in ends)]
         for border in borders[1:-1]:
@@ -142,7 +142,7 @@ class _Picture:
 
     def _draw_budget(self) -> None:
         text = f"budget {words.size(self._planned.budget_bytes)}"
-        # Away from the peak's label, which may be as high.
+        # On the other side than the peak's label, which may be at the same height.
         x, align = (0.012, "left") if self._peak_x > 0.5 else (0.988, "right")
         if not self._budget_is_near:
             text += f", more than {_FAR_ABOVE} times what is shown"
@@ -151,7 +151,7 @@ class _Picture:
             )
             return
         height = self._planned.budget_bytes / self._unit_bytes
-        outline = withStroke(linewidth=3.4, foreground="white")  # apart from any area that it crosses
+        outline = withStroke(linewidth=3.4, foreground="white")  # for contrast with the areas it crosses
         self._axes.axhline(
             height, color=_WARNING, linewidth=1.6, linestyle="--", zorder=4, gid="budget", path_effects=[outline]
         )
@@ -163,7 +163,7 @@ class _Picture:
     def _draw_peak(self) -> None:
         x, height = self._peak_x, self._step_peak_bytes / self._unit_bytes
         self._axes.plot([x], [height], marker="o", markersize=5, color=_INK, linestyle="none")
-        # Beside the point, where memory still grows or falls again; above it the reserved memory may be close.
+        # Beside the point rather than above it, where the line of reserved memory may be close.
         offset, align = ((-8, 3), "right") if x > 0.25 else ((8, 3), "left")
         self._axes.annotate(
             f"peak {words.size(self._step_peak_bytes)}", (x, height), xytext=offset, textcoords="offset points",
@@ -171,7 +171,7 @@ class _Picture:
         )  # fmt: skip
 
     def _drawn(self, sizes: list[int]) -> list[float]:
-        """Heights in the axis's unit; the last size holds to the right edge."""
+        """Heights in the axis's unit; the last value extends to the right edge."""
         return [size_bytes / self._unit_bytes for size_bytes in [*sizes, sizes[-1]]]
 
 
@@ -179,7 +179,7 @@ _PAPER = {"boxstyle": "round,pad=0.2", "facecolor": "white", "edgecolor": "none"
 
 
 def _edges(counts: list[int]) -> Iterator[float]:
-    """Where each point of the curve begins, from 0 to 1, when no phase is narrower than its name."""
+    """The x position, from 0 to 1, of each point of the curve, with a minimum width for each phase."""
     shares = [max(count / sum(counts), _NARROWEST_PHASE) for count in counts]
     start = 0.0
     for count, share in zip(counts, shares, strict=True):

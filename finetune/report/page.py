@@ -1,4 +1,4 @@
-"""The report of a run: one self-contained HTML file, and the part of it that notebooks show."""
+"""The report of a run: one self-contained HTML file, and the part of it shown in notebooks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _TOLD_ELSEWHERE = {"trained", "finished", "merged"}
 
 
 def write(run: RunDirectory) -> None:
-    """Write the report of the run as it stands on disk, finished or not."""
+    """Write the report of the run as currently on disk, finished or not."""
     figures = Figures.read(run)
     document = pages.page(
         run.path.name,
@@ -51,14 +51,14 @@ def _contents(file: Path) -> bytes:
 
 
 def _event(event: dict[str, Any]) -> tuple[str, ...]:
-    """(time, event, step, what else it says)."""
+    """(time, event, step, details)."""
     time = datetime.fromtimestamp(event["time"], UTC).strftime("%Y-%m-%d %H:%M:%S")
     details = () if event["event"] in _TOLD_ELSEWHERE else (_fact(key, value) for key, value in event.items() if value)
     return time, event["event"].replace("_", " "), str(event.get("step", "")), ", ".join(filter(None, details))
 
 
 def _fact(key: str, value: Any) -> str:
-    """What one key of an event says; nothing for those with a column of their own."""
+    """One key of an event as text; empty for keys with their own column."""
     if key in ("time", "event", "step"):
         return ""
     if key == "memory":
@@ -68,13 +68,13 @@ def _fact(key: str, value: Any) -> str:
 
 
 def _amount(key: str, value: Any) -> str:
-    """A value that only its key says something of."""
+    """A value formatted according to its key."""
     is_size = key.endswith("_bytes") and type(value) is int and 0 <= value <= records.LARGEST_BYTES
     return words.size(value) if is_size else str(value)
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, str]]:
-    """Nested values as (name, text), the names of the levels joined."""
+    """Nested values as (name, text), with the names of all levels joined."""
     for key, value in values.items():
         name = prefix + key.removesuffix("_bytes").replace("_", " ")
         if isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""Pages from the Jinja2 templates in templates/: all values are escaped and their control characters made visible."""
+"""Renders the Jinja2 templates in templates/, with all values escaped and control characters made visible."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ if TYPE_CHECKING:
 
 
 def page(title: str, template: str, **values: Any) -> str:
-    """A self-contained HTML document of one template under a title."""
+    """A self-contained HTML document from a template, with a title."""
     return fragment("page.html.j2", title=title, content=template, **values)
 
 
 def fragment(template: str, **values: Any) -> str:
-    """A template by itself, as a notebook shows it."""
+    """The HTML of a template alone, for notebooks."""
     return _environment().get_template(template).render(values)
 
 
 @cache
 def _environment() -> Environment:
-    from jinja2 import Environment, PackageLoader, StrictUndefined  # printing on a terminal need not wait for it
+    from jinja2 import Environment, PackageLoader, StrictUndefined  # not needed to print on a terminal
 
     def shown(value: object) -> object:
-        return value if hasattr(value, "__html__") else visible(str(value), LINES)  # markup: what a macro has rendered
+        return value if hasattr(value, "__html__") else visible(str(value), LINES)  # `__html__`: rendered by a macro
 
     environment = Environment(
         loader=PackageLoader("finetune.report"), autoescape=True, undefined=StrictUndefined, finalize=shown,

@@ -1,4 +1,4 @@
-"""A job's plan as it is shown: in a notebook, as a plot, and as the message when the job does not fit."""
+"""Plans a job, and shows the plan: in a notebook, as a plot, and as the message if the job does not fit."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from finetune.storage.files import write_bytes
 
 @dataclass(frozen=True, repr=False)
 class Plan:
-    """A job's forecast and, where it does not fit, what each lever would make of it."""
+    """A job's forecast and, if it does not fit, the forecast with each lever."""
 
     config: Config
     forecast: Forecast
@@ -38,8 +38,8 @@ class Plan:
         return {**self.forecast.as_dict(), "levers": levers}
 
     def draw(self, path: Path) -> None:
-        """Memory over the step as a PNG. Raises MachineError where it cannot be written."""
-        from finetune.report import memory_plot  # with matplotlib, which a plan in text need not wait for
+        """Write a plot of memory over the step as a PNG. Raises MachineError if it cannot be written."""
+        from finetune.report import memory_plot  # imports matplotlib, which text output does not need
 
         write_bytes(path, memory_plot.forecast(self.forecast))
 
@@ -51,10 +51,9 @@ class Plan:
 
 
 def plan(config: Config, gpu: str | None = None) -> Plan:
-    """What the job will take on `gpu`: a card's name, a size such as 24GiB, `auto` or `cpu`; by default what is here.
+    """Forecast the job on `gpu`: a GPU's name, a size such as 24GiB, `auto` or `cpu`; by default this machine's device.
 
-    Where the config says `auto`, micro-batch and checkpointing are fitted first. Raises a FinetuneError for a model or
-    a card that is not known.
+    Settings that are `auto` are fitted first. Raises a FinetuneError for an unknown model or GPU.
     """
     planner = planner_for(config, gpu)
     config = planner.job
@@ -68,7 +67,7 @@ def plan(config: Config, gpu: str | None = None) -> Plan:
 
 
 def does_not_fit(found: Forecast, levers: list[tuple[Lever, Forecast]]) -> str:
-    """The message about a job that does not fit: by how much, with which batch, and what would help."""
+    """The message for a job that does not fit: by how much, with which batch, and what would help."""
     batch = found.batch
     lines = [
         f"the job does not fit {found.device.name}: it would take {words.size(found.needed_bytes)} of "

@@ -1,4 +1,4 @@
-"""The plot of a run: loss by step, and below it the peak memory of each phase."""
+"""The plot of a run: loss by step and, below it, peak memory by phase."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ _BLUE, _SKY, _GREEN, _ORANGE, _PINK = "#0072B2", "#56B4E9", "#009E73", "#D55E00"
 _PHASE_COLOURS = {"forward": _SKY, "backward": _PINK, "optimizer": _GREEN}
 _EVALUATION_COLOUR = _ORANGE
 
-# Below so many steps every step is drawn as a point of its own, and a smoothed line would say nothing more.
+# With fewer steps, each is drawn as a point, and there is no smoothed line.
 _FEW_STEPS = 20
 
 
 def training(run: RunDirectory) -> Path:
-    """Draw the run as it stands on disk, finished or not, and return the PNG's path."""
+    """Plot the run as currently on disk, finished or not; return the PNG's path."""
     figures = Figures.read(run)
     paper = canvas.new(9, 6.6)
     upper, lower = paper.subplots(2, 1, sharex=True, height_ratios=(3, 2))
@@ -49,7 +49,7 @@ def _draw_losses(axes: Any, figures: Figures) -> None:
             marker="o" if few else None, markersize=3.5, label="training loss",
         )  # fmt: skip
     if not few:
-        span_steps = max(5, len(steps) // 20) | 1  # odd, so that it has a middle
+        span_steps = max(5, len(steps) // 20) | 1  # odd, to be centred
         label = f"mean over {span_steps} steps"
         axes.plot(steps, smooth(losses, span_steps), color=_BLUE, linewidth=2, label=label)
     if figures.evaluations:
@@ -66,7 +66,7 @@ def _draw_losses(axes: Any, figures: Figures) -> None:
 
 
 def _draw_memory(axes: Any, figures: Figures) -> None:
-    # What monitor.headline takes: reserved bytes on CUDA, resident bytes on a CPU.
+    # As in monitor.headline: reserved bytes on CUDA, resident bytes on a CPU.
     measure = "reserved_bytes" if "reserved_bytes" in measures(figures.peaks) else "resident_bytes"
     lines = {phase: _series(figures.training, phase, measure) for phase in _PHASE_COLOURS}
     evaluations = _series(figures.evaluations, "evaluation", measure)
@@ -92,21 +92,21 @@ def _draw_memory(axes: Any, figures: Figures) -> None:
 
 
 def _series(lines: list[dict[str, Any]], phase: str, measure: str) -> tuple[list[int], list[int]]:
-    """Steps and bytes of the lines that have the phase."""
+    """Steps and bytes of the lines that include the phase."""
     found = [(line["step"], line.get("memory", {}).get(phase, {}).get(measure)) for line in lines]
     there = [(step, size_bytes) for step, size_bytes in found if size_bytes is not None]
     return [step for step, _ in there], [size_bytes for _, size_bytes in there]
 
 
 def _limits(lowest: float, highest: float) -> tuple[float, float]:
-    """The ends of an axis that spans at least a quarter of the peak, so that small changes look small."""
+    """Limits of an axis that spans at least a quarter of the peak, so that small changes look small."""
     half = 0.6 * max(highest - lowest, highest / 4) or 1
     middle = (highest + lowest) / 2
     return max(0.0, middle - half), middle + half
 
 
 def _finish(axes: Any) -> None:
-    """Grid, frame, and the legend above the panel, where it covers nothing."""
+    """Add a grid, the frame, and a legend above the panel."""
     axes.grid(color="0.9", linewidth=0.8)
     axes.set_axisbelow(True)
     canvas.frame(axes)

@@ -1,7 +1,7 @@
-"""How the views print: lines, facts, tables and bars, to a terminal or a log, in any encoding.
+"""Prints lines, facts, tables and bars, to a terminal or a log, in any encoding.
 
-Lines in a log are never wrapped. Text from outside is never interpreted as rich's markup, cannot control the terminal,
-and never fails to encode.
+Lines in a log are never wrapped. Untrusted text is not interpreted as rich markup, cannot control the terminal, and
+never fails to encode.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from finetune.errors import MachineError
 from finetune.report.visible import visible
 
 Cells = tuple[Sequence[str], Sequence[Sequence[str]]]
-"""A table as texts: its head and its rows."""
+"""A table as strings: header and rows."""
 
 _BAR_CELLS = 32
 _EIGHTHS = "▏▎▍▌▋▊▉"
 
 
 def put(console: Console, printed: Any, *, whole: bool = False) -> None:
-    """Print anything that rich draws; `whole` lines are not wrapped in a log. Raises MachineError for a full disk."""
+    """Print a rich renderable; `whole` lines are not wrapped in a log. Raises MachineError if writing fails."""
     try:
         console.print(printed, soft_wrap=whole and not console.is_terminal, highlight=False)
     except OSError as error:
@@ -32,12 +32,12 @@ def put(console: Console, printed: Any, *, whole: bool = False) -> None:
 
 
 def say(console: Console, text: str = "", style: str = "", keep: str = "") -> None:
-    """A line, or with line breaks in `keep` (see `visible`) a paragraph."""
+    """Print a line, or a paragraph if `keep` has line breaks (see `visible`)."""
     put(console, plain(console, text, style, keep), whole=True)
 
 
 def facts(console: Console, rows: dict[str, str]) -> None:
-    """Names and facts, a line each; a terminal folds a long fact beside its name."""
+    """Print names and facts, one per line; a terminal wraps a long fact beside its name."""
     width = max(map(len, rows))
     if not console.is_terminal:
         for name, fact in rows.items():
@@ -52,12 +52,12 @@ def facts(console: Console, rows: dict[str, str]) -> None:
 
 
 def table(console: Console, head: Sequence[str], rows: Iterable[Sequence[str]], texts: Sequence[str] = ()) -> None:
-    """Print `drawn`, its cells made plain."""
+    """Print a table (see `drawn`) of untrusted text."""
     put(console, drawn(head, ([plain(console, cell) for cell in row] for row in rows), texts))
 
 
 def drawn(head: Sequence[str], rows: Iterable[Sequence[str | Text]], texts: Sequence[str] = (), **style: Any) -> Table:
-    """A table whose first column names the row; the columns that are not in `texts` hold numbers, aligned right."""
+    """A table whose first column names the row; columns not in `texts` are numbers, right-aligned."""
     made = Table(**style)
     for number, name in enumerate(head):
         is_text = number == 0 or name in texts
@@ -68,7 +68,7 @@ def drawn(head: Sequence[str], rows: Iterable[Sequence[str | Text]], texts: Sequ
 
 
 def bars(console: Console, rows: Iterable[tuple[str, float, str, str]]) -> None:
-    """(name, part of the longest bar, size, share) in each row; a part of 0 has no bar."""
+    """Print rows of (name, fraction of the longest bar, size, share); a fraction of 0 has no bar."""
     grid = Table.grid(padding=(0, 2))
     grid.add_column(no_wrap=True)
     grid.add_column(style="cyan", no_wrap=True)
@@ -80,7 +80,7 @@ def bars(console: Console, rows: Iterable[tuple[str, float, str, str]]) -> None:
 
 
 def plain(console: Console, text: str, style: str = "", keep: str = "") -> Text:
-    """`text` as it is: visible but for what is in `keep`, and with ? for what the console cannot encode."""
+    """`text` without markup: see `visible` for `keep`; characters that the console cannot encode become ?."""
     return Text(visible(text, keep).encode(console.encoding, "replace").decode(console.encoding), style=style)
 
 
@@ -90,7 +90,7 @@ def knows_unicode(console: Console) -> bool:
 
 
 def _bar(console: Console, part: float) -> str:
-    """A bar in eighths of a cell; in whole ones where the console has no such characters."""
+    """A bar in eighths of a cell, or in whole cells if the console has no such characters."""
     if not knows_unicode(console):
         return "#" * max(1, round(_BAR_CELLS * part))
     full, eighths = divmod(max(1, round(8 * _BAR_CELLS * part)), 8)

@@ -1,4 +1,4 @@
-"""The result of a run: for a program as a dict, for a notebook as a table and a plot."""
+"""The result of a run: as a dict for programs, as a table and a plot for notebooks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from finetune.storage.rundir import RunDirectory
 
 @dataclass(frozen=True)
 class Result:
-    """A run and its result, read from the run directory anew each time it is asked for."""
+    """The result of a run, read from the run directory on each access."""
 
     run: RunDirectory
 
@@ -24,9 +24,9 @@ class Result:
         return Figures.read(self.run)
 
     def summary(self) -> dict[str, Any]:
-        """The results as JSON values: losses in nats per trained token, memory in bytes, None for what is not there.
+        """The results as JSON values: losses in nats per trained token, memory in bytes, None for missing values.
 
-        `relative_drop` is from the eval loss of the base to that of the published weights.
+        `relative_drop` is the relative reduction of the eval loss from the base to the published weights.
         """
         figures = self.figures
         best = figures.best_evaluation
@@ -50,7 +50,7 @@ class Result:
         }
 
     def table(self) -> Table:
-        """Peak memory by phase, a column for each measure."""
+        """Peak memory by phase, with a column for each measure."""
         return printing.drawn(
             *peak_table(self.figures.peaks), title="peak memory", title_justify="left", title_style="bold"
         )

@@ -1,6 +1,6 @@
-"""The output of a run: a header, the progress, and the results.
+"""The output of a run: header, progress and results.
 
-On a terminal the progress is one live line; in a log it is a plain line from time to time.
+On a terminal, progress is one live line; in a log, an occasional plain line.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ from finetune.report.result import Result
 from finetune.report.visible import LINES
 from finetune.storage.rundir import RunDirectory
 
-# Lines that a whole run prints where there is no terminal, besides its evaluations.
+# Progress lines that a whole run prints to a log, besides its evaluations.
 _PLAIN_LINES = 10
 
 
 class Terminal:
-    """Tells a person how a run goes; a training Listener. `quiet` prints nothing.
+    """Prints the progress of a run; implements the training Listener. `quiet` prints nothing.
 
-    Close it, or use it as a context manager, so that a run that fails leaves the terminal as it was.
+    Close it, or use it as a context manager, so that a failed run leaves the terminal in order.
     """
 
     def __init__(self, quiet: bool = False, console: Console | None = None) -> None:
-        # A notebook's kernel claims to be a terminal; plain lines, one after the other, read best there.
+        # A notebook kernel claims to be a terminal, but plain lines read better there.
         terminal = False if "ipykernel" in sys.modules else None
         self._console = console or Console(force_jupyter=False, force_terminal=terminal, quiet=quiet)
         self._live: Progress | None = None
@@ -67,25 +67,25 @@ class Terminal:
     # -- before training -------------------------------------------------------------------------------------------
 
     def inspected(self, found: Inspection) -> None:
-        """The data by itself."""
+        """Print an inspection of the data."""
         data_view.show(found, self._console)
 
     def planned(self, forecast: Forecast, levers: Sequence[tuple[Lever, Forecast]]) -> None:
-        """A forecast by itself and, where it does not fit, what would help."""
+        """Print a forecast and, if it does not fit, the levers."""
         forecast_view.show(forecast, self._console)
         forecast_view.levers(levers, self._console)
 
     def examined(self, findings: Iterable[tuple[str, str, str, str]]) -> None:
-        """(about, status, what, remedy) of each thing that `finetune doctor` looked at."""
+        """Print findings of `finetune doctor`: (about, status, what, remedy)."""
         doctor_view.show(findings, self._console)
 
     def chose(self, fitted: Fitted) -> None:
-        """What was chosen for `auto`, and why."""
+        """Print what was chosen for `auto` settings, and why."""
         for key, reason in fitted.reasons.items():
             self._say(f"{key}: {fitted.value(key)} ({reason})")
 
     def fitted(self, fitted: Fitted, limits: Limits, target: Path) -> None:
-        """The fitted job, its gain, and the limits of this device and of smaller ones."""
+        """Print the fitted job, its speed-up, and the limits of this device."""
         self.planned(fitted.forecast, ())
         self._say()
         self.chose(fitted)
@@ -105,7 +105,7 @@ class Terminal:
         )
 
     def compared(self, differences: Sequence[Difference]) -> None:
-        """Forecast beside measured, by phase."""
+        """Print forecast and measurement by phase."""
         forecast_view.compare(differences, self._console)
 
     def opened(
@@ -119,7 +119,7 @@ class Terminal:
         processes: int = 1,
         mixture: Mixture | None = None,
     ) -> None:
-        """The header: the job, its data, and the device."""
+        """Print the header: the job, its data, and the device."""
         facts = {"run": str(path), "base": words.base(config)}
         if mixture:
             facts["experts"] = words.mixture(mixture)
@@ -141,14 +141,14 @@ class Terminal:
         self._facts(facts)
 
     def built(self, model: Any, left_out: int = 0) -> None:
-        """How many parameters there are and how many of them are trained; `left_out` layers have no adapter."""
+        """Print the numbers of parameters and of trained ones; `left_out` layers have no adapter."""
         sizes = [(_numel(parameter), parameter.requires_grad) for parameter in model.parameters()]
         total = sum(size for size, _ in sizes)
         trained = sum(size for size, requires_grad in sizes if requires_grad)
         share = f" ({trained / total:.3%})" if total else ""
         facts = {"parameters": f"{words.count(total)}, trained {words.count(trained)}{share}"}
         if left_out:
-            facts["no adapter"] = f"on {words.count(left_out)} layers whose weights the model's code reads itself"
+            facts["no adapter"] = f"on {words.count(left_out)} layers whose weights the model's code reads directly"
         self._facts(facts)
 
     # -- the training listener -------------------------------------------------------------------------------------
@@ -195,7 +195,7 @@ class Terminal:
     # -- after training --------------------------------------------------------------------------------------------
 
     def answers(self, run: RunDirectory) -> None:
-        """Evaluation questions with the reference and the answers before and after training."""
+        """Print sample questions with their reference and the answers before and after training."""
         self.close()
         for row in run.answers():
             self._say()
@@ -207,7 +207,7 @@ class Terminal:
                     printing.put(self._console, Padding(answer, (0, 0, 0, 4), expand=False))
 
     def merged(self, folder: Path, proof: dict[str, Any]) -> None:
-        """What was proven about the merged model, and the folder it is in."""
+        """Print the proof of the merged model, and its folder."""
         self.close()
         at_median = "at the median token " if proof.get("median") else ""
         self._say(
@@ -218,7 +218,7 @@ class Terminal:
         )
 
     def finished(self, run: RunDirectory) -> None:
-        """The results of the whole run, and where they are."""
+        """Print the results of the whole run, and their paths."""
         self.close()
         result = Result(run)
         figures = result.figures
@@ -234,7 +234,7 @@ class Terminal:
         self._facts({name: fact for name, fact in facts.items() if fact})
 
     def losses(self, losses: dict[str, float]) -> None:
-        """Eval loss and perplexity of each model."""
+        """Print eval loss and perplexity of each model."""
         rows = [(name, words.loss(nats), words.perplexity(nats)) for name, nats in losses.items()]
         printing.table(self._console, ("model", "loss (nats/token)", "perplexity"), rows)
 
@@ -246,7 +246,7 @@ class Terminal:
 
 
 def _batching(config: Config, processes: int) -> str:
-    """How the rows of a step are shared out over processes and micro-batches."""
+    """How the rows of a step are divided among ranks and micro-batches."""
     rows = config.training.batch_size // processes
     if tokens := MicroBatching.of(config.training, config.data).tokens:
         packed = "packed into" if config.data.packing else "in"
@@ -258,7 +258,7 @@ def _batching(config: Config, processes: int) -> str:
 
 
 def _numel(parameter: Any) -> int:
-    """Weights in a parameter. bitsandbytes packs two 4-bit weights into a byte and keeps the true shape beside them."""
+    """Number of weights in a parameter; for packed 4-bit weights, from the shape in their quantization state."""
     state = getattr(parameter, "quant_state", None)
     return math.prod(state.shape) if state is not None else parameter.numel()
 
@@ -281,5 +281,5 @@ def _speed(figures: Figures) -> str:
 
 
 def note_beside_output(text: str) -> None:
-    """A note on stderr, for commands whose stdout is an answer or JSON."""
+    """Print a note to stderr, for commands whose stdout is an answer or JSON."""
     Terminal(console=Console(stderr=True)).note(text)

@@ -1,7 +1,7 @@
-"""Untrusted text on a terminal: nothing in it may move the cursor, recolour the screen or reorder a line.
+"""Makes untrusted text safe for a terminal: it must not move the cursor, change colours or reorder a line.
 
-Text from data files, models' configs and libraries' error messages reaches a terminal in two ways: through `visible`,
-with which the views clean what they print on standard output, and through standard error.
+Text from data files, model configs and library errors reaches a terminal through standard output, which the views
+sanitise with `visible`, and through standard error, which `VisibleStream` wraps.
 """
 
 from __future__ import annotations
@@ -9,15 +9,15 @@ from __future__ import annotations
 import unicodedata
 from typing import Any, TextIO
 
-# Control characters, marks of direction and others without a glyph, halves of surrogate pairs, line separators.
+# Control characters, format characters (such as direction marks), surrogates, line and paragraph separators.
 _WITHOUT_GLYPH = ("Cc", "Cf", "Cs", "Zl", "Zp")
 
 LINES = "\n\t\N{ZERO WIDTH NON-JOINER}\N{ZERO WIDTH JOINER}"
-"""What text of several lines may have: breaks, tabs, and what joins letters and emoji or keeps them apart."""
+"""Characters to keep in multi-line text: line breaks, tabs, and the (non-)joiners of letters and emoji."""
 
 
 def visible(text: str, keep: str = "") -> str:
-    """`text` with a replacement character for each that has no glyph, but for those in `keep`."""
+    """`text` with every character without a glyph replaced, except those in `keep`."""
     if text.isascii() and text.isprintable():
         return text
     return "".join(
@@ -27,7 +27,7 @@ def visible(text: str, keep: str = "") -> str:
 
 
 class VisibleStream:
-    """A stream on which only visible text arrives; for the errors, warnings and tracebacks of all code alike."""
+    """A stream wrapper that applies `visible` to all text, including library warnings and tracebacks."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream

@@ -1,4 +1,4 @@
-"""Numbers, settings and counts in words, written alike on the terminal and the pages."""
+"""Formats numbers, settings and counts in words, the same way on terminal and pages."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any
 from finetune.config import Config
 from finetune.data.counts import CONTROL_TOKENS, Counts
 
-if TYPE_CHECKING:  # with torch, which the first line of a plan does not wait for
+if TYPE_CHECKING:  # these import torch, which would delay the first line of a plan
     from finetune.data.batching import Batch
     from finetune.forecast.replay import Forecast
     from finetune.model.experts import Mixture
 
 _MIB, _GIB = 2**20, 2**30
-# Of many rows and columns, so many are named.
+# Limits for lists of rows and columns in a message.
 _PLACES = 3
 _COLUMNS = 12
 
@@ -26,7 +26,7 @@ def size(size_bytes: int) -> str:
 
 
 def loss(nats: float | None) -> str:
-    """A loss in nats per token; None, which the files hold for one that is not finite, is "nan"."""
+    """A loss in nats per token; None, which stands for a non-finite loss in files, is "nan"."""
     return f"{math.nan if nats is None else nats:.4f}"
 
 
@@ -78,7 +78,7 @@ def adapter(config: Config) -> str:
 
 
 def verdict(planned: Forecast) -> str:
-    """Whether the job fits, what it needs of how much, and on what."""
+    """Whether the job fits: needed and available memory, and the device."""
     needed, budget = size(planned.needed_bytes), size(planned.budget_bytes)
     if needed.split()[1] == budget.split()[1]:
         needed = needed.split()[0]
@@ -123,7 +123,7 @@ def device(environment: Mapping[str, Any] | None, device: str) -> str:
 
 
 def counts(found: Counts, max_length: int) -> str:
-    """A split in a line: how much there is of it, and what became of its rows."""
+    """A split in one line: its size, and how many rows were changed or dropped."""
     trained = share(found.supervised_share) if found.tokens else "nothing"
     duplicates = "duplicates" if found.duplicates > 1 else "duplicate"
     parts = {
@@ -140,23 +140,23 @@ def counts(found: Counts, max_length: int) -> str:
 
 
 def dropped(counts: Counts) -> str:
-    """Why rows were left out, and the places of the first: `2 empty answer (rows.jsonl:3, rows.jsonl:9)`."""
+    """Why rows were dropped, and where the first are: `2 empty answer (rows.jsonl:3, rows.jsonl:9)`."""
     why = ", ".join(f"{count(rows)} {reason}" for reason, rows in counts.dropped_why.items())
     return f"{why} ({_places(counts.dropped_places)})"
 
 
 def control_tokens(counts: Counts) -> str:
-    """How many rows spell control tokens in their text, the places of the first, and what becomes of them."""
+    """How many rows have control tokens in their text, where the first are, and how they are treated."""
     places = [row.place for row in counts.affected if row.why == CONTROL_TOKENS]
-    spell = "row spells" if len(places) == 1 else "rows spell"
+    contain = "row contains" if len(places) == 1 else "rows contain"
     return (
-        f"{count(len(places))} {spell} some ({_places(places)}), which stay ordinary text; for rows that were rendered "
-        "before, set data.control_tokens: parse"
+        f"{count(len(places))} {contain} some ({_places(places)}), which stay ordinary text; if the rows were rendered "
+        "in advance, set data.control_tokens: parse"
     )
 
 
 def unused(*splits: Counts | None) -> str:
-    """The fields of rows that go nowhere, the first of many."""
+    """The unused fields of rows; a long list is shortened."""
     names = list(dict.fromkeys(name for counts in splits if counts for name in counts.unused))
     more = len(names) - _COLUMNS
     return ", ".join(names[:_COLUMNS]) + (f" and {count(more)} more" if more > 0 else "")

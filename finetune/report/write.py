@@ -1,4 +1,4 @@
-"""Write the plot and the report of a run from its files."""
+"""Writes the plot and the report of a run."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from finetune.storage.rundir import RunDirectory
 
 
 def write(run: RunDirectory) -> Path:
-    """Draw the plot and write the self-contained report of a run, finished or not; returns the report's path."""
+    """Draw the plot and write the self-contained report of a run, finished or not; return the report's path."""
     plots.training(run)
     page.write(run)
     return run.report_file

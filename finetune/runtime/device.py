@@ -1,4 +1,4 @@
-"""The device that a process computes on."""
+"""Selects the device of this process."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from finetune.runtime import libraries, ranks, segments
 
 
 def this_device() -> torch.device:
-    """The GPU where there is one, else the CPU; each rank has its own. Its allocator and Triton are set up for it."""
+    """The GPU if there is one, else the CPU; each rank has its own GPU. Also configures the allocator and Triton."""
     ranks.choose_gpu()
     if not torch.cuda.is_available():
         return torch.device("cpu")

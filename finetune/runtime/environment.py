@@ -1,4 +1,4 @@
-"""The environment of a run: versions, device, source revision. No names, no paths, no secrets."""
+"""Describes the environment of a run: versions, device, source revision. No names, paths or secrets."""
 
 from __future__ import annotations
 

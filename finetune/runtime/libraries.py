@@ -1,4 +1,4 @@
-"""Configure the libraries underneath: no telemetry, no progress bars, and only warnings that a user can act on.
+"""Configures the libraries: no telemetry, no progress bars, and only warnings that a user can act on.
 
 Each silenced message is listed with its reason; all others pass. `before_import` runs when `finetune` is imported,
 because some libraries read these settings, or warn, when they are imported.
@@ -26,26 +26,26 @@ _SILENCED_WARNINGS = (
     r"`gradient_checkpointing` is deprecated",
     # tqdm in a notebook wants widgets for progress bars that are switched off.
     r"IProgress not found",
-    # bitsandbytes: training.optimizers.choose says it in one line.
+    # bitsandbytes: training.optimizers.choose says the same in one line.
     r"Paged optimizers are not supported on CPU",
-    # torch.utils.checkpoint under autocast on a CPU-only build asks for a CUDA device's state.
+    # torch.utils.checkpoint under autocast requests the state of a CUDA device even in a CPU-only build.
     r"User provided device_type of 'cuda', but CUDA is not available",
 )
 
 
 _SILENCED_LOGS = {
-    # bitsandbytes announces on every CPU that an optional kernel package is missing.
+    # bitsandbytes reports on every CPU that an optional kernel package is missing.
     "bitsandbytes.backends.cpu.ops": "Failed to load CPU gemm_4bit_forward",
 }
 
 
-# Whether a tokenizer uses all cores. If it did and this is not set, tokenizers warns on every later fork.
+# Whether tokenizers uses all cores. If it did while this is not set, it warns on every later fork.
 _PARALLEL = "TOKENIZERS_PARALLELISM"
 _PARALLEL_ASKED = os.environ.get(_PARALLEL)
 
 
 def _after_fork() -> None:
-    # A fork has none of the threads that tokenizers may have started, and would wait for them forever.
+    # A fork does not have the threads that tokenizers may have started, and would wait for them forever.
     global _PARALLEL_ASKED
     os.environ[_PARALLEL] = _PARALLEL_ASKED = "false"
 
@@ -54,7 +54,7 @@ os.register_at_fork(after_in_child=_after_fork)
 
 
 class _Without(logging.Filter):
-    """Drops the messages that contain a text."""
+    """Drops messages that contain a given text."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -65,7 +65,7 @@ class _Without(logging.Filter):
 
 
 def before_import() -> None:
-    """Environment, warnings and log filters. Imports nothing heavy; what the user has set is kept."""
+    """Set environment variables, warnings and log filters. Imports nothing heavy and keeps the user's settings."""
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
     os.environ.setdefault(_PARALLEL, "false")
     for message in _SILENCED_WARNINGS:
@@ -76,16 +76,16 @@ def before_import() -> None:
 
 @contextlib.contextmanager
 def importing_for_forecast() -> Iterator[None]:
-    """Import what a forecast needs, faster, in a process that does little else.
+    """Speed up the imports of a forecast, in a process that does little else.
 
-    No compiler: bitsandbytes 0.50 compiles kernels for other backends while it is imported, which loads inductor.
+    No compiler: bitsandbytes 0.50 compiles kernels for other backends on import, which loads inductor.
     No garbage collection: none of the million objects becomes garbage, and each full collection would visit them all.
     """
     collecting, before = gc.isenabled(), os.environ.get("TORCHDYNAMO_DISABLE")
     os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
     gc.disable()
     try:
-        # First: torch searches all modules that are loaded for the source of each operator that it registers.
+        # Imported first, because torch searches all loaded modules for the source of each operator it registers.
         import bitsandbytes  # noqa: F401
 
         with models_listed_once():
@@ -99,17 +99,17 @@ def importing_for_forecast() -> Iterator[None]:
 
 
 def models_listed_once() -> contextlib.AbstractContextManager[None]:
-    """transformers reads the 1,600 files of its models to list them, and again when the first model is imported.
+    """Keep transformers from reading the 1,600 files of its models a second time when the first model is imported.
 
-    It keeps the list by the path asked for, which is then `models/__init__.py` instead of `models` (transformers 5.23,
-    `create_import_structure_from_path`, where the two mean the same).
+    It caches their list by path, which is then `models/__init__.py` instead of the equivalent `models` (transformers
+    5.23, `create_import_structure_from_path`).
     """
     import transformers
     from transformers.utils import import_utils
 
     name = "create_import_structure_from_path"
     listed = getattr(import_utils, name, None)
-    if listed is None:  # another version of transformers: left as it is
+    if listed is None:  # another version of transformers
         return contextlib.nullcontext()
     package = Path(transformers.__file__).parent / "models"
 
@@ -121,10 +121,7 @@ def models_listed_once() -> contextlib.AbstractContextManager[None]:
 
 @contextlib.contextmanager
 def tokenizing_in_parallel() -> Iterator[None]:
-    """Within the block tokenizers use all cores for the texts of one call.
-
-    Not if the user has set it otherwise, and not in a fork.
-    """
+    """In the block, tokenizers use all cores, unless the user has set TOKENIZERS_PARALLELISM or this is a fork."""
     if _PARALLEL_ASKED is not None:
         yield
         return
@@ -138,8 +135,8 @@ def tokenizing_in_parallel() -> Iterator[None]:
 def return_freed_memory() -> None:
     """Release unused memory: unreachable cycles, the CUDA cache, and glibc's heap.
 
-    Models, their hooks and the errors of a failed pass form reference cycles. Quantizing on a CPU leaves holes of
-    16-bit weights between small blocks that remain, which glibc would keep resident.
+    Models, their hooks and the errors of a failed pass form reference cycles. Quantizing on a CPU frees 16-bit weights
+    between small blocks that remain, and glibc would keep these holes resident.
     """
     import torch
 
@@ -162,7 +159,7 @@ def quiet() -> None:
 
 @contextlib.contextmanager
 def offline() -> Iterator[None]:
-    """Within the block the hub is not contacted, not even to check whether cached files are current."""
+    """In the block, the hub is not contacted, not even to check whether cached files are current."""
     from huggingface_hub import constants
 
     with replaced(constants, "HF_HUB_OFFLINE", True):
@@ -175,7 +172,7 @@ DETERMINISTIC_CUBLAS = ":4096:8"
 
 @contextlib.contextmanager
 def deterministic() -> Iterator[None]:
-    """Within the block the same computation gives the same bits on a GPU, with slower kernels where needed.
+    """In the block, the same computation gives the same bits on a GPU, with slower kernels where needed.
 
     https://docs.pytorch.org/docs/stable/notes/randomness.html; cuBLAS reads its setting when it is first used.
     """
@@ -198,12 +195,12 @@ def deterministic() -> Iterator[None]:
 
 @contextlib.contextmanager
 def without_cudnn_attention() -> Iterator[None]:
-    """Within the block scaled_dot_product_attention uses its flash and memory-efficient kernels, never cuDNN's.
+    """In the block, scaled_dot_product_attention uses its flash and memory-efficient kernels, never cuDNN's.
 
-    It is used wherever a model runs, so that evaluation and generation use the same kernels as training.
+    This applies wherever a model runs, so that evaluation and generation use the same kernels as training.
 
-    torch prefers cuDNN's on compute capability 9 and 10, whose backward pass gives NaN gradients of the queries with a
-    mask, at lengths of 64 modulo 128 (pytorch/pytorch#196678, huggingface/trl#7181).
+    torch prefers cuDNN's kernel on compute capability 9 and 10, but its backward pass gives NaN gradients of the
+    queries with a mask, at lengths of 64 modulo 128 (pytorch/pytorch#196678, huggingface/trl#7181).
     """
     import torch
 
@@ -217,11 +214,11 @@ def without_cudnn_attention() -> Iterator[None]:
 
 @functools.cache
 def correct_dequantization() -> Any:
-    """Correct, from here on, how 4-bit weights are dequantized on a CPU where a row is not a multiple of a block.
+    """Fix dequantization of 4-bit weights on a CPU if the row length is not a multiple of the block size.
 
-    Blocks go on across the ends of rows. bitsandbytes 0.50's CPU kernel (AVX-512) takes the scales of other blocks
-    there: the error of a weight with rows of 96 is 25% instead of 9%. Such weights are passed to it as one long row.
-    Returns the registration, which lasts as long as this object.
+    Blocks cross row boundaries, where bitsandbytes 0.50's CPU kernel (AVX-512) uses the scales of other blocks: the
+    error of a weight with rows of 96 is 25% instead of 9%. Such weights are passed to it as one long row. Returns the
+    registration, which lasts as long as this object.
     """
     import bitsandbytes  # noqa: F401  (registers the kernel)
     import torch
@@ -238,35 +235,35 @@ def correct_dequantization() -> Any:
     registration = torch.library.Library("bitsandbytes", "IMPL")
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Warning only once for all operators")
-        # torch 2.11 replaces no kernel that Python registered unless it is asked to.
+        # torch 2.11 does not replace a kernel registered from Python without `allow_override`.
         registration.impl(name, dequantize, "CPU", with_keyset=True, allow_override=True)
     return registration
 
 
 @functools.cache
 def triton_obstacle() -> str | None:
-    """Why Triton cannot run its kernels on the GPU here, in one clause; None where it can. Cached for the process.
+    """Why Triton cannot run kernels on this GPU, in one clause; None if it can. Cached for the process.
 
-    Triton builds a part of itself with a C compiler when its first kernel starts (triton, runtime/build.py), which a
-    slim container or a cluster's node may lack. TRL's loss has Triton kernels, and so has torch's product of a column
-    by a row, which every rotary embedding is (torch 2.13, torch/_native/ops/bmm_outer_product).
+    Triton builds its launcher with a C compiler when the first kernel starts (triton, runtime/build.py), and a slim
+    container or a cluster node may lack one. TRL's loss has Triton kernels, and so does torch's outer product, which
+    every rotary embedding uses (torch 2.13, torch/_native/ops/bmm_outer_product).
     """
     try:
         from finetune.runtime import triton_probe
 
         triton_probe.run()
-    except Exception as error:  # no compiler, no Python.h, no place for the cache, a card that Triton does not know
+    except Exception as error:  # no compiler, no Python.h, no writable cache, a GPU that Triton does not support
         if "out of memory" in str(error):
-            return None  # a full card says nothing of the compiler
+            return None  # says nothing about the compiler
         return f"{type(error).__name__}: {first_line(error, '')[:160]}"
     return None
 
 
 def without_triton() -> None:
-    """From here on TRL's loss and torch's products use torch's own operators on a GPU instead of Triton's kernels.
+    """Make TRL's loss and torch's outer product use torch's own operators on a GPU instead of Triton kernels.
 
-    TRL's loss still scores labelled positions only, as it does with its kernels (trl 1.16). Kernels that a model takes
-    from other packages, such as mamba-ssm's, are not affected.
+    TRL's loss still scores labelled positions only, as with its kernels (trl 1.16). A model's kernels from other
+    packages, such as mamba-ssm, are not affected.
     """
     from torch import backends
     from trl.kernels import chunked_logprob
@@ -280,7 +277,7 @@ def without_triton() -> None:
 
 @contextlib.contextmanager
 def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Let a library use `value` for one of its names, within the block."""
+    """In the block, replace an attribute of a library's module or class by `value`."""
     missing = object()
     before = getattr(owner, name, missing)
     setattr(owner, name, value)

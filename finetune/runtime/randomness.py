@@ -1,4 +1,4 @@
-"""Save and restore the state of this process's random generators, also as JSON."""
+"""Saves and restores the state of this process's random number generators, also as JSON."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 
 class RandomState:
-    """The generators of Python, NumPy, torch and the CUDA device in use, as they stood when this was made."""
+    """A snapshot of the generators of Python, NumPy, torch and the current CUDA device."""
 
     def __init__(self) -> None:
         self._python: Any = random.getstate()
@@ -26,7 +26,7 @@ class RandomState:
             torch.cuda.set_rng_state(self._cuda)
 
     def as_json(self) -> dict[str, Any]:
-        """As JSON values, the states of torch in hexadecimal."""
+        """The state as JSON values; torch's in hexadecimal."""
         name, keys, *rest = self._numpy
         return {
             "python": self._python,
@@ -37,9 +37,9 @@ class RandomState:
 
     @classmethod
     def from_json(cls, state: dict[str, Any]) -> RandomState:
-        """What `as_json` wrote; without a CUDA device in use, its generator is left out.
+        """Read what `as_json` wrote; the CUDA state is ignored unless CUDA is in use.
 
-        Raises ValueError, TypeError, LookupError, OverflowError or RuntimeError for what it cannot have written.
+        Raises ValueError, TypeError, LookupError, OverflowError or RuntimeError for anything else.
         """
         made = cls()
         version, keys, gauss = state["python"]
@@ -49,7 +49,7 @@ class RandomState:
         made._torch = _from_hex(state["torch"])
         if state["cuda"] and made._cuda is not None:
             made._cuda = _from_hex(state["cuda"])
-        # Generators of no other use: what they take, those of the process take.
+        # Validate the states on temporary generators.
         random.Random().setstate(made._python)
         np.random.RandomState().set_state(made._numpy)
         torch.Generator().set_state(made._torch)

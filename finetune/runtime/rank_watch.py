@@ -31,7 +31,7 @@ _LINE_BYTES = 4096
 
 @dataclass(frozen=True)
 class Lost:
-    """A lost rank and the reason; `signalled`: a person or a launcher ended it, and may be ending all others too."""
+    """A lost rank and the reason. `signalled`: a person or a launcher ended it, and may be ending all others too."""
 
     rank: int
     why: str
@@ -60,7 +60,7 @@ class _Peer:
             self._connection.send(json.dumps(message).encode() + b"\n")
 
     def heard(self) -> Iterator[dict[str, object]]:
-        """The messages since the last call. Raises ConnectionError where the connection is closed."""
+        """The messages since the last call. Raises ConnectionError if the connection is closed."""
         with contextlib.suppress(BlockingIOError):
             while content := self._connection.recv(_LINE_BYTES):
                 self.silent_seconds = 0.0
@@ -69,7 +69,7 @@ class _Peer:
             raise ConnectionError
 
     def close(self) -> None:
-        """Close once the peer has closed too: a socket closed with heartbeats unread discards what was said last."""
+        """Close after the peer has closed: closing a socket with unread heartbeats discards the last message sent."""
         with self._connection as connection, contextlib.suppress(OSError):
             connection.shutdown(socket.SHUT_WR)
             connection.settimeout(2 * BEAT_SECONDS)
@@ -89,7 +89,7 @@ class Watch:
         self._thread.start()
 
     def lost(self, wait_seconds: float) -> Lost | None:
-        """The first rank that was lost, waiting up to `wait_seconds` for one."""
+        """The first lost rank, waiting up to `wait_seconds` for one."""
         self._known.wait(wait_seconds)
         return self._lost
 
@@ -140,7 +140,7 @@ class Watch:
         self._known.set()
         if self._left.wait(GRACE_SECONDS):
             return
-        show_cursor = "\033[?25h" if sys.__stdout__ and sys.__stdout__.isatty() else ""  # a live line hides it
+        show_cursor = "\033[?25h" if sys.__stdout__ and sys.__stdout__.isatty() else ""  # hidden by the live line
         os.write(2, f"{show_cursor}error: {lost.error()}\n".encode())
         os._exit(MachineError.exit_code)
 
@@ -165,7 +165,7 @@ def accept(server: socket.socket, token: str, others: int) -> Watch:
             raise MachineError(f"rank 0 waited {_CONNECT_SECONDS:.0f} seconds for ranks {missing} to connect") from None
         connection.settimeout(_CONNECT_SECONDS)
         with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
-            with connection.makefile("rb", buffering=0) as opened:  # no byte more than the line
+            with connection.makefile("rb", buffering=0) as opened:  # unbuffered, to read no further than the line
                 hello = json.loads(opened.readline(_LINE_BYTES))
             if hello["token"] == token:
                 connections[int(hello["rank"])] = connection

@@ -1,4 +1,4 @@
-"""The ranks of one run, as torchrun starts them: each computes its share of a step, and rank 0 writes."""
+"""The ranks of a run, as started by torchrun: each computes its share of a step, and rank 0 writes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from finetune.runtime.rank_watch import Lost, Watch
 
 T = TypeVar("T")
 
-# The others wait while rank 0 verifies checkpoints, lets the base answer, or writes to a slow disk.
+# Other ranks wait while rank 0 verifies checkpoints, generates the base's answers, or writes to a slow disk.
 _TIMEOUT = timedelta(hours=2)
 
 _watch: Watch | None = None
@@ -41,24 +41,24 @@ def is_main() -> bool:
 
 
 def is_local_main() -> bool:
-    """Whether this process prints for all processes of its machine."""
+    """Whether this process prints for all ranks on its machine."""
     return world_size() == 1 or os.environ.get("LOCAL_RANK", "0") == "0"
 
 
 def choose_gpu() -> None:
-    """Give each process of a machine a GPU of its own; a process by itself takes the first, as transformers does.
+    """Give each rank on a machine its own GPU; a single process uses the first one, as in transformers.
 
-    Raises MachineError where there are fewer GPUs than processes.
+    Raises MachineError if there are fewer GPUs than ranks.
     """
     if not torch.cuda.is_available():
         return
     if world_size() > 1 and "LOCAL_RANK" not in os.environ:
-        raise MachineError("WORLD_SIZE is set and LOCAL_RANK is not; start several processes with torchrun")
+        raise MachineError("WORLD_SIZE is set but LOCAL_RANK is not; start several processes with torchrun")
     gpu, visible = (int(os.environ["LOCAL_RANK"]) if world_size() > 1 else 0), torch.cuda.device_count()
     if gpu >= visible:
         raise MachineError(
-            f"each process needs a GPU of its own, but this machine has {visible} for process {gpu + 1}; set "
-            f"--nproc-per-node {visible}, or make more visible (CUDA_VISIBLE_DEVICES)"
+            f"each process needs its own GPU, but this machine has only {visible} for process {gpu + 1}; set "
+            f"--nproc-per-node {visible}, or make more GPUs visible (CUDA_VISIBLE_DEVICES)"
         )
     torch.cuda.set_device(gpu)
 
@@ -69,16 +69,16 @@ def idle_gpus() -> str | None:
         return None
     visible, used = torch.cuda.device_count(), torch.cuda.current_device()
     return (
-        f"{visible} GPUs are visible, and this process trains on GPU {used}; to train on all: torchrun "
+        f"{visible} GPUs are visible, but this process trains on GPU {used} only; to train on all: torchrun "
         f"--nproc-per-node {visible} -m finetune train CONFIG"
     )
 
 
 @contextlib.contextmanager
 def together(device: torch.device) -> Iterator[None]:
-    """Within the block, until `leave`, the ranks can exchange values; a lost rank ends the others.
+    """In the block, until `leave`, ranks can exchange values; if one is lost, the others end.
 
-    Raises MachineError that names the lost rank, or if the ranks cannot connect to each other.
+    Raises MachineError naming the lost rank, or if the ranks cannot connect to each other.
     """
     global _watch
     if world_size() == 1:
@@ -103,7 +103,7 @@ def together(device: torch.device) -> Iterator[None]:
 
 
 def _connected() -> Watch:
-    """The watch of this process, over its own connection to rank 0."""
+    """Connect this rank's watch."""
     server = rank_watch.host() if is_main() else None
     offer = (server.getsockname()[1], secrets.token_hex(16)) if server else None
     port, token = broadcast_object_list([offer])[0]
@@ -114,7 +114,7 @@ def _connected() -> Watch:
 
 
 def _lost_rank(watched: Watch, error: BaseException) -> MachineError | None:
-    """The loss of another rank if it caused `error`, in a collective or because the launcher ends the other ranks."""
+    """An error naming a lost rank if that caused `error`: in a collective, or because the launcher ends all ranks."""
     if isinstance(error, torch.distributed.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error)):
         try:
             lost = watched.lost(rank_watch.SILENCE_SECONDS + rank_watch.GRACE_SECONDS)
@@ -128,7 +128,7 @@ def _lost_rank(watched: Watch, error: BaseException) -> MachineError | None:
 
 
 def main_does(work: Callable[[], T]) -> T:
-    """The result of `work`, which only rank 0 runs. What it raises is raised on all ranks."""
+    """The result of `work`, which only rank 0 runs; all ranks raise what it raises."""
     if world_size() == 1:
         return work()
     done: tuple[T | None, Exception | None] | None = None

@@ -1,7 +1,7 @@
 """Expandable segments: PyTorch's CUDA allocator grows a segment in place instead of adding another.
 
-Free memory is then contiguous, and a step reserves little more than its tensors take. On by default if the driver
-supports it; what the user has set, in PYTORCH_ALLOC_CONF or otherwise, is kept.
+Free memory is then contiguous, and a step reserves little more than its tensors need. On by default if the driver
+supports it; the user's own setting, in PYTORCH_ALLOC_CONF or otherwise, takes precedence.
 """
 
 from __future__ import annotations
@@ -15,23 +15,23 @@ import torch
 
 # cuda.h, CUdevice_attribute: VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED and HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED.
 _NEEDED_ATTRIBUTES = (102, 103)
-# torch 2.13 names neither in public; 2.11 has no getter.
+# torch 2.13 has no public names for these; 2.11 has no getter.
 _get, _set = (getattr(torch._C, f"_accelerator_{verb}AllocatorSettings", None) for verb in ("get", "set"))  # noqa: SLF001
 
 
 def settle(gpu: int) -> None:
-    """Turn on expandable segments; call it before anything is allocated on GPU number `gpu`."""
+    """Turn on expandable segments; call before anything is allocated on GPU `gpu`."""
     if _set and not asked() and supported(gpu):
         _set("expandable_segments:True")
 
 
 def grow(gpu: int) -> bool:
-    """Whether segments are expandable on this GPU after `settle`."""
+    """Whether this GPU has expandable segments after `settle`."""
     return _says(asked()) if asked() else supported(gpu)
 
 
 def grow_elsewhere() -> bool:
-    """Whether to assume expandable segments on a GPU of another machine: as set here, by default yes."""
+    """Whether to assume expandable segments for a GPU of another machine: as set here, by default True."""
     return _says(asked()) if asked() else True
 
 

@@ -1,8 +1,8 @@
-"""What SIGTERM, SIGINT and SIGUSR1 do to a run.
+"""Handles SIGTERM, SIGINT and SIGUSR1.
 
-During training, SIGTERM and a first SIGINT let the current step finish and be saved; a SIGINT after that ends at once.
-At any other time (tokenizing, loading, evaluating, merging) they end the run at once, since nothing is lost then.
-SIGUSR1 asks for a checkpoint.
+During training, SIGTERM and a first SIGINT let the current step finish and save it; another SIGINT ends the run at
+once. At any other time (tokenizing, loading, evaluating, merging) both end it at once, since nothing is lost. SIGUSR1
+requests a checkpoint.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from finetune.errors import Terminated
 
 
 class Signals:
-    """The signals received so far. As a context manager it handles them, in the main thread, where Python allows it."""
+    """The signals received so far. As a context manager, installs the handlers (only in the main thread)."""
 
     def __init__(self) -> None:
         self._stopping: signal.Signals | None = None
@@ -47,18 +47,18 @@ class Signals:
         return self._stopping.name if self._stopping else None
 
     def take_save(self) -> bool:
-        """Whether a checkpoint was asked for since the last call."""
+        """Whether a checkpoint was requested since the last call."""
         asked, self._save_asked = self._save_asked, False
         return asked
 
     def take_stop(self, name: str | None) -> None:
-        """Treat a signal that another rank received as one of this process."""
+        """Act on a signal that another rank received."""
         if name and self._stopping is None:
             self._stopping = signal.Signals[name]
 
     @contextlib.contextmanager
     def waiting(self, waits: bool = True) -> Iterator[None]:
-        """Within the block signals only set flags; `waits=False` makes them act at once again within such a block."""
+        """In the block, signals only set flags; inside such a block, `waits=False` makes them act at once again."""
         before, self._waits = self._waits, waits
         try:
             yield

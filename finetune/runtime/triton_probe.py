@@ -1,7 +1,4 @@
-"""The smallest Triton kernel, which tests whether kernels can be built and launched here.
-
-Importing this module needs Triton.
-"""
+"""A minimal Triton kernel that tests whether kernels can be built and launched. Importing this module needs Triton."""
 
 from __future__ import annotations
 
@@ -15,6 +12,6 @@ def _nothing(number):
 
 
 def run() -> None:
-    """Build the kernel and run it on the current GPU, without memory of its own. Raises whatever goes wrong."""
+    """Build the kernel and run it on the current GPU, without allocating memory. Raises whatever goes wrong."""
     _nothing[(1,)](7)
     torch.cuda.synchronize()
