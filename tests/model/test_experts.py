@@ -275,10 +275,10 @@ def test_the_candidates_name_experts_and_routers(base_of: Callable[[str], Path])
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        ([], r"`experts\.down_proj` is in 4 bit.*`int8` or `none`"),
-        (["quantization.kind=none", "adapter.dropout=0.1"], r"cannot have `adapter\.dropout`"),
-        (["quantization.kind=int8", "adapter.dora=true"], r"cannot have `adapter\.dora`"),
-        (["quantization.kind=none", "adapter.init=pissa"], r"cannot have `adapter\.init`"),
+        ([], r"`experts\.down_proj` is quantized to 4 bit.*`int8` or `none`"),
+        (["quantization.kind=none", "adapter.dropout=0.1"], r"cannot use `adapter\.dropout`"),
+        (["quantization.kind=int8", "adapter.dora=true"], r"cannot use `adapter\.dora`"),
+        (["quantization.kind=none", "adapter.init=pissa"], r"cannot use `adapter\.init`"),
     ],
 )
 def test_an_adapter_that_experts_cannot_have_is_refused_before_weights_are_loaded(
