@@ -109,6 +109,7 @@ def configure(request: pytest.FixtureRequest, tmp_path: Path, rows: Path) -> Cal
             **{key.replace("__", "."): value for key, value in changes.items()},
         }
         if DEVICE.type != "cuda":
+            request.getfixturevalue("hurried")
             settings = on_cpu.smaller(settings, a_card_decides="cuda" in request.fixturenames)
         return load_config(file, [f"{key}={_yaml(value)}" for key, value in settings.items()])
 
