@@ -87,6 +87,7 @@ def test_micro_batches_by_tokens_are_forecast_at_the_larger_of_the_two_that_can_
     assert [each.batch for each in made] == batches
     assert len({each.needed_bytes for each in made}) == 2
     assert found.needed_bytes == max(each.needed_bytes for each in made)
+    monkeypatch.setattr(Planner, "_forecast", lambda *arguments: found)
     fitted = planning.fit(config, "cpu").config
     assert fitted.training.micro_batch_tokens == 70, "what the user wrote stays"
 
