@@ -309,7 +309,8 @@ def _logsumexp(query: Any, key: Any) -> float:
     """The largest over the first head's queries, of causal scores in float32."""
     import torch
 
-    scores = query[:1, :1].float() @ key[:1, :1].float().transpose(-1, -2) / math.sqrt(query.shape[-1])
+    query, key = (each[:1, :1].detach().float() for each in (query, key))
+    scores = query @ key.transpose(-1, -2) / math.sqrt(query.shape[-1])
     hidden = torch.ones_like(scores, dtype=torch.bool).triu(1)
     return round(float(scores.masked_fill(hidden, -math.inf).logsumexp(-1).max()), 2)
 
@@ -345,7 +346,7 @@ def _nan_step(work: Work, *, masked: bool, with_cudnn: bool) -> dict[str, Any]:
     def attend(query: Any, key: Any, *arguments: Any, **named: Any) -> Any:
         mask = arguments[1] if len(arguments) > 1 else named.get("attn_mask")
         if torch.is_grad_enabled():
-            seen.append((mask is not None, query.shape[-2], _logsumexp(query.detach(), key.detach())))
+            seen.append((mask is not None, query.shape[-2], _logsumexp(query, key)))
         return plain(query, key, *arguments, **named)
 
     load, plain = build.load_base, functional.scaled_dot_product_attention

@@ -45,6 +45,7 @@ def job(tmp_path: Path, rows_file: Path) -> list[str]:
     ]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_train_prints_losses_peaks_and_answers(call, job: list[str], tmp_path: Path) -> None:
     code, out, _ = call("train", *job)
     assert code == 0
@@ -111,6 +112,7 @@ def test_train_as_json(call, job: list[str]) -> None:
     assert summary["base_eval_loss"] > 0
 
 
+@pytest.mark.slow
 def test_plan_says_that_a_job_fits_and_draws_it(call, job: list[str], tmp_path: Path) -> None:
     picture = tmp_path / "memory.png"
     code, out, err = call("plan", *job, "--gpu", "RTX 4090", "--picture", picture)
@@ -356,13 +358,16 @@ def test_a_run_with_a_key_that_its_optimizer_ignores_is_read_and_no_other_is_tra
 
 
 @pytest.mark.slow
-def test_eval_states_loss_and_perplexity_of_base_and_adapter(call, trained: RunDirectory) -> None:
+def test_eval_states_loss_and_perplexity_of_base_and_adapter(
+    call, trained: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
     code, out, _ = call("eval", trained.path, "--json")
     assert code == 0
     losses = json.loads(out)
     lines = [line["eval_loss"] for line in trained.metrics() if "eval_loss" in line]
     assert losses["base"] == pytest.approx(lines[0], rel=1e-4)
     assert losses["adapter"] == pytest.approx(lines[-1], rel=1e-4)
+    monkeypatch.setattr("finetune.inference.jobs.evaluate", lambda *_, **__: losses)
     _, out, _ = call("eval", trained.path)
     assert "perplexity" in out
 

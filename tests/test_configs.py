@@ -34,6 +34,7 @@ def test_every_config_has_a_stated_size() -> None:
     assert len(CONFIGS) == 10
 
 
+@pytest.mark.slow
 def test_config_builds_its_architecture_and_adapter(subtests: pytest.Subtests) -> None:
     for path in CONFIGS:
         with subtests.test(path=path):

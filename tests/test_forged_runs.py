@@ -1,6 +1,6 @@
 """Run directories that are damaged or forged: what reads them succeeds or ends in an error of ours, and never hangs.
 
-Every file of a finished run is mutated some thousand times, and what stands there is replaced by things that are no
+Every file of a finished run is mutated some dozen times, and what stands there is replaced by things that are no
 files. Each command's reading is called in this process, up to where weights would be loaded.
 """
 
@@ -302,7 +302,7 @@ AREAS: dict[str, tuple[Callable[[Path], bool], list[str]]] = {
         ["doctor", "answer"],
     ),
 }
-MUTATIONS = 500
+MUTATIONS = 80
 
 
 @pytest.mark.parametrize("area", AREAS)
@@ -392,12 +392,19 @@ def test_files_that_may_not_be_read_are_told(
 # -- training on top of what was forged --------------------------------------------------------------------------------
 
 
+@pytest.fixture(scope="module")
+def half(tmp_path_factory: pytest.TempPathFactory, rows_file: Path) -> RunDirectory:
+    """Two steps of a job of four. Do not write to it."""
+    job = ["output.save_every=1", "training.max_steps=2", "output.best=false", f"data.train={rows_file}"]
+    directory = tmp_path_factory.mktemp("half") / "run"
+    return finetune.train(load_config(TINY, [*QUICK, *job, "data.eval_share=0.2", f"output.dir={directory}"])).run
+
+
 @pytest.fixture
-def unfinished(quick) -> Config:
-    """A job of four steps, two of which are done."""
-    config = quick("output.save_every=1", "training.max_steps=2", "output.best=false")
-    finetune.train(config)
-    return config.changed({"training.max_steps": 4})
+def unfinished(half: RunDirectory, tmp_path: Path) -> Config:
+    """The job of four steps, two of which are done."""
+    directory = shutil.copytree(half.path, tmp_path / "run")
+    return half.config().changed({"training.max_steps": 4, "output.dir": str(directory)})
 
 
 @pytest.mark.parametrize(

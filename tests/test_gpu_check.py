@@ -59,6 +59,7 @@ def offline_wheels(benchmark: Any) -> ModuleType:
     return benchmark("offline_wheels")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("script", ["gpu_check", "forecast_gpu"])
 def test_without_a_cuda_device_it_says_so_and_exits_4(script: str, tmp_path: Path) -> None:
     output = tmp_path / "result.json"
@@ -228,6 +229,7 @@ def fakes(gpu_check: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     return gpu_check
 
 
+@pytest.mark.slow
 def test_a_slice_that_breaks_ends_itself_alone(
     fakes: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -278,16 +280,16 @@ def test_an_archive_has_its_limit(fakes: ModuleType, tmp_path: Path, monkeypatch
         assert archive.getnames() == ["a", "c"]
 
 
-def test_slices_run_without_a_gpu(tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_slices_run_without_a_gpu(gpu_slices: ModuleType, tmp_path: Path) -> None:
     """Those that take the least; `python benchmarks/gpu_check.py --on cpu` runs all of them."""
-    output = tmp_path / "result.json"
-    done = subprocess.run(
-        [sys.executable, "benchmarks/gpu_check.py", "--on", "cpu", "--output", str(output), "--slices",
-         "nan", "7b-profile", "attention"],
-        cwd=ROOT, capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    slices = json.loads(output.read_text())["slices"]
-    assert done.returncode == 0, (done.stdout, slices)
+    slices = {}
+    for name in ("nan", "7b-profile", "attention"):
+        work = gpu_slices.Work("cpu", *(tmp_path / name / folder for folder in ("scratch", "shared", "kept")))
+        work.scratch.mkdir(parents=True)
+        passed = gpu_slices.run(name, work, tmp_path / f"{name}.json")
+        slices[name] = json.loads((tmp_path / f"{name}.json").read_text())
+        assert passed, slices[name]
     # The case of pytorch/pytorch#196678 is met in our own steps, whose mask is left out.
     steps = slices["nan"]["findings"]["steps as we train"]
     assert steps["logsumexp"] < -88.7
@@ -483,6 +485,7 @@ def test_every_setting_is_a_valid_job(forecast_gpu: ModuleType) -> None:
         assert not isinstance(config.memory.checkpointing, int) or 0 < sum(checkpointed) < len(checkpointed)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["110m nf4, segments of fixed size", "0.5B int8, evaluated", "7B nf4"])
 def test_a_setting_is_forecast_without_a_gpu(forecast_gpu: ModuleType, name: str) -> None:
     import measured_step

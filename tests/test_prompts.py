@@ -53,6 +53,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_run_is_asked_as_its_rows_are_written_though_they_are_gone(
     kind: str, quick: Any, asked: list[list[int]], tmp_path: Path
@@ -102,6 +103,7 @@ def test_the_prompts_of_completions_are_asked_too(quick: Any, asked: list[list[i
         assert (row["before"], row["after"]) == ("said", "said")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ending", [".jsonl", ".parquet"])
 def test_a_run_ends_well_whatever_its_messages_hold_besides_text(
     ending: str, quick: Any, asked: list[list[int]], tmp_path: Path

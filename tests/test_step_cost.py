@@ -18,6 +18,7 @@ def job() -> Config:
     return finetune.load_config(tiny_models.ROOT / "configs" / "tiny_cpu.yaml", [*given, "memory.checkpointing=all"])
 
 
+@pytest.mark.slow
 def test_the_parts_of_a_layer_add_up_to_its_passes(job: Config) -> None:
     found = step_cost.layer(job)
     for figure in ("gigabytes", "calls", "teraflop"):
@@ -31,6 +32,7 @@ def test_the_parts_of_a_layer_add_up_to_its_passes(job: Config) -> None:
     assert [norms[each]["calls"] for each in step_cost.PASSES] == [16, 16, 30], "eight operators each, and 15 back"
 
 
+@pytest.mark.slow
 def test_trl_gives_a_mask_that_costs_uneven_rows_their_flash_kernel_and_leaves_nothing_behind(job: Config) -> None:
     before = step.OBJECTIVES, step.needs_mask, step.log_probs.attach
     flops = {}

@@ -158,6 +158,7 @@ def test_what_loads_goes_through_the_stages_or_is_refused_by_one(originals: list
     assert ended == {0, 2, 3, 4, 7}
 
 
+@pytest.mark.slow
 def test_no_value_breaks_any_key(tmp_path: Path, subtests: pytest.Subtests) -> None:
     for value in VALUES:
         with subtests.test(value=value):

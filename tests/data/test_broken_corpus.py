@@ -167,6 +167,7 @@ def test_a_folder_of_broken_files_tells_of_more_than_the_first(tmp_path: Path, t
 SOUND = "".join(json.dumps({"text": f"Line {number}, {number**3}."}) + "\n" for number in range(30_000)).encode()
 
 
+@pytest.mark.slow
 def test_a_compressed_file_that_is_cut_off_is_told_with_the_line_it_stops_near(
     tmp_path: Path, subtests: pytest.Subtests
 ) -> None:

@@ -649,6 +649,7 @@ def test_files_of_200_mb_are_read_in_little_memory(tmp_path: Path) -> None:
     assert grown < 100 * 2**20
 
 
+@pytest.mark.slow
 def test_what_is_too_long_for_a_row_is_refused(tmp_path: Path, subtests: pytest.Subtests) -> None:
     for name, start, repeated, message in [
         ("a.jsonl", '{"text": "', "x", "a.jsonl:1: the line is longer than 64 MiB"),

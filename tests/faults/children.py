@@ -24,6 +24,8 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
+IMPATIENT = "FINETUNE_TESTS_IMPATIENT"
+"""In the environment of a rank: it waits some seconds for a rank that is silent, not half a minute."""
 
 
 @dataclass(frozen=True)
@@ -160,9 +162,13 @@ def _finetune() -> Any:
     import finetune.recipe  # noqa: F401 -- with all that it imports
     from finetune import cli
     from finetune.inference import answers
+    from finetune.report import plots
+    from finetune.storage.files import write_bytes
 
     torch.set_num_threads(1)
-    answers._TOKENS = 1  # whole answers would take half the time of a run of seconds
+    # Whole answers and the plot would take half the time of a run of seconds.
+    answers._TOKENS = 1
+    plots.training = lambda run: write_bytes(run.plot_file, b"")
 
     def main(arguments: list[str]) -> None:
         if arguments[0] == "save":
@@ -210,6 +216,10 @@ def _child(
 
     code = 70
     os.environ |= environment
+    if IMPATIENT in environment:
+        from finetune.runtime import rank_watch
+
+        rank_watch.BEAT_SECONDS, rank_watch.SILENCE_SECONDS, rank_watch.GRACE_SECONDS = 0.25, 6.0, 2.0
     try:
         # torch makes its pool anew at the first use in a fork, and fails where several threads come to that at once.
         torch.set_num_threads(1)

@@ -40,14 +40,18 @@ class Together:
         self._children = children
 
     def start(
-        self, processes: int, faults: dict[int, Fault] | None = None, own: dict[int, list[str]] | None = None
+        self,
+        processes: int,
+        faults: dict[int, Fault] | None = None,
+        own: dict[int, list[str]] | None = None,
+        environment: dict[str, str] | None = None,
     ) -> list[Child]:
         """Start them; `faults` and overrides of its `own` by the number of the process."""
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
         size = {"WORLD_SIZE": processes, "LOCAL_WORLD_SIZE": processes}
-        launched = {**size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        launched = {**size, **(environment or {}), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
         return [
             self._children.start(
                 [*self.arguments, *(own or {}).get(number, [])],

@@ -35,15 +35,27 @@ RANDOM = ["adapter.dropout=0.1", "optimizer.kind=adamw_8bit", "data.packing=true
 Make = Callable[..., Together]
 
 
-@pytest.fixture
-def job(children: Children, rows_file: Path, tmp_path: Path) -> Make:
-    file = tmp_path / "rows.jsonl"
+@pytest.fixture(scope="module")
+def rows(rows_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    file = tmp_path_factory.mktemp("rows") / "rows.jsonl"
     file.write_text("".join(rows_file.read_text().splitlines(keepends=True)[:21]))
+    return file
 
+
+@pytest.fixture
+def job(children: Children, rows: Path, tmp_path: Path) -> Make:
     def make(*overrides: str, run: str = "run") -> Together:
-        return Together(children, [*ROWS, f"data.train={file}", *overrides], RunDirectory(tmp_path / run))
+        return Together(children, [*ROWS, f"data.train={rows}", *overrides], RunDirectory(tmp_path / run))
 
     return make
+
+
+@pytest.fixture(scope="module")
+def alone(children: Children, rows: Path, tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
+    """The exact job as one process trains it. Do not write to it."""
+    run = RunDirectory(tmp_path_factory.mktemp("alone") / "run")
+    assert_all(Together(children, [*ROWS, f"data.train={rows}", *EXACT], run).go(1), 0)
+    return run
 
 
 def weights(run: RunDirectory) -> dict[str, torch.Tensor]:
@@ -65,15 +77,14 @@ def assert_close(found: RunDirectory, expected: RunDirectory) -> None:
 
 
 @pytest.mark.parametrize("processes", [2, 3])
-def test_several_processes_train_what_one_trains(job: Make, processes: int) -> None:
+def test_several_processes_train_what_one_trains(job: Make, alone: RunDirectory, processes: int) -> None:
     """Also in an epoch's last step, which has one row for all of them, and with two held-out rows."""
-    alone, together = job(*EXACT, run="alone"), job(*EXACT, run="together")
-    assert_all(alone.go(1), 0)
+    together = job(*EXACT)
     assert_all(together.go(processes), 0)
-    assert_close(together.run, alone.run)
-    assert lines(together.run, "tokens") == lines(alone.run, "tokens")
+    assert_close(together.run, alone)
+    assert lines(together.run, "tokens") == lines(alone, "tokens")
     for name in ("loss", "grad_norm", "eval_loss"):
-        assert lines(together.run, name) == pytest.approx(lines(alone.run, name), rel=1e-5)
+        assert lines(together.run, name) == pytest.approx(lines(alone, name), rel=1e-5)
 
 
 def test_killed_processes_resume_to_the_same_bits(job: Make) -> None:
@@ -90,30 +101,28 @@ def test_killed_processes_resume_to_the_same_bits(job: Make) -> None:
 
 @pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 3)])
 def test_another_number_of_processes_goes_on_with_the_same_rows_and_is_logged(
-    job: Make, before: int, after: int
+    job: Make, alone: RunDirectory, before: int, after: int
 ) -> None:
-    whole, changed = job(*EXACT, run="whole"), job(*EXACT, run="changed")
-    assert_all(whole.go(1), 0)
+    changed = job(*EXACT)
     assert_all(changed.go(before, dict.fromkeys(range(before), Fault(STEP, nth=4))), -signal.SIGKILL)
     assert_all(changed.go(after), 0)
     (event,) = [event for event in changed.run.events() if event["event"] == "changed"]
     assert event["processes"] == [before, after]
-    assert_close(changed.run, whole.run)
-    assert lines(changed.run, "loss") == pytest.approx(lines(whole.run, "loss"), rel=1e-5)
+    assert_close(changed.run, alone)
+    assert lines(changed.run, "loss") == pytest.approx(lines(alone, "loss"), rel=1e-5)
 
 
 @pytest.mark.parametrize(("signalled", "step"), [(0, 3), (1, 4)])
-def test_a_signal_to_one_process_saves_and_ends_all(job: Make, signalled: int, step: int) -> None:
+def test_a_signal_to_one_process_saves_and_ends_all(job: Make, alone: RunDirectory, signalled: int, step: int) -> None:
     """Before the evaluation that step 4 owes, which a resume makes up for."""
-    whole, stopped = job(*EXACT, run="whole"), job(*EXACT, run="stopped")
-    assert_all(whole.go(1), 0)
+    stopped = job(*EXACT)
     assert_all(stopped.go(2, {signalled: Fault(STEP, nth=step, action="SIGTERM")}), 143)
     assert stopped.run.saved_steps == [2, step]
     assert len(lines(stopped.run, "eval_loss")) == 2
     assert not stopped.run.adapter.exists()
     assert_all(stopped.go(2), 0)
-    assert_close(stopped.run, whole.run)
-    assert lines(stopped.run, "eval_loss") == pytest.approx(lines(whole.run, "eval_loss"), rel=1e-5)
+    assert_close(stopped.run, alone)
+    assert lines(stopped.run, "eval_loss") == pytest.approx(lines(alone, "eval_loss"), rel=1e-5)
 
 
 def test_what_shares_the_model_is_gone_before_the_ranks_part(quick, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -166,7 +166,6 @@ def test_only_the_ends_may_come_and_go_otherwise() -> None:
     ("architecture", "layers", "changes"),
     [
         pytest.param("llama", 7, {}, id="llama nf4"),
-        pytest.param("llama", 7, {"memory__checkpointing": "none"}, id="nothing checkpointed"),
         pytest.param("llama", 9, {"memory__checkpointing": 2}, id="two layers checkpointed"),
         pytest.param(
             "llama",

@@ -14,6 +14,7 @@ _SAME_VERSIONS = _FORECASTS["machine"] | {"cpu": None} == machine() | {"cpu": No
 _ELSEWHERE = 1e-2
 
 
+@pytest.mark.usefixtures("hurried")
 @pytest.mark.parametrize("name", [*JOBS, RESUMED])
 def test_a_trajectory_is_what_it_was(name, tmp_path: Path):
     pinned, found = dict(_PINNED["trajectories"][name]), trajectory(name, tmp_path)

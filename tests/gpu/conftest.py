@@ -10,7 +10,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 
 import on_cpu
@@ -41,7 +41,12 @@ _SENTENCES = (
 )
 
 
-def pytest_collection_modifyitems(items: Iterable[pytest.Item]) -> None:
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if DEVICE.type == "cpu":
+        # Names and arguments are all that is tried there: of tests that train, with one set of parameters.
+        training = [item for item in items if isinstance(item, pytest.Function) and "configure" in item.fixturenames]
+        first = {(item.path, item.originalname): item for item in reversed(training)}
+        items[:] = [item for item in items if item not in training or item in first.values()]
     if DEVICE.type == "cuda" and not torch.cuda.is_available():
         for item in items:
             if "gpu" in item.keywords:
@@ -109,6 +114,7 @@ def configure(request: pytest.FixtureRequest, tmp_path: Path, rows: Path) -> Cal
             **{key.replace("__", "."): value for key, value in changes.items()},
         }
         if DEVICE.type != "cuda":
+            request.getfixturevalue("hurried")
             settings = on_cpu.smaller(settings, a_card_decides="cuda" in request.fixturenames)
         return load_config(file, [f"{key}={_yaml(value)}" for key, value in settings.items()])
 

@@ -130,7 +130,6 @@ def stand_in(patch: pytest.MonkeyPatch) -> None:
     for name, answer in answers.items():
         patch.setattr(torch.cuda, name, _called_alike(getattr(torch.cuda, name), answer))
     patch.setattr("finetune.recipe.meter_for", lambda device_type: _Meter())
-    patch.setattr("finetune.report.write.write", lambda run: None)  # pictures take most of so short a run
 
 
 def _called_alike(function: Callable[..., Any], answer: Callable[[], Any]) -> Callable[..., Any]:

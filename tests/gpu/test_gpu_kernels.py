@@ -14,7 +14,7 @@ from finetune.model import eight_bit
 
 pytestmark = pytest.mark.gpu
 
-TOKENS, HIDDEN, INNER = 96, 4096, 11008
+TOKENS, HIDDEN, INNER = (96, 4096, 11008) if torch.cuda.is_available() else (8, 256, 320)
 
 
 @pytest.fixture(params=[torch.bfloat16, torch.float16, torch.float32], ids=["bfloat16", "float16", "float32"])

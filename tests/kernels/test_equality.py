@@ -134,6 +134,8 @@ def assert_close(found: Result, expected: Result, tolerance: float = 1e-5) -> No
 
 def _each() -> Iterator[Any]:
     for name, kind in itertools.product(ARCHITECTURES, KINDS):
+        if kind != "nf4" and name not in ("llama", "gemma3_text", "phi3", "qwen3_moe"):
+            continue
         quick = kind == "nf4" and name in ("llama", "gemma3_text", "phi3")
         yield pytest.param(name, kind, marks=() if quick else pytest.mark.slow, id=f"{name}-{kind}")
 
@@ -367,7 +369,8 @@ def test_on_refuses_a_model_for_which_a_kernel_fails(
         finetune.train(quick("kernels.fused=on"))
 
 
-@pytest.mark.parametrize("name", ["llama", "mixture", "windows"])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["llama", "mixture"])
 def test_a_forecast_traces_the_fused_step(name: str) -> None:
     """It computes less, because a recomputed MLP ends before its last product, and moves and holds less."""
     plain, fused = (

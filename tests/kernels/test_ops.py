@@ -163,6 +163,7 @@ def calls(dtype: torch.dtype) -> dict[str, tuple[Any, tuple[Any, ...]]]:
     }  # fmt: skip
 
 
+@pytest.mark.slow
 def test_schemas_and_shapes_are_those_of_the_results(dtype, subtests) -> None:
     for name, (operator, args) in calls(dtype).items():
         with subtests.test(name):

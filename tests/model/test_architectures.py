@@ -94,7 +94,17 @@ def built(config: Config) -> Any:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["nf4", "int8", "none"])
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    # In 8 bit those of whose linear layers some are left as they are.
+    [
+        *((name, "nf4") for name in ARCHITECTURES),
+        *((name, "int8") for name in READ),
+        ("rwkv", "none"),
+        ("dbrx", "none"),
+    ],
+    indirect=["name"],
+)
 def test_each_trains_in_each_kind_of_quantization(directory: Path, kind: str) -> None:
     """Every adapter gets a gradient that is a number, whether layers are checkpointed or not, and these are equal."""
     found = []
@@ -155,6 +165,7 @@ _ROUTERS = {
 }
 
 
+@pytest.mark.slow
 # In DBRX it ends in the first layer, whose experts look up which tokens they have.
 def test_the_search_for_such_weights_reaches_the_last_layer(subtests: pytest.Subtests) -> None:
     """On the meta device, where a plan and a run do it."""
@@ -180,6 +191,7 @@ _DENSE: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 def test_a_model_without_experts_has_no_balancing_loss(subtests: pytest.Subtests) -> None:
     for known in _DENSE:
         with subtests.test(known=known):

@@ -39,6 +39,7 @@ def test_no_name_stands_for_two_models() -> None:
     assert len(set(NAMES)) == len(NAMES) == len(MODELS) + len(ALIASES)
 
 
+@pytest.mark.slow
 def test_the_model_has_the_published_number_of_parameters(subtests: pytest.Subtests) -> None:
     for name in MODELS:
         with subtests.test(name=name):

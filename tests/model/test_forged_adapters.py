@@ -203,7 +203,7 @@ FORGERIES: dict[str, Callable[[Tensors, str], Tensors]] = {
 @pytest.mark.slow
 def test_forged_tensors_are_refused(folder: Path, section: AdapterSection) -> None:
     tensors = load_file(folder / WEIGHTS)
-    chosen = random.Random(11).sample(sorted(tensors), 5)
+    chosen = random.Random(11).sample(sorted(tensors), 2)
     for (what, forge), name in itertools.product(FORGERIES.items(), chosen):
         save_file(forge(tensors, name), folder / WEIGHTS, {"format": "pt"})
         try:
@@ -244,7 +244,7 @@ USES: dict[str, Callable[[RunDirectory], object]] = {
     "evaluate": finetune.evaluate,
     "merge": finetune.merge,
 }
-SAMPLES = ["one missing", "an unknown one", "not a number", "turned", "a weight of the base"]
+SAMPLES = ["one missing", "an unknown one", "not a number"]
 
 
 def forge(file: Path, what: str) -> None:
@@ -283,17 +283,20 @@ def test_doctor_says_what_it_cannot_compare_without_the_base(run: RunDirectory) 
     assert [one.status for one in found] == ["warning", "error"]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "what", [what for what in FORGERIES if what not in ("not a number", "infinite", "minus infinite")]
-)
-def test_a_resume_refuses_such_a_checkpoint(what: str, run: RunDirectory, section: AdapterSection) -> None:
+def test_a_resume_refuses_such_a_checkpoint(
+    run: RunDirectory, section: AdapterSection, subtests: pytest.Subtests
+) -> None:
     """Its manifest made anew, as whoever forges it would; values that are not finite are found with the hashes."""
     folder = run.complete_checkpoints()[-1]
-    forge(folder / WEIGHTS, what)
+    content = (folder / WEIGHTS).read_bytes()
     model = adapter.attach(real(), section, "builtin:tiny-llama", seed=1)
-    with pytest.raises(ArtifactError):
-        state.restore_weights(model, folder)
+    state.restore_weights(model, folder)
+    for what in FORGERIES.keys() - {"not a number", "infinite", "minus infinite"}:
+        with subtests.test(what=what):
+            (folder / WEIGHTS).write_bytes(content)
+            forge(folder / WEIGHTS, what)
+            with pytest.raises(ArtifactError):
+                state.restore_weights(model, folder)
 
 
 def test_a_checkpoint_of_weights_that_are_not_finite_is_not_whole(run: RunDirectory) -> None:

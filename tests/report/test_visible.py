@@ -62,6 +62,7 @@ def test_an_error_names_a_hostile_key_value_and_file_without_obeying_them(tmp_pa
     assert not steers(ended.stdout + ended.stderr)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("flags", [[], ["--debug"]])
 def test_so_it_is_with_what_a_library_says_of_a_model_and_in_a_traceback(tmp_path: Path, flags: list[str]) -> None:
     base = tmp_path / f"base{EVIL}"

@@ -76,6 +76,7 @@ def test_a_link_within_a_folder_is_followed(foreign: Path) -> None:
     assert len(list(sources.rows(str(foreign), problems=Problems()))) == 1
 
 
+@pytest.mark.slow
 def test_a_compressed_bomb_takes_the_memory_of_the_longest_row(foreign: Path, look) -> None:
     bomb = foreign / "rows.jsonl.gz"
     with gzip.open(bomb, "wb", compresslevel=1) as file:

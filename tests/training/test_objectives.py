@@ -63,6 +63,7 @@ def test_the_count_and_the_gradient_of_every_objective_do_not_depend_on_the_micr
         assert_gradients_close(found, expected)
 
 
+@pytest.mark.slow
 def test_a_new_objective_is_trained_by_its_name(quick, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(OBJECTIVES, "dynamic", NEW)
     usual = finetune.train(quick(*EXACT, run="usual")).run.metrics()[0]["loss"]

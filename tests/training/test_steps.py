@@ -33,8 +33,8 @@ def training_lines(run: RunDirectory) -> list[dict]:
     return [line for line in run.metrics() if "loss" in line]
 
 
-@pytest.mark.parametrize("grouped", ["true", "false"])
-def test_gradient_does_not_depend_on_the_micro_batch(quick, grouped: str) -> None:
+@pytest.mark.slow
+def test_gradient_does_not_depend_on_the_micro_batch(quick) -> None:
     norms, losses, weights = [], [], []
     ways = (
         "training.micro_batch=1", "training.micro_batch=2", "training.micro_batch=8", "training.micro_batch_tokens=100",
@@ -44,7 +44,6 @@ def test_gradient_does_not_depend_on_the_micro_batch(quick, grouped: str) -> Non
         config = quick(
             "training.batch_size=8",
             way,
-            f"training.group_by_length={grouped}",
             "training.max_steps=2",
             "optimizer.kind=sgd",
             "optimizer.beta1=0.0",
@@ -66,13 +65,17 @@ def test_gradient_does_not_depend_on_the_micro_batch(quick, grouped: str) -> Non
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", optimizers.OPTIMIZERS)
+@pytest.mark.parametrize(
+    "kind", sorted({optimizers.choose(OptimizerSection(kind=kind), "cpu")[0] for kind in optimizers.OPTIMIZERS})
+)
 def test_optimizer_trains_on_this_device(quick, kind: str) -> None:
-    run = finetune.train(quick(f"optimizer.kind={kind}", "data.eval=none", "training.eval_every=null")).run
+    job = ("training.max_steps=1", "data.eval=none", "training.eval_every=null")
+    run = finetune.train(quick(f"optimizer.kind={kind}", *job)).run
     moved = [name for name, tensor in adapter_weights(run).items() if "lora_B" in name and tensor.abs().max() > 0]
     assert len(moved) == 28
 
 
+@pytest.mark.slow
 def test_an_optimizer_inherits_nothing_from_that_of_an_earlier_model(quick) -> None:
     """bitsandbytes notes for the whole process which weights get 32-bit states: here, trained embeddings."""
     exceptions = GlobalOptimManager.get_instance()
@@ -143,6 +146,7 @@ def test_finished_run_says_so_and_is_not_trained_again(quick, capsys: pytest.Cap
     assert run.metrics_file.read_bytes() == before
 
 
+@pytest.mark.slow
 def test_fresh_moves_the_old_run_aside(quick) -> None:
     config = quick()
     first = finetune.train(config).run
@@ -152,6 +156,7 @@ def test_fresh_moves_the_old_run_aside(quick) -> None:
     assert first.path.with_name("run.1").joinpath("metrics.jsonl").read_bytes() == old
 
 
+@pytest.mark.slow
 def test_best_checkpoint_is_published_and_kept(quick) -> None:
     """A learning rate that ruins the model after a good start: the published adapter is the best one, not the last."""
     config = quick(
@@ -179,6 +184,7 @@ def test_no_more_checkpoints_are_kept_than_asked(quick) -> None:
     assert [checkpoint_step(path) for path in run.complete_checkpoints()] == [5, 6]
 
 
+@pytest.mark.slow
 def test_early_stopping_ends_the_run(quick) -> None:
     config = quick(
         "training.max_steps=40",
@@ -243,6 +249,7 @@ def test_each_line_has_the_contracted_keys(trained: RunDirectory) -> None:
     assert [line["step"] for line in trained.metrics() if "eval_loss" in line] == [0, 10, 20]
 
 
+@pytest.mark.slow
 def test_the_time_of_a_step_holds_the_wait_for_its_numbers(quick, monkeypatch: pytest.MonkeyPatch) -> None:
     """A device works on the update until its numbers are read, and a save that follows begins a new clock."""
 
@@ -273,6 +280,7 @@ def test_training_lowers_the_held_out_loss(trained: RunDirectory) -> None:
     assert last < 0.85 * base
 
 
+@pytest.mark.slow
 def test_profiler_trace_is_written(quick) -> None:
     run = finetune.train(quick("memory.profile_steps=1", "data.eval=none", "training.eval_every=null")).run
     traces = list(run.profile.glob("*.pt.trace.json"))
@@ -280,6 +288,7 @@ def test_profiler_trace_is_written(quick) -> None:
     assert "[memory]" in traces[0].read_text()
 
 
+@pytest.mark.slow
 def test_tensorboard_gets_the_metrics(quick) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -339,7 +348,7 @@ def test_fp16_is_refused_on_a_cpu(quick) -> None:
         finetune.train(quick("training.precision=fp16"))
 
 
-@pytest.mark.parametrize("schedule", ["cosine", "cosine_to_tenth", "linear", "constant", "inverse_sqrt", "polynomial"])
+@pytest.mark.parametrize("schedule", ["cosine", "constant"])
 def test_schedule_warms_up_and_follows_its_course(quick, schedule: str) -> None:
     run = finetune.train(
         quick(f"training.schedule={schedule}", "training.max_steps=6", "training.warmup=2", "data.eval=none",
