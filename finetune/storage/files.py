@@ -141,6 +141,7 @@ def write_bytes(path: Path, content: bytes) -> None:
         refuse_another(path)
         os.replace(partial, path)
     except BaseException as error:
+        refuse_another(path)
         with contextlib.suppress(OSError):
             _remove(partial)
         if isinstance(error, OSError):

@@ -117,7 +117,7 @@ class Loop:
         last = progress.step >= progress.total
         if self.evaluation and (last or _due(progress.step, rhythm.evaluate_every)):
             best, ended = self._evaluate_or_postpone(stop)
-            save |= ended or (best and rhythm.save_best)
+            save |= best and rhythm.save_best
             stop |= ended
         over = stop or last or self.stopped_early
         if save or over or _due(progress.step, rhythm.save_every):
@@ -151,10 +151,9 @@ class Loop:
         A signal that arrives before the loss is known postpones the evaluation to the next start.
         """
         several = self.step.world_size > 1
-        if several and stop:
-            self.progress.owes_evaluation = True
-            return False, True
         try:
+            if several and stop:
+                raise _CutShort
             loss = self._evaluate()
         except _CutShort:
             self.progress.owes_evaluation = True

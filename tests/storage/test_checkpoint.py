@@ -148,6 +148,13 @@ def test_a_manifest_without_a_files_size_or_hash_is_damaged(run: RunDirectory) -
         assert ["manifest.json is damaged" in problem for problem in checkpoint.problems_of(folder)] == [True]
 
 
+def test_a_manifest_whose_own_hash_does_not_match_is_damaged(run: RunDirectory) -> None:
+    folder = checkpoint.write(run, contents())
+    manifest = folder / "manifest.json"
+    manifest.write_text(manifest.read_text().replace('"seed": 3', '"seed": 4'))
+    assert checkpoint.problems_of(folder) == ["manifest.json is damaged (its hash does not match)"]
+
+
 @pytest.mark.parametrize("made_with", [None, 3, "text"])
 def test_a_manifest_that_says_nothing_of_what_made_it_is_damaged(run: RunDirectory, made_with: Any) -> None:
     folder = checkpoint.write(run, contents())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +90,30 @@ def test_a_file_that_is_not_there_or_none_is_told(tmp_path: Path) -> None:
     with pytest.raises(ArtifactError, match=r"x: cannot be read: Is a directory|x: not a regular file"):
         records.read(tmp_path / "x", records.OBJECT)
     assert records.read_lines(tmp_path / "y", records.EVENT).rows == []
+
+
+def test_a_pipe_is_told_without_waiting_for_its_writer_and_not_left_open(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "x")
+    before = os.listdir("/proc/self/fd")
+    with pytest.raises(ArtifactError, match="x: not a file") as refused:
+        records.read(tmp_path / "x", records.OBJECT)
+    assert os.listdir("/proc/self/fd") == before, refused
+
+
+def test_a_file_that_the_disk_does_not_give_back_or_cannot_look_up_is_told(tmp_path: Path) -> None:
+    with pytest.raises(ArtifactError, match="mem: cannot be read: Input/output error"):
+        records.read(Path("/proc/self/mem"), records.OBJECT)  # there is nothing at its beginning
+    with pytest.raises(ArtifactError, match="cannot be read: File name too long"):
+        records.read_lines(tmp_path / ("x" * 300), records.EVENT)
+
+
+def test_a_value_is_checked_as_a_file_is_and_the_first_thing_wrong_is_named_in_few_letters() -> None:
+    records.check(SAVED, records.EVENT)
+    with pytest.raises(ValueError, match=r"^`time`: "):
+        records.check({**SAVED, "time": -1.0, "event": 3}, records.EVENT)
+    manifest = {"format": 1, "step": 1, "files": {"/" * 300: {"bytes": 1, "sha256": ""}}, "made_with": {}, "sha256": ""}
+    with pytest.raises(ValueError, match=rf"^`files\.{'/' * 194}`: "):
+        records.check(manifest, records.MANIFEST)
 
 
 def test_lines_keep_the_order_of_their_keys(tmp_path: Path) -> None:

@@ -340,6 +340,27 @@ def test_a_small_file_is_replaced_as_a_whole(tmp_path: Path, monkeypatch: pytest
     assert [found.name for found in tmp_path.iterdir()] == ["answers.json"]
 
 
+def test_a_small_file_whose_writing_is_interrupted_stays_as_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(descriptor: int) -> None:
+        raise KeyboardInterrupt
+
+    write_text(tmp_path / "latest", "old")
+    monkeypatch.setattr(os, "fsync", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        write_text(tmp_path / "latest", "new")
+    assert contents(tmp_path) == {"latest": "old"}
+
+
+def test_a_pipe_is_written_to_as_it_is() -> None:
+    out, into = os.pipe()
+    with open(out) as read:
+        with open(into, "w"):
+            write_text(Path(f"/dev/fd/{into}"), "text")
+        assert read.read() == "text"
+
+
 def test_json_without_numbers_that_json_has_not(tmp_path: Path) -> None:
     path = tmp_path / "a.json"
     write_json(path, {"a": [1, 2.5, None]})

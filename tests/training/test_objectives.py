@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -61,6 +62,17 @@ def test_the_count_and_the_gradient_of_every_objective_do_not_depend_on_the_micr
         assert sum(int(objective.count(part)) for part in parts) == int(count)
         assert other == pytest.approx(loss, rel=1e-6)
         assert_gradients_close(found, expected)
+
+
+def test_a_mixture_of_experts_adds_its_balancing_loss_to_that_of_each_token() -> None:
+    config = SimpleNamespace(get_text_config=lambda: SimpleNamespace(router_aux_loss_coef=0.25))
+    model, of_ranks = SimpleNamespace(config=config), SimpleNamespace(module=SimpleNamespace(config=config))
+    count, scores = torch.tensor(3), SimpleNamespace(aux_loss=torch.tensor(1.5))
+    for one in (model, of_ranks):
+        total, same = with_balancing(torch.tensor(4.0), count, one, scores)
+        assert (float(total), int(same)) == (4 + 3 * 0.25 * 1.5, 3)
+    for without in (SimpleNamespace(aux_loss=None), SimpleNamespace()):
+        assert [float(value) for value in with_balancing(torch.tensor(4.0), count, model, without)] == [4, 3]
 
 
 @pytest.mark.slow

@@ -1,0 +1,438 @@
+"""When a run evaluates, saves and ends: the loop, around a training of three numbers."""
+
+from __future__ import annotations
+
+import json
+import math
+import signal
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+from datasets import Dataset
+
+from finetune.data.batching import MicroBatching, RowOrder
+from finetune.errors import Terminated
+from finetune.measure.monitor import Monitor, meter_for
+from finetune.objectives import Objective, trained_tokens
+from finetune.runtime import ranks
+from finetune.runtime.randomness import RandomState
+from finetune.runtime.signals import Signals
+from finetune.training.batches import Steps
+from finetune.training.collator import MicroBatches
+from finetune.training.loop import Loop, Rhythm
+from finetune.training.oom_retry import Retry
+from finetune.training.progress import Progress
+from finetune.training.recorder import StepNumbers
+from finetune.training.state import STATE_FILE, snapshot
+from finetune.training.step import Step
+
+ROWS = Dataset.from_list([{"input_ids": [1, row], "labels": [1, row]} for row in range(8)])
+IN_EPOCH = 4
+EVALUATION = ["evaluation", "loss 1.0", "clock"]
+
+
+class Asked:
+    """Recorder, checkpoints and evaluation of a loop in one: notes what is asked of them, and acts at some notes.
+
+    `losses` are those of its evaluations, in order; by default 1.0. `passes` are the random number that a step's pass
+    drew, as dropout does, and its rows.
+    """
+
+    def __init__(self, losses: Sequence[float | None] | None, acts: dict[str, Callable[[], object]]) -> None:
+        self.notes: list[str] = []
+        self.lines: list[tuple[StepNumbers, float, bool]] = []
+        self.passes: list[tuple[float, list[list[int]]]] = []
+        self._losses = iter(losses) if losses else iter(lambda: 1.0, None)
+        self._acts = acts
+
+    def note(self, text: str) -> None:
+        self.notes.append(text)
+        self._acts.get(text, lambda: None)()
+
+    def started(self, progress: Progress) -> None:
+        self.note(f"started at {progress.step}")
+
+    def stepped(self, progress: Progress, numbers: StepNumbers, rate: float, updated: bool, scaler: object) -> None:
+        self.lines.append((numbers, rate, updated))
+        self.note(f"step {progress.step}")
+
+    def evaluated(self, progress: Progress, loss: float) -> None:
+        self.note(f"loss {loss}")
+
+    def forget_evaluation(self, progress: Progress) -> None:
+        self.note(f"evaluation at {progress.step} forgotten")
+
+    def restart_clock(self) -> None:
+        self.note("clock")
+
+    def ended(self) -> None:
+        self.note("ended")
+
+    def wait(self) -> None:
+        self.note("nothing is being written")
+
+    def save(self, progress: Progress) -> None:
+        self.note(f"saved {progress.step}")
+
+    def loss(self) -> float | None:
+        torch.rand(1)
+        self.note("evaluation")
+        return next(self._losses)
+
+    def of(self, *kinds: str) -> list[str]:
+        """The notes of these kinds."""
+        return [note for note in self.notes if note.split()[0] in kinds]
+
+
+def made(
+    *,
+    progress: Progress | None = None,
+    total: int = 3,
+    evaluate_every: int | None = None,
+    save_every: int | None = None,
+    save_best: bool = False,
+    patience: int | None = None,
+    evaluates: bool = True,
+    losses: Sequence[float | None] | None = None,
+    acts: dict[str, Callable[[], object]] | None = None,
+    world_size: int = 1,
+) -> tuple[Loop, Asked]:
+    """A loop of four steps an epoch, each of one micro-batch of two rows; and what it asks."""
+    asked = Asked(losses, acts or {})
+    progress = progress or Progress()
+    progress.total = total
+
+    def loss(model: Any, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        asked.note(f"pass {progress.step + 1}")
+        asked.passes.append((float(torch.rand(1)), batch["input_ids"].tolist()))
+        return model(batch["input_ids"].float()).sum(), trained_tokens(batch)
+
+    torch.manual_seed(0)
+    model = torch.nn.Linear(2, 1)
+    groups = [{"params": [model.weight], "lr": 0.1}, {"params": [model.bias], "lr": 0.7}]
+    optimizer = torch.optim.SGD(groups)
+    optimizer.register_step_pre_hook(lambda *_: asked.note("update"))
+    monitor = Monitor(meter_for("cpu"))
+    everything, never = cast(Any, asked), cast(Any, pytest.fail)
+    loop = Loop(
+        step=Step(model, Objective("", loss, trained_tokens), optimizer, "fp32", 0.0, False, torch.device("cpu"),
+                  monitor, world_size=world_size),
+        schedule=torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step)),
+        steps=Steps(ROWS, RowOrder([2] * len(ROWS), 2, 0, False), MicroBatches(MicroBatching(2), 0), 2, on_card=False),
+        progress=progress,
+        rhythm=Rhythm(evaluate_every, save_every, save_best, patience),
+        retry=Retry(split=never, give_up=never, updated_again=never),
+        recorder=everything,
+        checkpoints=everything,
+        evaluation=everything if evaluates else None,
+        signals=Signals(),
+        monitor=monitor,
+    )  # fmt: skip
+    return loop, asked
+
+
+def step(number: int) -> list[str]:
+    return [f"pass {number}", "nothing is being written", "update", f"step {number}"]
+
+
+# -- steps -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_run_evaluates_at_both_ends_saves_its_last_step_and_leaves_both_out_of_the_next_steps_time() -> None:
+    loop, asked = made(total=3, evaluate_every=2)
+    loop.run(None)
+    assert asked.notes == [
+        "started at 0", *EVALUATION, *step(1), *step(2), *EVALUATION, *step(3), *EVALUATION, "saved 3", "clock",
+        "ended",
+    ]  # fmt: skip
+
+
+def test_without_an_evaluation_set_it_only_trains_and_saves() -> None:
+    loop, asked = made(total=2, evaluate_every=1, evaluates=False)
+    loop.run(None)
+    assert asked.notes == ["started at 0", *step(1), *step(2), "saved 2", "clock", "ended"]
+
+
+def test_it_saves_as_often_as_asked_and_at_its_end() -> None:
+    loop, asked = made(total=5, save_every=2, evaluates=False)
+    loop.run(None)
+    assert asked.of("saved", "clock") == ["saved 2", "clock", "saved 4", "clock", "saved 5", "clock"]
+
+
+def test_an_epoch_takes_each_row_once_and_the_next_one_in_another_order() -> None:
+    loop, asked = made(total=2 * IN_EPOCH + 3, evaluates=False)
+    loop.run(None)
+    order = [row for _, rows in asked.passes for _, row in rows]
+    assert sorted(order[:8]) == sorted(order[8:16]) == list(range(8))
+    assert order[:8] != order[8:16]
+    assert len(order) == 22
+    assert (loop.progress.step, loop.progress.epoch) == (11, 2.75)
+
+
+def test_a_step_reports_the_rate_of_the_first_group_with_which_it_was_taken() -> None:
+    loop, asked = made(total=3, evaluates=False)
+    loop.run(None)
+    assert [rate for _, rate, _ in asked.lines] == pytest.approx([0.1, 0.1 / 2, 0.1 / 3])
+
+
+def test_a_step_reports_its_loss_per_trained_token_the_norm_of_its_gradients_and_its_tokens() -> None:
+    loop, asked = made(total=1, evaluates=False)
+    with torch.no_grad():
+        loop.step.model.weight.fill_(1.0)
+        loop.step.model.bias.fill_(0.5)
+    loop.run(None)
+    [(_, [[one, first], [_, second]])] = asked.passes
+    loss, gradient = (2 * (one + 0.5) + first + second) / 2, [one, (first + second) / 2, 1]
+    assert asked.lines[0][0] == StepNumbers(pytest.approx(loss), pytest.approx(math.hypot(*gradient)), 4, 4)
+
+
+def test_gradients_are_freed_after_a_step_and_not_only_zeroed() -> None:
+    loop, _ = made(total=1)
+    loop.run(None)
+    assert all(weight.grad is None for weight in loop.step.trained())
+
+
+def test_a_step_whose_gradients_are_not_finite_is_counted_and_changes_neither_weights_nor_rate() -> None:
+    loop, asked = made(total=2)
+    loop.step.model.weight.register_hook(lambda gradient: gradient * math.nan)
+    before = loop.step.model.weight.detach().clone()
+    loop.run(None)
+    assert "update" not in asked.notes
+    assert torch.equal(loop.step.model.weight, before)
+    assert [(rate, updated) for _, rate, updated in asked.lines] == [(0.1, False)] * 2
+    assert loop.progress.step == 2
+
+
+# -- evaluations -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("save_best", "saved"), [(True, ["saved 1", "saved 3", "saved 4"]), (False, ["saved 4"])])
+def test_an_evaluation_with_the_lowest_loss_so_far_is_saved_where_that_is_asked(
+    save_best: bool, saved: list[str]
+) -> None:
+    """The one before training is not among them: that model needs no checkpoint."""
+    loop, asked = made(total=4, evaluate_every=1, save_best=save_best, losses=[0.5, 3.0, 4.0, 2.0, 2.0])
+    loop.run(None)
+    assert asked.of("saved") == saved
+    assert (loop.progress.best_step, loop.progress.best_loss) == (3, 2.0)
+
+
+def test_a_run_whose_loss_no_longer_falls_is_saved_and_ends() -> None:
+    loop, asked = made(total=9, evaluate_every=1, patience=2, losses=[9.0, 3.0, 4.0, 2.0, 2.0, 2.0])
+    loop.run(None)
+    assert loop.progress.step == 5
+    assert asked.notes[-3:] == ["saved 5", "clock", "ended"]
+
+
+@pytest.mark.parametrize(
+    ("done", "without_gain", "patience", "stopped", "over"),
+    [(2, 1, 2, False, False), (2, 2, 2, True, True), (2, 9, None, False, False), (3, 0, 2, False, True)],
+)
+def test_a_run_is_over_at_its_last_step_or_when_it_stopped_early(
+    done: int, without_gain: int, patience: int | None, stopped: bool, over: bool
+) -> None:
+    loop, _ = made(progress=Progress(done, without_gain=without_gain), total=3, patience=patience)
+    assert loop.stopped_early is stopped
+    assert loop.is_over is over
+
+
+def test_an_evaluation_without_a_loss_is_neither_recorded_nor_the_best() -> None:
+    loop, asked = made(total=2, evaluate_every=1, save_best=True, losses=[None, None, 2.0])
+    loop.run(None)
+    assert asked.of("loss", "saved") == ["loss 2.0", "saved 2"]
+    assert (loop.progress.best_step, loop.progress.without_gain) == (2, 0)
+
+
+def test_training_draws_the_same_random_numbers_however_often_it_is_evaluated() -> None:
+    runs = made(total=5, evaluate_every=1), made(total=5, evaluates=False)
+    for loop, _ in runs:
+        torch.manual_seed(1)
+        loop.run(None)
+    (_, often), (_, never) = runs
+    assert often.passes == never.passes
+
+
+# -- the next start ----------------------------------------------------------------------------------------------------
+
+
+def write_random_numbers(loop: Loop, folder: Path) -> None:
+    values = snapshot(loop.step, loop.schedule, loop.progress, {}, [RandomState().as_json()]).values
+    (folder / STATE_FILE).write_text(json.dumps(values[STATE_FILE]))
+
+
+@pytest.mark.parametrize("done", [2, IN_EPOCH])
+def test_a_resumed_run_draws_the_random_numbers_and_rows_of_the_uninterrupted_one(tmp_path: Path, done: int) -> None:
+    whole, expected = made(
+        total=7, save_every=done, acts={f"saved {done}": lambda: write_random_numbers(whole, tmp_path)}
+    )
+    whole.run(None)
+    resumed, found = made(total=7, progress=Progress(done))
+    torch.manual_seed(9)
+    resumed.run(tmp_path)
+    assert found.passes == expected.passes[done:]
+    assert found.notes[:2] == [f"started at {done}", f"pass {done + 1}"], "without an evaluation at its start"
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_an_evaluation_that_was_postponed_is_made_up_for_once(world_size: int) -> None:
+    loop, asked = made(progress=Progress(2, owes_evaluation=True), world_size=world_size)
+    assert loop.evaluate_if_owed() is False
+    assert loop.evaluate_if_owed() is False
+    assert asked.notes == ["evaluation at 2 forgotten", *EVALUATION]
+    assert loop.progress.best_step == 2
+    assert not loop.progress.owes_evaluation
+
+
+def test_a_run_that_its_postponed_evaluation_ends_takes_no_step(tmp_path: Path) -> None:
+    progress = Progress(2, best_step=1, best_loss=0.5, owes_evaluation=True)
+    loop, asked = made(progress=progress, patience=1)
+    write_random_numbers(loop, tmp_path)
+    loop.run(tmp_path)
+    assert asked.notes == ["started at 2", "evaluation at 2 forgotten", *EVALUATION, "ended"]
+
+
+# -- signals -----------------------------------------------------------------------------------------------------------
+
+
+def run(loop: Loop, folder: Path | None = None) -> None:
+    """With the signals of this process handled as in a training."""
+    with loop.signals, loop.signals.waiting():
+        loop.run(folder)
+
+
+def terminate() -> None:
+    signal.raise_signal(signal.SIGTERM)
+
+
+def test_a_signal_ends_a_run_with_its_step_saved() -> None:
+    loop, asked = made(total=9, acts={"pass 2": terminate})
+    run(loop)
+    assert asked.notes == ["started at 0", *EVALUATION, *step(1), *step(2), "saved 2", "clock", "ended"]
+    assert not loop.progress.owes_evaluation
+
+
+def test_a_checkpoint_that_a_signal_asks_for_is_saved_and_training_goes_on() -> None:
+    loop, asked = made(evaluates=False, acts={"pass 2": lambda: signal.raise_signal(signal.SIGUSR1)})
+    run(loop)
+    assert asked.of("saved") == ["saved 2", "saved 3"]
+
+
+def at_step(number: int, act: Callable[[], None]) -> tuple[Loop, Asked]:
+    """A loop that evaluates after each step; `act` comes within the evaluation after this one."""
+    loop, asked = made(
+        total=9, evaluate_every=1, acts={"evaluation": lambda: act() if loop.progress.step == number else None}
+    )
+    return loop, asked
+
+
+@pytest.mark.parametrize("when", ["step", "evaluation"])
+def test_a_signal_before_the_loss_is_known_saves_the_step_and_postpones_its_evaluation(when: str) -> None:
+    if when == "step":
+        loop, asked = made(total=9, evaluate_every=1, acts={"pass 2": terminate})
+    else:
+        loop, asked = at_step(2, terminate)
+    run(loop)
+    begun = ["evaluation"] if when == "evaluation" else []
+    assert asked.notes[-5 - len(begun) :] == ["step 2", *begun, "clock", "saved 2", "clock", "ended"]
+    assert loop.progress.owes_evaluation
+    assert loop.progress.best_step == 1
+
+
+def test_a_signal_once_the_loss_is_known_ends_the_run_with_that_evaluation_counted() -> None:
+    loop, asked = made(total=9, evaluate_every=1, acts={"loss 2.0": terminate}, losses=[4.0, 3.0, 2.0])
+    run(loop)
+    assert asked.notes[-6:] == ["evaluation", "loss 2.0", "clock", "saved 2", "clock", "ended"]
+    assert loop.progress.best_step == 2
+    assert not loop.progress.owes_evaluation
+
+
+def test_a_postponed_evaluation_that_a_signal_ends_again_is_still_owed() -> None:
+    loop, _ = made(progress=Progress(2, owes_evaluation=True), acts={"evaluation": terminate})
+    with loop.signals, loop.signals.waiting():
+        assert loop.evaluate_if_owed() is True
+    assert loop.progress.owes_evaluation
+
+
+def test_before_the_first_step_a_signal_ends_an_evaluation_and_the_run_with_nothing_saved() -> None:
+    loop, asked = at_step(0, terminate)
+    with pytest.raises(Terminated):
+        run(loop)
+    assert asked.notes == ["started at 0", "evaluation", "clock"]
+
+
+def test_an_interrupt_that_was_no_signal_to_the_run_ends_it_at_once() -> None:
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    loop, asked = at_step(2, interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        run(loop)
+    assert asked.of("saved") == []
+
+
+# -- several ranks -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def other_rank(monkeypatch: pytest.MonkeyPatch) -> list[tuple[bool, str | None]]:
+    """A second rank, with the same rows: the list is what it tells of its signals at each step."""
+    told = [(False, None)]
+    monkeypatch.setattr(ranks, "world_size", lambda: 2)
+    monkeypatch.setattr(ranks, "summed", lambda values: 2 * values)
+    monkeypatch.setattr(ranks, "gathered", lambda value: [value, *told])
+    return told
+
+
+def test_two_ranks_with_the_same_rows_report_the_loss_of_one_and_twice_its_tokens(
+    other_rank: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    two, of_two = made(total=1, evaluates=False, world_size=2)
+    two.run(None)
+    monkeypatch.undo()
+    one, of_one = made(total=1, evaluates=False)
+    one.run(None)
+    assert of_two.lines[0][0].loss == pytest.approx(of_one.lines[0][0].loss)
+    assert (of_two.lines[0][0].tokens, of_one.lines[0][0].tokens) == (8, 4)
+
+
+def test_a_signal_to_another_rank_ends_the_run_and_postpones_the_evaluation(other_rank: list) -> None:
+    other_rank[:] = [(False, "SIGTERM")]
+    loop, asked = made(total=9, evaluate_every=1, world_size=2)
+    run(loop)
+    assert asked.notes == ["started at 0", *EVALUATION, *step(1), "saved 1", "clock", "ended"]
+    assert loop.signals.name == "SIGTERM"
+    assert loop.progress.owes_evaluation
+
+
+def test_another_rank_may_ask_for_a_checkpoint(other_rank: list) -> None:
+    other_rank[:] = [(True, None)]
+    loop, asked = made(total=2, evaluates=False, world_size=2)
+    run(loop)
+    assert asked.of("saved") == ["saved 1", "saved 2"]
+
+
+def test_of_several_ranks_none_leaves_an_evaluation_at_a_signal(other_rank: object) -> None:
+    """The others learn of it at the end of the next step."""
+    loop, asked = at_step(1, terminate)
+    loop.step.world_size = 2
+    run(loop)
+    assert asked.notes == [
+        "started at 0", *EVALUATION, *step(1), *EVALUATION, *step(2), "saved 2", "clock", "ended",
+    ]  # fmt: skip
+    assert loop.progress.owes_evaluation
+    assert loop.progress.best_step == 1
+
+
+def test_a_second_interrupt_ends_the_evaluation_of_several_ranks_at_once(other_rank: object) -> None:
+    def interrupt_twice() -> None:
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+
+    loop, asked = at_step(1, interrupt_twice)
+    loop.step.world_size = 2
+    with pytest.raises(KeyboardInterrupt):
+        run(loop)
+    assert asked.of("saved") == []
