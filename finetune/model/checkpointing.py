@@ -8,7 +8,7 @@ from typing import Any
 from finetune.config import MemorySection
 from finetune.config.fields import every_n
 from finetune.errors import ConfigError
-from finetune.model import experts
+from finetune.model import experts, offload
 
 
 def apply(model: Any, section: MemorySection, device_type: str) -> None:
@@ -28,8 +28,10 @@ def apply(model: Any, section: MemorySection, device_type: str) -> None:
         )
     # Named after gradients before transformers 5.23.
     enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
-    enable({"use_reentrant": False}, offload=section.offload == "checkpoints" and device_type != "cpu")
+    enable({"use_reentrant": False})
     choose(model, chosen)
+    if section.offload == "checkpoints" and device_type != "cpu":
+        offload.attach(layers(model))
 
 
 def _forget_state(module: Any, args: Any, output: Any) -> None:

@@ -20,7 +20,7 @@ from traces import peaks
 from finetune.data.batching import Batch, longest_batch
 from finetune.forecast import extrapolate, replay
 from finetune.forecast.trace import Work
-from finetune.model import catalog, packing
+from finetune.model import catalog, offload, packing
 from finetune.training import optimizers
 
 # Of the sweep's settings those that take the least time: first those whose loss decides, then those whose layers do.
@@ -78,13 +78,13 @@ def modules_replaced() -> list[tuple[Any, list[str]]]:
     from peft.tuners.lora import dora
     from torch.optim import optimizer
     from torch.utils import _foreach_utils
-    from transformers import masking_utils, modeling_utils
+    from transformers import masking_utils
     from trl.kernels import chunked_logprob
     from trl.trainer import utils
 
     names: list[tuple[Any, list[str]]] = [
         (masking_utils, ["is_tracing"]),
-        (modeling_utils, ["save_on_cpu"]),
+        (offload, ["copies_of"]),
         (dora, ["dequantize_module_weight"]),
         (dora.DoraLinearLayer, ["update_layer"]),
         (torch, ["is_autocast_enabled"]),
@@ -196,7 +196,7 @@ def test_layer_inputs_on_the_host_are_managed_memory_on_a_card_and_nothing_on_a_
     on_host, on_card = made(there, card), made(here, card)
     assert on_host.host_bytes - on_card.host_bytes >= inputs
     assert on_card.phases["forward"]["allocated_bytes"] - on_host.phases["forward"]["allocated_bytes"] >= inputs // 2
-    assert on_host.seconds > on_card.seconds, "copies take time"
+    assert on_host.seconds == pytest.approx(on_card.seconds, rel=1e-6), "copies run beside the arithmetic"
 
 
 @pytest.mark.slow
