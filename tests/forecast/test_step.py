@@ -199,6 +199,25 @@ def test_layer_inputs_on_the_host_are_managed_memory_on_a_card_and_nothing_on_a_
     assert on_host.seconds == pytest.approx(on_card.seconds, rel=1e-6), "copies run beside the arithmetic"
 
 
+@pytest.mark.parametrize("name", ["llama", "mixture"])
+def test_memory_grows_in_proportion_to_a_long_row(name: str) -> None:
+    """Nothing grows with the square of its length, and on the fused path nothing is as wide as the MLP."""
+    job = tiny_models.config(
+        kernels__fused="on", memory__offload="checkpoints", training__micro_batch=1, training__batch_size=1
+    )
+
+    def traced(tokens: int) -> tuple[int, int]:
+        batch = Batch(rows=1, tokens=tokens, padded=False, trained_tokens=tokens - 1)
+        trace = tiny_models.trace(job, tiny_models.architecture(name, 2), where=tiny_models.card(), batch=batch)
+        widest = max(block.bytes for block in trace.blocks if block.category == "activations")
+        return max(peaks(trace).values()), widest
+
+    (short, _), (middle, _), (long, widest) = map(traced, (16384, 32768, 65536))
+    assert long - middle == pytest.approx(2 * (middle - short), rel=0.01)
+    if name == "llama":
+        assert widest == 65536 * (4 + 2 + 2) * 16 * 2, "queries, keys and values; gate and up are 2 x 176 wide"
+
+
 @pytest.mark.slow
 def test_packed_rows_on_a_card_take_the_variable_length_kernel_and_no_more_than_padded_ones() -> None:
     model = tiny_models.architecture()
