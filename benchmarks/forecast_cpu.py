@@ -417,6 +417,7 @@ SETTINGS = (
             ),
             ("llama, 2048 tokens", "small-llama", 2048, 1, "memory.loss_tokens=32"),
             ("mistral window, 2048 tokens", "small-mistral", 2048, 1, "memory.loss_tokens=32"),
+            ("llama, 8192 tokens in tiles", "small-llama", 8192, 1, "memory.loss_tokens=32"),
         )
     ),
     _S("fused llama, packed", "small-llama", 128, 4, 1, f"{_FUSED} {_SMALL_TILES} data.packing=true", padded=False),

@@ -18,6 +18,7 @@ CONFIGS = sorted((Path(__file__).parent.parent / "configs").glob("*.yaml"))
 TRAINED_PARAMETERS = {
     "gemma2_9b_qlora": 54_018_048,
     "llama2_13b_qlora": 62_586_880,
+    "llama3_8b_131k": 83_886_080,  # rank 32
     "llama3_8b_qlora": 41_943_040,
     "llama70b_qlora": 207_093_760,
     "llama7b_lora_16bit": 39_976_960,
@@ -31,7 +32,7 @@ TRAINED_PARAMETERS = {
 
 def test_every_config_has_a_stated_size() -> None:
     assert [path.stem for path in CONFIGS] == sorted(TRAINED_PARAMETERS)
-    assert len(CONFIGS) == 10
+    assert len(CONFIGS) == 11
 
 
 @pytest.mark.slow

@@ -260,3 +260,18 @@ def test_what_8_bit_weights_cost_is_the_measured_one() -> None:
         f"({outlier[inputs]:.1%} instead of {outlier[weights]:.1%};",
     ]
     assert_shown(figures, page("docs/memory.md"))
+
+
+def test_figures_of_long_rows_are_the_forecast_and_the_measured_ones() -> None:
+    found = results("long_context")
+    ways = found["forecast"]["ways"].values()
+    figures = [f"| {way['needed_bytes'] / 2**30:.1f} GiB | {way['longest_row']:,} tokens |" for way in ways]
+    best = next(iter(ways))
+    assert best["fits"]
+    figures.append(f"{best['categories']['activations'] / 2**30:.1f} GiB of activations")
+    resident = found["resident"]["resident_bytes"]
+    figures += [f"| {int(tokens):,} | {size / 2**20:.0f} MiB |" for tokens, size in resident.items()]
+    assert_shown(figures, page("docs/long-context.md"))
+    # The first length has what the small model itself takes; from there on each token adds as much as the one before.
+    *_, middle, longest = found["resident"]["bytes_a_further_token"]
+    assert abs(longest - middle) <= 0.1 * middle

@@ -250,7 +250,8 @@ class MemorySection(Section):
     """Activation checkpointing: `none`, `all`, `every-2` (every n-th layer), or a number of layers. `auto`
     checkpoints as few layers as fit, by the forecast."""
     offload: Literal["none", "checkpoints"] = "none"
-    """`checkpoints` moves the layer inputs that checkpointing saves to pinned host memory."""
+    """`checkpoints` keeps the layer inputs that checkpointing saves in pinned host memory; copies run beside the
+    arithmetic."""
     loss_tokens: Positive = 4096
     """Size of a tile of logits in tokens; smaller tiles take less memory and slightly more time."""
     budget: Size | None = None

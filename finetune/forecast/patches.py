@@ -9,7 +9,6 @@ import contextlib
 import logging
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
-from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -18,6 +17,7 @@ from trl.kernels import chunked_logprob
 from finetune.forecast import fake
 from finetune.forecast.devices import Device
 from finetune.forecast.trace import Recorder
+from finetune.model import offload
 from finetune.runtime.libraries import replaced
 from finetune.runtime.randomness import RandomState
 
@@ -25,8 +25,9 @@ from finetune.runtime.randomness import RandomState
 @contextlib.contextmanager
 def like(device: Device, recorder: Recorder) -> Iterator[FakeTensorMode]:
     """A fake mode under which the libraries take the paths of a real step on `device`."""
-    from transformers import masking_utils, modeling_utils
+    from transformers import masking_utils
 
+    copies = _TracedCopies(recorder)
     # transformers takes fake tensors for a graph that is exported, and builds every mask.
     with contextlib.ExitStack() as stack:
         stack.enter_context(replaced(masking_utils, "is_tracing", lambda tensor=None: False))
@@ -36,7 +37,7 @@ def like(device: Device, recorder: Recorder) -> Iterator[FakeTensorMode]:
             stack.enter_context(_random_states())
         if device.type == "cuda":
             stack.enter_context(_loss_on_cuda(device.triton, recorder))
-            stack.enter_context(replaced(modeling_utils, "save_on_cpu", lambda **kwargs: _to_host(recorder)))
+            stack.enter_context(replaced(offload, "copies_of", lambda device: copies))
         yield FakeTensorMode(allow_non_fake_inputs=True)
 
 
@@ -118,19 +119,20 @@ class _OverTile:
         return lambda tile, *args, **kwargs: self._recorder.launched(self._passes * tile.nbytes)
 
 
-def _to_host(recorder: Recorder) -> Any:
-    """`torch.autograd.graph.save_on_cpu`, whose host memory a fake CPU tensor does not tell from the device's."""
+class _TracedCopies(offload.Copies):
+    """Copies whose host memory a fake CPU tensor does not tell from the device's."""
 
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
-        host = torch.empty_like(tensor)
-        recorder.mark(host, "layer_inputs", managed=True)
-        recorder.copies(tensor)
-        return host
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
 
-    def unpack(host: torch.Tensor) -> torch.Tensor:
-        back = torch.empty_like(host)
-        recorder.mark(back, "layer_inputs")
-        recorder.copies(host)
-        return back
+    def to_host(self, tensor: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return self._copied(tensor, managed=True), None
 
-    return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
+    def to_device(self, host: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return self._copied(host, managed=False), None
+
+    def _copied(self, source: torch.Tensor, *, managed: bool) -> torch.Tensor:
+        target = torch.empty_like(source)
+        self._recorder.mark(target, "layer_inputs", managed=managed)
+        self._recorder.copies(source)
+        return target

@@ -159,13 +159,16 @@ def make(
 
 
 def _seconds(work: Work, device: Device) -> float:
-    """Time of arithmetic, traffic, copies to and from the host, and launches, none of them overlapping."""
-    return (
+    """Time of arithmetic, traffic and launches, none of them overlapping, or of the copies beside them if that is more.
+
+    Copies between the host and the device have a stream of their own (`model.offload`).
+    """
+    computing = (
         (work.flops - work.hidden_flops) / device.flops
         + work.moved_bytes / device.bandwidth_bytes
-        + work.copied_bytes / HOST_BANDWIDTH_BYTES
         + work.calls * device.call_seconds
     )
+    return max(computing, work.copied_bytes / HOST_BANDWIDTH_BYTES)
 
 
 def _replayed(trace: Trace, device: Device, *steps: Any) -> _Replay:

@@ -6,6 +6,7 @@ model's name; which of them it cannot do, and why; and how it takes the place of
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 from torch import nn
 
 from finetune.kernels import attention, lora, mlp, norm
-from finetune.model import experts
+from finetune.model import checkpointing, experts
 
 Undo = Callable[[], None]
 
@@ -81,6 +82,10 @@ def attach(model: Any, fused: str, *, triton: bool = True) -> Attached:
             attached.replaced[kind][module] = kernel.replace(module)
             covered.update(kernel.layers(module))
     _give_room(model, attached)
+    for layer in checkpointing.layers(model):
+        for module in layer.modules():
+            if module in attached.replaced["mlp"]:
+                mlp.is_recomputed(module, functools.partial(getattr, layer, "gradient_checkpointing"))
     if experts.is_mixture(model):
         reasons["experts of a mixture"] = ["experts"]
     for reason, names in reasons.items():

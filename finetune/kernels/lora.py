@@ -12,6 +12,7 @@ twice, and read and write it once more. Base weights are decoded for each produc
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -48,6 +49,11 @@ class Linear:
             place = torch.empty(self.outputs, self.inputs, dtype=dtype, device=self.weight.device)
         ops.decode_(place, self.weight)
         return place
+
+    def decoded_once(self, dtype: torch.dtype) -> Linear:
+        """The same for many products: W in `dtype`, A and B in float32, in which their gradients are summed."""
+        a, b = (None if one is None else one.float() for one in (self.a, self.b))
+        return dataclasses.replace(self, weight=self.decoded(dtype), a=a, b=b)
 
 
 Layers = Sequence[Linear]
@@ -216,15 +222,18 @@ def take_room(x: Any) -> Tensor | None:
     return x.data.as_strided((x.numel() // x.shape[-1], x.shape[-1] + room), (x.stride(-2), 1))
 
 
-def products(x: Tensor, layers: Layers) -> tuple[tuple[Tensor, ...], Tensor]:
-    """Y of each layer (n, O), all in one block, and U, from x (n, H) or with room beside it (n, H + R or more)."""
+def products(x: Tensor, layers: Layers, out: Tensor | None = None) -> tuple[tuple[Tensor, ...], Tensor]:
+    """Y of each layer (n, O), all in one block, and U, from x (n, H) or with room beside it (n, H + R or more).
+
+    That block is `out` if that is given.
+    """
     inputs, columns = layers[0].inputs, layers[0].inputs + rank(layers)
     if x.shape[1] >= columns > inputs and any(layer.weight.dtype is not x.dtype for layer in layers):
-        return _joined_products(x[:, :columns], layers)
+        return _joined_products(x[:, :columns], layers, out)
     x = x[:, :inputs]
     a, b = _factors(x, layers)
     low = low_rank(x, a, layers)
-    outputs = _split(x.new_empty(len(x), sum(layer.outputs for layer in layers)), layers)
+    outputs = _split(_block(x, layers) if out is None else out, layers)
     for layer, output, place, upward in zip(layers, outputs, _places(layers), b, strict=True):
         bias = None if layer.bias is None else layer.bias.to(x.dtype)
         if upward is None:
@@ -235,10 +244,10 @@ def products(x: Tensor, layers: Layers) -> tuple[tuple[Tensor, ...], Tensor]:
     return outputs, low
 
 
-def _joined_products(x: Tensor, layers: Layers) -> tuple[tuple[Tensor, ...], Tensor]:
+def _joined_products(x: Tensor, layers: Layers, out: Tensor | None) -> tuple[tuple[Tensor, ...], Tensor]:
     """The same by one product, [X | U] [W | B]ᵀ, with zeros beside B for the ranks of other layers."""
-    inputs, outputs = layers[0].inputs, sum(layer.outputs for layer in layers)
-    weight = x.new_empty(outputs, x.shape[1])
+    inputs = layers[0].inputs
+    weight = x.new_empty(sum(layer.outputs for layer in layers), x.shape[1])
     upward = weight[:, inputs:]
     if len(layers) > 1:
         upward.zero_()
@@ -253,9 +262,13 @@ def _joined_products(x: Tensor, layers: Layers) -> tuple[tuple[Tensor, ...], Ten
     bias = None
     if any(layer.bias is not None for layer in layers):
         bias = torch.cat([x.new_zeros(one.outputs) if one.bias is None else one.bias.to(x.dtype) for one in layers])
-    y = x.new_empty(len(x), outputs)
+    y = _block(x, layers) if out is None else out
     ops.multiply_(y, x, weight.t(), bias)
     return _split(y, layers), low
+
+
+def _block(x: Tensor, layers: Layers) -> Tensor:
+    return x.new_empty(len(x), sum(layer.outputs for layer in layers))
 
 
 def _split(y: Tensor, layers: Layers) -> tuple[Tensor, ...]:
@@ -290,9 +303,9 @@ class Backward:
                 ops.multiply_(s[:, place], gradient, upward, None, _scale(layers))
         return cls(layers, outer, a, s)
 
-    def of_input(self) -> Tensor:
-        """dX = S A + dY W (n, H), summed over the layers."""
-        dx = self.s.new_empty(len(self.s), self.layers[0].inputs)
+    def of_input(self, out: Tensor | None = None) -> Tensor:
+        """dX = S A + dY W (n, H), summed over the layers; in `out` if that is given."""
+        dx = self.s.new_empty(len(self.s), self.layers[0].inputs) if out is None else out
         write = ops.multiply_
         if len(self.a):
             write(dx, self.s, self.a)

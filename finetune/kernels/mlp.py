@@ -3,11 +3,16 @@
 Kept for the backward pass: x with its U, gate and up. What follows them stands in a function of its own that keeps
 nothing, and hands its gradient to the one before: the recomputation of a checkpointed layer ends once all that was kept
 is there again, and so before the activation and the last product.
+
+A long input is taken in tiles where its layer is recomputed anyway: then x alone is kept, and gate and up are computed
+again by the backward pass, tile by tile, instead of by the recomputation, which ends before them (unless a norm follows
+the MLP, as in Gemma 2). So no tensor is as wide as gate and up and as long as the input, and each weight is decoded
+once for all tiles.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +20,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from finetune.kernels import lora, ops
-from finetune.kernels.lora import Backward, Linear, low_rank, rows
+from finetune.kernels.lora import Backward, Layers, Linear, low_rank, rows
 
 # The names of the layers in transformers: gate and up apart, or as one layer.
 _APART, _JOINED, _DOWN = ("gate_proj", "up_proj"), ("gate_up_proj",), "down_proj"
@@ -55,13 +60,21 @@ def replace(module: nn.Module) -> Callable[[], None]:
             computed: Tensor = plain(x)
             return computed
         *inner, down = map(lora.current, parts)
-        hidden = lora.project(x, inner)
-        gate, up = hidden if len(hidden) == 2 else hidden[0].chunk(2, dim=-1)
+        if _in_tiles(module, x):
+            handle = _KeptInput.apply(x, activation, inner, down, *lora.factors([*inner, down]))
+            in_tiles: Tensor = _Tiles.apply(handle, x.detach(), activation, inner, down)
+            return in_tiles
+        gate, up = _halves(lora.project(x, inner))
         handle = _Kept.apply(gate, up, activation, down, *lora.factors([down]))
         y: Tensor = _Down.apply(handle, gate.detach(), up.detach(), activation, down)
         return y
 
     return lora.put(module, forward)
+
+
+def is_recomputed(module: Any, recomputed: Callable[[], bool]) -> None:
+    """Tell a replaced module how to find out whether its layer is recomputed for the backward pass."""
+    module.recomputed = recomputed
 
 
 class _Kept(torch.autograd.Function):
@@ -80,13 +93,8 @@ class _Kept(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
         gate, up = ctx.saved_tensors
-        down = [ctx.down]
         with lora.without_autocast(gate):
-            back = Backward.of(down, [dy])
-            a = back.of_input()
-            # The gradient becomes a, and gate and up become their gradients.
-            ops.gated_backward_(a.view(gate.shape), gate, up, ctx.activation)
-            return gate, up, None, None, *back.of_factors(a, low_rank(a, back.a, down))
+            return gate, up, None, None, *_backward_(gate, up, ctx.activation, ctx.down, dy)
 
 
 class _Down(torch.autograd.Function):
@@ -103,6 +111,87 @@ class _Down(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
         return dy, None, None, None, None
+
+
+class _KeptInput(torch.autograd.Function):
+    """The whole MLP to autograd, of a long input: keeps that, and has the backward pass. No values, as in `_Kept`."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, activation: str, inner: Layers, down: Linear, *_: Tensor) -> Tensor:
+        ctx.activation, ctx.inner, ctx.down = activation, inner, down
+        ctx.save_for_backward(x)
+        return x.new_empty(()).expand(*x.shape[:-1], down.outputs)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
+        (x,) = ctx.saved_tensors
+        trained = lora.factors([*ctx.inner, ctx.down])
+        dx, sums = x.new_empty(x.shape), [torch.zeros_like(factor, dtype=torch.float32) for factor in trained]
+        with lora.without_autocast(x):
+            *inner, down = (layer.decoded_once(x.dtype) for layer in (*ctx.inner, ctx.down))
+            for x_tile, dy_tile, dx_tile in _tiles(x, dy, dx):
+                hidden, low = lora.products(x_tile, inner)
+                of_down = _backward_(*_halves(hidden), ctx.activation, down, dy_tile)
+                back = Backward.of(inner, hidden)
+                back.of_input(dx_tile)
+                for gradient, part in zip(sums, [*back.of_factors(x_tile, low), *of_down], strict=True):
+                    gradient += part
+        return dx, None, None, None, *(each.to(factor.dtype) for each, factor in zip(sums, trained, strict=True))
+
+
+class _Tiles(torch.autograd.Function):
+    """The values of the MLP, a tile after the other; their gradient is that of `_KeptInput`."""
+
+    @staticmethod
+    def forward(ctx: Any, kept: Tensor, x: Tensor, activation: str, inner: Layers, down: Linear) -> Tensor:
+        y = x.new_empty(*x.shape[:-1], down.outputs)
+        with lora.without_autocast(x):
+            *first, last = (layer.decoded_once(x.dtype) for layer in (*inner, down))
+            for x_tile, y_tile in _tiles(x, y):
+                hidden, _ = lora.products(x_tile, first)
+                lora.products(ops.gated(*_halves(hidden), activation), [last], y_tile)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
+        return dy, None, None, None, None
+
+
+_LEAST = 2048
+"""Tokens of a tile at least: with fewer, products of a narrow model would not keep a GPU busy."""
+_MANY = 4
+
+
+def _in_tiles(module: Any, x: Tensor) -> bool:
+    """Whether x (..., H) is long, and neither gate nor up would be kept in any case."""
+    long = x.numel() >= _MANY * _tile(x) * x.shape[-1]
+    return long and (not torch.is_grad_enabled() or getattr(module, "recomputed", lambda: False)())
+
+
+def _tile(x: Tensor) -> int:
+    """The tokens of a tile: with so many as x (..., H) is wide, gate and up take as much as the decoded weights."""
+    return max(x.shape[-1], _LEAST)
+
+
+def _tiles(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Tensors (..., width) by tiles (n, width); the first is the input."""
+    return zip(*(rows(tensor).split(_tile(tensors[0])) for tensor in tensors), strict=True)
+
+
+def _halves(hidden: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """Gate and up, from the outputs of the layers before the activation."""
+    gate, up = hidden if len(hidden) == 2 else hidden[0].chunk(2, dim=-1)
+    return gate, up
+
+
+def _backward_(gate: Tensor, up: Tensor, activation: str, down: Linear, dy: Tensor) -> list[Tensor]:
+    """Turn gate and up into their gradients; returns those of the last layer's factors."""
+    back = Backward.of([down], [dy])
+    a = back.of_input()
+    ops.gated_backward_(a.view(gate.shape), gate, up, activation)  # the gradient in `a` becomes a
+    return back.of_factors(a, low_rank(a, back.a, [down]))
 
 
 def _inner(module: nn.Module) -> tuple[str, ...]:

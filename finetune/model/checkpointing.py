@@ -8,7 +8,7 @@ from typing import Any
 from finetune.config import MemorySection
 from finetune.config.fields import every_n
 from finetune.errors import ConfigError
-from finetune.model import experts
+from finetune.model import experts, offload
 
 
 def apply(model: Any, section: MemorySection, device_type: str) -> None:
@@ -28,8 +28,13 @@ def apply(model: Any, section: MemorySection, device_type: str) -> None:
         )
     # Named after gradients before transformers 5.23.
     enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
-    enable({"use_reentrant": False}, offload=section.offload == "checkpoints" and device_type != "cpu")
+    enable({"use_reentrant": False})
+    # Checkpointing that re-enters autograd needs an input with a gradient. Here one would only keep the embeddings of
+    # all tokens, a leaf of the graph, to the end of the backward pass, and compute their gradient.
+    model.disable_input_require_grads()
     choose(model, chosen)
+    if section.offload == "checkpoints" and device_type != "cpu":
+        offload.attach(layers(model))
 
 
 def _forget_state(module: Any, args: Any, output: Any) -> None:

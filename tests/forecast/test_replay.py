@@ -130,6 +130,17 @@ def test_a_product_that_is_bound_by_bandwidth_takes_the_time_of_its_traffic_alon
     assert made(hidden).seconds == pytest.approx(made(step()).seconds)
 
 
+def test_copies_run_beside_the_arithmetic_and_count_where_they_take_longer() -> None:
+    def with_copies(copied_bytes: int) -> float:
+        copies = step()
+        copies.trace.runs[0].work.copied_bytes = copied_bytes
+        copies.trace.runs[0].phase = "forward"
+        return made(copies).seconds
+
+    assert with_copies(2**20) == made(step()).seconds
+    assert with_copies(10**12) == pytest.approx(10**12 / replay.HOST_BANDWIDTH_BYTES)
+
+
 @pytest.mark.parametrize("device", [CPU, CARD], ids=["cpu", "card"])
 def test_what_a_step_leaves_to_the_next_is_counted_once(device: Device) -> None:
     def story() -> Story:

@@ -1,0 +1,131 @@
+"""Layer inputs that checkpointing saves, in pinned host memory until their layer is recomputed.
+
+Copies run beside the arithmetic: an input goes to the host while its layer computes, and comes back while the layer
+above is recomputed. Neither stream gets a block of memory before the other is done with it: whoever holds the tensor
+first waits. (`Tensor.record_stream` would leave that to the allocator, which holds the block for as long as the host
+runs ahead of the device.)
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class Copies:
+    """Copies between a device and the host, each with what to wait for; on a CPU, a copy within it, at once."""
+
+    def to_host(self, tensor: Tensor) -> tuple[Tensor, Any]:
+        """`tensor` in host memory; it must live until the copy was waited for."""
+        return tensor.clone(), None
+
+    def to_device(self, host: Tensor) -> tuple[Tensor, Any]:
+        """`host` in device memory, to be read or freed once the copy was waited for."""
+        return host.clone(), None
+
+    def wait(self, copy: Any) -> None:
+        """Let what is computed from here on come after `copy`."""
+
+
+class StreamCopies(Copies):
+    """On a stream of a GPU beside the one that computes."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._stream = device, torch.cuda.Stream(device)
+
+    def to_host(self, tensor: Tensor) -> tuple[Tensor, Any]:
+        return self._copied(tensor, torch.empty_like(tensor, device="cpu", pin_memory=True))
+
+    def to_device(self, host: Tensor) -> tuple[Tensor, Any]:
+        return self._copied(host, torch.empty_like(host, device=self._device))
+
+    def wait(self, copy: Any) -> None:
+        torch.cuda.current_stream(self._device).wait_event(copy)
+
+    def _copied(self, source: Tensor, target: Tensor) -> tuple[Tensor, Any]:
+        # What is queued writes the source, or still reads what lay in the target's memory.
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            target.copy_(source, non_blocking=True)
+        return target, self._stream.record_event()
+
+
+@functools.cache
+def copies_of(device: torch.device) -> Copies:
+    """How `device` copies."""
+    return StreamCopies(device) if device.type == "cuda" else Copies()
+
+
+@dataclass(eq=False)
+class _Saved:
+    """A layer's input on the host, and that of the checkpointed layer below while its graph lives."""
+
+    host: Tensor
+    device: torch.device
+    below: weakref.ref[_Saved] | None
+
+
+class Offload(torch.autograd.graph.saved_tensors_hooks):
+    """Keeps on the host what is saved within it: open around the forward pass of each checkpointed layer."""
+
+    def __init__(self) -> None:
+        super().__init__(self._pack, self._unpack)
+        self._leaving: list[tuple[Tensor, Any]] = []
+        self._coming: tuple[_Saved, Tensor, Any] | None = None
+        self._newest: weakref.ref[_Saved] | None = None
+
+    def __exit__(self, *args: object) -> None:
+        super().__exit__(*args)
+        for tensor, copy in self._leaving:
+            copies_of(tensor.device).wait(copy)
+        self._leaving.clear()
+
+    def _pack(self, tensor: Tensor) -> _Saved:
+        self._drop()
+        host, copy = copies_of(tensor.device).to_host(tensor)
+        if self._leaving:  # only the first tensor of a layer, its hidden states, is fetched ahead
+            saved = _Saved(host, tensor.device, None)
+        else:
+            saved = _Saved(host, tensor.device, self._newest)
+            self._newest = weakref.ref(saved)
+        self._leaving.append((tensor, copy))
+        return saved
+
+    def _unpack(self, saved: _Saved) -> Tensor:
+        copies = copies_of(saved.device)
+        if self._coming and self._coming[0] is saved:
+            (_, tensor, copy), self._coming = self._coming, None
+        else:
+            tensor, copy = copies.to_device(saved.host)
+        copies.wait(copy)
+        if saved.below and (below := saved.below()):
+            self._drop()
+            self._coming = below, *copies.to_device(below.host)
+        return tensor
+
+    def _drop(self) -> None:
+        """Let go of an input that was fetched and not asked for: a backward pass ended early."""
+        if self._coming:
+            saved, _, copy = self._coming
+            copies_of(saved.device).wait(copy)
+            self._coming = None
+
+
+def attach(layers: Sequence[Any]) -> None:
+    """Keep the inputs of `layers` on the host wherever they are checkpointed."""
+    offload = Offload()
+    for layer in layers:
+        layer.forward = functools.partial(_forward, offload, layer, layer.forward)
+
+
+def _forward(offload: Offload, layer: Any, plain: Any, *args: Any, **kwargs: Any) -> Any:
+    if not (layer.gradient_checkpointing and layer.training):
+        return plain(*args, **kwargs)
+    with offload:
+        return plain(*args, **kwargs)
