@@ -138,6 +138,9 @@ def test_dora_starts_as_its_base_and_keeps_the_scales_of_the_weights_it_reads(ki
         (MemorySection(checkpointing=3), 3),
         (MemorySection(checkpointing=0), 0),
         (MemorySection(checkpointing=99), 4),
+        (MemorySection(checkpointing="keep-attention"), 4),
+        (MemorySection(checkpointing="keep-products"), 4),
+        (MemorySection(checkpointing={"keep-both": 1, "all": 2}), 3),
         (MemorySection(checkpointing="all", offload="checkpoints"), 4),
     ],
 )
