@@ -11,6 +11,7 @@ Every candidate gets a full forecast; the search only decides which candidates t
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -43,16 +44,21 @@ class NothingFits(OutOfMemoryError):
 
 @dataclass(frozen=True)
 class Fitted:
-    """What was chosen: the config, its forecast, why each value, and the best that checkpoints every layer.
+    """What was chosen: the config, its forecast, and why each value.
 
-    `tried` is the number of settings that were forecast.
+    `tried` is the number of settings that were forecast, and `find_everything` finds `everything`.
     """
 
     config: Config
     forecast: Forecast
     reasons: Mapping[str, str]
-    everything: Forecast
     tried: int
+    find_everything: Callable[[], Forecast]
+
+    @functools.cached_property
+    def everything(self) -> Forecast:
+        """The best that recomputes everything, which it may take a forecast to know."""
+        return self.find_everything()
 
     @property
     def speed_up(self) -> float:
@@ -167,9 +173,11 @@ class _Search:
 
         def fits(recomputed: Any) -> bool:
             # With nothing recomputed there is nothing to offload, nor need there be.
-            return tried(recomputed)[1].fits and (offload, recomputed) != ("checkpoints", "none")
+            return (offload, recomputed) != ("checkpoints", "none") and tried(recomputed)[1].fits
 
         if than is None:
+            if not self.known and fits("none"):  # a small job is done with one forecast
+                return tried("none")
             if not fits("all"):
                 return None
             if fits("none"):
@@ -213,7 +221,8 @@ class _Search:
     # -- what is said of it ----------------------------------------------------------------------------------------
 
     def fitted(self, config: Config, chosen: Forecast) -> Fitted:
-        return Fitted(config, chosen, self._reasons(config, chosen), self._everything(config), len(self.known))
+        everything = functools.partial(self._everything, config)
+        return Fitted(config, chosen, self._reasons(config, chosen), len(self.known), everything)
 
     def _everything(self, config: Config) -> Forecast:
         """The fastest that fits with everything recomputed, of all that were tried; else the chosen rows so."""
