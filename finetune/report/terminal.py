@@ -82,7 +82,8 @@ class Terminal:
     def chose(self, fitted: Fitted) -> None:
         """What was chosen for `auto`, and why."""
         for key, reason in fitted.reasons.items():
-            self._say(f"{key}: {fitted.value(key)} ({reason})")
+            value = str(fitted.value(key)).replace("'", "")  # as in a config file
+            self._say(f"{key}: {value} ({reason})")
 
     def fitted(self, fitted: Fitted, limits: Limits, target: Path) -> None:
         """The fitted job, its gain, and the limits of this device and of smaller ones."""
