@@ -111,12 +111,13 @@ def fit(
 ) -> Fitted:
     """The fastest setting that fits a model of so many `layers`.
 
-    `offloads`: whether the device has a host to offload to; that is done only where nothing fits without. `rows` are
-    the micro-batches to choose from, the largest first; `checkpointing` is fixed, or None to choose it. Raises
-    NothingFits, saying by how much.
+    `offloads`: whether the device has a host to offload to; that is done where nothing fits without, or the config
+    says so. `rows` are the micro-batches to choose from, the largest first; `checkpointing` is fixed, or None to
+    choose it. Raises NothingFits, saying by how much.
     """
     search = _Search(config, layers, forecast, rows, checkpointing)
-    for offload in ("none", "checkpoints") if offloads else ("none",):
+    ways = ("none", "checkpoints") if offloads else ("none",)
+    for offload in ways if config.memory.offload == "none" else ways[1:] or ways:
         if found := search.best(offload):
             return search.fitted(*found)
     raise search.nothing_fits()
@@ -236,7 +237,7 @@ class _Search:
         accumulation = config.training.batch_size // rows
         room = (chosen.budget_bytes - chosen.needed_bytes) / 2**30
         reasons = {_RECOMPUTED: f"{room:.2f} GiB of the budget are left"}
-        if not config.training.micro_batch_tokens:
+        if len(self.rows) > 1:
             options = ", ".join(map(str, self.rows))
             reasons[_ROWS] = f"the fastest of {options}; {accumulation} of them make the global batch"
         if self.checkpointing is None and recomputed != "none":

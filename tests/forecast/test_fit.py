@@ -196,6 +196,12 @@ def test_inputs_go_to_the_host_only_where_nothing_else_fits() -> None:
         Job(just - 1, "cpu", logits=0).fit()
 
 
+def test_inputs_stay_on_the_host_where_the_config_says_so() -> None:
+    memory = Job(12000).fit(JOB.changed({"memory.offload": "checkpoints"})).config.memory
+    assert memory.offload == "checkpoints"
+    assert memory.checkpointing != "none"
+
+
 def test_a_smaller_tile_is_taken_where_it_saves_more_than_it_costs() -> None:
     found = Job(2200, logits=600).fit(rows=1)
     assert found.config.memory.loss_tokens == 4096, "everything fits as it is"
