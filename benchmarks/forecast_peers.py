@@ -186,8 +186,8 @@ def activation_formula(job: Job) -> Answer:
     layer = tokens * hidden * (16 * element + 2)
     if job.attention == "eager":
         layer += (2 * element + 1) * config.num_attention_heads * job.length * tokens
-    recomputed = pattern(job.config.memory.checkpointing, config.num_hidden_layers)
-    kept = sum(tokens * hidden * element if again else layer for again in recomputed)
+    levels = pattern(job.config.memory.checkpointing, config.num_hidden_layers)
+    kept = sum(layer if level == "none" else tokens * hidden * element for level in levels)
     head = tokens * hidden * (1 + 2 * element) + 4 * tokens * config.vocab_size
     return Answer(model_states(job) + kept + head)
 

@@ -132,6 +132,8 @@ def plan(
         if as_json:
             _print_json(found.as_dict())
         else:
+            if found.fitted:
+                _terminal().chose(found.fitted)
             _terminal().planned(found.forecast, found.levers)
         if not found.forecast.fits:
             sys.exit(OutOfMemoryError.exit_code)

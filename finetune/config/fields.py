@@ -96,37 +96,54 @@ Size = Annotated[
 ]
 
 _EVERY = re.compile(r"every-([1-9][0-9]{0,5})")
-_CHECKPOINTING = ("none", "all", "auto")
+LEVELS = ("none", "keep-both", "keep-products", "keep-attention", "all")
+"""What a layer recomputes: nothing, all but what it keeps, everything."""
+_CHECKPOINTING = (*LEVELS, "auto")
 _LAYERS = 10**6
+_NUMBER = {"type": "integer", "minimum": 0, "exclusiveMaximum": _LAYERS}
 
 
-def _check_checkpointing(value: str | int) -> str | int:
-    if isinstance(value, int) and not 0 <= value < _LAYERS:
-        raise ValueError(f"a number of layers is zero or more, and below {_LAYERS}")
-    if isinstance(value, str) and value not in _CHECKPOINTING and not _EVERY.fullmatch(value):
-        raise ValueError(
-            f"`{shortened(value)}` is not known; choose none, all, auto, every-2 (every n-th layer) or a number of "
-            "layers"
-        )
+def _check_checkpointing(value: str | int | dict[str, int]) -> str | int | dict[str, int]:
+    if isinstance(value, str):
+        if value not in _CHECKPOINTING and not _EVERY.fullmatch(value):
+            raise ValueError(
+                f"`{shortened(value)}` is not known; choose {', '.join(_CHECKPOINTING)}, every-2 (every n-th layer), a "
+                "number of layers, or numbers by level, such as {all: 20, keep-products: 12}"
+            )
+        return value
+    numbers = value if isinstance(value, dict) else {"all": value}
+    if not numbers:
+        raise ValueError("name a level with a number of layers, such as {all: 20, keep-products: 12}")
+    for level, layers in numbers.items():
+        if level not in LEVELS:
+            raise ValueError(unknown(level, LEVELS))
+        if not 0 <= layers < _LAYERS:
+            raise ValueError(f"a number of layers is zero or more, and below {_LAYERS}")
     return value
 
 
 Checkpointing = Annotated[
-    str | int,
+    str | int | dict[str, int],
     AfterValidator(_check_checkpointing),
     WithJsonSchema(
         {
             "anyOf": [
                 {"enum": list(_CHECKPOINTING)},
                 {"type": "string", "pattern": f"^{_EVERY.pattern}$"},
-                {"type": "integer", "minimum": 0, "exclusiveMaximum": _LAYERS},
+                _NUMBER,
+                {
+                    "type": "object",
+                    "properties": dict.fromkeys(LEVELS, _NUMBER),
+                    "additionalProperties": False,
+                    "minProperties": 1,
+                },
             ]
         }
     ),
 ]
 
 
-def every_n(checkpointing: str | int) -> int | None:
+def every_n(checkpointing: Any) -> int | None:
     """The n of `every-n`, or None for the other forms."""
     match = _EVERY.fullmatch(checkpointing) if isinstance(checkpointing, str) else None
     return int(match.group(1)) if match else None

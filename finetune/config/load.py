@@ -21,9 +21,9 @@ def load(
 ) -> Config:
     """Read and check the config at `path`.
 
-    `overrides` are `section.key=value` strings, the value read as a YAML scalar or flow list. `choices` are the
-    tables that choice fields are checked against. `trained`: a run was started with this config, perhaps by an earlier
-    version, which accepted keys that a choice ignores; they changed nothing of what it trained.
+    `overrides` are `section.key=value` strings, the value read as a YAML scalar, flow list or mapping. `choices` are
+    the tables that choice fields are checked against. `trained`: a run was started with this config, perhaps by an
+    earlier version, which accepted keys that a choice ignores; they changed nothing of what it trained.
 
     Raises ConfigError with all problems, each with file:line or `override`, when there is any.
     """

@@ -1,13 +1,17 @@
 """The fit: the fastest setting of a job that fits a device, with the same global batch and so with the same result.
 
-The search chooses the micro-batch, how many layers are checkpointed, whether their inputs are offloaded to the host,
-and for how many tokens logits exist at a time. Every candidate gets a full forecast; the search only decides which
-candidates to try. Times are the forecast's (operations, bytes moved, calls), including recomputation.
+The search chooses the micro-batch, what is recomputed, whether the inputs of checkpointed layers are offloaded to the
+host, and for how many tokens logits exist at a time. What is recomputed is a step of a ladder, from nothing to
+everything: at each step one layer goes to the next level, which frees memory and takes time. Of the levels those are
+taken that cost the least seconds for the bytes they free.
+
+Every candidate gets a full forecast; the search only decides which candidates to try. Times are the forecast's
+(operations, bytes moved, calls), including recomputation.
 """
 
 from __future__ import annotations
 
-import math
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -16,13 +20,13 @@ from finetune.config import Config
 from finetune.errors import OutOfMemoryError
 from finetune.forecast import devices
 from finetune.forecast.replay import Forecast
-from finetune.model.checkpointing import pattern
+from finetune.model.checkpointing import LEVELS, ladder
 
 Forecaster = Callable[[Config], Forecast]
 _Tried = tuple[Config, Forecast]
 
 _SMALL_TILE = 512
-_ROWS, _LAYERS, _OFFLOAD, _TILE = (
+_ROWS, _RECOMPUTED, _OFFLOAD, _TILE = (
     "training.micro_batch",
     "memory.checkpointing",
     "memory.offload",
@@ -40,16 +44,21 @@ class NothingFits(OutOfMemoryError):
 
 @dataclass(frozen=True)
 class Fitted:
-    """What was chosen: the config, its forecast, why each value, and the best that checkpoints every layer.
+    """What was chosen: the config, its forecast, and why each value.
 
-    `tried` is the number of settings that were forecast.
+    `tried` is the number of settings that were forecast, and `find_everything` finds `everything`.
     """
 
     config: Config
     forecast: Forecast
     reasons: Mapping[str, str]
-    everything: Forecast
     tried: int
+    find_everything: Callable[[], Forecast]
+
+    @functools.cached_property
+    def everything(self) -> Forecast:
+        """The best that recomputes everything, which it may take a forecast to know."""
+        return self.find_everything()
 
     @property
     def speed_up(self) -> float:
@@ -64,7 +73,7 @@ class Fitted:
     def as_dict(self) -> dict[str, Any]:
         """What was chosen, as JSON values."""
         return {
-            "chosen": {key: self.value(key) for key in (_ROWS, _LAYERS, _OFFLOAD, _TILE)},
+            "chosen": {key: self.value(key) for key in (_ROWS, _RECOMPUTED, _OFFLOAD, _TILE)},
             "reasons": dict(self.reasons),
             "forecast": self.forecast.as_dict(),
             "checkpoint_everything": self.everything.as_dict(),
@@ -98,16 +107,17 @@ def fit(
     *,
     offloads: bool,
     rows: Sequence[int],
-    checkpointing: str | int | None,
+    checkpointing: Any,
 ) -> Fitted:
     """The fastest setting that fits a model of so many `layers`.
 
-    `offloads`: whether the device has a host to offload to; that is done only where nothing fits without. `rows` are
-    the micro-batches to choose from, the largest first; `checkpointing` is fixed, or None to choose it. Raises
-    NothingFits, saying by how much.
+    `offloads`: whether the device has a host to offload to; that is done where nothing fits without, or the config
+    says so. `rows` are the micro-batches to choose from, the largest first; `checkpointing` is fixed, or None to
+    choose it. Raises NothingFits, saying by how much.
     """
     search = _Search(config, layers, forecast, rows, checkpointing)
-    for offload in ("none", "checkpoints") if offloads else ("none",):
+    ways = ("none", "checkpoints") if offloads else ("none",)
+    for offload in ways if config.memory.offload == "none" else ways[1:] or ways:
         if found := search.best(offload):
             return search.fitted(*found)
     raise search.nothing_fits()
@@ -119,8 +129,10 @@ class _Search:
     layers: int
     forecast: Forecaster
     rows: Sequence[int]
-    checkpointing: str | int | None
+    checkpointing: Any
     known: dict[tuple[Any, ...], _Tried] = field(default_factory=dict)
+    ladder: list[tuple[Any, float]] = field(default_factory=list)
+    """What is recomputed at each step, and the bytes needed with it by some rows."""
 
     def best(self, offload: str) -> _Tried | None:
         """Try micro-batches, the largest first, until a smaller one can be no faster.
@@ -140,90 +152,100 @@ class _Search:
 
     def _bound(self, rows: int, offload: str) -> float:
         """Seconds below which no setting with so many rows can be."""
-        layers = self._least(offload) if self.checkpointing is None else self.checkpointing
-        return self._try(rows, layers, offload, self.config.memory.loss_tokens)[1].seconds
+        recomputed = "none" if self.checkpointing is None else self.checkpointing
+        return self._try(rows, recomputed, offload, self.config.memory.loss_tokens)[1].seconds
 
     def _with_rows(self, rows: int, offload: str) -> _Tried | None:
-        """The fastest that fits with this micro-batch; a smaller tile of logits only where it saves a layer."""
+        """The fastest that fits with this micro-batch; a smaller tile of logits only where less is recomputed then."""
         tile, small = self.config.memory.loss_tokens, min(_SMALL_TILE, self.config.memory.loss_tokens)
         if self.checkpointing is not None:
             tried = [self._try(rows, self.checkpointing, offload, tokens) for tokens in dict.fromkeys((tile, small))]
             return next((each for each in tried if each[1].fits), None)
-        found = self._least_layers(rows, offload, tile, self.layers)
-        layers = self.layers + 1 if found is None else self._checkpointed(found[0])
-        if small == tile or layers == self._least(offload):
+        found = self._least_recomputed(rows, offload, tile)
+        if small == tile or (found and found[0].memory.checkpointing == "none"):
             return found
-        return self._least_layers(rows, offload, small, layers - 1) or found
+        return self._least_recomputed(rows, offload, small, found) or found
 
-    def _least_layers(self, rows: int, offload: str, tile: int, most: int) -> _Tried | None:
-        """With as few layers checkpointed as must be, and at most so many: each more takes no more memory."""
-        if not (full := self._try(rows, most, offload, tile))[1].fits:
+    def _least_recomputed(self, rows: int, offload: str, tile: int, than: _Tried | None = None) -> _Tried | None:
+        """With as little recomputed as must be, and less than in `than`."""
+
+        def tried(recomputed: Any) -> _Tried:
+            return self._try(rows, recomputed, offload, tile)
+
+        def fits(recomputed: Any) -> bool:
+            # With nothing recomputed there is nothing to offload, nor need there be.
+            return (offload, recomputed) != ("checkpoints", "none") and tried(recomputed)[1].fits
+
+        if than is None:
+            if not self.known and fits("none"):  # a small job is done with one forecast
+                return tried("none")
+            if not fits("all"):
+                return None
+            if fits("none"):
+                return tried("none")
+        self.ladder = self.ladder or self._ladder(rows, offload)
+        steps = [recomputed for recomputed, _ in self.ladder]
+        low, high = 0, len(steps) - 1 if than is None else steps.index(than[0].memory.checkpointing) - 1
+        if not fits(steps[high]):
             return None
-        low, high, fitting = self._least(offload), most, full
-        if low == high or (free := self._try(rows, low, offload, tile))[1].fits:
-            return full if low == high else free
-        # `low` does not fit and `high` does.
-        while high - low > 1:
-            middle = self._guess(rows, offload, tile, low, high)
-            tried = self._try(rows, middle, offload, tile)
-            if tried[1].fits:
-                high, fitting = middle, tried
-            else:
-                low = middle
-        return fitting
+        if fits(steps[low]):
+            return tried(steps[low])
+        while high - low > 1:  # `low` does not fit and `high` does
+            middle = self._guess(tried(steps[low])[1], tried(steps[high])[1], low, high)
+            low, high = (low, middle) if fits(steps[middle]) else (middle, high)
+        return tried(steps[high])
 
-    def _guess(self, rows: int, offload: str, tile: int, low: int, high: int) -> int:
-        """Where a straight line between two known numbers of layers meets the budget, and at least one inside."""
-        above, below = (self._try(rows, number, offload, tile)[1].needed_bytes for number in (low, high))
-        budget = self._try(rows, high, offload, tile)[1].budget_bytes
-        share = (above - budget) / max(1, above - below)
-        return min(high - 1, max(low + 1, low + math.ceil(share * (high - low))))
+    def _ladder(self, rows: int, offload: str) -> list[tuple[Any, float]]:
+        """From nothing recomputed to everything; made once, as levels compare alike for all micro-batches."""
+        tile = self.config.memory.loss_tokens
+        found = {level: self._try(rows, level, offload, tile)[1] for level in LEVELS}
+        levels = worth_their_bytes(found)
+        needed = [float(found[levels[0]].needed_bytes)]
+        for level in levels[1:]:
+            each = (found[level].needed_bytes - needed[-1]) / self.layers
+            needed += [needed[-1] + each * number for number in range(1, self.layers + 1)]
+        return list(zip(ladder(levels, self.layers), needed, strict=True))
 
-    def _least(self, offload: str) -> int:
-        """The fewest layers that can be checkpointed: offloading needs one."""
-        return 1 if offload == "checkpoints" else 0
+    def _guess(self, above: Forecast, below: Forecast, low: int, high: int) -> int:
+        """Which step between two that are known meets the budget, if they are apart in proportion to the ladder's."""
+        share = (above.needed_bytes - below.budget_bytes) / max(1, above.needed_bytes - below.needed_bytes)
+        needed = self.ladder[low][1] + share * (self.ladder[high][1] - self.ladder[low][1])
+        return next((step for step in range(low + 1, high) if self.ladder[step][1] <= needed), high - 1)
 
-    def _try(self, rows: int, layers: str | int, offload: str, tile: int) -> _Tried:
-        named = {0: "none", self.layers: "all"}.get(layers, layers) if isinstance(layers, int) else layers
-        key = (rows, named, offload, tile)
+    def _try(self, rows: int, recomputed: Any, offload: str, tile: int) -> _Tried:
+        key = (rows, str(recomputed), offload, tile)
         if key not in self.known:
-            config = self.config.changed({_ROWS: rows, _LAYERS: named, _OFFLOAD: offload, _TILE: tile})
+            config = self.config.changed({_ROWS: rows, _RECOMPUTED: recomputed, _OFFLOAD: offload, _TILE: tile})
             self.known[key] = (config, self.forecast(config))
         return self.known[key]
 
     # -- what is said of it ----------------------------------------------------------------------------------------
 
     def fitted(self, config: Config, chosen: Forecast) -> Fitted:
-        return Fitted(config, chosen, self._reasons(config, chosen), self._everything(config), len(self.known))
-
-    def _checkpointed(self, config: Config) -> int:
-        return sum(pattern(config.memory.checkpointing, self.layers))
+        everything = functools.partial(self._everything, config)
+        return Fitted(config, chosen, self._reasons(config, chosen), len(self.known), everything)
 
     def _everything(self, config: Config) -> Forecast:
-        """The fastest that fits with every layer checkpointed, of all that were tried; else the chosen rows so."""
-        whole = [
-            tried for tried in self.known.values() if tried[1].fits and self._checkpointed(tried[0]) == self.layers
-        ]
+        """The fastest that fits with everything recomputed, of all that were tried; else the chosen rows so."""
+        whole = [one for one in self.known.values() if one[1].fits and one[0].memory.checkpointing == "all"]
         if whole:
             return min(whole, key=_seconds)[1]
-        return self._try(config.training.rows, self.layers, config.memory.offload, config.memory.loss_tokens)[1]
+        return self._try(config.training.rows, "all", config.memory.offload, config.memory.loss_tokens)[1]
 
     def _reasons(self, config: Config, chosen: Forecast) -> dict[str, str]:
-        layers, rows = self._checkpointed(config), config.training.rows
+        rows, recomputed = config.training.rows, config.memory.checkpointing
         accumulation = config.training.batch_size // rows
         room = (chosen.budget_bytes - chosen.needed_bytes) / 2**30
-        reasons = {
-            _LAYERS: f"{layers} of {self.layers} layers recomputed; {room:.2f} GiB of the budget are left",
-        }
-        if not config.training.micro_batch_tokens:
+        reasons = {_RECOMPUTED: f"{room:.2f} GiB of the budget are left"}
+        if len(self.rows) > 1:
             options = ", ".join(map(str, self.rows))
             reasons[_ROWS] = f"the fastest of {options}; {accumulation} of them make the global batch"
-        if 0 < layers < self.layers:
-            reasons[_LAYERS] += ", and one layer less would not fit"
+        if self.checkpointing is None and recomputed != "none":
+            reasons[_RECOMPUTED] += ", and with one layer keeping more it would not fit"
         if config.memory.offload != self.config.memory.offload:
             reasons[_OFFLOAD] = "nothing fits with the layers' inputs on the device"
         if config.memory.loss_tokens != self.config.memory.loss_tokens:
-            reasons[_TILE] = "fewer logits at a time, so that fewer layers must be recomputed"
+            reasons[_TILE] = "fewer logits at a time, so that less must be recomputed"
         return reasons
 
     def nothing_fits(self) -> NothingFits:
@@ -238,9 +260,26 @@ class _Search:
         )
 
 
+def worth_their_bytes(found: Mapping[str, Forecast]) -> list[str]:
+    """Of levels, from nothing recomputed to everything, those that layers at two others do not beat.
+
+    They are the convex hull of seconds over bytes: along it each byte that is freed costs more than the one before.
+    """
+    hull: list[str] = []
+    for level, forecast in found.items():
+        while len(hull) > 1:
+            first, last = found[hull[-2]], found[hull[-1]]
+            freed, all_freed = (first.needed_bytes - each.needed_bytes for each in (last, forecast))
+            if (last.seconds - first.seconds) * all_freed < (forecast.seconds - first.seconds) * freed:
+                break
+            hull.pop()
+        hull.append(level)
+    return hull
+
+
 def limits(config: Config, forecast: Forecaster) -> Limits:
     """The longest rows, the most rows and the highest rank that fit with every layer checkpointed, each by itself."""
-    least = config.changed({_LAYERS: "all"})
+    least = config.changed({_RECOMPUTED: "all"})
     one = least.changed({_ROWS: 1, "training.batch_size": 1})
     card = devices.smallest_fitting(forecast(one).peak_reserved_bytes)
     return Limits(

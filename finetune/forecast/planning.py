@@ -171,7 +171,7 @@ def fit_with_limits(config: Config, gpu: str | None = None) -> tuple[Fitted, Lim
 def _free_planner(config: Config, gpu: str | None) -> Planner:
     """A planner that may choose micro-batch and checkpointing, whatever the config says."""
     rows = {} if config.training.micro_batch_tokens else {"training.micro_batch": "auto"}
-    return planner_for(config.changed({**rows, "memory.checkpointing": "auto"}), gpu)
+    return planner_for(config.changed({**rows, "memory.checkpointing": "auto", "memory.offload": "none"}), gpu)
 
 
 def write(fitted: Fitted, path: Path) -> None:

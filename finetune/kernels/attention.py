@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from finetune.kernels import lora, ops
+from finetune.model import keeping
 
 _PROJECTIONS = ("q_proj", "k_proj", "v_proj")
 _ROTARY = "apply_rotary_pos_emb"
@@ -95,13 +96,14 @@ class _Joined:
 class _Rotate(torch.autograd.Function):
     """In place on queries and keys (rows, tokens, heads, head_dim), and in the backward pass on their gradients.
 
-    Both come from a product or a norm, which keep nothing of them for their own backward passes.
+    Both come from a product or a norm, which keep nothing of them for their own backward passes; on copies where
+    products are kept for a recomputation.
     """
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         # Without their history: values lie in the same block, and autograd would take them for changed as well.
-        q, k = q.data, k.data
+        q, k = (q.clone(), k.clone()) if keeping.keeps_products() else (q.data, k.data)
         ops.rope_(q, k, cos, sin)
         ctx.save_for_backward(cos, sin)
         return q, k

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from finetune.kernels import ops
+from finetune.model import keeping
 
 
 @dataclass(frozen=True)
@@ -169,7 +170,7 @@ class _Project(torch.autograd.Function):
         ctx.layers = layers
         with without_autocast(x):
             wide = rows(x) if (room := take_room(x)) is None else room
-            outputs, low = products(wide, layers)
+            outputs, low = keeping.kept(lambda: _by_themselves(*products(wide, layers)))
         ctx.save_for_backward(x, low.data)
         # Tensors of their own and not views: work in place on one must not count as a change of the others.
         return tuple(output.view(*x.shape[:-1], -1).data for output in outputs)
@@ -182,6 +183,11 @@ class _Project(torch.autograd.Function):
             back = Backward.of(ctx.layers, gradients)
             dx = back.of_input().view(x.shape) if ctx.needs_input_grad[0] else None
             return dx, None, *back.of_factors(rows(x), low)
+
+
+def _by_themselves(outputs: tuple[Tensor, ...], low: Tensor) -> tuple[tuple[Tensor, ...], Tensor]:
+    """To be kept, U must not hold the block of X that it may lie in."""
+    return outputs, low.contiguous() if keeping.keeps_products() else low
 
 
 def without_autocast(x: Tensor) -> torch.autocast:

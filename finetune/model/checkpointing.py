@@ -1,14 +1,23 @@
-"""Activation checkpointing (arXiv 1604.06174): which layers keep only their input and recompute the rest."""
+"""Activation checkpointing (arXiv 1604.06174): which layers recompute what in the backward pass, and what they keep."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from finetune.config import MemorySection
-from finetune.config.fields import every_n
+from finetune.config.fields import LEVELS, every_n
 from finetune.errors import ConfigError
-from finetune.model import experts, offload
+from finetune.model import experts, keeping, offload
+
+KEPT: dict[str, Collection[str]] = {
+    "keep-both": (keeping.ATTENTION, keeping.PRODUCTS),
+    "keep-products": (keeping.PRODUCTS,),
+    "keep-attention": (keeping.ATTENTION,),
+    "all": (),
+}
+"""For each level of a checkpointed layer what it keeps beside its input."""
 
 
 def apply(model: Any, section: MemorySection, device_type: str) -> None:
@@ -19,8 +28,7 @@ def apply(model: Any, section: MemorySection, device_type: str) -> None:
     for module in model.modules():
         if hasattr(module, "recurrent_states"):
             module.register_forward_hook(_forget_state)
-    chosen = pattern(section.checkpointing, len(layers(model)))
-    if not any(chosen):
+    if section.checkpointing in ("none", 0):
         return
     if not model.supports_gradient_checkpointing:
         raise ConfigError(
@@ -28,13 +36,27 @@ def apply(model: Any, section: MemorySection, device_type: str) -> None:
         )
     # Named after gradients before transformers 5.23.
     enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
-    enable({"use_reentrant": False})
+    running = _Running()
+    enable({"use_reentrant": False, "context_fn": running.contexts})
     # Checkpointing that re-enters autograd needs an input with a gradient. Here one would only keep the embeddings of
     # all tokens, a leaf of the graph, to the end of the backward pass, and compute their gradient.
     model.disable_input_require_grads()
-    choose(model, chosen)
+    found = layers(model)
+    for layer in found:
+        layer.register_forward_pre_hook(running.enters)
+    choose(model, pattern(section.checkpointing, len(found)))
     if section.offload == "checkpoints" and device_type != "cpu":
-        offload.attach(layers(model))
+        offload.attach(found)
+
+
+class _Running:
+    """The layer that runs: one function makes the contexts of all."""
+
+    def enters(self, layer: Any, inputs: Any) -> None:
+        self._level = layer.level
+
+    def contexts(self) -> Any:
+        return keeping.contexts(KEPT[self._level])
 
 
 def _forget_state(module: Any, args: Any, output: Any) -> None:
@@ -43,23 +65,38 @@ def _forget_state(module: Any, args: Any, output: Any) -> None:
         module.recurrent_states = None
 
 
-def choose(model: Any, chosen: Sequence[bool]) -> None:
-    """Checkpoint just these of the layers, where checkpointing is on."""
-    for layer, on in zip(layers(model), chosen, strict=True):
-        layer.gradient_checkpointing = on
-        experts.checkpointed(layer, on)
+def choose(model: Any, chosen: Sequence[str]) -> None:
+    """Give the layers these levels, where checkpointing is on."""
+    for layer, level in zip(layers(model), chosen, strict=True):
+        layer.level, layer.gradient_checkpointing = level, level != "none"
+        experts.checkpointed(layer, level != "none")
 
 
-def pattern(checkpointing: str | int, count: int) -> list[bool]:
-    """For each of `count` layers whether it is checkpointed.
+def pattern(checkpointing: str | int | Mapping[str, int], count: int) -> list[str]:
+    """The level of each of `count` layers, one of LEVELS.
 
-    Every n-th begins with the first; a number of layers means the first so many, whose inputs live longest.
+    Every n-th begins with the first. Of numbers of layers the first are those that recompute most, as what the first
+    layers keep is held longest; layers beyond all numbers recompute nothing.
     """
     if isinstance(checkpointing, int):
-        return [number < checkpointing for number in range(count)]
-    assert checkpointing != "auto", "fitted before anything is built"
-    step = every_n(checkpointing) or 1
-    return [checkpointing != "none" and number % step == 0 for number in range(count)]
+        checkpointing = {"all": checkpointing}
+    if isinstance(checkpointing, Mapping):
+        named = [level for level in reversed(LEVELS) for _ in range(checkpointing.get(level, 0))]
+        return [*named, *["none"] * count][:count]
+    if checkpointing == "auto":  # where nothing was forecast
+        checkpointing = "all"
+    if step := every_n(checkpointing):
+        return ["none" if number % step else "all" for number in range(count)]
+    return [checkpointing] * count
+
+
+def ladder(levels: Sequence[str], count: int) -> list[str | dict[str, int]]:
+    """What `count` layers can do from the first of `levels` to the last, one layer going to the next at each step."""
+    steps: list[str | dict[str, int]] = [levels[0]]
+    for before, after in itertools.pairwise(levels):
+        steps += [{after: number, before: count - number} for number in range(1, count)]
+        steps.append(after)
+    return steps
 
 
 def layers(model: Any) -> list[Any]:

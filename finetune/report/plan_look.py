@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from finetune.config import Config
-from finetune.forecast.fit import NothingFits
+from finetune.forecast.fit import Fitted, NothingFits
 from finetune.forecast.levers import Lever
 from finetune.forecast.planning import planner_for
 from finetune.forecast.replay import Forecast
@@ -22,6 +22,8 @@ class Plan:
     config: Config
     forecast: Forecast
     levers: tuple[tuple[Lever, Forecast], ...]
+    fitted: Fitted | None = None
+    """What was chosen where the job says `auto`; None where nothing was, or nothing fits."""
 
     def as_dict(self) -> dict[str, Any]:
         """The forecast and the levers as JSON values."""
@@ -56,14 +58,15 @@ def plan(config: Config, gpu: str | None = None) -> Plan:
     Settings that are `auto` are fitted first. Raises a FinetuneError for an unknown model or GPU.
     """
     planner = planner_for(config, gpu)
-    config = planner.job
+    config, fitted = planner.job, None
     if not config.fitted:
         try:
-            config = planner.fit().config
+            fitted = planner.fit()
+            config = fitted.config
         except NothingFits as least:
             config = least.config
     found = planner.forecast(config)
-    return Plan(config, found, () if found.fits else tuple(planner.levers(config, found)))
+    return Plan(config, found, () if found.fits else tuple(planner.levers(config, found)), fitted)
 
 
 def does_not_fit(found: Forecast, levers: list[tuple[Lever, Forecast]]) -> str:

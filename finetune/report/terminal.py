@@ -83,7 +83,8 @@ class Terminal:
     def chose(self, fitted: Fitted) -> None:
         """Print what was chosen for `auto` settings, and why."""
         for key, reason in fitted.reasons.items():
-            self._say(f"{key}: {fitted.value(key)} ({reason})")
+            value = str(fitted.value(key)).replace("'", "")  # as in a config file
+            self._say(f"{key}: {value} ({reason})")
 
     def fitted(self, fitted: Fitted, limits: Limits, target: Path) -> None:
         """Print the fitted job, its speed-up, and the limits of this device."""

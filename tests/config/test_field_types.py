@@ -59,14 +59,15 @@ def test_a_whole_number_of_a_unit_is_exact(number: int, unit: tuple[str, int]) -
     assert parse_size(f"{number}{name}") == number << power
 
 
-def test_checkpointing_takes_its_four_forms(subtests: pytest.Subtests) -> None:
-    for written in ["none", "all", "every-1", "every-2", "every-12", 0, 5]:
+def test_checkpointing_takes_its_forms(subtests: pytest.Subtests) -> None:
+    for written in ["none", "all", "keep-both", "every-1", "every-12", 0, 5, {"all": 3, "none": 2}]:
         with subtests.test(written=written):
             assert MemorySection(checkpointing=written).checkpointing == written
 
 
 def test_checkpointing_takes_nothing_else(subtests: pytest.Subtests) -> None:
-    for written in ["every-0", "every-", "every-02", "every2", "some", "every-2\n", -1, True, 2.5, None]:
+    for written in ["every-0", "every-", "every-02", "every2", "some", "every-2\n", -1, True, 2.5, None, {},
+                    {"some": 2}, {"all": -1}, {"all": "2"}, {"auto": 2}]:  # fmt: skip
         with subtests.test(written=written), pytest.raises(ValidationError):
             MemorySection(checkpointing=written)
 

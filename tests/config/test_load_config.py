@@ -582,7 +582,7 @@ _CONFIGS = st.builds(
     ),
     memory=st.builds(
         MemorySection,
-        checkpointing=st.sampled_from(["none", "all", "every-7", 0, 12]),
+        checkpointing=st.sampled_from(["none", "all", "every-7", 0, 12, {"keep-both": 3, "all": 4}]),
         limit=st.none() | st.integers(1, 2**50),
     ),
     output=st.builds(OutputSection, dir=_NAMES),

@@ -57,6 +57,8 @@ ACCEPTED = [
     "memory: {budget: 1.5 GiB}",
     "memory: {checkpointing: every-2}",
     "memory: {checkpointing: 3}",
+    "memory: {checkpointing: keep-attention}",
+    "memory: {checkpointing: {all: 20, keep-products: 12}}",
     "adapter: {targets: [q_proj]}",
     *(f"data: {{chat_template: {name}}}" for name in TEMPLATES),
 ]
@@ -100,6 +102,9 @@ REFUSED = [
     "memory: {checkpointing: every-0}",
     "memory: {checkpointing: some}",
     "memory: {checkpointing: -1}",
+    "memory: {checkpointing: {}}",
+    "memory: {checkpointing: {most: 3}}",
+    "memory: {checkpointing: {all: -1}}",
     "adapter: {targets: []}",
     "adapter: {targets: all}",
     "adapter: {rank: 0}",

@@ -125,7 +125,7 @@ def test_a_file_asked_for_that_cannot_be_written(
 
 def test_a_fitted_config_that_cannot_be_written(disk: Path) -> None:
     """Without the fit before it, which takes most of a minute."""
-    fitted = Fitted(Config(), forecast(), {}, forecast(), tried=1)
+    fitted = Fitted(Config(), forecast(), {}, tried=1, find_everything=forecast)
     with pytest.raises(MachineError, match=r"made could not be written: No such file.*its directory does not exist"):
         planning.write(fitted, disk / "missing" / "made")
     fill(disk)

@@ -17,6 +17,7 @@ from accelerate.state import GradientState
 from forecast_cpu import LARGEST_ERROR, SETTINGS, UNDER_PREDICTION, Setting, forecast, relative_errors
 from traces import peaks
 
+from finetune.config.fields import LEVELS
 from finetune.data.batching import Batch, longest_batch
 from finetune.forecast import extrapolate, replay
 from finetune.forecast.trace import Work
@@ -277,3 +278,20 @@ def test_sgd_with_weight_decay_copies_all_gradients_at_once_on_a_card_and_one_by
     assert optimizer_peak(cpu, 0.1) - optimizer_peak(cpu, 0) <= max(adapter)
     whole = optimizer_peak(card, 0.1, shortening=lambda kinds: extrapolate.whole(len(kinds)))
     assert decayed == whole
+
+
+def test_what_a_layer_keeps_takes_memory_and_is_not_computed_again() -> None:
+    traces = {
+        level: tiny_models.trace(
+            tiny_models.config(memory__checkpointing=level), tiny_models.architecture(), where=tiny_models.card()
+        )
+        for level in LEVELS
+    }
+    flops, calls = ({level: getattr(trace.work(["backward"]), of) for level, trace in traces.items()}
+                    for of in ("flops", "calls"))  # fmt: skip
+    assert flops["none"] <= flops["keep-both"] < flops["keep-products"] < flops["keep-attention"] < flops["all"]
+    saved = {level: flops["all"] - flops[level] for level in LEVELS}
+    assert saved["keep-both"] == saved["keep-attention"] + saved["keep-products"]
+    assert calls["none"] < calls["keep-both"] < calls["keep-products"] < calls["all"]
+    needed = {level: peaks(trace)["backward"] for level, trace in traces.items()}
+    assert needed["none"] > needed["keep-both"] > needed["keep-products"] > needed["keep-attention"] > needed["all"]

@@ -160,7 +160,9 @@ def test_paged_states_are_outside_the_caching_allocator(cuda: torch.device) -> N
 # -- checkpointing -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("mode", "layers"), [("all", 4), ("every-2", 2), (3, 3)])
+@pytest.mark.parametrize(
+    ("mode", "layers"), [("all", 4), ("every-2", 2), (3, 3), ("keep-attention", 4), ("keep-both", 4)]
+)
 def test_checkpointing_does_not_change_the_gradient(mode: str | int, layers: int, device: torch.device) -> None:
     loss, gradient = checkpointed_gradient(MemorySection(checkpointing="none"), 0, device)
     other_loss, other = checkpointed_gradient(MemorySection(checkpointing=mode), layers, device)
@@ -169,7 +171,7 @@ def test_checkpointing_does_not_change_the_gradient(mode: str | int, layers: int
     assert distance(other, gradient) < BF16_TOLERANCE
 
 
-@pytest.mark.parametrize(("mode", "layers"), [("all", 4), (3, 3)])
+@pytest.mark.parametrize(("mode", "layers"), [("all", 4), (3, 3), ("keep-both", 4)])
 def test_offloading_checkpoints_does_not_change_the_gradient(mode: str | int, layers: int, cuda: torch.device) -> None:
     loss, gradient = checkpointed_gradient(MemorySection(checkpointing="none"), 0, cuda)
     other_loss, other = checkpointed_gradient(MemorySection(checkpointing=mode, offload="checkpoints"), layers, cuda)

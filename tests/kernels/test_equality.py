@@ -189,7 +189,7 @@ def test_checkpointing_changes_no_bit(name: str, precision: str) -> None:
     model, job = made(name, precision=precision, memory__checkpointing="all")
     kernels.attach(model, "on")
     results = []
-    for section in ("none", "all", "every-2"):
+    for section in ("none", "all", "every-2", "keep-attention", "keep-products", "keep-both"):
         checkpointing.choose(model, checkpointing.pattern(section, 2))
         results.append(step(model, job))
     for each in results[1:]:

@@ -135,6 +135,8 @@ _ALL = [
 _SOME = [
     (MemorySection(checkpointing="every-2"), 2), (MemorySection(checkpointing=3), 3),
     (MemorySection(checkpointing=0), 0), (MemorySection(checkpointing=99), 4),
+    (MemorySection(checkpointing="keep-attention"), 4), (MemorySection(checkpointing="keep-products"), 4),
+    (MemorySection(checkpointing={"keep-both": 1, "all": 2}), 3),
 ]  # fmt: skip
 
 

@@ -1,0 +1,116 @@
+"""What a checkpointed layer keeps of its forward pass, so that recomputing it costs less.
+
+torch's selective checkpointing keeps the results of the operators listed here, and hands them out again in the
+recomputation, which computes all the rest. A fused function is no single operator: it asks `kept` instead.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections import deque
+from collections.abc import Callable, Collection, Iterator
+from contextvars import ContextVar
+from typing import Any
+
+from torch.utils import checkpoint
+from torch.utils.checkpoint import CheckpointPolicy
+
+ATTENTION, PRODUCTS = "attention", "products"
+"""Attention's outputs with the log-sum-exp of its scores; the outputs of the matrix products of linear layers."""
+
+_ATTENTION: dict[str, int | None] = {
+    "aten::_scaled_dot_product_flash_attention": 3,
+    "aten::_scaled_dot_product_flash_attention_for_cpu": 3,
+    "aten::_scaled_dot_product_efficient_attention": 5,
+    "aten::_scaled_dot_product_cudnn_attention": 5,
+    "torch_attn::_varlen_attn": None,
+    "flash_attn::_flash_attn_forward": 3,
+    "flash_attn::_flash_attn_varlen_forward": 7,
+    "flash_attn_3::_flash_attn_forward": None,
+    "flash_attn_3::fwd": None,
+}
+"""The fused attention operators, and which of their arguments is the probability of dropout."""
+
+_PRODUCTS: dict[str, Callable[[Any], tuple[int, int]]] = {
+    "aten::mm": lambda args: args[1].shape[-2:],
+    "aten::addmm": lambda args: args[2].shape[-2:],
+    "aten::linear": lambda args: args[1].shape[::-1],
+    "aten::_grouped_mm": lambda args: args[1].shape[-2:],
+    "bitsandbytes::gemm_4bit": lambda args: args[2][::-1],
+}
+"""The products, with (inputs, outputs) of the weight."""
+
+# A product with fewer inputs for its outputs is one with a factor of low rank: much to keep, little to compute.
+_OUTPUTS_PER_INPUT = 8
+
+_Contexts = tuple[contextlib.AbstractContextManager[Any], contextlib.AbstractContextManager[Any]]
+
+
+class _Results:
+    """What fused functions of one layer kept, in the order of their calls; `again`: the layer is recomputed."""
+
+    def __init__(self) -> None:
+        self.made: deque[Any] = deque()
+        self.again = False
+
+
+_of_layer: ContextVar[_Results | None] = ContextVar("_of_layer", default=None)
+
+
+def contexts(kinds: Collection[str]) -> _Contexts:
+    """For one pass through a layer that keeps these: the contexts of the pass and of its recomputation."""
+    if not kinds:
+        return checkpoint.noop_context_fn()
+    policy = functools.partial(_policy, kinds)
+    first, again = checkpoint.create_selective_checkpoint_contexts(policy)
+    results = _Results() if PRODUCTS in kinds else None
+    return _within(first, results, again=False), _within(again, results, again=True)
+
+
+def keeps_products() -> bool:
+    """Whether what runs belongs to a layer that keeps its products."""
+    return _of_layer.get() is not None
+
+
+def kept(compute: Callable[[], Any]) -> Any:
+    """The products that `compute` gives; where they were kept, those instead. They must not be written into."""
+    results = _of_layer.get()
+    if results is None:
+        return compute()
+    if results.again:
+        return results.made.popleft()
+    results.made.append(compute())
+    return results.made[-1]
+
+
+@contextlib.contextmanager
+def _within(mode: Any, results: _Results | None, *, again: bool) -> Iterator[None]:
+    if results is not None:
+        results.again = again
+    token = _of_layer.set(results)
+    try:
+        with mode:
+            yield
+    finally:
+        _of_layer.reset(token)
+
+
+def _policy(kinds: Collection[str], _: Any, operator: Any, *args: Any, **named: Any) -> CheckpointPolicy:
+    name = operator.name()
+    if name in _ATTENTION:
+        keeps = ATTENTION in kinds and not _drops_out(_ATTENTION[name], args, named)
+    else:
+        keeps = PRODUCTS in kinds and name in _PRODUCTS and _is_large(*_PRODUCTS[name](args))
+    return CheckpointPolicy.MUST_SAVE if keeps else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _drops_out(place: int | None, args: Any, named: Any) -> bool:
+    """Whether attention draws random numbers, as its recomputation must, for those after it to be the same."""
+    if place is None:
+        return False
+    return bool(args[place] if len(args) > place else named.get("dropout_p", 0.0))
+
+
+def _is_large(inputs: int, outputs: int) -> bool:
+    return inputs * _OUTPUTS_PER_INPUT >= outputs
