@@ -19,17 +19,25 @@ _COMPILERS = ("g++", "clang++")
 def attach(model: Any, attached: Attached) -> list[str]:
     """Compile the training pass of each decoder layer in which no kernel is `attached`; lines that say which are not.
 
+    Nor is a layer whose checkpointing keeps some tensors, which torch 2.13 cannot compile.
+
     Layers of one kind share their code, and so what is compiled. The number of rows and of tokens is symbolic, so a
     micro-batch of another length takes the same code, whatever its length; one of a single row takes its own.
     """
     layers = checkpointing.layers(model)
     fused = {module for modules in attached.replaced.values() for module in modules}
-    chosen = [layer for layer in layers if not fused & set(layer.modules())]
-    for layer in chosen:
-        layer.forward = _in_training(layer, layer.forward)
-    if len(chosen) == len(layers):
-        return []
-    return [f"kernels: {len(layers) - len(chosen)} of {len(layers)} layers are fused, and not compiled"]
+    left = {
+        "are fused": [layer for layer in layers if fused & set(layer.modules())],
+        "keep tensors": [layer for layer in layers if checkpointing.keeps(layer)],
+    }
+    for layer in layers:
+        if not any(layer in others for others in left.values()):
+            layer.forward = _in_training(layer, layer.forward)
+    return [
+        f"kernels: {len(others)} of {len(layers)} layers {why}, and are not compiled"
+        for why, others in left.items()
+        if others
+    ]
 
 
 def _in_training(layer: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:

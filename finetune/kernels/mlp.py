@@ -21,6 +21,7 @@ from torch.autograd.function import once_differentiable
 
 from finetune.kernels import lora, ops
 from finetune.kernels.lora import Backward, Layers, Linear, low_rank, rows
+from finetune.model import keeping
 
 # The names of the layers in transformers: gate and up apart, or as one layer.
 _APART, _JOINED, _DOWN = ("gate_proj", "up_proj"), ("gate_up_proj",), "down_proj"
@@ -166,7 +167,7 @@ _MANY = 4
 
 def _in_tiles(module: Any, x: Tensor) -> bool:
     """Whether x (..., H) is long, and neither gate nor up would be kept in any case."""
-    long = x.numel() >= _MANY * _tile(x) * x.shape[-1]
+    long = x.numel() >= _MANY * _tile(x) * x.shape[-1] and not keeping.keeps_products()
     return long and (not torch.is_grad_enabled() or getattr(module, "recomputed", lambda: False)())
 
 

@@ -36,15 +36,17 @@ def apply(model: Any, section: MemorySection, device_type: str) -> None:
         )
     # Named after gradients before transformers 5.23.
     enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
-    running = _Running()
-    enable({"use_reentrant": False, "context_fn": running.contexts})
+    running, found = _Running(), layers(model)
+    levels = pattern(section.checkpointing, len(found))
+    keeps = any(KEPT.get(level) for level in levels)
+    # A compiled layer knows no such contexts (torch 2.13).
+    enable({"use_reentrant": False, **({"context_fn": running.contexts} if keeps else {})})
     # Checkpointing that re-enters autograd needs an input with a gradient. Here one would only keep the embeddings of
     # all tokens, a leaf of the graph, to the end of the backward pass, and compute their gradient.
     model.disable_input_require_grads()
-    found = layers(model)
-    for layer in found:
+    for layer in found if keeps else ():
         layer.register_forward_pre_hook(running.enters)
-    choose(model, pattern(section.checkpointing, len(found)))
+    choose(model, levels)
     if section.offload == "checkpoints" and device_type != "cpu":
         offload.attach(found)
 
@@ -66,7 +68,7 @@ def _forget_state(module: Any, args: Any, output: Any) -> None:
 
 
 def choose(model: Any, chosen: Sequence[str]) -> None:
-    """Give the layers these levels, where checkpointing is on."""
+    """Give the layers these levels, where checkpointing is on; one that keeps tensors only where `apply` had some."""
     for layer, level in zip(layers(model), chosen, strict=True):
         layer.level, layer.gradient_checkpointing = level, level != "none"
         experts.checkpointed(layer, level != "none")
@@ -97,6 +99,11 @@ def ladder(levels: Sequence[str], count: int) -> list[str | dict[str, int]]:
         steps += [{after: number, before: count - number} for number in range(1, count)]
         steps.append(after)
     return steps
+
+
+def keeps(layer: Any) -> bool:
+    """Whether a layer is recomputed but for some tensors."""
+    return layer.gradient_checkpointing and bool(KEPT[layer.level])
 
 
 def layers(model: Any) -> list[Any]:

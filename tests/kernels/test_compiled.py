@@ -75,7 +75,16 @@ def test_a_fused_layer_is_not_compiled_and_a_line_says_so() -> None:
     before = [layer.forward for layer in compiled.checkpointing.layers(model)]
     lines = compiled.attach(model, kernels.attach(model, "on"))
     assert [layer.forward for layer in compiled.checkpointing.layers(model)] == before
-    assert lines == ["kernels: 2 of 2 layers are fused, and not compiled"]
+    assert lines == ["kernels: 2 of 2 layers are fused, and are not compiled"]
+
+
+def test_a_layer_that_keeps_tensors_is_not_compiled_and_a_line_says_so() -> None:
+    model, _ = test_equality.made("llama", "none", memory__checkpointing={"keep-attention": 1, "all": 1})
+    before = [layer.forward for layer in compiled.checkpointing.layers(model)]
+    lines = compiled.attach(model, kernels.Attached())
+    assert lines == ["kernels: 1 of 2 layers keep tensors, and are not compiled"]
+    after = [layer.forward for layer in compiled.checkpointing.layers(model)]
+    assert [one == other for one, other in zip(after, before, strict=True)] == [False, True]
 
 
 def test_without_a_compiler_nothing_is_trained(quick, monkeypatch: pytest.MonkeyPatch) -> None:
