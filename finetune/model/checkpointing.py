@@ -36,12 +36,15 @@ def apply(model: Any, section: MemorySection, device_type: str) -> None:
         )
     # Named after gradients before transformers 5.23.
     enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
-    running = _Running()
-    given = {"use_reentrant": False, "context_fn": running.contexts}
-    enable(given, offload=section.offload == "checkpoints" and device_type != "cpu")
+    given: dict[str, Any] = {"use_reentrant": False}
     found = layers(model)
-    for layer in found:
-        layer.register_forward_pre_hook(running.enters)
+    named = section.checkpointing if isinstance(section.checkpointing, Mapping) else [section.checkpointing]
+    if any(KEPT.get(str(level)) for level in named):
+        running = _Running()
+        given["context_fn"] = running.contexts
+        for layer in found:
+            layer.register_forward_pre_hook(running.enters)
+    enable(given, offload=section.offload == "checkpoints" and device_type != "cpu")
     choose(model, pattern(section.checkpointing, len(found)))
 
 
@@ -62,7 +65,7 @@ def _forget_state(module: Any, args: Any, output: Any) -> None:
 
 
 def choose(model: Any, chosen: Sequence[str]) -> None:
-    """Give the layers these levels, where checkpointing is on."""
+    """Give the layers these levels, where checkpointing is on; those that keep something only if `apply` named one."""
     for layer, level in zip(layers(model), chosen, strict=True):
         layer.level, layer.gradient_checkpointing = level, level != "none"
         experts.checkpointed(layer, level != "none")

@@ -37,7 +37,7 @@ def made(kind: str = "nf4", *, attention_dropout: float = 0.0, dropout: float = 
     architecture = tiny_models.architecture("llama", LAYERS)
     architecture.attention_dropout = attention_dropout
     job = tiny_models.config(
-        quantization__kind=kind, training__precision="fp32", adapter__dropout=dropout, memory__checkpointing="all"
+        quantization__kind=kind, training__precision="fp32", adapter__dropout=dropout, memory__checkpointing="keep-both"
     )
     bare = build.blueprint(job, architecture, "sdpa").load(torch.device("cpu"))
     return build.trainable(bare, job.model, job.adapter, job.memory, seed=1, device_type="cpu").train()
