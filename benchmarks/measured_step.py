@@ -77,8 +77,10 @@ class Event(NamedTuple):
 
 
 def config_of(values: Mapping[str, Any]) -> Config:
-    """The config of `section.key` values, for random weights and two steps; what else is not given is the default."""
-    sections: dict[str, dict[str, Any]] = {}
+    """The config of `section.key` values, for random weights and two steps; what else is not given is the default, and
+    every layer is checkpointed.
+    """
+    sections: dict[str, dict[str, Any]] = {"memory": {"checkpointing": "all"}}
     fixed = {"model.weights": "random", "training.max_steps": STEPS, "training.group_by_length": False}
     for key, value in {**values, **fixed}.items():
         section, _, name = key.partition(".")

@@ -246,12 +246,12 @@ class OptimizerSection(Section):
 class MemorySection(Section):
     """Memory: what lowers it, what limits it, and how to inspect it."""
 
-    checkpointing: Checkpointing = "all"
+    checkpointing: Checkpointing = "auto"
     """Activation checkpointing, by which layers recompute in the backward pass what they do not keep: `none`, `all`,
     `every-2` (every n-th layer), or a number of layers. `keep-attention` recomputes all but attention,
-    `keep-products` all but the large matrix products, `keep-both` all but these. Or numbers of
-    layers, those that recompute most first: `{all: 20, keep-products: 12}`. `auto` takes the fastest that fits, by the
-    forecast."""
+    `keep-products` all but the large matrix products, `keep-both` all but these. Or numbers of layers, those
+    that recompute most first: `{all: 20, keep-products: 12}`. `auto` takes the fastest that fits, by the forecast, and
+    `all` without one."""
     offload: Literal["none", "checkpoints"] = "none"
     """`checkpoints` moves the layer inputs that checkpointing saves to pinned host memory."""
     loss_tokens: Positive = 4096

@@ -39,12 +39,21 @@ def plan(
 
 
 def _fitted(planner: Planner, terminal: Terminal) -> Config:
-    if planner.job.fitted:
-        return planner.job
+    job = planner.job
+    if job.fitted:
+        return job
+    # Only the micro-batch cannot do without a forecast.
+    unseen = job.changed({"memory.checkpointing": "all"}) if job.memory.checkpointing == "auto" else job
+    if job.memory.check == "off" and unseen.fitted:
+        return unseen
     try:
         fitted = planner.fit()
     except NothingFits as least:
         return least.config
+    except ForecastError:
+        if job.memory.check == "refuse" or not unseen.fitted:
+            raise
+        return unseen
     terminal.chose(fitted)
     return fitted.config
 

@@ -82,7 +82,8 @@ def pattern(checkpointing: str | int | Mapping[str, int], count: int) -> list[st
     if isinstance(checkpointing, Mapping):
         named = [level for level in reversed(LEVELS) for _ in range(checkpointing.get(level, 0))]
         return [*named, *["none"] * count][:count]
-    assert checkpointing != "auto", "fitted before anything is built"
+    if checkpointing == "auto":  # where nothing was forecast
+        checkpointing = "all"
     if step := every_n(checkpointing):
         return ["none" if number % step else "all" for number in range(count)]
     return [checkpointing] * count

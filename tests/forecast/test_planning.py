@@ -165,7 +165,7 @@ def test_what_the_config_leaves_to_be_chosen_is_chosen_and_no_more(
 
     monkeypatch.setattr(planning.fitting, "fit", fit)
     for overrides, rows, checkpointing in (
-        (["training.micro_batch=auto"], [4, 2, 1], "all"),
+        (["training.micro_batch=auto", "memory.checkpointing=all"], [4, 2, 1], "all"),
         (["memory.checkpointing=auto", "training.micro_batch=2"], [2], None),
     ):
         planning.planner_for(quick(*overrides), "cpu").fit()

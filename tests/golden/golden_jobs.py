@@ -109,7 +109,7 @@ JOBS: dict[str, tuple[str, list[str]]] = {
 RESUMED = "nf4, resumed after three steps"
 _RESUMED_AFTER = 3
 
-# Name: config file, card, and overrides.
+# Name: config file, card, and overrides; every layer is recomputed where these say nothing of it.
 PLANS: dict[str, tuple[str, str, list[str]]] = {
     "tiny here": ("tiny_cpu", "cpu", []),
     "tiny, packed": ("tiny_cpu", "cpu", ["data.packing=true"]),
@@ -176,6 +176,7 @@ def _tensors(file: Path) -> bytes:
 def plan(name: str) -> dict[str, Any]:
     """The forecast of `name` as `plan --json` prints it; for a CPU without what is this process's or machine's."""
     config, card, changes = PLANS[name]
+    changes = ["memory.checkpointing=all", *changes]
     budget = ["memory.budget=4GiB"] if card == "cpu" else []
     made = finetune.plan(finetune.load_config(CONFIGS / f"{config}.yaml", [*changes, *budget]), card).as_dict()
     if card == "cpu":
