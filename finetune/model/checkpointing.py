@@ -68,7 +68,7 @@ def _forget_state(module: Any, args: Any, output: Any) -> None:
 
 
 def choose(model: Any, chosen: Sequence[str]) -> None:
-    """Give the layers these levels, where checkpointing is on; one that keeps tensors only where `apply` had some."""
+    """Give the layers these levels, where checkpointing is on; those that keep something only if `apply` named one."""
     for layer, level in zip(layers(model), chosen, strict=True):
         layer.level, layer.gradient_checkpointing = level, level != "none"
         experts.checkpointed(layer, level != "none")

@@ -13,6 +13,7 @@ from finetune.settings import load_config
 
 
 def names(**changes: Any) -> list[str]:
+    changes = {"memory__checkpointing": "all", **changes}
     return [str(lever) for lever in levers(job(**changes))]
 
 
