@@ -130,12 +130,25 @@ def test_figures_of_the_benchmarks_are_the_measured_ones() -> None:
             for name, padding in batching["padding"].items()
         ),
         f"use {batching['padding']['packed']['budget_used']:.1%} of their token budget",
+        *beside_figures(),
         *step_cost_figures(),
         *forecast_figures(),
         *preparation_figures(),
         *reliability_figures(),
     ]
     assert_shown(figures, page("docs/benchmarks.md"))
+
+
+def beside_figures() -> list[str]:
+    lines = []
+    for name, job in results("beside_peers_cpu")["jobs"].items():
+        besides = [job["beside"][side] for side in ("trl", "trl-kept")]
+        ratios = [beside["ratios"] for beside in besides]
+        times = (f"{one['loop_seconds']['median']:.2f} ({one['loop_cpu_seconds']['median']:.2f})" for one in ratios)
+        peaks = (f"{job['resident_bytes'][side] / 2**20:,.0f}" for side in ("finetune", "trl", "trl-kept"))
+        apart = max(beside["largest_loss_difference"] for beside in besides)
+        lines.append(f"| {name} | {' | '.join(times)} | {' / '.join(peaks)} | {apart:.0e} |")
+    return lines
 
 
 def step_cost_figures() -> list[str]:
@@ -233,6 +246,11 @@ def test_results_within_the_bounds_that_are_claimed() -> None:
     }
     assert "Two settings are more than 0.5% under: small mixtures" in page("docs/benchmarks.md")
     assert results("forecast_speed")["passed"]
+    for job in results("beside_peers_cpu")["jobs"].values():
+        if "training.precision=fp32" in job["settings"]:
+            assert all(beside["equal"] for beside in job["beside"].values())
+            assert job["beside"]["trl"]["fast"]
+            assert job["beside"]["trl-kept"]["small"]
     assert results("batching")["passed"]
     assert results("batching")["padding"]["packed"]["fill"] >= 0.98
     assert results("preparation")["ratio"]["median"] >= 2
