@@ -98,7 +98,7 @@ sweep: $(DEV) ## Compare the forecast with real training steps and with the peer
 faults: $(DEV) ## Kill runs 200 times and at each write, fsync and rename, beside a plain Trainer script (an hour).
 	$(BIN)/python benchmarks/faults.py
 
-mutations: $(DEV) ## Put 800 faults into masks, loss normaliser and checkpoints, and see which the tests find (an hour).
+mutations: $(DEV) ## Put 1,000 faults into masks, loss normaliser and checkpoints, and see which the tests find (an hour).
 	$(BIN)/python benchmarks/mutations.py
 
 # Not through $(READY): an offline GPU machine brings its own Python, with finetune's wheels on its path.
