@@ -198,7 +198,9 @@ class _Search:
     def _ladder(self, rows: int, offload: str) -> list[tuple[Any, float]]:
         """From nothing recomputed to everything; made once, as levels compare alike for all micro-batches."""
         tile = self.config.memory.loss_tokens
-        found = {level: self._try(rows, level, offload, tile)[1] for level in LEVELS}
+        # A compiled layer keeps all or nothing (see `kernels.compiled`).
+        tried = ("none", "all") if self.config.kernels.compile == "layers" else LEVELS
+        found = {level: self._try(rows, level, offload, tile)[1] for level in tried}
         levels = worth_their_bytes(found)
         needed = [float(found[levels[0]].needed_bytes)]
         for level in levels[1:]:
@@ -250,12 +252,13 @@ class _Search:
 
     def nothing_fits(self) -> NothingFits:
         config, least = min(self.known.values(), key=lambda tried: tried[1].needed_bytes)
+        later = "merge later (`output.merge: false`), " if config.output.merge else ""
         return NothingFits(
             config,
             f"nothing fits on {least.device.name}: the smallest setting found needs "
             f"{least.needed_bytes / 2**30:.2f} of {least.budget_bytes / 2**30:.2f} GiB "
             f"(micro-batch {config.training.rows}, checkpointing {config.memory.checkpointing}, "
-            f"offload {config.memory.offload}); shorten `data.max_length`, lower "
+            f"offload {config.memory.offload}); {later}shorten `data.max_length`, lower "
             "`adapter.rank`, or use a GPU with more memory",
         )
 

@@ -95,7 +95,7 @@ def test_a_file_that_is_not_there_or_none_is_told(tmp_path: Path) -> None:
 def test_a_pipe_is_told_without_waiting_for_its_writer_and_not_left_open(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "x")
     before = os.listdir("/proc/self/fd")
-    with pytest.raises(ArtifactError, match="x: not a file") as refused:
+    with pytest.raises(ArtifactError, match="x: not a regular file") as refused:
         records.read(tmp_path / "x", records.OBJECT)
     assert os.listdir("/proc/self/fd") == before, refused
 

@@ -40,7 +40,7 @@ def test_a_step_that_trains_nothing_is_divided_by_1() -> None:
 
 def test_the_counts_of_one_rank_alone_never_go_to_the_device() -> None:
     found = StepCounts(2, 3, 4).of_all_ranks(CPU)
-    assert [type(value) for value in (found.trained, found.tokens, found.places)] == [int, int, int]
+    assert [type(value) for value in (found.trained, found.tokens, found.positions)] == [int, int, int]
 
 
 def test_several_ranks_count_together(monkeypatch: pytest.MonkeyPatch) -> None:
