@@ -147,21 +147,21 @@ print(json.dumps([measure(*job.split("=")) for job in sys.argv[1:]]))
 """
 
 
-# 42M parameters, of a Llama in linear layers, of a mixture nearly all in experts: two parameters in each of 20 layers.
-_LLAMA = {"num_hidden_layers": 13, "hidden_size": 512, "intermediate_size": 1408}
-_MIXTRAL = {"num_hidden_layers": 20, "hidden_size": 256, "intermediate_size": 256, "num_local_experts": 10}
+# 85M parameters, of a Llama in linear layers, of a mixture nearly all in experts: two parameters in each of 40 layers.
+_LLAMA = {"num_hidden_layers": 12, "hidden_size": 768, "intermediate_size": 2048}
+_MIXTRAL = {"num_hidden_layers": 40, "hidden_size": 256, "intermediate_size": 256, "num_local_experts": 10}
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads Linux's accounting")
 def test_loading_never_holds_a_second_full_copy(tmp_path: Path, subtests: pytest.Subtests) -> None:
-    """42M parameters in 16 bit are 85 MB. NF4 keeps 22 MB of them, and loading needs little more at any moment."""
+    """85M parameters in 16 bit are 170 MB. NF4 keeps 44 MB of them, and loading needs little more at any moment."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    quantized = {"llama": 13 * (4 * 512**2 + 3 * 512 * 1408), "mixtral": 20 * (3 * 256**2 + 30 * 256**2)}
+    quantized = {"llama": 12 * (4 * 768**2 + 3 * 768 * 2048), "mixtral": 40 * (3 * 256**2 + 30 * 256**2)}
     for name, shape in (("llama", _LLAMA), ("mixtral", _MIXTRAL)):
         config = AutoConfig.for_model(
-            name, **shape, num_attention_heads=4, num_key_value_heads=4 if name == "llama" else 2, vocab_size=1024,
+            name, **shape, num_attention_heads=4, num_key_value_heads=4 if name == "llama" else 2, vocab_size=2048,
             tie_word_embeddings=True,
         )  # fmt: skip
         AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(tmp_path / name)
