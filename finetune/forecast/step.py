@@ -209,16 +209,9 @@ class _TracedStep:
     def _on_gradient(self, hidden: torch.Tensor, layer: int | None) -> None:
         def hook(gradient: torch.Tensor) -> None:
             self.recorder.layer, self.recorder.category = layer, "activations"
-            if layer is None:
-                # What is freed after the pass, all at once with its graph, belongs to no layer either.
-                engine = torch.autograd.Variable._execution_engine  # noqa: SLF001 -- as torch's own FSDP takes it
-                engine.queue_callback(self._leave_layers)
 
         if hidden.requires_grad:
             hidden.register_hook(hook)
-
-    def _leave_layers(self) -> None:
-        self.recorder.layer = None
 
     # -- the phases ------------------------------------------------------------------------------------------------
 

@@ -26,7 +26,7 @@ from torch.utils.flop_counter import flop_registry
 from finetune.forecast import operators
 from finetune.forecast.operator_costs import Kernels
 from finetune.forecast.operators import flat
-from finetune.measure.monitor import Monitor
+from finetune.measure.monitor import Monitor, Peak
 from finetune.model.experts import Mixture
 
 CATEGORIES = {
@@ -417,3 +417,7 @@ class TracedMonitor(Monitor):
     def enter(self, phase: str) -> None:
         super().enter(phase)
         self._recorder.phase = phase
+
+    def leave(self) -> Peak:
+        self._recorder.layer = None
+        return super().leave()

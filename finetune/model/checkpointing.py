@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import itertools
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
+
+from torch.utils.checkpoint import checkpoint
 
 from finetune.config import MemorySection
 from finetune.config.fields import LEVELS, every_n
@@ -36,29 +40,27 @@ def apply(model: Any, section: MemorySection, device_type: str) -> None:
         )
     # Named after gradients before transformers 5.23.
     enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
-    running, found = _Running(), layers(model)
-    levels = pattern(section.checkpointing, len(found))
-    keeps = any(KEPT.get(level) for level in levels)
-    # A compiled layer knows no such contexts (torch 2.13).
-    enable({"use_reentrant": False, **({"context_fn": running.contexts} if keeps else {})})
+    enable({"use_reentrant": False})
     # Checkpointing that re-enters autograd needs an input with a gradient. Here one would only keep the embeddings of
     # all tokens, a leaf of the graph, to the end of the backward pass, and compute their gradient.
     model.disable_input_require_grads()
-    for layer in found if keeps else ():
-        layer.register_forward_pre_hook(running.enters)
+    found = layers(model)
+    levels = pattern(section.checkpointing, len(found))
     choose(model, levels)
-    if section.offload == "checkpoints" and device_type != "cpu":
-        offload.attach(found)
+    copies = offload.Offload() if section.offload == "checkpoints" and device_type != "cpu" else None
+    if copies or any(KEPT.get(level) for level in levels):
+        for layer in found:
+            # Around the checkpoint, which older versions (transformers 5.17) begin before hooks and `forward`.
+            layer._gradient_checkpointing_func = functools.partial(_checkpoint, layer, copies)  # noqa: SLF001
 
 
-class _Running:
-    """The layer that runs: one function makes the contexts of all."""
-
-    def enters(self, layer: Any, inputs: Any) -> None:
-        self._level = layer.level
-
-    def contexts(self) -> Any:
-        return keeping.contexts(KEPT[self._level])
+def _checkpoint(layer: Any, copies: offload.Offload | None, function: Callable[..., Any], *inputs: Any) -> Any:
+    """The result of `function`, the forward pass of `layer`, which is recomputed but for what its level keeps."""
+    kept = KEPT[layer.level]
+    # A compiled layer knows no such contexts (torch 2.13), even where they keep nothing.
+    contexts = {"context_fn": functools.partial(keeping.contexts, kept)} if kept else {}
+    with copies or contextlib.nullcontext():
+        return checkpoint(function, *inputs, use_reentrant=False, **contexts)
 
 
 def _forget_state(module: Any, args: Any, output: Any) -> None:

@@ -60,8 +60,6 @@ _of_layer: ContextVar[_Results | None] = ContextVar("_of_layer", default=None)
 
 def contexts(kinds: Collection[str]) -> _Contexts:
     """For one pass through a layer that keeps these: the contexts of the pass and of its recomputation."""
-    if not kinds:
-        return checkpoint.noop_context_fn()
     policy = functools.partial(_policy, kinds)
     first, again = checkpoint.create_selective_checkpoint_contexts(policy)
     results = _Results() if PRODUCTS in kinds else None

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -115,17 +114,3 @@ class Offload(torch.autograd.graph.saved_tensors_hooks):
             saved, _, copy = self._coming
             copies_of(saved.device).wait(copy)
             self._coming = None
-
-
-def attach(layers: Sequence[Any]) -> None:
-    """Keep the inputs of `layers` on the host wherever they are checkpointed."""
-    offload = Offload()
-    for layer in layers:
-        layer.forward = functools.partial(_forward, offload, layer, layer.forward)
-
-
-def _forward(offload: Offload, layer: Any, plain: Any, *args: Any, **kwargs: Any) -> Any:
-    if not (layer.gradient_checkpointing and layer.training):
-        return plain(*args, **kwargs)
-    with offload:
-        return plain(*args, **kwargs)
