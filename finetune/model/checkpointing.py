@@ -44,14 +44,12 @@ def apply(model: Any, section: MemorySection, device_type: str) -> None:
     # Checkpointing that re-enters autograd needs an input with a gradient. Here one would only keep the embeddings of
     # all tokens, a leaf of the graph, to the end of the backward pass, and compute their gradient.
     model.disable_input_require_grads()
-    found = layers(model)
-    levels = pattern(section.checkpointing, len(found))
-    choose(model, levels)
     copies = offload.Offload() if section.offload == "checkpoints" and device_type != "cpu" else None
-    if copies or any(KEPT.get(level) for level in levels):
-        for layer in found:
-            # Around the checkpoint, which older versions (transformers 5.17) begin before hooks and `forward`.
-            layer._gradient_checkpointing_func = functools.partial(_checkpoint, layer, copies)  # noqa: SLF001
+    found = layers(model)
+    for layer in found:
+        # Around the checkpoint, which older versions (transformers 5.17) begin before hooks and `forward`.
+        layer._gradient_checkpointing_func = functools.partial(_checkpoint, layer, copies)  # noqa: SLF001
+    choose(model, pattern(section.checkpointing, len(found)))
 
 
 def _checkpoint(layer: Any, copies: offload.Offload | None, function: Callable[..., Any], *inputs: Any) -> Any:
@@ -70,7 +68,7 @@ def _forget_state(module: Any, args: Any, output: Any) -> None:
 
 
 def choose(model: Any, chosen: Sequence[str]) -> None:
-    """Give the layers these levels, where checkpointing is on; those that keep something only if `apply` named one."""
+    """Give the layers these levels, where `apply` has turned checkpointing on."""
     for layer, level in zip(layers(model), chosen, strict=True):
         layer.level, layer.gradient_checkpointing = level, level != "none"
         experts.checkpointed(layer, level != "none")

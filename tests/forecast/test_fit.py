@@ -92,7 +92,8 @@ class Job:
         return None
 
     def fit(self, config: Config = JOB, **fixed: Any) -> Fitted:
-        given = {"rows": divisors(config.training.batch_size), "checkpointing": None, "offloads": self.type == "cuda"}
+        given = {"rows": divisors(config.training.batch_size), "checkpointing": None, "offloads": self.type == "cuda",
+                 "spare": 0.0}  # fmt: skip
         given |= {name: [value] if name == "rows" else value for name, value in fixed.items() if value is not None}
         return fit(config, LAYERS, self.forecast, **given)
 
@@ -162,6 +163,14 @@ def test_what_is_fixed_is_not_chosen(subtests: pytest.Subtests) -> None:
             }
 
 
+def test_a_share_of_the_budget_is_not_spent_on_speed_unless_nothing_fits_so() -> None:
+    spare = Job(1600).fit(spare=0.02)
+    assert spare.forecast.seconds == Job(round(1600 * 0.98)).fit().forecast.seconds > Job(1600).fit().forecast.seconds
+    assert "less than 2% would be" in spare.reasons["memory.checkpointing"]
+    least = Job(1040)
+    assert least.fit(spare=0.02).config == least.fit().config
+
+
 def test_with_one_layer_keeping_more_it_would_not_fit() -> None:
     job = Job(4000, reading=10_000)
     found = job.fit()
@@ -217,6 +226,18 @@ def test_when_nothing_fits_the_least_that_was_found_is_told() -> None:
     assert f"{least / 1024:.2f} of 1.00 GiB" in str(raised.value)
     for word in ("micro-batch 1", "checkpointing all", "offload checkpoints", "data.max_length", "adapter.rank"):
         assert word in str(raised.value)
+
+
+@pytest.mark.parametrize("decides", [True, False])
+def test_a_later_merge_is_proposed_where_the_merge_takes_most(decides: bool) -> None:
+    def forecast(config: Config) -> Forecast:
+        found = Job(1024).forecast(config)
+        merge = found.peak_reserved_bytes if decides else MIB
+        return dataclasses.replace(found, phases={"merge": {"allocated_bytes": merge, "reserved_bytes": merge}})
+
+    with pytest.raises(OutOfMemoryError) as raised:
+        fit(JOB.changed({"output.merge": True}), LAYERS, forecast, offloads=True, rows=DIVISORS, checkpointing=None)
+    assert ("output.merge" in str(raised.value)) is decides
 
 
 def test_the_speed_up_is_over_the_best_that_checkpoints_everything() -> None:
