@@ -2,9 +2,9 @@
 
     python benchmarks/forecast_speed.py
 
-Llama-2-7B is to take at most 6 s and 70B at most 20 s on two idle cores, in less than 2 GiB, and each is to say within
-1 s what it plans. CPU seconds (user and system) stand beside: where they are far below, the cores were not idle. No
-weights, no network.
+With everything recomputed Llama-2-7B is to take at most 6 s and 70B at most 20 s on two idle cores, in less than 2 GiB,
+and each is to say within 1 s what it plans; a plan that chooses what is recomputed makes several forecasts. CPU seconds
+(user and system) stand beside: where they are far below, the cores were not idle. No weights, no network.
 """
 
 from __future__ import annotations
@@ -22,10 +22,11 @@ from typing import Any
 import harness
 
 JOBS = {
-    "meta-llama/Llama-2-7b-hf": (6.0, ["--gpu", "24GiB"]),
-    "meta-llama/Llama-2-70b-hf": (20.0, ["--gpu", "A100 80GB"]),
+    "meta-llama/Llama-2-7b-hf": (6.0, ["memory.checkpointing=all", "--gpu", "24GiB"]),
+    "meta-llama/Llama-2-70b-hf": (20.0, ["memory.checkpointing=all", "--gpu", "A100 80GB"]),
+    "meta-llama/Llama-2-7b-hf, chosen": (30.0, ["--gpu", "24GiB"]),
 }
-"""By model: the seconds that are the goal, and the card."""
+"""By model: the seconds that are the goal, and what is asked."""
 FIRST_LINE_SECONDS = 1.0
 GOAL_BYTES = 2 * 2**30
 CONFIG = harness.ROOT / "configs" / "llama7b_qlora.yaml"
@@ -37,9 +38,9 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=harness.RESULTS / "forecast_speed.json")
     options = parser.parse_args()
     jobs: dict[str, Any] = {}
-    for model, (goal, card) in JOBS.items():
-        runs = [_plan(model, card) for _ in range(options.rounds)]
-        jobs[model] = {
+    for job, (goal, asked) in JOBS.items():
+        runs = [_plan(job.partition(",")[0], asked) for _ in range(options.rounds)]
+        jobs[job] = {
             **_seconds("seconds", [run.seconds for run in runs]),
             "goal_seconds": goal,
             **_seconds("first_line_seconds", [run.first_line_seconds for run in runs]),
@@ -49,8 +50,8 @@ def main() -> None:
             "goal_bytes": GOAL_BYTES,
         }
         print(
-            f"{model}: {jobs[model]['seconds']} s, first line {jobs[model]['first_line_seconds']} s, "
-            f"{harness.mib(jobs[model]['peak_resident_bytes'])} MiB",
+            f"{job}: {jobs[job]['seconds']} s, first line {jobs[job]['first_line_seconds']} s, "
+            f"{harness.mib(jobs[job]['peak_resident_bytes'])} MiB",
             flush=True,
         )
     result = {
@@ -85,8 +86,8 @@ class Planned:
     peak_resident_bytes: int
 
 
-def _plan(model: str, card: list[str]) -> Planned:
-    command = [sys.executable, "-m", "finetune", "plan", str(CONFIG), f"model.name={model}", *card]
+def _plan(model: str, asked: list[str]) -> Planned:
+    command = [sys.executable, "-m", "finetune", "plan", str(CONFIG), f"model.name={model}", *asked]
     started = time.perf_counter()
     process = subprocess.Popen(command, stdout=subprocess.PIPE, env={**os.environ, "HF_HUB_OFFLINE": "1"})
     assert process.stdout is not None

@@ -221,6 +221,7 @@ def forecast_figures() -> list[str]:
             for phase, errors in {"peak": sweep, **sweep["phases"]}.items()
         ),
         f"takes {seconds[0]:.1f} s for Llama-2-7B and {seconds[1]:.1f} s for 70B",
+        f"first chooses what is recomputed takes {seconds[2]:.0f} s",
         f"at most {100 * max(slower):.1f}% slower, and up to {-100 * min(slower):.1f}% faster",
         f"differ by {100 * spaces['tiny']['noise']:.1f}% and {100 * spaces['110m']['noise']:.1f}%",
         *(

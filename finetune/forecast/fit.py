@@ -170,7 +170,7 @@ class _Search:
             tried = [self._try(rows, self.checkpointing, offload, tokens) for tokens in dict.fromkeys((tile, small))]
             return next((each for each in tried if self._fits(each[1])), None)
         found = self._least_recomputed(rows, offload, tile)
-        if small == tile or (found and found[0].memory.checkpointing == "none"):
+        if small == tile or (found and (found[0].memory.checkpointing == "none" or not found[1].categories["loss"])):
             return found
         return self._least_recomputed(rows, offload, small, found) or found
 
@@ -198,8 +198,8 @@ class _Search:
             return None
         if fits(steps[low]):
             return tried(steps[low])
-        while high - low > 1:  # `low` does not fit and `high` does
-            middle = self._guess(tried(steps[low])[1], tried(steps[high])[1], low, high)
+        # `low` does not fit and `high` does.
+        while (middle := self._guess(tried(steps[low])[1], tried(steps[high])[1], low, high)) < high:
             low, high = (low, middle) if fits(steps[middle]) else (middle, high)
         return tried(steps[high])
 
@@ -217,10 +217,10 @@ class _Search:
         return list(zip(ladder(levels, self.layers), needed, strict=True))
 
     def _guess(self, above: Forecast, below: Forecast, low: int, high: int) -> int:
-        """Which step between two that are known meets the budget, if they are apart in proportion to the ladder's."""
+        """The first step between two that meets the budget, if all are apart as on the ladder; else `high`."""
         share = (above.needed_bytes - self._budget(below)) / max(1, above.needed_bytes - below.needed_bytes)
         needed = self.ladder[low][1] + share * (self.ladder[high][1] - self.ladder[low][1])
-        return next((step for step in range(low + 1, high) if self.ladder[step][1] <= needed), high - 1)
+        return next((step for step in range(low + 1, high) if self.ladder[step][1] <= needed), high)
 
     def _fits(self, forecast: Forecast) -> bool:
         return forecast.needed_bytes <= self._budget(forecast)
@@ -257,8 +257,8 @@ class _Search:
             options = ", ".join(map(str, self.rows))
             reasons[_ROWS] = f"the fastest of {options}; {accumulation} of them make the global batch"
         if self.checkpointing is None and recomputed != "none":
-            less = f"less than {self.spare:.0%} would be" if self.spare else "it would not fit"
-            reasons[_RECOMPUTED] += f", and with one layer keeping more {less}"
+            limit = f"leave less than {self.spare:.0%}" if self.spare else "not fit"
+            reasons[_RECOMPUTED] += f"; one layer keeping more would {limit}"
         if config.memory.offload != self.config.memory.offload:
             reasons[_OFFLOAD] = "nothing fits with the layers' inputs on the device"
         if config.memory.loss_tokens != self.config.memory.loss_tokens:

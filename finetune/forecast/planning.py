@@ -48,14 +48,18 @@ class Planner:
     architecture: Any
     device: Device
     data: Prepared | None
+    _known: dict[tuple[str, bool], Forecast] = field(default_factory=dict)
     _largest: dict[tuple[MicroBatching, int], tuple[list[Batch], Batch | None]] = field(default_factory=dict)
 
     def forecast(self, config: Config | None = None, *, evaluates: bool = True) -> Forecast:
         """What `config` (by default the job itself) takes; without `evaluates`, leaving out the evaluation."""
         config = config or self.job
-        batches, evaluation = self._largest_batches(config)
-        found = [self._forecast(config, batch, evaluation if evaluates else None) for batch in batches]
-        return max(found, key=lambda each: each.needed_bytes)
+        key = config.model_dump_json(), evaluates
+        if key not in self._known:
+            batches, evaluation = self._largest_batches(config)
+            found = [self._forecast(config, batch, evaluation if evaluates else None) for batch in batches]
+            self._known[key] = max(found, key=lambda each: each.needed_bytes)
+        return self._known[key]
 
     def _forecast(self, config: Config, batch: Batch, evaluation: Batch | None) -> Forecast:
         device = self.device
@@ -102,7 +106,7 @@ class Planner:
         return fitting.fit(
             self.job,
             self.architecture.get_text_config().num_hidden_layers,
-            lambda config: self.forecast(config, evaluates=self._evaluation_is_larger(config)),
+            self.forecast,
             offloads=self.device.type == "cuda",
             rows=fitting.divisors(training.batch_size // ranks.world_size())
             if training.micro_batch == "auto"
@@ -114,11 +118,6 @@ class Planner:
         """The longest rows, most rows and highest rank that fit with every layer checkpointed."""
         config = config.changed({"training.micro_batch_tokens": None})
         return fitting.limits(config, lambda variant: self.forecast(variant, evaluates=False))
-
-    def _evaluation_is_larger(self, config: Config) -> bool:
-        """Whether an evaluation may take more than a step; elsewhere a fit need not trace it."""
-        batches, evaluation = self._largest_batches(config)
-        return evaluation is not None and evaluation.tokens > max(batch.tokens for batch in batches)
 
     def _largest_batches(self, config: Config) -> tuple[list[Batch], Batch | None]:
         """The largest training micro-batches that data and sampler can produce, and that of the evaluation set."""
