@@ -24,7 +24,7 @@ import finetune
 from finetune import kernels
 from finetune.config import Config
 from finetune.errors import ConfigError
-from finetune.kernels import attention, mlp, norm, ops, proof
+from finetune.kernels import attention, lora, mlp, norm, ops, proof
 from finetune.model import base, build, checkpointing
 
 CPU = torch.device("cpu")
@@ -367,6 +367,35 @@ def test_a_second_adapter_falls_back() -> None:
     model.add_adapter("other", model.peft_config["default"])
     attached = kernels.attach(model, "on")
     assert any("several adapters" in line for line in attached.lines)
+    assert not attached.replaced["lora"]
+
+
+def test_adapters_of_several_scales_are_computed_one_by_one() -> None:
+    model, job = made("llama")
+    for path, module in model.named_modules():
+        if path.endswith("q_proj"):
+            module.scaling["default"] *= 2
+    plain = step(model, job)
+    attached = kernels.attach(model, "on")
+    assert_close(step(model, job), plain)
+    assert any("adapters of several scales" in line for line in attached.lines)
+    assert {id(module) for path, module in model.named_modules() if path.endswith("q_proj")} <= set(
+        map(id, attached.replaced["lora"])
+    )
+
+
+def test_an_adapter_with_a_bias_runs_as_it_is() -> None:
+    model, job = made("llama")
+    for path, module in model.named_modules():
+        if path.endswith("lora_B.default"):
+            module.bias = nn.Parameter(torch.linspace(-0.1, 0.1, module.out_features))
+    for module in model.modules():
+        if lora.is_adapted(module):
+            module.lora_bias["default"] = True
+    plain = step(model, job)
+    attached = kernels.attach(model, "on")
+    assert_close(step(model, job), plain)
+    assert any("an adapter with a bias" in line for line in attached.lines)
     assert not attached.replaced["lora"]
 
 
