@@ -10,7 +10,15 @@ from dataclasses import dataclass
 from decimal import Decimal
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, BeforeValidator, Field, GetCoreSchemaHandler, ValidationInfo, WithJsonSchema
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    Field,
+    GetCoreSchemaHandler,
+    GetJsonSchemaHandler,
+    ValidationInfo,
+    WithJsonSchema,
+)
 from pydantic_core import CoreSchema, core_schema
 
 Choices = Mapping[str, Mapping[str, Any]]
@@ -44,6 +52,19 @@ class Choice:
         if self.table not in tables or name in tables[self.table] or (self.or_file and name.endswith(self.or_file)):
             return name
         raise ValueError(unknown(name, tables[self.table]) + (f", or a {self.or_file} file" if self.or_file else ""))
+
+
+class OneOrMore:
+    """Marks a list of names: one name alone is a list of one."""
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.no_info_before_validator_function(
+            lambda value: [value] if isinstance(value, str) else value, handler(source)
+        )
+
+    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        several = handler(schema)
+        return {"anyOf": [several["items"], several]}
 
 
 def unknown(name: str, known: Iterable[str]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import typing
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
-from finetune.config import strict_yaml
+from finetune.config import other_names, strict_yaml
 from finetune.config.fields import Choices, shortened, unknown
 from finetune.config.sections import Config, Section, Source, contradictions
 from finetune.errors import ConfigError
@@ -72,7 +73,9 @@ def _apply(values: dict[str, Any], where: dict[tuple[str, ...], str], override: 
     """Set one `section.key=value` in `values`; returns the problems."""
     key, equals, text = override.partition("=")
     path = tuple(key.strip().split("."))
-    if not equals or len(path) != 2 or not all(path):
+    if equals and len(path) == 1 and (meant := other_names.meant(path[0])):
+        return [f"override `{override}`: {_instead(path[0], meant)}"]
+    if not equals or len(path) not in ((2, 3) if _is_mapping(path) else (2,)) or not all(path):
         return [f"override `{override}`: write it as section.key=value, such as training.max_steps=20"]
     document = strict_yaml.parse(f"value: {text}")
     if document.problems:
@@ -82,10 +85,21 @@ def _apply(values: dict[str, Any], where: dict[tuple[str, ...], str], override: 
     section = values[path[0]]
     if not isinstance(section, dict):
         return [f"override `{override}`: `{path[0]}` is not a section in the file"]
-    section[path[1]] = document.values["value"]
+    if len(path) == 3:
+        section[path[1]] = section = dict(section.get(path[1]) or {})
+    section[path[-1]] = document.values["value"]
     where[path] = f"override `{override}`"
     where.setdefault(path[:1], where[path])
     return []
+
+
+def _is_mapping(path: tuple[str, ...]) -> bool:
+    """Whether `section.key` takes names with values, each of which can be set by itself."""
+    if len(path) < 2 or path[0] not in Config.model_fields:
+        return False
+    section: Any = Config.model_fields[path[0]].annotation
+    field = section.model_fields.get(path[1])
+    return field is not None and typing.get_origin(field.annotation) is dict
 
 
 def _validate(
@@ -143,8 +157,18 @@ def _explain(item: Any, where: dict[tuple[str, ...], str], file: str) -> str:
     place = _place(path, where, file)
     key = shortened(".".join(path))
     if item["type"] == "extra_forbidden":
-        known = _known_keys(path[:-1])
-        return f"{place}: unknown {'section' if len(path) == 1 else 'key'} `{key}`; {unknown(path[-1], known)}"
+        if meant := other_names.meant(path[-1]):
+            return f"{place}: {_instead(key, meant)}"
+        remedy = unknown(path[-1], _known_keys(path[:-1]))
+        inside = item["input"] if len(path) == 1 and isinstance(item["input"], dict) else {}
+        # Other tools have sections that we have not; what stands in them may have a place here.
+        moved = {name: meant for name in map(str, inside) if (meant := other_names.meant(name))}
+        if moved and "did you mean" not in remedy:
+            lines = [
+                f"{_place((*path, name), where, file)}: {_instead(f'{key}.{name}', moved[name])}" for name in moved
+            ]
+            return "\n".join(lines)
+        return f"{place}: unknown {'section' if len(path) == 1 else 'key'} `{key}`; {remedy}"
     if item["type"] == "value_error":
         return f"{place}: `{key}`: {item['ctx']['error']}"
     if item["type"] == "missing":
@@ -153,6 +177,10 @@ def _explain(item: Any, where: dict[tuple[str, ...], str], file: str) -> str:
         return f"{place}: `{key}` is a section; write its keys on indented lines below it"
     expected = " or ".join(dict.fromkeys(_expected(branch) for branch in item["branches"]))
     return f"{place}: `{key}`: expected {expected}, not {shortened(repr(item['input']), 60)}"
+
+
+def _instead(key: str, meant: str) -> str:
+    return f"`{key}` is another tool's key; {'' if meant.startswith('leave') else 'write '}{meant}"
 
 
 def _expected(item: Any) -> str:

@@ -30,12 +30,14 @@ def json_schema(choices: Choices) -> dict[str, Any]:
         properties = schema["$defs"][section.__name__]["properties"]
         for key, field in section.model_fields.items():
             if choice := _choice(field):
-                target = properties[key].get("items", properties[key])
                 names = {"enum": list(choices[choice.table])}
                 if choice.or_file:
-                    target["anyOf"] = [names, {"pattern": f"{re.escape(choice.or_file)}$"}]
-                else:
-                    target.update(names)
+                    properties[key]["anyOf"] = [names, {"pattern": f"{re.escape(choice.or_file)}$"}]
+                    continue
+                alone, several = properties[key].get("anyOf", (properties[key], {}))  # see `OneOrMore`
+                alone.update(names)
+                if several:
+                    several["items"] = alone
     return schema
 
 

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from finetune.config.fields import Checkpointing, Choice, Place, Size
+from finetune.config.fields import Checkpointing, Choice, OneOrMore, Place, Size
 
 # Above what any job needs, and below what the libraries' 32-bit counts and float32 numbers hold.
 _COUNT, _ROWS, _WEIGHT, _NUMBER = 2**31 - 1, 2**20, 1000, 1e9
@@ -84,7 +84,7 @@ class AdapterSection(Section):
     """The update is scaled by alpha / rank, or by alpha / sqrt(rank) with `rslora`."""
     dropout: Share = 0.0
     """Dropout probability on the adapter's input."""
-    targets: Literal["all-linear"] | Annotated[list[str], Field(min_length=1)] = "all-linear"
+    targets: Literal["all-linear"] | Annotated[list[str], Field(min_length=1), OneOrMore()] = "all-linear"
     """Modules that get an adapter: `all-linear` (every linear layer except the output head and the routers of a mixture
     of experts) or a list of names. The fused experts of a mixture are not linear layers; unless they are held in 4 bit
     they can be named, as `experts.gate_up_proj` and `experts.down_proj`."""
@@ -97,7 +97,7 @@ class AdapterSection(Section):
     2404.02948); `loftq`, the quantization error of a 4-bit base (arXiv 2310.08659)."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of the trained weights. bfloat16 halves adapter and gradients, but loses updates below 2^-9 of a weight."""
-    extra_modules: list[str] = []
+    extra_modules: Annotated[list[str], OneOrMore()] = []
     """Modules trained in full and saved with the adapter, such as `embed_tokens` or `lm_head`."""
 
 
@@ -296,7 +296,7 @@ class KernelsSection(Section):
 class TrackingSection(Section):
     """Where metrics are sent in addition to the run directory."""
 
-    to: list[Annotated[str, Choice("tracking.to")]] = []
+    to: Annotated[list[Annotated[str, Choice("tracking.to")]], OneOrMore()] = []
     """Trackers, none by default; each must be installed."""
 
 

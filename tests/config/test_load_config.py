@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import textwrap
 from collections.abc import Callable
 from pathlib import Path
@@ -25,6 +26,7 @@ from finetune.config import (
     load,
     named,
 )
+from finetune.config.other_names import NAMES
 from finetune.errors import ConfigError
 from finetune.model.quantization import QUANTIZATIONS
 from finetune.settings import CHOICES, load_config
@@ -155,6 +157,34 @@ def test_a_misspelt_section_is_told_with_the_nearest_section(write: Write, subte
             assert f"did you mean `{section}`?" in line
 
 
+def test_a_key_of_another_tool_is_told_what_to_write(write: Write, subtests: pytest.Subtests) -> None:
+    for key, expected in [
+        ("lr", "training.learning_rate"),
+        ("base_model", "model.name"),
+        ("load_in_4bit", "quantization.kind: nf4"),
+        ("Lora-R", "adapter.rank"),
+    ]:
+        with subtests.test(key=key):
+            [line] = refused(write(f"# one\n{key}: 1\n"))
+            assert line.startswith(f"job.yaml:2: `{key}` is another tool's key; write `{expected}`")
+            [line] = refused(write(f"adapter:\n  {key}: 1\n"))
+            assert line.startswith(f"job.yaml:2: `adapter.{key}` is another tool's key; write `{expected}`")
+            [line] = refused(write(""), f"{key}=1")
+            assert f"override `{key}=1`: `{key}` is another tool's key; write `{expected}`" in line
+    lines = refused(write("peft:\n  r: 8\n  zzz: 1\n  lora_alpha: 16\n"))
+    assert [line.split(" ")[0] for line in lines] == ["job.yaml:2:", "job.yaml:4:"]
+
+
+def test_what_is_to_be_written_for_another_tools_key_is_a_key(write: Write) -> None:
+    for meant in NAMES.values():
+        for key, value in re.findall(r"`(\w+\.\w+)(?:: ([^`]+))?`", meant):
+            section, _, name = key.partition(".")
+            assert name in type(getattr(Config(), section)).model_fields, meant
+            if value:
+                unquantized = ["quantization.kind=none"] if value == "pissa" else []
+                load_config(write(""), [*unquantized, f"{key}={value}"])
+
+
 def test_every_name_of_a_table_is_allowed_and_no_other(write: Write, subtests: pytest.Subtests) -> None:
     for table in CHOICES:
         with subtests.test(table=table):
@@ -175,7 +205,7 @@ def test_a_value_of_the_wrong_type_says_what_is_expected(write: Write, subtests:
         ("adapter.rank=true", "expected a whole number, not True"),
         ("adapter.rank='8'", "expected a whole number, not '8'"),
         ("adapter.alpha=high", "expected a number, not 'high'"),
-        ("adapter.extra_modules=lm_head", "expected a list, not 'lm_head'"),
+        ("adapter.extra_modules=5", "expected a list, not 5"),
         ("training.max_steps=0", "expected greater than 0, not 0"),
         ("training.learning_rate=-1", "expected greater than 0, not -1"),
         ("training.learning_rate=.nan", "expected"),
@@ -303,6 +333,9 @@ def test_the_value_of_an_override_is_read_as_in_the_file(write: Write, subtests:
     for override, value in [
         ("adapter.targets=[q_proj,v_proj]", ["q_proj", "v_proj"]),
         ("adapter.targets=all-linear", "all-linear"),
+        ("adapter.targets=q_proj", ["q_proj"]),
+        ("adapter.extra_modules=lm_head", ["lm_head"]),
+        ("tracking.to=tensorboard", ["tensorboard"]),
         ("training.learning_rate=2e-5", 2e-5),
         ("model.revision=a=b", "a=b"),
         ("model.revision=null", None),
@@ -316,8 +349,14 @@ def test_the_value_of_an_override_is_read_as_in_the_file(write: Write, subtests:
             assert getattr(getattr(load_config(write(""), [override]), section), key) == value
 
 
+def test_an_override_names_one_column_of_several(write: Write) -> None:
+    path = write("data:\n  columns: {prompt: a, completion: b}\n")
+    assert load_config(path, ["data.columns.prompt=c"]).data.columns == {"prompt": "c", "completion": "b"}
+    assert load_config(write(""), ["data.columns.prompt=c"]).data.columns == {"prompt": "c"}
+
+
 def test_an_override_of_another_form_is_shown_the_form(write: Write, subtests: pytest.Subtests) -> None:
-    for override in ["seed=3", "training.seed", "training..seed=3", "a.b.c=1", ".seed=1", "=", ""]:
+    for override in ["sead=3", "training.seed", "training..seed=3", "a.b.c=1", ".seed=1", "=", ""]:
         with subtests.test(override=override):
             [line] = refused(write(""), override)
             assert f"override `{override}`" in line

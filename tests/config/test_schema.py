@@ -39,6 +39,8 @@ def test_a_shipped_config_is_valid_as_yaml_1_1(check: Any, subtests: pytest.Subt
 
 ACCEPTED = [
     "",
+    "adapter: {targets: q_proj}",
+    "tracking: {to: tensorboard}",
     "training:\n",
     "training: {learning_rate: 2e-4}",
     "training: {learning_rate: 3e3}",
@@ -106,7 +108,8 @@ REFUSED = [
     "memory: {checkpointing: {most: 3}}",
     "memory: {checkpointing: {all: -1}}",
     "adapter: {targets: []}",
-    "adapter: {targets: all}",
+    "adapter: {targets: 5}",
+    "tracking: {to: mlflo}",
     "adapter: {rank: 0}",
     "tracking: {to: [mlflo]}",
     "model: {name: ''}",
