@@ -7,6 +7,7 @@ its config or opens its run first, so that errors there are reported at once.
 from __future__ import annotations
 
 import gc
+import importlib.metadata
 import json
 import os
 import sys
@@ -29,9 +30,25 @@ if TYPE_CHECKING:
 INTERRUPTED = 130
 
 app = typer.Typer(
-    no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None,
+    no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None,
     help="Fine-tune a language model on the GPU you have: LoRA, QLoRA, measured memory, proven exports.",
 )  # fmt: skip
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        sys.stdout.write(f"finetune {importlib.metadata.version('finetune')}\n")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """Options of the program itself."""
+
 
 ConfigFile = Annotated[Path, typer.Argument(help="A config, such as configs/tiny_cpu.yaml.", show_default=False)]
 

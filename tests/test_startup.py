@@ -67,6 +67,7 @@ def watched(folder: Path, *arguments: Any) -> Ended:
     ("code", "arguments"),
     [
         (0, ["--help"]),
+        (0, ["--version"]),
         (0, ["plan", "--help"]),
         (0, ["schema"]),
         (0, ["schema", "--markdown"]),

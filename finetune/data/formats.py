@@ -120,6 +120,18 @@ _NAMED_FIELDS = 20
 _COMPARED_FIELDS = 1000
 
 
+# What columns are often called that hold a format's field.
+_OFTEN = {
+    "messages": ("conversation", "dialogue", "dialog", "chat", "turns"),
+    "conversations": (),
+    "prompt": ("question", "query", "problem", "input", "source", "user"),
+    "completion": ("answer", "response", "output", "solution", "target", "reply", "assistant"),
+    "instruction": ("task",),
+    "output": ("response", "answer"),
+    "text": ("content", "body", "document"),
+}
+
+
 class _Recorded(dict[str, Any]):
     """The fields of a row; records which of them are read."""
 
@@ -157,9 +169,23 @@ def detect(fields: Fields, columns: Mapping[str, str]) -> str:
     for name, form in FORMATS.items():
         if all(field in fields for field in form.required):
             return name
-    wanted = "; ".join(f"{name}: {form.help}" for name, form in FORMATS.items())
     found = ", ".join(map(str, islice(fields, _NAMED_FIELDS))) + (" and more" if len(fields) > _NAMED_FIELDS else "")
+    if likely := _likely_columns(fields):
+        raise RowError(f"no format has the fields {found}; set `data.columns: {likely}` to read them so")
+    wanted = "; ".join(f"{name}: {form.help}" for name, form in FORMATS.items())
     raise RowError(f"no format has the fields {found}; `data.columns` can map them. Known formats: {wanted}")
+
+
+def _likely_columns(fields: Fields) -> str | None:
+    """The columns that the first format could take from a row by what their names often mean, as `data.columns`."""
+    for form in FORMATS.values():
+        columns = {
+            field: next((name for name in (field, *_OFTEN.get(field, ())) if name in fields), None)
+            for field in form.required
+        }
+        if all(columns.values()):
+            return "{" + ", ".join(f"{field}: {name}" for field, name in columns.items() if field != name) + "}"
+    return None
 
 
 def mapped(fields: Fields, columns: Mapping[str, str]) -> Fields:

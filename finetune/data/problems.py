@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator
 from typing import Self, TypeVar
 
@@ -17,12 +18,12 @@ Item = TypeVar("Item")
 
 
 class BadRows(DataError):
-    """All `problems` found, one per line."""
+    """All `problems` found, one per line; rows of a file that fail alike share one."""
 
     def __init__(self, problems: list[str]) -> None:
         self.problems = problems[:LIMIT]
         stopped = [f"Reading stopped after {LIMIT} problems; there may be more."] if len(problems) >= LIMIT else []
-        super().__init__("\n".join([*self.problems, *stopped]))
+        super().__init__("\n".join([*_together(self.problems), *stopped]))
 
 
 class Problems:
@@ -64,6 +65,29 @@ class Problems:
             self.add(error)
         if self.found and (error is None or isinstance(error, DataError)):
             raise BadRows(self.found) from None
+
+
+_PLACE = re.compile(r"(?P<file>.+?):(?P<line>\d+): (?P<message>.*)", re.DOTALL)
+
+
+def _together(problems: list[str]) -> list[str]:
+    """The problems in order, with one for all lines of a file that have the same: `rows.jsonl:1 to 5, 7: ...`."""
+    lines: dict[tuple[str, str], list[int]] = {}
+    for problem in problems:
+        place = _PLACE.fullmatch(problem)
+        key = (place["file"], place["message"]) if place else ("", problem)
+        lines.setdefault(key, []).append(int(place["line"]) if place else 0)
+    return [f"{file}:{_ranges(numbers)}: {message}" if file else message for (file, message), numbers in lines.items()]
+
+
+def _ranges(numbers: list[int]) -> str:
+    ranges: list[list[int]] = []
+    for number in sorted(numbers):
+        if ranges and number == ranges[-1][-1] + 1:
+            ranges[-1].append(number)
+        else:
+            ranges.append([number])
+    return ", ".join(f"{each[0]} to {each[-1]}" if len(each) > 1 else str(each[0]) for each in ranges)
 
 
 def _shortened(problem: str) -> str:

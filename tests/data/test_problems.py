@@ -35,6 +35,11 @@ def test_all_problems_are_told_in_their_order_and_each_once() -> None:
     assert collected("a:1: x", "a:2: y", "a:1: x") == ["a:1: x", "a:2: y"]
 
 
+def test_rows_of_a_file_that_fail_alike_share_a_line() -> None:
+    found = ["a:1: x", "a:2: y", "b:1: x", "a:3: x", "a:4: x", "a:5: x", "a:9: x", "a: whole"]
+    assert collected(*found) == ["a:1, 3 to 5, 9: x", "a:2: y", "b:1: x", "a: whole"]
+
+
 def test_an_error_that_ends_the_block_is_the_last_problem() -> None:
     assert collected("a:1: x", DataError("a: cut off")) == ["a:1: x", "a: cut off"]
 
@@ -51,11 +56,11 @@ def test_an_error_of_another_kind_goes_through_as_it_is() -> None:
 def test_a_page_of_problems_ends_the_block_at_once() -> None:
     problems = Problems()
     for line in range(1, LIMIT):
-        problems.add(f"a:{line}: x")
+        problems.add(f"a:{line}: x{line}")
     with pytest.raises(BadRows) as caught:
         problems.add("the last straw")
     lines = str(caught.value).splitlines()
-    assert lines[: LIMIT - 1] == [f"a:{line}: x" for line in range(1, LIMIT)]
+    assert lines[: LIMIT - 1] == [f"a:{line}: x{line}" for line in range(1, LIMIT)]
     assert lines[LIMIT - 1 :] == ["the last straw", f"Reading stopped after {LIMIT} problems; there may be more."]
 
 
