@@ -111,16 +111,17 @@ def fit(
     offloads: bool,
     rows: Sequence[int],
     checkpointing: Any,
+    levels: Sequence[str] = LEVELS,
     spare: float = SPARE,
 ) -> Fitted:
     """The fastest setting that fits a model of so many `layers`.
 
     `offloads`: whether the device has a host to offload to; that is done where nothing fits without, or the config
     says so. `rows` are the micro-batches to choose from, the largest first; `checkpointing` is fixed, or None to
-    choose it. `spare` is the share of the budget to leave, unless nothing fits so. Raises NothingFits, saying by how
-    much.
+    choose it from `levels`. `spare` is the share of the budget to leave, unless nothing fits so. Raises NothingFits,
+    saying by how much.
     """
-    search = _Search(config, layers, forecast, rows, checkpointing)
+    search = _Search(config, layers, forecast, rows, checkpointing, levels)
     ways = ("none", "checkpoints") if offloads else ("none",)
     for offload in ways if config.memory.offload == "none" else ways[1:] or ways:
         for share in (spare, 0.0):
@@ -137,6 +138,7 @@ class _Search:
     forecast: Forecaster
     rows: Sequence[int]
     checkpointing: Any
+    levels: Sequence[str]
     spare: float = 0.0
     known: dict[tuple[Any, ...], _Tried] = field(default_factory=dict)
     ladder: list[tuple[Any, float]] = field(default_factory=list)
@@ -206,9 +208,7 @@ class _Search:
     def _ladder(self, rows: int, offload: str) -> list[tuple[Any, float]]:
         """From nothing recomputed to everything; made once, as levels compare alike for all micro-batches."""
         tile = self.config.memory.loss_tokens
-        # A compiled layer keeps all or nothing (see `kernels.compiled`).
-        tried = ("none", "all") if self.config.kernels.compile == "layers" else LEVELS
-        found = {level: self._try(rows, level, offload, tile)[1] for level in tried}
+        found = {level: self._try(rows, level, offload, tile)[1] for level in self.levels}
         levels = worth_their_bytes(found)
         needed = [float(found[levels[0]].needed_bytes)]
         for level in levels[1:]:

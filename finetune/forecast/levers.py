@@ -40,7 +40,7 @@ def levers(config: Config) -> list[Lever]:
         found.append(Lever({"training.micro_batch": rows}, "same gradient, more passes"))
     if memory.checkpointing != "all":
         found.append(Lever({"memory.checkpointing": "all"}, "about a third more time"))
-    if memory.offload == "none":
+    if memory.offload == "none" and config.kernels.compile == "none":
         found.append(Lever({"memory.checkpointing": "all", "memory.offload": "checkpoints"}, "copies to the host"))
     if config.quantization.kind != "nf4" and config.adapter.kind == "lora":
         found.append(Lever({"quantization.kind": "nf4"}, "weights in 4 bit"))

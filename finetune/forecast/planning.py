@@ -24,7 +24,7 @@ from finetune.forecast.fit import Fitted, Limits
 from finetune.forecast.levers import Lever, levers
 from finetune.forecast.replay import Forecast
 from finetune.forecast.step import trace_step
-from finetune.model import attention, bounds, catalog, packing
+from finetune.model import attention, bounds, catalog, checkpointing, packing
 from finetune.model.base import load_architecture
 from finetune.model.causality import has_flash
 from finetune.model.locate import at_hand
@@ -103,11 +103,13 @@ class Planner:
         Micro-batch and checkpointing are chosen where the job says `auto`.
         """
         training, memory = self.job.training, self.job.memory
+        compiled = self.job.kernels.compile == "layers"  # such a layer keeps all or nothing, and offloads nothing
         return fitting.fit(
             self.job,
             self.architecture.get_text_config().num_hidden_layers,
             self.forecast,
-            offloads=self.device.type == "cuda",
+            offloads=self.device.type == "cuda" and not compiled,
+            levels=("none", "all") if compiled else checkpointing.levels(self.architecture),
             rows=fitting.divisors(training.batch_size // ranks.world_size())
             if training.micro_batch == "auto"
             else [training.rows],
@@ -117,7 +119,8 @@ class Planner:
     def limits(self, config: Config) -> Limits:
         """The longest rows, most rows and highest rank that fit with every layer checkpointed."""
         config = config.changed({"training.micro_batch_tokens": None})
-        return fitting.limits(config, lambda variant: self.forecast(variant, evaluates=False))
+        found = fitting.limits(config, lambda variant: self.forecast(variant, evaluates=False))
+        return replace(found, length=min(found.length, bounds.positions(self.architecture) or found.length))
 
     def _largest_batches(self, config: Config) -> tuple[list[Batch], Batch | None]:
         """The largest training micro-batches that data and sampler can produce, and that of the evaluation set."""
@@ -186,12 +189,12 @@ def check_traceable(config: Config, architecture: Any, device: torch.device) -> 
     """
     if config.memory.check == "off" or architecture.model_type in catalog.families():
         return
-    checkpointing = config.memory.checkpointing
+    chosen = config.memory.checkpointing
     config = config.changed(
         {
             "training.micro_batch": 1,
             "training.micro_batch_tokens": None,
-            "memory.checkpointing": "none" if checkpointing == "auto" else checkpointing,
+            "memory.checkpointing": "none" if chosen == "auto" else chosen,
         }
     )
     tokens = min(_TRACED_TOKENS, bounds.positions(architecture) or _TRACED_TOKENS)

@@ -111,6 +111,7 @@ class _Rotate(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dq: Tensor, dk: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        dq, dk = ops.along_rows(dq), ops.along_rows(dk)
         ops.rope_(dq, dk, *ctx.saved_tensors, True)
         return dq, dk, None, None
 

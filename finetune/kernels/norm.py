@@ -73,7 +73,7 @@ class _RmsNorm(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
         x, weight, rstd = ctx.saved_tensors
-        return ops.rms_norm_backward(dy, x, weight, rstd, ctx.offset), None, None, None, None
+        return ops.rms_norm_backward(ops.along_rows(dy), x, weight, rstd, ctx.offset), None, None, None, None
 
 
 def _eps(module: nn.Module) -> float | None:

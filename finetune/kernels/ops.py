@@ -54,6 +54,11 @@ def _operator(schema: str) -> Callable[[Callable[..., Any]], Any]:
     return define
 
 
+def along_rows(tensor: Tensor) -> Tensor:
+    """`tensor` with the elements of a row side by side, as the kernels read them; a product may leave it transposed."""
+    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
+
+
 def _fake(operator: Any) -> Callable[[Callable[..., Any]], Any]:
     return torch.library.register_fake(operator, lib=_library)
 

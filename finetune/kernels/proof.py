@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from finetune.errors import first_line
-from finetune.kernels import KERNELS, Attached
+from finetune.kernels import KERNELS, Attached, lora
 from finetune.model import probes
 
 # How far results and gradients may differ, as a share of their size. Both ways round several times, in another order:
@@ -42,9 +43,9 @@ def _differences(model: Any, attached: Attached) -> Iterator[str]:
         if module not in attached.replaced[kernel]:  # undone meanwhile
             continue
         with _filled(module):
-            fused = _results(module, *inputs)
+            fused = _results(module, inputs)
             attached.replaced[kernel].pop(module)()
-            plain = _results(module, *inputs)
+            plain = _results(module, inputs)
             attached.replaced[kernel][module] = KERNELS[kernel].replace(module)
         distances = {name: _distance(fused[name], value) for name, value in plain.items()}
         where = max(distances, key=lambda name: math.inf if math.isnan(distances[name]) else distances[name])
@@ -56,19 +57,29 @@ def _differences(model: Any, attached: Attached) -> Iterator[str]:
             )
 
 
-def _inputs(model: Any, attached: Attached) -> dict[nn.Module, tuple[str, tuple[Any, Any]]]:
+@dataclass(frozen=True)
+class _Inputs:
+    """What a module was called with, and how many columns its first tensor had beside it (see `lora.narrowed`)."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    room: int
+
+
+def _inputs(model: Any, attached: Attached) -> dict[nn.Module, tuple[str, _Inputs]]:
     """One replaced module of each kind, with its kernel and what it was called with."""
     chosen: dict[Any, tuple[str, nn.Module]] = {}
     names = {module: name for name, module in model.named_modules()}
     for kernel, replaced in attached.replaced.items():
         for module in replaced:
             chosen.setdefault((kernel, type(module), names[module].rpartition(".")[2]), (kernel, module))
-    found: dict[nn.Module, tuple[str, tuple[Any, Any]]] = {}
+    found: dict[nn.Module, tuple[str, _Inputs]] = {}
     with contextlib.ExitStack() as stack:
         for kernel, module in chosen.values():
 
             def seen(module: nn.Module, args: Any, kwargs: Any, kernel: str = kernel) -> None:
-                found.setdefault(module, (kernel, (args, kwargs)))
+                first = next(value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
+                found.setdefault(module, (kernel, _Inputs(args, kwargs, getattr(first, "room", 0))))
 
             stack.callback(module.register_forward_pre_hook(seen, with_kwargs=True).remove)
         probes.logits(model, input_ids=probes.rows(1, probes.TOKENS, model)[0])
@@ -95,13 +106,15 @@ def _filled(module: nn.Module) -> Iterator[None]:
                 one.copy_(before)
 
 
-def _results(module: nn.Module, args: Any, kwargs: Any) -> dict[str, Tensor]:
+def _results(module: nn.Module, called: _Inputs) -> dict[str, Tensor]:
     """The output of `module`, and the gradients of its first input and its adapters."""
-    given = {**dict(enumerate(args)), **kwargs}
+    given: dict[Any, Any] = {**dict(enumerate(called.args)), **called.kwargs}
     key, hidden = next((key, value) for key, value in given.items() if isinstance(value, Tensor))
-    given[key] = hidden.detach().requires_grad_()
-    positional = [given[place] for place in range(len(args))]
-    output = module(*positional, **{name: given[name] for name in kwargs})
+    width = hidden.shape[-1]
+    given[key] = lora.narrowed(hidden.new_empty(*hidden.shape[:-1], width + called.room), width)
+    given[key].copy_(hidden.detach()).requires_grad_()
+    positional = [given[place] for place in range(len(called.args))]
+    output = module(*positional, **{name: given[name] for name in called.kwargs})
     output = output[0] if isinstance(output, tuple) else output
     generator = torch.Generator().manual_seed(1)
     outer = torch.randn(output.shape, generator=generator).to(output)

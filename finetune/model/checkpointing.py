@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch.utils.checkpoint import checkpoint
@@ -38,6 +38,11 @@ def apply(model: Any, section: MemorySection, device_type: str) -> None:
         raise ConfigError(
             f"`memory.checkpointing`: transformers' {type(model).__name__} does not support it; set it to `none`"
         )
+    for level in set(pattern(section.checkpointing, len(layers(model)))) - {"none", *levels(model.config)}:
+        raise ConfigError(
+            f"`memory.checkpointing`: `{level}` keeps products, and {type(model).__name__} clips those of attention in "
+            "place; set `keep-attention` or `all`"
+        )
     # Named after gradients before transformers 5.23.
     enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
     enable({"use_reentrant": False})
@@ -46,6 +51,9 @@ def apply(model: Any, section: MemorySection, device_type: str) -> None:
     model.disable_input_require_grads()
     copies = offload.Offload() if section.offload == "checkpoints" and device_type != "cpu" else None
     found = layers(model)
+    for module in model.modules():  # nested layers, and those of what sees and hears
+        if getattr(module, "gradient_checkpointing", False):
+            module.gradient_checkpointing = False
     for layer in found:
         # Around the checkpoint, which older versions (transformers 5.17) begin before hooks and `forward`.
         layer._gradient_checkpointing_func = functools.partial(_checkpoint, layer, copies)  # noqa: SLF001
@@ -106,11 +114,27 @@ def keeps(layer: Any) -> bool:
     return layer.gradient_checkpointing and bool(KEPT[layer.level])
 
 
+def levels(architecture: Any) -> tuple[str, ...]:
+    """Those of LEVELS that the layers of `architecture`, transformers' config, can have."""
+    # What is written over after it was kept would be read so in the recomputation (OLMo's `clamp_`).
+    clips = getattr(architecture.get_text_config(), "clip_qkv", None) is not None
+    return tuple(level for level in LEVELS if not (clips and keeping.PRODUCTS in KEPT.get(level, ())))
+
+
 def layers(model: Any) -> list[Any]:
-    """The decoder layers that can be checkpointed, in order."""
+    """The layers of the text decoder that can be checkpointed, in order; none lies within another."""
+    return list(_layers(model, model.config.get_text_config().model_type))
+
+
+def _layers(module: Any, model_type: str) -> Iterator[Any]:
+    from transformers import PreTrainedModel
     from transformers.modeling_layers import GradientCheckpointingLayer
 
-    return [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    for child in module.children():
+        if isinstance(child, GradientCheckpointingLayer):
+            yield child
+        elif not isinstance(child, PreTrainedModel) or child.config.get_text_config().model_type == model_type:
+            yield from _layers(child, model_type)
 
 
 def checkpointed(model: Any) -> int:

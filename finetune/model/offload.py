@@ -85,7 +85,9 @@ class Offload(torch.autograd.graph.saved_tensors_hooks):
             copies_of(tensor.device).wait(copy)
         self._leaving.clear()
 
-    def _pack(self, tensor: Tensor) -> _Saved:
+    def _pack(self, tensor: Tensor) -> _Saved | Tensor:
+        if not tensor.numel():  # torch 2.11 saves an empty one before a checkpoint's inputs
+            return tensor
         self._drop()
         host, copy = copies_of(tensor.device).to_host(tensor)
         if self._leaving:  # only the first tensor of a layer, its hidden states, is fetched ahead
@@ -96,7 +98,9 @@ class Offload(torch.autograd.graph.saved_tensors_hooks):
         self._leaving.append((tensor, copy))
         return saved
 
-    def _unpack(self, saved: _Saved) -> Tensor:
+    def _unpack(self, saved: _Saved | Tensor) -> Tensor:
+        if isinstance(saved, Tensor):
+            return saved
         copies = copies_of(saved.device)
         if self._coming and self._coming[0] is saved:
             (_, tensor, copy), self._coming = self._coming, None

@@ -12,6 +12,7 @@ import yaml
 
 import finetune
 from finetune.config import Config
+from finetune.config.fields import LEVELS
 from finetune.errors import ArtifactError, ConfigError, ForecastError, MachineError, OutOfMemoryError
 from finetune.forecast import planning, step
 from finetune.forecast.planning import Planner
@@ -185,7 +186,7 @@ def test_what_the_config_leaves_to_be_chosen_is_chosen_and_no_more(
         (["memory.checkpointing=auto", "training.micro_batch=2"], [2], None),
     ):
         planning.planner_for(quick(*overrides), "cpu").fit()
-        assert asked == {"rows": rows, "checkpointing": checkpointing, "offloads": False, "layers": 4}
+        assert asked == {"rows": rows, "checkpointing": checkpointing, "offloads": False, "layers": 4, "levels": LEVELS}
         asked.clear()
 
 

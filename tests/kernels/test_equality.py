@@ -451,6 +451,39 @@ def test_a_kernel_that_computes_something_else_is_turned_off_and_named(monkeypat
     assert_close(step(model, job), plain)
 
 
+def test_the_proof_takes_the_path_of_training_for_layers_of_one_input(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = lora._joined_products
+
+    def wrong(x: torch.Tensor, layers: lora.Layers, out: torch.Tensor | None) -> Any:
+        outputs, low = right(x, layers, out)
+        return (tuple(one * 1.5 for one in outputs) if len(layers) > 1 else outputs), low
+
+    monkeypatch.setattr(lora, "_joined_products", wrong)
+    model, _ = made("llama")
+    attached = kernels.attach(model, "on")
+    assert [line.split(" is off")[0] for line in proof.prove(model, attached)] == [
+        "kernels: `attention`",
+        "kernels: `mlp`",
+    ]
+
+
+def test_gradients_that_come_transposed_are_read_right() -> None:
+    """A transposed product hands them on so: kernels read rows whose elements stand side by side."""
+    q, k = (torch.randn(2, 5, 4, 8, generator=torch.Generator().manual_seed(seed)) for seed in (0, 1))
+    cos, sin = torch.randn(2, 1, 5, 8).unbind()
+    outer = [torch.randn(8, 4, 5, 2).permute(3, 2, 1, 0) for _ in range(2)]
+    seen = []
+
+    def rope_(q: torch.Tensor, k: torch.Tensor, *rest: Any) -> None:
+        seen.extend([q.stride(-1), k.stride(-1)])
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ops, "rope_", rope_)
+        inputs = [q.requires_grad_(), k.requires_grad_()]
+        torch.autograd.grad(attention._Rotate.apply(*inputs, cos, sin), inputs, outer)
+    assert seen == [1, 1, 1, 1]
+
+
 def test_kernels_that_fail_are_turned_off_and_named(monkeypatch: pytest.MonkeyPatch) -> None:
     model, job = made("llama")
     plain = step(model, job)

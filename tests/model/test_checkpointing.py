@@ -14,6 +14,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 from finetune import kernels
 from finetune.config import MemorySection
 from finetune.config.fields import LEVELS
+from finetune.errors import ConfigError
 from finetune.model import build, checkpointing, keeping
 
 LAYERS = 3
@@ -100,6 +101,37 @@ def test_attention_with_dropout_is_computed_again() -> None:
     for dropout, expected in ((0.0, CheckpointPolicy.MUST_SAVE), (0.1, CheckpointPolicy.PREFER_RECOMPUTE)):
         assert keeping._policy(kinds, None, attention, 0, 0, 0, dropout) is expected
         assert keeping._policy(kinds, None, attention, 0, 0, 0, dropout_p=dropout) is expected
+
+
+def test_products_that_are_clipped_in_place_are_not_kept() -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+             "num_attention_heads": 4, "num_key_value_heads": 4}  # fmt: skip
+    plain, clipped = (AutoConfig.for_model("olmo", clip_qkv=clip, **sizes) for clip in (None, 0.02))
+    assert checkpointing.levels(plain) == LEVELS
+    assert checkpointing.levels(clipped) == ("none", "keep-attention", "all")
+    model = AutoModelForCausalLM.from_config(clipped)
+    for level in ("keep-products", {"all": 1, "keep-both": 1}):
+        with pytest.raises(ConfigError, match="in place; set `keep-attention` or `all`"):
+            checkpointing.apply(model, MemorySection(checkpointing=level), "cpu")
+    checkpointing.apply(model, MemorySection(checkpointing="keep-attention"), "cpu")
+
+
+def test_levels_are_of_the_text_layers_alone() -> None:
+    from transformers import AutoModelForImageTextToText, Gemma3Config
+
+    text = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3,
+            "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}  # fmt: skip
+    vision = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2,
+              "image_size": 28, "patch_size": 14}  # fmt: skip
+    architecture = Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4)
+    model = AutoModelForImageTextToText.from_config(architecture)
+    checkpointing.apply(model, MemorySection(checkpointing={"all": 1, "keep-products": 2}), "cpu")
+    found = checkpointing.layers(model)
+    assert [layer.level for layer in found] == ["all", "keep-products", "keep-products"]
+    assert {type(layer).__name__ for layer in found} == {"Gemma3DecoderLayer"}
+    assert sum(getattr(module, "gradient_checkpointing", False) for module in model.modules()) == 3
 
 
 def test_the_level_of_each_layer() -> None:

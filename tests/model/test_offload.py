@@ -97,6 +97,21 @@ def test_an_input_is_fetched_while_the_layer_above_is_computed(late: LateCopies)
     ]  # fmt: skip
 
 
+def test_an_empty_tensor_that_is_saved_first_is_not_taken_for_the_input(late: LateCopies) -> None:
+    """torch 2.11 saves one before a checkpoint's inputs."""
+    hooks, empty, inputs = offload.Offload(), torch.empty(0), [torch.ones(2), torch.ones(3)]
+    packed = []
+    for each in inputs:
+        with hooks:
+            packed.append((hooks.pack_hook(empty), hooks.pack_hook(each)))
+    assert late.log == ["out 0", "wait 0", "out 1", "wait 1"]
+    assert hooks.unpack_hook(packed[1][0]) is empty
+    assert torch.equal(hooks.unpack_hook(packed[1][1]), inputs[1])
+    assert late.log[4:] == ["in 2", "wait 2", "in 3"], "the input below is fetched ahead"
+    assert torch.equal(hooks.unpack_hook(packed[0][1]), inputs[0])
+    assert late.log[7:] == ["wait 3"]
+
+
 def test_a_backward_pass_that_ends_early_leaves_nothing_behind(late: LateCopies) -> None:
     plain, made = gradients(model(offloaded=False)), model(offloaded=True)
 
