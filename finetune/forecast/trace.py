@@ -198,7 +198,7 @@ class Recorder(TorchDispatchMode):
         inputs = [argument for argument in flat(args) if isinstance(argument, torch.Tensor)]
         over_layers = False
         if self._by_layer_of_input and inputs:
-            over_layers = self._follow(inputs, in_lists=not any(isinstance(each, torch.Tensor) for each in args))
+            over_layers = self._follow(inputs, in_lists=bool(args) and isinstance(args[0], (list, tuple)))
         if inside := self._kernels.python.get(name):
             return self._inside(inside, args, kwargs)
         if name == "aten::add.Tensor" and _accumulates_in_place(args):
