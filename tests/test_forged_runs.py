@@ -160,8 +160,8 @@ class Forger:
             theirs, ours = self._whole / name, self.run.path / name
             if theirs.is_dir():
                 ours.mkdir(exist_ok=True)
-            elif not ours.exists() or ours.stat().st_size != theirs.stat().st_size or name in self.files:
-                shutil.copyfile(theirs, ours)
+            elif not ours.exists() or _stamp(ours) != _stamp(theirs):
+                shutil.copy2(theirs, ours)
 
     def mutate(self, name: Path) -> str:
         """Change one file in one way; what was done."""
@@ -252,6 +252,10 @@ class Forger:
             file.write_text(json.dumps({**manifest, "sha256": hashlib.sha256(text.encode()).hexdigest()}))
 
 
+def _stamp(file: Path) -> tuple[int, int]:
+    return file.stat().st_size, file.stat().st_mtime_ns
+
+
 @pytest.fixture
 def forger(whole: RunDirectory, tmp_path: Path) -> Forger:
     return Forger(whole, tmp_path)
@@ -302,7 +306,7 @@ AREAS: dict[str, tuple[Callable[[Path], bool], list[str]]] = {
         ["doctor", "answer"],
     ),
 }
-MUTATIONS = 80
+MUTATIONS = 40
 
 
 @pytest.mark.parametrize("area", AREAS)
@@ -353,9 +357,10 @@ def test_what_stands_in_the_place_of_a_file_is_named_and_not_waited_for(
         path = forger.run.path / name
         path.unlink()
         IN_ITS_PLACE[kind](path)
-        for command, reader in readers.items():
+        commands = {command for belongs, commands in AREAS.values() if belongs(name) for command in commands}
+        for command in sorted(commands or readers.keys()):
             if command != "plot":
-                read(forger.run, f"{command} with a {kind} in the place of {name}", reader)
+                read(forger.run, f"{command} with a {kind} in the place of {name}", readers[command])
         forger.restore()
 
 

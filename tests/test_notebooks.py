@@ -24,9 +24,10 @@ def test_notebook_runs_and_shows_loss_memory_answers_and_proof(path: Path, tmp_p
     # The notebook looks for the checkout above its folder; here it runs in an empty one.
     setup.source = setup.source.replace("[Path.cwd(), *Path.cwd().parents]", f"[Path({str(path.parent.parent)!r})]")
     setup.source = setup.source.replace("runs/quickstart", str(tmp_path / "run"))
-    # And with a third of its steps and fewer held-out rows.
-    setup.source = setup.source.replace("max_steps=60", "max_steps=20").replace(
-        '"training.eval_every=20"', '"training.eval_every=10", "data.eval_share=0.005"'
+    # And with fewer and smaller steps and fewer held-out rows.
+    setup.source = setup.source.replace("max_steps=60", "max_steps=10").replace(
+        '"training.eval_every=20"',
+        '"training.eval_every=5", "data.eval_share=0.002", "data.max_length=128", "training.batch_size=8"',
     )
     NotebookClient(notebook, timeout=300, resources={"metadata": {"path": str(tmp_path)}}).execute()
     shown = nbformat.writes(notebook)

@@ -165,17 +165,17 @@ def test_only_the_ends_may_come_and_go_otherwise() -> None:
 @pytest.mark.parametrize(
     ("architecture", "layers", "changes"),
     [
-        pytest.param("llama", 7, {}, id="llama nf4"),
+        pytest.param("llama", 6, {}, id="llama nf4"),
         # More layers of the first level than are traced of both.
-        pytest.param("llama", 17, {"memory__checkpointing": {"all": 11, "keep-both": 6}}, id="two levels"),
-        pytest.param("llama", 7, {"memory__checkpointing": "keep-both", "kernels__fused": "on"}, id="fused, kept"),
+        pytest.param("llama", 10, {"memory__checkpointing": {"all": 8, "keep-both": 2}}, id="two levels"),
+        pytest.param("llama", 6, {"memory__checkpointing": "keep-both", "kernels__fused": "on"}, id="fused, kept"),
         pytest.param(
             "llama",
-            7,
+            6,
             {"adapter__kind": "none", "quantization__kind": "none", "optimizer__kind": "sgd"},
             id="every weight, sgd",
         ),
-        pytest.param("mixture", 9, {}, id="a mixture of experts"),
+        pytest.param("mixture", 6, {}, id="a mixture of experts"),
     ],
 )
 def test_the_extrapolated_trace_has_the_peaks_of_the_whole_one(

@@ -28,7 +28,7 @@ from finetune.training import optimizers
 CHOSEN = {
     "gemma2, no checkpointing",  # eager attention
     "llama nf4, packed",
-    "small-recurrentgemma, small tiles",  # its layers keep a state
+    "lfm2, small tiles",  # convolutions beside attention
     "small tiles, deep",  # layers are extrapolated
     "small tiles, bf16, evaluated",
 }
@@ -263,7 +263,7 @@ def test_an_optimizer_that_divides_by_one_minus_what_it_reads_is_traced(monkeypa
 
 @pytest.mark.slow
 def test_sgd_with_weight_decay_copies_all_gradients_at_once_on_a_card_and_one_by_one_on_a_cpu() -> None:
-    model = tiny_models.architecture()
+    model = tiny_models.architecture(layers=6)
 
     def optimizer_peak(where: Any, decay: float, **changes: Any) -> int:
         job = tiny_models.config(optimizer__kind="sgd", optimizer__weight_decay=decay)
@@ -283,7 +283,7 @@ def test_sgd_with_weight_decay_copies_all_gradients_at_once_on_a_card_and_one_by
 def test_what_a_layer_keeps_takes_memory_and_is_not_computed_again() -> None:
     traces = {
         level: tiny_models.trace(
-            tiny_models.config(memory__checkpointing=level), tiny_models.architecture(), where=tiny_models.card()
+            tiny_models.config(memory__checkpointing=level), tiny_models.architecture(layers=2), where=tiny_models.card()
         )
         for level in LEVELS
     }

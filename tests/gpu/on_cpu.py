@@ -164,7 +164,7 @@ def smaller(settings: Mapping[str, Any], *, a_card_decides: bool) -> dict[str, A
         found["training.max_steps"] = min(found["training.max_steps"], 6 if in_fp16 else 2)
     found["data.max_length"] = min(found["data.max_length"], 32)
     for rows in ("training.batch_size", "training.micro_batch"):
-        found[rows] = min(found[rows], 32)
+        found[rows] = min(found[rows], 8)
     return found
 
 

@@ -173,6 +173,7 @@ def test_the_search_for_such_weights_reaches_the_last_layer(subtests: pytest.Sub
         with subtests.test(known=known):
             if known in catalog.families():
                 config = next(found for name in catalog.names() if (found := catalog.config(name)).model_type == known)
+                config.num_hidden_layers = min(config.num_hidden_layers, 8)  # more than any pattern of layers
             else:
                 config = AutoConfig.for_model(known, **{**ARCHITECTURES, **_ROUTERS}[known])
             with torch.device("meta"):

@@ -164,7 +164,12 @@ def test_loading_never_holds_a_second_full_copy(tmp_path: Path, subtests: pytest
             name, **shape, num_attention_heads=4, num_key_value_heads=4 if name == "llama" else 2, vocab_size=2048,
             tie_word_embeddings=True,
         )  # fmt: skip
-        AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(tmp_path / name)
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        model.to_empty(device="cpu").tie_weights()
+        for weight in model.parameters():
+            torch.nn.init.constant_(weight, 0.01)  # drawing so many takes seconds
+        model.save_pretrained(tmp_path / name)
     jobs = [(name, weights) for name in quantized for weights in ("random", "pretrained")]
     done = subprocess.run(
         [sys.executable, "-c", _MEASURE_LOAD, *(f"{tmp_path / name}={weights}" for name, weights in jobs)],
