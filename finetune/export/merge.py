@@ -16,7 +16,7 @@ from safetensors import SafetensorError
 from finetune.config import Config, ModelSection, QuantizationSection
 from finetune.data import fingerprint
 from finetune.data import prepare as data_prepare
-from finetune.errors import ArtifactError, MachineError
+from finetune.errors import ArtifactError, ConfigError, MachineError
 from finetune.export import formats, proof
 from finetune.export.card import model_card
 from finetune.model import attention, chat_template, experts, identity
@@ -47,7 +47,8 @@ def merge(
     the trained model; MachineError if writing fails. A failure leaves the adapter and an earlier export untouched.
     """
     form, target = formats.find(name), run.path / name
-    assert isinstance(form, formats.Format)
+    if not isinstance(form, formats.Format):
+        raise ConfigError(f"`{name}` is made from the published model: `finetune export {run.path} --to {name}` does")
     if config.adapter.kind == "none":
         raise ArtifactError(f"{run.path} trained every weight; {run.merged} is already the whole model")
     if config.model.weights == "random":

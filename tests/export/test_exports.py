@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import re
 import shutil
@@ -15,6 +16,7 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.cli.serve import Serve
 
 from finetune.errors import ArtifactError, ConfigError, MachineError
 from finetune.export import adapter_export, card, formats, gguf_model, gguf_types, llama_cpp, ollama, serving
@@ -143,6 +145,18 @@ def test_an_adapter_without_a_plain_form_is_refused(trained: RunDirectory, chang
 def test_a_rank_between_those_of_vllm_takes_the_next() -> None:
     record = {"rank": 100, "gguf": None}
     assert "--max-lora-rank 128" in serving.commands("adapter", Path("run/plain-adapter"), "base", record)["vLLM"]
+
+
+def test_the_server_of_transformers_takes_a_folder_as_the_command_gives_it() -> None:
+    """Its packages need not be installed, nor are vLLM's and SGLang's."""
+    assert serving.commands("merged", Path("run/merged"), "base", {})["transformers"] == "transformers serve run/merged"
+    first = next(iter(inspect.signature(Serve).parameters.values()))
+    assert "ArgumentInfo" in str(first.annotation), "the model is no option"
+
+
+def test_a_conversion_is_not_a_merge(trained: RunDirectory) -> None:
+    with pytest.raises(ConfigError, match=r"finetune export .* --to gguf"):
+        publish.merge(trained, "gguf")
 
 
 # -- GGUF, from a run ------------------------------------------------------------------------------------------------
