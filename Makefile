@@ -14,7 +14,7 @@ OLDEST := .venv-oldest/bin
 TORCH ?= 2.13.0
 
 .DEFAULT_GOAL := help
-.PHONY: help setup finetune data plan fit merge test test-fast test-oldest check notebooks bench golden sweep faults mutations gpu-check docs
+.PHONY: help setup finetune data plan fit merge test test-fast test-oldest check notebooks bench golden sweep faults mutations exports gpu-check docs
 
 help: ## Show the targets.
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | column -t -s '	'
@@ -97,6 +97,9 @@ sweep: $(DEV) ## Compare the forecast with real training steps and with the peer
 
 faults: $(DEV) ## Kill runs 200 times and at each write, fsync and rename, beside a plain Trainer script (an hour).
 	$(BIN)/python benchmarks/faults.py
+
+exports: $(DEV) ## Compare GGUF files of every family in llama.cpp with transformers (ten minutes).
+	$(BIN)/python benchmarks/gguf_in_llama_cpp.py
 
 mutations: $(DEV) ## Put 1,000 faults into masks, loss normaliser and checkpoints, and see which the tests find (an hour).
 	$(BIN)/python benchmarks/mutations.py

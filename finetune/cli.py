@@ -20,6 +20,7 @@ import typer
 import finetune
 from finetune.errors import FinetuneError, MachineError, OutOfMemoryError, Terminated
 from finetune.export.formats import FORMATS, find
+from finetune.export.gguf_types import TYPES, check
 from finetune.report.visible import LINES, VisibleStream, visible
 from finetune.runtime import libraries
 
@@ -196,16 +197,32 @@ def merge(run: Run, trust_code: TrustCode = False, as_json: Json = False, debug:
 
 @app.command()
 def export(
-    run: Run, format: FormatName, trust_code: TrustCode = False, as_json: Json = False, debug: Debug = False
+    run: Run,
+    format: FormatName,
+    trust_code: TrustCode = False,
+    as_json: Json = False,
+    debug: Debug = False,
+    type: Annotated[
+        str, typer.Option("--type", help="; ".join(f"{name}: {entry.help}" for name, entry in TYPES.items()))
+    ] = "f16",
+    push: Annotated[
+        str | None,
+        typer.Option("--push", help="Upload it to this repository of the hub, private if new.", show_default=False),
+    ] = None,
 ) -> None:
-    """Export the merged model, and prove it. What was written in the format must equal what was trained."""
+    """Export for the programs that serve a model, and prove it. What was written must equal what was trained."""
 
     def work() -> None:
         find(format)
+        check(type)
         opened = finetune.RunDirectory.open(run)
-        proof = finetune.merge(opened, format, trust_remote_code=trust_code, terminal=_terminal(quiet=as_json))
+        from finetune.lifecycle import publish
+
+        record = publish.export(
+            opened, format, type=type, push=push, trust_remote_code=trust_code, terminal=_terminal(quiet=as_json)
+        )
         if as_json:
-            _print_json(proof)
+            _print_json(record)
 
     _run(work, debug)
 

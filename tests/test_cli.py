@@ -309,7 +309,36 @@ def test_a_directory_that_is_no_run_is_refused(call, tmp_path: Path, command: st
 def test_an_unknown_export_format_is_refused_with_the_nearest_name(call, trained: RunDirectory) -> None:
     code, _, err = call("export", trained.path, "--to", "mergd")
     assert code == 2
-    assert "export format `mergd` is not known; did you mean `merged`? choose from merged" in err
+    assert "export format `mergd` is not known; did you mean `merged`? choose from merged, adapter, gguf" in err
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        (["--type", "q4_k_m"], "llama-quantize model-f16.gguf model-q4_k_m.gguf q4_k_m"),
+        (["--push", "a/b/c"], "`--push a/b/c`"),
+    ],
+)
+def test_an_export_that_cannot_be_is_refused_before_any_work(
+    call, trained: RunDirectory, options: list[str], why: str
+) -> None:
+    code, _, err = call("export", trained.path, "--to", "gguf", *options)
+    assert code == 2
+    assert why in err
+    assert not (trained.path / "gguf").exists()
+
+
+def test_an_export_prints_its_proof_what_is_not_proven_and_how_to_serve_it(
+    call, trained: RunDirectory, tmp_path: Path
+) -> None:
+    run = shutil.copytree(trained.path, tmp_path / "run")
+    code, out, _ = call("export", run, "--to", "adapter")
+    assert code == 0
+    for expected in ("exported and proven", "not proven here: vLLM", "vllm serve", f"run={run / 'plain-adapter'}"):
+        assert expected in out
+    code, out, _ = call("export", run, "--to", "adapter", "--json")
+    assert code == 0
+    assert json.loads(out)["serve"].keys() == {"vLLM", "SGLang", "llama.cpp"}
 
 
 def test_generate_answers_with_each_model(call, trained: RunDirectory) -> None:

@@ -189,6 +189,18 @@ def preparation_figures() -> list[str]:
     ]
 
 
+def test_figures_of_gguf_files_are_the_measured_ones() -> None:
+    found = results("gguf_in_llama_cpp")
+    assert found["passed"]
+    models = found["models"].values()
+    rows = [
+        f"| {kind} | {min(model[kind]['same_top'] for model in models):.1%} | "
+        f"{max(model[kind]['largest_log_prob_difference'] for model in models):.2f} |"
+        for kind in found["bounds"]
+    ]
+    assert_shown([f"{len(models)} families", *rows], page("docs/benchmarks.md"))
+
+
 def reliability_figures() -> list[str]:
     faults, saving, mutations = results("faults"), results("saving"), results("mutations")["areas"].values()
     keys = ("kills", "resumes", "runs_that_could_not_resume", "runs_that_ended_with_other_weights", "steps_lost_max")

@@ -76,6 +76,7 @@ def watched(folder: Path, *arguments: Any) -> Ended:
         (7, ["generate", "no run", "--prompt", "?"]),
         (7, ["export", "no run", "--to", "merged"]),
         (2, ["export", "no run", "--to", "merge"]),
+        (2, ["export", "no run", "--to", "gguf", "--type", "q4_0"]),
     ],
     ids=lambda value: " ".join(map(str, value)).replace(str(TINY), "CONFIG") if isinstance(value, list) else None,
 )

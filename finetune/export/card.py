@@ -2,28 +2,112 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
-from finetune.config import Config, named
+from finetune.config import Config, ModelSection, entries, named
+from finetune.storage.rundir import RunDirectory
 
 
-def model_card(config: Config, record: dict[str, Any], written_as: str) -> str:
-    """README.md of an exported model, in the hub's format; `written_as` is the help of its format."""
-    adapter, training = config.adapter, config.training
-    base = f"base_model: {config.model.name}\n" if not config.model.name.startswith("builtin:") else ""
-    return f"""---
-{base}library_name: transformers
-pipeline_tag: text-generation
----
+def model_card(run: RunDirectory, config: Config, record: dict[str, Any], written_as: str) -> str:
+    """README.md of an export, in the hub's format; `written_as` is the help of its format, `record` its proof."""
+    from huggingface_hub import ModelCardData
 
-# {config.model.name}, fine-tuned
+    model = config.model
+    on_hub = not Path(model.name).exists() and not model.name.startswith("builtin:")
+    licence = _licence(model) if on_hub else {}
+    # Llama's licences want both (3.1 and later: 1.b.i).
+    llama = str(licence.get("license_name") or licence.get("license")).startswith("llama")
+    data = ModelCardData(
+        base_model=model.name if on_hub else None,
+        library_name="peft" if record["format"] == "adapter" else "transformers",
+        pipeline_tag="text-generation",
+        tags=[
+            "finetune",
+            *(["lora"] if config.adapter.kind == "lora" else []),
+            *(["gguf"] if "type" in record else []),
+        ],
+        datasets=[one.source for one in entries(config.data.train) if _is_hub_name(one.source)] or None,
+        **licence,
+    )
+    base = model.name if on_hub or model.name.startswith("builtin:") else Path(model.name).name
+    sections = [
+        f"---\n{data.to_yaml()}\n---",
+        f"# {'Llama: ' if llama else ''}{base}, fine-tuned",
+        *(["Built with Llama."] if llama else []),
+        f"{_made(config)} It is written as {written_as}.",
+        "## Settings\n\n" + _table(_settings(config)),
+        *(["## Training\n\n" + _table(measured)] if (measured := _measured(run)) else []),
+        "## Proof\n\n" + _proof(record),
+    ]
+    return "\n\n".join(sections) + "\n"
 
-A rank-{adapter.rank} LoRA adapter (alpha {adapter.alpha:g}, base in {config.quantization.kind}) trained on
-`{named(config.data.train)}` with learning rate {training.learning_rate:g} and batch size {training.batch_size}, merged
-into the unquantized base in 16 bit, and written as {written_as}.
 
-Its logits, computed from the written files, were compared with base plus adapter on {record["rows"]} held-out rows
-({record["tokens"]} tokens): they differ by {record["error"]:.3%} (bound {record["bound"]:.3%}, the adapter's own effect
-{record["effect"]:.3%}), and agree on the most likely next token at {record["agreement"]:.2%} of positions. `merge.json`
-has the figures and the hash of the base.
-"""
+def _licence(model: ModelSection) -> dict[str, Any]:
+    """The licence keys of the base's own card; none if it cannot be had."""
+    from huggingface_hub import ModelCard, hf_hub_download
+
+    try:
+        data = ModelCard.load(hf_hub_download(model.name, "README.md", revision=model.revision)).data
+    except Exception:  # offline, gated, no card, or one that cannot be parsed: the card then names the base alone
+        return {}
+    return {key: value for key in ("license", "license_name", "license_link") if (value := data.get(key))}
+
+
+def _is_hub_name(source: str) -> bool:
+    return source.count("/") == 1 and not source.startswith((".", "/", "~", "builtin:")) and not Path(source).exists()
+
+
+def _made(config: Config) -> str:
+    adapter = config.adapter
+    how = "All weights were trained" if adapter.kind == "none" else (
+        f"A rank-{adapter.rank} LoRA adapter (alpha {adapter.alpha:g}, base in {config.quantization.kind}) was trained"
+    )  # fmt: skip
+    return f"{how} on `{named(config.data.train)}`."
+
+
+def _settings(config: Config) -> dict[str, str]:
+    training, adapter = config.training, config.adapter
+    variants = [name for name in ("rslora", "dora") if getattr(adapter, name)]
+    return {
+        "learning rate": f"{training.learning_rate:g}",
+        "batch size": str(training.batch_size),
+        "optimizer": config.optimizer.kind,
+        "precision": training.precision,
+        "longest row": f"{config.data.max_length} tokens",
+        **({"adapter variants": ", ".join(variants)} if variants else {}),
+    }
+
+
+def _measured(run: RunDirectory) -> dict[str, str]:
+    lines = run.metrics()
+    losses = [line["eval_loss"] for line in lines if "eval_loss" in line and line["eval_loss"] is not None]
+    trained = [line for line in lines if "eval_loss" not in line]
+    peaks = [bytes for line in trained for peak in line["memory"].values() for bytes in peak.values()]
+    found = {}
+    if trained:
+        found["steps"] = str(trained[-1]["step"])
+    if losses:
+        found["evaluation loss"] = f"{losses[0]:.4f} before, {losses[-1]:.4f} after (nats per trained token)"
+    if peaks:
+        found["peak memory"] = f"{max(peaks) / 2**30:.2f} GiB"
+    return found
+
+
+def _proof(record: dict[str, Any]) -> str:
+    against = record.get("compared_with", "base plus adapter")
+    file = "export.json" if "not_proven" in record else "merge.json"
+    text = (
+        f"Its logits, computed from the written files, were compared with {against}, on {record['rows']} held-out "
+        f"rows ({record['tokens']} tokens): they differ by {record['error']:.3%} (bound {record['bound']:.3%}, the "
+        f"effect of training {record['effect']:.3%}), and agree on the most likely next token at "
+        f"{record['agreement']:.2%} of positions. `{file}` has the figures and the hash of the base."
+    )
+    for title, key in (("Known differences", "known_differences"), ("Not proven here", "not_proven")):
+        if record.get(key):
+            text += f"\n\n{title}:\n\n" + "\n".join(f"- {one}" for one in record[key])
+    return text
+
+
+def _table(facts: dict[str, str]) -> str:
+    return "\n".join(["| | |", "| --- | --- |", *(f"| {name} | {fact} |" for name, fact in facts.items())])

@@ -1,6 +1,7 @@
 """Export formats of a trained model. A new one is one entry in FORMATS.
 
-Importing this module loads no library: `finetune --help` reads the table.
+A `Format` is written from the model while it is merged, a `Conversion` from what the run has published. Importing this
+module loads no library: `finetune --help` reads the table.
 """
 
 from __future__ import annotations
@@ -33,6 +34,22 @@ class Format:
     write: Callable[[Any, Any, Path], object]
     load: Callable[[Path, ModelSection, torch.dtype | None, torch.device], Any]
     roundoff: float = 0.0
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """How the published adapter, or the merged model, is rewritten for other programs.
+
+    `module` of this package has two functions of a `finetune.export.job.Job`: `check(job)` raises ConfigError for a run
+    that the format cannot express, before anything is loaded; `make(job, folder)` writes the files, proves them and
+    returns the facts of export.json. `folder` is its name in the run directory; `merged` whether it is made from the
+    merged model.
+    """
+
+    help: str
+    folder: str
+    module: str
+    merged: bool = True
 
 
 def write_transformers(model: Any, tokenizer: Any, folder: Path) -> None:
@@ -71,12 +88,18 @@ def load_transformers(folder: Path, base: ModelSection, dtype: torch.dtype | Non
 
 _CLASS = "AutoModelForCausalLM"
 
-FORMATS: dict[str, Format] = {
+
+FORMATS: dict[str, Format | Conversion] = {
     "merged": Format("16-bit safetensors, for transformers and vLLM", write_transformers, load_transformers),
+    "adapter": Conversion(
+        "plain LoRA, for vLLM, SGLang and llama.cpp", "plain-adapter", "adapter_export", merged=False
+    ),
+    "gguf": Conversion("one GGUF file, for llama.cpp", "gguf", "gguf_export"),
+    "ollama": Conversion("a GGUF file and a Modelfile, for Ollama", "ollama", "ollama"),
 }
 
 
-def find(name: str) -> Format:
+def find(name: str) -> Format | Conversion:
     """The format of this name. Raises ConfigError with the closest name and the list of all."""
     if name not in FORMATS:
         from finetune.config.fields import unknown

@@ -16,7 +16,7 @@ from safetensors import SafetensorError
 from finetune.config import Config, ModelSection, QuantizationSection
 from finetune.data import fingerprint
 from finetune.data import prepare as data_prepare
-from finetune.errors import ArtifactError, MachineError
+from finetune.errors import ArtifactError, ConfigError, MachineError
 from finetune.export import formats, proof
 from finetune.export.card import model_card
 from finetune.model import attention, chat_template, experts, identity
@@ -47,6 +47,8 @@ def merge(
     the trained model; MachineError if writing fails. A failure leaves the adapter and an earlier export untouched.
     """
     form, target = formats.find(name), run.path / name
+    if not isinstance(form, formats.Format):
+        raise ConfigError(f"`{name}` is made from the published model: `finetune export {run.path} --to {name}` does")
     if config.adapter.kind == "none":
         raise ArtifactError(f"{run.path} trained every weight; {run.merged} is already the whole model")
     if config.model.weights == "random":
@@ -85,7 +87,7 @@ def merge(
                 "base_sha256": base_identity and base_identity.rpartition(":")[2],
             }
             write_json(folder / "merge.json", {**record, "environment": describe(device)})
-            (folder / "README.md").write_text(model_card(config, record, form.help), encoding="utf-8")
+            (folder / "README.md").write_text(model_card(run, config, record, form.help), encoding="utf-8")
     except (OSError, SafetensorError) as error:  # safetensors 0.8 raises its own error for a full disk
         raise MachineError(
             f"{not_written(target, error)}; the adapter is safe in {run.adapter}, and "

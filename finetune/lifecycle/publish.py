@@ -1,4 +1,4 @@
-"""After training: records the results, and exports the adapter merged into its base."""
+"""After training: records the results, merges the adapter into its base, and exports both for other programs."""
 
 from __future__ import annotations
 
@@ -6,11 +6,13 @@ from collections.abc import Callable
 from typing import Any
 
 from finetune.config import Config
+from finetune.export import conversion, formats, gguf_types, hub, serving
 from finetune.export import merge as exports
 from finetune.forecast import comparison
 from finetune.forecast.replay import Forecast
 from finetune.lifecycle import failures
 from finetune.measure.monitor import Peak
+from finetune.model.locate import locate
 from finetune.report.terminal import Terminal, note_beside_output
 from finetune.runtime import libraries
 from finetune.runtime.device import this_device
@@ -29,6 +31,60 @@ def record(
     if forecast:
         write_json(run.forecast_file, comparison.as_dict(forecast, peaks))
         terminal.compared(comparison.compare(forecast, peaks))
+
+
+def export(
+    run: RunDirectory,
+    format: str,
+    *,
+    type: str = "f16",
+    push: str | None = None,
+    trust_remote_code: bool = False,
+    terminal: Terminal | None = None,
+) -> dict[str, Any]:
+    """Write the trained model in a format, for the programs that serve it, once it is proven to be what was trained.
+
+    `format` is a key of `formats.FORMATS`, `type` (of a GGUF file) of `gguf_types.TYPES`; `push` names a
+    repository of the hub to upload the folder to. The merged model is made first if a format needs it.
+    `trust_remote_code` allows Python code shipped with the run's base.
+
+    Returns the proof, `path`, and `serve`: command lines by program. Raises ArtifactError if the export differs by more
+    than the stated bound, or if such code is needed and not allowed; ConfigError for an unknown format or type, and for
+    a run that the format cannot express; MachineError while a process trains in the run directory.
+    """
+    form = formats.find(format)
+    gguf_types.check(type)
+    if push:
+        hub.check(push)
+    libraries.quiet()
+    # Refuses an untrusted run before anything is written there.
+    config = config_of(run, trust_remote_code=trust_remote_code)
+    terminal = terminal or Terminal()
+    with run.locked(), Signals():
+        if isinstance(form, formats.Format):
+            folder = run.path / format
+            record = merge_locked(run, config, terminal, note_beside_output, format)
+        else:
+            folder = run.path / form.folder
+            with failures.out_of_memory_in_merge(run, format):
+                job = conversion.prepare(run, config, form, type, this_device(), note_beside_output)
+                if form.merged and config.adapter.kind == "lora" and not _is_merged(run):
+                    merge_locked(run, config, terminal, note_beside_output)
+                record = conversion.convert(job, format, form)
+            run.event("exported", format=format, error=record["error"], agreement=record["agreement"])
+            terminal.exported(folder, record)
+    record |= {"path": str(folder), "serve": serving.commands(format, folder, locate(config.model.name), record)}
+    terminal.serves(record["serve"])
+    if push:
+        record["pushed"] = hub.push(folder, push)
+        terminal.pushed(record["pushed"])
+    return record
+
+
+def _is_merged(run: RunDirectory) -> bool:
+    """Whether the merged model is that of the adapter as it is now."""
+    last = [event for event in run.events() if event["event"] in ("trained", "merged")][-1:]
+    return run.merged.exists() and any(event.get("format") == "merged" for event in last)
 
 
 def merge(

@@ -221,6 +221,28 @@ class Terminal:
             f"are the same. It is in {folder}"
         )
 
+    def exported(self, folder: Path, record: dict[str, Any]) -> None:
+        """Print the proof of an export for other programs, and what it does not prove."""
+        self.close()
+        self._say(
+            f"\nexported and proven: on {words.count(record['tokens'])} tokens of the evaluation set its logits differ "
+            f"by {record['error']:.3%} from {record['compared_with']} (rounding explains {record['bound']:.3%}; "
+            f"training moved the base by {record['effect']:.3%}), and {record['agreement']:.2%} of the most likely "
+            f"tokens are the same. It is in {folder}"
+        )
+        for title, key in (("known difference", "known_differences"), ("not proven here", "not_proven")):
+            for one in record.get(key, ()):
+                self._say(f"{title}: {one}")
+
+    def serves(self, commands: dict[str, str]) -> None:
+        """Print the command lines that serve an export, by program."""
+        self._say("\nserve it with")
+        self._facts(commands)
+
+    def pushed(self, address: str) -> None:
+        """Print where an export was uploaded to."""
+        self._say(f"uploaded to {address}")
+
     def finished(self, run: RunDirectory) -> None:
         """Print the results of the whole run, and their paths."""
         self.close()

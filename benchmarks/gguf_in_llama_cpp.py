@@ -1,0 +1,348 @@
+"""GGUF files beside transformers: most likely tokens, greedy answers, tokenization and chat templates, in llama.cpp.
+
+Small models of each family that is exported are made and trained here for a few seconds, with tokenizers trained here
+on the documentation. Each is written as a GGUF file in each type, and read by transformers and by llama.cpp (the server
+in the xllamacpp wheel). The bounds are for held-out text: the same most likely token at 99% of positions in f16, and at
+98% in q8_0; 1,000 strings split into the same tokens; prompts rendered alike.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import harness
+import torch
+
+sys.path.insert(0, str(harness.ROOT))
+
+from finetune.export import gguf_export, gguf_model, llama_cpp
+from finetune.model import chat_template
+from finetune.runtime import libraries
+
+BOUNDS = {"f16": 0.99, "bf16": 0.98, "q8_0": 0.98}
+ANSWER_TOKENS = 32
+VOCABULARY = 600
+CONTEXT = 128
+
+_LLAMA3 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|"
+    r"\s+(?!\S)|\s+"
+)
+_CHATML = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+_HEADERS = ["<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]
+_GEMMA = ["<pad>", "<eos>", "<bos>", "<unk>", "<start_of_turn>", "<end_of_turn>"]
+
+
+def texts() -> list[str]:
+    """The pages of the documentation: what tokenizers and models are trained on, the last held out."""
+    return [page.read_text(encoding="utf-8") for page in sorted((harness.ROOT / "docs").glob("*.md"))]
+
+
+# -- tokenizers -------------------------------------------------------------------------------------------------------
+
+
+def byte_level(pattern: str, special: list[str], *, ignore_merges: bool = False, normalize: bool = False) -> Any:
+    """A byte-level BPE as Llama 3 and Qwen 2.5 have it."""
+    from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+
+    backend = Tokenizer(models.BPE(ignore_merges=ignore_merges))
+    if normalize:
+        backend.normalizer = normalizers.NFC()
+    backend.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(pattern), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    backend.decoder = decoders.ByteLevel()
+    backend.train_from_iterator(texts()[:-1], trainers.BpeTrainer(
+        vocab_size=VOCABULARY, special_tokens=special, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    ))  # fmt: skip
+    return backend
+
+
+def sentencepiece(special: list[str], *, prefix: bool = False) -> Any:
+    """A BPE with bytes for what is unknown, as Gemma and (with `prefix`) Llama 2 have it.
+
+    As in a conversion from SentencePiece, every pair that makes a token is a merge.
+    """
+    from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+
+    trained = Tokenizer(models.BPE())
+    trained.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="never")
+    trained.train_from_iterator(texts()[:-1], trainers.BpeTrainer(vocab_size=VOCABULARY - 256, show_progress=False))
+    rules = json.loads(trained.to_str())["model"]
+    merged = ["".join(pair) for pair in rules["merges"]]
+    characters = [token for token in rules["vocab"] if len(token) == 1]
+    tokens = [*special, *(f"<0x{byte:02X}>" for byte in range(256)), *merged, *characters]
+    known = {token: place for place, token in enumerate(tokens)}
+    merges = [
+        (token[:cut], token[cut:])
+        for token in merged
+        for cut in range(1, len(token))
+        if token[:cut] in known and token[cut:] in known
+    ]
+    backend = Tokenizer(models.BPE(known, merges, byte_fallback=True, fuse_unk=True, unk_token="<unk>"))
+    space = normalizers.Replace(" ", "▁")
+    backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), space]) if prefix else space
+    if not prefix:
+        backend.pre_tokenizer = pre_tokenizers.Split(" ", "merged_with_previous")
+    backend.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    backend.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in special])
+    return backend
+
+
+def tokenizer(backend: Any, template: str, **special: str) -> Any:
+    from transformers import PreTrainedTokenizerFast
+
+    made = PreTrainedTokenizerFast(tokenizer_object=backend, **special)
+    made.chat_template = chat_template.named(template)
+    return made
+
+
+def llama3() -> Any:
+    return tokenizer(
+        byte_level(_LLAMA3, _HEADERS, ignore_merges=True), "llama3",
+        bos_token="<|begin_of_text|>", eos_token="<|end_of_text|>",
+    )  # fmt: skip
+
+
+def qwen() -> Any:
+    pattern = _LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
+    return tokenizer(byte_level(pattern, _CHATML, normalize=True), "chatml", eos_token="<|im_end|>")
+
+
+def gemma() -> Any:
+    return tokenizer(
+        sentencepiece(_GEMMA), "gemma", bos_token="<bos>", eos_token="<eos>", unk_token="<unk>", pad_token="<pad>"
+    )
+
+
+def llama2() -> Any:
+    return tokenizer(
+        sentencepiece(["<unk>", "<s>", "</s>"], prefix=True), "llama2",
+        unk_token="<unk>", bos_token="<s>", eos_token="</s>",
+    )  # fmt: skip
+
+
+# -- models -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A family: its tokenizer, and the fields of its configuration beside those of every model here."""
+
+    tokenizer: Callable[[], Any]
+    fields: dict[str, Any]
+
+
+_LLAMA3_ROPE = {
+    "rope_type": "llama3", "rope_theta": 10_000.0, "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}  # fmt: skip
+
+SHAPES = {
+    "llama": Shape(llama3, {"model_type": "llama", "rope_parameters": _LLAMA3_ROPE}),
+    "llama2": Shape(llama2, {"model_type": "llama", "tie_word_embeddings": True}),
+    "mistral": Shape(llama2, {"model_type": "mistral", "sliding_window": None}),
+    "qwen2.5": Shape(qwen, {"model_type": "qwen2", "tie_word_embeddings": True}),
+    "qwen3": Shape(qwen, {"model_type": "qwen3", "head_dim": 32}),
+    "gemma2": Shape(
+        gemma, {"model_type": "gemma2", "head_dim": 32, "query_pre_attn_scalar": 32, "sliding_window": 32}
+    ),
+    "gemma3": Shape(
+        gemma,
+        {
+            "model_type": "gemma3_text", "head_dim": 32, "query_pre_attn_scalar": 32, "sliding_window": 32,
+            "num_hidden_layers": 6,
+        },
+    ),
+    "phi4": Shape(
+        lambda: tokenizer(byte_level(_LLAMA3, _CHATML), "chatml", eos_token="<|im_end|>"),
+        {"model_type": "phi3", "pad_token_id": None, "sliding_window": None},
+    ),
+}  # fmt: skip
+
+
+def architecture(shape: Shape, vocabulary: int) -> Any:
+    from transformers import AutoConfig
+
+    fields = {
+        "vocab_size": vocabulary, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 2 * CONTEXT,
+    }  # fmt: skip
+    return AutoConfig.for_model(**fields | shape.fields)
+
+
+def train(config: Any, made: Any, steps: int) -> Any:
+    """A model that has learnt enough for its most likely token to be more than a tie."""
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    ids = torch.tensor(made("\n".join(texts()[:-1]), add_special_tokens=False)["input_ids"])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, weight_decay=0.1)
+    for _ in range(steps):
+        starts = torch.randint(0, len(ids) - 65, (8,))
+        batch = torch.stack([ids[start : start + 64] for start in starts])
+        model(input_ids=batch, labels=batch).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model.to(torch.bfloat16).float().eval()  # weights as a merged model has them
+
+
+def write(model: Any, made: Any, folder: Path) -> None:
+    """The folder of a merged model."""
+    model.to(torch.bfloat16).save_pretrained(str(folder))
+    made.save_pretrained(str(folder))
+    model.float()
+
+
+def export(folder: Path, made: Any, file: Path, kind: str) -> list[str]:
+    """The GGUF file of the model in `folder`, as `finetune export` writes it."""
+    from transformers import AutoConfig
+
+    prompt = chat_template.ids(made, [{"role": "user", "content": "Hi"}], prompt=True)
+    return gguf_model.write(
+        folder, AutoConfig.from_pretrained(folder), made, file, kind,
+        starts_with_bos=prompt[0] == made.bos_token_id, end_of_turn=chat_template.end_of_turn(made),
+    )  # fmt: skip
+
+
+# -- what is compared -------------------------------------------------------------------------------------------------
+
+
+_SIGNS = (
+    "'s", "'LL", "  ", "\r\n", "\n\n ", "...", "?!", "1234567", "3.14", "x=1", "东京", "ünï", "Ελλ", "привет", "🎉",
+    "👩‍👩‍👧", "ﬁ", "é",
+)  # fmt: skip
+
+
+def strings(count: int) -> list[str]:
+    """Strings of many kinds: words, numbers, white space, scripts, signs (in NFC); the same ones each time."""
+    draw = random.Random(0)
+    page = "\n".join(texts())
+    signs = [*_SIGNS, *" \n\t\u00a0a._—"]
+    found = []
+    for _ in range(count):
+        if draw.random() < 0.5:
+            start = draw.randrange(len(page) - 100)
+            found.append(page[start : start + draw.randrange(1, 100)])
+        else:
+            found.append("".join(draw.choices(signs, k=draw.randrange(1, 12))))
+    return found
+
+
+def conversations() -> list[list[dict[str, str]]]:
+    ask = {"role": "user", "content": "What is\n\n  two and 2?"}
+    reply = {"role": "assistant", "content": "Four — 'tis {{ so }}."}
+    return [[ask], [ask, reply, ask], [{"role": "system", "content": "Be brief."}, ask]]
+
+
+def compare(server: Any, model: Any, made: Any, positions: int, count: int) -> dict[str, Any]:
+    """What llama.cpp and the transformers model say of the same held-out tokens, strings and conversations."""
+    ids = made(texts()[-1], add_special_tokens=False)["input_ids"]
+    rows = [ids[start : start + CONTEXT] for start in range(0, len(ids) - CONTEXT, CONTEXT)]
+    places = [(row, length) for row in range(len(rows)) for length in range(1, CONTEXT)][:positions]
+    with torch.inference_mode():
+        logits = [model(input_ids=torch.tensor([row])).logits[0] for row in rows[: places[-1][0] + 1]]
+    same = difference = 0.0
+    for row, length in places:
+        expected = logits[row][length - 1].log_softmax(-1)
+        same += server.agrees(rows[row][:length], int(expected.argmax()), made)
+        for top, log_prob in server.log_probs(rows[row][:length]).items():
+            difference = max(difference, abs(log_prob - float(expected[top])))
+    prompt = rows[0][:16]
+    answer = server.greedy(prompt, ANSWER_TOKENS)
+    with torch.inference_mode():
+        generated = model.generate(
+            input_ids=torch.tensor([prompt]), attention_mask=torch.ones(1, 16, dtype=torch.long),
+            max_new_tokens=ANSWER_TOKENS, do_sample=False, pad_token_id=made.eos_token_id,
+            eos_token_id=chat_template.stop_ids(made),
+        )[0, 16:].tolist()  # fmt: skip
+    wanted = [token for token in generated if token not in chat_template.stop_ids(made)]
+    sample = strings(count)
+    tokenized = sum(server.tokens(text) == made(text, add_special_tokens=False)["input_ids"] for text in sample)
+    rendered = [_prompts(server, made, messages) for messages in conversations()]
+    return {
+        "positions": len(places),
+        "same_top": same / len(places),
+        "largest_log_prob_difference": round(difference, 4),
+        "answer_tokens": len(wanted),
+        "answer_tokens_alike": next(
+            (place for place, (a, b) in enumerate(zip(answer, wanted, strict=False)) if a != b), len(wanted)
+        ),
+        "strings": count,
+        "strings_alike": tokenized,
+        "conversations": len([pair for pair in rendered if pair]),
+        "conversations_alike": sum(pair[0] == pair[1] for pair in rendered if pair),
+    }
+
+
+def _prompts(server: Any, made: Any, messages: list[dict[str, str]]) -> tuple[list[int], list[int]] | None:
+    """The tokens of a prompt in llama.cpp and in transformers; None where the template refuses the conversation."""
+    try:
+        expected = chat_template.ids(made, messages, prompt=True)
+    except Exception:  # a template may raise anything
+        return None
+    prompt = server.post("/apply-template", messages=messages)["prompt"]
+    return server.tokens(prompt, opening=True), expected
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=300, help="training steps of each model")
+    parser.add_argument("--positions", type=int, default=500)
+    parser.add_argument("--strings", type=int, default=1000)
+    parser.add_argument("--output", type=Path, default=harness.RESULTS / "gguf_in_llama_cpp.json")
+    options = parser.parse_args()
+    libraries.quiet()
+    torch.set_num_threads(1)
+    models: dict[str, Any] = {}
+    passed = True
+    for name, shape in SHAPES.items():
+        made = shape.tokenizer()
+        config = architecture(shape, len(made))
+        model = train(config, made, options.steps)
+        models[name] = {}
+        with tempfile.TemporaryDirectory() as temporary:
+            folder = Path(temporary)
+            write(model, made, folder)
+            for kind, bound in BOUNDS.items():
+                file = folder / gguf_export.file_name(kind)
+                known = export(folder, made, file, kind)
+                read = gguf_export.load(file, config, torch.float32, torch.device("cpu"))
+                with llama_cpp.serving(file, 2 * CONTEXT) as server:
+                    found = compare(server, model, made, options.positions, options.strings)
+                    with_read = compare(server, read, made, 100, 1)
+                found |= {"bytes": file.stat().st_size, "known_differences": known}
+                found["same_top_as_transformers_reads_it"] = with_read["same_top"]
+                found["passed"] = (
+                    found["same_top"] >= bound
+                    and found["strings_alike"] == found["strings"]
+                    and found["conversations_alike"] == found["conversations"]
+                )
+                passed &= found["passed"]
+                models[name][kind] = found
+                print(name, kind, json.dumps(found), flush=True)
+    result = {
+        "command": harness.command_line(), "bounds": BOUNDS, "models": models, "passed": passed,
+        "versions": {name: metadata.version(name) for name in ("gguf", "xllamacpp")},
+        "environment": harness.environment(threads=1),
+    }  # fmt: skip
+    harness.write_result(options.output, result)
+    sys.exit(not passed)
+
+
+if __name__ == "__main__":
+    main()

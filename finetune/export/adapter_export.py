@@ -1,0 +1,134 @@
+"""The adapter rewritten so that no program can misread it, as PEFT files and as a GGUF file for llama.cpp.
+
+vLLM and SGLang read `r`, `lora_alpha` and `use_rslora` of adapter_config.json and ignore patterns; llama.cpp's
+converter reads `lora_alpha` alone. So the scale of each layer is folded into its B, every rank is padded with zeros to
+one, and `lora_alpha` is the rank: a plain adapter of scale 1, which computes the same.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from finetune.data import fingerprint
+from finetune.errors import ArtifactError, ConfigError
+from finetune.export import gguf_model, proof, serving
+from finetune.export.job import Job
+from finetune.model import adapter, build
+from finetune.model.base import base_dtype
+
+Pairs = dict[str, tuple[torch.Tensor, torch.Tensor]]
+"""A (rank, in) and B (out, rank) of each adapted layer in float32, by its name in the base."""
+
+GGUF = "adapter.gguf"
+
+
+def check(job: Job) -> None:
+    """Raise ConfigError for an adapter that other programs cannot read, ArtifactError if there is none."""
+    section = job.config.adapter
+    if section.kind == "none":
+        raise ArtifactError(f"{job.run.path} trained every weight; {job.run.merged} is the whole model")
+    published = adapter.published(section)
+    why = None
+    if section.dora:
+        why = "`adapter.dora` rescales whole weights, which no plain LoRA adapter expresses"
+    elif section.extra_modules:
+        why = f"`adapter.extra_modules` trained {', '.join(section.extra_modules)} as well, which these programs refuse"
+    elif section.init == "loftq":
+        why = "an adapter started by LoftQ belongs to the quantized base, which these programs do not load"
+    elif published.rank > serving.VLLM_RANKS[-1]:
+        why = f"its rank is {published.rank}, and vLLM takes at most {serving.VLLM_RANKS[-1]}"
+    if why:
+        raise ConfigError(
+            f"the adapter of {job.run.path} has no form for other programs: {why}. Export `merged` or `gguf` instead; "
+            f"PEFT reads {job.run.adapter} as it is"
+        )
+
+
+def make(job: Job, folder: Path) -> dict[str, Any]:
+    """Write the plain adapter to `folder` and prove it with PEFT. Returns the facts of export.json."""
+    from peft import PeftModel
+
+    config = job.config
+    architecture = job.architecture
+    attention, _ = build.choose_attention(config, architecture, job.device.type)
+    base = build.blueprint(config, architecture, attention).load(job.device)
+    base_logits = proof.logits(base, job.rows)
+    adapted = adapter.load_adapter(base, job.run.adapter, config.adapter)
+    trained = proof.logits(adapted, job.rows)
+    pairs = plain(adapted)
+    rank = write(pairs, adapted.peft_config["default"], config.model.name, folder)
+    fingerprint.save(job.tokenizer, job.base_identity, folder)
+    left_out = _write_gguf(architecture, pairs, rank, folder)
+    base = adapted.unload()
+    read = PeftModel.from_pretrained(base, str(folder)).eval()
+    # The products are summed in another order; the base is rounded to the same dtype in both.
+    roundoff = proof.ROUNDOFF[base_dtype(config.adapter, config.training)]
+    result = job.compare("plain adapter", read, proof.logits(read, job.rows), trained, base_logits, roundoff)
+    return {
+        "rank": rank,
+        "targets": sorted({name.rpartition(".")[2] for name in pairs}),
+        "gguf": None if left_out else GGUF,
+        **asdict(result),
+        "compared_with": "base plus adapter as trained, in PEFT",
+        "not_proven": [
+            left_out or f"{GGUF} was not run: llama.cpp needs the base as a GGUF file",
+            "vLLM and SGLang were not run; their limits are checked as of vLLM 0.33",
+        ],
+    }
+
+
+def plain(adapted: Any) -> Pairs:
+    """The LoRA pairs of a PeftModel, the scale in B and all ranks padded with zeros to the largest."""
+    from peft.tuners.lora import LoraLayer
+
+    layers = {
+        name.removeprefix("base_model.model."): module
+        for name, module in adapted.named_modules()
+        if isinstance(module, LoraLayer) and module.lora_A
+    }
+    if unusual := [name for name, layer in layers.items() if not isinstance(layer.lora_A["default"], torch.nn.Linear)]:
+        raise ConfigError(f"the adapter on `{unusual[0]}` is not on a linear layer; export `merged` instead")
+    rank = max(layer.r["default"] for layer in layers.values())
+    pairs = {}
+    for name, layer in layers.items():
+        missing = rank - layer.r["default"]
+        down = layer.lora_A["default"].weight.detach().float().cpu()
+        up = layer.lora_B["default"].weight.detach().float().cpu() * layer.scaling["default"]
+        pairs[name] = _padded(down, rows=missing), _padded(up, columns=missing)
+    return pairs
+
+
+def _padded(matrix: torch.Tensor, rows: int = 0, columns: int = 0) -> torch.Tensor:
+    return torch.nn.functional.pad(matrix, (0, columns, 0, rows)).contiguous()
+
+
+def write(pairs: Pairs, original: Any, base: str, folder: Path) -> int:
+    """Write `pairs` as a PEFT adapter with the targets of `original` (its LoraConfig); returns the rank."""
+    from peft import LoraConfig
+    from safetensors.torch import save_file
+
+    rank = len(next(iter(pairs.values()))[0])
+    LoraConfig(
+        r=rank, lora_alpha=rank, target_modules=original.target_modules, task_type="CAUSAL_LM",
+        base_model_name_or_path=base, inference_mode=True,
+    ).save_pretrained(str(folder))  # fmt: skip
+    tensors = {}
+    for name, (down, up) in pairs.items():
+        tensors[f"base_model.model.{name}.lora_A.weight"] = down
+        tensors[f"base_model.model.{name}.lora_B.weight"] = up
+    save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    return rank
+
+
+def _write_gguf(architecture: Any, pairs: Pairs, rank: int, folder: Path) -> str | None:
+    """Write the adapter for llama.cpp; the reason if there is no form for it."""
+    try:
+        gguf_model.write_lora(architecture, pairs, rank, folder / GGUF)
+    except ConfigError as error:
+        (folder / GGUF).unlink(missing_ok=True)
+        return f"no {GGUF}: {error}"
+    return None

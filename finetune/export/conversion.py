@@ -1,0 +1,82 @@
+"""Exports that are made from what a run has published: written beside it, proven, and only then renamed into place."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+
+from finetune.config import Config
+from finetune.data import fingerprint
+from finetune.data import prepare as data_prepare
+from finetune.errors import MachineError
+from finetune.export import formats
+from finetune.export.card import model_card
+from finetune.export.formats import Conversion
+from finetune.export.job import Job
+from finetune.model import identity
+from finetune.model.adapter import check_files
+from finetune.model.tokenizer import load_tokenizer
+from finetune.runtime.environment import describe
+from finetune.storage.files import not_written, staged, write_json
+from finetune.storage.rundir import RunDirectory
+
+# Number of held-out rows, and tokens of each, on which the logits are compared.
+_ROWS = 8
+_ROW_TOKENS = 256
+
+
+def prepare(
+    run: RunDirectory, config: Config, form: Conversion, kind: str, device: torch.device, note: Callable[[str], None]
+) -> Job:
+    """What the conversion is made from, checked before anything is loaded or written.
+
+    `note` is called if tokenizer or base cannot be verified. Raises ConfigError for a run that the format cannot
+    express, ArtifactError if adapter, tokenizer or base are missing or others than those of the training.
+    """
+    tokenizer = load_tokenizer(config.model, run.chat_template)
+    if config.adapter.kind == "lora":
+        check_files(run.adapter, config.adapter)
+    trained = run.adapter if config.adapter.kind == "lora" else run.merged
+    fingerprint.check(tokenizer, trained)
+    base_identity = identity.of_base(config.model, note)
+    fingerprint.check_base(config.model, base_identity, trained, note)
+    rows = data_prepare.held_out_ids(config.data, tokenizer, _ROWS, _ROW_TOKENS)
+
+    def load_merged(dtype: torch.dtype | None) -> Any:
+        return formats.load_transformers(run.merged, config.model, dtype, device)
+
+    job = Job(run, config, tokenizer, rows, device, kind, base_identity, load_merged)
+    _module(form).check(job)
+    return job
+
+
+def convert(job: Job, name: str, form: Conversion) -> dict[str, Any]:
+    """Write and prove the export `name`; returns its export.json.
+
+    Raises ArtifactError if it is not equivalent to the trained model, MachineError if writing fails. A failure leaves
+    an earlier export untouched.
+    """
+    target: Path = job.run.path / form.folder
+    try:
+        with staged(target) as folder:
+            record = {
+                "format": name,
+                **_module(form).make(job, folder),
+                "base": job.config.model.name,
+                "base_sha256": job.base_identity and job.base_identity.rpartition(":")[2],
+            }
+            write_json(folder / "export.json", {**record, "environment": describe(job.device)})
+            card = model_card(job.run, job.config, record, form.help)
+            (folder / "README.md").write_text(card, encoding="utf-8")
+    except (OSError, SafetensorError) as error:  # safetensors 0.8 raises its own error for a full disk
+        raise MachineError(not_written(target, error)) from None
+    return record
+
+
+def _module(form: Conversion) -> Any:
+    return importlib.import_module(f"finetune.export.{form.module}")

@@ -1,0 +1,103 @@
+"""The merged model as a GGUF file, proven by the programs at hand that read one."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+
+from finetune.config import QuantizationSection
+from finetune.export import gguf_model, gguf_vocabulary, llama_cpp, proof
+from finetune.export.gguf_types import TYPES
+from finetune.export.job import Job
+from finetune.runtime import libraries
+
+
+def check(job: Job) -> None:
+    """Raise ConfigError if the model or its tokenizer has no form in llama.cpp; before anything is merged."""
+    gguf_model.family(job.architecture)
+
+
+def file_name(kind: str) -> str:
+    return f"model-{kind}.gguf"
+
+
+def make(job: Job, folder: Path) -> dict[str, Any]:
+    """Write the GGUF file to `folder` and prove it. Returns the facts of export.json."""
+    file = folder / file_name(job.kind)
+    dtype = _dtype(job)
+    model = job.load_merged(dtype)
+    trained = proof.logits(model, job.rows)
+    dtype, config = model.dtype, model.config
+    del model
+    libraries.return_freed_memory()
+    starts_with_bos = bool(job.prompt) and job.prompt[0] == job.tokenizer.bos_token_id
+    differences = gguf_model.write(
+        job.run.merged, config, job.tokenizer, file, job.kind,
+        starts_with_bos=starts_with_bos, end_of_turn=job.end_of_turn,
+    )  # fmt: skip
+    written = load(file, config, dtype, job.device)
+    # Products are summed alike in both, so what a computation in 16 bit rounds counts as much as the weights.
+    roundoff = max(TYPES[job.kind].roundoff, proof.ROUNDOFF[dtype])
+    result = job.compare(
+        f"GGUF file ({job.kind})", written, proof.logits(written, job.rows), trained, _base(job, dtype), roundoff
+    )
+    del written
+    libraries.return_freed_memory()
+    ran, not_proven = llama_cpp.compare(
+        file, job, trained, tokenizes_alike=gguf_vocabulary.SPACES_AFTER_SPECIAL not in differences
+    )
+    return {
+        "type": job.kind,
+        "file": file.name,
+        **asdict(result),
+        "compared_with": "the merged model, in transformers' own GGUF reader",
+        "computed_in": str(dtype).removeprefix("torch."),
+        "llama_cpp": ran,
+        "known_differences": differences,
+        "not_proven": not_proven,
+    }
+
+
+def load(file: Path, config: Any, dtype: torch.dtype, device: torch.device) -> Any:
+    """The model in a GGUF file, by transformers' reader, with the configuration that it was written from.
+
+    The reader's own configuration lacks what a file says in tensors (Llama 3's rotary scaling).
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM, modeling_gguf_pytorch_utils
+
+    from finetune.model.locate import hub_call
+
+    if config.model_type == "mistral":  # which is a Llama to llama.cpp, and so to the reader
+        fields = config.to_dict()
+        config = AutoConfig.for_model("llama", **{key: fields[key] for key in fields.keys() - {"model_type"}})
+    # transformers 5.23 has no other way to silence the progress bar of its reader.
+    with libraries.replaced(modeling_gguf_pytorch_utils, "tqdm", lambda tensors, **_: tensors):
+        return hub_call(
+            f"GGUF file {file}",
+            lambda: AutoModelForCausalLM.from_pretrained(
+                str(file.parent), gguf_file=file.name, config=config, dtype=dtype, device_map={"": device}
+            ),
+        )
+
+
+def _dtype(job: Job) -> torch.dtype | None:
+    """What logits are computed in: float32 where a CPU has room for it, else as the merged model is written."""
+    stored_bytes = sum(file.stat().st_size for file in job.run.merged.glob("*.safetensors"))
+    # Twice as much in float32, and the reader holds two copies for a while.
+    has_room = job.device.type == "cpu" and 4 * stored_bytes < psutil.virtual_memory().available
+    return torch.float32 if has_room else None
+
+
+def _base(job: Job, dtype: torch.dtype) -> list[torch.Tensor]:
+    """The base's logits; zero for a base of random weights, which were not saved."""
+    if job.config.model.weights == "random":
+        return [torch.zeros(len(row), 1) for row in job.rows]
+    base = job.blueprint(QuantizationSection(kind="none"), dtype).load(job.device)
+    found = proof.logits(base, job.rows)
+    del base
+    libraries.return_freed_memory()
+    return found

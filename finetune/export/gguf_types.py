@@ -1,0 +1,40 @@
+"""Types of the matrices in a GGUF file. A new one is one entry in TYPES.
+
+Importing this module loads no library: `finetune --help` reads the table.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from finetune.config.fields import unknown
+from finetune.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Type:
+    """`file_type` is llama.cpp's name of a file of this type, `roundoff` the relative rounding error of a weight."""
+
+    help: str
+    file_type: str
+    roundoff: float
+
+
+TYPES: dict[str, Type] = {
+    "f16": Type("16 bit, read everywhere", "MOSTLY_F16", 2**-12),
+    "bf16": Type("16 bit with the range of float32", "MOSTLY_BF16", 2**-9),
+    # Half a step is 1/254 of the largest of 32 weights, and so 2^-7 of their root mean square.
+    "q8_0": Type("8 bit in blocks of 32", "MOSTLY_Q8_0", 2**-7),
+}
+
+
+def check(kind: str) -> None:
+    """Raise ConfigError for a type that is not written here."""
+    if kind in TYPES:
+        return
+    if kind.lower().startswith(("q", "iq", "tq")):
+        raise ConfigError(
+            f"GGUF type `{kind}` is llama.cpp's to make, by a recipe of its own for each tensor: export `f16` and run "
+            f"`llama-quantize model-f16.gguf model-{kind}.gguf {kind}`; here choose from {', '.join(TYPES)}"
+        )
+    raise ConfigError(f"GGUF type {unknown(kind, TYPES)}")

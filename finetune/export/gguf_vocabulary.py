@@ -1,0 +1,215 @@
+"""A tokenizer as llama.cpp describes one: the `tokenizer.*` keys of a GGUF file.
+
+llama.cpp has tokenizers of its own and takes only tables from the file. Two of them cover the models known here:
+`gpt2`, a byte-level BPE whose pre-tokenizer is one of a fixed list of names, and `llama`, the BPE of SentencePiece,
+which merges by the score of the merged token. Everything is read from the rules of the fast tokenizer (its
+tokenizer.json), so a retrained tokenizer is exported as well as a known one. What llama.cpp would tokenize otherwise is
+refused, or said.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from finetune.errors import ConfigError
+
+_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+_WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
+_REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+
+# llama.cpp's name of a pre-tokenizer, by the expressions that split the text one after another (src/llama-vocab.cpp).
+# The same splits with and without `ignore_merges` have two names there.
+_PRE = {
+    (_GPT2,): "gpt-2",
+    (r"\p{N}", _GPT2): "smollm",
+    (_WORDS + r"\p{N}" + _REST,): "qwen2",
+    (_WORDS + r"\p{N}{1,3}" + _REST,): "dbrx",
+}
+_IGNORING_MERGES = {"dbrx": "llama-bpe"}
+
+SPACES_AFTER_SPECIAL = "llama.cpp puts a space before text after each special token; this tokenizer only at the start"
+"""The difference that shows in every conversation."""
+
+# Share of the possible merges that a SentencePiece vocabulary may lack: those of oddities, where one trained as another
+# kind of BPE lacks most.
+_MISSING_MERGES = 0.05
+
+
+def add(writer: Any, tokenizer: Any, size: int, *, starts_with_bos: bool, end_of_turn: int | None) -> list[str]:
+    """Add the vocabulary of `tokenizer`, padded to `size` tokens, its special tokens and its chat template.
+
+    `starts_with_bos`: whether prompts began with the BOS token in training. Returns, as sentences, where llama.cpp
+    tokenizes text otherwise. Raises ConfigError for a tokenizer that llama.cpp does not have.
+    """
+    if not getattr(tokenizer, "is_fast", False):
+        raise ConfigError("this tokenizer has no tokenizer.json, from which a GGUF file's vocabulary is written")
+    rules = json.loads(tokenizer.backend_tokenizer.to_str())
+    if rules["model"]["type"] != "BPE":
+        raise _unknown(f"is a {rules['model']['type']} model")
+    if max(tokenizer.get_vocab().values()) >= size:
+        raise ConfigError(f"the tokenizer has tokens beyond the {size:,} embeddings of the model; resize them first")
+    splits = list(_flat(rules["pre_tokenizer"], "pretokenizers"))
+    byte_level = any(one["type"] == "ByteLevel" for one in splits)
+    differences = (_byte_level if byte_level else _sentencepiece)(writer, tokenizer, rules, size)
+
+    named = {
+        "bos": tokenizer.bos_token_id, "eos": tokenizer.eos_token_id, "unk": tokenizer.unk_token_id,
+        "pad": tokenizer.pad_token_id, "eot": end_of_turn,
+    }  # fmt: skip
+    for name, token in named.items():
+        if token is not None:
+            getattr(writer, f"add_{name}_token_id")(token)
+    writer.add_add_bos_token(starts_with_bos)
+    writer.add_add_eos_token(False)
+    if isinstance(tokenizer.chat_template, str):
+        writer.add_chat_template(without_generation_marks(tokenizer.chat_template))
+    return differences
+
+
+def without_generation_marks(template: str) -> str:
+    """A chat template without the `{% generation %}` blocks that transformers adds to Jinja, with the same output.
+
+    They become blocks that are always taken, since they may trim the white space around them.
+    """
+    opened = re.sub(r"(\{%-?\s*)generation(\s*-?%\})", r"\1if true\2", template)
+    return re.sub(r"(\{%-?\s*)endgeneration(\s*-?%\})", r"\1endif\2", opened)
+
+
+def _byte_level(writer: Any, tokenizer: Any, rules: dict[str, Any], size: int) -> list[str]:
+    kinds = {one["type"] for one in _flat(rules["normalizer"], "normalizers")}
+    if kinds - {"NFC"}:
+        raise _unknown(f"normalizes text by {', '.join(sorted(kinds))}")
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre(_pre_tokenizer(rules))
+    tokens, types = _tokens(tokenizer, size, lambda token: token)
+    writer.add_token_list(tokens)
+    writer.add_token_types(types)
+    writer.add_token_merges([" ".join(pair) for pair in _merges(rules)])
+    said = "llama.cpp does not compose characters (NFC) before it tokenizes them, as this tokenizer does"
+    return [said] * bool(kinds)
+
+
+def _pre_tokenizer(rules: dict[str, Any]) -> str:
+    splits = tuple(_expressions(rules["pre_tokenizer"]))
+    # A line break split off first changes nothing if no token holds one beside other characters.
+    if splits[:1] == ("\n",) and not any("Ċ" in token and len(token) > 1 for token in rules["model"]["vocab"]):
+        splits = splits[1:]
+    if splits not in _PRE:
+        raise _unknown("splits text into words in its own way")
+    name = _PRE[splits]
+    if rules["model"].get("ignore_merges"):
+        if name not in _IGNORING_MERGES:
+            raise _unknown("takes whole words before it merges")
+        name = _IGNORING_MERGES[name]
+    return name
+
+
+def _expressions(pre_tokenizer: dict[str, Any]) -> Iterator[str]:
+    for one in _flat(pre_tokenizer, "pretokenizers"):
+        match one:
+            case {"type": "Split", "pattern": pattern, "behavior": behavior, "invert": invert}:
+                if (behavior, invert) not in (("Isolated", False), ("Removed", True)):
+                    raise _unknown("drops or joins what it splits")
+                yield pattern.get("Regex", pattern.get("String"))
+            case {"type": "Digits", "individual_digits": True}:
+                yield r"\p{N}"
+            case {"type": "ByteLevel", "add_prefix_space": False}:
+                if one.get("use_regex", True):
+                    yield _GPT2
+            case _:
+                raise _unknown(f"splits text by {one['type']}")
+
+
+def _sentencepiece(writer: Any, tokenizer: Any, rules: dict[str, Any], size: int) -> list[str]:
+    prefix, differences = _prefix(rules)
+    if not rules["model"].get("byte_fallback"):
+        raise _unknown("has no tokens for single bytes")
+    merges = _merges(rules)
+    vocabulary = rules["model"]["vocab"]
+    known = set(merges)
+    possible = [
+        (token[:cut], token[cut:])
+        for token in {"".join(pair) for pair in merges}
+        for cut in range(1, len(token))
+        if token[:cut] in vocabulary and token[cut:] in vocabulary
+    ]
+    if sum(pair not in known for pair in possible) > _MISSING_MERGES * len(possible):
+        raise _unknown("merges only some of the pairs that make a token, where SentencePiece merges all")
+    # The earlier a token is merged, the higher its score; all ways to merge it share the rank of the first.
+    scores: dict[str, float] = {}
+    for rank, pair in enumerate(merges):
+        scores.setdefault("".join(pair), float(-rank))
+    tokens, types = _tokens(tokenizer, size, lambda token: token.replace("▁", " "))
+    for token, place in vocabulary.items():
+        if types[place] == _NORMAL and re.fullmatch("<0x[0-9A-F]{2}>", token):
+            types[place] = _BYTE
+    if tokenizer.unk_token_id is not None:
+        types[tokenizer.unk_token_id] = _UNKNOWN
+    writer.add_tokenizer_model("llama")
+    writer.add_tokenizer_pre("default")
+    writer.add_token_list(tokens)
+    writer.add_token_scores([scores.get(token, _NEVER) for token in tokens])
+    writer.add_token_types(types)
+    writer.add_add_space_prefix(prefix)
+    return differences
+
+
+def _prefix(rules: dict[str, Any]) -> tuple[bool, list[str]]:
+    """Whether a space is put before text, and where llama.cpp does so otherwise."""
+    prefix, first = False, False
+    for one in _flat(rules["normalizer"], "normalizers"):
+        match one:
+            case {"type": "Prepend", "prepend": "▁"}:
+                prefix = True
+            case {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}:
+                pass
+            case _:
+                raise _unknown(f"normalizes text by {one['type']}")
+    for one in _flat(rules["pre_tokenizer"], "pretokenizers"):
+        match one:
+            case {"type": "Metaspace", "replacement": "▁", "prepend_scheme": scheme}:
+                prefix, first = scheme != "never", scheme == "first"
+            case {"type": "Split", "pattern": {"String": " "}, "behavior": "MergedWithPrevious"}:
+                pass  # finds nothing: each space is a ▁ by now
+            case _:
+                raise _unknown(f"splits text by {one['type']}")
+    return prefix, [SPACES_AFTER_SPECIAL] * first
+
+
+# Types of a token (ggml-org/llama.cpp, include/llama.h, llama_token_type).
+_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = range(1, 7)
+_NEVER = -1e9
+
+
+def _tokens(tokenizer: Any, size: int, user_defined: Callable[[str], str]) -> tuple[list[str], list[int]]:
+    """The text and type of each id; `user_defined` makes the text of added tokens as it stands in a raw text."""
+    tokens, types = [f"[PAD{place}]" for place in range(size)], [_UNUSED] * size
+    for token, place in tokenizer.get_vocab().items():
+        tokens[place], types[place] = token, _NORMAL
+    for place, added in tokenizer.added_tokens_decoder.items():
+        types[place] = _CONTROL if added.special else _USER_DEFINED
+        tokens[place] = added.content if added.special else user_defined(added.content)
+    return tokens, types
+
+
+def _merges(rules: dict[str, Any]) -> list[tuple[str, str]]:
+    return [tuple(pair.split(" ") if isinstance(pair, str) else pair) for pair in rules["model"]["merges"]]
+
+
+def _flat(part: dict[str, Any] | None, key: str) -> Iterator[dict[str, Any]]:
+    """The steps of a normalizer or pre-tokenizer, sequences flattened."""
+    if part and part["type"] == "Sequence":
+        for one in part[key]:
+            yield from _flat(one, key)
+    elif part:
+        yield part
+
+
+def _unknown(why: str) -> ConfigError:
+    return ConfigError(
+        f"llama.cpp has no tokenizer like this model's, which {why}; export `merged` instead, for transformers, vLLM "
+        "and SGLang"
+    )

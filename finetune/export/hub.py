@@ -1,0 +1,38 @@
+"""Uploads an export to a repository of the Hugging Face hub, when asked to and by name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from finetune.errors import ConfigError, MachineError, first_line
+
+
+def check(name: str) -> None:
+    """Raise ConfigError for what is no repository's name, MachineError if nobody is logged in; before any work."""
+    from huggingface_hub import get_token
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils import validate_repo_id
+
+    try:
+        validate_repo_id(name)
+    except HFValidationError as error:
+        raise ConfigError(f"`--push {name}`: {first_line(error)}") from None
+    if get_token() is None:
+        raise MachineError("`--push` needs an account of the hub: run `hf auth login`, or set HF_TOKEN")
+
+
+def push(folder: Path, name: str) -> str:
+    """Upload `folder` to the repository `name`, made private if there is none; returns its address.
+
+    Raises MachineError if the hub refuses or cannot be reached.
+    """
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError
+
+    api = HfApi()
+    try:
+        api.create_repo(name, private=True, exist_ok=True)
+        api.upload_folder(repo_id=name, folder_path=folder, commit_message=f"Upload {folder.name}")
+    except (HfHubHTTPError, OSError, ValueError) as error:
+        raise MachineError(f"{folder} is written and proven, but not pushed to {name}: {first_line(error)}") from None
+    return f"https://huggingface.co/{name}"

@@ -1,0 +1,135 @@
+"""Runs a GGUF file in llama.cpp, by the server in the `xllamacpp` wheel, where that is installed."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.util
+import json
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from finetune.data.examples import Chat
+from finetune.errors import ArtifactError
+from finetune.export.job import Job
+from finetune.model import chat_template
+
+# Positions of the held-out rows at which the most likely next token is compared. A wrong file agrees at few; a right
+# one differs only where two tokens are nearly tied.
+_POSITIONS = 64
+_AGREEMENT = 0.9
+
+
+class Server:
+    """llama.cpp's server on a port of this machine; `post` is its HTTP interface."""
+
+    def __init__(self, address: str) -> None:
+        self._address = address
+
+    def post(self, path: str, **body: Any) -> Any:
+        request = urllib.request.Request(
+            self._address + path, json.dumps(body).encode(), {"Content-Type": "application/json"}
+        )
+        with urllib.request.urlopen(request) as answer:
+            return json.load(answer)
+
+    def tokens(self, text: str, *, opening: bool = False) -> list[int]:
+        """The tokens of a text that may contain special ones; `opening`: with the BOS that starts a prompt."""
+        found = self.post("/tokenize", content=text, add_special=opening, parse_special=True)["tokens"]
+        return [int(token) for token in found]
+
+    def log_probs(self, prompt: list[int], count: int = 1) -> dict[int, float]:
+        """The `count` most likely next tokens, the first first, and their log-probabilities.
+
+        Empty where the first ends an answer: the server does not name it then.
+        """
+        answer = self.post("/completion", prompt=prompt, n_predict=1, n_probs=count, temperature=0.0)
+        [found] = answer.get("completion_probabilities", [{"top_logprobs": []}])
+        return {one["id"]: one["logprob"] for one in found["top_logprobs"]}
+
+    def agrees(self, prompt: list[int], token: int, tokenizer: Any) -> bool:
+        """Whether `token` is the most likely next one."""
+        found = self.log_probs(prompt)
+        return token in found if found else token in chat_template.special_ids(tokenizer)
+
+    def greedy(self, prompt: list[int], count: int) -> list[int]:
+        """The next `count` tokens, each the most likely one."""
+        answer = self.post("/completion", prompt=prompt, n_predict=count, temperature=0.0, return_tokens=True)
+        return [int(token) for token in answer["tokens"]]
+
+
+def installed() -> bool:
+    return importlib.util.find_spec("xllamacpp") is not None
+
+
+@contextlib.contextmanager
+def serving(file: Path, context: int, lora: Path | None = None) -> Iterator[Server]:
+    """llama.cpp serving `file` with room for `context` tokens, with the LoRA adapter `lora` if given, on this machine
+    alone. Raises ArtifactError if it cannot load the file.
+    """
+    library: Any = importlib.import_module("xllamacpp")
+    settings = library.CommonParams()
+    settings.model.path = str(file)
+    settings.n_ctx, settings.n_parallel, settings.port = context, 1, 0
+    settings.verbosity, settings.warmup, settings.use_jinja = -1, False, True
+    # With a cache of a sliding window alone, prompts of a few tokens get what an earlier one left there (build 11549).
+    settings.swa_full = True
+    settings.cpuparams.n_threads = torch.get_num_threads()
+    if lora:
+        adapter = library.CommonAdapterLoraInfo()
+        adapter.path, adapter.scale = str(lora), 1.0
+        settings.lora_adapters = [adapter]
+    try:
+        server = library.Server(settings)
+    except (RuntimeError, ValueError) as error:
+        raise ArtifactError(f"llama.cpp cannot load {file.name}: {error}. Nothing was published") from None
+    yield Server(server.listening_address)
+    del server
+
+
+def compare(
+    file: Path, job: Job, trained: list[torch.Tensor], *, tokenizes_alike: bool = True
+) -> tuple[dict[str, Any] | None, list[str]]:
+    """What llama.cpp makes of `file` beside the merged model's logits `trained`, and what was not proven.
+
+    Raises ArtifactError if it is not the same model or tokenizer; texts are only counted unless `tokenizes_alike`.
+    """
+    if not installed():
+        return None, ["llama.cpp was not run (`pip install xllamacpp` has it checked next time)"]
+    texts = [job.tokenizer.decode(row) for row in job.rows]
+    places = [(row, length) for row, ids in enumerate(job.rows) for length in range(1, len(ids) + 1)]
+    places = places[:: -(-len(places) // _POSITIONS)]
+    with serving(file, max(map(len, job.rows)) + 8) as server:
+        same_tokens = sum(
+            server.tokens(text) == job.tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts
+        )
+        same_prompt = not job.prompt or server.tokens(_prompt(server, job), opening=True) == job.prompt
+        same_top = sum(
+            server.agrees(job.rows[row][:length], int(trained[row][length - 1].argmax()), job.tokenizer)
+            for row, length in places
+        )
+    wrong = []
+    if same_top < _AGREEMENT * len(places):
+        wrong.append(f"has another most likely next token at {len(places) - same_top} of {len(places)} positions")
+    if tokenizes_alike and same_tokens < len(texts):
+        wrong.append(f"splits {len(texts) - same_tokens} of {len(texts)} held-out rows into other tokens")
+    if tokenizes_alike and not same_prompt:
+        wrong.append("makes other tokens of a prompt than the chat template")
+    if wrong:
+        raise ArtifactError(f"llama.cpp, given {file.name}, {', and '.join(wrong)}. Nothing was published")
+    found = {
+        "positions": len(places), "agreement": same_top / len(places), "texts": len(texts),
+        "tokenized_alike": same_tokens, "prompt_alike": same_prompt,
+    }  # fmt: skip
+    return found, []
+
+
+def _prompt(server: Server, job: Job) -> str:
+    """The prompt that the server makes of the example."""
+    if isinstance(job.example, Chat):
+        return str(server.post("/apply-template", messages=job.example.messages)["prompt"])
+    return str(job.example.prompt if hasattr(job.example, "prompt") else job.example.text)

@@ -1,0 +1,151 @@
+"""A folder for `ollama create`: the GGUF file and a Modelfile with the chat template in Ollama's language.
+
+Ollama renders with Go templates and knows the Jinja template of a GGUF file only if it is one of a list; any other
+model gets a default, without an error. So the template is translated: what stands before each message, by its role and
+place, is taken from the chat template's own output, written as a Go template, and compared with it on conversations of
+several shapes. A template that has no such form is refused.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from finetune.data.examples import Chat
+from finetune.errors import ArtifactError, ConfigError
+from finetune.export import gguf_export
+from finetune.export.job import Job
+from finetune.model import chat_template
+
+Messages = list[dict[str, Any]]
+Render = Callable[[Messages], str]
+
+_TURNS = ["user", "assistant", "user", "assistant", "user"]
+_SHAPES = [[*system, *_TURNS[:turns]] for system in ([], ["system"]) for turns in (1, 3, 5)]
+
+
+@dataclass(frozen=True)
+class Turns:
+    """The text before each message of a conversation, and `end`, which follows the last and opens the answer.
+
+    `system` and `after_system` are None for a template that takes no system message.
+    """
+
+    first: str
+    assistant: str
+    user: str
+    end: str
+    system: str | None = None
+    after_system: str | None = None
+
+    def text(self, messages: Messages) -> str:
+        """What Ollama makes of the Go template: a reading of it in Python."""
+        found = ""
+        for place, message in enumerate(messages):
+            if message["role"] == "user":
+                follows_system = place == 1 and messages[0]["role"] == "system"
+                before = self.first if place == 0 else self.after_system if follows_system else self.user
+            else:
+                before = self.system if message["role"] == "system" else self.assistant
+            found += f"{before}{message['content']}"
+        return found + self.end
+
+    def go(self) -> str:
+        """The Go template: https://pkg.go.dev/text/template, with Ollama's variables."""
+        first, assistant, user, end = map(_literal, (self.first, self.assistant, self.user, self.end))
+        system, before_user = "", f"{{{{ if eq $i 0 }}}}{first}{{{{ else }}}}{user}{{{{ end }}}}"
+        if self.system is not None and self.after_system is not None:
+            system = f'{{{{ if eq .Role "system" }}}}{_literal(self.system)}{{{{ .Content }}}}{{{{ end }}}}'
+            before_user = (
+                f"{{{{ if eq $i 0 }}}}{first}{{{{ else if and $.System (eq $i 1) }}}}{_literal(self.after_system)}"
+                f"{{{{ else }}}}{user}{{{{ end }}}}"
+            )
+        turns = (
+            f'{system}{{{{ if eq .Role "user" }}}}{before_user}{{{{ .Content }}}}{{{{ end }}}}'
+            f'{{{{ if eq .Role "assistant" }}}}{assistant}{{{{ .Content }}}}{{{{ end }}}}'
+        )
+        return f"{{{{ range $i, $m := .Messages }}}}{turns}{{{{ end }}}}{end}"
+
+
+def check(job: Job) -> None:
+    """Raise ConfigError if the model has no GGUF file, or its chat template no form in Ollama."""
+    gguf_export.check(job)
+    _template(job)
+
+
+def make(job: Job, folder: Path) -> dict[str, Any]:
+    """Write the GGUF file and the Modelfile to `folder`. Returns the facts of export.json."""
+    template, differences = _template(job)
+    facts = gguf_export.make(job, folder)
+    stops = [job.tokenizer.convert_ids_to_tokens(token) for token in chat_template.stop_ids(job.tokenizer)]
+    parameters = [f"PARAMETER stop {json.dumps(stop)}" for stop in stops]
+    lines = [f"FROM ./{facts['file']}", f'TEMPLATE """{template}"""', *parameters]
+    (folder / "Modelfile").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return {
+        **facts,
+        "known_differences": [*facts["known_differences"], *differences],
+        "not_proven": [*facts["not_proven"], "Ollama was not run; a reading of its template in Python was compared"],
+    }
+
+
+def _template(job: Job) -> tuple[str, list[str]]:
+    """The Go template, and where it differs from the chat template."""
+    if not isinstance(job.example, Chat):
+        return "{{ .Prompt }}", []
+    found = turns(lambda messages: chat_template.text(job.tokenizer, messages, prompt=True)[0])
+    missing = "the chat template takes no system message; Ollama leaves one out"
+    bos = job.tokenizer.bos_token
+    if bos and job.prompt[:1] == [job.tokenizer.bos_token_id]:  # which Ollama adds itself, as the GGUF file says
+        system = found.system and found.system.removeprefix(bos)
+        found = replace(found, first=found.first.removeprefix(bos), system=system)
+    return found.go(), [missing] * (found.system is None)
+
+
+def turns(render: Render) -> Turns:
+    """The parts of a chat template, from its output. Raises ConfigError if they do not make up all of it."""
+    try:
+        first, assistant, user, end = _between(render, _TURNS[:3])
+    except ArtifactError:
+        raise
+    except Exception as error:  # a template may raise anything
+        raise _refused(str(error)) from None
+    found = Turns(first, assistant, user, end)
+    try:
+        system, after, _ = _between(render, ["system", "user"])
+        found = Turns(first, assistant, user, end, system, after)
+        shapes = _SHAPES
+    except ArtifactError:
+        raise
+    except Exception:
+        shapes = [shape for shape in _SHAPES if shape[0] != "system"]
+    for shape in shapes:
+        messages = [{"role": role, "content": f"{role} says {place}.\n\nMore."} for place, role in enumerate(shape)]
+        if found.text(messages) != render(messages):
+            raise _refused(f"what stands before a message depends on more than its place ({', '.join(shape)})")
+    return found
+
+
+def _between(render: Render, roles: list[str]) -> list[str]:
+    """The texts before, between and after the contents of messages with these roles."""
+    contents = [f"QX{place}XQ" for place in range(len(roles))]
+    rest = render([{"role": role, "content": content} for role, content in zip(roles, contents, strict=True)])
+    found = []
+    for content in contents:
+        before, _, rest = rest.partition(content)
+        found.append(before)
+    return [*found, rest]
+
+
+def _literal(text: str) -> str:
+    """A text as an action of a Go template, so that its braces and white space stay as they are."""
+    return f"{{{{ {json.dumps(text, ensure_ascii=False)} }}}}" if text else ""
+
+
+def _refused(why: str) -> ConfigError:
+    return ConfigError(
+        f"the chat template has no form in Ollama's language: {why}; export `gguf` for llama.cpp's server, which reads "
+        "the template itself"
+    )

@@ -1,0 +1,48 @@
+"""The commands that serve an export with the programs that exist; there is no server here."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+from typing import Any
+
+VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""What `--max-lora-rank` of vLLM may be (vllm/config/lora.py, 2026-11)."""
+
+
+def commands(name: str, folder: Path, base: str, record: dict[str, Any]) -> dict[str, str]:
+    """Command lines by program for the export `name` in `folder`; `record` is its export.json."""
+    called = folder.absolute().parent.name
+    if name == "adapter":
+        return _of_adapter(called, folder, base, record)
+    if name == "gguf":
+        return {"llama.cpp": _line("llama-server", "-m", folder / record["file"], "--jinja")}
+    if name == "ollama":
+        made = _line("ollama", "create", called, "-f", folder / "Modelfile")
+        return {"Ollama": f"{made} && {_line('ollama', 'run', called)}"}
+    return {
+        "vLLM": _line("vllm", "serve", folder, "--served-model-name", called),
+        "SGLang": _line("python", "-m", "sglang.launch_server", "--model-path", folder, "--served-model-name", called),
+        "transformers": _line("transformers", "serve", folder),
+    }
+
+
+def _of_adapter(called: str, folder: Path, base: str, record: dict[str, Any]) -> dict[str, str]:
+    allowed = next(rank for rank in VLLM_RANKS if rank >= record["rank"])
+    found = {
+        "vLLM": _line(
+            "vllm", "serve", base, "--enable-lora", "--max-lora-rank", allowed, "--lora-modules", f"{called}={folder}"
+        ),
+        "SGLang": _line(
+            "python", "-m", "sglang.launch_server", "--model-path", base, "--lora-paths", f"{called}={folder}",
+            "--max-loras-per-batch", 1,
+        ),
+    }  # fmt: skip
+    if record["gguf"]:
+        # The base's file is for the reader to name: it is not made here.
+        found["llama.cpp"] = _line("llama-server", "-m", "BASE.gguf", "--lora", folder / record["gguf"], "--jinja")
+    return found
+
+
+def _line(*words: object) -> str:
+    return shlex.join(map(str, words))

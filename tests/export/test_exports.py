@@ -1,0 +1,415 @@
+"""Exports for other programs: what is written, what is refused before anything is, and what is never done unasked."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import re
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import gguf_in_llama_cpp as bench
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.cli.serve import Serve
+
+from finetune.errors import ArtifactError, ConfigError, MachineError
+from finetune.export import adapter_export, card, formats, gguf_model, gguf_types, llama_cpp, ollama, serving
+from finetune.export.job import Job
+from finetune.lifecycle import publish
+from finetune.model import chat_template
+from finetune.report.terminal import Terminal
+from finetune.storage.rundir import RunDirectory
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def run(trained: RunDirectory, tmp_path: Path) -> RunDirectory:
+    """A copy of the trained run that a test may write to."""
+    return RunDirectory(shutil.copytree(trained.path, tmp_path / "run"))
+
+
+@pytest.fixture
+def no_llama_cpp(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(llama_cpp, "installed", lambda: False)
+
+
+def export(run: RunDirectory, format: str, **options: Any) -> dict[str, Any]:
+    return publish.export(run, format, terminal=Terminal(quiet=True), **options)
+
+
+@torch.inference_mode()
+def logits(model: Any) -> torch.Tensor:
+    return model.eval()(input_ids=torch.arange(100, 164)[None]).logits.float()
+
+
+# -- the adapter -----------------------------------------------------------------------------------------------------
+
+
+def test_the_plain_adapter_is_the_trained_one_to_peft(run: RunDirectory, tiny_base: Path) -> None:
+    result = export(run, "adapter")
+    folder = Path(result["path"])
+    settings = json.loads((folder / "adapter_config.json").read_text())
+    assert settings["r"] == settings["lora_alpha"] == 16
+    assert not settings["use_rslora"]
+    assert not settings["rank_pattern"]
+    own, plain = (
+        logits(PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tiny_base, dtype=torch.float32), place))
+        for place in (run.adapter, folder)
+    )
+    assert torch.allclose(own, plain, atol=1e-5)
+    before = load_file(run.adapter / "adapter_model.safetensors")
+    assert load_file(folder / "adapter_model.safetensors").keys() == before.keys()
+    assert json.loads((folder / "export.json").read_text())["error"] == result["error"] <= result["bound"]
+    assert any("vLLM and SGLang were not run" in said for said in result["not_proven"])
+    assert "--max-lora-rank 16" in result["serve"]["vLLM"]
+    assert f"run={folder}" in result["serve"]["vLLM"]
+
+
+def _patterned(base: Any) -> Any:
+    """An adapter with all that other programs misread: rsLoRA, and ranks and scales by layer."""
+    torch.manual_seed(0)
+    config = LoraConfig(
+        r=8, lora_alpha=12, use_rslora=True, target_modules=["q_proj", "k_proj", "down_proj"], task_type="CAUSAL_LM",
+        rank_pattern={"k_proj": 4}, alpha_pattern={"down_proj": 30},
+    )  # fmt: skip
+    model = get_peft_model(base, config)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.1)
+    return model
+
+
+def test_an_adapter_that_others_misread_is_rewritten_to_one_that_they_cannot(tiny_base: Path, tmp_path: Path) -> None:
+    adapted = _patterned(AutoModelForCausalLM.from_pretrained(tiny_base, dtype=torch.float32))
+    expected = logits(adapted)
+    pairs = adapter_export.plain(adapted)
+    assert adapter_export.write(pairs, adapted.peft_config["default"], "base", tmp_path) == 8
+    base = AutoModelForCausalLM.from_pretrained(tiny_base, dtype=torch.float32)
+    assert torch.allclose(logits(PeftModel.from_pretrained(base, str(tmp_path))), expected, atol=1e-4)
+    weights = load_file(tmp_path / "adapter_model.safetensors")
+    assert {len(tensor) for name, tensor in weights.items() if "lora_A" in name} == {8}
+    assert json.loads((tmp_path / "adapter_config.json").read_text())["rank_pattern"] == {}
+
+
+def test_llama_cpp_runs_the_rewritten_adapter_as_peft_does(tiny_base: Path, tmp_path: Path) -> None:
+    pytest.importorskip("xllamacpp", reason="llama.cpp is not installed")
+    base = AutoModelForCausalLM.from_pretrained(tiny_base, dtype=torch.float32)
+    config, ids = base.config, list(range(100, 140))
+    with torch.inference_mode():
+        plain = base(input_ids=torch.tensor([ids])).logits[0].log_softmax(-1)
+        adapted = _patterned(base).eval()
+        expected = adapted(input_ids=torch.tensor([ids])).logits[0].log_softmax(-1)
+    pairs = adapter_export.plain(adapted)
+    gguf_model.write_lora(config, pairs, 8, tmp_path / "adapter.gguf")
+    tokenizer = AutoTokenizer.from_pretrained(tiny_base)
+    gguf_model.write(
+        tiny_base, config, tokenizer, tmp_path / "base.gguf", "f16", starts_with_bos=False, end_of_turn=None
+    )
+    with llama_cpp.serving(tmp_path / "base.gguf", 128, lora=tmp_path / "adapter.gguf") as server:
+        found = [server.log_probs(ids[: place + 1], config.vocab_size) for place in (5, 20, 39)]
+    for place, log_probs in zip((5, 20, 39), found, strict=True):
+        error = max(abs(value - float(expected[place, token])) for token, value in log_probs.items())
+        effect = max(abs(value - float(plain[place, token])) for token, value in log_probs.items())
+        assert error < 0.1 < 1 < effect
+
+
+def job(run: RunDirectory, **changes: Any) -> Job:
+    config = run.config()
+    section = config.adapter.model_copy(update=changes)
+    config = config.model_copy(update={"adapter": section})
+    return Job(run, config, None, [], CPU, "f16", None, lambda dtype: None)
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"dora": True}, "`adapter.dora` rescales whole weights"),
+        ({"extra_modules": ["norm"]}, "`adapter.extra_modules` trained norm as well"),
+        ({"init": "loftq"}, "LoftQ belongs to the quantized base"),
+        ({"rank": 600}, "its rank is 600, and vLLM takes at most 512"),
+        ({"rank": 300, "init": "pissa"}, "its rank is 600"),
+    ],
+)
+def test_an_adapter_without_a_plain_form_is_refused(trained: RunDirectory, changes: dict[str, Any], why: str) -> None:
+    with pytest.raises(ConfigError, match=f"no form for other programs: .*{re.escape(why)}.*Export `merged`"):
+        adapter_export.check(job(trained, **changes))
+
+
+def test_a_rank_between_those_of_vllm_takes_the_next() -> None:
+    record = {"rank": 100, "gguf": None}
+    assert "--max-lora-rank 128" in serving.commands("adapter", Path("run/plain-adapter"), "base", record)["vLLM"]
+
+
+def test_the_server_of_transformers_takes_a_folder_as_the_command_gives_it() -> None:
+    """Its packages need not be installed, nor are vLLM's and SGLang's."""
+    assert serving.commands("merged", Path("run/merged"), "base", {})["transformers"] == "transformers serve run/merged"
+    first = next(iter(inspect.signature(Serve).parameters.values()))
+    assert "ArgumentInfo" in str(first.annotation), "the model is no option"
+
+
+def test_a_conversion_is_not_a_merge(trained: RunDirectory) -> None:
+    with pytest.raises(ConfigError, match=r"finetune export .* --to gguf"):
+        publish.merge(trained, "gguf")
+
+
+# -- GGUF, from a run ------------------------------------------------------------------------------------------------
+
+
+def test_a_run_becomes_a_gguf_file_and_keeps_its_merged_model(run: RunDirectory, no_llama_cpp: None) -> None:
+    result = export(run, "gguf", type="q8_0")
+    assert result["error"] <= result["bound"] < result["effect"]
+    assert result["agreement"] > 0.95
+    assert result["llama_cpp"] is None
+    assert "llama.cpp was not run" in result["not_proven"][0]
+    folder = run.path / "gguf"
+    assert {file.name for file in folder.iterdir()} == {"model-q8_0.gguf", "export.json", "README.md"}
+    assert "not run" in (folder / "README.md").read_text()
+    assert str(run.path) not in (folder / "export.json").read_text(), "what may be uploaded names no local folder"
+    [merged, exported] = [event for event in run.events() if event["event"] in ("merged", "exported")]
+    assert (merged["format"], exported["format"]) == ("merged", "gguf")
+
+    export(run, "gguf")
+    assert [event["event"] for event in run.events()][-2:] == ["exported", "exported"], "merged once"
+    run.event("trained", step=30)
+    assert not publish._is_merged(run), "an adapter that was trained on since"
+
+
+def test_llama_cpp_checks_a_run(run: RunDirectory) -> None:
+    pytest.importorskip("xllamacpp", reason="llama.cpp is not installed")
+    result = export(run, "ollama")
+    assert result["llama_cpp"]["agreement"] >= 0.98
+    assert result["llama_cpp"]["tokenized_alike"] == result["llama_cpp"]["texts"] == 8
+    assert result["llama_cpp"]["prompt_alike"]
+    modelfile = (run.path / "ollama" / "Modelfile").read_text()
+    assert modelfile.startswith('FROM ./model-f16.gguf\nTEMPLATE """{{ range $i, $m := .Messages }}')
+    assert modelfile.endswith('PARAMETER stop "<|im_end|>"\n')
+
+
+def test_a_file_with_a_wrong_tensor_is_not_published(
+    run: RunDirectory, no_llama_cpp: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stored = gguf_model._stored
+
+    def doubled(name: str, tensor: torch.Tensor, *others: Any) -> torch.Tensor:
+        return stored(name, tensor, *others) * (2 if "layers.1.mlp.up_proj" in name else 1)
+
+    monkeypatch.setattr(gguf_model, "_stored", doubled)
+    with pytest.raises(ArtifactError, match=r"the GGUF file \(f16\) is not the trained model"):
+        export(run, "gguf")
+    assert not (run.path / "gguf").exists()
+    assert not list(run.path.glob("*.incomplete"))
+
+
+def test_a_full_disk_leaves_the_earlier_export(
+    run: RunDirectory, no_llama_cpp: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    export(run, "gguf")
+    before = (run.path / "gguf" / "model-f16.gguf").read_bytes()
+    monkeypatch.setattr(shutil, "disk_usage", lambda place: SimpleNamespace(free=1000))
+    with pytest.raises(MachineError, match=r"No space left on device: [\d,]+ bytes are needed"):
+        export(run, "gguf", type="bf16")
+    assert (run.path / "gguf" / "model-f16.gguf").read_bytes() == before
+    assert not list(run.path.glob("*.incomplete"))
+
+
+@pytest.mark.parametrize("format", ["adapter", "gguf"])
+def test_another_base_or_a_damaged_adapter_is_refused(run: RunDirectory, format: str) -> None:
+    fingerprint = run.adapter / "fingerprint.json"
+    kept = fingerprint.read_text()
+    for name, why in (("base", "trained on another base"), ("tokenizer", "another tokenizer or chat template")):
+        changed = json.loads(kept)
+        changed[name] = "sha256:" * (name == "base") + "0" * 64
+        fingerprint.write_text(json.dumps(changed))
+        with pytest.raises(ArtifactError, match=why):
+            export(run, format)
+    fingerprint.write_text(kept)
+    (run.adapter / "adapter_model.safetensors").write_bytes(b"\0" * 64)
+    with pytest.raises(ArtifactError, match="adapter_model"):
+        export(run, format)
+    assert not (run.path / formats.find(format).folder).exists()
+    assert not run.merged.exists()
+
+
+@pytest.mark.parametrize("kind", ["Q4_K_M", "q6_K", "iq4_xs"])
+def test_a_type_of_llama_quantize_is_refused_with_its_command(kind: str) -> None:
+    with pytest.raises(ConfigError, match=f"llama-quantize model-f16.gguf model-{kind}.gguf {kind}"):
+        gguf_types.check(kind)
+
+
+def test_an_unknown_type_is_refused_with_the_nearest() -> None:
+    with pytest.raises(ConfigError, match="`f17` is not known; did you mean `f16`"):
+        gguf_types.check("f17")
+
+
+def test_no_conversion_takes_the_place_of_another_part_of_a_run(tmp_path: Path) -> None:
+    folders = [form.folder for form in formats.FORMATS.values() if isinstance(form, formats.Conversion)]
+    assert len(set(folders)) == len(folders) == 3
+    assert not {tmp_path / folder for folder in folders} & set(vars(RunDirectory(tmp_path)).values())
+
+
+# -- Ollama's template -----------------------------------------------------------------------------------------------
+
+
+def go(template: str, messages: list[dict[str, str]]) -> str:
+    """Go's text/template, as far as the template goes: range, if, else, and, eq, fields and literal texts."""
+    parts = re.split(r"\{\{ (.*?) \}\}", template, flags=re.DOTALL)
+    tokens = [("text" if place % 2 == 0 else "action", part) for place, part in enumerate(parts) if part]
+    system = next((message["content"] for message in messages if message["role"] == "system"), "")
+
+    def holds(condition: str, place: int) -> bool:
+        if inner := re.fullmatch(r"and \$\.System \((.*)\)", condition):
+            return bool(system) and holds(inner[1], place)
+        if role := re.fullmatch(r'eq \.Role "(\w+)"', condition):
+            return messages[place]["role"] == role[1]
+        return place == int(re.fullmatch(r"eq \$i (\d+)", condition)[1])
+
+    def block(at: int, place: int, active: bool) -> tuple[str, int]:
+        """The text up to the `else` or `end` that closes the block, and where that is."""
+        found = ""
+        while at < len(tokens):
+            kind, said = tokens[at]
+            if kind == "action" and (said == "end" or said.startswith("else")):
+                return found, at
+            if kind == "action" and said == "range $i, $m := .Messages":
+                for number in range(len(messages)):
+                    text, end = block(at + 1, number, active)
+                    found += text
+                at = end
+            elif kind == "action" and said.startswith("if "):
+                taken, rest = False, said
+                while rest != "end":
+                    condition = rest.removeprefix("else ").removeprefix("if ")
+                    now = active and not taken and (rest == "else" or holds(condition, place))
+                    text, at = block(at + 1, place, now)
+                    found, taken, rest = found + text * now, taken or now, tokens[at][1]
+            else:
+                said = (
+                    messages[place]["content"] if said == ".Content" else json.loads(said) if kind == "action" else said
+                )
+                found += said
+            at += 1
+        return found, at
+
+    return block(0, 0, True)[0]
+
+
+@pytest.mark.parametrize("name", sorted(chat_template.TEMPLATES.keys() - {"auto"}))
+def test_the_template_of_ollama_renders_what_the_chat_template_does(name: str) -> None:
+    tokenizer = bench.llama3()
+    tokenizer.chat_template = chat_template.named(name)
+
+    def render(messages: list[dict[str, str]]) -> str:
+        return chat_template.text(tokenizer, messages, prompt=True)[0]
+
+    template = ollama.turns(render).go()
+    rendered = 0
+    for messages in bench.conversations():
+        try:
+            expected = render(messages)
+        except Exception:  # no system message
+            continue
+        assert go(template, messages) == expected
+        rendered += 1
+    assert rendered >= 2
+
+
+def test_a_template_that_looks_at_more_than_places_is_refused() -> None:
+    def render(messages: list[dict[str, str]]) -> str:
+        return "".join(f"{len(messages)}:{message['content']}" for message in messages)
+
+    with pytest.raises(ConfigError, match=r"no form in Ollama's language.*export `gguf`"):
+        ollama.turns(render)
+
+
+# -- the card and the hub --------------------------------------------------------------------------------------------
+
+BASE_CARD = "---\nlicense: llama3.1\nlicense_name: llama3.1\nlicense_link: https://example.org/LICENSE\n---\n# Base\n"
+
+
+def test_the_card_inherits_the_licence_and_has_what_was_measured(
+    run: RunDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "README.md").write_text(BASE_CARD)
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", lambda *_, **__: str(tmp_path / "README.md"))
+    config = run.config().changed({"model.name": "meta-llama/Llama-3.1-8B", "data.train": "tatsu-lab/alpaca"})
+    proof = {"rows": 8, "tokens": 379, "error": 0.008, "bound": 0.02, "effect": 0.4, "agreement": 0.98}
+    record = {"format": "gguf", "type": "f16", "compared_with": "x", "not_proven": ["Ollama was not run"], **proof}
+    text = card.model_card(run, config, record, "one GGUF file")
+    for expected in (
+        "base_model: meta-llama/Llama-3.1-8B", "license: llama3.1", "license_link: https://example.org/LICENSE",
+        "- tatsu-lab/alpaca", "# Llama: meta-llama/Llama-3.1-8B, fine-tuned", "Built with Llama.", "0.003", "GiB",
+        "4.3", "differ by 0.800%", "Ollama was not run",
+    ):  # fmt: skip
+        assert expected in text, expected
+
+
+def test_a_card_without_a_base_on_the_hub_asks_nothing_and_names_no_folder(
+    run: RunDirectory, tiny_base: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", lambda *_, **__: pytest.fail("asked the hub"))
+    config = run.config().changed({"model.name": str(tiny_base)})
+    proof = {"rows": 8, "tokens": 379, "error": 0.008, "bound": 0.02, "effect": 0.4, "agreement": 0.98}
+    text = card.model_card(run, config, {"format": "merged", **proof}, "safetensors")
+    assert str(tiny_base) not in text
+    assert "tiny-llama, fine-tuned" in text
+    assert "base_model" not in text
+
+
+class Hub:
+    """huggingface_hub's API, at its boundary."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[Any, ...]] = []
+
+    def create_repo(self, name: str, *, private: bool, exist_ok: bool) -> None:
+        self.calls.append(("create", name, private, exist_ok))
+
+    def upload_folder(self, *, repo_id: str, folder_path: Path, commit_message: str) -> None:
+        self.calls.append(("upload", repo_id, sorted(file.name for file in Path(folder_path).iterdir())))
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> Hub:
+    made = Hub()
+    monkeypatch.setattr("huggingface_hub.HfApi", lambda: made)
+    monkeypatch.setattr("huggingface_hub.get_token", lambda: "token")
+    return made
+
+
+def test_an_export_is_uploaded_only_when_asked_to(run: RunDirectory, hub: Hub) -> None:
+    export(run, "adapter")
+    assert hub.calls == []
+    result = export(run, "adapter", push="me/tuned")
+    assert result["pushed"] == "https://huggingface.co/me/tuned"
+    [created, (uploaded, name, files)] = hub.calls
+    assert created == ("create", "me/tuned", True, True), "private unless it is there"
+    assert (uploaded, name) == ("upload", "me/tuned")
+    assert {"adapter_model.safetensors", "README.md", "export.json", "adapter.gguf"} <= set(files)
+
+
+def test_a_hub_that_refuses_leaves_the_export(run: RunDirectory, hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise OSError("403 Forbidden")
+
+    monkeypatch.setattr(hub, "create_repo", refuse, raising=False)
+    with pytest.raises(MachineError, match="written and proven, but not pushed to me/tuned: 403 Forbidden"):
+        export(run, "adapter", push="me/tuned")
+    assert (run.path / "plain-adapter" / "export.json").is_file()
+
+
+def test_a_wrong_name_or_no_account_ends_before_any_work(
+    run: RunDirectory, hub: Hub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(ConfigError, match="--push a/b/c"):
+        export(run, "adapter", push="a/b/c")
+    monkeypatch.setattr("huggingface_hub.get_token", lambda: None)
+    with pytest.raises(MachineError, match="hf auth login"):
+        export(run, "adapter", push="me/tuned")
+    assert not (run.path / "plain-adapter").exists()

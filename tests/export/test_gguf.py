@@ -1,0 +1,229 @@
+"""GGUF files: llama.cpp and transformers make of them what the model does that they were written from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import gguf_in_llama_cpp as bench
+import pytest
+import torch
+from gguf import GGUFReader
+from safetensors.torch import load_file, save_file
+
+from finetune.data.examples import Chat
+from finetune.errors import ArtifactError, ConfigError
+from finetune.export import gguf_export, gguf_model, gguf_types, gguf_vocabulary, llama_cpp, proof
+from finetune.model import catalog, chat_template
+
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Made:
+    """A model made here, with its tokenizer, and as a folder."""
+
+    tokenizer: Any
+    config: Any
+    model: Any
+    folder: Path
+
+    def export(self, file: Path, kind: str = "f16") -> Path:
+        bench.export(self.folder, self.tokenizer, file, kind)
+        return file
+
+
+def make(name: str, folder: Path, steps: int) -> Made:
+    shape = bench.SHAPES[name]
+    tokenizer = shape.tokenizer()
+    config = bench.architecture(shape, len(tokenizer) + 3)  # a vocabulary with room, as many models have
+    model = bench.train(config, tokenizer, steps)
+    bench.write(model, tokenizer, folder)
+    return Made(tokenizer, config, model, folder)
+
+
+@pytest.fixture(scope="module", params=["llama", "qwen2.5", "gemma2"])
+def trained_shape(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Made:
+    return make(request.param, tmp_path_factory.mktemp("model"), steps=60)
+
+
+@pytest.fixture
+def llama(tmp_path: Path) -> Made:
+    return make("llama", tmp_path / "model", steps=0)
+
+
+@torch.inference_mode()
+def relative_error(model: Any, expected: Any) -> float:
+    ids = torch.arange(20, 84)[None]
+    these, those = model(input_ids=ids).logits, expected(input_ids=ids).logits
+    return float((these - those).norm() / those.norm())
+
+
+@pytest.mark.parametrize(("kind", "agreement"), [("f16", 0.95), ("q8_0", 0.85)])
+def test_llama_cpp_says_what_the_model_says(trained_shape: Made, kind: str, agreement: float, tmp_path: Path) -> None:
+    """Few positions of a model that learnt little, where one tie counts; `make exports` holds 500 to 99% and 98%."""
+    pytest.importorskip("xllamacpp", reason="llama.cpp is not installed")
+    file = trained_shape.export(tmp_path / "model.gguf", kind)
+    read = gguf_export.load(file, trained_shape.config, torch.float32, CPU)
+    assert relative_error(read, trained_shape.model) < 4 * gguf_types.TYPES[kind].roundoff
+    with llama_cpp.serving(file, 2 * bench.CONTEXT) as server:
+        found = bench.compare(server, trained_shape.model, trained_shape.tokenizer, positions=60, count=150)
+    assert found["same_top"] >= agreement
+    assert found["strings_alike"] == 150
+    assert found["conversations_alike"] == found["conversations"] >= 2
+
+
+@pytest.mark.parametrize("name", bench.SHAPES.keys() - {"llama", "qwen2.5", "gemma2"})
+def test_every_family_is_read_by_transformers(name: str, tmp_path: Path) -> None:
+    made = make(name, tmp_path / "model", steps=0)
+    read = gguf_export.load(made.export(tmp_path / "model.gguf"), made.config, torch.float32, CPU)
+    assert relative_error(read, made.model) < proof.bound(made.config.num_hidden_layers, 2**-12)
+
+
+def test_all_families_of_the_catalog_are_written() -> None:
+    assert gguf_model.FAMILIES.keys() == catalog.families()
+
+
+def test_vectors_stay_in_float32_and_rows_that_blocks_do_not_divide_in_float16(llama: Made, tmp_path: Path) -> None:
+    kinds = {one.name: one.tensor_type.name for one in GGUFReader(llama.export(tmp_path / "a.gguf", "q8_0")).tensors}
+    assert kinds["blk.0.attn_norm.weight"] == kinds["rope_freqs.weight"] == "F32"
+    assert kinds["blk.0.ffn_up.weight"] == "Q8_0"
+    assert gguf_model._type("x.weight", [8, 33], "q8_0").name == "F16"
+
+
+def test_a_tensor_is_written_in_parts_as_in_one(llama: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = llama.export(tmp_path / "whole.gguf", "q8_0").read_bytes()
+    monkeypatch.setattr(gguf_model, "_CHUNK", 200)
+    assert llama.export(tmp_path / "parts.gguf", "q8_0").read_bytes() == whole
+
+
+def test_a_weight_beyond_float16_asks_for_bf16(llama: Made, tmp_path: Path) -> None:
+    weights = load_file(llama.folder / "model.safetensors")
+    weights["model.layers.1.mlp.up_proj.weight"][3, 4] = 1e5
+    save_file(weights, llama.folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ConfigError, match=r"blk\.1\.ffn_up.*`--type bf16`"):
+        llama.export(tmp_path / "a.gguf")
+    llama.export(tmp_path / "b.gguf", "bf16")
+
+
+# -- what llama.cpp cannot express -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "why"),
+    [
+        ("llama", {"hidden_act": "gelu"}, "uses the activation gelu"),
+        ("llama", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, "by `dynamic`"),
+        ("qwen2.5", {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 0}, "uses a sliding window"),
+        ("gemma2", {"query_pre_attn_scalar": 100}, "scales attention by another factor"),
+        ("gemma2", {"attn_logit_softcapping": None}, "has no soft capping"),
+        ("gemma3", {"layer_types": ["full_attention"] * 6}, "has other layers with a sliding window than 5 of 6"),
+    ],
+)
+def test_a_setting_that_llama_cpp_lacks_is_refused(name: str, changes: dict[str, Any], why: str) -> None:
+    shape = bench.SHAPES[name]
+    config = bench.architecture(bench.Shape(shape.tokenizer, shape.fields | changes), 600)
+    with pytest.raises(ConfigError, match=why):
+        gguf_model.family(config)
+
+
+def test_a_family_that_is_not_written_names_the_converter() -> None:
+    config = bench.architecture(bench.Shape(bench.qwen, {"model_type": "olmo2"}), 600)
+    with pytest.raises(ConfigError, match=r"`olmo2` model is not written here.*convert_hf_to_gguf\.py"):
+        gguf_model.family(config)
+
+
+def _word_level() -> Any:
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    backend = Tokenizer(models.WordLevel({"a": 0, "<unk>": 1}, unk_token="<unk>"))
+    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="a")
+
+
+def _own_words() -> Any:
+    return bench.tokenizer(bench.byte_level(r"\w+|\W+", bench._CHATML), "chatml", eos_token="<|im_end|>")
+
+
+def _not_sentencepiece() -> Any:
+    """A BPE trained with tokenizers: one way to make each token, where SentencePiece has all."""
+    from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    backend = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.Metaspace()
+    special = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    trainer = trainers.BpeTrainer(vocab_size=600, special_tokens=special, show_progress=False)
+    backend.train_from_iterator(bench.texts(), trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<unk>")
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "why"),
+    [
+        (_word_level, "is a WordLevel model"),
+        (_own_words, "splits text into words in its own way"),
+        (_not_sentencepiece, "merges only some of the pairs"),
+    ],
+)
+def test_a_tokenizer_that_llama_cpp_lacks_is_refused(tokenizer: Callable[[], Any], why: str) -> None:
+    from gguf import GGUFWriter
+
+    with pytest.raises(ConfigError, match=f"llama.cpp has no tokenizer like this model's, which {why}"):
+        gguf_vocabulary.add(GGUFWriter(None, "llama"), tokenizer(), 1000, starts_with_bos=False, end_of_turn=None)
+
+
+def test_tokens_beyond_the_embeddings_are_refused(llama: Made, tmp_path: Path) -> None:
+    llama.tokenizer.add_tokens([f"<|new {number}|>" for number in range(9)])
+    with pytest.raises(ConfigError, match="tokens beyond the 603 embeddings"):
+        llama.export(tmp_path / "a.gguf")
+
+
+@pytest.mark.parametrize("name", sorted(chat_template.TEMPLATES.keys() - {"auto"}))
+def test_a_template_renders_alike_without_its_generation_marks(name: str) -> None:
+    tokenizer = bench.llama3()
+    text = chat_template.named(name)
+    rendered = []
+    for template in (text, gguf_vocabulary.without_generation_marks(text)):
+        tokenizer.chat_template = template
+        rendered.append(chat_template.text(tokenizer, bench.conversations()[1], prompt=True)[0])
+    assert "generation %}" not in gguf_vocabulary.without_generation_marks(text)
+    assert rendered[0] == rendered[1]
+
+
+# -- the check before a file is published ----------------------------------------------------------------------------
+
+
+def test_a_file_that_llama_cpp_reads_otherwise_is_not_published(trained_shape: Made, tmp_path: Path) -> None:
+    pytest.importorskip("xllamacpp", reason="llama.cpp is not installed")
+    tokenizer = trained_shape.tokenizer
+    example = Chat([{"role": "user", "content": "Hi"}])
+    rows = [tokenizer(bench.texts()[-1], add_special_tokens=False)["input_ids"][:40]]
+    prompt = chat_template.ids(tokenizer, example.messages, prompt=True)
+    job: Any = SimpleNamespace(tokenizer=tokenizer, rows=rows, example=example, prompt=prompt)
+    file = trained_shape.export(tmp_path / "model.gguf")
+    with torch.inference_mode():
+        trained = [trained_shape.model(input_ids=torch.tensor(rows)).logits[0]]
+    found, not_proven = llama_cpp.compare(file, job, trained)
+    assert found is not None
+    assert found["agreement"] >= 0.9
+    assert (found["tokenized_alike"], found["prompt_alike"], not_proven) == (1, True, [])
+    with pytest.raises(ArtifactError, match=r"another most likely next token at \d+ of 40 positions"):
+        llama_cpp.compare(file, job, [-trained[0]])
+    job.tokenizer = bench.llama2()
+    with pytest.raises(ArtifactError, match="splits 1 of 1 held-out rows into other tokens"):
+        llama_cpp.compare(file, job, trained)
+    known, _ = llama_cpp.compare(file, job, trained, tokenizes_alike=False)
+    assert known is not None
+    assert known["tokenized_alike"] == 0
+
+
+def test_without_llama_cpp_the_result_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(llama_cpp, "installed", lambda: False)
+    nothing: Any = None
+    found, [said] = llama_cpp.compare(Path("a.gguf"), nothing, [])
+    assert found is None
+    assert "llama.cpp was not run" in said
