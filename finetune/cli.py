@@ -6,6 +6,7 @@ its config or opens its run first, so that errors there are reported at once.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import json
 import os
@@ -68,7 +69,8 @@ def train(
     """Train as the config says, or resume an interrupted run."""
 
     def work() -> None:
-        job = finetune.load_config(config, overrides or [])
+        with _refusing():
+            job = finetune.load_config(config, overrides or [])
         from finetune.runtime import ranks
 
         result = finetune.train(job, fresh=fresh, terminal=_terminal(quiet=as_json))
@@ -334,6 +336,15 @@ def _run(work: Callable[[], None], debug: bool) -> None:
         _fail(str(ended), Terminated.exit_code)
     except KeyboardInterrupt:
         _fail("interrupted; start the same command again to go on from the last checkpoint", INTERRUPTED)
+
+
+def _refusing() -> contextlib.AbstractContextManager[None]:
+    """See `ranks.refusing`; a process without others need not import torch for it."""
+    if "WORLD_SIZE" not in os.environ:
+        return contextlib.nullcontext()
+    from finetune.runtime import ranks
+
+    return ranks.refusing()
 
 
 def _speaks() -> bool:
