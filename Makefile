@@ -14,7 +14,7 @@ OLDEST := .venv-oldest/bin
 TORCH ?= 2.13.0
 
 .DEFAULT_GOAL := help
-.PHONY: help setup finetune data plan fit merge test test-fast test-oldest check notebooks bench golden sweep faults mutations gpu-check docs
+.PHONY: help setup finetune data plan fit merge test test-fast test-oldest check notebooks bench golden sweep faults faults-ranks mutations gpu-check docs
 
 help: ## Show the targets.
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | column -t -s '	'
@@ -97,6 +97,9 @@ sweep: $(DEV) ## Compare the forecast with real training steps and with the peer
 
 faults: $(DEV) ## Kill runs 200 times and at each write, fsync and rename, beside a plain Trainer script (an hour).
 	$(BIN)/python benchmarks/faults.py
+
+faults-ranks: $(DEV) ## Kill ranks of runs 50 times and resume, some with another number of ranks (ten minutes).
+	$(BIN)/python benchmarks/faults_ranks.py
 
 mutations: $(DEV) ## Put 1,000 faults into masks, loss normaliser and checkpoints, and see which the tests find (an hour).
 	$(BIN)/python benchmarks/mutations.py

@@ -72,6 +72,11 @@ class Child:
         status = self._children.ask({"wait": self.pid})["status"]
         return Ended(os.waitstatus_to_exitcode(status), self._log.read_text(errors="replace"))
 
+    @property
+    def ended(self) -> bool:
+        """Whether it is at its end, which `wait` tells."""
+        return " Z " in Path(f"/proc/{self.pid}/stat").read_text()
+
     def wait_until_stopped(self, seconds: float = 60) -> None:
         """Until a SIGSTOP that it was to send itself came."""
         until = time.monotonic() + seconds

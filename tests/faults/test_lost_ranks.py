@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 import torch
 from children import IMPATIENT, Children, Ended, Fault
-from conftest import Together
 from jobs import QUICK
 from safetensors.torch import load_file, save_file
+from together import Together
 
 from finetune.errors import DataError, MachineError
 from finetune.lifecycle import resume
