@@ -110,13 +110,14 @@ class Campaign:
         return [rank.wait() for rank in ranks]
 
     def _count_named(self, killed: int, ended: list[Ended]) -> None:
-        others = [each for rank, each in enumerate(ended) if rank != killed and each.code != -signal.SIGKILL]
+        """Count the ranks that the kill left at work, and those of them that named it."""
+        others = [each for rank, each in enumerate(ended) if rank != killed and each.code not in (0, -signal.SIGKILL)]
         self.counts["others"] += len(others)
         for each in others:
             said = " ".join(each.output.split())
             if each.code == 4 and f"rank {killed} was killed" in said:
                 self.counts["others_that_named_it"] += 1
-            elif each.code:
+            else:
                 self.errors.add(f"exit {each.code}: {harness.last_line(each.output)[:200]}")
 
     def _starts(self, job: Together) -> list[int]:

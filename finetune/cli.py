@@ -20,6 +20,7 @@ import typer
 import finetune
 from finetune.errors import FinetuneError, MachineError, OutOfMemoryError, Terminated
 from finetune.export.formats import FORMATS, find
+from finetune.launch.targets import TARGETS
 from finetune.report.visible import LINES, VisibleStream, visible
 from finetune.runtime import libraries
 
@@ -53,6 +54,10 @@ TrustCode = Annotated[
 ]
 FormatName = Annotated[
     str, typer.Option("--to", help="; ".join(f"{name}: {entry.help}" for name, entry in FORMATS.items()))
+]
+TargetName = Annotated[
+    str,
+    typer.Option("--on", help="; ".join(f"{name}: {t.help}" for name, t in TARGETS.items()), show_default=False),
 ]
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
@@ -230,6 +235,36 @@ def evaluate(run: Run, trust_code: TrustCode = False, as_json: Json = False, deb
             _print_json(losses)
         else:
             _terminal().losses(losses)
+
+    _run(work, debug)
+
+
+@app.command()
+def launch(
+    config: ConfigFile,
+    on: TargetName,
+    overrides: Overrides = None,
+    nodes: Annotated[int, typer.Option("--nodes", min=1)] = 1,
+    gpus: Annotated[int, typer.Option("--gpus-per-node", min=1)] = 8,
+    gpu: Annotated[
+        str | None, typer.Option("--gpu", help="The card's name for SkyPilot, such as H100.", show_default=False)
+    ] = None,
+    image: Annotated[
+        str | None, typer.Option("--image", help="A container image that has finetune.", show_default=False)
+    ] = None,
+    volume: Annotated[str, typer.Option("--volume", help="A volume that all nodes can write.")] = "finetune",
+    output: Annotated[Path | None, typer.Option("--output", parser=path, help="Where to write the file.")] = None,
+    debug: Debug = False,
+) -> None:
+    """Write the file that starts a job on a cluster. Its standard tool then starts the nodes, and restarts them."""
+
+    def work() -> None:
+        from finetune.launch import files
+
+        file, command = files.write(
+            config, overrides or [], on, nodes=nodes, gpus=gpus, gpu=gpu, image=image, volume=volume, output=output
+        )
+        typer.echo(visible(f"{file} starts the job: {command}", LINES))
 
     _run(work, debug)
 
