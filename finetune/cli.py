@@ -6,6 +6,7 @@ its config or opens its run first, so that errors there are reported at once.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import importlib.metadata
 import json
@@ -21,6 +22,7 @@ import finetune
 from finetune.errors import FinetuneError, MachineError, OutOfMemoryError, Terminated
 from finetune.export.formats import FORMATS, find
 from finetune.export.gguf_types import TYPES, check
+from finetune.launch.targets import TARGETS
 from finetune.report.visible import LINES, VisibleStream, visible
 from finetune.runtime import libraries
 
@@ -71,6 +73,10 @@ TrustCode = Annotated[
 FormatName = Annotated[
     str, typer.Option("--to", help="; ".join(f"{name}: {entry.help}" for name, entry in FORMATS.items()))
 ]
+TargetName = Annotated[
+    str,
+    typer.Option("--on", help="; ".join(f"{name}: {t.help}" for name, t in TARGETS.items()), show_default=False),
+]
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
 
@@ -86,7 +92,8 @@ def train(
     """Train as the config says, or resume an interrupted run."""
 
     def work() -> None:
-        job = finetune.load_config(config, overrides or [])
+        with _refusing():
+            job = finetune.load_config(config, overrides or [])
         from finetune.runtime import ranks
 
         result = finetune.train(job, fresh=fresh, terminal=_terminal(quiet=as_json))
@@ -267,6 +274,36 @@ def evaluate(run: Run, trust_code: TrustCode = False, as_json: Json = False, deb
 
 
 @app.command()
+def launch(
+    config: ConfigFile,
+    on: TargetName,
+    overrides: Overrides = None,
+    nodes: Annotated[int, typer.Option("--nodes", min=1)] = 1,
+    gpus: Annotated[int, typer.Option("--gpus-per-node", min=1)] = 8,
+    gpu: Annotated[
+        str | None, typer.Option("--gpu", help="The card's name for SkyPilot, such as H100.", show_default=False)
+    ] = None,
+    image: Annotated[
+        str | None, typer.Option("--image", help="A container image that has finetune.", show_default=False)
+    ] = None,
+    volume: Annotated[str, typer.Option("--volume", help="A volume that all nodes can write.")] = "finetune",
+    output: Annotated[Path | None, typer.Option("--output", parser=path, help="Where to write the file.")] = None,
+    debug: Debug = False,
+) -> None:
+    """Write the file that starts a job on a cluster. Its standard tool then starts the nodes, and restarts them."""
+
+    def work() -> None:
+        from finetune.launch import files
+
+        file, command = files.write(
+            config, overrides or [], on, nodes=nodes, gpus=gpus, gpu=gpu, image=image, volume=volume, output=output
+        )
+        typer.echo(visible(f"{file} starts the job: {command}", LINES))
+
+    _run(work, debug)
+
+
+@app.command()
 def report(run: Run, debug: Debug = False) -> None:
     """Redraw the plot and report.html of a run."""
 
@@ -368,6 +405,15 @@ def _run(work: Callable[[], None], debug: bool) -> None:
         _fail(str(ended), Terminated.exit_code)
     except KeyboardInterrupt:
         _fail("interrupted; start the same command again to go on from the last checkpoint", INTERRUPTED)
+
+
+def _refusing() -> contextlib.AbstractContextManager[None]:
+    """See `ranks.refusing`; a process without others need not import torch for it."""
+    if "WORLD_SIZE" not in os.environ:
+        return contextlib.nullcontext()
+    from finetune.runtime import ranks
+
+    return ranks.refusing()
 
 
 def _speaks() -> bool:

@@ -29,11 +29,12 @@ def train(config: Config, *, fresh: bool = False, terminal: Terminal | None = No
     """
     libraries.quiet()
     terminal = (terminal or Terminal()) if ranks.is_main() else Terminal(quiet=True)
-    config, note = bounds.settled(config)
+    with ranks.refusing():
+        config, note = bounds.settled(config)
+        check_shares(config)
     if note:
         terminal.note(note)
     run = RunDirectory(config.output.dir or "runs/unnamed")
-    check_shares(config)
     with session.opened(config, run, terminal) as (device, signals, lock):
         if resume.is_finished(config, run, terminal.note, fresh=fresh):
             return Result(run)

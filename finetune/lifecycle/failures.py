@@ -36,9 +36,11 @@ def out_of_memory(config: Config, run: RunDirectory, monitor: Monitor, device: t
         run.event("out_of_memory", memory=monitor.run)
         snapshot = f"\nAllocator snapshot: {run.snapshot_file}" if run.snapshot_file.exists() else ""
         first = "\n".join([reason(error), *getattr(error, "__notes__", ())])
-        raise OutOfMemoryError(
+        explained = OutOfMemoryError(
             f"out of memory: {first}\nTry, in this order: {'; '.join(map(str, levers(config)))}.{snapshot}"
-        ) from None
+        )
+        explained.shared = getattr(error, "shared", False)
+        raise explained from None
 
 
 @contextlib.contextmanager

@@ -53,19 +53,22 @@ def gather(
     """
     environment = _check_machine(config, device, note)
     ranks.main_does(lambda: lock.take() if run.exists else None)  # before anything slow
-    tokenizer = load_tokenizer(config.model, config.data.chat_template)
+    with ranks.agreeing():
+        tokenizer = load_tokenizer(config.model, config.data.chat_template)
     resume.refuse_other_ranks({"tokenizer": fingerprint.of(tokenizer)})
-    architecture = load_architecture(config.model)
-    bounds.check_tokenizer(tokenizer, architecture, config.model)
-    attention, reason = build.choose_attention(config, architecture, device.type)
-    blueprint = build.blueprint(config, architecture, attention)
-    mixture = blueprint.check(config.adapter)
+    with ranks.agreeing():
+        architecture = load_architecture(config.model)
+        bounds.check_tokenizer(tokenizer, architecture, config.model)
+        attention, reason = build.choose_attention(config, architecture, device.type)
+        blueprint = build.blueprint(config, architecture, attention)
+        mixture = blueprint.check(config.adapter)
     ranks.main_does(lambda: check_traceable(config, architecture, device))
-    data = prepare(config.data, tokenizer)
-    if data.warning and config.training.early_stopping:
-        raise DataError(f"`training.early_stopping` needs an evaluation set; {data.warning}")
-    check_ids(data, tokenizer, bounds.vocabulary(architecture), config.model.name)
-    origin = resume.made_with(config, data, tokenizer, environment, note)
+    with ranks.agreeing():
+        data = prepare(config.data, tokenizer)
+        if data.warning and config.training.early_stopping:
+            raise DataError(f"`training.early_stopping` needs an evaluation set; {data.warning}")
+        check_ids(data, tokenizer, bounds.vocabulary(architecture), config.model.name)
+        origin = resume.made_with(config, data, tokenizer, environment, note)
     resume.refuse_other_ranks(origin)
     return Materials(tokenizer, blueprint, f"{attention} ({reason})", mixture, data, environment, origin)
 
@@ -79,7 +82,8 @@ def _check_machine(config: Config, device: torch.device, note: Callable[[str], N
             f"Triton cannot run its kernels ({obstacle}): torch's own operators are used instead, and the loss takes "
             "more time and memory; `finetune doctor` says what to install"
         )
-    check(config, device)
+    with ranks.agreeing():
+        check(config, device)
     environment = describe(device)
     resume.refuse_other_ranks({"config": config.model_dump(mode="json"), "packages": environment["packages"]})
     return environment

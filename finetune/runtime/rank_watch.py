@@ -2,8 +2,9 @@
 
 Collectives do not report this: gloo does not say which rank failed, NCCL waits for hours, and both wait for a stopped
 process. So rank 0 has a connection to each other rank, over which both sides send a heartbeat every second. The
-connection of a killed process closes; that of a stopped one falls silent. Rank 0 informs the others. Messages are
-lines of JSON.
+connection of a killed process closes; that of a stopped one falls silent. A heartbeat says how many places the rank has
+passed at which ranks wait for each other: one that hangs stays behind. Rank 0 informs the others. Messages are lines of
+JSON.
 """
 
 from __future__ import annotations
@@ -23,6 +24,10 @@ from finetune.errors import MachineError
 BEAT_SECONDS = 1.0
 SILENCE_SECONDS = 30.0
 """A rank silent for this long counts as lost. Its heartbeat thread needs the GIL for a moment each second."""
+BEHIND_SECONDS = 1800.0
+"""A rank for which others wait this long, while it passes no further place, hangs and counts as lost."""
+MAIN_BEHIND_SECONDS = 7200.0
+"""The same for rank 0, which verifies checkpoints, generates the base's answers and writes to slow disks alone."""
 GRACE_SECONDS = 10.0
 """Time for the main thread to end by itself before the process, which may be stuck in a collective, is ended."""
 _CONNECT_SECONDS = 60.0
@@ -53,6 +58,7 @@ class _Peer:
         self._sending = threading.Lock()
         self._begun = b""
         self.silent_seconds = 0.0
+        self.passed = 0
 
     def say(self, **message: object) -> None:
         # A peer that is gone, or does not read, is detected by its silence.
@@ -78,12 +84,18 @@ class _Peer:
 
 
 class Watch:
-    """Watches the ranks in `connections`: rank 0 watches all others, and each of them watches rank 0."""
+    """Watches the ranks in `connections`: rank 0 watches all others, and each of them watches rank 0.
+
+    `passed` is the number of places passed so far at which ranks wait for each other; all ranks pass the same ones.
+    """
 
     def __init__(self, rank: int, connections: dict[int, socket.socket]) -> None:
         self._rank = rank
         self._peers = {other: _Peer(connection) for other, connection in connections.items()}
         self._lost: Lost | None = None
+        self.passed = 0
+        self._places: dict[int, int] = {}
+        self._behind_seconds: dict[int, float] = {}
         self._known, self._left = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
         self._thread.start()
@@ -109,11 +121,15 @@ class Watch:
             now = time.monotonic()
             # If this process was itself stopped, the gap is not the silence of the others.
             passed, looked = min(now - looked, 2 * BEAT_SECONDS), now
+            lost = None
             for rank, peer in list(self._peers.items()):
-                peer.say()
-                if lost := self._look(rank, peer, passed):
-                    self._end(lost)
-                    return
+                peer.say(passed=self.passed)
+                lost = lost or self._look(rank, peer, passed)
+            if self._rank == 0:
+                lost = lost or self._hanging(passed)
+            if lost:
+                self._end(lost)
+                return
 
     def _look(self, rank: int, peer: _Peer, passed_seconds: float) -> Lost | None:
         peer.silent_seconds += passed_seconds
@@ -121,6 +137,8 @@ class Watch:
             for message in peer.heard():
                 if "lost" in message:
                     return Lost(**message["lost"])  # type: ignore[arg-type]
+                if "passed" in message:
+                    peer.passed = int(message["passed"])  # type: ignore[call-overload]
                 if "done" in message:
                     del self._peers[rank]
                     peer.close()
@@ -131,11 +149,23 @@ class Watch:
             return Lost(rank, f"has been silent for {SILENCE_SECONDS:.0f} seconds: it or its machine is stopped")
         return None
 
+    def _hanging(self, passed_seconds: float) -> Lost | None:
+        """A rank that others have waited for too long."""
+        places = {self._rank: self.passed, **{rank: peer.passed for rank, peer in self._peers.items()}}
+        for rank, place in places.items():
+            if place == max(places.values()) or place != self._places.get(rank):
+                self._behind_seconds[rank] = 0.0
+            else:
+                self._behind_seconds[rank] += passed_seconds
+            if self._behind_seconds[rank] > (limit := BEHIND_SECONDS if rank else MAIN_BEHIND_SECONDS):
+                return Lost(rank, f"hangs: the others have waited for it for {limit / 60:.0f} minutes")
+        self._places = places
+        return None
+
     def _end(self, lost: Lost) -> None:
         """Tell the other ranks and the main thread; end the process if that thread is stuck in a collective."""
-        for rank, peer in self._peers.items():
-            if rank != lost.rank:
-                peer.say(lost=asdict(lost))
+        for peer in self._peers.values():  # the lost one too: if it hangs, it can still end
+            peer.say(lost=asdict(lost))
         self._lost = lost
         self._known.set()
         if self._left.wait(GRACE_SECONDS):

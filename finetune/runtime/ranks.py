@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import secrets
 from collections.abc import Callable, Iterator
@@ -12,15 +13,19 @@ from typing import TypeVar
 import torch
 from accelerate import PartialState
 from accelerate.utils import broadcast_object_list, gather_object, reduce
+from torch.distributed import DistError, Store, rendezvous
 
+from finetune import errors
 from finetune.errors import FinetuneError, MachineError, Terminated, first_line
 from finetune.runtime import rank_watch
 from finetune.runtime.rank_watch import Lost, Watch
 
 T = TypeVar("T")
 
-# Other ranks wait while rank 0 verifies checkpoints, generates the base's answers, or writes to a slow disk.
-_TIMEOUT = timedelta(hours=2)
+# A collective's own time-out does not say which rank it waited for, so it comes after the watch's.
+_TIMEOUT = timedelta(seconds=rank_watch.MAIN_BEHIND_SECONDS + 600)
+# From the first rank to the last one that starts: they import the same libraries, one perhaps from a cold network disk.
+_START = timedelta(minutes=10)
 
 _watch: Watch | None = None
 
@@ -75,17 +80,86 @@ def idle_gpus() -> str | None:
 
 
 @contextlib.contextmanager
+def refusing() -> Iterator[None]:
+    """In the block, before `together`, an error of any rank is raised by all of them, with one message."""
+    try:
+        yield
+    except FinetuneError as error:
+        if world_size() > 1:
+            _start(error)
+        raise
+
+
+def _start(error: FinetuneError | None) -> Store:
+    """The ranks' store, once each rank has said whether it can start; all raise the first error, if there is one.
+
+    Raises MachineError if a rank does not come.
+    """
+    try:
+        store, _, _ = next(rendezvous("env://", timeout=_START))
+        store.set(f"start/{rank()}", json.dumps(error and [_kind(error).__name__, str(error)]))
+        keys = [f"start/{other}" for other in range(world_size())]
+        try:
+            store.wait(keys, _START)
+        except DistError:
+            missing = [other for other, key in enumerate(keys) if not store.check([key])]
+            raise MachineError(
+                f"ranks {missing} have not started within {_START.seconds // 60} minutes of rank {rank()}"
+            ) from None
+        found = [json.loads(value) for value in store.multi_get(keys)]
+        if any(found):
+            # Rank 0 may hold the store, and leaves last.
+            store.set(f"read/{rank()}", "")
+            if is_main():
+                with contextlib.suppress(DistError):
+                    store.wait([f"read/{other}" for other in range(world_size())], timedelta(seconds=10))
+    except (RuntimeError, ValueError) as failed:
+        raise error or MachineError(f"the {world_size()} processes cannot connect to each other: {failed}") from None
+    _raise_first([failure and getattr(errors, failure[0])(failure[1]) for failure in found])
+    return store
+
+
+def _raise_first(failures: list[FinetuneError | None]) -> None:
+    """Raise on all ranks the first of their errors, in rank order; it names its rank unless all have the same."""
+    for rank, error in enumerate(failures):
+        if error:
+            alike = all(str(other) == str(error) for other in failures)
+            raise shared(error if alike else _kind(error)(f"rank {rank}: {error}"))
+
+
+def _kind(error: FinetuneError) -> type[FinetuneError]:
+    """The type of `error` in `finetune.errors`, of which it may be a special case."""
+    return next(kind for kind in type(error).__mro__ if kind.__module__ == errors.__name__)
+
+
+@contextlib.contextmanager
+def agreeing() -> Iterator[None]:
+    """Work in which ranks exchange nothing; at its end, an error of any rank is raised by all, with one message."""
+    failed: FinetuneError | None = None
+    try:
+        yield
+    except FinetuneError as error:
+        if world_size() == 1:
+            raise
+        failed = error
+    _raise_first(gathered(failed))
+
+
+@contextlib.contextmanager
 def together(device: torch.device) -> Iterator[None]:
     """In the block, until `leave`, ranks can exchange values; if one is lost, the others end.
 
-    Raises MachineError naming the lost rank, or if the ranks cannot connect to each other.
+    Raises MachineError naming the lost rank, or if the ranks cannot connect to each other; and what `refusing` raises
+    on another rank.
     """
     global _watch
     if world_size() == 1:
         yield
         return
+    store = _start(None)
     try:
-        PartialState(cpu=device.type == "cpu", timeout=_TIMEOUT).wait_for_everyone()
+        group = {"store": store, "rank": rank(), "world_size": world_size(), "timeout": _TIMEOUT}
+        PartialState(cpu=device.type == "cpu", **group).wait_for_everyone()
     except (RuntimeError, ValueError, NotImplementedError) as error:
         raise MachineError(f"the {world_size()} processes cannot connect to each other: {error}") from None
     watched = _watch = _connected()
@@ -115,7 +189,7 @@ def _connected() -> Watch:
 
 def _lost_rank(watched: Watch, error: BaseException) -> MachineError | None:
     """An error naming a lost rank if that caused `error`: in a collective, or because the launcher ends all ranks."""
-    if isinstance(error, torch.distributed.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error)):
+    if isinstance(error, DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error)):
         try:
             lost = watched.lost(rank_watch.SILENCE_SECONDS + rank_watch.GRACE_SECONDS)
         except Terminated:
@@ -127,10 +201,17 @@ def _lost_rank(watched: Watch, error: BaseException) -> MachineError | None:
     return None
 
 
+def advance() -> None:
+    """Called by each rank at the same places, where it waits for the others or they for it."""
+    if _watch:
+        _watch.passed += 1
+
+
 def main_does(work: Callable[[], T]) -> T:
     """The result of `work`, which only rank 0 runs; all ranks raise what it raises."""
     if world_size() == 1:
         return work()
+    advance()
     done: tuple[T | None, Exception | None] | None = None
     if is_main():
         try:
@@ -139,7 +220,7 @@ def main_does(work: Callable[[], T]) -> T:
             done = None, error
     value, failed = broadcast_object_list([done])[0]
     if failed:
-        raise _shared(failed)
+        raise shared(failed)
     return value
 
 
@@ -147,6 +228,7 @@ def gathered(value: T) -> list[T]:
     """The values of all ranks, in rank order."""
     if world_size() == 1:
         return [value]
+    advance()
     values: list[T] = gather_object([value])
     return values
 
@@ -155,6 +237,7 @@ def summed(values: torch.Tensor) -> torch.Tensor:
     """The sum over all ranks, on the device."""
     if world_size() == 1:
         return values
+    advance()
     total: torch.Tensor = reduce(values, "sum")
     return total
 
@@ -164,12 +247,12 @@ def agree(check: Callable[[list[T]], None], value: T) -> None:
     try:
         check(gathered(value))
     except FinetuneError as error:
-        raise _shared(error) from None
+        raise shared(error) from None
 
 
-def _shared(error: Exception) -> Exception:
-    if isinstance(error, FinetuneError):
-        error.shared = True
+def shared(error: BaseException) -> BaseException:
+    """Mark an error that all ranks raise alike, so that one of them reports it."""
+    error.shared = True  # type: ignore[attr-defined]
     return error
 
 

@@ -19,16 +19,16 @@ def check(config: Config, device: torch.device) -> None:
     check_shares(config)
 
 
-def check_shares(config: Config) -> None:
-    """Raise ConfigError for a batch that cannot be divided among the ranks."""
-    training = config.training
+def check_shares(config: Config, processes: int | None = None) -> None:
+    """Raise ConfigError for a batch that cannot be divided among so many processes, by default the ranks."""
+    training, processes = config.training, processes or ranks.world_size()
     if training.micro_batch_tokens or training.micro_batch == "auto":
-        rows, each = ranks.world_size(), ""
+        rows, each = processes, ""
     else:
-        rows, each = training.rows * ranks.world_size(), f" with `training.micro_batch` {training.rows}"
+        rows, each = training.rows * processes, f" with `training.micro_batch` {training.rows}"
     if training.batch_size % rows:
         raise ConfigError(
-            f"`training.batch_size` {training.batch_size} cannot be split among {ranks.world_size()} processes{each}; "
+            f"`training.batch_size` {training.batch_size} cannot be split among {processes} processes{each}; "
             f"make it a multiple of {rows}"
         )
 

@@ -36,7 +36,7 @@ class MicroBatches:
         mine = shares[self._rank]
         found = [self.micro_batch([mine[place] for place in part]) for part in parts[self._rank]]
         # Ranks synchronise in every micro-batch, so all need the same number.
-        return found + [self._idle() for _ in range(max(map(len, parts)) - len(found))]
+        return found + [self.idle() for _ in range(max(map(len, parts)) - len(found))]
 
     def micro_batch(self, rows: Sequence[dict[str, Any]]) -> Inputs:
         """Collate these rows into one micro-batch."""
@@ -45,7 +45,8 @@ class MicroBatches:
         found: Inputs = self._collate(arrays)
         return found
 
-    def _idle(self) -> Idle:
+    def idle(self) -> Idle:
+        """A micro-batch of one row without trained tokens."""
         return Idle(self.micro_batch([{"input_ids": [0, 0], "labels": [-100, -100]}]))
 
 

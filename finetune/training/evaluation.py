@@ -110,14 +110,19 @@ class Evaluation:
     limit: oom_retry.Limit = field(default_factory=oom_retry.Limit)
 
     def loss(self, steps: Iterable[list[Inputs]] | None = None) -> float | None:
-        """Mean loss in nats per trained token over `steps`, by default all rows; None if a row does not fit."""
+        """Mean loss in nats per trained token over `steps`, by default all rows; None if a row does not fit a rank."""
+        sums = too_large = None
         try:
-            total, count = ranks.summed(self.sums(steps)).tolist()
+            sums = self.sums(steps)
         except DoesNotFit as row:
-            if self.step.world_size > 1:  # the other ranks are waiting for this one's sums
+            if not self.step.repeatable:
                 raise
-            self.skip(row.inputs)
+            too_large = row.inputs
+        if too_large := next(filter(None, ranks.gathered(too_large)), None):
+            self.skip(too_large)
             return None
+        assert sums is not None, "no rank failed"
+        total, count = ranks.summed(sums).tolist()
         found: float = total / count
         return found
 

@@ -1,7 +1,8 @@
 """Out-of-memory retry: the micro-batch that did not fit is split, and the step restarted.
 
 The loss of a step is a sum over its tokens divided by their number in the whole step. So micro-batches may be split
-anywhere between rows: the gradient is the same up to the order of summation.
+anywhere between rows: the gradient is the same up to the order of summation. With several ranks, all learn at the end
+of a step whether memory ran out on any; then they lower the limit alike and repeat the step.
 """
 
 from __future__ import annotations
@@ -13,8 +14,8 @@ from typing import Any
 
 import torch
 
-from finetune.measure.out_of_memory import is_out_of_memory
-from finetune.runtime import libraries
+from finetune.measure.out_of_memory import is_out_of_memory, reason
+from finetune.runtime import libraries, ranks
 from finetune.runtime.randomness import RandomState
 from finetune.training.collator import Inputs, first_row, split
 from finetune.training.step import Count, Step
@@ -46,41 +47,54 @@ def _positions(inputs: Inputs) -> int:
     return inputs["input_ids"].numel()
 
 
+@dataclass(frozen=True)
+class _Failure:
+    """A micro-batch that did not fit, the rank that ran out of memory, and what its allocator said."""
+
+    inputs: Inputs
+    rank: int
+    reason: str
+
+
 @dataclass
 class Retry:
     """Runs steps and updates, and retries them after running out of memory. `limit` persists from step to step.
 
     `split` is called with a micro-batch that was split; `give_up` with the error and a single-row micro-batch that does
-    not fit, after all passes of the step were undone; `updated_again` before an update is retried.
+    not fit, after all passes of the step were undone; `updated_again` before an update is retried. With several ranks
+    the first two are called on all of them, with `rank`, the one that ran out of memory.
     """
 
-    split: Callable[[Inputs], None]
-    give_up: Callable[[BaseException, Inputs], None]
+    split: Callable[..., None]
+    give_up: Callable[..., None]
     updated_again: Callable[[], None]
     limit: Limit = field(default_factory=Limit)
 
     def forward_backward(self, step: Step, micro_batches: list[Inputs], count: Count) -> torch.Tensor:
-        """`Step.forward_backward` with retries. Raises for a single row, after `give_up`, and with several ranks.
-
-        Ranks synchronise in the last backward pass, so none can retry its step alone.
-        """
+        """`Step.forward_backward` with retries, by all ranks alike. Raises for a single row, after `give_up`."""
         start = StepStart(step)
         while True:
-            step.under_way = None  # memory may run out before the first one, and then none is split
+            step.under_way = caught = None  # memory may run out before the first one, and then none is split
             try:
-                return step.forward_backward(self.limit.parts(micro_batches), count)
+                loss = step.forward_backward(self.limit.parts(micro_batches), count)
             except (MemoryError, RuntimeError) as error:
-                too_large = step.under_way
-                if not is_out_of_memory(error) or step.world_size > 1 or too_large is None:
+                if not is_out_of_memory(error) or step.under_way is None or not step.repeatable:
                     raise
-                if not self.limit.lower(too_large):
-                    start.restore()
-                    self.give_up(error, too_large)
-                    raise
-            # The error is out of scope here, so the frames of the failed pass no longer hold memory.
+                caught = error
+            failures = _of_all_ranks(step, caught)
+            if not failures:
+                return loss
             start.restore()
-            release()
-            self.split(too_large)
+            # The largest first: the limit that it sets may be above others, which then lower it further.
+            for failure in sorted(failures, key=lambda failure: _positions(failure.inputs), reverse=True):
+                rank = {"rank": failure.rank} if step.world_size > 1 else {}
+                if not self.limit.lower(failure.inputs):
+                    given_up = caught or torch.OutOfMemoryError(failure.reason)
+                    self.give_up(given_up, failure.inputs, **rank)
+                    raise ranks.shared(given_up) if rank else given_up
+                caught = None  # with the frames of the failed pass, which hold memory
+                release()
+                self.split(failure.inputs, **rank)
 
     def update(self, step: Step) -> None:
         """`Step.update`; if memory runs out before anything was changed, free memory and retry once."""
@@ -100,6 +114,19 @@ class Retry:
         release()
         self.updated_again()
         step.update()
+
+
+def _of_all_ranks(step: Step, error: BaseException | None) -> list[_Failure]:
+    """The failures of all ranks in this step, in rank order; the same on each."""
+    mine = _Failure(step.under_way, ranks.rank(), reason(error)) if error and step.under_way else None
+    if step.catch_up is None:
+        return [mine] if mine else []
+    if error:
+        release(error)
+        step.catch_up()
+    if not int(ranks.summed(torch.tensor(int(mine is not None), device=step.device))):
+        return []
+    return [failure for failure in ranks.gathered(mine) if failure]
 
 
 class StepStart:

@@ -43,6 +43,7 @@ from finetune.training.loop import Loop, Rhythm
 from finetune.training.oom_retry import Retry
 from finetune.training.progress import Progress, read_progress
 from finetune.training.recorder import Listener, Recorder
+from finetune.training.replica import Replica
 from finetune.training.state import problems_of, restore, restore_weights, save_weights
 from finetune.training.step import Step
 from finetune.training.tracking import Trackers
@@ -157,8 +158,8 @@ def _loop(job: Job, accelerator: Accelerator, trackers: Trackers) -> Loop:
         job.listener.note(unbalanced)
     profiler = snapshots.profiler(config.memory.profile_steps, run.profile, job.device)
     recorder = Recorder(run, job.monitor, job.listener, trackers, profiler)
-    step = _step(job, accelerator, recorder)
     steps = _steps(job)
+    step = _step(job, accelerator, recorder, steps.collate)
     progress = read_progress(job.resume_from) if job.resume_from else Progress()
     progress.total = steps.in_all(training)
     schedule = schedules.scheduler(training, step.optimizer, progress.total)
@@ -188,7 +189,7 @@ def _loop(job: Job, accelerator: Accelerator, trackers: Trackers) -> Loop:
     )
 
 
-def _step(job: Job, accelerator: Accelerator, recorder: Recorder) -> Step:
+def _step(job: Job, accelerator: Accelerator, recorder: Recorder, collate: MicroBatches) -> Step:
     model, device, training = job.model, job.device, job.config.training
     name, replaced = optimizers.choose(job.config.optimizer, device.type)
     if replaced:
@@ -207,8 +208,9 @@ def _step(job: Job, accelerator: Accelerator, recorder: Recorder) -> Step:
     )
     if ranks.world_size() > 1:
         step.world_size = ranks.world_size()
-        step.shared = accelerator.prepare_model(model, device_placement=False)
-        step.local = functools.partial(accelerator.no_sync, step.shared)
+        replica = Replica(model, accelerator)
+        step.shared, step.local = replica.shared, replica.local
+        step.catch_up = functools.partial(replica.catch_up, step, collate.idle())
     return step
 
 
@@ -234,9 +236,11 @@ class _OutOfMemory:
     def split(self, inputs: Inputs, **fields: Any) -> None:
         rows, tokens = row_count(inputs), inputs["input_ids"].shape[1]
         packed = "packed into" if "cu_seq_lens_q" in inputs else "of"
+        where = f" on rank {fields['rank']}" if "rank" in fields else ""
         self.run.event("micro_batch_split", step=self.progress.step + 1, rows=rows, tokens=tokens, **fields)
         self.listener.note(
-            f"out of memory at {rows} rows {packed} {tokens} tokens: split in two, as are all of this size from now on"
+            f"out of memory{where} at {rows} rows {packed} {tokens} tokens: split in two, as are all of this size from "
+            "now on"
         )
 
     def evaluation_split(self, inputs: Inputs) -> None:
@@ -250,20 +254,21 @@ class _OutOfMemory:
         self.run.event("evaluation_skipped", step=self.progress.step, place=place, tokens=tokens)
         self.listener.note(f"no evaluation: out of memory at {place} alone, {tokens} tokens; training continues")
 
-    def give_up(self, error: BaseException, inputs: Inputs) -> None:
+    def give_up(self, error: BaseException, inputs: Inputs, **rank: int) -> None:
         """Add a note to `error` that names the row, and save the state of the last completed step."""
         place, step = oom_retry.place_of(self.data.train, inputs), self.progress.step
         tokens = inputs["input_ids"].numel()
-        self.run.event("row_does_not_fit", step=step + 1, place=place, tokens=tokens)
-        error.add_note(f"The row that does not fit, alone in its micro-batch: {place}, {tokens} tokens.")
+        self.run.event("row_does_not_fit", step=step + 1, place=place, tokens=tokens, **rank)
+        where = f", on rank {rank['rank']}" if rank else ""
+        error.add_note(f"The row that does not fit, alone in its micro-batch{where}: {place}, {tokens} tokens.")
         if self.device.type == "cpu":  # saving needs host memory; GPU memory is kept for the allocator's snapshot
             oom_retry.release(error)
         try:
-            self.checkpoints.wait()
-            if step == 0 or self.checkpoints.holds(self.progress):
+            ranks.main_does(self.checkpoints.wait)
+            if step == 0 or ranks.main_does(lambda: self.checkpoints.holds(self.progress)):
                 return
             self.checkpoints.save(self.progress)
-            self.checkpoints.wait()
+            ranks.main_does(self.checkpoints.wait)
         except (FinetuneError, MemoryError, RuntimeError) as unsaved:
             error.add_note(f"Step {step} could not be saved: {unsaved}.")
         else:

@@ -28,8 +28,9 @@ class Step:
     """Model, optimizer and settings of a step.
 
     With several ranks, `shared` is `model` in DistributedDataParallel, and `local` a context in which gradients are not
-    synchronized. With `masked` the model gets the padding mask. `scaler` scales the loss under fp16. `seen` is called
-    after each micro-batch with it, its index and the peak of its backward pass.
+    synchronized. `catch_up` takes part in what the other ranks wait for in a step whose pass failed here; where it is
+    None, such a step cannot be repeated. With `masked` the model gets the padding mask. `scaler` scales the loss under
+    fp16. `seen` is called after each micro-batch with it, its index and the peak of its backward pass.
     """
 
     model: Any
@@ -43,10 +44,16 @@ class Step:
     shared: Any = None
     world_size: int = 1
     local: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
+    catch_up: Callable[[], None] | None = None
     scaler: torch.amp.GradScaler | None = None
     seen: Callable[[Inputs, int, Peak], None] = lambda micro_batch, number, peak: None
     under_way: Inputs | None = field(default=None, init=False)
     """The current or last micro-batch."""
+
+    @property
+    def repeatable(self) -> bool:
+        """Whether a step in which a pass failed can be repeated."""
+        return self.world_size == 1 or self.catch_up is not None
 
     def forward_backward(self, micro_batches: list[Inputs], count: Count) -> torch.Tensor:
         """Accumulate gradients over the micro-batches; return the loss, or this rank's part of it times `world_size`.

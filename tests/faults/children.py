@@ -31,10 +31,11 @@ IMPATIENT = "FINETUNE_TESTS_IMPATIENT"
 @dataclass(frozen=True)
 class Fault:
     """Do `action` at the `nth` event that matches: send signals by name (`hang` waits a second between them, or for
-    good as the last), raise an errno, `fill` the disk, or `flip` a bit.
+    good as the last), raise an errno, run out of `memory`, `fail` otherwise, `fill` the disk, or `flip` a bit.
 
     `event`: open (for writing), read, rename, mkdir, remove (of a file or a folder), fsync, or module:function for a
-    call. `path`: a regular expression that the path must contain; empty for calls. `memory_bytes`: instead of an
+    call. `path`: a regular expression that the path must contain; of a call it is `backward` in a backward pass, else
+    empty. `after`: a call before which nothing is counted. `memory_bytes`: instead of an
     action, let the child map no more than so much beyond what it has then. `file_bytes`: the largest file the child may
     write, beyond which it is killed in the middle of the write (`dies`) or gets EFBIG.
     """
@@ -43,6 +44,7 @@ class Fault:
     path: str = ""
     nth: int = 1
     action: str | int = "SIGKILL"
+    after: str = ""
     memory_bytes: int | None = None
     file_bytes: int | None = None
     dies: bool = False
@@ -69,6 +71,11 @@ class Child:
         """Its end."""
         status = self._children.ask({"wait": self.pid})["status"]
         return Ended(os.waitstatus_to_exitcode(status), self._log.read_text(errors="replace"))
+
+    @property
+    def ended(self) -> bool:
+        """Whether it is at its end, which `wait` tells."""
+        return " Z " in Path(f"/proc/{self.pid}/stat").read_text()
 
     def wait_until_stopped(self, seconds: float = 60) -> None:
         """Until a SIGSTOP that it was to send itself came."""
@@ -220,6 +227,7 @@ def _child(
         from finetune.runtime import rank_watch
 
         rank_watch.BEAT_SECONDS, rank_watch.SILENCE_SECONDS, rank_watch.GRACE_SECONDS = 0.25, 6.0, 2.0
+        rank_watch.BEHIND_SECONDS = rank_watch.MAIN_BEHIND_SECONDS = 6.0
     try:
         # torch makes its pool anew at the first use in a fork, and fails where several threads come to that at once.
         torch.set_num_threads(1)
@@ -269,16 +277,19 @@ _AUDITED = {"os.rename": ("rename", 2), "os.mkdir": ("mkdir", 2), "os.remove": (
 
 
 def _inject(fault: Fault) -> None:
+    import torch
+
     if fault.file_bytes is not None:
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         resource.setrlimit(resource.RLIMIT_FSIZE, (fault.file_bytes, resource.RLIM_INFINITY))
         if fault.dies:
             signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
-    seen = 0
+    seen, counts = 0, not fault.after
 
     def happened(event: str, path: str) -> None:
-        nonlocal seen
-        if event != fault.event or not re.search(fault.path, path):
+        nonlocal seen, counts
+        counts |= event == fault.after
+        if not counts or event != fault.event or not re.search(fault.path, path):
             return
         seen += 1
         if seen != fault.nth:
@@ -291,6 +302,10 @@ def _inject(fault: Fault) -> None:
             return
         if isinstance(fault.action, int):
             raise OSError(fault.action, os.strerror(fault.action), path)
+        if fault.action == "memory":
+            raise torch.OutOfMemoryError("CUDA out of memory. (injected)")
+        if fault.action == "fail":
+            raise RuntimeError("no matter of memory")
         actions = fault.action.split()
         for place, name in enumerate(actions, start=1):
             if name == "hang":
@@ -317,8 +332,9 @@ def _inject(fault: Fault) -> None:
         fsync(descriptor)
 
     os.fsync = counted
-    if ":" in fault.event:
-        _watch_calls(fault.event, happened)
+    for call in (fault.event, fault.after):
+        if ":" in call:
+            _watch_calls(call, happened)
 
 
 def _watch_calls(event: str, happened: Any) -> None:
@@ -330,7 +346,9 @@ def _watch_calls(event: str, happened: Any) -> None:
     real = getattr(module, name)
 
     def watched(*arguments: Any, **named: Any) -> Any:
-        happened(event, "")
+        import torch
+
+        happened(event, "backward" if torch._C._current_graph_task_id() != -1 else "")
         return real(*arguments, **named)
 
     setattr(module, name, watched)

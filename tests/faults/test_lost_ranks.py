@@ -5,15 +5,18 @@ from __future__ import annotations
 import json
 import shutil
 import signal
+import socket
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
+import torch
 from children import IMPATIENT, Children, Ended, Fault
-from conftest import Together
 from jobs import QUICK
 from safetensors.torch import load_file, save_file
+from together import Together
 
 from finetune.errors import DataError, MachineError
 from finetune.lifecycle import resume
@@ -110,13 +113,40 @@ def test_another_version_of_a_library_is_named_with_both_versions() -> None:
         resume._refuse_other_ranks(ranks)
 
 
-def test_a_rank_that_fails_alone_ends_the_others_with_its_message(job: Make, tmp_path: Path) -> None:
-    ended, other = job().go(2, own={1: [f"data.train={tmp_path / 'nowhere.jsonl'}"]})
-    assert other.code == 3, other.output
-    assert ended.code == 4, ended.output
-    assert "rank 1 ended:" in said(ended)
-    assert "nowhere.jsonl" in said(ended)
-    assert "Traceback" not in ended.output
+@pytest.mark.parametrize(
+    ("own", "code", "message"),
+    [
+        (["data.train=nowhere.jsonl"], 3, "rank 1: nowhere.jsonl: no such file"),
+        (["training.no_such_key=1"], 2, "rank 1: override `training.no_such_key=1`: unknown key"),
+        (["training.batch_size=5"], 2, "rank 1: `training.batch_size` 5 cannot be split among 2 processes"),
+    ],
+)
+def test_what_one_rank_cannot_start_with_ends_all_with_one_message(
+    job: Make, own: list[str], code: int, message: str
+) -> None:
+    """Before the ranks are connected, too."""
+    first, second = job().go(2, own={1: own})
+    assert (first.code, second.code) == (code, code), first.output + second.output
+    assert message in said(first)
+    assert first.output.count("error:") == 1
+    assert second.output == "", "the first one has said it"
+
+
+def test_a_batch_that_the_ranks_cannot_share_is_refused_once(job: Make) -> None:
+    first, second = job("training.batch_size=5").go(2)
+    assert (first.code, second.code) == (2, 2), first.output + second.output
+    assert said(first).startswith("error: `training.batch_size` 5 cannot be split among 2 processes")
+    assert second.output == ""
+
+
+def test_a_rank_that_never_starts_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    launchers = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    torchrun = {"TORCHELASTIC_USE_AGENT_STORE": True, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": launchers.port}
+    for name, value in {"RANK": 0, "WORLD_SIZE": 2, **torchrun}.items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setattr(processes, "_START", timedelta(seconds=0.5))
+    with pytest.raises(MachineError, match=r"ranks \[1\] have not started"), processes.together(torch.device("cpu")):
+        pass
 
 
 # -- lost ranks ------------------------------------------------------------------------------------------------------
@@ -144,6 +174,16 @@ def test_a_stopped_rank_ends_the_others_naming_it(job: Make) -> None:
         assert "rank 1 has been silent for" in said(ended)
     children[1].send(signal.SIGKILL)
     children[1].wait()
+
+
+def test_a_rank_that_hangs_while_it_beats_ends_all_naming_it(job: Make) -> None:
+    """Its watch goes on in a thread of its own; the others wait for its gradients."""
+    hangs = Fault("finetune.training.step:Step.micro_step", nth=6, action="hang")
+    children = job().start(3, {1: hangs}, environment={IMPATIENT: "1"})
+    for child in children:
+        ended = child.wait()
+        assert ended.code == 4, ended.output
+        assert "rank 1 hangs: the others have waited for it" in said(ended)
 
 
 def test_the_last_words_of_a_rank_name_a_directory_that_is_there(job: Make) -> None:
@@ -202,6 +242,34 @@ def test_a_loss_comes_to_all_with_its_reason(watches: dict[int, rank_watch.Watch
     assert watches[2].lost(5) == failure
 
 
+@pytest.mark.parametrize("hanging", [0, 1])
+def test_a_rank_that_stays_behind_the_others_hangs(
+    watches: dict[int, rank_watch.Watch], monkeypatch: pytest.MonkeyPatch, hanging: int
+) -> None:
+    monkeypatch.setattr(rank_watch, "BEHIND_SECONDS", 0.3)
+    monkeypatch.setattr(rank_watch, "MAIN_BEHIND_SECONDS", 0.3)
+    for rank in {0, 1, 2} - {hanging}:
+        watches[rank].passed += 1
+    for rank in range(3):
+        lost = watches[rank].lost(5)
+        assert lost is not None
+        assert lost.rank == hanging
+        assert "hangs" in lost.why
+
+
+def test_ranks_that_wait_at_the_same_place_do_not_hang(
+    watches: dict[int, rank_watch.Watch], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor one that is behind and passes further places."""
+    monkeypatch.setattr(rank_watch, "BEHIND_SECONDS", 0.3)
+    for rank in (0, 2):
+        watches[rank].passed = 20
+    for _ in range(10):
+        watches[1].passed += 2
+        time.sleep(0.1)
+    assert watches[0].lost(0.6) is None
+
+
 def test_a_silence_of_rank_0_is_found_by_the_others(
     watches: dict[int, rank_watch.Watch], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -213,8 +281,6 @@ def test_a_silence_of_rank_0_is_found_by_the_others(
 
 
 def test_a_stranger_without_the_token_is_no_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    import socket
-
     monkeypatch.setattr(rank_watch, "_CONNECT_SECONDS", 0.5)
     with rank_watch.host() as server:
         address = ("localhost", server.getsockname()[1])

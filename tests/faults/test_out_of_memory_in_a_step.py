@@ -176,8 +176,8 @@ def test_a_step_computes_with_dropout_whatever_was_done_before(with_dropout: Loo
     with_dropout.step.model.zero_grad()
 
 
-def test_of_several_processes_none_does_a_step_again(plain: Loop, monkeypatch) -> None:
-    """The others wait for it in the backward pass that failed."""
+def test_of_ranks_that_cannot_catch_up_none_repeats_a_step(plain: Loop, monkeypatch) -> None:
+    """The others wait for it in the pass that failed."""
     plain.retry.limit = Limit()
     inputs = micro_batches(plain, ROWS, 8)
     monkeypatch.setattr(plain.step, "world_size", 2)

@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 import torch
 from children import ROOT, Children, Ended, Fault
-from conftest import Together
 from jobs import QUICK
 from safetensors.torch import load_file
 from steps import before_each_step
+from together import Together
 
 import finetune
 from finetune.runtime import ranks

@@ -34,7 +34,7 @@ def test_the_held_out_loss_is_the_mean_over_the_trained_tokens_of_all_rows(loop:
 def test_a_row_that_does_not_fit_costs_one_process_its_loss_and_several_the_run(
     loop: Loop, monkeypatch: pytest.MonkeyPatch, processes: int
 ) -> None:
-    """The others wait for this one's sums."""
+    """That cannot catch up: the others wait for this one's sums."""
     inputs, skipped = {"input_ids": torch.zeros(1, 9)}, []
 
     def exhausted(self: Evaluation, steps: object) -> torch.Tensor:

@@ -1,0 +1,1 @@
+"""Files that start a job on several nodes with the standard tool of a cluster."""

@@ -1,0 +1,46 @@
+"""What a job can be launched on. A new target is one entry in TARGETS and its template.
+
+Importing this module loads no library: `finetune --help` reads the table.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Target:
+    """A cluster's standard tool: what takes a file made from `templates/<template>`, and the command for that.
+
+    `head` is the address of the first node and `first` whether this node is it, as shell words that torchrun's
+    rendezvous gets; without `first` the node with the name `head` is. `needs` are the options without which the file
+    would not be ready.
+    """
+
+    help: str
+    template: str
+    submit: str
+    head: str
+    first: str = ""
+    needs: tuple[str, ...] = ()
+
+    @property
+    def suffix(self) -> str:
+        """The end of the file's name, such as `.sbatch`."""
+        return "." + self.template.removesuffix(".j2").partition(".")[2]
+
+
+TARGETS: dict[str, Target] = {
+    "slurm": Target(
+        "a batch script for SLURM", "slurm.sbatch.j2", "sbatch {file}", head='"$head:$((20000 + SLURM_JOB_ID % 10000))"'
+    ),
+    "skypilot": Target(
+        "a task for SkyPilot's managed jobs", "skypilot.sky.yaml.j2", "sky jobs launch {file}",
+        head='"$(head -n 1 <<< "$SKYPILOT_NODE_IPS"):29500"', first="$((SKYPILOT_NODE_RANK == 0))",
+        needs=("gpu", "image"),
+    ),
+    "kubernetes": Target(
+        "a TrainJob for Kubeflow Trainer (2.2 or newer)", "kubernetes.trainjob.yaml.j2", "kubectl create -f {file}",
+        head='"$PET_MASTER_ADDR:$PET_MASTER_PORT"', first="$((PET_NODE_RANK == 0))", needs=("image",),
+    ),
+}  # fmt: skip

@@ -1,0 +1,47 @@
+"""A job that several processes train, as a launcher starts them."""
+
+from __future__ import annotations
+
+import socket
+
+from children import Child, Children, Ended, Fault
+from jobs import TINY
+
+from finetune.storage.rundir import RunDirectory
+
+
+class Together:
+    """A job of seconds that several processes train, as torchrun starts them."""
+
+    def __init__(self, children: Children, job: list[str], run: RunDirectory) -> None:
+        self.run = run
+        self.arguments = ["train", str(TINY), *job, f"output.dir={run.path}"]
+        self._children = children
+
+    def start(
+        self,
+        processes: int,
+        faults: dict[int, Fault] | None = None,
+        own: dict[int, list[str]] | None = None,
+        environment: dict[str, str] | None = None,
+    ) -> list[Child]:
+        """Start them; `faults` and overrides of its `own` by the number of the process."""
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        size = {"WORLD_SIZE": processes, "LOCAL_WORLD_SIZE": processes}
+        launched = {**size, **(environment or {}), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        return [
+            self._children.start(
+                [*self.arguments, *(own or {}).get(number, [])],
+                (faults or {}).get(number),
+                {name: str(value) for name, value in {**launched, "RANK": number, "LOCAL_RANK": number}.items()},
+            )
+            for number in range(processes)
+        ]
+
+    def go(
+        self, processes: int, faults: dict[int, Fault] | None = None, own: dict[int, list[str]] | None = None
+    ) -> list[Ended]:
+        """Start them and wait for the end of each."""
+        return [child.wait() for child in self.start(processes, faults, own)]

@@ -1,0 +1,108 @@
+"""Files that start a job on a cluster: what is in them, and how the SLURM script behaves."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import signal
+import stat
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from jobs import TINY
+
+from finetune.errors import ConfigError
+from finetune.launch import files
+from finetune.launch.targets import TARGETS
+
+OPTIONS: dict[str, Any] = {"nodes": 2, "gpus": 4, "gpu": "H100", "image": "me/finetune:1"}
+AWKWARD = "data.train=[my rows.jsonl, it's.jsonl]"
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def script_of(on: str, file: Path) -> str:
+    """What a node runs."""
+    text = file.read_text()
+    if on == "slurm":
+        return text
+    found = yaml.safe_load(text)
+    return found["run"] if on == "skypilot" else found["spec"]["trainer"]["command"][2]
+
+
+@pytest.mark.parametrize("on", TARGETS)
+def test_each_target_starts_torchrun_on_every_node(on: str) -> None:
+    file, command = files.write(TINY, ["training.micro_batch=1", AWKWARD], on, **OPTIONS)
+    assert command.endswith(f" {file}")
+    script = script_of(on, file)
+    subprocess.run(["bash", "-n"], input=script, text=True, check=True)
+    [start] = [line for line in script.replace("\\\n", " ").splitlines() if "torchrun" in line]
+    words = shlex.split(start.removesuffix("&"))
+    assert {"--nnodes=$nodes", "--nproc-per-node=4", "--max-restarts=3", "--rdzv-backend=c10d"} <= set(words)
+    trained = words[words.index("-m") :]
+    assert trained[:6] == ["-m", "finetune", "train", str(TINY), "training.micro_batch=1", AWKWARD]
+
+
+def test_the_files_have_the_keys_of_their_tools() -> None:
+    """SkyPilot's task, and Kubeflow Trainer's TrainJob by its custom resource definition (2.3)."""
+    task = yaml.safe_load(files.write(TINY, ["training.micro_batch=1"], "skypilot", **OPTIONS)[0].read_text())
+    assert task["num_nodes"] == 2
+    assert task["resources"]["accelerators"] == "H100:4"
+    assert task["resources"]["job_recovery"] == {"max_restarts_on_errors": 3}
+    assert set(task) == {"name", "num_nodes", "workdir", "resources", "volumes", "run"}
+    [mount] = task["volumes"]
+    assert f"output.dir={mount}/tiny_cpu" in task["run"]
+
+    job = yaml.safe_load(files.write(TINY, ["training.micro_batch=1"], "kubernetes", **OPTIONS)[0].read_text())
+    assert (job["apiVersion"], job["kind"]) == ("trainer.kubeflow.org/v1alpha1", "TrainJob")
+    assert set(job["spec"]) == {"runtimeRef", "trainer", "runtimePatches"}
+    assert set(job["spec"]["trainer"]) == {"numNodes", "image", "resourcesPerNode", "command"}
+    [patch] = job["spec"]["runtimePatches"]
+    [node] = patch["trainingRuntimeSpec"]["template"]["spec"]["replicatedJobs"]
+    pod = node["template"]["spec"]["template"]["spec"]
+    assert {volume["name"] for volume in pod["volumes"]} == {
+        mount["name"] for mount in pod["containers"][0]["volumeMounts"]
+    }
+
+
+@pytest.mark.parametrize(
+    ("on", "changed", "message"),
+    [
+        ("slrum", {}, "did you mean `slurm`"),
+        ("skypilot", {"gpu": None, "image": None}, "needs --gpu and --image"),
+        ("slurm", {"nodes": 3}, "cannot be split among 12 processes"),
+    ],
+)
+def test_what_could_not_be_trained_is_refused(here: Path, on: str, changed: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        files.write(TINY, ["training.micro_batch=1"], on, **{**OPTIONS, **changed})
+    assert not list(here.iterdir())
+
+
+def test_slurm_queues_a_job_again_that_its_time_limit_ended(here: Path) -> None:
+    """With stand-ins for its commands: srun's ranks save and stop at the SIGTERM of scancel."""
+    tools = {
+        "scontrol": 'echo "$@" >> asked; echo head',
+        "srun": 'trap "echo saved > saved; exit 1" TERM; echo $$ > ranks; while :; do sleep 0.05; done',
+        "scancel": 'echo "$@" >> asked; kill -TERM "$(cat ranks)"',
+    }
+    for name, text in tools.items():
+        (here / name).write_text(f"#!/bin/bash\n{text}\n")
+        (here / name).chmod(stat.S_IRWXU)
+    file, _ = files.write(TINY, ["training.micro_batch=1"], "slurm", **OPTIONS)
+    slurm = {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_NODELIST": "a,b"}
+    job = subprocess.Popen(["bash", str(file)], env=os.environ | slurm | {"PATH": f"{here}:{os.environ['PATH']}"})
+    while not (here / "ranks").exists():
+        time.sleep(0.01)
+    job.send_signal(signal.SIGUSR1)
+    assert job.wait(timeout=20) == 1
+    assert (here / "saved").exists()
+    assert (here / "asked").read_text().splitlines() == ["show hostnames a,b", "--signal=TERM 7", "requeue 7"]
