@@ -93,6 +93,7 @@ class Sharding:
             for weight in unit.parameters():
                 if slices := vars(weight).pop("slices", None):
                     weight.data = slices.whole(weight.data)
+            _refuse_copies(unit)
             # The last unit is needed first in the backward pass, so torch keeps it whole.
             fully_shard(
                 unit,
@@ -115,6 +116,20 @@ def _check(model: Any) -> None:
         raise ConfigError(
             "`distributed.kind: fsdp` cannot shard experts in 4 bit; set `ddp`, or `quantization.kind: none`"
         )
+
+
+def _refuse_copies(unit: nn.Module) -> None:
+    """PEFT copies a module that is trained in full, and of a weight that was cut only the slice."""
+    for name, module in unit.named_modules():
+        if (
+            isinstance(module, nn.Linear)
+            and module.weight.is_floating_point()
+            and (len(module.weight) < module.out_features)
+        ):
+            raise ConfigError(
+                f"`adapter.extra_modules`: `{name}` is in a sharded layer, where only adapters can be trained; remove "
+                "it, or set `distributed.kind: ddp`"
+            )
 
 
 @contextlib.contextmanager
@@ -219,9 +234,9 @@ def clip_grad_norm_(weights: Sequence[nn.Parameter], max_norm: float) -> Tensor:
     square = torch.nn.utils.get_total_norm(parts).square().to(sharded.device_mesh.device_type)
     dist.all_reduce(square, group=sharded.device_mesh.get_group())
     norm = square.sqrt()
-    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0).to(parts[0].device)
     for part in parts:
-        part.mul_(factor.to(part.device))
+        part.mul_(factor)
     return norm
 
 

@@ -60,10 +60,6 @@ def make(name: str, section: OptimizerSection, learning_rate: float, model: Any)
 
     from finetune.model import sharding
 
-    if sharding.is_sharded(model) and not OPTIMIZERS[name].sharded:
-        raise ConfigError(
-            f"`optimizer.kind`: {name} cannot update slices of weights; choose another, or set `distributed.kind: ddp`"
-        )
     decayed = set(get_parameter_names(model, [torch.nn.LayerNorm], _NOT_DECAYED))
     trained = [
         (name, sharding.updated_by_optimizer(weight))

@@ -11,6 +11,7 @@ from torch import distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from finetune.config import AdapterSection, MemorySection, ModelSection, QuantizationSection
+from finetune.errors import ConfigError
 from finetune.model import base, build, sharding
 from finetune.model.base import load_architecture
 from finetune.model.sharding import Sharding, Slices
@@ -64,6 +65,15 @@ def test_every_weight_is_cut_and_counted_whole(shards: Sharding) -> None:
     # Rank 2 has two rows, and so two ranks of four.
     rows = [len(sharding.held(weight)) for name, weight in model.named_parameters() if "lora_A" in name]
     assert set(rows) == {1 if dist.get_rank() == 0 else 0}
+
+
+def test_a_layer_that_peft_would_copy_to_train_it_in_full_is_refused(shards: Sharding) -> None:
+    base = loaded(shards, "none", "random")
+    model = build.trainable(
+        base, ModelSection(), AdapterSection(extra_modules=["down_proj"]), MemorySection(), seed=0, device_type="cpu"
+    )
+    with pytest.raises(ConfigError, match=r"`adapter.extra_modules`: .*down_proj"):
+        shards.apply(model)
 
 
 @pytest.mark.parametrize(

@@ -13,11 +13,12 @@ from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from finetune.config import OptimizerSection
+from finetune.config import Config, DistributedSection, OptimizerSection
 from finetune.errors import ConfigError
 from finetune.model import sharding
 from finetune.model.sharding import Sharding
 from finetune.training import optimizers, state
+from finetune.training.checks import check
 from finetune.training.optimizers import OPTIMIZERS
 
 RANKS = 2
@@ -87,8 +88,13 @@ def _parameters(optimizer: Any) -> list[nn.Parameter]:
     return [weight for group in optimizer.param_groups for weight in group["params"]]
 
 
-@pytest.mark.parametrize("name", [name for name, optimizer in OPTIMIZERS.items() if not optimizer.sharded])
-def test_an_optimizer_that_needs_whole_weights_is_refused(rank: int, name: str) -> None:
-    sharded = model(Sharding.over_ranks(torch.device("cpu"), keep_whole=False, offload=False))
-    with pytest.raises(ConfigError, match=f"{name} cannot update slices"):
-        optimizers.make(name, OptimizerSection(kind=name), 0.01, sharded)
+def test_an_optimizer_that_needs_whole_weights_is_refused(subtests: pytest.Subtests) -> None:
+    config = Config(distributed=DistributedSection(kind="fsdp"))
+    for name, optimizer in OPTIMIZERS.items():
+        with subtests.test(name=name):
+            job = config.changed({"optimizer.kind": name})
+            if optimizer.sharded:
+                check(job, torch.device("cpu"))
+            else:
+                with pytest.raises(ConfigError, match=f"{name} cannot update slices"):
+                    check(job, torch.device("cpu"))
