@@ -14,7 +14,7 @@ OLDEST := .venv-oldest/bin
 TORCH ?= 2.13.0
 
 .DEFAULT_GOAL := help
-.PHONY: help setup finetune data plan fit merge test test-fast test-oldest check notebooks bench golden sweep faults faults-ranks mutations exports gpu-check docs
+.PHONY: help setup finetune data plan fit merge test test-fast test-oldest check notebooks bench golden sweep many-gpus faults faults-ranks mutations exports gpu-check docs
 
 help: ## Show the targets.
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | column -t -s '	'
@@ -94,6 +94,9 @@ sweep: $(DEV) ## Compare the forecast with real training steps and with the peer
 	$(BIN)/python benchmarks/forecast_speed.py
 	$(BIN)/python benchmarks/step_cost.py
 	$(BIN)/python benchmarks/fit_cpu.py
+
+many-gpus: $(DEV) ## Train by several ranks, as copies and in slices: equal results, and memory by rank (half an hour).
+	$(BIN)/python benchmarks/many_gpus.py
 
 faults: $(DEV) ## Kill runs 200 times and at each write, fsync and rename, beside a plain Trainer script (an hour).
 	$(BIN)/python benchmarks/faults.py

@@ -32,11 +32,12 @@ from finetune.data.prepare import Counts, Prepared
 from finetune.measure.monitor import Monitor
 from finetune.model import build
 from finetune.model.tokenizer import load_tokenizer
-from finetune.runtime import libraries
+from finetune.runtime import libraries, ranks
 from finetune.runtime.signals import Signals
 from finetune.settings import CHOICES
 from finetune.storage.rundir import RunDirectory
 from finetune.training import run as training
+from finetune.training import strategies
 from finetune.training.checks import check
 
 STEPS = 2
@@ -170,15 +171,17 @@ def train(
     check(config, device)
     tokenizer = load_tokenizer(config.model)
     implementation, _ = build.choose_attention(config, architecture, device.type)
-    with tempfile.TemporaryDirectory(prefix="measured-") as scratch:
+    with tempfile.TemporaryDirectory(prefix="measured-") as scratch, ranks.together(device):
         run = RunDirectory(Path(scratch) / "run")
         run.create(config)
+        shards = strategies.sharding(config.distributed, device)
         with monitor.phase("load"):
-            model = build.blueprint(config, architecture, implementation).load(device)
+            model = build.blueprint(config, architecture, implementation).load(device, shards)
         loaded()
         whole = build.trainable(
-            model, config.model, config.adapter, config.memory, seed=config.training.seed, device_type=device.type
-        )
+            model, config.model, config.adapter, config.memory,
+            seed=config.training.seed, device_type=device.type, shards=shards,
+        )  # fmt: skip
         built()
         job = training.Job(
             config, whole, tokenizer, data, run, monitor, _Silent(), device=device, signals=Signals(),
@@ -316,7 +319,9 @@ def main() -> None:
     rows = [(length, trained) for length, trained in setting["rows"]]
     ask = measure_resident if options.resident else measure
     config, architecture = config_of(setting["config"]), architecture_of(setting["architecture"])
-    print(json.dumps(asdict(ask(config, architecture, rows, padded=setting.get("padded", True)))))
+    measured = ask(config, architecture, rows, padded=setting.get("padded", True))
+    if ranks.is_main():
+        print(json.dumps(asdict(measured)))
 
 
 def _options() -> argparse.Namespace:

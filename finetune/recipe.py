@@ -18,6 +18,7 @@ from finetune.report.terminal import Terminal
 from finetune.runtime import libraries, ranks
 from finetune.storage.rundir import RunDirectory
 from finetune.training import run as training
+from finetune.training import strategies
 from finetune.training.checks import check_shares
 
 
@@ -61,14 +62,16 @@ def train(config: Config, *, fresh: bool = False, terminal: Terminal | None = No
         monitor = Monitor(meter_for(device.type))
         with session.computing(config, own, monitor, device):
             # Build: the base, which is asked a few questions, and the adapter on it.
+            shards = strategies.sharding(config.distributed, device)
             with monitor.phase("load"):
-                base = materials.blueprint.load(device)
+                base = materials.blueprint.load(device, shards)
             origin = opening.confirm_base(config, own, materials, start, terminal.note)
             monitor.take_step()  # loading is reported once, not with the first step
             asked = answers.before(base, materials.tokenizer, config, own, terminal.note)
             model = build.trainable(
-                base, config.model, config.adapter, config.memory, seed=config.training.seed, device_type=device.type
-            )
+                base, config.model, config.adapter, config.memory,
+                seed=config.training.seed, device_type=device.type, shards=shards,
+            )  # fmt: skip
             terminal.built(model, adapter.left_out(base, config.adapter))
 
             # Train: the optimizer steps, evaluations and checkpoints, and at the end the adapter on disk.

@@ -21,6 +21,7 @@ from finetune.objectives import OBJECTIVES
 from finetune.storage.rundir import RunDirectory
 from finetune.training.optimizers import OPTIMIZERS
 from finetune.training.schedules import SCHEDULES
+from finetune.training.strategies import STRATEGIES
 from finetune.training.tracking import TRACKERS
 
 CHOICES: Choices = {
@@ -32,6 +33,7 @@ CHOICES: Choices = {
     "training.objective": OBJECTIVES,
     "training.schedule": SCHEDULES,
     "optimizer.kind": OPTIMIZERS,
+    "distributed.kind": STRATEGIES,
     "tracking.to": TRACKERS,
 }
 

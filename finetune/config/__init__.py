@@ -6,6 +6,7 @@ from finetune.config.sections import (
     AdapterSection,
     Config,
     DataSection,
+    DistributedSection,
     KernelsSection,
     MemorySection,
     ModelSection,

@@ -7,7 +7,7 @@ A builder receives its own section, never the whole config. Rules across several
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -293,6 +293,18 @@ class KernelsSection(Section):
     steps then take a minute or more, and the memory forecast is that of the layers as they are."""
 
 
+class DistributedSection(Section):
+    """How several ranks, as torchrun starts them, share the model; one process alone holds all of it."""
+
+    kind: Annotated[str, Choice("distributed.kind")] = "auto"
+    """What each rank holds. The result does not depend on it, nor on the number of ranks."""
+    stage: Literal["weights", "gradients"] = "weights"
+    """What a rank holds in slices. `weights`: a layer's weights are whole only while it computes. `gradients`: they
+    stay whole from the forward to the backward pass, which saves gathering them again."""
+    offload: Literal["none", "cpu"] = "none"
+    """`cpu` keeps the slices, their gradients and the optimizer states in host memory, where they are updated."""
+
+
 class TrackingSection(Section):
     """Where metrics are sent in addition to the run directory."""
 
@@ -326,6 +338,7 @@ class Config(Section):
     optimizer: OptimizerSection = OptimizerSection()
     memory: MemorySection = MemorySection()
     kernels: KernelsSection = KernelsSection()
+    distributed: DistributedSection = DistributedSection()
     tracking: TrackingSection = TrackingSection()
     output: OutputSection = OutputSection()
 
@@ -372,6 +385,10 @@ def contradictions(config: Config) -> list[tuple[str, str]]:
     if config.kernels.compile == "layers" and config.memory.offload == "checkpoints":
         remedy = "set `none`, or `memory.offload: none`"
         found.append(("kernels.compile", f"layers whose inputs are offloaded cannot be compiled; {remedy}"))
+    if config.distributed.kind == "fsdp":
+        found += [
+            (key, f"{reason}; {remedy}, or `distributed.kind: ddp`") for key, reason, remedy in _unsharded(config)
+        ]
     if config.output.merge and config.model.weights == "random":
         remedy = "nothing can be merged; set `output.merge: false`"
         found.append(("output.merge", f"random weights are not kept, so {remedy}"))
@@ -384,3 +401,20 @@ def contradictions(config: Config) -> list[tuple[str, str]]:
     if training.early_stopping and config.data.eval == "none":
         found.append(("training.early_stopping", "needs held-out rows; set `data.eval`"))
     return found
+
+
+def _unsharded(config: Config) -> Iterator[tuple[str, str, str]]:
+    """What cannot be combined with sharded weights: key, reason and remedy."""
+    adapter, whole = config.adapter, "needs whole weights, of which a rank has slices"
+    if config.quantization.kind == "int8":
+        yield "quantization.kind", "the scales of int8 weights cannot be sharded", "set `nf4` or `none`"
+    if adapter.init != "default":
+        yield "adapter.init", f"`{adapter.init}` {whole}", "set `default`"
+    if adapter.dora:
+        yield "adapter.dora", f"DoRA {whole}", "set `false`"
+    if config.training.precision == "fp16":
+        yield "training.precision", "fp16's loss scale would differ between ranks with sharded gradients", "set `bf16`"
+    if config.kernels.fused != "off":
+        yield "kernels.fused", f"trying a kernel on a layer {whole}", "set `off`"
+    if config.kernels.compile != "none":
+        yield "kernels.compile", "sharded layers are not compiled", "set `none`"

@@ -15,6 +15,7 @@ from finetune.model.base import autocast
 from finetune.runtime import ranks
 from finetune.storage.files import write_json
 from finetune.storage.rundir import RunDirectory
+from finetune.training.strategies import is_sharded
 
 # Number of questions, and length of an answer in tokens: enough to see a difference.
 _QUESTIONS = 3
@@ -29,9 +30,9 @@ Asked = list[tuple[Prompt, dict[str, Any]]]
 def before(base: Any, tokenizer: Any, config: Config, run: RunDirectory, note: Callable[[str], None]) -> Asked:
     """The base's answers, reused from an earlier start of the run if possible.
 
-    Empty on ranks other than 0, and for random weights.
+    Empty on ranks other than 0, for random weights, and for a sharded base, which rank 0 cannot run alone.
     """
-    if not ranks.is_main() or config.model.weights == "random":
+    if not ranks.is_main() or config.model.weights == "random" or is_sharded(config.distributed):
         return []
     asked = questions(config.data, _QUESTIONS)
     if kept := _kept(asked, run, note):

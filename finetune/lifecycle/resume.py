@@ -24,7 +24,7 @@ from finetune.training import state
 
 # Settings that may change when a run is resumed: its length, its monitoring, and its use of memory and time.
 _MAY_CHANGE = ("training.max_steps", "training.epochs", "training.micro_batch", "training.eval_every",
-               "training.early_stopping", "memory.", "kernels.", "tracking.", "output.")  # fmt: skip
+               "training.early_stopping", "memory.", "kernels.", "distributed.", "tracking.", "output.")  # fmt: skip
 
 # Paths, which may differ between machines; the files' contents are compared. Only rank 0 writes `output.dir`.
 _PLACES = ("model.name", "model.tokenizer", "data.train", "data.eval", "data.chat_template", "output.dir")

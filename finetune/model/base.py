@@ -19,10 +19,11 @@ from torch import nn
 
 from finetune.config import AdapterSection, ModelSection, QuantizationSection, TrainingSection
 from finetune.errors import ArtifactError, ConfigError
-from finetune.model import catalog, direct_reads, experts, packing
+from finetune.model import catalog, direct_reads, experts, packing, sharding
 from finetune.model.experts import Mixture
 from finetune.model.locate import hub_call, locate, weights_directory
 from finetune.model.quantization import QUANTIZATIONS, bitsandbytes_config
+from finetune.model.sharding import Sharding
 from finetune.runtime import libraries
 from finetune.storage import weight_files
 
@@ -99,8 +100,9 @@ def load_base(
     attention: str,
     dtype: torch.dtype,
     device: torch.device,
+    shards: Sharding | None = None,
 ) -> Any:
-    """The base model on `device`.
+    """The base model on `device`; with `shards`, of the decoder layers' linear weights only this rank's slices.
 
     `attention` is the name of a transformers implementation; `dtype` is that of unquantized weights, and the compute
     dtype of quantized ones. Raises ArtifactError or MachineError if weights are missing or damaged.
@@ -115,9 +117,11 @@ def load_base(
             dtype=dtype,
             device=device,
             remote_code=remote_code(section),
+            shards=shards,
         )
     else:
-        model = _pretrained(section, architecture, quantization, attention, dtype, device)
+        with sharding.cut_while_loading(shards):
+            model = _pretrained(section, architecture, quantization, attention, dtype, device)
     _keep_training_layout(model)
     libraries.return_freed_memory()
     return model
@@ -236,8 +240,9 @@ def random_base(
     dtype: torch.dtype,
     device: torch.device,
     remote_code: str | None = None,
+    shards: Sharding | None = None,
 ) -> Any:
-    """The architecture with random weights, materialised and quantized one module at a time.
+    """The architecture with random weights, materialised and quantized one module at a time; see `load_base`.
 
     Peak memory is the finished model plus one module's unquantized weights. Weights have the model's own
     initialisation, or zero where it defines none.
@@ -248,10 +253,12 @@ def random_base(
     models = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
     # Each module is initialised by the innermost model that contains it.
     owner = {module: inner for inner in models for module in inner.modules()}
+    cut = sharding.layer_cutter(shards)
     for name, module in list(model.named_modules()):
         own = {f"{name}.{weight}" for weight, _ in module.named_parameters(recurse=False, remove_duplicate=False)}
         if not own or not own <= model.all_tied_weights_keys.keys():  # a tied head is the embedding
             _materialise(owner[module], module, dtype, device)
+            cut(model, module)
     for inner in reversed(models):
         _initialise(inner, inner)  # needs its submodules, so it comes last
     model.tie_weights()

@@ -20,6 +20,7 @@ from finetune.model import checkpointing
 from finetune.model.adapter import attach, lora_config
 from finetune.model.base import base_dtype, load_base, mixture, remote_code, weightless_base
 from finetune.model.experts import Mixture
+from finetune.model.sharding import Sharding
 
 
 @dataclass(frozen=True)
@@ -35,11 +36,14 @@ class Blueprint:
     attention: str
     dtype: torch.dtype
 
-    def load(self, device: torch.device) -> Any:
-        """The base with its weights on `device`. Raises ArtifactError or MachineError if they cannot be read."""
+    def load(self, device: torch.device, shards: Sharding | None = None) -> Any:
+        """The base with its weights on `device`, or with this rank's slices of them, which `trainable` needs too.
+
+        Raises ArtifactError or MachineError if they cannot be read.
+        """
         return load_base(
             self.model, self.quantization, self.architecture,
-            attention=self.attention, dtype=self.dtype, device=device,
+            attention=self.attention, dtype=self.dtype, device=device, shards=shards,
         )  # fmt: skip
 
     def weightless(self, shorten: Callable[[Any], None] = lambda base: None) -> Any:
@@ -81,13 +85,16 @@ def choose_attention(config: Config, architecture: Any, device_type: str) -> tup
 
 
 def trainable(
-    base: Any, model: ModelSection, adapter: AdapterSection, memory: MemorySection, *, seed: int, device_type: str
-) -> Any:
-    """`base` with a new adapter (or all weights trainable) and activation checkpointing.
+    base: Any, model: ModelSection, adapter: AdapterSection, memory: MemorySection, *, seed: int, device_type: str,
+    shards: Sharding | None = None,
+) -> Any:  # fmt: skip
+    """`base` with a new adapter (or all weights trainable) and activation checkpointing, sharded if `shards` says how.
 
     The same seed gives the same adapter. Raises ConfigError for targets or checkpointing that the base does not
     support.
     """
     built = attach(base, adapter, model.name, seed, model.revision)
     checkpointing.apply(base, memory, device_type)
+    if shards:
+        shards.apply(built)
     return built

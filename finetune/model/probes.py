@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 
+from finetune.model import sharding
+
 TOKENS = 16
 
 
@@ -24,4 +26,5 @@ def logits(model: Any, **inputs: Any) -> torch.Tensor:
     model.eval()
     found = model(use_cache=False, **inputs).logits.float()
     model.train(was_training)
+    sharding.reshard(model)
     return found - found.mean(-1, keepdim=True)

@@ -10,6 +10,7 @@ from typing import Any
 
 from finetune.errors import MachineError
 from finetune.measure.monitor import Monitor, Peak
+from finetune.model.sharding import is_sharded
 from finetune.runtime import ranks
 from finetune.runtime.randomness import RandomState
 from finetune.storage import checkpoint
@@ -103,13 +104,13 @@ class Checkpoints:
             random_states = ranks.gathered(RandomState().as_json())
             contents = (
                 snapshot(self._step, self._schedule, progress, self._made_with, random_states)
-                if ranks.is_main()
+                if ranks.is_main() or is_sharded(self._step.model)
                 else None
             )
         finally:
             peak = self._monitor.leave()
         self._monitor.take("save")
-        if contents:
+        if contents and ranks.is_main():
             self._writer.start(contents, progress.best_step, time.perf_counter() - started, peak)
 
     def holds(self, progress: Progress) -> bool:

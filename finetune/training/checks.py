@@ -8,15 +8,26 @@ from finetune.config import Config
 from finetune.errors import ConfigError, MachineError
 from finetune.runtime import ranks
 from finetune.training import tracking
+from finetune.training.optimizers import OPTIMIZERS
+from finetune.training.strategies import STRATEGIES
 
 
 def check(config: Config, device: torch.device) -> None:
     """Raise MachineError for an unsupported precision or a tracker that is not installed, ConfigError for a batch
-    that cannot be divided among the ranks.
+    that cannot be divided among the ranks, or an optimizer that needs weights which are sharded.
     """
     _check_precision(config.training.precision, device)
     tracking.check(config.tracking)
     check_shares(config)
+    _check_optimizer(config)
+
+
+def _check_optimizer(config: Config) -> None:
+    kind = config.optimizer.kind
+    if STRATEGIES[config.distributed.kind].sharded and not OPTIMIZERS[kind].sharded:
+        raise ConfigError(
+            f"`optimizer.kind`: {kind} cannot update slices of weights; choose another, or set `distributed.kind: ddp`"
+        )
 
 
 def check_shares(config: Config, processes: int | None = None) -> None:

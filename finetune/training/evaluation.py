@@ -19,7 +19,7 @@ from finetune.config import Config
 from finetune.data.batching import MicroBatching
 from finetune.errors import OutOfMemoryError
 from finetune.measure.out_of_memory import is_out_of_memory, reason
-from finetune.model import packing
+from finetune.model import packing, sharding
 from finetune.model.base import autocast
 from finetune.model.causality import capability_of, needs_mask
 from finetune.objectives import log_probs
@@ -79,6 +79,7 @@ def summed_loss(
                 parts = limit.parts(parts)
     finally:
         model.train(was_training)
+        sharding.reshard(model)
     return sums
 
 

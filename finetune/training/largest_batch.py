@@ -16,6 +16,7 @@ from bitsandbytes.optim.optimizer import Optimizer8bit
 
 from finetune.data.batching import Batch, per_step, worst_batches
 from finetune.measure.monitor import Peak
+from finetune.model import sharding
 from finetune.training.batches import Steps
 from finetune.training.collator import Inputs
 from finetune.training.evaluation import Evaluation
@@ -88,7 +89,7 @@ def _update(step: Step) -> None:
         for weight in step.trained():
             if weight.grad is not None:
                 weight.grad.zero_()
-        torch.nn.utils.clip_grad_norm_(step.trained(), step.max_grad_norm or float("inf"))
+        sharding.clip_grad_norm_(step.trained(), step.max_grad_norm or float("inf"))
         for group in optimizer.param_groups:
             group["lr"] = 0.0
         optimizer.step()

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from finetune.config import OptimizerSection
+from finetune.errors import ConfigError
 
 if TYPE_CHECKING:
     import torch
@@ -20,12 +21,20 @@ _NOT_DECAYED = ["bias", "layernorm", "rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm
 @dataclass(frozen=True)
 class Optimizer:
     """One optimizer: `build` returns its class and arguments, `on_cpu` names its replacement on a CPU, and `ignores`
-    are the keys of the section that do not apply to it, and that a config must not set."""
+    are the keys of the section that do not apply to it, and that a config must not set. `sharded`: it can update a
+    slice of a weight without the rest, and its states can be cut like the weight."""
 
     help: str
     build: Callable[[OptimizerSection], Built]
     on_cpu: str | None = None
     ignores: tuple[str, ...] = ()
+    sharded: bool = True
+
+
+BLOCK = 256
+"""How many numbers share a scale in 8-bit states (bitsandbytes 0.50)."""
+_LEAST_8_BIT = 4096
+"""How many numbers a weight must have for 8-bit states (bitsandbytes 0.50, `min_8bit_size`)."""
 
 
 def choose(section: OptimizerSection, device_type: str) -> tuple[str, str | None]:
@@ -42,14 +51,21 @@ def choose(section: OptimizerSection, device_type: str) -> tuple[str, str | None
 def make(name: str, section: OptimizerSection, learning_rate: float, model: Any) -> torch.optim.Optimizer:
     """The optimizer for the trained weights of `model`, with weight decay except for biases and norms.
 
-    8-bit optimizers keep the states of embeddings in 32 bit (arXiv 2110.02861, section 2.3).
+    8-bit optimizers keep the states of embeddings in 32 bit (arXiv 2110.02861, section 2.3). Of a sharded model, each
+    rank updates its slices as a single process updates the whole. Raises ConfigError where that is impossible.
     """
     import bitsandbytes
     import torch
     from transformers.trainer_pt_utils import get_parameter_names
 
+    from finetune.model import sharding
+
     decayed = set(get_parameter_names(model, [torch.nn.LayerNorm], _NOT_DECAYED))
-    trained = [(name, weight) for name, weight in model.named_parameters() if weight.requires_grad]
+    trained = [
+        (name, sharding.updated_by_optimizer(weight))
+        for name, weight in model.named_parameters()
+        if weight.requires_grad
+    ]
     groups = [
         {"params": [weight for name, weight in trained if name in decayed], "weight_decay": section.weight_decay},
         {"params": [weight for name, weight in trained if name not in decayed], "weight_decay": 0.0},
@@ -67,7 +83,35 @@ def make(name: str, section: OptimizerSection, learning_rate: float, model: Any)
                     exceptions.register_module_override(module, "weight", {"optim_bits": 32})
         optimizer.check_overrides()
         exceptions.module_weight_config_triple.clear()
+        if arguments["optim_bits"] == 8:
+            for name, weight in trained:
+                if hasattr(weight, "sharded"):
+                    exceptions.override_config(weight, key_value_dict=_bits(name, weight.sharded, model))
+    sharding.connect(optimizer)
     return optimizer
+
+
+def _bits(name: str, weight: Any, model: Any) -> dict[str, int]:
+    """bitsandbytes' settings for a slice of `weight`: its states have 8 bits if those of the whole had.
+
+    Raises ConfigError if a slice would begin within a block, whose scale would then differ.
+    """
+    import torch
+
+    from finetune.model.sharding import slices_of
+
+    embeddings = {module.weight for module in model.modules() if isinstance(module, torch.nn.Embedding)}
+    if weight.numel() < _LEAST_8_BIT or weight in embeddings:
+        return {"optim_bits": 32}
+    slices = slices_of(weight)
+    assert slices
+    if slices.each < slices.rows and slices.each * (weight.numel() // slices.rows) % BLOCK:
+        raise ConfigError(
+            f"`optimizer.kind`: {slices.mesh.size()} ranks would cut `{name}`, {tuple(weight.shape)}, within blocks of "
+            f"{BLOCK} numbers, whose 8-bit states share a scale; choose an optimizer with 32-bit states, or start "
+            "another number of ranks"
+        )
+    return {"min_8bit_size": 0}
 
 
 def _betas(section: OptimizerSection) -> dict[str, Any]:
@@ -144,14 +188,20 @@ OPTIMIZERS: dict[str, Optimizer] = {
     "lion_8bit": Optimizer("Lion, one 8-bit state (arXiv 2302.06675)", _bitsandbytes("Lion", 8), ignores=_LION_IGNORES),
     "lion_32bit": Optimizer("Lion, one 32-bit state", _bitsandbytes("Lion", 32), ignores=_LION_IGNORES),
     "adafactor": Optimizer(
-        "Adafactor, factored second moment (arXiv 1804.04235)", _adafactor, ignores=("beta1", "beta2", "epsilon")
+        "Adafactor, factored second moment (arXiv 1804.04235)",
+        _adafactor,
+        ignores=("beta1", "beta2", "epsilon"),
+        sharded=False,
     ),
     "sgd": Optimizer("SGD with momentum `beta1`", _sgd, ignores=("beta2", "epsilon")),
     "paged_ademamix_8bit": Optimizer(
         "AdEMAMix, 8-bit states paged to the host under memory pressure",
         _bitsandbytes("AdEMAMix", 8, True),
         "ademamix_8bit",
+        sharded=False,
     ),
-    "ademamix_8bit": Optimizer("AdEMAMix, 8-bit states (arXiv 2409.03137)", _bitsandbytes("AdEMAMix", 8)),
-    "ademamix_32bit": Optimizer("AdEMAMix, 32-bit states", _bitsandbytes("AdEMAMix", 32)),
+    "ademamix_8bit": Optimizer(
+        "AdEMAMix, 8-bit states (arXiv 2409.03137)", _bitsandbytes("AdEMAMix", 8), sharded=False
+    ),
+    "ademamix_32bit": Optimizer("AdEMAMix, 32-bit states", _bitsandbytes("AdEMAMix", 32), sharded=False),
 }

@@ -25,14 +25,14 @@ from finetune.errors import ConfigError, FinetuneError, MachineError
 from finetune.kernels import compiled, proof
 from finetune.measure import snapshots
 from finetune.measure.monitor import Monitor
-from finetune.model import causality, packing
+from finetune.model import causality, packing, sharding
 from finetune.model.adapter import casts_by_autocast
 from finetune.model.base import autocast
 from finetune.objectives import OBJECTIVES, log_probs
 from finetune.runtime import libraries, ranks
 from finetune.runtime.signals import Signals
 from finetune.storage.files import not_written, staged
-from finetune.storage.rundir import RunDirectory
+from finetune.storage.rundir import RunDirectory, checkpoint_step
 from finetune.training import oom_retry, optimizers, schedules
 from finetune.training.batches import Steps
 from finetune.training.checkpoints import Checkpoints
@@ -44,7 +44,7 @@ from finetune.training.oom_retry import Retry
 from finetune.training.progress import Progress, read_progress
 from finetune.training.recorder import Listener, Recorder
 from finetune.training.replica import Replica
-from finetune.training.state import problems_of, restore, restore_weights, save_weights
+from finetune.training.state import problems_of, restore, restore_weights, save_weights, whole_weights
 from finetune.training.step import Step
 from finetune.training.tracking import Trackers
 
@@ -101,16 +101,19 @@ def train(job: Job) -> Outcome:
         with job.signals.waiting(), libraries.without_cudnn_attention(), casting, tiles:
             _fit(job, loop)
     progress = loop.progress
+    whole = None
+    if sharding.is_sharded(model) and not any(ranks.gathered(job.signals.name)):
+        _load_best(job, ranks.main_does(lambda: _best_checkpoint(job, progress)))
+        whole = whole_weights(model)
     # The DDP model references the process group and must not be the last to do so: its destructor would join the
     # group's threads while holding the GIL, for which they may be waiting (torch 2.13, ProcessGroupGloo).
     del loop
     ranks.leave()  # rank 0 does the rest alone
     job.signals.end(f"step {progress.step} is saved in {run.checkpoints}")
     if ranks.is_main():
-        if config.output.best and (best := _best_checkpoint(progress, run, job.listener)):
-            restore_weights(model, best)
-            run.event("best_loaded", step=progress.best_step)
-        _publish(job, initial)
+        if not whole:
+            _load_best(job, _best_checkpoint(job, progress))
+        _publish(job, initial, whole)
     return Outcome(progress.step, progress.best_step)
 
 
@@ -191,7 +194,8 @@ def _loop(job: Job, accelerator: Accelerator, trackers: Trackers) -> Loop:
 
 def _step(job: Job, accelerator: Accelerator, recorder: Recorder, collate: MicroBatches) -> Step:
     model, device, training = job.model, job.device, job.config.training
-    name, replaced = optimizers.choose(job.config.optimizer, device.type)
+    updated_on = next(weight.device.type for weight in model.parameters() if weight.requires_grad)
+    name, replaced = optimizers.choose(job.config.optimizer, updated_on)
     if replaced:
         job.listener.note(replaced)
     step = Step(
@@ -206,8 +210,8 @@ def _step(job: Job, accelerator: Accelerator, recorder: Recorder, collate: Micro
         scaler=torch.amp.GradScaler(device.type) if training.precision == "fp16" else None,
         seen=recorder.saw,
     )
-    if ranks.world_size() > 1:
-        step.world_size = ranks.world_size()
+    step.world_size = ranks.world_size()
+    if step.world_size > 1 and not sharding.is_sharded(model):
         replica = Replica(model, accelerator)
         step.shared, step.local = replica.shared, replica.local
         step.catch_up = functools.partial(replica.catch_up, step, collate.idle())
@@ -320,17 +324,23 @@ def _note_other_schedule(job: Job, loop: Loop, resume_from: Path) -> None:
 # -- what is published -------------------------------------------------------------------------------------------------
 
 
-def _best_checkpoint(progress: Progress, run: RunDirectory, listener: Listener) -> Path | None:
-    """The checkpoint of the best evaluation; None if it is the last step or not on disk."""
-    best = progress.best_step
-    if not best or best == progress.step:
+def _load_best(job: Job, best: Path | None) -> None:
+    if best:
+        restore_weights(job.model, best)
+        job.run.event("best_loaded", step=checkpoint_step(best))
+
+
+def _best_checkpoint(job: Job, progress: Progress) -> Path | None:
+    """The checkpoint of the best evaluation, if it is to be published; None if it is the last step or not on disk."""
+    best, run = progress.best_step, job.run
+    if not job.config.output.best or not best or best == progress.step:
         return None
     path = run.checkpoint(best)
     if not path.is_dir():
         return None
     if problems := problems_of(path):
         run.event("best_damaged", step=best, problems=problems)
-        listener.note(f"the best checkpoint {path} cannot be used ({'; '.join(problems)}); exporting the last step")
+        job.listener.note(f"the best checkpoint {path} cannot be used ({'; '.join(problems)}); exporting the last step")
         return None
     return path
 
@@ -345,8 +355,11 @@ def _keep_initial_adapter(job: Job) -> Path | None:
     return folder
 
 
-def _publish(job: Job, initial: Path | None) -> None:
-    """Write the trained weights where other tools look for them, as an atomically published directory."""
+def _publish(job: Job, initial: Path | None, whole: dict[str, torch.Tensor] | None) -> None:
+    """Write the trained weights where other tools look for them, as an atomically published directory.
+
+    `whole` are those of a sharded model.
+    """
     target = job.run.merged if job.config.adapter.kind == "none" else job.run.adapter
     try:
         with staged(target) as folder:
@@ -354,7 +367,7 @@ def _publish(job: Job, initial: Path | None) -> None:
                 # W = residual + B0 A0, so the update on W is BA - B0 A0: an adapter of twice the rank (PiSSA, 3.3).
                 save_weights(job.model, folder, path_initial_model_for_weight_conversion=str(initial))
             else:
-                save_weights(job.model, folder)
+                save_weights(job.model, folder, **({"state_dict": whole} if whole else {}))
             fingerprint.save(job.tokenizer, job.made_with["base"], folder)
     except (OSError, SafetensorError) as error:  # safetensors 0.8 raises its own error for a full disk
         raise MachineError(not_written(target, error)) from None

@@ -2,7 +2,8 @@
 
 A checkpoint contains the trained weights; `optimizer.safetensors`; `state.json` with the optimizer's other values, the
 schedule, the loss scaler and the random state of each rank; and `trainer_state.json` with the progress (step, epoch,
-best evaluation). Nothing is pickled.
+best evaluation). Nothing is pickled. Of a sharded model, tensors are stored whole, so that any number of ranks can
+resume.
 """
 
 from __future__ import annotations
@@ -11,19 +12,24 @@ import json
 import math
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from bitsandbytes.optim.optimizer import Optimizer8bit
 
 from finetune.errors import ArtifactError
-from finetune.model import adapter
+from finetune.model import adapter, sharding
+from finetune.model.sharding import Slices
+from finetune.runtime import ranks
 from finetune.runtime.randomness import RandomState
 from finetune.storage import checkpoint, records
 from finetune.storage.checkpoint import Contents
+from finetune.training.optimizers import BLOCK
 from finetune.training.progress import FILE as PROGRESS_FILE
 from finetune.training.progress import Progress, read_progress
 from finetune.training.step import Step
+
+Name = TypeVar("Name")
 
 ADAPTER_FILE, MODEL_FILE = "adapter_model.safetensors", "model.safetensors"
 OPTIMIZER_FILE, STATE_FILE = "optimizer.safetensors", "state.json"
@@ -33,7 +39,7 @@ OPTIMIZER_FILE, STATE_FILE = "optimizer.safetensors", "state.json"
 
 
 def trained_weights(model: Any) -> dict[str, torch.Tensor]:
-    """The trained weights by name (not copies), an adapter's by the names in PEFT's files."""
+    """The trained weights by name (not copies; maybe sharded), an adapter's by the names in PEFT's files."""
     if not hasattr(model, "peft_config"):
         return {name: weight.data for name, weight in model.named_parameters() if weight.requires_grad}
     return adapter.weights(model)
@@ -49,7 +55,25 @@ def save_weights(model: Any, folder: Path, **arguments: Any) -> None:
         # "auto" would ask the hub whether the vocabulary was resized; `extra_modules` says what else is trained.
         model.save_pretrained(str(folder), save_embedding_layers=False, **arguments)
     else:
-        model.save_pretrained(str(folder))
+        model.save_pretrained(str(folder), **arguments)
+
+
+def whole_weights(model: Any) -> dict[str, torch.Tensor]:
+    """What `save_weights` needs of a sharded model, in host memory of rank 0; every rank must call it.
+
+    Without an adapter that is the whole model, otherwise what is trained.
+    """
+    state = model.state_dict(keep_vars=True)
+    if hasattr(model, "peft_config"):
+        state = {name: tensor for name, tensor in state.items() if tensor.requires_grad}
+    whole = _held_by_main({id(tensor): tensor for tensor in state.values()})  # tied weights once
+    return {name: whole[id(tensor)] for name, tensor in state.items() if whole}
+
+
+def _held_by_main(tensors: dict[Name, torch.Tensor]) -> dict[Name, torch.Tensor]:
+    """Whole copies of tensors in host memory, on rank 0 alone; one at a time is gathered."""
+    whole = ((name, sharding.whole(tensor)) for name, tensor in tensors.items())
+    return {name: _on_host(tensor) for name, tensor in whole if ranks.is_main()}
 
 
 def restore_weights(model: Any, folder: Path) -> None:
@@ -67,7 +91,7 @@ def _copy(tensor: torch.Tensor, into: torch.Tensor, what: str) -> None:
         raise ArtifactError(
             f"{what} is {tensor.dtype} of {tuple(tensor.shape)}, but this job's is {into.dtype} of {tuple(into.shape)}"
         )
-    into.copy_(tensor)
+    sharding.held(into).copy_(sharding.mine(tensor, into))
 
 
 def _refuse_other_kind(what: str, stored: Any, live: Any) -> None:
@@ -118,15 +142,56 @@ def optimizer_state(optimizer: Any) -> tuple[dict[str, Any], dict[str, torch.Ten
     return {"weights": weights, "groups": groups}, tensors
 
 
+def whole_optimizer_state(optimizer: Any) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    """`optimizer_state` with copies of whole tensors in host memory, on rank 0 alone; all ranks of a sharded model must
+    call it.
+    """
+    described, tensors = optimizer_state(optimizer)
+    parameters = _parameters(optimizer)
+    if not any(hasattr(parameter, "sharded") for parameter in parameters):
+        return described, {name: _on_host(tensor) for name, tensor in tensors.items()}
+    # Of weights with few rows the last ranks hold none, and no state.
+    described, dtypes = ranks.main_does(lambda: (described, {name: held.dtype for name, held in tensors.items()}))
+    found = {}
+    for name, dtype in dtypes.items():
+        number, _, key = name.partition(".")
+        parameter = parameters[int(number)]
+        held = tensors.get(name, torch.empty_like(parameter, dtype=dtype))
+        slices = _slices(parameter, key)
+        whole = slices.whole(held) if slices else held
+        if ranks.is_main():
+            found[name] = _on_host(whole)
+    return described, found
+
+
+def _slices(parameter: Any, key: str) -> Slices | None:
+    """How a state of an optimizer is cut; None for one that all ranks have in common."""
+    weight = getattr(parameter, "sharded", None)
+    if weight is None or key.startswith(("step", "qmap")):
+        return None
+    slices = sharding.slices_of(weight)
+    return slices.by_block(weight.numel(), BLOCK) if slices and key.startswith("absmax") else slices
+
+
+def _cut(parameter: Any, key: str, whole: torch.Tensor) -> torch.Tensor:
+    slices = _slices(parameter, key)
+    return slices.mine(whole) if slices else whole
+
+
 def restore_optimizer(optimizer: Any, described: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
-    """Restore what `optimizer_state` returned, with each tensor's dtype, device and paging."""
-    states = [
-        {key: tensors[value["tensor"]] if isinstance(value, dict) else value for key, value in weight.items()}
-        for weight in described["weights"]
-    ]
-    groups = described["groups"]
-    if (len(groups), len(states)) != (len(optimizer.param_groups), len(_parameters(optimizer))):
+    """Restore what `whole_optimizer_state` returned, with each tensor's dtype, device and paging."""
+    parameters, groups = _parameters(optimizer), described["groups"]
+    if (len(groups), len(described["weights"])) != (len(optimizer.param_groups), len(parameters)):
         raise ValueError("different parameter groups")
+    states = [
+        {
+            key: _cut(parameter, key, tensors[value["tensor"]]) if isinstance(value, dict) else value
+            for key, value in values.items()
+        }
+        if parameter.numel()
+        else {}
+        for parameter, values in zip(parameters, described["weights"], strict=True)
+    ]
     if isinstance(optimizer, Optimizer8bit):
         _restore_bitsandbytes(optimizer, states)
     else:
@@ -176,13 +241,16 @@ def _parameters(optimizer: Any) -> list[torch.nn.Parameter]:
 def snapshot(
     step: Step, schedule: Any, progress: Progress, made_with: dict[str, Any], random_states: list[dict[str, Any]]
 ) -> Contents:
-    """A copy of the training state in host memory; training can continue at once."""
+    """A copy of the training state in host memory; training can continue at once.
+
+    All ranks of a sharded model must call it; only rank 0's has the tensors.
+    """
     model = step.model
     if step.device.type == "cuda":
         torch.cuda.synchronize(
             step.device
         )  # paged states are read as host memory, bypassing the stream of their update
-    optimizer, optimizer_tensors = optimizer_state(step.optimizer)
+    optimizer, optimizer_tensors = whole_optimizer_state(step.optimizer)
     values = {
         STATE_FILE: {
             "optimizer": optimizer,
@@ -194,10 +262,9 @@ def snapshot(
     }
     if hasattr(model, "peft_config"):
         values["adapter_config.json"] = _adapter_config(model.peft_config["default"])
-    tensors = {_weights_file(model): trained_weights(model), OPTIMIZER_FILE: optimizer_tensors}
     return Contents(
         step=progress.step,
-        tensors={file: {name: _on_host(tensor) for name, tensor in held.items()} for file, held in tensors.items()},
+        tensors={_weights_file(model): _held_by_main(trained_weights(model)), OPTIMIZER_FILE: optimizer_tensors},
         values=json.loads(json.dumps(values)),  # also a copy
         made_with=made_with,
     )

@@ -13,7 +13,7 @@ import torch
 from accelerate.utils import send_to_device
 
 from finetune.measure.monitor import Monitor, Peak
-from finetune.model import packing
+from finetune.model import packing, sharding
 from finetune.model.base import autocast
 from finetune.objectives import Objective
 from finetune.runtime.libraries import replaced
@@ -91,7 +91,7 @@ class Step:
         """Clip the gradient norm to `max_grad_norm` (0: no clipping); return the norm before clipping."""
         if self.scaler:
             self.scaler.unscale_(self.optimizer)
-        return torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.max_grad_norm or math.inf)
+        return sharding.clip_grad_norm_(self.trained(), self.max_grad_norm or math.inf)
 
     def update(self) -> None:
         """Queue the optimizer's update, without waiting for it."""

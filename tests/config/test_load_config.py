@@ -478,6 +478,17 @@ RULES: list[tuple[str, list[str], tuple[str, ...], list[str]]] = [
         ("cannot be compiled", "`memory.offload: none`"),
         ["memory.offload=none"],
     ),
+    *(
+        (key, ["distributed.kind=fsdp", f"{key}={broken}", *more], ["whole", "sharded"], [remedy])
+        for key, broken, remedy, *more in (
+            ("quantization.kind", "int8", "quantization.kind=nf4"),
+            ("adapter.init", "loftq", "adapter.init=default"),
+            ("adapter.dora", "true", "adapter.dora=false"),
+            ("training.precision", "fp16", "distributed.kind=ddp"),
+            ("kernels.fused", "auto", "kernels.fused=off"),
+            ("kernels.compile", "layers", "kernels.compile=none"),
+        )
+    ),
 ]
 
 

@@ -1,0 +1,222 @@
+"""What ranks train and hold, by how they share the model: equal results at any number, and memory that falls.
+
+    python benchmarks/many_gpus.py [--only equality|memory]
+
+Processes on one machine stand for GPUs, connected by gloo. Equality: the built-in model is trained by one process and
+by two and four ranks, as copies (DDP) and in slices (FSDP2); losses and final weights are compared with the single
+process's. The optimizer is plain descent, as AdamW's first steps turn rounding into the sign of an update. Memory: a
+Llama of 100 million random parameters trains two steps on the same rows (see measured_step.py, a phase's peak of live
+tensors by the profiler), once more for the resident peak; the figures are rank 0's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import socket
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import harness
+from memory_cpu import ALLOCATOR, Llama
+
+sys.path.insert(0, str(harness.ROOT / "tests" / "faults"))
+from children import Children, Ended
+
+WORLD_SIZES = (1, 2, 4)
+STEPS, ROWS = 8, 8
+# Many thin layers, as a rank holds one or two of them whole beside its slices.
+MODEL = Llama(hidden=512, intermediate=1408, layers=32)
+TOKENS, BATCH = 64, 4
+TOLERANCE = 1e-5
+
+KINDS: dict[str, dict[str, Any]] = {
+    "NF4 LoRA": {},
+    "16-bit LoRA": {"quantization.kind": "none"},
+    "full fine-tuning": {"quantization.kind": "none", "adapter.kind": "none"},
+}
+SHARING: dict[str, dict[str, Any]] = {
+    "ddp": {"distributed.kind": "ddp"},
+    "fsdp": {"distributed.kind": "fsdp"},
+}
+
+
+def main() -> None:
+    options = _options()
+    result: dict[str, Any] = {"command": harness.command_line(), "environment": harness.environment(1)}
+    with tempfile.TemporaryDirectory(prefix="many-gpus-") as scratch:
+        if options.only != "memory":
+            result["equality"] = _equality(Path(scratch))
+        if options.only != "equality":
+            result["memory"] = _memory()
+    result["holds"] = _verdicts(result)
+    harness.write_result(options.output, result)
+    print(_tables(result))
+    sys.exit(0 if all(result["holds"].values()) else 1)
+
+
+# -- equality ----------------------------------------------------------------------------------------------------------
+
+
+def _equality(scratch: Path) -> list[dict[str, Any]]:
+    rows = scratch / "rows.jsonl"
+    harness.write_uneven_rows(rows, rows=ROWS * STEPS, tokens=512)
+    with Children(scratch / "children") as children:
+        return [row for kind in KINDS for row in _equality_of(kind, scratch, rows, children)]
+
+
+def _equality_of(kind: str, scratch: Path, rows: Path, children: Children) -> list[dict[str, Any]]:
+    fixed = {
+        "data.train": rows, "data.format": "text", "data.eval": "none", "data.max_length": 128, "output.merge": "false",
+        "training.batch_size": ROWS, "training.micro_batch": 1, "training.max_steps": STEPS,
+        "training.eval_every": "null",
+        "training.precision": "fp32", "training.learning_rate": 0.1, "training.warmup": 0, "optimizer.kind": "sgd",
+        "memory.check": "off",
+    }  # fmt: skip
+
+    def trained(sharing: str, world_size: int) -> Path:
+        run = scratch / f"{kind}-{sharing}-{world_size}".replace(" ", "-")
+        values = {**fixed, **KINDS[kind], **SHARING[sharing], "output.dir": run}
+        arguments = [
+            "train",
+            harness.ROOT / "configs" / "tiny_cpu.yaml",
+            *(f"{key}={one}" for key, one in values.items()),
+        ]
+        for ended in _together(children, world_size, arguments):
+            if ended.code:
+                sys.exit(f"a rank ended with exit code {ended.code}:\n{ended.output[-2000:]}")
+        return run
+
+    alone = trained("ddp", 1)
+    return [
+        {"kind": kind, "sharing": sharing, "ranks": world_size, **_differences(alone, trained(sharing, world_size))}
+        for sharing in SHARING
+        for world_size in WORLD_SIZES[1:]
+    ]
+
+
+def _together(children: Children, world_size: int, arguments: Sequence[object]) -> list[Ended]:
+    """Run the command line in that many ranks, forked from a process with all libraries, to its end."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    size = {name: str(world_size) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE")}
+    started = [
+        children.start(
+            arguments, None,
+            {**size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+        )
+        for rank in range(world_size)
+    ]  # fmt: skip
+    return [child.wait() for child in started]
+
+
+def _differences(one: Path, other: Path) -> dict[str, float]:
+    """The largest differences of losses (nats per token) and final weights."""
+    losses = [[line["loss"] for line in harness.steps(run)] for run in (one, other)]
+    assert len(losses[0]) == STEPS
+    code = (
+        "import sys; from safetensors.torch import load_file; one, other = map(load_file, sys.argv[1:]);"
+        "assert one.keys() == other.keys(); print(max((one[n] - other[n]).abs().max().item() for n in one))"
+    )
+    files = [
+        next(run.glob("adapter/adapter_model.safetensors"), run / "merged/model.safetensors") for run in (one, other)
+    ]
+    weights = float(harness.succeeded(harness.python("-c", code, *files)).output)
+    return {"loss": max(abs(a - b) for a, b in zip(*losses, strict=True)), "weights": weights}
+
+
+# -- memory ------------------------------------------------------------------------------------------------------------
+
+
+def _memory() -> list[dict[str, Any]]:
+    chosen = [("ddp", 1), *(("fsdp", size) for size in WORLD_SIZES[1:])]
+    return [
+        {"kind": kind, "sharing": sharing, "ranks": size, **_measured(kind, sharing, size)}
+        for kind in KINDS
+        for sharing, size in chosen
+    ]
+
+
+def _measured(kind: str, sharing: str, world_size: int) -> dict[str, Any]:
+    setting = {
+        "architecture": MODEL.config(),
+        "rows": [[TOKENS, TOKENS - 1]],
+        "config": {
+            "data.eval": "none", "training.batch_size": BATCH, "training.micro_batch": 1, "training.precision": "fp32",
+            "optimizer.kind": "adamw_32bit", "memory.loss_tokens": 64, **KINDS[kind], **SHARING[sharing],
+        },
+    }  # fmt: skip
+    command = [harness.ROOT / "benchmarks" / "measured_step.py", json.dumps(setting)]
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world_size))
+    arguments = [*(() if world_size == 1 else launcher), *command]
+    live, resident = (
+        _of_rank_0(harness.succeeded(harness.python(*arguments, *more, threads=1, extra=ALLOCATOR)))
+        for more in ((), ("--resident",))
+    )
+    return {
+        "live_bytes": {"peak": live["peak_allocated_bytes"], **live["phases"]},
+        "resident_bytes": resident["resident_bytes"],
+    }
+
+
+def _of_rank_0(done: harness.Finished) -> dict[str, Any]:
+    """Only rank 0 prints."""
+    return dict(json.loads(done.output.strip().splitlines()[-1]))
+
+
+# -- what comes out ----------------------------------------------------------------------------------------------------
+
+
+def _verdicts(result: dict[str, Any]) -> dict[str, bool]:
+    verdicts = {}
+    for row in result.get("equality", []):
+        name = f"{row['kind']}, {row['sharing']}, {row['ranks']} ranks equal one process"
+        verdicts[name] = max(row["loss"], row["weights"]) <= TOLERANCE
+    for kind in KINDS if "memory" in result else ():
+        rows = [row for row in result["memory"] if row["kind"] == kind]
+        verdicts[f"{kind}: live tensors fall with ranks"] = _falls([row["live_bytes"]["peak"] for row in rows])
+        verdicts[f"{kind}: resident memory falls with ranks"] = _falls([row["resident_bytes"] for row in rows])
+    return verdicts
+
+
+def _falls(sizes: Sequence[int]) -> bool:
+    return list(sizes) == sorted(sizes, reverse=True) and len(set(sizes)) == len(sizes)
+
+
+def _tables(result: dict[str, Any]) -> str:
+    equality = [
+        [f"{row['kind']}, {row['sharing']}", row["ranks"], f"{row['loss']:.1e}", f"{row['weights']:.1e}"]
+        for row in result.get("equality", [])
+    ]
+    memory = [
+        [
+            f"{row['kind']}, {row['sharing']}",
+            row["ranks"],
+            *(harness.mib(row["live_bytes"][phase]) for phase in ("load", "backward", "optimizer", "peak")),
+            harness.mib(row["resident_bytes"]),
+        ]
+        for row in result.get("memory", [])
+    ]
+    header = ["MiB of rank 0", "ranks", "load", "backward", "optimizer", "peak", "resident"]
+    return "\n\n".join(
+        [
+            harness.table(["largest difference", "ranks", "loss", "weights"], equality),
+            harness.table(header, memory),
+            *(f"{'yes' if holds else 'NO '}  {what}" for what, holds in result["holds"].items() if not holds),
+        ]
+    )
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", choices=("equality", "memory"), help="one half")
+    parser.add_argument("--output", type=Path, default=harness.RESULTS / "many_gpus.json")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

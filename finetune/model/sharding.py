@@ -1,0 +1,275 @@
+"""Sharding: each rank holds a slice of every weight, and a whole layer only while it computes it (torch's FSDP2).
+
+Each decoder layer is a unit, whose weights are gathered together; embeddings, head and the last norm are another. A
+weight of shape (rows, ...) is cut into one slice of rows a rank, all of the same size but the last ones, which may be
+shorter or empty. What is computed from whole weights is the same as without sharding, at any number of ranks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch import distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from finetune.errors import ConfigError
+from finetune.model import checkpointing, direct_reads
+from finetune.runtime.libraries import replaced
+
+
+@dataclass(frozen=True)
+class Slices:
+    """How the rows (first dimension) of a tensor are cut: `rows` in all, `each` in every slice that is full."""
+
+    rows: int
+    each: int
+    mesh: DeviceMesh
+
+    @classmethod
+    def of(cls, rows: int, mesh: DeviceMesh) -> Slices:
+        """As FSDP2 cuts."""
+        return cls(rows, -(-rows // mesh.size()), mesh)
+
+    def by_block(self, numbers: int, block: int) -> Slices:
+        """How something is cut that there is one of for each `block` of the tensor's `numbers`."""
+        return Slices(-(-numbers // block), -(-self.each * (numbers // self.rows) // block), self.mesh)
+
+    def mine(self, whole: Tensor) -> Tensor:
+        """This rank's rows (a view)."""
+        start = self.each * self.mesh.get_local_rank()
+        return whole[start : start + self.each]
+
+    def whole(self, mine: Tensor) -> Tensor:
+        """All rows, from those of each rank; every rank must call it."""
+        padded = torch.zeros(self.each, *mine.shape[1:], dtype=mine.dtype, device=self.mesh.device_type)
+        padded[: len(mine)] = mine
+        found = padded.new_empty(self.each * self.mesh.size(), *mine.shape[1:])
+        dist.all_gather(list(found.chunk(self.mesh.size())), padded, self.mesh.get_group())
+        return found[: self.rows]
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """The sharding of one model over the ranks of `mesh`, a fake process group included.
+
+    With `keep_whole` a layer's weights stay whole from its forward to its backward pass. With `offload` slices,
+    gradients and what an optimizer makes for them are in host memory.
+    """
+
+    mesh: DeviceMesh
+    keep_whole: bool = False
+    offload: bool = False
+
+    @classmethod
+    def over_ranks(cls, device: torch.device, *, keep_whole: bool, offload: bool) -> Sharding:
+        """Over all ranks of the process group."""
+        mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+        return cls(mesh, keep_whole=keep_whole, offload=offload)
+
+    def cut(self, module: nn.Module) -> None:
+        """Keep this rank's slice of a linear layer's weight, until `apply`; nothing else is changed."""
+        weight: Any = module.weight if isinstance(module, nn.Linear) else None
+        if weight is None or hasattr(weight, "slices"):
+            return
+        weight.slices = Slices.of(len(weight), self.mesh)
+        weight.data = weight.slices.mine(weight.data).clone()
+
+    def apply(self, model: Any) -> None:
+        """Shard all weights of `model`, of which some may have been cut before; one layer at a time is whole.
+
+        Raises ConfigError for a model without layers that transformers can recompute, or with experts in 4 bit.
+        """
+        _check(model)
+        policy = CPUOffloadPolicy(pin_memory=self.mesh.device_type != "cpu") if self.offload else OffloadPolicy()
+        for unit in (*checkpointing.layers(model), model):
+            for weight in unit.parameters():
+                if slices := vars(weight).pop("slices", None):
+                    weight.data = slices.whole(weight.data)
+            _refuse_copies(unit)
+            # The last unit is needed first in the backward pass, so torch keeps it whole.
+            fully_shard(
+                unit,
+                mesh=self.mesh,
+                reshard_after_forward=None if unit is model else not self.keep_whole,
+                offload_policy=policy,
+            )
+        for module in model.modules():
+            if state := getattr(module, "quant_state", None):  # bitsandbytes gives it to gathered weights
+                module.weight.quant_state = state
+
+
+def _check(model: Any) -> None:
+    if not checkpointing.layers(model):
+        raise ConfigError(
+            f"`distributed.kind: fsdp` shards a model by its decoder layers, which transformers does not mark in "
+            f"{type(model).__name__}; set `ddp`"
+        )
+    if any(hasattr(module, "packs_for_backward") for module in model.modules()):
+        raise ConfigError(
+            "`distributed.kind: fsdp` cannot shard experts in 4 bit; set `ddp`, or `quantization.kind: none`"
+        )
+
+
+def _refuse_copies(unit: nn.Module) -> None:
+    """PEFT copies a module that is trained in full, and of a weight that was cut only the slice."""
+    for name, module in unit.named_modules():
+        if (
+            isinstance(module, nn.Linear)
+            and module.weight.is_floating_point()
+            and (len(module.weight) < module.out_features)
+        ):
+            raise ConfigError(
+                f"`adapter.extra_modules`: `{name}` is in a sharded layer, where only adapters can be trained; remove "
+                "it, or set `distributed.kind: ddp`"
+            )
+
+
+@contextlib.contextmanager
+def cut_while_loading(sharding: Sharding | None) -> Iterator[None]:
+    """In the block, transformers loads weights one at a time, and each rank keeps its slice of those in layers."""
+    if sharding is None:
+        yield
+        return
+    from transformers import core_model_loading, modeling_utils
+
+    load = core_model_loading.set_param_for_module
+    cut_layers = layer_cutter(sharding)
+
+    def load_and_cut(model: Any, name: str, *arguments: Any) -> None:
+        direct_reads.names(model)  # now, as afterwards a forward pass needs all ranks
+        load(model, name, *arguments)
+        cut_layers(model, model.get_submodule(name.rpartition(".")[0]))
+
+    before = os.environ.get(_ONE_AT_A_TIME)
+    os.environ[_ONE_AT_A_TIME] = "1"
+    try:
+        with (
+            # transformers 5.23 has no public hook after a weight was loaded.
+            replaced(core_model_loading, "set_param_for_module", load_and_cut),
+            # It would reserve memory for the whole model.
+            replaced(modeling_utils, "caching_allocator_warmup", lambda *_: None),
+        ):
+            yield
+    finally:
+        del os.environ[_ONE_AT_A_TIME]
+        if before is not None:
+            os.environ[_ONE_AT_A_TIME] = before
+
+
+_ONE_AT_A_TIME = "HF_DEACTIVATE_ASYNC_LOAD"
+
+
+def layer_cutter(sharding: Sharding | None) -> Callable[[Any, nn.Module], None]:
+    """A function that cuts a loaded module of a decoder layer; it is given the model and the module."""
+    inside: set[nn.Module] = set()
+
+    def cut(model: Any, module: nn.Module) -> None:
+        if sharding is None:
+            return
+        if not inside:
+            _check(model)
+            inside.update(part for layer in checkpointing.layers(model) for part in layer.modules())
+        if module in inside:
+            sharding.cut(module)
+
+    return cut
+
+
+# -- what a rank holds -------------------------------------------------------------------------------------------------
+
+
+def is_sharded(model: Any) -> bool:
+    """Whether ranks hold slices of this model."""
+    return isinstance(model, FSDPModule)
+
+
+def reshard(model: nn.Module) -> None:
+    """Leave this rank its slices alone; to be called after forward passes that no backward pass follows.
+
+    A unit that is not resharded after its forward pass would hold whole weights, beside which its slices are updated.
+    """
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+def slices_of(weight: Tensor) -> Slices | None:
+    """How a weight is cut; None if this rank holds it whole."""
+    return Slices.of(len(weight), weight.device_mesh) if isinstance(weight, DTensor) else None
+
+
+def held(tensor: Tensor) -> Tensor:
+    """What this rank holds of a tensor, sharing memory with it."""
+    return tensor.detach().to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """The whole tensor; every rank must call it."""
+    slices = slices_of(tensor)
+    return slices.whole(held(tensor)) if slices else tensor
+
+
+def mine(whole: Tensor, weight: Tensor) -> Tensor:
+    """What this rank holds of a tensor that is cut like `weight`."""
+    slices = slices_of(weight)
+    return slices.mine(whole) if slices else whole
+
+
+def clip_grad_norm_(weights: Sequence[nn.Parameter], max_norm: float) -> Tensor:
+    """torch's function of this name, also for sharded weights; every rank must call it."""
+    gradients = [weight.grad for weight in weights if weight.grad is not None]
+    sharded = next((gradient for gradient in gradients if isinstance(gradient, DTensor)), None)
+    if sharded is None:
+        return torch.nn.utils.clip_grad_norm_(weights, max_norm)
+    # On DTensors torch's function would exchange a number for each weight.
+    parts = [held(gradient) for gradient in gradients]
+    square = torch.nn.utils.get_total_norm(parts).square().to(sharded.device_mesh.device_type)
+    dist.all_reduce(square, group=sharded.device_mesh.get_group())
+    norm = square.sqrt()
+    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0).to(parts[0].device)
+    for part in parts:
+        part.mul_(factor)
+    return norm
+
+
+# -- what an optimizer updates -----------------------------------------------------------------------------------------
+
+
+def updated_by_optimizer(weight: nn.Parameter) -> nn.Parameter:
+    """The parameter to give to an optimizer: the rank's slice as an ordinary one, which remembers its `sharded` weight.
+
+    bitsandbytes' optimizers read a tensor's memory and know no DTensor.
+    """
+    if not isinstance(weight, DTensor):
+        return weight
+    slice_: Any = nn.Parameter(held(weight))
+    slice_.sharded = weight
+    return slice_
+
+
+def connect(optimizer: torch.optim.Optimizer) -> None:
+    """Give the slices that `optimizer` updates their gradients for the time of each update."""
+    slices: list[Any] = [
+        one for group in optimizer.param_groups for one in group["params"] if hasattr(one, "sharded") and one.numel()
+    ]
+    if not slices:
+        return
+
+    def lend(*_: Any) -> None:
+        for one in slices:
+            one.grad = None if one.sharded.grad is None else held(one.sharded.grad)
+
+    def take_back(*_: Any) -> None:
+        for one in slices:
+            one.grad = None
+
+    optimizer.register_step_pre_hook(lend)
+    optimizer.register_step_post_hook(take_back)

@@ -1,0 +1,87 @@
+"""What a rank holds of a sharded model, on a process group that only pretends to have other ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from finetune.config import AdapterSection, MemorySection, ModelSection, QuantizationSection
+from finetune.errors import ConfigError
+from finetune.model import base, build, sharding
+from finetune.model.base import load_architecture
+from finetune.model.sharding import Sharding, Slices
+
+RANKS = 4
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(params=[0, 3], ids=lambda rank: f"rank {rank}")
+def shards(request: pytest.FixtureRequest) -> Iterator[Sharding]:
+    dist.init_process_group("fake", store=FakeStore(), rank=request.param, world_size=RANKS)
+    try:
+        yield Sharding.over_ranks(CPU, keep_whole=False, offload=False)
+    finally:
+        dist.destroy_process_group()
+
+
+def loaded(shards: Sharding | None, kind: str, weights: str) -> Any:
+    section = ModelSection(weights=weights)
+    return base.load_base(
+        section, QuantizationSection(kind=kind), load_architecture(section),
+        attention="eager", dtype=torch.float32, device=CPU, shards=shards,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("weights", ["random", "pretrained"])
+@pytest.mark.parametrize("kind", ["nf4", "none"])
+def test_of_a_layer_only_this_ranks_rows_stay_once_it_is_loaded(shards: Sharding, kind: str, weights: str) -> None:
+    whole, cut = loaded(None, kind, weights), loaded(shards, kind, weights)
+    inside = {name for name, module in whole.named_modules() if isinstance(module, torch.nn.Linear)} - {"lm_head"}
+    assert len(inside) == 4 * 7
+    rank = dist.get_rank()
+    for name in inside:
+        expected = whole.get_submodule(name).weight.data.chunk(RANKS)[rank]
+        if weights == "pretrained":
+            assert torch.equal(cut.get_submodule(name).weight.data, expected)
+        assert cut.get_submodule(name).weight.untyped_storage().nbytes() == expected.nbytes
+    assert cut.get_input_embeddings().weight.shape == whole.get_input_embeddings().weight.shape
+
+
+def test_every_weight_is_cut_and_counted_whole(shards: Sharding) -> None:
+    model = build.trainable(
+        loaded(shards, "nf4", "random"), ModelSection(), AdapterSection(rank=2), MemorySection(),
+        seed=0, device_type="cpu", shards=shards,
+    )  # fmt: skip
+    assert sharding.is_sharded(model)
+    for weight in model.parameters():
+        each = -(-len(weight) // RANKS)
+        assert len(sharding.held(weight)) <= each
+        assert sharding.held(weight).untyped_storage().nbytes() == each * weight.nbytes // len(weight)
+    # Rank 2 has two rows, and so two ranks of four.
+    rows = [len(sharding.held(weight)) for name, weight in model.named_parameters() if "lora_A" in name]
+    assert set(rows) == {1 if dist.get_rank() == 0 else 0}
+
+
+def test_a_layer_that_peft_would_copy_to_train_it_in_full_is_refused(shards: Sharding) -> None:
+    base = loaded(shards, "none", "random")
+    model = build.trainable(
+        base, ModelSection(), AdapterSection(extra_modules=["down_proj"]), MemorySection(), seed=0, device_type="cpu"
+    )
+    with pytest.raises(ConfigError, match=r"`adapter.extra_modules`: .*down_proj"):
+        shards.apply(model)
+
+
+@pytest.mark.parametrize(
+    ("rows", "numbers", "expected"),
+    [(8, 8 * 256, (8, 2)), (5, 5 * 512, (10, 4)), (4096, 4096 * 16, (256, 64)), (1, 100, (1, 1))],
+)
+def test_the_scales_of_blocks_are_cut_like_their_rows(
+    shards: Sharding, rows: int, numbers: int, expected: tuple[int, int]
+) -> None:
+    by_block = Slices.of(rows, shards.mesh).by_block(numbers, 256)
+    assert (by_block.rows, by_block.each) == expected

@@ -1,0 +1,100 @@
+"""Optimizers on slices of weights, and their states, on a process group that only pretends to have other ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from finetune.config import Config, DistributedSection, OptimizerSection
+from finetune.errors import ConfigError
+from finetune.model import sharding
+from finetune.model.sharding import Sharding
+from finetune.training import optimizers, state
+from finetune.training.checks import check
+from finetune.training.optimizers import OPTIMIZERS
+
+RANKS = 2
+SHARDED = [name for name, optimizer in OPTIMIZERS.items() if optimizer.sharded and not optimizer.on_cpu]
+
+
+class Layer(GradientCheckpointingLayer):
+    """Weights with states in 8 bit, with too few numbers for that, and with fewer rows than ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.large, self.small, self.thin = nn.Linear(64, 96), nn.Linear(64, 48), nn.Linear(8192, 1, bias=False)
+
+
+@pytest.fixture(params=range(RANKS), ids=lambda rank: f"rank {rank}")
+def rank(request: pytest.FixtureRequest) -> Iterator[int]:
+    dist.init_process_group("fake", store=FakeStore(), rank=request.param, world_size=RANKS)
+    try:
+        yield request.param
+    finally:
+        dist.destroy_process_group()
+
+
+def model(shards: Sharding | None = None) -> nn.Module:
+    torch.manual_seed(0)
+    made = nn.Sequential(Layer())
+    if shards:
+        shards.apply(made)
+    return made
+
+
+def step(optimizer: Any, weights: list[nn.Parameter], count: int) -> None:
+    """Set the gradients of the whole weights, of which a rank has its slice, and update."""
+    for number in range(count):
+        generator = torch.Generator().manual_seed(number)
+        for weight in weights:
+            gradient = torch.randn(weight.shape, generator=generator)
+            if isinstance(weight, DTensor):
+                gradient = DTensor.from_local(
+                    sharding.mine(gradient, weight), weight.device_mesh, weight.placements,
+                    run_check=False, shape=weight.shape, stride=weight.stride(),
+                )  # fmt: skip
+            weight.grad = gradient
+        optimizer.step()
+
+
+@pytest.mark.parametrize("name", SHARDED)
+def test_a_slice_is_updated_as_in_the_whole_weight_bit_for_bit(rank: int, name: str) -> None:
+    whole, sharded = model(), model(Sharding.over_ranks(torch.device("cpu"), keep_whole=False, offload=False))
+    section = OptimizerSection(kind=name)
+    one, other = (optimizers.make(name, section, 0.01, each) for each in (whole, sharded))
+    step(one, list(whole.parameters()), 3)
+    step(other, list(sharded.parameters()), 3)
+    for expected, weight in zip(whole.parameters(), sharded.parameters(), strict=True):
+        assert torch.equal(sharding.held(weight), sharding.mine(expected, weight))
+    # A checkpoint of whole states is cut to what this rank has.
+    described, tensors = state.optimizer_state(one)
+    again = optimizers.make(name, section, 0.01, sharded)
+    state.restore_optimizer(again, described, tensors)
+    for before, after in zip(_parameters(other), _parameters(again), strict=True):
+        assert other.state[before].keys() == again.state[after].keys()
+        for key, value in other.state[before].items():
+            assert torch.equal(torch.as_tensor(again.state[after][key]), torch.as_tensor(value))
+
+
+def _parameters(optimizer: Any) -> list[nn.Parameter]:
+    return [weight for group in optimizer.param_groups for weight in group["params"]]
+
+
+def test_an_optimizer_that_needs_whole_weights_is_refused(subtests: pytest.Subtests) -> None:
+    config = Config(distributed=DistributedSection(kind="fsdp"))
+    for name, optimizer in OPTIMIZERS.items():
+        with subtests.test(name=name):
+            job = config.changed({"optimizer.kind": name})
+            if optimizer.sharded:
+                check(job, torch.device("cpu"))
+            else:
+                with pytest.raises(ConfigError, match=f"{name} cannot update slices"):
+                    check(job, torch.device("cpu"))
