@@ -20,10 +20,10 @@ pipeline_tag: text-generation
 
 A rank-{adapter.rank} LoRA adapter (alpha {adapter.alpha:g}, base in {config.quantization.kind}) trained on
 `{named(config.data.train)}` with learning rate {training.learning_rate:g} and batch size {training.batch_size}, merged
-into the unquantized base in 16 bit, and written as {written_as}.
+in 16 bit, and written as {written_as}.
 
-Its logits, computed from the written files, were compared with base plus adapter on {record["rows"]} held-out rows
-({record["tokens"]} tokens): they differ by {record["error"]:.3%} (bound {record["bound"]:.3%}, the adapter's own effect
-{record["effect"]:.3%}), and agree on the most likely next token at {record["agreement"]:.2%} of positions. `merge.json`
-has the figures and the hash of the base.
+Its logits, computed from the written files, were compared with {record["compared_with"]} on
+{record["rows"]} held-out rows ({record["tokens"]} tokens): they differ by {record["error"]:.3%} (bound
+{record["bound"]:.3%}, the adapter's own effect {record["effect"]:.3%}), and agree on the most likely next token at
+{record["agreement"]:.2%} of positions. `merge.json` has the figures and the hash of the base.
 """
