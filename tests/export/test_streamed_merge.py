@@ -4,20 +4,31 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+import finetune
 from finetune.config import AdapterSection, Config
-from finetune.export import shards
+from finetune.errors import ArtifactError, ConfigError, MachineError
+from finetune.export import merge, shards
 from finetune.export.bases import Bases, Onto
 from finetune.model import adapter, eight_bit, identity
 from finetune.model.base import load_architecture
 from finetune.model.build import Blueprint
+from finetune.model.locate import BUILTIN_BASE, locate
 from finetune.settings import load_config
+from finetune.storage import weight_files
+from finetune.storage.rundir import RunDirectory
+
+sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
+
+import merge as merging
 
 CPU = torch.device("cpu")
 IDS = torch.arange(3, 35)[None]
@@ -72,10 +83,6 @@ def base_at(folder: Path, name: str, tiny_base: Path, dtype: torch.dtype = torch
         if "token" in file.name or file.suffix == ".jinja":
             shutil.copy(file, folder)
     return folder
-
-
-def architecture_of(config: Config) -> Any:
-    return load_architecture(config.model)
 
 
 def base_of(config: Config, dtype: torch.dtype) -> Any:
@@ -148,3 +155,101 @@ def test_it_equals_the_merge_in_memory_bit_for_bit(variant: str, tiny_base: Path
     added = index[1].keys() - index[0].keys()
     assert added == ({"lm_head.weight"} if "trained" in variant else set())
     assert index[1].items() >= index[0].items()
+
+
+# -- whole commands ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDirectory:
+    """A run on a base of four shards, with an adapter that matters, and without a training."""
+    merging.write_base(tmp_path / "base", AutoConfig.from_pretrained(locate(BUILTIN_BASE)), 4)
+    return merging.make_run(tmp_path / "run", tmp_path / "base", tokens=32)[0]
+
+
+def left(run: RunDirectory) -> list[str]:
+    """What a merge left in the run directory."""
+    return sorted(path.name for path in run.path.iterdir() if path.name.startswith("merged"))
+
+
+def test_both_merges_are_told_beside_the_trained_model(run: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:
+    plain = finetune.merge(run)
+    said = " ".join(capsys.readouterr().out.split())
+    assert "from the 16-bit base with the adapter" in said
+    assert "onto quantized" in said
+    near = finetune.merge(run, onto="quantized")
+    assert (plain["onto"], near["onto"]) == ("16-bit", "quantized")
+    assert near["compared_with"] == "the dequantized nf4 base with the adapter"
+    for proof in (plain, near):
+        assert proof["error"] <= proof["bound"] < proof["effect"]
+        assert proof["to_trained"]["quantized"]["kl"] < 0.2 * proof["to_trained"]["16-bit"]["kl"]
+        assert proof["to_trained"]["quantized"]["agreement"] > proof["to_trained"]["16-bit"]["agreement"]
+        assert proof["losses"].keys() == {"16-bit", "quantized", "trained", "base"}
+        assert proof["losses"]["quantized"] == pytest.approx(proof["losses"]["trained"], abs=0.01)
+    # The one that is not written is computed from the same weights as the one that is.
+    assert plain["to_trained"]["16-bit"] == pytest.approx(near["to_trained"]["16-bit"])
+    assert plain["to_trained"]["quantized"] == pytest.approx(near["to_trained"]["quantized"])
+
+
+def test_an_interrupted_merge_goes_on_with_the_next_shard(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+    written = []
+
+    def write(path: Path, *arguments: Any) -> None:
+        if path.name == stop_at:
+            raise KeyboardInterrupt
+        written.append(path.name)
+        write_file(path, *arguments)
+
+    write_file = weight_files.write
+    monkeypatch.setattr(weight_files, "write", write)
+    names = [f"model-0000{number}-of-00004.safetensors" for number in range(1, 5)]
+    stop_at = names[2]
+    with pytest.raises(KeyboardInterrupt):
+        finetune.merge(run)
+    assert left(run) == ["merged.incomplete"]
+    stop_at = ""
+    finetune.merge(run)
+    assert written == names
+    assert left(run) == ["merged"]
+    assert not (run.merged / "made_from.json").exists()
+    written.clear()
+    stop_at = names[1]
+    with pytest.raises(KeyboardInterrupt):
+        finetune.merge(run)
+    stop_at = ""
+    finetune.merge(run, onto="quantized")
+    assert written == [names[0], *names], "what was begun onto another base is of no use"
+
+
+def test_what_cannot_be_merged_is_refused_and_leaves_nothing(
+    run: RunDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shard = tmp_path / "base" / "model-00002-of-00004.safetensors"
+    content = shard.read_bytes()
+    shard.write_bytes(content[:-100])
+    with pytest.raises(ArtifactError, match=r"model-00002-of-00004\.safetensors: damaged"):
+        finetune.merge(run)
+    shard.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    with pytest.raises(ArtifactError, match="was trained on another base"):
+        finetune.merge(run)
+    shard.write_bytes(content)
+    with pytest.raises(ConfigError, match="did you mean `quantized`"):
+        finetune.merge(run, onto="quantised")
+    monkeypatch.setattr(shards.shutil, "disk_usage", lambda path: SimpleNamespace(free=2**20))
+    with pytest.raises(MachineError, match=r"the merged weights need 0\.00 GiB of disk"):
+        finetune.merge(run)
+    assert left(run) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "onto", "message"),
+    [
+        (["quantization.kind=none"], "quantized", "was not quantized"),
+        (["adapter.init=loftq"], "16-bit", "merge onto `quantized`"),
+    ],
+)
+def test_a_base_that_there_is_not_is_refused(changes: list[str], onto: str, message: str) -> None:
+    config = load_config(Path("configs/tiny_cpu.yaml"), ["data.train=x.jsonl", *changes])
+    with pytest.raises(ConfigError, match=message):
+        merge._chosen(config, onto)
+    assert merge._chosen(config, None) == ("quantized" if onto == "16-bit" else "16-bit")
