@@ -197,9 +197,29 @@ def fit(
 
 
 @app.command()
-def merge(run: Run, trust_code: TrustCode = False, as_json: Json = False, debug: Debug = False) -> None:
-    """Merge the adapter, and prove the result. It goes into the unquantized base, and must equal what was trained."""
-    export(run, "merged", trust_code, as_json, debug)
+def merge(
+    run: Run,
+    onto: Annotated[
+        str | None,
+        typer.Option(
+            "--onto",
+            help="16-bit: the base as published, the default; quantized: as it was quantized for training.",
+            show_default=False,
+        ),
+    ] = None,
+    trust_code: TrustCode = False,
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Merge the adapter, and prove the result. It must equal the base with the adapter; the same command resumes it."""
+
+    def work() -> None:
+        opened = finetune.RunDirectory.open(run)
+        proof = finetune.merge(opened, onto=onto, trust_remote_code=trust_code, terminal=_terminal(quiet=as_json))
+        if as_json:
+            _print_json(proof)
+
+    _run(work, debug)
 
 
 @app.command()

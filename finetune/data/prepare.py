@@ -121,6 +121,12 @@ def held_out_ids(section: DataSection, tokenizer: Any, rows: int, tokens: int) -
     return found
 
 
+def holds_out(section: DataSection) -> bool:
+    """Whether any row is held out."""
+    _, rows = _splits(section, Problems())
+    return next(iter(rows or ()), None) is not None
+
+
 def questions(section: DataSection, count: int) -> list[tuple[list[Message] | str, str]]:
     """The first held-out prompts, each with its reference answer.
 

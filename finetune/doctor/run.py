@@ -168,7 +168,7 @@ def _adapter(run: RunDirectory, config: Config | None) -> Iterator[Finding]:
         if section:
             adapter.check_files(folder, section)
             if base is not None:
-                adapter.check_on(base, folder, section)
+                adapter.weightless_adapter(base, folder, section)
 
     yield from _folder(run.adapter, check, "train again, or restore the folder from a backup")
 

@@ -1,7 +1,12 @@
-"""Export: merges the adapter into the unquantized 16-bit base, writes it in a format, and publishes it once proven.
+"""Merges the adapter into its base, weight by weight from file to file, and publishes the result once it is proven.
 
-The staged directory is loaded again, and its logits are compared with base plus adapter on held-out rows. An export
-that differs by more than rounding explains is never published.
+    the base's shards ─▶ each weight: (quantized and back) + update in float32, rounded once ─▶ shards of the same names
+                                                                                                          │
+    base with adapter ─▶ logits ──────────────── compared ──────────────── logits ◀─── run from the files ◀┘
+
+No model is ever in memory: host memory is that of the largest weight in float32, three times, or of a layer while the
+logits are computed. A shard that is written is kept, so a merge that was killed goes on with the next one. A model
+that differs from base plus adapter by more than rounding explains is never published.
 """
 
 from __future__ import annotations
@@ -13,38 +18,33 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 
-from finetune.config import Config, ModelSection, QuantizationSection
+from finetune.config import Config, ModelSection
+from finetune.config.fields import unknown
 from finetune.data import fingerprint
 from finetune.data import prepare as data_prepare
 from finetune.errors import ArtifactError, ConfigError, MachineError
-from finetune.export import formats, proof
+from finetune.export import formats, proof, shards
+from finetune.export.bases import ONTO, ROW_TOKENS, ROWS, Bases, Onto
 from finetune.export.card import model_card
-from finetune.model import attention, chat_template, experts, identity
-from finetune.model.adapter import check_files, load_adapter
-from finetune.model.base import load_architecture, refuse_not_finite
-from finetune.model.build import Blueprint
+from finetune.model import file_hashes, identity
+from finetune.model.adapter import check_files
+from finetune.model.locate import weights_directory
 from finetune.model.tokenizer import load_tokenizer
-from finetune.runtime import libraries
 from finetune.runtime.environment import describe
-from finetune.storage import weight_files
 from finetune.storage.files import not_written, staged, write_json
 from finetune.storage.rundir import RunDirectory
 
-# Number of held-out rows, and tokens of each, on which the logits are compared.
-_ROWS = 8
-_ROW_TOKENS = 256
-
-_MERGED_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.bfloat16}
-
 
 def merge(
-    run: RunDirectory, config: Config, name: str, device: torch.device, note: Callable[[str], None]
-) -> dict[str, Any]:
+    run: RunDirectory, config: Config, name: str, device: torch.device, note: Callable[[str], None],
+    onto: str | None = None,
+) -> dict[str, Any]:  # fmt: skip
     """Write the export of format `name` and return its proof (see `proof.Proof`) with the identity of the base.
 
-    `note` is called if tokenizer or base cannot be verified. Raises ConfigError for an unknown format; ArtifactError if
+    `onto` is a key of ONTO, by default the 16-bit base (the quantized one for LoftQ). `note` is called if tokenizer or
+    base cannot be verified. Raises ConfigError for an unknown format, or a base that there is not; ArtifactError if
     there is no adapter, if tokenizer or base are not those it was trained with, or if the export is not equivalent to
-    the trained model; MachineError if writing fails. A failure leaves the adapter and an earlier export untouched.
+    base plus adapter; MachineError if writing fails. A failure leaves the adapter and an earlier export untouched.
     """
     form, target = formats.find(name), run.path / name
     if not isinstance(form, formats.Format):
@@ -53,41 +53,42 @@ def merge(
         raise ArtifactError(f"{run.path} trained every weight; {run.merged} is already the whole model")
     if config.model.weights == "random":
         raise ArtifactError(f"{run.path} has a base of random weights, which were not saved; there is nothing to merge")
-    dtype = _MERGED_DTYPES[config.training.precision]
+    chosen = _chosen(config, onto)
     tokenizer = load_tokenizer(config.model, run.chat_template)
     check_files(run.adapter, config.adapter)
     fingerprint.check(tokenizer, run.adapter)
-    rows = data_prepare.held_out_ids(config.data, tokenizer, _ROWS, _ROW_TOKENS)
+    rows = data_prepare.held_out_ids(config.data, tokenizer, ROWS, ROW_TOKENS)
+    held_out = data_prepare.holds_out(config.data)
 
-    base = _base(config, dtype, device)
+    folder = weights_directory(config.model.name, config.model.revision, download=True)
     base_identity = identity.of_base(config.model, note)
     fingerprint.check_base(config.model, base_identity, run.adapter, note)
-    base_logits = proof.logits(base, rows)
-    if not all(map(weight_files.is_finite, base_logits)):
-        refuse_not_finite(config.model)
-    layers = base.config.get_text_config().num_hidden_layers
-    mixture = experts.is_mixture(base)
-    adapted = load_adapter(base, run.adapter, config.adapter)
-    adapted_logits = proof.logits(adapted, rows)
-    merged = adapted.merge_and_unload(safe_merge=True)
+    bases = Bases(config, run.adapter, identity.loaded_files(folder), device)
+    made_from = {
+        "onto": chosen, "base": base_identity, "dtype": str(bases.dtype),
+        "adapter": file_hashes.sha256(run.adapter / "adapter_model.safetensors"),
+    }  # fmt: skip
     try:
-        with staged(target) as folder:
-            form.write(_ready_for_use(merged.to(dtype), tokenizer), tokenizer, folder)
-            fingerprint.save(tokenizer, base_identity, folder)
-            del base, adapted, merged
-            libraries.return_freed_memory()
-            written_logits = proof.logits(form.load(folder, config.model, dtype, device), rows)
-            bound = proof.bound(layers, max(proof.ROUNDOFF[dtype], form.roundoff))
-            result = proof.compare(written_logits, adapted_logits, base_logits, bound, mixture=mixture)
-            _refuse_unless_equal(result, name)
+        with staged(target, made_from if target == run.merged else None) as written:
+            fingerprint.save(tokenizer, base_identity, written)
+            if target == run.merged:
+                shards.write_settings(bases, folder, tokenizer, written)
+                shards.write_weights(bases.merging(chosen), written)
+                logits = bases.run_of_files(written, rows).logits
+            else:
+                form.write(load_merged(run, config.model, device), tokenizer, written)
+                logits = proof.logits(form.load(written, config.model, bases.dtype, device), rows).__getitem__
+            bound = proof.bound(bases.layers, max(proof.ROUNDOFF[bases.dtype], form.roundoff))
             record = {
                 "format": name,
-                **asdict(result),
+                "onto": chosen,
+                "compared_with": f"{bases.named(chosen)} with the adapter",
+                **_prove(bases, chosen, name, rows, logits, bound, held_out=held_out),
                 "base": config.model.name,
                 "base_sha256": base_identity and base_identity.rpartition(":")[2],
             }
-            write_json(folder / "merge.json", {**record, "environment": describe(device)})
-            (folder / "README.md").write_text(model_card(run, config, record, form.help), encoding="utf-8")
+            write_json(written / "merge.json", {**record, "environment": describe(device)})
+            (written / "README.md").write_text(model_card(run, config, record, form.help), encoding="utf-8")
     except (OSError, SafetensorError) as error:  # safetensors 0.8 raises its own error for a full disk
         raise MachineError(
             f"{not_written(target, error)}; the adapter is safe in {run.adapter}, and "
@@ -103,28 +104,60 @@ def load_merged(run: RunDirectory, section: ModelSection, device: torch.device) 
     return formats.load_transformers(run.merged, section, None, device)
 
 
-def _base(config: Config, dtype: torch.dtype, device: torch.device) -> Any:
-    """The base to merge into, unquantized in 16 bit.
+def _chosen(config: Config, onto: str | None) -> Onto:
+    """The base to merge into. Raises ConfigError where there is no such base."""
+    # LoftQ's adapter corrects the error of one quantization.
+    needed: Onto | None = "quantized" if config.adapter.init == "loftq" else None
+    if onto is None:
+        return needed or "16-bit"
+    if onto not in ONTO:
+        raise ConfigError(f"base {unknown(onto, ONTO)}")
+    if onto == "quantized" and config.quantization.kind == "none":
+        raise ConfigError("`quantized`: the base of this run was not quantized; merge onto `16-bit`")
+    if onto == "16-bit" and needed:
+        raise ConfigError("`16-bit`: an adapter of LoftQ corrects the quantized base; merge onto `quantized`")
+    return "quantized" if onto == "quantized" else "16-bit"
 
-    A LoftQ adapter corrects the error of one quantization, so for it the base is quantized as in training and then
-    dequantized.
+
+def _prove(
+    bases: Bases, chosen: Onto, name: str, rows: list[list[int]], written: Callable[[int], torch.Tensor],
+    bound: float, *, held_out: bool,
+) -> dict[str, Any]:  # fmt: skip
+    """The proof of a model whose logits of a row are `written`; for a quantized base, also how both merges compare with
+    the model that was trained.
+
+    Raises ArtifactError if the model is not equivalent to its base with the adapter.
     """
-    architecture = load_architecture(config.model)
-    implementation, _ = attention.choose("auto", architecture, device.type, config.training.precision)
-    loftq = config.adapter.init == "loftq"
-    quantization = config.quantization if loftq else QuantizationSection(kind="none")
-    base = Blueprint(config.model, quantization, architecture, implementation, dtype).load(device)
-    return base.dequantize(dtype) if loftq else base
-
-
-def _ready_for_use(model: Any, tokenizer: Any) -> Any:
-    # The KV cache was off for training, but is needed for generation.
-    model.config.use_cache = True
-    # Generation must stop at the end-of-turn token of the template that was trained.
-    ends = model.generation_config.eos_token_id
-    known = ends if isinstance(ends, list) else [] if ends is None else [ends]
-    model.generation_config.eos_token_id = list(dict.fromkeys([*known, *chat_template.stop_ids(tokenizer)]))
-    return model
+    bases.make_buffers()
+    merging = bases.merging(chosen)
+    adapted = bases.run(bases.adapted, merging.adapted, rows)
+    base = bases.run(bases.bare, merging.base, rows)
+    trained, others = adapted, {}
+    if bases.config.quantization.kind != "none":
+        quantized = merging if chosen == "quantized" else bases.merging("quantized")
+        other = bases.merging("16-bit") if chosen == "quantized" else quantized
+        others = {"16-bit" if chosen == "quantized" else "quantized": bases.run(bases.bare, other.merged, rows)}
+        if chosen == "16-bit":
+            trained = bases.run(bases.adapted, quantized.adapted, rows)
+    comparison = proof.Comparison(mixture=bases.mixture)
+    likeness = {onto: proof.Likeness() for onto in (chosen, *others, "trained", "base")}
+    for place, row in enumerate(rows):
+        merged, truth = written(place), trained.logits(place)
+        before, after = base.logits(place), adapted.logits(place)
+        comparison.add(merged, after, before)
+        following = torch.tensor(row[1 :: bases.stride], dtype=torch.long)
+        found = {chosen: merged, **{onto: run.logits(place) for onto, run in others.items()}}
+        for onto, logits in {**found, "trained": truth, "base": before}.items():
+            likeness[onto].add(truth, logits, following)
+    result = comparison.result(bound)
+    _refuse_unless_equal(result, name)
+    measured = {onto: each.result() for onto, each in likeness.items()}
+    record: dict[str, Any] = asdict(result)
+    if others:
+        record["to_trained"] = {onto: {key: measured[onto][key] for key in ("kl", "agreement")} for onto in ONTO}
+    if held_out:
+        record["losses"] = {onto: each["loss"] for onto, each in measured.items()}
+    return record
 
 
 def _refuse_unless_equal(result: proof.Proof, name: str) -> None:

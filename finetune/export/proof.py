@@ -19,17 +19,23 @@ the logits of that token can differ by any amount. For a mixture, both measures 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.nn import functional
 
+from finetune.model import streamed
 from finetune.runtime import libraries
 
 # Half a unit in the last place, relative.
 ROUNDOFF = {torch.bfloat16: 2.0**-9, torch.float16: 2.0**-12, torch.float32: 2.0**-24}
 SAFETY = 4.0
 KEPT = 0.5
+
+# Bytes of a row's logits in float32.
+_ROW_BYTES = 32 * 2**20
 
 
 @dataclass(frozen=True)
@@ -66,65 +72,131 @@ def bound(layers: int, roundoff: float) -> float:
 def logits(model: Any, rows: list[list[int]]) -> list[torch.Tensor]:
     """Logits of each row of token ids, centred over the vocabulary, float32 on the CPU, (tokens, vocabulary)."""
     model.eval()
-    found = []
-    for row in rows:
-        with libraries.without_cudnn_attention():
-            output = model(input_ids=torch.tensor([row], device=model.device)).logits[0].float().cpu()
-        found.append(output - output.mean(dim=-1, keepdim=True))
-    return found
+    return [_centred(model, row, model.device) for row in rows]
+
+
+def _centred(model: Any, row: list[int], device: torch.device) -> torch.Tensor:
+    with libraries.without_cudnn_attention():
+        output = model(input_ids=torch.tensor([row], device=device)).logits[0].float().cpu()
+    return output - output.mean(dim=-1, keepdim=True)
+
+
+class Streamed:
+    """The logits of a model whose weights `fetch` reads one by one.
+
+    Of each row there are those of every `stride`-th token. The layers are computed once for all rows, and the head for
+    one row at a time.
+    """
+
+    def __init__(
+        self, model: Any, fetch: Callable[[str], torch.Tensor | None], rows: list[list[int]], stride: int,
+        device: torch.device,
+    ) -> None:  # fmt: skip
+        self._model, self._fetch, self._rows, self._device = model.eval(), fetch, rows, device
+        base = model.get_base_model() if hasattr(model, "get_base_model") else model
+        self._layers = base.base_model
+        longest = max(map(len, rows))
+        # Padded on the right, where no token of a causal model sees it: (rows, tokens).
+        ids = torch.tensor([[*row, *[0] * (longest - len(row))] for row in rows], device=device)
+        with torch.no_grad(), libraries.without_cudnn_attention(), streamed.running(model, fetch, device):
+            output = self._layers(input_ids=ids, use_cache=False)
+        self._kind = type(output)
+        self._states = [
+            states[:, : len(row) : stride] for row, states in zip(rows, output.last_hidden_state.split(1), strict=True)
+        ]
+
+    def logits(self, row: int) -> torch.Tensor:
+        """Logits of a row as `proof.logits` returns them."""
+        known = self._kind(last_hidden_state=self._states[row])
+        with (
+            torch.no_grad(),
+            streamed.running(self._model, self._fetch, self._device),
+            libraries.replaced(self._layers, "forward", lambda *_, **__: known),
+        ):
+            return _centred(self._model, self._rows[row], self._device)
+
+
+def stride(vocabulary: int, tokens: int) -> int:
+    """Which of a row's tokens are compared, so that the logits of `tokens` take no more than `_ROW_BYTES`."""
+    return math.ceil(tokens * vocabulary * 4 / _ROW_BYTES)
+
+
+class Comparison:
+    """The comparison of three models' centred logits, row by row; `mixture`: whether the models have experts."""
+
+    def __init__(self, *, mixture: bool = False) -> None:
+        self._mixture = mixture
+        self._rows: list[torch.Tensor] = []
+
+    def add(self, merged: torch.Tensor, adapted: torch.Tensor, base: torch.Tensor) -> None:
+        """One row's logits, each (tokens, vocabulary)."""
+        change = (base - adapted).double()
+        self._rows.append(
+            torch.stack(
+                [
+                    (merged - adapted).double().square().sum(-1),
+                    adapted.double().square().sum(-1),
+                    change.square().sum(-1),
+                    ((base - merged).double() * change).sum(-1),
+                    (merged.argmax(-1) == adapted.argmax(-1)).double(),
+                ]
+            )
+        )
+
+    def result(self, bound: float) -> Proof:
+        """The proof over all rows."""
+        # Squares for each token: of the error, the logits, the adapter's change, and the export's along that.
+        error, size, change, along, same = torch.cat(self._rows, dim=1)
+
+        def share(part: torch.Tensor, whole: torch.Tensor) -> float:
+            # NaN where there is one, which fails every comparison with a bound.
+            return float((part / whole).median() if self._mixture else part.sum() / whole.sum())
+
+        changed = change > 0
+        return Proof(
+            rows=len(self._rows),
+            tokens=len(same),
+            error=math.sqrt(share(error, size)),
+            bound=bound,
+            effect=math.sqrt(share(change, size)),
+            kept=share(along[changed], change[changed]) if changed.any() else 1.0,
+            agreement=float(same.mean()),
+            median=self._mixture,
+        )
 
 
 def compare(
-    merged: list[torch.Tensor],
-    adapted: list[torch.Tensor],
-    base: list[torch.Tensor],
+    merged: Iterable[torch.Tensor],
+    adapted: Iterable[torch.Tensor],
+    base: Iterable[torch.Tensor],
     bound: float,
     *,
     mixture: bool = False,
 ) -> Proof:
     """Compare the three models' centred logits on the same rows; `mixture`: whether the models have experts."""
-    distance, kept = (_median_distance, _median_kept) if mixture else (_distance, _kept)
-    return Proof(
-        rows=len(adapted),
-        tokens=sum(len(row) for row in adapted),
-        error=distance(merged, adapted),
-        bound=bound,
-        effect=distance(base, adapted),
-        kept=kept(merged, adapted, base),
-        agreement=_agreement(merged, adapted),
-        median=mixture,
-    )
+    comparison = Comparison(mixture=mixture)
+    for row in zip(merged, adapted, base, strict=True):
+        comparison.add(*row)
+    return comparison.result(bound)
 
 
-def _distance(these: list[torch.Tensor], those: list[torch.Tensor]) -> float:
-    difference = sum(float((a - b).double().square().sum()) for a, b in zip(these, those, strict=True))
-    size = sum(float(b.double().square().sum()) for b in those)
-    # A NaN anywhere makes the quotient NaN, which fails every comparison with a bound.
-    return math.sqrt(difference / size) if difference == difference else math.nan
+class Likeness:
+    """How like the trained model another is: mean KL divergence in nats, share of the same most likely tokens, and its
+    loss in nats per token.
+    """
 
+    def __init__(self) -> None:
+        self._tokens: list[torch.Tensor] = []
+        self._losses: list[torch.Tensor] = []
 
-def _median_distance(these: list[torch.Tensor], those: list[torch.Tensor]) -> float:
-    a, b = torch.cat(these).double(), torch.cat(those).double()  # (tokens, vocabulary)
-    return float(((a - b).norm(dim=-1) / b.norm(dim=-1)).median())  # NaN where there is one
+    def add(self, trained: torch.Tensor, other: torch.Tensor, following: torch.Tensor) -> None:
+        """One row's logits, each (tokens, vocabulary), and the ids that follow its first tokens."""
+        p, q = trained.log_softmax(-1), other.log_softmax(-1)
+        kl = functional.kl_div(q, p, log_target=True, reduction="none").double().sum(-1)
+        self._tokens.append(torch.stack([kl, (trained.argmax(-1) == other.argmax(-1)).double()]))
+        self._losses.append(-q[: len(following)].gather(-1, following[:, None]).double()[:, 0])
 
-
-def _kept(merged: list[torch.Tensor], adapted: list[torch.Tensor], base: list[torch.Tensor]) -> float:
-    along = size = 0.0
-    for m, a, b in zip(merged, adapted, base, strict=True):
-        change = (a - b).double()
-        along += float(((m - b).double() * change).sum())
-        size += float(change.square().sum())
-    return along / size if size else 1.0
-
-
-def _median_kept(merged: list[torch.Tensor], adapted: list[torch.Tensor], base: list[torch.Tensor]) -> float:
-    m, a, b = (torch.cat(each).double() for each in (merged, adapted, base))  # (tokens, vocabulary)
-    size = (a - b).square().sum(dim=-1)
-    changed = size > 0
-    along = ((m - b) * (a - b)).sum(dim=-1)
-    return float((along[changed] / size[changed]).median()) if changed.any() else 1.0
-
-
-def _agreement(these: list[torch.Tensor], those: list[torch.Tensor]) -> float:
-    same = sum(int((a.argmax(-1) == b.argmax(-1)).sum()) for a, b in zip(these, those, strict=True))
-    return same / sum(len(b) for b in those)
+    def result(self) -> dict[str, float]:
+        """`kl`, `agreement` and `loss` over all rows."""
+        kl, same = torch.cat(self._tokens, dim=1).mean(dim=1).tolist()
+        return {"kl": max(kl, 0.0), "agreement": same, "loss": float(torch.cat(self._losses).mean())}

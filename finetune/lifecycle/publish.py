@@ -88,11 +88,17 @@ def _is_merged(run: RunDirectory) -> bool:
 
 
 def merge(
-    run: RunDirectory, format: str = "merged", *, trust_remote_code: bool = False, terminal: Terminal | None = None
+    run: RunDirectory,
+    format: str = "merged",
+    *,
+    onto: str | None = None,
+    trust_remote_code: bool = False,
+    terminal: Terminal | None = None,
 ) -> dict[str, Any]:
-    """Merge the adapter into the unquantized base, and publish it in a format once its logits are proven equal.
+    """Merge the adapter into its base, and publish it in a format once its logits are proven equal.
 
-    `format` is a key of `finetune.export.formats.FORMATS`, and the name of the folder in the run directory.
+    `format` is a key of `finetune.export.formats.FORMATS`, and the name of the folder in the run directory. `onto` is a
+    key of `finetune.export.merge.ONTO`: the base as published (the default) or as it was quantized for training.
     `trust_remote_code` allows Python code shipped with the run's base. Returns the comparison. Raises ArtifactError if
     the export differs by more than the stated bound, or if such code is needed and not allowed; ConfigError for an
     unknown format; MachineError while a process trains in the run directory.
@@ -101,15 +107,16 @@ def merge(
     # Refuses an untrusted run before anything is written there.
     config = config_of(run, trust_remote_code=trust_remote_code)
     with run.locked(), Signals():
-        return merge_locked(run, config, terminal or Terminal(), note_beside_output, format)
+        return merge_locked(run, config, terminal or Terminal(), note_beside_output, format, onto)
 
 
 def merge_locked(
-    run: RunDirectory, config: Config, terminal: Terminal, note: Callable[[str], None], format: str = "merged"
-) -> dict[str, Any]:
+    run: RunDirectory, config: Config, terminal: Terminal, note: Callable[[str], None], format: str = "merged",
+    onto: str | None = None,
+) -> dict[str, Any]:  # fmt: skip
     """`merge` for a process that already holds the lock."""
     with failures.out_of_memory_in_merge(run, format):
-        proof = exports.merge(run, config, format, this_device(), note)
+        proof = exports.merge(run, config, format, this_device(), note, onto)
     run.event("merged", **proof)
     terminal.merged(run.path / format, proof)
     return proof

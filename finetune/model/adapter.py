@@ -293,12 +293,31 @@ def check_files(directory: Path, section: AdapterSection) -> None:
                 raise ArtifactError(f"{weights_file}: `{_shown(name)}` has values that are not finite")
 
 
-def check_on(base: Any, directory: Path, section: AdapterSection) -> None:
-    """Raise ArtifactError for an adapter whose targets, tensors or shapes do not fit `base` and `section`.
+class Stored:
+    """The tensors of the adapter saved in `directory`, read one by one."""
 
-    `base` may be on the meta device; it is modified.
+    def __init__(self, directory: Path) -> None:
+        self._file = directory / _WEIGHTS
+        self._names = set(weight_files.shapes(self._file))
+
+    def name(self, parameter: str) -> str:
+        """The name in the file of a parameter of the model with the adapter."""
+        name = parameter.replace(".modules_to_save.default.", ".").replace(".default.", ".")
+        return name if name in self._names else name.removesuffix(".weight")  # a magnitude of DoRA
+
+    def read(self, name: str) -> torch.Tensor:
+        """A tensor of the file."""
+        with _opened(self._file) as stored:
+            tensor: torch.Tensor = stored.get_tensor(name)
+        return tensor
+
+
+def weightless_adapter(base: Any, directory: Path, section: AdapterSection) -> Any:
+    """`base` (on the meta device) with the adapter saved in `directory`, whose weights stay there.
+
+    Raises ArtifactError for an adapter whose targets, tensors or shapes do not fit `base` and `section`.
     """
-    _built(base, directory, section, low_cpu_mem_usage=True)
+    return _built(base, directory, section, low_cpu_mem_usage=True)
 
 
 def load_adapter(base: Any, directory: Path, section: AdapterSection) -> Any:

@@ -247,12 +247,8 @@ def random_base(
     Peak memory is the finished model plus one module's unquantized weights. Weights have the model's own
     initialisation, or zero where it defines none.
     """
-    from transformers import PreTrainedModel
-
     model = weightless_base(architecture, quantization, attention=attention, dtype=dtype, remote_code=remote_code)
-    models = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
-    # Each module is initialised by the innermost model that contains it.
-    owner = {module: inner for inner in models for module in inner.modules()}
+    models, owner = _owners(model)
     cut = sharding.layer_cutter(shards)
     for name, module in list(model.named_modules()):
         own = {f"{name}.{weight}" for weight, _ in module.named_parameters(recurse=False, remove_duplicate=False)}
@@ -265,6 +261,28 @@ def random_base(
     model.hf_device_map = {"": device}
     assert not any(parameter.is_meta for parameter in model.parameters())
     return model
+
+
+def make_buffers(model: Any, device: torch.device) -> Any:
+    """`model` (on the meta device) with buffers on `device`, computed as the model does, such as rotary frequencies."""
+    models, owner = _owners(model)
+    for module in model.modules():
+        buffers = dict(module.named_buffers(recurse=False))
+        for name, buffer in buffers.items():
+            setattr(module, name, torch.zeros_like(buffer, device=device))
+        if buffers:
+            _initialise(owner[module], module)
+    for inner in reversed(models):  # as in `random_base`
+        _initialise(inner, inner)
+    return model
+
+
+def _owners(model: Any) -> tuple[list[Any], dict[nn.Module, Any]]:
+    """The models inside `model`, itself first, and for each module the innermost, which initialises it."""
+    from transformers import PreTrainedModel
+
+    models = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
+    return models, {module: inner for inner in models for module in inner.modules()}
 
 
 def weightless_base(

@@ -51,7 +51,8 @@ def quantize(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return codes, scales
 
 
-def _dequantized(codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def dequantized(codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The weight (out_features, in_features) in `dtype`, as each product has it."""
     return codes.to(dtype).mul_(scales.unsqueeze(1).mul(1.0 / 127.0))
 
 
@@ -66,10 +67,10 @@ class _Product(torch.autograd.Function):
         ctx: Any, x: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None
     ) -> torch.Tensor:
         ctx.weight = codes, scales
-        return functional.linear(x, _dequantized(codes, scales, x.dtype), bias)
+        return functional.linear(x, dequantized(codes, scales, x.dtype), bias)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
         codes, scales = ctx.weight
-        return gradient @ _dequantized(codes, scales, gradient.dtype), None, None, None
+        return gradient @ dequantized(codes, scales, gradient.dtype), None, None, None

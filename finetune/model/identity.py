@@ -34,7 +34,7 @@ def of_base(section: ModelSection, note: Callable[[str], None] = lambda text: No
         folder = weights_directory(section.name, section.revision)
     except FinetuneError:
         return None
-    if not (files := _loaded_files(folder)):
+    if not (files := loaded_files(folder)):
         return None
     for file in files:
         weight_files.check(file)
@@ -55,8 +55,8 @@ def comparable(identity: str | None) -> bool:
     return identity is not None and identity.startswith(_WHOLE)
 
 
-def _loaded_files(folder: Path) -> list[Path]:
-    """The files that transformers 5.23 loads from `folder` (`_get_resolved_checkpoint_files`), sorted by name.
+def loaded_files(folder: Path) -> list[Path]:
+    """The weight files that transformers 5.23 loads from `folder` (`_get_resolved_checkpoint_files`), sorted by name.
 
     The folder may contain others, such as the same weights in another format. Empty if one is missing or is not in a
     supported format.

@@ -57,15 +57,20 @@ def at_hand(name: str) -> bool:
     return isinstance(try_to_load_from_cache(place, "tokenizer_config.json"), str)
 
 
-def weights_directory(name: str, revision: str | None) -> Path:
-    """The folder of a model's files: a local directory, or the snapshot in the hub's cache."""
+def weights_directory(name: str, revision: str | None, *, download: bool = False) -> Path:
+    """The folder of a model's files: a local directory, or the snapshot in the hub's cache.
+
+    `download` fetches weights and configuration that the cache lacks.
+    """
     from huggingface_hub import snapshot_download
 
     place = Path(locate(name))
     if place.is_dir():
         return place
+    files = ["*.json", "*.safetensors"] if download else None
     snapshot = hub_call(
-        f"the weights of `{name}`", lambda: snapshot_download(name, revision=revision, local_files_only=True)
+        f"the weights of `{name}`",
+        lambda: snapshot_download(name, revision=revision, allow_patterns=files, local_files_only=not download),
     )
     return Path(snapshot)
 

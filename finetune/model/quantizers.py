@@ -9,18 +9,19 @@ import contextlib
 from typing import Any
 
 import bitsandbytes as bnb
+import torch
 from transformers.quantizers import auto
 from transformers.quantizers.base import get_keys_to_not_convert
 from transformers.quantizers.quantizer_bnb_4bit import Bnb4BitHfQuantizer
 from transformers.quantizers.quantizer_bnb_8bit import Bnb8BitHfQuantizer
 
 from finetune.model import direct_reads, eight_bit, experts
-from finetune.runtime.libraries import replaced
+from finetune.runtime import libraries
 
 
 def used() -> contextlib.AbstractContextManager[None]:
     """In the block, transformers loads models with the quantizers of this module."""
-    return replaced(auto, "AUTO_QUANTIZER_MAPPING", {**auto.AUTO_QUANTIZER_MAPPING, **_QUANTIZERS})
+    return libraries.replaced(auto, "AUTO_QUANTIZER_MAPPING", {**auto.AUTO_QUANTIZER_MAPPING, **_QUANTIZERS})
 
 
 def prepare(model: Any, config: Any) -> None:
@@ -37,6 +38,25 @@ def kept_modules(model: Any) -> list[str]:
     whose weight the model's code reads directly.
     """
     return [*get_keys_to_not_convert(model), *experts.routers(model), *direct_reads.names(model)]
+
+
+def trained_against(weight: torch.Tensor, quantized: torch.Tensor) -> torch.Tensor:
+    """`weight` quantized and dequantized again, in its own type: what an adapter on it is trained against.
+
+    `quantized` is that parameter of the quantized base on the meta device.
+    """
+    if isinstance(quantized, bnb.nn.Int8Params):
+        return eight_bit.dequantized(*eight_bit.quantize(weight), weight.dtype)
+    libraries.correct_dequantization()
+    packed = type(quantized)(weight, requires_grad=False, **quantized.__dict__).to(weight.device)
+    found: torch.Tensor = bnb.functional.dequantize_4bit(packed.data, packed.quant_state)
+    return found
+
+
+def quantized_weights(model: Any) -> dict[str, torch.Tensor]:
+    """The quantized parameters of a base, by name."""
+    kinds = (bnb.nn.Params4bit, bnb.nn.Int8Params)
+    return {name: parameter for name, parameter in model.named_parameters() if isinstance(parameter, kinds)}
 
 
 class _Quantizer:

@@ -216,10 +216,22 @@ class Terminal:
         at_median = "at the median token " if proof.get("median") else ""
         self._say(
             f"\nmerged and proven: on {words.count(proof['tokens'])} tokens of the evaluation set its logits differ "
-            f"{at_median}by {proof['error']:.3%} from base plus adapter (rounding explains {proof['bound']:.3%}; the "
-            f"adapter moved the base by {proof['effect']:.3%}), and {proof['agreement']:.2%} of the most likely tokens "
-            f"are the same. It is in {folder}"
+            f"{at_median}by {proof['error']:.3%} from {proof['compared_with']} (rounding explains "
+            f"{proof['bound']:.3%}; the adapter moved the base by {proof['effect']:.3%}), and {proof['agreement']:.2%} "
+            f"of the most likely tokens are the same. It is in {folder}"
         )
+        if likeness := proof.get("to_trained"):
+            losses = proof.get("losses", {})
+            self._say(
+                f"It was trained on the quantized base and is merged onto the {proof['onto']} one (`--onto`). Beside "
+                "the trained model, in KL divergence and loss in nats per token:"
+            )
+            rows = [
+                (f"onto {name}", f"{found['kl']:.4f}", f"{found['agreement']:.1%}", _loss_of(losses, name))
+                for name, found in likeness.items()
+            ]
+            rows += [(name, "", "", _loss_of(losses, name)) for name in ("trained", "base") if name in losses]
+            printing.table(self._console, ("model", "KL", "same top token", "held-out loss"), rows)
 
     def exported(self, folder: Path, record: dict[str, Any]) -> None:
         """Print the proof of an export for other programs, and what it does not prove."""
@@ -297,6 +309,10 @@ def _numel(parameter: Any) -> int:
     """Number of weights in a parameter; for packed 4-bit weights, from the shape in their quantization state."""
     state = getattr(parameter, "quant_state", None)
     return math.prod(state.shape) if state is not None else parameter.numel()
+
+
+def _loss_of(losses: dict[str, float], name: str) -> str:
+    return words.loss(losses[name]) if name in losses else ""
 
 
 def _losses(figures: Figures) -> str:

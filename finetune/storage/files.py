@@ -18,6 +18,7 @@ from finetune.errors import MachineError
 
 _PARTIAL = ".incomplete"
 _REPLACED = ".replaced"
+_MADE_FROM = "made_from.json"
 
 # The directories that this process writes, by open file descriptor.
 _HELD: dict[int, Path] = {}
@@ -53,27 +54,41 @@ def refuse_another(path: Path) -> None:
 
 
 @contextlib.contextmanager
-def staged(target: Path) -> Iterator[Path]:
+def staged(target: Path, made_from: dict[str, Any] | None = None) -> Iterator[Path]:
     """Write a directory under a temporary name and publish it by rename when the block ends without an error.
 
     Only then is an earlier `target` replaced. Files and directory are fsynced before the rename, so `target` never
-    refers to incomplete data.
+    refers to incomplete data. With `made_from` (JSON values), what a process left that was killed or interrupted
+    while it made the same is there again: the block does what is left to do.
     """
     refuse_another(target)
     _put_back(target)
     partial = target.with_name(target.name + _PARTIAL)
-    _remove(partial)
-    partial.mkdir(parents=True)
+    if made_from is None or not _continues(partial, made_from):
+        _remove(partial)
+        partial.mkdir(parents=True)
     try:
+        if made_from is not None:
+            (partial / _MADE_FROM).write_text(json.dumps(made_from), encoding="utf-8")
         yield partial
+        (partial / _MADE_FROM).unlink(missing_ok=True)
         for path in (*partial.rglob("*"), partial):
             _fsync(path)
         refuse_another(target)
         _publish(partial, target)
-    except BaseException:
+    except BaseException as error:
         refuse_another(target)
-        _remove(partial)  # on a full disk this frees space to log the failure
+        if made_from is None or isinstance(error, Exception):
+            _remove(partial)  # on a full disk this frees space to log the failure
         raise
+
+
+def _continues(partial: Path, made_from: dict[str, Any]) -> bool:
+    """Whether `staged` was interrupted while it made the same."""
+    try:
+        return bool(json.loads((partial / _MADE_FROM).read_text(encoding="utf-8")) == made_from)
+    except (OSError, ValueError, RecursionError):
+        return False
 
 
 def _publish(partial: Path, target: Path) -> None:

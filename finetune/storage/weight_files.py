@@ -8,9 +8,15 @@ dimensions).
 
 from __future__ import annotations
 
+import functools
+import json
 import math
+import os
 import struct
+from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -21,6 +27,12 @@ SUFFIX = ".safetensors"
 
 # At about 130 bytes per tensor, 250,000 tensors; a model with 384 experts in each of 60 layers has half as many.
 HEADER_BYTES = 32 * 2**20
+
+_DTYPES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
+    "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
+}  # fmt: skip
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 
 def check(path: Path) -> None:
@@ -49,6 +61,71 @@ def check(path: Path) -> None:
             pass
     except (SafetensorError, OSError) as error:
         raise ArtifactError(f"{path}: damaged, or not a {SUFFIX} file: {error}; create or download it again") from None
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A weight file to be written: (dtype, shape) of each tensor, by name, in the order of the file."""
+
+    tensors: dict[str, tuple[torch.dtype, torch.Size]]
+
+    @functools.cached_property
+    def header(self) -> bytes:
+        """All that comes before the tensors."""
+        offset = 0
+        fields: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+        for name, (dtype, shape) in self.tensors.items():
+            end = offset + dtype.itemsize * shape.numel()
+            fields[name] = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": [offset, end]}
+            offset = end
+        text = json.dumps(fields, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)  # the tensors are read where they lie, and need to be aligned
+        return struct.pack("<Q", len(text)) + text
+
+    @property
+    def tensor_bytes(self) -> int:
+        """Size of all tensors."""
+        return sum(dtype.itemsize * shape.numel() for dtype, shape in self.tensors.values())
+
+    @property
+    def bytes(self) -> int:
+        """Size of the file."""
+        return len(self.header) + self.tensor_bytes
+
+
+def write(path: Path, layout: Layout, tensors: Iterable[torch.Tensor]) -> None:
+    """Write a file tensor by tensor, as `tensors` yields them in the order of `layout`. Raises OSError."""
+    partial = path.with_name(path.name + ".part")
+    with open(partial, "wb") as file:
+        file.write(layout.header)
+        for tensor, (dtype, shape) in zip(tensors, layout.tensors.values(), strict=True):
+            assert (tensor.dtype, tensor.shape) == (dtype, shape)
+            file.write(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+        file.flush()
+        os.fsync(file.fileno())
+    partial.rename(path)
+
+
+def is_written(path: Path, layout: Layout) -> bool:
+    """Whether `write` has written all of this file."""
+    if not path.is_file() or path.stat().st_size != layout.bytes:
+        return False
+    with open(path, "rb") as file:
+        return file.read(len(layout.header)) == layout.header
+
+
+def layout_of(path: Path) -> dict[str, tuple[torch.dtype, torch.Size]]:
+    """(dtype, shape) of the tensors in a file that passed `check`, by name. Raises ArtifactError for other dtypes."""
+    from safetensors import safe_open
+
+    found = {}
+    with safe_open(path, framework="pt") as stored:
+        for name in stored.keys():  # noqa: SIM118 -- not a dict
+            part = stored.get_slice(name)
+            if (kind := part.get_dtype()) not in _DTYPES:
+                raise ArtifactError(f"{path}: `{ascii(name)[1:-1][:100]}` has type {kind}, which cannot be merged")
+            found[name] = _DTYPES[kind], torch.Size(part.get_shape())
+    return found
 
 
 def shapes(path: Path) -> dict[str, list[int]]:

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import finetune
 from finetune.errors import ArtifactError, MachineError, NumbersError
-from finetune.export import formats, proof
+from finetune.export import formats, proof, shards
 from finetune.storage.rundir import RunDirectory
 
 CPU = torch.device("cpu")
@@ -102,13 +101,14 @@ def test_a_merge_that_is_not_the_trained_model_is_not_published(
 ) -> None:
     """A tensor of the staged files is changed before they are read back."""
 
-    def damaging(model, tokenizer, folder: Path) -> None:
-        formats.write_transformers(model, tokenizer, folder)
+    def damaging(merging, folder: Path) -> None:
+        write(merging, folder)
         tensors = load_file(folder / "model.safetensors")
         tensors["model.layers.1.mlp.down_proj.weight"] *= 1.5
         save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
-    monkeypatch.setitem(formats.FORMATS, "merged", replace(formats.FORMATS["merged"], write=damaging))
+    write = shards.write_weights
+    monkeypatch.setattr(shards, "write_weights", damaging)
     with pytest.raises(ArtifactError, match="the merged model is not the trained one"):
         finetune.merge(run)
     assert not run.merged.exists()
@@ -141,7 +141,7 @@ def test_disk_full_leaves_the_adapter_and_the_old_merge(run: RunDirectory, monke
     def full(*arguments) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setitem(formats.FORMATS, "merged", replace(formats.FORMATS["merged"], write=full))
+    monkeypatch.setattr(shards, "write_weights", full)
     with pytest.raises(MachineError, match=r"No space left on device.*finetune export .* --to merged"):
         finetune.merge(run)
     assert (run.merged / "model.safetensors").read_bytes() == before

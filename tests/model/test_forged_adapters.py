@@ -68,7 +68,7 @@ def run(trained: RunDirectory, tmp_path: Path) -> RunDirectory:
 
 def test_what_was_trained_is_accepted_and_is_what_is_loaded(folder: Path, section: AdapterSection) -> None:
     adapter.check_files(folder, section)
-    adapter.check_on(weightless(), folder, section)
+    adapter.weightless_adapter(weightless(), folder, section)
     model = adapter.load_adapter(real(), folder, section)
     stored = load_file(folder / WEIGHTS)
     live = adapter.weights(model)

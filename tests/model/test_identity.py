@@ -122,7 +122,7 @@ def test_what_is_hashed_is_what_is_loaded(form: str, base: Path, monkeypatch: py
     check = base_module.weight_files.check
     monkeypatch.setattr(base_module.weight_files, "check", lambda file: (loaded.append(file), check(file)))
     base_module.from_safetensors(str(base))
-    assert sorted(loaded) == identity._loaded_files(base)
+    assert sorted(loaded) == identity.loaded_files(base)
     assert loaded
 
 

@@ -1,0 +1,163 @@
+"""The bases that an adapter can be merged into, and each weight of the merged model.
+
+No model is in memory: a weight is read from the base's files when it is asked for, and to compute logits one layer at a
+time is on the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from copy import deepcopy
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from finetune.config import Config, QuantizationSection
+from finetune.errors import ArtifactError
+from finetune.export import proof
+from finetune.export.updates import Updates, base_name
+from finetune.model import attention, experts, streamed
+from finetune.model.adapter import weightless_adapter
+from finetune.model.base import DTYPES, load_architecture, make_buffers, refuse_not_finite
+from finetune.model.build import Blueprint
+from finetune.storage import weight_files
+
+# Number of held-out rows, and tokens of each, on which the logits are compared.
+ROWS = 8
+ROW_TOKENS = 256
+
+_MERGED_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.bfloat16}
+
+Onto = Literal["16-bit", "quantized"]
+ONTO: dict[Onto, str] = {
+    "16-bit": "the base as published, which usually gives the lower loss",
+    "quantized": "the quantized base that the adapter was trained on, dequantized, which gives the trained model",
+}
+"""The bases that an adapter can be merged into."""
+
+
+class Bases:
+    """The base of a run, as it can be merged into and as it can be run, from its files."""
+
+    def __init__(self, config: Config, adapter: Path, files: list[Path], device: torch.device) -> None:
+        if not files:
+            raise ArtifactError(
+                f"the weights of {config.model.name} are not in safetensors files, which a merge reads; convert them"
+            )
+        self.config, self.adapter, self.files, self.device = config, adapter, files, device
+        self.dtype = _MERGED_DTYPES[config.training.precision]
+        self.architecture = load_architecture(config.model)
+        if getattr(self.architecture, "quantization_config", None):
+            raise ArtifactError(
+                f"{config.model.name} is published in quantized form, and an adapter cannot be added to such weights; "
+                "use the adapter with its base instead"
+            )
+        text = self.architecture.get_text_config()
+        self.layers, self.stride = text.num_hidden_layers, proof.stride(text.vocab_size, ROW_TOKENS)
+        self.bare = self._weightless(self.architecture)
+        self.weights = streamed.Weights(self.bare, files)
+        self.adapted = weightless_adapter(self._weightless(self.architecture), adapter, config.adapter)
+        self.updates = Updates(self.adapted, adapter, device)
+        self.mixture = experts.is_mixture(self.bare)
+        # Where embeddings or head were trained, they are no longer the same tensor.
+        tied = self.bare.all_tied_weights_keys.items()
+        self.untied = sorted({name for pair in tied if self.updates.replaced.keys() & {*pair} for name in pair})
+        self.merged_architecture = self._merged_architecture()
+
+    def named(self, onto: Onto) -> str:
+        """What people call such a base."""
+        return f"the dequantized {self.config.quantization.kind} base" if onto == "quantized" else "the 16-bit base"
+
+    def merging(self, onto: Onto) -> Merging:
+        """A merge onto that base."""
+        if onto == "16-bit":
+            return Merging(self, {})
+        from finetune.model import quantizers
+
+        return Merging(
+            self, quantizers.quantized_weights(self._weightless(self.architecture, self.config.quantization))
+        )
+
+    def make_buffers(self) -> None:
+        """Make the models fit to run."""
+        make_buffers(self.bare, self.device)
+        make_buffers(self.adapted.get_base_model(), self.device)
+
+    def run(self, model: Any, fetch: Callable[[str], torch.Tensor | None], rows: list[list[int]]) -> proof.Streamed:
+        """Logits of a model whose weights `fetch` reads."""
+        return proof.Streamed(model, fetch, rows, self.stride, self.device)
+
+    def run_of_files(self, folder: Path, rows: list[list[int]]) -> proof.Streamed:
+        """Logits of the merged model that was written to `folder`."""
+        model = make_buffers(self._weightless(self.merged_architecture), self.device)
+        files = sorted(folder.glob("*" + weight_files.SUFFIX))
+        return self.run(model, streamed.Weights(model, files).get, rows)
+
+    def _weightless(self, architecture: Any, quantization: QuantizationSection | None = None) -> Any:
+        config = self.config
+        implementation, _ = attention.choose("auto", architecture, self.device.type, config.training.precision)
+        quantization = quantization or QuantizationSection(kind="none")
+        return Blueprint(config.model, quantization, architecture, implementation, self.dtype).weightless()
+
+    def _merged_architecture(self) -> Any:
+        """The transformers config of the merged model."""
+        architecture = deepcopy(self.architecture)
+        architecture.dtype = self.dtype
+        architecture.architectures = architecture.architectures or [type(self.bare).__name__]
+        # The KV cache was off for training, but is needed for generation.
+        architecture.use_cache = True
+        if self.untied:
+            architecture.tie_word_embeddings = architecture.get_text_config().tie_word_embeddings = False
+        return architecture
+
+
+@dataclass
+class Merging:
+    """A merge onto one of the bases; `quantized` are the parameters that it quantizes and dequantizes first."""
+
+    bases: Bases
+    quantized: dict[str, torch.Tensor]
+
+    def base(self, name: str) -> torch.Tensor | None:
+        """A weight of the base that is merged into; None for a buffer that the files lack."""
+        weight = self.bases.weights.get(name)
+        return None if weight is None else self._base(name, weight)
+
+    def adapted(self, name: str) -> torch.Tensor | None:
+        """A weight of that base with the adapter, by its name in PEFT's model."""
+        own = self.bases.updates.fetch(name)
+        return self.base(base_name(name)) if own is None else own
+
+    def merged(self, name: str) -> torch.Tensor | None:
+        """A weight of the merged model."""
+        weight = self.bases.weights.get(name)
+        return None if weight is None else self._merged(name, weight)
+
+    def tensors(self, group: streamed.Group) -> dict[str, torch.Tensor]:
+        """What the merged model's files hold in place of a group of the base's."""
+        weights = self.bases.weights
+        if not any(name in self.bases.updates or name in self.quantized for name in group.targets):
+            return {source: self._rounded(weights.stored(source)) for source in group.sources}
+        merged = {name: self._merged(name, weight) for name, weight in weights.converted(group).items()}
+        return weights.reverted(group, merged)
+
+    def _base(self, name: str, weight: torch.Tensor) -> torch.Tensor:
+        if name not in self.quantized:
+            return weight
+        from finetune.model import quantizers
+
+        weight = weight.to(self.bases.device, DTYPES[self.bases.config.training.precision])
+        return quantizers.trained_against(weight, self.quantized[name])
+
+    def _merged(self, name: str, weight: torch.Tensor) -> torch.Tensor:
+        return self._rounded(self.bases.updates.apply(name, self._base(name, weight)))
+
+    def _rounded(self, weight: torch.Tensor) -> torch.Tensor:
+        if not weight.is_floating_point():
+            return weight
+        if not weight_files.is_finite(weight):
+            refuse_not_finite(self.bases.config.model)
+            raise ArtifactError(f"{self.bases.adapter}: the merged weights are not finite; train again")
+        return weight.to(self.bases.dtype)

@@ -1,0 +1,89 @@
+"""Writes a merged model shard by shard, in the layout of its base's files."""
+
+from __future__ import annotations
+
+import itertools
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from finetune.errors import MachineError
+from finetune.export.bases import Bases, Merging
+from finetune.model import chat_template, streamed
+from finetune.storage import weight_files
+from finetune.storage.files import write_json
+
+
+def layouts(bases: Bases) -> dict[str, weight_files.Layout]:
+    """The weight files of a merged model, by name: one for each of the base, with the tensors of the same names."""
+    order = {source: place for place, group in enumerate(bases.weights.groups) for source in group.sources}
+    found, count = {}, len(bases.files)
+    for number, file in enumerate(bases.files, start=1):
+        tensors = {
+            name: (bases.dtype if dtype.is_floating_point else dtype, shape)
+            for name, (dtype, shape) in weight_files.layout_of(file).items()
+        }
+        if number == count:
+            names = bases.bare.state_dict()
+            tensors |= {name: (bases.dtype, names[name].shape) for name in _added(bases)}
+        # Large types first, so that each tensor is aligned; then what is converted together.
+        ordered = sorted(tensors, key=lambda name: (-tensors[name][0].itemsize, order.get(name, len(order))))
+        name = f"model-{number:05d}-of-{count:05d}" if count > 1 else "model"
+        found[name + weight_files.SUFFIX] = weight_files.Layout({each: tensors[each] for each in ordered})
+    return found
+
+
+def _added(bases: Bases) -> list[str]:
+    """Weights of the merged model that the base's files hold only as another that they were tied to."""
+    known = {target for group in bases.weights.groups for target in group.targets}
+    return [name for name in bases.untied if name not in known]
+
+
+def write_weights(merging: Merging, folder: Path) -> None:
+    """Write the shards that are not there yet, and their index. Raises MachineError if they do not fit on the disk."""
+    planned = layouts(merging.bases)
+    left = {name: layout for name, layout in planned.items() if not weight_files.is_written(folder / name, layout)}
+    needed, free = sum(layout.bytes for layout in left.values()), shutil.disk_usage(folder).free
+    if needed > free:
+        raise MachineError(
+            f"{folder.parent}: the merged weights need {needed / 2**30:.2f} GiB of disk, and {free / 2**30:.2f} GiB "
+            "are free; free some space, and run the same command again"
+        )
+    of = {source: group for group in merging.bases.weights.groups for source in group.sources}
+    for name, layout in left.items():
+        weight_files.write(folder / name, layout, _tensors(merging, of, list(layout.tensors)))
+    if len(planned) > 1:
+        size = sum(layout.tensor_bytes for layout in planned.values())
+        places = {tensor: name for name, layout in planned.items() for tensor in layout.tensors}
+        index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(places.items()))}
+        write_json(folder / f"model{weight_files.SUFFIX}.index.json", index)
+
+
+def _tensors(merging: Merging, of: dict[str, streamed.Group], names: list[str]) -> Iterator[torch.Tensor]:
+    for group, together in itertools.groupby(names, key=of.get):
+        if group is None:
+            for name in together:
+                added = merging.merged(name)
+                assert added is not None
+                yield added
+            continue
+        tensors = merging.tensors(group)
+        for name in together:
+            yield tensors.pop(name)
+
+
+def write_settings(bases: Bases, base: Path, tokenizer: Any, folder: Path) -> None:
+    """Write config.json and generation_config.json; generation stops at the end of a turn as it was trained."""
+    from transformers import GenerationConfig
+
+    bases.merged_architecture.save_pretrained(str(folder))
+    settings = bases.bare.generation_config
+    if (base / "generation_config.json").is_file():
+        settings = GenerationConfig.from_pretrained(str(base))
+    ends = settings.eos_token_id
+    known = ends if isinstance(ends, list) else [] if ends is None else [ends]
+    settings.eos_token_id = list(dict.fromkeys([*known, *chat_template.stop_ids(tokenizer)]))
+    settings.save_pretrained(str(folder))

@@ -1,0 +1,218 @@
+"""A model whose weights stay in its files: read one by one, and put on the device one layer at a time.
+
+transformers renames weights while it loads them, and fuses some, such as the experts of a mixture. `Weights` does the
+same to single weights by transformers' own conversions, and can turn them back into what the files hold.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from copy import deepcopy
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import nn
+
+from finetune.errors import ArtifactError
+
+
+@dataclass(frozen=True)
+class Group:
+    """Tensors of the files (`sources`) that become weights of the model (`targets`, none where it does not use them).
+
+    `converter` says how; None means that one source is one target under another name, or the same.
+    """
+
+    sources: tuple[str, ...]
+    targets: tuple[str, ...]
+    converter: Any = None
+    patterns: tuple[str, ...] = ()
+
+
+class Weights(Mapping[str, torch.Tensor]):
+    """The weights of `model` (on the meta device), by their names in it, read from safetensors files when asked for.
+
+    A tensor is a view of its mapped file, in the type it is stored in. Tied weights are those they are tied to.
+    """
+
+    def __init__(self, model: Any, files: list[Path]) -> None:
+        self._model = model
+        self._alias: dict[str, str] = {}
+        self._file_of: dict[str, Path] = {}
+        for file in files:
+            with safe_open(file, framework="pt") as stored:
+                self._file_of.update(dict.fromkeys(stored.keys(), file))
+        self.groups = self._grouped()
+        self._of = {target: group for group in self.groups for target in group.targets}
+        tied = model.all_tied_weights_keys
+        # Files may hold either of two tied weights.
+        for name, other in [*tied.items(), *((other, name) for name, other in tied.items())]:
+            if name not in self._of and other in self._of:
+                self._of[name] = self._of[other]
+                self._alias[name] = other
+        if missing := sorted(dict(model.named_parameters()).keys() - self._of.keys()):
+            raise ArtifactError(
+                f"{files[0].parent}: {len(missing)} weights are not in its files, such as `{missing[0]}`; the download "
+                "is incomplete, or the files belong to another architecture"
+            )
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        return self.converted(self._of[name])[self._alias.get(name, name)]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._of)
+
+    def __len__(self) -> int:
+        return len(self._of)
+
+    def stored(self, source: str) -> torch.Tensor:
+        """A tensor as the files hold it."""
+        # Opened each time: a file that stays open keeps in memory what was read of it.
+        with safe_open(self._file_of[source], framework="pt") as opened:
+            tensor: torch.Tensor = opened.get_tensor(source)
+        return tensor
+
+    def converted(self, group: Group) -> dict[str, torch.Tensor]:
+        """The weights of the model that a group becomes."""
+        if group.converter is None:
+            return {group.targets[0]: self.stored(group.sources[0])}
+        converter = deepcopy(group.converter)
+        for source, pattern in zip(group.sources, group.patterns, strict=True):
+            converter.add_tensor(group.targets[0], source, pattern, self.stored(source))
+        return _single(converter.convert(group.targets[0], model=self._model, config=self._model.config))
+
+    def reverted(self, group: Group, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """The tensors of the files from which a group's weights would be made.
+
+        Raises ArtifactError if transformers' conversion cannot be reversed.
+        """
+        if group.converter is None:
+            return {group.sources[0]: tensors[group.targets[0]]}
+        from transformers.core_model_loading import revert_weight_conversion
+
+        # As `from_pretrained` leaves it on a model that it has loaded, for `save_pretrained`.
+        self._model._weight_conversions = [one for one in self._conversions if one.was_used()]  # noqa: SLF001
+        try:
+            found = _single(revert_weight_conversion(self._model, tensors))
+        except Exception as error:  # a conversion without a reverse raises what it likes
+            found = {}
+            reason = f" ({error})"
+        else:
+            reason = ""
+        shapes = {source: list(self.stored(source).shape) for source in group.sources}
+        if {name: list(tensor.shape) for name, tensor in found.items()} != shapes:
+            raise ArtifactError(
+                f"`{group.targets[0]}`: transformers makes it of {len(group.sources)} tensors of the base's files, and "
+                f"cannot take it apart again{reason}; use the adapter with its base instead"
+            )
+        return found
+
+    def _grouped(self) -> list[Group]:
+        """What becomes of each tensor of the files, as `convert_and_load_state_dict_in_model` of transformers decides.
+
+        In the order of the model's own names, so that what is converted together lies together.
+        """
+        from transformers.conversion_mapping import get_model_conversion_mapping
+        from transformers.core_model_loading import (
+            WeightConverter,
+            WeightRenaming,
+            dot_natural_key,
+            rename_source_key,
+        )
+
+        self._conversions = get_model_conversion_mapping(self._model)
+        renamings = [one for one in self._conversions if isinstance(one, WeightRenaming)]
+        converters = [one for one in self._conversions if isinstance(one, WeightConverter)]
+        converter_of = {pattern: one for one in converters for pattern in one.source_patterns}
+        names, prefix = self._model.state_dict(), self._model.base_model_prefix
+        found: dict[str, list[tuple[str, str | None]]] = {}
+        for source in sorted(self._file_of, key=dot_natural_key):
+            name, pattern = rename_source_key(source, renamings, converters, prefix, names)
+            if name not in names and source in names:
+                name, pattern = rename_source_key(source, [], [], prefix, names)
+            found.setdefault(name, []).append((source, pattern))
+        groups = []
+        for name, parts in sorted(found.items(), key=lambda item: dot_natural_key(item[0])):
+            sources, patterns = tuple(source for source, _ in parts), tuple(str(pattern) for _, pattern in parts)
+            converter = converter_of.get(patterns[0])
+            if name not in names:
+                groups += [Group((source,), ()) for source in sources]
+            elif converter is None:
+                groups.append(Group(sources, (name,)))
+            else:
+                others = (name.replace(converter.target_patterns[0], each) for each in converter.target_patterns)
+                groups.append(Group(sources, tuple(others), converter, patterns))
+        return groups
+
+
+def _single(tensors: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """transformers' conversions return a tensor or a list of one."""
+    return {name: each[0] if isinstance(each, list) else each for name, each in tensors.items()}
+
+
+@contextlib.contextmanager
+def running(model: Any, fetch: Callable[[str], torch.Tensor | None], device: torch.device) -> Iterator[None]:
+    """In the block, `model` (on the meta device, but for its buffers) computes with the weights that `fetch` returns.
+
+    They are on `device` only while their layer computes. A buffer for which `fetch` returns None stays as it is.
+    """
+    hooks = []
+    for path, part, names in _parts(model):
+        visit = _Visit(part, path, names, fetch, device)
+        hooks += [
+            part.register_forward_pre_hook(visit.enter),
+            part.register_forward_hook(visit.leave, always_call=True),
+        ]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _parts(model: nn.Module) -> Iterator[tuple[str, nn.Module, list[str]]]:
+    """(name, module, names of weights in it) of each decoder layer, as a whole, and of each module beside the layers.
+
+    A layer is whole because its code may read a weight past the module that holds it.
+    """
+    inside: set[nn.Module] = set()
+    for path, module in model.named_modules():
+        if module in inside:
+            continue
+        if isinstance(module, nn.ModuleList):
+            for name, layer in module.named_children():
+                inside.update(layer.modules())
+                yield f"{path}.{name}", layer, list(layer.state_dict())
+        elif own := [name for name in module.state_dict() if "." not in name]:
+            yield path, module, own
+
+
+@dataclass
+class _Visit:
+    """A part's weights while it computes."""
+
+    part: nn.Module
+    path: str
+    names: list[str]
+    fetch: Callable[[str], torch.Tensor | None]
+    device: torch.device
+
+    def enter(self, *arguments: Any) -> None:
+        self._before: list[tuple[nn.Module, str, torch.Tensor]] = []
+        for name in self.names:
+            owner, _, last = name.rpartition(".")
+            module = self.part.get_submodule(owner)
+            before: torch.Tensor = getattr(module, last)
+            if (found := self.fetch(f"{self.path}.{name}".lstrip("."))) is None:
+                continue
+            self._before.append((module, last, before))
+            tensor = found.to(self.device, before.dtype)
+            setattr(module, last, nn.Parameter(tensor, False) if isinstance(before, nn.Parameter) else tensor)
+
+    def leave(self, *arguments: Any) -> None:
+        for module, last, before in self._before:
+            setattr(module, last, before)

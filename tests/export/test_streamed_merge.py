@@ -1,0 +1,255 @@
+"""The merge from file to file: bit for bit what merging in memory gives, and nothing half-written."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+import finetune
+from finetune.config import AdapterSection, Config
+from finetune.errors import ArtifactError, ConfigError, MachineError
+from finetune.export import merge, shards
+from finetune.export.bases import Bases, Onto
+from finetune.model import adapter, eight_bit, identity
+from finetune.model.base import load_architecture
+from finetune.model.build import Blueprint
+from finetune.model.locate import BUILTIN_BASE, locate
+from finetune.settings import load_config
+from finetune.storage import weight_files
+from finetune.storage.rundir import RunDirectory
+
+sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
+
+import merge as merging
+
+CPU = torch.device("cpu")
+IDS = torch.arange(3, 35)[None]
+_SIZES: dict[str, Any] = {
+    "vocab_size": 128, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "intermediate_size": 48, "max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+_EXPERTS: dict[str, Any] = {"num_local_experts": 4, "num_experts": 4, "num_experts_per_tok": 2}
+ARCHITECTURES: dict[str, dict[str, Any]] = {
+    "llama": {"tie_word_embeddings": False},
+    "qwen2": {"tie_word_embeddings": True},
+    "gemma2": {"head_dim": 8},
+    "phi3": {},
+    "mixtral": _EXPERTS,
+    "qwen3_moe": {**_EXPERTS, "head_dim": 8, "moe_intermediate_size": 16},
+    "gpt_oss": {**_EXPERTS, "head_dim": 8},
+}
+VARIANTS: dict[str, tuple[str, list[str], Onto]] = {
+    "lora": ("llama", [], "16-bit"),
+    "quantized twice": ("llama", ["quantization.double=true"], "quantized"),
+    "8 bits": ("llama", ["quantization.kind=int8"], "quantized"),
+    "rslora, biases": ("qwen2", ["adapter.rslora=true", "adapter.targets=[q_proj, v_proj, down_proj]"], "16-bit"),
+    "dora, float16": ("gemma2", ["adapter.dora=true", "training.precision=fp16"], "16-bit"),
+    "dora, quantized": ("phi3", ["adapter.dora=true"], "quantized"),
+    "pissa, bfloat16": ("llama", ["adapter.init=pissa", "adapter.dtype=bfloat16", "quantization.kind=none"], "16-bit"),
+    "loftq": ("qwen2", ["adapter.init=loftq"], "quantized"),
+    "trained embeddings": ("qwen2", ["adapter.extra_modules=[embed_tokens, norm]"], "16-bit"),
+    "trained head": ("gemma2", ["adapter.extra_modules=[lm_head]"], "quantized"),
+    "experts": (
+        "mixtral",
+        ["adapter.targets=[q_proj, experts.gate_up_proj, experts.down_proj]", "quantization.kind=int8"],
+        "16-bit",
+    ),
+    "quantized experts": ("qwen3_moe", [], "quantized"),
+    "transposed experts": (
+        "gpt_oss", ["adapter.targets=[experts.gate_up_proj, experts.down_proj]", "quantization.kind=none"], "16-bit",
+    ),
+}  # fmt: skip
+
+
+def base_at(folder: Path, name: str, tiny_base: Path, dtype: torch.dtype = torch.bfloat16) -> Path:
+    """A model in three shards, with the built-in base's tokenizer."""
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(name, **{**_SIZES, **ARCHITECTURES[name]})
+    model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    for weight in model.parameters():
+        if weight.dim() > 1:
+            torch.nn.init.normal_(weight, std=0.1)
+    size = sum(weight.nbytes for weight in model.parameters())
+    model.save_pretrained(folder, max_shard_size=size // 3)
+    for file in tiny_base.iterdir():
+        if "token" in file.name or file.suffix == ".jinja":
+            shutil.copy(file, folder)
+    return folder
+
+
+def base_of(config: Config, dtype: torch.dtype) -> Any:
+    return Blueprint(config.model, config.quantization, load_architecture(config.model), "eager", dtype).load(CPU)
+
+
+def write_adapter(config: Config, folder: Path) -> None:
+    """An adapter as training publishes it, with weights that matter."""
+    plain = config.changed({"quantization.kind": "none", "quantization.double": None})
+    section: AdapterSection = adapter.published(config.adapter)
+    model = adapter.attach(base_of(plain, torch.float32), section, config.model.name, seed=0)
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for weight in adapter.weights(model).values():
+            weight.add_(0.05 * torch.randn_like(weight))
+    model.save_pretrained(str(folder), save_embedding_layers=False)
+
+
+def merged_in_memory(config: Config, folder: Path, onto: Onto, dtype: torch.dtype) -> Any:
+    """PEFT's merge of the whole model in float32, rounded once."""
+    plain = config.changed({"quantization.kind": "none", "quantization.double": None})
+    if onto == "16-bit":
+        base = base_of(plain, torch.float32)
+    elif config.quantization.kind == "int8":
+        base, trained = base_of(plain, torch.float32), base_of(config, dtype)
+        for name, layer in trained.named_modules():
+            if isinstance(layer, eight_bit.WeightOnly):
+                weight = eight_bit.dequantized(layer.weight.data, layer.weight.SCB, dtype)
+                base.get_submodule(name).weight.data = weight.float()
+    else:
+        base = base_of(config, dtype).dequantize(dtype).float()
+    merged = adapter.load_adapter(base, folder, config.adapter).merge_and_unload()
+    for weight in merged.parameters():  # buffers, such as rotary frequencies, stay in float32
+        weight.data = weight.data.to(dtype)
+    return merged
+
+
+@torch.inference_mode()
+def logits(model: Any) -> torch.Tensor:
+    return model.eval()(input_ids=IDS).logits
+
+
+# PEFT warns of what the merge takes care of.
+@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`", "ignore:Input and output embeddings are no")
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_it_equals_the_merge_in_memory_bit_for_bit(variant: str, tiny_base: Path, tmp_path: Path) -> None:
+    name, changes, onto = VARIANTS[variant]
+    base = base_at(tmp_path / "base", name, tiny_base)
+    job = ["configs/tiny_cpu.yaml", f"model.name={base}", "training.precision=bf16", "data.train=x.jsonl", *changes]
+    config = load_config(Path(job[0]), job[1:])
+    folder, target = tmp_path / "adapter", tmp_path / "merged"
+    write_adapter(config, folder)
+    bases = Bases(config, folder, identity.loaded_files(base), CPU)
+    target.mkdir()
+    shards.write_weights(bases.merging(onto), target)
+    bases.merged_architecture.save_pretrained(target)
+
+    expected = merged_in_memory(config, folder, onto, bases.dtype)
+    model, report = AutoModelForCausalLM.from_pretrained(
+        target, dtype=bases.dtype, attn_implementation="eager", output_loading_info=True
+    )
+    assert not any(report[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    weights = dict(expected.named_parameters())
+    assert [name for name, weight in model.named_parameters() if not torch.equal(weight, weights[name])] == []
+    assert torch.equal(logits(model), logits(expected))
+    untrained = AutoModelForCausalLM.from_pretrained(base, dtype=bases.dtype, attn_implementation="eager")
+    assert not torch.equal(logits(model), logits(untrained))
+    assert {file.name for file in target.glob("*.safetensors")} == {file.name for file in base.glob("*.safetensors")}
+    index = [json.loads((place / "model.safetensors.index.json").read_text())["weight_map"] for place in (base, target)]
+    added = index[1].keys() - index[0].keys()
+    assert added == ({"lm_head.weight"} if "trained" in variant else set())
+    assert index[1].items() >= index[0].items()
+
+
+# -- whole commands ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDirectory:
+    """A run on a base of four shards, with an adapter that matters, and without a training."""
+    merging.write_base(tmp_path / "base", AutoConfig.from_pretrained(locate(BUILTIN_BASE)), 4)
+    return merging.make_run(tmp_path / "run", tmp_path / "base", tokens=32)[0]
+
+
+def left(run: RunDirectory) -> list[str]:
+    """What a merge left in the run directory."""
+    return sorted(path.name for path in run.path.iterdir() if path.name.startswith("merged"))
+
+
+def test_both_merges_are_told_beside_the_trained_model(run: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:
+    plain = finetune.merge(run)
+    said = " ".join(capsys.readouterr().out.split())
+    assert "from the 16-bit base with the adapter" in said
+    assert "onto quantized" in said
+    near = finetune.merge(run, onto="quantized")
+    assert (plain["onto"], near["onto"]) == ("16-bit", "quantized")
+    assert near["compared_with"] == "the dequantized nf4 base with the adapter"
+    for proof in (plain, near):
+        assert proof["error"] <= proof["bound"] < proof["effect"]
+        assert proof["to_trained"]["quantized"]["kl"] < 0.2 * proof["to_trained"]["16-bit"]["kl"]
+        assert proof["to_trained"]["quantized"]["agreement"] > proof["to_trained"]["16-bit"]["agreement"]
+        assert proof["losses"].keys() == {"16-bit", "quantized", "trained", "base"}
+        assert proof["losses"]["quantized"] == pytest.approx(proof["losses"]["trained"], abs=0.01)
+    # The one that is not written is computed from the same weights as the one that is.
+    assert plain["to_trained"]["16-bit"] == pytest.approx(near["to_trained"]["16-bit"])
+    assert plain["to_trained"]["quantized"] == pytest.approx(near["to_trained"]["quantized"])
+
+
+def test_an_interrupted_merge_goes_on_with_the_next_shard(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+    written = []
+
+    def write(path: Path, *arguments: Any) -> None:
+        if path.name == stop_at:
+            raise KeyboardInterrupt
+        written.append(path.name)
+        write_file(path, *arguments)
+
+    write_file = weight_files.write
+    monkeypatch.setattr(weight_files, "write", write)
+    names = [f"model-0000{number}-of-00004.safetensors" for number in range(1, 5)]
+    stop_at = names[2]
+    with pytest.raises(KeyboardInterrupt):
+        finetune.merge(run)
+    assert left(run) == ["merged.incomplete"]
+    stop_at = ""
+    finetune.merge(run)
+    assert written == names
+    assert left(run) == ["merged"]
+    assert not (run.merged / "made_from.json").exists()
+    written.clear()
+    stop_at = names[1]
+    with pytest.raises(KeyboardInterrupt):
+        finetune.merge(run)
+    stop_at = ""
+    finetune.merge(run, onto="quantized")
+    assert written == [names[0], *names], "what was begun onto another base is of no use"
+
+
+def test_what_cannot_be_merged_is_refused_and_leaves_nothing(
+    run: RunDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shard = tmp_path / "base" / "model-00002-of-00004.safetensors"
+    content = shard.read_bytes()
+    shard.write_bytes(content[:-100])
+    with pytest.raises(ArtifactError, match=r"model-00002-of-00004\.safetensors: damaged"):
+        finetune.merge(run)
+    shard.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    with pytest.raises(ArtifactError, match="was trained on another base"):
+        finetune.merge(run)
+    shard.write_bytes(content)
+    with pytest.raises(ConfigError, match="did you mean `quantized`"):
+        finetune.merge(run, onto="quantised")
+    monkeypatch.setattr(shards.shutil, "disk_usage", lambda path: SimpleNamespace(free=2**20))
+    with pytest.raises(MachineError, match=r"the merged weights need 0\.00 GiB of disk"):
+        finetune.merge(run)
+    assert left(run) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "onto", "message"),
+    [
+        (["quantization.kind=none"], "quantized", "was not quantized"),
+        (["adapter.init=loftq"], "16-bit", "merge onto `quantized`"),
+    ],
+)
+def test_a_base_that_there_is_not_is_refused(changes: list[str], onto: str, message: str) -> None:
+    config = load_config(Path("configs/tiny_cpu.yaml"), ["data.train=x.jsonl", *changes])
+    with pytest.raises(ConfigError, match=message):
+        merge._chosen(config, onto)
+    assert merge._chosen(config, None) == ("quantized" if onto == "16-bit" else "16-bit")

@@ -1,0 +1,44 @@
+"""A merge that is killed at any moment is completed by the same command, which keeps what was written."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from children import Children, Fault
+from transformers import AutoConfig
+
+from finetune.model.locate import BUILTIN_BASE, locate
+
+sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
+
+import merge as merging
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in folder.iterdir() if file.name not in ("merge.json", "README.md")}
+
+
+def test_it_is_completed_with_the_same_files(children: Children, tmp_path: Path) -> None:
+    """`make bench` kills one at 20 random moments, and at each thing that it does to a file."""
+    merging.write_base(tmp_path / "base", AutoConfig.from_pretrained(locate(BUILTIN_BASE)), 4)
+    run, _ = merging.make_run(tmp_path / "run", tmp_path / "base", tokens=32)
+    assert children.run(["merge", run.path]).code == 0
+    whole = files(run.merged)
+    for fault, shards_kept in (
+        (Fault("open", r"model-00003-of-00004\.safetensors\.part"), 2),
+        (Fault("rename", r"merged\.incomplete$"), 4),
+    ):
+        ended = children.run(["merge", run.path], fault)
+        assert ended.code == -9, ended.output
+        incomplete = run.merged.with_name("merged.incomplete")
+        kept = {file.name: file.stat().st_ino for file in incomplete.glob("*.safetensors")}
+        assert len(kept) == shards_kept
+        ended = children.run(["merge", run.path])
+        assert ended.code == 0, ended.output
+        assert files(run.merged) == whole
+        resumed = (incomplete.parent / "merged" / name for name in kept)
+        if fault.event == "open":
+            assert [file.stat().st_ino for file in resumed] == list(kept.values())
+    # Between the two renames of the second, the earlier merge was under another name: nothing is lost.
+    assert sorted(path.name for path in run.path.iterdir() if "merged" in path.name) == ["merged"]
