@@ -76,7 +76,7 @@ def test_llama_cpp_says_what_the_model_says(trained_shape: Made, kind: str, agre
     assert found["conversations_alike"] == found["conversations"] >= 2
 
 
-@pytest.mark.parametrize("name", bench.SHAPES.keys() - {"llama", "qwen2.5", "gemma2"})
+@pytest.mark.parametrize("name", sorted(bench.SHAPES.keys() - {"llama", "qwen2.5", "gemma2"}))
 def test_every_family_is_read_by_transformers(name: str, tmp_path: Path) -> None:
     made = make(name, tmp_path / "model", steps=0)
     read = gguf_export.load(made.export(tmp_path / "model.gguf"), made.config, torch.float32, CPU)
