@@ -283,7 +283,9 @@ def test_sgd_with_weight_decay_copies_all_gradients_at_once_on_a_card_and_one_by
 def test_what_a_layer_keeps_takes_memory_and_is_not_computed_again() -> None:
     traces = {
         level: tiny_models.trace(
-            tiny_models.config(memory__checkpointing=level), tiny_models.architecture(layers=2), where=tiny_models.card()
+            tiny_models.config(memory__checkpointing=level),
+            tiny_models.architecture(layers=2),
+            where=tiny_models.card(),
         )
         for level in LEVELS
     }
