@@ -4,6 +4,7 @@ import fcntl
 import gc
 import json
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -19,6 +20,7 @@ from pathlib import Path
 import pytest
 import torch
 from jobs import QUICK, TINY
+from safetensors.torch import load_file, save_file
 
 import finetune
 from finetune.config import Config
@@ -87,18 +89,18 @@ def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def quick(tmp_path: Path, rows_file: Path, hurried: None):
+def quick(tmp_path: Path, rows_file: Path, shallow_base: Path, hurried: None):
     """A function from overrides to the config of a job of a second in its own run directory."""
 
     def make(*overrides: str, run: str = "run") -> Config:
-        data = [f"data.train={rows_file}", "data.eval_share=0.2", f"output.dir={tmp_path / run}"]
-        return load_config(TINY, [*QUICK, *data, *overrides])
+        job = [f"model.name={shallow_base}", f"data.train={rows_file}", "data.eval_share=0.2"]
+        return load_config(TINY, [*QUICK, *job, f"output.dir={tmp_path / run}", *overrides])
 
     return make
 
 
 @pytest.fixture(scope="session")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
+def trained(tmp_path_factory: pytest.TempPathFactory, rows_file: Path) -> RunDirectory:
     """A finished run of the tiny job, forecast and long enough for the adapter to matter. Do not write to it.
 
     The processes of pytest-xdist share it: the first that asks trains, and the others wait.
@@ -110,7 +112,10 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
     with open(folder / "trained.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not run.path.exists():
-            job = ["training.max_steps=20", "training.eval_every=10", "data.eval_share=0.005", "output.merge=false"]
+            job = [
+                f"data.train={rows_file}", "data.eval_share=0.2", "training.batch_size=8", "training.max_steps=20",
+                "training.eval_every=10", "output.merge=false",
+            ]  # fmt: skip
             finetune.train(load_config(TINY, [*job, f"output.dir={run.path}"]))
     return run
 
@@ -119,3 +124,16 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
 def tiny_base() -> Path:
     """The directory of the built-in base."""
     return Path(locate(BUILTIN_BASE))
+
+
+@pytest.fixture(scope="session")
+def shallow_base(tiny_base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The built-in base with the first two of its four layers: a run takes half as long."""
+    folder = tmp_path_factory.mktemp("shallow") / "base"
+    shutil.copytree(tiny_base, folder)
+    values = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(values | {"num_hidden_layers": 2}))
+    tensors = load_file(folder / "model.safetensors")
+    kept = {name: value for name, value in tensors.items() if not re.match(r"model\.layers\.[^01]\.", name)}
+    save_file(kept, folder / "model.safetensors", {"format": "pt"})
+    return folder

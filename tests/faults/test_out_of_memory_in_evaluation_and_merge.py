@@ -46,15 +46,14 @@ def exhausted(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory, rows_file) -> RunDirectory:
+def undisturbed(tmp_path_factory: pytest.TempPathFactory, rows_file: Path, shallow_base: Path) -> RunDirectory:
     from jobs import QUICK, TINY
 
     from finetune.settings import load_config
 
     directory = tmp_path_factory.mktemp("undisturbed") / "run"
-    return finetune.train(
-        load_config(TINY, [*QUICK, *JOB, f"data.train={rows_file}", "data.eval_share=0.2", f"output.dir={directory}"])
-    ).run
+    job = [*JOB, f"model.name={shallow_base}", f"data.train={rows_file}", "data.eval_share=0.2"]
+    return finetune.train(load_config(TINY, [*QUICK, *job, f"output.dir={directory}"])).run
 
 
 def test_an_evaluation_that_does_not_fit_is_split(quick, exhausted, undisturbed: RunDirectory) -> None:

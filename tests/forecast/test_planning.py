@@ -186,7 +186,7 @@ def test_what_the_config_leaves_to_be_chosen_is_chosen_and_no_more(
         (["memory.checkpointing=auto", "training.micro_batch=2"], [2], None),
     ):
         planning.planner_for(quick(*overrides), "cpu").fit()
-        assert asked == {"rows": rows, "checkpointing": checkpointing, "offloads": False, "layers": 4, "levels": LEVELS}
+        assert asked == {"rows": rows, "checkpointing": checkpointing, "offloads": False, "layers": 2, "levels": LEVELS}
         asked.clear()
 
 

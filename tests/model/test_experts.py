@@ -312,7 +312,7 @@ STEPS = ["training.max_steps=2", "training.learning_rate=0.01", "training.warmup
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [*ARCHITECTURES, "qwen2_moe"])
+@pytest.mark.parametrize("name", [*(name for name in ARCHITECTURES if name != "mixtral"), "qwen2_moe"])
 def test_what_was_trained_generates_evaluates_merges_and_is_whole(
     name: str, base_of: Callable[[str], Path], quick: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:

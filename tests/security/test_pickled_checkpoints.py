@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hostile import TINY, Trap, refused
+from hostile import Trap, refused
 
 from finetune.storage.rundir import RunDirectory
 
@@ -14,6 +14,5 @@ def test_a_checkpoint_with_pickles_is_refused_and_nothing_is_unpickled(run: RunD
     for checkpoint in run.complete_checkpoints():
         for name in ("optimizer.pt", "scheduler.pt", "rng_state.pth", "training_args.bin", "adapter_model.bin"):
             trap.pickled(checkpoint / name)
-    job = ["training.max_steps=21", "training.eval_every=10", "data.eval_share=0.005", "output.merge=false"]
-    ended = call("train", TINY, *job, f"output.dir={run.path}", writes=run.path)
+    ended = call("train", run.config_file, "training.max_steps=21", f"output.dir={run.path}", writes=run.path)
     refused(ended, run.complete_checkpoints()[-1].name)

@@ -54,7 +54,7 @@ def plain_trl_losses(base: Path, output: Path) -> list[float]:
 
 
 @pytest.mark.filterwarnings("ignore")  # the script is a user's own
-def test_losses_equal_those_of_a_plain_trl_script(quick, tiny_base: Path, tmp_path: Path) -> None:
+def test_losses_equal_those_of_a_plain_trl_script(quick, shallow_base: Path, tmp_path: Path) -> None:
     config = quick(
         "data.train=builtin:python_docs",
         "data.eval=none",
@@ -69,7 +69,7 @@ def test_losses_equal_those_of_a_plain_trl_script(quick, tiny_base: Path, tmp_pa
         f"training.micro_batch={MICRO}",
     )
     ours = [line["loss"] for line in finetune.train(config).run.metrics()]
-    theirs = plain_trl_losses(tiny_base, tmp_path / "plain")
+    theirs = plain_trl_losses(shallow_base, tmp_path / "plain")
     assert len(ours) == len(theirs) == STEPS
     assert ours == pytest.approx(theirs, abs=1e-5)
     assert ours[-1] < ours[0]
