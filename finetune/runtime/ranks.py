@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
 import secrets
+import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import TypeVar
@@ -13,7 +15,7 @@ from typing import TypeVar
 import torch
 from accelerate import PartialState
 from accelerate.utils import broadcast_object_list, gather_object, reduce
-from torch.distributed import DistError, Store, rendezvous
+from torch.distributed import DistError, PrefixStore, Store, rendezvous
 
 from finetune import errors
 from finetune.errors import FinetuneError, MachineError, Terminated, first_line
@@ -26,6 +28,7 @@ T = TypeVar("T")
 _TIMEOUT = timedelta(seconds=rank_watch.MAIN_BEHIND_SECONDS + 600)
 # From the first rank to the last one that starts: they import the same libraries, one perhaps from a cold network disk.
 _START = timedelta(minutes=10)
+_POLL_SECONDS = 0.05
 
 _watch: Watch | None = None
 
@@ -95,28 +98,48 @@ def _start(error: FinetuneError | None) -> Store:
 
     Raises MachineError if a rank does not come.
     """
+    said = json.dumps([secrets.token_hex(8), *([_kind(error).__name__, str(error)] if error else [])])
     try:
         store, _, _ = next(rendezvous("env://", timeout=_START))
-        store.set(f"start/{rank()}", json.dumps(error and [_kind(error).__name__, str(error)]))
-        keys = [f"start/{other}" for other in range(world_size())]
-        try:
-            store.wait(keys, _START)
-        except DistError:
-            missing = [other for other, key in enumerate(keys) if not store.check([key])]
-            raise MachineError(
-                f"ranks {missing} have not started within {_START.seconds // 60} minutes of rank {rank()}"
-            ) from None
-        found = [json.loads(value) for value in store.multi_get(keys)]
-        if any(found):
-            # Rank 0 may hold the store, and leaves last.
-            store.set(f"read/{rank()}", "")
-            if is_main():
-                with contextlib.suppress(DistError):
-                    store.wait([f"read/{other}" for other in range(world_size())], timedelta(seconds=10))
+        agreed, roster = _roster(store, said)
     except (RuntimeError, ValueError) as failed:
         raise error or MachineError(f"the {world_size()} processes cannot connect to each other: {failed}") from None
-    _raise_first([failure and getattr(errors, failure[0])(failure[1]) for failure in found])
-    return store
+    _raise_first(
+        [getattr(errors, failure[0])(failure[1]) if failure else None for _, *failure in map(json.loads, roster)]
+    )
+    return PrefixStore(agreed, store)
+
+
+def _roster(store: Store, said: str) -> tuple[str, list[str]]:
+    """What each rank says, in rank order, and a name for it that all ranks have agreed on.
+
+    torchrun keeps its store when it starts the ranks again (torch 2.13), with what those before have left there. So
+    rank 0 lists what it finds, and the list counts once each rank has found in it what it said itself.
+    """
+    store.set(f"said/{rank()}", said)
+    others, until = range(world_size()), time.monotonic() + _START.total_seconds()
+    roster: list[str | None] = []
+    agreed, missing = "", list(others)
+    while missing:
+        if time.monotonic() > until:
+            raise MachineError(f"ranks {missing} have not started within {_START.seconds // 60} minutes of this one")
+        if is_main():
+            found = [store.get(key).decode() if store.check([key]) else None for key in map("said/{}".format, others)]
+            store.set("roster", json.dumps(found))
+        roster = json.loads(store.get("roster"))
+        if roster[rank()] != said:
+            missing = [0]  # or it has not listed this rank yet
+        elif not (missing := [other for other, says in enumerate(roster) if says is None]):
+            agreed = hashlib.sha256(json.dumps(roster).encode()).hexdigest()
+            store.set(f"{agreed}/{rank()}", "")
+            missing = [other for other in others if not store.check([f"{agreed}/{other}"])]
+        time.sleep(_POLL_SECONDS)
+    if is_main():  # whose process may hold the store: it goes on once the others have seen that all agree
+        with contextlib.suppress(DistError):
+            store.wait([f"{agreed}/{other}/seen" for other in others if other], timedelta(seconds=30))
+    else:
+        store.set(f"{agreed}/{rank()}/seen", "")
+    return agreed, [says for says in roster if says]
 
 
 def _raise_first(failures: list[FinetuneError | None]) -> None:
