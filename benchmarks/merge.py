@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import json
 import os
 import random
 import shutil
@@ -258,7 +259,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", default=["1B", "70B", "plan", "kills"], help="which parts")
     parser.add_argument("--output", type=Path, default=harness.RESULTS / "merge.json")
     options = parser.parse_args()
-    result: dict[str, Any] = {"command": harness.command_line()}
+    result: dict[str, Any] = {}
     with tempfile.TemporaryDirectory(dir=options.folder) as temporary:
         folder = Path(temporary)
         if "kills" in options.only:
@@ -281,8 +282,10 @@ def main() -> None:
             if name in options.only:
                 result[f"merge_{name}"] = measured(folder / name, shape, layers, count, bound)
                 shutil.rmtree(folder / name)
-    result["environment"] = harness.environment()
-    harness.write_result(options.output, result)
+    # Parts may be measured one after the other; each says what it was measured with.
+    made = {"command": harness.command_line(), "environment": harness.environment()}
+    parts = json.loads(options.output.read_text()) if options.output.exists() else {}
+    harness.write_result(options.output, parts | {name: part | made for name, part in result.items()})
     for name, part in result.items():
         print(name, part)
     campaigns = [part for name, part in result.items() if name.startswith("kills")]

@@ -53,6 +53,9 @@ def merge(
         raise ArtifactError(f"{run.path} trained every weight; {run.merged} is already the whole model")
     if config.model.weights == "random":
         raise ArtifactError(f"{run.path} has a base of random weights, which were not saved; there is nothing to merge")
+    if target != run.merged:  # made from the merged model
+        proven = run.merge_proof()
+        onto = proven.get("onto") if proven else None
     chosen = _chosen(config, onto)
     tokenizer = load_tokenizer(config.model, run.chat_template)
     check_files(run.adapter, config.adapter)
@@ -69,15 +72,17 @@ def merge(
         "adapter": file_hashes.sha256(run.adapter / "adapter_model.safetensors"),
     }  # fmt: skip
     try:
-        with staged(target, made_from if target == run.merged else None) as written:
+        with staged(target, made_from if base_identity and target == run.merged else None) as written:
             fingerprint.save(tokenizer, base_identity, written)
+            logits: Callable[[int], torch.Tensor]
             if target == run.merged:
                 shards.write_settings(bases, folder, tokenizer, written)
                 shards.write_weights(bases.merging(chosen), written)
                 logits = bases.run_of_files(written, rows).logits
             else:
                 form.write(load_merged(run, config.model, device), tokenizer, written)
-                logits = proof.logits(form.load(written, config.model, bases.dtype, device), rows).__getitem__
+                found = proof.logits(form.load(written, config.model, bases.dtype, device), rows)
+                logits = [one[:: bases.stride] for one in found].__getitem__
             bound = proof.bound(bases.layers, max(proof.ROUNDOFF[bases.dtype], form.roundoff))
             record = {
                 "format": name,

@@ -18,12 +18,15 @@ the logits of that token can differ by any amount. For a mixture, both measures 
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from itertools import repeat
 from typing import Any
 
 import torch
+from torch import nn
 from torch.nn import functional
 
 from finetune.model import streamed
@@ -34,8 +37,11 @@ ROUNDOFF = {torch.bfloat16: 2.0**-9, torch.float16: 2.0**-12, torch.float32: 2.0
 SAFETY = 4.0
 KEPT = 0.5
 
-# Bytes of a row's logits in float32.
+# Bytes of a row's logits in float32; tokens whose logits are compared at once; rows of the head that are multiplied at
+# once. They bound the host memory of a proof.
 _ROW_BYTES = 32 * 2**20
+_TOKENS = 16
+_HEAD_ROWS = 2**13
 
 
 @dataclass(frozen=True)
@@ -94,7 +100,7 @@ class Streamed:
     ) -> None:  # fmt: skip
         self._model, self._fetch, self._rows, self._device = model.eval(), fetch, rows, device
         base = model.get_base_model() if hasattr(model, "get_base_model") else model
-        self._layers = base.base_model
+        self._layers, self._head = base.base_model, base.get_output_embeddings()
         longest = max(map(len, rows))
         # Padded on the right, where no token of a causal model sees it: (rows, tokens).
         ids = torch.tensor([[*row, *[0] * (longest - len(row))] for row in rows], device=device)
@@ -112,8 +118,28 @@ class Streamed:
             torch.no_grad(),
             streamed.running(self._model, self._fetch, self._device),
             libraries.replaced(self._layers, "forward", lambda *_, **__: known),
+            _in_parts(self._head),
         ):
             return _centred(self._model, self._rows[row], self._device)
+
+
+@contextlib.contextmanager
+def _in_parts(head: Any) -> Iterator[None]:
+    """In the block, a linear head multiplies by a few rows of its weight at a time.
+
+    On a CPU the product of bfloat16 matrices copies the weight to another layout (torch 2.13, oneDNN).
+    """
+    if type(head) is not nn.Linear:
+        yield
+        return
+
+    def product(hidden: torch.Tensor) -> torch.Tensor:
+        biases = repeat(None) if head.bias is None else head.bias.split(_HEAD_ROWS)
+        parts = zip(head.weight.split(_HEAD_ROWS), biases, strict=False)
+        return torch.cat([functional.linear(hidden, weight, bias) for weight, bias in parts], dim=-1)
+
+    with libraries.replaced(head, "forward", product):
+        yield
 
 
 def stride(vocabulary: int, tokens: int) -> int:
@@ -126,12 +152,18 @@ class Comparison:
 
     def __init__(self, *, mixture: bool = False) -> None:
         self._mixture = mixture
-        self._rows: list[torch.Tensor] = []
+        self._parts: list[torch.Tensor] = []
+        self._count = 0
 
     def add(self, merged: torch.Tensor, adapted: torch.Tensor, base: torch.Tensor) -> None:
         """One row's logits, each (tokens, vocabulary)."""
+        for part in zip(*(each.split(_TOKENS) for each in (merged, adapted, base)), strict=True):
+            self._add(*part)
+        self._count += 1
+
+    def _add(self, merged: torch.Tensor, adapted: torch.Tensor, base: torch.Tensor) -> None:
         change = (base - adapted).double()
-        self._rows.append(
+        self._parts.append(
             torch.stack(
                 [
                     (merged - adapted).double().square().sum(-1),
@@ -146,7 +178,7 @@ class Comparison:
     def result(self, bound: float) -> Proof:
         """The proof over all rows."""
         # Squares for each token: of the error, the logits, the adapter's change, and the export's along that.
-        error, size, change, along, same = torch.cat(self._rows, dim=1)
+        error, size, change, along, same = torch.cat(self._parts, dim=1)
 
         def share(part: torch.Tensor, whole: torch.Tensor) -> float:
             # NaN where there is one, which fails every comparison with a bound.
@@ -154,7 +186,7 @@ class Comparison:
 
         changed = change > 0
         return Proof(
-            rows=len(self._rows),
+            rows=self._count,
             tokens=len(same),
             error=math.sqrt(share(error, size)),
             bound=bound,
@@ -191,10 +223,12 @@ class Likeness:
 
     def add(self, trained: torch.Tensor, other: torch.Tensor, following: torch.Tensor) -> None:
         """One row's logits, each (tokens, vocabulary), and the ids that follow its first tokens."""
-        p, q = trained.log_softmax(-1), other.log_softmax(-1)
-        kl = functional.kl_div(q, p, log_target=True, reduction="none").double().sum(-1)
-        self._tokens.append(torch.stack([kl, (trained.argmax(-1) == other.argmax(-1)).double()]))
-        self._losses.append(-q[: len(following)].gather(-1, following[:, None]).double()[:, 0])
+        for start in range(0, len(trained), _TOKENS):
+            p, q = (each[start : start + _TOKENS].log_softmax(-1) for each in (trained, other))
+            kl = functional.kl_div(q, p, log_target=True, reduction="none").double().sum(-1)
+            self._tokens.append(torch.stack([kl, (p.argmax(-1) == q.argmax(-1)).double()]))
+            labels = following[start : start + _TOKENS]
+            self._losses.append(-q[: len(labels)].gather(-1, labels[:, None]).double()[:, 0])
 
     def result(self) -> dict[str, float]:
         """`kl`, `agreement` and `loss` over all rows."""

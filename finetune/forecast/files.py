@@ -22,15 +22,12 @@ def checkpoint_bytes(trace: Trace) -> int:
 
 
 def merge_bytes(config: Config, trace: Trace) -> int:
-    """Device memory of `finetune merge`: the base in 16 bit with the adapter, and one weight's update.
-
-    PEFT makes the update in the adapter's type, and a copy of the weight to check (peft 0.21,
-    `Linear.merge(safe_merge=True)`).
+    """Device memory of `finetune merge`: a weight in float32 with its update (peft 0.21, `Linear.get_delta_weight`: a
+    product, and that product scaled), or while the result is proven a layer or the head in 16 bit.
     """
     if config.adapter.kind != "lora":
         return 0
-    largest = trace.largest_weight
-    return _SIXTEEN_BIT * trace.parameters + _bytes(trace, "adapter") + (_FLOAT32 + 2 * _SIXTEEN_BIT) * largest
+    return max(3 * _FLOAT32 * trace.largest_weight, _SIXTEEN_BIT * trace.largest_part)
 
 
 def _bytes(trace: Trace, category: str) -> int:

@@ -86,6 +86,7 @@ def _trace_step(
             trace,
             parameters=traced.parameters,
             largest_weight=traced.largest_weight,
+            largest_part=traced.largest_part,
             mixture=traced.mixture,
         )
 
@@ -131,7 +132,12 @@ class _TracedStep:
 
     def _shorten(self, base: Any) -> None:
         self.parameters = sum(weight.numel() for weight in base.parameters())
-        linear = [module.weight.numel() for module in base.modules() if isinstance(module, torch.nn.Linear)]
+        head = base.get_output_embeddings()
+        linear = [
+            module.weight.numel()
+            for module in base.modules()
+            if isinstance(module, torch.nn.Linear) and module is not head
+        ]
         targets = self._config.adapter.targets
         fused = [
             getattr(module, name).numel()
@@ -139,6 +145,8 @@ class _TracedStep:
             if path.endswith(tuple(f".{target}" for target in targets if targets != "all-linear"))
         ]
         self.largest_weight = max(linear + fused)
+        parts = [head, *checkpointing.layers(base)]
+        self.largest_part = max(sum(weight.numel() for weight in part.parameters()) for part in parts)
         self.mixture = mixture(base, self._config.quantization)
         kinds = depth.kinds(base)
         chosen = checkpointing.pattern(self._config.memory.checkpointing, len(kinds))

@@ -104,14 +104,16 @@ class Run:
 class Trace:
     """A recorded step: its blocks, and what happens to them in order.
 
-    `parameters` is the number of them in the whole base, `largest_weight` in the largest that may get an
-    adapter. `mixture` says how the base's experts are stored, where it has some.
+    `parameters` is the number of them in the whole base, `largest_weight` in the largest weight that may get an
+    adapter, `largest_part` in the largest layer, or the head. `mixture` says how the base's experts are stored, where
+    it has some.
     """
 
     blocks: list[Block]
     runs: list[Run]
     parameters: int = 0
     largest_weight: int = 0
+    largest_part: int = 0
     mixture: Mixture | None = None
 
     def timeline(self) -> Iterator[tuple[Run, Block, int]]:

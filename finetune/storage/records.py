@@ -159,6 +159,7 @@ class MergeProof(TypedDict):
     bound: Positive
     effect: Positive
     agreement: Share
+    onto: NotRequired[str]
 
 
 @_written
