@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 from children import Children, Ended, Fault
-from conftest import Together
 from jobs import QUICK
 from safetensors.torch import load_file
+from together import Together
 
 from finetune.storage.rundir import RunDirectory
 
