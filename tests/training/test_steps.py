@@ -142,7 +142,11 @@ def test_finished_run_says_so_and_is_not_trained_again(quick, capsys: pytest.Cap
     run = finetune.train(config).run
     before = run.metrics_file.read_bytes()
     finetune.train(config)
-    assert "is finished" in capsys.readouterr().out
+    told = capsys.readouterr().out
+    assert "is finished" in told
+    assert "finetune merge" not in told
+    finetune.train(quick("output.merge=true"))
+    assert f"`finetune merge {run.path}`" in capsys.readouterr().out
     assert run.metrics_file.read_bytes() == before
 
 
