@@ -25,6 +25,7 @@ from finetune.errors import ConfigError, FinetuneError, MachineError
 from finetune.kernels import compiled, proof
 from finetune.measure import snapshots
 from finetune.measure.monitor import Monitor
+from finetune.measure.out_of_memory import while_writing
 from finetune.model import causality, packing
 from finetune.model.adapter import casts_by_autocast
 from finetune.model.base import autocast
@@ -344,7 +345,7 @@ def _publish(job: Job, initial: Path | None) -> None:
     """Write the trained weights where other tools look for them, as an atomically published directory."""
     target = job.run.merged if job.config.adapter.kind == "none" else job.run.adapter
     try:
-        with staged(target) as folder:
+        with while_writing(target), staged(target) as folder:
             if initial:
                 # W = residual + B0 A0, so the update on W is BA - B0 A0: an adapter of twice the rank (PiSSA, 3.3).
                 save_weights(job.model, folder, path_initial_model_for_weight_conversion=str(initial))
