@@ -6,13 +6,14 @@ import contextlib
 import functools
 import shutil
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState
+from accelerate.state import AcceleratorState, GradientState
 from safetensors import SafetensorError
 from transformers import set_seed
 
@@ -92,8 +93,10 @@ def train(job: Job) -> Outcome:
         if config.kernels.compile == "layers":
             _compile(job, attached)
     set_seed(config.training.seed)
-    accelerator = _accelerator(config, run, job.device)
-    with contextlib.closing(Trackers(accelerator, config.tracking, run, config)) as trackers:
+    with (
+        _accelerator(config, run, job.device) as accelerator,
+        contextlib.closing(Trackers(accelerator, config.tracking, run, config, job.listener.note)) as trackers,
+    ):
         loop = _loop(job, accelerator, trackers)
         initial = _keep_initial_adapter(job) if ranks.is_main() else None
         casting = casts_by_autocast(model, config.adapter, config.training.precision)
@@ -139,17 +142,24 @@ def _compile(job: Job, attached: kernels.Attached) -> None:
         job.listener.note(line)
 
 
-def _accelerator(config: Config, run: RunDirectory, device: torch.device) -> Accelerator:
+@contextlib.contextmanager
+def _accelerator(config: Config, run: RunDirectory, device: torch.device) -> Iterator[Accelerator]:
     """accelerate wraps the model for several ranks and runs the trackers; `Step` does autocast and loss scaling."""
-    # The state is global: an earlier run in this process, or a notebook's own Trainer, may have set it, and accelerate
-    # 1.15 has no public way to reset it.
+    # The state is global, and a notebook's own Accelerator reads it, so it is put back as it was; accelerate 1.15 has
+    # no public way to do so.
+    before = [(state, dict(state._shared_state)) for state in (AcceleratorState, GradientState)]  # noqa: SLF001
     AcceleratorState._reset_state()  # noqa: SLF001
-    return Accelerator(
-        cpu=device.type == "cpu",
-        mixed_precision="no",  # overrides `accelerate launch`
-        log_with=list(config.tracking.to) or None,
-        project_dir=str(run.path / "tensorboard"),
-    )
+    try:
+        yield Accelerator(
+            cpu=device.type == "cpu",
+            mixed_precision="no",  # overrides `accelerate launch`
+            log_with=list(config.tracking.to) or None,
+            project_dir=str(run.path / "tensorboard"),
+        )
+    finally:
+        for state, values in before:
+            state._reset_state()  # noqa: SLF001
+            state._shared_state.update(values)  # noqa: SLF001
 
 
 def _loop(job: Job, accelerator: Accelerator, trackers: Trackers) -> Loop:
