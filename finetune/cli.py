@@ -443,11 +443,14 @@ def _speaks() -> bool:
 
 
 def _fail(message: str, code: int) -> NoReturn:
-    sys.stderr.write(f"error: {message}\n")
-    try:
-        sys.stdout.flush()
-    except OSError:  # Python would try once more at its end, and exit with 120
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    for stream, text in ((sys.stderr, f"error: {message}\n"), (sys.stdout, "")):
+        try:
+            stream.write(text)
+            stream.flush()
+        except OSError:
+            from finetune.report.printing import discard
+
+            discard(stream)
     sys.exit(code)
 
 

@@ -22,6 +22,7 @@ from finetune.training import strategies
 from finetune.training.checks import check_shares
 
 
+@session.releasing()
 def train(config: Config, *, fresh: bool = False, terminal: Terminal | None = None) -> Result:
     """Train as `config` says and return the results; a run that was interrupted goes on from its last checkpoint.
 

@@ -29,6 +29,10 @@ def out_of_memory(config: Config, run: RunDirectory, monitor: Monitor, device: t
     try:
         with snapshots.recorded(run.snapshot_file, device, config.memory.snapshot):
             yield
+    except OutOfMemoryError:  # in a save, which says what to do
+        monitor.leave()
+        run.event("out_of_memory", memory=monitor.run)
+        raise
     except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
             raise

@@ -129,8 +129,11 @@ def _is_finished(config: Config, run: RunDirectory, note: Callable[[str], None],
     refuse_changes(config, run)
     if not run.finished or _wants_more_steps(config, run):
         return False
+    unmerged = config.output.merge and config.adapter.kind == "lora" and not run.merged.exists()
     note(
-        f"{run.path} is finished. To continue it, set training.max_steps above its {run.steps_done} steps, or raise "
+        f"{run.path} is finished. "
+        + (f"To merge it as `output.merge` asks, use `finetune merge {run.path}`. " if unmerged else "")
+        + f"To continue it, set training.max_steps above its {run.steps_done} steps, or raise "
         "training.epochs; to start over, use --fresh (the old run is moved aside)"
     )
     return True

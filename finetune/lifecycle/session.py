@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import traceback
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 
 from finetune.config import Config
-from finetune.errors import Terminated
+from finetune.errors import FinetuneError, Terminated
 from finetune.forecast.devices import cap
 from finetune.lifecycle import failures
 from finetune.measure.monitor import Monitor
@@ -43,6 +44,21 @@ class Lock(contextlib.ExitStack):
         if isinstance(error, (Terminated, KeyboardInterrupt)):
             name = "interrupted" if isinstance(error, KeyboardInterrupt) else "terminated"
             self._run.event(name, step=max(self._run.saved_steps, default=0))
+
+
+@contextlib.contextmanager
+def releasing() -> Iterator[None]:
+    """As a decorator: an error of the function holds none of its variables. A notebook keeps its last error, and with
+    it would keep the model. Errors that are not the user's keep theirs, for a debugger.
+    """
+    try:
+        yield
+    except (FinetuneError, Terminated, KeyboardInterrupt) as error:
+        link: BaseException | None = error
+        while link is not None:
+            traceback.clear_frames(link.__traceback__)
+            link = link.__cause__ or link.__context__
+        raise
 
 
 @contextlib.contextmanager

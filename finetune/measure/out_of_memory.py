@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+
 import torch
 
-from finetune.errors import first_line
+from finetune.errors import OutOfMemoryError, first_line
 
 # Texts of plain RuntimeErrors: torch's CPU allocator, torch mapping a file, C++, and CUDA outside torch's allocator.
 _SAID = (
@@ -21,3 +25,17 @@ def is_out_of_memory(error: BaseException) -> bool:
 def reason(error: BaseException) -> str:
     """The message of an out-of-memory error, in one line."""
     return first_line(error, "no memory left")
+
+
+@contextlib.contextmanager
+def while_writing(target: Path) -> Iterator[None]:
+    """Convert out of memory while weights are written into OutOfMemoryError: a smaller step would not help."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        raise OutOfMemoryError(
+            f"out of memory while writing {target}: {reason(error)}\nWhat is written is copied to host memory first: "
+            "free some, or use a machine with more. The same command goes on from the last checkpoint"
+        ) from None

@@ -6,8 +6,10 @@ never fails to encode.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Any
+import contextlib
+import os
+from collections.abc import Callable, Iterable, Sequence
+from typing import IO, Any
 
 from rich.console import Console
 from rich.table import Table
@@ -29,6 +31,40 @@ def put(console: Console, printed: Any, *, whole: bool = False) -> None:
         console.print(printed, soft_wrap=whole and not console.is_terminal, highlight=False)
     except OSError as error:
         raise MachineError(f"the output could not be written: {error.strerror}") from None
+
+
+class LastingStream:
+    """A stream wrapper that drops its output once writing fails; `lost` is called then, once, with the reason."""
+
+    def __init__(self, stream: IO[str], lost: Callable[[str], None]) -> None:
+        self._stream, self._lost = stream, lost
+        self._gone = False
+
+    def write(self, text: str) -> int:
+        self._try(lambda: self._stream.write(text))
+        return len(text)
+
+    def flush(self) -> None:
+        self._try(self._stream.flush)
+
+    def _try(self, call: Callable[[], object]) -> None:
+        if self._gone:
+            return
+        try:
+            call()
+        except OSError as error:
+            self._gone = True
+            discard(self._stream)
+            self._lost(error.strerror or str(error))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+def discard(stream: IO[str]) -> None:
+    """Drop what a stream that cannot be written still buffers: Python would try again at its end, and exit with 120."""
+    with contextlib.suppress(OSError):  # not every stream is a file
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def say(console: Console, text: str = "", style: str = "", keep: str = "") -> None:

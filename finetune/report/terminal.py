@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import IO, Any, Self, cast
 
 from rich.console import Console
 from rich.padding import Padding
@@ -122,7 +122,10 @@ class Terminal:
         processes: int = 1,
         mixture: Mixture | None = None,
     ) -> None:
-        """Print the header: the job, its data, and the device."""
+        """Print the header: the job, its data, and the device. From here on, output that nobody reads ends no run."""
+        run = RunDirectory(path)
+        lasting = printing.LastingStream(self._console.file, lambda reason: run.event("output_lost", reason=reason))
+        self._console.file = cast(IO[str], lasting)
         facts = {"run": str(path), "base": words.base(config)}
         if mixture:
             facts["experts"] = words.mixture(mixture)
@@ -137,7 +140,7 @@ class Terminal:
         facts["batch"] = _batching(config, processes)
         facts["training"] = _training(config)
         facts["attention"] = attention
-        facts["device"] = words.device(RunDirectory(path).environment(), str(device))
+        facts["device"] = words.device(run.environment(), str(device))
         if unused := words.unused(data.train_counts, data.eval_counts):
             facts["not used"] = f"columns {unused}"
         if forecast:

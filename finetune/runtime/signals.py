@@ -1,8 +1,8 @@
-"""Handles SIGTERM, SIGINT and SIGUSR1.
+"""Handles SIGTERM, SIGHUP, SIGINT and SIGUSR1.
 
-During training, SIGTERM and a first SIGINT let the current step finish and save it; another SIGINT ends the run at
-once. At any other time (tokenizing, loading, evaluating, merging) both end it at once, since nothing is lost. SIGUSR1
-requests a checkpoint.
+During training, SIGTERM, SIGHUP and a first SIGINT let the current step finish and save it; another SIGINT ends the run
+at once. At any other time (tokenizing, loading, evaluating, merging) they end it at once, since nothing is lost.
+SIGUSR1 requests a checkpoint. A SIGHUP that is ignored already (`nohup`) stays ignored.
 """
 
 from __future__ import annotations
@@ -28,9 +28,10 @@ class Signals:
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
-            for number, handler in (
-                (signal.SIGTERM, self._stop), (signal.SIGINT, self._stop), (signal.SIGUSR1, self._save),
-            ):  # fmt: skip
+            handlers = {signal.SIGTERM: self._stop, signal.SIGINT: self._stop, signal.SIGUSR1: self._save}
+            if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
+                handlers[signal.SIGHUP] = self._stop
+            for number, handler in handlers.items():
                 self._before[number] = signal.signal(number, handler)
         return self
 

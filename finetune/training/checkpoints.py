@@ -10,6 +10,7 @@ from typing import Any
 
 from finetune.errors import MachineError
 from finetune.measure.monitor import Monitor, Peak
+from finetune.measure.out_of_memory import while_writing
 from finetune.model.sharding import is_sharded
 from finetune.runtime import ranks
 from finetune.runtime.randomness import RandomState
@@ -55,7 +56,8 @@ class _Writer:
     def _save(self, contents: Contents, best_step: int | None, held_seconds: float, peak: Peak) -> None:
         started = time.perf_counter()
         try:
-            self._verified.add(checkpoint.write(self._run, contents))
+            with while_writing(self._run.checkpoint(contents.step)):
+                self._verified.add(checkpoint.write(self._run, contents))
             seconds = held_seconds + time.perf_counter() - started
             self._run.event(
                 "saved", step=contents.step, seconds=round(seconds, 3), held_seconds=round(held_seconds, 3), memory=peak
@@ -102,11 +104,12 @@ class Checkpoints:
         self._monitor.enter("save")
         try:
             random_states = ranks.gathered(RandomState().as_json())
-            contents = (
-                snapshot(self._step, self._schedule, progress, self._made_with, random_states)
-                if ranks.is_main() or is_sharded(self._step.model)
-                else None
-            )
+            with while_writing(self._run.checkpoint(progress.step)):
+                contents = (
+                    snapshot(self._step, self._schedule, progress, self._made_with, random_states)
+                    if ranks.is_main() or is_sharded(self._step.model)
+                    else None
+                )
         finally:
             peak = self._monitor.leave()
         self._monitor.take("save")

@@ -6,13 +6,14 @@ import contextlib
 import functools
 import shutil
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState
+from accelerate.state import AcceleratorState, GradientState
 from safetensors import SafetensorError
 from transformers import set_seed
 
@@ -25,6 +26,7 @@ from finetune.errors import ConfigError, FinetuneError, MachineError
 from finetune.kernels import compiled, proof
 from finetune.measure import snapshots
 from finetune.measure.monitor import Monitor
+from finetune.measure.out_of_memory import while_writing
 from finetune.model import causality, packing, sharding
 from finetune.model.adapter import casts_by_autocast
 from finetune.model.base import autocast
@@ -92,8 +94,10 @@ def train(job: Job) -> Outcome:
         if config.kernels.compile == "layers":
             _compile(job, attached)
     set_seed(config.training.seed)
-    accelerator = _accelerator(config, run, job.device)
-    with contextlib.closing(Trackers(accelerator, config.tracking, run, config)) as trackers:
+    with (
+        _accelerator(config, run, job.device) as accelerator,
+        contextlib.closing(Trackers(accelerator, config.tracking, run, config, job.listener.note)) as trackers,
+    ):
         loop = _loop(job, accelerator, trackers)
         initial = _keep_initial_adapter(job) if ranks.is_main() else None
         casting = casts_by_autocast(model, config.adapter, config.training.precision)
@@ -142,17 +146,24 @@ def _compile(job: Job, attached: kernels.Attached) -> None:
         job.listener.note(line)
 
 
-def _accelerator(config: Config, run: RunDirectory, device: torch.device) -> Accelerator:
+@contextlib.contextmanager
+def _accelerator(config: Config, run: RunDirectory, device: torch.device) -> Iterator[Accelerator]:
     """accelerate wraps the model for several ranks and runs the trackers; `Step` does autocast and loss scaling."""
-    # The state is global: an earlier run in this process, or a notebook's own Trainer, may have set it, and accelerate
-    # 1.15 has no public way to reset it.
+    # The state is global, and a notebook's own Accelerator reads it, so it is put back as it was; accelerate 1.15 has
+    # no public way to do so.
+    before = [(state, dict(state._shared_state)) for state in (AcceleratorState, GradientState)]  # noqa: SLF001
     AcceleratorState._reset_state()  # noqa: SLF001
-    return Accelerator(
-        cpu=device.type == "cpu",
-        mixed_precision="no",  # overrides `accelerate launch`
-        log_with=list(config.tracking.to) or None,
-        project_dir=str(run.path / "tensorboard"),
-    )
+    try:
+        yield Accelerator(
+            cpu=device.type == "cpu",
+            mixed_precision="no",  # overrides `accelerate launch`
+            log_with=list(config.tracking.to) or None,
+            project_dir=str(run.path / "tensorboard"),
+        )
+    finally:
+        for state, values in before:
+            state._reset_state()  # noqa: SLF001
+            state._shared_state.update(values)  # noqa: SLF001
 
 
 def _loop(job: Job, accelerator: Accelerator, trackers: Trackers) -> Loop:
@@ -362,7 +373,7 @@ def _publish(job: Job, initial: Path | None, whole: dict[str, torch.Tensor] | No
     """
     target = job.run.merged if job.config.adapter.kind == "none" else job.run.adapter
     try:
-        with staged(target) as folder:
+        with while_writing(target), staged(target) as folder:
             if initial:
                 # W = residual + B0 A0, so the update on W is BA - B0 A0: an adapter of twice the rank (PiSSA, 3.3).
                 save_weights(job.model, folder, path_initial_model_for_weight_conversion=str(initial))

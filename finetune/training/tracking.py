@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from finetune.config import Config, TrackingSection
-from finetune.errors import MachineError
+from finetune.errors import MachineError, first_line
 from finetune.storage.rundir import RunDirectory
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
+    from accelerate.tracking import GeneralTracker
 
 
 @dataclass(frozen=True)
@@ -41,31 +44,58 @@ def check(section: TrackingSection) -> None:
 
 
 class Trackers:
-    """The trackers of `section` for one run, through accelerate, which reports from rank 0 only."""
+    """The trackers of `section` for one run, through accelerate, which reports from rank 0 only.
 
-    def __init__(self, accelerator: Accelerator, section: TrackingSection, run: RunDirectory, config: Config) -> None:
-        self._accelerator = accelerator if section.to else None
-        if not self._accelerator:
+    Raises MachineError if one cannot start. One that fails later is dropped with a note, since the run directory has
+    the same numbers.
+    """
+
+    def __init__(
+        self,
+        accelerator: Accelerator,
+        section: TrackingSection,
+        run: RunDirectory,
+        config: Config,
+        note: Callable[[str], None],
+    ) -> None:
+        self._trackers: list[GeneralTracker] = []
+        self._run, self._note = run, note
+        if not section.to:
             return
         named = {name: {argument: run.path.name} for name in section.to if (argument := TRACKERS[name].run_name)}
         # accelerate passes wandb a project explicitly, which overrides WANDB_PROJECT; it honours MLflow's variable.
         project = os.environ.get("WANDB_PROJECT") if "wandb" in section.to else None
-        accelerator.init_trackers(project or "finetune", _flat(config.model_dump(mode="json")), named)
+        try:
+            accelerator.init_trackers(project or "finetune", _flat(config.model_dump(mode="json")), named)
+        except Exception as error:
+            for tracker in accelerator.trackers:  # those that had started
+                with contextlib.suppress(Exception):
+                    tracker.finish()
+            names = ", ".join(section.to)
+            raise MachineError(f"`tracking.to: [{names}]` could not start: {first_line(error)}") from error
+        self._trackers += accelerator.trackers
 
     def log(self, split: str, line: dict[str, Any]) -> None:
         """Log the numbers of a line of metrics.jsonl as `split`/name, such as train/loss and eval/loss."""
-        if self._accelerator:
-            numbers = {name: value for name, value in line.items() if type(value) in (int, float) and name != "step"}
-            named = {f"{split}/{name.removeprefix('eval_')}": value for name, value in numbers.items()}
-            self._accelerator.log(named, step=line["step"])
+        numbers = {name: value for name, value in line.items() if type(value) in (int, float) and name != "step"}
+        named = {f"{split}/{name.removeprefix('eval_')}": value for name, value in numbers.items()}
+        self._each(lambda tracker: tracker.log(named, step=line["step"]))
 
     def close(self) -> None:
         """Finish the trackers' runs; an open one would receive the metrics of a later run in this process, or block it.
 
         accelerate's `end_training` would also destroy the process group.
         """
-        for tracker in self._accelerator.trackers if self._accelerator else ():
-            tracker.finish()
+        self._each(lambda tracker: tracker.finish())
+
+    def _each(self, call: Callable[[GeneralTracker], None]) -> None:
+        for tracker in tuple(self._trackers):
+            try:
+                call(tracker)
+            except Exception as error:  # whatever a network or a service makes of it
+                self._trackers.remove(tracker)
+                self._run.event("tracker_failed", tracker=tracker.name, error=first_line(error))
+                self._note(f"{tracker.name} failed and gets no more metrics: {first_line(error)}; training continues")
 
 
 def _flat(config: dict[str, Any]) -> dict[str, Any]:

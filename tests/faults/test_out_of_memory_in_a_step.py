@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
@@ -343,3 +345,18 @@ def test_a_row_that_does_not_fit_alone_is_named_and_the_steps_before_it_are_save
     files = [load_file(run.adapter / "adapter_model.safetensors") for run in (whole, run)]
     assert all(torch.equal(files[0][name], files[1][name]) for name in files[0])
     assert [line["step"] for line in run.metrics()] == [1, 2, 3, 4, 5, 6]
+
+
+def test_an_error_that_a_notebook_keeps_does_not_keep_the_model(quick, monkeypatch: pytest.MonkeyPatch) -> None:
+    models: list[weakref.ref[torch.nn.Module]] = []
+
+    def clip(step: Step) -> NoReturn:
+        models.append(weakref.ref(step.model))
+        raise torch.OutOfMemoryError("CUDA out of memory. (injected)")
+
+    monkeypatch.setattr(Step, "clip", clip)
+    with pytest.raises(OutOfMemoryError) as kept:
+        finetune.train(quick(*EXACT))
+    gc.collect()
+    assert kept.value.__context__ is not None
+    assert [model() for model in models] == [None]

@@ -6,6 +6,7 @@ import json
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from safetensors.torch import load_file
 from steps import ready
 
 import finetune
+from finetune.errors import OutOfMemoryError
 from finetune.runtime import libraries
 from finetune.storage.rundir import RunDirectory
 from finetune.training import evaluation
@@ -160,3 +162,27 @@ def test_a_merge_out_of_memory_leaves_the_training_and_is_done_again(train_apart
     assert (run.merged / "merge.json").is_file()
     assert run.metrics_file.read_bytes() == lines
     assert all(torch.equal(weights(run)[name], tensor) for name, tensor in before.items())
+
+
+@pytest.mark.parametrize(
+    ("place", "name"),
+    [
+        ("finetune.storage.checkpoint.write", "step-00000004"),
+        ("finetune.training.checkpoints.snapshot", "step-00000004"),
+        ("finetune.training.run.save_weights", "adapter"),
+    ],
+    ids=["writing", "copying", "publishing"],
+)
+def test_a_save_out_of_memory_is_not_blamed_on_the_step(
+    quick, monkeypatch: pytest.MonkeyPatch, place: str, name: str
+) -> None:
+    def fail(*args: object, **named: object) -> NoReturn:
+        raise MemoryError
+
+    monkeypatch.setattr(place, fail)
+    config = quick("data.eval=none", "training.eval_every=null")
+    with pytest.raises(OutOfMemoryError, match=f"while writing .*{name}: ") as found:
+        finetune.train(config)
+    assert "goes on from the last checkpoint" in str(found.value)
+    assert "Try, in this order" not in str(found.value)
+    assert "out_of_memory" in [event["event"] for event in RunDirectory(config.output.dir).events()]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import re
 from types import SimpleNamespace
 from typing import Any
@@ -69,6 +70,14 @@ def test_quiet_prints_nothing(run: RunDirectory, capsys: pytest.CaptureFixture[s
     with Terminal(quiet=True) as terminal:
         whole_run(terminal, run)
     assert capsys.readouterr() == ("", "")
+
+
+def test_a_reader_that_goes_away_ends_no_run(run: RunDirectory) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open(writer, "w") as pipe:
+        whole_run(Terminal(console=Console(file=pipe)), run)
+    assert [event["reason"] for event in run.events() if event["event"] == "output_lost"] == ["Broken pipe"]
 
 
 def test_a_log_has_no_control_characters(log: Log, run: RunDirectory) -> None:

@@ -8,7 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from accelerate.state import AcceleratorState
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState, GradientState
 from accelerate.tracking import TensorBoardTracker
 from bitsandbytes.optim import GlobalOptimManager
 from safetensors.torch import load_file
@@ -23,6 +24,7 @@ from finetune.storage.rundir import RunDirectory, checkpoint_step
 from finetune.training import optimizers, tracking
 from finetune.training.loop import Loop
 from finetune.training.recorder import Recorder
+from finetune.training.step import Step
 from finetune.training.tracking import Trackers
 
 
@@ -145,7 +147,11 @@ def test_finished_run_says_so_and_is_not_trained_again(quick, capsys: pytest.Cap
     run = finetune.train(config).run
     before = run.metrics_file.read_bytes()
     finetune.train(config)
-    assert "is finished" in capsys.readouterr().out
+    told = capsys.readouterr().out
+    assert "is finished" in told
+    assert "finetune merge" not in told
+    finetune.train(quick("output.merge=true"))
+    assert f"`finetune merge {run.path}`" in capsys.readouterr().out
     assert run.metrics_file.read_bytes() == before
 
 
@@ -314,22 +320,81 @@ def test_trackers_end_with_a_run_that_fails(quick, monkeypatch: pytest.MonkeyPat
     assert ended == ["finetune"]
 
 
+class Unreachable:
+    """A tracker whose service answers `calls` times."""
+
+    name = "unreachable"
+
+    def __init__(self, calls: int) -> None:
+        self.left = calls
+
+    def log(self, values: dict[str, float], step: int) -> None:
+        self.left -= 1
+        if self.left < 0:
+            raise ConnectionError("no route to host")
+
+    def finish(self) -> None:
+        self.log({}, 0)
+
+
+@pytest.mark.parametrize("answered", [0, 2], ids=["log", "close"])
+def test_a_tracker_that_fails_is_dropped_with_one_note(quick, answered: int) -> None:
+    notes: list[str] = []
+    config = quick("tracking.to=[tensorboard]")
+    run = RunDirectory(config.output.dir)
+    run.claim()
+    other = Unreachable(9)
+    accelerator = SimpleNamespace(init_trackers=lambda *_: None, trackers=[Unreachable(answered), other])
+    trackers = Trackers(accelerator, config.tracking, run, config, notes.append)
+    trackers.log("train", {"step": 1, "loss": 2.0})
+    trackers.log("train", {"step": 2, "loss": 2.0})
+    trackers.close()
+    assert [event["error"] for event in run.events()] == ["no route to host"]
+    assert len(notes) == 1
+    assert other.left == 6, "the others go on"
+
+
+def test_a_tracker_that_cannot_start_is_refused(quick) -> None:
+    def refuse(*_: object) -> None:
+        raise ConnectionError("no route to host")
+
+    config, started = quick("tracking.to=[tensorboard]"), Unreachable(1)
+    with pytest.raises(MachineError, match=r"tracking.to: \[tensorboard\].*no route to host"):
+        Trackers(SimpleNamespace(init_trackers=refuse, trackers=[started]), config.tracking,
+                 RunDirectory(config.output.dir), config, pytest.fail)  # fmt: skip
+    assert started.left == 0, "it was finished"
+
+
 def test_wandb_reports_to_the_project_of_its_own_variable(quick, monkeypatch: pytest.MonkeyPatch) -> None:
     projects = []
-    accelerator = SimpleNamespace(init_trackers=lambda project, config, named: projects.append((project, named)))
+    accelerator = SimpleNamespace(
+        init_trackers=lambda project, config, named: projects.append((project, named)), trackers=[]
+    )
     config = quick("tracking.to=[wandb, tensorboard]")
     run = RunDirectory(config.output.dir)
     monkeypatch.delenv("WANDB_PROJECT", raising=False)
-    Trackers(accelerator, config.tracking, run, config)
+    Trackers(accelerator, config.tracking, run, config, pytest.fail)
     monkeypatch.setenv("WANDB_PROJECT", "answers")
-    Trackers(accelerator, config.tracking, run, config)
+    Trackers(accelerator, config.tracking, run, config, pytest.fail)
     assert projects == [(project, {"wandb": {"name": run.path.name}}) for project in ("finetune", "answers")]
 
 
-def test_the_precision_is_the_configs_whatever_a_launcher_was_told(quick, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_precision_is_the_configs_and_a_notebooks_own_accelerator_keeps_its_settings(
+    quick, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
-    finetune.train(quick("training.max_steps=1", "data.eval=none", "training.eval_every=null"))
-    assert AcceleratorState().mixed_precision == "no", "the step casts by itself"
+    own = Accelerator(cpu=True, gradient_accumulation_steps=4)
+    seen: list[str] = []
+    clip = Step.clip
+    monkeypatch.setattr(Step, "clip", lambda step: (seen.append(AcceleratorState().mixed_precision), clip(step))[1])
+    try:
+        finetune.train(quick("training.max_steps=1", "data.eval=none", "training.eval_every=null"))
+        assert seen == ["no"], "the step casts by itself"
+        assert own.mixed_precision == "bf16"
+        assert own.gradient_accumulation_steps == 4
+    finally:
+        AcceleratorState._reset_state()
+        GradientState._reset_state()
 
 
 def test_every_tracker_is_one_that_accelerate_knows() -> None:

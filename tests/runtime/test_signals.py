@@ -1,0 +1,31 @@
+"""Which signals end a run."""
+
+import signal
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from finetune.runtime.signals import Signals
+
+
+@pytest.fixture
+def hangup() -> Iterator[Callable[[Any], Any]]:
+    """A function that sets how SIGHUP is handled, for the length of the test."""
+    before = signal.getsignal(signal.SIGHUP)
+    yield lambda handler: signal.signal(signal.SIGHUP, handler)
+    signal.signal(signal.SIGHUP, before)
+
+
+def test_a_closed_terminal_ends_a_run_as_sigterm_does(hangup: Callable[[Any], Any]) -> None:
+    hangup(lambda *_: None)
+    with Signals() as signals, signals.waiting():
+        signal.raise_signal(signal.SIGHUP)
+        assert signals.name == "SIGHUP"
+
+
+def test_a_hangup_stays_ignored_under_nohup(hangup: Callable[[Any], Any]) -> None:
+    hangup(signal.SIG_IGN)
+    with Signals() as signals:
+        signal.raise_signal(signal.SIGHUP)
+        assert signals.name is None
