@@ -119,7 +119,7 @@ def gradient_buckets(sizes: Sequence[int]) -> list[int]:
     Gradients are no views of them (`gradient_as_bucket_view` is false), so they come on top. A bucket ends with the
     weight that fills it, the first one earlier; in the first step all are in one. (torch 2.13,
     nn/parallel/distributed.py `_BucketCapacityConfig`, torch/csrc/distributed/c10d/reducer.cpp `initialize_buckets`,
-    `compute_bucket_assignment_by_size`; accelerate 1.15 leaves the sizes as they are.)
+    `compute_bucket_assignment_by_size`.)
     """
     return _filled(sizes[::-1], (2**20, 25 * 2**20))  # the last weights have their gradients first
 

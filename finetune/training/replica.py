@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from accelerate import Accelerator
+from torch.nn.parallel import DistributedDataParallel
 
 from finetune.runtime import ranks
 from finetune.training.collator import Inputs
@@ -21,10 +21,9 @@ from finetune.training.step import Step
 class Replica:
     """`model` in DDP (`shared`), and the trained weights whose gradients DDP has in the current step."""
 
-    def __init__(self, model: Any, accelerator: Accelerator) -> None:
-        self.shared = accelerator.prepare_model(model, device_placement=False)
+    def __init__(self, model: Any) -> None:
         # Nothing but gradients is exchanged in a pass; a model's buffers are constants.
-        self.shared.broadcast_buffers = False
+        self.shared = DistributedDataParallel(model, broadcast_buffers=False)
         self._trained = [weight for weight in model.parameters() if weight.requires_grad]
         self._averaged: set[torch.Tensor] = set()
         for weight in self._trained:

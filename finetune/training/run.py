@@ -6,14 +6,11 @@ import contextlib
 import functools
 import shutil
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import Accelerator
-from accelerate.state import AcceleratorState, GradientState
 from safetensors import SafetensorError
 from transformers import set_seed
 
@@ -94,11 +91,8 @@ def train(job: Job) -> Outcome:
         if config.kernels.compile == "layers":
             _compile(job, attached)
     set_seed(config.training.seed)
-    with (
-        _accelerator(config, run, job.device) as accelerator,
-        contextlib.closing(Trackers(accelerator, config.tracking, run, config, job.listener.note)) as trackers,
-    ):
-        loop = _loop(job, accelerator, trackers)
+    with contextlib.closing(Trackers(config.tracking, run, config, job.listener.note)) as trackers:
+        loop = _loop(job, trackers)
         initial = _keep_initial_adapter(job) if ranks.is_main() else None
         casting = casts_by_autocast(model, config.adapter, config.training.precision)
         tiles = log_probs.tiles(config.memory.loss_tokens)
@@ -146,34 +140,14 @@ def _compile(job: Job, attached: kernels.Attached) -> None:
         job.listener.note(line)
 
 
-@contextlib.contextmanager
-def _accelerator(config: Config, run: RunDirectory, device: torch.device) -> Iterator[Accelerator]:
-    """accelerate wraps the model for several ranks and runs the trackers; `Step` does autocast and loss scaling."""
-    # The state is global, and a notebook's own Accelerator reads it, so it is put back as it was; accelerate 1.15 has
-    # no public way to do so.
-    before = [(state, dict(state._shared_state)) for state in (AcceleratorState, GradientState)]  # noqa: SLF001
-    AcceleratorState._reset_state()  # noqa: SLF001
-    try:
-        yield Accelerator(
-            cpu=device.type == "cpu",
-            mixed_precision="no",  # overrides `accelerate launch`
-            log_with=list(config.tracking.to) or None,
-            project_dir=str(run.path / "tensorboard"),
-        )
-    finally:
-        for state, values in before:
-            state._reset_state()  # noqa: SLF001
-            state._shared_state.update(values)  # noqa: SLF001
-
-
-def _loop(job: Job, accelerator: Accelerator, trackers: Trackers) -> Loop:
+def _loop(job: Job, trackers: Trackers) -> Loop:
     config, training, run = job.config, job.config.training, job.run
     if unbalanced := log_probs.attach(job.model):
         job.listener.note(unbalanced)
     profiler = snapshots.profiler(config.memory.profile_steps, run.profile, job.device)
     recorder = Recorder(run, job.monitor, job.listener, trackers, profiler)
     steps = _steps(job)
-    step = _step(job, accelerator, recorder, steps.collate)
+    step = _step(job, recorder, steps.collate)
     progress = read_progress(job.resume_from) if job.resume_from else Progress()
     progress.total = steps.in_all(training)
     schedule = schedules.scheduler(training, step.optimizer, progress.total)
@@ -203,7 +177,7 @@ def _loop(job: Job, accelerator: Accelerator, trackers: Trackers) -> Loop:
     )
 
 
-def _step(job: Job, accelerator: Accelerator, recorder: Recorder, collate: MicroBatches) -> Step:
+def _step(job: Job, recorder: Recorder, collate: MicroBatches) -> Step:
     model, device, training = job.model, job.device, job.config.training
     updated_on = next(weight.device.type for weight in model.parameters() if weight.requires_grad)
     name, replaced = optimizers.choose(job.config.optimizer, updated_on)
@@ -223,7 +197,7 @@ def _step(job: Job, accelerator: Accelerator, recorder: Recorder, collate: Micro
     )
     step.world_size = ranks.world_size()
     if step.world_size > 1 and not sharding.is_sharded(model):
-        replica = Replica(model, accelerator)
+        replica = Replica(model)
         step.shared, step.local = replica.shared, replica.local
         step.catch_up = functools.partial(replica.catch_up, step, collate.idle())
     return step

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 from finetune.config import Config, TrackingSection
 from finetune.errors import MachineError, first_line
+from finetune.runtime import ranks
 from finetune.storage.rundir import RunDirectory
 
 if TYPE_CHECKING:
-    from accelerate import Accelerator
     from accelerate.tracking import GeneralTracker
 
 
@@ -44,7 +44,7 @@ def check(section: TrackingSection) -> None:
 
 
 class Trackers:
-    """The trackers of `section` for one run, through accelerate, which reports from rank 0 only.
+    """accelerate's trackers of `section` for one run, on rank 0 alone.
 
     Raises MachineError if one cannot start. One that fails later is dropped with a note, since the run directory has
     the same numbers.
@@ -52,7 +52,6 @@ class Trackers:
 
     def __init__(
         self,
-        accelerator: Accelerator,
         section: TrackingSection,
         run: RunDirectory,
         config: Config,
@@ -60,20 +59,17 @@ class Trackers:
     ) -> None:
         self._trackers: list[GeneralTracker] = []
         self._run, self._note = run, note
-        if not section.to:
-            return
-        named = {name: {argument: run.path.name} for name in section.to if (argument := TRACKERS[name].run_name)}
-        # accelerate passes wandb a project explicitly, which overrides WANDB_PROJECT; it honours MLflow's variable.
-        project = os.environ.get("WANDB_PROJECT") if "wandb" in section.to else None
-        try:
-            accelerator.init_trackers(project or "finetune", _flat(config.model_dump(mode="json")), named)
-        except Exception as error:
-            for tracker in accelerator.trackers:  # those that had started
-                with contextlib.suppress(Exception):
-                    tracker.finish()
-            names = ", ".join(section.to)
-            raise MachineError(f"`tracking.to: [{names}]` could not start: {first_line(error)}") from error
-        self._trackers += accelerator.trackers
+        for name in section.to if ranks.is_main() else ():
+            try:
+                tracker = _made(name, run)
+                self._trackers.append(tracker)
+                tracker.start()
+                tracker.store_init_configuration(_flat(config.model_dump(mode="json")))
+            except Exception as error:
+                for started in self._trackers:
+                    with contextlib.suppress(Exception):
+                        started.finish()
+                raise MachineError(f"`tracking.to: {name}` could not start: {first_line(error)}") from error
 
     def log(self, split: str, line: dict[str, Any]) -> None:
         """Log the numbers of a line of metrics.jsonl as `split`/name, such as train/loss and eval/loss."""
@@ -82,10 +78,7 @@ class Trackers:
         self._each(lambda tracker: tracker.log(named, step=line["step"]))
 
     def close(self) -> None:
-        """Finish the trackers' runs; an open one would receive the metrics of a later run in this process, or block it.
-
-        accelerate's `end_training` would also destroy the process group.
-        """
+        """Finish the trackers' runs; an open one would receive the metrics of a later run here, or block it."""
         self._each(lambda tracker: tracker.finish())
 
     def _each(self, call: Callable[[GeneralTracker], None]) -> None:
@@ -96,6 +89,18 @@ class Trackers:
                 self._trackers.remove(tracker)
                 self._run.event("tracker_failed", tracker=tracker.name, error=first_line(error))
                 self._note(f"{tracker.name} failed and gets no more metrics: {first_line(error)}; training continues")
+
+
+def _made(name: str, run: RunDirectory) -> GeneralTracker:
+    from accelerate.tracking import LOGGER_TYPE_TO_CLASS
+
+    tracker: Any = LOGGER_TYPE_TO_CLASS[name]
+    # accelerate passes wandb a project explicitly, which overrides WANDB_PROJECT; it honours MLflow's variable.
+    project = os.environ.get("WANDB_PROJECT") if name == "wandb" else None
+    folder = [str(run.path / "tensorboard")] if tracker.requires_logging_directory else []
+    named = {argument: run.path.name} if (argument := TRACKERS[name].run_name) else {}
+    made: GeneralTracker = tracker(project or "finetune", *folder, **named)
+    return made
 
 
 def _flat(config: dict[str, Any]) -> dict[str, Any]:

@@ -4,7 +4,6 @@ import json
 import os
 import signal
 import time
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -24,7 +23,6 @@ from finetune.storage.rundir import RunDirectory, checkpoint_step
 from finetune.training import optimizers, tracking
 from finetune.training.loop import Loop
 from finetune.training.recorder import Recorder
-from finetune.training.step import Step
 from finetune.training.tracking import Trackers
 
 
@@ -328,6 +326,10 @@ class Unreachable:
     def __init__(self, calls: int) -> None:
         self.left = calls
 
+    def start(self) -> None: ...
+
+    def store_init_configuration(self, values: dict[str, object]) -> None: ...
+
     def log(self, values: dict[str, float], step: int) -> None:
         self.left -= 1
         if self.left < 0:
@@ -338,14 +340,15 @@ class Unreachable:
 
 
 @pytest.mark.parametrize("answered", [0, 2], ids=["log", "close"])
-def test_a_tracker_that_fails_is_dropped_with_one_note(quick, answered: int) -> None:
+def test_a_tracker_that_fails_is_dropped_with_one_note(quick, answered: int, monkeypatch: pytest.MonkeyPatch) -> None:
     notes: list[str] = []
-    config = quick("tracking.to=[tensorboard]")
+    config = quick("tracking.to=[tensorboard, wandb]")
     run = RunDirectory(config.output.dir)
     run.claim()
     other = Unreachable(9)
-    accelerator = SimpleNamespace(init_trackers=lambda *_: None, trackers=[Unreachable(answered), other])
-    trackers = Trackers(accelerator, config.tracking, run, config, notes.append)
+    made = iter([Unreachable(answered), other])
+    monkeypatch.setattr(tracking, "_made", lambda *_: next(made))
+    trackers = Trackers(config.tracking, run, config, notes.append)
     trackers.log("train", {"step": 1, "loss": 2.0})
     trackers.log("train", {"step": 2, "loss": 2.0})
     trackers.close()
@@ -354,42 +357,45 @@ def test_a_tracker_that_fails_is_dropped_with_one_note(quick, answered: int) -> 
     assert other.left == 6, "the others go on"
 
 
-def test_a_tracker_that_cannot_start_is_refused(quick) -> None:
-    def refuse(*_: object) -> None:
+def test_a_tracker_that_cannot_start_is_refused(quick, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse() -> None:
         raise ConnectionError("no route to host")
 
-    config, started = quick("tracking.to=[tensorboard]"), Unreachable(1)
-    with pytest.raises(MachineError, match=r"tracking.to: \[tensorboard\].*no route to host"):
-        Trackers(SimpleNamespace(init_trackers=refuse, trackers=[started]), config.tracking,
-                 RunDirectory(config.output.dir), config, pytest.fail)  # fmt: skip
+    config, started, refuses = quick("tracking.to=[tensorboard, wandb]"), Unreachable(1), Unreachable(1)
+    refuses.start = refuse
+    monkeypatch.setattr(tracking, "_made", lambda name, run: {"tensorboard": started, "wandb": refuses}[name])
+    with pytest.raises(MachineError, match=r"tracking.to: wandb.*no route to host"):
+        Trackers(config.tracking, RunDirectory(config.output.dir), config, pytest.fail)
     assert started.left == 0, "it was finished"
 
 
 def test_wandb_reports_to_the_project_of_its_own_variable(quick, monkeypatch: pytest.MonkeyPatch) -> None:
-    projects = []
-    accelerator = SimpleNamespace(
-        init_trackers=lambda project, config, named: projects.append((project, named)), trackers=[]
-    )
-    config = quick("tracking.to=[wandb, tensorboard]")
+    from accelerate import tracking as theirs
+
+    made = []
+
+    class Wandb(Unreachable):
+        requires_logging_directory = False
+
+        def __init__(self, project: str, **named: str) -> None:
+            super().__init__(0)
+            made.append((project, named))
+
+    monkeypatch.setitem(theirs.LOGGER_TYPE_TO_CLASS, "wandb", Wandb)
+    config = quick("tracking.to=[wandb]")
     run = RunDirectory(config.output.dir)
     monkeypatch.delenv("WANDB_PROJECT", raising=False)
-    Trackers(accelerator, config.tracking, run, config, pytest.fail)
+    Trackers(config.tracking, run, config, pytest.fail)
     monkeypatch.setenv("WANDB_PROJECT", "answers")
-    Trackers(accelerator, config.tracking, run, config, pytest.fail)
-    assert projects == [(project, {"wandb": {"name": run.path.name}}) for project in ("finetune", "answers")]
+    Trackers(config.tracking, run, config, pytest.fail)
+    assert made == [(project, {"name": run.path.name}) for project in ("finetune", "answers")]
 
 
-def test_the_precision_is_the_configs_and_a_notebooks_own_accelerator_keeps_its_settings(
-    quick, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_notebooks_own_accelerator_keeps_its_settings(quick, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
     own = Accelerator(cpu=True, gradient_accumulation_steps=4)
-    seen: list[str] = []
-    clip = Step.clip
-    monkeypatch.setattr(Step, "clip", lambda step: (seen.append(AcceleratorState().mixed_precision), clip(step))[1])
     try:
         finetune.train(quick("training.max_steps=1", "data.eval=none", "training.eval_every=null"))
-        assert seen == ["no"], "the step casts by itself"
         assert own.mixed_precision == "bf16"
         assert own.gradient_accumulation_steps == 4
     finally:
