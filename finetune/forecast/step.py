@@ -144,7 +144,7 @@ class _TracedStep:
             for path, module, name in experts.weights(base)
             if path.endswith(tuple(f".{target}" for target in targets if targets != "all-linear"))
         ]
-        self.largest_weight = max(linear + fused)
+        self.largest_weight = max(linear + fused, default=0)
         parts = [head, *checkpointing.layers(base)]
         self.largest_part = max(sum(weight.numel() for weight in part.parameters()) for part in parts)
         self.mixture = mixture(base, self._config.quantization)

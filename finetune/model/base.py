@@ -306,6 +306,10 @@ def weightless_base(
             "decoder"
         )
     packing.register()
+    code: dict[str, Any] = {"trust_remote_code": True, "code_revision": remote_code} if remote_code else _NO_CODE
+    known = catalog.model_class(architecture)
+    if known is not None and not known.__module__.startswith("transformers."):
+        code = {}  # the code of this revision ran before, and transformers knows its class since
     with torch.device("meta"):
         model = hub_call(
             f"the architecture `{architecture.model_type}`",
@@ -314,7 +318,7 @@ def weightless_base(
                 attn_implementation=attention,
                 dtype=dtype,
                 # Without this argument transformers would prompt on the terminal.
-                **({"trust_remote_code": True, "code_revision": remote_code} if remote_code else _NO_CODE),
+                **code,
             ),
         )
     shorten(model)

@@ -123,10 +123,11 @@ def levels(architecture: Any) -> tuple[str, ...]:
 
 def layers(model: Any) -> list[Any]:
     """The layers of the text decoder that can be checkpointed, in order; none lies within another."""
-    return list(_layers(model, model.config.get_text_config().model_type))
+    config = getattr(model, "config", None)
+    return list(_layers(model, config and config.get_text_config().model_type))
 
 
-def _layers(module: Any, model_type: str) -> Iterator[Any]:
+def _layers(module: Any, model_type: str | None) -> Iterator[Any]:
     from transformers import PreTrainedModel
     from transformers.modeling_layers import GradientCheckpointingLayer
 

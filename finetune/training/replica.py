@@ -22,8 +22,10 @@ class Replica:
     """`model` in DDP (`shared`), and the trained weights whose gradients DDP has in the current step."""
 
     def __init__(self, model: Any) -> None:
-        # Nothing but gradients is exchanged in a pass; a model's buffers are constants.
-        self.shared = DistributedDataParallel(model, broadcast_buffers=False)
+        self.shared = DistributedDataParallel(model)
+        # Nothing but gradients is exchanged in a pass; a model's buffers are constants. (torch 2.13 warns of the
+        # argument of this name, and 2.11 does not know the new one.)
+        self.shared.broadcast_buffers = False
         self._trained = [weight for weight in model.parameters() if weight.requires_grad]
         self._averaged: set[torch.Tensor] = set()
         for weight in self._trained:

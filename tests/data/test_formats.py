@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import pytest
@@ -94,13 +95,24 @@ def test_a_row_of_two_formats_is_of_the_first_in_the_table() -> None:
 
 
 def test_a_row_of_no_format_is_told_its_fields_and_all_formats(subtests: pytest.Subtests) -> None:
-    for row in [{}, {"question": "x", "answer": "y"}, {"prompt": "x"}, {"instruction": "x"}]:
+    for row in [{}, {"prompt": "x"}, {"instruction": "x"}]:
         with subtests.test(row=row):
             with pytest.raises(RowError) as caught:
                 detect(row, {})
             message = str(caught.value)
             assert all(field in message for field in row)
             assert all(f"{name}: {form.help}" in message for name, form in FORMATS.items())
+
+
+def test_fields_of_telling_names_are_told_as_columns(subtests: pytest.Subtests) -> None:
+    for row, columns in [
+        ({"question": "x", "answer": "y"}, "{prompt: question, completion: answer}"),
+        ({"instruction": "x", "response": "y"}, "{output: response}"),
+        ({"dialogue": []}, "{messages: dialogue}"),
+        ({"content": "x"}, "{text: content}"),
+    ]:
+        with subtests.test(row=row), pytest.raises(RowError, match=re.escape(f"set `data.columns: {columns}`")):
+            detect(row, {})
 
 
 def test_each_role_is_known_by_the_name_that_templates_have_for_it(subtests: pytest.Subtests) -> None:

@@ -185,7 +185,7 @@ def test_llama_cpp_checks_a_run(run: RunDirectory) -> None:
     pytest.importorskip("xllamacpp", reason="llama.cpp is not installed")
     result = export(run, "ollama")
     assert result["llama_cpp"]["agreement"] >= 0.98
-    assert result["llama_cpp"]["tokenized_alike"] == result["llama_cpp"]["texts"] == 8
+    assert result["llama_cpp"]["tokenized_alike"] == result["llama_cpp"]["texts"] > 0
     assert result["llama_cpp"]["prompt_alike"]
     modelfile = (run.path / "ollama" / "Modelfile").read_text()
     assert modelfile.startswith('FROM ./model-f16.gguf\nTEMPLATE """{{ range $i, $m := .Messages }}')
@@ -339,13 +339,14 @@ def test_the_card_inherits_the_licence_and_has_what_was_measured(
     (tmp_path / "README.md").write_text(BASE_CARD)
     monkeypatch.setattr("huggingface_hub.hf_hub_download", lambda *_, **__: str(tmp_path / "README.md"))
     config = run.config().changed({"model.name": "meta-llama/Llama-3.1-8B", "data.train": "tatsu-lab/alpaca"})
+    before = next(line["eval_loss"] for line in run.metrics() if "eval_loss" in line)
     proof = {"rows": 8, "tokens": 379, "error": 0.008, "bound": 0.02, "effect": 0.4, "agreement": 0.98}
     record = {"format": "gguf", "type": "f16", "compared_with": "x", "not_proven": ["Ollama was not run"], **proof}
     text = card.model_card(run, config, record, "one GGUF file")
     for expected in (
         "base_model: meta-llama/Llama-3.1-8B", "license: llama3.1", "license_link: https://example.org/LICENSE",
         "- tatsu-lab/alpaca", "# Llama: meta-llama/Llama-3.1-8B, fine-tuned", "Built with Llama.", "0.003", "GiB",
-        "4.3", "differ by 0.800%", "Ollama was not run",
+        f"{before:.4f} before", "differ by 0.800%", "Ollama was not run",
     ):  # fmt: skip
         assert expected in text, expected
 

@@ -92,4 +92,4 @@ def test_8_bit_weights_to_the_bit(cuda, dtype) -> None:
     weight = eight_bit.quantized(torch.randn(256, HIDDEN, dtype=dtype)).to(cuda)
     out = torch.zeros(256, HIDDEN + 16, dtype=dtype, device=cuda)
     ops.decode_(out[:, :HIDDEN], weight)
-    assert torch.equal(out[:, :HIDDEN], eight_bit._dequantized(weight.CB, weight.SCB, dtype))
+    assert torch.equal(out[:, :HIDDEN], eight_bit.dequantized(weight.CB, weight.SCB, dtype))

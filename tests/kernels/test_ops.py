@@ -133,7 +133,7 @@ def test_an_8_bit_and_a_16_bit_weight_decode_to_what_their_layers_multiply_by(dt
     eight = eight_bit.quantized(weight)
     out = torch.zeros(6, 40, dtype=dtype)[:, :32]
     ops.decode_(out, eight)
-    assert torch.equal(out, eight_bit._dequantized(eight.CB, eight.SCB, dtype))
+    assert torch.equal(out, eight_bit.dequantized(eight.CB, eight.SCB, dtype))
     ops.decode_(out, weight)
     assert torch.equal(out, weight)
 

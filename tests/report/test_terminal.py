@@ -20,7 +20,8 @@ from finetune.report.terminal import Terminal
 from finetune.storage.files import write_json
 from finetune.storage.rundir import RunDirectory
 
-_PROOF = {"rows": 8, "tokens": 1234, "error": 0.0025, "bound": 0.011, "effect": 0.31, "agreement": 0.9951}
+_PROOF = {"rows": 8, "tokens": 1234, "error": 0.0025, "bound": 0.011, "effect": 0.31, "agreement": 0.9951,
+          "compared_with": "base plus adapter"}  # fmt: skip
 _AFFECTED = [
     *(Affected(f"rows.jsonl:{line}", "truncated", TOO_LONG, 2000) for line in range(10, 16)),
     Affected("rows.jsonl:20", "answer truncated", TOO_LONG, 3000),

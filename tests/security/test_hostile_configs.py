@@ -17,7 +17,7 @@ CONFIGS = {
     "a module": ("data: !!python/module:antigravity\n", ":1: the tag"),
     "a bomb of aliases": (_LAUGHS, ":2: aliases"),
     "a key given twice": ("model:\n  name: x\n  name: y\n", ":3: `model.name` is given twice"),
-    "an unknown key": ("training:\n  lr: 2e-5\n", ":2: unknown key `training.lr`"),
+    "an unknown key": ("training:\n  rate: 2e-5\n", ":2: unknown key `training.rate`"),
     "a word for a number": ("training:\n  batch_size: no\n", ":2: `training.batch_size`: expected a whole number"),
     "two documents": ("model: {}\n---\nmodel: {}\n", ":2: not valid YAML"),
 }

@@ -3,7 +3,6 @@
 import gc
 import json
 import shutil
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,7 +11,7 @@ from safetensors.torch import load_file
 
 import finetune
 from finetune.errors import ArtifactError, ConfigError, DataError, MachineError
-from finetune.export.formats import FORMATS
+from finetune.export import shards
 from finetune.lifecycle import resume
 from finetune.storage.files import write_text
 from finetune.storage.rundir import RunDirectory
@@ -172,7 +171,7 @@ def test_a_merge_that_fails_at_the_end_is_done_by_the_same_command(quick, monkey
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patched:
-        patched.setitem(FORMATS, "merged", replace(FORMATS["merged"], write=full))
+        patched.setattr(shards, "write_weights", full)
         with pytest.raises(MachineError):
             finetune.train(config)
     run = RunDirectory(config.output.dir)
