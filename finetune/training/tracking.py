@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 from finetune.config import Config, TrackingSection
 from finetune.errors import MachineError, first_line
-from finetune.runtime import ranks
 from finetune.storage.rundir import RunDirectory
 
 if TYPE_CHECKING:
@@ -57,6 +56,8 @@ class Trackers:
         config: Config,
         note: Callable[[str], None],
     ) -> None:
+        from finetune.runtime import ranks  # with accelerate, which the table of trackers does without
+
         self._trackers: list[GeneralTracker] = []
         self._run, self._note = run, note
         for name in section.to if ranks.is_main() else ():

@@ -392,6 +392,7 @@ def test_wandb_reports_to_the_project_of_its_own_variable(quick, monkeypatch: py
 
 
 def test_a_notebooks_own_accelerator_keeps_its_settings(quick, monkeypatch: pytest.MonkeyPatch) -> None:
+    AcceleratorState._reset_state()  # of an earlier test
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
     own = Accelerator(cpu=True, gradient_accumulation_steps=4)
     try:
