@@ -201,6 +201,30 @@ def test_figures_of_gguf_files_are_the_measured_ones() -> None:
     assert_shown([f"{len(models)} families", *rows], page("docs/benchmarks.md"))
 
 
+def test_figures_of_several_ranks_are_the_measured_ones() -> None:
+    found, shared = results("faults_ranks"), results("many_gpus")
+    kills = found["found"]
+    assert all(shared["holds"].values())
+    assert kills["runs_that_could_not_resume"] == kills["runs_that_ended_with_other_weights"] == 0
+    assert_shown(
+        [
+            f"{kills['kills']} times over {kills['runs']} runs",
+            f"in {kills['runs_with_another_number_of_ranks']} of the runs also",
+            f"to {kills['largest_difference_of_a_weight']:.1e}".replace("e-0", "e-")
+            + f"; at most {kills['steps_lost_max']} steps were repeated",
+            f"with a save every {found['save_interval_steps']}",
+        ],
+        page("docs/benchmarks.md"),
+    )
+    mib: dict[str, list[str]] = {}
+    for row in shared["memory"]:
+        mib.setdefault(row["kind"], []).append(f"{row['resident_bytes'] / 2**20:,.0f}")
+    assert_shown([" | ".join(row) for row in mib.values()], page("docs/many-gpus.md"))
+    assert max(row["loss"] for row in shared["equality"]) <= 8e-6
+    assert max(row["weights"] for row in shared["equality"]) <= 2e-7
+    assert "(at most 8e-6 in a loss and 2e-7 in a weight" in page("docs/many-gpus.md")
+
+
 def reliability_figures() -> list[str]:
     faults, saving, mutations = results("faults"), results("saving"), results("mutations")["areas"].values()
     keys = ("kills", "resumes", "runs_that_could_not_resume", "runs_that_ended_with_other_weights", "steps_lost_max")
