@@ -13,7 +13,7 @@ from finetune.errors import MachineError, NumbersError, OutOfMemoryError
 from finetune.forecast.levers import levers
 from finetune.measure import snapshots
 from finetune.measure.monitor import Monitor
-from finetune.measure.out_of_memory import is_out_of_memory, reason
+from finetune.measure.out_of_memory import is_out_of_memory, reason, told_of
 from finetune.model.base import refuse_not_finite
 from finetune.storage.files import DISK_ERRORS, not_written
 from finetune.storage.rundir import RunDirectory
@@ -47,19 +47,13 @@ def out_of_memory(config: Config, run: RunDirectory, monitor: Monitor, device: t
         raise explained from None
 
 
-@contextlib.contextmanager
-def out_of_memory_in_merge(run: RunDirectory, format: str) -> Iterator[None]:
-    """Convert out of memory in a merge into OutOfMemoryError: training is done, only the export must be repeated."""
-    try:
-        yield
-    except (MemoryError, RuntimeError) as error:
-        if not is_out_of_memory(error):
-            raise
-        raise OutOfMemoryError(
-            f"out of memory while merging: {reason(error)}\n{run.adapter} is complete and was not touched; "
-            f"`finetune export {run.path} --to {format}` exports it on a machine with more memory, or once some is "
-            "free"
-        ) from None
+def out_of_memory_in_merge(run: RunDirectory, format: str) -> contextlib.AbstractContextManager[None]:
+    """`told_of` for a merge: training is done, only the export must be repeated."""
+    return told_of(
+        "merging",
+        f"{run.adapter} is complete and was not touched; `finetune export {run.path} --to {format}` exports it on a "
+        "machine with more memory, or once some is free",
+    )
 
 
 @contextlib.contextmanager

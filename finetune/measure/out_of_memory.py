@@ -1,4 +1,4 @@
-"""Recognises out-of-memory errors."""
+"""Recognises out-of-memory errors, and says what to do where no smaller step helps."""
 
 from __future__ import annotations
 
@@ -28,14 +28,20 @@ def reason(error: BaseException) -> str:
 
 
 @contextlib.contextmanager
-def while_writing(target: Path) -> Iterator[None]:
-    """Convert out of memory while weights are written into OutOfMemoryError: a smaller step would not help."""
+def told_of(doing: str, remedy: str) -> Iterator[None]:
+    """Convert out of memory in the block, in which no smaller step would help, into OutOfMemoryError."""
     try:
         yield
     except (MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
             raise
-        raise OutOfMemoryError(
-            f"out of memory while writing {target}: {reason(error)}\nWhat is written is copied to host memory first: "
-            "free some, or use a machine with more. The same command goes on from the last checkpoint"
-        ) from None
+        raise OutOfMemoryError(f"out of memory while {doing}: {reason(error)}\n{remedy}") from None
+
+
+def while_writing(target: Path) -> contextlib.AbstractContextManager[None]:
+    """`told_of` for a block that writes weights."""
+    return told_of(
+        f"writing {target}",
+        "What is written is copied to host memory first: free some, or use a machine with more. The same command goes "
+        "on from the last checkpoint",
+    )
