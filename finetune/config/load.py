@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import typing
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +54,22 @@ def load(
 
 def dump(config: Config) -> str:
     """The resolved config as YAML that `load` reads back to an equal value."""
-    return yaml.dump(config.model_dump(mode="json"), Dumper=_Dumper, sort_keys=False, allow_unicode=True)
+    return written(config.model_dump(mode="json"))
+
+
+def written(sections: Mapping[str, Any]) -> str:
+    """Sections and their keys as the YAML of a config; only what is given."""
+    return yaml.dump(dict(sections), Dumper=_Dumper, sort_keys=False, allow_unicode=True)
+
+
+def explained(text: str, reasons: Mapping[str, str]) -> Iterator[str]:
+    """The lines of a config, each key with its reason, by `section.key`, as a comment beside it."""
+    section = ""
+    for line in text.splitlines():
+        key = line.strip().partition(":")[0]
+        section = key if line and not line.startswith(" ") else section
+        reason = reasons.get(f"{section}.{key}")
+        yield f"{line}  # {reason}" if reason and line.startswith(" ") else line
 
 
 class _Dumper(yaml.SafeDumper):

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from finetune.config import Config, dump
+from finetune.config import Config, dump, explained
 from finetune.data import prepare, sources
 from finetune.data.batching import Batch, MicroBatching, longest_batches, per_step, worst_batches
 from finetune.data.prepare import Prepared
@@ -178,7 +178,7 @@ def _free_planner(config: Config, gpu: str | None) -> Planner:
 
 def write(fitted: Fitted, path: Path) -> None:
     """Write the fitted config, with a comment beside each value that was chosen. Raises MachineError."""
-    write_text(path, "\n".join(fitting.explained(dump(fitted.config), fitted.reasons)) + "\n")
+    write_text(path, "\n".join(explained(dump(fitted.config), fitted.reasons)) + "\n")
 
 
 def check_traceable(config: Config, architecture: Any, device: torch.device) -> None:
