@@ -173,7 +173,7 @@ def detect(fields: Fields, columns: Mapping[str, str]) -> str:
     if likely := likely_columns(fields):
         written = "{" + ", ".join(f"{field}: {column}" for field, column in likely.items()) + "}"
         raise RowError(f"no format has the fields {found}; set `data.columns: {written}` to read them so")
-    wanted = "; ".join(f"{name}: {form.help}" for name, form in FORMATS.items())
+    wanted = "; ".join(f"{name} ({', '.join(form.required)})" for name, form in FORMATS.items())
     raise RowError(f"no format has the fields {found}; `data.columns` can map them. Known formats: {wanted}")
 
 
