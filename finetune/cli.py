@@ -133,6 +133,30 @@ Gpu = Annotated[
 
 
 @app.command()
+def init(
+    model: Annotated[
+        str | None, typer.Argument(help="The base: a directory, a hub name or builtin:tiny-llama.", show_default=False)
+    ] = None,
+    rows: Annotated[
+        str | None,
+        typer.Argument(metavar="[DATA]", help="A file, a folder or a data set of the hub.", show_default=False),
+    ] = None,
+    gpu: Gpu = None,
+    output: Annotated[Path | None, typer.Option("--output", parser=path, help="Where to write the config.")] = None,
+    yes: Annotated[bool, typer.Option("--yes", help="Ask nothing, and replace a file that is there.")] = False,
+    debug: Debug = False,
+) -> None:
+    """Write a first config. It fits the model and the data to the card; what is missing is asked for."""
+
+    def work() -> None:
+        from finetune.init import job
+
+        job.create(model, rows, gpu, output, yes=yes, say=lambda text: typer.echo(visible(text, LINES)))
+
+    _run(work, debug)
+
+
+@app.command()
 def plan(
     config: ConfigFile,
     overrides: Overrides = None,

@@ -54,6 +54,13 @@ class Choice:
         raise ValueError(unknown(name, tables[self.table]) + (f", or a {self.or_file} file" if self.or_file else ""))
 
 
+@dataclass(frozen=True)
+class Usual:
+    """Marks a number with the range that jobs use, for the message about one that no job can."""
+
+    range: str
+
+
 class OneOrMore:
     """Marks a list of names: one name alone is a list of one."""
 

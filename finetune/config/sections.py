@@ -12,10 +12,14 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from finetune.config.fields import Checkpointing, Choice, OneOrMore, Place, Size
+from finetune.config.fields import Checkpointing, Choice, OneOrMore, Place, Size, Usual
 
 # Above what any job needs, and below what the libraries' 32-bit counts and float32 numbers hold.
 _COUNT, _ROWS, _WEIGHT, _NUMBER = 2**31 - 1, 2**20, 1000, 1e9
+# No optimizer converges at a higher learning rate.
+_RATE = 10
+RANKS = "8 to 256"
+"""The usual ranks of an adapter."""
 
 Positive = Annotated[int, Field(gt=0, le=_COUNT)]
 Rows = Annotated[int, Field(gt=0, le=_ROWS)]
@@ -78,11 +82,11 @@ class AdapterSection(Section):
 
     kind: Literal["lora", "none"] = "lora"
     """`lora` trains low-rank adapters; `none` trains every weight of an unquantized base."""
-    rank: Positive = 16
+    rank: Annotated[Positive, Usual(RANKS)] = 16
     """Rank r of the update BA."""
     alpha: Above0 = 32
     """The update is scaled by alpha / rank, or by alpha / sqrt(rank) with `rslora`."""
-    dropout: Share = 0.0
+    dropout: Annotated[Share, Usual("0 to 0.1")] = 0.0
     """Dropout probability on the adapter's input."""
     targets: Literal["all-linear"] | Annotated[list[str], Field(min_length=1), OneOrMore()] = "all-linear"
     """Modules that get an adapter: `all-linear` (every linear layer except the output head and the routers of a mixture
@@ -137,7 +141,7 @@ class DataSection(Section):
     eval: Sources = "auto"
     """Evaluation set: sources like `train`; `auto` takes the source's own held-out split, or else `eval_share` of
     the rows by hash; `none` evaluates nothing."""
-    eval_share: Annotated[float, Field(gt=0, lt=1)] = 0.02
+    eval_share: Annotated[float, Field(gt=0, lt=1), Usual("0.01 to 0.2")] = 0.02
     """Share of the rows that `eval: auto` holds out by hash where the source has no split of its own."""
     format: Annotated[str, Choice("data.format")] = "auto"
     """Format of a row; `auto` detects it from the fields of each source's first row."""
@@ -175,13 +179,13 @@ class TrainingSection(Section):
     fastest one that fits, by the forecast."""
     micro_batch_tokens: Positive | None = None
     """Tokens per forward pass, padding included, instead of `micro_batch`: many short rows or few long ones."""
-    epochs: Above0 = 1.0
+    epochs: Annotated[Above0, Usual("1 to 5")] = 1.0
     """Passes over the data; ignored if `max_steps` is given."""
     max_steps: Positive | None = None
     """Number of optimizer steps; overrides `epochs`."""
     objective: Annotated[str, Choice("training.objective")] = "supervised"
     """What is minimised."""
-    learning_rate: Above0 = 2e-4
+    learning_rate: Annotated[float, Field(gt=0, le=_RATE), Usual("1e-5 to 1e-3")] = 2e-4
     """Peak learning rate."""
     schedule: Annotated[str, Choice("training.schedule")] = "cosine"
     """Learning-rate schedule after warm-up."""

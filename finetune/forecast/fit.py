@@ -12,7 +12,7 @@ Every candidate gets a full forecast; the search only decides which candidates t
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -363,13 +363,3 @@ def divisors(number: int) -> list[int]:
 
 def _seconds(tried: _Tried) -> float:
     return tried[1].seconds
-
-
-def explained(dumped: str, reasons: Mapping[str, str]) -> Iterator[str]:
-    """The lines of a config file, with a comment beside each value that was chosen."""
-    section = ""
-    for line in dumped.splitlines():
-        key = line.strip().partition(":")[0]
-        section = key if line and not line.startswith(" ") else section
-        reason = reasons.get(f"{section}.{key}")
-        yield f"{line}  # {reason}" if reason and line.startswith(" ") else line

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from finetune.config import Config, dump
+from finetune.config import Config, dump, explained
 from finetune.data import prepare, sources
 from finetune.data.batching import Batch, MicroBatching, longest_batches, per_step, worst_batches
 from finetune.data.prepare import Prepared
@@ -24,7 +24,7 @@ from finetune.forecast.fit import Fitted, Limits
 from finetune.forecast.levers import Lever, levers
 from finetune.forecast.replay import Forecast
 from finetune.forecast.step import trace_step
-from finetune.model import attention, bounds, catalog, checkpointing, packing
+from finetune.model import attention, bounds, build, catalog, checkpointing, packing
 from finetune.model.base import load_architecture
 from finetune.model.causality import has_flash
 from finetune.model.locate import at_hand
@@ -178,7 +178,7 @@ def _free_planner(config: Config, gpu: str | None) -> Planner:
 
 def write(fitted: Fitted, path: Path) -> None:
     """Write the fitted config, with a comment beside each value that was chosen. Raises MachineError."""
-    write_text(path, "\n".join(fitting.explained(dump(fitted.config), fitted.reasons)) + "\n")
+    write_text(path, "\n".join(explained(dump(fitted.config), fitted.reasons)) + "\n")
 
 
 def check_traceable(config: Config, architecture: Any, device: torch.device) -> None:
@@ -216,6 +216,7 @@ def planner_for(config: Config, gpu: str | None = None) -> Planner:
     device = devices.find(gpu or ("auto" if torch.cuda.is_available() else "cpu"), config.memory)
     architecture = _architecture(config)
     config, _ = bounds.within_positions(config, architecture)
+    build.blueprint(config, architecture, _attention(config, architecture, device.type)).check(config.adapter)
     return Planner(config, architecture, device, _data(config, architecture))
 
 

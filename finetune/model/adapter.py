@@ -13,6 +13,7 @@ from torch import nn
 
 from finetune.config import AdapterSection
 from finetune.config.fields import unknown
+from finetune.config.sections import RANKS
 from finetune.errors import ArtifactError, ConfigError, first_line
 from finetune.model import direct_reads, experts
 from finetune.model.base import TRAINED_DTYPES
@@ -58,6 +59,24 @@ def lora_config(base: Any, section: AdapterSection) -> Any:
     # The PiSSA paper's fast initialisation by randomised SVD, with 16 iterations.
     start = "pissa_niter_16" if section.init == "pissa" else True
     return _lora(section, target_modules=modules, target_parameters=parameters or None, init_lora_weights=start)
+
+
+def check_rank(base: Any, section: AdapterSection) -> None:
+    """Raise ConfigError for a rank above the smaller side of every adapted layer, where an update is a full one."""
+    if section.kind == "none":
+        return
+    targets = lora_config(base, section).target_modules
+    sides = [
+        min(module.in_features, module.out_features)
+        for name, module in base.named_modules()
+        if isinstance(module, nn.Linear)
+        and (targets == "all-linear" or any(f".{name}".endswith(f".{target}") for target in targets))
+    ]
+    if sides and section.rank > max(sides):
+        raise ConfigError(
+            f"`adapter.rank`: {section.rank} is more than the smaller side of each layer it would adapt, "
+            f"{max(sides)} at most, where nothing is saved; {RANKS} is usual"
+        )
 
 
 def _lora(section: AdapterSection, **more: Any) -> Any:

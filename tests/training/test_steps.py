@@ -233,14 +233,13 @@ def test_a_signal_after_early_stopping_names_a_step_that_is_saved(quick, monkeyp
 
 def test_a_loss_that_is_not_finite_stops_the_run_and_is_never_a_number(quick) -> None:
     config = quick(
-        "training.learning_rate=1e9",
         "optimizer.weight_decay=1e9",
         "training.max_grad_norm=0",
         "training.warmup=0",
         "optimizer.kind=sgd",
         "data.eval=none",
         "training.eval_every=null",
-    )
+    ).changed({"training.learning_rate": 1e9})
     with pytest.raises(NumbersError, match="not finite at step") as stopped:
         finetune.train(config)
     assert stopped.value.exit_code == 5
