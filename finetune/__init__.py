@@ -2,8 +2,7 @@
 
 import finetune
 
-config = finetune.load_config("configs/tiny_cpu.yaml", ["training.max_steps=20"])
-result = finetune.train(config)
+result = finetune.train(model="builtin:tiny-llama", data="rows.jsonl", training={"max_steps": 20})
 print(finetune.generate(result.run, "What does `textwrap.fill` do?"))
 finetune.merge(result.run)
 """
@@ -16,31 +15,58 @@ from typing import TYPE_CHECKING, Any
 from finetune.runtime import libraries
 
 if TYPE_CHECKING:
+    from finetune.api import train
+    from finetune.config import Config
+    from finetune.errors import FinetuneError
     from finetune.forecast.planning import fit
     from finetune.inference.jobs import evaluate, generate
-    from finetune.lifecycle.publish import merge
-    from finetune.recipe import train
+    from finetune.lifecycle.publish import export_model, merge
+    from finetune.objectives import Objective
     from finetune.report.data_look import inspect_data
     from finetune.report.plan_look import plan
+    from finetune.report.result import Result
     from finetune.settings import load_config
     from finetune.storage.rundir import RunDirectory
+    from finetune.training.callbacks import Callback
 
 libraries.before_import()
 
 # Importing torch takes seconds; `finetune --help` and `import finetune` should not.
 _HOMES = {
-    "load_config": "finetune.settings",
-    "inspect_data": "finetune.report.data_look",
-    "plan": "finetune.report.plan_look",
-    "fit": "finetune.forecast.planning",
-    "train": "finetune.recipe",
-    "merge": "finetune.lifecycle.publish",
-    "generate": "finetune.inference.jobs",
-    "evaluate": "finetune.inference.jobs",
+    "Callback": "finetune.training.callbacks",
+    "Config": "finetune.config",
+    "FinetuneError": "finetune.errors",
+    "Objective": "finetune.objectives",
+    "Result": "finetune.report.result",
     "RunDirectory": "finetune.storage.rundir",
+    "evaluate": "finetune.inference.jobs",
+    "export_model": "finetune.lifecycle.publish",
+    "fit": "finetune.forecast.planning",
+    "generate": "finetune.inference.jobs",
+    "inspect_data": "finetune.report.data_look",
+    "load_config": "finetune.settings",
+    "merge": "finetune.lifecycle.publish",
+    "plan": "finetune.report.plan_look",
+    "train": "finetune.api",
 }
 
-__all__ = ["RunDirectory", "evaluate", "fit", "generate", "inspect_data", "load_config", "merge", "plan", "train"]
+__all__ = [
+    "Callback",
+    "Config",
+    "FinetuneError",
+    "Objective",
+    "Result",
+    "RunDirectory",
+    "evaluate",
+    "export_model",
+    "fit",
+    "generate",
+    "inspect_data",
+    "load_config",
+    "merge",
+    "plan",
+    "train",
+]
 
 
 def __getattr__(name: str) -> Any:

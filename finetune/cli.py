@@ -269,7 +269,7 @@ def export(
         opened = finetune.RunDirectory.open(run)
         from finetune.lifecycle import publish
 
-        record = publish.export(
+        record = publish.export_model(
             opened, format, type=type, push=push, trust_remote_code=trust_code, terminal=_terminal(quiet=as_json)
         )
         if as_json:

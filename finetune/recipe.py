@@ -19,11 +19,14 @@ from finetune.runtime import libraries, ranks
 from finetune.storage.rundir import RunDirectory
 from finetune.training import run as training
 from finetune.training import strategies
+from finetune.training.callbacks import Callback
 from finetune.training.checks import check_shares
 
 
 @session.releasing()
-def train(config: Config, *, fresh: bool = False, terminal: Terminal | None = None) -> Result:
+def train(
+    config: Config, *, fresh: bool = False, terminal: Terminal | None = None, callbacks: tuple[Callback, ...] = ()
+) -> Result:
     """Train as `config` says and return the results; a run that was interrupted goes on from its last checkpoint.
 
     Every rank runs this; rank 0 alone prints, exports and reports. `fresh` moves an earlier run in the same directory
@@ -78,7 +81,7 @@ def train(config: Config, *, fresh: bool = False, terminal: Terminal | None = No
             # Train: the optimizer steps, evaluations and checkpoints, and at the end the adapter on disk.
             job = training.Job(
                 config, model, materials.tokenizer, materials.data, own, monitor, terminal,
-                device=device, signals=signals, made_with=origin, resume_from=start.checkpoint,
+                device=device, signals=signals, made_with=origin, resume_from=start.checkpoint, callbacks=callbacks,
             )  # fmt: skip
             outcome = training.train(job)
             answers.after(model, materials.tokenizer, config, own, asked)

@@ -5,12 +5,16 @@ Each table is defined next to its implementation and only collected here, for va
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
-from finetune.config import Choices, Config, ModelSection, load
+from finetune import objectives
+from finetune.config import Choices, Config, ModelSection, Source, from_values, load
 from finetune.config.fields import Help
 from finetune.config.reference import json_schema, markdown
+from finetune.data import formats, in_memory
 from finetune.data.formats import DETECTED, FORMATS
 from finetune.data.lengths import TOO_LONG
 from finetune.errors import ArtifactError
@@ -38,17 +42,65 @@ CHOICES: Choices = {
 }
 
 
-def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
-    """The config at `path` with `section.key=value` overrides, checked in full.
+def load_config(source: str | Path | Mapping[str, Any], overrides: Sequence[str] = ()) -> Config:
+    """The config in a file or in a mapping of sections, with `section.key=value` overrides, checked in full.
 
-    Raises ConfigError with every problem, each with file:line, the nearest valid name and what to do; ArtifactError
-    for a run's config that asks for foreign code to run, unless an override asks for it too.
+    A mapping may hold Python's own values where a file has names: rows for `data.train` and `data.eval` (a
+    `datasets.Dataset` or an iterable of dicts), a function from a row to a row of a known format for `data.format`, and
+    a loss or an `Objective` for `training.objective`. The config then has names for them that only this process knows.
+
+    Raises ConfigError with every problem, each with file:line, the nearest valid name and what to do; DataError for
+    rows that are none; ArtifactError for a run's config that asks for foreign code to run, unless an override asks for
+    it too.
     """
-    config = load(path, overrides, CHOICES)
+    if isinstance(source, Mapping):
+        named = {name: _named(keys) if isinstance(keys, Mapping) else keys for name, keys in source.items()}
+        return from_values(named, overrides, _choices())
+    path = Path(source)
+    config = load(path, overrides, _choices())
     consented = any(override.partition("=")[0].strip() == _TRUST for override in overrides)
-    if config.model.trust_remote_code and not consented and _is_of_run(Path(path)):
-        raise ArtifactError(_no_consent(Path(path), config.model, f"`{_TRUST}=true` after the config"))
+    if config.model.trust_remote_code and not consented and _is_of_run(path):
+        raise ArtifactError(_no_consent(path, config.model, f"`{_TRUST}=true` after the config"))
     return config
+
+
+def _choices() -> Choices:
+    """The tables, with the formats and objectives given from Python so far."""
+    return {**CHOICES, "data.format": {**CHOICES["data.format"], **FORMATS}}
+
+
+def _named(keys: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys of a section, with names for the rows and functions among their values."""
+    return {key: _GIVEN[key](value) if key in _GIVEN else _text(value) for key, value in keys.items()}
+
+
+def _source(value: Any) -> Any:
+    """One source or several, as `data.train` takes them in a file, or rows."""
+    if isinstance(value, list) and all(map(_is_source, value)):
+        return [{**one, "source": _source(one["source"])} if isinstance(one, dict) else _text(one) for one in value]
+    rows = isinstance(value, Iterable) and not isinstance(value, (str, bytes, Mapping))
+    return in_memory.given(value) if rows else _text(value)
+
+
+def _is_source(value: Any) -> bool:
+    return isinstance(value, (str, os.PathLike)) or (
+        isinstance(value, dict) and "source" in value and value.keys() <= Source.model_fields.keys()
+    )
+
+
+def _text(value: Any) -> Any:
+    return os.fspath(value) if isinstance(value, os.PathLike) else value
+
+
+_GIVEN: dict[str, Callable[[Any], Any]] = {
+    "train": _source,
+    "eval": _source,
+    "format": lambda value: formats.given(value) if callable(value) else value,
+    "objective": lambda value: (
+        objectives.given(value) if callable(value) or isinstance(value, objectives.Objective) else value
+    ),
+}
+"""What may be given from Python, by its key, which no other section has."""
 
 
 def config_of(run: RunDirectory, *, trust_remote_code: bool = False) -> Config:
@@ -57,7 +109,7 @@ def config_of(run: RunDirectory, *, trust_remote_code: bool = False) -> Config:
     A run directory may come from someone else: `trust_remote_code` is the user's consent to run the Python code that
     its base ships with. Raises ArtifactError where that is missing, ConfigError as `load_config`.
     """
-    config = load(run.config_file, choices=CHOICES, trained=True)
+    config = load(run.config_file, choices=_choices(), trained=True)
     if config.model.trust_remote_code and not trust_remote_code:
         raise ArtifactError(
             _no_consent(run.config_file, config.model, "`--trust-remote-code` (in Python: `trust_remote_code=True`)")

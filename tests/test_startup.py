@@ -88,6 +88,17 @@ def test_what_needs_no_model_ends_without_the_libraries_of_one(code: int, argume
     assert ended.at_the_end.isdisjoint(SLOW)
 
 
+def test_a_config_from_python_is_checked_without_the_libraries_of_a_model() -> None:
+    code = f"""
+import finetune, sys
+config = finetune.load_config({{"data": {{"train": [{{"text": "a"}}], "format": print}}}})
+assert config.data.format == "python:print"
+assert sys.modules.keys().isdisjoint({SLOW!r})
+assert set(finetune.__all__) == finetune._HOMES.keys()
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
 @pytest.mark.parametrize(("command", "gpu", "code"), [("plan", "24GiB", 0), ("fit", "a card that is none", 2)])
 def test_a_forecast_says_what_it_is_of_before_it_loads_the_libraries(
     command: str, gpu: str, code: int, tmp_path: Path

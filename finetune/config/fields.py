@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from decimal import Decimal
 from typing import Annotated, Any
@@ -21,8 +21,28 @@ from pydantic import (
 )
 from pydantic_core import CoreSchema, core_schema
 
+from finetune.errors import ConfigError
+
 Choices = Mapping[str, Mapping[str, Any]]
 """For each table key (`optimizer.kind`) its entries by name; an entry explains itself in `.help`."""
+
+GIVEN = "python:"
+"""Begins the names of rows and functions that a Python program gave; only that program has them."""
+
+
+def name_of(function: Callable[..., Any]) -> str:
+    """The name by which a config refers to a function given from Python. Raises ConfigError if it has none."""
+    name = getattr(function, "__name__", "")
+    if not name.isidentifier():
+        raise ConfigError(
+            f"{shortened(repr(function), 60)}: the run's config keeps a function by its name; define it with `def`"
+        )
+    return GIVEN + name
+
+
+def not_given(name: str) -> str:
+    """Say that this process does not have what `name` stands for."""
+    return f"`{name}` was given from Python and is not kept on disk: run the program that gave it again"
 
 
 @dataclass(frozen=True)
@@ -38,7 +58,8 @@ class Choice:
 
     The tables stand beside what they configure, above this package; they reach validation as
     `context={"choices": …}`. Without that context any string passes. `or_file` is the ending of files that may be
-    named instead.
+    named instead. What was given from Python is in the table of that process alone; with `"trained": True` in the
+    context, its name passes anywhere.
     """
 
     table: str
@@ -48,9 +69,14 @@ class Choice:
         return core_schema.with_info_after_validator_function(self._check, handler(source))
 
     def _check(self, name: str, info: ValidationInfo) -> str:
-        tables: Choices = (info.context or {}).get("choices", {})
+        context = info.context or {}
+        tables: Choices = context.get("choices", {})
         if self.table not in tables or name in tables[self.table] or (self.or_file and name.endswith(self.or_file)):
             return name
+        if name.startswith(GIVEN):
+            if context.get("trained"):
+                return name
+            raise ValueError(not_given(name))
         raise ValueError(unknown(name, tables[self.table]) + (f", or a {self.or_file} file" if self.or_file else ""))
 
 

@@ -39,16 +39,26 @@ def load(
     document = strict_yaml.parse(text)
     problems = [f"{path}:{problem.line}: {problem.message}" for problem in document.problems]
     where = {key: f"{path}:{line}" for key, line in document.lines.items()}
-    values = document.values
+    config = _checked(document.values, where, str(path), problems, overrides, choices, trained)
+    return config if config.output.dir else config.changed({"output.dir": str(Path("runs") / path.stem)})
+
+
+def from_values(values: Mapping[str, Any], overrides: Sequence[str] = (), choices: Choices | None = None) -> Config:
+    """Check a config given as a mapping of sections, as `load` does one in a file."""
+    return _checked(dict(values), {}, "config", [], overrides, choices, trained=False)
+
+
+def _checked(
+    values: dict[str, Any], where: dict[tuple[str, ...], str], file: str, problems: list[str],
+    overrides: Sequence[str], choices: Choices | None, trained: bool,
+) -> Config:  # fmt: skip
+    """The config of `values` with the `overrides`. Raises ConfigError for `problems` and all that are found here."""
     for override in overrides:
         problems += _apply(values, where, override)
-    config, found = _validate(values, where, str(path), choices, trained)
+    config, found = _validate(values, where, file, choices, trained)
     problems += found
     if problems or config is None:
         raise ConfigError("\n".join(problems))
-    if config.output.dir is None:
-        output = config.output.model_copy(update={"dir": str(Path("runs") / path.stem)})
-        config = config.model_copy(update={"output": output})
     return config
 
 
@@ -123,7 +133,7 @@ def _validate(
     # `model:` with nothing under it is an empty section, as a reader of the file would say.
     values = {name: {} if section is None else section for name, section in values.items()}
     try:
-        config = Config.model_validate(values, context={"choices": choices or {}})
+        config = Config.model_validate(values, context={"choices": choices or {}, "trained": trained})
     except ValidationError as error:
         return None, [_explain(item, where, file) for item in _merged(error.errors())]
     broken = [*contradictions(config), *([] if trained else _ignored(config, choices or {}))]

@@ -137,7 +137,8 @@ class DataSection(Section):
     train: Sources = "builtin:python_docs"
     """Training rows: `builtin:python_docs`, a hub data set, or a local file (JSONL, JSON, CSV, TSV, text, Parquet or
     Arrow; text files also as .gz, .bz2, .xz or .zst), folder or pattern such as `corpus/*.jsonl`. A list combines
-    several; rows of an item `{source: corpus/, weight: 2}` are seen twice as often."""
+    several; rows of an item `{source: corpus/, weight: 2}` are seen twice as often. In a run's config, `python:` with a
+    fingerprint stands for rows that a Python program gave."""
     eval: Sources = "auto"
     """Evaluation set: sources like `train`; `auto` takes the source's own held-out split, or else `eval_share` of
     the rows by hash; `none` evaluates nothing."""

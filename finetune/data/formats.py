@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
-from finetune.config.fields import Help, unknown
+from finetune.config.fields import Help, name_of, not_given, unknown
 from finetune.data import fields as row
 from finetune.data.examples import Completion, Example, Message, RowError, Text, Tokens, in_common
 from finetune.data.fields import Fields
@@ -16,7 +16,7 @@ from finetune.data.messages import conversation, read_message, read_messages, re
 
 @dataclass(frozen=True)
 class Format:
-    """A row format, recognised by its `required` fields and parsed by `read`.
+    """A row format, recognised by its `required` fields (if any) and parsed by `read`.
 
     `of_answers`: the rows hold answers, so rows labelled as good or bad (KTO) are refused.
     """
@@ -157,6 +157,8 @@ def read(fields: Fields, form: str, columns: Mapping[str, str]) -> tuple[Example
     fields = mapped(fields, columns)
     recorded = _Recorded(fields)
     own = {name: fields[name] for name in fields.keys() - columns.values()}
+    if form not in FORMATS:  # that of a trained run, whose function another process had
+        raise RowError(not_given(form))
     refuse_other_training(own, answers=FORMATS[form].of_answers)
     example = FORMATS[form].read(recorded)
     unused = fields.keys() - recorded.read - set(columns.values())
@@ -167,7 +169,7 @@ def detect(fields: Fields, columns: Mapping[str, str]) -> str:
     """The first format whose required fields the row has. Raises RowError naming the fields found."""
     fields = mapped(fields, columns)
     for name, form in FORMATS.items():
-        if all(field in fields for field in form.required):
+        if form.required and all(field in fields for field in form.required):
             return name
     found = ", ".join(map(str, islice(fields, _NAMED_FIELDS))) + (" and more" if len(fields) > _NAMED_FIELDS else "")
     if likely := likely_columns(fields):
@@ -179,7 +181,7 @@ def detect(fields: Fields, columns: Mapping[str, str]) -> str:
 
 def likely_columns(fields: Fields) -> dict[str, str]:
     """`data.columns` by what the names of a row's columns often mean, for the first format that they make; or empty."""
-    for form in FORMATS.values():
+    for form in filter(lambda form: form.required, FORMATS.values()):
         columns = {
             field: next((name for name in (field, *_OFTEN.get(field, ())) if name in fields), None)
             for field in form.required
@@ -203,7 +205,7 @@ def mapped(fields: Fields, columns: Mapping[str, str]) -> Fields:
 
 def known_fields(form: str) -> list[str]:
     """The fields that a format reads; for `auto`, those of all formats."""
-    forms = FORMATS.values() if form == "auto" else [FORMATS[form]]
+    forms = FORMATS.values() if form == "auto" else [FORMATS[form]] if form in FORMATS else []
     return list(dict.fromkeys(name for form in forms for name in (*form.required, *form.optional)))
 
 
@@ -242,3 +244,23 @@ FORMATS: dict[str, Format] = {
 
 DETECTED = Help("the format of the first row")
 """Help for `auto`, a value of `data.format` that is not in FORMATS."""
+
+
+def given(rewrite: Callable[[dict[str, Any]], Mapping[str, Any]]) -> str:
+    """Add a format from Python, a function from a row to a row of another format; its name for `data.format`.
+
+    Raises ConfigError for a function without a name.
+    """
+    name = name_of(rewrite)
+
+    def read(fields: Fields) -> Example:
+        try:
+            rewritten = rewrite(fields)  # type: ignore[arg-type]  # `_Recorded`, which is a dict
+        except Exception as error:  # anything may be wrong with the row or the function
+            raise RowError(f"`{name}` fails: {type(error).__name__}: {error}") from error
+        if not isinstance(rewritten, Mapping):
+            raise RowError(f"`{name}` must return the fields of a row, not {row.kind_of(rewritten)}")
+        return FORMATS[detect(rewritten, {})].read(rewritten)
+
+    FORMATS[name] = Format(rewrite.__doc__ or "given from Python", (), read, of_answers=False)
+    return name

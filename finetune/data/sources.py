@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from finetune.config import Source, Sources, entries
-from finetune.config.fields import unknown
-from finetune.data import cache, python_docs, stdlib_docs
+from finetune.config.fields import GIVEN, unknown
+from finetune.data import cache, in_memory, python_docs, stdlib_docs
 from finetune.data.problems import Problems
 from finetune.data.readers import ENDINGS, Records, reader
 from finetune.errors import DataError, MachineError, first_line
@@ -80,10 +80,12 @@ def first_row(source: str) -> Row | None:
 
 
 def at_hand(sources: Sources) -> bool:
-    """Whether they can be read within seconds and offline: built-ins, or small local files."""
-    outside = [entry.source for entry in entries(sources) if entry.source not in BUILTIN]
-    found = [_files(source) for source in outside]
-    return all(found) and sum(file.stat().st_size for files in found for file in files) <= _SMALL_BYTES
+    """Whether they can be read within seconds and offline: built-ins, or small local files or rows in memory."""
+    chosen = [entry.source for entry in entries(sources) if entry.source not in BUILTIN]
+    held = [source for source in chosen if source.startswith(GIVEN)]
+    found = [_files(source) for source in chosen if source not in held]
+    sizes = [file.stat().st_size for files in found for file in files] + list(map(in_memory.size_bytes, held))
+    return all(found) and sum(sizes) <= _SMALL_BYTES
 
 
 def contents(sources: Sources) -> list[tuple[str, str]] | None:
@@ -103,6 +105,9 @@ def _contents(source: str) -> list[tuple[str, str]]:
         # Generated from the documentation of this Python.
         code = [_digest(Path(inspect.getfile(module))) for module in (python_docs, stdlib_docs)]
         return [(source, f"{code} {sys.version} {sys.flags.optimize}")]
+    if source.startswith(GIVEN):
+        in_memory.size_bytes(source)  # the rows, too, must be there: more than the prepared ones is read
+        return [(source, "")]
     if files := _files(source):
         return [(str(file), _digest(file)) for file in files]
     # `datasets` caches downloads in `<name>/<config>/<version>/<commit>/`.
@@ -159,11 +164,13 @@ def _weighted(records: Records, entry: Source) -> Rows:
 
 
 def _records(source: str, split: str, problems: Problems) -> Records:
-    """The records of one source: a built-in, a local file, folder or pattern, or a hub data set."""
+    """The records of one source: a built-in, rows from Python, a local file, folder or pattern, or a hub data set."""
     if source.startswith("builtin:"):
         if source not in BUILTIN:
             raise DataError(f"data source {unknown(source, BUILTIN)}")
         return _builtin(source, split)
+    if source.startswith(GIVEN):
+        return in_memory.records(source)
     if files := _files(source):
         return _local(files, problems)
     if os.path.isdir(source):

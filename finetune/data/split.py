@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from finetune.config import DataSection
+from finetune.config.fields import GIVEN
 from finetune.data import cache, chat, control, fingerprint, formats, lengths, sources
 from finetune.data.chat import Encoded
 from finetune.data.counts import CONTROL_TOKENS, DUPLICATE, EMPTY, TOO_LONG, UNTRAINED, Affected, Counts
@@ -72,7 +73,11 @@ class Job:
         return mapped(folder / _ROWS), counts
 
     def _key(self, split: Split) -> str | None:
-        """A hash of everything that determines the split's rows; None if the content of a source is unknown."""
+        """A hash of everything that determines the split's rows; None if the content of a source is unknown, or what a
+        format from Python does.
+        """
+        if self.section.format.startswith(GIVEN):
+            return None
         of_its_own = split == "eval" and self.section.eval != "auto"
         contents = sources.contents(self.section.eval if of_its_own else self.section.train)
         if contents is None:

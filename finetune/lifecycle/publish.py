@@ -33,7 +33,7 @@ def record(
         terminal.compared(comparison.compare(forecast, peaks))
 
 
-def export(
+def export_model(
     run: RunDirectory,
     format: str,
     *,

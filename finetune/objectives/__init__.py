@@ -1,4 +1,4 @@
-"""Training objectives. A new one is a function and its entry in OBJECTIVES.
+"""Training objectives. A new one is a function and its entry in OBJECTIVES, or is given from Python.
 
 An objective is `loss(model, batch) -> (sum, count)`. Both add up over micro-batches, ranks and the halves of a
 micro-batch that did not fit, so the gradient of sum / count does not depend on how a step was split. `count(batch)` is
@@ -15,7 +15,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from finetune.config.fields import name_of
 
 if TYPE_CHECKING:
     import torch
@@ -24,19 +26,22 @@ Batch = dict[str, Any]
 """The model's keyword arguments: tensors of `input_ids` and `labels` (rows, tokens), and what packing adds."""
 
 
-@dataclass(frozen=True)
-class Objective:
-    """A loss function returning a sum with its graph and its count, both on the device; and the count alone."""
-
-    help: str
-    loss: Callable[[Any, Batch], tuple[torch.Tensor, torch.Tensor]]
-    count: Callable[[Batch], torch.Tensor]
+Loss: TypeAlias = "Callable[[Any, Batch], tuple[torch.Tensor, torch.Tensor]]"
 
 
 def trained_tokens(batch: Batch) -> torch.Tensor:
     """Number of trained tokens: labels other than -100, except the first of each row, which nothing predicts."""
     count: torch.Tensor = (batch["labels"][:, 1:] != -100).sum()
     return count
+
+
+@dataclass(frozen=True)
+class Objective:
+    """A loss function returning a sum with its graph and its count, both on the device; and the count alone."""
+
+    help: str
+    loss: Loss
+    count: Callable[[Batch], torch.Tensor] = trained_tokens
 
 
 def supervised(model: Any, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
@@ -62,3 +67,15 @@ def with_balancing(
 OBJECTIVES: dict[str, Objective] = {
     "supervised": Objective("next-token cross-entropy of the trained tokens", supervised, trained_tokens),
 }
+
+
+def given(objective: Loss | Objective) -> str:
+    """Add an objective from Python; its name for `training.objective`. A loss alone counts the trained tokens.
+
+    Raises ConfigError for a function without a name.
+    """
+    if not isinstance(objective, Objective):
+        objective = Objective(objective.__doc__ or "given from Python", objective)
+    name = name_of(objective.loss)
+    OBJECTIVES[name] = objective
+    return name

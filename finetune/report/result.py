@@ -13,6 +13,16 @@ from finetune.report.figures import Figures, peak_table
 from finetune.storage.rundir import RunDirectory
 
 
+@dataclass(frozen=True, repr=False)
+class Picture:
+    """A PNG that a notebook shows."""
+
+    png: bytes
+
+    def _repr_png_(self) -> bytes:
+        return self.png
+
+
 @dataclass(frozen=True)
 class Result:
     """The result of a run, read from the run directory on each access."""
@@ -22,6 +32,16 @@ class Result:
     @property
     def figures(self) -> Figures:
         return Figures.read(self.run)
+
+    @property
+    def metrics(self) -> list[dict[str, Any]]:
+        """The optimizer steps, one line of metrics.jsonl each, such as `pandas.DataFrame` takes."""
+        return self.figures.training
+
+    @property
+    def evaluations(self) -> list[dict[str, Any]]:
+        """The evaluations: `step`, `eval_loss` in nats per trained token, and `memory`."""
+        return self.figures.evaluations
 
     def summary(self) -> dict[str, Any]:
         """The results as JSON values: losses in nats per trained token, memory in bytes, None for missing values.
@@ -54,6 +74,12 @@ class Result:
         return printing.drawn(
             *peak_table(self.figures.peaks), title="peak memory", title_justify="left", title_style="bold"
         )
+
+    def plot(self) -> Picture:
+        """Loss and peak memory by step, as a picture."""
+        from finetune.report import plots  # imports matplotlib
+
+        return Picture(plots.training(self.run).read_bytes())
 
     def _repr_html_(self) -> str:
         return page.results(self.run)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -25,13 +25,16 @@ from finetune.training.step import Step
 class _Writer:
     """Writes one checkpoint at a time in a thread, and raises its errors in the training thread.
 
-    `keep` is the number of intact checkpoints to keep; `verified` are known to be intact.
+    `keep` is the number of intact checkpoints to keep; `verified` are known to be intact. `saved` is called in the
+    training thread with each that was written.
     """
 
-    def __init__(self, run: RunDirectory, keep: int, verified: Iterable[Path]) -> None:
+    def __init__(self, run: RunDirectory, keep: int, verified: Iterable[Path], saved: Callable[[Path], None]) -> None:
         self._run = run
         self._keep = keep
         self._verified = set(verified)
+        self._saved = saved
+        self._written: Path | None = None
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
 
@@ -50,19 +53,24 @@ class _Writer:
             self._thread.join()
             self._thread = None
         error, self._error = self._error, None
+        written, self._written = self._written, None
         if error:
             raise error
+        if written:
+            self._saved(written)
 
     def _save(self, contents: Contents, best_step: int | None, held_seconds: float, peak: Peak) -> None:
         started = time.perf_counter()
         try:
             with while_writing(self._run.checkpoint(contents.step)):
-                self._verified.add(checkpoint.write(self._run, contents))
+                written = checkpoint.write(self._run, contents)
+            self._verified.add(written)
             seconds = held_seconds + time.perf_counter() - started
             self._run.event(
                 "saved", step=contents.step, seconds=round(seconds, 3), held_seconds=round(held_seconds, 3), memory=peak
             )
             checkpoint.prune(self._run, self._keep, best_step, self._verified)
+            self._written = written
         except OSError as error:
             self._error = MachineError(f"checkpoints in {self._run.checkpoints}: {error}")
         except BaseException as error:
@@ -72,7 +80,8 @@ class _Writer:
 class Checkpoints:
     """Saves the training state while training continues. `made_with`, the origin, is written into each manifest.
 
-    `keep` is the number of intact checkpoints to keep; `verified` are known to be intact.
+    `keep` is the number of intact checkpoints to keep; `verified` are known to be intact. `saved` is called with each
+    that is complete, at the next `wait`.
     """
 
     def __init__(
@@ -85,13 +94,14 @@ class Checkpoints:
         keep: int,
         made_with: dict[str, Any],
         verified: Iterable[Path] = (),
+        saved: Callable[[Path], None] = lambda path: None,
     ) -> None:
         self._step = step
         self._schedule = schedule
         self._run = run
         self._monitor = monitor
         self._made_with = made_with
-        self._writer = _Writer(run, keep, verified)
+        self._writer = _Writer(run, keep, verified, saved)
 
     def wait(self) -> None:
         """Wait until nothing is being written. Raises MachineError or NumbersError if writing failed."""

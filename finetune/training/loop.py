@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -20,6 +20,7 @@ from finetune.runtime import ranks
 from finetune.runtime.randomness import RandomState
 from finetune.runtime.signals import Signals
 from finetune.training.batches import Steps
+from finetune.training.callbacks import Callbacks
 from finetune.training.checkpoints import Checkpoints
 from finetune.training.collator import Inputs
 from finetune.training.evaluation import Evaluation
@@ -62,9 +63,12 @@ class Loop:
     evaluation: Evaluation | None
     signals: Signals
     monitor: Monitor
+    callbacks: Callbacks = field(default_factory=Callbacks)
 
     def run(self, resumed_from: Path | None) -> None:
-        """Train until the last step, early stopping, or the end of the step in which a signal arrived."""
+        """Train until the last step, early stopping, or the end of the step in which a signal arrived or a callback
+        failed.
+        """
         self.recorder.started(self.progress)
         if self.evaluation and not resumed_from:
             self._evaluate()
@@ -115,6 +119,7 @@ class Loop:
         """Evaluate and save if due; return whether the run is over."""
         progress, rhythm = self.progress, self.rhythm
         last = progress.step >= progress.total
+        stop |= self._failed_alone
         if self.evaluation and (last or _due(progress.step, rhythm.evaluate_every)):
             best, ended = self._evaluate_or_postpone(stop)
             save |= best and rhythm.save_best
@@ -138,10 +143,18 @@ class Loop:
     # -- signals -------------------------------------------------------------------------------------------------------
 
     def _signalled(self) -> tuple[bool, bool]:
-        """Whether a signal to any rank requests a checkpoint, or the end; all ranks act on it in the same step."""
-        came = ranks.gathered((self.signals.take_save(), self.signals.name))
-        self.signals.take_stop(next((name for _, name in came if name), None))
-        return any(save for save, _ in came), self.signals.name is not None
+        """Whether a signal to any rank requests a checkpoint, or the end; all ranks act on it in the same step.
+
+        A callback that failed on rank 0 after the step before requests the end as well.
+        """
+        came = ranks.gathered((self.signals.take_save(), self.signals.name, self.callbacks.failed))
+        self.signals.take_stop(next((name for _, name, _ in came if name), None))
+        return any(save for save, *_ in came), self.signals.name is not None or any(failed for *_, failed in came)
+
+    @property
+    def _failed_alone(self) -> bool:
+        """Whether a callback failed and no other rank has to know it first."""
+        return self.callbacks.failed and self.step.world_size == 1
 
     # -- evaluation ----------------------------------------------------------------------------------------------------
 
@@ -152,7 +165,7 @@ class Loop:
         """
         several = self.step.world_size > 1
         try:
-            if several and stop:
+            if stop and (several or self.callbacks.failed):
                 raise _CutShort
             loss = self._evaluate()
         except _CutShort:
@@ -160,7 +173,7 @@ class Loop:
             return False, True
         best = loss is not None and self.progress.gains(loss)
         # Several ranks act on a signal together, at the end of the next step.
-        return best, not several and self.signals.name is not None
+        return best, self._failed_alone or (not several and self.signals.name is not None)
 
     def _evaluate(self) -> float | None:
         """Record and return the evaluation loss; None if a row does not fit. The random state is preserved."""

@@ -16,6 +16,7 @@ from finetune.objectives import Objective
 from finetune.runtime import ranks
 from finetune.storage.files import append_line
 from finetune.storage.rundir import RunDirectory
+from finetune.training.callbacks import Callbacks
 from finetune.training.collator import Idle, Inputs
 from finetune.training.guards import Skips, Spikes
 from finetune.training.progress import Progress
@@ -88,7 +89,7 @@ class StepNumbers:
 
 
 class Recorder:
-    """Writes metrics.jsonl, informs the listener and the trackers, and ends a run whose numbers stay non-finite."""
+    """Writes metrics.jsonl, informs listener, trackers and callbacks, and ends a run whose numbers stay non-finite."""
 
     def __init__(
         self,
@@ -97,12 +98,14 @@ class Recorder:
         listener: Listener,
         trackers: Trackers,
         profiler: Any | None = None,
+        callbacks: Callbacks | None = None,
     ) -> None:
         self.run = run
         self._monitor = monitor
         self._listener = listener
         self._trackers = trackers
         self._profiler = profiler
+        self._callbacks = callbacks or Callbacks()
         self._skips = Skips()
         self._spikes = Spikes()
         self._leaks = LeakWatch()
@@ -168,6 +171,7 @@ class Recorder:
         append_line(self.run.metrics_file, line)
         self._listener.stepped(line)
         self._trackers.log("train", line)
+        self._callbacks.stepped(line)
         self._watch(line, scaler)
 
     def _watch(self, line: dict[str, Any], scaler: torch.amp.GradScaler | None) -> None:
@@ -196,6 +200,7 @@ class Recorder:
         append_line(self.run.metrics_file, line)
         self._listener.evaluated(line)
         self._trackers.log("eval", line)
+        self._callbacks.evaluated(line)
         if line["eval_loss"] is None:
             self._stop("eval_loss", progress.step)
 

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import shutil
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,13 +28,14 @@ from finetune.measure.out_of_memory import while_writing
 from finetune.model import causality, packing, sharding
 from finetune.model.adapter import casts_by_autocast
 from finetune.model.base import autocast
-from finetune.objectives import OBJECTIVES, log_probs
+from finetune.objectives import OBJECTIVES, contract, log_probs
 from finetune.runtime import libraries, ranks
 from finetune.runtime.signals import Signals
 from finetune.storage.files import not_written, staged
 from finetune.storage.rundir import RunDirectory, checkpoint_step
 from finetune.training import oom_retry, optimizers, schedules
 from finetune.training.batches import Steps
+from finetune.training.callbacks import Callback, Callbacks
 from finetune.training.checkpoints import Checkpoints
 from finetune.training.collator import Inputs, MicroBatches, row_count
 from finetune.training.evaluation import Evaluation
@@ -74,13 +76,15 @@ class Job:
     signals: Signals
     made_with: dict[str, Any]
     resume_from: Path | None = None
+    callbacks: Iterable[Callback] = ()
 
 
 def train(job: Job) -> Outcome:
     """Run the optimizer steps and write `adapter/` (or `merged/` if every weight was trained).
 
     Raises NumbersError for a loss that is not finite, MachineError if a checkpoint cannot be written, ArtifactError if
-    one does not fit the job, and Terminated or KeyboardInterrupt after a signal and its checkpoint.
+    one does not fit the job, and Terminated or KeyboardInterrupt after a signal and its checkpoint, or the exception of
+    a callback after that of its step.
     """
     config, model, run = job.config, job.model, job.run
     with autocast(config.training.precision, job.device), libraries.without_cudnn_attention():
@@ -91,8 +95,9 @@ def train(job: Job) -> Outcome:
         if config.kernels.compile == "layers":
             _compile(job, attached)
     set_seed(config.training.seed)
+    callbacks = Callbacks(job.callbacks if ranks.is_main() else ())
     with contextlib.closing(Trackers(config.tracking, run, config, job.listener.note)) as trackers:
-        loop = _loop(job, trackers)
+        loop = _loop(job, trackers, callbacks)
         initial = _keep_initial_adapter(job) if ranks.is_main() else None
         casting = casts_by_autocast(model, config.adapter, config.training.precision)
         tiles = log_probs.tiles(config.memory.loss_tokens)
@@ -113,6 +118,9 @@ def train(job: Job) -> Outcome:
     del loop
     ranks.leave()  # rank 0 does the rest alone
     job.signals.end(f"step {progress.step} is saved in {run.checkpoints}")
+    if callbacks.error:
+        run.event("stopped", step=progress.step, reason=f"{type(callbacks.error).__name__} in a callback")
+        callbacks.raise_error(f"Step {progress.step} is saved in {run.checkpoints}")
     if ranks.is_main():
         if not whole:
             _load_best(job, _best_checkpoint(job, progress))
@@ -145,12 +153,13 @@ def _compile(job: Job, attached: kernels.Attached) -> None:
         job.listener.note(line)
 
 
-def _loop(job: Job, trackers: Trackers) -> Loop:
+def _loop(job: Job, trackers: Trackers, callbacks: Callbacks) -> Loop:
     config, training, run = job.config, job.config.training, job.run
     if unbalanced := log_probs.attach(job.model):
         job.listener.note(unbalanced)
+    contract.prove(training.objective, job.model, training.precision)
     profiler = snapshots.profiler(config.memory.profile_steps, run.profile, job.device)
-    recorder = Recorder(run, job.monitor, job.listener, trackers, profiler)
+    recorder = Recorder(run, job.monitor, job.listener, trackers, profiler, callbacks)
     steps = _steps(job)
     step = _step(job, recorder, steps.collate)
     progress = read_progress(job.resume_from) if job.resume_from else Progress()
@@ -158,7 +167,7 @@ def _loop(job: Job, trackers: Trackers) -> Loop:
     schedule = schedules.scheduler(training, step.optimizer, progress.total)
     checkpoints = Checkpoints(
         step, schedule, run, job.monitor, keep=config.output.keep, made_with=job.made_with,
-        verified=[job.resume_from] if job.resume_from else [],
+        verified=[job.resume_from] if job.resume_from else [], saved=callbacks.saved,
     )  # fmt: skip
     on_oom = _OutOfMemory(run, job.listener, progress, checkpoints, job.data, job.device)
     evaluation = None
@@ -179,6 +188,7 @@ def _loop(job: Job, trackers: Trackers) -> Loop:
         evaluation=evaluation,
         signals=job.signals,
         monitor=job.monitor,
+        callbacks=callbacks,
     )
 
 

@@ -41,7 +41,7 @@ def no_llama_cpp(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def export(run: RunDirectory, format: str, **options: Any) -> dict[str, Any]:
-    return publish.export(run, format, terminal=Terminal(quiet=True), **options)
+    return publish.export_model(run, format, terminal=Terminal(quiet=True), **options)
 
 
 @torch.inference_mode()

@@ -21,6 +21,7 @@ from finetune.runtime import ranks
 from finetune.runtime.randomness import RandomState
 from finetune.runtime.signals import Signals
 from finetune.training.batches import Steps
+from finetune.training.callbacks import Callbacks
 from finetune.training.collator import MicroBatches
 from finetune.training.loop import Loop, Rhythm
 from finetune.training.oom_retry import Retry
@@ -373,13 +374,41 @@ def test_an_interrupt_that_was_no_signal_to_the_run_ends_it_at_once() -> None:
     assert asked.of("saved") == []
 
 
+# -- callbacks ---------------------------------------------------------------------------------------------------------
+
+
+def failing(text: str, **job: Any) -> tuple[Loop, Asked]:
+    """A loop with a callback that fails at the note `text`."""
+    loop, asked = made(total=9, acts={text: lambda: loop.callbacks.stepped({})}, **job)
+    loop.callbacks = Callbacks([cast(Any, object())])
+    return loop, asked
+
+
+def test_a_callback_that_fails_after_a_step_ends_the_run_with_it_saved_and_its_evaluation_owed() -> None:
+    loop, asked = failing("step 2", evaluate_every=2)
+    run(loop)
+    assert asked.notes == ["started at 0", *EVALUATION, *step(1), *step(2), "saved 2", "clock", "ended"]
+    assert loop.progress.owes_evaluation
+    with pytest.raises(AttributeError, match="on_step") as error:
+        loop.callbacks.raise_error("Step 2 is saved")
+    assert error.value.__notes__ == ["Raised in a callback. Step 2 is saved; the same call goes on from there."]
+
+
+def test_a_callback_that_fails_at_an_evaluation_ends_the_run_with_that_evaluation_counted() -> None:
+    loop, asked = failing("loss 0.5", evaluate_every=1, losses=[1.0, 0.5])
+    run(loop)
+    assert asked.of("saved", "ended") == ["saved 1", "ended"]
+    assert loop.progress.best_step == 1
+    assert not loop.progress.owes_evaluation
+
+
 # -- several ranks -----------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
-def other_rank(monkeypatch: pytest.MonkeyPatch) -> list[tuple[bool, str | None]]:
-    """A second rank, with the same rows: the list is what it tells of its signals at each step."""
-    told = [(False, None)]
+def other_rank(monkeypatch: pytest.MonkeyPatch) -> list[tuple[bool, str | None, bool]]:
+    """A second rank, with the same rows: the list is what it tells of its signals and callbacks at each step."""
+    told = [(False, None, False)]
     monkeypatch.setattr(ranks, "world_size", lambda: 2)
     monkeypatch.setattr(ranks, "summed", lambda values: 2 * values)
     monkeypatch.setattr(ranks, "gathered", lambda value: [value, *told])
@@ -399,7 +428,7 @@ def test_two_ranks_with_the_same_rows_report_the_loss_of_one_and_twice_its_token
 
 
 def test_a_signal_to_another_rank_ends_the_run_and_postpones_the_evaluation(other_rank: list) -> None:
-    other_rank[:] = [(False, "SIGTERM")]
+    other_rank[:] = [(False, "SIGTERM", False)]
     loop, asked = made(total=9, evaluate_every=1, world_size=2)
     run(loop)
     assert asked.notes == ["started at 0", *EVALUATION, *step(1), "saved 1", "clock", "ended"]
@@ -408,10 +437,20 @@ def test_a_signal_to_another_rank_ends_the_run_and_postpones_the_evaluation(othe
 
 
 def test_another_rank_may_ask_for_a_checkpoint(other_rank: list) -> None:
-    other_rank[:] = [(True, None)]
+    other_rank[:] = [(True, None, False)]
     loop, asked = made(total=2, evaluates=False, world_size=2)
     run(loop)
     assert asked.of("saved") == ["saved 1", "saved 2"]
+
+
+def test_a_callback_that_fails_on_rank_0_ends_all_ranks_after_the_next_step(other_rank: list) -> None:
+    loop, asked = failing("step 1", evaluates=False, world_size=2)
+    run(loop)
+    assert asked.of("saved") == ["saved 2"]
+    other_rank[:] = [(False, None, True)]
+    of_other, asked = made(total=9, evaluates=False, world_size=2)
+    run(of_other)
+    assert asked.of("saved") == ["saved 1"]
 
 
 def test_of_several_ranks_none_leaves_an_evaluation_at_a_signal(other_rank: object) -> None:

@@ -1,0 +1,280 @@
+"""Jobs from Python: sections as arguments, rows, formats and objectives of one's own, and callbacks."""
+
+from __future__ import annotations
+
+import runpy
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from datasets import Dataset
+from steps import ready
+from typer.testing import CliRunner
+
+import finetune
+from finetune import objectives
+from finetune.cli import app
+from finetune.config import load
+from finetune.config.fields import GIVEN
+from finetune.data import formats, in_memory
+from finetune.errors import ConfigError, DataError
+from finetune.objectives import contract
+from finetune.settings import CHOICES
+
+EXAMPLE = Path(__file__).parent.parent / "examples" / "own_loss.py"
+ROWS = [{"prompt": f"Say {number}.", "completion": f" {number}"} for number in range(24)]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _forgotten() -> Iterator[None]:
+    """What these tests give from Python is gone after them."""
+    yield
+    tables: tuple[dict[str, Any], ...] = (formats.FORMATS, objectives.OBJECTIVES, in_memory._KEPT)
+    for table in tables:
+        for name in [name for name in table if name.startswith(GIVEN)]:
+            del table[name]
+
+
+@pytest.fixture(scope="module")
+def example(tmp_path_factory: pytest.TempPathFactory) -> finetune.Result:
+    """The script of the README, run as it is."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder := tmp_path_factory.mktemp("example"))
+        result: finetune.Result = runpy.run_path(str(EXAMPLE))["result"]
+    return finetune.Result(finetune.RunDirectory(folder / result.run.path))
+
+
+@pytest.mark.slow
+def test_the_script_of_the_readme_learns_from_its_rows_by_its_loss_and_is_forecast(example: finetune.Result) -> None:
+    assert [line["step"] for line in example.metrics] == list(range(1, 13))
+    first, *_, last = (line["eval_loss"] for line in example.evaluations)
+    assert last < 0.5 * first
+    assert example.plot()._repr_png_().startswith(b"\x89PNG")
+    assert "eval loss" in example._repr_html_()
+    config = example.run.config()
+    assert config.training.objective == "python:focal"
+    assert str(config.data.train).startswith("python:")
+    assert (example.run.path / "forecast.json").is_file()
+    focal, usual = (objectives.OBJECTIVES[name] for name in ("python:focal", "supervised"))
+    assert focal.count is usual.count
+
+
+@pytest.mark.parametrize("page", ["docs/python.md"])
+def test_the_script_stands_in_the_documentation(page: str) -> None:
+    code = EXAMPLE.read_text().split('"""\n\n')[1]
+    assert code in (EXAMPLE.parent.parent / page).read_text()
+    assert len([line for line in code.splitlines() if line]) <= 20
+
+
+@pytest.mark.slow
+def test_the_command_line_says_that_rows_and_functions_must_be_given_again(
+    example: finetune.Result, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(in_memory, "_KEPT", {})
+    monkeypatch.delitem(objectives.OBJECTIVES, "python:focal")
+    saved, train = str(example.run.config_file), ["train", str(example.run.config_file)]
+    other = CliRunner().invoke(app, train)
+    assert other.exit_code == 2
+    assert "`python:focal` was given from Python and is not kept on disk" in other.output.replace("\n", " ")
+    with pytest.raises(DataError, match=r"^`python:\w{16}` was given from Python and is not kept on disk: run the"):
+        finetune.train(finetune.load_config(saved, ["training.objective=supervised", f"output.dir={tmp_path}"]))
+    # What needs no rows still works.
+    assert finetune.generate(example.run, "What is 1 plus 1?", max_new_tokens=1) is not None
+
+
+# -- a config from a dict ----------------------------------------------------------------------------------------------
+
+MISTAKES: dict[str, dict[str, Any]] = {
+    "a section": {"trainin": {}},
+    "a key": {"training": {"learning_rat": 1e-3}},
+    "another tool's key": {"training": {"lr": 1e-3}},
+    "a type": {"training": {"max_steps": "10"}},
+    "a name": {"optimizer": {"kind": "adam8"}},
+    "no section": {"model": "tiny"},
+    "two keys": {"quantization": {"kind": "nf4"}, "adapter": {"kind": "none"}},
+    "an ignored key": {"optimizer": {"kind": "sgd", "epsilon": 1e-6}},
+    "one section's rule": {"training": {"batch_size": 16, "micro_batch": 3}},
+}
+
+
+@pytest.mark.parametrize("values", MISTAKES.values(), ids=MISTAKES)
+def test_a_dict_is_refused_in_the_words_for_a_file(values: dict[str, Any], tmp_path: Path) -> None:
+    import yaml
+
+    file = tmp_path / "job.yaml"
+    file.write_text(yaml.safe_dump(values))
+    with pytest.raises(ConfigError) as of_file:
+        load(file, choices=CHOICES)
+    with pytest.raises(ConfigError) as of_dict:
+        finetune.load_config(values)
+    place, _, message = str(of_file.value).partition(": ")
+    assert place.startswith(str(file))
+    assert str(of_dict.value) == f"config: {message}"
+
+
+def test_a_dict_and_arguments_give_the_config_of_a_file_and_replace_its_keys(
+    quick, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = quick("training.learning_rate=1e-3")
+    assert finetune.load_config(config.model_dump()) == config
+    trained: list[finetune.Config] = []
+    monkeypatch.setattr("finetune.recipe.train", lambda config, **_: trained.append(config))
+    finetune.train(config, model="other", data=Path("rows.jsonl"), training={"max_steps": 9}, fresh=True)
+    finetune.train(model={"name": "other"}, data={"train": "rows.jsonl", "packing": True}, output={"dir": Path("runs")})
+    assert trained[0] == config.changed(
+        {"model.name": "other", "data.train": "rows.jsonl", "training.max_steps": 9},
+    )
+    assert trained[1] == finetune.Config().changed(
+        {"model.name": "other", "data.train": "rows.jsonl", "data.packing": True, "output.dir": "runs"}
+    )
+
+
+# -- rows in memory ----------------------------------------------------------------------------------------------------
+
+
+def test_rows_are_a_source_like_others_named_by_their_content() -> None:
+    def source(rows: Any) -> Any:
+        return finetune.load_config({"data": {"train": rows}}).data.train
+
+    name = source(ROWS)
+    assert name == source(Dataset.from_list(ROWS)) == source(iter(ROWS)) != source(ROWS[:-1])
+    several = source([{"source": ROWS, "weight": 2}, "rows.jsonl"])
+    assert [str(one) for one in several] == [f"{name} (weight 2)", "rows.jsonl"]
+    assert list(in_memory.records(name))[1] == (f"{name}:2", ROWS[1])
+    changed = [dict(row) for row in ROWS]
+    name = source(changed)
+    changed[0]["prompt"] = "other"
+    assert next(in_memory.records(name))[1] == ROWS[0]
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ([{"prompt": "a", "completion": "b"}, "c"], "row 2 .* must be a dict of its fields by name, not text"),
+        ([{1: "a"}], "row 1 .* must be a dict"),
+    ],
+)
+def test_what_is_no_row_is_refused_at_once(rows: list[Any], message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        finetune.load_config({"data": {"train": rows}})
+
+
+# -- a format ----------------------------------------------------------------------------------------------------------
+
+
+def question(row: dict[str, Any]) -> dict[str, Any]:
+    return {"prompt": row["q"], "completion": row["a"].lower()}
+
+
+def test_a_format_from_python_turns_a_row_into_one_that_is_known(quick) -> None:
+    rows = [{"q": f"Say {number}.", "a": "YES", "id": number} for number in range(8)]
+    job = quick().model_dump(exclude={"data"}) | {"data": {"train": rows, "format": question, "eval": "none"}}
+    found = finetune.inspect_data(finetune.load_config(job)).as_dict()
+    assert found["train"]["rows"] == 8
+    assert "id" in str(found)
+    rows[2:] = [{"q": "Say", "a": None}] * 6
+    with pytest.raises(DataError) as error:
+        finetune.inspect_data(finetune.load_config(job | {"data": {"train": rows, "format": question}}))
+    (line,) = str(error.value).splitlines()
+    assert ":3 to 8: `python:question` fails: AttributeError: 'NoneType' object has no attribute 'lower'" in line
+
+
+@pytest.mark.parametrize("key", ["data.format", "training.objective"])
+def test_a_function_without_a_name_is_refused(key: str) -> None:
+    section, _, name = key.partition(".")
+    with pytest.raises(ConfigError, match="keeps a function by its name; define it with `def`"):
+        finetune.load_config({section: {name: lambda *_: {}}})
+
+
+# -- an objective ------------------------------------------------------------------------------------------------------
+
+Loss = Callable[[Any, Any], Any]
+
+
+def summed(model: Any, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    scores = model(**batch, fused_lm_head=True)
+    return -scores.log_probs.sum(), scores.label_mask.sum()
+
+
+def mean(model: Any, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    total, count = summed(model, batch)
+    return total / count, count
+
+
+def of_rows(model: Any, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    total, count = summed(model, batch)
+    return total, torch.ones_like(count) * len(batch["labels"])
+
+
+def detached(model: Any, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    total, count = summed(model, batch)
+    return total.detach(), count
+
+
+def alone(model: Any, batch: Any) -> torch.Tensor:
+    return summed(model, batch)[0]
+
+
+def test_an_objective_from_python_must_add_up_over_rows(quick) -> None:
+    loop = ready(quick("data.eval=none"))
+    state = torch.get_rng_state()
+
+    def prove(objective: Any) -> None:
+        contract.prove(objectives.given(objective), loop.step.model, "fp32")
+
+    prove(summed)
+    prove(objectives.Objective("by rows", of_rows, lambda batch: torch.tensor(len(batch["labels"]))))
+    for objective, problem in (
+        (mean, r"gives two rows together a loss of .*: return sums over the rows, not means"),
+        (of_rows, "returns a count of 2 for a batch whose loss would be divided by 23; give the count"),
+        (detached, "must return one number with a gradient"),
+        (alone, "must return two tensors"),
+    ):
+        with pytest.raises(ConfigError, match=f"`training.objective`: `python:{objective.__name__}` {problem}"):
+            prove(objective)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert loop.step.model.training
+
+
+# -- callbacks ---------------------------------------------------------------------------------------------------------
+
+
+class Seen(finetune.Callback):
+    """Notes its calls; fails at a step."""
+
+    def __init__(self, fails_at: int | None = None) -> None:
+        self.fails_at = fails_at
+        self.calls: list[str] = []
+
+    def on_step(self, metrics: dict[str, Any]) -> None:
+        self.calls.append(f"step {metrics['step']}")
+        if metrics["step"] == self.fails_at:
+            raise KeyError("mine")
+
+    def on_evaluation(self, metrics: dict[str, Any]) -> None:
+        assert metrics["eval_loss"] > 0
+        self.calls.append(f"evaluation {metrics['step']}")
+
+    def on_save(self, checkpoint: Path) -> None:
+        assert (checkpoint / "manifest.json").is_file()
+        self.calls.append(checkpoint.name)
+
+
+@pytest.mark.slow
+def test_a_callback_sees_a_run_and_its_exception_ends_it_saved_and_resumable(quick) -> None:
+    fails, other, sees = Seen(fails_at=2), Seen(), Seen()
+    job = {"training": {"eval_every": 2}, "data": ROWS}
+    with pytest.raises(KeyError, match="mine") as error:
+        finetune.train(quick(), callbacks=[fails, other], **job)
+    assert fails.calls == ["evaluation 0", "step 1", "step 2"]
+    assert other.calls == fails.calls[:-1]  # none is called after the exception
+    (note,) = error.value.__notes__
+    assert note.startswith("Raised in a callback. Step 2 is saved in ")
+    with pytest.raises(ConfigError, match=r"data\.train \(python:\w+ → python:\w+\)"):
+        finetune.train(quick(), training=job["training"], data=ROWS[1:])
+    result = finetune.train(quick(), callbacks=[sees], **job)
+    assert sees.calls == ["evaluation 2", "step 3", "step 4", "evaluation 4", "step-00000004"]
+    assert [line["step"] for line in result.metrics] == [1, 2, 3, 4]
+    assert [event["event"] for event in result.run.events()].count("stopped") == 1
