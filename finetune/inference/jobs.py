@@ -70,12 +70,12 @@ def ready(
     """Load the run's `base`, `adapter` or `merged` model.
 
     `trust_remote_code` allows Python code shipped with the run's base. Raises ArtifactError if such code is needed and
-    not allowed, and as `caches.find` does, before weights are read, if the model cannot have the KV cache `cache`.
+    not allowed, and as `caches.make` does, before weights are read, if the model cannot have the KV cache `cache`.
     """
     config = config_of(run, trust_remote_code=trust_remote_code)
     if cache != "dynamic":
-        caches.find(cache, load_architecture(config.model), this_device().type)
-    model, tokenizer = _model_of(run, config, which)
+        caches.make(cache, load_architecture(config.model), 1)
+    model, tokenizer = model_of(run, config, which)
     kinds = [kind for event in run.events() if (kind := str(event.get("learns"))) in examples.ASKED]
     if not kinds:
         note_beside_output(f"{run.path} does not record the format of its rows; prompts are sent as conversations")
@@ -105,7 +105,7 @@ def evaluate(run: RunDirectory, *, trust_remote_code: bool = False) -> dict[str,
     `trust_remote_code` as for `ready`.
     """
     config = config_of(run, trust_remote_code=trust_remote_code)
-    model, tokenizer = _model_of(run, config, "adapter")
+    model, tokenizer = model_of(run, config, "adapter")
     rows, _ = prepare_held_out(config.data, tokenizer)
 
     def loss(model: Any) -> float:
@@ -123,10 +123,10 @@ def evaluate(run: RunDirectory, *, trust_remote_code: bool = False) -> dict[str,
             return {"base": loss(model), "adapter": trained}
     del model
     libraries.return_freed_memory()
-    return {"base": loss(_model_of(run, config, "base")[0]), "adapter": trained}
+    return {"base": loss(model_of(run, config, "base")[0]), "adapter": trained}
 
 
-def _model_of(run: RunDirectory, config: Config, which: str) -> tuple[Any, Any]:
+def model_of(run: RunDirectory, config: Config, which: str) -> tuple[Any, Any]:
     """The run's base, base with adapter (quantized as in training), or merged model; and the tokenizer.
 
     Raises ArtifactError if the tokenizer or the base is not the one that the weights were trained with.
