@@ -70,9 +70,10 @@ check: $(DEV) ## Lint, types and the direction of imports.
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-docs: $(READY) ## Make docs/config.md from the docstrings.
+docs: $(DEV) ## Make docs/config.md from the docstrings, and the site of all pages in site/, with its links checked.
 	$(BIN)/finetune schema --markdown > docs/config.md.new
 	mv docs/config.md.new docs/config.md
+	$(BIN)/mkdocs build --strict
 
 notebooks: $(DEV) ## Execute the notebooks.
 	$(BIN)/python -m pytest tests/test_notebooks.py

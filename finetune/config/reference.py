@@ -72,6 +72,16 @@ def markdown(choices: Choices) -> str:
         "",
         "Made by `finetune schema --markdown` from the docstrings of `finetune/config/sections.py`; do not edit.",
         "Each key can be set in the file or as `section.key=value` on the command line.",
+        "",
+        "## In an editor",
+        "",
+        "`finetune schema > config.schema.json` writes a JSON schema. With this as the first line of a config, editors",
+        "that use the YAML language server (VS Code with its YAML extension, Neovim, Helix, Emacs) complete keys, explain",
+        "them and mark mistakes:",
+        "",
+        "```yaml",
+        "# yaml-language-server: $schema=config.schema.json",
+        "```",
     ]
     for name, section in _sections():
         lines += ["", f"## `{name}`", "", " ".join((section.__doc__ or "").split()), ""]
