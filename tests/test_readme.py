@@ -75,6 +75,13 @@ def test_figures_of_the_readme_are_the_measured_ones() -> None:
     assert stuck["finetune"] == 0
 
 
+def test_figures_of_the_page_of_other_programs_are_those_of_the_readme() -> None:
+    page_of_ours = page("docs/compared.md").split("## What is here")[1].split("## Coming from")[0]
+    figures = set(re.findall(r"\d[\d.,]*\d%?", page_of_ours))
+    assert len(figures) > 5
+    assert figures - set(re.findall(r"\d[\d.,]*\d%?", README)) == set()
+
+
 def assert_printed(text: str, start: str, output: str) -> None:
     """The block of `text` that begins with `start` has many lines, all of them from the file `output`."""
     block = re.search(rf"```\n({start}.*?)```", text, re.DOTALL)

@@ -13,7 +13,8 @@ from pydantic import ValidationError
 
 from finetune.config import other_names, strict_yaml
 from finetune.config.fields import Choices, Usual, shortened, unknown
-from finetune.config.sections import Config, Section, Source, contradictions
+from finetune.config.rules import contradictions
+from finetune.config.sections import Config, Section, Source
 from finetune.errors import ConfigError
 
 
