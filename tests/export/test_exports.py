@@ -330,6 +330,15 @@ def test_a_template_that_looks_at_more_than_places_is_refused() -> None:
         ollama.turns(render)
 
 
+def test_ollama_reads_stops_and_white_space_as_they_are() -> None:
+    """Its parser takes off the quotes, undoes no escapes, and drops what cannot be printed."""
+    template = ollama.Turns("\u00a0User: ", "", "", "<｜Assistant｜>\n").go()
+    text = ollama.modelfile("model.gguf", template, ["<｜end▁of▁sentence｜>", 'say "stop"'])
+    assert all(line.isprintable() for line in text.splitlines())
+    assert r'{{ "\U000000a0User: " }}' in text
+    assert text.splitlines()[2:] == ['PARAMETER stop "<｜end▁of▁sentence｜>"', 'PARAMETER stop "say "stop""']
+
+
 # -- the card and the hub --------------------------------------------------------------------------------------------
 
 BASE_CARD = "---\nlicense: llama3.1\nlicense_name: llama3.1\nlicense_link: https://example.org/LICENSE\n---\n# Base\n"
