@@ -228,11 +228,11 @@ def taken(key: str, value: Any) -> Settings | None:
 def _method(value: Any) -> Settings | None:
     full = {"adapter.kind": "none", "quantization.kind": "none"}
     known = {"lora": {}, "qlora": {"quantization.kind": "nf4"}, "full": full}
-    return known.get(value)
+    return known.get(str(value))
 
 
 def _bits(value: Any) -> Settings | None:
-    return {4: {"quantization.kind": "nf4"}, 8: {"quantization.kind": "int8"}}.get(value)
+    return {"4": {"quantization.kind": "nf4"}, "8": {"quantization.kind": "int8"}}.get(str(value))
 
 
 def _targets(value: Any) -> Settings:
@@ -251,7 +251,7 @@ def _checkpointing(value: Any) -> Settings | None:
     known = {"offload": {"memory.checkpointing": "all", "memory.offload": "checkpoints"}}
     if isinstance(value, bool) or value == "unsloth":
         return {"memory.checkpointing": "all" if value else "none"}
-    return known.get(value)
+    return known.get(str(value))
 
 
 def _steps(key: str) -> Callable[[Any], Settings | None]:
