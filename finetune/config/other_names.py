@@ -128,6 +128,7 @@ NAMES: dict[str, str] = {
     "optim": "`optimizer.kind`",
     "optimizer": "`optimizer.kind`",
     "weight_decay": "`optimizer.weight_decay`",
+    "loraplus_lr_ratio": "`optimizer.lora_plus`",
     "adam_beta1": "`optimizer.beta1`",
     "adam_beta2": "`optimizer.beta2`",
     "adam_epsilon": "`optimizer.epsilon`",
