@@ -143,6 +143,10 @@ def init(
         typer.Argument(metavar="[DATA]", help="A file, a folder or a data set of the hub.", show_default=False),
     ] = None,
     gpu: Gpu = None,
+    other: Annotated[
+        Path | None,
+        typer.Option("--from", parser=path, help="Translate this config of Axolotl or LLaMA-Factory instead."),
+    ] = None,
     output: Annotated[Path | None, typer.Option("--output", parser=path, help="Where to write the config.")] = None,
     yes: Annotated[bool, typer.Option("--yes", help="Ask nothing, and replace a file that is there.")] = False,
     debug: Debug = False,
@@ -152,7 +156,7 @@ def init(
     def work() -> None:
         from finetune.init import job
 
-        job.create(model, rows, gpu, output, yes=yes, say=lambda text: typer.echo(visible(text, LINES)))
+        job.create(model, rows, gpu, other, output, yes=yes, say=lambda text: typer.echo(visible(text, LINES)))
 
     _run(work, debug)
 

@@ -100,6 +100,26 @@ class OneOrMore:
         return {"anyOf": [several["items"], several]}
 
 
+_OF_PATTERNS = re.compile(r"[][(){}*+?|^$\\]")
+
+
+def is_pattern(target: str) -> bool:
+    """Whether a target is a regular expression: it has a character that no module's name has."""
+    return _OF_PATTERNS.search(target) is not None
+
+
+def _check_target(target: str) -> str:
+    try:
+        re.compile(target if is_pattern(target) else "")
+    except re.error as error:
+        raise ValueError(f"`{shortened(target)}` is not a regular expression: {error}") from None
+    return target
+
+
+Target = Annotated[str, AfterValidator(_check_target)]
+"""The name of a module, or a regular expression for full names of modules."""
+
+
 def unknown(name: str, known: Iterable[str]) -> str:
     """Say that `name` is unknown, with the nearest known name and the list of all."""
     known = list(known)

@@ -128,6 +128,7 @@ NAMES: dict[str, str] = {
     "optim": "`optimizer.kind`",
     "optimizer": "`optimizer.kind`",
     "weight_decay": "`optimizer.weight_decay`",
+    "loraplus_lr_ratio": "`optimizer.lora_plus`",
     "adam_beta1": "`optimizer.beta1`",
     "adam_beta2": "`optimizer.beta2`",
     "adam_epsilon": "`optimizer.epsilon`",
@@ -228,11 +229,11 @@ def taken(key: str, value: Any) -> Settings | None:
 def _method(value: Any) -> Settings | None:
     full = {"adapter.kind": "none", "quantization.kind": "none"}
     known = {"lora": {}, "qlora": {"quantization.kind": "nf4"}, "full": full}
-    return known.get(value)
+    return known.get(str(value))
 
 
 def _bits(value: Any) -> Settings | None:
-    return {4: {"quantization.kind": "nf4"}, 8: {"quantization.kind": "int8"}}.get(value)
+    return {"4": {"quantization.kind": "nf4"}, "8": {"quantization.kind": "int8"}}.get(str(value))
 
 
 def _targets(value: Any) -> Settings:
@@ -251,7 +252,7 @@ def _checkpointing(value: Any) -> Settings | None:
     known = {"offload": {"memory.checkpointing": "all", "memory.offload": "checkpoints"}}
     if isinstance(value, bool) or value == "unsloth":
         return {"memory.checkpointing": "all" if value else "none"}
-    return known.get(value)
+    return known.get(str(value))
 
 
 def _steps(key: str) -> Callable[[Any], Settings | None]:

@@ -64,6 +64,9 @@ RULES = (
         )
     ),
     Rule(
+        "optimizer.lora_plus", but(None), "adapter.kind", only("none"), "without an adapter there is no B; remove it"
+    ),
+    Rule(
         "adapter.init", only("pissa"), "quantization.kind", but("none"),
         "PiSSA takes apart unquantized weights; set `quantization.kind: none`, or `adapter.init: loftq` for a 4-bit "
         "base",

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from finetune.config.fields import Checkpointing, Choice, OneOrMore, Place, Size, Usual
+from finetune.config.fields import Checkpointing, Choice, OneOrMore, Place, Size, Target, Usual
 
 # Above what any job needs, and below what the libraries' 32-bit counts and float32 numbers hold.
 _COUNT, _ROWS, _WEIGHT, _NUMBER = 2**31 - 1, 2**20, 1000, 1e9
@@ -97,10 +97,11 @@ class AdapterSection(Section):
     """The update is scaled by alpha / rank, or by alpha / sqrt(rank) with `rslora`."""
     dropout: Annotated[Share, Usual("0 to 0.1")] = 0.0
     """Dropout probability on the adapter's input."""
-    targets: Literal["all-linear"] | Annotated[list[str], Field(min_length=1), OneOrMore()] = "all-linear"
+    targets: Literal["all-linear"] | Annotated[list[Target], Field(min_length=1), OneOrMore()] = "all-linear"
     """Modules that get an adapter: `all-linear` (every linear layer except the output head and the routers of a mixture
-    of experts) or a list of names. The fused experts of a mixture are not linear layers; unless they are held in 4 bit
-    they can be named, as `experts.gate_up_proj` and `experts.down_proj`."""
+    of experts) or a list of names, or of regular expressions that match full names, such as `.*layers[.][0-7][.]mlp.*`.
+    The fused experts of a mixture are not linear layers; unless they are held in 4 bit they can be named, as
+    `experts.gate_up_proj` and `experts.down_proj`."""
     rslora: bool = False
     """Rank-stabilised scaling (arXiv 2312.03732)."""
     dora: bool = False
@@ -237,6 +238,9 @@ class OptimizerSection(Section):
     """Decay of the second moment."""
     epsilon: Annotated[float, Field(ge=1e-30, le=_NUMBER)] = 1e-8
     """Added to the denominator."""
+    lora_plus: Annotated[float, Field(ge=1, le=1024)] | None = None
+    """Ratio of the learning rate of the adapter's B to that of A, which is `training.learning_rate` (LoRA+, arXiv
+    2402.12354)."""
 
 
 class MemorySection(Section):

@@ -7,6 +7,7 @@ are those of training; only the weights and the batch are fake.
 from __future__ import annotations
 
 import contextlib
+import re
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
@@ -17,7 +18,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from finetune import kernels
-from finetune.config import Config
+from finetune.config import AdapterSection, Config
+from finetune.config.fields import is_pattern
 from finetune.data.batching import Batch, MicroBatching, per_step
 from finetune.errors import FinetuneError, ForecastError, first_line
 from finetune.forecast import depth, fake, patches
@@ -116,10 +118,11 @@ class _TracedStep:
         self._rows = rows
         # Every fused attention kernel keeps the same for backward: the output and one number per row.
         attention = attention if attention.startswith(("eager", "packed")) else "sdpa"
+        self._adapter = config.adapter
         base = build.blueprint(config, architecture, attention).weightless(self._shorten)
         self._loaded = list(base.modules())
         # An adapter's initial values change no size; PiSSA and LoftQ would need weights.
-        start = config.adapter.model_copy(update={"init": "default"})
+        start = self._adapter.model_copy(update={"init": "default"})
         self._model = build.trainable(
             base, config.model, start, config.memory, seed=config.training.seed, device_type=device.type
         )
@@ -145,15 +148,19 @@ class _TracedStep:
             if path.endswith(tuple(f".{target}" for target in targets if targets != "all-linear"))
         ]
         self.largest_weight = max(linear + fused, default=0)
-        parts = [head, *checkpointing.layers(base)]
+        layers = checkpointing.layers(base)
+        parts = [head, *layers]
         self.largest_part = max(sum(weight.numel() for weight in part.parameters()) for part in parts)
         self.mixture = mixture(base, self._config.quantization)
         kinds = depth.kinds(base)
         chosen = checkpointing.pattern(self._config.memory.checkpointing, len(kinds))
-        self.shortened = self._shortening(list(zip(kinds, chosen, strict=True)))
+        named = {base.get_submodule(name) for name in adapter.matching(base, self._adapter)}
+        adapted = [tuple(name for name, part in layer.named_modules() if part in named) for layer in layers]
+        self.shortened = self._shortening(list(zip(kinds, chosen, adapted, strict=True)))
         self._checkpointed = [chosen[number] for number in self.shortened.layers]
         if len(self.shortened.layers) < len(kinds):
             depth.keep(base, self.shortened.layers)
+            self._adapter = _renamed(self._adapter, base, named)
 
     def _ready(self) -> Step:
         """The step, as `training.run` makes it."""
@@ -387,3 +394,12 @@ class _Turns(defaultdict[torch.nn.Parameter, Any]):
     def __getitem__(self, parameter: torch.nn.Parameter) -> Any:
         self._recorder.turn_to(self._layers[parameter])
         return super().__getitem__(parameter)
+
+
+def _renamed(section: AdapterSection, base: Any, named: set[torch.nn.Module]) -> AdapterSection:
+    """The targets with the full names that the layers in `named` have in `base`, where others were removed."""
+    if not named:
+        return section
+    names = [re.escape(name) for name, module in base.named_modules() if module in named]
+    plain = [target for target in section.targets if not is_pattern(target)]
+    return section.model_copy(update={"targets": [*plain, *names]})

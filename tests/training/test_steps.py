@@ -15,12 +15,12 @@ from safetensors.torch import load_file
 from steps import before_each_step, spoil_losses
 
 import finetune
-from finetune.config import OptimizerSection
+from finetune.config import OptimizerSection, TrainingSection
 from finetune.errors import MachineError, NumbersError, Terminated
 from finetune.model.locate import BUILTIN_BASE
 from finetune.runtime import ranks
 from finetune.storage.rundir import RunDirectory, checkpoint_step
-from finetune.training import optimizers, tracking
+from finetune.training import optimizers, schedules, tracking
 from finetune.training.loop import Loop
 from finetune.training.recorder import Recorder
 from finetune.training.tracking import Trackers
@@ -86,6 +86,25 @@ def test_an_optimizer_inherits_nothing_from_that_of_an_earlier_model(quick) -> N
     assert exceptions.module_weight_config_triple == [], "no module is kept alive"
     finetune.train(quick(*common, run="second"))
     assert exceptions.index2config == {}
+
+
+def test_the_second_factor_of_an_adapter_can_have_its_own_rate() -> None:
+    model = torch.nn.Module()
+    for name in ("lora_A", "lora_B", "norm"):
+        model.add_module(name, torch.nn.ModuleDict({"default": torch.nn.Linear(4, 4)}))
+    section = OptimizerSection(lora_plus=16, weight_decay=0.1)
+    optimizer = optimizers.make("adamw_torch_fused", section, 1e-3, torch.nn.ModuleDict({"layer": model}))
+    schedule = schedules.scheduler(TrainingSection(learning_rate=1e-3, warmup=0, schedule="linear"), optimizer, 10)
+    names = {weight: name for name, weight in model.named_parameters()}
+    found = [([names[weight] for weight in group["params"]], group["lr"]) for group in optimizer.param_groups]
+    first, second, plain = found
+    assert first == (["lora_A.default.weight"], 1e-3)
+    assert second == (["lora_B.default.weight"], 16e-3)
+    assert plain[1] == 1e-3
+    optimizer.step()
+    schedule.step()
+    assert optimizer.param_groups[1]["lr"] == pytest.approx(16 * optimizer.param_groups[0]["lr"])
+    assert optimizer.param_groups[0]["lr"] < 1e-3
 
 
 def test_a_replaced_optimizer_is_said_in_one_line() -> None:
