@@ -17,7 +17,8 @@ from finetune.runtime import libraries
 
 if TYPE_CHECKING:
     from finetune.forecast.planning import fit
-    from finetune.inference.jobs import evaluate, generate
+    from finetune.inference.evaluation import evaluate
+    from finetune.inference.jobs import generate
     from finetune.lifecycle.publish import merge
     from finetune.recipe import train
     from finetune.report.data_look import inspect_data
@@ -36,7 +37,7 @@ _HOMES = {
     "train": "finetune.recipe",
     "merge": "finetune.lifecycle.publish",
     "generate": "finetune.inference.jobs",
-    "evaluate": "finetune.inference.jobs",
+    "evaluate": "finetune.inference.evaluation",
     "RunDirectory": "finetune.storage.rundir",
 }
 

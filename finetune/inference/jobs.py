@@ -1,14 +1,11 @@
-"""`finetune generate` and `finetune eval`: use the model of a run."""
+"""`finetune generate`, and the models of a run that it and `finetune eval` use."""
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 from finetune.config import Config
 from finetune.data import examples, fingerprint
-from finetune.data.prepare import prepare_held_out
-from finetune.errors import NumbersError
 from finetune.export.merge import load_merged
 from finetune.inference.generation import answer, prompt_ids
 from finetune.lifecycle.failures import blaming_base
@@ -20,7 +17,6 @@ from finetune.runtime import libraries
 from finetune.runtime.device import this_device
 from finetune.settings import config_of
 from finetune.storage.rundir import RunDirectory
-from finetune.training.evaluation import held_out_loss
 
 
 def generate(
@@ -38,7 +34,7 @@ def generate(
     not allowed.
     """
     config = config_of(run, trust_remote_code=trust_remote_code)
-    model, tokenizer = _model_of(run, config, which)
+    model, tokenizer = model_of(run, config, which)
     kinds = [kind for event in run.events() if (kind := str(event.get("learns"))) in examples.ASKED]
     if not kinds:
         note_beside_output(f"{run.path} does not record the format of its rows; the prompt is sent as a conversation")
@@ -47,34 +43,7 @@ def generate(
         return answer(model, tokenizer, prompt_ids(example, tokenizer, config.data.control_tokens), max_new_tokens)
 
 
-def evaluate(run: RunDirectory, *, trust_remote_code: bool = False) -> dict[str, float]:
-    """Held-out loss, in nats per trained token, of the base and of the trained model, computed as during training.
-
-    `trust_remote_code` as for `generate`.
-    """
-    config = config_of(run, trust_remote_code=trust_remote_code)
-    model, tokenizer = _model_of(run, config, "adapter")
-    rows, _ = prepare_held_out(config.data, tokenizer)
-
-    def loss(model: Any) -> float:
-        with blaming_base(config.model):
-            nats = held_out_loss(model, tokenizer, rows, config)
-            if not math.isfinite(nats):
-                raise NumbersError(
-                    f"the held-out loss is {nats}: run `finetune doctor {run.path}` to find weights that are not finite"
-                )
-        return nats
-
-    trained = loss(model)
-    if config.adapter.kind == "lora":
-        with model.disable_adapter():
-            return {"base": loss(model), "adapter": trained}
-    del model
-    libraries.return_freed_memory()
-    return {"base": loss(_model_of(run, config, "base")[0]), "adapter": trained}
-
-
-def _model_of(run: RunDirectory, config: Config, which: str) -> tuple[Any, Any]:
+def model_of(run: RunDirectory, config: Config, which: str) -> tuple[Any, Any]:
     """The run's base, base with adapter (quantized as in training), or merged model; and the tokenizer.
 
     Raises ArtifactError if the tokenizer or the base is not the one that the weights were trained with.
