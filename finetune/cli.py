@@ -24,6 +24,7 @@ from finetune.export.formats import FORMATS, find
 from finetune.export.gguf_types import TYPES, check
 from finetune.inference.metrics import METRICS
 from finetune.launch.targets import TARGETS
+from finetune.model.caches import CACHES
 from finetune.report.visible import LINES, VisibleStream, visible
 from finetune.runtime import libraries
 
@@ -255,26 +256,94 @@ def export(
     _run(work, debug)
 
 
+def which(model: str) -> str:
+    """A model of a run; parses the option of that name."""
+    if model not in ("base", "adapter", "merged"):
+        raise typer.BadParameter(f"{model!r}: choose base, adapter or merged")
+    return model
+
+
+Model = Annotated[str, typer.Option("--model", parser=which, metavar="NAME", help="base, adapter or merged.")]
+MaxNewTokens = Annotated[int, typer.Option("--max-new-tokens", min=1)]
+Temperature = Annotated[float, typer.Option("--temperature", min=0, help="0 is greedy.")]
+TopP = Annotated[float, typer.Option("--top-p", min=0, max=1)]
+TopK = Annotated[int, typer.Option("--top-k", min=0, help="0 is off.")]
+MinP = Annotated[float, typer.Option("--min-p", min=0, max=1)]
+RepetitionPenalty = Annotated[float, typer.Option("--repetition-penalty", help="1 is none.")]
+Seed = Annotated[int, typer.Option("--seed", help="Of sampled answers.")]
+Stop = Annotated[list[str] | None, typer.Option("--stop", help="A text that ends an answer; may be repeated.")]
+CacheName = Annotated[
+    str, typer.Option("--cache", help="; ".join(f"{name}: {entry.help}" for name, entry in CACHES.items()))
+]
+
+
 @app.command()
 def generate(
     run: Run,
-    prompt: Annotated[str, typer.Option("--prompt", help="The prompt to answer.", show_default=False)],
-    model: Annotated[str, typer.Option("--model", help="base, adapter or merged.")] = "adapter",
-    max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", min=1)] = 256,
+    prompts: Annotated[
+        list[str] | None, typer.Option("--prompt", help="A prompt; may be repeated.", show_default=False)
+    ] = None,
+    file: Annotated[
+        Path | None,
+        typer.Option("--file", parser=path, help="Prompts: text lines, or rows with `prompt` or `messages`."),
+    ] = None,
+    model: Model = "adapter",
+    max_new_tokens: MaxNewTokens = 256,
+    temperature: Temperature = 0.0,
+    top_p: TopP = 1.0,
+    top_k: TopK = 0,
+    min_p: MinP = 0.0,
+    repetition_penalty: RepetitionPenalty = 1.0,
+    seed: Seed = 0,
+    stop: Stop = None,
+    batch: Annotated[int, typer.Option("--batch", min=1, help="How many prompts at a time.")] = 16,
+    cache: CacheName = "dynamic",
     trust_code: TrustCode = False,
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
-    """Answer a prompt with the run's base, adapter or merged model."""
-    if model not in ("base", "adapter", "merged"):
-        raise typer.BadParameter(f"{model!r}: choose base, adapter or merged", param_hint="--model")
+    """Answer prompts with the base, adapter or merged model. One as text, while it is made; several as JSON lines."""
 
     def work() -> None:
         opened = finetune.RunDirectory.open(run)
-        text = finetune.generate(
-            opened, prompt, which=model, max_new_tokens=max_new_tokens, trust_remote_code=trust_code
+        from finetune.inference import commands
+        from finetune.inference.generation import Settings
+
+        settings = Settings(
+            max_new_tokens, temperature, top_p, top_k, min_p, repetition_penalty, seed, (*(stop or ()),), batch, cache
         )
-        _print_json({"model": model, "answer": text}) if as_json else typer.echo(visible(text, LINES))
+        commands.generate(opened, prompts or [], file, model, settings, as_json=as_json, trust_remote_code=trust_code)
+
+    _run(work, debug)
+
+
+@app.command()
+def chat(
+    run: Run,
+    model: Model = "adapter",
+    max_new_tokens: MaxNewTokens = 512,
+    temperature: Temperature = 0.0,
+    top_p: TopP = 1.0,
+    top_k: TopK = 0,
+    min_p: MinP = 0.0,
+    repetition_penalty: RepetitionPenalty = 1.0,
+    seed: Seed = 0,
+    stop: Stop = None,
+    cache: CacheName = "dynamic",
+    trust_code: TrustCode = False,
+    debug: Debug = False,
+) -> None:
+    """Converse with a run's model. /base and /adapter switch the adapter off and on, /help lists the commands."""
+
+    def work() -> None:
+        opened = finetune.RunDirectory.open(run)
+        from finetune.inference import commands
+        from finetune.inference.generation import Settings
+
+        settings = Settings(
+            max_new_tokens, temperature, top_p, top_k, min_p, repetition_penalty, seed, (*(stop or ()),), cache=cache
+        )
+        commands.chat(opened, model, settings, trust_remote_code=trust_code)
 
     _run(work, debug)
 

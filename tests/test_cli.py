@@ -98,14 +98,6 @@ def test_files_to_read_and_to_write_may_be_at_home(
     assert f"{tmp_path / 'gone'}: not a run directory" in err
 
 
-def test_an_answer_cannot_steer_the_terminal(call, trained: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("finetune.inference.jobs.generate", lambda *_, **__: "one\n\ttwo \x1b[2J\u202e")
-    code, out, _ = call("generate", trained.path, "--prompt", "x")
-    assert (code, out) == (0, "one\n\ttwo \ufffd[2J\ufffd\n")
-    code, out, _ = call("generate", trained.path, "--prompt", "x", "--json")
-    assert json.loads(out)["answer"].endswith("\x1b[2J\u202e")
-
-
 def test_train_as_json(call, job: list[str]) -> None:
     code, out, _ = call("train", *job, "--json")
     assert code == 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ import pytest
 import finetune
 from finetune.data.examples import Chat, Completion, Message, shown
 from finetune.data.prepare import prepare
-from finetune.inference import answers, jobs
+from finetune.inference import generation
 from finetune.model.tokenizer import load_tokenizer
 
 Rows = list[dict[str, Any]]
@@ -44,12 +44,11 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
     """The tokens of each prompt that a model was asked, in place of its answers."""
     found: list[list[int]] = []
 
-    def answer(model: Any, tokenizer: Any, prompt: list[int], max_new_tokens: int) -> str:
-        found.append(prompt)
-        return "said"
+    def said(model: Any, tokenizer: Any, prompts: list[list[int]], *_: Any) -> Iterator[generation.Answer]:
+        found.extend(prompts)
+        return iter([generation.Answer("said", 1, ended=True)] * len(prompts))
 
-    for module in (answers, jobs):
-        monkeypatch.setattr(module, "answer", answer)
+    monkeypatch.setattr(generation, "answers", said)
     return found
 
 

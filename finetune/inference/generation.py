@@ -145,7 +145,7 @@ class _Generation:
         self._model, self._tokenizer, self._settings, self._cache_bytes = model, tokenizer, settings, cache_bytes
         self._positions = bounds.table_size(model)
         self._stop_ids = chat_template.stop_ids(tokenizer)
-        self._cache = caches.find(settings.cache, model.config, model.device.type)
+        caches.make(settings.cache, model.config, 1)
 
     def room(self, prompt: list[int]) -> int:
         """How many tokens the answer to `prompt` may have."""
@@ -216,7 +216,9 @@ class _Generation:
                 found = self._model.generate(
                     **inputs,
                     **settings.sampling,
-                    **self._cache,
+                    **self._cache(inputs["input_ids"].shape[1] + room),
+                    # Compiled, the default for a static cache on a GPU, an answer would take minutes to begin.
+                    disable_compile=True,
                     max_new_tokens=room,
                     use_cache=True,
                     pad_token_id=self._tokenizer.pad_token_id,
@@ -231,6 +233,12 @@ class _Generation:
                 before.restore()
         self._cache_bytes(caches.size_bytes(found.past_key_values))
         return [self._answer(row[inputs["input_ids"].shape[1] :], room) for row in found.sequences.tolist()]
+
+    def _cache(self, length: int) -> dict[str, Any]:
+        """`generate`'s argument for an empty KV cache; none for the default, as some models keep other states."""
+        if self._settings.cache == "dynamic":
+            return {}
+        return {"past_key_values": caches.make(self._settings.cache, self._model.config, length)}
 
     def _padded(self, rows: list[list[int]]) -> dict[str, torch.Tensor]:
         """`generate`'s inputs (rows, tokens), padded on the left."""

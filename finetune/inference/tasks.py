@@ -41,11 +41,12 @@ class Tasks:
     """
 
     def __init__(self, names: Sequence[str], *, batch_size: int, limit: int | None, apply_chat_template: bool) -> None:
-        manager = needed("lm_eval.tasks", "`--task`").TaskManager
+        modules = ("lm_eval", "lm_eval.tasks", "lm_eval.models.huggingface")
+        self._lm_eval, tasks, self._models = (needed(name, "`--task`") for name in modules)
         self._names = list(names)
         self._settings = {"batch_size": batch_size, "limit": limit, "apply_chat_template": apply_chat_template}
         # Reading lm_eval's own 14,000 tasks takes seconds.
-        self._manager = manager(include_defaults=not all(map(_stands_alone, names)))
+        self._manager = tasks.TaskManager(include_defaults=not all(map(_stands_alone, names)))
         for name in names:
             loaded = self._loaded(name)
             if unsafe := [task for task, found in loaded.items() if getattr(found, "UNSAFE_CODE", False)]:
@@ -85,15 +86,15 @@ class Tasks:
             # It would tie again what an adapter untied; the model is complete.
             replaced(model, "tie_weights", lambda: None),
         ):
-            lm = needed("lm_eval.models.huggingface", "`--task`").HFLM(
-                pretrained=model, tokenizer=tokenizer, batch_size=size
-            )
+            lm = self._models.HFLM(pretrained=model, tokenizer=tokenizer, batch_size=size)
             try:
-                results = needed("lm_eval", "`--task`").simple_evaluate(
+                results = self._lm_eval.simple_evaluate(
                     model=lm, tasks=self._names, task_manager=self._manager, bootstrap_iters=_RESAMPLES,
                     **{name: value for name, value in self._settings.items() if name != "batch_size"},
                 )  # fmt: skip
-            except (ValueError, KeyError, TypeError) as error:
+            except (MemoryError, RuntimeError):
+                raise
+            except Exception as error:  # what a task's templates, filters and code raise
                 raise ConfigError(f"a task failed: {type(error).__name__}: {first_line(error)}") from error
         assert results is not None, "rank 0 gets results"
         return _scored(results)

@@ -5,27 +5,35 @@ All are transformers' own. Layers that attend to a window keep no more than the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from finetune.config.fields import unknown
 from finetune.errors import ConfigError, MachineError
 
 
-def _any(architecture: Any) -> None:
-    """Every model has this cache."""
+def _dynamic(architecture: Any, length: int) -> Any:
+    from transformers import DynamicCache
+
+    return DynamicCache(config=architecture)
 
 
-def _fp8(architecture: Any) -> None:
+def _static(architecture: Any, length: int) -> Any:
+    from transformers import StaticCache
+
+    return StaticCache(config=architecture, max_cache_len=length)
+
+
+def _quantized(architecture: Any, length: int) -> Any:
     from transformers import cache_utils
 
-    if not hasattr(cache_utils, "Fp8QuantizedLayer"):  # 5.17 has only quanto and hqq, further packages
+    if not hasattr(cache_utils, "Fp8QuantizedLayer"):  # 5.17 has only quanto and hqq, which are packages of their own
         raise MachineError(
-            "the quantized KV cache needs a newer transformers (5.23 has it): pip install -U transformers"
+            "the quantized KV cache needs a newer transformers, such as 5.23: pip install -U transformers"
         )
     try:
-        cache_utils.QuantizedCache("fp8", architecture)
+        return cache_utils.QuantizedCache("fp8", architecture)
     except ValueError:
         raise ConfigError(
             "the quantized KV cache is only for models whose layers all attend to the whole row; choose dynamic, which "
@@ -33,59 +41,49 @@ def _fp8(architecture: Any) -> None:
         ) from None
 
 
-def _windows(architecture: Any) -> None:
+def _offloaded(architecture: Any, length: int) -> Any:
+    import torch
     from transformers import DynamicCache
 
-    if not any(DynamicCache(config=architecture).is_sliding):
+    # transformers asks CUDA for a stream; without a GPU, the cache is in host memory anyway.
+    return DynamicCache(config=architecture, offloading=torch.cuda.is_available())
+
+
+def _sliding(architecture: Any, length: int) -> Any:
+    cache = _dynamic(architecture, length)
+    if not any(cache.is_sliding):
         raise ConfigError(
             "no layer of this model attends to a window, so a sliding KV cache would change its answers; choose dynamic"
         )
+    return cache
 
 
 @dataclass(frozen=True)
 class KVCache:
-    """A kind of KV cache: `arguments` are those of transformers' `generate`.
-
-    `check` takes the architecture and raises ConfigError or MachineError where a model cannot have it.
-    """
+    """A kind of KV cache: `make` makes one of transformers' for an architecture and rows of so many tokens."""
 
     help: str
-    arguments: Mapping[str, Any] = field(default_factory=dict)
-    check: Callable[[Any], None] = _any
+    make: Callable[[Any, int], Any]
 
 
 CACHES: dict[str, KVCache] = {
-    "dynamic": KVCache("grows with the answers"),
-    # Compiled decoding, transformers' default for it on a GPU, would take minutes, and quantized layers have none.
-    "static": KVCache(
-        "allocated once for prompt and longest answer", {"cache_implementation": "static", "disable_compile": True}
-    ),
-    "quantized": KVCache(
-        "8-bit floats, with one scale a layer from the prompts, so that an answer depends on its batch",
-        {"cache_implementation": "quantized", "cache_config": {"backend": "fp8"}},
-        _fp8,
-    ),
-    "offloaded": KVCache(
-        "in host memory but for one layer and the next; on a CPU the same as dynamic",
-        {"cache_implementation": "offloaded"},
-    ),
-    "sliding": KVCache("dynamic, refused unless layers attend to a window", check=_windows),
+    "dynamic": KVCache("grows with the answers", _dynamic),
+    "static": KVCache("allocated at once for prompt and longest answer", _static),
+    "quantized": KVCache("8-bit floats, with one scale a layer, so that an answer depends on its batch", _quantized),
+    "offloaded": KVCache("in host memory but for a layer and the next; on a CPU the same as dynamic", _offloaded),
+    "sliding": KVCache("dynamic, refused unless layers attend to a window", _sliding),
 }
 
 
-def find(name: str, architecture: Any, device_type: str) -> Mapping[str, Any]:
-    """The arguments of `generate` for the KV cache `name`.
+def make(name: str, architecture: Any, length: int) -> Any:
+    """An empty KV cache `name` for rows of `length` tokens.
 
     Raises ConfigError for an unknown kind or one that the model cannot have, MachineError for one that needs another
     version of transformers.
     """
     if name not in CACHES:
         raise ConfigError(f"KV cache {unknown(name, CACHES)}")
-    kind = CACHES[name]
-    kind.check(architecture)
-    if name == "offloaded" and device_type == "cpu":  # transformers asks CUDA for a stream
-        return CACHES["dynamic"].arguments
-    return kind.arguments
+    return CACHES[name].make(architecture, length)
 
 
 def tensors(cache: Any) -> Iterator[tuple[int, Any]]:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, OPTConfig, RwkvConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer, Gemma3TextConfig, OPTConfig, RwkvConfig
 
 from finetune.errors import ConfigError
 from finetune.inference import generation
@@ -154,3 +154,38 @@ def test_answers_come_as_soon_as_their_batches_are_made(model: Any, tokenizer: A
     )
     next(found)
     assert len(made) == 1
+
+
+@pytest.mark.parametrize("cache", ["static", "offloaded"])
+def test_another_kv_cache_gives_the_same_answers(
+    cache: str, model: Any, tokenizer: Any, prompts: list[list[int]], alone: list[generation.Answer]
+) -> None:
+    assert list(answers(model, tokenizer, prompts, replace(SETTINGS, cache=cache))) == alone
+
+
+def test_a_quantized_kv_cache_is_smaller_and_its_answers_nearly_the_same(
+    model: Any, tokenizer: Any, prompts: list[list[int]], alone: list[generation.Answer]
+) -> None:
+    sizes: dict[str, list[int]] = {"dynamic": [], "quantized": []}
+    for cache, found in sizes.items():
+        last = list(answers(model, tokenizer, prompts, replace(SETTINGS, cache=cache), found.append))
+    assert all(small < 0.3 * whole for small, whole in zip(*reversed(sizes.values()), strict=True))
+    assert sum(one.text[:10] == other.text[:10] for one, other in zip(last, alone, strict=True)) > 5
+
+
+def test_layers_with_windows_keep_no_more_than_those_whatever_the_cache(tokenizer: Any) -> None:
+    config = Gemma3TextConfig(
+        vocab_size=len(tokenizer), hidden_size=32, intermediate_size=64, num_hidden_layers=4, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=16, sliding_window=16, layer_types=["sliding_attention", "full_attention"] * 2,
+    )  # fmt: skip
+    model, sizes = small(config), []
+    prompt = [[5 + at % 90 for at in range(60)]]
+    found = [
+        list(answers(model, tokenizer, prompt, replace(SETTINGS, cache=cache), sizes.append))
+        for cache in ("dynamic", "static", "sliding")
+    ]
+    assert found[0] == found[1] == found[2]
+    a_token = 2 * 16 * 4  # keys and values of one head
+    assert all(2 * a_token * (71 + 15) <= size <= 2 * a_token * (72 + 16) + 99 for size in sizes)
+    with pytest.raises(ConfigError, match="only for models whose layers all attend to the whole row"):
+        answers(model, tokenizer, prompt, replace(SETTINGS, cache="quantized"))
