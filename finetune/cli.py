@@ -22,6 +22,7 @@ import finetune
 from finetune.errors import FinetuneError, MachineError, OutOfMemoryError, Terminated
 from finetune.export.formats import FORMATS, find
 from finetune.export.gguf_types import TYPES, check
+from finetune.inference.metrics import METRICS
 from finetune.launch.targets import TARGETS
 from finetune.model.caches import CACHES
 from finetune.report.visible import LINES, VisibleStream, visible
@@ -376,16 +377,54 @@ def chat(
 
 
 @app.command("eval")
-def evaluate(run: Run, trust_code: TrustCode = False, as_json: Json = False, debug: Debug = False) -> None:
-    """Evaluate the base and the trained model. Loss and perplexity on the evaluation set."""
+def evaluate(
+    run: Run,
+    metrics: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--metric", show_default=False, metavar="METRIC",
+            help="Score answers to the evaluation set; may be repeated. "
+            + "; ".join(f"{name + ':' * bool(m.takes) + m.takes}: {m.help}" for name, m in METRICS.items())
+            + "; SCHEMA.json: it is JSON of this schema; FILE.py:FUNCTION: your own, of (answer, reference, row).",
+        ),
+    ] = None,
+    tasks: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--task", metavar="TASK", show_default=False,
+            help="A task of lm-evaluation-harness, by name or YAML file; may be repeated.",
+        ),
+    ] = None,
+    models: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--model", metavar="NAME", show_default=False,
+            help="base, adapter or merged; may be repeated. All that there are by default.",
+        ),
+    ] = None,
+    limit: Annotated[
+        int | None, typer.Option("--limit", min=1, help="Answer only so many questions, and rows of each task.")
+    ] = None,
+    max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", min=1)] = 256,
+    batch_size: Annotated[int, typer.Option("--batch-size", min=1, help="Of answers and tasks.")] = 16,
+    chat_template: Annotated[
+        bool, typer.Option("--apply-chat-template", help="Render the prompts of tasks with the chat template.")
+    ] = False,
+    trust_code: TrustCode = False,
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:  # fmt: skip
+    """Compare base, adapter and merged model. Loss, perplexity, scored answers and tasks, with confidence intervals."""
 
     def work() -> None:
         opened = finetune.RunDirectory.open(run)
-        losses = finetune.evaluate(opened, trust_remote_code=trust_code)
+        scores = finetune.evaluate(
+            opened, metrics=metrics or (), tasks=tasks or (), models=models or (), limit=limit,
+            max_new_tokens=max_new_tokens, batch_size=batch_size, apply_chat_template=chat_template,
+            trust_remote_code=trust_code, terminal=_terminal(quiet=as_json),
+        )  # fmt: skip
         if as_json:
-            _print_json(losses)
-        else:
-            _terminal().losses(losses)
+            _print_json(scores.as_dict())
 
     _run(work, debug)
 

@@ -10,6 +10,7 @@ import pytest
 
 from finetune import cli
 from finetune.config import dump
+from finetune.report.scores import Scores
 from finetune.storage.rundir import RunDirectory
 
 TINY = Path(__file__).parent.parent / "configs" / "tiny_cpu.yaml"
@@ -379,19 +380,23 @@ def test_a_run_with_a_key_that_its_optimizer_ignores_is_read_and_no_other_is_tra
     assert "`optimizer.epsilon`: `optimizer.kind: adafactor` ignores it" in err
 
 
-@pytest.mark.slow
-def test_eval_states_loss_and_perplexity_of_base_and_adapter(
-    call, trained: RunDirectory, monkeypatch: pytest.MonkeyPatch
+def test_eval_prints_a_table_or_what_eval_json_holds(
+    call, trained: RunDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    code, out, _ = call("eval", trained.path, "--json")
+    run = RunDirectory(shutil.copytree(trained.path, tmp_path / "run"))
+    code, out, _ = call("eval", run.path, "--metric", "f1", "--model", "adapter", "--limit", 2, "--max-new-tokens", 2)
     assert code == 0
-    losses = json.loads(out)
-    lines = [line["eval_loss"] for line in trained.metrics() if "eval_loss" in line]
-    assert losses["base"] == pytest.approx(lines[0], rel=1e-4)
-    assert losses["adapter"] == pytest.approx(min(lines), rel=1e-4), "the best one is published"
-    monkeypatch.setattr("finetune.inference.jobs.evaluate", lambda *_, **__: losses)
-    _, out, _ = call("eval", trained.path)
-    assert "perplexity" in out
+    for expected in ("perplexity", "f1", "adapter", " to ", "95% confidence intervals"):
+        assert expected in out
+    made = json.loads(run.eval_file.read_text())
+    assert made["settings"]["limit"] == 2
+    monkeypatch.setattr("finetune.inference.evaluation.evaluate", lambda *_, **__: Scores(made))
+    code, out, _ = call("eval", run.path, "--json")
+    assert json.loads(out) == made
+    monkeypatch.undo()
+    code, _, err = call("eval", run.path, "--metric", "rogue_l")
+    assert code == 2
+    assert "did you mean `rouge_l`" in err
 
 
 def test_schema_prints_json_and_markdown(call) -> None:

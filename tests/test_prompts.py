@@ -13,7 +13,7 @@ import pyarrow.parquet
 import pytest
 
 import finetune
-from finetune.data.examples import Message, shown
+from finetune.data.examples import Chat, Completion, Message, shown
 from finetune.data.prepare import prepare
 from finetune.inference import generation
 from finetune.model.tokenizer import load_tokenizer
@@ -123,10 +123,10 @@ def test_a_run_ends_well_whatever_its_messages_hold_besides_text(
 def test_a_prompt_is_shown_with_who_says_what_but_a_single_question_by_itself() -> None:
     question: Message = {"role": "user", "content": "Why?"}
     call: Message = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}
-    assert shown("Once") == "Once"
-    assert shown([question]) == "Why?"
-    assert shown([SYSTEM, question]) == "system: Be brief.\nuser: Why?"
-    assert shown([question, call]) == 'user: Why?\nassistant: {"name": "f", "arguments": {}}'
+    assert shown(Completion("Once", "")) == "Once"
+    assert shown(Chat([question])) == "Why?"
+    assert shown(Chat([SYSTEM, question])) == "system: Be brief.\nuser: Why?"
+    assert shown(Chat([question, call])) == 'user: Why?\nassistant: {"name": "f", "arguments": {}}'
 
 
 def test_a_run_that_does_not_say_what_its_rows_were_is_asked_as_a_conversation_with_a_word(

@@ -99,6 +99,7 @@ def _records(run: RunDirectory) -> Iterator[Finding]:
         run.environment_file: records.ENVIRONMENT,
         run.forecast_file: records.OBJECT,
         run.answers_file: records.ANSWERS,
+        run.eval_file: records.EVALUATION,
         run.merged / "merge.json": records.MERGE_PROOF,
     }
     for file, shape in shapes.items():

@@ -1,16 +1,13 @@
-"""`finetune generate`, `finetune chat` and `finetune eval`: use the model of a run."""
+"""`finetune generate`, and the models of a run that it, `finetune chat` and `finetune eval` use."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from finetune.config import Config
 from finetune.data import examples, fingerprint
-from finetune.data.prepare import prepare_held_out
-from finetune.errors import NumbersError
 from finetune.export.merge import load_merged
 from finetune.inference import generation
 from finetune.inference.generation import Answer, Settings
@@ -23,7 +20,6 @@ from finetune.runtime import libraries
 from finetune.runtime.device import this_device
 from finetune.settings import config_of
 from finetune.storage.rundir import RunDirectory
-from finetune.training.evaluation import held_out_loss
 
 
 @dataclass(frozen=True)
@@ -97,33 +93,6 @@ def generate(
     """
     opened = ready(run, which, trust_remote_code=trust_remote_code)
     return next(opened.answers([opened.asked(prompt)], Settings(max_new_tokens))).text
-
-
-def evaluate(run: RunDirectory, *, trust_remote_code: bool = False) -> dict[str, float]:
-    """Held-out loss, in nats per trained token, of the base and of the trained model, computed as during training.
-
-    `trust_remote_code` as for `ready`.
-    """
-    config = config_of(run, trust_remote_code=trust_remote_code)
-    model, tokenizer = model_of(run, config, "adapter")
-    rows, _ = prepare_held_out(config.data, tokenizer)
-
-    def loss(model: Any) -> float:
-        with blaming_base(config.model):
-            nats = held_out_loss(model, tokenizer, rows, config)
-            if not math.isfinite(nats):
-                raise NumbersError(
-                    f"the held-out loss is {nats}: run `finetune doctor {run.path}` to find weights that are not finite"
-                )
-        return nats
-
-    trained = loss(model)
-    if config.adapter.kind == "lora":
-        with model.disable_adapter():
-            return {"base": loss(model), "adapter": trained}
-    del model
-    libraries.return_freed_memory()
-    return {"base": loss(model_of(run, config, "base")[0]), "adapter": trained}
 
 
 def model_of(run: RunDirectory, config: Config, which: str) -> tuple[Any, Any]:

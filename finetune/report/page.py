@@ -11,6 +11,7 @@ from typing import Any
 from finetune.measure.monitor import headline
 from finetune.report import pages, words
 from finetune.report.figures import Figures, peak_table
+from finetune.report.scores import Scores
 from finetune.storage import records
 from finetune.storage.files import write_text
 from finetune.storage.rundir import RunDirectory
@@ -28,6 +29,7 @@ def write(run: RunDirectory) -> None:
         figures=figures,
         plot=_plot(run),
         peaks=peak_table(figures.peaks),
+        scores=Scores.read(run),
         answers=run.answers(),
         proof=run.merge_proof(),
         events=[_event(event) for event in figures.events],

@@ -30,6 +30,7 @@ from finetune.model.experts import Mixture
 from finetune.report import data_view, doctor_view, forecast_view, printing, words
 from finetune.report.figures import Figures
 from finetune.report.result import Result
+from finetune.report.scores import Scores
 from finetune.report.visible import LINES
 from finetune.storage.rundir import RunDirectory
 
@@ -274,10 +275,15 @@ class Terminal:
         }
         self._facts({name: fact for name, fact in facts.items() if fact})
 
-    def losses(self, losses: dict[str, float]) -> None:
-        """Print eval loss and perplexity of each model."""
-        rows = [(name, words.loss(nats), words.perplexity(nats)) for name, nats in losses.items()]
-        printing.table(self._console, ("model", "loss (nats/token)", "perplexity"), rows)
+    def evaluating(self, model: str) -> None:
+        """Print which model is evaluated from now on."""
+        self._say(f"evaluating: {model}")
+
+    def scores(self, scores: Scores) -> None:
+        """Print the table of an evaluation, and how to read it."""
+        printing.table(self._console, *scores.table, texts=("model",))
+        for note in scores.notes:
+            self._say(note)
 
     def _say(self, text: str = "", style: str = "") -> None:
         printing.say(self._console, text, style, keep=LINES)

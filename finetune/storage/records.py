@@ -12,7 +12,7 @@ import re
 import stat
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Annotated, Any, NotRequired, Required, TypeVar
+from typing import IO, Annotated, Any, Literal, NotRequired, Required, TypeVar
 
 from pydantic import AfterValidator, ConfigDict, Discriminator, Field, Tag, TypeAdapter, ValidationError, with_config
 from pydantic_core import PydanticCustomError, from_json
@@ -131,6 +131,41 @@ class Answer(TypedDict):
     reference: str
     before: str
     after: str | None
+
+
+@_written
+class _Figure(TypedDict):
+    """A value and the bounds of its confidence interval; None is not finite, or not known."""
+
+    value: Number | None
+    low: Number | None
+    high: Number | None
+
+
+@_written
+class _ModelFigure(_Figure):
+    difference: NotRequired[_Figure]
+
+
+@_written
+class Measure(TypedDict):
+    """A measure in eval.json, by model."""
+
+    name: str
+    better: Literal["higher", "lower"] | None
+    rows: Count | None
+    models: Annotated[dict[str, _ModelFigure], Field(min_length=1)]
+
+
+@_written
+class Evaluation(TypedDict):
+    """eval.json. `steps` are those of the run when it was evaluated; `interval` and `notes` say how to read it."""
+
+    steps: Step
+    measures: list[Measure]
+    interval: str
+    notes: list[str]
+    settings: dict[str, Any]
 
 
 @_written
@@ -255,6 +290,7 @@ class TrainerState(TypedDict, total=False):
 
 ANSWERS = TypeAdapter(list[Answer])
 ENVIRONMENT = TypeAdapter(Environment)
+EVALUATION = TypeAdapter(Evaluation)
 OBJECT = TypeAdapter(dict[str, Any])
 WEIGHT_INDEX = TypeAdapter(WeightIndex)
 MERGE_PROOF = TypeAdapter(MergeProof)

@@ -20,7 +20,7 @@ from typing import Any
 from finetune.config import Config, dump, load
 from finetune.errors import ArtifactError, MachineError
 from finetune.storage import files, records
-from finetune.storage.records import Answer, Environment, MergeProof
+from finetune.storage.records import Answer, Environment, Evaluation, MergeProof
 
 _CHECKPOINT = "step-"
 
@@ -37,6 +37,8 @@ class RunDirectory:
         self.events_file = self.path / "events.jsonl"
         self.data_file = self.path / "data.jsonl"
         self.answers_file = self.path / "answers.json"
+        self.eval_file = self.path / "eval.json"
+        self.eval_answers_file = self.path / "eval_answers.jsonl"
         self.lock_file = self.path / "lock"
         self.checkpoints = self.path / "checkpoints"
         self.adapter = self.path / "adapter"
@@ -231,6 +233,11 @@ class RunDirectory:
     def answers(self) -> list[Answer]:
         """The held-out questions and their answers, if any. Raises ArtifactError."""
         return records.read(self.answers_file, records.ANSWERS) if records.exists(self.answers_file) else []
+
+    def evaluation(self) -> Evaluation | None:
+        """What `finetune eval` last measured, if it did. Raises ArtifactError."""
+        file = self.eval_file
+        return records.read(file, records.EVALUATION) if records.exists(file) else None
 
     def environment(self) -> Environment | None:
         """The environment of the last start, if recorded. Raises ArtifactError."""
