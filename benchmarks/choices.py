@@ -149,7 +149,7 @@ def draw(runs: list[dict[str, Any]]) -> None:
     """Three panels: rank x rate, targets x rate, and the loss epoch by epoch."""
     from finetune.report import canvas
 
-    paper = canvas.new(12, 4)
+    paper = canvas.new(10, 3.8)
     ranks, targets, epochs = paper.subplots(1, 3)
     short = [run for run in runs if not run["epochs"] and run["seed"] == SEEDS[0]]
     for rank in (*RANKS, EVERY_WEIGHT):
@@ -165,9 +165,9 @@ def draw(runs: list[dict[str, Any]]) -> None:
     for axes, title in titles.items():
         canvas.frame(axes)
         axes.set_title(title, fontsize=10)
-        axes.legend(fontsize=8, frameon=False)
+        axes.legend(fontsize=8, frameon=False, loc="upper right" if axes is epochs else "lower left")
     for axes in (ranks, targets):
-        axes.set_ylim(3.1, 3.8)  # a rate that diverges is beyond
+        axes.set_ylim(2.8, 3.8)  # a rate that diverges is beyond; below is room for the legend
         axes.set_xscale("log")
         axes.set_xlabel("learning rate")
     ranks.set_ylabel("evaluation loss (nats per token)")
