@@ -148,6 +148,35 @@ def test_figures_of_the_benchmarks_are_the_measured_ones() -> None:
     assert_shown(figures, page("docs/benchmarks.md"))
 
 
+def test_figures_of_the_page_of_choices_are_the_measured_ones() -> None:
+    runs = results("choices")["runs"].values()
+    last = {(run["rank"], run["targets"], run["rate"], run["seed"], run["epochs"]): last_loss(run) for run in runs}
+
+    def row(name: str, rank: int, targets: str, rates: tuple[float, ...]) -> str:
+        losses = [last.get((rank, targets, rate, 42, 0)) for rate in rates]
+        return f"| {name} | {' | '.join(f'{loss:.3f}' if loss else '' for loss in losses)} |"
+
+    rates = (1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2)
+    seeds = [last[16, "all-linear", 3e-3, seed, 0] for seed in (42, 43, 44)]
+    figures = [
+        row("every weight", 0, "all-linear", rates),
+        *(row(f"rank {rank}", rank, "all-linear", rates) for rank in (1, 4, 16, 64)),
+        *(row(targets, 16, targets, (3e-3, 1e-2)) for targets in ("all-linear", "attention", "mlp")),
+        f"between {min(seeds):.3f} and {max(seeds):.3f}",
+    ]
+    for run in (run for run in runs if run["epochs"]):
+        losses = run["eval_losses"]
+        best = min(losses, key=losses.get)
+        epochs = int(best) / run["steps"] * run["epochs_done"]
+        after = f"after {epochs:.1f} epochs and {last_loss(run):.3f} after {run['epochs']}"
+        figures.append(f"at {run['rate']:g} it is lowest ({losses[best]:.3f}) {after}")
+    assert_shown(figures, page("docs/choosing.md"))
+
+
+def last_loss(run: dict) -> float:
+    return run["eval_losses"][str(run["steps"])]
+
+
 def beside_figures() -> list[str]:
     lines = []
     for name, job in results("beside_peers_cpu")["jobs"].items():
