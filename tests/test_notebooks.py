@@ -1,35 +1,65 @@
-"""Every notebook runs from top to bottom, and the quickstart shows what it promises."""
+"""Every notebook runs from top to bottom, shows what it promises, and is committed as it was executed."""
 
+from __future__ import annotations
+
+from collections.abc import Iterator
 from pathlib import Path
 
+import nbformat
 import pytest
+from execute import PATH, Kernel
 
 NOTEBOOKS = sorted((Path(__file__).parent.parent / "notebooks").glob("*.ipynb"))
 
+# The quickstart with fewer and smaller steps and fewer held-out rows.
+FEWER = {
+    "max_steps=60": "max_steps=4",
+    '"training.eval_every=20"': '"training.eval_every=4", "data.eval_share=0.002", "data.max_length=128", '
+    '"training.batch_size=8", "memory.check=off"',
+}
 
-def test_there_are_notebooks() -> None:
-    assert "quickstart" in [path.stem for path in NOTEBOOKS]
+SHOWN = {
+    "choosing": ["image/png", "attention alone"],
+    "export_and_serve": ["agreement", "7 in words: seven", "llama-server"],
+    "quickstart": ["image/png", "eval loss", "backward", "adapter: ", "agreement"],
+    "resume_and_extend": ["image/png", "Step 6 is saved", "resuming from", "batch_size (8 → 16)", "schedule_changed"],
+    "small_card": ["fits", "2048 tokens", "no GPU here"],
+    "where_memory_goes": ["image/png", "backward", "keeps growing", "no GPU here"],
+    "will_it_fit": ["image/png", "base in 4 bit", "RTX 4090", "difference"],
+    "your_data": ["set `data.columns: {prompt: question, completion: answer}`", "15 to 22", "image/png"],
+}
 
 
+def test_what_each_notebook_shows_is_stated() -> None:
+    assert [path.stem for path in NOTEBOOKS] == list(SHOWN)
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_a_notebook_is_committed_with_its_outputs_and_without_paths_of_a_machine(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    cells = [cell for cell in nbformat.reads(text, as_version=4).cells if cell.cell_type == "code"]
+    assert [cell.execution_count for cell in cells] == list(range(1, len(cells) + 1))
+    assert not PATH.search(text)
+    assert [shown for shown in SHOWN[path.stem] if shown not in text] == []
+
+
+@pytest.fixture(scope="module")
+def kernel() -> Iterator[Kernel]:
+    with Kernel() as kernel:
+        yield kernel
+
+
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_notebook_runs_and_shows_loss_memory_answers_and_proof(path: Path, tmp_path: Path, monkeypatch) -> None:
-    import nbformat
-    from nbclient import NotebookClient
-
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    monkeypatch.setenv("PYTHONPATH", str(path.parent.parent))
+def test_a_notebook_runs_and_shows_what_it_promises(path: Path, kernel: Kernel, tmp_path: Path) -> None:
     notebook = nbformat.read(path, as_version=4)
-    setup = next(cell for cell in notebook.cells if cell.cell_type == "code")
-    # The notebook looks for the checkout above its folder; here it runs in an empty one.
-    setup.source = setup.source.replace("[Path.cwd(), *Path.cwd().parents]", f"[Path({str(path.parent.parent)!r})]")
-    setup.source = setup.source.replace("runs/quickstart", str(tmp_path / "run"))
-    # And with fewer and smaller steps and fewer held-out rows.
-    setup.source = setup.source.replace("max_steps=60", "max_steps=10").replace(
-        '"training.eval_every=20"',
-        '"training.eval_every=5", "data.eval_share=0.002", "data.max_length=128", "training.batch_size=8"',
-    )
-    NotebookClient(notebook, timeout=300, resources={"metadata": {"path": str(tmp_path)}}).execute()
+    for cell in notebook.cells:
+        cell.pop("outputs", None)
+        if path.stem == "quickstart":
+            # It looks for the checkout above its folder; here it runs in an empty one.
+            for before, after in {"Path.cwd()": f"Path({str(path)!r})", **FEWER}.items():
+                cell.source = cell.source.replace(before, after)
+    kernel.run(notebook, tmp_path)
     shown = nbformat.writes(notebook)
-    for expected in ("image/png", "eval loss", "backward", "adapter: ", "agreement"):
-        assert expected in shown, expected
+    assert [expected for expected in SHOWN[path.stem] if expected not in shown] == []
