@@ -1,4 +1,4 @@
-"""Executes notebooks: for the tests, and (`python notebooks/execute.py [NAME ...]`) for the outputs that are committed."""
+"""Executes notebooks: for the tests, and with `python notebooks/execute.py [NAME ...]` for the committed outputs."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from finetune.config import other_names, strict_yaml
-from finetune.config.sections import contradictions
+from finetune.config.rules import contradictions
 from finetune.errors import ConfigError
 from finetune.init.draft import Draft
 
