@@ -38,6 +38,8 @@ def check(job: Job) -> None:
         why = "`adapter.dora` rescales whole weights, which no plain LoRA adapter expresses"
     elif section.extra_modules:
         why = f"`adapter.extra_modules` trained {', '.join(section.extra_modules)} as well, which these programs refuse"
+    elif parameters := [name for name in section.targets if section.targets != "all-linear" and "." in name]:
+        why = f"it is on parameters that are no linear layers, {', '.join(parameters)}"
     elif section.init == "loftq":
         why = "an adapter started by LoftQ belongs to the quantized base, which these programs do not load"
     elif published.rank > serving.VLLM_RANKS[-1]:
