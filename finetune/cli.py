@@ -140,6 +140,7 @@ def plan(
     picture: Annotated[
         Path | None, typer.Option("--picture", parser=path, help="Draw memory over the step as a PNG.")
     ] = None,
+    page: Annotated[Path | None, typer.Option("--html", parser=path, help="Also write it as an HTML page.")] = None,
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
@@ -154,6 +155,8 @@ def plan(
         found = make(job, gpu)
         if picture:
             found.draw(picture)
+        if page:
+            found.write(page)
         if as_json:
             _print_json(found.as_dict())
         else:
@@ -334,6 +337,29 @@ def report(run: Run, debug: Debug = False) -> None:
         typer.echo(visible(str(write(opened))))
         if not opened.finished:
             typer.echo(f"{run} is not finished: the report has what there is so far", err=True)
+
+    _run(work, debug)
+
+
+@app.command()
+def compare(
+    runs: Annotated[list[Path], typer.Argument(help="Run directories, two or more.", show_default=False)],
+    page: Annotated[Path | None, typer.Option("--html", parser=path, help="Also write it as an HTML page.")] = None,
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Put runs side by side. What differs in their configs, and what came out."""
+
+    def work() -> None:
+        from finetune.report.compare import compare
+
+        found = compare(runs)
+        if page:
+            found.write(page)
+        if as_json:
+            _print_json(found.as_dict())
+        else:
+            _terminal().side_by_side(found)
 
     _run(work, debug)
 
