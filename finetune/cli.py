@@ -175,6 +175,7 @@ def plan(
     picture: Annotated[
         Path | None, typer.Option("--picture", parser=path, help="Draw memory over the step as a PNG.")
     ] = None,
+    page: Annotated[Path | None, typer.Option("--html", parser=path, help="Also write it as an HTML page.")] = None,
     inference: Annotated[
         bool, typer.Option("--inference", help="Forecast answers instead: weights, KV cache, working memory.")
     ] = False,
@@ -197,8 +198,8 @@ def plan(
     def work() -> None:
         if not inference and (batch, context, cache) != (1, None, "dynamic"):
             raise ConfigError("--batch, --context and --cache are for a forecast of answers: add --inference")
-        if inference and picture:
-            raise ConfigError("--picture draws a training step; leave out --inference")
+        if inference and (picture or page):
+            raise ConfigError("--picture and --html show a training step; leave out --inference")
         job = finetune.load_config(config, overrides or [])
         if not as_json:
             _announce(f"plan of {config}", job)
@@ -213,6 +214,8 @@ def plan(
         found = make(job, gpu)
         if picture:
             found.draw(picture)
+        if page:
+            found.write(page)
         if as_json:
             _print_json(found.as_dict())
         else:
@@ -496,6 +499,29 @@ def report(run: Run, debug: Debug = False) -> None:
         typer.echo(visible(str(write(opened))))
         if not opened.finished:
             typer.echo(f"{run} is not finished: the report has what there is so far", err=True)
+
+    _run(work, debug)
+
+
+@app.command()
+def compare(
+    runs: Annotated[list[Path], typer.Argument(help="Run directories, two or more.", show_default=False)],
+    page: Annotated[Path | None, typer.Option("--html", parser=path, help="Also write it as an HTML page.")] = None,
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Put runs side by side. What differs in their configs, and what came out."""
+
+    def work() -> None:
+        from finetune.report.compare import compare
+
+        found = compare(runs)
+        if page:
+            found.write(page)
+        if as_json:
+            _print_json(found.as_dict())
+        else:
+            _terminal().side_by_side(found)
 
     _run(work, debug)
 

@@ -12,7 +12,7 @@ from finetune.forecast.levers import Lever
 from finetune.forecast.planning import planner_for
 from finetune.forecast.replay import Forecast
 from finetune.report import forecast_view, words
-from finetune.storage.files import write_bytes
+from finetune.storage.files import write_bytes, write_text
 
 
 @dataclass(frozen=True, repr=False)
@@ -44,6 +44,10 @@ class Plan:
         from finetune.report import memory_plot  # imports matplotlib, which text output does not need
 
         write_bytes(path, memory_plot.forecast(self.forecast))
+
+    def write(self, path: Path) -> None:
+        """Write a self-contained HTML page. Raises MachineError if it cannot be written."""
+        write_text(path, forecast_view.page(self.forecast, self.levers, f"Plan of {self.config.model.name}"))
 
     def __repr__(self) -> str:
         return f"<plan: {words.verdict(self.forecast)}>"

@@ -29,6 +29,7 @@ from finetune.forecast.serving import Serving
 from finetune.measure.monitor import headline
 from finetune.model.experts import Mixture
 from finetune.report import data_view, doctor_view, forecast_view, printing, words
+from finetune.report.compare import Comparison
 from finetune.report.figures import Figures
 from finetune.report.result import Result
 from finetune.report.scores import Scores
@@ -112,6 +113,10 @@ class Terminal:
             }
         )
 
+    def side_by_side(self, runs: Comparison) -> None:
+        """Print runs side by side."""
+        runs.show(self._console)
+
     def compared(self, differences: Sequence[Difference]) -> None:
         """Print forecast and measurement by phase."""
         forecast_view.compare(differences, self._console)
@@ -144,7 +149,7 @@ class Terminal:
         else:
             facts["evaluation set"] = data.warning or "none"
         facts["batch"] = _batching(config, processes)
-        facts["training"] = _training(config)
+        facts["training"] = words.training(config)
         facts["attention"] = attention
         facts["device"] = words.device(run.environment(), str(device))
         if unused := words.unused(data.train_counts, data.eval_counts):
@@ -307,16 +312,6 @@ def _batching(config: Config, processes: int) -> str:
         parts = rows // config.training.rows
         text = f"{rows} rows = {parts} micro-batch{'es' if parts > 1 else ''} of {config.training.rows}"
     return text if processes == 1 else f"{config.training.batch_size} rows over {processes} processes; each {text}"
-
-
-def _training(config: Config) -> str:
-    """What is minimised, how, and for how long."""
-    training = config.training
-    number, unit = (training.max_steps, "step") if training.max_steps else (training.epochs, "epoch")
-    return (
-        f"{number:,g} {unit}{'s' * (number != 1)}, {training.objective}, {config.optimizer.kind}, "
-        f"learning rate {training.learning_rate:g}, {training.schedule}"
-    )
 
 
 def _numel(parameter: Any) -> int:
