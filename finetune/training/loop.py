@@ -140,8 +140,10 @@ class Loop:
     def _signalled(self) -> tuple[bool, bool]:
         """Whether a signal to any rank requests a checkpoint, or the end; all ranks act on it in the same step."""
         came = ranks.gathered((self.signals.take_save(), self.signals.name))
-        self.signals.take_stop(next((name for _, name in came if name), None))
-        return any(save for save, _ in came), self.signals.name is not None
+        # Not what `signals` has by now: a signal during the exchange is this rank's alone until the next step.
+        name = next((name for _, name in came if name), None)
+        self.signals.take_stop(name)
+        return any(save for save, _ in came), name is not None
 
     # -- evaluation ----------------------------------------------------------------------------------------------------
 
