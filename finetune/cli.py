@@ -132,6 +132,7 @@ Gpu = Annotated[
     str | None,
     typer.Option("--gpu", help="A card such as 'RTX 4090', a size such as 24GiB, auto or cpu.", show_default=False),
 ]
+Gpus = Annotated[int, typer.Option("--gpus", min=1, max=1024, help="How many of them; the figures are those of one.")]
 
 
 CacheName = Annotated[
@@ -172,6 +173,7 @@ def plan(
     config: ConfigFile,
     overrides: Overrides = None,
     gpu: Gpu = None,
+    gpus: Gpus = 1,
     picture: Annotated[
         Path | None, typer.Option("--picture", parser=path, help="Draw memory over the step as a PNG.")
     ] = None,
@@ -211,7 +213,7 @@ def plan(
             sys.exit(0 if served.fits else OutOfMemoryError.exit_code)
         with libraries.importing_for_forecast():
             make = finetune.plan  # which imports its module
-        found = make(job, gpu)
+        found = make(job, gpu, gpus)
         if picture:
             found.draw(picture)
         if page:
@@ -233,6 +235,7 @@ def fit(
     config: ConfigFile,
     overrides: Overrides = None,
     gpu: Gpu = None,
+    gpus: Gpus = 1,
     output: Annotated[
         Path | None, typer.Option("--output", parser=path, help="Where to write the fitted config.")
     ] = None,
@@ -247,7 +250,7 @@ def fit(
             _announce(f"fit of {config}", job)
         with libraries.importing_for_forecast():
             from finetune.forecast import planning
-        fitted, limits = planning.fit_with_limits(job, gpu)
+        fitted, limits = planning.fit_with_limits(job, gpu, gpus)
         target = output or Path(f"{config.stem}_fitted.yaml")
         planning.write(fitted, target)
         if as_json:

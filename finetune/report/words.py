@@ -106,10 +106,19 @@ def verdict(planned: Forecast | Serving) -> str:
     needed, budget = size(planned.needed_bytes), size(planned.budget_bytes)
     if needed.split()[1] == budget.split()[1]:
         needed = needed.split()[0]
-    usage = f"{needed} of {budget} on {planned.device.name}"
+    where = planned.device.name if planned.gpus == 1 else f"each of {count(planned.gpus)} x {planned.device.name}"
+    usage = f"{needed} of {budget} on {where}"
     if planned.fits:
         return f"fits: {usage}"
     return f"does NOT fit: {usage}, {size(planned.needed_bytes - planned.budget_bytes)} too much"
+
+
+def sharing(section: Mapping[str, str]) -> str:
+    """How ranks share a model, by the values of `distributed`."""
+    if section["kind"] != "fsdp":
+        return "a copy of the model on each GPU (ddp)"
+    where = "in the host memory of each GPU" if section["offload"] == "cpu" else "on each GPU"
+    return f"slices of weights, gradients and optimizer states {where} (fsdp, stage {section['stage']})"
 
 
 def batch(shape: Batch) -> str:
