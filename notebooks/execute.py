@@ -1,4 +1,4 @@
-"""Executes notebooks: for the tests, and (`python notebooks/execute.py [NAME ...]`) for the outputs that are committed."""
+"""Executes notebooks: for the tests, and for the committed outputs (`python notebooks/execute.py [NAME ...]`)."""
 
 from __future__ import annotations
 
