@@ -1,4 +1,4 @@
-"""Executes notebooks: for the tests, and with `python notebooks/execute.py [NAME ...]` for the committed outputs."""
+"""Executes notebooks: for the tests, and for the committed outputs (`python notebooks/execute.py [NAME ...]`)."""
 
 from __future__ import annotations
 

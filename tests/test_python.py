@@ -238,6 +238,30 @@ def test_an_objective_from_python_must_add_up_over_rows(quick) -> None:
     assert loop.step.model.training
 
 
+def whole_logits(model: Any, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """The supervised loss, from logits that are all kept."""
+    labels = batch["labels"][:, 1:]
+    logits = model(input_ids=batch["input_ids"]).logits[:, :-1].float()
+    total = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
+    return total, (labels != -100).sum()
+
+
+def test_the_forecast_is_of_the_objective_that_is_given(quick) -> None:
+    rows, tokens, vocabulary = 4, 512, 2048
+    settings = [f"data.max_length={tokens}", f"training.micro_batch={rows}", "data.eval=none", "memory.loss_tokens=64"]
+    job = quick(*settings).model_dump()
+    job["data"]["train"] = "someone/rows"  # not read: every row counts as 512 tokens long
+
+    def peak_bytes(objective: Any) -> int:
+        given = {**job, "training": {**job["training"], "objective": objective}}
+        return finetune.plan(finetune.load_config(given), "24GiB").forecast.peak_allocated_bytes
+
+    in_tiles, whole = peak_bytes("supervised"), peak_bytes(whole_logits)
+    assert whole == peak_bytes(objectives.Objective("", whole_logits))
+    # Logits and log-probabilities in float32, and the gradient of either, against one tile of them.
+    assert whole - in_tiles > rows * tokens * vocabulary * 4
+
+
 # -- callbacks ---------------------------------------------------------------------------------------------------------
 
 
