@@ -25,6 +25,7 @@ from finetune.export.gguf_types import TYPES, check
 from finetune.launch.targets import TARGETS
 from finetune.report.visible import LINES, VisibleStream, visible
 from finetune.runtime import libraries
+from finetune.runtime.stages import stage
 
 if TYPE_CHECKING:
     from finetune.config import Config
@@ -94,6 +95,7 @@ def train(
     def work() -> None:
         with _refusing():
             job = finetune.load_config(config, overrides or [])
+        stage(f"train {config}: importing the libraries")
         from finetune.runtime import ranks
 
         result = finetune.train(job, fresh=fresh, terminal=_terminal(quiet=as_json))
@@ -115,6 +117,7 @@ def data(
 
     def work() -> None:
         job = finetune.load_config(config, overrides or [])
+        stage(f"data of {config}: importing the libraries, then tokenizing the rows")
         found = finetune.inspect_data(job)
         if page:
             found.write(page)
@@ -243,6 +246,7 @@ def merge(
 
     def work() -> None:
         opened = finetune.RunDirectory.open(run)
+        stage(f"merge {run}: importing the libraries")
         proof = finetune.merge(opened, onto=onto, trust_remote_code=trust_code, terminal=_terminal(quiet=as_json))
         if as_json:
             _print_json(proof)
@@ -271,6 +275,7 @@ def export(
         find(format)
         check(type)
         opened = finetune.RunDirectory.open(run)
+        stage(f"export {run}: importing the libraries")
         from finetune.lifecycle import publish
 
         record = publish.export(
@@ -298,6 +303,7 @@ def generate(
 
     def work() -> None:
         opened = finetune.RunDirectory.open(run)
+        stage(f"generate with {run}: importing the libraries")
         text = finetune.generate(
             opened, prompt, which=model, max_new_tokens=max_new_tokens, trust_remote_code=trust_code
         )
@@ -312,6 +318,7 @@ def evaluate(run: Run, trust_code: TrustCode = False, as_json: Json = False, deb
 
     def work() -> None:
         opened = finetune.RunDirectory.open(run)
+        stage(f"eval of {run}: importing the libraries")
         losses = finetune.evaluate(opened, trust_remote_code=trust_code)
         if as_json:
             _print_json(losses)
