@@ -27,6 +27,7 @@ from finetune.launch.targets import TARGETS
 from finetune.model.caches import CACHES
 from finetune.report.visible import LINES, VisibleStream, visible
 from finetune.runtime import libraries
+from finetune.runtime.stages import stage
 
 if TYPE_CHECKING:
     from finetune.config import Config
@@ -96,6 +97,7 @@ def train(
     def work() -> None:
         with _refusing():
             job = finetune.load_config(config, overrides or [])
+        stage(f"train {config}: importing the libraries")
         from finetune.runtime import ranks
 
         result = finetune.train(job, fresh=fresh, terminal=_terminal(quiet=as_json))
@@ -117,6 +119,7 @@ def data(
 
     def work() -> None:
         job = finetune.load_config(config, overrides or [])
+        stage(f"data of {config}: importing the libraries, then tokenizing the rows")
         found = finetune.inspect_data(job)
         if page:
             found.write(page)
@@ -280,6 +283,7 @@ def merge(
 
     def work() -> None:
         opened = finetune.RunDirectory.open(run)
+        stage(f"merge {run}: importing the libraries")
         proof = finetune.merge(opened, onto=onto, trust_remote_code=trust_code, terminal=_terminal(quiet=as_json))
         if as_json:
             _print_json(proof)
@@ -308,6 +312,7 @@ def export(
         find(format)
         check(type)
         opened = finetune.RunDirectory.open(run)
+        stage(f"export {run}: importing the libraries")
         from finetune.lifecycle import publish
 
         record = publish.export_model(
@@ -366,6 +371,7 @@ def generate(
 
     def work() -> None:
         opened = finetune.RunDirectory.open(run)
+        stage(f"generate with {run}: importing the libraries")
         from finetune.inference import commands
         from finetune.inference.generation import Settings
 
@@ -450,6 +456,7 @@ def evaluate(
 
     def work() -> None:
         opened = finetune.RunDirectory.open(run)
+        stage(f"eval of {run}: importing the libraries")
         scores = finetune.evaluate(
             opened, metrics=metrics or (), tasks=tasks or (), models=models or (), limit=limit,
             max_new_tokens=max_new_tokens, batch_size=batch_size, apply_chat_template=chat_template,

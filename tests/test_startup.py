@@ -34,6 +34,9 @@ class Watched:
         return getattr(self._stream, name)
 
 report = sys.argv.pop(1)
+if sys.argv[1] == "on a terminal":
+    del sys.argv[1]
+    Watched.isatty = lambda stream: True
 sys.stdout, sys.stderr = Watched(sys.stdout), Watched(sys.stderr)
 from finetune import cli
 try:
@@ -118,6 +121,13 @@ def test_a_forecast_says_what_it_is_of_before_it_loads_the_libraries(
         "finetune.kernels.triton_kernels",
     }  # fmt: skip
     assert ended.at_the_end.isdisjoint(unneeded)
+
+
+def test_what_takes_seconds_to_begin_says_so_first_on_a_terminal(tmp_path: Path) -> None:
+    ended = watched(tmp_path, "on a terminal", "train", TINY, "data.train=no.jsonl", f"output.dir={tmp_path / 'run'}")
+    assert ended.exit_code == 3
+    assert ended.first_line == f"train {TINY}: importing the libraries ..."
+    assert ended.at_first_line.isdisjoint(SLOW)
 
 
 def test_models_are_listed_as_transformers_lists_them() -> None:

@@ -2,6 +2,7 @@
 
 from finetune.config.fields import Choices
 from finetune.config.load import dump, explained, from_values, ignored_keys, load, written
+from finetune.config.rules import contradictions
 from finetune.config.sections import (
     AdapterSection,
     Config,
@@ -17,7 +18,6 @@ from finetune.config.sections import (
     Sources,
     TrackingSection,
     TrainingSection,
-    contradictions,
     entries,
     named,
 )

@@ -14,6 +14,7 @@ from finetune.errors import ArtifactError
 from finetune.inference.generation import TooLong, answer, prompt_ids
 from finetune.model.base import autocast
 from finetune.runtime import ranks
+from finetune.runtime.stages import stage
 from finetune.storage.files import write_json
 from finetune.storage.rundir import RunDirectory
 from finetune.training.strategies import is_sharded
@@ -37,6 +38,7 @@ def before(base: Any, tokenizer: Any, config: Config, run: RunDirectory, note: C
     if kept := _kept(asked, run, note):
         return kept
     found: Asked = []
+    stage("the base answers a few questions, to compare with later")
     with autocast(config.training.precision, base.device):
         for _, prompt, reference in asked:
             with contextlib.suppress(TooLong):  # training rows are truncated, questions are not

@@ -16,6 +16,7 @@ from finetune.lifecycle import resume
 from finetune.report.plan_look import does_not_fit
 from finetune.report.terminal import Terminal
 from finetune.runtime import ranks
+from finetune.runtime.stages import stage
 from finetune.training.checks import check
 
 
@@ -28,6 +29,8 @@ def plan(
     """
 
     def of_first_rank() -> tuple[Config, Forecast | None]:
+        if config.memory.check != "off" or not config.fitted:
+            stage("forecasting the memory of a training step")
         planner = Planner(config, architecture, devices.here(device, config.memory), data, ranks.world_size())
         fitted = _fitted(planner, terminal)
         check(fitted, device)  # again, with the micro-batch that was chosen

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from finetune.config import Config
+from finetune.config import Config, named
 from finetune.data import fingerprint
 from finetune.data.prepare import Prepared, check_ids, prepare
 from finetune.errors import DataError
@@ -25,6 +25,7 @@ from finetune.model.experts import Mixture
 from finetune.model.tokenizer import load_tokenizer
 from finetune.runtime import libraries, ranks
 from finetune.runtime.environment import describe
+from finetune.runtime.stages import stage
 from finetune.storage.rundir import RunDirectory
 from finetune.training.checks import check
 
@@ -63,6 +64,7 @@ def gather(
         blueprint = build.blueprint(config, architecture, attention)
         mixture = blueprint.check(config.adapter)
     ranks.main_does(lambda: check_traceable(config, architecture, device))
+    stage(f"reading the rows of {named(config.data.train)}")
     with ranks.agreeing():
         data = prepare(config.data, tokenizer)
         if data.warning and config.training.early_stopping:

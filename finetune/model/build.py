@@ -21,6 +21,7 @@ from finetune.model.adapter import attach, check_rank
 from finetune.model.base import base_dtype, load_base, mixture, remote_code, weightless_base
 from finetune.model.experts import Mixture
 from finetune.model.sharding import Sharding
+from finetune.runtime.stages import stage
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,7 @@ class Blueprint:
 
         Raises ArtifactError or MachineError if they cannot be read.
         """
+        stage(f"loading the weights of {self.model.name}")
         return load_base(
             self.model, self.quantization, self.architecture,
             attention=self.attention, dtype=self.dtype, device=device, shards=shards,
