@@ -206,9 +206,7 @@ class _Job:
         """What a reader of the table must know besides how its intervals were made."""
         notes = []
         if self.tasks:
-            notes.append(
-                "Bounds of tasks' metrics that are no mean over rows are from lm_eval's standard error."
-            )
+            notes.append("Bounds of tasks' metrics that are no mean over rows are from lm_eval's standard error.")
         if self.too_long:
             notes.append(f"{self.too_long} questions were left out: they leave no position for an answer.")
         cut = {name: sum(not answer.ended for answer in one.answers) for name, one in found.items()}

@@ -44,7 +44,9 @@ class Scores:
                 difference = figure.get("difference")
                 beside = (_number(difference["value"], "+"), _interval(difference, "+")) if difference else ("", "")
                 rows.append((f"- {model}", _number(figure["value"]), _interval(figure), *beside))
-        return ("", "value", "interval", f"vs. {models[0]}", "interval"), rows
+        head = ("", "value", "interval", f"vs. {models[0]}", "interval")
+        columns = len(head) if len(models) > 1 else 3
+        return head[:columns], [row[:columns] for row in rows]
 
     @property
     def notes(self) -> list[str]:
