@@ -285,14 +285,14 @@ def _events(profiler: Any) -> Iterator[Event]:
             moments.append((event.start_time_ns, len(moments), (event, operator)))
         pending += [(child, event.name) for child in event.children]
     moments.sort(key=lambda moment: moment[:2])
-    phase, sums = "before", 0
+    phase, sums = "before", 0  # what was allocated before the profile began is not counted
     for _, _, (event, operator) in moments:
         if event.tag.name != "Allocation":
             phase = event.name.removeprefix(_MARK)
             yield Event(0, _MARK, phase)
             continue
         allocation = event.typed[1]
-        sums += allocation.alloc_size
+        sums = (sums or allocation.total_allocated - allocation.alloc_size) + allocation.alloc_size
         assert sums == allocation.total_allocated, "an allocation was lost, or another thread made one"
         yield Event(allocation.alloc_size, operator, phase)
 

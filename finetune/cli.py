@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 
 import finetune
-from finetune.errors import FinetuneError, MachineError, OutOfMemoryError, Terminated
+from finetune.errors import ConfigError, FinetuneError, MachineError, OutOfMemoryError, Terminated
 from finetune.export.formats import FORMATS, find
 from finetune.export.gguf_types import TYPES, check
 from finetune.inference.metrics import METRICS
@@ -134,6 +134,11 @@ Gpu = Annotated[
 ]
 
 
+CacheName = Annotated[
+    str, typer.Option("--cache", help="; ".join(f"{name}: {entry.help}" for name, entry in CACHES.items()))
+]
+
+
 @app.command()
 def plan(
     config: ConfigFile,
@@ -142,15 +147,39 @@ def plan(
     picture: Annotated[
         Path | None, typer.Option("--picture", parser=path, help="Draw memory over the step as a PNG.")
     ] = None,
+    inference: Annotated[
+        bool, typer.Option("--inference", help="Forecast answers instead: weights, KV cache, working memory.")
+    ] = False,
+    batch: Annotated[int, typer.Option("--batch", min=1, help="With --inference: prompts at a time.")] = 1,
+    context: Annotated[
+        int | None,
+        typer.Option(
+            "--context",
+            min=2,
+            show_default=False,
+            help="With --inference: tokens of a prompt and its answer; by default data.max_length.",
+        ),
+    ] = None,
+    cache: CacheName = "dynamic",
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
-    """Forecast the memory of a training step. By phase and purpose; no GPU or weights needed."""
+    """Forecast the memory of a training step, or of answers. By phase and purpose; no GPU or weights needed."""
 
     def work() -> None:
+        if not inference and (batch, context, cache) != (1, None, "dynamic"):
+            raise ConfigError("--batch, --context and --cache are for a forecast of answers: add --inference")
+        if inference and picture:
+            raise ConfigError("--picture draws a training step; leave out --inference")
         job = finetune.load_config(config, overrides or [])
         if not as_json:
             _announce(f"plan of {config}", job)
+        if inference:
+            with libraries.importing_for_forecast():
+                from finetune.forecast import serving
+            served = serving.forecast(job, gpu, rows=batch, context=context, cache=cache)
+            _print_json(served.as_dict()) if as_json else _terminal().served(served)
+            sys.exit(0 if served.fits else OutOfMemoryError.exit_code)
         with libraries.importing_for_forecast():
             make = finetune.plan  # which imports its module
         found = make(job, gpu)
@@ -272,9 +301,6 @@ MinP = Annotated[float, typer.Option("--min-p", min=0, max=1)]
 RepetitionPenalty = Annotated[float, typer.Option("--repetition-penalty", help="1 is none.")]
 Seed = Annotated[int, typer.Option("--seed", help="Of sampled answers.")]
 Stop = Annotated[list[str] | None, typer.Option("--stop", help="A text that ends an answer; may be repeated.")]
-CacheName = Annotated[
-    str, typer.Option("--cache", help="; ".join(f"{name}: {entry.help}" for name, entry in CACHES.items()))
-]
 
 
 @app.command()

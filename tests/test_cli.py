@@ -335,6 +335,23 @@ def test_an_export_prints_its_proof_what_is_not_proven_and_how_to_serve_it(
     assert json.loads(out)["serve"].keys() == {"vLLM", "SGLang", "llama.cpp"}
 
 
+def test_a_plan_of_inference_says_whether_it_will_serve(call, shallow_base: Path) -> None:
+    plan = ["plan", TINY, f"model.name={shallow_base}", "--inference", "--batch", 2, "--context", 64, "--gpu", "cpu"]
+    code, out, _ = call(*plan)
+    assert code == 0
+    for expected in ("fits: ", "2 prompts at a time, up to 64 tokens each", "dynamic: ", "quantized 0 MiB", "decoding"):
+        assert expected in out
+    code, out, _ = call(*plan, "memory.budget=1MiB", "--json")
+    assert code == 6
+    found = json.loads(out)
+    assert (found["fits"], found["rows"], found["context"], found["cache"]) == (False, 2, 64, "dynamic")
+    assert found["cache_bytes"] == found["caches"]["dynamic"] > 0
+    for wrong, why in ((plan[:3] + plan[4:], "add --inference"), ([*plan, "--picture", "a.png"], "--picture draws")):
+        code, _, err = call(*wrong)
+        assert code == 2
+        assert why in err
+
+
 def test_generate_answers_with_each_model(call, trained: RunDirectory) -> None:
     answers = {}
     for model in ("base", "adapter"):

@@ -13,6 +13,7 @@ from rich.console import Console
 from finetune.forecast.comparison import TOLD_ABOVE, Difference
 from finetune.forecast.levers import Lever
 from finetune.forecast.replay import WORDS, Forecast
+from finetune.forecast.serving import KV_CACHE, Serving
 from finetune.report import pages, printing, words
 
 
@@ -20,6 +21,32 @@ def show(forecast: Forecast, console: Console) -> None:
     """Print the forecast: whether it fits, what uses the memory, and the other costs of a step."""
     printing.say(console, words.verdict(forecast), style="bold green" if forecast.fits else "bold red")
     printing.facts(console, _settings(forecast))
+    _parts(forecast, console)
+    if facts := _costs(forecast):
+        printing.say(console)
+        printing.facts(console, facts)
+
+
+def show_serving(forecast: Serving, console: Console) -> None:
+    """Print the forecast of inference: whether it fits, what uses the memory, and the size of each KV cache."""
+    printing.say(console, words.verdict(forecast), style="bold green" if forecast.fits else "bold red")
+    on_host = f", {words.size(forecast.host_bytes)} of it in host memory" if forecast.host_bytes else ""
+    sizes = ", ".join(f"{kind} {words.size(size_bytes)}" for kind, size_bytes in forecast.caches.items())
+    prompts = f"{words.count(forecast.rows)} prompt{'s' * (forecast.rows > 1)} at a time"
+    printing.facts(
+        console,
+        {
+            "answers": f"{prompts}, up to {words.count(forecast.context)} tokens each, the prompt's included",
+            "KV cache": f"{forecast.cache}: {words.size(forecast.cache_bytes)}{on_host}",
+            "KV caches": sizes,
+            "attention": forecast.attention,
+        },
+    )
+    _parts(forecast, console)
+
+
+def _parts(forecast: Forecast | Serving, console: Console) -> None:
+    """Print what uses the memory at the peak, and the memory of each phase."""
     printing.say(console)
     categories = _at_peak(forecast)
     longest = max((size_bytes for _, size_bytes, _ in categories), default=1)
@@ -30,9 +57,6 @@ def show(forecast: Forecast, console: Console) -> None:
     printing.bars(console, [*bars, ("at the peak", 0, words.size(forecast.needed_bytes), words.share(1))])
     printing.say(console)
     printing.table(console, *_phases_table(forecast), texts=("",))
-    if facts := _costs(forecast):
-        printing.say(console)
-        printing.facts(console, facts)
 
 
 def levers(found: Sequence[tuple[Lever, Forecast]], console: Console) -> None:
@@ -97,17 +121,17 @@ def _settings(forecast: Forecast) -> dict[str, str]:
     return shown
 
 
-def _at_peak(forecast: Forecast) -> list[tuple[str, int, float]]:
+def _at_peak(forecast: Forecast | Serving) -> list[tuple[str, int, float]]:
     """(name, bytes, share) of the categories present at the peak."""
     total = sum(forecast.categories.values())
     return [
         (name, forecast.categories[category], forecast.categories[category] / total)
-        for category, name in WORDS.items()
+        for category, name in {**WORDS, KV_CACHE: "KV cache"}.items()
         if not words.is_nothing(forecast.categories.get(category, 0))
     ]
 
 
-def _phases_table(forecast: Forecast) -> printing.Cells:
+def _phases_table(forecast: Forecast | Serving) -> printing.Cells:
     """Memory by phase. On a CPU nothing is reserved beyond the tensors, so there is only one column."""
     measures = ("tensors",) if forecast.device.type == "cpu" else ("allocated", "reserved")
     keys = ("allocated_bytes", "reserved_bytes")[: len(measures)]
@@ -123,7 +147,7 @@ def _phases_table(forecast: Forecast) -> printing.Cells:
     return ("phase", *measures, *([""] if over else [])), rows
 
 
-def _over_budget(forecast: Forecast) -> set[str]:
+def _over_budget(forecast: Forecast | Serving) -> set[str]:
     """The phases that exceed the budget. A merge may be among them, although `fits` only considers training."""
     over, most_before, left = set(), 0, forecast.device.room_bytes
     for phase, sizes in forecast.phases.items():

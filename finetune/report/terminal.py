@@ -25,6 +25,7 @@ from finetune.forecast.comparison import Difference
 from finetune.forecast.fit import Fitted, Limits
 from finetune.forecast.levers import Lever
 from finetune.forecast.replay import Forecast
+from finetune.forecast.serving import Serving
 from finetune.measure.monitor import headline
 from finetune.model.experts import Mixture
 from finetune.report import data_view, doctor_view, forecast_view, printing, words
@@ -76,6 +77,10 @@ class Terminal:
         """Print a forecast and, if it does not fit, the levers."""
         forecast_view.show(forecast, self._console)
         forecast_view.levers(levers, self._console)
+
+    def served(self, forecast: Serving) -> None:
+        """Print the forecast of inference."""
+        forecast_view.show_serving(forecast, self._console)
 
     def examined(self, findings: Iterable[tuple[str, str, str, str]]) -> None:
         """Print findings of `finetune doctor`: (about, status, what, remedy)."""

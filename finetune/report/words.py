@@ -12,6 +12,7 @@ from finetune.data.counts import CONTROL_TOKENS, Counts
 if TYPE_CHECKING:  # these import torch, which would delay the first line of a plan
     from finetune.data.batching import Batch
     from finetune.forecast.replay import Forecast
+    from finetune.forecast.serving import Serving
     from finetune.model.experts import Mixture
 
 _MIB, _GIB = 2**20, 2**30
@@ -77,7 +78,7 @@ def adapter(config: Config) -> str:
     return f"{' '.join(kinds)} of rank {section.rank}, alpha {section.alpha:g}, on {targets}"
 
 
-def verdict(planned: Forecast) -> str:
+def verdict(planned: Forecast | Serving) -> str:
     """Whether the job fits: needed and available memory, and the device."""
     needed, budget = size(planned.needed_bytes), size(planned.budget_bytes)
     if needed.split()[1] == budget.split()[1]:
