@@ -115,7 +115,7 @@ def test_a_forecast_says_what_it_is_of_before_it_loads_the_libraries(
     # What a forecast does not take: pictures, trackers, compilers, other trainers; and our kernels, of which the fused
     # job here needs shapes alone. Triton itself is there where bitsandbytes is: it imports it.
     unneeded = {
-        "matplotlib", "scipy", "sklearn", "torchvision", "tensorboard", "wandb", "IPython",
+        "matplotlib", "sklearn", "torchvision", "tensorboard", "wandb", "IPython",
         "torch._inductor.compile_fx", "torch._inductor.scheduler", "torch._inductor.codegen",
         "transformers.pipelines", "trl.trainer.dpo_trainer", "trl.trainer.grpo_trainer", "finetune.recipe",
         "finetune.kernels.triton_kernels",

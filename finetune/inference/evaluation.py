@@ -83,6 +83,7 @@ def evaluate(
     questions, and for a row that a metric cannot score, MachineError for a missing package, NumbersError for a loss
     that is not finite, and ArtifactError for weights, tokenizer or base that are damaged or not those of the run.
     """
+    libraries.quiet()
     config = config_of(run, trust_remote_code=trust_remote_code)
     chosen = _chosen(run, config, models)
     job = _Job(run, config, Settings(max_new_tokens, batch_size=batch_size), [find(name) for name in metrics])
@@ -205,7 +206,7 @@ class _Job:
         """What a reader of the table must know besides how its intervals were made."""
         notes = []
         if self.tasks:
-            notes.append("Metrics of tasks that are no mean over rows have lm_eval's standard error instead.")
+            notes.append("Bounds of tasks' metrics that are no mean over rows are from lm_eval's standard error.")
         if self.too_long:
             notes.append(f"{self.too_long} questions were left out: they leave no position for an answer.")
         cut = {name: sum(not answer.ended for answer in one.answers) for name, one in found.items()}

@@ -41,8 +41,8 @@ class Tasks:
     """
 
     def __init__(self, names: Sequence[str], *, batch_size: int, limit: int | None, apply_chat_template: bool) -> None:
-        modules = ("lm_eval", "lm_eval.tasks", "lm_eval.models.huggingface")
-        self._lm_eval, tasks, self._models = (needed(name, "`--task`") for name in modules)
+        modules = ("lm_eval.evaluator", "lm_eval.tasks", "lm_eval.models.huggingface")
+        self._evaluator, tasks, self._models = (needed(name, "`--task`") for name in modules)
         self._names = list(names)
         self._settings = {"batch_size": batch_size, "limit": limit, "apply_chat_template": apply_chat_template}
         # Reading lm_eval's own 14,000 tasks takes seconds.
@@ -85,10 +85,13 @@ class Tasks:
             told_of("running the tasks", f"Use a smaller `--batch-size` than {size}"),
             # It would tie again what an adapter untied; the model is complete.
             replaced(model, "tie_weights", lambda: None),
+            # They run git, pip and compilers for seconds, for what environment.json has.
+            replaced(self._evaluator, "add_env_info", lambda results: None),
+            replaced(self._evaluator, "get_git_commit_hash", lambda: None),
         ):
             lm = self._models.HFLM(pretrained=model, tokenizer=tokenizer, batch_size=size)
             try:
-                results = self._lm_eval.simple_evaluate(
+                results = self._evaluator.simple_evaluate(
                     model=lm, tasks=self._names, task_manager=self._manager, bootstrap_iters=_RESAMPLES,
                     **{name: value for name, value in self._settings.items() if name != "batch_size"},
                 )  # fmt: skip

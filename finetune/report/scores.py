@@ -35,17 +35,18 @@ class Scores:
 
     @property
     def table(self) -> Cells:
-        """A line for each measure and model: value, interval, and the difference to the first model with its own."""
+        """Below each measure a line for each model: value, interval, and the same of the difference to the first."""
+        models = list(self.record["measures"][0]["models"]) if self.record["measures"] else [""]
         rows = []
         for measure in self.record["measures"]:
-            title = measure["name"]
+            rows.append((measure["name"], "", "", "", ""))
             for model, figure in measure["models"].items():
                 difference = figure.get("difference")
-                change = (_number(difference["value"], sign="+"), _interval(difference, sign="+")) if difference else ()
-                rows.append((title, model, _number(figure["value"]), _interval(figure), *(change or ("", ""))))
-                title = ""
-        first = next(iter(self.record["measures"][0]["models"])) if self.record["measures"] else "base"
-        return ("measure", "model", "value", "interval", f"beside {first}", "interval"), rows
+                beside = (_number(difference["value"], "+"), _interval(difference, "+")) if difference else ("", "")
+                rows.append((f"- {model}", _number(figure["value"]), _interval(figure), *beside))
+        head = ("", "value", "interval", f"vs. {models[0]}", "interval")
+        columns = len(head) if len(models) > 1 else 3
+        return head[:columns], [row[:columns] for row in rows]
 
     @property
     def notes(self) -> list[str]:
@@ -57,10 +58,8 @@ class Scores:
 
 
 def _number(value: float | None, sign: str = "") -> str:
-    """Four decimals, or four digits of what is larger than 100, such as a perplexity."""
-    if value is None:
-        return "not finite"
-    return f"{value:{sign},.4f}" if abs(value) < 100 else f"{value:{sign},.4g}"
+    """Four decimals below 10, otherwise two: as many as tell two losses or two perplexities apart."""
+    return "not finite" if value is None else f"{value:{sign},.{4 if abs(value) < 10 else 2}f}"
 
 
 def _interval(figure: Any, sign: str = "") -> str:

@@ -307,7 +307,7 @@ class Terminal:
 
     def scores(self, scores: Scores) -> None:
         """Print the table of an evaluation, and how to read it."""
-        printing.table(self._console, *scores.table, texts=("model",))
+        printing.table(self._console, *scores.table)
         for note in scores.notes:
             self._say(note)
 

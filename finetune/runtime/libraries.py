@@ -33,12 +33,15 @@ _SILENCED_WARNINGS = (
 )
 
 
-_SILENCED_LOGS = {
+_SILENCED_LOGS = (
     # bitsandbytes reports on every CPU that an optional kernel package is missing.
-    "bitsandbytes.backends.cpu.ops": "Failed to load CPU gemm_4bit_forward",
+    ("bitsandbytes.backends.cpu.ops", "Failed to load CPU gemm_4bit_forward"),
     # lm_eval warns that it is given a model instead of a name, which is meant.
-    "lm_eval.models.huggingface": "`pretrained` model kwarg is not of type",
-}
+    ("lm_eval.models.huggingface", "`pretrained` model kwarg is not of type"),
+    ("lm_eval.models.huggingface", "Passed an already-initialized model"),
+    # lm_eval reports each metric for which a task relies on its documented defaults.
+    ("lm_eval.api.task", "is defined, but"),
+)
 
 
 # Whether tokenizers uses all cores. If it did while this is not set, it warns on every later fork.
@@ -72,7 +75,7 @@ def before_import() -> None:
     os.environ.setdefault(_PARALLEL, "false")
     for message in _SILENCED_WARNINGS:
         warnings.filterwarnings("ignore", message=message)
-    for logger, text in _SILENCED_LOGS.items():
+    for logger, text in _SILENCED_LOGS:
         logging.getLogger(logger).addFilter(_Without(text))
 
 

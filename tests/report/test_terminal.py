@@ -191,9 +191,9 @@ def test_a_loss_that_is_not_finite_is_nan(log: Log, empty_run: RunDirectory) -> 
 
 def test_scores_are_a_line_for_each_measure_and_model(log: Log) -> None:
     log.terminal.scores(Scores(_EVALUATION))
-    assert re.search(r"measure\W+model\W+value\W+interval\W+beside base\W+interval", log.text)
-    assert re.search(r"perplexity\W+base\W+not finite\W*\n", log.text), "and no interval"
-    assert re.search(r"\W adapter\W+1,235\W+90\.0000 to 2,000\W+-1\.0000\W+-2\.0000 to \+0\.0000", log.text)
+    assert re.search(r"value\W+interval\W+vs\. base\W+interval", log.text)
+    assert re.search(r"perplexity\W+- base\W+not finite\W+- adapter\W", log.text), "and no interval"
+    assert re.search(r"- adapter\W+1,234\.60\W+90\.00 to 2,000\.00\W+-1\.0000\W+-2\.0000 to \+0\.0000", log.text)
     assert "Measured after step 1,000. How. One note." in log.text.replace("\n", " ")
 
 

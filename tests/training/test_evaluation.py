@@ -4,7 +4,8 @@ import pytest
 import torch
 from steps import ready
 
-from finetune.training.evaluation import DoesNotFit, Evaluation
+from finetune.model.tokenizer import load_tokenizer
+from finetune.training.evaluation import DoesNotFit, Evaluation, held_out_loss
 from finetune.training.loop import Loop
 
 
@@ -28,6 +29,20 @@ def test_the_held_out_loss_is_the_mean_over_the_trained_tokens_of_all_rows(loop:
     labels = [label for row in loop.evaluation.rows for label in row["labels"][1:]]
     assert tokens == sum(label != -100 for label in labels)
     assert loop.evaluation.loss() == pytest.approx(loss / tokens)
+
+
+def test_the_held_out_loss_is_the_quotient_of_its_rows_packed_or_padded(quick) -> None:
+    config = quick("data.eval_share=0.5", "quantization.kind=none")
+    loop, tokenizer, found = ready(config), load_tokenizer(config.model), {}
+    for packing in (False, True):
+        loss, rows = held_out_loss(
+            loop.step.model, tokenizer, loop.evaluation.rows, config.changed({"data.packing": packing})
+        )
+        assert rows.shape == (len(loop.evaluation.rows), 2)
+        assert loss == pytest.approx(float(rows[:, 0].sum() / rows[:, 1].sum()))
+        found[packing] = sorted(rows.tolist())
+    assert sorted(count for _, count in found[False]) == sorted(loop.evaluation.rows["trained"])
+    assert found[True] == [pytest.approx(row, rel=1e-5) for row in found[False]]
 
 
 @pytest.mark.parametrize("processes", [1, 2])
