@@ -83,8 +83,4 @@ def write_settings(bases: Bases, base: Path, tokenizer: Any, folder: Path) -> No
     settings = bases.bare.generation_config
     if (base / "generation_config.json").is_file():
         settings = GenerationConfig.from_pretrained(str(base))
-    ends = settings.eos_token_id
-    known = ends if isinstance(ends, list) else [] if ends is None else [ends]
-    settings.eos_token_id = list(dict.fromkeys([*known, *chat_template.stop_ids(tokenizer)]))
-    # `save_pretrained` refuses changed settings that contradict each other, as some that are published do.
-    settings.to_json_file(folder / "generation_config.json", keys_to_pop=["compile_config"])
+    chat_template.write_generation_config(settings, tokenizer, folder)

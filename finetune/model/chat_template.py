@@ -227,6 +227,15 @@ def stop_ids(tokenizer: Any) -> list[int]:
     return sorted({tokenizer.eos_token_id, end_of_turn(tokenizer)} - {None})
 
 
+def write_generation_config(settings: Any, tokenizer: Any, folder: Path) -> None:
+    """Write generation_config.json from a base's `settings`; generation stops at the end of a turn as in training."""
+    ends = settings.eos_token_id
+    known = ends if isinstance(ends, list) else [] if ends is None else [ends]
+    settings.eos_token_id = list(dict.fromkeys([*known, *stop_ids(tokenizer)]))
+    # `save_pretrained` refuses changed settings that contradict each other, as some that are published do.
+    settings.to_json_file(folder / "generation_config.json", keys_to_pop=["compile_config"])
+
+
 def special_ids(tokenizer: Any) -> frozenset[int]:
     """Ids of special tokens except the unknown token, which ordinary text may contain."""
     return _special_ids(tokenizer, len(tokenizer))

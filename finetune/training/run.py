@@ -25,7 +25,7 @@ from finetune.kernels import compiled, proof
 from finetune.measure import snapshots
 from finetune.measure.monitor import Monitor
 from finetune.measure.out_of_memory import while_writing
-from finetune.model import causality, packing, sharding
+from finetune.model import causality, chat_template, packing, sharding
 from finetune.model.adapter import casts_by_autocast
 from finetune.model.base import autocast
 from finetune.objectives import OBJECTIVES, contract, log_probs
@@ -360,7 +360,10 @@ def _publish(job: Job, initial: Path | None, whole: dict[str, torch.Tensor] | No
 
     `whole` are those of a sharded model.
     """
-    target = job.run.merged if job.config.adapter.kind == "none" else job.run.adapter
+    target = job.run.adapter
+    if job.config.adapter.kind == "none":
+        target = job.run.merged
+        job.model.config.use_cache = True  # off for training, but needed for generation
     try:
         with while_writing(target), staged(target) as folder:
             if initial:
@@ -368,6 +371,8 @@ def _publish(job: Job, initial: Path | None, whole: dict[str, torch.Tensor] | No
                 save_weights(job.model, folder, path_initial_model_for_weight_conversion=str(initial))
             else:
                 save_weights(job.model, folder, **({"state_dict": whole} if whole else {}))
+            if target == job.run.merged and job.model.can_generate():
+                chat_template.write_generation_config(job.model.generation_config, job.tokenizer, folder)
             fingerprint.save(job.tokenizer, job.made_with["base"], folder)
     except (OSError, SafetensorError) as error:  # safetensors 0.8 raises its own error for a full disk
         raise MachineError(not_written(target, error)) from None

@@ -198,9 +198,15 @@ def test_pissa_is_published_as_an_adapter_of_the_plain_base(quick, shallow_base:
 
 
 @pytest.mark.slow
-def test_full_fine_tuning_publishes_the_whole_model(quick) -> None:
-    run = finetune.train(quick("adapter.kind=none", "quantization.kind=none", "training.learning_rate=1e-4")).run
-    assert AutoModelForCausalLM.from_pretrained(run.merged).num_parameters() == 1_180_608
+def test_full_fine_tuning_publishes_the_whole_model(quick, shallow_base: Path, tmp_path: Path) -> None:
+    base = shutil.copytree(shallow_base, tmp_path / "base")
+    (base / "generation_config.json").write_text('{"eos_token_id": 0, "temperature": 0.9, "do_sample": false}')
+    job = ["adapter.kind=none", "quantization.kind=none", "training.learning_rate=1e-4", f"model.name={base}"]
+    run = finetune.train(quick(*job)).run
+    model = AutoModelForCausalLM.from_pretrained(run.merged)
+    assert model.num_parameters() == 1_180_608
+    assert model.config.use_cache
+    assert model.generation_config.eos_token_id == [0, 2], "also the end of a turn"
     with pytest.raises(ArtifactError, match="already the whole model"):
         finetune.merge(run)
 
