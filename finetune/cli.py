@@ -132,6 +132,7 @@ Gpu = Annotated[
     str | None,
     typer.Option("--gpu", help="A card such as 'RTX 4090', a size such as 24GiB, auto or cpu.", show_default=False),
 ]
+Gpus = Annotated[int, typer.Option("--gpus", min=1, max=1024, help="How many of them; the figures are those of one.")]
 
 
 CacheName = Annotated[
@@ -172,9 +173,11 @@ def plan(
     config: ConfigFile,
     overrides: Overrides = None,
     gpu: Gpu = None,
+    gpus: Gpus = 1,
     picture: Annotated[
         Path | None, typer.Option("--picture", parser=path, help="Draw memory over the step as a PNG.")
     ] = None,
+    page: Annotated[Path | None, typer.Option("--html", parser=path, help="Also write it as an HTML page.")] = None,
     inference: Annotated[
         bool, typer.Option("--inference", help="Forecast answers instead: weights, KV cache, working memory.")
     ] = False,
@@ -197,8 +200,8 @@ def plan(
     def work() -> None:
         if not inference and (batch, context, cache) != (1, None, "dynamic"):
             raise ConfigError("--batch, --context and --cache are for a forecast of answers: add --inference")
-        if inference and picture:
-            raise ConfigError("--picture draws a training step; leave out --inference")
+        if inference and (picture or page):
+            raise ConfigError("--picture and --html show a training step; leave out --inference")
         job = finetune.load_config(config, overrides or [])
         if not as_json:
             _announce(f"plan of {config}", job)
@@ -210,9 +213,11 @@ def plan(
             sys.exit(0 if served.fits else OutOfMemoryError.exit_code)
         with libraries.importing_for_forecast():
             make = finetune.plan  # which imports its module
-        found = make(job, gpu)
+        found = make(job, gpu, gpus)
         if picture:
             found.draw(picture)
+        if page:
+            found.write(page)
         if as_json:
             _print_json(found.as_dict())
         else:
@@ -230,6 +235,7 @@ def fit(
     config: ConfigFile,
     overrides: Overrides = None,
     gpu: Gpu = None,
+    gpus: Gpus = 1,
     output: Annotated[
         Path | None, typer.Option("--output", parser=path, help="Where to write the fitted config.")
     ] = None,
@@ -244,7 +250,7 @@ def fit(
             _announce(f"fit of {config}", job)
         with libraries.importing_for_forecast():
             from finetune.forecast import planning
-        fitted, limits = planning.fit_with_limits(job, gpu)
+        fitted, limits = planning.fit_with_limits(job, gpu, gpus)
         target = output or Path(f"{config.stem}_fitted.yaml")
         planning.write(fitted, target)
         if as_json:
@@ -501,6 +507,29 @@ def report(run: Run, debug: Debug = False) -> None:
 
 
 @app.command()
+def compare(
+    runs: Annotated[list[Path], typer.Argument(help="Run directories, two or more.", show_default=False)],
+    page: Annotated[Path | None, typer.Option("--html", parser=path, help="Also write it as an HTML page.")] = None,
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Put runs side by side. What differs in their configs, and what came out."""
+
+    def work() -> None:
+        from finetune.report.compare import compare
+
+        found = compare(runs)
+        if page:
+            found.write(page)
+        if as_json:
+            _print_json(found.as_dict())
+        else:
+            _terminal().side_by_side(found)
+
+    _run(work, debug)
+
+
+@app.command()
 def doctor(
     run: Annotated[
         Path | None, typer.Argument(help="A run directory to check instead of the machine.", show_default=False)
@@ -585,8 +614,9 @@ def _run(work: Callable[[], None], debug: bool) -> None:
         _fail(f"{error.filename or 'the output'}: {error.strerror or error}", MachineError.exit_code)
     except Terminated as ended:
         _fail(str(ended), Terminated.exit_code)
-    except KeyboardInterrupt:
-        _fail("interrupted; start the same command again to go on from the last checkpoint", INTERRUPTED)
+    except KeyboardInterrupt as stopped:
+        what = f": {stopped}" if str(stopped) else "; start the same command again to go on from the last checkpoint"
+        _fail(f"interrupted{what}", INTERRUPTED)
 
 
 def _refusing() -> contextlib.AbstractContextManager[None]:

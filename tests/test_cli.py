@@ -346,7 +346,8 @@ def test_a_plan_of_inference_says_whether_it_will_serve(call, shallow_base: Path
     found = json.loads(out)
     assert (found["fits"], found["rows"], found["context"], found["cache"]) == (False, 2, 64, "dynamic")
     assert found["cache_bytes"] == found["caches"]["dynamic"] > 0
-    for wrong, why in ((plan[:3] + plan[4:], "add --inference"), ([*plan, "--picture", "a.png"], "--picture draws")):
+    drawn = ([*plan, "--picture", "a.png"], "--picture and --html")
+    for wrong, why in ((plan[:3] + plan[4:], "add --inference"), drawn):
         code, _, err = call(*wrong)
         assert code == 2
         assert why in err

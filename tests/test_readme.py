@@ -254,11 +254,27 @@ def test_figures_of_several_ranks_are_the_measured_ones() -> None:
     )
     mib: dict[str, list[str]] = {}
     for row in shared["memory"]:
-        mib.setdefault(row["kind"], []).append(f"{row['resident_bytes'] / 2**20:,.0f}")
+        if (row["sharing"], row["ranks"]) in (("ddp", 1), ("fsdp", 2), ("fsdp", 4)):
+            mib.setdefault(row["kind"], []).append(f"{row['resident_bytes'] / 2**20:,.0f}")
     assert_shown([" | ".join(row) for row in mib.values()], page("docs/many-gpus.md"))
     assert max(row["loss"] for row in shared["equality"]) <= 8e-6
     assert max(row["weights"] for row in shared["equality"]) <= 2e-7
     assert "(at most 8e-6 in a loss and 2e-7 in a weight" in page("docs/many-gpus.md")
+
+
+def test_plans_of_70b_are_the_results() -> None:
+    found = results("plan_70b")
+    assert all(found["holds"].values())
+    rows = []
+    for one in found["plans"]:
+        plan = one["plan"]
+        fits = "fits" if plan["fits"] else "does not fit"
+        kind = f"{plan['sharding']['kind']}, {plan['sharding']['stage']}"
+        needed, budget, host = (f"{plan[key] / 2**30:.1f}" for key in ("needed_bytes", "budget_bytes", "host_bytes"))
+        rows.append(
+            f"| {one['job']} | {one['gpus']} x {one['card']} | {kind} | {needed} of {budget} GiB, {fits} | {host} GiB |"
+        )
+    assert_shown(rows, page("docs/many-gpus.md"))
 
 
 def reliability_figures() -> list[str]:

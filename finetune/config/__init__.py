@@ -17,6 +17,7 @@ from finetune.config.sections import (
     Sources,
     TrackingSection,
     TrainingSection,
+    contradictions,
     entries,
     named,
 )

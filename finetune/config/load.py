@@ -63,9 +63,17 @@ def _checked(
     return config
 
 
-def dump(config: Config) -> str:
-    """The resolved config as YAML that `load` reads back to an equal value."""
-    return written(config.model_dump(mode="json"))
+def dump(config: Config, *, defaults: bool = True) -> str:
+    """The resolved config as YAML that `load` reads back to an equal value, if wanted without keys at their default."""
+    values = config.model_dump(mode="json")
+    if not defaults:
+        usual = Config().model_dump(mode="json")
+        changed = {
+            name: {key: value for key, value in section.items() if value != usual[name][key]}
+            for name, section in values.items()
+        }
+        values = {name: section for name, section in changed.items() if section}
+    return written(values)
 
 
 def written(sections: Mapping[str, Any]) -> str:

@@ -66,6 +66,7 @@ class Event(TypedDict):
     seconds: NotRequired[Positive]
     step: NotRequired[Step]
     memory: NotRequired[Peak | dict[str, Peak]]
+    processes: NotRequired[Annotated[int, Field(ge=1, le=2**20)]]
 
 
 def _check_event(event: Event) -> Event:
@@ -185,6 +186,55 @@ class Environment(TypedDict):
 
 
 @_written
+class _Difference(TypedDict):
+    phase: str
+    measure: str
+    forecast_bytes: Bytes
+    measured_bytes: Bytes
+
+
+@_written
+class Forecast(TypedDict):
+    """forecast.json; `differences` to what was measured are written at the end of training."""
+
+    device: str
+    needed_bytes: Bytes
+    budget_bytes: Bytes
+    differences: list[_Difference]
+
+
+@_written
+class _SplitFacts(TypedDict):
+    rows: Count
+    tokens: Count
+    trained_tokens: Count
+    longest: Count
+
+
+@_written
+class _Piece(TypedDict):
+    text: str
+    trained: bool
+
+
+@_written
+class _SampleRow(TypedDict):
+    place: str
+    tokens: Count
+    trained_tokens: Count
+    pieces: list[_Piece]
+
+
+@_written
+class DataFacts(TypedDict):
+    """data.json: the splits in numbers, and the first training rows with their label masks."""
+
+    train: _SplitFacts
+    eval: _SplitFacts | None
+    samples: list[_SampleRow]
+
+
+@_written
 class MergeProof(TypedDict):
     """merge.json."""
 
@@ -291,6 +341,8 @@ class TrainerState(TypedDict, total=False):
 ANSWERS = TypeAdapter(list[Answer])
 ENVIRONMENT = TypeAdapter(Environment)
 EVALUATION = TypeAdapter(Evaluation)
+FORECAST = TypeAdapter(Forecast)
+DATA = TypeAdapter(DataFacts)
 OBJECT = TypeAdapter(dict[str, Any])
 WEIGHT_INDEX = TypeAdapter(WeightIndex)
 MERGE_PROOF = TypeAdapter(MergeProof)
