@@ -449,8 +449,9 @@ def _run(work: Callable[[], None], debug: bool) -> None:
         _fail(f"{error.filename or 'the output'}: {error.strerror or error}", MachineError.exit_code)
     except Terminated as ended:
         _fail(str(ended), Terminated.exit_code)
-    except KeyboardInterrupt:
-        _fail("interrupted; start the same command again to go on from the last checkpoint", INTERRUPTED)
+    except KeyboardInterrupt as stopped:
+        what = f": {stopped}" if str(stopped) else "; start the same command again to go on from the last checkpoint"
+        _fail(f"interrupted{what}", INTERRUPTED)
 
 
 def _refusing() -> contextlib.AbstractContextManager[None]:

@@ -310,6 +310,15 @@ class TrackingSection(Section):
 
     to: Annotated[list[Annotated[str, Choice("tracking.to")]], OneOrMore()] = []
     """Trackers, none by default; each must be installed."""
+    project: str | None = None
+    """Project or experiment there; by default `finetune`, or what `WANDB_PROJECT` or `MLFLOW_EXPERIMENT_NAME` says."""
+    name: str | None = None
+    """Name of the run there; the run directory's by default."""
+    tags: Annotated[list[str], OneOrMore()] = []
+    """Tags of the run there; trackers without tags show them among the settings."""
+    log_every: Positive | None = None
+    """Print a line to a log every so many steps; by default ten in all. The run directory and the trackers get every
+    step."""
 
 
 class OutputSection(Section):

@@ -16,6 +16,7 @@ from rich.console import Console
 from finetune.config import Config
 from finetune.data.counts import CONTROL_TOKENS, DUPLICATE, EMPTY, TOO_LONG, Affected
 from finetune.data.prepare import Counts, Prepared
+from finetune.report.live import STOPPING, LiveView
 from finetune.report.terminal import Terminal
 from finetune.storage.files import write_json
 from finetune.storage.rundir import RunDirectory
@@ -124,6 +125,43 @@ def test_a_log_gets_about_ten_lines_and_each_evaluation(log: Log) -> None:
     assert len([line for line in log.lines if "eval loss 2.5000" in line]) == 4
     assert len(log.lines) == len(steps) + 4
     assert "loss 2.0000  lr 2.00e-04  1,000 tokens/s  1.50 GiB" in steps[0]
+
+
+def test_a_log_gets_a_line_every_so_many_steps_as_configured(log: Log, run: RunDirectory) -> None:
+    data = Prepared(train=None, eval=None, train_counts=_COUNTS, eval_counts=None)
+    log.terminal.opened(run.path, Config.model_validate({"tracking": {"log_every": 4}}), "cpu", data, "sdpa", None)
+    log.terminal.started(0, 10)
+    for step in range(1, 11):
+        log.terminal.stepped(training_line(step, 2.0))
+    assert re.findall(r"^step (\d+)/10", log.text, re.M) == ["1", "4", "8", "10"]
+
+
+def test_a_terminal_shows_loss_and_trend_gradient_speed_and_memory_beside_budget_and_forecast() -> None:
+    log = Log(tty=True, width=120)
+    view = LiveView(log.console, 0, 100, forecast())
+    view.evaluated(evaluation_line(0, 4.0))
+    for step in range(1, 21):
+        view.stepped(training_line(step, 4 - step / 10, forward=800, backward=1536))
+    view.stop()
+    shown = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", log.text)
+    assert re.search(r"step 20/100 ━+ +0:00 left", shown)
+    assert re.search(r"memory +━+ +1.50 GiB of 12.00 GiB, forecast 7.00 GiB", shown)
+    assert "loss 2.0000 ↓  eval loss 4.0000  grad norm 1  lr 2.00e-04  20,000 tokens/s" in shown
+    assert STOPPING not in shown
+
+
+def test_a_signal_is_answered_in_the_live_view_and_in_a_log_while_training(
+    log: Log, capfd: pytest.CaptureFixture[str]
+) -> None:
+    live = Log(tty=True)
+    for terminal in (live.terminal, log.terminal):
+        terminal.stopping()
+        terminal.started(0, 3)
+        terminal.stopping()
+        terminal.close()
+        terminal.stopping()
+    assert STOPPING in live.text
+    assert capfd.readouterr().err == f"{STOPPING}\n"
 
 
 def test_a_resumed_run_of_a_few_steps_prints_each(log: Log) -> None:

@@ -19,6 +19,7 @@ from finetune.config import OptimizerSection
 from finetune.errors import MachineError, NumbersError, Terminated
 from finetune.model.locate import BUILTIN_BASE
 from finetune.runtime import ranks
+from finetune.storage.files import write_json
 from finetune.storage.rundir import RunDirectory, checkpoint_step
 from finetune.training import optimizers, tracking
 from finetune.training.loop import Loop
@@ -311,6 +312,10 @@ def test_tensorboard_gets_the_metrics(quick) -> None:
         written = {line["step"]: line[key] for line in run.metrics() if key in line}
         reported = {point.step: point.value for point in events.Scalars(f"{split}/loss")}
         assert reported == pytest.approx(written, abs=1e-4)
+    peaks = {line["step"]: line["memory"]["backward"]["resident_bytes"] for line in run.metrics() if "loss" in line}
+    reported = {point.step: point.value for point in events.Scalars("train/memory/backward/resident_bytes")}
+    assert reported == pytest.approx(peaks, rel=1e-6)
+    assert "answers/1/text_summary" in events.Tags()["tensors"]
 
 
 def test_trackers_end_with_a_run_that_fails(quick, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -368,7 +373,7 @@ def test_a_tracker_that_cannot_start_is_refused(quick, monkeypatch: pytest.Monke
 
     config, started, refuses = quick("tracking.to=[tensorboard, wandb]"), Unreachable(1), Unreachable(1)
     refuses.start = refuse
-    monkeypatch.setattr(tracking, "_made", lambda name, run: {"tensorboard": started, "wandb": refuses}[name])
+    monkeypatch.setattr(tracking, "_made", lambda name, *_: {"tensorboard": started, "wandb": refuses}[name])
     with pytest.raises(MachineError, match=r"tracking.to: wandb.*no route to host"):
         Trackers(config.tracking, RunDirectory(config.output.dir), config, pytest.fail)
     assert started.left == 0, "it was finished"
@@ -394,6 +399,38 @@ def test_wandb_reports_to_the_project_of_its_own_variable(quick, monkeypatch: py
     monkeypatch.setenv("WANDB_PROJECT", "answers")
     Trackers(config.tracking, run, config, pytest.fail)
     assert made == [(project, {"name": run.path.name}) for project in ("finetune", "answers")]
+
+
+def test_project_name_tags_and_answers_reach_a_tracker(quick, monkeypatch: pytest.MonkeyPatch) -> None:
+    from accelerate import tracking as theirs
+
+    got: list[object] = []
+
+    class Wandb(Unreachable):
+        requires_logging_directory = False
+
+        def __init__(self, project: str, **named: object) -> None:
+            super().__init__(9)
+            got.extend((project, named))
+
+        def log(self, values: dict[str, float], step: int) -> None:
+            got.append(values)
+
+        def log_table(self, name: str, columns: list[str], data: list[list[str]]) -> None:
+            got.append(data)
+
+    monkeypatch.setitem(theirs.LOGGER_TYPE_TO_CLASS, "wandb", Wandb)
+    config = quick("tracking.to=wandb", "tracking.project=faq", "tracking.name=third", "tracking.tags=[a, b]")
+    run = RunDirectory(config.output.dir)
+    run.claim()
+    write_json(run.answers_file, [{"question": "q", "reference": "r", "before": "b", "after": None}])
+    trackers = Trackers(config.tracking, run, config, pytest.fail)
+    trackers.log("train", {"step": 1, "loss": 2.0, "skipped": True, "memory": {"backward": {"reserved_bytes": 7}}})
+    trackers.answers(run)
+    assert got == [
+        "faq", {"name": "third", "tags": ["a", "b"]}, {"train/loss": 2.0, "train/memory/backward/reserved_bytes": 7},
+        [["q", "r", "b", None]],
+    ]  # fmt: skip
 
 
 def test_a_notebooks_own_accelerator_keeps_its_settings(quick, monkeypatch: pytest.MonkeyPatch) -> None:
