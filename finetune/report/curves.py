@@ -28,10 +28,10 @@ def of_run(figures: Figures) -> list[dict[str, Any]]:
     peaks = figures.peaks
     measure = "reserved_bytes" if "reserved_bytes" in measures(peaks) else "resident_bytes"
     unit = words.unit_of(max((peak.get(measure, 0) for peak in peaks.values()), default=0))
-    evaluated = figures.evaluations
+    evaluated = grouped(figures.evaluations)
     return _drawn(
-        _chart("Loss", "nats per trained token", "fixed", *_losses(groups), _table(
-            evaluated, ("evaluation", "points", [line["eval_loss"] for line in evaluated]))),
+        _chart("Loss", "nats per trained token", "fixed", *_losses(groups),
+               _of(evaluated, "eval_loss", mean, "evaluation", "points")),
         _chart("Learning rate", "", "exponent", _of(groups, "learning_rate", last)),
         _chart("Gradient norm", "before clipping", "digits", _of(groups, "grad_norm", highest)),
         _chart("Tokens per second", "", "whole", _of(groups, "tokens_per_second", mean)),
@@ -41,8 +41,8 @@ def of_run(figures: Figures) -> list[dict[str, Any]]:
                 (phase, "line", [_in(unit, highest(_bytes(group, phase, measure))) for group in groups])
                 for phase in _PHASES if phase in peaks
             )),
-            _table(evaluated, ("evaluation", "points", [
-                _in(unit, highest(_bytes([line], "evaluation", measure))) for line in evaluated])),
+            _table(_steps(evaluated), ("evaluation", "points", [
+                _in(unit, highest(_bytes(group, "evaluation", measure))) for group in evaluated])),
         ),
     )  # fmt: skip
 
@@ -55,11 +55,9 @@ def of_runs(runs: Mapping[str, Figures]) -> list[dict[str, Any]]:
     def each(key: str, reduced: Reduced) -> list[dict[str, Any]]:
         return [_of(found, key, reduced, name) for name, found in groups.items()]
 
-    evaluated = {name: figures.evaluations for name, figures in runs.items()}
     return _drawn(
         _chart("Evaluation loss", "nats per trained token", "fixed", *(
-            _table(found, (name, "points", [line["eval_loss"] for line in found]))
-            for name, found in evaluated.items())),
+            _of(grouped(figures.evaluations), "eval_loss", mean, name, "points") for name, figures in runs.items())),
         _chart("Training loss", "smoothed", "fixed", *(
             _table(_steps(found), (name, "line", smoothed(found)[0])) for name, found in groups.items())),
         _chart("Learning rate", "", "exponent", *each("learning_rate", last)),
@@ -119,9 +117,11 @@ def _losses(groups: Sequence[Sequence[Line]]) -> list[dict[str, Any]]:
     return [_table(_steps(groups), *raw, (f"mean of {span_steps:,} steps", "line", values))]
 
 
-def _of(groups: Sequence[Sequence[Line]], key: str, reduced: Reduced, name: str = "") -> dict[str, Any]:
+def _of(
+    groups: Sequence[Sequence[Line]], key: str, reduced: Reduced, name: str = "", style: str = "line"
+) -> dict[str, Any]:
     values = [reduced(line[key] for line in group) for group in groups]
-    return _table(_steps(groups), (name or key.replace("_", " "), "line", values))
+    return _table(_steps(groups), (name or key.replace("_", " "), style, values))
 
 
 def _steps(groups: Sequence[Sequence[Line]]) -> list[Line]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from datetime import UTC, datetime
 from typing import Any
 
@@ -22,6 +22,9 @@ from finetune.storage.rundir import RunDirectory
 
 # Events whose facts have a section of their own.
 _TOLD_ELSEWHERE = {"trained", "finished", "merged"}
+
+# A long run saves thousands of times; the page shows this many events of its start, and as many of its end.
+_EVENTS = 100
 
 # What a run may have beside its report, and what it is.
 _FILES = {
@@ -68,7 +71,7 @@ def write(run: RunDirectory) -> None:
         proof=run.merge_proof(),
         settings=dump(config, defaults=False) if config else settings,
         files=[(_linked(run, name), what) for name, what in _FILES.items() if (run.path / name).exists()],
-        events=[_event(event) for event in figures.events],
+        events=list(_events(figures.events)),
         environment=list(_flat(environment or {})),
     )
     write_text(run.report_file, document)
@@ -183,6 +186,16 @@ def _samples(data: DataFacts | None) -> list[tuple[str, list[tuple[str, bool]]]]
 
 def _linked(run: RunDirectory, name: str) -> str:
     return f"{name}/" if (run.path / name).is_dir() else name
+
+
+def _events(events: list[dict[str, Any]]) -> Iterator[tuple[str, ...]]:
+    left_out = len(events) - 2 * _EVENTS
+    if left_out <= 0:
+        yield from map(_event, events)
+        return
+    yield from map(_event, events[:_EVENTS])
+    yield "", f"{words.count(left_out)} more in events.jsonl", "", ""
+    yield from map(_event, events[-_EVENTS:])
 
 
 def _event(event: dict[str, Any]) -> tuple[str, ...]:

@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 
 def page(title: str, template: str, curves: list[dict[str, Any]], **values: Any) -> str:
     """A self-contained HTML document from a template, with a title; `curves` are the charts that it draws."""
-    script = _read("uplot/uPlot.iife.min.js") + _read("templates/charts.js") if curves else ""
+    library = f"/*\n{_read('uplot/LICENSE')}*/\n{_read('uplot/uPlot.iife.min.js')}"
+    script = library + _read("templates/charts.js") if curves else ""
     return fragment(
         "page.html.j2",
         title=title,

@@ -67,9 +67,9 @@ def duration(seconds: float) -> str:
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
-def hours(hours: float) -> str:
+def hours(value: float) -> str:
     """Hours to three digits, such as 0.0361 or 12.5."""
-    return f"{hours:.3g}" if hours < 1000 else count(hours)
+    return f"{value:.3g}" if value < 1000 else count(value)
 
 
 def base(config: Config) -> str:

@@ -77,10 +77,14 @@ def test_a_long_run_makes_a_small_page_that_hides_no_spike(empty_run: RunDirecto
     lines[12_345]["loss"] = 9.5
     lines[12_345]["memory"]["backward"]["resident_bytes"] = 2**31
     lines[3]["loss"] = None
+    lines += [evaluation_line(step, 3.0) for step in range(0, 20_000, 10)]
     empty_run.metrics_file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    events = [{"time": step, "event": "saved", "step": step, "memory": {}} for step in range(2000)]
+    write_lines_to(empty_run.events_file, events)
     page.write(empty_run)
     markup = empty_run.report_file.read_text(encoding="utf-8")
     assert len(markup) < 250_000
+    assert "1,800 more in events.jsonl" in markup
     charts = curves_of(markup)
     highest, lowest, mean = charts["Loss"]["tables"][0]["series"]
     assert [one["name"] for one in (highest, lowest, mean)] == ["highest", "lowest", "mean of 1,025 steps"]
