@@ -44,7 +44,8 @@ def merge(
     `onto` is a key of ONTO, by default the 16-bit base (the quantized one for LoftQ). `note` is called if tokenizer or
     base cannot be verified, or the rows are not here. Raises ConfigError for an unknown format, or a base that there
     is not; ArtifactError if there is no adapter, if tokenizer or base are not those it was trained with, or if the
-    export is not equivalent to base plus adapter; MachineError if writing fails. A failure leaves the adapter and an earlier export untouched.
+    export is not equivalent to base plus adapter; MachineError if writing fails. A failure leaves the adapter and an
+    earlier export untouched.
     """
     form, target = formats.find(name), run.path / name
     if not isinstance(form, formats.Format):
