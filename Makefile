@@ -70,9 +70,12 @@ check: $(DEV) ## Lint, types and the direction of imports.
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-docs: $(READY) ## Make docs/config.md from the docstrings.
+docs: $(DEV) ## Make docs/config.md and the JSON schema from the docstrings, and the site in site/, with its links checked.
 	$(BIN)/finetune schema --markdown > docs/config.md.new
 	mv docs/config.md.new docs/config.md
+	$(BIN)/finetune schema > docs/config.schema.json.new
+	mv docs/config.schema.json.new docs/config.schema.json
+	$(BIN)/mkdocs build --strict
 
 notebooks: $(DEV) ## Execute the notebooks.
 	$(BIN)/python -m pytest tests/test_notebooks.py

@@ -6,9 +6,8 @@ Processes on one machine stand for GPUs, connected by gloo. Equality: the built-
 by two and four ranks, as copies (DDP) and in slices (FSDP2); losses and final weights are compared with the single
 process's. The optimizer is plain descent, as AdamW's first steps turn rounding into the sign of an update. Memory: a
 Llama of 100 million random parameters trains two steps on the same rows, once for the peaks of live tensors by phase
-(see measured_step.py) and once for the resident peak; the figures are rank 0's, which also holds a copy of a checkpoint
-until it is written. With several ranks the live tensors are an upper bound, as the profiler's sum drifts upwards
-(likely because it misses what gloo's threads free), so only the resident peaks are held to fall.
+(see measured_step.py), which are compared with the forecast, and once for the resident peak; the figures are rank 0's,
+which also holds a copy of a checkpoint until it is written.
 """
 
 from __future__ import annotations
@@ -23,12 +22,18 @@ from pathlib import Path
 from typing import Any
 
 import harness
+import measured_step
+import torch
 from memory_cpu import ALLOCATOR, Llama
+
+from finetune.forecast import devices
+from finetune.forecast.planning import Planner
 
 sys.path.insert(0, str(harness.ROOT / "tests" / "faults"))
 from children import Children, Ended
 
 WORLD_SIZES = (1, 2, 4)
+_STEP = ("forward", "backward", "optimizer")
 STEPS, ROWS = 8, 8
 # Many thin layers, as a rank holds one or two of them whole beside its slices.
 MODEL = Llama(hidden=512, intermediate=1408, layers=32)
@@ -44,6 +49,8 @@ SHARING: dict[str, dict[str, Any]] = {
     "ddp": {"distributed.kind": "ddp"},
     "fsdp": {"distributed.kind": "fsdp"},
 }
+STAGES = {**SHARING, "fsdp, gradients": {"distributed.kind": "fsdp", "distributed.stage": "gradients"}}
+OFF = 0.02
 
 
 def main() -> None:
@@ -135,21 +142,23 @@ def _differences(one: Path, other: Path) -> dict[str, float]:
 
 
 def _memory() -> list[dict[str, Any]]:
-    chosen = [("ddp", 1), *(("fsdp", size) for size in WORLD_SIZES[1:])]
+    chosen = [("ddp", 1), *((sharing, size) for sharing in STAGES for size in WORLD_SIZES[1:])]
     return [
-        {"kind": kind, "sharing": sharing, "ranks": size, **_measured(kind, sharing, size)}
+        {"kind": kind, "sharing": sharing, "ranks": size, **measured(kind, sharing, size)}
         for kind in KINDS
         for sharing, size in chosen
     ]
 
 
-def _measured(kind: str, sharing: str, world_size: int) -> dict[str, Any]:
+def measured(kind: str, sharing: str, world_size: int) -> dict[str, Any]:
+    """Rank 0's bytes, and those that the forecast gives it."""
     setting = {
         "architecture": MODEL.config(),
         "rows": [[TOKENS, TOKENS - 1]],
         "config": {
-            "data.eval": "none", "training.batch_size": BATCH, "training.micro_batch": 1, "training.precision": "fp32",
-            "optimizer.kind": "adamw_32bit", "memory.loss_tokens": 64, **KINDS[kind], **SHARING[sharing],
+            "data.eval": "none", "data.max_length": TOKENS, "training.batch_size": BATCH, "training.micro_batch": 1,
+            "training.precision": "fp32", "optimizer.kind": "adamw_32bit", "memory.loss_tokens": 64,
+            **KINDS[kind], **STAGES[sharing],
         },
     }  # fmt: skip
     command = [harness.ROOT / "benchmarks" / "measured_step.py", json.dumps(setting)]
@@ -157,12 +166,21 @@ def _measured(kind: str, sharing: str, world_size: int) -> dict[str, Any]:
     arguments = [*(() if world_size == 1 else launcher), *command]
     live, resident = (
         _of_rank_0(harness.succeeded(harness.python(*arguments, *more, threads=1, extra=ALLOCATOR)))
-        for more in ((), ("--resident",))
+        for more in (("--live",), ("--resident",))
     )
     return {
-        "live_bytes": {"peak": live["peak_allocated_bytes"], **live["phases"]},
+        "live_bytes": {phase: live["phases"][phase] for phase in _STEP},
+        "forecast_bytes": _forecast(setting, world_size),
         "resident_bytes": resident["resident_bytes"],
     }
+
+
+def _forecast(setting: dict[str, Any], world_size: int) -> dict[str, int]:
+    torch.set_num_threads(1)
+    config = measured_step.config_of(setting["config"])
+    architecture = measured_step.architecture_of(setting["architecture"])
+    found = Planner(config, architecture, devices.find("cpu", config.memory), None, world_size).forecast()
+    return {phase: found.phases[phase]["allocated_bytes"] for phase in _STEP}
 
 
 def _of_rank_0(done: harness.Finished) -> dict[str, Any]:
@@ -173,7 +191,9 @@ def _of_rank_0(done: harness.Finished) -> dict[str, Any]:
 # -- what comes out ----------------------------------------------------------------------------------------------------
 
 
-_PHASES = ("load", "forward", "backward", "optimizer")
+def _off(row: dict[str, Any]) -> float:
+    """The error of the forecast in the peak of a step, relative to what was measured."""
+    return abs(max(row["forecast_bytes"].values()) / max(row["live_bytes"].values()) - 1)
 
 
 def _verdicts(result: dict[str, Any]) -> dict[str, bool]:
@@ -182,8 +202,12 @@ def _verdicts(result: dict[str, Any]) -> dict[str, bool]:
         name = f"{row['kind']}, {row['sharing']}, {row['ranks']} ranks equal one process"
         verdicts[name] = max(row["loss"], row["weights"]) <= TOLERANCE
     for kind in KINDS if "memory" in result else ():
-        rows = [row for row in result["memory"] if row["kind"] == kind]
+        rows = [row for row in result["memory"] if row["kind"] == kind and row["sharing"] in SHARING]
+        rows = [row for row in rows if row["sharing"] == "fsdp" or row["ranks"] == 1]
         verdicts[f"{kind}: resident memory falls with ranks"] = _falls([row["resident_bytes"] for row in rows])
+    for row in result.get("memory", []):
+        name = f"{row['kind']}, {row['sharing']}, {row['ranks']} ranks: the forecast is at most {OFF:.0%} off"
+        verdicts[name] = _off(row) <= OFF
     return verdicts
 
 
@@ -200,12 +224,16 @@ def _tables(result: dict[str, Any]) -> str:
         [
             f"{row['kind']}, {row['sharing']}",
             row["ranks"],
-            *(harness.mib(row["live_bytes"][phase]) for phase in _PHASES),
+            *(
+                f"{harness.mib(row['live_bytes'][phase])} ({harness.mib(row['forecast_bytes'][phase])})"
+                for phase in _STEP
+            ),
+            f"{_off(row):.1%}",
             harness.mib(row["resident_bytes"]),
         ]
         for row in result.get("memory", [])
     ]
-    header = ["MiB of rank 0", "ranks", *_PHASES, "resident"]
+    header = ["MiB of rank 0 (forecast)", "ranks", *_STEP, "off", "resident"]
     return "\n\n".join(
         [
             harness.table(["largest difference", "ranks", "loss", "weights"], equality),

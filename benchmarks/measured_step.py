@@ -1,6 +1,6 @@
 """The memory of a real training job on the CPU, from the profiler's account of every allocation.
 
-    python benchmarks/measured_step.py SETTING_JSON [--resident]
+    python benchmarks/measured_step.py SETTING_JSON [--resident | --live]
 
 The truth that `finetune plan` is compared with, and it shares no code with the forecast: PyTorch's profiler reports
 each block that torch's CPU allocator hands out or takes back, and the running sum of these is what is live. Random
@@ -10,6 +10,10 @@ and the phases are those that the trainer tells its monitor.
 That includes oneDNN's scratch memory, which torch allocates for it. Not seen: what is not allocated through torch
 (bitsandbytes' own buffers, numpy, Python), which `--resident` measures from outside, and tensors made while libraries
 were imported (a few KiB), whose frees are not counted either.
+
+With several ranks the profiler misses what gloo's threads free. `--live` then takes its place: after every operator it
+adds up the tensors that the job's own thread has made and not freed. It does not see what is allocated within an
+operator, nor by gloo.
 """
 
 from __future__ import annotations
@@ -17,6 +21,7 @@ from __future__ import annotations
 import argparse
 import json
 import tempfile
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -24,7 +29,11 @@ from typing import Any, NamedTuple
 
 import datasets
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile, record_function
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from finetune.config import Config
 from finetune.data.batching import RowOrder
@@ -33,6 +42,7 @@ from finetune.measure.monitor import Monitor
 from finetune.model import build
 from finetune.model.tokenizer import load_tokenizer
 from finetune.runtime import libraries, ranks
+from finetune.runtime.libraries import replaced
 from finetune.runtime.signals import Signals
 from finetune.settings import CHOICES
 from finetune.storage.rundir import RunDirectory
@@ -123,6 +133,59 @@ def measure_resident(config: Config, architecture: Any, rows: Sequence[Row], *, 
     To be asked once in a process, whose allocator must give freed memory back (MALLOC_MMAP_THRESHOLD_).
     """
     return Measured(resident_bytes=_job(config, architecture, rows, padded))
+
+
+def measure_live(config: Config, architecture: Any, rows: Sequence[Row], *, padded: bool = True) -> Measured:
+    """The tensors of this thread that are alive after each operator of the same job; on rank 0 of several, its own."""
+    with LiveTensors() as live, replaced(torch.UntypedStorage, "resize_", lambda *sized: live.resize(*sized)):
+        _job(config, architecture, rows, padded)
+    built = {phase: size for phase, size in live.phases.items() if phase in ("forward", "backward", "optimizer")}
+    place = max(built, key=built.__getitem__)
+    return Measured(peak_allocated_bytes=built[place], peak_place=place, phases=live.phases)
+
+
+class LiveTensors(TorchDispatchMode):
+    """Counts the storages of all tensors that operators take and return, for as long as they live."""
+
+    phase = "before"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._sizes: dict[int, int] = {}
+        self._live = 0
+        self.phases: dict[str, int] = {}
+        self._resize = torch.UntypedStorage.resize_
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if DTensor in types:
+            return NotImplemented
+        out = func(*args, **(kwargs or {}))
+        for value in tree_leaves((args, kwargs, out)):
+            if isinstance(value, torch.Tensor) and not isinstance(value, FakeTensor) and not value.is_meta:
+                self._see(value.untyped_storage())
+        return out
+
+    def resize(self, storage: Any, size_bytes: int) -> Any:
+        """FSDP2 frees a gathered weight by leaving its storage empty."""
+        resized = self._resize(storage, size_bytes)
+        if id(storage) in self._sizes:
+            self._count(id(storage), size_bytes)
+        return resized
+
+    def _see(self, storage: Any) -> None:
+        key = id(storage)  # one object for as long as the storage lives
+        if key not in self._sizes:
+            self._sizes[key] = 0
+            weakref.finalize(storage, self._died, key)
+            self._count(key, storage.nbytes())
+
+    def _died(self, key: int) -> None:
+        self._live -= self._sizes.pop(key)
+
+    def _count(self, key: int, size_bytes: int) -> None:
+        self._live += size_bytes - self._sizes[key]
+        self._sizes[key] = size_bytes
+        self.phases[self.phase] = max(self.phases.get(self.phase, 0), self._live)
 
 
 def _check(config: Config, rows: Sequence[Row], padded: bool) -> None:
@@ -260,6 +323,7 @@ class _Silent:
 
 
 def _mark(phase: str) -> None:
+    LiveTensors.phase = phase
     with record_function(_MARK + phase):
         pass
 
@@ -285,14 +349,14 @@ def _events(profiler: Any) -> Iterator[Event]:
             moments.append((event.start_time_ns, len(moments), (event, operator)))
         pending += [(child, event.name) for child in event.children]
     moments.sort(key=lambda moment: moment[:2])
-    phase, sums = "before", 0
+    phase, sums = "before", 0  # what was allocated before the profile began is not counted
     for _, _, (event, operator) in moments:
         if event.tag.name != "Allocation":
             phase = event.name.removeprefix(_MARK)
             yield Event(0, _MARK, phase)
             continue
         allocation = event.typed[1]
-        sums += allocation.alloc_size
+        sums = (sums or allocation.total_allocated - allocation.alloc_size) + allocation.alloc_size
         assert sums == allocation.total_allocated, "an allocation was lost, or another thread made one"
         yield Event(allocation.alloc_size, operator, phase)
 
@@ -317,7 +381,7 @@ def main() -> None:
     libraries.before_import()
     setting = json.loads(options.setting)
     rows = [(length, trained) for length, trained in setting["rows"]]
-    ask = measure_resident if options.resident else measure
+    ask = measure_resident if options.resident else measure_live if options.live else measure
     config, architecture = config_of(setting["config"]), architecture_of(setting["architecture"])
     measured = ask(config, architecture, rows, padded=setting.get("padded", True))
     if ranks.is_main():
@@ -327,7 +391,9 @@ def main() -> None:
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("setting", help="JSON with architecture, config, rows and padded (see forecast_cpu.py)")
-    parser.add_argument("--resident", action="store_true", help="measure the resident peak instead, unprofiled")
+    other = parser.add_mutually_exclusive_group()
+    other.add_argument("--resident", action="store_true", help="measure the resident peak instead, unprofiled")
+    other.add_argument("--live", action="store_true", help="count the tensors of this thread instead, unprofiled")
     return parser.parse_args()
 
 

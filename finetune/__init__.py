@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from finetune.config import Config
     from finetune.errors import FinetuneError
     from finetune.forecast.planning import fit
-    from finetune.inference.jobs import evaluate, generate
+    from finetune.inference.evaluation import evaluate
+    from finetune.inference.jobs import generate
     from finetune.lifecycle.publish import export_model, merge
     from finetune.objectives import Objective
     from finetune.report.data_look import inspect_data
@@ -39,7 +40,7 @@ _HOMES = {
     "Objective": "finetune.objectives",
     "Result": "finetune.report.result",
     "RunDirectory": "finetune.storage.rundir",
-    "evaluate": "finetune.inference.jobs",
+    "evaluate": "finetune.inference.evaluation",
     "export_model": "finetune.lifecycle.publish",
     "fit": "finetune.forecast.planning",
     "generate": "finetune.inference.jobs",

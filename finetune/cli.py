@@ -19,10 +19,12 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 
 import finetune
-from finetune.errors import FinetuneError, MachineError, OutOfMemoryError, Terminated
+from finetune.errors import ConfigError, FinetuneError, MachineError, OutOfMemoryError, Terminated
 from finetune.export.formats import FORMATS, find
 from finetune.export.gguf_types import TYPES, check
+from finetune.inference.metrics import METRICS
 from finetune.launch.targets import TARGETS
+from finetune.model.caches import CACHES
 from finetune.report.visible import LINES, VisibleStream, visible
 from finetune.runtime import libraries
 
@@ -130,6 +132,40 @@ Gpu = Annotated[
     str | None,
     typer.Option("--gpu", help="A card such as 'RTX 4090', a size such as 24GiB, auto or cpu.", show_default=False),
 ]
+Gpus = Annotated[int, typer.Option("--gpus", min=1, max=1024, help="How many of them; the figures are those of one.")]
+
+
+CacheName = Annotated[
+    str, typer.Option("--cache", help="; ".join(f"{name}: {entry.help}" for name, entry in CACHES.items()))
+]
+
+
+@app.command()
+def init(
+    model: Annotated[
+        str | None, typer.Argument(help="The base: a directory, a hub name or builtin:tiny-llama.", show_default=False)
+    ] = None,
+    rows: Annotated[
+        str | None,
+        typer.Argument(metavar="[DATA]", help="A file, a folder or a data set of the hub.", show_default=False),
+    ] = None,
+    gpu: Gpu = None,
+    other: Annotated[
+        Path | None,
+        typer.Option("--from", parser=path, help="Translate this config of Axolotl or LLaMA-Factory instead."),
+    ] = None,
+    output: Annotated[Path | None, typer.Option("--output", parser=path, help="Where to write the config.")] = None,
+    yes: Annotated[bool, typer.Option("--yes", help="Ask nothing, and replace a file that is there.")] = False,
+    debug: Debug = False,
+) -> None:
+    """Write a first config. It fits the model and the data to the card; what is missing is asked for."""
+
+    def work() -> None:
+        from finetune.init import job
+
+        job.create(model, rows, gpu, other, output, yes=yes, say=lambda text: typer.echo(visible(text, LINES)))
+
+    _run(work, debug)
 
 
 @app.command()
@@ -137,23 +173,51 @@ def plan(
     config: ConfigFile,
     overrides: Overrides = None,
     gpu: Gpu = None,
+    gpus: Gpus = 1,
     picture: Annotated[
         Path | None, typer.Option("--picture", parser=path, help="Draw memory over the step as a PNG.")
     ] = None,
+    page: Annotated[Path | None, typer.Option("--html", parser=path, help="Also write it as an HTML page.")] = None,
+    inference: Annotated[
+        bool, typer.Option("--inference", help="Forecast answers instead: weights, KV cache, working memory.")
+    ] = False,
+    batch: Annotated[int, typer.Option("--batch", min=1, help="With --inference: prompts at a time.")] = 1,
+    context: Annotated[
+        int | None,
+        typer.Option(
+            "--context",
+            min=2,
+            show_default=False,
+            help="With --inference: tokens of a prompt and its answer; by default data.max_length.",
+        ),
+    ] = None,
+    cache: CacheName = "dynamic",
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
-    """Forecast the memory of a training step. By phase and purpose; no GPU or weights needed."""
+    """Forecast the memory of a training step, or of answers. By phase and purpose; no GPU or weights needed."""
 
     def work() -> None:
+        if not inference and (batch, context, cache) != (1, None, "dynamic"):
+            raise ConfigError("--batch, --context and --cache are for a forecast of answers: add --inference")
+        if inference and (picture or page):
+            raise ConfigError("--picture and --html show a training step; leave out --inference")
         job = finetune.load_config(config, overrides or [])
         if not as_json:
             _announce(f"plan of {config}", job)
+        if inference:
+            with libraries.importing_for_forecast():
+                from finetune.forecast import serving
+            served = serving.forecast(job, gpu, rows=batch, context=context, cache=cache)
+            _print_json(served.as_dict()) if as_json else _terminal().served(served)
+            sys.exit(0 if served.fits else OutOfMemoryError.exit_code)
         with libraries.importing_for_forecast():
             make = finetune.plan  # which imports its module
-        found = make(job, gpu)
+        found = make(job, gpu, gpus)
         if picture:
             found.draw(picture)
+        if page:
+            found.write(page)
         if as_json:
             _print_json(found.as_dict())
         else:
@@ -171,6 +235,7 @@ def fit(
     config: ConfigFile,
     overrides: Overrides = None,
     gpu: Gpu = None,
+    gpus: Gpus = 1,
     output: Annotated[
         Path | None, typer.Option("--output", parser=path, help="Where to write the fitted config.")
     ] = None,
@@ -185,7 +250,7 @@ def fit(
             _announce(f"fit of {config}", job)
         with libraries.importing_for_forecast():
             from finetune.forecast import planning
-        fitted, limits = planning.fit_with_limits(job, gpu)
+        fitted, limits = planning.fit_with_limits(job, gpu, gpus)
         target = output or Path(f"{config.stem}_fitted.yaml")
         planning.write(fitted, target)
         if as_json:
@@ -254,41 +319,144 @@ def export(
     _run(work, debug)
 
 
+def which(model: str) -> str:
+    """A model of a run; parses the option of that name."""
+    if model not in ("base", "adapter", "merged"):
+        raise typer.BadParameter(f"{model!r}: choose base, adapter or merged")
+    return model
+
+
+Model = Annotated[str, typer.Option("--model", parser=which, metavar="NAME", help="base, adapter or merged.")]
+MaxNewTokens = Annotated[int, typer.Option("--max-new-tokens", min=1)]
+Temperature = Annotated[float, typer.Option("--temperature", min=0, help="0 is greedy.")]
+TopP = Annotated[float, typer.Option("--top-p", min=0, max=1)]
+TopK = Annotated[int, typer.Option("--top-k", min=0, help="0 is off.")]
+MinP = Annotated[float, typer.Option("--min-p", min=0, max=1)]
+RepetitionPenalty = Annotated[float, typer.Option("--repetition-penalty", help="1 is none.")]
+Seed = Annotated[int, typer.Option("--seed", help="Of sampled answers.")]
+Stop = Annotated[list[str] | None, typer.Option("--stop", help="A text that ends an answer; may be repeated.")]
+
+
 @app.command()
 def generate(
     run: Run,
-    prompt: Annotated[str, typer.Option("--prompt", help="The prompt to answer.", show_default=False)],
-    model: Annotated[str, typer.Option("--model", help="base, adapter or merged.")] = "adapter",
-    max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", min=1)] = 256,
+    prompts: Annotated[
+        list[str] | None, typer.Option("--prompt", help="A prompt; may be repeated.", show_default=False)
+    ] = None,
+    file: Annotated[
+        Path | None,
+        typer.Option("--file", parser=path, help="Prompts: text lines, or rows with `prompt` or `messages`."),
+    ] = None,
+    model: Model = "adapter",
+    max_new_tokens: MaxNewTokens = 256,
+    temperature: Temperature = 0.0,
+    top_p: TopP = 1.0,
+    top_k: TopK = 0,
+    min_p: MinP = 0.0,
+    repetition_penalty: RepetitionPenalty = 1.0,
+    seed: Seed = 0,
+    stop: Stop = None,
+    batch: Annotated[int, typer.Option("--batch", min=1, help="How many prompts at a time.")] = 16,
+    cache: CacheName = "dynamic",
     trust_code: TrustCode = False,
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
-    """Answer a prompt with the run's base, adapter or merged model."""
-    if model not in ("base", "adapter", "merged"):
-        raise typer.BadParameter(f"{model!r}: choose base, adapter or merged", param_hint="--model")
+    """Answer prompts with the base, adapter or merged model. One as text, while it is made; several as JSON lines."""
 
     def work() -> None:
         opened = finetune.RunDirectory.open(run)
-        text = finetune.generate(
-            opened, prompt, which=model, max_new_tokens=max_new_tokens, trust_remote_code=trust_code
+        from finetune.inference import commands
+        from finetune.inference.generation import Settings
+
+        settings = Settings(
+            max_new_tokens, temperature, top_p, top_k, min_p, repetition_penalty, seed, (*(stop or ()),), batch, cache
         )
-        _print_json({"model": model, "answer": text}) if as_json else typer.echo(visible(text, LINES))
+        commands.generate(opened, prompts or [], file, model, settings, as_json=as_json, trust_remote_code=trust_code)
+
+    _run(work, debug)
+
+
+@app.command()
+def chat(
+    run: Run,
+    model: Model = "adapter",
+    max_new_tokens: MaxNewTokens = 512,
+    temperature: Temperature = 0.0,
+    top_p: TopP = 1.0,
+    top_k: TopK = 0,
+    min_p: MinP = 0.0,
+    repetition_penalty: RepetitionPenalty = 1.0,
+    seed: Seed = 0,
+    stop: Stop = None,
+    cache: CacheName = "dynamic",
+    trust_code: TrustCode = False,
+    debug: Debug = False,
+) -> None:
+    """Converse with a run's model. /base and /adapter switch the adapter off and on, /help lists the commands."""
+
+    def work() -> None:
+        opened = finetune.RunDirectory.open(run)
+        from finetune.inference import commands
+        from finetune.inference.generation import Settings
+
+        settings = Settings(
+            max_new_tokens, temperature, top_p, top_k, min_p, repetition_penalty, seed, (*(stop or ()),), cache=cache
+        )
+        commands.chat(opened, model, settings, trust_remote_code=trust_code)
 
     _run(work, debug)
 
 
 @app.command("eval")
-def evaluate(run: Run, trust_code: TrustCode = False, as_json: Json = False, debug: Debug = False) -> None:
-    """Evaluate the base and the trained model. Loss and perplexity on the evaluation set."""
+def evaluate(
+    run: Run,
+    metrics: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--metric", show_default=False, metavar="METRIC",
+            help="Score answers to the evaluation set; may be repeated. "
+            + "; ".join(f"{name + ':' * bool(m.takes) + m.takes}: {m.help}" for name, m in METRICS.items())
+            + "; SCHEMA.json: it is JSON of this schema; FILE.py:FUNCTION: your own, of (answer, reference, row).",
+        ),
+    ] = None,
+    tasks: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--task", metavar="TASK", show_default=False,
+            help="A task of lm-evaluation-harness, by name or YAML file; may be repeated.",
+        ),
+    ] = None,
+    models: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--model", metavar="NAME", show_default=False,
+            help="base, adapter or merged; may be repeated. All that there are by default.",
+        ),
+    ] = None,
+    limit: Annotated[
+        int | None, typer.Option("--limit", min=1, help="Answer only so many questions, and rows of each task.")
+    ] = None,
+    max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", min=1)] = 256,
+    batch_size: Annotated[int, typer.Option("--batch-size", min=1, help="Of answers and tasks.")] = 16,
+    chat_template: Annotated[
+        bool, typer.Option("--apply-chat-template", help="Render the prompts of tasks with the chat template.")
+    ] = False,
+    trust_code: TrustCode = False,
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:  # fmt: skip
+    """Compare base, adapter and merged model. Loss, perplexity, scored answers and tasks, with confidence intervals."""
 
     def work() -> None:
         opened = finetune.RunDirectory.open(run)
-        losses = finetune.evaluate(opened, trust_remote_code=trust_code)
+        scores = finetune.evaluate(
+            opened, metrics=metrics or (), tasks=tasks or (), models=models or (), limit=limit,
+            max_new_tokens=max_new_tokens, batch_size=batch_size, apply_chat_template=chat_template,
+            trust_remote_code=trust_code, terminal=_terminal(quiet=as_json),
+        )  # fmt: skip
         if as_json:
-            _print_json(losses)
-        else:
-            _terminal().losses(losses)
+            _print_json(scores.as_dict())
 
     _run(work, debug)
 
@@ -334,6 +502,29 @@ def report(run: Run, debug: Debug = False) -> None:
         typer.echo(visible(str(write(opened))))
         if not opened.finished:
             typer.echo(f"{run} is not finished: the report has what there is so far", err=True)
+
+    _run(work, debug)
+
+
+@app.command()
+def compare(
+    runs: Annotated[list[Path], typer.Argument(help="Run directories, two or more.", show_default=False)],
+    page: Annotated[Path | None, typer.Option("--html", parser=path, help="Also write it as an HTML page.")] = None,
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Put runs side by side. What differs in their configs, and what came out."""
+
+    def work() -> None:
+        from finetune.report.compare import compare
+
+        found = compare(runs)
+        if page:
+            found.write(page)
+        if as_json:
+            _print_json(found.as_dict())
+        else:
+            _terminal().side_by_side(found)
 
     _run(work, debug)
 
@@ -423,8 +614,9 @@ def _run(work: Callable[[], None], debug: bool) -> None:
         _fail(f"{error.filename or 'the output'}: {error.strerror or error}", MachineError.exit_code)
     except Terminated as ended:
         _fail(str(ended), Terminated.exit_code)
-    except KeyboardInterrupt:
-        _fail("interrupted; start the same command again to go on from the last checkpoint", INTERRUPTED)
+    except KeyboardInterrupt as stopped:
+        what = f": {stopped}" if str(stopped) else "; start the same command again to go on from the last checkpoint"
+        _fail(f"interrupted{what}", INTERRUPTED)
 
 
 def _refusing() -> contextlib.AbstractContextManager[None]:

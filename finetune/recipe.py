@@ -21,6 +21,7 @@ from finetune.training import run as training
 from finetune.training import strategies
 from finetune.training.callbacks import Callback
 from finetune.training.checks import check_shares
+from finetune.training.tracking import Trackers
 
 
 @session.releasing()
@@ -53,18 +54,13 @@ def train(
         # Open: a new run directory, or an earlier one and its last checkpoint. Ranks have one each, below rank 0's.
         own, start = opening.open_run(config, run, materials, forecast, lock, terminal.note, fresh=fresh)
         terminal.opened(
-            own.path,
-            config,
-            device,
-            materials.data,
-            materials.attention,
-            forecast,
-            ranks.world_size(),
-            materials.mixture,
-        )
+            own.path, config, device, materials.data, materials.attention, forecast,
+            ranks.world_size(), materials.mixture,
+        )  # fmt: skip
 
         monitor = Monitor(meter_for(device.type))
-        with session.computing(config, own, monitor, device):
+        tracked = Trackers(config.tracking, own, config, terminal.note)
+        with tracked, session.computing(config, own, monitor, device):
             # Build: the base, which is asked a few questions, and the adapter on it.
             shards = strategies.sharding(config.distributed, device)
             with monitor.phase("load"):
@@ -80,11 +76,12 @@ def train(
 
             # Train: the optimizer steps, evaluations and checkpoints, and at the end the adapter on disk.
             job = training.Job(
-                config, model, materials.tokenizer, materials.data, own, monitor, terminal,
+                config, model, materials.tokenizer, materials.data, own, monitor, terminal, tracked,
                 device=device, signals=signals, made_with=origin, resume_from=start.checkpoint, callbacks=callbacks,
             )  # fmt: skip
             outcome = training.train(job)
             answers.after(model, materials.tokenizer, config, own, asked)
+            tracked.answers(own)
             del base, model, job
 
         # Publish, and report.

@@ -10,6 +10,7 @@ import pytest
 
 from finetune import cli
 from finetune.config import dump
+from finetune.report.scores import Scores
 from finetune.storage.rundir import RunDirectory
 
 TINY = Path(__file__).parent.parent / "configs" / "tiny_cpu.yaml"
@@ -95,14 +96,6 @@ def test_files_to_read_and_to_write_may_be_at_home(
     code, _, err = call("report", "~/gone")
     assert code == 7
     assert f"{tmp_path / 'gone'}: not a run directory" in err
-
-
-def test_an_answer_cannot_steer_the_terminal(call, trained: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("finetune.inference.jobs.generate", lambda *_, **__: "one\n\ttwo \x1b[2J\u202e")
-    code, out, _ = call("generate", trained.path, "--prompt", "x")
-    assert (code, out) == (0, "one\n\ttwo \ufffd[2J\ufffd\n")
-    code, out, _ = call("generate", trained.path, "--prompt", "x", "--json")
-    assert json.loads(out)["answer"].endswith("\x1b[2J\u202e")
 
 
 def test_train_as_json(call, job: list[str]) -> None:
@@ -342,6 +335,24 @@ def test_an_export_prints_its_proof_what_is_not_proven_and_how_to_serve_it(
     assert json.loads(out)["serve"].keys() == {"vLLM", "SGLang", "llama.cpp"}
 
 
+def test_a_plan_of_inference_says_whether_it_will_serve(call, shallow_base: Path) -> None:
+    plan = ["plan", TINY, f"model.name={shallow_base}", "--inference", "--batch", 2, "--context", 64, "--gpu", "cpu"]
+    code, out, _ = call(*plan)
+    assert code == 0
+    for expected in ("fits: ", "2 prompts at a time, up to 64 tokens each", "dynamic: ", "quantized 0 MiB", "decoding"):
+        assert expected in out
+    code, out, _ = call(*plan, "memory.budget=1MiB", "--json")
+    assert code == 6
+    found = json.loads(out)
+    assert (found["fits"], found["rows"], found["context"], found["cache"]) == (False, 2, 64, "dynamic")
+    assert found["cache_bytes"] == found["caches"]["dynamic"] > 0
+    drawn = ([*plan, "--picture", "a.png"], "--picture and --html")
+    for wrong, why in ((plan[:3] + plan[4:], "add --inference"), drawn):
+        code, _, err = call(*wrong)
+        assert code == 2
+        assert why in err
+
+
 def test_generate_answers_with_each_model(call, trained: RunDirectory) -> None:
     answers = {}
     for model in ("base", "adapter"):
@@ -387,19 +398,23 @@ def test_a_run_with_a_key_that_its_optimizer_ignores_is_read_and_no_other_is_tra
     assert "`optimizer.epsilon`: `optimizer.kind: adafactor` ignores it" in err
 
 
-@pytest.mark.slow
-def test_eval_states_loss_and_perplexity_of_base_and_adapter(
-    call, trained: RunDirectory, monkeypatch: pytest.MonkeyPatch
+def test_eval_prints_a_table_or_what_eval_json_holds(
+    call, trained: RunDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    code, out, _ = call("eval", trained.path, "--json")
+    run = RunDirectory(shutil.copytree(trained.path, tmp_path / "run"))
+    code, out, _ = call("eval", run.path, "--metric", "f1", "--model", "adapter", "--limit", 2, "--max-new-tokens", 2)
     assert code == 0
-    losses = json.loads(out)
-    lines = [line["eval_loss"] for line in trained.metrics() if "eval_loss" in line]
-    assert losses["base"] == pytest.approx(lines[0], rel=1e-4)
-    assert losses["adapter"] == pytest.approx(min(lines), rel=1e-4), "the best one is published"
-    monkeypatch.setattr("finetune.inference.jobs.evaluate", lambda *_, **__: losses)
-    _, out, _ = call("eval", trained.path)
-    assert "perplexity" in out
+    for expected in ("perplexity", "f1", "adapter", " to ", "95% confidence intervals"):
+        assert expected in out
+    made = json.loads(run.eval_file.read_text())
+    assert made["settings"]["limit"] == 2
+    monkeypatch.setattr("finetune.inference.evaluation.evaluate", lambda *_, **__: Scores(made))
+    code, out, _ = call("eval", run.path, "--json")
+    assert json.loads(out) == made
+    monkeypatch.undo()
+    code, _, err = call("eval", run.path, "--metric", "rogue_l")
+    assert code == 2
+    assert "did you mean `rouge_l`" in err
 
 
 def test_schema_prints_json_and_markdown(call) -> None:

@@ -1,5 +1,6 @@
-"""What the pages of the documentation point to exists: files, headings, tests; their examples fit the code."""
+"""What the documentation points to exists: files, headings, tests, messages; its examples fit the code."""
 
+import ast
 import builtins
 import dis
 import importlib
@@ -7,6 +8,9 @@ import inspect
 import json
 import re
 import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -39,6 +43,38 @@ def test_every_link_leads_to_a_file_and_a_heading() -> None:
             if not target.exists() or (anchor and anchor not in anchors(target)):
                 dead.append(f"{page.name}: {link}")
     assert dead == []
+
+
+def test_the_site_is_built_without_a_warning_and_loads_nothing_from_another_host(tmp_path: Path) -> None:
+    """mkdocs warns of links and anchors that lead nowhere, and of pages that no reader finds in the navigation."""
+    pytest.importorskip("mkdocs")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", tmp_path]
+    built = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert built.returncode == 0, built.stderr
+    pages = {page.name: page.read_text(encoding="utf-8") for page in tmp_path.glob("*.html")}
+    assert pages.keys() >= {"index.html", *(f"{page.stem}.html" for page in (ROOT / "docs").glob("*.md"))}
+    loaded = r"<(?:script|link|img|iframe)\b[^>]*\b(?:src|href)=[\"']?(?:https?:)?//"
+    assert [name for name, text in pages.items() if re.search(loaded, text)] == []
+
+
+def said() -> Iterator[str]:
+    """Each text in the package's code, with an ellipsis for what an f-string fills in."""
+    for file in (ROOT / "finetune").rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.JoinedStr):
+                yield "".join(part.value if isinstance(part, ast.Constant) else "…" for part in node.values)
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                yield node.value
+
+
+def test_the_page_of_troubleshooting_quotes_messages_of_the_program() -> None:
+    """A quoted message is part of a text in the code; where it says `…`, the program may fill in something."""
+    text = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
+    quoted = [line for block in re.findall(r"^```text\n(.*?)^```", text, re.M | re.S) for line in block.splitlines()]
+    assert len(quoted) > 40
+    texts = "\0".join(said())
+    pattern = {line: "[^\0]*".join(map(re.escape, line.split("…"))) for line in quoted}
+    assert [line for line in quoted if not re.search(pattern[line], texts)] == []
 
 
 def test_the_page_of_faults_names_tests_that_exist_and_every_file_of_fault_tests() -> None:

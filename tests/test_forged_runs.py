@@ -125,7 +125,9 @@ def printable(text: str) -> bool:
 
 
 def harmless(markup: str) -> bool:
-    return "<script" not in markup and not any(ord(letter) < 32 and letter not in "\t\n" for letter in markup)
+    """Whether the page has no scripts but the two that draw its curves, and no control characters."""
+    own = 2 * ('id="curves"' in markup)
+    return markup.count("<script") == own and not any(ord(letter) < 32 and letter not in "\t\n" for letter in markup)
 
 
 class Forger:
@@ -297,7 +299,9 @@ AREAS: dict[str, tuple[Callable[[Path], bool], list[str]]] = {
         [*["report", "show", "doctor", "resume"] * 3, "plot"],
     ),
     "records": (
-        lambda name: name.name in ("answers.json", "environment.json", "forecast.json", "merge.json", "config.yaml"),
+        lambda name: (
+            name.name in ("answers.json", "environment.json", "forecast.json", "data.json", "merge.json", "config.yaml")
+        ),
         ["report", "show", "doctor", "resume", "answer"],
     ),
     "checkpoint": (lambda name: name.parts[0] == "checkpoints", ["resume", "resume", "doctor"]),

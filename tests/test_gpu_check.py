@@ -469,7 +469,7 @@ def test_the_matrix_is_shared_out_among_slices_that_end_in_time(
 def test_every_setting_is_a_valid_job(forecast_gpu: ModuleType) -> None:
     import measured_step
 
-    from finetune.config.sections import contradictions
+    from finetune.config.rules import contradictions
     from finetune.model import checkpointing
 
     for setting in forecast_gpu.SETTINGS:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +13,9 @@ import pyarrow.parquet
 import pytest
 
 import finetune
-from finetune.data.examples import Message, shown
+from finetune.data.examples import Chat, Completion, Message, shown
 from finetune.data.prepare import prepare
-from finetune.inference import answers, jobs
+from finetune.inference import generation
 from finetune.model.tokenizer import load_tokenizer
 
 Rows = list[dict[str, Any]]
@@ -44,12 +44,11 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
     """The tokens of each prompt that a model was asked, in place of its answers."""
     found: list[list[int]] = []
 
-    def answer(model: Any, tokenizer: Any, prompt: list[int], max_new_tokens: int) -> str:
-        found.append(prompt)
-        return "said"
+    def said(model: Any, tokenizer: Any, prompts: list[list[int]], *_: Any) -> Iterator[generation.Answer]:
+        found.extend(prompts)
+        return iter([generation.Answer("said", 1, ended=True)] * len(prompts))
 
-    for module in (answers, jobs):
-        monkeypatch.setattr(module, "answer", answer)
+    monkeypatch.setattr(generation, "answers", said)
     return found
 
 
@@ -124,10 +123,10 @@ def test_a_run_ends_well_whatever_its_messages_hold_besides_text(
 def test_a_prompt_is_shown_with_who_says_what_but_a_single_question_by_itself() -> None:
     question: Message = {"role": "user", "content": "Why?"}
     call: Message = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}
-    assert shown("Once") == "Once"
-    assert shown([question]) == "Why?"
-    assert shown([SYSTEM, question]) == "system: Be brief.\nuser: Why?"
-    assert shown([question, call]) == 'user: Why?\nassistant: {"name": "f", "arguments": {}}'
+    assert shown(Completion("Once", "")) == "Once"
+    assert shown(Chat([question])) == "Why?"
+    assert shown(Chat([SYSTEM, question])) == "system: Be brief.\nuser: Why?"
+    assert shown(Chat([question, call])) == 'user: Why?\nassistant: {"name": "f", "arguments": {}}'
 
 
 def test_a_run_that_does_not_say_what_its_rows_were_is_asked_as_a_conversation_with_a_word(

@@ -75,6 +75,13 @@ def test_figures_of_the_readme_are_the_measured_ones() -> None:
     assert stuck["finetune"] == 0
 
 
+def test_figures_of_the_page_of_other_programs_are_those_of_the_readme() -> None:
+    page_of_ours = page("docs/compared.md").split("## What is here")[1].split("## Coming from")[0]
+    figures = set(re.findall(r"\d[\d.,]*\d%?", page_of_ours))
+    assert len(figures) > 5
+    assert figures - set(re.findall(r"\d[\d.,]*\d%?", README)) == set()
+
+
 def assert_printed(text: str, start: str, output: str) -> None:
     """The block of `text` that begins with `start` has many lines, all of them from the file `output`."""
     block = re.search(rf"```\n({start}.*?)```", text, re.DOTALL)
@@ -139,6 +146,35 @@ def test_figures_of_the_benchmarks_are_the_measured_ones() -> None:
         *reliability_figures(),
     ]
     assert_shown(figures, page("docs/benchmarks.md"))
+
+
+def test_figures_of_the_page_of_choices_are_the_measured_ones() -> None:
+    runs = results("choices")["runs"].values()
+    last = {(run["rank"], run["targets"], run["rate"], run["seed"], run["epochs"]): last_loss(run) for run in runs}
+
+    def row(name: str, rank: int, targets: str, rates: tuple[float, ...]) -> str:
+        losses = [last.get((rank, targets, rate, 42, 0)) for rate in rates]
+        return f"| {name} | {' | '.join(f'{loss:.3f}' if loss else '' for loss in losses)} |"
+
+    rates = (1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2)
+    seeds = [last[16, "all-linear", 3e-3, seed, 0] for seed in (42, 43, 44)]
+    figures = [
+        row("every weight", 0, "all-linear", rates),
+        *(row(f"rank {rank}", rank, "all-linear", rates) for rank in (1, 4, 16, 64)),
+        *(row(targets, 16, targets, (3e-3, 1e-2)) for targets in ("all-linear", "attention", "mlp")),
+        f"between {min(seeds):.3f} and {max(seeds):.3f}",
+    ]
+    for run in (run for run in runs if run["epochs"]):
+        losses = run["eval_losses"]
+        best = min(losses, key=losses.get)
+        epochs = int(best) / run["steps"] * run["epochs_done"]
+        after = f"after {epochs:.1f} epochs and {last_loss(run):.3f} after {run['epochs']}"
+        figures.append(f"at {run['rate']:g} it is lowest ({losses[best]:.3f}) {after}")
+    assert_shown(figures, page("docs/choosing.md"))
+
+
+def last_loss(run: dict) -> float:
+    return run["eval_losses"][str(run["steps"])]
 
 
 def beside_figures() -> list[str]:
@@ -218,11 +254,27 @@ def test_figures_of_several_ranks_are_the_measured_ones() -> None:
     )
     mib: dict[str, list[str]] = {}
     for row in shared["memory"]:
-        mib.setdefault(row["kind"], []).append(f"{row['resident_bytes'] / 2**20:,.0f}")
+        if (row["sharing"], row["ranks"]) in (("ddp", 1), ("fsdp", 2), ("fsdp", 4)):
+            mib.setdefault(row["kind"], []).append(f"{row['resident_bytes'] / 2**20:,.0f}")
     assert_shown([" | ".join(row) for row in mib.values()], page("docs/many-gpus.md"))
     assert max(row["loss"] for row in shared["equality"]) <= 8e-6
     assert max(row["weights"] for row in shared["equality"]) <= 2e-7
     assert "(at most 8e-6 in a loss and 2e-7 in a weight" in page("docs/many-gpus.md")
+
+
+def test_plans_of_70b_are_the_results() -> None:
+    found = results("plan_70b")
+    assert all(found["holds"].values())
+    rows = []
+    for one in found["plans"]:
+        plan = one["plan"]
+        fits = "fits" if plan["fits"] else "does not fit"
+        kind = f"{plan['sharding']['kind']}, {plan['sharding']['stage']}"
+        needed, budget, host = (f"{plan[key] / 2**30:.1f}" for key in ("needed_bytes", "budget_bytes", "host_bytes"))
+        rows.append(
+            f"| {one['job']} | {one['gpus']} x {one['card']} | {kind} | {needed} of {budget} GiB, {fits} | {host} GiB |"
+        )
+    assert_shown(rows, page("docs/many-gpus.md"))
 
 
 def reliability_figures() -> list[str]:

@@ -75,6 +75,8 @@ def watched(folder: Path, *arguments: Any) -> Ended:
         *((7, [command, "no run"]) for command in ("merge", "eval", "report")),
         (7, ["generate", "no run", "--prompt", "?"]),
         (7, ["export", "no run", "--to", "merged"]),
+        (2, ["init"]),
+        (3, ["init", "builtin:tiny-llama", "no/rows.jsonl"]),
         (2, ["export", "no run", "--to", "merge"]),
         (2, ["export", "no run", "--to", "gguf", "--type", "q4_0"]),
     ],

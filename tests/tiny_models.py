@@ -64,6 +64,7 @@ def trace(
     evaluation: Batch | None = None,
     attention: str = "sdpa",
     shortening: Callable[[Sequence[Hashable]], Shortened] = shorten,
+    world_size: int = 1,
 ) -> Trace:
     """The trace of a step of `job`; by default of few layers, extrapolated to all."""
-    return step._trace_step(job, model, batch, evaluation, where or cpu(), attention, shortening)
+    return step._trace_step(job, model, batch, evaluation, where or cpu(), attention, shortening, world_size)

@@ -1,7 +1,7 @@
 """The configuration of a job: what a person wrote, checked and resolved."""
 
 from finetune.config.fields import Choices
-from finetune.config.load import dump, from_values, ignored_keys, load
+from finetune.config.load import dump, explained, from_values, ignored_keys, load, written
 from finetune.config.sections import (
     AdapterSection,
     Config,
@@ -17,6 +17,7 @@ from finetune.config.sections import (
     Sources,
     TrackingSection,
     TrainingSection,
+    contradictions,
     entries,
     named,
 )

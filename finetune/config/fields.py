@@ -80,6 +80,13 @@ class Choice:
         raise ValueError(unknown(name, tables[self.table]) + (f", or a {self.or_file} file" if self.or_file else ""))
 
 
+@dataclass(frozen=True)
+class Usual:
+    """Marks a number with the range that jobs use, for the message about one that no job can."""
+
+    range: str
+
+
 class OneOrMore:
     """Marks a list of names: one name alone is a list of one."""
 
@@ -91,6 +98,26 @@ class OneOrMore:
     def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
         several = handler(schema)
         return {"anyOf": [several["items"], several]}
+
+
+_OF_PATTERNS = re.compile(r"[][(){}*+?|^$\\]")
+
+
+def is_pattern(target: str) -> bool:
+    """Whether a target is a regular expression: it has a character that no module's name has."""
+    return _OF_PATTERNS.search(target) is not None
+
+
+def _check_target(target: str) -> str:
+    try:
+        re.compile(target if is_pattern(target) else "")
+    except re.error as error:
+        raise ValueError(f"`{shortened(target)}` is not a regular expression: {error}") from None
+    return target
+
+
+Target = Annotated[str, AfterValidator(_check_target)]
+"""The name of a module, or a regular expression for full names of modules."""
 
 
 def unknown(name: str, known: Iterable[str]) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +12,9 @@ import yaml
 from pydantic import ValidationError
 
 from finetune.config import other_names, strict_yaml
-from finetune.config.fields import Choices, shortened, unknown
-from finetune.config.sections import Config, Section, Source, contradictions
+from finetune.config.fields import Choices, Usual, shortened, unknown
+from finetune.config.rules import contradictions
+from finetune.config.sections import Config, Section, Source
 from finetune.errors import ConfigError
 
 
@@ -62,9 +63,32 @@ def _checked(
     return config
 
 
-def dump(config: Config) -> str:
-    """The resolved config as YAML that `load` reads back to an equal value."""
-    return yaml.dump(config.model_dump(mode="json"), Dumper=_Dumper, sort_keys=False, allow_unicode=True)
+def dump(config: Config, *, defaults: bool = True) -> str:
+    """The resolved config as YAML that `load` reads back to an equal value, if wanted without keys at their default."""
+    values = config.model_dump(mode="json")
+    if not defaults:
+        usual = Config().model_dump(mode="json")
+        changed = {
+            name: {key: value for key, value in section.items() if value != usual[name][key]}
+            for name, section in values.items()
+        }
+        values = {name: section for name, section in changed.items() if section}
+    return written(values)
+
+
+def written(sections: Mapping[str, Any]) -> str:
+    """Sections and their keys as the YAML of a config; only what is given."""
+    return yaml.dump(dict(sections), Dumper=_Dumper, sort_keys=False, allow_unicode=True)
+
+
+def explained(text: str, reasons: Mapping[str, str]) -> Iterator[str]:
+    """The lines of a config, each key with its reason, by `section.key`, as a comment beside it."""
+    section = ""
+    for line in text.splitlines():
+        key = line.strip().partition(":")[0]
+        section = key if line and not line.startswith(" ") else section
+        reason = reasons.get(f"{section}.{key}")
+        yield f"{line}  # {reason}" if reason and line.startswith(" ") else line
 
 
 class _Dumper(yaml.SafeDumper):
@@ -184,9 +208,26 @@ def _explain(item: Any, where: dict[tuple[str, ...], str], file: str) -> str:
     if item["type"] == "missing":
         return f"{place}: `{key}` is missing"
     if item["type"] == "model_type":
-        return f"{place}: `{key}` is a section; write its keys on indented lines below it"
+        return f"{place}: `{key}` is a section; write {_in_section(path, item['input'])}"
     expected = " or ".join(dict.fromkeys(_expected(branch) for branch in item["branches"]))
-    return f"{place}: `{key}`: expected {expected}, not {shortened(repr(item['input']), 60)}"
+    return f"{place}: `{key}`: expected {expected}, not {shortened(repr(item['input']), 60)}{_usual(path)}"
+
+
+def _in_section(path: tuple[str, ...], value: Any) -> str:
+    """What to write instead of a value that stands where a section does, such as Axolotl's `adapter: qlora`."""
+    if not isinstance(value, str):
+        return "its keys on indented lines below it"
+    main = next(iter(_known_keys(path)))
+    return other_names.meant(value) or f"`{path[-1]}.{main}: {other_names.name_here(shortened(value, 60))}`"
+
+
+def _usual(path: tuple[str, ...]) -> str:
+    """The usual range of a number, for a config key that has one."""
+    section: Any = (
+        Config.model_fields[path[0]].annotation if len(path) == 2 and path[0] in Config.model_fields else None
+    )
+    field = section.model_fields.get(path[1]) if section else None
+    return next((f"; {mark.range} is usual" for mark in field.metadata if isinstance(mark, Usual)), "") if field else ""
 
 
 def _instead(key: str, meant: str) -> str:

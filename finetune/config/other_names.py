@@ -1,12 +1,17 @@
 """What keys of other tools are called here: those of Axolotl, LLaMA-Factory, Unsloth, TRL, transformers and PEFT.
 
 A key that is none of ours but one of theirs is refused with the key to write; nothing is taken silently, since a name
-that they share may not mean the same.
+that they share may not mean the same. `finetune init --from` translates a whole config by the same table.
 """
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable
+from typing import Any
+
 _ALWAYS = "leave it out: this is always so here"
+_NO_NEED = "leave it out: it does not change the result, and is chosen by itself here"
 
 NAMES: dict[str, str] = {
     # -- the model
@@ -55,6 +60,7 @@ NAMES: dict[str, str] = {
     "peft_use_dora": "`adapter.dora`",
     "pissa_init": "`adapter.init: pissa`",
     "init_lora_weights": "`adapter.init`",
+    "adapter": "`adapter.kind`",
     "finetuning_type": "`adapter.kind`",
     "peft_type": "`adapter.kind`",
     "qlora": "`quantization.kind: nf4` and `adapter.kind: lora`, which are the defaults",
@@ -87,7 +93,9 @@ NAMES: dict[str, str] = {
     "completion_only_loss": "`data.loss_on: assistant`, which is the default",
     "train_on_responses_only": "`data.loss_on: assistant`, which is the default",
     "dataset_text_field": "`data.columns` as `{text: NAME}`",
+    "field": "`data.columns` as `{text: NAME}`",
     # -- the steps
+    "stage": "`training.objective: supervised`, which is the default",
     "lr": "`training.learning_rate`",
     "learning_rate": "`training.learning_rate`",
     "per_device_train_batch_size": "`training.micro_batch`, and the rows of a whole step as `training.batch_size`",
@@ -112,12 +120,15 @@ NAMES: dict[str, str] = {
     "dtype": "`training.precision`",
     "torch_dtype": "`training.precision`",
     "seed": "`training.seed`",
+    "random_state": "`training.seed`",
     "eval_steps": "`training.eval_every`",
     "evals_per_epoch": "`training.eval_every`, in steps",
     "early_stopping_patience": "`training.early_stopping`",
     # -- the optimizer
     "optim": "`optimizer.kind`",
+    "optimizer": "`optimizer.kind`",
     "weight_decay": "`optimizer.weight_decay`",
+    "loraplus_lr_ratio": "`optimizer.lora_plus`",
     "adam_beta1": "`optimizer.beta1`",
     "adam_beta2": "`optimizer.beta2`",
     "adam_epsilon": "`optimizer.epsilon`",
@@ -141,17 +152,140 @@ NAMES: dict[str, str] = {
     "load_best_model_at_end": "`output.best`",
     "report_to": "`tracking.to`",
     "use_wandb": "`tracking.to: wandb`",
-    "logging_steps": "leave it out: every step is logged to the run directory",
+    "wandb_project": "`tracking.project`",
+    "wandb_name": "`tracking.name`",
+    "wandb_run_name": "`tracking.name`",
+    "run_name": "`tracking.name`",
+    "mlflow_experiment_name": "`tracking.project`",
+    "logging_steps": "`tracking.log_every`; the run directory has every step",
     "overwrite_output_dir": "leave it out, and give the command `--fresh` to start over",
     "resume_from_checkpoint": "leave it out: the same command resumes a run",
     "auto_resume_from_checkpoints": _ALWAYS,
     "dataloader_pin_memory": _ALWAYS,
     "remove_unused_columns": _ALWAYS,
     "do_train": _ALWAYS,
+    "plot_loss": _ALWAYS,
+    "ddp_timeout": _NO_NEED,
+    "overwrite_cache": _NO_NEED,
+    "dataset_prepared_path": _NO_NEED,
+    "dataset_processes": _NO_NEED,
+    "preprocessing_num_workers": _NO_NEED,
+    "dataloader_num_workers": _NO_NEED,
+    "per_device_eval_batch_size": _NO_NEED,
+    "eval_batch_size": _NO_NEED,
+    "eval_sample_packing": _NO_NEED,
 }
 """By another tool's key, in lower case: what to write, with our keys between backticks."""
 
 
 def meant(key: str) -> str | None:
     """What to write instead of another tool's `key`; None for a key of no tool."""
-    return NAMES.get(key.lower().replace("-", "_"))
+    return NAMES.get(_spelt(key))
+
+
+def _spelt(key: str) -> str:
+    return key.lower().replace("-", "_")
+
+
+# -- values ----------------------------------------------------------------------------------------------------------
+
+_VALUES = {
+    "adamw": "adamw_torch_fused",
+    "adamw_torch": "adamw_torch_fused",
+    "adamw_hf": "adamw_torch_fused",
+    "adamw_bnb_8bit": "adamw_8bit",
+    "paged_adamw": "paged_adamw_32bit",
+    "lion": "lion_32bit",
+    "ademamix": "ademamix_32bit",
+    "constant_with_warmup": "constant",
+    "fa2": "flash_attention_2",
+    "tokenizer_default": "auto",
+    "bfloat16": "bf16",
+    "float16": "fp16",
+    "float32": "fp32",
+}
+
+
+def name_here(value: str) -> str:
+    """What a value is called here that other tools call `value`; `value` itself if nothing else is known."""
+    return _VALUES.get(value.lower(), value)
+
+
+Settings = dict[str, Any]
+"""Values by `section.key`."""
+
+
+def taken(key: str, value: Any) -> Settings | None:
+    """What another tool's `key: value` is here, empty if nothing need be written; None without a counterpart."""
+    key = _spelt(key)
+    if key in _CONVERTED:
+        return _CONVERTED[key](value)
+    if (text := NAMES.get(key)) is None:
+        return None
+    if text.startswith("leave"):
+        return {}
+    [ours, fixed] = re.findall(r"`(\w+\.\w+)(?:: ([^`]+))?`", text)[0]
+    if fixed:
+        return {ours: fixed} if value in (True, "auto") else {}
+    return {ours: name_here(value) if isinstance(value, str) else value}
+
+
+def _method(value: Any) -> Settings | None:
+    full = {"adapter.kind": "none", "quantization.kind": "none"}
+    known = {"lora": {}, "qlora": {"quantization.kind": "nf4"}, "full": full}
+    return known.get(str(value))
+
+
+def _bits(value: Any) -> Settings | None:
+    return {"4": {"quantization.kind": "nf4"}, "8": {"quantization.kind": "int8"}}.get(str(value))
+
+
+def _targets(value: Any) -> Settings:
+    if value in ("all", "all-linear"):
+        return {"adapter.targets": "all-linear"}
+    return {"adapter.targets": [name.strip() for name in value.split(",")] if isinstance(value, str) else value}
+
+
+def _held_out(value: Any) -> Settings | None:
+    if value == 0:
+        return {"data.eval": "none"}
+    return {"data.eval_share": value} if isinstance(value, float) and value < 1 else None
+
+
+def _checkpointing(value: Any) -> Settings | None:
+    known = {"offload": {"memory.checkpointing": "all", "memory.offload": "checkpoints"}}
+    if isinstance(value, bool) or value == "unsloth":
+        return {"memory.checkpointing": "all" if value else "none"}
+    return known.get(str(value))
+
+
+def _steps(key: str) -> Callable[[Any], Settings | None]:
+    """A number of steps; a share of the run has no counterpart, and below 1 is no limit."""
+    return lambda value: ({key: value} if value > 0 else {}) if type(value) is int else None
+
+
+_CONVERTED: dict[str, Callable[[Any], Settings | None]] = {
+    "adapter": _method,
+    "finetuning_type": _method,
+    "stage": lambda value: {} if value == "sft" else None,
+    "quantization_bit": _bits,
+    "lora_target": _targets,
+    "lora_target_modules": _targets,
+    "val_size": _held_out,
+    "val_set_size": _held_out,
+    "train_on_inputs": lambda value: {"data.loss_on": "all"} if value else {},
+    "gradient_checkpointing": _checkpointing,
+    "flash_attention": lambda value: {} if value in (True, "auto") else None,
+    "flash_attn": lambda value: {} if value == "auto" else {"model.attention": name_here(str(value))},
+    "max_steps": _steps("training.max_steps"),
+    "eval_steps": _steps("training.eval_every"),
+    "save_steps": _steps("output.save_every"),
+    "evals_per_epoch": lambda value: None,
+    "saves_per_epoch": lambda value: None,
+    "save_total_limit": lambda value: {"output.keep": max(2, value)} if type(value) is int else None,
+    "report_to": lambda value: {} if value == "none" else {"tracking.to": [value] if isinstance(value, str) else value},
+    "wandb_project": lambda value: {"tracking.to": ["wandb"]},
+    "use_wandb": lambda value: {"tracking.to": ["wandb"]} if value else {},
+    "init_lora_weights": lambda value: {"adapter.init": "pissa"} if str(value).startswith("pissa") else None,
+}
+"""The keys whose value is not copied as it is."""

@@ -5,25 +5,30 @@ from __future__ import annotations
 import re
 import types
 import typing
+from collections.abc import Iterator
 from typing import Any
 
 from pydantic.fields import FieldInfo
 
 from finetune.config.fields import Choice, Choices
+from finetune.config.rules import RULES, Rule, Values, but, only
 from finetune.config.sections import Config, Section
 
 
 def json_schema(choices: Choices) -> dict[str, Any]:
     """JSON schema of a config file; choice fields list their table's names.
 
-    It holds for files that are read as YAML 1.1, too, as most editors read them (see `_as_yaml_1_1`), and a section
-    or file with nothing in it has its defaults.
+    It holds for files that are read as YAML 1.1, too, as some editors read them (see `_as_yaml_1_1`), and a section
+    or file with nothing in it has its defaults. What it cannot say: that one number divides another, and that a file
+    is not both trained and evaluated.
     """
     schema = Config.model_json_schema()
     schema["type"] = ["object", "null"]
     for section in schema["properties"].values():
         section["anyOf"] = [{"$ref": section.pop("$ref")}, {"type": "null"}]
+    schema["allOf"] = [_rule(rule) for rule in (*RULES, *_ignored_keys(choices))]
     _as_yaml_1_1(schema["$defs"])
+    _as_yaml_1_1(schema["allOf"])
     schema["$schema"] = "https://json-schema.org/draft/2020-12/schema"
     schema["title"] = "finetune config"
     for _, section in _sections():
@@ -50,7 +55,7 @@ _TEXT_IN_1_1 = {
 
 
 def _as_yaml_1_1(schema: Any) -> None:
-    """Let each number within `schema` also be the text that YAML 1.1 takes it for."""
+    """Let each number within `schema` also be the text that YAML 1.1 takes it for, and `on` and `off` its booleans."""
     if isinstance(schema, list):
         for part in schema:
             _as_yaml_1_1(part)
@@ -60,6 +65,52 @@ def _as_yaml_1_1(schema: Any) -> None:
         if (kind := schema.get("type")) in ("number", "integer"):
             bounds = {key: schema.pop(key) for key in list(schema) if key in ("type", *_BOUNDS)}
             schema["anyOf"] = [bounds, {"type": "string", "pattern": _TEXT_IN_1_1[kind]}]
+        names = schema.get("enum", [])
+        others: list[dict[str, Any]] = [
+            {"const": value, "doNotSuggest": True} for name, value in (("on", True), ("off", False)) if name in names
+        ]
+        if any(isinstance(name, float) for name in names):
+            others.append({"type": "string", "pattern": _TEXT_IN_1_1["number"]})
+        if others:
+            schema["anyOf"] = [{"enum": schema.pop("enum")}, *others]
+            schema.pop("type", None)
+
+
+def _rule(rule: Rule) -> dict[str, Any]:
+    """The schema of a rule, by which editors mark the key at fault. A key that is not there has its default."""
+    section, _, key = rule.other.partition(".")
+    applies = _at(rule.other, _among(rule.others))
+    if _default(rule.other) not in rule.others:
+        applies |= {"required": [section]}
+        applies["properties"][section] |= {"type": "object", "required": [key]}
+    allowed = Values(rule.values.named, not rule.values.but)
+    return {"if": applies, "then": _at(rule.key, {**_among(allowed), "errorMessage": rule.message})}
+
+
+def _at(key: str, schema: dict[str, Any]) -> dict[str, Any]:
+    section, _, name = key.partition(".")
+    return {"properties": {section: {"properties": {name: schema}}}}
+
+
+def _among(values: Values) -> dict[str, Any]:
+    named = {"enum": list(values.named)}
+    return {"not": named} if values.but else named
+
+
+def _default(key: str) -> Any:
+    section, _, name = key.partition(".")
+    return getattr(getattr(Config(), section), name)
+
+
+def _ignored_keys(choices: Choices) -> Iterator[Rule]:
+    """That the keys which a choice ignores have their defaults."""
+    for table, entries in choices.items():
+        by_key: dict[str, list[str]] = {}
+        for name, entry in entries.items():
+            for key in getattr(entry, "ignores", ()):
+                by_key.setdefault(f"{table.partition('.')[0]}.{key}", []).append(name)
+        for key, names in by_key.items():
+            yield Rule(key, but(_default(key)), table, only(*names), f"the `{table}` that is set ignores it; remove it")
 
 
 _BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
@@ -72,6 +123,16 @@ def markdown(choices: Choices) -> str:
         "",
         "Made by `finetune schema --markdown` from the docstrings of `finetune/config/sections.py`; do not edit.",
         "Each key can be set in the file or as `section.key=value` on the command line.",
+        "",
+        "## In an editor",
+        "",
+        "`finetune schema > config.schema.json` writes a JSON schema. With this as the first line of a config, editors",
+        "that use the YAML language server (VS Code with its YAML extension, Neovim, Helix, Emacs) complete keys,",
+        "explain them and mark mistakes. The configs of this repository name [its schema](config.schema.json) so:",
+        "",
+        "```yaml",
+        "# yaml-language-server: $schema=config.schema.json",
+        "```",
     ]
     for name, section in _sections():
         lines += ["", f"## `{name}`", "", " ".join((section.__doc__ or "").split()), ""]

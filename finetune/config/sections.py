@@ -1,21 +1,27 @@
 """The configuration: one small frozen section for each part of the job, composed into `Config`.
 
 The docstring under a field is its help: `finetune schema`, the JSON schema and docs/config.md are generated from it.
-A builder receives its own section, never the whole config. Rules across several fields are defined next to them.
+A builder receives its own section, never the whole config. Rules that join keys are in rules.py.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from finetune.config.fields import Checkpointing, Choice, OneOrMore, Place, Size
+from finetune.config.fields import Checkpointing, Choice, OneOrMore, Place, Size, Target, Usual
 
 # Above what any job needs, and below what the libraries' 32-bit counts and float32 numbers hold.
 _COUNT, _ROWS, _WEIGHT, _NUMBER = 2**31 - 1, 2**20, 1000, 1e9
+# No optimizer converges at a higher learning rate.
+_RATE = 10
+RANKS = "8 to 256"
+"""The usual ranks of an adapter."""
+
+_COMMIT = "[0-9a-f]{40}"
 
 Positive = Annotated[int, Field(gt=0, le=_COUNT)]
 Rows = Annotated[int, Field(gt=0, le=_ROWS)]
@@ -40,6 +46,13 @@ class Section(BaseModel):
 class ModelSection(Section):
     """The base model."""
 
+    model_config = ConfigDict(
+        json_schema_extra={
+            "if": {"properties": {"trust_remote_code": {"const": True}}, "required": ["trust_remote_code"]},
+            "then": {"properties": {"revision": {"pattern": f"^{_COMMIT}$"}}, "required": ["revision"]},
+        }
+    )
+
     name: Place = "builtin:tiny-llama"
     """Base model: `builtin:tiny-llama`, a local directory, or a hub name such as `meta-llama/Llama-2-7b-hf`."""
     revision: str | None = None
@@ -56,7 +69,7 @@ class ModelSection(Section):
 
     @model_validator(mode="after")
     def _pin_remote_code(self) -> Self:
-        if self.trust_remote_code and not _is_commit(self.revision):
+        if self.trust_remote_code and not re.fullmatch(_COMMIT, self.revision or ""):
             raise ValueError(
                 "`trust_remote_code: true` runs foreign code, so it needs `revision` to be a full 40-digit commit "
                 "that you have read"
@@ -78,16 +91,17 @@ class AdapterSection(Section):
 
     kind: Literal["lora", "none"] = "lora"
     """`lora` trains low-rank adapters; `none` trains every weight of an unquantized base."""
-    rank: Positive = 16
+    rank: Annotated[Positive, Usual(RANKS)] = 16
     """Rank r of the update BA."""
     alpha: Above0 = 32
     """The update is scaled by alpha / rank, or by alpha / sqrt(rank) with `rslora`."""
-    dropout: Share = 0.0
+    dropout: Annotated[Share, Usual("0 to 0.1")] = 0.0
     """Dropout probability on the adapter's input."""
-    targets: Literal["all-linear"] | Annotated[list[str], Field(min_length=1), OneOrMore()] = "all-linear"
+    targets: Literal["all-linear"] | Annotated[list[Target], Field(min_length=1), OneOrMore()] = "all-linear"
     """Modules that get an adapter: `all-linear` (every linear layer except the output head and the routers of a mixture
-    of experts) or a list of names. The fused experts of a mixture are not linear layers; unless they are held in 4 bit
-    they can be named, as `experts.gate_up_proj` and `experts.down_proj`."""
+    of experts) or a list of names, or of regular expressions that match full names, such as `.*layers[.][0-7][.]mlp.*`.
+    The fused experts of a mixture are not linear layers; unless they are held in 4 bit they can be named, as
+    `experts.gate_up_proj` and `experts.down_proj`."""
     rslora: bool = False
     """Rank-stabilised scaling (arXiv 2312.03732)."""
     dora: bool = False
@@ -138,7 +152,7 @@ class DataSection(Section):
     eval: Sources = "auto"
     """Evaluation set: sources like `train`; `auto` takes the source's own held-out split, or else `eval_share` of
     the rows by hash; `none` evaluates nothing."""
-    eval_share: Annotated[float, Field(gt=0, lt=1)] = 0.02
+    eval_share: Annotated[float, Field(gt=0, lt=1), Usual("0.01 to 0.2")] = 0.02
     """Share of the rows that `eval: auto` holds out by hash where the source has no split of its own."""
     format: Annotated[str, Choice("data.format")] = "auto"
     """Format of a row; `auto` detects it from the fields of each source's first row."""
@@ -176,13 +190,13 @@ class TrainingSection(Section):
     fastest one that fits, by the forecast."""
     micro_batch_tokens: Positive | None = None
     """Tokens per forward pass, padding included, instead of `micro_batch`: many short rows or few long ones."""
-    epochs: Above0 = 1.0
+    epochs: Annotated[Above0, Usual("1 to 5")] = 1.0
     """Passes over the data; ignored if `max_steps` is given."""
     max_steps: Positive | None = None
     """Number of optimizer steps; overrides `epochs`."""
     objective: Annotated[str, Choice("training.objective")] = "supervised"
     """What is minimised."""
-    learning_rate: Above0 = 2e-4
+    learning_rate: Annotated[float, Field(gt=0, le=_RATE), Usual("1e-5 to 1e-3")] = 2e-4
     """Peak learning rate."""
     schedule: Annotated[str, Choice("training.schedule")] = "cosine"
     """Learning-rate schedule after warm-up."""
@@ -204,24 +218,6 @@ class TrainingSection(Section):
     deterministic: bool = False
     """Make repeated and resumed runs bit-equal on a GPU as well, at some cost in speed; on a CPU they always are."""
 
-    @model_validator(mode="after")
-    def _check_counts(self) -> Self:
-        problems = []
-        if self.micro_batch_tokens:
-            if self.micro_batch == "auto":
-                problems.append("`micro_batch: auto` chooses rows; leave it out beside `micro_batch_tokens`")
-        elif self.micro_batch != "auto" and self.batch_size % self.micro_batch:
-            fitting = next(n for n in range(self.micro_batch, 0, -1) if self.batch_size % n == 0)
-            problems.append(
-                f"`batch_size` {self.batch_size} is not a multiple of `micro_batch` {self.micro_batch}; "
-                f"the nearest micro-batch that divides it is {fitting}"
-            )
-        if self.early_stopping and not self.eval_every:
-            problems.append("`early_stopping` counts evaluations, so it needs `eval_every`")
-        if problems:
-            raise ValueError("; ".join(problems))
-        return self
-
     @property
     def rows(self) -> int:
         """The micro-batch as a number, once `auto` was fitted."""
@@ -242,6 +238,9 @@ class OptimizerSection(Section):
     """Decay of the second moment."""
     epsilon: Annotated[float, Field(ge=1e-30, le=_NUMBER)] = 1e-8
     """Added to the denominator."""
+    lora_plus: Annotated[float, Field(ge=1, le=1024)] | None = None
+    """Ratio of the learning rate of the adapter's B to that of A, which is `training.learning_rate` (LoRA+, arXiv
+    2402.12354)."""
 
 
 class MemorySection(Section):
@@ -272,15 +271,6 @@ class MemorySection(Section):
     profile_steps: Annotated[int, Field(ge=0, le=_COUNT)] = 0
     """Profile this many steps after the first, with memory, and write a trace for TensorBoard."""
 
-    @model_validator(mode="after")
-    def _offload_needs_checkpoints(self) -> Self:
-        if self.offload == "checkpoints" and self.checkpointing in ("none", 0):
-            raise ValueError(
-                "`offload: checkpoints` has nothing to offload with `checkpointing: none`; "
-                "set `checkpointing: all` or `offload: none`"
-            )
-        return self
-
 
 class KernelsSection(Section):
     """Fused kernels for the training step."""
@@ -309,8 +299,19 @@ class DistributedSection(Section):
 class TrackingSection(Section):
     """Where metrics are sent in addition to the run directory."""
 
-    to: Annotated[list[Annotated[str, Choice("tracking.to")]], OneOrMore()] = []
+    to: Annotated[
+        list[Annotated[str, Choice("tracking.to")]], OneOrMore(), Field(json_schema_extra={"uniqueItems": True})
+    ] = []
     """Trackers, none by default; each must be installed."""
+    project: str | None = None
+    """Project or experiment there; by default `finetune`, or what `WANDB_PROJECT` or `MLFLOW_EXPERIMENT_NAME` says."""
+    name: str | None = None
+    """Name of the run there; the run directory's by default."""
+    tags: Annotated[list[str], OneOrMore()] = []
+    """Tags of the run there; trackers without tags show them among the settings."""
+    log_every: Positive | None = None
+    """Print a line to a log every so many steps; by default ten in all. The run directory and the trackers get every
+    step."""
 
 
 class OutputSection(Section):
@@ -357,65 +358,3 @@ class Config(Section):
         return self.model_copy(
             update={name: getattr(self, name).model_copy(update=values) for name, values in sections.items()}
         )
-
-
-def _is_commit(revision: str | None) -> bool:
-    return revision is not None and re.fullmatch("[0-9a-f]{40}", revision) is not None
-
-
-def contradictions(config: Config) -> list[tuple[str, str]]:
-    """Rules that join sections, all that are broken: (key, what is wrong and the remedy)."""
-    found: list[tuple[str, str]] = []
-    kind, adapter, training = config.quantization.kind, config.adapter, config.training
-    if adapter.kind == "none" and kind != "none":
-        remedy = "set `quantization.kind: none` to train every weight, or `adapter.kind: lora`"
-        found.append(("adapter.kind", f"a base in {kind} cannot be trained itself; {remedy}"))
-    if adapter.kind == "none" and (adapter.dora or adapter.rslora or adapter.init != "default"):
-        found.append(("adapter.kind", "`dora`, `rslora` and `init` are LoRA's; remove them or set `kind: lora`"))
-    if adapter.init == "pissa" and kind != "none":
-        remedy = "set `quantization.kind: none`, or `adapter.init: loftq` for a 4-bit base"
-        found.append(("adapter.init", f"PiSSA takes apart unquantized weights; {remedy}"))
-    if adapter.init == "loftq" and kind not in ("nf4", "fp4"):
-        found.append(("adapter.init", "LoftQ starts from a 4-bit base's error; set `quantization.kind: nf4`"))
-    if adapter.init == "loftq" and config.model.weights == "random":
-        remedy = "random weights have none; set `adapter.init: default`"
-        found.append(("adapter.init", f"LoftQ compares with the weights on disk, and {remedy}"))
-    if training.precision == "fp16" and adapter.dtype == "bfloat16":
-        remedy = "set `adapter.dtype: float32`"
-        found.append(("adapter.dtype", f"fp16 with loss scaling needs trained weights in float32; {remedy}"))
-    if config.kernels.compile == "layers" and config.memory.offload == "checkpoints":
-        remedy = "set `none`, or `memory.offload: none`"
-        found.append(("kernels.compile", f"layers whose inputs are offloaded cannot be compiled; {remedy}"))
-    if config.distributed.kind == "fsdp":
-        found += [
-            (key, f"{reason}; {remedy}, or `distributed.kind: ddp`") for key, reason, remedy in _unsharded(config)
-        ]
-    if config.output.merge and config.model.weights == "random":
-        remedy = "nothing can be merged; set `output.merge: false`"
-        found.append(("output.merge", f"random weights are not kept, so {remedy}"))
-    trained = {entry.source for entry in entries(config.data.train) if not entry.source.startswith("builtin:")}
-    for held_out in (entry.source for entry in entries(config.data.eval) if entry.source in trained):
-        remedy = "set `data.eval: auto` to hold out a share of it by hash"
-        found.append(("data.eval", f"`{held_out}` is training data; {remedy}"))
-    if len(set(config.tracking.to)) < len(config.tracking.to):
-        found.append(("tracking.to", "names a tracker twice; keep `tracking.to` to one of each"))
-    if training.early_stopping and config.data.eval == "none":
-        found.append(("training.early_stopping", "needs held-out rows; set `data.eval`"))
-    return found
-
-
-def _unsharded(config: Config) -> Iterator[tuple[str, str, str]]:
-    """What cannot be combined with sharded weights: key, reason and remedy."""
-    adapter, whole = config.adapter, "needs whole weights, of which a rank has slices"
-    if config.quantization.kind == "int8":
-        yield "quantization.kind", "the scales of int8 weights cannot be sharded", "set `nf4` or `none`"
-    if adapter.init != "default":
-        yield "adapter.init", f"`{adapter.init}` {whole}", "set `default`"
-    if adapter.dora:
-        yield "adapter.dora", f"DoRA {whole}", "set `false`"
-    if config.training.precision == "fp16":
-        yield "training.precision", "fp16's loss scale would differ between ranks with sharded gradients", "set `bf16`"
-    if config.kernels.fused != "off":
-        yield "kernels.fused", f"trying a kernel on a layer {whole}", "set `off`"
-    if config.kernels.compile != "none":
-        yield "kernels.compile", "sharded layers are not compiled", "set `none`"

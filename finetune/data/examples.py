@@ -69,11 +69,13 @@ def kind(example: Example) -> str:
     return type(example).__name__.lower()
 
 
-def shown(prompt: list[Message] | str) -> str:
+def shown(prompt: Chat | Completion) -> str:
     """A prompt for display: a single user message without its role, a conversation with one role per line."""
-    if isinstance(prompt, str) or [message["role"] for message in prompt] == ["user"]:
-        return prompt if isinstance(prompt, str) else str(prompt[0]["content"])
-    return "\n".join(f"{message['role']}: {_said(message)}" for message in prompt)
+    if isinstance(prompt, Completion):
+        return prompt.prompt
+    if [message["role"] for message in prompt.messages] == ["user"]:
+        return str(prompt.messages[0]["content"])
+    return "\n".join(f"{message['role']}: {_said(message)}" for message in prompt.messages)
 
 
 def _said(message: Message) -> str:

@@ -172,22 +172,23 @@ def detect(fields: Fields, columns: Mapping[str, str]) -> str:
         if form.required and all(field in fields for field in form.required):
             return name
     found = ", ".join(map(str, islice(fields, _NAMED_FIELDS))) + (" and more" if len(fields) > _NAMED_FIELDS else "")
-    if likely := _likely_columns(fields):
-        raise RowError(f"no format has the fields {found}; set `data.columns: {likely}` to read them so")
-    wanted = "; ".join(f"{name}: {form.help}" for name, form in FORMATS.items())
+    if likely := likely_columns(fields):
+        written = "{" + ", ".join(f"{field}: {column}" for field, column in likely.items()) + "}"
+        raise RowError(f"no format has the fields {found}; set `data.columns: {written}` to read them so")
+    wanted = "; ".join(f"{name} ({', '.join(form.required)})" for name, form in FORMATS.items())
     raise RowError(f"no format has the fields {found}; `data.columns` can map them. Known formats: {wanted}")
 
 
-def _likely_columns(fields: Fields) -> str | None:
-    """The columns that the first format could take from a row by what their names often mean, as `data.columns`."""
+def likely_columns(fields: Fields) -> dict[str, str]:
+    """`data.columns` by what the names of a row's columns often mean, for the first format that they make; or empty."""
     for form in filter(lambda form: form.required, FORMATS.values()):
         columns = {
             field: next((name for name in (field, *_OFTEN.get(field, ())) if name in fields), None)
             for field in form.required
         }
         if all(columns.values()):
-            return "{" + ", ".join(f"{field}: {name}" for field, name in columns.items() if field != name) + "}"
-    return None
+            return {field: name for field, name in columns.items() if name and field != name}
+    return {}
 
 
 def mapped(fields: Fields, columns: Mapping[str, str]) -> Fields:

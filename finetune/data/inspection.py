@@ -13,10 +13,12 @@ from finetune.config import DataSection, TrainingSection
 from finetune.data import fingerprint
 from finetune.data.batching import Batch, MicroBatching, RowOrder, micro_batches, worst_batches
 from finetune.data.chat import IGNORE
-from finetune.data.prepare import Counts, prepare
+from finetune.data.prepare import Counts, Prepared, prepare
 
 # Sample rows shown with their mask: enough to notice a wrong one.
 _SHOWN_ROWS = 3
+# Of each, a run keeps this many tokens for its report: a row may have 131,072, and its report is sent around.
+_KEPT_TOKENS = 512
 
 # Upper ends of the length bins: 2^n and 1.5 * 2^n, so that short and long rows are both visible.
 _BIN_ENDS = [4, *(end for power in range(3, 40) for end in (2**power, 3 * 2 ** (power - 1)))]
@@ -134,9 +136,25 @@ def inspect(section: DataSection, training: TrainingSection, tokenizer: Any) -> 
         micro_batch_tokens=training.micro_batch_tokens,
         batchings=_batchings(lengths, training, section),
         worst_batch=worst_batches(lengths, trained, way, training.batch_size, "the data's rows")[0],
-        samples=tuple(_sample(row, tokenizer) for row in prepared.train.select(range(min(_SHOWN_ROWS, len(lengths))))),
+        samples=_samples(prepared, tokenizer),
         warning=prepared.warning,
     )
+
+
+def facts(prepared: Prepared, tokenizer: Any) -> dict[str, Any]:
+    """What a run keeps of its data (data.json): the splits in numbers, and the start of its first rows with masks."""
+    held_out = prepared.eval_counts
+    return {
+        "train": prepared.train_counts.as_dict(),
+        "eval": held_out and held_out.as_dict(),
+        "samples": [asdict(sample) for sample in _samples(prepared, tokenizer, _KEPT_TOKENS)],
+    }
+
+
+def _samples(prepared: Prepared, tokenizer: Any, most: int | None = None) -> tuple[Sample, ...]:
+    """The first training rows, with at most `most` tokens of each."""
+    rows = prepared.train.select(range(min(_SHOWN_ROWS, len(prepared.train))))
+    return tuple(_sample(row, tokenizer, most) for row in rows)
 
 
 def _sources(names: Sequence[str], lengths: Sequence[int]) -> tuple[Source, ...]:
@@ -205,9 +223,9 @@ def _chosen(training: TrainingSection) -> TrainingSection:
     return training.model_copy(update={"micro_batch": training.batch_size}) if auto else training
 
 
-def _sample(row: dict[str, Any], tokenizer: Any) -> Sample:
-    trained = [place > 0 and label != IGNORE for place, label in enumerate(row["labels"])]
-    pieces = _pieces(row["input_ids"], trained, tokenizer)
+def _sample(row: dict[str, Any], tokenizer: Any, most: int | None) -> Sample:
+    trained = [place > 0 and label != IGNORE for place, label in enumerate(row["labels"][:most])]
+    pieces = _pieces(row["input_ids"][:most], trained, tokenizer)
     return Sample(row["place"], row["length"], row["trained"], tuple(pieces))
 
 

@@ -6,6 +6,7 @@ TRL's converters assume valid rows; these name the invalid field.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from itertools import islice
 from typing import Any
 
 from finetune.data import fields as row
@@ -22,6 +23,8 @@ _MEDIA = ("image", "images", "video", "videos", "audio", "audios")
 _VERDICTS = ("label", "kto_tag")
 # Keys of a message that say whether it is trained: our own, and OpenAI's `weight`, which is 0 or 1.
 _SWITCHES = ("train", "weight")
+# How many keys of a message an error names.
+_NAMED = 8
 
 
 def conversation(messages: list[Message], fields: Fields, context: Iterable[int] = (), where: str = "messages") -> Chat:
@@ -130,7 +133,8 @@ def _content(message: Mapping[str, Any], key: str, where: str) -> str:
     if isinstance(content, list) and content and all(isinstance(part, Mapping) for part in content):
         return "".join(_part(part, f"{where}.{key}[{index}]") for index, part in enumerate(content))
     if not isinstance(content, str):
-        raise RowError(f"`{where}.{key}` must be text, not {row.kind_of(content)}")
+        has = f"; the message has {', '.join(map(str, islice(message, _NAMED)))}" if key not in message else ""
+        raise RowError(f"`{where}.{key}` must be text, not {row.kind_of(content)}{has}")
     row.check_encodable(content, f"{where}.{key}")
     return content
 

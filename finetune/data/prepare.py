@@ -6,14 +6,14 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from finetune.config import DataSection, entries, named
 from finetune.config.fields import GIVEN, unknown
 from finetune.data import chat, formats, in_memory, sources
 from finetune.data.chat import IGNORE
 from finetune.data.counts import Counts
-from finetune.data.examples import Chat, Completion, Example, Message
+from finetune.data.examples import Chat, Completion, Example
 from finetune.data.problems import Problems
 from finetune.data.sources import Row
 from finetune.data.split import Job, located
@@ -140,22 +140,27 @@ def holds_out(section: DataSection) -> bool:
     return next(iter(rows or ()), None) is not None
 
 
-def questions(section: DataSection, count: int) -> list[tuple[list[Message] | str, str]]:
-    """The first held-out prompts, each with its reference answer.
+class Question(NamedTuple):
+    """A held-out row, its conversation or text up to the last answer, and that answer."""
 
-    A prompt is the messages before the last answer, or the text before a completion. Conversations with tools and
-    plain texts are skipped.
+    row: Row
+    prompt: Chat | Completion
+    reference: str
+
+
+def questions(section: DataSection) -> Iterator[Question]:
+    """The held-out rows (training rows if none are held out) that end with an answer in words.
+
+    Plain texts, conversations with tools and answers that are not trained are left out. Raises DataError for a row that
+    cannot be read.
     """
-
-    def asked() -> Iterator[tuple[list[Message] | str, str]]:
-        for _, example in _held_out_examples(section):
-            match example:
-                case Chat([*prompt, {"role": "assistant", "content": answer}], tools=None) if prompt:
-                    yield prompt, answer
-                case Completion(text, answer) if text:
-                    yield text, answer
-
-    return list(itertools.islice((pair for pair in asked() if pair[1].strip()), count))
+    for row, example in _held_out_examples(section):
+        match example:
+            case Chat([*asked, {"role": "assistant", "content": reference, **rest}], context, tools=None) if asked:
+                if reference.strip() and not rest.get("tool_calls") and len(asked) not in context:
+                    yield Question(row, Chat(asked), reference)
+            case Completion(text, reference) if text and reference.strip():
+                yield Question(row, Completion(text, ""), reference)
 
 
 def _held_out_examples(section: DataSection) -> Iterator[tuple[Row, Example]]:

@@ -66,6 +66,19 @@ def rows(sources: Sources, split: str = "train", problems: Problems | None = Non
     return problems.reading(row for part in parts for row in part)
 
 
+def first_row(source: str) -> Row | None:
+    """The first row of a built-in or of local files; None for a data set of the hub, which would be downloaded.
+
+    Raises as `rows` does, and DataError if there is no row.
+    """
+    if _is_of_hub(source):
+        return None
+    found = next(rows(source), None)
+    if found is None:
+        raise DataError(f"{source} has no rows")
+    return found
+
+
 def at_hand(sources: Sources) -> bool:
     """Whether they can be read within seconds and offline: built-ins, or small local files or rows in memory."""
     chosen = [entry.source for entry in entries(sources) if entry.source not in BUILTIN]
@@ -166,10 +179,16 @@ def _records(source: str, split: str, problems: Problems) -> Records:
         raise DataError(f"{source}: expected a file ending in {ENDINGS}")
     if glob.has_magic(source):
         raise DataError(f"{source}: matches no file ending in {ENDINGS}")
-    path = Path(source)
-    if reader(path) or path.is_absolute() or source.startswith(".") or source.endswith("/"):
-        raise DataError(f"{source}: no such file or folder{_nearest(path)}")
+    if not _is_of_hub(source):
+        raise DataError(f"{source}: no such file or folder{_nearest(Path(source))}")
     return _hub(source)
+
+
+def _is_of_hub(source: str) -> bool:
+    """Whether it can only be the name of a data set of the hub."""
+    path = Path(source)
+    is_place = reader(path) or path.is_absolute() or source.startswith((".", "builtin:")) or source.endswith("/")
+    return not (is_place or os.path.exists(source) or glob.has_magic(source))
 
 
 def _files(source: str) -> list[Path]:

@@ -97,8 +97,10 @@ def _lines(run: RunDirectory) -> Iterator[Finding]:
 def _records(run: RunDirectory) -> Iterator[Finding]:
     shapes: dict[Path, TypeAdapter[Any]] = {
         run.environment_file: records.ENVIRONMENT,
-        run.forecast_file: records.OBJECT,
+        run.forecast_file: records.FORECAST,
+        run.facts_file: records.DATA,
         run.answers_file: records.ANSWERS,
+        run.eval_file: records.EVALUATION,
         run.merged / "merge.json": records.MERGE_PROOF,
     }
     for file, shape in shapes.items():

@@ -16,6 +16,7 @@ import torch
 from finetune.data import fingerprint
 from finetune.errors import ArtifactError, ConfigError
 from finetune.export import gguf_model, proof, serving
+from finetune.export.card import public
 from finetune.export.job import Job
 from finetune.model import adapter, build
 from finetune.model.base import base_dtype
@@ -37,6 +38,8 @@ def check(job: Job) -> None:
         why = "`adapter.dora` rescales whole weights, which no plain LoRA adapter expresses"
     elif section.extra_modules:
         why = f"`adapter.extra_modules` trained {', '.join(section.extra_modules)} as well, which these programs refuse"
+    elif parameters := [name for name in section.targets if section.targets != "all-linear" and "." in name]:
+        why = f"it is on parameters that are no linear layers, {', '.join(parameters)}"
     elif section.init == "loftq":
         why = "an adapter started by LoftQ belongs to the quantized base, which these programs do not load"
     elif published.rank > serving.VLLM_RANKS[-1]:
@@ -60,7 +63,7 @@ def make(job: Job, folder: Path) -> dict[str, Any]:
     adapted = adapter.load_adapter(base, job.run.adapter, config.adapter)
     trained = proof.logits(adapted, job.rows)
     pairs = plain(adapted)
-    rank = write(pairs, adapted.peft_config["default"], config.model.name, folder)
+    rank = write(pairs, adapted.peft_config["default"], public(config.model.name), folder)
     fingerprint.save(job.tokenizer, job.base_identity, folder)
     left_out = _write_gguf(architecture, pairs, rank, folder)
     base = adapted.unload()

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import glob
+import os
 from pathlib import Path
 from typing import Any
 
 from finetune.config import Config, ModelSection, entries, named
+from finetune.data.readers import reader
 from finetune.storage.rundir import RunDirectory
 
 
@@ -30,10 +33,9 @@ def model_card(run: RunDirectory, config: Config, record: dict[str, Any], writte
         datasets=[one.source for one in entries(config.data.train) if _is_hub_name(one.source)] or None,
         **licence,
     )
-    base = model.name if on_hub or model.name.startswith("builtin:") else Path(model.name).name
     sections = [
         f"---\n{data.to_yaml()}\n---",
-        f"# {'Llama: ' if llama else ''}{base}, fine-tuned",
+        f"# {'Llama: ' if llama else ''}{public(model.name)}, fine-tuned",
         *(["Built with Llama."] if llama else []),
         f"{_made(config)} It is written as {written_as}.",
         "## Settings\n\n" + _table(_settings(config)),
@@ -54,8 +56,15 @@ def _licence(model: ModelSection) -> dict[str, Any]:
     return {key: value for key in ("license", "license_name", "license_link") if (value := data.get(key))}
 
 
+def public(source: str) -> str:
+    """A base or a data source for others to read: of a place on this machine the last part of its path alone."""
+    known = source.startswith("builtin:") or _is_hub_name(source)
+    return source if known else os.path.basename(os.path.abspath(source))
+
+
 def _is_hub_name(source: str) -> bool:
-    return source.count("/") == 1 and not source.startswith((".", "/", "~", "builtin:")) and not Path(source).exists()
+    here = source.startswith((".", "/", "~")) or glob.has_magic(source) or reader(Path(source)) or Path(source).exists()
+    return source.count("/") == 1 and not source.startswith("builtin:") and not here
 
 
 def _made(config: Config) -> str:
@@ -63,7 +72,8 @@ def _made(config: Config) -> str:
     how = "All weights were trained" if adapter.kind == "none" else (
         f"A rank-{adapter.rank} LoRA adapter (alpha {adapter.alpha:g}, base in {config.quantization.kind}) was trained"
     )  # fmt: skip
-    return f"{how} on `{named(config.data.train)}`."
+    data = named([one.model_copy(update={"source": public(one.source)}) for one in entries(config.data.train)])
+    return f"{how} on `{data}`."
 
 
 def _settings(config: Config) -> dict[str, str]:

@@ -15,7 +15,7 @@ from finetune.data import fingerprint
 from finetune.data import prepare as data_prepare
 from finetune.errors import MachineError
 from finetune.export import formats
-from finetune.export.card import model_card
+from finetune.export.card import model_card, public
 from finetune.export.formats import Conversion
 from finetune.export.job import Job
 from finetune.model import identity
@@ -68,7 +68,7 @@ def convert(job: Job, name: str, form: Conversion) -> dict[str, Any]:
             record = {
                 "format": name,
                 **_module(form).make(job, folder),
-                "base": job.config.model.name,
+                "base": public(job.config.model.name),
                 "base_sha256": job.base_identity and job.base_identity.rpartition(":")[2],
             }
             write_json(folder / "export.json", {**record, "environment": describe(job.device)})

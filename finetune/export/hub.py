@@ -27,12 +27,11 @@ def push(folder: Path, name: str) -> str:
     Raises MachineError if the hub refuses or cannot be reached.
     """
     from huggingface_hub import HfApi
-    from huggingface_hub.errors import HfHubHTTPError
 
     api = HfApi()
     try:
-        api.create_repo(name, private=True, exist_ok=True)
+        name = api.create_repo(name, private=True, exist_ok=True).repo_id  # with the account, if it was left out
         api.upload_folder(repo_id=name, folder_path=folder, commit_message=f"Upload {folder.name}")
-    except (HfHubHTTPError, OSError, ValueError) as error:
+    except Exception as error:  # those of its HTTP library too, which differ from version to version
         raise MachineError(f"{folder} is written and proven, but not pushed to {name}: {first_line(error)}") from None
     return f"https://huggingface.co/{name}"

@@ -25,7 +25,7 @@ from finetune.data import prepare as data_prepare
 from finetune.errors import ArtifactError, ConfigError, MachineError
 from finetune.export import formats, proof, shards
 from finetune.export.bases import ONTO, ROW_TOKENS, ROWS, Bases, Onto
-from finetune.export.card import model_card
+from finetune.export.card import model_card, public
 from finetune.model import file_hashes, identity
 from finetune.model.adapter import check_files
 from finetune.model.locate import weights_directory
@@ -91,7 +91,7 @@ def merge(
                 "onto": chosen,
                 "compared_with": f"{bases.named(chosen)} with the adapter",
                 **_prove(bases, chosen, name, rows, logits, bound, held_out=held_out),
-                "base": config.model.name,
+                "base": public(config.model.name),
                 "base_sha256": base_identity and base_identity.rpartition(":")[2],
             }
             write_json(written / "merge.json", {**record, "environment": describe(device)})

@@ -81,14 +81,18 @@ def make(job: Job, folder: Path) -> dict[str, Any]:
     template, differences = _template(job)
     facts = gguf_export.make(job, folder)
     stops = [job.tokenizer.convert_ids_to_tokens(token) for token in chat_template.stop_ids(job.tokenizer)]
-    parameters = [f"PARAMETER stop {json.dumps(stop)}" for stop in stops]
-    lines = [f"FROM ./{facts['file']}", f'TEMPLATE """{template}"""', *parameters]
-    (folder / "Modelfile").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    (folder / "Modelfile").write_text(modelfile(facts["file"], template, stops), encoding="utf-8")
     return {
         **facts,
         "known_differences": [*facts["known_differences"], *differences],
         "not_proven": [*facts["not_proven"], "Ollama was not run; a reading of its template in Python was compared"],
     }
+
+
+def modelfile(file: str, template: str, stops: list[str]) -> str:
+    """The Modelfile. Ollama takes what is between quotes as it is, without escapes (its parser/parser.go, 2026)."""
+    lines = [f"FROM ./{file}", f'TEMPLATE """{template}"""', *(f'PARAMETER stop "{stop}"' for stop in stops)]
+    return "\n".join(lines) + "\n"
 
 
 def _template(job: Job) -> tuple[str, list[str]]:
@@ -140,8 +144,13 @@ def _between(render: Render, roles: list[str]) -> list[str]:
 
 
 def _literal(text: str) -> str:
-    """A text as an action of a Go template, so that its braces and white space stay as they are."""
-    return f"{{{{ {json.dumps(text, ensure_ascii=False)} }}}}" if text else ""
+    """A text as an action of a Go template, so that its braces and white space stay as they are.
+
+    What Go does not print, such as a no-break space, is escaped: Ollama drops it from a Modelfile.
+    """
+    quoted = json.dumps(text, ensure_ascii=False)
+    quoted = "".join(one if one.isprintable() else f"\\U{ord(one):08x}" for one in quoted)
+    return f"{{{{ {quoted} }}}}" if text else ""
 
 
 def _refused(why: str) -> ConfigError:

@@ -16,7 +16,7 @@ def commands(name: str, folder: Path, base: str, record: dict[str, Any]) -> dict
     if name == "adapter":
         return _of_adapter(called, folder, base, record)
     if name == "gguf":
-        return {"llama.cpp": _line("llama-server", "-m", folder / record["file"], "--jinja")}
+        return {"llama.cpp": _line("llama-server", "-m", folder / record["file"], "--jinja", "--alias", called)}
     if name == "ollama":
         made = _line("ollama", "create", called, "-f", folder / "Modelfile")
         return {"Ollama": f"{made} && {_line('ollama', 'run', called)}"}
@@ -40,7 +40,9 @@ def _of_adapter(called: str, folder: Path, base: str, record: dict[str, Any]) ->
     }  # fmt: skip
     if record["gguf"]:
         # The base's file is for the reader to name: it is not made here.
-        found["llama.cpp"] = _line("llama-server", "-m", "BASE.gguf", "--lora", folder / record["gguf"], "--jinja")
+        found["llama.cpp"] = _line(
+            "llama-server", "-m", "BASE.gguf", "--lora", folder / record["gguf"], "--jinja", "--alias", called
+        )
     return found
 
 

@@ -86,4 +86,5 @@ def write_settings(bases: Bases, base: Path, tokenizer: Any, folder: Path) -> No
     ends = settings.eos_token_id
     known = ends if isinstance(ends, list) else [] if ends is None else [ends]
     settings.eos_token_id = list(dict.fromkeys([*known, *chat_template.stop_ids(tokenizer)]))
-    settings.save_pretrained(str(folder))
+    # `save_pretrained` refuses changed settings that contradict each other, as some that are published do.
+    settings.to_json_file(folder / "generation_config.json", keys_to_pop=["compile_config"])

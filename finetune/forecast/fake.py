@@ -33,6 +33,8 @@ def fill(model: nn.Module, section: QuantizationSection, mode: FakeTensorMode) -
                 if id(parameter) not in made:
                     made[id(parameter)] = parameter, _fake(parameter, section)
                 setattr(module, name, made[id(parameter)][1])
+            if state := getattr(getattr(module, "weight", None), "quant_state", None):
+                module.quant_state = state  # as bitsandbytes' layers keep it
             for name, buffer in list(module.named_buffers(recurse=False, remove_duplicate=False)):
                 setattr(module, name, torch.empty(buffer.shape, dtype=buffer.dtype))
 
@@ -84,6 +86,11 @@ def _four_bit(parameter: Any, section: QuantizationSection) -> nn.Parameter:
     weight.quant_storage = torch.uint8
     weight.quant_type = section.kind
     return weight
+
+
+def give_quantization_state(module: Any) -> None:
+    """Let a gathered weight be read as the quantized one that it is."""
+    module.weight.quant_state = module.quant_state
 
 
 def is_quantized(weight: Any) -> bool:

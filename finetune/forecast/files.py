@@ -31,7 +31,10 @@ def merge_bytes(config: Config, trace: Trace) -> int:
 
 
 def _bytes(trace: Trace, category: str) -> int:
-    """Bytes of all blocks of a category that are made once: weights when they load, states at the first update."""
+    """Bytes of all blocks of a category that are made once: weights when they load, states at the first update.
+
+    If ranks hold slices, those of all ranks, as rank 0 gathers them.
+    """
     live: dict[int, int] = {}
     for run in trace.runs:
         if run.phase == "forward":
@@ -43,4 +46,4 @@ def _bytes(trace: Trace, category: str) -> int:
                     live[event] = block.bytes
                 else:
                     live.pop(-event, None)
-    return sum(live.values())
+    return round(sum(live.values()) / trace.trained_share)

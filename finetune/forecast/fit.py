@@ -12,7 +12,7 @@ Every candidate gets a full forecast; the search only decides which candidates t
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -75,8 +75,9 @@ class Fitted:
 
     def as_dict(self) -> dict[str, Any]:
         """What was chosen, as JSON values."""
+        sharding = ("distributed.kind", "distributed.stage") if self.forecast.gpus > 1 else ()
         return {
-            "chosen": {key: self.value(key) for key in (_ROWS, _RECOMPUTED, _OFFLOAD, _TILE)},
+            "chosen": {key: self.value(key) for key in (_ROWS, _RECOMPUTED, _OFFLOAD, _TILE, *sharding)},
             "reasons": dict(self.reasons),
             "forecast": self.forecast.as_dict(),
             "checkpoint_everything": self.everything.as_dict(),
@@ -101,6 +102,14 @@ class Limits:
     def as_dict(self) -> dict[str, Any]:
         """The limits as JSON values."""
         return asdict(self)
+
+
+def least(config: Config, *, offloads: bool, rows: Sequence[int], checkpointing: Any) -> Config:
+    """The setting of those that `fit` chooses from that takes least memory."""
+    recomputed = "all" if checkpointing is None else checkpointing
+    offload = "checkpoints" if offloads and recomputed != "none" else config.memory.offload
+    tile = min(_SMALL_TILE, config.memory.loss_tokens)
+    return config.changed({_ROWS: rows[-1], _RECOMPUTED: recomputed, _OFFLOAD: offload, _TILE: tile})
 
 
 def fit(
@@ -363,13 +372,3 @@ def divisors(number: int) -> list[int]:
 
 def _seconds(tried: _Tried) -> float:
     return tried[1].seconds
-
-
-def explained(dumped: str, reasons: Mapping[str, str]) -> Iterator[str]:
-    """The lines of a config file, with a comment beside each value that was chosen."""
-    section = ""
-    for line in dumped.splitlines():
-        key = line.strip().partition(":")[0]
-        section = key if line and not line.startswith(" ") else section
-        reason = reasons.get(f"{section}.{key}")
-        yield f"{line}  # {reason}" if reason and line.startswith(" ") else line

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from finetune.config import Config
+from finetune.training import strategies
 
 _SHORTEST = 64
 _SMALLEST_TILE = 512
@@ -23,10 +24,12 @@ class Lever:
         return " ".join(f"{key}={value}" for key, value in self.changes.items())
 
 
-def levers(config: Config) -> list[Lever]:
-    """The levers that `config` leaves."""
+def levers(config: Config, gpus: int = 1) -> list[Lever]:
+    """The levers that `config` leaves, on so many GPUs."""
     memory, training = config.memory, config.training
-    found = []
+    found: list[Lever] = []
+    if gpus > 1:
+        found += _sharding(config)
     if config.output.merge:
         found.append(Lever({"output.merge": False}, "merged later, where there is more memory"))
     if memory.loss_tokens > _SMALLEST_TILE:
@@ -51,3 +54,16 @@ def levers(config: Config) -> list[Lever]:
     if config.data.max_length > _SHORTEST:
         found.append(Lever({"data.max_length": config.data.max_length // 2}, "longer rows are cut"))
     return found
+
+
+def _sharding(config: Config) -> Iterator[Lever]:
+    """The next way in which ranks hold less; on several GPUs the plan has chosen how they share the model."""
+    section = config.distributed
+    if section.kind == "ddp":
+        for way in strategies.least_first(config)[-1:]:
+            if way["distributed.kind"] != "ddp":
+                yield Lever(way, "layers are gathered as they compute")
+    elif section.stage == "gradients":
+        yield Lever({"distributed.stage": "weights"}, "layers are gathered again in the backward pass")
+    elif section.offload == "none":
+        yield Lever({"distributed.offload": "cpu"}, "weights cross the bus in each pass, the CPU updates them")

@@ -6,31 +6,35 @@ needs no network; for any other the config is fetched.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from finetune.config import Config, dump
+from finetune.config import Config, dump, explained
 from finetune.data import prepare, sources
 from finetune.data.batching import Batch, MicroBatching, longest_batches, per_step, worst_batches
 from finetune.data.prepare import Prepared
-from finetune.errors import ArtifactError, ForecastError
+from finetune.errors import ArtifactError, ConfigError, ForecastError
 from finetune.forecast import devices, files, replay
 from finetune.forecast import fit as fitting
 from finetune.forecast.devices import Device
-from finetune.forecast.fit import Fitted, Limits
+from finetune.forecast.fit import Fitted, Limits, NothingFits
 from finetune.forecast.levers import Lever, levers
 from finetune.forecast.replay import Forecast
 from finetune.forecast.step import trace_step
-from finetune.model import attention, bounds, catalog, checkpointing, packing
+from finetune.model import attention, bounds, build, catalog, checkpointing, packing
 from finetune.model.base import load_architecture
 from finetune.model.causality import has_flash
 from finetune.model.locate import at_hand
 from finetune.model.tokenizer import load_tokenizer
-from finetune.runtime import libraries, ranks
+from finetune.runtime import libraries
 from finetune.storage.files import write_text
+from finetune.training import strategies
+from finetune.training.checks import check_shares
 
 # A lever that saves less than this share is not worth mentioning.
 _LEAST_SAVED = 0.005
@@ -41,13 +45,15 @@ _TRACED_TOKENS = 16
 class Planner:
     """Forecasts variants of one job on one device.
 
-    `data` gives the lengths of the rows; without it every row counts as `data.max_length` long.
+    `data` gives the lengths of the rows; without it every row counts as `data.max_length` long. `gpus` of that kind
+    share each step, one to a rank; every forecast is that of rank 0.
     """
 
     job: Config
     architecture: Any
     device: Device
     data: Prepared | None
+    gpus: int = 1
     _known: dict[tuple[str, bool], Forecast] = field(default_factory=dict)
     _largest: dict[tuple[MicroBatching, int], tuple[list[Batch], Batch | None]] = field(default_factory=dict)
 
@@ -72,49 +78,85 @@ class Planner:
             shared = getattr(self.architecture.get_text_config(), "num_key_value_heads", None)
             if shared not in (None, self.architecture.get_text_config().num_attention_heads):
                 implementation = packing.EAGER if batch.packed else "eager"
-        trace = trace_step(config, self.architecture, batch, evaluation, device, implementation)
+        trace = trace_step(config, self.architecture, batch, evaluation, device, implementation, self.gpus)
         return replay.make(
             trace,
             device,
             batch,
             implementation,
-            micro_batches=max(
-                1, per_step(config.training.batch_size, _micro_batching(config), batch) // ranks.world_size()
-            ),
+            micro_batches=max(1, per_step(config.training.batch_size, _micro_batching(config), batch) // self.gpus),
             merges=config.output.merge,
             merge_bytes=files.merge_bytes(config, trace),
             disk_bytes=files.disk_bytes(config, trace),
             checkpoint_bytes=files.checkpoint_bytes(trace),
             saves_between=_saves_between(config),
             from_files=config.model.weights != "random",
-            processes=ranks.world_size(),
+            gpus=self.gpus,
+            sharding=config.distributed.model_dump() if self.gpus > 1 else None,
+            sharded=strategies.is_sharded(config.distributed, self.gpus),
         )
 
     def levers(self, config: Config, found: Forecast) -> list[tuple[Lever, Forecast]]:
         """Each lever that would reduce the forecast `found`, with the job's forecast once it is pulled."""
         # Against what the job itself takes: on a CPU the rest is whatever this process happens to hold.
         below = found.needed_bytes - found.peak_reserved_bytes * _LEAST_SAVED
-        pulled = [(lever, self.forecast(config.changed(lever.changes))) for lever in levers(config)]
+        pulled = [(lever, self.forecast(config.changed(lever.changes))) for lever in levers(config, self.gpus)]
         return [(lever, after) for lever, after in pulled if after.needed_bytes < below]
 
-    def fit(self) -> Fitted:
-        """The fastest setting that fits. Raises OutOfMemoryError when none does.
+    def settle(self) -> tuple[Config, Fitted | None]:
+        """The job with a value for all that is `auto`, and what `fit` chose; the least setting where nothing fits."""
+        if self.job.fitted:
+            return self._shared(lambda config: config), None
+        try:
+            fitted = self.fit()
+        except NothingFits as least:
+            return least.config, None
+        return fitted.config, fitted
 
-        Micro-batch and checkpointing are chosen where the job says `auto`.
+    def fit(self) -> Fitted:
+        """The fastest setting that fits, with the least sharding. Raises OutOfMemoryError when none does.
+
+        Sharding, micro-batch and checkpointing are chosen where the job says `auto`.
         """
         training, memory = self.job.training, self.job.memory
         compiled = self.job.kernels.compile == "layers"  # such a layer keeps all or nothing, and offloads nothing
-        return fitting.fit(
-            self.job,
+        offloads = self.device.type == "cuda" and not compiled
+        each = training.batch_size // self.gpus
+        rows = fitting.divisors(each) if training.micro_batch == "auto" else [training.rows]
+        recomputed = None if memory.checkpointing == "auto" else memory.checkpointing
+        least = functools.partial(fitting.least, offloads=offloads, rows=rows, checkpointing=recomputed)
+        shared = self._shared(least)
+        fitted = fitting.fit(
+            shared,
             self.architecture.get_text_config().num_hidden_layers,
             self.forecast,
-            offloads=self.device.type == "cuda" and not compiled,
+            offloads=offloads,
             levels=("none", "all") if compiled else checkpointing.levels(self.architecture),
-            rows=fitting.divisors(training.batch_size // ranks.world_size())
-            if training.micro_batch == "auto"
-            else [training.rows],
-            checkpointing=None if memory.checkpointing == "auto" else memory.checkpointing,
+            rows=rows,
+            checkpointing=recomputed,
         )
+        if shared is self.job:
+            return fitted
+        copies = shared.distributed.kind == "ddp"
+        why = {"distributed.kind": "a copy of the model fits each GPU" if copies else "copies of the model do not fit"}
+        if not copies:
+            why["distributed.stage"] = "the least sharding that fits"
+        return replace(fitted, reasons={**why, **fitted.reasons})
+
+    def _shared(self, least: Callable[[Config], Config]) -> Config:
+        """The job with the least sharding that lets `least` of it fit, where the ranks' sharing is `auto`."""
+        if self.gpus == 1 or self.job.distributed.kind != "auto":
+            return self.job
+        most = self.job
+        for way in map(self.job.changed, strategies.least_first(self.job)):
+            try:
+                fits = self.forecast(least(way)).fits
+            except ConfigError:  # this model, or the optimizer's states of its weights, cannot be sharded so
+                continue
+            most = way
+            if fits:
+                break
+        return most
 
     def limits(self, config: Config) -> Limits:
         """The longest rows, most rows and highest rank that fit with every layer checkpointed."""
@@ -124,7 +166,7 @@ class Planner:
 
     def _largest_batches(self, config: Config) -> tuple[list[Batch], Batch | None]:
         """The largest training micro-batches that data and sampler can produce, and that of the evaluation set."""
-        micro_batching, step_rows = _micro_batching(config), max(1, config.training.batch_size // ranks.world_size())
+        micro_batching, step_rows = _micro_batching(config), max(1, config.training.batch_size // self.gpus)
         if self.data is None or config.data.max_length != self.job.data.max_length:
             longest = longest_batches(micro_batching, step_rows, config.data.max_length)
             return longest, None if config.data.eval == "none" else longest[0]
@@ -154,31 +196,31 @@ def _attention(config: Config, architecture: Any, device_type: str) -> str:
     )
 
 
-def fit(config: Config, gpu: str | None = None) -> Fitted:
-    """The job fitted to `gpu`: the fastest micro-batch and checkpointing, whatever the config says, at the same
-    global batch.
+def fit(config: Config, gpu: str | None = None, gpus: int = 1) -> Fitted:
+    """The job fitted to `gpu`, or to several: the fastest micro-batch and checkpointing, whatever the config says, at
+    the same global batch, with the least sharding.
 
-    Raises OutOfMemoryError when nothing fits.
+    Raises OutOfMemoryError when nothing fits, ConfigError for a batch that so many cannot share.
     """
-    return _free_planner(config, gpu).fit()
+    return _free_planner(config, gpu, gpus).fit()
 
 
-def fit_with_limits(config: Config, gpu: str | None = None) -> tuple[Fitted, Limits]:
+def fit_with_limits(config: Config, gpu: str | None = None, gpus: int = 1) -> tuple[Fitted, Limits]:
     """`fit`, and the limits of the fitted job on that device."""
-    planner = _free_planner(config, gpu)
+    planner = _free_planner(config, gpu, gpus)
     fitted = planner.fit()
     return fitted, planner.limits(fitted.config)
 
 
-def _free_planner(config: Config, gpu: str | None) -> Planner:
+def _free_planner(config: Config, gpu: str | None, gpus: int) -> Planner:
     """A planner that may choose micro-batch and checkpointing, whatever the config says."""
     rows = {} if config.training.micro_batch_tokens else {"training.micro_batch": "auto"}
-    return planner_for(config.changed({**rows, "memory.checkpointing": "auto", "memory.offload": "none"}), gpu)
+    return planner_for(config.changed({**rows, "memory.checkpointing": "auto", "memory.offload": "none"}), gpu, gpus)
 
 
 def write(fitted: Fitted, path: Path) -> None:
     """Write the fitted config, with a comment beside each value that was chosen. Raises MachineError."""
-    write_text(path, "\n".join(fitting.explained(dump(fitted.config), fitted.reasons)) + "\n")
+    write_text(path, "\n".join(explained(dump(fitted.config), fitted.reasons)) + "\n")
 
 
 def check_traceable(config: Config, architecture: Any, device: torch.device) -> None:
@@ -210,13 +252,19 @@ def check_traceable(config: Config, architecture: Any, device: torch.device) -> 
             raise
 
 
-def planner_for(config: Config, gpu: str | None = None) -> Planner:
-    """The planner of a job, for a device that need not be in this machine."""
+def planner_for(config: Config, gpu: str | None = None, gpus: int = 1) -> Planner:
+    """The planner of a job, for one device or several alike, that need not be in this machine.
+
+    Raises ConfigError for an unknown device, and for a batch that so many cannot share.
+    """
     libraries.quiet()
+    if gpus > 1:
+        check_shares(config, gpus)
     device = devices.find(gpu or ("auto" if torch.cuda.is_available() else "cpu"), config.memory)
     architecture = _architecture(config)
     config, _ = bounds.within_positions(config, architecture)
-    return Planner(config, architecture, device, _data(config, architecture))
+    build.blueprint(config, architecture, _attention(config, architecture, device.type)).check(config.adapter)
+    return Planner(config, architecture, device, _data(config, architecture), gpus)
 
 
 def _architecture(config: Config) -> Any:

@@ -7,7 +7,7 @@ memory; for a CPU the live tensors count.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -28,6 +28,7 @@ HOST_BANDWIDTH_BYTES = 31.5e9
 _CURVE_POINTS = 600
 _TRANSIENT = ("activations", "loss", "workspace")
 _STEP = ("forward", "backward", "optimizer")
+_SHOWN_AS = {"attach": "load"}  # adapters, and the slices that loading left, become a sharded model
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,8 @@ class Forecast:
     `phases` gives allocated and reserved bytes (on a CPU the same) without the context; `categories` adds up, at the
     moment of the peak, to what is compared with the budget. `flops`, `moved_bytes` (where bandwidth is the bound),
     `calls` (kernel launches) and `seconds`, a bound from below for ranking settings, are those of one optimizer step.
-    `mixture` says how experts are stored, where the base has some.
+    `mixture` says how experts are stored, where the base has some. With several `gpus` all figures are those of one,
+    but for `disk_bytes`; `sharding` is the config's section `distributed`.
     """
 
     device: Device
@@ -65,6 +67,8 @@ class Forecast:
     tokens: int
     curve: tuple[Point, ...] = field(repr=False, default=())
     mixture: Mixture | None = None
+    gpus: int = 1
+    sharding: Mapping[str, str] | None = None
 
     @property
     def needed_bytes(self) -> int:
@@ -101,6 +105,7 @@ class Forecast:
             "calls": self.calls,
             "seconds": round(self.seconds, 4),
             "mixture": self.mixture and asdict(self.mixture),
+            **({"gpus": self.gpus, "sharding": self.sharding} if self.gpus > 1 else {}),
         }
 
 
@@ -117,7 +122,9 @@ def make(
     checkpoint_bytes: int = 0,
     saves_between: bool = False,
     from_files: bool = False,
-    processes: int = 1,
+    gpus: int = 1,
+    sharding: Mapping[str, str] | None = None,
+    sharded: bool = False,
 ) -> Forecast:
     """The forecast of a trace of one micro-batch and one update.
 
@@ -125,11 +132,11 @@ def make(
     with `saves_between` during a forward and backward pass as well.
     `merges`: whether the run merges at its end, so that the merge must fit as well. `merge_bytes` (its device memory)
     and `disk_bytes` are not in a step; see `finetune.forecast.files`.
-    `from_files`: whether transformers loads the base, and not random weights are made. `processes`: how many share a
-    step; the forecast is that of one.
+    `from_files`: whether transformers loads the base, and not random weights are made. `gpus`: how many share a step;
+    the forecast is that of one, which holds a copy of the model or, with `sharded`, slices of it.
     """
     copy_bytes = checkpoint_bytes if device.type == "cpu" else 0
-    replay = _replayed(trace, device, copy_bytes, saves_between, from_files, processes)
+    replay = _replayed(trace, device, copy_bytes, saves_between, from_files and not sharded, gpus > 1 and not sharded)
     # The trace has two updates.
     step = trace.work(("forward", "backward")) * micro_batches + trace.work(("optimizer",)) * 0.5
     phases = {name: replay.phases[name] for name in PHASES if name in replay.phases}
@@ -155,6 +162,8 @@ def make(
         tokens=micro_batches * batch.rows * batch.tokens,
         curve=tuple(replay.curve),
         mixture=trace.mixture,
+        gpus=gpus,
+        sharding=sharding,
     )
 
 
@@ -210,7 +219,7 @@ class _Replay:
         self.managed_peak_bytes = 0
         self.curve: list[Point] = []
 
-    def run(self, checkpoint_bytes: int, saves_between: bool, from_files: bool, processes: int) -> None:
+    def run(self, checkpoint_bytes: int, saves_between: bool, from_files: bool, replicated: bool) -> None:
         """The load, two steps (the second meets the segments of the first), a save, and the evaluation."""
         runs = self._trace.runs
         phases = [run.phase for run in runs]
@@ -229,7 +238,7 @@ class _Replay:
         if self._allocator:
             self._allocator.empty_cache()  # as `load_base` does
         self._add(self._device.workspace_bytes, "workspace")
-        if processes > 1:
+        if replicated:
             self._join_processes()
         self._play(runs[loaded:first])
         self._play(step)
@@ -303,7 +312,7 @@ class _Replay:
                 self._live[block.category] += sign * block.bytes
                 self._allocate(abs(event), block.bytes) if sign > 0 else self._free(abs(event), block.bytes)
                 if sign > 0:
-                    self._see(run.phase)
+                    self._see(_SHOWN_AS.get(run.phase, run.phase))
                 if self._recording:
                     self._draw(run.phase)
 

@@ -7,6 +7,7 @@ are those of training; only the weights and the batch are fake.
 from __future__ import annotations
 
 import contextlib
+import re
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
@@ -17,18 +18,19 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from finetune import kernels
-from finetune.config import Config
+from finetune.config import AdapterSection, Config
+from finetune.config.fields import is_pattern
 from finetune.data.batching import Batch, MicroBatching, per_step
 from finetune.errors import FinetuneError, ForecastError, first_line
-from finetune.forecast import depth, fake, patches
+from finetune.forecast import depth, fake, fake_ranks, patches
 from finetune.forecast.devices import Device
 from finetune.forecast.extrapolate import NotAlike, Shortened, extrapolate, shorten, whole
 from finetune.forecast.trace import Answers, Recorder, Trace, TracedMonitor
 from finetune.model import adapter, build, checkpointing, experts
 from finetune.model.base import base_dtype, mixture
 from finetune.model.causality import needs_mask
+from finetune.model.sharding import Sharding, held, layer_cutter
 from finetune.objectives import OBJECTIVES, log_probs
-from finetune.runtime import ranks
 from finetune.training import optimizers
 from finetune.training.collator import Inputs, MicroBatches, for_model
 from finetune.training.evaluation import summed_loss
@@ -43,17 +45,18 @@ Shortening = Callable[[Sequence[Hashable]], Shortened]
 
 
 def trace_step(
-    config: Config, architecture: Any, train: Batch, evaluation: Batch | None, device: Device, attention: str
-) -> Trace:
-    """Run one optimizer step in its steady state, then an evaluation, on fake tensors.
+    config: Config, architecture: Any, train: Batch, evaluation: Batch | None, device: Device, attention: str,
+    world_size: int = 1,
+) -> Trace:  # fmt: skip
+    """Run one optimizer step in its steady state, then an evaluation, on fake tensors; of `world_size` ranks, rank 0's.
 
     Steady state: optimizer states exist, and with accumulation so do the gradients of the micro-batches before.
     """
     settings = (config, architecture, train, evaluation, device, attention)
     try:
-        return _trace_step(*settings, shorten)
+        return _trace_step(*settings, shorten, world_size)
     except (NotAlike, depth.Scattered):
-        return _trace_step(*settings, lambda kinds: whole(len(kinds)))
+        return _trace_step(*settings, lambda kinds: whole(len(kinds)), world_size)
     except FinetuneError:
         raise
     except Exception as error:
@@ -68,15 +71,22 @@ def trace_step(
 
 def _trace_step(
     config: Config, architecture: Any, train: Batch, evaluation: Batch | None, device: Device, attention: str,
-    shortening: Shortening,
+    shortening: Shortening, world_size: int = 1,
 ) -> Trace:  # fmt: skip
     answers = Answers(uneven=False, trained_tokens=0)
-    rows = max(1, config.training.batch_size // ranks.world_size())  # of a step, in this process
+    rows = max(1, config.training.batch_size // world_size)  # of a step, on one rank
     recorder = Recorder(device.kernels, answers, device.flops / device.bandwidth_bytes)
     tiles = log_probs.tiles(config.memory.loss_tokens)
-    with patches.undisturbed(), tiles, patches.like(device, recorder) as mode:
-        traced = _TracedStep(config, architecture, mode, recorder, device, attention, shortening, rows)
+    with (
+        fake_ranks.sharding(config.distributed, world_size) as shards,
+        patches.undisturbed(),
+        tiles,
+        patches.like(device, recorder) as mode,
+        patches.sharded(recorder) if shards else contextlib.nullcontext(),
+    ):
+        traced = _TracedStep(config, architecture, mode, recorder, device, attention, shortening, rows, shards)
         traced.load()
+        traced.make_step()
         traced.make_optimizer_states()
         traced.step(train)
         if evaluation:
@@ -88,6 +98,7 @@ def _trace_step(
             largest_weight=traced.largest_weight,
             largest_part=traced.largest_part,
             mixture=traced.mixture,
+            trained_share=traced.trained_share,
         )
 
 
@@ -102,6 +113,7 @@ class _TracedStep:
         attention: str,
         shortening: Shortening,
         rows: int,
+        shards: Sharding | None,
     ) -> None:
         if config.training.precision == "fp16":
             # Sizes are those of bfloat16, and there is no loss scaling on a CPU, where this runs.
@@ -114,21 +126,22 @@ class _TracedStep:
         self.recorder = recorder
         self._shortening = shortening
         self._rows = rows
+        self._shards = shards
+        recorder.slices_on_host = bool(shards and shards.offload and device.type == "cuda")
         # Every fused attention kernel keeps the same for backward: the output and one number per row.
         attention = attention if attention.startswith(("eager", "packed")) else "sdpa"
+        self._adapter = config.adapter
         base = build.blueprint(config, architecture, attention).weightless(self._shorten)
         self._loaded = list(base.modules())
         # An adapter's initial values change no size; PiSSA and LoftQ would need weights.
-        start = config.adapter.model_copy(update={"init": "default"})
+        start = self._adapter.model_copy(update={"init": "default"})
         self._model = build.trainable(
             base, config.model, start, config.memory, seed=config.training.seed, device_type=device.type
         )
         checkpointing.choose(base, self._checkpointed)
         self._layers = checkpointing.layers(base)
         fake.fill(self._model, config.quantization, mode)
-        self._step = self._ready()
-        self._backbone = base.base_model
-        self._watch()
+        self._base = base
 
     def _shorten(self, base: Any) -> None:
         self.parameters = sum(weight.numel() for weight in base.parameters())
@@ -145,29 +158,35 @@ class _TracedStep:
             if path.endswith(tuple(f".{target}" for target in targets if targets != "all-linear"))
         ]
         self.largest_weight = max(linear + fused, default=0)
-        parts = [head, *checkpointing.layers(base)]
+        layers = checkpointing.layers(base)
+        parts = [head, *layers]
         self.largest_part = max(sum(weight.numel() for weight in part.parameters()) for part in parts)
         self.mixture = mixture(base, self._config.quantization)
         kinds = depth.kinds(base)
         chosen = checkpointing.pattern(self._config.memory.checkpointing, len(kinds))
-        self.shortened = self._shortening(list(zip(kinds, chosen, strict=True)))
+        named = {base.get_submodule(name) for name in adapter.matching(base, self._adapter)}
+        adapted = [tuple(name for name, part in layer.named_modules() if part in named) for layer in layers]
+        self.shortened = self._shortening(list(zip(kinds, chosen, adapted, strict=True)))
         self._checkpointed = [chosen[number] for number in self.shortened.layers]
         if len(self.shortened.layers) < len(kinds):
             depth.keep(base, self.shortened.layers)
+            self._adapter = _renamed(self._adapter, base, named)
 
-    def _ready(self) -> Step:
+    def make_step(self) -> None:
         """The step, as `training.run` makes it."""
         config, card = self._config, self._device
         log_probs.attach(self._model)
         kernels.attach(self._model, config.kernels.fused, triton=card.type != "cuda" or card.triton)
-        name, _ = optimizers.choose(config.optimizer, card.type)
+        name, _ = optimizers.choose(config.optimizer, "cpu" if self.recorder.slices_on_host else card.type)
         with warnings.catch_warnings():
             # bitsandbytes looks embeddings up by their addresses, which fake ones have not.
             warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
             optimizer = optimizers.make(name, config.optimizer, 1e-4, self._model)
-        optimizer.state = _Turns(self.recorder, dict(self._trained()))
+        layer_of = dict(self._trained())
+        updated = {one: getattr(one, "sharded", one) for group in optimizer.param_groups for one in group["params"]}
+        optimizer.state = _Turns(self.recorder, {one: layer_of[weight] for one, weight in updated.items()})
         capability = card.capability if card.type == "cuda" else None
-        return Step(
+        self._step = Step(
             model=self._model,
             objective=OBJECTIVES[config.training.objective],
             optimizer=optimizer,
@@ -177,6 +196,7 @@ class _TracedStep:
             device=torch.device("cpu"),
             monitor=TracedMonitor(self.recorder),
         )
+        self._watch()
 
     # -- which layer an allocation belongs to ----------------------------------------------------------------------
 
@@ -184,8 +204,9 @@ class _TracedStep:
         """Follow the pass through the layers: forward by hooks on modules, backward by hooks on what they hand on."""
         recorder = self.recorder
         for number, layer in enumerate(self._layers):
-            layer.register_forward_pre_hook(self._enters(number), with_kwargs=True)
-            layer.register_forward_hook(self._leaves(number))
+            # Before a sharded layer's own hooks, which gather its weights.
+            layer.register_forward_pre_hook(self._enters(number), with_kwargs=True, prepend=True)
+            layer.register_forward_hook(self._leaves(number), prepend=True)
 
         def entered(module: Any, args: Any) -> None:
             recorder.category = "activations"
@@ -194,12 +215,14 @@ class _TracedStep:
             recorder.category = "loss"
             self._on_gradient(output[0], None)
 
-        self._backbone.register_forward_pre_hook(entered)
-        self._backbone.register_forward_hook(left)
+        self._base.base_model.register_forward_pre_hook(entered)
+        self._base.base_model.register_forward_hook(left)
 
     def _enters(self, number: int) -> Any:
         def hook(module: Any, args: Any, kwargs: Any) -> None:
             hidden = args[0] if args else kwargs["hidden_states"]
+            if self._shards and number == 0:  # once they have this gradient, the layers have reduced theirs
+                self._on_gradient(hidden, None)
             self.recorder.layer = number
             if module.gradient_checkpointing and module.training:
                 self.recorder.mark(hidden, "layer_inputs")
@@ -229,16 +252,37 @@ class _TracedStep:
         Weights are loaded one by one, so that no more than one is there in 16 bit, or the experts of one layer.
         """
         owner = {id(module): number for number, layer in enumerate(self._layers) for module in layer.modules()}
+        cut = layer_cutter(self._shards)
         for module in self._loaded:
             layer = owner.get(id(module))
             quantized = [weight for weight in module.parameters(recurse=False) if fake.is_quantized(weight)]
             if quantized:
                 self._quantize(quantized, layer)
             self._keep(module, layer)
-        self.recorder.phase = "optimizer"
+            with self._sharding():
+                cut(self._base, module)
+        self.recorder.phase = "attach" if self._shards else "optimizer"
         for module in self._model.modules():
             self._keep(module, owner.get(id(module)))
         self.recorder.layer = None
+        if self._shards:
+            with self._sharding():
+                self._shards.apply(self._model)
+            for weight in self._model.parameters():
+                category = "adapter" if weight.requires_grad else "base_weights"
+                self.recorder.mark(held(weight), category, managed=self.recorder.slices_on_host)
+        trained = [weight for weight in self._model.parameters() if weight.requires_grad]
+        self.trained_share = sum(held(weight).numel() for weight in trained) / sum(map(torch.Tensor.numel, trained))
+
+    @contextlib.contextmanager
+    def _sharding(self) -> Iterator[None]:
+        """Record what sharding allocates, if the model is sharded; it goes from weight to weight."""
+        if not self._shards:
+            yield
+            return
+        with self._recording(), self.recorder.follow_layers():
+            self.recorder.category = "base_weights"
+            yield
 
     def _quantize(self, weights: list[torch.nn.Parameter], layer: int | None) -> None:
         dtype = base_dtype(self._config.adapter, self._config.training)
@@ -329,26 +373,28 @@ class _TracedStep:
         for parameter, layer in self._trained():
             with self._mode:
                 parameter.grad = torch.empty_like(parameter)
-            self.recorder.keep(parameter.grad, "gradients", layer)
+            self.recorder.keep(held(parameter.grad), "gradients", layer)
         self.recorder.layer = None
+        self._mark_gradients()
 
     def _mark_gradients(self) -> None:
         for parameter, _ in self._trained():
-            self.recorder.mark(parameter.grad, "gradients")
+            self.recorder.mark(held(parameter.grad), "gradients", managed=self.recorder.slices_on_host)
 
     def _update(self) -> None:
         """Clipping and the update."""
-        self.recorder.phase = "optimizer"
+        self.recorder.phase, self.recorder.managed = "optimizer", self.recorder.slices_on_host
         with self._recording(), self.recorder.follow_layers():
             self._step.clip()
             self._step.update()
+        self.recorder.managed = False
         optimizer = self._step.optimizer
         paged = self._device.type == "cuda" and getattr(optimizer, "is_paged", False)
         for parameter, state in optimizer.state.items():
             for name, tensor in state.items():
                 if isinstance(tensor, torch.Tensor):
                     managed = paged and name in _PAGED_STATES and parameter.numel() >= _PAGED_FROM
-                    self.recorder.mark(tensor, "optimizer_states", managed=managed)
+                    self.recorder.mark(tensor, "optimizer_states", managed=managed or self.recorder.slices_on_host)
 
     def _trained(self) -> Iterator[tuple[torch.nn.Parameter, int | None]]:
         """Each trained weight and its layer."""
@@ -387,3 +433,12 @@ class _Turns(defaultdict[torch.nn.Parameter, Any]):
     def __getitem__(self, parameter: torch.nn.Parameter) -> Any:
         self._recorder.turn_to(self._layers[parameter])
         return super().__getitem__(parameter)
+
+
+def _renamed(section: AdapterSection, base: Any, named: set[torch.nn.Module]) -> AdapterSection:
+    """The targets with the full names that the layers in `named` have in `base`, where others were removed."""
+    if not named:
+        return section
+    names = [re.escape(name) for name, module in base.named_modules() if module in named]
+    plain = [target for target in section.targets if not is_pattern(target)]
+    return section.model_copy(update={"targets": [*plain, *names]})

@@ -20,6 +20,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
@@ -28,6 +29,7 @@ from finetune.forecast.operator_costs import Kernels
 from finetune.forecast.operators import flat
 from finetune.measure.monitor import Monitor, Peak
 from finetune.model.experts import Mixture
+from finetune.runtime.libraries import replaced
 
 CATEGORIES = {
     "base_weights": "base weights",
@@ -50,6 +52,17 @@ _ALL = ("aten::all", "aten::eq.Scalar")
 # Derivatives do these in place, but never for a subclass of Tensor (torch 2.13, derivatives.yaml `max`,
 # FunctionsManual.cpp `index_backward`).
 _IN_PLACE = {"aten::scatter.src": _aten.scatter_.src, "aten::index_put": _aten.index_put_.default}
+# What FSDP2 gathers weights into, and scatters gradients from (torch 2.13, _fsdp_collectives.py).
+_BUFFERS: dict[str, Any] = {
+    "fsdp::all_gather_copy_in": lambda args, named: [args[1]],
+    "fsdp::split_with_sizes_copy": lambda args, named: named["out"],
+    "fsdp::chunk_cat": lambda args, named: [named["out"]],
+}
+# Slices that FSDP2 copies from the host before it gathers them, and to the host once gradients are scattered.
+_CROSSING: dict[str, Any] = {
+    "fsdp::all_gather_copy_in": lambda args: args[0],
+    "c10d::_reduce_scatter_base_": lambda args: args[0],
+}
 
 
 @dataclass(slots=True, eq=False)
@@ -106,7 +119,7 @@ class Trace:
 
     `parameters` is the number of them in the whole base, `largest_weight` in the largest weight that may get an
     adapter, `largest_part` in the largest layer, or the head. `mixture` says how the base's experts are stored, where
-    it has some.
+    it has some. `trained_share` is the share of the trained weights that this rank holds.
     """
 
     blocks: list[Block]
@@ -115,6 +128,7 @@ class Trace:
     largest_weight: int = 0
     largest_part: int = 0
     mixture: Mixture | None = None
+    trained_share: float = 1.0
 
     def timeline(self) -> Iterator[tuple[Run, Block, int]]:
         """(run, block, +1 or -1) for each allocation and free, in order."""
@@ -143,11 +157,12 @@ class Recorder(TorchDispatchMode):
         self.answers = answers
         self._blocks: list[Block] = []
         self._runs: list[Run] = []
-        self._living: dict[int, tuple[int, Any]] = {}
+        self._living: dict[int, list[Any]] = {}
         self._by_layer_of_input = self._turn = False
         self.phase = "load"
         self.layer: int | None = None
         self.category = "activations"
+        self.managed = self.slices_on_host = False
 
     def trace(self) -> Trace:
         return Trace(self._blocks, self._runs)
@@ -195,6 +210,8 @@ class Recorder(TorchDispatchMode):
         kwargs, name = kwargs or {}, func.name()
         if name == "prim::device":
             return func(*args, **kwargs)
+        if DTensor in types:  # only views are taken of them, but torch tries those out on tensors of its own
+            return func(*args, **kwargs)
         if name == "aten::_local_scalar_dense":
             return self.answers.scalar(args[0], getattr(args[0], "made_by", None))
         inputs = [argument for argument in flat(args) if isinstance(argument, torch.Tensor)]
@@ -211,11 +228,17 @@ class Recorder(TorchDispatchMode):
             func = _IN_PLACE[name]
         if name in self.answers.shapes:
             func, args = self.answers.shapes[name](func, args)
-        scratch = [self._open(size, "workspace") for size in self._kernels.scratch(func, args, kwargs)]
+        sizes = self._kernels.scratch(func, args, kwargs)
+        if self.slices_on_host and name in _CROSSING:
+            sizes = [sum(slice_.nbytes for slice_ in flat(_CROSSING[name](args)))]
+            self._run().work.copied_bytes += sizes[0]
+        scratch = [self._open(size, "workspace") for size in sizes]
         out = func(*args, **kwargs)
         outputs = list(flat(out))
         category = self._category(func, inputs)
         fresh = False
+        if name in _BUFFERS:
+            self._turn_into_workspace(_BUFFERS[name](args, kwargs))
         # torch's operators on lists have an output for each tensor.
         each = self._by_layer_of_input and name.startswith("aten::_foreach") and len(inputs) >= len(outputs)
         for place, output in enumerate(outputs):
@@ -287,15 +310,34 @@ class Recorder(TorchDispatchMode):
             return False
         number = self._open(storage.nbytes(), category)
 
-        def died(_: Any, key: int = key, number: int = number) -> None:
-            del self._living[key]
-            self._close(number)
+        def died(_: Any, key: int = key) -> None:
+            if (number := self._living.pop(key)[0]) is not None:
+                self._close(number)
 
-        self._living[key] = (number, weakref.ref(storage, died))
+        self._living[key] = [number, weakref.ref(storage, died)]
         return True
 
+    @contextlib.contextmanager
+    def following_resizes(self) -> Iterator[None]:
+        """Within the block, resizing a storage frees or allocates it: so FSDP2 does with gathered weights."""
+        plain = torch.UntypedStorage.resize_
+
+        def resize(storage: Any, size_bytes: int) -> Any:
+            if (entry := self._living.get(id(storage))) is not None:
+                if entry[0] is not None:
+                    self._close(entry[0])
+                entry[0] = self._open(size_bytes, "workspace") if size_bytes else None
+            return plain(storage, size_bytes)
+
+        with replaced(torch.UntypedStorage, "resize_", resize):
+            yield
+
+    def _turn_into_workspace(self, buffers: Iterable[torch.Tensor]) -> None:
+        for buffer in buffers:
+            self.mark(buffer, "workspace")
+
     def _open(self, size_bytes: int, category: str) -> int:
-        self._blocks.append(Block(size_bytes, category, self.layer))
+        self._blocks.append(Block(size_bytes, category, self.layer, self.managed))
         self._run().events.append(len(self._blocks))
         return len(self._blocks) - 1
 

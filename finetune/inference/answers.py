@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable
 from typing import Any
 
 from finetune.config import Config
 from finetune.data import examples
-from finetune.data.prepare import questions
+from finetune.data.prepare import Question, questions
 from finetune.errors import ArtifactError
 from finetune.inference.generation import TooLong, answer, prompt_ids
 from finetune.model.base import autocast
@@ -21,9 +22,7 @@ from finetune.training.strategies import is_sharded
 _QUESTIONS = 3
 _TOKENS = 96
 
-Prompt = list[examples.Message] | str
-
-Asked = list[tuple[Prompt, dict[str, Any]]]
+Asked = list[tuple[examples.Chat | examples.Completion, dict[str, Any]]]
 """Prompts with their rows of answers.json. Those hold only text, since messages may have values that JSON lacks."""
 
 
@@ -34,14 +33,14 @@ def before(base: Any, tokenizer: Any, config: Config, run: RunDirectory, note: C
     """
     if not ranks.is_main() or config.model.weights == "random" or is_sharded(config.distributed):
         return []
-    asked = questions(config.data, _QUESTIONS)
+    asked = list(itertools.islice(questions(config.data), _QUESTIONS))
     if kept := _kept(asked, run, note):
         return kept
     found: Asked = []
     with autocast(config.training.precision, base.device):
-        for prompt, reference in asked:
+        for _, prompt, reference in asked:
             with contextlib.suppress(TooLong):  # training rows are truncated, questions are not
-                reply = answer(base, tokenizer, _ids(prompt, tokenizer, config), _TOKENS)
+                reply = answer(base, tokenizer, prompt_ids(prompt, tokenizer, config.data.control_tokens), _TOKENS)
                 question = examples.shown(prompt)
                 found.append((prompt, {"question": question, "reference": reference, "before": reply, "after": None}))
     write_json(run.answers_file, [row for _, row in found])
@@ -54,13 +53,13 @@ def after(model: Any, tokenizer: Any, config: Config, run: RunDirectory, asked: 
         return
     with autocast(config.training.precision, model.device):
         for prompt, row in asked:
-            row["after"] = answer(model, tokenizer, _ids(prompt, tokenizer, config), _TOKENS)
+            row["after"] = answer(model, tokenizer, prompt_ids(prompt, tokenizer, config.data.control_tokens), _TOKENS)
     write_json(run.answers_file, [row for _, row in asked])
 
 
-def _kept(asked: list[tuple[Prompt, str]], run: RunDirectory, note: Callable[[str], None]) -> Asked:
+def _kept(asked: list[Question], run: RunDirectory, note: Callable[[str], None]) -> Asked:
     """The answers of an earlier start; empty if they are damaged or answer other questions."""
-    prompts = {(examples.shown(prompt), reference): prompt for prompt, reference in asked}
+    prompts = {(examples.shown(prompt), reference): prompt for _, prompt, reference in asked}
     try:
         # May be fewer than asked: questions too long for the model's positions were skipped.
         return [(prompts[row["question"], row["reference"]], {**row}) for row in run.answers()]
@@ -69,8 +68,3 @@ def _kept(asked: list[tuple[Prompt, str]], run: RunDirectory, note: Callable[[st
     except KeyError:
         pass
     return []
-
-
-def _ids(prompt: Prompt, tokenizer: Any, config: Config) -> list[int]:
-    example = examples.Completion(prompt, "") if isinstance(prompt, str) else examples.Chat(prompt)
-    return prompt_ids(example, tokenizer, config.data.control_tokens)

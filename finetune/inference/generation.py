@@ -1,19 +1,97 @@
-"""Greedy generation, which makes the answers of two models comparable."""
+"""Generation: answers in batches or streamed, sampled or greedy; greedy makes the answers of two models comparable.
+
+transformers' `generate` does the work. Its continuous batching (`generate_batch`, 5.23) is not used: it drops the
+repetition penalty and has neither stop strings nor a choice of KV cache.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 import torch
 
 from finetune.data import chat, formats
 from finetune.errors import ArtifactError, ConfigError, NumbersError
-from finetune.model import bounds, chat_template
+from finetune.inference.streaming import Streamer, before_stop
+from finetune.measure.out_of_memory import is_out_of_memory
+from finetune.model import bounds, caches, chat_template, probes
 from finetune.runtime import libraries
+from finetune.runtime.randomness import RandomState
+
+# Batches that are sorted together: enough that the rows of one differ little in length, while answers come early.
+_SORTED_TOGETHER = 16
+
+# Relative change of a row's logits in a batch up to which it is rounding.
+_MOVES = 0.02
 
 
 class TooLong(ConfigError):
     """A prompt that leaves no position for an answer."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How answers are sampled, where they end, and how many are generated at a time.
+
+    Temperature 0 is greedy: `top_p`, `top_k` and `min_p` are then without effect. `stop` are texts that end an answer.
+    `cache` is a key of `caches.CACHES`. The same seed gives the same answers to the same prompts at the same
+    `batch_size`. Raises ConfigError for values that mean nothing.
+    """
+
+    max_new_tokens: int = 256
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    seed: int = 0
+    stop: tuple[str, ...] = ()
+    batch_size: int = 16
+    cache: str = "dynamic"
+
+    def __post_init__(self) -> None:
+        allowed = {
+            "max_new_tokens": (self.max_new_tokens >= 1, "at least 1"),
+            "temperature": (0 <= self.temperature < math.inf, "0 (greedy) or more"),
+            "top_p": (0 < self.top_p <= 1, "above 0 and at most 1"),
+            "top_k": (self.top_k >= 0, "0 (off) or more"),
+            "min_p": (0 <= self.min_p <= 1, "from 0 (off) to 1"),
+            "repetition_penalty": (0 < self.repetition_penalty < math.inf, "above 0; 1 is none"),
+            "batch_size": (self.batch_size >= 1, "at least 1"),
+            "stop": (all(self.stop), "texts that are not empty"),
+        }
+        if wrong := [f"`{key}` must be {rule}" for key, (right, rule) in allowed.items() if not right]:
+            raise ConfigError("\n".join(wrong))
+
+    @property
+    def sampling(self) -> dict[str, Any]:
+        """Arguments of `generate`, complete, so that those in the base's own generation_config.json do not apply."""
+        greedy = self.temperature == 0
+        return {
+            "do_sample": not greedy,
+            "temperature": None if greedy else self.temperature,
+            "top_p": None if greedy else self.top_p,
+            "top_k": None if greedy else self.top_k,
+            "min_p": self.min_p or None,
+            "repetition_penalty": self.repetition_penalty,
+        }
+
+
+@dataclass(frozen=True)
+class Answer:
+    """An answer without special tokens or stop text. `tokens` counts its new tokens, the one that ended it included.
+
+    `ended` is false where `max_new_tokens` or the model's positions cut it off.
+    """
+
+    text: str
+    tokens: int
+    ended: bool
 
 
 def prompt_ids(example: formats.Example, tokenizer: Any, control_tokens: chat.ControlTokens) -> list[int]:
@@ -28,42 +106,177 @@ def prompt_ids(example: formats.Example, tokenizer: Any, control_tokens: chat.Co
     return ids or [tokenizer.eos_token_id]  # an empty prompt, and a tokenizer without BOS
 
 
-@torch.inference_mode()
 def answer(model: Any, tokenizer: Any, prompt: list[int], max_new_tokens: int = 128) -> str:
-    """The model's greedy continuation of the token ids in `prompt`, decoded without special tokens.
+    """The model's greedy continuation of the token ids in `prompt`. Raises as `answers` does."""
+    return next(answers(model, tokenizer, [prompt], Settings(max_new_tokens))).text
 
-    It is limited by the model's positions. Raises TooLong if the prompt uses all of them, NumbersError if logits are
-    NaN.
+
+def answers(
+    model: Any,
+    tokenizer: Any,
+    prompts: Sequence[list[int]],
+    settings: Settings,
+    cache_bytes: Callable[[int], None] = lambda size: None,
+) -> Iterator[Answer]:
+    """The answers to `prompts` (token ids, as `prompt_ids` makes them), in their order.
+
+    They are generated in batches of like length, padded on the left; greedy answers are those that each prompt gets
+    alone, up to rounding. A model whose rows are not independent gets one prompt at a time. A batch that runs out of
+    memory is halved. `cache_bytes` is told the size of each batch's KV
+    cache once it is complete. Raises TooLong before anything is generated if a prompt leaves no position for an answer,
+    ConfigError or MachineError for a KV cache that there is not, and NumbersError if logits are NaN.
     """
-    from transformers import LogitsProcessorList
+    generation = _Generation(model, tokenizer, settings, cache_bytes)
+    rooms = [generation.room(prompt) for prompt in prompts]
+    return generation.answers(prompts, rooms)
 
+
+def stream(model: Any, tokenizer: Any, prompt: list[int], settings: Settings, say: Callable[[str], None]) -> Answer:
+    """The answer to one prompt, passed to `say` in pieces as soon as they are certain. Raises as `answers` does."""
+    generation = _Generation(model, tokenizer, settings, lambda size: None)
+    [found] = generation.generate(
+        [prompt], generation.room(prompt), settings.seed, Streamer(tokenizer, say, settings.stop)
+    )
+    return found
+
+
+class _Generation:
+    def __init__(self, model: Any, tokenizer: Any, settings: Settings, cache_bytes: Callable[[int], None]) -> None:
+        self._model, self._tokenizer, self._settings, self._cache_bytes = model, tokenizer, settings, cache_bytes
+        self._positions = bounds.table_size(model)
+        self._stop_ids = chat_template.stop_ids(tokenizer)
+        caches.make(settings.cache, model.config, 1)
+
+    def room(self, prompt: list[int]) -> int:
+        """How many tokens the answer to `prompt` may have."""
+        wanted = self._settings.max_new_tokens
+        if self._positions is None:
+            return wanted
+        if len(prompt) >= self._positions:
+            raise TooLong(
+                f"the prompt has {len(prompt)} tokens, but the base only {self._positions} positions; shorten it"
+            )
+        return min(wanted, self._positions - len(prompt))
+
+    def answers(self, prompts: Sequence[list[int]], rooms: list[int]) -> Iterator[Answer]:
+        size = self._settings.batch_size if len(prompts) > 1 else 1
+        if size > 1 and not self._takes_batches():
+            size = 1
+        for start in range(0, len(prompts), size * _SORTED_TOGETHER):
+            window = range(start, min(start + size * _SORTED_TOGETHER, len(prompts)))
+            found: dict[int, Answer] = {}
+            # A batch ends at one length, so rows whose answers may be less long have batches of their own.
+            by_length = sorted(window, key=lambda at: (rooms[at], len(prompts[at])))
+            for room, group in groupby(by_length, rooms.__getitem__):
+                for batch in _batched(list(group), size):
+                    made = self._halving([prompts[at] for at in batch], room, self._settings.seed + min(batch))
+                    found.update(zip(batch, made, strict=True))
+            yield from (found[at] for at in window)
+
+    def _takes_batches(self) -> bool:
+        """Whether a row's logits are the same behind padding and beside another row.
+
+        A recurrent model may read padding into its state, and transformers 5.23 mixes the rows of RWKV.
+        """
+        tokens = min(probes.TOKENS, (self._positions or math.inf) // 2 - 1)
+        [row], [other] = (one.tolist() for one in probes.rows(2, int(tokens), self._model))
+        alone, beside = self._second_logits([row]), self._second_logits([row, other + other])
+        return float((alone - beside).norm()) <= _MOVES * float((alone - alone.mean()).norm())
+
+    def _second_logits(self, rows: list[list[int]]) -> torch.Tensor:
+        """The logits (vocabulary) of the second token generated for the first row: of prefill and decoding."""
+        with _evaluating(self._model):
+            found = self._model.generate(
+                **self._padded(rows), min_new_tokens=2, max_new_tokens=2, do_sample=False, use_cache=True,
+                output_logits=True, return_dict_in_generate=True, pad_token_id=self._tokenizer.pad_token_id,
+                eos_token_id=self._stop_ids,
+            )  # fmt: skip
+        logits: torch.Tensor = found.logits[1][0].float()
+        return logits
+
+    def _halving(self, rows: list[list[int]], room: int, seed: int) -> list[Answer]:
+        try:
+            return self.generate(rows, room, seed)
+        except (MemoryError, RuntimeError) as error:
+            if len(rows) == 1 or not is_out_of_memory(error):
+                raise
+        libraries.return_freed_memory()
+        half = len(rows) // 2
+        return [*self._halving(rows[:half], room, seed), *self._halving(rows[half:], room, seed)]
+
+    def generate(self, rows: list[list[int]], room: int, seed: int, streamer: Streamer | None = None) -> list[Answer]:
+        """The answers of one batch, of at most `room` tokens each."""
+        from transformers import LogitsProcessorList
+
+        settings, before = self._settings, RandomState()
+        inputs = self._padded(rows)
+        with _evaluating(self._model):
+            try:
+                torch.manual_seed(seed)
+                found = self._model.generate(
+                    **inputs,
+                    **settings.sampling,
+                    **self._cache(inputs["input_ids"].shape[1] + room),
+                    # Compiled, the default for a static cache on a GPU, an answer would take minutes to begin.
+                    disable_compile=True,
+                    max_new_tokens=room,
+                    use_cache=True,
+                    pad_token_id=self._tokenizer.pad_token_id,
+                    eos_token_id=self._stop_ids,
+                    stop_strings=list(settings.stop) or None,
+                    tokenizer=self._tokenizer if settings.stop else None,
+                    logits_processor=LogitsProcessorList([_refuse_nan]),
+                    return_dict_in_generate=True,
+                    streamer=streamer,
+                )
+            finally:
+                before.restore()
+        self._cache_bytes(caches.size_bytes(found.past_key_values))
+        return [self._answer(row[inputs["input_ids"].shape[1] :], room) for row in found.sequences.tolist()]
+
+    def _cache(self, length: int) -> dict[str, Any]:
+        """`generate`'s argument for an empty KV cache; none for the default, as some models keep other states."""
+        if self._settings.cache == "dynamic":
+            return {}
+        return {"past_key_values": caches.make(self._settings.cache, self._model.config, length)}
+
+    def _padded(self, rows: list[list[int]]) -> dict[str, torch.Tensor]:
+        """`generate`'s inputs (rows, tokens), padded on the left."""
+        length, device = max(map(len, rows)), self._model.device
+        ids = [[self._tokenizer.pad_token_id] * (length - len(row)) + row for row in rows]
+        mask = [[0] * (length - len(row)) + [1] * len(row) for row in rows]
+        return {
+            "input_ids": torch.tensor(ids, device=device), "attention_mask": torch.tensor(mask, device=device)
+        }  # fmt: skip
+
+    def _answer(self, ids: list[int], room: int) -> Answer:
+        """From a row's new tokens, with padding behind those of an answer that ended before others."""
+        end = next((at for at, token in enumerate(ids, 1) if token in self._stop_ids), None)
+        whole = self._tokenizer.decode(ids[:end], skip_special_tokens=True)
+        text = before_stop(whole, self._settings.stop)
+        tokens = len(ids[:end])
+        if end is None or len(text) < len(whole):  # else the last token is an end, and may be the one that pads
+            while tokens and ids[tokens - 1] == self._tokenizer.pad_token_id:
+                tokens -= 1
+        return Answer(text.strip(), tokens, end is not None or len(text) < len(whole) or tokens < room)
+
+
+@contextlib.contextmanager
+def _evaluating(model: Any) -> Iterator[None]:
+    """In the block, `model` is in eval mode, without gradients, and attends by the kernels of training."""
     was_training = model.training
     model.eval()
     try:
-        if (known := bounds.table_size(model)) is not None:
-            max_new_tokens = min(max_new_tokens, known - len(prompt))
-            if max_new_tokens < 1:
-                raise TooLong(
-                    f"the prompt has {len(prompt)} tokens, but the base only {known} positions; shorten the prompt"
-                )
-        input_ids = torch.tensor([prompt], device=model.device)  # (rows, tokens)
-        with libraries.without_cudnn_attention():
-            generated = model.generate(
-                input_ids=input_ids,
-                attention_mask=torch.ones_like(input_ids),
-                max_new_tokens=max_new_tokens,
-                do_sample=False,
-                temperature=None,
-                top_p=None,
-                top_k=None,
-                use_cache=True,
-                pad_token_id=tokenizer.pad_token_id,
-                eos_token_id=chat_template.stop_ids(tokenizer),
-                logits_processor=LogitsProcessorList([_refuse_nan]),
-            )
+        with torch.inference_mode(), libraries.without_cudnn_attention():
+            yield
     finally:
         model.train(was_training)
-    return tokenizer.decode(generated[0, len(prompt) :], skip_special_tokens=True).strip()
+
+
+def _batched(items: list[int], size: int) -> Iterator[list[int]]:
+    """From the longest to the shortest, so that what runs out of memory does so first."""
+    for end in range(len(items), 0, -size):
+        yield items[max(0, end - size) : end]
 
 
 def _refuse_nan(_: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:

@@ -1,18 +1,18 @@
-"""`finetune generate` and `finetune eval`: use the model of a run."""
+"""`finetune generate`, and the models of a run that it, `finetune chat` and `finetune eval` use."""
 
 from __future__ import annotations
 
-import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from finetune.config import Config
 from finetune.data import examples, fingerprint
-from finetune.data.prepare import prepare_held_out
-from finetune.errors import NumbersError
 from finetune.export.merge import load_merged
-from finetune.inference.generation import answer, prompt_ids
+from finetune.inference import generation
+from finetune.inference.generation import Answer, Settings
 from finetune.lifecycle.failures import blaming_base
-from finetune.model import adapter, bounds, build, identity
+from finetune.model import adapter, bounds, build, caches, identity
 from finetune.model.base import load_architecture
 from finetune.model.tokenizer import load_tokenizer
 from finetune.report.terminal import note_beside_output
@@ -20,7 +20,62 @@ from finetune.runtime import libraries
 from finetune.runtime.device import this_device
 from finetune.settings import config_of
 from finetune.storage.rundir import RunDirectory
-from finetune.training.evaluation import held_out_loss
+
+
+@dataclass(frozen=True)
+class Ready:
+    """A model of a run, ready to answer; `kind` is that of the rows it was trained on, a key of `examples.ASKED`."""
+
+    config: Config
+    model: Any
+    tokenizer: Any
+    kind: str
+
+    @property
+    def switchable(self) -> bool:
+        """Whether the model is a base with an adapter that can be switched off."""
+        return hasattr(self.model, "disable_adapter")
+
+    def asked(self, text: str) -> examples.Example:
+        """A person's text in the form of the run's rows."""
+        return examples.ASKED[self.kind](text)
+
+    def answers(
+        self,
+        prompts: Sequence[examples.Example],
+        settings: Settings,
+        cache_bytes: Callable[[int], None] = lambda size: None,
+    ) -> Iterator[Answer]:
+        """See `generation.answers`."""
+        ids = [self._ids(prompt) for prompt in prompts]
+        with blaming_base(self.config.model):
+            yield from generation.answers(self.model, self.tokenizer, ids, settings, cache_bytes)
+
+    def stream(self, prompt: examples.Example, settings: Settings, say: Callable[[str], None]) -> Answer:
+        """See `generation.stream`."""
+        with blaming_base(self.config.model):
+            return generation.stream(self.model, self.tokenizer, self._ids(prompt), settings, say)
+
+    def _ids(self, prompt: examples.Example) -> list[int]:
+        return generation.prompt_ids(prompt, self.tokenizer, self.config.data.control_tokens)
+
+
+def ready(
+    run: RunDirectory, which: str = "adapter", *, cache: str = "dynamic", trust_remote_code: bool = False
+) -> Ready:
+    """Load the run's `base`, `adapter` or `merged` model.
+
+    `trust_remote_code` allows Python code shipped with the run's base. Raises ArtifactError if such code is needed and
+    not allowed, and as `caches.make` does, before weights are read, if the model cannot have the KV cache `cache`.
+    """
+    config = config_of(run, trust_remote_code=trust_remote_code)
+    if cache != "dynamic":
+        caches.make(cache, load_architecture(config.model), 1)
+    model, tokenizer = model_of(run, config, which)
+    kinds = [kind for event in run.events() if (kind := str(event.get("learns"))) in examples.ASKED]
+    if not kinds:
+        note_beside_output(f"{run.path} does not record the format of its rows; prompts are sent as conversations")
+    return Ready(config, model, tokenizer, kinds[-1] if kinds else "chat")
 
 
 def generate(
@@ -31,50 +86,16 @@ def generate(
     max_new_tokens: int = 256,
     trust_remote_code: bool = False,
 ) -> str:
-    """Answer `prompt` with the run's `base`, `adapter` or `merged` model.
+    """Answer `prompt` greedily with the run's `base`, `adapter` or `merged` model.
 
     A run trained on conversations answers it as a user message; one trained on completions or plain text continues it.
-    `trust_remote_code` allows Python code shipped with the run's base. Raises ArtifactError if such code is needed and
-    not allowed.
+    Raises as `ready` does.
     """
-    config = config_of(run, trust_remote_code=trust_remote_code)
-    model, tokenizer = _model_of(run, config, which)
-    kinds = [kind for event in run.events() if (kind := str(event.get("learns"))) in examples.ASKED]
-    if not kinds:
-        note_beside_output(f"{run.path} does not record the format of its rows; the prompt is sent as a conversation")
-    example = examples.ASKED[kinds[-1] if kinds else "chat"](prompt)
-    with blaming_base(config.model):
-        return answer(model, tokenizer, prompt_ids(example, tokenizer, config.data.control_tokens), max_new_tokens)
+    opened = ready(run, which, trust_remote_code=trust_remote_code)
+    return next(opened.answers([opened.asked(prompt)], Settings(max_new_tokens))).text
 
 
-def evaluate(run: RunDirectory, *, trust_remote_code: bool = False) -> dict[str, float]:
-    """Held-out loss, in nats per trained token, of the base and of the trained model, computed as during training.
-
-    `trust_remote_code` as for `generate`.
-    """
-    config = config_of(run, trust_remote_code=trust_remote_code)
-    model, tokenizer = _model_of(run, config, "adapter")
-    rows, _ = prepare_held_out(config.data, tokenizer)
-
-    def loss(model: Any) -> float:
-        with blaming_base(config.model):
-            nats = held_out_loss(model, tokenizer, rows, config)
-            if not math.isfinite(nats):
-                raise NumbersError(
-                    f"the held-out loss is {nats}: run `finetune doctor {run.path}` to find weights that are not finite"
-                )
-        return nats
-
-    trained = loss(model)
-    if config.adapter.kind == "lora":
-        with model.disable_adapter():
-            return {"base": loss(model), "adapter": trained}
-    del model
-    libraries.return_freed_memory()
-    return {"base": loss(_model_of(run, config, "base")[0]), "adapter": trained}
-
-
-def _model_of(run: RunDirectory, config: Config, which: str) -> tuple[Any, Any]:
+def model_of(run: RunDirectory, config: Config, which: str) -> tuple[Any, Any]:
     """The run's base, base with adapter (quantized as in training), or merged model; and the tokenizer.
 
     Raises ArtifactError if the tokenizer or the base is not the one that the weights were trained with.

@@ -39,9 +39,10 @@ def write(
     check_shares(job, nodes * gpus)
     run = Path(job.output.dir or f"runs/{config.stem}")
     file = output or Path(f"{config.stem}{target.suffix}")
+    _refuse_unprintable(config, file, Path.cwd(), run, *overrides, *filter(None, (gpu, image, volume)))
     text = _render(
         target.template,
-        name="finetune-" + re.sub("[^a-z0-9]+", "-", run.name.lower())[:40].strip("-"),
+        name=("finetune-" + re.sub("[^a-z0-9]+", "-", run.name.lower())[:40].strip("-")).strip("-"),
         file=file,
         nodes=nodes,
         gpus=gpus,
@@ -56,6 +57,13 @@ def write(
     )
     write_text(file, text)
     return file, target.submit.format(file=shlex.quote(str(file)))
+
+
+def _refuse_unprintable(*words: object) -> None:
+    """A line break would end a comment of the file, and what follows would be run."""
+    for word in map(str, words):
+        if not word.isprintable():
+            raise ConfigError(f"{word!r} has a character that cannot be printed, which these files cannot hold; rename")
 
 
 def _train(target: Target, gpus: int, config: Path, overrides: Sequence[str]) -> str:

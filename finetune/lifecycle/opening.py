@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from finetune.config import Config
+from finetune.data import inspection
 from finetune.forecast import comparison
 from finetune.forecast.replay import Forecast
 from finetune.lifecycle import resume
@@ -59,10 +60,11 @@ def _open(
         write_json(run.forecast_file, comparison.as_dict(forecast, {}))
     write_json(run.environment_file, {"seed": config.training.seed, **materials.environment})
     write_lines(run.data_file, materials.data.affected())
+    write_json(run.facts_file, inspection.facts(materials.data, materials.tokenizer))
     run.forget_metrics_after(start.step)
     if not start.checkpoint:
         run.answers_file.unlink(missing_ok=True)
-        run.event("started", seed=config.training.seed, learns=materials.data.kind)
+        run.event("started", seed=config.training.seed, learns=materials.data.kind, processes=ranks.world_size())
     return start
 
 
@@ -74,7 +76,8 @@ def _reopen(run: RunDirectory, start: Start, materials: Materials, note: Note) -
         aside = set_aside(damaged)
         run.event("checkpoint_damaged", step=checkpoint_step(damaged), moved_to=aside.name, problems=problems)
         note(f"{damaged.name} cannot be used ({'; '.join(problems)}) and was renamed to {aside.name}")
-    run.event("resumed", step=start.step, checkpoint=start.checkpoint.name, learns=materials.data.kind)
+    learns, processes = materials.data.kind, ranks.world_size()
+    run.event("resumed", step=start.step, checkpoint=start.checkpoint.name, learns=learns, processes=processes)
     why = "the newest complete checkpoint" if start.damaged else "the last checkpoint"
     note(f"resuming from {start.checkpoint}, {why}")
 

@@ -10,7 +10,6 @@ from finetune.config import Config
 from finetune.data.prepare import Prepared
 from finetune.errors import ForecastError, OutOfMemoryError
 from finetune.forecast import devices
-from finetune.forecast.fit import NothingFits
 from finetune.forecast.planning import Planner
 from finetune.forecast.replay import Forecast
 from finetune.lifecycle import resume
@@ -29,7 +28,7 @@ def plan(
     """
 
     def of_first_rank() -> tuple[Config, Forecast | None]:
-        planner = Planner(config, architecture, devices.here(device, config.memory), data)
+        planner = Planner(config, architecture, devices.here(device, config.memory), data, ranks.world_size())
         fitted = _fitted(planner, terminal)
         check(fitted, device)  # again, with the micro-batch that was chosen
         return fitted, _forecast(planner, fitted, terminal)
@@ -40,22 +39,19 @@ def plan(
 
 def _fitted(planner: Planner, terminal: Terminal) -> Config:
     job = planner.job
-    if job.fitted:
-        return job
     # Only the micro-batch cannot do without a forecast.
     unseen = job.changed({"memory.checkpointing": "all"}) if job.memory.checkpointing == "auto" else job
     if job.memory.check == "off" and unseen.fitted:
         return unseen
     try:
-        fitted = planner.fit()
-    except NothingFits as least:
-        return least.config
+        config, fitted = planner.settle()
     except ForecastError:
         if job.memory.check == "refuse" or not unseen.fitted:
             raise
         return unseen
-    terminal.chose(fitted)
-    return fitted.config
+    if fitted:
+        terminal.chose(fitted)
+    return config
 
 
 def _forecast(planner: Planner, config: Config, terminal: Terminal) -> Forecast | None:

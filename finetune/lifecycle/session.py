@@ -67,7 +67,7 @@ def opened(config: Config, run: RunDirectory, terminal: Terminal) -> Iterator[tu
 
     On exit, the terminal's live line ends and the lock is released.
     """
-    with terminal, Signals() as signals:
+    with terminal, Signals(terminal.stopping) as signals:
         with ranks.refusing():
             device = this_device()
         with ranks.together(device), Lock(run) as lock, failures.disk_errors(run), failures.blaming_base(config.model):

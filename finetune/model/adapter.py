@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import reprlib
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,8 @@ import torch
 from torch import nn
 
 from finetune.config import AdapterSection
-from finetune.config.fields import unknown
+from finetune.config.fields import is_pattern, unknown
+from finetune.config.sections import RANKS
 from finetune.errors import ArtifactError, ConfigError, first_line
 from finetune.model import direct_reads, experts
 from finetune.model.base import TRAINED_DTYPES
@@ -58,6 +60,24 @@ def lora_config(base: Any, section: AdapterSection) -> Any:
     # The PiSSA paper's fast initialisation by randomised SVD, with 16 iterations.
     start = "pissa_niter_16" if section.init == "pissa" else True
     return _lora(section, target_modules=modules, target_parameters=parameters or None, init_lora_weights=start)
+
+
+def check_rank(base: Any, section: AdapterSection) -> None:
+    """Raise ConfigError for a rank above the smaller side of every adapted layer, where an update is a full one."""
+    if section.kind == "none":
+        return
+    targets = lora_config(base, section).target_modules
+    sides = [
+        min(module.in_features, module.out_features)
+        for name, module in base.named_modules()
+        if isinstance(module, nn.Linear)
+        and (targets == "all-linear" or any(f".{name}".endswith(f".{target}") for target in targets))
+    ]
+    if sides and section.rank > max(sides):
+        raise ConfigError(
+            f"`adapter.rank`: {section.rank} is more than the smaller side of each layer it would adapt, "
+            f"{max(sides)} at most, where nothing is saved; {RANKS} is usual"
+        )
 
 
 def _lora(section: AdapterSection, **more: Any) -> Any:
@@ -112,15 +132,32 @@ def _targets(base: Any, section: AdapterSection) -> tuple[str | list[str], list[
         others = [*experts.routers(base).values(), *map(base.get_submodule, past)]
         return _linear_but(base, *others) if past or experts.is_mixture(base) else "all-linear", []
     linear, parameters = _linear_names(base), _parameter_names(base)
-    _check(section.targets, [*linear, *parameters], "adapter.targets")
-    if wrong := sorted({name.rpartition(".")[2] for name in past} & set(section.targets)):
+    names = [name for name in section.targets if not is_pattern(name)]
+    _check(names, [*linear, *parameters], "adapter.targets")
+    matched = matching(base, section)
+    direct = {name.rpartition(".")[2] for name in past} & set(names) | set(past) & set(matched)
+    if wrong := sorted(direct):
         raise ConfigError(
             f"`adapter.targets`: an adapter on `{'`, `'.join(wrong)}` may not be trained, because this model's code "
             "reads the weight or its dtype outside the layer; remove it, or set `all-linear`, which excludes it"
         )
-    chosen = {name: parameters[name] for name in section.targets if name in parameters}
+    chosen = {name: parameters[name] for name in names if name in parameters}
     _refuse_on_parameters(chosen, section)
-    return [name for name in section.targets if name not in chosen], list(chosen)
+    return [*(name for name in names if name not in chosen), *matched], list(chosen)
+
+
+def matching(base: Any, section: AdapterSection) -> list[str]:
+    """Full names of the linear layers that the regular expressions among the targets match as a whole.
+
+    Raises ConfigError for one that matches none.
+    """
+    patterns = [] if section.targets == "all-linear" else [name for name in section.targets if is_pattern(name)]
+    linear = _linear_but(base) if patterns else []
+    for pattern in patterns:
+        if not any(re.fullmatch(pattern, name) for name in linear):
+            near = f", such as `{linear[0]}`" if linear else ""
+            raise ConfigError(f"`adapter.targets`: `{pattern}` matches the full name of no linear layer{near}")
+    return [name for name in linear if any(re.fullmatch(pattern, name) for pattern in patterns)]
 
 
 def left_out(base: Any, section: AdapterSection) -> int:
@@ -276,7 +313,7 @@ def check_files(directory: Path, section: AdapterSection) -> None:
     free, expected = {**_ORIGIN, **_OF_BASE}, _values(_lora(published(section)))
     wrong = [name for name, kind in free.items() if not isinstance(values[name], kind)]
     wrong += [name for name in values if name not in free and not _same(values[name], expected.get(name))]
-    if isinstance(section.targets, list) and not values.get("target_parameters"):
+    if not (section.targets == "all-linear" or any(map(is_pattern, section.targets)) or values["target_parameters"]):
         wrong += [] if _same(values["target_modules"], section.targets) else ["target_modules"]
     if wrong:
         differences = ", ".join(f"`{_shown(name)}` is {_shown(reprlib.repr(values[name]))}" for name in wrong[:3])

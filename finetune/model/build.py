@@ -17,7 +17,7 @@ from finetune.config import AdapterSection, Config, MemorySection, ModelSection,
 from finetune.errors import ConfigError
 from finetune.model import attention as attentions
 from finetune.model import checkpointing
-from finetune.model.adapter import attach, lora_config
+from finetune.model.adapter import attach, check_rank
 from finetune.model.base import base_dtype, load_base, mixture, remote_code, weightless_base
 from finetune.model.experts import Mixture
 from finetune.model.sharding import Sharding
@@ -66,8 +66,7 @@ class Blueprint:
                 f"`model.name`: {type(base).__name__} cannot be trained here: transformers gives no access to its "
                 "layers without the head, which the loss needs"
             )
-        if adapter.kind == "lora":
-            lora_config(base, adapter)
+        check_rank(base, adapter)
         return found[0]
 
 

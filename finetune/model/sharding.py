@@ -49,7 +49,7 @@ class Slices:
 
     def whole(self, mine: Tensor) -> Tensor:
         """All rows, from those of each rank; every rank must call it."""
-        padded = torch.zeros(self.each, *mine.shape[1:], dtype=mine.dtype, device=self.mesh.device_type)
+        padded = mine.new_zeros(self.each, *mine.shape[1:], device=self.mesh.device_type)
         padded[: len(mine)] = mine
         found = padded.new_empty(self.each * self.mesh.size(), *mine.shape[1:])
         dist.all_gather(list(found.chunk(self.mesh.size())), padded, self.mesh.get_group())
@@ -69,9 +69,15 @@ class Sharding:
     offload: bool = False
 
     @classmethod
-    def over_ranks(cls, device: torch.device, *, keep_whole: bool, offload: bool) -> Sharding:
-        """Over all ranks of the process group."""
-        mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    def over_ranks(
+        cls, device: torch.device, group: dist.ProcessGroup | None = None, *, keep_whole: bool, offload: bool
+    ) -> Sharding:
+        """Over all ranks, or over those of `group`."""
+        if group is None:
+            mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+        else:
+            # torch takes meshes with the same names and ranks for one another (DTensor's cache, torch 2.13).
+            mesh = DeviceMesh.from_group(group, device.type, mesh_dim_names=(group.group_name,))
         return cls(mesh, keep_whole=keep_whole, offload=offload)
 
     def cut(self, module: nn.Module) -> None:

@@ -1,4 +1,4 @@
-"""Shared by the plots of runs and forecasts: figure, frame and units."""
+"""Shared by the plots of runs and forecasts: figure and frame."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ from typing import Any
 
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-
-UNITS = {"GiB": 2**30, "MiB": 2**20}
 
 
 def new(width: float, height: float) -> Figure:
@@ -38,8 +36,3 @@ def png(figure: Figure) -> bytes:
     image = BytesIO()
     figure.savefig(image, format="png", metadata={"Software": None})
     return image.getvalue()
-
-
-def unit_of(size_bytes: int) -> str:
-    """The unit for a size: GiB from one GiB on, else MiB."""
-    return "GiB" if size_bytes >= UNITS["GiB"] else "MiB"

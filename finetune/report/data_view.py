@@ -46,7 +46,7 @@ def show(found: Inspection, console: Console) -> None:
 
 def page(found: Inspection) -> str:
     """The same as a self-contained HTML document."""
-    return pages.page("A look at the data", "data.html.j2", **_values(found))
+    return pages.page("A look at the data", "data.html.j2", [], **_values(found))
 
 
 def html(found: Inspection) -> str:
@@ -64,18 +64,19 @@ def headline(found: Inspection) -> str:
 
 
 def _values(found: Inspection) -> dict[str, object]:
-    """The values for the template."""
+    """The values for the template. On a phone, the table of batchings has no room for a column that one row fills."""
+    head, batchings = _batchings_table(found)
     return {
         "headline": headline(found),
         "facts": list(_facts(found).items()),
         "splits": _splits_table(found),
         "sources": _sources_table(found),
         "lengths": _lengths(found),
-        "batchings": _batchings_table(found),
-        "samples": [
-            (_caption(sample), [(_spelt(piece, "↵"), piece.trained) for piece in sample.pieces])
-            for sample in found.samples
-        ],
+        "batchings": (
+            head[:-1],
+            [(f"{name} ({mark})" if mark else name, *cells) for name, *cells, mark in batchings],
+        ),
+        "samples": [spelt(sample) for sample in found.samples],
     }
 
 
@@ -158,6 +159,11 @@ def _lengths(found: Inspection) -> list[tuple[str, float, str, str]]:
 
 
 # -- rows --------------------------------------------------------------------------------------------------------------
+
+
+def spelt(sample: Sample) -> tuple[str, list[tuple[str, bool]]]:
+    """A row for a page: its caption, and its pieces as (text, trained)."""
+    return _caption(sample), [(_spelt(piece, "↵"), piece.trained) for piece in sample.pieces]
 
 
 def _caption(sample: Sample) -> str:

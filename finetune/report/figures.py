@@ -67,20 +67,23 @@ class Figures:
         return min(finite, key=lambda line: line["eval_loss"], default=None)
 
     @property
-    def exported_step(self) -> int:
-        """The step whose weights are published: the last, or the best one if it was loaded at the end."""
+    def exported_step(self) -> int | None:
+        """The step whose weights are published: the last, or the best one if it was loaded; None until then."""
         loaded = [event["step"] for event in self._last_start() if event["event"] == "best_loaded"]
-        return loaded[-1] if loaded else self.steps
+        return (loaded or [self.steps])[-1] if self.trained else None
 
     @property
     def exported_evaluation(self) -> dict[str, Any] | None:
-        """The last evaluation up to the published step, except that of step 0."""
-        upto = [line for line in self.evaluations if 0 < line["step"] <= self.exported_step]
-        return upto[-1] if upto else None
+        """The evaluation of the published weights, or of the latest ones until some are published.
+
+        None if those weights were never evaluated, or are the base's.
+        """
+        step = self.exported_step if self.trained else self.evaluations[-1]["step"] if self.evaluations else 0
+        return next((line for line in reversed(self.evaluations) if line["step"] == step), None) if step else None
 
     @property
     def relative_drop(self) -> float | None:
-        """The relative reduction of the eval loss from the base to the published weights."""
+        """The relative reduction of the eval loss from the base to the published (or latest) weights."""
         base, evaluation = self.base_eval_loss, self.exported_evaluation
         exported = evaluation["eval_loss"] if evaluation else None
         return 1 - exported / base if base and exported is not None else None
@@ -92,8 +95,42 @@ class Figures:
 
     def _last_start(self) -> list[dict[str, Any]]:
         """The events since the run was last started or resumed."""
-        starts = [at for at, event in enumerate(self.events) if event["event"] in ("started", "resumed")]
-        return self.events[starts[-1] :] if starts else self.events
+        return (self._starts() or [[]])[-1]
+
+    def _starts(self) -> list[list[dict[str, Any]]]:
+        """The events of each start of the run."""
+        starts: list[list[dict[str, Any]]] = []
+        for event in self.events:
+            if event["event"] in ("started", "resumed") or not starts:
+                starts.append([])
+            starts[-1].append(event)
+        return starts
+
+    # -- time ------------------------------------------------------------------------------------------------------
+
+    @property
+    def seconds(self) -> float:
+        """Seconds from start to last event, summed over the starts; a later merge or export does not count."""
+        return sum(spent for spent, _ in self._spent())
+
+    @property
+    def device_hours(self) -> float:
+        """`seconds` as hours, times the processes of each start, which have a device each."""
+        return sum(spent * processes for spent, processes in self._spent()) / 3600
+
+    @property
+    def processes(self) -> int:
+        """Processes (ranks) of the last start."""
+        return self._spent()[-1][1] if self.events else 1
+
+    def _spent(self) -> list[tuple[float, int]]:
+        """(seconds, processes) of each start."""
+        spent = []
+        for start in self._starts():
+            own = [event["time"] for event in start if event["event"] not in ("merged", "exported")] or [0.0]
+            end = next((event["time"] for event in start if event["event"] == "finished"), own[-1])
+            spent.append((max(0.0, end - own[0]), start[0].get("processes", 1)))
+        return spent
 
     # -- memory and speed ------------------------------------------------------------------------------------------
 

@@ -13,53 +13,71 @@ from rich.console import Console
 from finetune.forecast.comparison import TOLD_ABOVE, Difference
 from finetune.forecast.levers import Lever
 from finetune.forecast.replay import WORDS, Forecast
-from finetune.report import pages, printing, words
+from finetune.forecast.serving import KV_CACHE, Serving
+from finetune.report import pages, printing, step_curve, words
+
+LARGE = f"* more than {TOLD_ABOVE:.0%} from what was measured"
 
 
 def show(forecast: Forecast, console: Console) -> None:
     """Print the forecast: whether it fits, what uses the memory, and the other costs of a step."""
     printing.say(console, words.verdict(forecast), style="bold green" if forecast.fits else "bold red")
     printing.facts(console, _settings(forecast))
-    printing.say(console)
-    categories = _at_peak(forecast)
-    longest = max((size_bytes for _, size_bytes, _ in categories), default=1)
-    bars = [
-        (name, size_bytes / longest, words.size(size_bytes), words.share(share))
-        for name, size_bytes, share in categories
-    ]
-    printing.bars(console, [*bars, ("at the peak", 0, words.size(forecast.needed_bytes), words.share(1))])
-    printing.say(console)
-    printing.table(console, *_phases_table(forecast), texts=("",))
+    _parts(forecast, console)
     if facts := _costs(forecast):
         printing.say(console)
         printing.facts(console, facts)
 
 
+def show_serving(forecast: Serving, console: Console) -> None:
+    """Print the forecast of inference: whether it fits, what uses the memory, and the size of each KV cache."""
+    printing.say(console, words.verdict(forecast), style="bold green" if forecast.fits else "bold red")
+    on_host = f", {words.size(forecast.host_bytes)} of it in host memory" if forecast.host_bytes else ""
+    sizes = ", ".join(f"{kind} {words.size(size_bytes)}" for kind, size_bytes in forecast.caches.items())
+    prompts = f"{words.count(forecast.rows)} prompt{'s' * (forecast.rows > 1)} at a time"
+    printing.facts(
+        console,
+        {
+            "answers": f"{prompts}, up to {words.count(forecast.context)} tokens each, the prompt's included",
+            "KV cache": f"{forecast.cache}: {words.size(forecast.cache_bytes)}{on_host}",
+            "KV caches": sizes,
+            "attention": forecast.attention,
+        },
+    )
+    _parts(forecast, console)
+
+
+def _parts(forecast: Forecast | Serving, console: Console) -> None:
+    """Print what uses the memory at the peak, and the memory of each phase."""
+    printing.say(console)
+    printing.bars(console, _bars(forecast))
+    printing.say(console)
+    printing.table(console, *_phases_table(forecast), texts=("",))
+
+
 def levers(found: Sequence[tuple[Lever, Forecast]], console: Console) -> None:
     """Print each lever that would reduce the job's memory, and the forecast with it."""
-    if not found:
-        return
-    enough = any(after.fits for _, after in found)
-    title = "what would make it fit" if enough else "what would make it smaller; none of these is enough"
-    rows = [
-        (str(lever), words.size(after.needed_bytes), "yes" if after.fits else "no", lever.cost)
-        for lever, after in found
-    ]
-    printing.say(console, title, style="bold")
-    printing.table(console, ("change", "needs", "fits", "cost"), rows, texts=("fits", "cost"))
+    if found:
+        printing.say(console, _levers_title(found), style="bold")
+        printing.table(console, *_levers_table(found), texts=("fits", "cost"))
 
 
 def compare(differences: Sequence[Difference], console: Console) -> None:
     """Print the forecast beside the measurement, and mark large differences."""
     if not differences:
         return
+    printing.table(console, *compared(differences))
+    if any(found.measured_bytes and found.large for found in differences):
+        printing.say(console, LARGE)
+
+
+def compared(differences: Sequence[Difference]) -> printing.Cells:
+    """The forecast beside the measurement by phase; a * marks large differences (`LARGE`)."""
     rows = []
     for found in differences:
         relative = f"{words.change(found.relative)} {'*' if found.large else ' '}" if found.measured_bytes else ""
         rows.append((found.label, words.size(found.forecast_bytes), words.size(found.measured_bytes), relative))
-    printing.table(console, ("phase", "forecast", "measured", "difference"), rows)
-    if any(found.measured_bytes and found.large for found in differences):
-        printing.say(console, f"* more than {TOLD_ABOVE:.0%} from what was measured")
+    return ("phase", "forecast", "measured", "difference"), rows
 
 
 def html(forecast: Forecast) -> str:
@@ -69,16 +87,25 @@ def html(forecast: Forecast) -> str:
         from finetune.report import memory_plot  # imports matplotlib, which text output does not need
 
         plot = base64.b64encode(memory_plot.forecast(forecast)).decode()
-    return pages.fragment(
-        "forecast.html.j2",
-        verdict=words.verdict(forecast),
-        facts=[*_settings(forecast).items(), *_costs(forecast).items()],
-        categories=[
-            (name, words.size(size_bytes), words.share(share)) for name, size_bytes, share in _at_peak(forecast)
-        ],
-        phases=_phases_table(forecast),
-        plot=plot,
-    )
+    return pages.fragment("forecast.html.j2", **_values(forecast, ()), curves=[], plot=plot)
+
+
+def page(forecast: Forecast, found: Sequence[tuple[Lever, Forecast]], title: str) -> str:
+    """The forecast and the levers as a self-contained HTML document."""
+    chart = step_curve.chart(forecast)
+    return pages.page(title, "forecast.html.j2", chart, **_values(forecast, found), plot="")
+
+
+def _values(forecast: Forecast, found: Sequence[tuple[Lever, Forecast]]) -> dict[str, object]:
+    """The values for the template."""
+    return {
+        "verdict": words.verdict(forecast),
+        "facts": [*_settings(forecast).items(), *_costs(forecast).items()],
+        "categories": _bars(forecast),
+        "phases": _phases_table(forecast),
+        "levers_title": _levers_title(found) if found else "",
+        "levers": _levers_table(found),
+    }
 
 
 # -- contents ----------------------------------------------------------------------------------------------------------
@@ -90,6 +117,8 @@ def _settings(forecast: Forecast) -> dict[str, str]:
     micro_batches = forecast.tokens // (batch.rows * batch.tokens)
     several = f", {words.count(micro_batches)} such micro-batches a step" if micro_batches > 1 else ""
     shown = {"batch": f"{words.batch(batch)}{several}; lengths from {batch.source}", "attention": forecast.attention}
+    if forecast.sharding:
+        shown["sharing"] = words.sharing(forecast.sharding)
     if forecast.device.expandable_segments:
         shown["allocator"] = "expandable segments"
     if forecast.mixture:
@@ -97,17 +126,33 @@ def _settings(forecast: Forecast) -> dict[str, str]:
     return shown
 
 
-def _at_peak(forecast: Forecast) -> list[tuple[str, int, float]]:
-    """(name, bytes, share) of the categories present at the peak."""
-    total = sum(forecast.categories.values())
-    return [
-        (name, forecast.categories[category], forecast.categories[category] / total)
-        for category, name in WORDS.items()
-        if not words.is_nothing(forecast.categories.get(category, 0))
+def _bars(forecast: Forecast | Serving) -> list[tuple[str, float, str, str]]:
+    """(name, fraction of the longest bar, size, share) of the categories present at the peak, and of their sum."""
+    names = {**WORDS, KV_CACHE: "KV cache"}
+    found = {name: size_bytes for key, name in names.items() if (size_bytes := forecast.categories.get(key, 0))}
+    total, longest = sum(found.values()), max(found.values(), default=1)
+    bars = [
+        (name, size_bytes / longest, words.size(size_bytes), words.share(size_bytes / total))
+        for name, size_bytes in found.items()
+        if not words.is_nothing(size_bytes)
     ]
+    return [*bars, ("at the peak", 0, words.size(forecast.needed_bytes), words.share(1))]
 
 
-def _phases_table(forecast: Forecast) -> printing.Cells:
+def _levers_title(found: Sequence[tuple[Lever, Forecast]]) -> str:
+    enough = any(after.fits for _, after in found)
+    return "what would make it fit" if enough else "what would make it smaller; none of these is enough"
+
+
+def _levers_table(found: Sequence[tuple[Lever, Forecast]]) -> printing.Cells:
+    rows = [
+        (str(lever), words.size(after.needed_bytes), "yes" if after.fits else "no", lever.cost)
+        for lever, after in found
+    ]
+    return ("change", "needs", "fits", "cost"), rows
+
+
+def _phases_table(forecast: Forecast | Serving) -> printing.Cells:
     """Memory by phase. On a CPU nothing is reserved beyond the tensors, so there is only one column."""
     measures = ("tensors",) if forecast.device.type == "cpu" else ("allocated", "reserved")
     keys = ("allocated_bytes", "reserved_bytes")[: len(measures)]
@@ -123,7 +168,7 @@ def _phases_table(forecast: Forecast) -> printing.Cells:
     return ("phase", *measures, *([""] if over else [])), rows
 
 
-def _over_budget(forecast: Forecast) -> set[str]:
+def _over_budget(forecast: Forecast | Serving) -> set[str]:
     """The phases that exceed the budget. A merge may be among them, although `fits` only considers training."""
     over, most_before, left = set(), 0, forecast.device.room_bytes
     for phase, sizes in forecast.phases.items():

@@ -6,7 +6,6 @@ settings can reduce stands out.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from itertools import accumulate, groupby, pairwise
 from typing import Any
 
@@ -15,27 +14,10 @@ from matplotlib.patheffects import withStroke
 
 from finetune.forecast.replay import WORDS, Forecast, bands
 from finetune.report import canvas, words
+from finetune.report.step_curve import COLOURS, FAR_ABOVE, edges
 
-# From bottom to top. Any two differ by 20 in CIE Lab and neighbours by 30, also for protanopia, deuteranopia and
-# tritanopia (simulated with the matrices of Machado, Oliveira and Fernandes, 2009).
-_COLOURS = {
-    "context": "#ADAFB1",
-    "base_weights": "#1F3A7A",
-    "quantization_state": "#79D1F2",
-    "adapter": "#257777",
-    "optimizer_states": "#C9EDC0",
-    "gradients": "#6B153A",
-    "layer_inputs": "#F0D88A",
-    "activations": "#D9590F",
-    "loss": "#CB7F6F",
-    "workspace": "#422103",
-}
 _INK, _WARNING = "#20262C", "#B00020"
 
-# A budget more than this many times the need is not drawn to scale, since it would squeeze the plot.
-_FAR_ABOVE = 3
-# The update has few allocations and would be too narrow for its label.
-_NARROWEST_PHASE = 0.15
 _HEADROOM = 1.16
 # A longer title is printed smaller.
 _TITLE_LETTERS = 100
@@ -54,11 +36,11 @@ def draw(planned: Forecast) -> Figure:
     fontsize = 11 * min(1.0, _TITLE_LETTERS / len(title))
     colour = _INK if planned.fits else _WARNING
     paper.suptitle(title, x=0.015, ha="left", fontsize=fontsize, color=colour, parse_math=False)
-    unit = canvas.unit_of(planned.needed_bytes)
+    unit = words.unit_of(planned.needed_bytes)
     axes.set_ylabel(f"memory ({unit})")
     canvas.frame(axes)
     if planned.curve:
-        _Picture(planned, axes, canvas.UNITS[unit]).draw()
+        _Picture(planned, axes, words.UNITS[unit]).draw()
     else:
         axes.set_axis_off()
         canvas.say_nothing_there(axes, "no step was traced")
@@ -73,7 +55,7 @@ class _Picture:
         self._outside_bytes = planned.device.outside_bytes
         curve = planned.curve
         self._phases = [(phase, len(list(points))) for phase, points in groupby(point.phase for point in curve)]
-        self._edges = list(_edges([count for _, count in self._phases]))
+        self._edges = list(edges([count for _, count in self._phases]))
         self._peak_at = max(range(len(curve)), key=lambda at: sum(curve[at].categories.values()))
         self._peak_x = (self._edges[self._peak_at] + self._edges[self._peak_at + 1]) / 2
         # The exact peaks within the step; the curve is sampled and may miss them.
@@ -82,7 +64,7 @@ class _Picture:
             for measure in ("allocated_bytes", "reserved_bytes")
         )
         self._highest_bytes = max(self._step_peak_bytes, self._reserved_peak_bytes)
-        self._budget_is_near = planned.budget_bytes <= _FAR_ABOVE * self._highest_bytes
+        self._budget_is_near = planned.budget_bytes <= FAR_ABOVE * self._highest_bytes
 
     def draw(self) -> None:
         self._draw_areas()
@@ -100,10 +82,10 @@ class _Picture:
         """Draw live memory as layers, and on CUDA reserved memory as a line."""
         curve = self._planned.curve
         sizes = {"context": [self._outside_bytes] * len(curve), **dict(bands(curve))}
-        layers = {category: sizes[category] for category in _COLOURS if any(sizes.get(category, []))}
+        layers = {category: sizes[category] for category in COLOURS if any(sizes.get(category, []))}
         self._axes.stackplot(
             self._edges, *map(self._drawn, layers.values()), step="post", linewidth=0,
-            colors=[_COLOURS[category] for category in layers],
+            colors=[COLOURS[category] for category in layers],
             labels=[self._named(category, found) for category, found in layers.items()],
         )  # fmt: skip
         if self._planned.device.type != "cpu":
@@ -145,7 +127,7 @@ class _Picture:
         # On the other side than the peak's label, which may be at the same height.
         x, align = (0.012, "left") if self._peak_x > 0.5 else (0.988, "right")
         if not self._budget_is_near:
-            text += f", more than {_FAR_ABOVE} times what is shown"
+            text += f", more than {FAR_ABOVE} times what is shown"
             self._axes.text(
                 x, 0.985, text, transform=self._axes.transAxes, ha=align, va="top", fontsize=10, color=_INK, bbox=_PAPER
             )
@@ -176,14 +158,3 @@ class _Picture:
 
 
 _PAPER = {"boxstyle": "round,pad=0.2", "facecolor": "white", "edgecolor": "none", "alpha": 0.85}
-
-
-def _edges(counts: list[int]) -> Iterator[float]:
-    """The x position, from 0 to 1, of each point of the curve, with a minimum width for each phase."""
-    shares = [max(count / sum(counts), _NARROWEST_PHASE) for count in counts]
-    start = 0.0
-    for count, share in zip(counts, shares, strict=True):
-        width = share / sum(shares)
-        yield from (start + width * number / count for number in range(count))
-        start += width
-    yield 1.0

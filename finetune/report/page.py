@@ -5,49 +5,184 @@ from __future__ import annotations
 import base64
 from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any
 
+from finetune.config import Config, dump, named
+from finetune.data.inspection import Piece, Sample
+from finetune.errors import ConfigError
+from finetune.forecast.comparison import Difference
 from finetune.measure.monitor import headline
-from finetune.report import pages, words
+from finetune.report import curves, data_view, forecast_view, pages, words
 from finetune.report.figures import Figures, peak_table
+from finetune.report.scores import Scores
 from finetune.storage import records
 from finetune.storage.files import write_text
+from finetune.storage.records import DataFacts
 from finetune.storage.rundir import RunDirectory
 
 # Events whose facts have a section of their own.
 _TOLD_ELSEWHERE = {"trained", "finished", "merged"}
 
+# What a run may have beside its report, and what it is.
+_FILES = {
+    "adapter": "the adapter, as PEFT reads it",
+    "merged": "the merged model, as transformers and vLLM read it",
+    "gguf": "the model for llama.cpp",
+    "config.yaml": "every setting, which reproduces the run",
+    "metrics.jsonl": "each step and evaluation",
+    "events.jsonl": "what happened, and when",
+    "forecast.json": "memory, forecast and measured",
+    "data.json": "the data in numbers, and its first rows",
+    "data.jsonl": "rows that were dropped or changed",
+    "answers.json": "sample answers",
+    "eval.json": "base, adapter and merged model side by side",
+    "environment.json": "versions and devices",
+    "training.png": "loss and memory as a picture",
+    "checkpoints": "from which the run can be continued",
+}
+
 
 def write(run: RunDirectory) -> None:
-    """Write the report of the run as currently on disk, finished or not."""
+    """Write the report of the run as currently on disk, finished or not. Raises ArtifactError for damaged files."""
     figures = Figures.read(run)
+    environment, data = run.environment(), run.data_facts()
+    try:
+        config, settings = run.config(), ""
+    except ConfigError as error:  # of another version: what it trained is still there
+        config, settings = None, f"config.yaml cannot be read: {error}"
+    differences = _differences(run)
     document = pages.page(
         run.path.name,
         "run.html.j2",
-        figures=figures,
-        plot=_plot(run),
+        curves.of_run(figures),
+        trained=figures.trained,
+        plot=run.plot_file.name if run.plot_file.exists() else "",
+        job=_job(figures, config, data, environment),
+        results=_results(run, figures),
+        compared=forecast_view.compared(differences),
+        large=forecast_view.LARGE if any(one.measured_bytes and one.large for one in differences) else "",
         peaks=peak_table(figures.peaks),
+        scores=Scores.read(run),
         answers=run.answers(),
+        samples=_samples(data),
         proof=run.merge_proof(),
+        settings=dump(config, defaults=False) if config else settings,
+        files=[(_linked(run, name), what) for name, what in _FILES.items() if (run.path / name).exists()],
         events=[_event(event) for event in figures.events],
-        config=_contents(run.config_file).decode(errors="replace"),
-        environment=list(_flat(run.environment() or {})),
+        environment=list(_flat(environment or {})),
     )
     write_text(run.report_file, document)
 
 
 def results(run: RunDirectory) -> str:
     """The results as a table, and the plot, as HTML."""
-    return pages.fragment("results.html.j2", figures=Figures.read(run), plot=_plot(run))
+    figures = Figures.read(run)
+    plot = base64.b64encode(records.read_bytes(run.plot_file) if run.plot_file.is_file() else b"").decode()
+    return pages.fragment("results.html.j2", trained=figures.trained, results=_results(run, figures), plot=plot)
 
 
-def _plot(run: RunDirectory) -> str:
-    return base64.b64encode(_contents(run.plot_file)).decode()
+# -- the top -----------------------------------------------------------------------------------------------------------
 
 
-def _contents(file: Path) -> bytes:
-    return records.read_bytes(file) if file.is_file() else b""
+def _job(
+    figures: Figures, config: Config | None, data: DataFacts | None, environment: Mapping[str, Any] | None
+) -> list[tuple[str, str]]:
+    """What was trained, on what: (name, fact)."""
+    facts: dict[str, str] = {}
+    rows: list[str] = []
+    if config:
+        facts = {"base": words.base(config), "adapter": words.adapter(config)}
+        rows.append(named(config.data.train))
+    if data:
+        train, held_out = data["train"], data["eval"]
+        rows += [
+            f"{words.count(train['rows'])} rows, {words.count(train['tokens'])} tokens",
+            f"{words.share(train['trained_tokens'] / max(train['tokens'], 1))} of them trained",
+            f"{words.count(held_out['rows'])} rows held out" if held_out else "nothing held out",
+        ]
+    if rows:
+        facts["data"] = ", ".join(rows)
+    if config:
+        facts["training"] = words.training(config)
+    if environment:
+        several = f"{words.count(figures.processes)} x " if figures.processes > 1 else ""
+        facts["device"] = several + words.device(environment, environment["device"]["type"])
+    return list(facts.items())
+
+
+def _results(run: RunDirectory, figures: Figures) -> list[tuple[str, str, str]]:
+    """What came out: (name, value, detail)."""
+    found = []
+    if figures.evaluations:
+        found.append(("eval loss, before and after", *_eval_loss(figures)))
+    if figures.training:
+        first, final = figures.training[0]["loss"], figures.final_loss
+        found.append(("training loss, first and last step", f"{words.loss(first)} → {words.loss(final)}",
+                      f"{words.count(figures.steps)} steps"))  # fmt: skip
+    if figures.peaks:
+        found.append(("peak memory", words.size(figures.peak_bytes), _forecast(run)))
+    if figures.tokens_per_second is not None:
+        padding = "" if figures.padding_share is None else f", {words.share(figures.padding_share)} padding"
+        found.append(("speed", f"{words.count(figures.tokens_per_second)} tokens/s", f"median{padding}"))
+    if figures.training:
+        kind = (run.environment() or {"device": {"type": ""}})["device"]["type"]
+        hours = f"{words.hours(figures.device_hours)} {'GPU' if kind == 'cuda' else 'CPU'} hours"
+        found.append(("duration", words.duration(figures.seconds), hours))
+    return found
+
+
+def _eval_loss(figures: Figures) -> tuple[str, str]:
+    """The eval loss of the base and of the published weights, and a remark."""
+    base, exported, best = figures.base_eval_loss, figures.exported_evaluation, figures.best_evaluation
+    value = words.loss(base)
+    remarks = []
+    if exported:
+        value += f" → {words.loss(exported['eval_loss'])}"
+        drop = "" if figures.relative_drop is None else f"{words.change(-figures.relative_drop)} "
+        remarks.append(f"{drop}at step {words.count(exported['step'])}")
+    elif figures.exported_step:
+        remarks.append(f"the published weights of step {words.count(figures.exported_step)} were not evaluated")
+    if figures.exported_step and exported:
+        remarks[-1] += ", which was published"
+    if best and exported and best["step"] != exported["step"]:
+        remarks.append(f"best {words.loss(best['eval_loss'])} at step {words.count(best['step'])}")
+    return value, "; ".join(remarks)
+
+
+def _forecast(run: RunDirectory) -> str:
+    """The forecast of the peak beside what was measured."""
+    forecast = run.forecast()
+    if forecast is None:
+        return "no forecast was made"
+    compared = [one for one in _differences(run) if one.measure in ("reserved_bytes", "resident_bytes")]
+    predicted = max((one.forecast_bytes for one in compared), default=forecast["needed_bytes"])
+    measured = max((one.measured_bytes for one in compared), default=0)
+    relative = f" ({words.change(predicted / measured - 1)})" if measured else ""
+    return f"forecast {words.size(predicted)}{relative}, budget {words.size(forecast['budget_bytes'])}"
+
+
+def _differences(run: RunDirectory) -> list[Difference]:
+    forecast = run.forecast()
+    return [
+        Difference(one["phase"], one["measure"], one["forecast_bytes"], one["measured_bytes"])
+        for one in (forecast["differences"] if forecast else ())
+    ]
+
+
+# -- the rest ----------------------------------------------------------------------------------------------------------
+
+
+def _samples(data: DataFacts | None) -> list[tuple[str, list[tuple[str, bool]]]]:
+    """The first rows: (caption, pieces of (text, trained)); of a long row, its start."""
+    rows = []
+    for row in data["samples"] if data else ():
+        pieces = tuple(Piece(piece["text"], piece["trained"]) for piece in row["pieces"])
+        rows.append(data_view.spelt(Sample(row["place"], row["tokens"], row["trained_tokens"], pieces)))
+    return rows
+
+
+def _linked(run: RunDirectory, name: str) -> str:
+    return f"{name}/" if (run.path / name).is_dir() else name
 
 
 def _event(event: dict[str, Any]) -> tuple[str, ...]:

@@ -1,8 +1,15 @@
-"""Renders the Jinja2 templates in templates/, with all values escaped and control characters made visible."""
+"""Renders the Jinja2 templates in templates/, with all values escaped and control characters made visible.
+
+A page is one file that loads nothing and runs nothing but the script that draws its charts: its content security policy
+names that script by its hash.
+"""
 
 from __future__ import annotations
 
+import base64
+import hashlib
 from functools import cache
+from importlib import resources
 from typing import TYPE_CHECKING, Any
 
 from finetune.report import words
@@ -12,14 +19,29 @@ if TYPE_CHECKING:
     from jinja2 import Environment
 
 
-def page(title: str, template: str, **values: Any) -> str:
-    """A self-contained HTML document from a template, with a title."""
-    return fragment("page.html.j2", title=title, content=template, **values)
+def page(title: str, template: str, curves: list[dict[str, Any]], **values: Any) -> str:
+    """A self-contained HTML document from a template, with a title; `curves` are the charts that it draws."""
+    script = _read("uplot/uPlot.iife.min.js") + _read("templates/charts.js") if curves else ""
+    return fragment(
+        "page.html.j2",
+        title=title,
+        content=template,
+        curves=curves,
+        script=script,
+        script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
+        chart_style=_read("uplot/uPlot.min.css") if curves else "",
+        **values,
+    )
 
 
 def fragment(template: str, **values: Any) -> str:
     """The HTML of a template alone, for notebooks."""
     return _environment().get_template(template).render(values)
+
+
+@cache
+def _read(name: str) -> str:
+    return (resources.files("finetune.report") / name).read_text(encoding="utf-8")
 
 
 @cache

@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from finetune.config import Config
-from finetune.forecast.fit import Fitted, NothingFits
+from finetune.forecast.fit import Fitted
 from finetune.forecast.levers import Lever
 from finetune.forecast.planning import planner_for
 from finetune.forecast.replay import Forecast
 from finetune.report import forecast_view, words
-from finetune.storage.files import write_bytes
+from finetune.storage.files import write_bytes, write_text
 
 
 @dataclass(frozen=True, repr=False)
@@ -45,6 +45,10 @@ class Plan:
 
         write_bytes(path, memory_plot.forecast(self.forecast))
 
+    def write(self, path: Path) -> None:
+        """Write a self-contained HTML page. Raises MachineError if it cannot be written."""
+        write_text(path, forecast_view.page(self.forecast, self.levers, f"Plan of {self.config.model.name}"))
+
     def __repr__(self) -> str:
         return f"<plan: {words.verdict(self.forecast)}>"
 
@@ -52,19 +56,14 @@ class Plan:
         return forecast_view.html(self.forecast)
 
 
-def plan(config: Config, gpu: str | None = None) -> Plan:
+def plan(config: Config, gpu: str | None = None, gpus: int = 1) -> Plan:
     """Forecast the job on `gpu`: a GPU's name, a size such as 24GiB, `auto` or `cpu`; by default this machine's device.
 
-    Settings that are `auto` are fitted first. Raises a FinetuneError for an unknown model or GPU.
+    With several `gpus` the forecast is that of one of them. Settings that are `auto` are fitted first. Raises a
+    FinetuneError for an unknown model or GPU, or a batch that so many cannot share.
     """
-    planner = planner_for(config, gpu)
-    config, fitted = planner.job, None
-    if not config.fitted:
-        try:
-            fitted = planner.fit()
-            config = fitted.config
-        except NothingFits as least:
-            config = least.config
+    planner = planner_for(config, gpu, gpus)
+    config, fitted = planner.settle()
     found = planner.forecast(config)
     return Plan(config, found, () if found.fits else tuple(planner.levers(config, found)), fitted)
 

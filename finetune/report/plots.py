@@ -8,8 +8,8 @@ from typing import Any
 
 from matplotlib.ticker import MaxNLocator
 
-from finetune.report import canvas, words
-from finetune.report.figures import MEASURES, Figures, measures, smooth
+from finetune.report import canvas, curves, words
+from finetune.report.figures import MEASURES, Figures, measures
 from finetune.storage.files import write_bytes
 from finetune.storage.rundir import RunDirectory
 
@@ -49,9 +49,10 @@ def _draw_losses(axes: Any, figures: Figures) -> None:
             marker="o" if few else None, markersize=3.5, label="training loss",
         )  # fmt: skip
     if not few:
-        span_steps = max(5, len(steps) // 20) | 1  # odd, to be centred
+        groups = curves.grouped(figures.training)
+        means, span_steps = curves.smoothed(groups)
         label = f"mean over {span_steps} steps"
-        axes.plot(steps, smooth(losses, span_steps), color=_BLUE, linewidth=2, label=label)
+        axes.plot([group[-1]["step"] for group in groups], means, color=_BLUE, linewidth=2, label=label)
     if figures.evaluations:
         best = figures.best_evaluation
         axes.plot(
@@ -71,8 +72,8 @@ def _draw_memory(axes: Any, figures: Figures) -> None:
     lines = {phase: _series(figures.training, phase, measure) for phase in _PHASE_COLOURS}
     evaluations = _series(figures.evaluations, "evaluation", measure)
     sizes = [size for _, found in [*lines.values(), evaluations] for size in found]
-    unit = canvas.unit_of(max(sizes, default=0))
-    unit_bytes = canvas.UNITS[unit]
+    unit = words.unit_of(max(sizes, default=0))
+    unit_bytes = words.UNITS[unit]
     axes.set_ylabel(f"peak {MEASURES[measure]} ({unit})")
     few = len(figures.training) < _FEW_STEPS
     for phase, (steps, found) in lines.items():

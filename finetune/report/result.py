@@ -46,10 +46,11 @@ class Result:
     def summary(self) -> dict[str, Any]:
         """The results as JSON values: losses in nats per trained token, memory in bytes, None for missing values.
 
-        `relative_drop` is the relative reduction of the eval loss from the base to the published weights.
+        `relative_drop` is the relative reduction of the eval loss from the base to the published weights, or to the
+        latest ones of a run that goes on; `device_hours` are `seconds` as hours times the ranks.
         """
         figures = self.figures
-        best = figures.best_evaluation
+        best, exported = figures.best_evaluation, figures.exported_evaluation
         return {
             "run": str(self.run.path),
             "steps": figures.steps,
@@ -59,10 +60,14 @@ class Result:
             "best_eval_loss": best and best["eval_loss"],
             "best_step": best and best["step"],
             "exported_step": figures.exported_step,
+            "exported_eval_loss": exported and exported["eval_loss"],
             "relative_drop": figures.relative_drop,
             "peaks": figures.peaks,
+            "peak_bytes": figures.peak_bytes or None,
             "tokens_per_second": figures.tokens_per_second,
             "padding_share": figures.padding_share,
+            "seconds": figures.seconds,
+            "device_hours": figures.device_hours,
             "adapter": _existing(self.run.adapter),
             "merged": _existing(self.run.merged),
             "report": _existing(self.run.report_file),

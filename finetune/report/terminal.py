@@ -1,11 +1,13 @@
 """The output of a run: header, progress and results.
 
-On a terminal, progress is one live line; in a log, an occasional plain line.
+On a terminal, progress is a live view; in a log, an occasional plain line.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
+import os
 import sys
 import time
 from collections.abc import Iterable, Sequence
@@ -14,7 +16,6 @@ from typing import IO, Any, Self, cast
 
 from rich.console import Console
 from rich.padding import Padding
-from rich.progress import BarColumn, Progress, TaskID, TextColumn
 from rich.text import Text
 
 from finetune.config import Config
@@ -25,11 +26,16 @@ from finetune.forecast.comparison import Difference
 from finetune.forecast.fit import Fitted, Limits
 from finetune.forecast.levers import Lever
 from finetune.forecast.replay import Forecast
+from finetune.forecast.serving import Serving
 from finetune.measure.monitor import headline
 from finetune.model.experts import Mixture
 from finetune.report import data_view, doctor_view, forecast_view, printing, words
+from finetune.report.compare import Comparison
 from finetune.report.figures import Figures
+from finetune.report.live import STOPPING, LiveView
+from finetune.report.renewal import Renewal
 from finetune.report.result import Result
+from finetune.report.scores import Scores
 from finetune.report.visible import LINES
 from finetune.storage.rundir import RunDirectory
 
@@ -47,17 +53,23 @@ class Terminal:
         # A notebook kernel claims to be a terminal, but plain lines read better there.
         terminal = False if "ipykernel" in sys.modules else None
         self._console = console or Console(force_jupyter=False, force_terminal=terminal, quiet=quiet)
-        self._live: Progress | None = None
-        self._task = TaskID(0)
+        self._live: LiveView | None = None
+        self._renewal: Renewal | None = None
+        self._forecast: Forecast | None = None
+        self._log_every: int | None = None
+        self._trains = False
         self._first_step = self._last_step = 0
         self._started = 0.0
         self._peaks_shown = False
 
     def close(self) -> None:
-        """End the live line, if there is one."""
+        """End the live view and a renewal of the report that is under way, if there are any."""
+        self._trains = False
         if self._live:
             self._live.stop()
             self._live = None
+        if self._renewal:
+            self._renewal.stop()
 
     def __enter__(self) -> Self:
         return self
@@ -75,6 +87,10 @@ class Terminal:
         """Print a forecast and, if it does not fit, the levers."""
         forecast_view.show(forecast, self._console)
         forecast_view.levers(levers, self._console)
+
+    def served(self, forecast: Serving) -> None:
+        """Print the forecast of inference."""
+        forecast_view.show_serving(forecast, self._console)
 
     def examined(self, findings: Iterable[tuple[str, str, str, str]]) -> None:
         """Print findings of `finetune doctor`: (about, status, what, remedy)."""
@@ -106,6 +122,10 @@ class Terminal:
             }
         )
 
+    def side_by_side(self, runs: Comparison) -> None:
+        """Print runs side by side."""
+        runs.show(self._console)
+
     def compared(self, differences: Sequence[Difference]) -> None:
         """Print forecast and measurement by phase."""
         forecast_view.compare(differences, self._console)
@@ -126,6 +146,9 @@ class Terminal:
         run = RunDirectory(path)
         lasting = printing.LastingStream(self._console.file, lambda reason: run.event("output_lost", reason=reason))
         self._console.file = cast(IO[str], lasting)
+        self._forecast, self._log_every = forecast, config.tracking.log_every
+        if run.config_file.is_file():  # the other ranks' directories have none
+            self._renewal = Renewal(run)
         facts = {"run": str(path), "base": words.base(config)}
         if mixture:
             facts["experts"] = words.mixture(mixture)
@@ -138,7 +161,7 @@ class Terminal:
         else:
             facts["evaluation set"] = data.warning or "none"
         facts["batch"] = _batching(config, processes)
-        facts["training"] = _training(config)
+        facts["training"] = words.training(config)
         facts["attention"] = attention
         facts["device"] = words.device(run.environment(), str(device))
         if unused := words.unused(data.train_counts, data.eval_counts):
@@ -163,29 +186,33 @@ class Terminal:
     def started(self, first_step: int, last_step: int) -> None:
         self.close()
         self._first_step, self._last_step, self._started = first_step, last_step, time.perf_counter()
-        if self._console.quiet or not self._console.is_terminal:
-            return
-        self._live = Progress(
-            TextColumn("step {task.completed:.0f}/{task.total:.0f}"),
-            BarColumn(bar_width=None),
-            TextColumn("{task.fields[figures]}", markup=False),
-            console=self._console,
-            expand=True,
-        )
-        self._task = self._live.add_task("", completed=first_step, total=last_step, figures="")
-        self._live.start()
+        self._trains = True
+        if not self._console.quiet and self._console.is_terminal:
+            self._live = LiveView(self._console, first_step, last_step, self._forecast)
 
     def stepped(self, line: dict[str, Any]) -> None:
         step = line["step"]
-        plain_every = max(1, math.ceil((self._last_step - self._first_step) / _PLAIN_LINES))
+        every = self._log_every or max(1, math.ceil((self._last_step - self._first_step) / _PLAIN_LINES))
         if self._live:
-            self._live.update(self._task, completed=step, figures=self._progress(line))
-        elif step in (self._first_step + 1, self._last_step) or step % plain_every == 0:
+            self._live.stepped(line)
+        elif step in (self._first_step + 1, self._last_step) or step % every == 0:
             self._say(f"step {step}/{self._last_step}  {self._progress(line)}")
+        if self._renewal:
+            self._renewal.renew()
 
     def evaluated(self, line: dict[str, Any]) -> None:
         peak = words.size(headline(line.get("memory", {})))
+        if self._live:
+            self._live.evaluated(line)
         self._say(f"step {line['step']}: eval loss {words.loss(line['eval_loss'])}, peak {peak}")
+
+    def stopping(self) -> None:
+        """Answer the signal that ends training after the current step. Called by its handler, and takes no lock."""
+        if self._live:
+            self._live.stopping = True
+        elif self._trains and not self._console.quiet:
+            with contextlib.suppress(OSError):
+                os.write(sys.stderr.fileno(), f"{STOPPING}\n".encode())
 
     def note(self, text: str) -> None:
         self._say(text, "yellow")
@@ -274,10 +301,15 @@ class Terminal:
         }
         self._facts({name: fact for name, fact in facts.items() if fact})
 
-    def losses(self, losses: dict[str, float]) -> None:
-        """Print eval loss and perplexity of each model."""
-        rows = [(name, words.loss(nats), words.perplexity(nats)) for name, nats in losses.items()]
-        printing.table(self._console, ("model", "loss (nats/token)", "perplexity"), rows)
+    def evaluating(self, model: str) -> None:
+        """Print which model is evaluated from now on."""
+        self._say(f"evaluating: {model}")
+
+    def scores(self, scores: Scores) -> None:
+        """Print the table of an evaluation, and how to read it."""
+        printing.table(self._console, *scores.table, texts=("model",))
+        for note in scores.notes:
+            self._say(note)
 
     def _say(self, text: str = "", style: str = "") -> None:
         printing.say(self._console, text, style, keep=LINES)
@@ -296,16 +328,6 @@ def _batching(config: Config, processes: int) -> str:
         parts = rows // config.training.rows
         text = f"{rows} rows = {parts} micro-batch{'es' if parts > 1 else ''} of {config.training.rows}"
     return text if processes == 1 else f"{config.training.batch_size} rows over {processes} processes; each {text}"
-
-
-def _training(config: Config) -> str:
-    """What is minimised, how, and for how long."""
-    training = config.training
-    number, unit = (training.max_steps, "step") if training.max_steps else (training.epochs, "epoch")
-    return (
-        f"{number:,g} {unit}{'s' * (number != 1)}, {training.objective}, {config.optimizer.kind}, "
-        f"learning rate {training.learning_rate:g}, {training.schedule}"
-    )
 
 
 def _numel(parameter: Any) -> int:

@@ -12,9 +12,12 @@ from finetune.data.counts import CONTROL_TOKENS, Counts
 if TYPE_CHECKING:  # these import torch, which would delay the first line of a plan
     from finetune.data.batching import Batch
     from finetune.forecast.replay import Forecast
+    from finetune.forecast.serving import Serving
     from finetune.model.experts import Mixture
 
-_MIB, _GIB = 2**20, 2**30
+UNITS = {"GiB": 2**30, "MiB": 2**20}
+"""Bytes of the units that sizes are written in."""
+
 # Limits for lists of rows and columns in a message.
 _PLACES = 3
 _COLUMNS = 12
@@ -22,7 +25,13 @@ _COLUMNS = 12
 
 def size(size_bytes: int) -> str:
     """Bytes in GiB (2^30), or in MiB (2^20) below one GiB."""
-    return f"{size_bytes / _GIB:.2f} GiB" if size_bytes >= _GIB else f"{size_bytes / _MIB:.0f} MiB"
+    unit = unit_of(size_bytes)
+    return f"{size_bytes / UNITS[unit]:.{2 if unit == 'GiB' else 0}f} {unit}"
+
+
+def unit_of(size_bytes: int) -> str:
+    """The unit for a size: GiB from one GiB on, else MiB."""
+    return "GiB" if size_bytes >= UNITS["GiB"] else "MiB"
 
 
 def loss(nats: float | None) -> str:
@@ -58,6 +67,11 @@ def duration(seconds: float) -> str:
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
+def hours(hours: float) -> str:
+    """Hours to three digits, such as 0.0361 or 12.5."""
+    return f"{hours:.3g}" if hours < 1000 else count(hours)
+
+
 def base(config: Config) -> str:
     """The base and how it is stored, such as `meta-llama/Llama-2-7b-hf in nf4; bf16 arithmetic`."""
     quantization = config.quantization
@@ -77,15 +91,34 @@ def adapter(config: Config) -> str:
     return f"{' '.join(kinds)} of rank {section.rank}, alpha {section.alpha:g}, on {targets}"
 
 
-def verdict(planned: Forecast) -> str:
+def training(config: Config) -> str:
+    """What is minimised, how, and for how long."""
+    section = config.training
+    number, unit = (section.max_steps, "step") if section.max_steps else (section.epochs, "epoch")
+    return (
+        f"{number:,g} {unit}{'s' * (number != 1)}, {section.objective}, {config.optimizer.kind}, "
+        f"learning rate {section.learning_rate:g}, {section.schedule}"
+    )
+
+
+def verdict(planned: Forecast | Serving) -> str:
     """Whether the job fits: needed and available memory, and the device."""
     needed, budget = size(planned.needed_bytes), size(planned.budget_bytes)
     if needed.split()[1] == budget.split()[1]:
         needed = needed.split()[0]
-    usage = f"{needed} of {budget} on {planned.device.name}"
+    where = planned.device.name if planned.gpus == 1 else f"each of {count(planned.gpus)} x {planned.device.name}"
+    usage = f"{needed} of {budget} on {where}"
     if planned.fits:
         return f"fits: {usage}"
     return f"does NOT fit: {usage}, {size(planned.needed_bytes - planned.budget_bytes)} too much"
+
+
+def sharing(section: Mapping[str, str]) -> str:
+    """How ranks share a model, by the values of `distributed`."""
+    if section["kind"] != "fsdp":
+        return "a copy of the model on each GPU (ddp)"
+    where = "in the host memory of each GPU" if section["offload"] == "cpu" else "on each GPU"
+    return f"slices of weights, gradients and optimizer states {where} (fsdp, stage {section['stage']})"
 
 
 def batch(shape: Batch) -> str:

@@ -36,6 +36,8 @@ _SILENCED_WARNINGS = (
 _SILENCED_LOGS = {
     # bitsandbytes reports on every CPU that an optional kernel package is missing.
     "bitsandbytes.backends.cpu.ops": "Failed to load CPU gemm_4bit_forward",
+    # lm_eval warns that it is given a model instead of a name, which is meant.
+    "lm_eval.models.huggingface": "`pretrained` model kwarg is not of type",
 }
 
 

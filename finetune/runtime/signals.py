@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Any, NoReturn, Self
 
@@ -18,9 +18,13 @@ from finetune.errors import Terminated
 
 
 class Signals:
-    """The signals received so far. As a context manager, installs the handlers (only in the main thread)."""
+    """The signals received so far. As a context manager, installs the handlers (only in the main thread).
 
-    def __init__(self) -> None:
+    `told` is called by the handler of the first signal that ends the run.
+    """
+
+    def __init__(self, told: Callable[[], None] = lambda: None) -> None:
+        self._told = told
         self._stopping: signal.Signals | None = None
         self._save_asked = False
         self._waits = False
@@ -72,15 +76,18 @@ class Signals:
             self._raise(what)
 
     def _raise(self, what: str) -> NoReturn:
+        what += ". Run the same command again to resume"
         if self._stopping == signal.SIGINT:
-            raise KeyboardInterrupt
-        raise Terminated(f"terminated: {what}. Run the same command again to resume")
+            raise KeyboardInterrupt(what)
+        raise Terminated(f"terminated: {what}")
 
     def _stop(self, number: int, frame: Any) -> None:
         first = self._stopping is None
         again = not first and number == signal.SIGINT
         if first or again:
             self._stopping = signal.Signals(number)
+        if first:
+            self._told()
         if again or (first and not self._waits):
             self._raise("what was saved before is untouched")
 

@@ -12,7 +12,7 @@ import re
 import stat
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Annotated, Any, NotRequired, Required, TypeVar
+from typing import IO, Annotated, Any, Literal, NotRequired, Required, TypeVar
 
 from pydantic import AfterValidator, ConfigDict, Discriminator, Field, Tag, TypeAdapter, ValidationError, with_config
 from pydantic_core import PydanticCustomError, from_json
@@ -66,6 +66,7 @@ class Event(TypedDict):
     seconds: NotRequired[Positive]
     step: NotRequired[Step]
     memory: NotRequired[Peak | dict[str, Peak]]
+    processes: NotRequired[Annotated[int, Field(ge=1, le=2**20)]]
 
 
 def _check_event(event: Event) -> Event:
@@ -134,6 +135,41 @@ class Answer(TypedDict):
 
 
 @_written
+class _Figure(TypedDict):
+    """A value and the bounds of its confidence interval; None is not finite, or not known."""
+
+    value: Number | None
+    low: Number | None
+    high: Number | None
+
+
+@_written
+class _ModelFigure(_Figure):
+    difference: NotRequired[_Figure]
+
+
+@_written
+class Measure(TypedDict):
+    """A measure in eval.json, by model."""
+
+    name: str
+    better: Literal["higher", "lower"] | None
+    rows: Count | None
+    models: Annotated[dict[str, _ModelFigure], Field(min_length=1)]
+
+
+@_written
+class Evaluation(TypedDict):
+    """eval.json. `steps` are those of the run when it was evaluated; `interval` and `notes` say how to read it."""
+
+    steps: Step
+    measures: list[Measure]
+    interval: str
+    notes: list[str]
+    settings: dict[str, Any]
+
+
+@_written
 class _DeviceFacts(TypedDict):
     type: str
     name: NotRequired[str]
@@ -147,6 +183,55 @@ class Environment(TypedDict):
     device: _DeviceFacts
     cpu_cores: NotRequired[Count | None]
     threads: NotRequired[Count]
+
+
+@_written
+class _Difference(TypedDict):
+    phase: str
+    measure: str
+    forecast_bytes: Bytes
+    measured_bytes: Bytes
+
+
+@_written
+class Forecast(TypedDict):
+    """forecast.json; `differences` to what was measured are written at the end of training."""
+
+    device: str
+    needed_bytes: Bytes
+    budget_bytes: Bytes
+    differences: list[_Difference]
+
+
+@_written
+class _SplitFacts(TypedDict):
+    rows: Count
+    tokens: Count
+    trained_tokens: Count
+    longest: Count
+
+
+@_written
+class _Piece(TypedDict):
+    text: str
+    trained: bool
+
+
+@_written
+class _SampleRow(TypedDict):
+    place: str
+    tokens: Count
+    trained_tokens: Count
+    pieces: list[_Piece]
+
+
+@_written
+class DataFacts(TypedDict):
+    """data.json: the splits in numbers, and the first training rows with their label masks."""
+
+    train: _SplitFacts
+    eval: _SplitFacts | None
+    samples: list[_SampleRow]
 
 
 @_written
@@ -255,6 +340,9 @@ class TrainerState(TypedDict, total=False):
 
 ANSWERS = TypeAdapter(list[Answer])
 ENVIRONMENT = TypeAdapter(Environment)
+EVALUATION = TypeAdapter(Evaluation)
+FORECAST = TypeAdapter(Forecast)
+DATA = TypeAdapter(DataFacts)
 OBJECT = TypeAdapter(dict[str, Any])
 WEIGHT_INDEX = TypeAdapter(WeightIndex)
 MERGE_PROOF = TypeAdapter(MergeProof)

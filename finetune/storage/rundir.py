@@ -20,7 +20,7 @@ from typing import Any
 from finetune.config import Config, dump, load
 from finetune.errors import ArtifactError, MachineError
 from finetune.storage import files, records
-from finetune.storage.records import Answer, Environment, MergeProof
+from finetune.storage.records import Answer, DataFacts, Environment, Evaluation, Forecast, MergeProof
 
 _CHECKPOINT = "step-"
 
@@ -36,7 +36,10 @@ class RunDirectory:
         self.metrics_file = self.path / "metrics.jsonl"
         self.events_file = self.path / "events.jsonl"
         self.data_file = self.path / "data.jsonl"
+        self.facts_file = self.path / "data.json"
         self.answers_file = self.path / "answers.json"
+        self.eval_file = self.path / "eval.json"
+        self.eval_answers_file = self.path / "eval_answers.jsonl"
         self.lock_file = self.path / "lock"
         self.checkpoints = self.path / "checkpoints"
         self.adapter = self.path / "adapter"
@@ -232,10 +235,23 @@ class RunDirectory:
         """The held-out questions and their answers, if any. Raises ArtifactError."""
         return records.read(self.answers_file, records.ANSWERS) if records.exists(self.answers_file) else []
 
+    def evaluation(self) -> Evaluation | None:
+        """What `finetune eval` last measured, if it did. Raises ArtifactError."""
+        file = self.eval_file
+        return records.read(file, records.EVALUATION) if records.exists(file) else None
+
     def environment(self) -> Environment | None:
         """The environment of the last start, if recorded. Raises ArtifactError."""
         file = self.environment_file
         return records.read(file, records.ENVIRONMENT) if records.exists(file) else None
+
+    def data_facts(self) -> DataFacts | None:
+        """The data in numbers and its first rows, if recorded. Raises ArtifactError."""
+        return records.read(self.facts_file, records.DATA) if records.exists(self.facts_file) else None
+
+    def forecast(self) -> Forecast | None:
+        """The forecast, and at the end what was measured, if there is one. Raises ArtifactError."""
+        return records.read(self.forecast_file, records.FORECAST) if records.exists(self.forecast_file) else None
 
     def merge_proof(self) -> MergeProof | None:
         """How closely the merged model matches the trained one, if there is one. Raises ArtifactError."""

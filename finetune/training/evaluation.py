@@ -143,13 +143,35 @@ class Evaluation:
         )
 
 
-def held_out_loss(model: Any, tokenizer: Any, rows: Any, config: Config) -> float:
-    """Mean loss in nats per trained token outside training, with the run's precision and tile size."""
+def held_out_loss(model: Any, tokenizer: Any, rows: Any, config: Config) -> tuple[float, torch.Tensor]:
+    """Mean loss in nats per trained token outside training, with the run's precision and tile size; and its rows.
+
+    Those are each row's (sum of the losses in nats, number of trained tokens), float64 (rows, 2), on the CPU; their
+    order depends on the rows and the config alone.
+    """
     training = config.training
     log_probs.attach(model)
     collate = MicroBatches(MicroBatching.of(training, config.data), tokenizer.pad_token_id)
-    with without_cudnn_attention(), log_probs.tiles(config.memory.loss_tokens):
-        masked = needs_mask(model.config, training.precision, capability_of(model.device))
-        steps = loader(rows, collate, training.batch_size)
-        total, count = summed_loss(model, steps, precision=training.precision, masked=masked).tolist()
-    return total / count
+    by_row: list[torch.Tensor] = []
+    watching = model.register_forward_hook(
+        lambda model, _, batch, outputs: by_row.append(_sums_by_row(batch, outputs)), with_kwargs=True
+    )
+    try:
+        with without_cudnn_attention(), log_probs.tiles(config.memory.loss_tokens):
+            masked = needs_mask(model.config, training.precision, capability_of(model.device))
+            steps = loader(rows, collate, training.batch_size)
+            total, count = summed_loss(model, steps, precision=training.precision, masked=masked).tolist()
+    finally:
+        watching.remove()
+    return total / count, torch.cat(by_row).cpu()
+
+
+def _sums_by_row(batch: Inputs, outputs: Any) -> torch.Tensor:
+    """(sum of losses, trained tokens) of each row of a micro-batch, float64 (rows, 2)."""
+    # The head's output at a place is that of the token after it.
+    losses, counts = -outputs.log_probs.double(), outputs.label_mask.double()  # (rows, tokens - 1)
+    if "cu_seq_lens_q" not in batch:
+        return torch.stack([losses.sum(1), counts.sum(1)], dim=1)
+    first, *others = batch["cu_seq_lens_q"].diff().tolist()
+    parts = [values[0].split([first - 1, *others]) for values in (losses, counts)]
+    return torch.stack([torch.stack([part.sum() for part in one]) for one in parts], dim=1)

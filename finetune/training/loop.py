@@ -148,8 +148,10 @@ class Loop:
         A callback that failed on rank 0 after the step before requests the end as well.
         """
         came = ranks.gathered((self.signals.take_save(), self.signals.name, self.callbacks.failed))
-        self.signals.take_stop(next((name for _, name, _ in came if name), None))
-        return any(save for save, *_ in came), self.signals.name is not None or any(failed for *_, failed in came)
+        # Not what `signals` has by now: a signal during the exchange is this rank's alone until the next step.
+        name = next((name for _, name, _ in came if name), None)
+        self.signals.take_stop(name)
+        return any(save for save, *_ in came), name is not None or any(failed for *_, failed in came)
 
     @property
     def _failed_alone(self) -> bool:

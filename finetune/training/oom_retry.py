@@ -36,8 +36,8 @@ class Limit:
         return found
 
     def lower(self, inputs: Inputs) -> bool:
-        """Record that `inputs` does not fit; False if it is a single row, or at or above the limit already."""
-        if split(inputs) is None or (self.positions is not None and _positions(inputs) >= self.positions):
+        """Record that `inputs`, one of `parts`, does not fit; False if it is a single row."""
+        if split(inputs) is None:
             return False
         self.positions = _positions(inputs)
         return True
@@ -85,7 +85,7 @@ class Retry:
             if not failures:
                 return loss
             start.restore()
-            # The largest first: the limit that it sets may be above others, which then lower it further.
+            # The largest first, so that each other is at most at the limit that those before it set.
             for failure in sorted(failures, key=lambda failure: _positions(failure.inputs), reverse=True):
                 rank = {"rank": failure.rank} if step.world_size > 1 else {}
                 if not self.limit.lower(failure.inputs):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -14,6 +15,8 @@ if TYPE_CHECKING:
 
 Built = tuple[type, dict[str, Any]]
 
+# The adapter's B in PEFT's names.
+_B = re.compile(r"[.]lora_(embedding_)?B[.]")
 # As in transformers (5.23, `Trainer.get_decay_parameter_names`).
 _NOT_DECAYED = ["bias", "layernorm", "rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)"]
 
@@ -51,6 +54,8 @@ def choose(section: OptimizerSection, device_type: str) -> tuple[str, str | None
 def make(name: str, section: OptimizerSection, learning_rate: float, model: Any) -> torch.optim.Optimizer:
     """The optimizer for the trained weights of `model`, with weight decay except for biases and norms.
 
+    With `lora_plus` the B of an adapter has a group with its own rate.
+
     8-bit optimizers keep the states of embeddings in 32 bit (arXiv 2110.02861, section 2.3). Of a sharded model, each
     rank updates its slices as a single process updates the whole. Raises ConfigError where that is impossible.
     """
@@ -66,10 +71,17 @@ def make(name: str, section: OptimizerSection, learning_rate: float, model: Any)
         for name, weight in model.named_parameters()
         if weight.requires_grad
     ]
-    groups = [
+    groups: list[dict[str, Any]] = [
         {"params": [weight for name, weight in trained if name in decayed], "weight_decay": section.weight_decay},
         {"params": [weight for name, weight in trained if name not in decayed], "weight_decay": 0.0},
     ]
+    if section.lora_plus:
+        second = {id(weight) for name, weight in trained if _B.search(name)}
+        rate = learning_rate * section.lora_plus
+        groups[:1] = [
+            {**groups[0], "params": [weight for weight in groups[0]["params"] if id(weight) not in second]},
+            {**groups[0], "params": [weight for weight in groups[0]["params"] if id(weight) in second], "lr": rate},
+        ]
     kind, arguments = OPTIMIZERS[name].build(section)
     optimizer: torch.optim.Optimizer = kind(groups, lr=learning_rate, **arguments)
     if isinstance(optimizer, bitsandbytes.optim.optimizer.Optimizer8bit):

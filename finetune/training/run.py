@@ -72,6 +72,7 @@ class Job:
     run: RunDirectory
     monitor: Monitor
     listener: Listener
+    trackers: Trackers
     device: torch.device
     signals: Signals
     made_with: dict[str, Any]
@@ -96,13 +97,12 @@ def train(job: Job) -> Outcome:
             _compile(job, attached)
     set_seed(config.training.seed)
     callbacks = Callbacks(job.callbacks if ranks.is_main() else ())
-    with contextlib.closing(Trackers(config.tracking, run, config, job.listener.note)) as trackers:
-        loop = _loop(job, trackers, callbacks)
-        initial = _keep_initial_adapter(job) if ranks.is_main() else None
-        casting = casts_by_autocast(model, config.adapter, config.training.precision)
-        tiles = log_probs.tiles(config.memory.loss_tokens)
-        with job.signals.waiting(), libraries.without_cudnn_attention(), casting, tiles:
-            _fit(job, loop)
+    loop = _loop(job, callbacks)
+    initial = _keep_initial_adapter(job) if ranks.is_main() else None
+    casting = casts_by_autocast(model, config.adapter, config.training.precision)
+    tiles = log_probs.tiles(config.memory.loss_tokens)
+    with job.signals.waiting(), libraries.without_cudnn_attention(), casting, tiles:
+        _fit(job, loop)
     progress = loop.progress
     if loop.stopped_early:
         job.listener.note(
@@ -153,13 +153,13 @@ def _compile(job: Job, attached: kernels.Attached) -> None:
         job.listener.note(line)
 
 
-def _loop(job: Job, trackers: Trackers, callbacks: Callbacks) -> Loop:
+def _loop(job: Job, callbacks: Callbacks) -> Loop:
     config, training, run = job.config, job.config.training, job.run
     if unbalanced := log_probs.attach(job.model):
         job.listener.note(unbalanced)
     contract.prove(training.objective, job.model, training.precision)
     profiler = snapshots.profiler(config.memory.profile_steps, run.profile, job.device)
-    recorder = Recorder(run, job.monitor, job.listener, trackers, profiler, callbacks)
+    recorder = Recorder(run, job.monitor, job.listener, job.trackers, profiler, callbacks)
     steps = _steps(job)
     step = _step(job, recorder, steps.collate)
     progress = read_progress(job.resume_from) if job.resume_from else Progress()

@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from finetune.config import DistributedSection
+from finetune.config import Config, DistributedSection, contradictions
 
 if TYPE_CHECKING:
     import torch
+    from torch import distributed as dist
 
     from finetune.model.sharding import Sharding
 
@@ -26,7 +27,11 @@ class Strategy:
 
 
 STRATEGIES: dict[str, Strategy] = {
-    "auto": Strategy("`ddp`", ignores=("stage", "offload")),
+    "auto": Strategy(
+        "the first of these that the forecast says fits: `ddp`, `fsdp` with `stage: gradients`, with `stage: weights`; "
+        "`ddp` without a forecast",
+        ignores=("stage", "offload"),
+    ),
     "ddp": Strategy(
         "a copy of the model on each rank, whose gradients are averaged in the last backward pass of a step",
         ignores=("stage", "offload"),
@@ -39,17 +44,33 @@ STRATEGIES: dict[str, Strategy] = {
 }
 
 
-def is_sharded(section: DistributedSection) -> bool:
-    """Whether the ranks of this run hold slices of the model."""
+def least_first(config: Config) -> list[dict[str, str]]:
+    """The ways in which several ranks can share this job's model, as changes of its config: from copies to slices."""
+    from finetune.training.optimizers import OPTIMIZERS
+
+    ways = [{"distributed.kind": "ddp"}]
+    slices = [{"distributed.kind": "fsdp", "distributed.stage": stage} for stage in ("gradients", "weights")]
+    if OPTIMIZERS[config.optimizer.kind].sharded and not contradictions(config.changed(slices[0])):
+        ways += slices
+    return ways
+
+
+def is_sharded(section: DistributedSection, world_size: int | None = None) -> bool:
+    """Whether so many ranks, by default those of this run, hold slices of the model."""
     from finetune.runtime import ranks
 
-    return STRATEGIES[section.kind].sharded and ranks.world_size() > 1
+    return STRATEGIES[section.kind].sharded and (world_size or ranks.world_size()) > 1
 
 
-def sharding(section: DistributedSection, device: torch.device) -> Sharding | None:
-    """How this run's model is sharded over its ranks, which must be connected; None if each holds all of it."""
-    if not is_sharded(section):
+def sharding(
+    section: DistributedSection, device: torch.device, group: dist.ProcessGroup | None = None
+) -> Sharding | None:
+    """How a model is sharded over the ranks of `group`, by default those of this run, which must be connected.
+
+    None if each holds all of it.
+    """
+    if not is_sharded(section, group.size() if group else None):
         return None
     from finetune.model.sharding import Sharding
 
-    return Sharding.over_ranks(device, keep_whole=section.stage == "gradients", offload=section.offload == "cpu")
+    return Sharding.over_ranks(device, group, keep_whole=section.stage == "gradients", offload=section.offload == "cpu")

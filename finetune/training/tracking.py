@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -19,17 +19,20 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Tracker:
-    """One of accelerate's trackers: the package it needs, and its argument for the run's name."""
+    """One of accelerate's trackers: the package it needs, its argument for the run's name, and its form of tags."""
 
     help: str
     package: str
     run_name: str | None = None
+    tags: Callable[[list[str]], Any] | None = None
 
+
+_PROJECT = "finetune"
 
 TRACKERS: dict[str, Tracker] = {
     "tensorboard": Tracker("event files in the run directory", "tensorboard"),
-    "wandb": Tracker("Weights & Biases", "wandb", "name"),
-    "mlflow": Tracker("MLflow", "mlflow", "run_name"),
+    "wandb": Tracker("Weights & Biases", "wandb", "name", list),
+    "mlflow": Tracker("MLflow", "mlflow", "run_name", lambda tags: dict.fromkeys(tags, "")),
     "trackio": Tracker("Trackio, local first", "trackio", "name"),
 }
 
@@ -42,8 +45,8 @@ def check(section: TrackingSection) -> None:
             raise MachineError(f"`tracking.to: {name}` needs the package {package}: pip install {package}")
 
 
-class Trackers:
-    """accelerate's trackers of `section` for one run, on rank 0 alone.
+class Trackers(contextlib.AbstractContextManager["Trackers"]):
+    """accelerate's trackers of `section` for one run, on rank 0 alone; at the end of a block they are closed.
 
     Raises MachineError if one cannot start. One that fails later is dropped with a note, since the run directory has
     the same numbers.
@@ -62,7 +65,7 @@ class Trackers:
         self._run, self._note = run, note
         for name in section.to if ranks.is_main() else ():
             try:
-                tracker = _made(name, run)
+                tracker = _made(name, section, run)
                 self._trackers.append(tracker)
                 tracker.start()
                 tracker.store_init_configuration(_flat(config.model_dump(mode="json")))
@@ -73,10 +76,17 @@ class Trackers:
                 raise MachineError(f"`tracking.to: {name}` could not start: {first_line(error)}") from error
 
     def log(self, split: str, line: dict[str, Any]) -> None:
-        """Log the numbers of a line of metrics.jsonl as `split`/name, such as train/loss and eval/loss."""
-        numbers = {name: value for name, value in line.items() if type(value) in (int, float) and name != "step"}
-        named = {f"{split}/{name.removeprefix('eval_')}": value for name, value in numbers.items()}
+        """Log the numbers of a line of metrics.jsonl as `split`/name, such as train/memory/backward/reserved_bytes."""
+        named = {f"{split}/{name.removeprefix('eval_')}": value for name, value in _numbers(line) if name != "step"}
         self._each(lambda tracker: tracker.log(named, step=line["step"]))
+
+    def answers(self, run: RunDirectory) -> None:
+        """Log the sample answers of `run`, if any: as a table, as a file, or else as text."""
+        if self._trackers and (rows := run.answers()):
+            self._each(lambda tracker: _log_answers(tracker, rows, run))
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def close(self) -> None:
         """Finish the trackers' runs; an open one would receive the metrics of a later run here, or block it."""
@@ -92,16 +102,41 @@ class Trackers:
                 self._note(f"{tracker.name} failed and gets no more metrics: {first_line(error)}; training continues")
 
 
-def _made(name: str, run: RunDirectory) -> GeneralTracker:
+def _made(name: str, section: TrackingSection, run: RunDirectory) -> GeneralTracker:
     from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 
     tracker: Any = LOGGER_TYPE_TO_CLASS[name]
+    entry = TRACKERS[name]
     # accelerate passes wandb a project explicitly, which overrides WANDB_PROJECT; it honours MLflow's variable.
-    project = os.environ.get("WANDB_PROJECT") if name == "wandb" else None
-    folder = [str(run.path / "tensorboard")] if tracker.requires_logging_directory else []
-    named = {argument: run.path.name} if (argument := TRACKERS[name].run_name) else {}
-    made: GeneralTracker = tracker(project or "finetune", *folder, **named)
+    project = section.project or (os.environ.get("WANDB_PROJECT") if name == "wandb" else None) or _PROJECT
+    named: dict[str, Any] = {entry.run_name: section.name or run.path.name} if entry.run_name else {}
+    if entry.tags and section.tags:
+        named["tags"] = entry.tags(section.tags)
+    if tracker.requires_logging_directory:  # which holds this run alone
+        made: GeneralTracker = tracker(_PROJECT, str(run.path / "tensorboard"), **named)
+    else:
+        made = tracker(project, **named)
     return made
+
+
+def _log_answers(tracker: Any, rows: Sequence[Mapping[str, Any]], run: RunDirectory) -> None:
+    columns = ["question", "reference", "before", "after"]
+    if hasattr(tracker, "log_table"):
+        tracker.log_table("answers", columns=columns, data=[[row[column] for column in columns] for row in rows])
+    elif hasattr(tracker, "log_artifact"):
+        tracker.log_artifact(str(run.answers_file))
+    else:
+        texts = ["\n\n".join(f"{column}: {row[column]}" for column in columns) for row in rows]
+        tracker.log({f"answers/{number}": text for number, text in enumerate(texts, start=1)})
+
+
+def _numbers(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, int | float]]:
+    """The numbers among nested values, with the names of all levels joined by slashes."""
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            yield from _numbers(value, f"{prefix}{name}/")
+        elif type(value) in (int, float):
+            yield prefix + name, value
 
 
 def _flat(config: dict[str, Any]) -> dict[str, Any]:

@@ -1,7 +1,11 @@
-"""The JSON schema accepts what the program accepts, and refuses the types and names that it refuses."""
+"""The JSON schema accepts what the program accepts, and refuses what it refuses, read as YAML 1.1 and as YAML 1.2."""
 
 from __future__ import annotations
 
+import itertools
+import json
+import re
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +14,14 @@ import pytest
 import yaml
 
 from finetune import settings
-from finetune.config import dump
+from finetune.config import Config, dump, strict_yaml
+from finetune.config.rules import RULES
 from finetune.errors import ConfigError
 from finetune.model.chat_template import TEMPLATES
 from finetune.settings import load_config
 
-CONFIGS = sorted((Path(settings.__file__).parents[1] / "configs").glob("*.yaml"))
+ROOT = Path(settings.__file__).parents[1]
+CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
 
 
 @pytest.fixture(scope="module")
@@ -25,16 +31,30 @@ def check() -> Any:
     return jsonschema.Draft202012Validator(schema).is_valid
 
 
-def read_as_yaml_1_1(text: str) -> Any:
-    """As PyYAML reads it, and most editors do: `2e-4` is text."""
-    return yaml.safe_load(text)
+def read_as_yaml_1_2(text: str) -> Any:
+    """By the core schema, as this program and VS Code read it."""
+    document = strict_yaml.parse(text)
+    return document.problems or document.values
 
 
-def test_a_shipped_config_is_valid_as_yaml_1_1(check: Any, subtests: pytest.Subtests) -> None:
+READERS: list[Callable[[str], Any]] = [yaml.safe_load, read_as_yaml_1_2]
+"""PyYAML reads YAML 1.1, where `2e-4` is text and `on` is true."""
+
+
+def test_a_shipped_config_is_valid_and_names_the_schema_for_editors(check: Any, subtests: pytest.Subtests) -> None:
     for path in CONFIGS:
         with subtests.test(path=path):
-            assert check(read_as_yaml_1_1(path.read_text()))
-            assert check(read_as_yaml_1_1(dump(load_config(path))))
+            text = path.read_text()
+            assert all(check(read(one)) for read in READERS for one in (text, dump(load_config(path))))
+            named = re.match(r"# yaml-language-server: \$schema=(\S+)\n", text)
+            assert named
+            assert (path.parent / named[1]).resolve() == ROOT / "docs" / "config.schema.json"
+
+
+def test_docs_config_schema_json_is_the_schema() -> None:
+    """`make docs` makes the file anew."""
+    written = json.dumps(settings.schema(), indent=2) + "\n"
+    assert (ROOT / "docs" / "config.schema.json").read_text(encoding="utf-8") == written
 
 
 ACCEPTED = [
@@ -43,7 +63,7 @@ ACCEPTED = [
     "tracking: {to: tensorboard}",
     "training:\n",
     "training: {learning_rate: 2e-4}",
-    "training: {learning_rate: 3e3}",
+    "training: {learning_rate: 3e0}",
     "training: {learning_rate: 1.5e-4}",
     "training: {learning_rate: .5e-4}",
     "training: {learning_rate: +.5}",
@@ -62,6 +82,11 @@ ACCEPTED = [
     "memory: {checkpointing: keep-attention}",
     "memory: {checkpointing: {all: 20, keep-products: 12}}",
     "adapter: {targets: [q_proj]}",
+    "kernels: {fused: on}",
+    "kernels: {fused: off}\nmemory: {check: off}",
+    "optimizer: {kind: sgd, epsilon: 1e-8, beta2: 0.999}",
+    "optimizer: {kind: adafactor}",
+    f"model: {{trust_remote_code: true, revision: {'a1' * 20}}}",
     *(f"data: {{chat_template: {name}}}" for name in TEMPLATES),
 ]
 
@@ -74,7 +99,7 @@ REFUSED = [
     "training: {learning_rate: e5}",
     "training: {learning_rate: '0.5'}",
     "training: {learning_rate: 0}",
-    "training: {learning_rate: 1.0e+308}",
+    "training: {learning_rate: 20}",
     "training: {learning_rate: true}",
     "training: {batch_size: '16'}",
     "training: {batch_size: 1.5}",
@@ -115,6 +140,15 @@ REFUSED = [
     "model: {name: ''}",
     "model: {attention: flash}",
     "output: {keep: 1}",
+    "memory: {check: on}",
+    "tracking: {to: [wandb, wandb]}",
+    "model: {trust_remote_code: true}",
+    "model: {trust_remote_code: true, revision: main}",
+    "optimizer: {kind: sgd, epsilon: 0.001}",
+    "optimizer: {kind: lion_8bit, epsilon: 0.5}",
+    "optimizer: {kind: adafactor, beta1: 0.5}",
+    "quantization: {kind: int8, double: false}",
+    "distributed: {stage: gradients}",
 ]
 
 
@@ -131,9 +165,41 @@ def accepts(config: Path) -> bool:
 def test_schema_and_program_accept_the_same(
     texts: list[str], valid: bool, check: Any, tmp_path: Path, subtests: pytest.Subtests
 ) -> None:
-    config = tmp_path / "config.yaml"
+    config = tmp_path / "job.yaml"
     for text in texts:
         with subtests.test(text=text):
             config.write_text(text)
             assert accepts(config) is valid
-            assert check(read_as_yaml_1_1(text)) is valid
+            assert [check(read(text)) for read in READERS] == [valid, valid]
+
+
+def values_of(key: str) -> Iterator[Any]:
+    """Values of a key of a rule: each name that it may have, both booleans, a number, nothing."""
+    section, _, name = key.partition(".")
+    field = Config.model_fields[section].annotation.model_json_schema()["properties"][name]
+    forms = field.get("anyOf", [field])
+    yield from settings.CHOICES.get(key, ())
+    for form in forms:
+        yield from form.get("enum", [form["const"]] if "const" in form else [])
+    yield from ("auto", "none") if key == "data.eval" else ()
+    yield from (True, False) if field.get("type") == "boolean" else ()
+    yield from (2, None) if {"type": "null"} in forms else ()
+
+
+def test_a_rule_between_keys_holds_in_schema_and_program_alike(
+    check: Any, tmp_path: Path, subtests: pytest.Subtests
+) -> None:
+    """With each pair of their values, and nothing else set; a default that breaks a rule would refuse each config."""
+    config = tmp_path / "job.yaml"
+    refused = set()
+    for key, other in {(rule.key, rule.other) for rule in RULES}:
+        for value, beside in itertools.product(values_of(key), values_of(other)):
+            values: dict[str, dict[str, Any]] = {}
+            for place, one in ((key, value), (other, beside)):
+                section, _, name = place.partition(".")
+                values.setdefault(section, {})[name] = one
+            with subtests.test(values=values):
+                config.write_text(json.dumps(values))
+                assert check(values) is accepts(config)
+                refused |= set() if check(values) else {(key, other)}
+    assert refused == {(rule.key, rule.other) for rule in RULES}

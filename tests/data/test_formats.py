@@ -101,7 +101,7 @@ def test_a_row_of_no_format_is_told_its_fields_and_all_formats(subtests: pytest.
                 detect(row, {})
             message = str(caught.value)
             assert all(field in message for field in row)
-            assert all(f"{name}: {form.help}" in message for name, form in FORMATS.items())
+            assert all(f"{name} ({', '.join(form.required)})" in message for name, form in FORMATS.items())
 
 
 def test_fields_of_telling_names_are_told_as_columns(subtests: pytest.Subtests) -> None:

@@ -14,6 +14,7 @@ from finetune.data import sources
 from finetune.data import split as splitting
 from finetune.data.chat import IGNORE
 from finetune.data.counts import TOO_LONG, UNTRAINED, Affected
+from finetune.data.examples import Chat, Completion
 from finetune.data.prepare import _splits, held_out_rows, prepare, prepare_held_out, questions
 from finetune.data.problems import Problems
 from finetune.errors import ConfigError, DataError
@@ -503,7 +504,8 @@ def test_columns_are_mapped_before_the_format_is_detected(write: Write, tokenize
     [row] = prepare(DataSection(train=source, eval="none", columns=columns), tokenizer).train
     assert tokenizer.decode([label for label in row["labels"] if label != IGNORE]) == "so<|im_end|>"
     section = DataSection(train=source, eval="none", columns=columns)
-    assert questions(section, 1) == [([{"role": "user", "content": "Why?"}], "so")]
+    [(_, prompt, reference)] = questions(section)
+    assert (prompt, reference) == (Chat([{"role": "user", "content": "Why?"}]), "so")
 
 
 def test_a_row_without_a_mapped_column_is_told_with_its_place(write: Write, tokenizer: Any) -> None:
@@ -551,18 +553,20 @@ def test_questions_are_held_out_conversations_without_their_last_answer(write: W
     rows = [
         {"messages": [{"role": "assistant", "content": "one"}]},
         {"messages": [{"role": "user", "content": "Hi"}]},
-        *(chat(f"Why {number}?", f"so {number}") for number in range(5)),
+        *(chat(f"Why {number}?", f"so {number}") for number in range(2)),
+        {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "no", "train": False}]},
+        {**chat("Why?", "so"), "tools": [{"type": "function", "function": {"name": "f", "parameters": {}}}]},
     ]
     section = DataSection(train=write([chat("Hi", "one")]), eval=write(rows, "eval.jsonl"))
-    asked = questions(section, 2)
-    assert [(ask[-1]["content"], answer) for ask, answer in asked] == [("Why 0?", "so 0"), ("Why 1?", "so 1")]
-    assert len(questions(section, 99)) == 5
+    found = [(row.place[-1], prompt.messages[-1]["content"], answer) for row, prompt, answer in questions(section)]
+    assert found == [("3", "Why 0?", "so 0"), ("4", "Why 1?", "so 1")]
 
 
 def test_plain_text_asks_nothing(write: Write) -> None:
-    assert questions(DataSection(train=write([{"text": "one"}]), eval="none"), 3) == []
+    assert list(questions(DataSection(train=write([{"text": "one"}]), eval="none"))) == []
     completions = write([{"prompt": "Why?", "completion": " so"}, {"prompt": "", "completion": "so"}])
-    assert questions(DataSection(train=completions, eval="none"), 3) == [("Why?", " so")]
+    [(_, prompt, reference)] = questions(DataSection(train=completions, eval="none"))
+    assert (prompt, reference) == (Completion("Why?", ""), " so")
 
 
 def test_columns_that_go_nowhere_are_known_once_for_the_split(write: Write, tokenizer: Any) -> None:

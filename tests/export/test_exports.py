@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import json
 import re
@@ -13,6 +14,7 @@ from typing import Any
 import gguf_in_llama_cpp as bench
 import pytest
 import torch
+from huggingface_hub.utils import get_session
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -132,6 +134,7 @@ def job(run: RunDirectory, **changes: Any) -> Job:
     [
         ({"dora": True}, "`adapter.dora` rescales whole weights"),
         ({"extra_modules": ["norm"]}, "`adapter.extra_modules` trained norm as well"),
+        ({"targets": ["q_proj", "experts.down_proj"]}, "no linear layers, experts.down_proj"),
         ({"init": "loftq"}, "LoftQ belongs to the quantized base"),
         ({"rank": 600}, "its rank is 600, and vLLM takes at most 512"),
         ({"rank": 300, "init": "pissa"}, "its rank is 600"),
@@ -328,6 +331,15 @@ def test_a_template_that_looks_at_more_than_places_is_refused() -> None:
         ollama.turns(render)
 
 
+def test_ollama_reads_stops_and_white_space_as_they_are() -> None:
+    """Its parser takes off the quotes, undoes no escapes, and drops what cannot be printed."""
+    template = ollama.Turns("\u00a0User: ", "", "", "<｜Assistant｜>\n").go()
+    text = ollama.modelfile("model.gguf", template, ["<｜end▁of▁sentence｜>", 'say "stop"'])
+    assert all(line.isprintable() for line in text.splitlines())
+    assert r'{{ "\U000000a0User: " }}' in text
+    assert text.splitlines()[2:] == ['PARAMETER stop "<｜end▁of▁sentence｜>"', 'PARAMETER stop "say "stop""']
+
+
 # -- the card and the hub --------------------------------------------------------------------------------------------
 
 BASE_CARD = "---\nlicense: llama3.1\nlicense_name: llama3.1\nlicense_link: https://example.org/LICENSE\n---\n# Base\n"
@@ -363,17 +375,35 @@ def test_a_card_without_a_base_on_the_hub_asks_nothing_and_names_no_folder(
     assert "base_model" not in text
 
 
+@pytest.mark.parametrize(
+    ("source", "shown"),
+    [
+        ("builtin:tiny-llama", "builtin:tiny-llama"),
+        ("meta-llama/Llama-3.1-8B", "meta-llama/Llama-3.1-8B"),
+        ("gpt2", "gpt2"),
+        ("/home/me/acme/rows.jsonl", "rows.jsonl"),
+        ("../acme/corpus", "corpus"),
+        ("acme/rows.jsonl.gz", "rows.jsonl.gz"),
+        ("acme/*", "*"),
+    ],
+)
+def test_of_a_place_on_this_machine_others_see_the_last_part(source: str, shown: str) -> None:
+    assert card.public(source) == shown
+
+
 class Hub:
     """huggingface_hub's API, at its boundary."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[Any, ...]] = []
 
-    def create_repo(self, name: str, *, private: bool, exist_ok: bool) -> None:
+    def create_repo(self, name: str, *, private: bool, exist_ok: bool) -> SimpleNamespace:
         self.calls.append(("create", name, private, exist_ok))
+        return SimpleNamespace(repo_id=name if "/" in name else f"me/{name}")
 
     def upload_folder(self, *, repo_id: str, folder_path: Path, commit_message: str) -> None:
-        self.calls.append(("upload", repo_id, sorted(file.name for file in Path(folder_path).iterdir())))
+        texts = {file.name: file.read_bytes() for file in Path(folder_path).iterdir()}
+        self.calls.append(("upload", repo_id, texts))
 
 
 @pytest.fixture
@@ -384,20 +414,32 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Hub:
     return made
 
 
-def test_an_export_is_uploaded_only_when_asked_to(run: RunDirectory, hub: Hub) -> None:
+def test_an_export_is_uploaded_only_when_asked_to_and_names_no_folder(
+    run: RunDirectory, tiny_base: Path, hub: Hub, tmp_path: Path
+) -> None:
+    base = shutil.copytree(tiny_base, tmp_path / "base")
+    run.config_file.write_text(run.config_file.read_text().replace("builtin:tiny-llama", str(base)))
     export(run, "adapter")
     assert hub.calls == []
-    result = export(run, "adapter", push="me/tuned")
+    result = export(run, "adapter", push="tuned")
     assert result["pushed"] == "https://huggingface.co/me/tuned"
     [created, (uploaded, name, files)] = hub.calls
-    assert created == ("create", "me/tuned", True, True), "private unless it is there"
+    assert created == ("create", "tuned", True, True), "private unless it is there"
     assert (uploaded, name) == ("upload", "me/tuned")
-    assert {"adapter_model.safetensors", "README.md", "export.json", "adapter.gguf"} <= set(files)
+    assert {"adapter_model.safetensors", "README.md", "export.json", "adapter.gguf"} <= files.keys()
+    assert [file for file, content in files.items() if bytes(tmp_path.parents[1]) in content] == [], "base and rows"
 
 
-def test_a_hub_that_refuses_leaves_the_export(run: RunDirectory, hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+# Of the HTTP library, which differs between versions of huggingface_hub.
+UNREACHABLE = importlib.import_module(type(get_session()).__module__.partition(".")[0]).ConnectError
+
+
+@pytest.mark.parametrize("error", [OSError, UNREACHABLE])
+def test_a_hub_that_refuses_leaves_the_export(
+    error: type[Exception], run: RunDirectory, hub: Hub, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refuse(*_: Any, **__: Any) -> None:
-        raise OSError("403 Forbidden")
+        raise error("403 Forbidden")
 
     monkeypatch.setattr(hub, "create_repo", refuse, raising=False)
     with pytest.raises(MachineError, match="written and proven, but not pushed to me/tuned: 403 Forbidden"):

@@ -191,6 +191,18 @@ def test_both_merges_are_told_beside_the_trained_model(run: RunDirectory, capsys
     assert plain["to_trained"]["quantized"] == pytest.approx(near["to_trained"]["quantized"])
 
 
+def test_settings_of_generation_that_contradict_each_other_are_published_as_the_base_has_them(
+    run: RunDirectory, tmp_path: Path
+) -> None:
+    """Llama 2 has some; transformers loads them with a warning and refuses to save them once they are changed."""
+    settings = {"do_sample": False, "temperature": 0.9, "top_p": 0.6}
+    (tmp_path / "base" / "generation_config.json").write_text(json.dumps(settings))
+    finetune.merge(run)
+    published = json.loads((run.merged / "generation_config.json").read_text())
+    assert published.items() >= settings.items()
+    assert published["eos_token_id"]
+
+
 def test_an_interrupted_merge_goes_on_with_the_next_shard(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
     written = []
 

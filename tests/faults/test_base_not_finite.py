@@ -62,6 +62,6 @@ def test_so_do_answers_evaluation_and_merge(damaged: tuple[Path, str], trained: 
 
 
 def test_a_sound_base_is_not_blamed(quick: Callable[..., Config]) -> None:
-    job = quick("optimizer.weight_decay=1e9", "training.learning_rate=1e9", "training.max_steps=8")
+    job = quick("optimizer.weight_decay=1e9", "training.max_steps=8").changed({"training.learning_rate": 1e9})
     with pytest.raises(NumbersError, match="learning_rate"):
         finetune.train(job, terminal=Terminal(quiet=True))

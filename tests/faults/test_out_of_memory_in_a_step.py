@@ -117,11 +117,13 @@ def test_it_is_remembered_for_micro_batches_of_that_size(plain: Loop) -> None:
     assert len(plain.retry.limit.parts(small)) == len(small)
 
 
-def test_a_limit_that_was_known_is_not_tried_again_for_ever(plain: Loop) -> None:
-    (batch,) = micro_batches(plain, ROWS, 8)
+def test_several_ranks_that_fail_at_one_size_lower_the_limit_and_a_single_row_does_not(plain: Loop) -> None:
+    (batch,), (row, *_) = micro_batches(plain, ROWS, 8), micro_batches(plain, ROWS, 1)
     limit = Limit()
     assert limit.lower(batch)
-    assert not limit.lower(batch)
+    assert limit.lower(batch)
+    assert len(limit.parts([batch])) == 2
+    assert not limit.lower(row)
 
 
 def test_what_the_failed_pass_held_is_given_back_before_the_next(plain: Loop, monkeypatch) -> None:

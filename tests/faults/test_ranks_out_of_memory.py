@@ -83,8 +83,8 @@ def test_all_ranks_repeat_the_step_with_smaller_micro_batches(
 def test_two_ranks_that_run_out_of_memory_in_one_step_lower_the_limit_once_for_all(
     job: Make, alone: RunDirectory
 ) -> None:
-    """Of three ranks, in the second step; each at its own place."""
-    together = job("training.batch_size=12", "training.micro_batch=2")
+    """Of three ranks, in the second step; each at its own place, with rows that are all cut to one length."""
+    together = job("training.batch_size=12", "training.micro_batch=2", "data.max_length=16")
     steps = "finetune.training.loop:Loop.take_step"
     ended = together.go(
         3, {0: Fault(MLP, "^$", 3, "memory", after=steps), 2: Fault(MLP, "backward", 2, "memory", after=steps)}

@@ -176,6 +176,9 @@ def test_only_the_ends_may_come_and_go_otherwise() -> None:
             id="every weight, sgd",
         ),
         pytest.param("mixture", 6, {}, id="a mixture of experts"),
+        pytest.param(
+            "llama", 16, {"adapter__targets": ["q_proj", ".*layers[.]([0-6]|15)[.]mlp.*"]}, id="targets by pattern"
+        ),
     ],
 )
 def test_the_extrapolated_trace_has_the_peaks_of_the_whole_one(

@@ -15,10 +15,10 @@ from forecasts import GIB, MIB
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from finetune.config import Config, dump
+from finetune.config import Config, dump, explained
 from finetune.errors import OutOfMemoryError
 from finetune.forecast import fit as fitting
-from finetune.forecast.fit import Fitted, divisors, explained, fit
+from finetune.forecast.fit import Fitted, divisors, fit
 from finetune.forecast.replay import Forecast
 from finetune.model.checkpointing import LEVELS, ladder, pattern
 

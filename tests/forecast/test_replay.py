@@ -175,7 +175,7 @@ def test_the_weights_of_files_are_cut_from_one_segment_on_a_card() -> None:
 def test_several_processes_hold_a_copy_of_all_gradients(device: Device) -> None:
     story = step()
     story.trace.blocks[0].category = "adapter"
-    alone, one_of_two = made(story, device), made(story, device, processes=2)
+    alone, one_of_two = made(story, device), made(story, device, gpus=2)
     assert one_of_two.peak_allocated_bytes - alone.peak_allocated_bytes == 10 * MIB
     assert one_of_two.categories["gradients"] - alone.categories["gradients"] == 10 * MIB
     assert one_of_two.phases["load"]["allocated_bytes"] >= 20 * MIB, "weights, and the copy that is sent"

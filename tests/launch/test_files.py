@@ -87,6 +87,23 @@ def test_what_could_not_be_trained_is_refused(here: Path, on: str, changed: dict
     assert not list(here.iterdir())
 
 
+@pytest.mark.parametrize("on", TARGETS)
+def test_a_name_cannot_smuggle_a_command_into_the_file(on: str, here: Path) -> None:
+    config = here / "job\ntouch smuggled\n.yaml"
+    config.write_text(TINY.read_text())
+    with pytest.raises(ConfigError, match="cannot be printed"):
+        files.write(config, ["training.micro_batch=1"], on, **OPTIONS)
+    assert list(here.iterdir()) == [config]
+
+
+def test_a_job_has_a_name_that_clusters_take_whatever_the_run_is_called() -> None:
+    """Kubernetes refuses one that ends with a hyphen."""
+    for run, name in (("日本語", "finetune"), ("Ünder_20%!", "finetune-nder-20")):
+        overrides = ["training.micro_batch=1", f"output.dir=runs/{run}"]
+        file, _ = files.write(TINY, overrides, "kubernetes", **OPTIONS)
+        assert yaml.safe_load(file.read_text())["metadata"]["name"] == name
+
+
 def test_slurm_queues_a_job_again_that_its_time_limit_ended(here: Path) -> None:
     """With stand-ins for its commands: srun's ranks save and stop at the SIGTERM of scancel."""
     tools = {

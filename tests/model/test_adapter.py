@@ -6,7 +6,7 @@ import torch
 from finetune.config import AdapterSection, MemorySection, ModelSection, QuantizationSection
 from finetune.errors import ConfigError
 from finetune.model import attention, checkpointing
-from finetune.model.adapter import attach, casts_by_autocast, set_trained_dtype
+from finetune.model.adapter import attach, casts_by_autocast, check_rank, set_trained_dtype
 from finetune.model.base import load_architecture, load_base
 
 CPU = torch.device("cpu")
@@ -41,6 +41,24 @@ def test_a_target_that_matches_nothing_names_the_candidates() -> None:
         ConfigError, match=r"did you mean `q_proj`.*k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj"
     ):
         attach(base(), AdapterSection(targets=["q_prj"]), BASE, seed=1)
+
+
+def test_a_pattern_chooses_layers_by_their_full_names() -> None:
+    model = attach(base("nf4"), AdapterSection(targets=["o_proj", ".*layers[.][01][.]mlp[.].*"]), BASE, seed=1)
+    adapted = {name.split(".lora_")[0].removeprefix("base_model.model.model.layers.") for name in trained(model)}
+    mlp = {f"{layer}.mlp.{name}_proj" for layer in (0, 1) for name in ("gate", "up", "down")}
+    assert adapted == mlp | {f"{layer}.self_attn.o_proj" for layer in range(4)}
+    with pytest.raises(ConfigError, match=r"matches the full name of no linear layer, such as `model\.layers\.0"):
+        attach(base(), AdapterSection(targets=["layers[.]0[.]mlp"]), BASE, seed=1)
+
+
+def test_a_pattern_that_is_none_is_refused_and_a_rank_that_no_layer_has() -> None:
+    with pytest.raises(ValueError, match=r"`\(q_proj` is not a regular expression"):
+        AdapterSection(targets="(q_proj")
+    check_rank(base(), AdapterSection(rank=192))
+    check_rank(base(), AdapterSection(rank=64, targets=["k_proj"]))
+    with pytest.raises(ConfigError, match="65 is more than the smaller side of each layer it would adapt, 64 at most"):
+        check_rank(base(), AdapterSection(rank=65, targets=["k_proj"]))
 
 
 def test_an_extra_module_that_does_not_exist_names_the_candidates() -> None:

@@ -298,7 +298,7 @@ def test_an_adapter_that_experts_cannot_have_is_refused_before_weights_are_loade
 def use(run: RunDirectory) -> dict[str, float]:
     """Generate, evaluate, merge and examine a run; the held-out losses."""
     assert isinstance(finetune.generate(run, "Say 3", max_new_tokens=2), str)
-    losses = finetune.evaluate(run)
+    losses = finetune.evaluate(run).losses
     assert losses["adapter"] < losses["base"]
     proof = finetune.merge(run)
     assert proof["median"]

@@ -12,7 +12,7 @@ from forecasts import GIB, MIB, forecast
 from matplotlib.colors import to_rgb
 
 from finetune.forecast.replay import WORDS, Forecast
-from finetune.report import memory_plot
+from finetune.report import memory_plot, step_curve
 
 # From bottom to top at each of the five points, in GiB: 1 of context, 3 of weights, 0.25 of states, then what changes.
 _TOPS = [4.25, 5.25, 6.5, 5.25, 4.75]
@@ -81,7 +81,7 @@ def test_what_stays_lies_below_what_comes_and_goes_and_the_legend_reads_from_the
 
 
 def test_every_category_has_a_colour_of_its_own() -> None:
-    colours = memory_plot._COLOURS
+    colours = step_curve.COLOURS
     assert set(colours) == set(WORDS) - {"allocator_slack"}
     assert len(set(colours.values())) == len(colours)
 
@@ -108,7 +108,7 @@ def lab(colour: str, eye: Any) -> Any:
 
 @pytest.mark.parametrize("eye", _EYES)
 def test_colours_are_told_apart_by_every_eye(eye: str) -> None:
-    seen = [lab(colour, _EYES[eye]) for colour in memory_plot._COLOURS.values()]
+    seen = [lab(colour, _EYES[eye]) for colour in step_curve.COLOURS.values()]
     assert min(np.linalg.norm(first - second) for first, second in combinations(seen, 2)) > 20
     assert min(np.linalg.norm(first - second) for first, second in pairwise(seen)) > 30
 

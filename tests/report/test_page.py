@@ -1,47 +1,92 @@
-"""The report is one file, says what the run says, and runs nothing of it."""
+"""The report is one file, says what the run says, and runs nothing of it; test_browser.py looks at it in a browser."""
 
 from __future__ import annotations
 
 import base64
+import hashlib
+import json
 import re
 
 import pytest
 from markup_reader import Reader
-from report_lines import evaluation_line, training_line, write_lines
+from report_lines import MIB, evaluation_line, training_line, write_lines
 
+from finetune.config import Config, dump
 from finetune.report import page
+from finetune.report.figures import Figures
 from finetune.report.result import Result
-from finetune.storage.files import write_json
+from finetune.storage.files import write_json, write_text
+from finetune.storage.files import write_lines as write_lines_to
 from finetune.storage.rundir import RunDirectory
 
-# The page embeds what is there; that plots are images is test_plots' fact.
 _IMAGE = b"\x89PNG\r\n\x1a\n" + bytes(range(256))
 
 
 @pytest.fixture
 def markup(run: RunDirectory) -> str:
-    run.plot_file.write_bytes(_IMAGE)
     page.write(run)
     return run.report_file.read_text(encoding="utf-8")
 
 
-def test_nothing_is_loaded_from_elsewhere(markup: str) -> None:
+def curves_of(markup: str) -> dict[str, dict]:
+    """The charts of a page by title."""
+    [drawn] = re.findall(r'<script type="application/json" id="curves">(.*?)</script>', markup)
+    return {chart["title"]: chart for chart in json.loads(drawn)}
+
+
+def test_nothing_is_loaded_from_elsewhere_and_links_lead_to_the_runs_own_files(run: RunDirectory, markup: str) -> None:
     reader = Reader(markup)
-    assert len(reader.references) == 1
-    assert reader.references[0].startswith("data:image/png;base64,")
-    assert not reader.tags & {"script", "link", "iframe", "object", "form"}
-    assert not re.search(r"url\(|@import|https?://", markup)
+    assert {"adapter/", "config.yaml", "metrics.jsonl", "events.jsonl"} <= set(reader.references)
+    assert all((run.path / link).exists() for link in reader.references)
+    assert not reader.tags & {"link", "iframe", "object", "form", "img"}
+    assert not re.search(r"url\(|@import", markup)
 
 
-def test_the_plot_is_embedded_whole(run: RunDirectory, markup: str) -> None:
-    encoded = Reader(markup).references[0].removeprefix("data:image/png;base64,")
-    assert base64.b64decode(encoded) == _IMAGE
+def test_the_policy_of_the_page_allows_its_own_script_and_nothing_else(markup: str) -> None:
+    [script] = re.findall(r"<script>(.*?)</script>", markup, re.S)
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    [policy] = re.findall(r'http-equiv="Content-Security-Policy" content="(.*?)"', markup)
+    assert policy.replace("&#39;", "'").startswith("default-src 'none';")
+    assert policy.endswith(f"script-src 'sha256-{digest}'")
+    assert markup.count("<script") == 2
 
 
 def test_answers_are_shown_as_text(markup: str) -> None:
-    assert "<script" not in markup
+    assert "<script>alert" not in markup
     assert "&lt;script&gt;alert(1)&lt;/script&gt;" in markup
     assert "What is &lt;b&gt;x&lt;/b&gt;?" in markup
+
+
+def test_curves_are_the_numbers_of_the_lines(markup: str) -> None:
+    charts = curves_of(markup)
+    training, evaluation = charts["Loss"]["tables"]
+    assert training["steps"] == [1, 2, 3]
+    assert [one["values"] for one in training["series"]] == [[3.5, 2.5, 2.0], [2.6667] * 3]
+    assert (evaluation["steps"], evaluation["series"][0]["values"]) == ([0, 2, 3], [4.0, 3.0, 3.5])
+    assert charts["Tokens per second"]["tables"][0]["series"][0]["values"] == [1000, 2000, 3000]
+    memory, _ = charts["Peak memory by phase"]["tables"]
+    assert {one["name"]: one["values"][1] for one in memory["series"]} == {
+        "forward": 0.79102, "backward": 0.92773, "optimizer": 0.82031,
+    }  # fmt: skip
+    assert charts["Peak memory by phase"]["unit"] == "resident, GiB"  # as loading took 2 GiB
+    assert set(charts) == {"Loss", "Learning rate", "Gradient norm", "Tokens per second", "Peak memory by phase"}
+
+
+def test_a_long_run_makes_a_small_page_that_hides_no_spike(empty_run: RunDirectory) -> None:
+    lines = [training_line(step, 2.0, forward=800, backward=900, optimizer=850) for step in range(1, 20_001)]
+    lines[12_345]["loss"] = 9.5
+    lines[12_345]["memory"]["backward"]["resident_bytes"] = 2**31
+    lines[3]["loss"] = None
+    empty_run.metrics_file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    page.write(empty_run)
+    markup = empty_run.report_file.read_text(encoding="utf-8")
+    assert len(markup) < 250_000
+    charts = curves_of(markup)
+    highest, lowest, mean = charts["Loss"]["tables"][0]["series"]
+    assert [one["name"] for one in (highest, lowest, mean)] == ["highest", "lowest", "mean of 1,025 steps"]
+    assert (max(highest["values"]), min(lowest["values"])) == (9.5, 2.0)
+    backward = charts["Peak memory by phase"]["tables"][0]["series"][1]
+    assert max(backward["values"]) == 2
 
 
 @pytest.mark.parametrize("key", ["question", "reference", "before", "after"])
@@ -49,7 +94,9 @@ def test_markup_anywhere_in_an_answer_is_harmless(run: RunDirectory, key: str) -
     row = dict.fromkeys(("question", "reference", "before", "after"), "plain")
     write_json(run.answers_file, [{**row, key: '"><img src=//example.org/x>'}])
     page.write(run)
-    assert Reader(run.report_file.read_text(encoding="utf-8")).references == []
+    reader = Reader(run.report_file.read_text(encoding="utf-8"))
+    assert not any("example" in link for link in reader.references)
+    assert "img" not in reader.tags
 
 
 def test_markup_in_names_and_events_is_harmless(tmp_path) -> None:
@@ -59,15 +106,62 @@ def test_markup_in_names_and_events_is_harmless(tmp_path) -> None:
     run.event("<script>", **{"<script>": "<script>"})
     write_json(run.environment_file, {"device": {"type": "cpu"}, "<script>": "<script>"})
     page.write(run)
-    assert "script" not in Reader(run.report_file.read_text(encoding="utf-8")).tags
+    markup = run.report_file.read_text(encoding="utf-8")
+    assert "script" not in Reader(markup).tags
+    assert "config.yaml cannot be read: " in markup
 
 
-@pytest.mark.parametrize(
-    "text", ["3.0000", "-25.0%", "2.00 GiB", "950 MiB", "save 600 MiB", "best loaded", "rank: 16", "cpu cores 2"]
-)
-def test_what_the_run_says_is_told(markup: str, text: str) -> None:
+def test_what_the_run_says_is_told(run: RunDirectory) -> None:
+    sizes = {
+        "phase": "backward",
+        "measure": "resident_bytes",
+        "forecast_bytes": 900 * MIB,
+        "measured_bytes": 1000 * MIB,
+    }
+    forecast = {"device": "cpu", "needed_bytes": 900 * MIB, "budget_bytes": 2**32, "differences": [sizes]}
+    write_json(run.forecast_file, forecast)
+    split = {"rows": 1000, "tokens": 4000, "trained_tokens": 1000, "longest": 60}
+    row = {"place": "rows.jsonl:7", "tokens": 600, "trained_tokens": 2, "pieces": [{"text": "<p>\n", "trained": True}]}
+    write_json(run.facts_file, {"train": split, "eval": {**split, "rows": 20}, "samples": [row]})
+    page.write(run)
+    markup = run.report_file.read_text(encoding="utf-8")
     words = re.sub(r"\s+", " ", re.sub(r"<[^>]*>", " ", markup))
-    assert text in words
+    for text in (
+        "LoRA of rank 16", "builtin:python_docs, 1,000 rows, 4,000 tokens, 25.0% of them trained, 20 rows held out",
+        "4.0000 → 3.0000 -25.0% at step 2, which was published", "3.5000 → 2.0000",
+        "2.00 GiB forecast 900 MiB (-10.0%), budget 4.00 GiB", "backward 900 MiB 1000 MiB -10.0% *",
+        "2,000 tokens/s median, 14.3% padding", "CPU hours", "cpu, 2 cores, 2 threads",
+        "best loaded", "cpu cores 2", "rows.jsonl:7: 600 tokens, 2 trained",
+    ):  # fmt: skip
+        assert text in words
+    assert "<mark>&lt;p&gt;↵\n</mark>" in markup
+
+
+def test_without_a_forecast_the_measured_peaks_are_shown(markup: str) -> None:
+    words = re.sub(r"\s+", " ", re.sub(r"<[^>]*>", " ", markup))
+    assert "2.00 GiB no forecast was made" in words
+    assert "phase resident load 2.00 GiB forward 810 MiB backward 950 MiB" in words
+
+
+def test_only_settings_other_than_the_defaults_are_shown(empty_run: RunDirectory) -> None:
+    write_text(empty_run.config_file, dump(Config.model_validate({"adapter": {"rank": 7}})))
+    page.write(empty_run)
+    [settings] = re.findall("<pre>(.*?)</pre>", empty_run.report_file.read_text(encoding="utf-8"), re.S)
+    assert settings == "adapter:\n  rank: 7\noutput:\n  dir: runs/config\n"
+
+
+def test_duration_and_cost_are_those_of_all_starts_and_ranks_without_a_later_merge(empty_run: RunDirectory) -> None:
+    times = [
+        (0, "started", 1),
+        (60, "saved", None),
+        (1000, "resumed", 4),
+        (1030, "finished", None),
+        (9000, "merged", None),
+    ]
+    events = [{"time": time, "event": event, "step": 1, **({"processes": n} if n else {})} for time, event, n in times]
+    write_lines_to(empty_run.events_file, events)
+    figures = Figures.read(empty_run)
+    assert (figures.seconds, figures.device_hours, figures.processes) == (90, (60 + 30 * 4) / 3600, 4)
 
 
 def test_the_proof_of_a_merged_model_is_shown(run: RunDirectory) -> None:
@@ -83,7 +177,8 @@ def test_a_loss_that_was_not_finite_is_shown_as_nan(empty_run: RunDirectory) -> 
     write_lines(empty_run, evaluation_line(0, None), training_line(1, None), evaluation_line(1, None))
     page.write(empty_run)
     markup = empty_run.report_file.read_text(encoding="utf-8")
-    assert markup.count("<td>nan</td>") == 3
+    assert "nan → nan" in markup
+    assert "NaN" not in re.findall(r'id="curves">(.*?)</script>', markup)[0]
     assert "0.0000" not in markup
 
 

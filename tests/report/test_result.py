@@ -25,6 +25,7 @@ def test_summary_has_the_numbers_of_the_lines(run: RunDirectory) -> None:
         "best_eval_loss": 3.0,
         "best_step": 2,
         "exported_step": 2,
+        "exported_eval_loss": 3.0,
         "relative_drop": 0.25,
         "peaks": {
             "load": {"resident_bytes": 2048 * MIB},
@@ -35,6 +36,9 @@ def test_summary_has_the_numbers_of_the_lines(run: RunDirectory) -> None:
             "save": {"resident_bytes": 600 * MIB},
         },
         "tokens_per_second": 2000.0,
+        "peak_bytes": 2048 * MIB,
+        "seconds": Figures.read(run).seconds,
+        "device_hours": Figures.read(run).seconds / 3600,
         # 100 + 200 + 300 tokens in 200 + 200 + 300 places
         "padding_share": pytest.approx(1 / 7),
         "adapter": str(run.adapter),
@@ -47,7 +51,7 @@ def test_summary_has_the_numbers_of_the_lines(run: RunDirectory) -> None:
 def test_summary_of_a_run_without_lines_is_empty(empty_run: RunDirectory) -> None:
     summary = Result(empty_run).summary()
     assert summary.pop("run") == str(empty_run.path)
-    assert summary.pop("steps") == summary.pop("exported_step") == 0
+    assert summary.pop("steps") == summary.pop("seconds") == summary.pop("device_hours") == 0
     assert summary.pop("peaks") == {}
     assert set(summary.values()) == {None}
 
@@ -61,8 +65,23 @@ def test_a_loss_that_was_not_finite_stays_none(empty_run: RunDirectory) -> None:
 
 def test_the_last_weights_are_published_where_a_start_before_the_last_loaded_its_best(run: RunDirectory) -> None:
     run.event("resumed", step=3)
+    run.event("trained", step=3, memory={})
     assert Figures.read(run).exported_step == 3
     assert Result(run).summary()["relative_drop"] == 0.125
+
+
+def test_published_weights_that_were_not_evaluated_are_not_given_the_loss_of_others(run: RunDirectory) -> None:
+    run.event("resumed", step=3)
+    write_lines(run, training_line(4, 1.0))
+    run.event("trained", step=4, best_step=2, memory={})
+    summary = Result(run).summary()
+    assert (summary["exported_step"], summary["exported_eval_loss"], summary["relative_drop"]) == (4, None, None)
+
+
+def test_until_weights_are_published_the_drop_is_that_of_the_last_evaluation(run: RunDirectory) -> None:
+    run.event("resumed", step=3)
+    summary = Result(run).summary()
+    assert (summary["exported_step"], summary["relative_drop"]) == (None, 0.125)
 
 
 def test_a_run_that_was_never_evaluated_after_a_step_has_no_drop(empty_run: RunDirectory) -> None:

@@ -16,12 +16,22 @@ from rich.console import Console
 from finetune.config import Config
 from finetune.data.counts import CONTROL_TOKENS, DUPLICATE, EMPTY, TOO_LONG, Affected
 from finetune.data.prepare import Counts, Prepared
+from finetune.report.live import STOPPING, LiveView
+from finetune.report.scores import Scores
 from finetune.report.terminal import Terminal
 from finetune.storage.files import write_json
 from finetune.storage.rundir import RunDirectory
 
 _PROOF = {"rows": 8, "tokens": 1234, "error": 0.0025, "bound": 0.011, "effect": 0.31, "agreement": 0.9951,
           "compared_with": "base plus adapter"}  # fmt: skip
+_EVALUATION: Any = {
+    "steps": 1000, "interval": "How.", "notes": ["One note."], "settings": {},
+    "measures": [{"name": "perplexity", "better": "lower", "rows": 8, "models": {
+        "base": {"value": None, "low": None, "high": None},
+        "adapter": {"value": 1234.6, "low": 90.0, "high": 2000.0,
+                    "difference": {"value": -1.0, "low": -2.0, "high": 0.0}},
+    }}],
+}  # fmt: skip
 _AFFECTED = [
     *(Affected(f"rows.jsonl:{line}", "truncated", TOO_LONG, 2000) for line in range(10, 16)),
     Affected("rows.jsonl:20", "answer truncated", TOO_LONG, 3000),
@@ -64,7 +74,8 @@ def whole_run(terminal: Terminal, run: RunDirectory) -> None:
     terminal.answers(run)
     terminal.merged(run.merged, _PROOF)
     terminal.finished(run)
-    terminal.losses({"base": 1.0})
+    terminal.evaluating("base")
+    terminal.scores(Scores(_EVALUATION))
 
 
 def test_quiet_prints_nothing(run: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:
@@ -126,6 +137,43 @@ def test_a_log_gets_about_ten_lines_and_each_evaluation(log: Log) -> None:
     assert "loss 2.0000  lr 2.00e-04  1,000 tokens/s  1.50 GiB" in steps[0]
 
 
+def test_a_log_gets_a_line_every_so_many_steps_as_configured(log: Log, run: RunDirectory) -> None:
+    data = Prepared(train=None, eval=None, train_counts=_COUNTS, eval_counts=None)
+    log.terminal.opened(run.path, Config.model_validate({"tracking": {"log_every": 4}}), "cpu", data, "sdpa", None)
+    log.terminal.started(0, 10)
+    for step in range(1, 11):
+        log.terminal.stepped(training_line(step, 2.0))
+    assert re.findall(r"^step (\d+)/10", log.text, re.M) == ["1", "4", "8", "10"]
+
+
+def test_a_terminal_shows_loss_and_trend_gradient_speed_and_memory_beside_budget_and_forecast() -> None:
+    log = Log(tty=True, width=120)
+    view = LiveView(log.console, 0, 100, forecast())
+    view.evaluated(evaluation_line(0, 4.0))
+    for step in range(1, 21):
+        view.stepped(training_line(step, 4 - step / 10, forward=800, backward=1536))
+    view.stop()
+    shown = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", log.text)
+    assert re.search(r"step 20/100 ━+ +0:00 left", shown)
+    assert re.search(r"memory +━+ +1.50 GiB of 12.00 GiB, forecast 7.00 GiB", shown)
+    assert "loss 2.0000 ↓  eval loss 4.0000  grad norm 1  lr 2.00e-04  20,000 tokens/s" in shown
+    assert STOPPING not in shown
+
+
+def test_a_signal_is_answered_in_the_live_view_and_in_a_log_while_training(
+    log: Log, capfd: pytest.CaptureFixture[str]
+) -> None:
+    live = Log(tty=True)
+    for terminal in (live.terminal, log.terminal):
+        terminal.stopping()
+        terminal.started(0, 3)
+        terminal.stopping()
+        terminal.close()
+        terminal.stopping()
+    assert STOPPING in live.text
+    assert capfd.readouterr().err == f"{STOPPING}\n"
+
+
 def test_a_resumed_run_of_a_few_steps_prints_each(log: Log) -> None:
     log.terminal.started(97, 100)
     for step in (98, 99, 100):
@@ -137,11 +185,16 @@ def test_a_loss_that_is_not_finite_is_nan(log: Log, empty_run: RunDirectory) -> 
     log.terminal.started(0, 1)
     log.terminal.stepped(training_line(1, None))
     log.terminal.evaluated(evaluation_line(1, None))
-    log.terminal.losses({"base": float("nan"), "adapter": 0.0})
     assert "loss nan" in log.lines[0]
     assert "eval loss nan" in log.lines[1]
-    assert re.search(r"base\W+nan\W+nan", log.text)
-    assert re.search(r"adapter\W+0\.0000\W+1\b", log.text)
+
+
+def test_scores_are_a_line_for_each_measure_and_model(log: Log) -> None:
+    log.terminal.scores(Scores(_EVALUATION))
+    assert re.search(r"measure\W+model\W+value\W+interval\W+beside base\W+interval", log.text)
+    assert re.search(r"perplexity\W+base\W+not finite\W*\n", log.text), "and no interval"
+    assert re.search(r"\W adapter\W+1,235\W+90\.0000 to 2,000\W+-1\.0000\W+-2\.0000 to \+0\.0000", log.text)
+    assert "Measured after step 1,000. How. One note." in log.text.replace("\n", " ")
 
 
 def test_finished_tells_the_loss_of_what_is_published_and_where_it_is(log: Log, run: RunDirectory) -> None:

@@ -29,3 +29,15 @@ def test_a_hangup_stays_ignored_under_nohup(hangup: Callable[[Any], Any]) -> Non
     with Signals() as signals:
         signal.raise_signal(signal.SIGHUP)
         assert signals.name is None
+
+
+def test_the_first_signal_is_answered_at_once_and_the_second_ends_with_what_was_saved() -> None:
+    answers: list[str] = []
+    with Signals(lambda: answers.append("stopping")) as signals, signals.waiting():
+        signal.raise_signal(signal.SIGINT)
+        assert answers == ["stopping"]
+        with pytest.raises(KeyboardInterrupt, match=r"untouched\. Run the same command again to resume"):
+            signal.raise_signal(signal.SIGINT)
+    assert answers == ["stopping"]
+    with pytest.raises(KeyboardInterrupt, match=r"step 41 is saved in runs/x\. Run the same command again to resume"):
+        signals.end("step 41 is saved in runs/x")

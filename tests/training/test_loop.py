@@ -436,6 +436,24 @@ def test_a_signal_to_another_rank_ends_the_run_and_postpones_the_evaluation(othe
     assert loop.progress.owes_evaluation
 
 
+def test_a_signal_while_ranks_tell_each_other_of_theirs_counts_at_the_next_step(
+    other_rank: list, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The others could not know of it, and would wait for this rank."""
+    values: list[object] = []
+
+    def gathered(value: object) -> list:
+        values.append(value)
+        if len(values) == 1:
+            terminate()
+        return [value, *other_rank]
+
+    monkeypatch.setattr(ranks, "gathered", gathered)
+    loop, asked = made(total=9, evaluates=False, world_size=2)
+    run(loop)
+    assert asked.of("saved") == ["saved 2"]
+
+
 def test_another_rank_may_ask_for_a_checkpoint(other_rank: list) -> None:
     other_rank[:] = [(True, None, False)]
     loop, asked = made(total=2, evaluates=False, world_size=2)

@@ -15,12 +15,13 @@ from safetensors.torch import load_file
 from steps import before_each_step, spoil_losses
 
 import finetune
-from finetune.config import OptimizerSection
+from finetune.config import OptimizerSection, TrainingSection
 from finetune.errors import MachineError, NumbersError, Terminated
 from finetune.model.locate import BUILTIN_BASE
 from finetune.runtime import ranks
+from finetune.storage.files import write_json
 from finetune.storage.rundir import RunDirectory, checkpoint_step
-from finetune.training import optimizers, tracking
+from finetune.training import optimizers, schedules, tracking
 from finetune.training.loop import Loop
 from finetune.training.recorder import Recorder
 from finetune.training.tracking import Trackers
@@ -86,6 +87,25 @@ def test_an_optimizer_inherits_nothing_from_that_of_an_earlier_model(quick) -> N
     assert exceptions.module_weight_config_triple == [], "no module is kept alive"
     finetune.train(quick(*common, run="second"))
     assert exceptions.index2config == {}
+
+
+def test_the_second_factor_of_an_adapter_can_have_its_own_rate() -> None:
+    model = torch.nn.Module()
+    for name in ("lora_A", "lora_B", "norm"):
+        model.add_module(name, torch.nn.ModuleDict({"default": torch.nn.Linear(4, 4)}))
+    section = OptimizerSection(lora_plus=16, weight_decay=0.1)
+    optimizer = optimizers.make("adamw_torch_fused", section, 1e-3, torch.nn.ModuleDict({"layer": model}))
+    schedule = schedules.scheduler(TrainingSection(learning_rate=1e-3, warmup=0, schedule="linear"), optimizer, 10)
+    names = {weight: name for name, weight in model.named_parameters()}
+    found = [([names[weight] for weight in group["params"]], group["lr"]) for group in optimizer.param_groups]
+    first, second, plain = found
+    assert first == (["lora_A.default.weight"], 1e-3)
+    assert second == (["lora_B.default.weight"], 16e-3)
+    assert plain[1] == 1e-3
+    optimizer.step()
+    schedule.step()
+    assert optimizer.param_groups[1]["lr"] == pytest.approx(16 * optimizer.param_groups[0]["lr"])
+    assert optimizer.param_groups[0]["lr"] < 1e-3
 
 
 def test_a_replaced_optimizer_is_said_in_one_line() -> None:
@@ -233,14 +253,13 @@ def test_a_signal_after_early_stopping_names_a_step_that_is_saved(quick, monkeyp
 
 def test_a_loss_that_is_not_finite_stops_the_run_and_is_never_a_number(quick) -> None:
     config = quick(
-        "training.learning_rate=1e9",
         "optimizer.weight_decay=1e9",
         "training.max_grad_norm=0",
         "training.warmup=0",
         "optimizer.kind=sgd",
         "data.eval=none",
         "training.eval_every=null",
-    )
+    ).changed({"training.learning_rate": 1e9})
     with pytest.raises(NumbersError, match="not finite at step") as stopped:
         finetune.train(config)
     assert stopped.value.exit_code == 5
@@ -311,6 +330,10 @@ def test_tensorboard_gets_the_metrics(quick) -> None:
         written = {line["step"]: line[key] for line in run.metrics() if key in line}
         reported = {point.step: point.value for point in events.Scalars(f"{split}/loss")}
         assert reported == pytest.approx(written, abs=1e-4)
+    peaks = {line["step"]: line["memory"]["backward"]["resident_bytes"] for line in run.metrics() if "loss" in line}
+    reported = {point.step: point.value for point in events.Scalars("train/memory/backward/resident_bytes")}
+    assert reported == pytest.approx(peaks, rel=1e-6)
+    assert "answers/1/text_summary" in events.Tags()["tensors"]
 
 
 def test_trackers_end_with_a_run_that_fails(quick, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -368,7 +391,7 @@ def test_a_tracker_that_cannot_start_is_refused(quick, monkeypatch: pytest.Monke
 
     config, started, refuses = quick("tracking.to=[tensorboard, wandb]"), Unreachable(1), Unreachable(1)
     refuses.start = refuse
-    monkeypatch.setattr(tracking, "_made", lambda name, run: {"tensorboard": started, "wandb": refuses}[name])
+    monkeypatch.setattr(tracking, "_made", lambda name, *_: {"tensorboard": started, "wandb": refuses}[name])
     with pytest.raises(MachineError, match=r"tracking.to: wandb.*no route to host"):
         Trackers(config.tracking, RunDirectory(config.output.dir), config, pytest.fail)
     assert started.left == 0, "it was finished"
@@ -394,6 +417,38 @@ def test_wandb_reports_to_the_project_of_its_own_variable(quick, monkeypatch: py
     monkeypatch.setenv("WANDB_PROJECT", "answers")
     Trackers(config.tracking, run, config, pytest.fail)
     assert made == [(project, {"name": run.path.name}) for project in ("finetune", "answers")]
+
+
+def test_project_name_tags_and_answers_reach_a_tracker(quick, monkeypatch: pytest.MonkeyPatch) -> None:
+    from accelerate import tracking as theirs
+
+    got: list[object] = []
+
+    class Wandb(Unreachable):
+        requires_logging_directory = False
+
+        def __init__(self, project: str, **named: object) -> None:
+            super().__init__(9)
+            got.extend((project, named))
+
+        def log(self, values: dict[str, float], step: int) -> None:
+            got.append(values)
+
+        def log_table(self, name: str, columns: list[str], data: list[list[str]]) -> None:
+            got.append(data)
+
+    monkeypatch.setitem(theirs.LOGGER_TYPE_TO_CLASS, "wandb", Wandb)
+    config = quick("tracking.to=wandb", "tracking.project=faq", "tracking.name=third", "tracking.tags=[a, b]")
+    run = RunDirectory(config.output.dir)
+    run.claim()
+    write_json(run.answers_file, [{"question": "q", "reference": "r", "before": "b", "after": None}])
+    trackers = Trackers(config.tracking, run, config, pytest.fail)
+    trackers.log("train", {"step": 1, "loss": 2.0, "skipped": True, "memory": {"backward": {"reserved_bytes": 7}}})
+    trackers.answers(run)
+    assert got == [
+        "faq", {"name": "third", "tags": ["a", "b"]}, {"train/loss": 2.0, "train/memory/backward/reserved_bytes": 7},
+        [["q", "r", "b", None]],
+    ]  # fmt: skip
 
 
 def test_a_notebooks_own_accelerator_keeps_its_settings(quick, monkeypatch: pytest.MonkeyPatch) -> None:

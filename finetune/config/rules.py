@@ -1,0 +1,140 @@
+"""Rules that join keys of a config: one table, from which both the check of a config and its JSON schema are made."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from finetune.config.sections import Config, entries
+
+
+@dataclass(frozen=True)
+class Values:
+    """Some values of a key, or with `but` all others."""
+
+    named: tuple[Any, ...]
+    but: bool = False
+
+    def __contains__(self, value: Any) -> bool:
+        return (value in self.named) is not self.but
+
+
+def only(*values: Any) -> Values:
+    return Values(values)
+
+
+def but(*values: Any) -> Values:
+    return Values(values, but=True)
+
+
+@dataclass(frozen=True)
+class Rule:
+    """`key` may have none of `values` while `other` has one of `others`; `message` says why, and what to do."""
+
+    key: str
+    values: Values
+    other: str
+    others: Values
+    message: str
+
+    def broken(self, config: Config) -> bool:
+        return _value(config, self.key) in self.values and _value(config, self.other) in self.others
+
+
+def _value(config: Config, key: str) -> Any:
+    section, _, name = key.partition(".")
+    return getattr(getattr(config, section), name)
+
+
+_WHOLE = "needs whole weights, of which a rank has slices"
+
+RULES = (
+    Rule(
+        "adapter.kind", only("none"), "quantization.kind", but("none"),
+        "a quantized base cannot be trained itself; set `quantization.kind: none` to train every weight, or "
+        "`adapter.kind: lora`",
+    ),
+    *(
+        Rule(
+            "adapter.kind", only("none"), other, others,
+            "`dora`, `rslora` and `init` are LoRA's; remove them or set `kind: lora`",
+        )
+        for other, others in (
+            ("adapter.dora", only(True)), ("adapter.rslora", only(True)), ("adapter.init", but("default")),
+        )
+    ),
+    Rule(
+        "optimizer.lora_plus", but(None), "adapter.kind", only("none"), "without an adapter there is no B; remove it"
+    ),
+    Rule(
+        "adapter.init", only("pissa"), "quantization.kind", but("none"),
+        "PiSSA takes apart unquantized weights; set `quantization.kind: none`, or `adapter.init: loftq` for a 4-bit "
+        "base",
+    ),
+    Rule(
+        "adapter.init", only("loftq"), "quantization.kind", but("nf4", "fp4"),
+        "LoftQ starts from a 4-bit base's error; set `quantization.kind: nf4`",
+    ),
+    Rule(
+        "adapter.init", only("loftq"), "model.weights", only("random"),
+        "LoftQ compares with the weights on disk, and random weights have none; set `adapter.init: default`",
+    ),
+    Rule(
+        "adapter.dtype", only("bfloat16"), "training.precision", only("fp16"),
+        "fp16 with loss scaling needs trained weights in float32; set `adapter.dtype: float32`",
+    ),
+    Rule(
+        "training.micro_batch", only("auto"), "training.micro_batch_tokens", but(None),
+        "`auto` chooses rows; leave it out beside `micro_batch_tokens`",
+    ),
+    Rule(
+        "memory.offload", only("checkpoints"), "memory.checkpointing", only("none", 0),
+        "nothing is checkpointed that could be offloaded; set `checkpointing: all` or `offload: none`",
+    ),
+    Rule(
+        "kernels.compile", only("layers"), "memory.offload", only("checkpoints"),
+        "layers whose inputs are offloaded cannot be compiled; set `none`, or `memory.offload: none`",
+    ),
+    *(
+        Rule(key, values, "distributed.kind", only("fsdp"), f"{reason}; set `{remedy}`, or `distributed.kind: ddp`")
+        for key, values, reason, remedy in (
+            ("quantization.kind", only("int8"), "the scales of int8 weights cannot be sharded", "nf4` or `none"),
+            ("adapter.init", but("default"), f"an initialization from the weights {_WHOLE}", "default"),
+            ("adapter.dora", only(True), f"DoRA {_WHOLE}", "false"),
+            (
+                "training.precision", only("fp16"),
+                "fp16's loss scale would differ between ranks with sharded gradients", "bf16",
+            ),
+            ("kernels.fused", but("off"), f"trying a kernel on a layer {_WHOLE}", "off"),
+            ("kernels.compile", but("none"), "sharded layers are not compiled", "none"),
+        )
+    ),
+    Rule(
+        "output.merge", only(True), "model.weights", only("random"),
+        "random weights are not kept, so nothing can be merged; set `output.merge: false`",
+    ),
+    Rule(
+        "training.early_stopping", but(None), "training.eval_every", only(None),
+        "counts evaluations, so it needs `eval_every`",
+    ),
+    Rule(
+        "training.early_stopping", but(None), "data.eval", only("none"), "needs held-out rows; set `data.eval`",
+    ),
+)  # fmt: skip
+
+
+def contradictions(config: Config) -> list[tuple[str, str]]:
+    """All rules that are broken, and what the schema cannot say: (key, what is wrong and the remedy)."""
+    found = [(rule.key, rule.message) for rule in RULES if rule.broken(config)]
+    trained = {entry.source for entry in entries(config.data.train) if not entry.source.startswith("builtin:")}
+    for held_out in (entry.source for entry in entries(config.data.eval) if entry.source in trained):
+        remedy = "set `data.eval: auto` to hold out a share of it by hash"
+        found.append(("data.eval", f"`{held_out}` is training data; {remedy}"))
+    if len(set(config.tracking.to)) < len(config.tracking.to):
+        found.append(("tracking.to", "names a tracker twice; keep `tracking.to` to one of each"))
+    rows, part = config.training.batch_size, config.training.micro_batch
+    if part != "auto" and not config.training.micro_batch_tokens and rows % part:
+        fitting = next(n for n in range(part, 0, -1) if rows % n == 0)
+        remedy = f"the nearest micro-batch that divides it is {fitting}"
+        found.append(("training.batch_size", f"{rows} is not a multiple of `micro_batch` {part}; {remedy}"))
+    return list(dict.fromkeys(found))

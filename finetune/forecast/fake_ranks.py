@@ -1,0 +1,36 @@
+"""Ranks that a forecast's model is sharded over: a process group of which only this process exists.
+
+Its collectives (torch's backend `fake`) exchange nothing; on fake tensors they allocate what the real ones do.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+from torch import distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore  # also registers the backend; torch 2.13 has no other
+
+from finetune.config import DistributedSection
+from finetune.model.sharding import Sharding
+from finetune.training import strategies
+
+
+@contextlib.contextmanager
+def sharding(section: DistributedSection, world_size: int) -> Iterator[Sharding | None]:
+    """How rank 0 of so many ranks holds a model, in fake tensors on the CPU; None if it holds all of it."""
+    if not strategies.is_sharded(section, world_size):
+        yield None
+        return
+    if dist.is_initialized():
+        # In a run of several ranks only this one makes the group; a hashed name leaves the count of groups as it is.
+        assert dist.get_world_size() == world_size
+        group = made = dist.new_group(backend="fake", use_local_synchronization=True)
+    else:
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
+        group, made = dist.group.WORLD, None
+    try:
+        yield strategies.sharding(section, torch.device("cpu"), group)
+    finally:
+        dist.destroy_process_group(made)

@@ -1,0 +1,353 @@
+"""The memory of inference: weights, KV cache, and what reading a prompt and generating a token take besides.
+
+As for a training step, the base, the adapter and the KV cache are those of `finetune generate`, on fake tensors. The
+prompt is as long as the context allows, which is the most that its pass can take.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from transformers import DynamicCache
+
+from finetune.config import Config
+from finetune.errors import ConfigError, FinetuneError, ForecastError, MachineError, first_line
+from finetune.forecast import depth, devices, fake, patches
+from finetune.forecast.allocator import CachingAllocator, CapacityError
+from finetune.forecast.devices import Device
+from finetune.forecast.extrapolate import NotAlike, Shortened, extrapolate, shorten, whole
+from finetune.forecast.trace import CATEGORIES, Answers, Recorder, Trace
+from finetune.model import attention, bounds, build, caches, catalog, checkpointing
+from finetune.model.adapter import attach
+from finetune.model.base import base_dtype, load_architecture
+from finetune.model.causality import has_flash
+from finetune.runtime import libraries
+
+KV_CACHE = "kv_cache"
+PHASES = ("load", "prompt", "decoding")
+
+
+@dataclass(frozen=True)
+class Serving:
+    """What answering `rows` prompts at a time takes, with up to `context` tokens of prompt and answer each. In bytes.
+
+    `phases` gives allocated and reserved bytes (on a CPU the same) without the device's context; `categories` add up,
+    at the peak, to what is compared with the budget. `cache_bytes` are those of the complete KV cache, `host_bytes`
+    those in host memory beside a card. `caches` gives the former for every kind that the model can have, if asked for.
+    """
+
+    device: Device
+    attention: str
+    rows: int
+    context: int
+    cache: str
+    cache_bytes: int
+    host_bytes: int
+    phases: dict[str, dict[str, int]]
+    categories: dict[str, int]
+    caches: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def needed_bytes(self) -> int:
+        """What must be there: reserved memory and what lies outside the allocator."""
+        return max(phase["reserved_bytes"] for phase in self.phases.values()) + self.device.outside_bytes
+
+    @property
+    def budget_bytes(self) -> int:
+        return self.device.budget_bytes
+
+    @property
+    def fits(self) -> bool:
+        return self.needed_bytes <= self.budget_bytes
+
+    def as_dict(self) -> dict[str, Any]:
+        """The forecast as JSON values."""
+        own = ("rows", "context", "cache", "cache_bytes", "host_bytes", "caches", "phases", "categories", "attention")
+        return {
+            "fits": self.fits,
+            "device": self.device.name,
+            "budget_bytes": self.budget_bytes,
+            "needed_bytes": self.needed_bytes,
+            **{name: getattr(self, name) for name in own},
+        }
+
+
+def forecast(
+    config: Config, gpu: str | None = None, *, rows: int = 1, context: int | None = None, cache: str = "dynamic"
+) -> Serving:
+    """What `finetune generate` will take with the job's base and adapter, `rows` prompts at a time.
+
+    `context` is by default `data.max_length`; `cache` is a key of `caches.CACHES`, `gpu` as for a plan. Raises
+    ConfigError for an unknown model, GPU or KV cache, or a context beyond the model's positions, and ForecastError for
+    a model that cannot be traced.
+    """
+    libraries.quiet()
+    device = devices.find(gpu or ("auto" if torch.cuda.is_available() else "cpu"), config.memory)
+    name = config.model.name
+    architecture = catalog.config(name) if catalog.find(name) else load_architecture(config.model)
+    known = bounds.positions(architecture)
+    context = context or min(config.data.max_length, known or config.data.max_length)
+    if known and context > known:
+        raise ConfigError(f"--context: {context} is more than the {known} positions of `{name}`")
+    found = of(config, architecture, device, rows=rows, context=context, cache=cache)
+    sizes = {}
+    for kind in caches.CACHES:
+        with contextlib.suppress(ConfigError, MachineError):
+            caches.make(kind, architecture, context)
+            one = found if kind == cache else of(config, architecture, device, rows=rows, context=context, cache=kind)
+            sizes[kind] = one.cache_bytes
+    return replace(found, caches=sizes)
+
+
+def of(config: Config, architecture: Any, device: Device, *, rows: int, context: int, cache: str) -> Serving:
+    """`forecast` of one KV cache, for a transformers config and a device."""
+    caches.make(cache, architecture, context)
+    job = _Job(config, architecture, device, _attention(config, architecture, device, rows), rows, context)
+    replay = _replayed(job.trace(cache), device, from_files=config.model.weights != "random")
+    return Serving(
+        device=device, attention=job.attention, rows=rows, context=context, cache=cache,
+        cache_bytes=replay.cache_bytes, host_bytes=replay.host_bytes, phases=replay.phases,
+        categories=replay.at_peak(),
+    )  # fmt: skip
+
+
+def _attention(config: Config, architecture: Any, device: Device, rows: int) -> str:
+    """The implementation; rows of other lengths need a mask, and one alone does not."""
+    implementation = attention.planned(config.model.attention, architecture, device.type, config.training.precision)
+    text = architecture.get_text_config()
+    shared = getattr(text, "num_key_value_heads", None) not in (None, text.num_attention_heads)
+    capability = device.capability if device.type == "cuda" else None
+    if rows == 1 and shared and not has_flash(config.training.precision, capability):
+        return "eager"  # PyTorch's plain products, scores and all
+    return implementation if implementation.startswith("eager") else "sdpa"
+
+
+@dataclass(frozen=True)
+class _Job:
+    config: Config
+    architecture: Any
+    device: Device
+    attention: str
+    rows: int
+    context: int
+
+    def trace(self, cache: str) -> Trace:
+        """Load the model, read the longest prompts and generate the last token, with a KV cache of that kind."""
+        try:
+            # Layers may refer to one another by their number, or differ: then the whole model is traced.
+            with contextlib.suppress(NotAlike, depth.Scattered, LookupError):
+                return self._trace(cache, shorten)
+            return self._trace(cache, lambda kinds: whole(len(kinds)))
+        except FinetuneError:
+            raise
+        except Exception as error:
+            # Foreign code on fake tensors: what it may raise has no bounds.
+            raise ForecastError(
+                f"`model.name`: inference with `{self.config.model.name}` ({self.architecture.model_type}) cannot be "
+                f"forecast (it fails while it is traced: {type(error).__name__}: {first_line(error)})"
+            ) from error
+
+    def _trace(self, cache: str, shortening: Callable[[Sequence[Hashable]], Shortened]) -> Trace:
+        device = self.device
+        answers = Answers(uneven=self.rows > 1, trained_tokens=0)
+        recorder = Recorder(device.kernels, answers, device.flops / device.bandwidth_bytes)
+        with patches.undisturbed(), patches.like(device, recorder) as mode, torch.no_grad():
+            model = _Model(self.config, self.architecture, self.attention, mode, recorder, shortening)
+            model.load()
+            with mode:
+                if cache == "offloaded" and device.type == "cuda":
+                    held: Any = _Offloaded(model.base.config, recorder)
+                else:
+                    # On a fake CPU, where there is nothing to offload to.
+                    held = caches.make("dynamic" if cache == "offloaded" else cache, model.base.config, self.context)
+            model.step("prompt", self.rows, self.context - 1, self.context - 1, held)
+            model.step("decoding", self.rows, 1, self.context, held)
+            # A copy, as what the model and the cache hold is freed from here on.
+            trace = recorder.trace()
+            runs = [replace(run, events=[*run.events]) for run in trace.runs]
+            return extrapolate(replace(trace, runs=runs), model.shortened)
+
+
+class _Model:
+    """Base and adapter on fake tensors."""
+
+    def __init__(
+        self, config: Config, architecture: Any, implementation: str, mode: Any, recorder: Recorder,
+        shortening: Callable[[Sequence[Hashable]], Shortened],
+    ) -> None:  # fmt: skip
+        self._config, self._mode, self._recorder = config, mode, recorder
+
+        def shortened(base: Any) -> None:
+            kinds = depth.kinds(base)
+            self.shortened = shortening(kinds)
+            if len(self.shortened.layers) < len(kinds):
+                depth.keep(base, self.shortened.layers)
+
+        self.base = build.blueprint(config, architecture, implementation).weightless(shortened)
+        taken = inspect.signature(self.base.forward).parameters
+        if "past_key_values" not in taken:
+            raise ConfigError(
+                f"`model.name`: {type(self.base).__name__} has states of its own and no KV cache to forecast"
+            )
+        # As `generate`: logits of the last position alone, where the model can do so.
+        self._last = {"logits_to_keep": 1} if "logits_to_keep" in taken else {}
+        self._takes = taken
+        self._modules = list(self.base.modules())
+        # An adapter's initial values change no size; PiSSA and LoftQ would need weights.
+        start = config.adapter.model_copy(update={"init": "default"})
+        self._model = attach(self.base, start, config.model.name, config.training.seed, config.model.revision).eval()
+        self._layers = checkpointing.layers(self.base)
+        fake.fill(self._model, config.quantization, mode)
+        for number, layer in enumerate(self._layers):
+            for module in layer.modules():
+                if hasattr(module, "layer_idx"):  # its place in the KV cache, which is as short as the model
+                    module.layer_idx = number
+            layer.register_forward_pre_hook(lambda *_, number=number: setattr(recorder, "layer", number))
+        self._layers[-1].register_forward_hook(lambda *_: setattr(recorder, "layer", None))
+
+    def load(self) -> None:
+        """The weights, quantized module by module, and the adapter."""
+        recorder = self._recorder
+        owner = {id(module): number for number, layer in enumerate(self._layers) for module in layer.modules()}
+        dtype = base_dtype(self._config.adapter, self._config.training)
+        for module in (*self._modules, *self._model.modules()):
+            layer, own = owner.get(id(module)), list(module.parameters(recurse=False))
+            if quantized := [weight for weight in own if fake.is_quantized(weight)]:
+                recorder.layer, recorder.category = layer, "workspace"
+                with self._mode, recorder:
+                    full = [torch.empty(fake.shape(weight), dtype=dtype) for weight in quantized]
+                    for weight in full:
+                        fake.quantize(weight, self._config.quantization)
+                    del weight, full
+            for weight in own:
+                for tensor in fake.quantization_state(weight):
+                    recorder.keep(tensor, "quantization_state", layer)
+                recorder.keep(weight, "adapter" if weight.requires_grad else "base_weights", layer)
+            for buffer in module.buffers(recurse=False):
+                recorder.keep(buffer, "base_weights", layer)
+        recorder.layer = None
+
+    def step(self, phase: str, rows: int, tokens: int, length: int, cache: Any) -> None:
+        """A pass over `tokens` new tokens of each row, `length` with those in the cache, and the choice of the next."""
+        recorder = self._recorder
+        recorder.phase, recorder.category = phase, "activations"
+        with self._mode:
+            inputs = {
+                "input_ids": torch.ones(rows, tokens, dtype=torch.long),
+                "position_ids": torch.ones(rows, tokens, dtype=torch.long),
+                "attention_mask": torch.ones(rows, length, dtype=torch.long),
+            }
+        if rows == 1:
+            del inputs["attention_mask"]  # as `generate` does without padding
+        inputs = {name: value for name, value in inputs.items() if name in self._takes}
+        for value in inputs.values():
+            recorder.keep(value, "activations")
+        with self._mode, recorder:
+            output = self._model(**inputs, **self._last, past_key_values=cache, use_cache=True)
+            scores = output.logits[:, -1].to(copy=True, dtype=torch.float32)
+            del output
+            scores.argmax(-1)
+            del scores
+        for number, tensor in caches.tensors(cache):
+            recorder.layer = number
+            recorder.mark(tensor, KV_CACHE, managed=isinstance(cache, _Offloaded))
+        recorder.layer = None
+
+
+class _Offloaded(DynamicCache):
+    """transformers' offloaded cache, whose host memory a fake CPU tensor does not tell from the device's."""
+
+    def __init__(self, architecture: Any, recorder: Recorder) -> None:
+        super().__init__(config=architecture)
+        self._recorder = recorder
+
+    def update(self, key_states: Any, value_states: Any, layer_idx: int, *rest: Any, **named: Any) -> Any:
+        self._move((layer_idx + 1) % len(self.layers), managed=False)
+        found = super().update(key_states, value_states, layer_idx, *rest, **named)
+        self._move(layer_idx, managed=True)
+        return found
+
+    def _move(self, number: int, *, managed: bool) -> None:
+        layer: Any = self.layers[number]
+        if layer.is_initialized:
+            layer.keys, layer.values = (self._copied(tensor, managed) for tensor in (layer.keys, layer.values))
+
+    def _copied(self, source: torch.Tensor, managed: bool) -> torch.Tensor:
+        target = torch.empty_like(source)
+        self._recorder.mark(target, KV_CACHE, managed=managed)
+        self._recorder.copies(source)
+        return target
+
+
+def _replayed(trace: Trace, device: Device, *, from_files: bool) -> _Replay:
+    """The replay with room for every segment or, where that is too much, with the room there is."""
+    free = _Replay(trace, device).run(from_files=from_files)
+    if device.type == "cuda" and max(each["reserved_bytes"] for each in free.phases.values()) > device.room_bytes:
+        with contextlib.suppress(CapacityError):
+            return _Replay(trace, device, device.room_bytes).run(from_files=from_files)
+    return free
+
+
+class _Replay:
+    """Plays a trace through the device's allocator, and keeps its peaks."""
+
+    def __init__(self, trace: Trace, device: Device, capacity_bytes: int | None = None) -> None:
+        self._trace, self._device = trace, device
+        self._allocator = (
+            CachingAllocator(capacity_bytes, expandable_segments=device.expandable_segments)
+            if device.type == "cuda"
+            else None
+        )
+        self._live = dict.fromkeys((*CATEGORIES, KV_CACHE), 0)
+        self._at_peak = dict(self._live)
+        self.phases: dict[str, dict[str, int]] = {}
+        self.host_bytes = self.cache_bytes = 0
+
+    def run(self, *, from_files: bool) -> _Replay:
+        handles: dict[int, int] = {}
+        host = 0
+        if from_files and self._allocator:
+            # transformers' warm-up: a block as large as the base, from whose segment the weights are then allocated.
+            base = sum(block.bytes for block in self._trace.blocks if block.category == "base_weights")
+            self._allocator.free(self._allocator.allocate(base))
+        loading = True
+        for run, block, sign in self._trace.timeline():
+            if loading and run.phase != "load":
+                loading = False
+                if self._allocator:
+                    self._allocator.empty_cache()  # as `load_base` does
+                    self._allocator.allocate(self._device.workspace_bytes)
+                self._live["workspace"] += self._device.workspace_bytes
+            if block.category == KV_CACHE:
+                self.cache_bytes += sign * block.bytes
+            if block.managed and self._device.type == "cuda":
+                host += sign * block.bytes
+                self.host_bytes = max(self.host_bytes, host)
+                continue
+            self._live[block.category] += sign * block.bytes
+            if self._allocator and sign > 0:
+                handles[id(block)] = self._allocator.allocate(block.bytes)
+            elif self._allocator:
+                self._allocator.free(handles.pop(id(block)))
+            self._see(run.phase)
+        return self
+
+    def at_peak(self) -> dict[str, int]:
+        """Bytes by category at the moment of the most live tensors; the slack is what is reserved beyond them."""
+        slack = max(each["reserved_bytes"] for each in self.phases.values()) - sum(self._at_peak.values())
+        return {**self._at_peak, "context": self._device.outside_bytes, "allocator_slack": slack}
+
+    def _see(self, phase: str) -> None:
+        live = sum(self._live.values())
+        allocated = self._allocator.allocated_bytes if self._allocator else live
+        reserved = self._allocator.reserved_bytes if self._allocator else live
+        peak = self.phases.setdefault(phase, {"allocated_bytes": 0, "reserved_bytes": 0})
+        peak["allocated_bytes"] = max(peak["allocated_bytes"], allocated)
+        peak["reserved_bytes"] = max(peak["reserved_bytes"], reserved)
+        if live > sum(self._at_peak.values()):
+            self._at_peak = dict(self._live)

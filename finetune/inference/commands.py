@@ -1,0 +1,58 @@
+"""What `finetune generate` and `finetune chat` read and print."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from finetune.errors import ConfigError
+from finetune.inference import chat as conversation
+from finetune.inference import prompts
+from finetune.inference.generation import Settings
+from finetune.inference.jobs import ready
+from finetune.report import words
+from finetune.report.terminal import note_beside_output
+from finetune.report.visible import LINES, visible
+from finetune.storage.rundir import RunDirectory
+
+
+def generate(
+    run: RunDirectory, texts: Sequence[str], file: Path | None, which: str, settings: Settings, *, as_json: bool,
+    trust_remote_code: bool = False,
+) -> None:  # fmt: skip
+    """Answer `texts`, the prompts of `file`, or without both those of standard input.
+
+    One text is answered as text, while it is generated, or with `as_json` as one JSON object; others as JSON lines, in
+    the order of the prompts.
+    """
+    if texts and file:
+        raise ConfigError("--prompt and --file both name prompts; give one of them")
+    opened = ready(run, which, cache=settings.cache, trust_remote_code=trust_remote_code)
+    if len(texts) == 1 and not as_json:
+        opened.stream(opened.asked(texts[0]), settings, _say)
+        _say("\n")
+        return
+    if texts:
+        asked = [prompts.Prompt(opened.asked(text), {"prompt": text}) for text in texts]
+    else:
+        asked = prompts.from_file(file, opened.asked) if file else prompts.from_standard_input(opened.asked)
+    sizes = [0]
+    found = opened.answers([one.example for one in asked], settings, sizes.append)
+    for one, answer in zip(asked, found, strict=True):
+        row = {**one.row, "model": which, "answer": answer.text, "tokens": answer.tokens, "ended": answer.ended}
+        sys.stdout.write(json.dumps(row, indent=2 if len(texts) == 1 else None) + "\n")
+        sys.stdout.flush()
+    note_beside_output(f"KV cache ({settings.cache}): at most {words.size(max(sizes))} for a batch")
+
+
+def chat(run: RunDirectory, which: str, settings: Settings, *, trust_remote_code: bool = False) -> None:
+    """A conversation with a model of the run; see `finetune.inference.chat`."""
+    opened = ready(run, which, cache=settings.cache, trust_remote_code=trust_remote_code)
+    conversation.converse(opened, settings, _say, note_beside_output)
+
+
+def _say(piece: str) -> None:
+    sys.stdout.write(visible(piece, LINES))
+    sys.stdout.flush()

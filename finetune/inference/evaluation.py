@@ -1,0 +1,264 @@
+"""`finetune eval`: the base, the adapter and the merged model of a run, measured side by side.
+
+    rows of the evaluation set ─▶ loss ───────────────────────┐
+    their questions ─▶ answers ─▶ metrics against references ─┼─▶ bootstrap over rows ─▶ eval.json, report.html
+    tasks of lm-evaluation-harness ───────────────────────────┘
+
+One model is in memory at a time; base and adapter are one model with the adapter switched off and on.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+
+from finetune.config import Config, named
+from finetune.config.fields import unknown
+from finetune.data import prepare
+from finetune.data.examples import shown
+from finetune.data.prepare import Question
+from finetune.errors import ConfigError, DataError, NumbersError
+from finetune.inference import generation
+from finetune.inference.generation import Answer, Settings
+from finetune.inference.intervals import CONFIDENCE, RESAMPLES, SEED, Measured, compared
+from finetune.inference.jobs import model_of
+from finetune.inference.metrics import Metric, find
+from finetune.inference.tasks import Tasks
+from finetune.lifecycle.failures import blaming_base
+from finetune.model import bounds
+from finetune.report import page
+from finetune.report.scores import Scores
+from finetune.report.terminal import Terminal
+from finetune.runtime import libraries
+from finetune.settings import config_of
+from finetune.storage.files import write_json, write_lines
+from finetune.storage.records import Evaluation, Measure
+from finetune.storage.rundir import RunDirectory
+from finetune.training.evaluation import held_out_loss
+
+MODELS = ("base", "adapter", "merged")
+
+_INTERVAL = (
+    f"{CONFIDENCE:.0%} confidence intervals by percentile bootstrap over rows ({RESAMPLES:,} resamples, seed {SEED}); "
+    "of a difference, both models have the same rows."
+)
+
+
+@dataclass
+class _Found:
+    """What was measured of one model, by measure; `better` says of each measure which values are."""
+
+    measured: dict[str, Measured] = field(default_factory=dict)
+    better: dict[str, Literal["higher", "lower"] | None] = field(default_factory=dict)
+    answers: list[Answer] = field(default_factory=list)
+    scores: dict[str, list[float]] = field(default_factory=dict)
+
+
+def evaluate(
+    run: RunDirectory,
+    *,
+    metrics: Sequence[str] = (),
+    tasks: Sequence[str] = (),
+    models: Sequence[str] = (),
+    limit: int | None = None,
+    max_new_tokens: int = 256,
+    batch_size: int = 16,
+    apply_chat_template: bool = False,
+    trust_remote_code: bool = False,
+    terminal: Terminal | None = None,
+) -> Scores:
+    """Measure the models of a run, by default all it has, and write eval.json, eval_answers.jsonl and the report.
+
+    The loss on the evaluation set is computed as during training; `metrics` (see `metrics.find`) score greedy answers
+    to its questions, of at most `max_new_tokens`, and `tasks` are those of lm_eval, by name or YAML file, rendered with
+    the chat template if `apply_chat_template`. `limit` is the number of questions, and of rows of each task.
+    `trust_remote_code` allows Python code shipped with the run's base.
+
+    Raises ConfigError for an unknown model, metric or task, DataError for a run without an evaluation set or without
+    questions, and for a row that a metric cannot score, MachineError for a missing package, NumbersError for a loss
+    that is not finite, and ArtifactError for weights, tokenizer or base that are damaged or not those of the run.
+    """
+    config = config_of(run, trust_remote_code=trust_remote_code)
+    chosen = _chosen(run, config, models)
+    job = _Job(run, config, Settings(max_new_tokens, batch_size=batch_size), [find(name) for name in metrics])
+    if not job.with_loss and (metrics or not tasks):
+        raise DataError(
+            f"no evaluation set (`data.eval: {named(config.data.eval)}`): set it to a file, or a larger "
+            "`data.eval_share`, and train again; `--task` needs none"
+        )
+    if metrics:
+        job.ask(limit)
+    if tasks:
+        job.tasks = Tasks(tasks, batch_size=batch_size, limit=limit, apply_chat_template=apply_chat_template)
+    terminal = terminal or Terminal(quiet=True)  # a notebook shows what is returned
+
+    def measure(name: str, model: Any, tokenizer: Any) -> _Found:
+        terminal.evaluating(name)
+        with blaming_base(config.model):
+            return job.measure(model, tokenizer)
+
+    found = _each(run, config, chosen, measure)
+    settings = {
+        "models": chosen, "metrics": list(metrics), "tasks": list(tasks), "limit": limit,
+        "max_new_tokens": max_new_tokens, "batch_size": batch_size, "apply_chat_template": apply_chat_template,
+        "confidence": CONFIDENCE, "resamples": RESAMPLES, "seed": SEED,
+    }  # fmt: skip
+    record: Evaluation = {
+        "steps": run.steps_done,
+        "measures": _measures(found),
+        "interval": _INTERVAL,
+        "notes": job.notes(found),
+        "settings": settings,
+    }
+    scores = Scores(record)
+    terminal.scores(scores)
+    if metrics:
+        write_lines(run.eval_answers_file, job.answered(found))
+    write_json(run.eval_file, record)
+    if run.report_file.exists():
+        page.write(run)
+    return scores
+
+
+def _chosen(run: RunDirectory, config: Config, models: Sequence[str]) -> list[str]:
+    """The models to measure, in the order of MODELS. A run without an adapter trained the merged model itself."""
+    if wrong := [name for name in models if name not in MODELS]:
+        raise ConfigError(f"model {unknown(wrong[0], MODELS)}")
+    there = [name for name in MODELS if name != "merged" or (config.adapter.kind == "lora" and run.merged.exists())]
+    return [name for name in MODELS if name in (models or there)]
+
+
+@dataclass
+class _Job:
+    """What is measured of each model; the loss, if there is an evaluation set."""
+
+    run: RunDirectory
+    config: Config
+    settings: Settings
+    metrics: list[Metric]
+    questions: list[Question] = field(default_factory=list)
+    tasks: Tasks | None = None
+    too_long: int = 0
+
+    def __post_init__(self) -> None:
+        self.with_loss = prepare.holds_out(self.config.data)
+
+    def ask(self, limit: int | None) -> None:
+        """Read the questions, and try each metric on a reference, before any model is loaded."""
+        self.questions = list(itertools.islice(prepare.questions(self.config.data), limit))
+        if not self.questions:
+            raise DataError(
+                "no row of the evaluation set ends with an answer to compare with; metrics need conversations without "
+                "tools, or prompts with completions"
+            )
+        row, _, reference = self.questions[0]
+        for metric in self.metrics:
+            metric.score(reference, reference, row.place, row.fields)
+
+    def measure(self, model: Any, tokenizer: Any) -> _Found:
+        """Loss, metrics and tasks of one model."""
+        found = _Found()
+        if self.with_loss:
+            rows, _ = prepare.prepare_held_out(self.config.data, tokenizer)
+            nats, by_row = held_out_loss(model, tokenizer, rows, self.config)
+            if not math.isfinite(nats):
+                raise NumbersError(
+                    f"the held-out loss is {nats}: run `finetune doctor {self.run.path}` to find weights that are not "
+                    "finite"
+                )
+            found.measured["loss"] = Measured(nats, by_row.numpy())
+            found.better["loss"] = "lower"
+        if self.metrics:
+            self._score(found, model, tokenizer)
+        if self.tasks:
+            for one in self.tasks.run(model, tokenizer):
+                found.measured[one.name] = one.measured
+                better = one.higher_is_better
+                found.better[one.name] = None if better is None else "higher" if better else "lower"
+        return found
+
+    def _score(self, found: _Found, model: Any, tokenizer: Any) -> None:
+        control, positions = self.config.data.control_tokens, bounds.table_size(model) or math.inf
+        ids = [generation.prompt_ids(one.prompt, tokenizer, control) for one in self.questions]
+        # Training rows are truncated, questions are not.
+        fits = [len(prompt) < positions for prompt in ids]
+        self.questions = list(itertools.compress(self.questions, fits))
+        self.too_long += len(fits) - len(self.questions)
+        if not self.questions:
+            raise DataError(f"every question takes all of the base's {positions} positions; shorten them")
+        prompts = list(itertools.compress(ids, fits))
+        found.answers = list(generation.answers(model, tokenizer, prompts, self.settings))
+        for metric in self.metrics:
+            found.scores[metric.name] = scores = [
+                metric.score(answer.text, reference, row.place, row.fields)
+                for (row, _, reference), answer in zip(self.questions, found.answers, strict=True)
+            ]
+            found.measured[metric.name] = Measured.mean(scores)
+            found.better[metric.name] = "higher"
+
+    def notes(self, found: dict[str, _Found]) -> list[str]:
+        """What a reader of the table must know besides how its intervals were made."""
+        notes = []
+        if self.tasks:
+            notes.append("Metrics of tasks that are no mean over rows have lm_eval's standard error instead.")
+        if self.too_long:
+            notes.append(f"{self.too_long} questions were left out: they leave no position for an answer.")
+        cut = {name: sum(not answer.ended for answer in one.answers) for name, one in found.items()}
+        if any(cut.values()):
+            counts = ", ".join(f"{number} of the {name}" for name, number in cut.items())
+            notes.append(
+                f"Of {len(self.questions)} answers each, these were cut off at {self.settings.max_new_tokens} tokens: "
+                f"{counts} (--max-new-tokens)."
+            )
+        return notes
+
+    def answered(self, found: dict[str, _Found]) -> list[dict[str, Any]]:
+        """Each question with the answers and their scores by model, as records of eval_answers.jsonl."""
+        return [
+            {
+                "row": row.place,
+                "question": shown(prompt),
+                "reference": reference,
+                "answers": {name: one.answers[at].text for name, one in found.items()},
+                "scores": {
+                    metric.name: {name: one.scores[metric.name][at] for name, one in found.items()}
+                    for metric in self.metrics
+                },
+            }
+            for at, (row, prompt, reference) in enumerate(self.questions)
+        ]
+
+
+def _each(
+    run: RunDirectory, config: Config, chosen: list[str], measure: Callable[[str, Any, Any], _Found]
+) -> dict[str, _Found]:
+    """`measure` of each model, loaded one after the other. The adapter comes first, since it may be damaged."""
+    found: dict[str, _Found] = {}
+    if config.adapter.kind == "lora" and {"base", "adapter"} <= {*chosen}:
+        model, tokenizer = model_of(run, config, "adapter")
+        found["adapter"] = measure("adapter", model, tokenizer)
+        with model.disable_adapter():
+            found["base"] = measure("base", model, tokenizer)
+        del model
+    for name in [name for name in reversed(chosen) if name not in found]:
+        libraries.return_freed_memory()
+        found[name] = measure(name, *model_of(run, config, name))
+    return {name: found[name] for name in chosen}
+
+
+def _measures(found: dict[str, _Found]) -> list[Measure]:
+    first = next(iter(found.values()))
+    made: list[Measure] = []
+    for name, one in first.measured.items():
+        models = {model: each.measured[name] for model, each in found.items()}
+        rows = None if one.rows is None else len(one.rows)
+        made.append({"name": name, "better": first.better[name], "rows": rows, "models": compared(models)})
+        if name == "loss":
+            perplexity = compared(models, np.exp)
+            made.append({"name": "perplexity", "better": "lower", "rows": rows, "models": perplexity})
+    return made

@@ -1,0 +1,86 @@
+"""Confidence intervals: a percentile bootstrap over rows, with the same rows drawn for each model.
+
+Efron and Tibshirani, An Introduction to the Bootstrap, chapter 13. Drawing the same rows for two models pairs them, so
+the interval of their difference leaves out how much rows differ from one another.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+RESAMPLES, CONFIDENCE, SEED = 1000, 0.95, 0
+
+# Standard errors on either side of a value that hold CONFIDENCE of a normal distribution.
+_DEVIATIONS = 1.959964
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A model's value, and what its interval is taken from.
+
+    `rows` are (sum, count) of each row, float64 (rows, 2), of which the value is the quotient of the totals; without
+    them there may be a standard error.
+    """
+
+    value: float
+    rows: np.ndarray | None = None
+    error: float | None = None
+
+    @classmethod
+    def mean(cls, scores: list[float]) -> Measured:
+        """The mean of a score per row."""
+        rows = np.column_stack([np.asarray(scores, dtype=np.float64), np.ones(len(scores))])
+        return cls(float(rows[:, 0].mean()), rows)
+
+
+@np.errstate(over="ignore", invalid="ignore")  # exp of a loss above 709 is infinite
+def compared(models: Mapping[str, Measured], of: Callable[[Any], Any] = lambda values: values) -> dict[str, Any]:
+    """Each model's `value`, `low` and `high`, and its `difference` (the same three) to the first model, as JSON values.
+
+    `of` is applied to values and draws alike. None stands for a number that is not finite, and for a bound that is not
+    known: of a single row, or of the difference where the rows are not.
+    """
+    found: dict[str, dict[str, Any]] = {}
+    values = {name: float(of(np.float64(one.value))) for name, one in models.items()}
+    drawn = {name: of(ratios) for name, ratios in _draws(models).items()}
+    first = next(iter(models))
+    for name, one in models.items():
+        if name in drawn:
+            found[name] = _with_bounds(values[name], drawn[name])
+        else:
+            margin = math.nan if one.error is None else _DEVIATIONS * one.error
+            found[name] = _numbers(values[name], values[name] - margin, values[name] + margin)
+        if name != first:
+            differences = drawn[name] - drawn[first] if name in drawn else np.full(1, math.nan)
+            found[name]["difference"] = _with_bounds(values[name] - values[first], differences)
+    return found
+
+
+def _draws(models: Mapping[str, Measured]) -> dict[str, np.ndarray]:
+    """Each model's quotient of totals over RESAMPLES draws of as many rows; nothing if they cannot be paired."""
+    rows = {name: one.rows for name, one in models.items() if one.rows is not None}
+    counts = {len(one) for one in rows.values()}
+    if len(rows) < len(models) or len(counts) != 1 or (count := counts.pop()) < 2:
+        return {}
+    generator = np.random.default_rng(SEED)
+    drawn: dict[str, list[float]] = {name: [] for name in rows}
+    for _ in range(RESAMPLES):
+        chosen = generator.integers(0, count, count)
+        for name, one in rows.items():
+            total, weight = one[chosen].sum(axis=0)
+            drawn[name].append(total / weight)
+    return {name: np.array(values) for name, values in drawn.items()}
+
+
+def _with_bounds(value: float, draws: np.ndarray) -> dict[str, Any]:
+    low, high = np.quantile(draws, [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2])
+    return _numbers(value, float(low), float(high))
+
+
+def _numbers(value: float, low: float, high: float) -> dict[str, Any]:
+    return {name: one if math.isfinite(one) else None for name, one in (("value", value), ("low", low), ("high", high))}

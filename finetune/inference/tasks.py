@@ -1,0 +1,130 @@
+"""Tasks of lm-evaluation-harness (arXiv 2405.14782), run through its API on a model in memory.
+
+A YAML file that a user names may have `!function` fields, which are Python code beside it. Tasks that execute what a
+model wrote are refused.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from finetune.errors import ConfigError, DataError, MachineError, first_line
+from finetune.inference.intervals import Measured
+from finetune.inference.metrics import needed
+from finetune.measure.out_of_memory import told_of
+from finetune.runtime.libraries import replaced, without_cudnn_attention
+
+# Of metrics without a closed form, such as perplexity.
+_RESAMPLES = 1000
+
+
+@dataclass(frozen=True)
+class Scored:
+    """One metric of a task: its name for people, and whether more of it is better (None: not known)."""
+
+    name: str
+    higher_is_better: bool | None
+    measured: Measured
+
+
+class Tasks:
+    """Tasks by name, or by path of a YAML file.
+
+    `limit` is the number of rows of each task (None: all). Raises MachineError if lm_eval is not installed or a data
+    set cannot be downloaded, ConfigError for a task that is unknown or cannot be run, and DataError if its data is
+    missing.
+    """
+
+    def __init__(self, names: Sequence[str], *, batch_size: int, limit: int | None, apply_chat_template: bool) -> None:
+        modules = ("lm_eval", "lm_eval.tasks", "lm_eval.models.huggingface")
+        self._lm_eval, tasks, self._models = (needed(name, "`--task`") for name in modules)
+        self._names = list(names)
+        self._settings = {"batch_size": batch_size, "limit": limit, "apply_chat_template": apply_chat_template}
+        # Reading lm_eval's own 14,000 tasks takes seconds.
+        self._manager = tasks.TaskManager(include_defaults=not all(map(_stands_alone, names)))
+        for name in names:
+            loaded = self._loaded(name)
+            if unsafe := [task for task, found in loaded.items() if getattr(found, "UNSAFE_CODE", False)]:
+                raise ConfigError(
+                    f"task `{unsafe[0]}` executes code that the model wrote; run it with lm_eval's own command, in a "
+                    "sandbox, on the merged model"
+                )
+
+    def _loaded(self, name: str) -> dict[str, Any]:
+        try:
+            tasks: dict[str, Any] = self._manager.load([name])["tasks"]
+            return tasks
+        except FileNotFoundError as error:  # also a data set that the hub does not have
+            raise DataError(f"task `{name}`: its data is not there: {first_line(error)}") from error
+        except OSError as error:  # ConnectionError among them
+            raise MachineError(f"task `{name}`: its data cannot be downloaded: {first_line(error)}") from error
+        except KeyError as error:
+            if name not in str(error):
+                raise ConfigError(f"task `{name}` cannot be loaded: {type(error).__name__}: {error}") from error
+            near = difflib.get_close_matches(name, self._manager.all_tasks, n=1)
+            hint = f"did you mean `{near[0]}`? " if near else ""
+            raise ConfigError(
+                f"task `{name}` is not known; {hint}`lm_eval ls tasks` lists all; a file of your own ends in .yaml"
+            ) from None
+        except Exception as error:  # what YAML, a task's own code and `datasets` raise
+            raise ConfigError(f"task `{name}` cannot be loaded: {type(error).__name__}: {first_line(error)}") from error
+
+    def run(self, model: Any, tokenizer: Any) -> Iterator[Scored]:
+        """Each metric of each task and group, as lm_eval computes it.
+
+        Raises OutOfMemoryError, and ConfigError for a task that fails.
+        """
+        size = self._settings["batch_size"]
+        with (
+            without_cudnn_attention(),
+            told_of("running the tasks", f"Use a smaller `--batch-size` than {size}"),
+            # It would tie again what an adapter untied; the model is complete.
+            replaced(model, "tie_weights", lambda: None),
+        ):
+            lm = self._models.HFLM(pretrained=model, tokenizer=tokenizer, batch_size=size)
+            try:
+                results = self._lm_eval.simple_evaluate(
+                    model=lm, tasks=self._names, task_manager=self._manager, bootstrap_iters=_RESAMPLES,
+                    **{name: value for name, value in self._settings.items() if name != "batch_size"},
+                )  # fmt: skip
+            except (MemoryError, RuntimeError):
+                raise
+            except Exception as error:  # what a task's templates, filters and code raise
+                raise ConfigError(f"a task failed: {type(error).__name__}: {first_line(error)}") from error
+        assert results is not None, "rank 0 gets results"
+        return _scored(results)
+
+
+def _stands_alone(name: str) -> bool:
+    """Whether it is the file of a task, and not of a group, which may have tasks of lm_eval as members."""
+    if not name.endswith((".yaml", ".yml")):
+        return False
+    try:
+        return "group:" not in Path(name).expanduser().read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"task `{name}`: the file cannot be read: {error}") from None
+
+
+def _scored(results: dict[str, Any]) -> Iterator[Scored]:
+    for task, found in results["results"].items():
+        better = results["higher_is_better"].get(task, {})
+        for key, value in found.items():
+            metric, comma, kind = key.partition(",")
+            if not comma or metric.endswith("_stderr") or not isinstance(value, (int, float)):
+                continue
+            rows = [row[metric] for row in results["samples"].get(task, ()) if row["filter"] == kind and metric in row]
+            name = f"{task}: {metric}" + ("" if kind == "none" else f" ({kind})")
+            yield Scored(name, better.get(metric), _measured(value, rows, found.get(f"{metric}_stderr,{kind}")))
+
+
+def _measured(value: float, rows: list[Any], error: Any) -> Measured:
+    if rows and all(isinstance(one, (int, float)) for one in rows):
+        mean = Measured.mean(rows)
+        if math.isclose(mean.value, value, rel_tol=1e-9, abs_tol=1e-12):
+            return Measured(value, mean.rows)
+    return Measured(value, error=error if isinstance(error, (int, float)) else None)

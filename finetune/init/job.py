@@ -1,0 +1,32 @@
+"""`finetune init`: from a model, data and a card, or from another tool's config, to a short config with reasons."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from finetune.init import questions
+from finetune.init.translation import translate
+from finetune.runtime import libraries
+
+
+def create(
+    model: str | None, data: str | None, gpu: str | None, other: Path | None, output: Path | None, *, yes: bool,
+    say: Callable[[str], None],
+) -> None:  # fmt: skip
+    """Write the config for `model` and `data` on `gpu`, or what the `other` tool's config means here, and show it.
+
+    What is missing is asked for on a terminal, unless `yes`. Raises a FinetuneError where there is no such config.
+    """
+    if other:
+        draft = translate(other)
+        output = output or Path(f"{other.stem}_translated.yaml")
+        questions.confirm_replacing(output, yes=yes)
+    else:
+        wanted = questions.ask(model, data, gpu, output, yes=yes)
+        output = wanted.output
+        say(f"reading {wanted.data} with the tokenizer of {wanted.model}")
+        with libraries.importing_for_forecast():
+            from finetune.init.proposal import propose
+        draft = propose(wanted, say)
+    say(draft.write(output))

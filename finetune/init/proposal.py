@@ -1,0 +1,177 @@
+"""A first config for a model, data and a card: a few values, each with its reason.
+
+The look at the rows and the fit are those of `finetune data` and `finetune fit`. What they cannot know, the number of
+epochs and the batch, follows from the number of rows by a rule of thumb.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from finetune.config import ModelSection
+from finetune.data import formats, sources
+from finetune.data.counts import TOO_LONG
+from finetune.data.examples import RowError
+from finetune.data.prepare import Prepared
+from finetune.data.split import located
+from finetune.errors import ForecastError, MachineError
+from finetune.forecast.fit import Fitted, NothingFits
+from finetune.forecast.planning import Planner, planner_for
+from finetune.init.draft import Draft
+from finetune.init.questions import Wanted
+from finetune.model import bounds
+from finetune.model.tokenizer import load_tokenizer
+from finetune.report import words
+from finetune.runtime import libraries
+
+# Weights are quantized where one row with all layers checkpointed would take a larger share of the budget without it.
+_LARGEST_SHARE_UNQUANTIZED = 0.6
+# The longest row is rounded up to a multiple of this: rows that are added later are seldom much longer.
+_GRAIN_TOKENS = 128
+_LEAST_LENGTH = 512
+# Rules of thumb: a style or format is learnt in some 150 steps, and after 10 epochs small data is known by heart.
+_STEPS, _MOST_EPOCHS = 150, 10
+_BATCHES, _STEPS_AN_EPOCH = (16, 8, 4), 20
+# Bases that are narrower than any of 100 million parameters learn faster at the rate of configs/tiny_cpu.yaml.
+_SMALL, _SMALL_RATE = 512, 3e-3
+# The first compute capability with bfloat16.
+_AMPERE = (8, 0)
+_TITLE = "Written by `finetune init`"
+_AUTO = {"training.micro_batch": "auto", "memory.checkpointing": "auto"}
+
+
+def propose(wanted: Wanted, say: Callable[[str], None]) -> Draft:
+    """Look at the data and the model, fit the job to the card, and say what is being done.
+
+    Raises a FinetuneError for data, a model or a card that cannot be used, and where nothing fits.
+    """
+    libraries.quiet()
+    found = Draft()
+    found.take("model.name", wanted.model)
+    found.take("data.train", wanted.data)
+    rows = _recognised(wanted.data, found)
+    found.title = f"{_TITLE}: {rows}"
+    try:
+        load_tokenizer(ModelSection(name=wanted.model))  # into the hub's cache, where the planner looks
+    except MachineError as error:
+        found.notes.append(str(error))
+    try:
+        planner = planner_for(found.config.changed(_AUTO), wanted.gpu)
+    except MachineError as error:
+        found.notes.append(f"Not fitted to a card: {error}")
+        return found
+    if planner.data:
+        rows = _by_rows(found, planner.data, rows, planner.architecture)
+        if found.values["data.max_length"] > planner.job.data.max_length:  # rows were cut at the default
+            planner = planner_for(found.config.changed(_AUTO), wanted.gpu)
+    else:
+        found.notes.append(
+            "The rows were not measured (on the hub, over 16 MiB, or without a tokenizer here): all count as "
+            f"{planner.job.data.max_length:,} tokens long."
+        )
+    say(f"fitting the job to {planner.device.name}: forecasting its training step with different settings")
+    try:
+        fitted = _fitted(found, planner)
+        found.title = f"{_TITLE}: {rows}; {words.verdict(fitted.forecast)}"
+    except ForecastError as error:
+        found.notes.append(f"Not fitted to a card: {error}")
+    return found
+
+
+def _recognised(data: str, found: Draft) -> str:
+    """The rows' format in words. Columns of other names are mapped by what they likely mean.
+
+    Raises DataError, with the known formats, for a row of none.
+    """
+    row = sources.first_row(data)
+    if row is None:
+        return "rows of the hub"
+    with located(row):
+        try:
+            form = formats.detect(row.fields, {})
+        except RowError:
+            columns = formats.likely_columns(row.fields)
+            if not columns:
+                raise
+            form = formats.detect(row.fields, columns)
+            found.take("data.columns", columns, "the fields of the format, and the columns that hold them")
+    return f"rows of the format {form}"
+
+
+def _by_rows(found: Draft, data: Prepared, rows: str, architecture: Any) -> str:
+    """Length, evaluation set, batch and epochs from the rows; returns their number and format in words."""
+    counts = [each for each in (data.train_counts, data.eval_counts) if each]
+    whole = [row.tokens or 0 for each in counts for row in each.affected if row.why == TOO_LONG]
+    longest = max(*whole, *(each.longest for each in counts), 1)
+    positions = bounds.positions(architecture)
+    length = min(math.ceil(longest / _GRAIN_TOKENS) * _GRAIN_TOKENS, positions or longest)
+    cut = f"; the model has {positions:,} positions" if longest > length else ""
+    found.take("data.max_length", length, f"the longest row has {_counted(longest, 'token')}{cut}")
+    if data.eval_counts:
+        held = data.eval_counts.rows
+        found.take("data.eval", "auto", f"{_counted(held, 'row')} held out by hash")
+    else:
+        found.take("data.eval", "none", "too few different rows to hold any out")
+    number = data.train_counts.rows
+    batch = next((size for size in _BATCHES if number >= _STEPS_AN_EPOCH * size), _BATCHES[-1])
+    steps = math.ceil(number / batch)
+    epochs = min(_MOST_EPOCHS, math.ceil(_STEPS / steps))
+    found.take("training.batch_size", batch, f"{_counted(number, 'row')} trained: {_counted(steps, 'step')} an epoch")
+    found.take("training.epochs", epochs, _counted(epochs * steps, "step"))
+    if data.eval_counts and epochs > 1:
+        found.take("training.eval_every", steps, "once an epoch")
+        found.take("output.save_every", steps, "so that the adapter of the best epoch is kept")
+    return rows.replace("rows", _counted(sum(each.rows for each in counts), "row"), 1)
+
+
+def _counted(number: int, thing: str) -> str:
+    return f"{number:,} {thing}{'s' * (number != 1)}"
+
+
+def _fitted(found: Draft, planner: Planner) -> Fitted:
+    """Quantization, precision and what the fit chooses; where nothing fits with long rows, shorter ones."""
+    device, hidden = planner.device, getattr(planner.architecture.get_text_config(), "hidden_size", _SMALL)
+    if device.type == "cpu":
+        found.take("training.precision", "fp32", "not every CPU multiplies bfloat16 fast")
+    elif device.capability < _AMPERE:
+        found.take("training.precision", "fp16", f"{device.name} has no bfloat16")
+    if hidden < _SMALL:
+        rate = found.config.training.learning_rate
+        found.take("training.learning_rate", _SMALL_RATE, f"{rate:g} is for bases wider than {hidden}")
+    _choose_quantization(found, planner)
+    while True:
+        try:
+            fitted = _for(found, planner).fit()
+            break
+        except NothingFits:
+            length = found.values.get("data.max_length", planner.job.data.max_length) // 2
+            if length < _LEAST_LENGTH:
+                raise
+            found.take("data.max_length", length, "rows twice as long do not fit; longer ones lose their beginning")
+    for key, reason in fitted.reasons.items():
+        found.take(key, fitted.value(key), reason)
+    return fitted
+
+
+def _choose_quantization(found: Draft, planner: Planner) -> None:
+    found.take("quantization.kind", "none")
+    whole = _for(found, planner)
+    least = whole.forecast(
+        whole.job.changed({"training.micro_batch": 1, "memory.checkpointing": "all"}), evaluates=False
+    )
+    usage = f"{words.size(least.needed_bytes)} of {words.size(least.budget_bytes)}"
+    if least.needed_bytes <= _LARGEST_SHARE_UNQUANTIZED * least.budget_bytes:
+        found.take("quantization.kind", "none", f"a row takes {usage} with unquantized weights")
+    else:
+        found.take("quantization.kind", "nf4", f"a row would take {usage} with unquantized weights")
+
+
+def _for(found: Draft, planner: Planner) -> Planner:
+    """The planner for what is proposed so far. Where its rows would be cut, all count as that long."""
+    job, data = planner.job.changed(found.values), planner.data
+    counts = [each for each in (data.train_counts, data.eval_counts) if each] if data else []
+    whole = all(each.longest <= job.data.max_length for each in counts)
+    return replace(planner, job=job, data=data if whole else None, _known={}, _largest={})

@@ -1,0 +1,166 @@
+"""The curves of runs as numbers for the charts of a page: few points, however long a run is.
+
+A chart is a dict that `charts.js` draws: title, how its values are written, and tables of series over the same steps.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from finetune.measure.monitor import headline
+from finetune.report import words
+from finetune.report.figures import MEASURES, Figures, measures, smooth
+
+Line = dict[str, Any]
+Reduced = Callable[[Iterable[float | None]], float | None]
+
+POINTS = 800
+"""Points of a curve at most: more are not seen, and 100,000 steps would make a page of 10 MB."""
+
+_PHASES = ("forward", "backward", "optimizer")
+
+
+def of_run(figures: Figures) -> list[dict[str, Any]]:
+    """The charts of one run: loss and evaluation, learning rate, gradient norm, tokens/s, memory by phase."""
+    groups = grouped(figures.training)
+    peaks = figures.peaks
+    measure = "reserved_bytes" if "reserved_bytes" in measures(peaks) else "resident_bytes"
+    unit = words.unit_of(max((peak.get(measure, 0) for peak in peaks.values()), default=0))
+    evaluated = figures.evaluations
+    return _drawn(
+        _chart("Loss", "nats per trained token", "fixed", *_losses(groups), _table(
+            evaluated, ("evaluation", "points", [line["eval_loss"] for line in evaluated]))),
+        _chart("Learning rate", "", "exponent", _of(groups, "learning_rate", last)),
+        _chart("Gradient norm", "before clipping", "digits", _of(groups, "grad_norm", highest)),
+        _chart("Tokens per second", "", "whole", _of(groups, "tokens_per_second", mean)),
+        _chart(
+            "Peak memory by phase", f"{MEASURES[measure]}, {unit}", "digits",
+            _table(_steps(groups), *(
+                (phase, "line", [_in(unit, highest(_bytes(group, phase, measure))) for group in groups])
+                for phase in _PHASES if phase in peaks
+            )),
+            _table(evaluated, ("evaluation", "points", [
+                _in(unit, highest(_bytes([line], "evaluation", measure))) for line in evaluated])),
+        ),
+    )  # fmt: skip
+
+
+def of_runs(runs: Mapping[str, Figures]) -> list[dict[str, Any]]:
+    """The charts of several runs over each other, a colour each."""
+    groups = {name: grouped(figures.training) for name, figures in runs.items()}
+    unit = words.unit_of(max((figures.peak_bytes for figures in runs.values()), default=0))
+
+    def each(key: str, reduced: Reduced) -> list[dict[str, Any]]:
+        return [_of(found, key, reduced, name) for name, found in groups.items()]
+
+    evaluated = {name: figures.evaluations for name, figures in runs.items()}
+    return _drawn(
+        _chart("Evaluation loss", "nats per trained token", "fixed", *(
+            _table(found, (name, "points", [line["eval_loss"] for line in found]))
+            for name, found in evaluated.items())),
+        _chart("Training loss", "smoothed", "fixed", *(
+            _table(_steps(found), (name, "line", smoothed(found)[0])) for name, found in groups.items())),
+        _chart("Learning rate", "", "exponent", *each("learning_rate", last)),
+        _chart("Gradient norm", "before clipping", "digits", *each("grad_norm", highest)),
+        _chart("Tokens per second", "", "whole", *each("tokens_per_second", mean)),
+        _chart("Peak memory of a step", unit, "digits", *(
+            _table(_steps(found), (name, "line", [_in(unit, highest(_headlines(group))) for group in found]))
+            for name, found in groups.items())),
+    )  # fmt: skip
+
+
+# -- fewer points ------------------------------------------------------------------------------------------------------
+
+
+def grouped(lines: Sequence[Line]) -> list[Sequence[Line]]:
+    """Consecutive lines in groups of equal size, at most POINTS; one line each if there are no more."""
+    size = max(1, math.ceil(len(lines) / POINTS))
+    return [lines[at : at + size] for at in range(0, len(lines), size)]
+
+
+def mean(values: Iterable[float | None]) -> float | None:
+    found = [value for value in values if value is not None]
+    return sum(found) / len(found) if found else None
+
+
+def highest(values: Iterable[float | None]) -> float | None:
+    return max((value for value in values if value is not None), default=None)
+
+
+def lowest(values: Iterable[float | None]) -> float | None:
+    return min((value for value in values if value is not None), default=None)
+
+
+def last(values: Iterable[float | None]) -> float | None:
+    return [*values][-1]
+
+
+def smoothed(groups: Sequence[Sequence[Line]]) -> tuple[list[float], int]:
+    """The moving average of the training loss over the groups, and over how many steps it is taken."""
+    span = max(5, len(groups) // 20) | 1  # odd, to be centred
+    means = [mean(line["loss"] for line in group) for group in groups]
+    steps = max(map(len, groups), default=1)
+    return smooth([math.nan if value is None else value for value in means], span), span * steps
+
+
+# -- charts ------------------------------------------------------------------------------------------------------------
+
+
+def _losses(groups: Sequence[Sequence[Line]]) -> list[dict[str, Any]]:
+    """The training loss: each step, or of a long run the range that groups of steps cover; and its moving average."""
+    losses = [[line["loss"] for line in group] for group in groups]
+    if max(map(len, losses), default=1) > 1:
+        raw = [("highest", "high", [*map(highest, losses)]), ("lowest", "low", [*map(lowest, losses)])]
+    else:
+        raw = [("each step", "faint", [loss for [loss] in losses])]
+    values, span_steps = smoothed(groups)
+    return [_table(_steps(groups), *raw, (f"mean of {span_steps:,} steps", "line", values))]
+
+
+def _of(groups: Sequence[Sequence[Line]], key: str, reduced: Reduced, name: str = "") -> dict[str, Any]:
+    values = [reduced(line[key] for line in group) for group in groups]
+    return _table(_steps(groups), (name or key.replace("_", " "), "line", values))
+
+
+def _steps(groups: Sequence[Sequence[Line]]) -> list[Line]:
+    """The last line of each group, whose step stands for it."""
+    return [group[-1] for group in groups]
+
+
+def _bytes(lines: Iterable[Line], phase: str, measure: str) -> list[float | None]:
+    return [line.get("memory", {}).get(phase, {}).get(measure) for line in lines]
+
+
+def _headlines(lines: Iterable[Line]) -> list[float | None]:
+    return [headline(line.get("memory", {})) or None for line in lines]
+
+
+def _in(unit: str, size_bytes: float | None) -> float | None:
+    return None if size_bytes is None else size_bytes / words.UNITS[unit]
+
+
+def _table(lines: Sequence[Line], *series: tuple[str, str, Sequence[float | None]]) -> dict[str, Any]:
+    """Series of (name, style, values) at the lines' steps. JSON has no NaN."""
+    return {
+        "steps": [line["step"] for line in lines],
+        "series": [
+            {"name": name, "style": style, "values": [_short(value) for value in values]}
+            for name, style, values in series
+        ],
+    }
+
+
+def _short(value: float | None) -> float | None:
+    """Five digits, which is more than is seen."""
+    return None if value is None or not math.isfinite(value) else float(f"{value:.5g}")
+
+
+def _chart(title: str, unit: str, form: str, *tables: dict[str, Any]) -> dict[str, Any]:
+    return {"title": title, "unit": unit, "form": form, "tables": [table for table in tables if table["series"]]}
+
+
+def _drawn(*charts: dict[str, Any]) -> list[dict[str, Any]]:
+    """The charts with anything to draw."""
+    return [chart for chart in charts if any(table["steps"] for table in chart["tables"])]

@@ -1,0 +1,52 @@
+"""Renews the report and the plot of a run while it goes on."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+import time
+
+from finetune.storage.rundir import RunDirectory
+
+# Drawing takes seconds of one core.
+_EVERY_SECONDS = 120
+
+# A process of its own is no rank, and takes no GPU.
+_UNSET = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+class Renewal:
+    """Runs `finetune report` now and then, in a process of its own.
+
+    The run's memory is measured, and what the plot takes is not the run's. A report that cannot be written, such as on
+    a full disk, ends that process alone.
+    """
+
+    def __init__(self, run: RunDirectory) -> None:
+        self._run = run
+        self._last = time.monotonic()
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def renew(self) -> None:
+        """Start a renewal if one is due and none is under way."""
+        now = time.monotonic()
+        if now - self._last < _EVERY_SECONDS or (self._process and self._process.poll() is None):
+            return
+        self._last = now
+        environment = {name: value for name, value in os.environ.items() if name not in _UNSET}
+        with contextlib.suppress(OSError):  # no memory, or no processes left
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "finetune", "report", str(self._run.path)],
+                env={**environment, "CUDA_VISIBLE_DEVICES": ""},
+                stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+                start_new_session=True,  # Ctrl-C is not for it
+            )  # fmt: skip
+
+    def stop(self) -> None:
+        """End what is under way: an older report must not replace the last one."""
+        if self._process:
+            self._process.kill()
+            self._process.wait()
+            self._process = None

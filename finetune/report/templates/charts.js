@@ -1,0 +1,81 @@
+// Draws the charts of curves.py and step_curve.py, which stand in #curves as JSON. All of a page share cursor and zoom.
+"use strict";
+(() => {
+  const style = getComputedStyle(document.documentElement);
+  const colour = (name) => style.getPropertyValue("--" + name).trim();
+  const COLOURS = ["blue", "orange", "green", "pink", "gold", "sky"];
+  const HEIGHT = 260;
+  const number = (options) => new Intl.NumberFormat("en", options).format;
+  const FORMS = {
+    fixed: number({ minimumFractionDigits: 4, maximumFractionDigits: 4 }),
+    digits: number({ maximumSignificantDigits: 4 }),
+    whole: number({ maximumFractionDigits: 0 }),
+    exponent: (value) => value.toExponential(2),
+  };
+  const AXES = { ...FORMS, fixed: FORMS.digits, exponent: (value) => (value ? value.toExponential(1) : "0") };
+
+  // Fingers: a horizontal drag zooms as a mouse does, a vertical one scrolls, a double tap shows all.
+  function touch(over) {
+    const mouse = { touchstart: "mousedown", touchmove: "mousemove", touchend: "mouseup" };
+    for (const [name, as] of Object.entries(mouse)) {
+      over.addEventListener(name, (event) => {
+        const { clientX, clientY } = event.changedTouches[0];
+        over.dispatchEvent(new MouseEvent(as, { clientX, clientY, movementX: 1, bubbles: true }));
+      }, { passive: true });
+    }
+  }
+
+  // How a series looks. The loss of each step, its range and its mean share the first colour.
+  function look(series, at, all) {
+    const none = { points: { show: false } };
+    const lines = all.slice(0, at).filter((one) => ["line", "points"].includes(one.style)).length;
+    const stroke = () => colour(COLOURS[lines % COLOURS.length]);
+    switch (series.style) {
+      case "points": return { stroke, width: 1, dash: [3, 3], points: { show: true, size: 8, fill: stroke } };
+      case "faint": return { stroke, width: 1, alpha: 0.5, points: { size: 5 } };
+      case "high": case "low": return { stroke, width: 0, ...none };
+      case "layer": return { stroke: series.colour, fill: series.colour, width: 0, paths: uPlot.paths.stepped({ align: 1 }), ...none };
+      case "limit": return { stroke: () => colour(series.name === "budget" ? "warning" : "text"), width: 1.5, dash: [6, 4], ...none };
+      default: return { stroke, width: 2, points: { size: 5 } };
+    }
+  }
+
+  function draw(place, chart) {
+    const form = (value) => (value == null ? "–" : FORMS[chart.form](value));
+    const all = chart.tables.flatMap((table) => table.series);
+    const data = uPlot.join(chart.tables.map((table) => [table.steps, ...table.series.map((one) => one.values)]));
+    // Layers lie on each other; what a reader wants is the height of one.
+    const value = (one, at) => (one.style !== "layer" ? (u, shown) => form(shown)
+      : (u, shown, own, point) => form(shown == null ? null : shown - (all[at + 1]?.style === "layer" ? data[own + 1][point] : 0)));
+    const phase = (step) => chart.marks.findLast(([start]) => start <= step)[1];
+    const steps = chart.marks
+      ? { splits: () => chart.marks.map(([start], at) => (start + (chart.marks[at + 1]?.[0] ?? 1)) / 2), values: (u, at) => at.map(phase), grid: { show: false } }
+      : { values: (u, at) => at.map((step) => (Number.isInteger(step) ? FORMS.whole(step) : "")) };
+    const axis = { stroke: () => colour("soft"), grid: { stroke: () => colour("line"), width: 1 }, ticks: { show: false } };
+    const width = () => Math.max(200, place.clientWidth);
+    const drawn = new uPlot({
+      width: width(), height: HEIGHT,
+      series: [
+        { label: chart.marks ? "phase" : "step", value: (u, step) => (step == null ? "–" : chart.marks ? phase(step) : FORMS.whole(step)) },
+        ...all.map((one, at) => ({ label: one.name, value: value(one, at), ...look(one, at, all) })),
+      ],
+      bands: all[0].style === "high" ? [{ series: [1, 2], fill: () => colour("band") }] : [],
+      scales: {
+        x: { time: false, range: (u, low, high) => (low === high ? [low - 1, high + 1] : [low, high]) },
+        ...(chart.marks && { y: { range: (u, low, high) => [0, high * 1.08] } }),
+      },
+      axes: [
+        { ...axis, ...steps, size: 30 },
+        { ...axis, values: (u, at) => at.map(AXES[chart.form]),
+          size: (u, values) => 16 + 7 * Math.max(4, ...(values || []).map((text) => text.length)) },
+      ],
+      cursor: { sync: { key: "step" } },
+    }, data, place);
+    touch(drawn.over);
+    new ResizeObserver(() => drawn.setSize({ width: width(), height: HEIGHT })).observe(place);
+    matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => drawn.redraw(false));
+  }
+
+  const places = document.querySelectorAll(".chart");
+  JSON.parse(document.getElementById("curves").textContent).forEach((chart, at) => draw(places[at], chart));
+})();

@@ -1,0 +1,176 @@
+"""What one of several ranks takes, forecast without the others."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable
+from typing import Any
+
+import forecasts
+import pytest
+import tiny_models
+import torch
+from torch import distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from traces import peaks
+
+import finetune
+from finetune.config import Config
+from finetune.errors import ConfigError
+from finetune.forecast import fake_ranks, planning
+from finetune.forecast.extrapolate import whole
+from finetune.forecast.levers import levers
+from finetune.forecast.planning import Planner
+from finetune.forecast.replay import Forecast
+from finetune.forecast.trace import Trace
+from finetune.model import build, sharding
+from finetune.training import strategies
+
+Quick = Callable[..., Config]
+LAYERS = 6  # the fewest of which one is left out
+
+
+def job(**changes: Any) -> Config:
+    return tiny_models.config(**{"distributed__kind": "fsdp", "training__batch_size": 8, **changes})
+
+
+def trace(config: Config, world_size: int, **given: Any) -> Trace:
+    return tiny_models.trace(config, tiny_models.architecture(layers=LAYERS), world_size=world_size, **given)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        pytest.param({"distributed__stage": "gradients", "quantization__kind": "none"}, marks=pytest.mark.slow),
+        pytest.param(
+            {"quantization__kind": "none", "adapter__kind": "none", "training__batch_size": 16}, marks=pytest.mark.slow
+        ),
+    ],
+    ids=["weights of nf4", "gradients", "every weight, accumulated"],
+)
+def test_extrapolated_layers_take_what_traced_ones_take(changes: dict[str, Any]) -> None:
+    shortened, traced = trace(job(**changes), 4), trace(job(**changes), 4, shortening=lambda kinds: whole(len(kinds)))
+    assert peaks(shortened) == peaks(traced)
+    assert len(shortened.blocks) == len(traced.blocks)
+
+
+@pytest.mark.parametrize("kind", ["nf4", "none"])
+def test_a_rank_holds_the_slices_that_the_real_model_has(kind: str) -> None:
+    config, architecture = job(quantization__kind=kind), tiny_models.architecture(layers=2)
+    found = tiny_models.trace(config, architecture, world_size=4)
+    with fake_ranks.sharding(config.distributed, 4) as shards:
+        base = build.blueprint(config, architecture, "sdpa").load(torch.device("cpu"), shards)
+        model = build.trainable(
+            base, config.model, config.adapter, config.memory, seed=0, device_type="cpu", shards=shards
+        )
+        storages = {
+            storage._cdata: storage.nbytes()
+            for weight in model.parameters()
+            if (storage := sharding.held(weight).untyped_storage())
+        }
+    forward = next(number for number, run in enumerate(found.runs) if run.phase == "forward")
+    kept = {"adapter": 0, "base_weights": 0}
+    for _, block, sign in dataclasses.replace(found, runs=found.runs[:forward]).timeline():
+        if block.category in kept:
+            kept[block.category] += sign * block.bytes
+    buffers = sum(buffer.nbytes for buffer in model.buffers())
+    assert kept["adapter"] + kept["base_weights"] - buffers == sum(storages.values())
+
+
+def test_more_ranks_hold_less_and_slices_on_the_host_none() -> None:
+    card = tiny_models.card()
+
+    def made(world_size: int, **changes: Any) -> Forecast:
+        planner = Planner(job(**changes), tiny_models.architecture(layers=2), card, None, world_size)
+        return planner.forecast()
+
+    two, four, host = made(2), made(4), made(2, distributed__offload="cpu")
+    for phase in ("load", "forward", "backward", "optimizer"):
+        assert four.phases[phase]["allocated_bytes"] < two.phases[phase]["allocated_bytes"]
+    assert host.peak_allocated_bytes < two.peak_allocated_bytes
+    assert host.host_bytes > two.host_bytes
+    assert four.as_dict()["gpus"] == 4
+    assert four.as_dict()["sharding"] == {"kind": "fsdp", "stage": "weights", "offload": "none"}
+    # The files are written once, and hold what all ranks train.
+    assert four.disk_bytes == pytest.approx(two.disk_bytes, rel=0.1)
+
+
+def test_ranks_that_are_connected_are_left_as_they_are() -> None:
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+    try:
+        connected = dist.group.WORLD
+        with fake_ranks.sharding(job().distributed, 4) as shards:
+            assert shards is not None
+            assert shards.mesh.size() == 4
+            assert shards.mesh.get_group() is not connected
+        assert dist.group.WORLD is connected
+    finally:
+        dist.destroy_process_group()
+
+
+# -- how ranks share a model -------------------------------------------------------------------------------------------
+
+NEEDED = {"ddp": 13, "gradients": 9, "weights": 5}
+
+
+def needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forecasts by hand: GiB by sharding."""
+
+    def forecast(self: Planner, config: Config | None = None, *, evaluates: bool = True) -> Forecast:
+        section = (config or self.job).distributed
+        size = NEEDED["ddp" if section.kind == "ddp" else section.stage] * forecasts.GIB
+        return forecasts.forecast(
+            budget=self.device.budget_bytes, peak_reserved_bytes=size - forecasts.GIB, gpus=self.gpus
+        )
+
+    monkeypatch.setattr(Planner, "forecast", forecast)
+
+
+@pytest.mark.parametrize(
+    ("budget", "expected"),
+    [(14, ("ddp", "weights")), (10, ("fsdp", "gradients")), (6, ("fsdp", "weights")), (4, ("fsdp", "weights"))],
+)
+@pytest.mark.parametrize("fitted", [True, False])
+def test_auto_is_the_least_sharding_that_fits(
+    budget: int, expected: tuple[str, str], fitted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    needs(monkeypatch)
+    config = job(distributed__kind="auto", **({} if fitted else {"memory__checkpointing": "auto"}))
+    card = dataclasses.replace(tiny_models.card(), budget_bytes=budget * forecasts.GIB)
+    planner = Planner(config, tiny_models.architecture(), card, None, 2)
+    chosen, found = planner.settle()
+    assert (chosen.distributed.kind, chosen.distributed.stage) == expected
+    assert (found is not None) == (not fitted and budget > 4)
+    if found:
+        assert found.as_dict()["chosen"]["distributed.kind"] == expected[0]
+        assert "distributed.kind" in found.reasons
+
+
+def test_what_cannot_be_sharded_is_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    for changes in ({"quantization__kind": "int8"}, {"optimizer__kind": "adafactor"}, {"adapter__dora": True}):
+        assert strategies.least_first(job(distributed__kind="auto", **changes)) == [{"distributed.kind": "ddp"}]
+        assert not any("distributed" in str(lever) for lever in levers(job(distributed__kind="ddp", **changes), 2))
+
+
+def test_each_next_step_of_sharding_is_a_lever() -> None:
+    def offered(**changes: Any) -> list[str]:
+        return [str(lever) for lever in levers(job(**changes), 2) if "distributed" in str(lever)]
+
+    assert offered(distributed__kind="ddp") == ["distributed.kind=fsdp distributed.stage=weights"]
+    assert offered(distributed__stage="gradients") == ["distributed.stage=weights"]
+    assert offered() == ["distributed.offload=cpu"]
+    assert offered(distributed__offload="cpu") == []
+
+
+def test_a_batch_that_ranks_cannot_share_is_refused_before_anything_is_forecast(quick: Quick) -> None:
+    with pytest.raises(ConfigError, match=r"`training.batch_size` 4 cannot be split among 3 processes"):
+        planning.planner_for(quick("training.batch_size=4"), "cpu", 3)
+
+
+def test_a_plan_for_several_gpus_says_so(quick: Quick) -> None:
+    plan = finetune.plan(quick("training.batch_size=4", "training.micro_batch=1", "distributed.kind=ddp"), "24GiB", 2)
+    found = json.loads(json.dumps(plan.as_dict()))
+    assert (found["gpus"], found["sharding"]["kind"]) == (2, "ddp")
+    assert "each of 2 x" in repr(plan)

@@ -1,0 +1,75 @@
+"""Facts about the forecast of inference: it is what answers take, and says so before anything is loaded."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import measured_answers
+import pytest
+import tiny_models
+import torch
+
+from finetune.errors import ConfigError
+from finetune.forecast import serving
+from finetune.forecast.serving import Serving, of
+
+
+def forecast(model: str = "llama", *, cache: str = "dynamic", layers: int = 4, **changes: Any) -> Serving:
+    settings = {"rows": 3, "context": 96, "device": tiny_models.cpu(), **changes}
+    return of(tiny_models.config(), tiny_models.architecture(model, layers), cache=cache, **settings)
+
+
+@pytest.mark.parametrize(
+    ("model", "cache", "rows"),
+    [
+        ("llama", "dynamic", 3), ("llama", "quantized", 3), ("windows", "static", 1), ("mixture", "dynamic", 3),
+    ],
+)  # fmt: skip
+def test_the_forecast_is_what_answers_take(model: str, cache: str, rows: int) -> None:
+    architecture = tiny_models.architecture(model, 4)
+    torch.manual_seed(0)
+    measured = measured_answers.measure(tiny_models.config(), architecture, rows=rows, context=96, cache=cache)
+    found = forecast(model, cache=cache, rows=rows)
+    assert found.cache_bytes == pytest.approx(measured["cache_bytes"], rel=0.03)
+    assert found.phases["prompt"]["allocated_bytes"] == pytest.approx(measured["peak_bytes"], rel=0.02)
+
+
+def test_layers_that_are_left_out_of_the_trace_count() -> None:
+    few, many = (forecast(layers=layers) for layers in (9, 18))
+    assert many.cache_bytes == 2 * few.cache_bytes == 2 * 9 * 2 * (3 * 2 * 96 * 16) * 2
+
+
+def test_every_cache_that_the_model_can_have_is_told_with_its_size() -> None:
+    found = serving.forecast(tiny_models.config(model__name="builtin:tiny-llama"), "cpu", context=64).caches
+    assert found.keys() == {"dynamic", "static", "quantized", "offloaded"}
+    assert found["offloaded"] == found["dynamic"] <= found["static"] < found["dynamic"] + 1024
+    assert found["quantized"] < 0.51 * found["dynamic"]
+
+
+def test_an_offloaded_cache_lies_in_host_memory_beside_a_card() -> None:
+    dynamic, offloaded = (forecast(device=tiny_models.card(), cache=cache) for cache in ("dynamic", "offloaded"))
+    assert dynamic.host_bytes == 0
+    assert offloaded.host_bytes == offloaded.cache_bytes == dynamic.cache_bytes
+    a_layer = dynamic.cache_bytes // 4
+    for phase, left in (("prompt", 1), ("decoding", 3)):  # a layer, and when decoding the next and what it becomes
+        before, after = (each.phases[phase]["allocated_bytes"] for each in (dynamic, offloaded))
+        assert after <= before - (4 - left) * a_layer + 4096
+
+
+def test_what_does_not_fit_is_said() -> None:
+    card = tiny_models.card()
+    dynamic = forecast(device=card)
+    tight = replace(card, budget_bytes=dynamic.needed_bytes - 1)
+    assert dynamic.fits
+    assert not forecast(device=tight).fits
+    assert sum(dynamic.categories.values()) == dynamic.needed_bytes
+    assert dynamic.as_dict()["cache_bytes"] == dynamic.cache_bytes
+
+
+def test_a_context_beyond_the_positions_and_an_impossible_cache_are_refused() -> None:
+    config = tiny_models.config(model__name="builtin:tiny-llama")
+    with pytest.raises(ConfigError, match=r"--context: 9999999 is more than the \d+ positions"):
+        serving.forecast(config, "cpu", context=9_999_999)
+    with pytest.raises(ConfigError, match="no layer of this model attends to a window"):
+        serving.forecast(config, "cpu", cache="sliding")

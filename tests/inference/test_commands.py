@@ -1,0 +1,189 @@
+"""Facts about `finetune generate` and `finetune chat`: where prompts come from, and what people and programs get."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from finetune import cli
+from finetune.errors import DataError
+from finetune.inference import chat, commands, jobs, prompts
+from finetune.inference.generation import Settings
+from finetune.storage.rundir import RunDirectory
+
+SETTINGS = Settings(max_new_tokens=6)
+Call = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture(scope="module")
+def opened(trained: RunDirectory) -> jobs.Ready:
+    return jobs.ready(trained)
+
+
+@pytest.fixture
+def call(
+    opened: jobs.Ready, trained: RunDirectory, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> Call:
+    """Run `finetune COMMAND RUN ARGUMENTS` with `typed` as standard input, on a model that was loaded before."""
+    monkeypatch.setattr(commands, "ready", lambda *_, **__: opened)
+
+    def run(command: str, *arguments: object, typed: bytes = b"") -> tuple[int, str, str]:
+        words = ["finetune", command, trained.path, "--max-new-tokens", 6, *arguments]
+        monkeypatch.setattr(sys, "argv", list(map(str, words)))
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(typed)))
+        code = 0
+        try:
+            cli.main()
+        except SystemExit as stopped:
+            code = int(stopped.code or 0)
+        return code, *capsys.readouterr()
+
+    return run
+
+
+def text_of(opened: jobs.Ready, prompt: str) -> str:
+    return next(opened.answers([opened.asked(prompt)], SETTINGS)).text
+
+
+def test_a_file_of_prompts_becomes_lines_with_their_answers(call: Call, opened: jobs.Ready, tmp_path: Path) -> None:
+    file = tmp_path / "prompts.jsonl"
+    turns = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Say 3"}]
+    rows = [{"id": 7, "prompt": "What is `abc`?"}, {"messages": turns}, {"prompt": "Say 5"}, {"prompt": turns[1:]}]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    code, out, err = call("generate", "--file", file)
+    assert code == 0
+    found = [json.loads(line) for line in out.splitlines()]
+    assert [{key: row[key] for key in given} for row, given in zip(found, rows, strict=True)] == rows
+    assert [found[0]["answer"], found[2]["answer"]] == [text_of(opened, "What is `abc`?"), text_of(opened, "Say 5")]
+    assert found[3]["answer"] == text_of(opened, "Say 3")
+    assert {(row["model"], row["tokens"] <= 6) for row in found} == {("adapter", True)}
+    assert "KV cache (dynamic): at most" in err
+
+
+def test_standard_input_is_lines_of_text_or_of_json(call: Call, opened: jobs.Ready) -> None:
+    for typed in (b"Say 5\n\nWhat is `abc`?\n", b'{"prompt": "Say 5"}\n{"prompt": "What is `abc`?"}\n'):
+        code, out, _ = call("generate", typed=typed)
+        assert code == 0
+        found = [json.loads(line) for line in out.splitlines()]
+        assert [row["prompt"] for row in found] == ["Say 5", "What is `abc`?"]
+        assert [row["answer"] for row in found] == [text_of(opened, row["prompt"]) for row in found]
+
+
+def test_one_prompt_is_answered_as_text_and_several_as_json(call: Call, opened: jobs.Ready) -> None:
+    expected = text_of(opened, "Say 5")
+    assert call("generate", "--prompt", "Say 5")[1] == expected + "\n"
+    one = json.loads(call("generate", "--prompt", "Say 5", "--json")[1])
+    two = [json.loads(line) for line in call("generate", "--prompt", "Say 5", "--prompt", "Say 6")[1].splitlines()]
+    assert one == two[0]
+    assert (one["prompt"], one["answer"]) == ("Say 5", expected)
+
+
+def test_a_stop_text_and_other_settings_arrive(call: Call, opened: jobs.Ready) -> None:
+    whole = text_of(opened, "What is `abc`?")
+    stop = whole.split()[-1]
+    code, out, _ = call("generate", "--prompt", "What is `abc`?", "--stop", stop)
+    assert (code, out.strip()) == (0, whole[: whole.index(stop)].strip())
+    hot = ["--temperature", 3, "--top-k", 50, "--top-p", 0.99, "--min-p", 0.001, "--repetition-penalty", 1.1]
+    answers = {call("generate", "--prompt", "Say 5", *hot, "--seed", seed)[1] for seed in (1, 2, 3)}
+    assert len(answers) > 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "typed", "code", "told"),
+    [
+        (("--prompt", "x", "--file", "rows.jsonl"), b"", 2, "give one of them"),
+        ((), b"", 3, "standard input: no prompts"),
+        ((), b'{"prompt": 5}\n{"text": "x"}\n{"messages": []}\n', 3, "standard input:3: `messages` must be a list"),
+        ((), b"a \xff b\n", 3, "standard input:1: byte 3 of the line is not UTF-8"),
+        (("--prompt", "x", "--cache", "dynamik"), b"", 2, "did you mean `dynamic`"),
+        (("--prompt", "x", "--cache", "sliding"), b"", 2, "no layer of this model attends to a window"),
+        (("--prompt", "x", "--top-p", 0), b"", 2, "`top_p` must be above 0"),
+        (("--prompt", "x", "--model", "bse"), b"", 2, "choose base, adapter or merged"),
+        (("--file", "nowhere.txt"), b"", 3, "nowhere.txt"),
+    ],
+)
+def test_what_cannot_be_answered_is_said(
+    call: Call, arguments: tuple[Any, ...], typed: bytes, code: int, told: str
+) -> None:
+    found, out, err = call("generate", *arguments, typed=typed)
+    assert (found, out) == (code, "")
+    assert told in err
+
+
+def test_a_conversation_that_ends_with_an_answer_is_no_prompt(opened: jobs.Ready, tmp_path: Path) -> None:
+    file = tmp_path / "rows.jsonl"
+    turns = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
+    file.write_text(json.dumps({"messages": turns}) + "\n")
+    with pytest.raises(DataError, match=r"rows\.jsonl:1: `messages` ends with the assistant's answer"):
+        prompts.from_file(file, opened.asked)
+
+
+def test_an_answer_cannot_steer_the_terminal(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jobs.Ready, "stream", lambda self, prompt, settings, say: say("one\n\ttwo \x1b[2J\u202e"))
+    for command, arguments, typed in (("generate", ["--prompt", "x"], b""), ("chat", [], b"x\n")):
+        assert call(command, *arguments, typed=typed)[:2] == (0, "one\n\ttwo \ufffd[2J\ufffd\n")
+
+
+def test_a_chat_compares_base_and_adapter(call: Call, opened: jobs.Ready) -> None:
+    typed = "Say 5\n/base\n/reset\nSay 5\n/adapter\n/reset\nSay 5\n/nothing\n/quit\nSay 5"
+    code, out, err = call("chat", typed=typed.encode())
+    assert code == 0
+    first, base, again = out.splitlines()
+    assert first == again == text_of(opened, "Say 5")
+    assert base not in (first, "")
+    for told in ("the base alone", "the base with the adapter", "begins anew", "no command /nothing"):
+        assert told in " ".join(err.split())
+
+
+def test_a_chat_asks_with_the_turns_before_until_they_are_forgotten(
+    opened: jobs.Ready, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Any] = []
+    stream = jobs.Ready.stream
+
+    def watched(self: jobs.Ready, prompt: Any, *rest: Any) -> Any:
+        asked.append(prompt.messages)
+        return stream(self, prompt, *rest)
+
+    monkeypatch.setattr(jobs.Ready, "stream", watched)
+    conversation = chat.Conversation(opened, SETTINGS, lambda piece: None, lambda line: None)
+    for line in ("Say 5", "Say 6", "/reset", "Say 7"):
+        conversation.take(line)
+    turns = [{"role": "user", "content": f"Say {number}"} for number in (5, 6, 7)]
+    answer = {"role": "assistant", "content": text_of(opened, "Say 5")}
+    assert asked == [turns[:1], [turns[0], answer, turns[1]], turns[2:]]
+
+
+def test_an_interrupt_stops_the_answer_and_not_the_chat(opened: jobs.Ready) -> None:
+    said: list[str] = []
+
+    def say(piece: str) -> None:
+        said.append(piece)
+        if len(said) == 1:
+            raise KeyboardInterrupt
+
+    conversation = chat.Conversation(opened, SETTINGS, say, said.append)
+    assert conversation.take("What is `abc`?")
+    assert said[1:] == [" [stopped]", "\n"]
+    assert conversation._messages[-1] == {"role": "assistant", "content": said[0]}
+    assert conversation.take("Say 5")
+    assert said[-1] == "\n"
+    assert len("".join(said[3:])) > 1
+
+
+def test_a_run_of_plain_text_is_continued_line_by_line(opened: jobs.Ready) -> None:
+    plain = jobs.Ready(opened.config, opened.model, opened.tokenizer, "completion")
+    said: list[str] = []
+    conversation = chat.Conversation(plain, SETTINGS, said.append, said.append)
+    conversation.greet()
+    assert "each line is continued by itself" in said[1]
+    for _ in range(2):
+        del said[:]
+        conversation.take("def f(x):")
+        assert "".join(said) == text_of(plain, "def f(x):") + "\n"

@@ -1,0 +1,167 @@
+"""Facts about `finetune init`: what it asks, what it finds out by itself, and that its config trains."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import finetune
+from finetune import cli
+from finetune.errors import ConfigError
+from finetune.init import questions
+from finetune.settings import load_config
+
+Call = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, tmp_path: Path) -> Call:
+    """Run `finetune ARGUMENTS` in an empty folder; returns (exit code, stdout, stderr)."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
+
+    def run(*arguments: object) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["finetune", *map(str, arguments)])
+        code = 0
+        try:
+            cli.main()
+        except SystemExit as stopped:
+            code = int(stopped.code or 0)
+        out, err = capsys.readouterr()
+        assert "Traceback" not in err
+        return code, out, err
+
+    return run
+
+
+def write(folder: Path, number: int, name: str = "rows.jsonl", fields: tuple[str, str] = ("question", "answer")) -> str:
+    rows = [dict(zip(fields, (f"What is {one}?", f"It is {one}."), strict=True)) for one in range(number)]
+    (folder / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return name
+
+
+def test_a_short_config_is_written_with_the_values_that_fit_and_the_reason_of_each(
+    call: Call, tmp_path: Path, shallow_base: Path
+) -> None:
+    write(tmp_path, 10)
+    code, out, err = call("init", shallow_base, "rows.jsonl")
+    assert (code, err) == (0, "")
+    text = (tmp_path / "rows.yaml").read_text()
+    assert text in out
+    assert len(text.splitlines()) < 40
+    config = load_config(tmp_path / "rows.yaml")
+    assert config.data.columns == {"prompt": "question", "completion": "answer"}
+    assert config.data.eval == "auto"
+    assert config.data.max_length == 128
+    assert config.quantization.kind == "none"
+    assert config.fitted
+    # 9 rows and one held out; the best of 10 epochs is kept.
+    assert (config.training.batch_size, config.training.epochs) == (4, 10)
+    assert config.training.eval_every == config.output.save_every == 3
+    [head, *lines] = text.splitlines()
+    assert "10 rows of the format prompt_completion; fits: " in head
+    chosen = [line for line in lines if line.startswith("  ") and not line.startswith("    ")]
+    assert [line for line in chosen if "  # " not in line] == [f"  name: {shallow_base}", "  train: rows.jsonl"]
+
+    before = (tmp_path / "rows.yaml").read_bytes()
+    code, _, err = call("init", shallow_base, "rows.jsonl")
+    assert code == 2
+    assert err == "error: rows.yaml exists and was left as it is; name another file with --output, or add --yes\n"
+    assert (tmp_path / "rows.yaml").read_bytes() == before
+    code, out, _ = call("init", shallow_base, "rows.jsonl", "--gpu", "8GiB", "--yes")
+    assert code == 0
+    assert "replaced rows.yaml" in out
+    assert load_config(tmp_path / "rows.yaml").training.precision == "bf16"
+
+
+def test_rows_that_do_not_differ_are_not_held_out_and_too_long_ones_are_said(
+    call: Call, tmp_path: Path, shallow_base: Path
+) -> None:
+    (tmp_path / "one.jsonl").write_text(json.dumps({"text": "word " * 3000}) + "\n")
+    code, _, _ = call("init", shallow_base, "one.jsonl", "--output", "job.yaml")
+    assert code == 0
+    config = load_config(tmp_path / "job.yaml")
+    assert config.data.eval == "none"
+    text = (tmp_path / "job.yaml").read_text()
+    assert "too few different rows to hold any out" in text
+    assert "1 row of the format text" in text
+    positions = json.loads((shallow_base / "config.json").read_text())["max_position_embeddings"]
+    assert config.data.max_length == positions
+    assert f"the model has {positions:,} positions" in text
+
+
+def test_a_model_that_is_not_at_hand_gets_a_config_that_says_so(call: Call, tmp_path: Path) -> None:
+    write(tmp_path, 3, fields=("prompt", "completion"))
+    code, out, err = call("init", "someone/some-model", "rows.jsonl")
+    assert (code, err) == (0, "")
+    assert "# Not fitted to a card: " in out
+    assert load_config(tmp_path / "rows.yaml").model.name == "someone/some-model"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "cure"),
+    [
+        ([], 2, "finetune init MODEL DATA"),
+        (["no/such/model", "rows.jsonl"], 7, "no such model directory"),
+        (["builtin:tiny-llama", "row.jsonl"], 3, "did you mean `rows.jsonl`?"),
+        (["builtin:tiny-llama", "odd.jsonl"], 3, "Known formats"),
+        (["builtin:tiny-llama", "empty.jsonl"], 3, "empty.jsonl has no rows"),
+    ],
+)
+def test_what_cannot_be_is_refused_before_anything_is_loaded(
+    call: Call, tmp_path: Path, arguments: list[str], code: int, cure: str
+) -> None:
+    write(tmp_path, 2)
+    write(tmp_path, 2, "odd.jsonl", ("left", "right"))
+    (tmp_path / "empty.jsonl").write_text("")
+    found, _, err = call("init", *arguments)
+    assert found == code
+    assert cure in err
+    assert not list(tmp_path.glob("*.yaml"))
+
+
+class _Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_on_a_terminal_it_asks_for_what_is_missing_and_again_after_a_mistake(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path, 2)
+    monkeypatch.setattr(sys, "stdin", _Terminal("builtin:tiny-lama\nbuiltin:tiny-llama\nrows.json\nrows.jsonl\n\n"))
+    wanted = questions.ask(None, None, None, None, yes=False)
+    assert wanted == questions.Wanted("builtin:tiny-llama", "rows.jsonl", None, Path("rows.yaml"))
+    err = capsys.readouterr().err
+    assert "did you mean `builtin:tiny-llama`?" in err
+    assert "did you mean `rows.jsonl`?" in err
+
+    (tmp_path / "rows.yaml").write_text("mine")
+    for answer, agreed in (("n", False), ("y", True)):
+        monkeypatch.setattr(sys, "stdin", _Terminal(f"24GiB\n{answer}\n"))
+        if agreed:
+            assert questions.ask("builtin:tiny-llama", "rows.jsonl", None, None, yes=False).gpu == "24GiB"
+        else:
+            with pytest.raises(ConfigError, match="left as it is"):
+                questions.ask("builtin:tiny-llama", "rows.jsonl", None, None, yes=False)
+
+
+@pytest.mark.parametrize("number", [1, 10])
+def test_a_config_of_two_keys_trains_on_any_number_of_rows(
+    number: int, tmp_path: Path, shallow_base: Path, hurried: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    rows = write(tmp_path, number, fields=("prompt", "completion"))
+    (tmp_path / "job.yaml").write_text(f"model:\n  name: {shallow_base}\ndata:\n  train: {rows}\n")
+    result: Any = finetune.train(load_config("job.yaml"))
+    steps = [line for line in result.run.metrics_file.read_text().splitlines() if '"loss"' in line]
+    assert steps
+    evaluated = "eval_loss" in result.run.metrics_file.read_text()
+    assert evaluated == (number > 1)

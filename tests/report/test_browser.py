@@ -1,0 +1,182 @@
+"""The pages in a real browser, on a screen and on a phone, in light and dark: nothing clipped, loaded or unreadable."""
+
+from __future__ import annotations
+
+import math
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from forecasts import forecast
+from report_lines import MIB, evaluation_line, training_line
+from test_data_view import inspection
+
+from finetune.config import Config
+from finetune.report import data_view, forecast_view, page
+from finetune.report.compare import compare
+from finetune.storage.files import write_json, write_lines, write_text
+from finetune.storage.rundir import RunDirectory
+
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+playwright = pytest.importorskip("playwright.sync_api", reason="needs the package playwright")
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine")
+
+LONG = "a-name-without-any-place-to-break-a-line-" * 4
+CHARTS = {"report": 5, "data": 0, "plan": 1, "compare": 6}
+
+# Texts whose contrast with the background is below WCAG's AA (1.4.3): 4.5, and 3 from 24 pixels on.
+CONTRAST = """() => {
+  const channels = (colour) => colour.match(/[\\d.]+/g).map(Number);
+  const luminance = (colour) => channels(colour).slice(0, 3).map((c) => c / 255)
+    .map((c) => (c <= 0.04045 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4))
+    .reduce((sum, c, at) => sum + c * [0.2126, 0.7152, 0.0722][at], 0);
+  const ground = (element) => {
+    for (; element; element = element.parentElement) {
+      const colour = getComputedStyle(element).backgroundColor;
+      if ((channels(colour)[3] ?? 1) > 0) return colour;
+    }
+    return "rgb(255, 255, 255)";
+  };
+  const found = [];
+  const walker = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
+  while (walker.nextNode()) {
+    const element = walker.currentNode.parentElement;
+    if (!walker.currentNode.data.trim() || !element.checkVisibility()) continue;
+    const style = getComputedStyle(element);
+    const [low, high] = [luminance(style.color), luminance(ground(element))].sort((one, other) => one - other);
+    const ratio = (high + 0.05) / (low + 0.05);
+    if (ratio < (parseFloat(style.fontSize) >= 24 ? 3 : 4.5)) found.push([walker.currentNode.data, ratio]);
+  }
+  return found;
+}"""
+
+# What reaches over the right edge of the window, or of a box that hides or scrolls what is too wide for it.
+CLIPPED = """() => [...document.body.querySelectorAll("*")].filter((element) =>
+  element.getBoundingClientRect().right > innerWidth + 1
+  || (getComputedStyle(element).overflowX !== "visible" && element.scrollWidth > element.clientWidth + 1)
+).map((element) => element.outerHTML.slice(0, 200))"""
+
+# For each chart, whether anything is drawn.
+DRAWN = """() => [...document.querySelectorAll(".chart canvas")].map((canvas) =>
+  canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height).data.some((value) => value))"""
+
+
+def make_run(folder: Path, name: str, steps: int) -> RunDirectory:
+    run = RunDirectory(folder / name)
+    run.create(Config.model_validate({"data": {"train": f"{LONG}.jsonl"}, "adapter": {"rank": steps}}))
+    run.event("started", seed=42, note=LONG)
+    lines = [training_line(step, 4 / math.sqrt(step), forward=800, backward=900 + step, optimizer=850)
+             for step in range(1, steps + 1)]  # fmt: skip
+    write_lines(run.metrics_file, [evaluation_line(0, 4.0), *lines, evaluation_line(steps, 1.5)])
+    run.event("trained", step=steps, memory={"load": {"resident_bytes": 700 * MIB}})
+    text = {
+        "question": LONG,
+        "reference": "A name.",
+        "before": LONG,
+        "after": "<script>document.title = 'run'</script>",
+    }
+    write_json(run.answers_file, [text])
+    write_json(run.environment_file, {"device": {"type": "cpu"}, "cpu_cores": 2, "threads": 2, "source_revision": LONG})
+    split = {"rows": 1000, "tokens": 4000, "trained_tokens": 1000, "longest": 60}
+    pieces = [{"text": " word", "trained": number % 7 < 3} for number in range(200)]
+    row = {"place": f"{LONG}.jsonl:7", "tokens": 200, "trained_tokens": 90, "pieces": pieces}
+    write_json(run.facts_file, {"train": split, "eval": None, "samples": [row]})
+    run.plot_file.touch()
+    page.write(run)
+    return run
+
+
+@pytest.fixture(scope="module")
+def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A report, a look at data, a plan and a comparison of two runs of different length."""
+    folder = tmp_path_factory.mktemp("pages")
+    runs = [make_run(folder, "short", 30), make_run(folder, "a-longer-one", 2000)]
+    files = {name: folder / f"{name}.html" for name in ("data", "plan", "compare")}
+    write_text(files["data"], data_view.page(inspection()))
+    write_text(files["plan"], forecast_view.page(forecast(), (), "Plan"))
+    compare([run.path for run in runs]).write(files["compare"])
+    return {"report": runs[1].report_file, **files}
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    with playwright.sync_playwright() as started:
+        launched = started.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield launched
+        launched.close()
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("name", list(CHARTS))
+def test_a_page_is_whole_and_readable_on_a_screen_and_on_a_phone(
+    browser: Any, pages: dict[str, Path], name: str, scheme: str
+) -> None:
+    view = browser.new_page(color_scheme=scheme, viewport={"width": 1280, "height": 900})
+    asked, said = [], []
+    view.on("request", lambda request: asked.append(request.url))
+    view.on("console", lambda message: said.append(message.text) if message.type == "error" else None)
+    view.on("pageerror", lambda error: said.append(str(error)))
+    view.goto(pages[name].as_uri())
+    title = view.title()
+    for width in (1280, 390):
+        view.set_viewport_size({"width": width, "height": 900})
+        view.wait_for_timeout(50)
+        assert view.evaluate("document.documentElement.scrollWidth") <= width
+        assert view.evaluate(CLIPPED) == []
+        assert view.evaluate(CONTRAST) == []
+        assert view.evaluate(DRAWN) == [True] * CHARTS[name]
+    assert said == []
+    assert asked == [pages[name].as_uri()]
+    assert title != "run"
+    view.close()
+
+
+def test_curves_are_read_by_pointing_and_zoomed_by_dragging_with_all_charts_at_once(
+    browser: Any, pages: dict[str, Path]
+) -> None:
+    view = browser.new_page(viewport={"width": 1280, "height": 900})
+    view.goto(pages["report"].as_uri())
+
+    def pictures() -> list[str]:
+        return view.evaluate("[...document.querySelectorAll('canvas')].map((canvas) => canvas.toDataURL())")
+
+    def legend() -> list[str]:
+        return view.locator(".u-legend").first.locator(".u-value").all_inner_texts()
+
+    box = view.locator(".u-over").first.bounding_box()
+    whole, middle = pictures(), box["y"] + box["height"] / 2
+    assert set(legend()) == {"–"}
+    view.mouse.move(box["x"] + box["width"] - 1, middle)
+    assert legend()[0] == "2,000"
+    assert float(legend()[1]) == pytest.approx(4 / math.sqrt(2000), rel=1e-3)
+    view.mouse.move(box["x"] + 100, middle)
+    view.mouse.down()
+    view.mouse.move(box["x"] + 200, middle, steps=3)
+    view.mouse.up()
+    view.wait_for_timeout(50)
+    assert all(before != after for before, after in zip(whole, pictures(), strict=True))
+    view.mouse.dblclick(box["x"] + 150, middle)
+    view.wait_for_timeout(50)
+    assert pictures() == whole
+    view.close()
+
+
+def test_a_page_without_scripts_names_the_picture(browser: Any, pages: dict[str, Path]) -> None:
+    context = browser.new_context(java_script_enabled=False)
+    view = context.new_page()
+    view.goto(pages["report"].as_uri())
+    assert view.locator("noscript a").get_attribute("href") == "training.png"
+    context.close()
+
+
+def test_the_policy_stops_a_script_that_is_not_the_pages_own(
+    browser: Any, pages: dict[str, Path], tmp_path: Path
+) -> None:
+    forged = tmp_path / "forged.html"
+    forged.write_text(pages["report"].read_text().replace("</h1>", "</h1><script>document.title = 'run'</script>"))
+    view = browser.new_page()
+    view.goto(forged.as_uri())
+    assert view.title() != "run"
+    view.close()

@@ -1,0 +1,75 @@
+"""Runs side by side: what differs in their configs, and in their results."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from markup_reader import Reader
+from rich.console import Console
+
+from finetune.config import Config, dump
+from finetune.errors import ArtifactError, ConfigError
+from finetune.report.compare import compare
+from finetune.storage.files import write_text
+from finetune.storage.rundir import RunDirectory
+
+
+@pytest.fixture
+def other(run: RunDirectory) -> RunDirectory:
+    """The same run with another rank, whose weights of the last step were published."""
+    path = run.path.with_name("<other>")
+    shutil.copytree(run.path, path)
+    other = RunDirectory(path)
+    changed = {"adapter": {"rank": 4}, "data": {"train": ["a.jsonl", "b.jsonl"]}, "output": {"dir": str(path)}}
+    write_text(other.config_file, dump(Config.model_validate(changed)))
+    other.event("resumed", step=3, processes=2)
+    other.event("trained", step=3, memory={})
+    return other
+
+
+def test_differences_and_results_are_those_of_the_runs(run: RunDirectory, other: RunDirectory) -> None:
+    found = compare([run.path, other.path]).as_dict()
+    assert found["differences"] == {
+        "adapter.rank": {"small": 16, "<other>": 4},
+        "data.train": {"small": "builtin:python_docs", "<other>": ["a.jsonl", "b.jsonl"]},
+    }
+    assert [one["exported_eval_loss"] for one in found["runs"].values()] == [3.0, 3.5]
+    assert json.loads(json.dumps(found, allow_nan=False)) == found
+
+
+def test_a_terminal_shows_a_column_a_run(run: RunDirectory, other: RunDirectory) -> None:
+    console = Console(width=100)
+    with console.capture() as captured:
+        compare([run.path, other.path]).show(console)
+    lines = [line.replace("│", " ").split() for line in captured.get().splitlines()]
+    assert ["eval", "loss,", "published", "3.0000", "3.5000"] in lines
+    assert ["change", "-25.0%", "-12.5%"] in lines
+    assert ["adapter.rank", "16", "4"] in lines
+
+
+def test_the_page_overlays_the_curves_and_runs_nothing_of_the_runs(
+    run: RunDirectory, other: RunDirectory, tmp_path: Path
+) -> None:
+    compare([run.path, other.path]).write(tmp_path / "page.html")
+    markup = (tmp_path / "page.html").read_text(encoding="utf-8")
+    assert Reader(markup).references == []
+    charts = json.loads(markup.split('id="curves">')[1].split("</script>")[0])
+    assert [chart["title"] for chart in charts][:2] == ["Evaluation loss", "Training loss"]
+    assert all([table["series"][0]["name"] for table in chart["tables"]] == ["small", "<other>"] for chart in charts)
+    assert "<other>" not in markup
+
+
+def test_runs_of_one_name_are_told_apart_by_their_paths(run: RunDirectory, tmp_path: Path) -> None:
+    shutil.copytree(run.path, tmp_path / "elsewhere" / "small")
+    paths = [run.path, tmp_path / "elsewhere" / "small"]
+    assert list(compare(paths).runs) == [str(path) for path in paths]
+
+
+def test_one_run_or_none_at_the_path_is_refused(run: RunDirectory, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="two"):
+        compare([run.path])
+    with pytest.raises(ArtifactError, match="not a run directory"):
+        compare([run.path, tmp_path])

@@ -1,0 +1,35 @@
+"""The report is renewed while a run goes on, and what goes wrong with that is not the run's matter."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from finetune.report import renewal
+from finetune.report.renewal import Renewal
+from finetune.storage.rundir import RunDirectory
+
+
+def test_a_renewal_writes_report_and_plot_and_survives_what_it_cannot_write(
+    run: RunDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(renewal, "_EVERY_SECONDS", 0)
+    whole, nowhere = Renewal(run), Renewal(RunDirectory(tmp_path / "gone"))
+    for one in (whole, nowhere):
+        one.renew()
+    under_way = whole._process
+    whole.renew()
+    assert whole._process is under_way, "one at a time"
+    assert [one._process.wait(60) for one in (whole, nowhere)] == [0, 7]
+    assert run.report_file.stat().st_size
+    assert run.plot_file.stat().st_size
+    nowhere.renew()
+    nowhere.stop()
+
+
+def test_a_short_run_starts_no_process(run: RunDirectory) -> None:
+    short = Renewal(run)
+    short.renew()
+    assert short._process is None
+    short.stop()
