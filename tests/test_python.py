@@ -70,7 +70,7 @@ def test_the_script_stands_in_the_documentation(page: str) -> None:
 
 @pytest.mark.slow
 def test_the_command_line_says_that_rows_and_functions_must_be_given_again(
-    example: finetune.Result, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    example: finetune.Result, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(in_memory, "_KEPT", {})
     monkeypatch.delitem(objectives.OBJECTIVES, "python:focal")
@@ -80,7 +80,11 @@ def test_the_command_line_says_that_rows_and_functions_must_be_given_again(
     assert "`python:focal` was given from Python and is not kept on disk" in other.output.replace("\n", " ")
     with pytest.raises(DataError, match=r"^`python:\w{16}` was given from Python and is not kept on disk: run the"):
         finetune.train(finetune.load_config(saved, ["training.objective=supervised", f"output.dir={tmp_path}"]))
-    # What needs no rows still works.
+    # What needs no rows of its own still works.
+    proof = finetune.merge(example.run)
+    assert proof["error"] < proof["bound"]
+    assert "losses" not in proof  # other rows than the run's say nothing about it
+    assert "the rows were given from Python and are not kept on disk" in capsys.readouterr().err
     assert finetune.generate(example.run, "What is 1 plus 1?", max_new_tokens=1) is not None
 
 

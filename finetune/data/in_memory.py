@@ -50,6 +50,11 @@ def given(rows: Iterable[Any]) -> str:
     return name
 
 
+def is_here(name: str) -> bool:
+    """Whether this process has the rows."""
+    return name in _KEPT
+
+
 def size_bytes(name: str) -> int:
     """The size of the rows as JSON lines. Raises DataError if this process does not have them."""
     return _find(name).size_bytes
@@ -62,7 +67,7 @@ def records(name: str) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _find(name: str) -> _Kept:
-    if name not in _KEPT:
+    if not is_here(name):
         raise DataError(not_given(name))
     return _KEPT[name]
 

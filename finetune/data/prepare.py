@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
-from finetune.config import DataSection, named
-from finetune.config.fields import unknown
-from finetune.data import chat, formats, sources
+from finetune.config import DataSection, entries, named
+from finetune.config.fields import GIVEN, unknown
+from finetune.data import chat, formats, in_memory, sources
 from finetune.data.chat import IGNORE
 from finetune.data.counts import Counts
 from finetune.data.examples import Chat, Completion, Example
@@ -119,6 +119,19 @@ def held_out_ids(section: DataSection, tokenizer: Any, rows: int, tokens: int) -
         with located(row):
             found.append(chat.encode(example, tokenizer, section.loss_on, section.control_tokens).input_ids[:tokens])
     return found
+
+
+def rows_here(section: DataSection, note: Callable[[str], None]) -> DataSection:
+    """`section`, or the built-in rows, with a note, where only another process has what Python gave.
+
+    For what any rows will do for, such as the proof of an export.
+    """
+    named = [entry.source for several in (section.train, section.eval) for entry in entries(several)]
+    lost = [name for name in named if name.startswith(GIVEN) and not in_memory.is_here(name)]
+    if not lost and (section.format in formats.FORMATS or section.format == "auto"):
+        return section
+    note("the rows were given from Python and are not kept on disk: the built-in ones are compared instead")
+    return DataSection(chat_template=section.chat_template, control_tokens=section.control_tokens)
 
 
 def holds_out(section: DataSection) -> bool:

@@ -35,8 +35,9 @@ def prepare(
 ) -> Job:
     """What the conversion is made from, checked before anything is loaded or written.
 
-    `note` is called if tokenizer or base cannot be verified. Raises ConfigError for a run that the format cannot
-    express, ArtifactError if adapter, tokenizer or base are missing or others than those of the training.
+    `note` is called if tokenizer or base cannot be verified, or the rows are not here. Raises ConfigError for a run
+    that the format cannot express, ArtifactError if adapter, tokenizer or base are missing or others than those of the
+    training.
     """
     tokenizer = load_tokenizer(config.model, run.chat_template)
     if config.adapter.kind == "lora":
@@ -45,7 +46,7 @@ def prepare(
     fingerprint.check(tokenizer, trained)
     base_identity = identity.of_base(config.model, note)
     fingerprint.check_base(config.model, base_identity, trained, note)
-    rows = data_prepare.held_out_ids(config.data, tokenizer, _ROWS, _ROW_TOKENS)
+    rows = data_prepare.held_out_ids(data_prepare.rows_here(config.data, note), tokenizer, _ROWS, _ROW_TOKENS)
 
     def load_merged(dtype: torch.dtype | None) -> Any:
         return formats.load_transformers(run.merged, config.model, dtype, device)

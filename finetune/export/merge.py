@@ -42,9 +42,10 @@ def merge(
     """Write the export of format `name` and return its proof (see `proof.Proof`) with the identity of the base.
 
     `onto` is a key of ONTO, by default the 16-bit base (the quantized one for LoftQ). `note` is called if tokenizer or
-    base cannot be verified. Raises ConfigError for an unknown format, or a base that there is not; ArtifactError if
-    there is no adapter, if tokenizer or base are not those it was trained with, or if the export is not equivalent to
-    base plus adapter; MachineError if writing fails. A failure leaves the adapter and an earlier export untouched.
+    base cannot be verified, or the rows are not here. Raises ConfigError for an unknown format, or a base that there
+    is not; ArtifactError if there is no adapter, if tokenizer or base are not those it was trained with, or if the
+    export is not equivalent to base plus adapter; MachineError if writing fails. A failure leaves the adapter and an
+    earlier export untouched.
     """
     form, target = formats.find(name), run.path / name
     if not isinstance(form, formats.Format):
@@ -60,8 +61,9 @@ def merge(
     tokenizer = load_tokenizer(config.model, run.chat_template)
     check_files(run.adapter, config.adapter)
     fingerprint.check(tokenizer, run.adapter)
-    rows = data_prepare.held_out_ids(config.data, tokenizer, ROWS, ROW_TOKENS)
-    held_out = data_prepare.holds_out(config.data)
+    data = data_prepare.rows_here(config.data, note)
+    rows = data_prepare.held_out_ids(data, tokenizer, ROWS, ROW_TOKENS)
+    held_out = data is config.data and data_prepare.holds_out(data)
 
     folder = weights_directory(config.model.name, config.model.revision, download=True)
     base_identity = identity.of_base(config.model, note)
