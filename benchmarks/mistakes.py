@@ -114,7 +114,7 @@ MISTAKES = [
         ("optim: adamw_torch", "`optimizer.kind`"),
         ("bf16: true", "`training.precision: bf16`"),
         ("report_to: wandb", "`tracking.to`"),
-        ("logging_steps: 1", "leave it out"),
+        ("logging_steps: 1", "tracking.log_every"),
         ("assistant_only_loss: true", "`data.loss_on: assistant`"),
     ),
     *_other(
