@@ -61,7 +61,7 @@ def test_the_script_of_the_readme_learns_from_its_rows_by_its_loss_and_is_foreca
     assert focal.count is usual.count
 
 
-@pytest.mark.parametrize("page", ["docs/python.md"])
+@pytest.mark.parametrize("page", ["README.md", "docs/python.md"])
 def test_the_script_stands_in_the_documentation(page: str) -> None:
     code = EXAMPLE.read_text().split('"""\n\n')[1]
     assert code in (EXAMPLE.parent.parent / page).read_text()
