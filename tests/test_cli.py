@@ -106,6 +106,17 @@ def test_train_as_json(call, job: list[str]) -> None:
     assert summary["base_eval_loss"] > 0
 
 
+@pytest.mark.parametrize("command", ["plan", "fit"])
+@pytest.mark.parametrize(
+    ("gpus", "said"),
+    [(3, "cannot be split among 3 processes"), (0, "greater than or equal to 1"), (1025, "less than or equal to 1024")],
+)
+def test_a_number_of_gpus_that_cannot_be_is_refused(call, job: list[str], command: str, gpus: int, said: str) -> None:
+    code, out, err = call(command, *job, "--gpu", "24GiB", "--gpus", gpus, "--json")
+    assert (code, out) == (2, "")
+    assert said in err
+
+
 @pytest.mark.slow
 def test_plan_says_that_a_job_fits_and_draws_it(call, job: list[str], tmp_path: Path) -> None:
     picture = tmp_path / "memory.png"

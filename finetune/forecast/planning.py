@@ -6,6 +6,7 @@ needs no network; for any other the config is fetched.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -100,7 +101,10 @@ class Planner:
         """Each lever that would reduce the forecast `found`, with the job's forecast once it is pulled."""
         # Against what the job itself takes: on a CPU the rest is whatever this process happens to hold.
         below = found.needed_bytes - found.peak_reserved_bytes * _LEAST_SAVED
-        pulled = [(lever, self.forecast(config.changed(lever.changes))) for lever in levers(config, self.gpus)]
+        pulled: list[tuple[Lever, Forecast]] = []
+        for lever in levers(config, self.gpus):
+            with contextlib.suppress(ConfigError):  # a model that cannot be sharded
+                pulled.append((lever, self.forecast(config.changed(lever.changes))))
         return [(lever, after) for lever, after in pulled if after.needed_bytes < below]
 
     def settle(self) -> tuple[Config, Fitted | None]:

@@ -25,6 +25,7 @@ from finetune.forecast.planning import Planner
 from finetune.forecast.replay import Forecast
 from finetune.forecast.trace import Trace
 from finetune.model import build, sharding
+from finetune.model.sharding import Sharding
 from finetune.training import strategies
 
 Quick = Callable[..., Config]
@@ -56,15 +57,18 @@ def test_extrapolated_layers_take_what_traced_ones_take(changes: dict[str, Any])
     assert len(shortened.blocks) == len(traced.blocks)
 
 
+def sharded(config: Config, architecture: Any, shards: Sharding | None) -> Any:
+    """The model that is trained."""
+    base = build.blueprint(config, architecture, "sdpa").load(torch.device("cpu"), shards)
+    return build.trainable(base, config.model, config.adapter, config.memory, seed=0, device_type="cpu", shards=shards)
+
+
 @pytest.mark.parametrize("kind", ["nf4", "none"])
 def test_a_rank_holds_the_slices_that_the_real_model_has(kind: str) -> None:
     config, architecture = job(quantization__kind=kind), tiny_models.architecture(layers=2)
     found = tiny_models.trace(config, architecture, world_size=4)
     with fake_ranks.sharding(config.distributed, 4) as shards:
-        base = build.blueprint(config, architecture, "sdpa").load(torch.device("cpu"), shards)
-        model = build.trainable(
-            base, config.model, config.adapter, config.memory, seed=0, device_type="cpu", shards=shards
-        )
+        model = sharded(config, architecture, shards)
         storages = {
             storage._cdata: storage.nbytes()
             for weight in model.parameters()
@@ -97,15 +101,16 @@ def test_more_ranks_hold_less_and_slices_on_the_host_none() -> None:
     assert four.disk_bytes == pytest.approx(two.disk_bytes, rel=0.1)
 
 
-def test_ranks_that_are_connected_are_left_as_they_are() -> None:
+def test_a_model_sharded_after_a_forecast_uses_the_connected_ranks() -> None:
+    config, architecture = job(), tiny_models.architecture(layers=2)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
     try:
-        connected = dist.group.WORLD
-        with fake_ranks.sharding(job().distributed, 4) as shards:
-            assert shards is not None
-            assert shards.mesh.size() == 4
-            assert shards.mesh.get_group() is not connected
-        assert dist.group.WORLD is connected
+        for _ in range(2):
+            tiny_models.trace(config, architecture, world_size=4)
+        shards = Sharding.over_ranks(torch.device("cpu"), keep_whole=False, offload=False)
+        model = sharded(config, architecture, shards)
+        # That of the forecast, which DTensor's caches still know, has no group any more.
+        assert {weight.device_mesh.get_group().size() for weight in model.parameters()} == {4}
     finally:
         dist.destroy_process_group()
 
@@ -148,10 +153,27 @@ def test_auto_is_the_least_sharding_that_fits(
         assert "distributed.kind" in found.reasons
 
 
-def test_what_cannot_be_sharded_is_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_job_that_cannot_be_sharded_is_copied() -> None:
     for changes in ({"quantization__kind": "int8"}, {"optimizer__kind": "adafactor"}, {"adapter__dora": True}):
         assert strategies.least_first(job(distributed__kind="auto", **changes)) == [{"distributed.kind": "ddp"}]
         assert not any("distributed" in str(lever) for lever in levers(job(distributed__kind="ddp", **changes), 2))
+
+
+def test_a_model_that_cannot_be_sharded_is_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    needs(monkeypatch)
+    plain = Planner.forecast
+
+    def forecast(self: Planner, config: Config | None = None, *, evaluates: bool = True) -> Forecast:
+        if (config or self.job).distributed.kind == "fsdp":
+            raise ConfigError("cannot shard experts in 4 bit")
+        return plain(self, config)
+
+    monkeypatch.setattr(Planner, "forecast", forecast)
+    card = dataclasses.replace(tiny_models.card(), budget_bytes=forecasts.GIB)
+    planner = Planner(job(distributed__kind="auto"), tiny_models.architecture(), card, None, 2)
+    chosen, _ = planner.settle()
+    assert chosen.distributed.kind == "ddp"
+    assert not any("distributed" in str(lever) for lever, _ in planner.levers(chosen, planner.forecast(chosen)))
 
 
 def test_each_next_step_of_sharding_is_a_lever() -> None:
