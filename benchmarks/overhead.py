@@ -31,7 +31,7 @@ from typing import Any
 
 import harness
 
-BOUND = 1.05
+BOUND = 1.02
 """Largest wall time of the loop, over the plain script's, that counts as passed."""
 
 # Memory up to 128 MiB is kept for the next use (mallopt(3): M_TRIM_THRESHOLD, M_MMAP_THRESHOLD).

@@ -50,6 +50,9 @@ def _open(
     lock.take()
     start = resume.find(run)
     resume.compare(run, start, _origin(config, materials))
+    # A reopened run says so before its new config is saved: a finished run with a config that asks for more steps would
+    # otherwise be taken for finished with all of them.
+    _reopen(run, start, materials, note)
     run.create(config)
     run.remove_leftovers()
     if forecast:
@@ -60,7 +63,13 @@ def _open(
     if not start.checkpoint:
         run.answers_file.unlink(missing_ok=True)
         run.event("started", seed=config.training.seed, learns=materials.data.kind)
-        return start
+    return start
+
+
+def _reopen(run: RunDirectory, start: Start, materials: Materials, note: Note) -> None:
+    """Record where the run resumes, if it does, after checkpoints that cannot be used are set aside."""
+    if not start.checkpoint:
+        return
     for damaged, problems in start.damaged.items():
         aside = set_aside(damaged)
         run.event("checkpoint_damaged", step=checkpoint_step(damaged), moved_to=aside.name, problems=problems)
@@ -68,7 +77,6 @@ def _open(
     run.event("resumed", step=start.step, checkpoint=start.checkpoint.name, learns=materials.data.kind)
     why = "the newest complete checkpoint" if start.damaged else "the last checkpoint"
     note(f"resuming from {start.checkpoint}, {why}")
-    return start
 
 
 def confirm_base(config: Config, run: RunDirectory, materials: Materials, start: Start, note: Note) -> dict[str, Any]:

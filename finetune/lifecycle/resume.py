@@ -6,6 +6,7 @@ monitored, the memory it uses, library versions) is logged.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -141,8 +142,10 @@ def _is_finished(config: Config, run: RunDirectory, note: Callable[[str], None],
 
 def _wants_more_steps(config: Config, run: RunDirectory) -> bool:
     now, then = config.training, run.config().training
-    if now.max_steps:
-        return now.max_steps > run.steps_done
+    if (now.early_stopping or math.inf) > (then.early_stopping or math.inf):
+        return True
+    if now.max_steps:  # early stopping may have ended it before its `max_steps`
+        return now.max_steps > (then.max_steps or run.steps_done)
     return then.max_steps is not None or now.epochs > then.epochs
 
 

@@ -99,6 +99,11 @@ def train(job: Job) -> Outcome:
         with job.signals.waiting(), libraries.without_cudnn_attention(), casting, tiles:
             _fit(job, loop)
     progress = loop.progress
+    if loop.stopped_early:
+        job.listener.note(
+            f"stopped early at step {progress.step} of {progress.total}: the eval loss has not improved for "
+            f"{progress.without_gain} evaluations. To continue, raise or remove `training.early_stopping`"
+        )
     whole = None
     if sharding.is_sharded(model) and not any(ranks.gathered(job.signals.name)):
         _load_best(job, ranks.main_does(lambda: _best_checkpoint(job, progress)))

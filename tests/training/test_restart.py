@@ -4,6 +4,7 @@ import gc
 import json
 import shutil
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -102,9 +103,14 @@ def test_a_resumed_run_holds_the_memory_of_one_that_never_stopped(quick, monkeyp
     assert held[-1] == pytest.approx(never_stopped, rel=0.02)
 
 
-def test_more_steps_continue_a_finished_run_at_the_rate_of_the_longer_schedule(quick, capsys) -> None:
+def test_more_steps_continue_a_finished_run_at_the_rate_of_the_longer_schedule(quick, capsys, monkeypatch) -> None:
+    """Also where an earlier attempt to continue it failed on a full disk, just after its longer config was saved."""
     job = ["data.eval=none", "training.eval_every=null", "training.schedule=linear", "training.warmup=1"]
     run = finetune.train(quick("training.max_steps=3", *job)).run
+    with monkeypatch.context() as full:
+        full.setattr(RunDirectory, "remove_leftovers", Mock(side_effect=MachineError("no space left")))
+        with pytest.raises(MachineError):
+            finetune.train(quick("training.max_steps=5", *job))
     finetune.train(quick("training.max_steps=5", *job))
     assert [line["step"] for line in run.metrics()] == [1, 2, 3, 4, 5]
     assert run.steps_done == 5

@@ -193,7 +193,7 @@ def test_no_more_checkpoints_are_kept_than_asked(quick) -> None:
 
 
 @pytest.mark.slow
-def test_early_stopping_ends_the_run(quick) -> None:
+def test_early_stopping_ends_the_run_which_says_so_and_is_not_trained_again(quick, capsys) -> None:
     config = quick(
         "training.max_steps=40",
         "training.eval_every=1",
@@ -204,7 +204,12 @@ def test_early_stopping_ends_the_run(quick) -> None:
     )
     run = finetune.train(config).run
     assert run.finished
-    assert training_lines(run)[-1]["step"] < 40
+    last = training_lines(run)[-1]["step"]
+    assert last < 40
+    assert f"stopped early at step {last} of 40: the eval loss" in " ".join(capsys.readouterr().out.split())
+    before = len(run.events())
+    finetune.train(config)
+    assert len(run.events()) == before
 
 
 @pytest.mark.slow
