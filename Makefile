@@ -14,7 +14,7 @@ OLDEST := .venv-oldest/bin
 TORCH ?= 2.13.0
 
 .DEFAULT_GOAL := help
-.PHONY: help setup finetune data plan fit merge test test-fast test-oldest check notebooks bench golden sweep many-gpus faults faults-ranks mutations exports gpu-check docs
+.PHONY: help setup finetune data plan fit merge test test-fast test-oldest check notebooks bench golden sweep many-gpus faults faults-ranks mutations exports answers gpu-check docs
 
 help: ## Show the targets.
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | column -t -s '	'
@@ -107,6 +107,9 @@ faults: $(DEV) ## Kill runs 200 times and at each write, fsync and rename, besid
 
 exports: $(DEV) ## Compare GGUF files of every family in llama.cpp with transformers (ten minutes).
 	$(BIN)/python benchmarks/gguf_in_llama_cpp.py
+
+answers: $(DEV) ## Compare batched answers with single ones, and the memory of each KV cache with its forecast (five minutes).
+	$(BIN)/python benchmarks/answers.py
 
 faults-ranks: $(DEV) ## Kill ranks of runs 50 times and resume, some with another number of ranks (ten minutes).
 	$(BIN)/python benchmarks/faults_ranks.py

@@ -350,7 +350,7 @@ def test_a_plan_of_inference_says_whether_it_will_serve(call, shallow_base: Path
     plan = ["plan", TINY, f"model.name={shallow_base}", "--inference", "--batch", 2, "--context", 64, "--gpu", "cpu"]
     code, out, _ = call(*plan)
     assert code == 0
-    for expected in ("fits: ", "2 prompts at a time, up to 64 tokens each", "dynamic: ", "quantized 0 MiB", "decoding"):
+    for expected in ("fits: ", "2 prompts at a time, up to 64 tokens each", "dynamic: ", "static 0 MiB", "decoding"):
         assert expected in out
     code, out, _ = call(*plan, "memory.budget=1MiB", "--json")
     assert code == 6

@@ -237,6 +237,23 @@ def test_figures_of_gguf_files_are_the_measured_ones() -> None:
     assert_shown([f"{len(models)} families", *rows], page("docs/benchmarks.md"))
 
 
+def test_figures_of_answers_are_the_measured_ones() -> None:
+    found = results("answers")
+    rows = [
+        f"{seconds['batch 1']:.2f} s | {seconds['batch 16']:.2f} s | {seconds['batch 64']:.2f} s, "
+        f"{row['times_as_fast']['batch 64']:.2f} times as fast"
+        for row in found["speed"]
+        for seconds in [row["seconds"]]
+    ]
+    assert all(row["same_answers"] == row["prompts"] == 64 for row in found["speed"])
+    assert all(row["times_as_fast"]["batch 64"] >= 4 for row in found["speed"])
+    cache, peak = (max(abs(row[key]) for row in found["memory"]) for key in ("cache_off", "peak_off"))
+    assert cache <= 0.03
+    spans = [f"of {row['shortest_prompt']} to {row['longest_prompt']} tokens" for row in found["speed"]]
+    told = [f"forecast to {cache:.3%} in {len(found['memory'])} combinations", f"at the peak to {peak:.2%}"]
+    assert_shown([*rows, *spans, *told], page("docs/benchmarks.md"))
+
+
 def test_figures_of_several_ranks_are_the_measured_ones() -> None:
     found, shared = results("faults_ranks"), results("many_gpus")
     kills = found["found"]

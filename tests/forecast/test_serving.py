@@ -9,10 +9,13 @@ import measured_answers
 import pytest
 import tiny_models
 import torch
+from transformers import cache_utils
 
 from finetune.errors import ConfigError
 from finetune.forecast import serving
 from finetune.forecast.serving import Serving, of
+
+FP8 = hasattr(cache_utils, "Fp8QuantizedLayer")
 
 
 def forecast(model: str = "llama", *, cache: str = "dynamic", layers: int = 4, **changes: Any) -> Serving:
@@ -23,7 +26,8 @@ def forecast(model: str = "llama", *, cache: str = "dynamic", layers: int = 4, *
 @pytest.mark.parametrize(
     ("model", "cache", "rows"),
     [
-        ("llama", "dynamic", 3), ("llama", "quantized", 3), ("windows", "static", 1), ("mixture", "dynamic", 3),
+        ("llama", "dynamic", 3), ("windows", "static", 1), ("mixture", "dynamic", 3),
+        pytest.param("llama", "quantized", 3, marks=pytest.mark.skipif(not FP8, reason="no 8-bit KV cache here")),
     ],
 )  # fmt: skip
 def test_the_forecast_is_what_answers_take(model: str, cache: str, rows: int) -> None:
@@ -42,9 +46,10 @@ def test_layers_that_are_left_out_of_the_trace_count() -> None:
 
 def test_every_cache_that_the_model_can_have_is_told_with_its_size() -> None:
     found = serving.forecast(tiny_models.config(model__name="builtin:tiny-llama"), "cpu", context=64).caches
-    assert found.keys() == {"dynamic", "static", "quantized", "offloaded"}
+    assert found.keys() - {"quantized"} == {"dynamic", "static", "offloaded"}
     assert found["offloaded"] == found["dynamic"] <= found["static"] < found["dynamic"] + 1024
-    assert found["quantized"] < 0.51 * found["dynamic"]
+    if FP8:
+        assert found["quantized"] < 0.51 * found["dynamic"]
 
 
 def test_an_offloaded_cache_lies_in_host_memory_beside_a_card() -> None:

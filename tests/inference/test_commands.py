@@ -7,12 +7,13 @@ import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from finetune import cli
-from finetune.errors import DataError
+from finetune.errors import ConfigError, DataError
 from finetune.inference import chat, commands, jobs, prompts
 from finetune.inference.generation import Settings
 from finetune.storage.rundir import RunDirectory
@@ -175,6 +176,29 @@ def test_an_interrupt_stops_the_answer_and_not_the_chat(opened: jobs.Ready) -> N
     assert conversation.take("Say 5")
     assert said[-1] == "\n"
     assert len("".join(said[3:])) > 1
+
+
+def test_at_a_terminal_an_interrupt_drops_the_line_and_the_end_leaves(
+    opened: jobs.Ready, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    typed = iter([KeyboardInterrupt, "/reset", EOFError])
+
+    def line(prompt: str) -> str:
+        found = next(typed)
+        if isinstance(found, str):
+            return found
+        raise found
+
+    monkeypatch.setattr("builtins.input", line)
+    monkeypatch.setattr(sys, "stdin", SimpleNamespace(isatty=lambda: True))
+    said: list[str] = []
+    noted: list[str] = []
+    chat.converse(opened, SETTINGS, said.append, noted.append)
+    assert said == ["\n", "\n"]
+    assert "/base" in noted[0]
+    assert noted[1:] == ["the conversation begins anew"]
+    with pytest.raises(ConfigError, match="`finetune chat` is for a conversation"):
+        prompts.from_standard_input(opened.asked)
 
 
 def test_a_run_of_plain_text_is_continued_line_by_line(opened: jobs.Ready) -> None:
