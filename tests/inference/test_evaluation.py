@@ -57,6 +57,18 @@ def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
+def texts(task: Path) -> Path:
+    """The file of a task that takes the likelihood of texts, whose metrics are no means over rows."""
+    head, _, _ = task.read_text().partition("output_type")
+    file = task.with_name("texts.yaml")
+    file.write_text(
+        head.replace("task: sayings", "task: texts") + "output_type: loglikelihood_rolling\ndoc_to_text: ''\n"
+        'doc_to_target: "What is {{number}} or word {{label}}?"\nmetric_list: [{metric: bits_per_byte}]\n'
+    )
+    return file
+
+
+@pytest.fixture(scope="module")
 def run(trained: RunDirectory, tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
     """A run with a merged model."""
     run = RunDirectory(shutil.copytree(trained.path, tmp_path_factory.mktemp("run") / "run"))
@@ -65,11 +77,13 @@ def run(trained: RunDirectory, tmp_path_factory: pytest.TempPathFactory) -> RunD
 
 
 @pytest.fixture(scope="module")
-def scores(run: RunDirectory, task: Path, tmp_path_factory: pytest.TempPathFactory) -> Scores:
-    """All models of the run, with metrics and a task."""
+def scores(run: RunDirectory, task: Path, texts: Path, tmp_path_factory: pytest.TempPathFactory) -> Scores:
+    """All models of the run, with metrics and tasks."""
     rule = tmp_path_factory.mktemp("rule") / "rule.py"
     rule.write_text(RULE)
-    return finetune.evaluate(run, metrics=["f1", "json", f"{rule}:score"], tasks=[str(task)], max_new_tokens=4)
+    return finetune.evaluate(
+        run, metrics=["f1", "json", f"{rule}:score"], tasks=[str(task), str(texts)], max_new_tokens=4
+    )
 
 
 def measure(scores: Scores, name: str) -> dict[str, Any]:
@@ -125,21 +139,26 @@ def test_a_task_has_the_interval_of_its_rows(scores: Scores) -> None:
     for figure in accuracy["models"].values():
         assert 0 <= figure["low"] <= figure["value"] <= figure["high"] <= 1
         assert figure["value"] * 8 == round(figure["value"] * 8)
+    bits = measure(scores, "texts: bits_per_byte")
+    assert bits["rows"] is None
+    assert bits["models"]["adapter"]["difference"]["value"] != 0
+    assert bits["models"]["adapter"]["low"] is None
 
 
 @pytest.mark.slow
 def test_a_task_on_the_model_in_memory_scores_as_lm_evals_own_command_on_the_exported_model(
-    scores: Scores, run: RunDirectory, task: Path, tmp_path: Path
+    scores: Scores, run: RunDirectory, task: Path, texts: Path, tmp_path: Path
 ) -> None:
     command = [
         sys.executable, "-m", "lm_eval", "--model", "hf", "--model_args", f"pretrained={run.merged}", "--tasks",
-        str(task), "--batch_size", "16", "--device", "cpu", "--output_path", str(tmp_path), "--log_samples",
+        f"{task},{texts}", "--batch_size", "16", "--device", "cpu", "--output_path", str(tmp_path), "--log_samples",
     ]  # fmt: skip
     subprocess.run(command, check=True, capture_output=True, text=True)
     [file] = tmp_path.rglob("results_*.json")
-    theirs = json.loads(file.read_text())["results"]["sayings"]
-    for metric in ("acc", "acc_norm"):
-        assert measure(scores, f"sayings: {metric}")["models"]["merged"]["value"] == theirs[f"{metric},none"]
+    theirs = json.loads(file.read_text())["results"]
+    for name, metric in [("sayings", "acc"), ("sayings", "acc_norm"), ("texts", "bits_per_byte")]:
+        ours = measure(scores, f"{name}: {metric}")["models"]["merged"]["value"]
+        assert ours == theirs[name][f"{metric},none"], "to the bit"
 
 
 def test_what_cannot_be_evaluated_is_refused_before_a_model_is_loaded(
