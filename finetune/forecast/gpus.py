@@ -127,8 +127,8 @@ def find(name: str) -> Gpu:
         raise ConfigError(f"`{name}` does not say which GPU; write {_either(fitting)}, or give a size such as 24GiB")
 
     near = nearest(name)
-    remedy = f"did you mean {_either(near)}?" if near else f"choose from {', '.join(names())}"
-    raise ConfigError(f"`{name}` is not a GPU this tool knows; {remedy} Or give a size such as 24GiB")
+    remedy = f"did you mean {_either(near)}? Or" if near else f"choose from {', '.join(names())}, or"
+    raise ConfigError(f"`{name}` is not a GPU this tool knows; {remedy} give a size such as 24GiB")
 
 
 def nearest(name: str, limit: int = 3) -> list[str]:
