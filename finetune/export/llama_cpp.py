@@ -34,8 +34,11 @@ class Server:
         request = urllib.request.Request(
             self._address + path, json.dumps(body).encode(), {"Content-Type": "application/json"}
         )
-        with urllib.request.urlopen(request) as answer:
-            return json.load(answer)
+        try:
+            with urllib.request.urlopen(request) as answer:
+                return json.load(answer)
+        except OSError as error:  # not one of the disk; a chat template that it cannot render is one of these
+            raise ArtifactError(f"llama.cpp fails at {path}: {error}. Nothing was published") from None
 
     def tokens(self, text: str, *, opening: bool = False) -> list[int]:
         """The tokens of a text that may contain special ones; `opening`: with the BOS that starts a prompt."""

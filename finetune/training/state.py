@@ -151,12 +151,14 @@ def whole_optimizer_state(optimizer: Any) -> tuple[dict[str, Any], dict[str, tor
     if not any(hasattr(parameter, "sharded") for parameter in parameters):
         return described, {name: _on_host(tensor) for name, tensor in tensors.items()}
     # Of weights with few rows the last ranks hold none, and no state.
-    described, dtypes = ranks.main_does(lambda: (described, {name: held.dtype for name, held in tensors.items()}))
+    described, made = ranks.main_does(
+        lambda: (described, {name: (held.dtype, held.shape[1:]) for name, held in tensors.items()})
+    )
     found = {}
-    for name, dtype in dtypes.items():
+    for name, (dtype, row) in made.items():
         number, _, key = name.partition(".")
         parameter = parameters[int(number)]
-        held = tensors.get(name, torch.empty_like(parameter, dtype=dtype))
+        held = tensors.get(name, torch.empty(0, *row, dtype=dtype, device=parameter.device))
         slices = _slices(parameter, key)
         whole = slices.whole(held) if slices else held
         if ranks.is_main():

@@ -221,6 +221,11 @@ def test_a_file_that_llama_cpp_reads_otherwise_is_not_published(trained_shape: M
     assert known["tokenized_alike"] == 0
 
 
+def test_what_llama_cpp_fails_at_is_not_taken_for_a_disk_that_does() -> None:
+    with pytest.raises(ArtifactError, match=r"llama\.cpp fails at /apply-template: .*Nothing was published"):
+        llama_cpp.Server("http://127.0.0.1:9").post("/apply-template", messages=[])
+
+
 def test_without_llama_cpp_the_result_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(llama_cpp, "installed", lambda: False)
     nothing: Any = None

@@ -17,6 +17,7 @@ from finetune.config import Config, DistributedSection, OptimizerSection
 from finetune.errors import ConfigError
 from finetune.model import sharding
 from finetune.model.sharding import Sharding
+from finetune.runtime import ranks
 from finetune.training import optimizers, state
 from finetune.training.checks import check
 from finetune.training.optimizers import OPTIMIZERS
@@ -82,6 +83,27 @@ def test_a_slice_is_updated_as_in_the_whole_weight_bit_for_bit(rank: int, name: 
         assert other.state[before].keys() == again.state[after].keys()
         for key, value in other.state[before].items():
             assert torch.equal(torch.as_tensor(again.state[after][key]), torch.as_tensor(value))
+
+
+@pytest.mark.parametrize("name", SHARDED)
+@pytest.mark.parametrize("rank", [1], indirect=True)
+def test_a_rank_without_rows_sends_slices_of_the_shape_that_the_others_expect(
+    rank: int, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of `thin` this rank has no row, and before a warm-up no state."""
+    one, other = model(), model(Sharding.over_ranks(torch.device("cpu"), keep_whole=False, offload=False))
+    section = OptimizerSection(kind=name)
+    alone, optimizer = (optimizers.make(name, section, 0.01, each) for each in (one, other))
+    step(alone, list(one.parameters()), 1)
+    step(optimizer, list(other.parameters()), 1)
+    described, tensors = state.optimizer_state(alone)
+    first = {key: (tensor.dtype, tensor.shape[1:]) for key, tensor in tensors.items()}
+    sent: list[torch.Size] = []
+    monkeypatch.setattr(ranks, "main_does", lambda work: (described, first))
+    monkeypatch.setattr(sharding.Slices, "whole", lambda slices, mine: sent.append(mine.shape[1:]) or mine)
+    state.whole_optimizer_state(optimizer)
+    cut = [key for key in tensors if "step" not in key and "qmap" not in key]
+    assert sent == [tensors[key].shape[1:] for key in cut]
 
 
 def _parameters(optimizer: Any) -> list[nn.Parameter]:
