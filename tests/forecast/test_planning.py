@@ -279,5 +279,5 @@ def test_auto_trains_with_numbers_and_they_are_saved(quick: Quick) -> None:
 
 def test_a_rank_that_no_layer_has_is_refused(shallow_base: Path) -> None:
     job = Config().changed({"model.name": str(shallow_base), "data.max_length": 64, "adapter.rank": 1000})
-    with pytest.raises(ConfigError, match="`adapter.rank`: 1000 is more than the smaller side of each layer"):
+    with pytest.raises(ConfigError, match=r"`adapter.rank`: 1000 is more than the smaller side of each layer"):
         planning.planner_for(job, "24GiB")
