@@ -10,7 +10,7 @@ import contextlib
 import inspect
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from transformers import DynamicCache
@@ -51,6 +51,7 @@ class Serving:
     phases: dict[str, dict[str, int]]
     categories: dict[str, int]
     caches: dict[str, int] = field(default_factory=dict)
+    gpus: ClassVar[int] = 1
 
     @property
     def needed_bytes(self) -> int:
