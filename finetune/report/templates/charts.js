@@ -14,17 +14,6 @@
   };
   const AXES = { ...FORMS, fixed: FORMS.digits, exponent: (value) => (value ? value.toExponential(1) : "0") };
 
-  // Fingers: a horizontal drag zooms as a mouse does, a vertical one scrolls, a double tap shows all.
-  function touch(over) {
-    const mouse = { touchstart: "mousedown", touchmove: "mousemove", touchend: "mouseup" };
-    for (const [name, as] of Object.entries(mouse)) {
-      over.addEventListener(name, (event) => {
-        const { clientX, clientY } = event.changedTouches[0];
-        over.dispatchEvent(new MouseEvent(as, { clientX, clientY, movementX: 1, bubbles: true }));
-      }, { passive: true });
-    }
-  }
-
   // How a series looks. The loss of each step, its range and its mean share the first colour.
   function look(series, at, all) {
     const none = { points: { show: false } };
@@ -71,7 +60,6 @@
       ],
       cursor: { sync: { key: "step" } },
     }, data, place);
-    touch(drawn.over);
     new ResizeObserver(() => drawn.setSize({ width: width(), height: HEIGHT })).observe(place);
     matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => drawn.redraw(false));
   }
