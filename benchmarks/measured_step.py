@@ -49,6 +49,7 @@ from finetune.storage.rundir import RunDirectory
 from finetune.training import run as training
 from finetune.training import strategies
 from finetune.training.checks import check
+from finetune.training.tracking import Trackers
 
 STEPS = 2
 """Optimizer steps: the first creates gradients and optimizer states, the second has them from its start."""
@@ -247,8 +248,8 @@ def train(
         )  # fmt: skip
         built()
         job = training.Job(
-            config, whole, tokenizer, data, run, monitor, _Silent(), device=device, signals=Signals(),
-            made_with={"base": None},
+            config, whole, tokenizer, data, run, monitor, _Silent(), Trackers(config.tracking, run, config, print),
+            device=device, signals=Signals(), made_with={"base": None},
         )  # fmt: skip
         training.train(job)
         return [line for line in run.metrics() if "loss" in line], implementation

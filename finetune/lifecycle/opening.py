@@ -64,7 +64,7 @@ def _open(
     run.forget_metrics_after(start.step)
     if not start.checkpoint:
         run.answers_file.unlink(missing_ok=True)
-        run.event("started", seed=config.training.seed, learns=materials.data.kind, processes=ranks.world_size())
+        run.event("started", seed=config.training.seed, learns=materials.data.kind, world_size=ranks.world_size())
     return start
 
 
@@ -76,8 +76,8 @@ def _reopen(run: RunDirectory, start: Start, materials: Materials, note: Note) -
         aside = set_aside(damaged)
         run.event("checkpoint_damaged", step=checkpoint_step(damaged), moved_to=aside.name, problems=problems)
         note(f"{damaged.name} cannot be used ({'; '.join(problems)}) and was renamed to {aside.name}")
-    learns, processes = materials.data.kind, ranks.world_size()
-    run.event("resumed", step=start.step, checkpoint=start.checkpoint.name, learns=learns, processes=processes)
+    learns, world_size = materials.data.kind, ranks.world_size()
+    run.event("resumed", step=start.step, checkpoint=start.checkpoint.name, learns=learns, world_size=world_size)
     why = "the newest complete checkpoint" if start.damaged else "the last checkpoint"
     note(f"resuming from {start.checkpoint}, {why}")
 

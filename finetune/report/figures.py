@@ -129,7 +129,7 @@ class Figures:
         for start in self._starts():
             own = [event["time"] for event in start if event["event"] not in ("merged", "exported")] or [0.0]
             end = next((event["time"] for event in start if event["event"] == "finished"), own[-1])
-            spent.append((max(0.0, end - own[0]), start[0].get("processes", 1)))
+            spent.append((max(0.0, end - own[0]), start[0].get("world_size", 1)))
         return spent
 
     # -- memory and speed ------------------------------------------------------------------------------------------

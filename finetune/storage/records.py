@@ -66,7 +66,7 @@ class Event(TypedDict):
     seconds: NotRequired[Positive]
     step: NotRequired[Step]
     memory: NotRequired[Peak | dict[str, Peak]]
-    processes: NotRequired[Annotated[int, Field(ge=1, le=2**20)]]
+    world_size: NotRequired[Annotated[int, Field(ge=1, le=2**20)]]
 
 
 def _check_event(event: Event) -> Event:

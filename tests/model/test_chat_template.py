@@ -156,7 +156,7 @@ def test_a_run_answers_and_merges_with_the_template_that_it_was_trained_with(qui
     run = finetune.train(config).run
     trained_with = file.read_text(encoding="utf-8")
     os.remove(file)
-    tokenizer = jobs._model_of(run, run.config(), "adapter")[1]
+    tokenizer = jobs.model_of(run, run.config(), "adapter")[1]
     assert tokenizer.chat_template == trained_with
     finetune.merge(run)
     assert (run.merged / "chat_template.jinja").read_text(encoding="utf-8") == trained_with
