@@ -25,7 +25,7 @@ def other(run: RunDirectory) -> RunDirectory:
     other = RunDirectory(path)
     changed = {"adapter": {"rank": 4}, "data": {"train": ["a.jsonl", "b.jsonl"]}, "output": {"dir": str(path)}}
     write_text(other.config_file, dump(Config.model_validate(changed)))
-    other.event("resumed", step=3, processes=2)
+    other.event("resumed", step=3, world_size=2)
     other.event("trained", step=3, memory={})
     return other
 

@@ -162,7 +162,7 @@ def test_duration_and_cost_are_those_of_all_starts_and_ranks_without_a_later_mer
         (1030, "finished", None),
         (9000, "merged", None),
     ]
-    events = [{"time": time, "event": event, "step": 1, **({"processes": n} if n else {})} for time, event, n in times]
+    events = [{"time": time, "event": event, "step": 1, **({"world_size": n} if n else {})} for time, event, n in times]
     write_lines_to(empty_run.events_file, events)
     figures = Figures.read(empty_run)
     assert (figures.seconds, figures.device_hours, figures.processes) == (90, (60 + 30 * 4) / 3600, 4)
