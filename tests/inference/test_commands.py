@@ -115,7 +115,7 @@ def test_a_stop_text_and_other_settings_arrive(call: Call, opened: jobs.Ready) -
         (("--prompt", "x", "--cache", "sliding"), b"", 2, "no layer of this model attends to a window"),
         (("--prompt", "x", "--top-p", 0), b"", 2, "`top_p` must be above 0"),
         (("--prompt", "x", "--model", "bse"), b"", 2, "choose base, adapter or merged"),
-        (("--file", "nowhere.txt"), b"", 3, "nowhere.txt"),
+        (("--file", "nowhere.txt"), b"", 3, "nowhere.txt: no such file"),
     ],
 )
 def test_what_cannot_be_answered_is_said(
