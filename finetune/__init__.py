@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from finetune.inference.jobs import generate
     from finetune.lifecycle.publish import export_model, merge
     from finetune.objectives import Objective
+    from finetune.report.compare import compare
     from finetune.report.data_look import inspect_data
     from finetune.report.plan_look import plan
     from finetune.report.result import Result
@@ -40,6 +41,7 @@ _HOMES = {
     "Objective": "finetune.objectives",
     "Result": "finetune.report.result",
     "RunDirectory": "finetune.storage.rundir",
+    "compare": "finetune.report.compare",
     "evaluate": "finetune.inference.evaluation",
     "export_model": "finetune.lifecycle.publish",
     "fit": "finetune.forecast.planning",
@@ -58,6 +60,7 @@ __all__ = [
     "Objective",
     "Result",
     "RunDirectory",
+    "compare",
     "evaluate",
     "export_model",
     "fit",

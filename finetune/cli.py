@@ -205,6 +205,8 @@ def plan(
             raise ConfigError("--batch, --context and --cache are for a forecast of answers: add --inference")
         if inference and (picture or page):
             raise ConfigError("--picture and --html show a training step; leave out --inference")
+        if inference and gpus > 1:
+            raise ConfigError("--gpus share a training step, while one GPU generates answers; leave one of both out")
         job = finetune.load_config(config, overrides or [])
         if not as_json:
             _announce(f"plan of {config}", job)
@@ -403,6 +405,7 @@ def chat(
 
     def work() -> None:
         opened = finetune.RunDirectory.open(run)
+        stage(f"chat with {run}: importing the libraries")
         from finetune.inference import commands
         from finetune.inference.generation import Settings
 
@@ -504,6 +507,7 @@ def report(run: Run, debug: Debug = False) -> None:
 
     def work() -> None:
         opened = finetune.RunDirectory.open(run)
+        stage(f"report of {run}: importing the libraries")
         from finetune.report.write import write
 
         typer.echo(visible(str(write(opened))))
@@ -523,9 +527,8 @@ def compare(
     """Put runs side by side. What differs in their configs, and what came out."""
 
     def work() -> None:
-        from finetune.report.compare import compare
-
-        found = compare(runs)
+        stage("compare: importing the libraries")
+        found = finetune.compare(runs)
         if page:
             found.write(page)
         if as_json:
@@ -547,6 +550,7 @@ def doctor(
     """Check this machine, or a run directory. Says what is wrong and what to do, and connects to nothing."""
 
     def work() -> None:
+        stage(f"doctor of {run or 'this machine'}: importing the libraries")
         from finetune.doctor import machine
         from finetune.doctor import run as run_directory
 
@@ -622,7 +626,7 @@ def _run(work: Callable[[], None], debug: bool) -> None:
     except Terminated as ended:
         _fail(str(ended), Terminated.exit_code)
     except KeyboardInterrupt as stopped:
-        what = f": {stopped}" if str(stopped) else "; start the same command again to go on from the last checkpoint"
+        what = f": {stopped}" if str(stopped) else "; start the same command again"
         _fail(f"interrupted{what}", INTERRUPTED)
 
 

@@ -358,7 +358,8 @@ def test_a_plan_of_inference_says_whether_it_will_serve(call, shallow_base: Path
     assert (found["fits"], found["rows"], found["context"], found["cache"]) == (False, 2, 64, "dynamic")
     assert found["cache_bytes"] == found["caches"]["dynamic"] > 0
     drawn = ([*plan, "--picture", "a.png"], "--picture and --html")
-    for wrong, why in ((plan[:3] + plan[4:], "add --inference"), drawn):
+    shared = ([*plan, "--gpus", 2], "one GPU generates answers")
+    for wrong, why in ((plan[:3] + plan[4:], "add --inference"), drawn, shared):
         code, _, err = call(*wrong)
         assert code == 2
         assert why in err
@@ -483,7 +484,7 @@ def test_module_and_help_start_without_torch() -> None:
 def test_import_offers_the_functions_of_the_readme() -> None:
     import finetune
 
-    for name in ("load_config", "inspect_data", "train", "merge", "generate", "evaluate"):
+    for name in ("load_config", "inspect_data", "train", "merge", "generate", "evaluate", "compare"):
         assert callable(getattr(finetune, name))
     with pytest.raises(AttributeError):
         finetune.nothing_of_the_kind  # noqa: B018

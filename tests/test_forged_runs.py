@@ -35,11 +35,13 @@ from finetune.errors import ArtifactError, FinetuneError
 from finetune.lifecycle import resume as resuming
 from finetune.model.tokenizer import load_tokenizer
 from finetune.report import doctor_view, page, plots
+from finetune.report.compare import compare
 from finetune.report.result import Result
+from finetune.report.scores import Scores
 from finetune.report.terminal import Terminal
 from finetune.settings import load_config
 from finetune.storage import checkpoint
-from finetune.storage.files import write_lines
+from finetune.storage.files import write_json, write_lines
 from finetune.storage.rundir import RunDirectory
 from finetune.training import state
 from finetune.training.progress import read_progress
@@ -63,7 +65,12 @@ def whole(tmp_path_factory: pytest.TempPathFactory, rows_file: Path) -> RunDirec
     job = ["training.max_steps=2", "training.eval_every=1", "output.save_every=2", "output.best=false",
            "output.merge=true",
            f"data.train={rows_file}", "data.eval_share=0.2", f"output.dir={directory}"]  # fmt: skip
-    return finetune.train(load_config(TINY, [*(key for key in QUICK if "merge" not in key), *job])).run
+    run = finetune.train(load_config(TINY, [*(key for key in QUICK if "merge" not in key), *job])).run
+    figure = {"value": 3.5, "low": 3.0, "high": 4.0}
+    models = {"base": figure, "adapter": {**figure, "difference": {"value": -0.5, "low": None, "high": None}}}
+    loss = {"name": "loss", "better": "lower", "rows": 4, "models": models}
+    write_json(run.eval_file, {"steps": 2, "measures": [loss], "interval": "of 95%", "notes": [], "settings": {}})
+    return run
 
 
 @pytest.fixture(scope="module")
@@ -84,7 +91,13 @@ def readers(whole: RunDirectory) -> dict[str, Callable[[RunDirectory], object]]:
         terminal.answers(run)
         terminal.finished(run)
         json.dumps(Result(run).summary())
+        if scores := Scores.read(run):
+            terminal.scores(scores)
+        compared = compare([whole, run])
+        terminal.side_by_side(compared)
         assert printable(console.file.getvalue())
+        compared.write(run.path / "compared.html")
+        assert harmless((run.path / "compared.html").read_text(encoding="utf-8"))
 
     def doctor(run: RunDirectory) -> None:
         console = Console(file=io.StringIO(), width=100)
@@ -300,7 +313,16 @@ AREAS: dict[str, tuple[Callable[[Path], bool], list[str]]] = {
     ),
     "records": (
         lambda name: (
-            name.name in ("answers.json", "environment.json", "forecast.json", "data.json", "merge.json", "config.yaml")
+            name.name
+            in (
+                "answers.json",
+                "environment.json",
+                "eval.json",
+                "forecast.json",
+                "data.json",
+                "merge.json",
+                "config.yaml",
+            )
         ),
         ["report", "show", "doctor", "resume", "answer"],
     ),

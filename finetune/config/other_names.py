@@ -284,7 +284,7 @@ _CONVERTED: dict[str, Callable[[Any], Settings | None]] = {
     "saves_per_epoch": lambda value: None,
     "save_total_limit": lambda value: {"output.keep": max(2, value)} if type(value) is int else None,
     "report_to": lambda value: {} if value == "none" else {"tracking.to": [value] if isinstance(value, str) else value},
-    "wandb_project": lambda value: {"tracking.to": ["wandb"]},
+    "wandb_project": lambda value: {"tracking.to": ["wandb"], "tracking.project": value},
     "use_wandb": lambda value: {"tracking.to": ["wandb"]} if value else {},
     "init_lora_weights": lambda value: {"adapter.init": "pissa"} if str(value).startswith("pissa") else None,
 }

@@ -126,12 +126,17 @@ def rows_here(section: DataSection, note: Callable[[str], None]) -> DataSection:
 
     For what any rows will do for, such as the proof of an export.
     """
-    named = [entry.source for several in (section.train, section.eval) for entry in entries(several)]
-    lost = [name for name in named if name.startswith(GIVEN) and not in_memory.is_here(name)]
-    if not lost and (section.format in formats.FORMATS or section.format == "auto"):
+    if is_here(section):
         return section
     note("the rows were given from Python and are not kept on disk: the built-in ones are compared instead")
     return DataSection(chat_template=section.chat_template, control_tokens=section.control_tokens)
+
+
+def is_here(section: DataSection) -> bool:
+    """Whether this process has the rows and the format, if Python gave them."""
+    named = [entry.source for several in (section.train, section.eval) for entry in entries(several)]
+    lost = any(source.startswith(GIVEN) and not in_memory.is_here(source) for source in named)
+    return not lost and (section.format in formats.FORMATS or section.format == "auto")
 
 
 def holds_out(section: DataSection) -> bool:

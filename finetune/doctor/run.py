@@ -108,7 +108,7 @@ def _records(run: RunDirectory) -> Iterator[Finding]:
             if records.exists(file):
                 records.read(file, shape)
         except ArtifactError as error:
-            yield Finding(file.name, "error", str(error), "delete it; the next start or merge writes it again")
+            yield Finding(file.name, "error", str(error), "delete it; the next start, merge or eval writes it again")
 
 
 def _lock(run: RunDirectory) -> Finding:

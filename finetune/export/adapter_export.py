@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from finetune.config.fields import is_pattern
 from finetune.data import fingerprint
 from finetune.errors import ArtifactError, ConfigError
 from finetune.export import gguf_model, proof, serving
@@ -33,12 +34,14 @@ def check(job: Job) -> None:
     if section.kind == "none":
         raise ArtifactError(f"{job.run.path} trained every weight; {job.run.merged} is the whole model")
     published = adapter.published(section)
+    names = [] if section.targets == "all-linear" else section.targets
+    parameters = [name for name in names if "." in name and not is_pattern(name)]
     why = None
     if section.dora:
         why = "`adapter.dora` rescales whole weights, which no plain LoRA adapter expresses"
     elif section.extra_modules:
         why = f"`adapter.extra_modules` trained {', '.join(section.extra_modules)} as well, which these programs refuse"
-    elif parameters := [name for name in section.targets if section.targets != "all-linear" and "." in name]:
+    elif parameters:
         why = f"it is on parameters that are no linear layers, {', '.join(parameters)}"
     elif section.init == "loftq":
         why = "an adapter started by LoftQ belongs to the quantized base, which these programs do not load"

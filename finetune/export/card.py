@@ -83,22 +83,30 @@ def _settings(config: Config) -> dict[str, str]:
         "learning rate": f"{training.learning_rate:g}",
         "batch size": str(training.batch_size),
         "optimizer": config.optimizer.kind,
+        **({"LoRA+ ratio": f"{config.optimizer.lora_plus:g}"} if config.optimizer.lora_plus else {}),
         "precision": training.precision,
         "longest row": f"{config.data.max_length} tokens",
+        **({} if adapter.targets == "all-linear" else {"adapter targets": ", ".join(adapter.targets)}),
         **({"adapter variants": ", ".join(variants)} if variants else {}),
     }
 
 
 def _measured(run: RunDirectory) -> dict[str, str]:
     lines = run.metrics()
-    losses = [line["eval_loss"] for line in lines if "eval_loss" in line and line["eval_loss"] is not None]
+    losses = {line["step"]: line["eval_loss"] for line in lines if line.get("eval_loss") is not None}
+    published = last = max(losses, default=0)
+    for event in run.events():
+        if event["event"] == "best_loaded":
+            published = event["step"]
+        elif event["event"] == "resumed":
+            published = last
     trained = [line for line in lines if "eval_loss" not in line]
     peaks = [bytes for line in trained for peak in line["memory"].values() for bytes in peak.values()]
     found = {}
     if trained:
         found["steps"] = str(trained[-1]["step"])
-    if losses:
-        found["evaluation loss"] = f"{losses[0]:.4f} before, {losses[-1]:.4f} after (nats per trained token)"
+    if 0 in losses and published in losses:
+        found["evaluation loss"] = f"{losses[0]:.4f} before, {losses[published]:.4f} after (nats per trained token)"
     if peaks:
         found["peak memory"] = f"{max(peaks) / 2**30:.2f} GiB"
     return found
@@ -120,4 +128,5 @@ def _proof(record: dict[str, Any]) -> str:
 
 
 def _table(facts: dict[str, str]) -> str:
-    return "\n".join(["| | |", "| --- | --- |", *(f"| {name} | {fact} |" for name, fact in facts.items())])
+    rows = [(name, fact.replace("|", r"\|")) for name, fact in facts.items()]
+    return "\n".join(["| | |", "| --- | --- |", *(f"| {name} | {fact} |" for name, fact in rows)])

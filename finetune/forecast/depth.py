@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Hashable, Sequence
 from typing import Any
 
 from torch import nn
 
+from finetune.config import AdapterSection
+from finetune.config.fields import is_pattern
+from finetune.model import adapter
 from finetune.model.checkpointing import layers
 
 
@@ -24,6 +28,15 @@ def kinds(model: nn.Module) -> list[Hashable]:
     ]
 
 
+def adapted(model: nn.Module, section: AdapterSection) -> tuple[set[nn.Module], list[Hashable]]:
+    """The modules that regular expressions among the targets match, and for each decoder layer their names in it.
+
+    Layers of one kind may differ in the latter.
+    """
+    named = {model.get_submodule(name) for name in adapter.matching(model, section)}
+    return named, [tuple(name for name, part in layer.named_modules() if part in named) for layer in layers(model)]
+
+
 def keep(model: nn.Module, kept: Sequence[int]) -> None:
     """Leave only the decoder layers with these indices in `model`, and in its config.
 
@@ -37,6 +50,15 @@ def keep(model: nn.Module, kept: Sequence[int]) -> None:
         setattr(text, key, [values[number] for number in kept])
     text.num_hidden_layers = len(kept)
     setattr(holder, name, nn.ModuleList([found[number] for number in kept]))
+
+
+def renamed(section: AdapterSection, model: nn.Module, named: set[nn.Module]) -> AdapterSection:
+    """The targets with the full names that the modules in `named` have now, after `keep`."""
+    if not named:
+        return section
+    names = [re.escape(name) for name, module in model.named_modules() if module in named]
+    plain = [target for target in section.targets if not is_pattern(target)]
+    return section.model_copy(update={"targets": [*plain, *names]})
 
 
 def _make_up(layer: nn.Module) -> Hashable:

@@ -182,12 +182,15 @@ class _Model:
         shortening: Callable[[Sequence[Hashable]], Shortened],
     ) -> None:  # fmt: skip
         self._config, self._mode, self._recorder = config, mode, recorder
+        section = config.adapter
 
         def shortened(base: Any) -> None:
-            kinds = depth.kinds(base)
-            self.shortened = shortening(kinds)
-            if len(self.shortened.layers) < len(kinds):
+            nonlocal section
+            named, adapted = depth.adapted(base, section)
+            self.shortened = shortening(list(zip(depth.kinds(base), adapted, strict=True)))
+            if len(self.shortened.layers) < len(adapted):
                 depth.keep(base, self.shortened.layers)
+                section = depth.renamed(section, base, named)
 
         self.base = build.blueprint(config, architecture, implementation).weightless(shortened)
         taken = inspect.signature(self.base.forward).parameters
@@ -200,7 +203,7 @@ class _Model:
         self._takes = taken
         self._modules = list(self.base.modules())
         # An adapter's initial values change no size; PiSSA and LoftQ would need weights.
-        start = config.adapter.model_copy(update={"init": "default"})
+        start = section.model_copy(update={"init": "default"})
         self._model = attach(self.base, start, config.model.name, config.training.seed, config.model.revision).eval()
         self._layers = checkpointing.layers(self.base)
         fake.fill(self._model, config.quantization, mode)

@@ -7,7 +7,6 @@ are those of training; only the weights and the batch are fake.
 from __future__ import annotations
 
 import contextlib
-import re
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
@@ -18,8 +17,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from finetune import kernels
-from finetune.config import AdapterSection, Config
-from finetune.config.fields import is_pattern
+from finetune.config import Config
 from finetune.data.batching import Batch, MicroBatching, per_step
 from finetune.errors import FinetuneError, ForecastError, first_line
 from finetune.forecast import depth, fake, fake_ranks, patches
@@ -164,13 +162,12 @@ class _TracedStep:
         self.mixture = mixture(base, self._config.quantization)
         kinds = depth.kinds(base)
         chosen = checkpointing.pattern(self._config.memory.checkpointing, len(kinds))
-        named = {base.get_submodule(name) for name in adapter.matching(base, self._adapter)}
-        adapted = [tuple(name for name, part in layer.named_modules() if part in named) for layer in layers]
+        named, adapted = depth.adapted(base, self._adapter)
         self.shortened = self._shortening(list(zip(kinds, chosen, adapted, strict=True)))
         self._checkpointed = [chosen[number] for number in self.shortened.layers]
         if len(self.shortened.layers) < len(kinds):
             depth.keep(base, self.shortened.layers)
-            self._adapter = _renamed(self._adapter, base, named)
+            self._adapter = depth.renamed(self._adapter, base, named)
 
     def make_step(self) -> None:
         """The step, as `training.run` makes it."""
@@ -433,12 +430,3 @@ class _Turns(defaultdict[torch.nn.Parameter, Any]):
     def __getitem__(self, parameter: torch.nn.Parameter) -> Any:
         self._recorder.turn_to(self._layers[parameter])
         return super().__getitem__(parameter)
-
-
-def _renamed(section: AdapterSection, base: Any, named: set[torch.nn.Module]) -> AdapterSection:
-    """The targets with the full names that the layers in `named` have in `base`, where others were removed."""
-    if not named:
-        return section
-    names = [re.escape(name) for name, module in base.named_modules() if module in named]
-    plain = [target for target in section.targets if not is_pattern(target)]
-    return section.model_copy(update={"targets": [*plain, *names]})

@@ -7,11 +7,12 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from finetune.data import examples
 from finetune.errors import ConfigError
 from finetune.inference import chat as conversation
 from finetune.inference import prompts
 from finetune.inference.generation import Settings
-from finetune.inference.jobs import ready
+from finetune.inference.jobs import UNRECORDED, kind_of, ready
 from finetune.report import words
 from finetune.report.terminal import note_beside_output
 from finetune.report.visible import LINES, visible
@@ -25,24 +26,25 @@ def generate(
     """Answer `texts`, the prompts of `file`, or without both those of standard input.
 
     One text is answered as text, while it is generated, or with `as_json` as one JSON object; others as JSON lines, in
-    the order of the prompts.
+    the order of the prompts. They are read before the model is loaded.
     """
     if texts and file:
         raise ConfigError("--prompt and --file both name prompts; give one of them")
+    ask = examples.ASKED[kind_of(run) or UNRECORDED]
+    if texts:
+        asked = [prompts.Prompt(ask(text), {"prompt": text}) for text in texts]
+    else:
+        asked = prompts.from_file(file, ask) if file else prompts.from_standard_input(ask)
     opened = ready(run, which, cache=settings.cache, trust_remote_code=trust_remote_code)
     if len(texts) == 1 and not as_json:
-        opened.stream(opened.asked(texts[0]), settings, _say)
+        opened.stream(asked[0].example, settings, _say)
         _say("\n")
         return
-    if texts:
-        asked = [prompts.Prompt(opened.asked(text), {"prompt": text}) for text in texts]
-    else:
-        asked = prompts.from_file(file, opened.asked) if file else prompts.from_standard_input(opened.asked)
     sizes = [0]
     found = opened.answers([one.example for one in asked], settings, sizes.append)
     for one, answer in zip(asked, found, strict=True):
         row = {**one.row, "model": which, "answer": answer.text, "tokens": answer.tokens, "ended": answer.ended}
-        sys.stdout.write(json.dumps(row, indent=2 if len(texts) == 1 else None) + "\n")
+        sys.stdout.write(json.dumps(row, indent=2 if len(texts) == 1 else None, default=str) + "\n")
         sys.stdout.flush()
     note_beside_output(f"KV cache ({settings.cache}): at most {words.size(max(sizes))} for a batch")
 

@@ -30,6 +30,7 @@ from finetune.inference.jobs import model_of
 from finetune.inference.metrics import Metric, find
 from finetune.inference.tasks import Tasks
 from finetune.lifecycle.failures import blaming_base
+from finetune.lifecycle.publish import is_merged
 from finetune.model import bounds
 from finetune.report import page
 from finetune.report.scores import Scores
@@ -86,8 +87,11 @@ def evaluate(
     libraries.quiet()
     config = config_of(run, trust_remote_code=trust_remote_code)
     chosen = _chosen(run, config, models)
-    job = _Job(run, config, Settings(max_new_tokens, batch_size=batch_size), [find(name) for name in metrics])
-    if not job.with_loss and (metrics or not tasks):
+    asks = bool(metrics) or not tasks  # tasks alone need no rows
+    with_loss = (asks or prepare.is_here(config.data)) and prepare.holds_out(config.data)
+    settled = Settings(max_new_tokens, batch_size=batch_size)
+    job = _Job(run, config, settled, [find(name) for name in metrics], with_loss)
+    if asks and not with_loss:
         raise DataError(
             f"no evaluation set (`data.eval: {named(config.data.eval)}`): set it to a file, or a larger "
             "`data.eval_share`, and train again; `--task` needs none"
@@ -136,18 +140,16 @@ def _chosen(run: RunDirectory, config: Config, models: Sequence[str]) -> list[st
 
 @dataclass
 class _Job:
-    """What is measured of each model; the loss, if there is an evaluation set."""
+    """What is measured of each model; with the loss, if there is an evaluation set."""
 
     run: RunDirectory
     config: Config
     settings: Settings
     metrics: list[Metric]
+    with_loss: bool
     questions: list[Question] = field(default_factory=list)
     tasks: Tasks | None = None
     too_long: int = 0
-
-    def __post_init__(self) -> None:
-        self.with_loss = prepare.holds_out(self.config.data)
 
     def ask(self, limit: int | None) -> None:
         """Read the questions, and try each metric on a reference, before any model is loaded."""
@@ -205,6 +207,10 @@ class _Job:
     def notes(self, found: dict[str, _Found]) -> list[str]:
         """What a reader of the table must know besides how its intervals were made."""
         notes = []
+        if not prepare.is_here(self.config.data):
+            notes.append("The loss was not measured: the rows were given from Python and are not kept on disk.")
+        if "merged" in found and self.config.adapter.kind == "lora" and not is_merged(self.run):
+            notes.append("The merged model is of an earlier adapter; `finetune merge` makes it anew.")
         if self.tasks:
             notes.append("Bounds of tasks' metrics that are no mean over rows are from lm_eval's standard error.")
         if self.too_long:

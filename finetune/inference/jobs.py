@@ -21,6 +21,9 @@ from finetune.runtime.device import this_device
 from finetune.settings import config_of
 from finetune.storage.rundir import RunDirectory
 
+UNRECORDED = "chat"
+"""The kind of the prompts of a run that does not record the kind of its rows."""
+
 
 @dataclass(frozen=True)
 class Ready:
@@ -72,10 +75,16 @@ def ready(
     if cache != "dynamic":
         caches.make(cache, load_architecture(config.model), 1)
     model, tokenizer = model_of(run, config, which)
-    kinds = [kind for event in run.events() if (kind := str(event.get("learns"))) in examples.ASKED]
-    if not kinds:
+    kind = kind_of(run)
+    if not kind:
         note_beside_output(f"{run.path} does not record the format of its rows; prompts are sent as conversations")
-    return Ready(config, model, tokenizer, kinds[-1] if kinds else "chat")
+    return Ready(config, model, tokenizer, kind or UNRECORDED)
+
+
+def kind_of(run: RunDirectory) -> str | None:
+    """The kind of the rows that the run was trained on, a key of `examples.ASKED`; None if it is not recorded."""
+    kinds = [kind for event in run.events() if (kind := str(event.get("learns"))) in examples.ASKED]
+    return kinds[-1] if kinds else None
 
 
 def generate(

@@ -28,8 +28,10 @@ class Prompt:
 def from_file(path: Path, asked: Callable[[str], Example]) -> list[Prompt]:
     """The prompts of a file: rows with `messages` or `prompt`, or lines of text; `asked` makes an example of a text.
 
-    Raises DataError, with every problem, for rows that are no prompts, and for a file without any.
+    Raises DataError, with every problem, for rows that are no prompts, and for a file that has none or is not there.
     """
+    if not path.exists():
+        raise DataError(f"{path}: no such file")
     found: list[Prompt] = []
     with Problems() as problems:
         read = readers.reader(path) or readers.READERS[".txt"]

@@ -68,7 +68,7 @@ def export_model(
             folder = run.path / form.folder
             with failures.out_of_memory_in_merge(run, format):
                 job = conversion.prepare(run, config, form, type, this_device(), note_beside_output)
-                if form.merged and config.adapter.kind == "lora" and not _is_merged(run):
+                if form.merged and config.adapter.kind == "lora" and not is_merged(run):
                     merge_locked(run, config, terminal, note_beside_output)
                 record = conversion.convert(job, format, form)
             run.event("exported", format=format, error=record["error"], agreement=record["agreement"])
@@ -81,7 +81,7 @@ def export_model(
     return record
 
 
-def _is_merged(run: RunDirectory) -> bool:
+def is_merged(run: RunDirectory) -> bool:
     """Whether the merged model is that of the adapter as it is now."""
     last = [event for event in run.events() if event["event"] in ("trained", "merged")][-1:]
     return run.merged.exists() and any(event.get("format") == "merged" for event in last)

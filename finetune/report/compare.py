@@ -92,12 +92,15 @@ class Comparison:
         }
 
 
-def compare(paths: Sequence[str | Path]) -> Comparison:
-    """Compare the runs at `paths`. Raises ArtifactError for what is none, and ConfigError for fewer than two."""
-    if len(paths) < 2:
-        raise ConfigError("give two run directories or more to compare")
-    runs = [RunDirectory.open(path) for path in paths]
-    names = [run.path.name for run in runs]
+def compare(runs: Sequence[RunDirectory | str | Path]) -> Comparison:
+    """Put runs, or those at paths, side by side; a notebook shows the result, and `write(path)` makes a page of it.
+
+    Raises ArtifactError for a path without a run, and ConfigError for fewer than two different runs.
+    """
+    opened = [run if isinstance(run, RunDirectory) else RunDirectory.open(run) for run in runs]
+    if len({run.path.resolve() for run in opened}) < max(2, len(opened)):
+        raise ConfigError("give two run directories or more to compare, each once")
+    names = [run.path.name for run in opened]
     if len(set(names)) < len(names):
-        names = [str(run.path) for run in runs]
-    return Comparison(dict(zip(names, runs, strict=True)))
+        names = [str(run.path) for run in opened]
+    return Comparison(dict(zip(names, opened, strict=True)))

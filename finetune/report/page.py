@@ -30,7 +30,9 @@ _EVENTS = 100
 _FILES = {
     "adapter": "the adapter, as PEFT reads it",
     "merged": "the merged model, as transformers and vLLM read it",
+    "plain-adapter": "the adapter for vLLM, SGLang and llama.cpp",
     "gguf": "the model for llama.cpp",
+    "ollama": "the model for Ollama",
     "config.yaml": "every setting, which reproduces the run",
     "metrics.jsonl": "each step and evaluation",
     "events.jsonl": "what happened, and when",
@@ -39,6 +41,7 @@ _FILES = {
     "data.jsonl": "rows that were dropped or changed",
     "answers.json": "sample answers",
     "eval.json": "base, adapter and merged model side by side",
+    "eval_answers.jsonl": "the answers that were scored",
     "environment.json": "versions and devices",
     "training.png": "loss and memory as a picture",
     "checkpoints": "from which the run can be continued",

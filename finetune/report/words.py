@@ -106,8 +106,7 @@ def verdict(planned: Forecast | Serving) -> str:
     needed, budget = size(planned.needed_bytes), size(planned.budget_bytes)
     if needed.split()[1] == budget.split()[1]:
         needed = needed.split()[0]
-    gpus = getattr(planned, "gpus", 1)  # answers are forecast on one
-    where = planned.device.name if gpus == 1 else f"each of {count(gpus)} x {planned.device.name}"
+    where = planned.device.name if planned.gpus == 1 else f"each of {count(planned.gpus)} x {planned.device.name}"
     usage = f"{needed} of {budget} on {where}"
     if planned.fits:
         return f"fits: {usage}"

@@ -110,7 +110,7 @@ def train(job: Job) -> Outcome:
             f"{progress.without_gain} evaluations. To continue, raise or remove `training.early_stopping`"
         )
     whole = None
-    if sharding.is_sharded(model) and not any(ranks.gathered(job.signals.name)):
+    if sharding.is_sharded(model) and not any(ranks.gathered(job.signals.name or callbacks.failed)):
         _load_best(job, ranks.main_does(lambda: _best_checkpoint(job, progress)))
         whole = whole_weights(model)
     # The DDP model references the process group and must not be the last to do so: its destructor would join the

@@ -145,6 +145,10 @@ def test_an_adapter_without_a_plain_form_is_refused(trained: RunDirectory, chang
         adapter_export.check(job(trained, **changes))
 
 
+def test_targets_by_regular_expression_are_linear_layers_and_no_parameters(trained: RunDirectory) -> None:
+    adapter_export.check(job(trained, targets=["q_proj", r".*layers\.0\.mlp.*"]))
+
+
 def test_a_rank_between_those_of_vllm_takes_the_next() -> None:
     record = {"rank": 100, "gguf": None}
     assert "--max-lora-rank 128" in serving.commands("adapter", Path("run/plain-adapter"), "base", record)["vLLM"]
@@ -181,7 +185,7 @@ def test_a_run_becomes_a_gguf_file_and_keeps_its_merged_model(run: RunDirectory,
     export(run, "gguf")
     assert [event["event"] for event in run.events()][-2:] == ["exported", "exported"], "merged once"
     run.event("trained", step=30)
-    assert not publish._is_merged(run), "an adapter that was trained on since"
+    assert not publish.is_merged(run), "an adapter that was trained on since"
 
 
 def test_llama_cpp_checks_a_run(run: RunDirectory) -> None:
@@ -354,13 +358,26 @@ def test_the_card_inherits_the_licence_and_has_what_was_measured(
     before = next(line["eval_loss"] for line in run.metrics() if "eval_loss" in line)
     proof = {"rows": 8, "tokens": 379, "error": 0.008, "bound": 0.02, "effect": 0.4, "agreement": 0.98}
     record = {"format": "gguf", "type": "f16", "compared_with": "x", "not_proven": ["Ollama was not run"], **proof}
+    config = config.changed({"adapter.targets": [".*[.](q|v)_proj"], "optimizer.lora_plus": 16.0})
     text = card.model_card(run, config, record, "one GGUF file")
     for expected in (
         "base_model: meta-llama/Llama-3.1-8B", "license: llama3.1", "license_link: https://example.org/LICENSE",
         "- tatsu-lab/alpaca", "# Llama: meta-llama/Llama-3.1-8B, fine-tuned", "Built with Llama.", "0.003", "GiB",
         f"{before:.4f} before", "differ by 0.800%", "Ollama was not run",
+        r"| adapter targets | .*[.](q\|v)_proj |", "| LoRA+ ratio | 16 |",
     ):  # fmt: skip
         assert expected in text, expected
+
+
+def test_the_card_has_the_loss_of_the_weights_that_were_published(run: RunDirectory) -> None:
+    def after() -> str:
+        return card._measured(run)["evaluation loss"].split(" before, ")[1].split()[0]
+
+    first, *_, last = (line for line in run.metrics() if "eval_loss" in line)
+    run.event("best_loaded", step=first["step"])
+    assert after() == f"{first['eval_loss']:.4f}"
+    run.event("resumed", step=first["step"])
+    assert after() == f"{last['eval_loss']:.4f}"
 
 
 def test_a_card_without_a_base_on_the_hub_asks_nothing_and_names_no_folder(

@@ -44,6 +44,15 @@ def test_layers_that_are_left_out_of_the_trace_count() -> None:
     assert many.cache_bytes == 2 * few.cache_bytes == 2 * 9 * 2 * (3 * 2 * 96 * 16) * 2
 
 
+def test_an_adapter_on_some_layers_by_pattern_counts_in_those_alone() -> None:
+    def adapter_bytes(layers: str) -> int:
+        config = tiny_models.config(adapter__targets=[f".*layers[.]{layers}[.]mlp.*"])
+        architecture = tiny_models.architecture("llama", 16)
+        return of(config, architecture, tiny_models.cpu(), rows=1, context=32, cache="dynamic").categories["adapter"]
+
+    assert adapter_bytes("[0-7]") == 8 * adapter_bytes("9") > 0
+
+
 def test_every_cache_that_the_model_can_have_is_told_with_its_size() -> None:
     found = serving.forecast(tiny_models.config(model__name="builtin:tiny-llama"), "cpu", context=64).caches
     assert found.keys() - {"quantized"} == {"dynamic", "static", "offloaded"}

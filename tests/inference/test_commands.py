@@ -6,11 +6,14 @@ import io
 import json
 import sys
 from collections.abc import Callable
+from datetime import date
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pyarrow as pa
 import pytest
+from pyarrow import parquet
 
 from finetune import cli
 from finetune.errors import ConfigError, DataError
@@ -67,6 +70,12 @@ def test_a_file_of_prompts_becomes_lines_with_their_answers(call: Call, opened: 
     assert "KV cache (dynamic): at most" in err
 
 
+def test_a_field_that_json_has_no_type_for_is_kept_as_text(call: Call, tmp_path: Path) -> None:
+    parquet.write_table(pa.table({"prompt": ["Say 5"], "day": [date(2026, 1, 2)]}), tmp_path / "prompts.parquet")
+    code, out, _ = call("generate", "--file", tmp_path / "prompts.parquet")
+    assert (code, json.loads(out)["day"]) == (0, "2026-01-02")
+
+
 def test_standard_input_is_lines_of_text_or_of_json(call: Call, opened: jobs.Ready) -> None:
     for typed in (b"Say 5\n\nWhat is `abc`?\n", b'{"prompt": "Say 5"}\n{"prompt": "What is `abc`?"}\n'):
         code, out, _ = call("generate", typed=typed)
@@ -106,7 +115,7 @@ def test_a_stop_text_and_other_settings_arrive(call: Call, opened: jobs.Ready) -
         (("--prompt", "x", "--cache", "sliding"), b"", 2, "no layer of this model attends to a window"),
         (("--prompt", "x", "--top-p", 0), b"", 2, "`top_p` must be above 0"),
         (("--prompt", "x", "--model", "bse"), b"", 2, "choose base, adapter or merged"),
-        (("--file", "nowhere.txt"), b"", 3, "nowhere.txt"),
+        (("--file", "nowhere.txt"), b"", 3, "nowhere.txt: no such file"),
     ],
 )
 def test_what_cannot_be_answered_is_said(
@@ -115,6 +124,18 @@ def test_what_cannot_be_answered_is_said(
     found, out, err = call("generate", *arguments, typed=typed)
     assert (found, out) == (code, "")
     assert told in err
+
+
+def test_prompts_are_read_before_a_model_is_loaded(
+    trained: RunDirectory, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.delattr(commands, "ready")
+    monkeypatch.setattr(sys, "stdin", SimpleNamespace(isatty=lambda: True))
+    (tmp_path / "none.txt").touch()
+    with pytest.raises(DataError, match="no prompts"):
+        commands.generate(trained, [], tmp_path / "none.txt", "adapter", SETTINGS, as_json=False)
+    with pytest.raises(ConfigError, match="give --prompt or --file"):
+        commands.generate(trained, [], None, "adapter", SETTINGS, as_json=False)
 
 
 def test_a_conversation_that_ends_with_an_answer_is_no_prompt(opened: jobs.Ready, tmp_path: Path) -> None:

@@ -20,6 +20,8 @@ import finetune
 from finetune.config import dump
 from finetune.data.prepare import questions
 from finetune.errors import ArtifactError, ConfigError, DataError
+from finetune.inference.evaluation import _Found, _Job
+from finetune.inference.generation import Settings
 from finetune.inference.tasks import Tasks
 from finetune.report.scores import Scores
 from finetune.storage.rundir import RunDirectory
@@ -212,6 +214,12 @@ def test_a_run_without_an_evaluation_set_takes_tasks_alone_and_a_damaged_adapter
     assert [one["name"] for one in found.record["measures"]] == ["sayings: acc", "sayings: acc_norm"]
     assert measure(found, "sayings: acc")["rows"] == 2
     assert found.losses == {}
+    lost = run.config().changed({"data.train": "python:0123456789abcdef"})
+    other.config_file.write_text(dump(lost))
+    found = finetune.evaluate(other, tasks=[str(task)], models=["adapter"], limit=1)
+    assert "given from Python" in found.notes[1]
+    with pytest.raises(DataError, match="run the program that gave it again"):
+        finetune.evaluate(other)
     file = other.adapter / "adapter_model.safetensors"
     tensors = load_file(file)
     save_file(dict(list(tensors.items())[1:]), file)
@@ -219,6 +227,14 @@ def test_a_run_without_an_evaluation_set_takes_tasks_alone_and_a_damaged_adapter
     with pytest.raises(ArtifactError, match="do not fit this base"):
         finetune.evaluate(other, tasks=[str(task)])
     assert other.eval_file.read_bytes() == before
+
+
+def test_a_merged_model_of_an_earlier_adapter_is_told(run: RunDirectory, tmp_path: Path) -> None:
+    other = RunDirectory(shutil.copytree(run.path, tmp_path / "run"))
+    job = _Job(other, other.config(), Settings(), [], with_loss=True)
+    assert job.notes({"merged": _Found()}) == []
+    other.event("trained", step=21, memory={})
+    assert "of an earlier adapter" in job.notes({"merged": _Found()})[0]
 
 
 @pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`")

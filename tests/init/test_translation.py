@@ -116,6 +116,12 @@ def test_what_llama_factory_does_by_default_is_written_out(tmp_path: Path, monke
     assert draft.notes == ["Without a counterpart here: trust_remote_code: true, max_samples: 1000"]
 
 
+def test_the_project_and_the_name_of_a_tracker_are_kept(tmp_path: Path) -> None:
+    draft = translate(write(tmp_path, "base_model: x\nwandb_project: faq\nwandb_name: first\n"))
+    found = draft.config.tracking
+    assert (found.to, found.project, found.name) == (["wandb"], "faq", "first")
+
+
 def test_what_contradicts_itself_here_is_said(tmp_path: Path) -> None:
     draft = translate(write(tmp_path, "base_model: x\nadapter: qlora\npissa_init: true\nval_set_size: 20\n"))
     assert any(note.startswith("To be decided: `adapter.init`: PiSSA") for note in draft.notes)

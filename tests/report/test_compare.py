@@ -31,7 +31,7 @@ def other(run: RunDirectory) -> RunDirectory:
 
 
 def test_differences_and_results_are_those_of_the_runs(run: RunDirectory, other: RunDirectory) -> None:
-    found = compare([run.path, other.path]).as_dict()
+    found = compare([run, other.path]).as_dict()
     assert found["differences"] == {
         "adapter.rank": {"small": 16, "<other>": 4},
         "data.train": {"small": "builtin:python_docs", "<other>": ["a.jsonl", "b.jsonl"]},
@@ -69,7 +69,8 @@ def test_runs_of_one_name_are_told_apart_by_their_paths(run: RunDirectory, tmp_p
 
 
 def test_one_run_or_none_at_the_path_is_refused(run: RunDirectory, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="two"):
-        compare([run.path])
+    for too_few in ([run.path], [run.path, run]):
+        with pytest.raises(ConfigError, match="two"):
+            compare(too_few)
     with pytest.raises(ArtifactError, match="not a run directory"):
         compare([run.path, tmp_path])

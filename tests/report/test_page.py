@@ -12,6 +12,7 @@ from markup_reader import Reader
 from report_lines import MIB, evaluation_line, training_line, write_lines
 
 from finetune.config import Config, dump
+from finetune.export.formats import FORMATS, Conversion
 from finetune.report import page
 from finetune.report.figures import Figures
 from finetune.report.result import Result
@@ -40,6 +41,15 @@ def test_nothing_is_loaded_from_elsewhere_and_links_lead_to_the_runs_own_files(r
     assert all((run.path / link).exists() for link in reader.references)
     assert not reader.tags & {"link", "iframe", "object", "form", "img"}
     assert not re.search(r"url\(|@import", markup)
+
+
+def test_all_that_other_commands_write_is_linked(run: RunDirectory) -> None:
+    written = {form.folder for form in FORMATS.values() if isinstance(form, Conversion)}
+    written |= {run.eval_answers_file.name}
+    for name in written:
+        (run.path / name).touch()
+    page.write(run)
+    assert written <= {link.rstrip("/") for link in Reader(run.report_file.read_text()).references}
 
 
 def test_the_policy_of_the_page_allows_its_own_script_and_nothing_else(markup: str) -> None:
