@@ -55,7 +55,7 @@ fit: $(READY) ## Write CONFIG fitted to GPU="RTX 4090".
 merge: $(READY) ## Merge RUN=runs/... into a 16-bit model and prove it.
 	$(BIN)/finetune merge $(or $(RUN),$(error give RUN=runs/NAME))
 
-test: $(DEV) ## Run the tests, notebooks included (ten minutes).
+test: $(DEV) ## Run the tests, notebooks included (thirteen minutes).
 	$(BIN)/python -m pytest -n 2 --dist worksteal $(ARGS)
 
 test-fast: $(DEV) ## Run all but the slow tests, for while you edit (two minutes).
@@ -96,6 +96,7 @@ sweep: $(DEV) ## Compare the forecast with real training steps and with the peer
 	$(BIN)/python benchmarks/forecast_cpu.py
 	$(BIN)/python benchmarks/forecast_peers.py
 	$(BIN)/python benchmarks/forecast_speed.py
+	$(BIN)/python benchmarks/plan_70b.py
 	$(BIN)/python benchmarks/step_cost.py
 	$(BIN)/python benchmarks/fit_cpu.py
 
