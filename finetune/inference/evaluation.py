@@ -124,6 +124,8 @@ def evaluate(
     terminal.scores(scores)
     if metrics:
         write_lines(run.eval_answers_file, job.answered(found))
+    else:
+        run.eval_answers_file.unlink(missing_ok=True)  # those of an earlier evaluation
     write_json(run.eval_file, record)
     if run.report_file.exists():
         page.write(run)

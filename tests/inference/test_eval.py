@@ -210,7 +210,9 @@ def test_a_run_without_an_evaluation_set_takes_tasks_alone_and_a_damaged_adapter
     other = RunDirectory(shutil.copytree(run.path, tmp_path / "run"))
     other.config_file.write_text(dump(run.config().changed({"data.eval": "none"})))
     other.eval_file.unlink(missing_ok=True)
+    other.eval_answers_file.write_text("of an earlier evaluation")
     found = finetune.evaluate(other, tasks=[str(task)], models=["adapter"], limit=2)
+    assert not other.eval_answers_file.exists()
     assert [one["name"] for one in found.record["measures"]] == ["sayings: acc", "sayings: acc_norm"]
     assert measure(found, "sayings: acc")["rows"] == 2
     assert found.losses == {}
