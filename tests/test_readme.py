@@ -254,6 +254,22 @@ def test_figures_of_answers_are_the_measured_ones() -> None:
     assert_shown([*rows, *spans, *told], page("docs/benchmarks.md"))
 
 
+def test_what_is_said_of_merges_was_measured() -> None:
+    found = results("merge")
+    kills = [found[f"kills_at_{moments}"] for moments in ("random", "each_change_of_a_file")]
+    assert not any(part["partial_models_published"] or part["ended_with_other_files"] for part in kills)
+    plan, merged = found["plan_70B"], found["merge_1B"]
+    assert_shown(
+        [
+            f"{kills[0]['kills']} random moments and at each of {kills[1]['kills']} changes",
+            f"{plan['shards']} shards and {plan['weights_bytes'] / 2**30:.1f} GiB is planned in "
+            f"{plan['planning_seconds']} s",
+            f"{merged['peak_resident_bytes'] / 2**30:.2f} GiB of host memory",
+        ],
+        page("docs/benchmarks.md"),
+    )
+
+
 def test_figures_of_several_ranks_are_the_measured_ones() -> None:
     found, shared = results("faults_ranks"), results("many_gpus")
     kills = found["found"]
