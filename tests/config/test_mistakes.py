@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from collections import Counter
 from pathlib import Path
 
+import mistakes
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.append(str(ROOT / "benchmarks"))
-
-import mistakes  # noqa: E402
 
 
 @pytest.fixture(scope="module")
