@@ -27,7 +27,8 @@ def write(
     """Write the file of the target `on` for `nodes` nodes with `gpus` GPUs each; its path and the command it is for.
 
     `gpu` is the name of a card, `image` a container image with finetune, `volume` one that all nodes can mount. Raises
-    ConfigError for a config that cannot be trained so, an unknown target or a missing option; MachineError.
+    ConfigError for a config that cannot be trained so or that the nodes would not find, an unknown target, a missing
+    option, or an `output` that is the config; MachineError.
     """
     if on not in TARGETS:
         raise ConfigError(f"--on: {unknown(on, list(TARGETS))}")
@@ -39,6 +40,10 @@ def write(
     check_shares(job, nodes * gpus)
     run = Path(job.output.dir or f"runs/{config.stem}")
     file = output or Path(f"{config.stem}{target.suffix}")
+    if file.resolve() == config.resolve():
+        raise ConfigError(f"--output: {file} is the config itself; give another name")
+    if target.copied:
+        config = _in_working_directory(config)
     _refuse_unprintable(config, file, Path.cwd(), run, *overrides, *filter(None, (gpu, image, volume)))
     text = _render(
         target.template,
@@ -57,6 +62,16 @@ def write(
     )
     write_text(file, text)
     return file, target.submit.format(file=shlex.quote(str(file)))
+
+
+def _in_working_directory(config: Path) -> Path:
+    """The config's path in the working directory."""
+    here, place = Path.cwd().resolve(), config.resolve()
+    if not place.is_relative_to(here):
+        raise ConfigError(
+            f"{config}: not in this directory, of which alone the nodes have a copy; put the config and its data here"
+        )
+    return place.relative_to(here)
 
 
 def _refuse_unprintable(*words: object) -> None:

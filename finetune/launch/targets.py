@@ -14,7 +14,7 @@ class Target:
 
     `head` is the address of the first node and `first` whether this node is it, as shell words that torchrun's
     rendezvous gets; without `first` the node with the name `head` is. `needs` are the options without which the file
-    would not be ready.
+    would not be ready. `copied`: the nodes have what is in the working directory, at another place, and nothing else.
     """
 
     help: str
@@ -23,6 +23,7 @@ class Target:
     head: str
     first: str = ""
     needs: tuple[str, ...] = ()
+    copied: bool = False
 
     @property
     def suffix(self) -> str:
@@ -37,10 +38,10 @@ TARGETS: dict[str, Target] = {
     "skypilot": Target(
         "a task for SkyPilot's managed jobs", "skypilot.sky.yaml.j2", "sky jobs launch {file}",
         head='"$(head -n 1 <<< "$SKYPILOT_NODE_IPS"):29500"', first="$((SKYPILOT_NODE_RANK == 0))",
-        needs=("gpu", "image"),
+        needs=("gpu", "image"), copied=True,
     ),
     "kubernetes": Target(
         "a TrainJob for Kubeflow Trainer (2.2 or newer)", "kubernetes.trainjob.yaml.j2", "kubectl create -f {file}",
-        head='"$PET_MASTER_ADDR:$PET_MASTER_PORT"', first="$((PET_NODE_RANK == 0))", needs=("image",),
+        head='"$PET_MASTER_ADDR:$PET_MASTER_PORT"', first="$((PET_NODE_RANK == 0))", needs=("image",), copied=True,
     ),
 }  # fmt: skip

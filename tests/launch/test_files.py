@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
+import shutil
 import signal
 import stat
 import subprocess
@@ -20,12 +21,14 @@ from finetune.launch import files
 from finetune.launch.targets import TARGETS
 
 OPTIONS: dict[str, Any] = {"nodes": 2, "gpus": 4, "gpu": "H100", "image": "me/finetune:1"}
+CONFIG = Path(TINY.name)
 AWKWARD = "data.train=[my rows.jsonl, it's.jsonl]"
 
 
 @pytest.fixture(autouse=True)
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
+    shutil.copy(TINY, CONFIG)
     return tmp_path
 
 
@@ -40,7 +43,7 @@ def script_of(on: str, file: Path) -> str:
 
 @pytest.mark.parametrize("on", TARGETS)
 def test_each_target_starts_torchrun_on_every_node(on: str) -> None:
-    file, command = files.write(TINY, ["training.micro_batch=1", AWKWARD], on, **OPTIONS)
+    file, command = files.write(CONFIG, ["training.micro_batch=1", AWKWARD], on, **OPTIONS)
     assert command.endswith(f" {file}")
     script = script_of(on, file)
     subprocess.run(["bash", "-n"], input=script, text=True, check=True)
@@ -48,12 +51,12 @@ def test_each_target_starts_torchrun_on_every_node(on: str) -> None:
     words = shlex.split(start.removesuffix("&"))
     assert {"--nnodes=$nodes", "--nproc-per-node=4", "--max-restarts=3", "--rdzv-backend=c10d"} <= set(words)
     trained = words[words.index("-m") :]
-    assert trained[:6] == ["-m", "finetune", "train", str(TINY), "training.micro_batch=1", AWKWARD]
+    assert trained[:6] == ["-m", "finetune", "train", str(CONFIG), "training.micro_batch=1", AWKWARD]
 
 
 def test_the_files_have_the_keys_of_their_tools() -> None:
     """SkyPilot's task, and Kubeflow Trainer's TrainJob by its custom resource definition (2.3)."""
-    task = yaml.safe_load(files.write(TINY, ["training.micro_batch=1"], "skypilot", **OPTIONS)[0].read_text())
+    task = yaml.safe_load(files.write(CONFIG, ["training.micro_batch=1"], "skypilot", **OPTIONS)[0].read_text())
     assert task["num_nodes"] == 2
     assert task["resources"]["accelerators"] == "H100:4"
     assert task["resources"]["job_recovery"] == {"max_restarts_on_errors": 3}
@@ -61,7 +64,7 @@ def test_the_files_have_the_keys_of_their_tools() -> None:
     [mount] = task["volumes"]
     assert f"output.dir={mount}/tiny_cpu" in task["run"]
 
-    job = yaml.safe_load(files.write(TINY, ["training.micro_batch=1"], "kubernetes", **OPTIONS)[0].read_text())
+    job = yaml.safe_load(files.write(CONFIG, ["training.micro_batch=1"], "kubernetes", **OPTIONS)[0].read_text())
     assert (job["apiVersion"], job["kind"]) == ("trainer.kubeflow.org/v1alpha1", "TrainJob")
     assert set(job["spec"]) == {"runtimeRef", "trainer", "runtimePatches"}
     assert set(job["spec"]["trainer"]) == {"numNodes", "image", "resourcesPerNode", "command"}
@@ -83,24 +86,42 @@ def test_the_files_have_the_keys_of_their_tools() -> None:
 )
 def test_what_could_not_be_trained_is_refused(here: Path, on: str, changed: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        files.write(TINY, ["training.micro_batch=1"], on, **{**OPTIONS, **changed})
-    assert not list(here.iterdir())
+        files.write(CONFIG, ["training.micro_batch=1"], on, **{**OPTIONS, **changed})
+    assert list(here.iterdir()) == [here / CONFIG]
+
+
+@pytest.mark.parametrize("on", TARGETS)
+def test_nodes_that_have_a_copy_of_this_directory_get_no_config_from_elsewhere(on: str, here: Path) -> None:
+    overrides = ["training.micro_batch=1"]
+    if not TARGETS[on].copied:  # the nodes may see other directories as well
+        assert str(TINY) in files.write(TINY, overrides, on, **OPTIONS)[0].read_text()
+    else:
+        with pytest.raises(ConfigError, match="not in this directory"):
+            files.write(TINY, overrides, on, **OPTIONS)
+        absolute = files.write(here / CONFIG, overrides, on, **OPTIONS)[0].read_text()
+        assert absolute == files.write(CONFIG, overrides, on, **OPTIONS)[0].read_text()
+
+
+def test_the_file_does_not_replace_the_config(here: Path) -> None:
+    with pytest.raises(ConfigError, match="is the config itself"):
+        files.write(CONFIG, ["training.micro_batch=1"], "slurm", **OPTIONS, output=here / "." / CONFIG)
+    assert CONFIG.read_text() == TINY.read_text()
 
 
 @pytest.mark.parametrize("on", TARGETS)
 def test_a_name_cannot_smuggle_a_command_into_the_file(on: str, here: Path) -> None:
     config = here / "job\ntouch smuggled\n.yaml"
-    config.write_text(TINY.read_text())
+    config.write_text(CONFIG.read_text())
     with pytest.raises(ConfigError, match="cannot be printed"):
         files.write(config, ["training.micro_batch=1"], on, **OPTIONS)
-    assert list(here.iterdir()) == [config]
+    assert set(here.iterdir()) == {config, here / CONFIG}
 
 
 def test_a_job_has_a_name_that_clusters_take_whatever_the_run_is_called() -> None:
     """Kubernetes refuses one that ends with a hyphen."""
     for run, name in (("日本語", "finetune"), ("Ünder_20%!", "finetune-nder-20")):
         overrides = ["training.micro_batch=1", f"output.dir=runs/{run}"]
-        file, _ = files.write(TINY, overrides, "kubernetes", **OPTIONS)
+        file, _ = files.write(CONFIG, overrides, "kubernetes", **OPTIONS)
         assert yaml.safe_load(file.read_text())["metadata"]["name"] == name
 
 
@@ -114,7 +135,7 @@ def test_slurm_queues_a_job_again_that_its_time_limit_ended(here: Path) -> None:
     for name, text in tools.items():
         (here / name).write_text(f"#!/bin/bash\n{text}\n")
         (here / name).chmod(stat.S_IRWXU)
-    file, _ = files.write(TINY, ["training.micro_batch=1"], "slurm", **OPTIONS)
+    file, _ = files.write(CONFIG, ["training.micro_batch=1"], "slurm", **OPTIONS)
     slurm = {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_NODELIST": "a,b"}
     job = subprocess.Popen(["bash", str(file)], env=os.environ | slurm | {"PATH": f"{here}:{os.environ['PATH']}"})
     while not (here / "ranks").exists():
