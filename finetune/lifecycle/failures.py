@@ -30,14 +30,12 @@ def out_of_memory(config: Config, run: RunDirectory, monitor: Monitor, device: t
         with snapshots.recorded(run.snapshot_file, device, config.memory.snapshot):
             yield
     except OutOfMemoryError:  # in a save, which says what to do
-        monitor.leave()
-        run.event("out_of_memory", memory=monitor.run)
+        _record(run, monitor)
         raise
     except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
             raise
-        monitor.leave()
-        run.event("out_of_memory", memory=monitor.run)
+        _record(run, monitor)
         snapshot = f"\nAllocator snapshot: {run.snapshot_file}" if run.snapshot_file.exists() else ""
         first = "\n".join([reason(error), *getattr(error, "__notes__", ())])
         explained = OutOfMemoryError(
@@ -45,6 +43,12 @@ def out_of_memory(config: Config, run: RunDirectory, monitor: Monitor, device: t
         )
         explained.shared = getattr(error, "shared", False)
         raise explained from None
+
+
+def _record(run: RunDirectory, monitor: Monitor) -> None:
+    monitor.leave()
+    with contextlib.suppress(MachineError):  # a disk that is full as well must not hide why the run ended
+        run.event("out_of_memory", memory=monitor.run)
 
 
 def out_of_memory_in_merge(run: RunDirectory, format: str) -> contextlib.AbstractContextManager[None]:

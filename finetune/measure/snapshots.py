@@ -29,7 +29,8 @@ def recorded(snapshot_file: Path, device: torch.device, history: bool) -> Iterat
     try:
         yield
     except torch.OutOfMemoryError:
-        dump(str(snapshot_file))
+        with contextlib.suppress(OSError):  # of a full disk; the error says where the snapshot is, if there is one
+            dump(str(snapshot_file))
         raise
     else:
         if history:

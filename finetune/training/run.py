@@ -262,7 +262,8 @@ class _OutOfMemory:
         """Add a note to `error` that names the row, and save the state of the last completed step."""
         place, step = oom_retry.place_of(self.data.train, inputs), self.progress.step
         tokens = inputs["input_ids"].numel()
-        self.run.event("row_does_not_fit", step=step + 1, place=place, tokens=tokens, **rank)
+        with contextlib.suppress(MachineError):  # a disk that is full as well must not hide why the run ends
+            self.run.event("row_does_not_fit", step=step + 1, place=place, tokens=tokens, **rank)
         where = f", on rank {rank['rank']}" if rank else ""
         error.add_note(f"The row that does not fit, alone in its micro-batch{where}: {place}, {tokens} tokens.")
         if self.device.type == "cpu":  # saving needs host memory; GPU memory is kept for the allocator's snapshot
@@ -271,9 +272,10 @@ class _OutOfMemory:
             ranks.main_does(self.checkpoints.wait)
             if step == 0 or ranks.main_does(lambda: self.checkpoints.holds(self.progress)):
                 return
-            self.checkpoints.save(self.progress)
+            with ranks.agreeing():  # memory may run out again, on the rank that copies the weights
+                self.checkpoints.save(self.progress)
             ranks.main_does(self.checkpoints.wait)
-        except (FinetuneError, MemoryError, RuntimeError) as unsaved:
+        except (FinetuneError, MemoryError, OSError, RuntimeError) as unsaved:
             error.add_note(f"Step {step} could not be saved: {unsaved}.")
         else:
             error.add_note(f"Step {step} was saved.")
@@ -302,7 +304,7 @@ def _fit(job: Job, loop: Loop) -> None:
     except KeyboardInterrupt:  # the second one: end without waiting
         raise
     except BaseException:
-        with contextlib.suppress(FinetuneError):  # the first error is the one to report
+        with contextlib.suppress(Exception):  # the first error is the one to report
             loop.checkpoints.wait()
         raise
 

@@ -17,7 +17,7 @@ from steps import assert_gradients_close, before_each_step, gradients, micro_bat
 
 import finetune
 from finetune.config import Config
-from finetune.errors import OutOfMemoryError
+from finetune.errors import MachineError, OutOfMemoryError
 from finetune.runtime import libraries
 from finetune.storage.rundir import RunDirectory, checkpoint_step
 from finetune.training.collator import Inputs, split
@@ -347,6 +347,21 @@ def test_a_row_that_does_not_fit_alone_is_named_and_the_steps_before_it_are_save
     files = [load_file(run.adapter / "adapter_model.safetensors") for run in (whole, run)]
     assert all(torch.equal(files[0][name], files[1][name]) for name in files[0])
     assert [line["step"] for line in run.metrics()] == [1, 2, 3, 4, 5, 6]
+
+
+def test_a_disk_that_is_full_as_well_does_not_hide_a_row_that_does_not_fit(
+    quick, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def exhausted(inputs: Inputs, masked: bool) -> NoReturn:
+        monkeypatch.setattr(RunDirectory, "event", full)
+        raise torch.OutOfMemoryError("CUDA out of memory. (injected)")
+
+    def full(run: RunDirectory, name: str, **fields: object) -> NoReturn:
+        raise MachineError("events.jsonl cannot be written: no space left")
+
+    monkeypatch.setattr("finetune.training.step.for_model", exhausted)
+    with pytest.raises(OutOfMemoryError, match="The row that does not fit, alone"):
+        finetune.train(quick(*EXACT, "training.micro_batch=1"))
 
 
 def test_an_error_that_a_notebook_keeps_does_not_keep_the_model(quick, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -110,6 +110,19 @@ def test_a_row_that_does_not_fit_one_rank_ends_all_with_the_steps_before_it_save
     assert [each.code for each in together.go(2)] == [0, 0]
 
 
+def test_a_save_that_does_not_fit_either_is_told_by_all_beside_the_row(job: Make) -> None:
+    """The rank that copies the weights, alone, runs out of memory again."""
+    together = job("training.micro_batch=1", "output.save_every=null")
+    stepped = "finetune.training.recorder:Recorder.stepped"
+    row = Fault(MLP, "backward", LAYERS + 2, "memory", after=stepped)
+    copy = Fault("finetune.training.checkpoints:snapshot", "", 1, "memory")
+    first, second = together.go(2, {0: copy, 1: row})
+    assert (first.code, second.code) == (6, 6), first.output + second.output
+    assert "alone in its micro-batch, on rank 1" in said(first)
+    assert "Step 1 could not be saved: rank 0: out of memory while writing" in said(first)
+    assert together.run.complete_checkpoints() == []
+
+
 def test_an_evaluation_that_does_not_fit_one_rank_is_skipped_by_all(job: Make) -> None:
     together = job("training.batch_size=4", "training.micro_batch=1")
     fault = Fault(MLP, "^$", 1, "memory", after="finetune.training.evaluation:summed_loss")
