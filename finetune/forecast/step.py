@@ -258,6 +258,9 @@ class _TracedStep:
             self._keep(module, layer)
             with self._sharding():
                 cut(self._base, module)
+            for weight in module.parameters(recurse=False):
+                if hasattr(weight, "slices"):
+                    self.recorder.mark(weight, "base_weights", managed=self.recorder.slices_on_host)
         self.recorder.phase = "attach" if self._shards else "optimizer"
         for module in self._model.modules():
             self._keep(module, owner.get(id(module)))

@@ -1,8 +1,9 @@
 """Sharding: each rank holds a slice of every weight, and a whole layer only while it computes it (torch's FSDP2).
 
-Each decoder layer is a unit, whose weights are gathered together; embeddings, head and the last norm are another. A
-weight of shape (rows, ...) is cut into one slice of rows a rank, all of the same size but the last ones, which may be
-shorter or empty. What is computed from whole weights is the same as without sharding, at any number of ranks.
+The weights of a unit are gathered together. Each decoder layer is one, the embeddings are one, and so is the head with
+the last norm; all else, and embeddings that are the head as well, belong to the model itself. A weight of shape
+(rows, ...) is cut into one slice of rows a rank, all of the same size but the last ones, which may be shorter or empty.
+What is computed from whole weights is the same as without sharding, at any number of ranks.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import contextlib
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -86,7 +87,8 @@ class Sharding:
         if weight is None or hasattr(weight, "slices"):
             return
         weight.slices = Slices.of(len(weight), self.mesh)
-        weight.data = weight.slices.mine(weight.data).clone()
+        device = "cpu" if self.offload else weight.device
+        weight.data = weight.slices.mine(weight.data).to(device, copy=True)
 
     def apply(self, model: Any) -> None:
         """Shard all weights of `model`, of which some may have been cut before; one layer at a time is whole.
@@ -94,22 +96,60 @@ class Sharding:
         Raises ConfigError for a model without layers that transformers can recompute, or with experts in 4 bit.
         """
         _check(model)
-        policy = CPUOffloadPolicy(pin_memory=self.mesh.device_type != "cpu") if self.offload else OffloadPolicy()
-        for unit in (*checkpointing.layers(model), model):
-            for weight in unit.parameters():
-                if slices := vars(weight).pop("slices", None):
-                    weight.data = slices.whole(weight.data)
-            _refuse_copies(unit)
-            # The last unit is needed first in the backward pass, so torch keeps it whole.
-            fully_shard(
-                unit,
-                mesh=self.mesh,
-                reshard_after_forward=None if unit is model else not self.keep_whole,
-                offload_policy=policy,
-            )
+        embeddings, last = _ends(model)
+        for layer in checkpointing.layers(model):
+            self._shard([layer], keep_whole=self.keep_whole)
+        if embeddings:
+            unit = self._shard([embeddings], keep_whole=self.keep_whole)
+            unit.set_unshard_in_backward(False)  # their gradient takes no weights
+        if last:  # needed first in the backward pass
+            self._shard(last, keep_whole=True)
+        self._shard([model], keep_whole=True)
         for module in model.modules():
             if state := getattr(module, "quant_state", None):  # bitsandbytes gives it to gathered weights
                 module.weight.quant_state = state
+
+    def _shard(self, unit: list[nn.Module], *, keep_whole: bool) -> FSDPModule:
+        """Make `unit` one; with `keep_whole` its weights stay whole from its forward to its backward pass."""
+        for weight in (weight for part in unit for weight in part.parameters()):
+            if slices := vars(weight).pop("slices", None):
+                weight.data = slices.whole(weight.data)
+            elif not isinstance(weight, DTensor):  # PEFT puts an adapter where it finds the slice
+                weight.data = weight.data.to(self.mesh.device_type)
+        for part in unit:
+            _refuse_copies(part)
+        policy = CPUOffloadPolicy(pin_memory=self.mesh.device_type != "cpu") if self.offload else OffloadPolicy()
+        fully_shard(unit, mesh=self.mesh, reshard_after_forward=not keep_whole, offload_policy=policy)
+        return cast(FSDPModule, unit[0])
+
+
+def _ends(model: Any) -> tuple[nn.Module | None, list[nn.Module]]:
+    """The embeddings, and the last norm with the head; nothing where the two share weights.
+
+    The loss reads the head's weight without calling the head, so that it is gathered when the norm is called (torch
+    2.13, `fully_shard`: a group of which only a part runs).
+    """
+    embeddings, head = model.get_input_embeddings(), model.get_output_embeddings()
+    if embeddings is None or head is None or set(embeddings.parameters()) & set(head.parameters()):
+        return None, []
+    layers = checkpointing.layers(model)
+    for decoder in model.modules():
+        parts = list(decoder.children())
+        place = next((n for n, one in enumerate(parts) if isinstance(one, nn.ModuleList) and layers[-1] in one), None)
+        if place is not None:
+            norm = next((one for one in parts[place + 1 :] if any(True for _ in one.parameters())), None)
+            if norm is not None:
+                decoder.register_forward_hook(lambda *_: _check_gathered(head, model))
+            return embeddings, [norm, head] if norm is not None else []
+    return embeddings, []
+
+
+def _check_gathered(head: Any, model: Any) -> None:
+    if isinstance(head.weight, DTensor):
+        raise ConfigError(
+            f"`distributed.kind: fsdp`: {type(model).__name__} does not use the norm after its layers, with which its "
+            "head is gathered; set `ddp`"
+        )
 
 
 def _check(model: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import signal
 from collections.abc import Callable
@@ -11,9 +12,10 @@ import pytest
 import torch
 from children import Children, Ended, Fault
 from jobs import QUICK
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from together import Together
 
+from finetune.model.locate import locate
 from finetune.storage.rundir import RunDirectory
 
 STEP = "finetune.training.step:Step.clip"
@@ -28,8 +30,22 @@ KINDS = {
     "16 bit": ["quantization.kind=none", "distributed.stage=gradients", "memory.checkpointing=keep-products"],
     "full": ["quantization.kind=none", "adapter.kind=none", "distributed.offload=cpu"],
 }
+UNTIED = ("16 bit", "full")
 
 Make = Callable[..., Together]
+
+
+@pytest.fixture(scope="module")
+def untied(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The built-in model with a head of its own."""
+    folder = tmp_path_factory.mktemp("untied") / "model"
+    shutil.copytree(locate("builtin:tiny-llama"), folder)
+    tensors = load_file(folder / "model.safetensors")
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].flip(0).contiguous()
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": False}))
+    return folder
 
 
 @pytest.fixture
@@ -69,10 +85,12 @@ def assert_close(found: RunDirectory, expected: RunDirectory, *, rounded: bool =
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_sharded_ranks_train_what_one_process_trains(job: Make, kind: str) -> None:
-    """Also at other stages, offloaded to the host, and with layers that keep some results."""
+def test_sharded_ranks_train_what_one_process_trains(job: Make, kind: str, untied: Path) -> None:
+    """Also at other stages, offloaded to the host, with layers that keep some results, and with a head of its own."""
     unsharded = [key for key in KINDS[kind] if not key.startswith("distributed")]
-    alone, sharded = job(*EXACT, *unsharded, run="alone"), job(*EXACT, *KINDS[kind], FSDP, run="sharded")
+    head = [f"model.name={untied}"] if kind in UNTIED else []
+    alone = job(*EXACT, *unsharded, *head, run="alone")
+    sharded = job(*EXACT, *KINDS[kind], *head, FSDP, run="sharded")
     assert_all(alone.go(1), 0)
     assert_all(sharded.go(2), 0)
     assert_close(sharded.run, alone.run)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import types
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import tiny_models
 import torch
 from torch import distributed as dist
+from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from finetune.config import AdapterSection, MemorySection, ModelSection, QuantizationSection
@@ -15,6 +18,7 @@ from finetune.errors import ConfigError
 from finetune.model import base, build, sharding
 from finetune.model.base import load_architecture
 from finetune.model.sharding import Sharding, Slices
+from finetune.objectives import log_probs
 
 RANKS = 4
 CPU = torch.device("cpu")
@@ -65,6 +69,44 @@ def test_every_weight_is_cut_and_counted_whole(shards: Sharding) -> None:
     # Rank 2 has two rows, and so two ranks of four.
     rows = [len(sharding.held(weight)) for name, weight in model.named_parameters() if "lora_A" in name]
     assert set(rows) == {1 if dist.get_rank() == 0 else 0}
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_embeddings_and_head_are_whole_only_where_they_are_used(tied: bool, shards: Sharding) -> None:
+    """The head from the last norm on, as the loss reads its weight; with tied weights both all along."""
+    architecture = tiny_models.architecture(layers=2)
+    architecture.tie_word_embeddings = tied
+    config = tiny_models.config(quantization__kind="none", adapter__rank=4)
+    unsharded = build.blueprint(config, architecture, "eager").load(CPU, shards)
+    model = build.trainable(
+        unsharded, config.model, config.adapter, config.memory, seed=0, device_type="cpu", shards=shards
+    )
+    log_probs.attach(model)
+    whole: list[tuple[str, bool, bool]] = []
+
+    def look(place: str) -> Any:
+        ends = model.get_input_embeddings(), model.get_output_embeddings()
+        return lambda *_: whole.append((place, *(not isinstance(end.weight, DTensor) for end in ends)))
+
+    decoder = model.get_base_model().model
+    decoder.layers[0].register_forward_pre_hook(look("first layer"))
+    decoder.register_forward_hook(look("loss"))
+    ids = torch.zeros(1, 8, dtype=torch.long)
+    loss = model(input_ids=ids, labels=ids, fused_lm_head=True).loss
+    assert whole == [("first layer", tied, tied), ("loss", tied, True)]
+    loss.backward()
+    assert all(isinstance(weight, DTensor) for weight in model.parameters())
+
+
+def test_a_head_that_would_not_be_gathered_is_refused(shards: Sharding) -> None:
+    """Its norm stands after the layers, and is not used."""
+    base = loaded(shards, "none", "random")
+    base.config.tie_word_embeddings = False
+    base.lm_head.weight = torch.nn.Parameter(base.lm_head.weight.detach().clone())
+    base.model.forward = types.MethodType(lambda self, input_ids, **_: self.embed_tokens(input_ids), base.model)
+    shards.apply(base)
+    with pytest.raises(ConfigError, match="does not use the norm after its layers"):
+        base.model(torch.zeros(1, 8, dtype=torch.long))
 
 
 def test_a_layer_that_peft_would_copy_to_train_it_in_full_is_refused(shards: Sharding) -> None:

@@ -34,6 +34,15 @@ class Layer(GradientCheckpointingLayer):
         self.large, self.small, self.thin = nn.Linear(64, 96), nn.Linear(64, 48), nn.Linear(8192, 1, bias=False)
 
 
+class Model(nn.Sequential):
+    """A decoder of one layer."""
+
+    def get_input_embeddings(self) -> None:
+        pass
+
+    get_output_embeddings = get_input_embeddings
+
+
 @pytest.fixture(params=range(RANKS), ids=lambda rank: f"rank {rank}")
 def rank(request: pytest.FixtureRequest) -> Iterator[int]:
     dist.init_process_group("fake", store=FakeStore(), rank=request.param, world_size=RANKS)
@@ -45,7 +54,7 @@ def rank(request: pytest.FixtureRequest) -> Iterator[int]:
 
 def model(shards: Sharding | None = None) -> nn.Module:
     torch.manual_seed(0)
-    made = nn.Sequential(Layer())
+    made = Model(Layer())
     if shards:
         shards.apply(made)
     return made
