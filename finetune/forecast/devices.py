@@ -28,8 +28,8 @@ class Device:
 
     `budget_bytes` is what it may take there, context included. `outside_bytes` is what it takes besides tensors: the
     CUDA context, or on a CPU what the process holds before it begins. The rates are those of 16-bit products
-    (operations a second) and of memory (bytes a second), `call_seconds` the least time of one operator; they rank
-    settings, and bound a time from below.
+    (operations a second), of memory, of PCI Express and of NVLink (bytes a second, 0 where there is none),
+    `call_seconds` the least time of one operator; they rank settings, and bound a time from below.
     """
 
     type: str
@@ -39,6 +39,8 @@ class Device:
     flops: float
     bandwidth_bytes: float
     call_seconds: float
+    pcie_bytes: float = math.inf
+    nvlink_bytes: float = 0.0
     capability: tuple[int, int] = (0, 0)
     expandable_segments: bool = False
     """Whether the caching allocator's segments grow there (`segments`)."""
@@ -144,6 +146,8 @@ def _card(gpu: gpus.Gpu, total: int, budget: int | None, name: str) -> Device:
         outside_bytes=operator_costs.context_bytes(gpu.multiprocessors),
         flops=gpu.flops,
         bandwidth_bytes=gpu.bandwidth_bytes,
+        pcie_bytes=gpu.pcie_bytes,
+        nvlink_bytes=gpu.nvlink_bytes,
         call_seconds=_CUDA_CALL_SECONDS,
         capability=gpu.compute_capability,
         expandable_segments=segments.grow_elsewhere(),

@@ -9,6 +9,10 @@ The rates are NVIDIA's: of dense tensor-core products in 16 bits summed in 32, w
 cards is half of the rate summed in 16 bits. The numbers of multiprocessors are NVIDIA's too. No job reaches
 them, so they bound a time from below.
 
+`pcie` is the card's own connector, generation and lanes, and `nvlink_bytes` the rate of NVLink, one way, half of what
+NVIDIA states for both. Of a card that is sold with and without, it is that of the one with NVLink; bridges between two
+cards do not count. The rates of lanes are those of the PCI Express Base Specification 3.0 to 5.0, in 128b/130b code.
+
 A card whose total could not be traced to such a message is not in the table; a plan takes a size instead.
 """
 
@@ -30,7 +34,8 @@ class Gpu:
 
     `total_bytes` is what `torch.cuda.get_device_properties` gives as `total_memory`. `flops` is the peak rate of
     16-bit products, in operations a second with a multiply-add counted as two, and `bandwidth_bytes` the peak
-    rate of its memory in bytes a second. `sold_as_gb` is the number on the box. `source` says where the figures
+    rate of its memory in bytes a second; so are `pcie_bytes` and `nvlink_bytes` (0 without it) those of its links,
+    one way. `sold_as_gb` is the number on the box. `source` says where the figures
     come from, the total first, and `note` what a reader of them should know.
     """
 
@@ -40,14 +45,25 @@ class Gpu:
     multiprocessors: int
     flops: float
     bandwidth_bytes: float
+    pcie_bytes: float
+    nvlink_bytes: float
     sold_as_gb: int
     source: tuple[str, ...]
     note: str = ""
 
 
+_TRANSFERS = {"3.0": 8e9, "4.0": 16e9, "5.0": 32e9}
+"""A second on one lane, of one bit each, by the generation of PCI Express."""
+
 _BRAND = re.compile(r"^(?:nvidia|geforce|tesla|rtx)+")
 _SUFFIX = re.compile(r"(?<=\d)(?=ti\b|super\b)")
 _GIGABYTES = re.compile(r"(\d+)g(?:i?b)?")
+
+
+def _pcie_bytes(connector: str) -> float:
+    """Bytes a second of a connector such as `4.0 x16`, one way."""
+    generation, _, lanes = connector.partition(" x")
+    return _TRANSFERS[generation] * int(lanes) * 128 / 130 / 8
 
 
 def _words(name: str) -> list[str]:
@@ -87,6 +103,8 @@ def _spellings() -> dict[str, tuple[Gpu, str]]:
             multiprocessors=facts["multiprocessors"],
             flops=float(facts["bf16_flops"]),
             bandwidth_bytes=float(facts["bandwidth_bytes"]),
+            pcie_bytes=_pcie_bytes(facts["pcie"]),
+            nvlink_bytes=float(facts.get("nvlink_bytes", 0)),
             sold_as_gb=facts["sold_as_gb"],
             source=tuple(facts["source"]),
             note=facts.get("note", ""),

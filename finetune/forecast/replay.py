@@ -22,9 +22,6 @@ PHASES = ("load", "forward", "backward", "optimizer", "evaluation", "save", "mer
 WORDS = {**CATEGORIES, "context": "context and libraries", "allocator_slack": "allocator slack"}
 """Categories of the forecast: the key in JSON and the words for a person, in the order of a picture's layers."""
 
-# PCI Express 4.0 x16, 16 GT/s a lane in 128b/130b code: the link of every card from Ampere to Ada, one way.
-HOST_BANDWIDTH_BYTES = 31.5e9
-
 _CURVE_POINTS = 600
 _TRANSIENT = ("activations", "loss", "workspace")
 _STEP = ("forward", "backward", "optimizer")
@@ -48,7 +45,7 @@ class Forecast:
     moment of the peak, to what is compared with the budget. `flops`, `moved_bytes` (where bandwidth is the bound),
     `calls` (kernel launches) and `seconds`, a bound from below for ranking settings, are those of one optimizer step.
     `mixture` says how experts are stored, where the base has some. With several `gpus` all figures are those of one,
-    but for `disk_bytes`; `sharding` is the config's section `distributed`.
+    but for `disk_bytes`; `sharding` is the config's section `distributed`, and `sent_bytes` go to the others in a step.
     """
 
     device: Device
@@ -69,6 +66,7 @@ class Forecast:
     mixture: Mixture | None = None
     gpus: int = 1
     sharding: Mapping[str, str] | None = None
+    sent_bytes: int = 0
 
     @property
     def needed_bytes(self) -> int:
@@ -105,7 +103,7 @@ class Forecast:
             "calls": self.calls,
             "seconds": round(self.seconds, 4),
             "mixture": self.mixture and asdict(self.mixture),
-            **({"gpus": self.gpus, "sharding": self.sharding} if self.gpus > 1 else {}),
+            **({"gpus": self.gpus, "sharding": self.sharding, "sent_bytes": self.sent_bytes} if self.gpus > 1 else {}),
         }
 
 
@@ -139,6 +137,8 @@ def make(
     replay = _replayed(trace, device, copy_bytes, saves_between, from_files and not sharded, gpus > 1 and not sharded)
     # The trace has two updates.
     step = trace.work(("forward", "backward")) * micro_batches + trace.work(("optimizer",)) * 0.5
+    if gpus > 1 and not sharded:
+        step.sent_bytes += averaging_bytes(sum(replay.sizes("adapter")), gpus)  # of a step's last micro-batch
     phases = {name: replay.phases[name] for name in PHASES if name in replay.phases}
     if merge_bytes:
         phases["merge"] = {"allocated_bytes": merge_bytes, "reserved_bytes": merge_bytes}
@@ -164,20 +164,40 @@ def make(
         mixture=trace.mixture,
         gpus=gpus,
         sharding=sharding,
+        sent_bytes=step.sent_bytes,
     )
 
 
 def _seconds(work: Work, device: Device) -> float:
-    """Time of arithmetic, traffic and launches, none of them overlapping, or of the copies beside them if that is more.
+    """Time of arithmetic, traffic and launches, none of them overlapping, or of what is sent beside them if longer.
 
-    Copies between the host and the device have a stream of their own (`model.offload`).
+    Copies between the host and the device have a stream of their own (`model.offload`), and so have FSDP2's gathers of
+    the next layer and its reduced gradients, and DDP's averages.
     """
     computing = (
         (work.flops - work.hidden_flops) / device.flops
         + work.moved_bytes / device.bandwidth_bytes
         + work.calls * device.call_seconds
     )
-    return max(computing, work.copied_bytes / HOST_BANDWIDTH_BYTES)
+    return max(computing, sending_seconds(work.copied_bytes, work.sent_bytes, device))
+
+
+def sending_seconds(copied_bytes: int, sent_bytes: int, device: Device) -> float:
+    """Time of copies between the host and a device, and of what it sends to others.
+
+    Both go over PCI Express, one after the other, unless the cards have NVLink.
+    """
+    if device.nvlink_bytes:
+        return max(copied_bytes / device.pcie_bytes, sent_bytes / device.nvlink_bytes)
+    return (copied_bytes + sent_bytes) / device.pcie_bytes
+
+
+def averaging_bytes(gradient_bytes: int, ranks: int) -> int:
+    """What each of `ranks` sends while they average so many bytes of gradients: 2 (n - 1) / n of them.
+
+    In a ring each rank sends n - 1 of n slices to be summed, and n - 1 sums (nccl-tests, doc/PERFORMANCE.md).
+    """
+    return 2 * (ranks - 1) * gradient_bytes // ranks
 
 
 def _replayed(trace: Trace, device: Device, *steps: Any) -> _Replay:
@@ -233,7 +253,7 @@ class _Replay:
             # transformers' warm-up is a block as large as the base, freed at once: the weights are then allocated from
             # its segment (transformers 5.23, modeling_utils.py `caching_allocator_warmup`, `get_total_byte_count`; its
             # ceiling, 1.2 GiB less than the card has, is left out).
-            self._allocator.free(self._allocator.allocate(sum(self._sizes("base_weights"))))
+            self._allocator.free(self._allocator.allocate(sum(self.sizes("base_weights"))))
         self._play(runs[:loaded])
         if self._allocator:
             self._allocator.empty_cache()  # as `load_base` does
@@ -258,9 +278,7 @@ class _Replay:
     def _join_processes(self) -> None:
         """What DistributedDataParallel copies when it takes the model, and what it keeps."""
         before = 0
-        for number, size in enumerate(
-            [*operator_costs.broadcast_buckets(self._sizes("base_weights", "adapter")), 0], 1
-        ):
+        for number, size in enumerate([*operator_costs.broadcast_buckets(self.sizes("base_weights", "adapter")), 0], 1):
             self._live["workspace"] += size
             self._allocate(-number, size)
             self._see("load")
@@ -268,10 +286,11 @@ class _Replay:
                 self._free(1 - number, before)
             self._live["workspace"] -= before
             before = size
-        for size in operator_costs.gradient_buckets(self._sizes("adapter")):
+        for size in operator_costs.gradient_buckets(self.sizes("adapter")):
             self._add(size, "gradients")
 
-    def _sizes(self, *categories: str) -> list[int]:
+    def sizes(self, *categories: str) -> list[int]:
+        """Bytes of each block that is for one of `categories`."""
         return [block.bytes for block in self._trace.blocks if block.category in categories]
 
     @contextlib.contextmanager

@@ -63,6 +63,8 @@ _CROSSING: dict[str, Any] = {
     "fsdp::all_gather_copy_in": lambda args: args[0],
     "c10d::_reduce_scatter_base_": lambda args: args[0],
 }
+# Of what these gather or scatter, each rank sends all but a slice: the larger of their tensors less the smaller.
+_COLLECTIVES = ("c10d::_allgather_base_", "c10d::_reduce_scatter_base_")
 
 
 @dataclass(slots=True, eq=False)
@@ -84,13 +86,14 @@ class Work:
 
     Operators without a count of operations are bandwidth-bound, and so are products with a low-rank matrix, whose
     operations, `hidden_flops` of `flops`, take no time beside their traffic. `copied_bytes` go between the host and the
-    device.
+    device, `sent_bytes` from this rank to others.
     """
 
     flops: int = 0
     moved_bytes: int = 0
     calls: int = 0
     copied_bytes: int = 0
+    sent_bytes: int = 0
     hidden_flops: int = 0
 
     def __add__(self, other: Work) -> Work:
@@ -232,6 +235,8 @@ class Recorder(TorchDispatchMode):
         if self.slices_on_host and name in _CROSSING:
             sizes = [sum(slice_.nbytes for slice_ in flat(_CROSSING[name](args)))]
             self._run().work.copied_bytes += sizes[0]
+        if name in _COLLECTIVES:
+            self._run().work.sent_bytes += abs(args[0].nbytes - args[1].nbytes)
         scratch = [self._open(size, "workspace") for size in sizes]
         out = func(*args, **kwargs)
         outputs = list(flat(out))

@@ -59,6 +59,15 @@ def test_every_figure_is_plausible(subtests: pytest.Subtests) -> None:
             assert 250e9 <= gpu.bandwidth_bytes <= 8e12
             # A rate with sparsity, or of 8 bits, would put a card above this number of operations a byte.
             assert 20 <= gpu.flops / gpu.bandwidth_bytes <= 425
+            assert 15e9 <= gpu.pcie_bytes <= 64e9
+            assert gpu.nvlink_bytes == 0 or 80e9 <= gpu.nvlink_bytes <= 900e9
+
+
+def test_the_rates_of_links_are_those_one_way() -> None:
+    """By hand: 16 lanes of 16 GT/s, of which 128 of 130 bits are data, and half of H100's 900 GB/s."""
+    assert gpus.find("RTX 4090").pcie_bytes == pytest.approx(31.508e9, rel=1e-4)
+    assert gpus.find("RTX 4060 Ti 16GB").pcie_bytes == pytest.approx(15.754e9, rel=1e-4)
+    assert (gpus.find("RTX 4090").nvlink_bytes, gpus.find("H100").nvlink_bytes) == (0, 450e9)
 
 
 def test_the_total_is_the_smallest_that_its_sources_state(subtests: pytest.Subtests) -> None:

@@ -130,15 +130,33 @@ def test_a_product_that_is_bound_by_bandwidth_takes_the_time_of_its_traffic_alon
     assert made(hidden).seconds == pytest.approx(made(step()).seconds)
 
 
-def test_copies_run_beside_the_arithmetic_and_count_where_they_take_longer() -> None:
-    def with_copies(copied_bytes: int) -> float:
-        copies = step()
-        copies.trace.runs[0].work.copied_bytes = copied_bytes
-        copies.trace.runs[0].phase = "forward"
-        return made(copies).seconds
+@pytest.mark.parametrize(("nvlink_bytes", "expected"), [(0, 10 + 30), (1e9, 15), (10e9, 10)])
+def test_what_is_sent_runs_beside_the_arithmetic_and_counts_where_it_takes_longer(
+    nvlink_bytes: float, expected: float
+) -> None:
+    """By hand: copies of 5 GB to and from the host at 0.5 GB/s, and 15 GB to other cards, by NVLink or the same way."""
+    card = dataclasses.replace(CARD, pcie_bytes=0.5e9, nvlink_bytes=nvlink_bytes)
 
-    assert with_copies(2**20) == made(step()).seconds
-    assert with_copies(10**12) == pytest.approx(10**12 / replay.HOST_BANDWIDTH_BYTES)
+    def seconds(**sent: int) -> float:
+        story = step().at("backward")
+        for name, size_bytes in sent.items():
+            setattr(story.trace.runs[-1].work, name, size_bytes)
+        return made(story, card).seconds
+
+    assert seconds(copied_bytes=2**20, sent_bytes=2**20) == made(step(), card).seconds
+    assert seconds(copied_bytes=5 * 10**9, sent_bytes=15 * 10**9) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(("ranks", "expected"), [(1, 0), (2, 1200), (4, 1800), (1024, 2397)])
+def test_ranks_that_average_gradients_send_twice_all_but_their_share(ranks: int, expected: int) -> None:
+    assert replay.averaging_bytes(1200, ranks) == expected
+
+
+def test_copies_of_the_model_average_once_a_step_what_they_train() -> None:
+    story = step().at("load").make("adapter", 600, "adapter")
+    story.trace.runs.insert(1, story.trace.runs.pop())
+    assert made(story, CARD, gpus=4, micro_batches=3).as_dict()["sent_bytes"] == 2 * 3 * 600 // 4
+    assert made(story, CARD, gpus=4, sharded=True).sent_bytes == 0, "slices are in the trace"
 
 
 @pytest.mark.parametrize("device", [CPU, CARD], ids=["cpu", "card"])
