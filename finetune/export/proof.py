@@ -83,8 +83,8 @@ def logits(model: Any, rows: list[list[int]]) -> list[torch.Tensor]:
 
 def _centred(model: Any, row: list[int], device: torch.device) -> torch.Tensor:
     with libraries.without_cudnn_attention():
-        output = model(input_ids=torch.tensor([row], device=device)).logits[0].float().cpu()
-    return output - output.mean(dim=-1, keepdim=True)
+        output: torch.Tensor = model(input_ids=torch.tensor([row], device=device)).logits[0].float().cpu()
+    return output.sub_(output.mean(dim=-1, keepdim=True))
 
 
 class Streamed:
