@@ -70,8 +70,11 @@ class Proof:
 
 
 def bound(layers: int, roundoff: float) -> float:
-    """The relative logit error explained by a relative error of `roundoff` in each merged weight."""
-    return SAFETY * roundoff * math.sqrt(2 * layers)
+    """The relative logit error explained by a relative error of `roundoff` in each merged weight.
+
+    At most 1, the error of logits that are all zero.
+    """
+    return min(1.0, SAFETY * roundoff * math.sqrt(2 * layers))
 
 
 @torch.inference_mode()
