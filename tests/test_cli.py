@@ -320,7 +320,7 @@ def test_an_unknown_export_format_is_refused_with_the_nearest_name(call, trained
 @pytest.mark.parametrize(
     ("options", "why"),
     [
-        (["--type", "q4_k_m"], "llama-quantize model-f16.gguf model-q4_k_m.gguf q4_k_m"),
+        (["--type", "q3_k_m"], "llama-quantize model-f16.gguf model-q3_k_m.gguf q3_k_m"),
         (["--push", "a/b/c"], "`--push a/b/c`"),
     ],
 )

@@ -22,6 +22,7 @@ from finetune.model import attention, experts, streamed
 from finetune.model.adapter import weightless_adapter
 from finetune.model.base import DTYPES, load_architecture, make_buffers, refuse_not_finite
 from finetune.model.build import Blueprint
+from finetune.runtime import libraries
 from finetune.storage import weight_files
 
 # Number of held-out rows, and tokens of each, on which the logits are compared.
@@ -87,6 +88,7 @@ class Bases:
 
     def run(self, model: Any, fetch: Callable[[str], torch.Tensor | None], rows: list[list[int]]) -> proof.Streamed:
         """Logits of a model whose weights `fetch` reads."""
+        libraries.return_freed_memory()  # what merging or an earlier model left
         return proof.Streamed(model, fetch, rows, self.stride, self.device)
 
     def run_of_files(self, folder: Path, rows: list[list[int]]) -> proof.Streamed:

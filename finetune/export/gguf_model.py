@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from finetune.errors import ConfigError
-from finetune.export import gguf_vocabulary
+from finetune.export import gguf_recipes, gguf_vocabulary
 from finetune.export.gguf_types import TYPES
 from finetune.storage import weight_files
 
@@ -141,7 +141,7 @@ def write(
             writer, tokenizer, config.vocab_size, starts_with_bos=starts_with_bos, end_of_turn=end_of_turn
         )
         tensors = list(_tensors(folder, config, found))
-        places = [(name, _type(name, shape, kind), shape) for name, shape, _ in tensors]
+        places = [(name, _type(name, shape, kind, config), shape) for name, shape, _ in tensors]
         _write_tensors(writer, file, places, (make for _, _, make in tensors))
     return known
 
@@ -280,15 +280,17 @@ def _frequency_factors(config: Any) -> torch.Tensor:
     return plain / scaled
 
 
-def _type(name: str, shape: list[int], kind: str) -> Any:
+def _type(name: str, shape: list[int], kind: str, config: Any) -> Any:
     """The type of a tensor: vectors stay in float32, and rows that blocks do not divide in float16."""
     import gguf
 
     if len(shape) < 2:
         return gguf.GGMLQuantizationType.F32
-    wanted = gguf.GGMLQuantizationType[kind.upper()]
-    block, _ = gguf.GGML_QUANT_SIZES[wanted]
-    return wanted if shape[-1] % block == 0 else gguf.GGMLQuantizationType.F16
+    wanted = gguf_recipes.type_of(name, kind, config) if TYPES[kind].recipe else gguf.GGMLQuantizationType[kind.upper()]
+    for found in (wanted, gguf_recipes.fallback(wanted)):
+        if found is not None and shape[-1] % gguf.GGML_QUANT_SIZES[found][0] == 0:
+            return found
+    return gguf.GGMLQuantizationType.F16
 
 
 @contextlib.contextmanager
@@ -328,8 +330,9 @@ def _encoded(name: str, tensor: torch.Tensor, kind: Any) -> np.ndarray:
     encoded = np.empty(gguf.quant_shape_to_byte_shape(matrix.shape, kind), dtype=np.uint8)
     rows = max(1, _CHUNK // matrix.shape[-1])
     for start in range(0, len(matrix), rows):
+        values = np.ascontiguousarray(matrix[start : start + rows].float().numpy())
         with np.errstate(over="ignore"):
-            part = gguf.quantize(np.ascontiguousarray(matrix[start : start + rows].float().numpy()), kind)
+            part = gguf_recipes.quantize(values, kind) if gguf_recipes.fallback(kind) else gguf.quantize(values, kind)
         if part.dtype == np.float16 and not np.isfinite(part).all():
             raise ConfigError(f"`{name}` has values beyond the range of float16; use `--type bf16`")
         encoded[start : start + rows] = part.view(np.uint8)

@@ -13,11 +13,15 @@ from finetune.errors import ConfigError
 
 @dataclass(frozen=True)
 class Type:
-    """`file_type` is llama.cpp's name of a file of this type, `roundoff` the relative rounding error of a weight."""
+    """`file_type` is llama.cpp's name of a file of this type, `roundoff` the relative rounding error of a weight.
+
+    `recipe`: whether llama.cpp gives each tensor its own type; see `gguf_recipes`.
+    """
 
     help: str
     file_type: str
     roundoff: float
+    recipe: bool = False
 
 
 TYPES: dict[str, Type] = {
@@ -25,6 +29,10 @@ TYPES: dict[str, Type] = {
     "bf16": Type("16 bit with the range of float32", "MOSTLY_BF16", 2**-9),
     # Half a step is 1/254 of the largest of 32 weights, and so 2^-7 of their root mean square.
     "q8_0": Type("8 bit in blocks of 32", "MOSTLY_Q8_0", 2**-7),
+    # Root mean square error of weights that are normally distributed, rounded up.
+    "q6_k": Type("6 bit", "MOSTLY_Q6_K", 0.02, recipe=True),
+    "q5_k_m": Type("5 and 6 bit", "MOSTLY_Q5_K_M", 0.04, recipe=True),
+    "q4_k_m": Type("4 and 6 bit", "MOSTLY_Q4_K_M", 0.08, recipe=True),
 }
 
 
@@ -32,9 +40,9 @@ def check(kind: str) -> None:
     """Raise ConfigError for a type that is not written here."""
     if kind in TYPES:
         return
-    if kind.lower().startswith(("q", "iq", "tq")):
+    if kind.lower() not in TYPES and kind.lower().startswith(("q", "iq", "tq")):
         raise ConfigError(
-            f"GGUF type `{kind}` is llama.cpp's to make, by a recipe of its own for each tensor: export `f16` and run "
+            f"GGUF type `{kind}` is not written here, but by a program of llama.cpp: export `f16` and run "
             f"`llama-quantize model-f16.gguf model-{kind}.gguf {kind}`; here choose from {', '.join(TYPES)}"
         )
     raise ConfigError(f"GGUF type {unknown(kind, TYPES)}")

@@ -95,9 +95,9 @@ def serving(file: Path, context: int, lora: Path | None = None) -> Iterator[Serv
 
 
 def compare(
-    file: Path, job: Job, trained: list[torch.Tensor], *, tokenizes_alike: bool = True
+    file: Path, job: Job, expected: list[torch.Tensor], *, tokenizes_alike: bool = True
 ) -> tuple[dict[str, Any] | None, list[str]]:
-    """What llama.cpp makes of `file` beside the merged model's logits `trained`, and what was not proven.
+    """What llama.cpp makes of `file` beside the logits that it is to have, and what was not proven.
 
     Raises ArtifactError if it is not the same model or tokenizer; texts are only counted unless `tokenizes_alike`.
     """
@@ -112,7 +112,7 @@ def compare(
         )
         same_prompt = not job.prompt or server.tokens(_prompt(server, job), opening=True) == job.prompt
         same_top = sum(
-            server.agrees(job.rows[row][:length], int(trained[row][length - 1].argmax()), job.tokenizer)
+            server.agrees(job.rows[row][:length], int(expected[row][length - 1].argmax()), job.tokenizer)
             for row, length in places
         )
     wrong = []

@@ -30,6 +30,7 @@ from finetune.model import file_hashes, identity
 from finetune.model.adapter import check_files
 from finetune.model.locate import weights_directory
 from finetune.model.tokenizer import load_tokenizer
+from finetune.runtime import libraries
 from finetune.runtime.environment import describe
 from finetune.storage.files import not_written, staged, write_json
 from finetune.storage.rundir import RunDirectory
@@ -148,14 +149,22 @@ def _prove(
             trained = bases.run(bases.adapted, quantized.adapted, rows)
     comparison = proof.Comparison(mixture=bases.mixture)
     likeness = {onto: proof.Likeness() for onto in (chosen, *others, "trained", "base")}
-    for place, row in enumerate(rows):
-        merged, truth = written(place), trained.logits(place)
-        before, after = base.logits(place), adapted.logits(place)
+
+    def compare(place: int) -> None:
+        merged, truth, before = written(place), trained.logits(place), base.logits(place)
+        after = truth if trained is adapted else adapted.logits(place)
         comparison.add(merged, after, before)
-        following = torch.tensor(row[1 :: bases.stride], dtype=torch.long)
-        found = {chosen: merged, **{onto: run.logits(place) for onto, run in others.items()}}
-        for onto, logits in {**found, "trained": truth, "base": before}.items():
+        following = torch.tensor(rows[place][1 :: bases.stride], dtype=torch.long)
+        for onto, logits in ((chosen, merged), ("trained", truth), ("base", before)):
             likeness[onto].add(truth, logits, following)
+        del merged, before, after, logits
+        for onto, run in others.items():
+            likeness[onto].add(truth, run.logits(place), following)
+
+    for place in range(len(rows)):
+        # glibc keeps freed blocks of the size of a row's logits.
+        libraries.return_freed_memory()
+        compare(place)
     result = comparison.result(bound)
     _refuse_unless_equal(result, name)
     measured = {onto: each.result() for onto, each in likeness.items()}

@@ -70,8 +70,11 @@ class Proof:
 
 
 def bound(layers: int, roundoff: float) -> float:
-    """The relative logit error explained by a relative error of `roundoff` in each merged weight."""
-    return SAFETY * roundoff * math.sqrt(2 * layers)
+    """The relative logit error explained by a relative error of `roundoff` in each merged weight.
+
+    At most 1, the error of logits that are all zero.
+    """
+    return min(1.0, SAFETY * roundoff * math.sqrt(2 * layers))
 
 
 @torch.inference_mode()
@@ -83,8 +86,8 @@ def logits(model: Any, rows: list[list[int]]) -> list[torch.Tensor]:
 
 def _centred(model: Any, row: list[int], device: torch.device) -> torch.Tensor:
     with libraries.without_cudnn_attention():
-        output = model(input_ids=torch.tensor([row], device=device)).logits[0].float().cpu()
-    return output - output.mean(dim=-1, keepdim=True)
+        output: torch.Tensor = model(input_ids=torch.tensor([row], device=device)).logits[0].float().cpu()
+    return output.sub_(output.mean(dim=-1, keepdim=True))
 
 
 class Streamed:

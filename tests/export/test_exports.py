@@ -21,7 +21,17 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.cli.serve import Serve
 
 from finetune.errors import ArtifactError, ConfigError, MachineError
-from finetune.export import adapter_export, card, formats, gguf_model, gguf_types, llama_cpp, ollama, serving
+from finetune.export import (
+    adapter_export,
+    card,
+    formats,
+    gguf_model,
+    gguf_recipes,
+    gguf_types,
+    llama_cpp,
+    ollama,
+    serving,
+)
 from finetune.export.job import Job
 from finetune.lifecycle import publish
 from finetune.model import chat_template
@@ -188,14 +198,17 @@ def test_a_run_becomes_a_gguf_file_and_keeps_its_merged_model(run: RunDirectory,
     assert not publish.is_merged(run), "an adapter that was trained on since"
 
 
-def test_llama_cpp_checks_a_run(run: RunDirectory) -> None:
+@pytest.mark.parametrize(("kind", "agreement"), [("f16", 0.98), ("q4_k_m", 0.9)])
+def test_llama_cpp_checks_a_run(run: RunDirectory, kind: str, agreement: float) -> None:
     pytest.importorskip("xllamacpp", reason="llama.cpp is not installed")
-    result = export(run, "ollama")
-    assert result["llama_cpp"]["agreement"] >= 0.98
+    result = export(run, "ollama", type=kind)
+    assert result["error"] < result["bound"] <= 1
+    assert result["kept"] > 0.8
+    assert result["llama_cpp"]["agreement"] >= agreement
     assert result["llama_cpp"]["tokenized_alike"] == result["llama_cpp"]["texts"] > 0
     assert result["llama_cpp"]["prompt_alike"]
     modelfile = (run.path / "ollama" / "Modelfile").read_text()
-    assert modelfile.startswith('FROM ./model-f16.gguf\nTEMPLATE """{{ range $i, $m := .Messages }}')
+    assert modelfile.startswith(f'FROM ./model-{kind}.gguf\nTEMPLATE """{{{{ range $i, $m := .Messages }}}}')
     assert modelfile.endswith('PARAMETER stop "<|im_end|>"\n')
 
 
@@ -244,15 +257,25 @@ def test_another_base_or_a_damaged_adapter_is_refused(run: RunDirectory, format:
     assert not run.merged.exists()
 
 
-@pytest.mark.parametrize("kind", ["Q4_K_M", "q6_K", "iq4_xs"])
+@pytest.mark.parametrize("kind", ["q3_K_M", "q8_1", "iq4_xs"])
 def test_a_type_of_llama_quantize_is_refused_with_its_command(kind: str) -> None:
     with pytest.raises(ConfigError, match=f"llama-quantize model-f16.gguf model-{kind}.gguf {kind}"):
         gguf_types.check(kind)
 
 
-def test_an_unknown_type_is_refused_with_the_nearest() -> None:
-    with pytest.raises(ConfigError, match="`f17` is not known; did you mean `f16`"):
-        gguf_types.check("f17")
+@pytest.mark.parametrize(("kind", "nearest"), [("f17", "f16"), ("Q4_K_M", "q4_k_m")])
+def test_an_unknown_type_is_refused_with_the_nearest(kind: str, nearest: str) -> None:
+    with pytest.raises(ConfigError, match=f"`{kind}` is not known; did you mean `{nearest}`"):
+        gguf_types.check(kind)
+
+
+def test_a_type_that_llama_cpp_quantizes_needs_its_wheel(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gguf_recipes, "function", lambda: importlib.import_module("no_such_module"))
+    with pytest.raises(
+        MachineError, match=r"`pip install xllamacpp`.*`llama-quantize model-f16.gguf model-q5_k_m.gguf"
+    ):
+        export(run, "gguf", type="q5_k_m")
+    assert not run.merged.exists()
 
 
 def test_no_conversion_takes_the_place_of_another_part_of_a_run(tmp_path: Path) -> None:

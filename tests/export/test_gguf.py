@@ -9,14 +9,15 @@ from types import SimpleNamespace
 from typing import Any
 
 import gguf_in_llama_cpp as bench
+import numpy as np
 import pytest
 import torch
-from gguf import GGUFReader
+from gguf import GGMLQuantizationType, GGUFReader, dequantize
 from safetensors.torch import load_file, save_file
 
 from finetune.data.examples import Chat
 from finetune.errors import ArtifactError, ConfigError
-from finetune.export import gguf_export, gguf_model, gguf_types, gguf_vocabulary, llama_cpp, proof
+from finetune.export import gguf_export, gguf_model, gguf_recipes, gguf_types, gguf_vocabulary, llama_cpp, proof
 from finetune.model import catalog, chat_template
 
 CPU = torch.device("cpu")
@@ -91,7 +92,45 @@ def test_vectors_stay_in_float32_and_rows_that_blocks_do_not_divide_in_float16(l
     kinds = {one.name: one.tensor_type.name for one in GGUFReader(llama.export(tmp_path / "a.gguf", "q8_0")).tensors}
     assert kinds["blk.0.attn_norm.weight"] == kinds["rope_freqs.weight"] == "F32"
     assert kinds["blk.0.ffn_up.weight"] == "Q8_0"
-    assert gguf_model._type("x.weight", [8, 33], "q8_0").name == "F16"
+    assert gguf_model._type("x.weight", [8, 33], "q8_0", llama.config).name == "F16"
+
+
+@pytest.mark.parametrize(
+    ("kind", "part", "layers", "plain", "finer"),
+    [
+        ("q4_k_m", "attn_v", 32, "Q4_K", [0, 1, 2, 3, 6, 9, 12, 15, 18, 21, 24, 27, 28, 29, 30, 31]),
+        ("q5_k_m", "ffn_down", 10, "Q5_K", [0, 3, 6, 8, 9]),
+        ("q4_k_m", "attn_qkv", 80, "Q5_K", [*range(10), *range(12, 70, 3), *range(70, 80)]),
+        ("q4_k_m", "ffn_up", 32, "Q4_K", []),
+        ("q6_k", "attn_v", 4, "Q6_K", []),
+    ],
+)
+def test_a_recipe_gives_some_layers_more_bits(kind: str, part: str, layers: int, plain: str, finer: list[int]) -> None:
+    """As `llama-quantize` of llama.cpp b10605 does."""
+    config = SimpleNamespace(num_hidden_layers=layers, tie_word_embeddings=False)
+    found = [gguf_recipes.type_of(f"blk.{layer}.{part}.weight", kind, config).name for layer in range(layers)]
+    assert found == ["Q6_K" if layer in finer else plain for layer in range(layers)]
+
+
+def test_a_recipe_gives_the_output_more_bits(llama: Made) -> None:
+    for tied, names in ((True, ["Q6_K", "Q6_K"]), (False, ["Q4_K", "Q6_K"])):
+        config = SimpleNamespace(num_hidden_layers=2, tie_word_embeddings=tied)
+        found = [gguf_recipes.type_of(f"{name}.weight", "q4_k_m", config).name for name in ("token_embd", "output")]
+        assert found == names
+    assert gguf_model._type("output.weight", [8, 64], "q4_k_m", llama.config).name == "Q8_0"
+    assert gguf_model._type("blk.0.ffn_up.weight", [8, 64], "q5_k_m", llama.config).name == "Q5_1"
+    assert gguf_model._type("blk.0.ffn_up.weight", [8, 40], "q4_k_m", llama.config).name == "F16"
+
+
+@pytest.mark.parametrize(("kind", "error"), [("Q6_K", 0.02), ("Q5_K", 0.04), ("Q4_K", 0.08)])
+def test_llama_cpp_quantizes_a_matrix(kind: str, error: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("xllamacpp", reason="llama.cpp is not installed")
+    matrix = np.random.default_rng(0).standard_normal((7, 512), dtype=np.float32)
+    found = gguf_recipes.quantize(matrix, GGMLQuantizationType[kind])
+    read = dequantize(found, GGMLQuantizationType[kind])
+    assert error / 2 < np.sqrt(np.square(read - matrix).mean()) < error
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    assert np.array_equal(gguf_recipes.quantize(matrix, GGMLQuantizationType[kind]), found)
 
 
 def test_a_tensor_is_written_in_parts_as_in_one(llama: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

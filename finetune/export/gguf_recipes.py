@@ -1,0 +1,87 @@
+"""K-quants: what type llama.cpp's recipes give a tensor, and the quantization itself, by llama.cpp's own function.
+
+The `gguf` package reads these types and does not write them; the `xllamacpp` wheel exports ggml's function that does.
+The recipes are those of `llama-quantize` without an importance matrix (src/llama-quant.cpp of b10605). Files of Llama,
+Qwen 2.5, Qwen 3, Gemma 2 and Phi 4 were equal to those of `llama_model_quantize` (b11739) in the bytes of all tensors.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import importlib.util
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import torch
+
+from finetune.errors import MachineError
+
+
+def check(kind: str) -> None:
+    """Raise MachineError if there is nothing here that quantizes to `kind` (a key of `gguf_types.TYPES`)."""
+    try:
+        function()
+    except (ImportError, OSError, AttributeError):
+        raise MachineError(
+            f"GGUF type `{kind}` is quantized by llama.cpp: `pip install xllamacpp` (34 MB), or export `f16` and run "
+            f"`llama-quantize model-f16.gguf model-{kind}.gguf {kind}`"
+        ) from None
+
+
+def type_of(name: str, kind: str, config: Any) -> Any:
+    """The type of the matrix `name` in a file of the K-quant `kind`; `config` is transformers' of the model."""
+    from gguf import GGMLQuantizationType as Types
+
+    main = Types[kind.upper().removesuffix("_M")]
+    if name == "output.weight" or (name == "token_embd.weight" and config.tie_word_embeddings):
+        return Types.Q6_K
+    _, _, inside = name.partition("blk.")
+    layer, _, part = inside.removesuffix(".weight").partition(".")
+    if not kind.endswith("_m") or part not in ("attn_v", "attn_qkv", "ffn_down"):
+        return main
+    layers = config.num_hidden_layers
+    place = int(layer) - layers // 8
+    if place < 0 or int(layer) >= 7 * layers // 8 or place % 3 == 2:
+        return Types.Q6_K
+    # Of 70B, whose eight heads share these weights.
+    return Types.Q5_K if part != "ffn_down" and layers == 80 and main is Types.Q4_K else main
+
+
+def fallback(kind: Any) -> Any:
+    """The type in place of a K-quant for rows that blocks of 256 do not divide; None for other types."""
+    from gguf import GGMLQuantizationType as Types
+
+    return {Types.Q4_K: Types.Q5_0, Types.Q5_K: Types.Q5_1, Types.Q6_K: Types.Q8_0}.get(kind)
+
+
+def quantize(matrix: np.ndarray, kind: Any) -> np.ndarray:
+    """The bytes of a float32 matrix as a K-quant: (rows, bytes of a row)."""
+    from gguf import quant_shape_to_byte_shape
+
+    matrix = np.ascontiguousarray(matrix, dtype=np.float32)
+    found = np.empty(quant_shape_to_byte_shape(matrix.shape, kind), dtype=np.uint8)
+    rows, width = matrix.shape
+
+    def some(start: int) -> None:
+        count = min(each, rows - start)
+        function()(kind, matrix.ctypes.data, found.ctypes.data, start * width, count, width, None)
+
+    threads = torch.get_num_threads()
+    each = -(-rows // threads)
+    with ThreadPoolExecutor(threads) as pool:
+        list(pool.map(some, range(0, rows, each)))
+    return found
+
+
+@functools.cache
+def function() -> Any:
+    """ggml's `ggml_quantize_chunk(type, from, to, first element, rows, row length, importance)`."""
+    module = importlib.util.find_spec("xllamacpp.xllamacpp")
+    function = ctypes.CDLL(str(module and module.origin)).ggml_quantize_chunk
+    function.argtypes = [
+        ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p,
+    ]  # fmt: skip
+    function.restype = ctypes.c_size_t
+    return function
