@@ -115,6 +115,7 @@ MISTAKES = [
         ("bf16: true", "`training.precision: bf16`"),
         ("report_to: wandb", "`tracking.to`"),
         ("logging_steps: 1", "tracking.log_every"),
+        ("rank_pattern: {q_proj: 32}", "`adapter.ranks`"),
         ("assistant_only_loss: true", "`data.loss_on: assistant`"),
     ),
     *_other(
@@ -126,6 +127,7 @@ MISTAKES = [
         ("quantization:\n  kind: nf", "did you mean `nf4`?"),
         ("training:\n  schedule: cosin", "did you mean `cosine`?"),
         ("adapter:\n  targets: q_prj", "did you mean `q_proj`?"),
+        ("adapter:\n  ranks: {q_prj: 32}", "did you mean `q_proj`?"),
     ),
     Mistake("misspelt", "", "did you mean `max_steps`?", overrides=("training.max_step=20",)),
     Mistake("misspelt", "", "did you mean `RTX 4090`", gpu="RTX 4900"),

@@ -108,16 +108,24 @@ def is_pattern(target: str) -> bool:
     return _OF_PATTERNS.search(target) is not None
 
 
-def _check_target(target: str) -> str:
-    try:
-        re.compile(target if is_pattern(target) else "")
-    except re.error as error:
-        raise ValueError(f"`{shortened(target)}` is not a regular expression: {error}") from None
-    return target
+def _compiles(form: str) -> AfterValidator:
+    """That a target stands for a regular expression in `form`, where it has the place of `{}`."""
+
+    def check(target: str) -> str:
+        try:
+            re.compile(form.format(target) if is_pattern(target) else "")
+        except re.error as error:
+            raise ValueError(f"`{shortened(target)}` is not a regular expression: {error}") from None
+        return target
+
+    return AfterValidator(check)
 
 
-Target = Annotated[str, AfterValidator(_check_target)]
+Target = Annotated[str, _compiles("{}")]
 """The name of a module, or a regular expression for full names of modules."""
+
+TargetEnd = Annotated[str, _compiles("({})")]
+"""The same for the end of full names, as PEFT's patterns are, which it puts in parentheses."""
 
 
 def unknown(name: str, known: Iterable[str]) -> str:

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from finetune.config.fields import Checkpointing, Choice, OneOrMore, Place, Size, Target, Usual
+from finetune.config.fields import Checkpointing, Choice, OneOrMore, Place, Size, Target, TargetEnd, Usual
 
 # Above what any job needs, and below what the libraries' 32-bit counts and float32 numbers hold.
 _COUNT, _ROWS, _WEIGHT, _NUMBER = 2**31 - 1, 2**20, 1000, 1e9
@@ -93,6 +93,11 @@ class AdapterSection(Section):
     """`lora` trains low-rank adapters; `none` trains every weight of an unquantized base."""
     rank: Annotated[Positive, Usual(RANKS)] = 16
     """Rank r of the update BA."""
+    ranks: Annotated[dict[TargetEnd, Positive], Usual(RANKS)] = {}
+    """Other ranks for some linear layers: `{q_proj: 32, "layers[.][0-3][.].*": 8}`. A key is a layer's name, or a
+    regular expression for its full name or an end of it, as in PEFT's `rank_pattern`; the first that matches counts.
+    `alpha` is the same for all, so each update is scaled by alpha over its own rank, and one learning rate suits all
+    ranks."""
     alpha: Above0 = 32
     """The update is scaled by alpha / rank, or by alpha / sqrt(rank) with `rslora`."""
     dropout: Annotated[Share, Usual("0 to 0.1")] = 0.0

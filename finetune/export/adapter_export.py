@@ -34,6 +34,7 @@ def check(job: Job) -> None:
     if section.kind == "none":
         raise ArtifactError(f"{job.run.path} trained every weight; {job.run.merged} is the whole model")
     published = adapter.published(section)
+    rank = max([published.rank, *published.ranks.values()])
     names = [] if section.targets == "all-linear" else section.targets
     parameters = [name for name in names if "." in name and not is_pattern(name)]
     why = None
@@ -45,8 +46,8 @@ def check(job: Job) -> None:
         why = f"it is on parameters that are no linear layers, {', '.join(parameters)}"
     elif section.init == "loftq":
         why = "an adapter started by LoftQ belongs to the quantized base, which these programs do not load"
-    elif published.rank > serving.VLLM_RANKS[-1]:
-        why = f"its rank is {published.rank}, and vLLM takes at most {serving.VLLM_RANKS[-1]}"
+    elif rank > serving.VLLM_RANKS[-1]:
+        why = f"its rank is {rank}, and vLLM takes at most {serving.VLLM_RANKS[-1]}"
     if why:
         raise ConfigError(
             f"the adapter of {job.run.path} has no form for other programs: {why}. Export `merged` or `gguf` instead; "

@@ -87,6 +87,7 @@ def _settings(config: Config) -> dict[str, str]:
         "precision": training.precision,
         "longest row": f"{config.data.max_length} tokens",
         **({} if adapter.targets == "all-linear" else {"adapter targets": ", ".join(adapter.targets)}),
+        **({"other ranks": str(adapter.ranks)} if adapter.ranks else {}),
         **({"adapter variants": ", ".join(variants)} if variants else {}),
     }
 

@@ -28,13 +28,21 @@ def kinds(model: nn.Module) -> list[Hashable]:
     ]
 
 
-def adapted(model: nn.Module, section: AdapterSection) -> tuple[set[nn.Module], list[Hashable]]:
-    """The modules that regular expressions among the targets match, and for each decoder layer their names in it.
+Named = dict[nn.Module, tuple[bool, int]]
+"""Modules that are adapted by their full names: whether a target is a pattern for it, and its rank."""
+
+
+def adapted(model: nn.Module, section: AdapterSection) -> tuple[Named, list[Hashable]]:
+    """The modules that regular expressions choose or whose rank `adapter.ranks` gives, and for each decoder layer those
+    in it.
 
     Layers of one kind may differ in the latter.
     """
-    named = {model.get_submodule(name) for name in adapter.matching(model, section)}
-    return named, [tuple(name for name, part in layer.named_modules() if part in named) for layer in layers(model)]
+    matched, ranks = adapter.matching(model, section), adapter.ranks(model, section) if section.ranks else {}
+    chosen = {*matched, *(name for name, rank in ranks.items() if rank != section.rank)}
+    named = {model.get_submodule(name): (name in matched, ranks.get(name, section.rank)) for name in chosen}
+    inside = ([(name, named[part]) for name, part in layer.named_modules() if part in named] for layer in layers(model))
+    return named, [tuple(found) for found in inside]
 
 
 def keep(model: nn.Module, kept: Sequence[int]) -> None:
@@ -52,13 +60,17 @@ def keep(model: nn.Module, kept: Sequence[int]) -> None:
     setattr(holder, name, nn.ModuleList([found[number] for number in kept]))
 
 
-def renamed(section: AdapterSection, model: nn.Module, named: set[nn.Module]) -> AdapterSection:
-    """The targets with the full names that the modules in `named` have now, after `keep`."""
+def renamed(section: AdapterSection, model: nn.Module, named: Named) -> AdapterSection:
+    """The targets and ranks with the full names that the modules in `named` have now, after `keep`."""
     if not named:
         return section
-    names = [re.escape(name) for name, module in model.named_modules() if module in named]
-    plain = [target for target in section.targets if not is_pattern(target)]
-    return section.model_copy(update={"targets": [*plain, *names]})
+    found = {re.escape(name): named[module] for name, module in model.named_modules() if module in named}
+    ranks = {name: rank for name, (_, rank) in found.items() if rank != section.rank}
+    targets = section.targets
+    if targets != "all-linear":
+        plain = [target for target in targets if not is_pattern(target)]
+        targets = [*plain, *(name for name, (matched, _) in found.items() if matched)]
+    return section.model_copy(update={"targets": targets, "ranks": ranks})
 
 
 def _make_up(layer: nn.Module) -> Hashable:

@@ -267,7 +267,7 @@ def planner_for(config: Config, gpu: str | None = None, gpus: int = 1) -> Planne
     device = devices.find(gpu or ("auto" if torch.cuda.is_available() else "cpu"), config.memory)
     architecture = _architecture(config)
     config, _ = bounds.within_positions(config, architecture)
-    rank = config.adapter.rank
+    rank = max([config.adapter.rank, *config.adapter.ranks.values()])
     if rank > getattr(architecture.get_text_config(), "hidden_size", rank):  # more than most layers have
         build.blueprint(config, architecture, _attention(config, architecture, device.type)).check(config.adapter)
     return Planner(config, architecture, device, _data(config, architecture), gpus)

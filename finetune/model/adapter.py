@@ -57,27 +57,55 @@ def lora_config(base: Any, section: AdapterSection) -> Any:
     """PEFT's LoraConfig for `section`, with targets checked against the modules of `base`."""
     _check_extra_modules(base, section)
     modules, parameters = _targets(base, section)
+    if section.ranks:
+        ranks(base, section)  # that each key has its layers
     # The PiSSA paper's fast initialisation by randomised SVD, with 16 iterations.
     start = "pissa_niter_16" if section.init == "pissa" else True
     return _lora(section, target_modules=modules, target_parameters=parameters or None, init_lora_weights=start)
 
 
 def check_rank(base: Any, section: AdapterSection) -> None:
-    """Raise ConfigError for a rank above the smaller side of every adapted layer, where an update is a full one."""
+    """Raise ConfigError for a rank above the smaller side of every layer that has it, where an update is a full one."""
     if section.kind == "none":
         return
-    targets = lora_config(base, section).target_modules
-    sides = [
-        min(module.in_features, module.out_features)
-        for name, module in base.named_modules()
-        if isinstance(module, nn.Linear)
-        and (targets == "all-linear" or any(f".{name}".endswith(f".{target}") for target in targets))
+    lora_config(base, section)
+    largest: dict[int, int] = {}
+    for name, rank in ranks(base, section).items():
+        layer = base.get_submodule(name)
+        largest[rank] = max(largest.get(rank, 0), min(layer.in_features, layer.out_features))
+    for rank, side in largest.items():
+        if rank > side:
+            raise ConfigError(
+                f"`adapter.rank{'' if rank == section.rank else 's'}`: {rank} is more than the smaller side of each "
+                f"layer it would adapt, {side} at most, where nothing is saved; {RANKS} is usual"
+            )
+
+
+def ranks(base: Any, section: AdapterSection) -> dict[str, int]:
+    """Full names of the linear layers that get an adapter, with their ranks.
+
+    Raises ConfigError for a key of `adapter.ranks` that matches none of them.
+    """
+    from peft.utils.other import get_pattern_key
+
+    targets = _targets(base, section)[0]
+    layers = [
+        name
+        for name in _linear_but(base)
+        if targets == "all-linear" or name in targets or any(name.endswith(f".{target}") for target in targets)
     ]
-    if sides and section.rank > max(sides):
-        raise ConfigError(
-            f"`adapter.rank`: {section.rank} is more than the smaller side of each layer it would adapt, "
-            f"{max(sides)} at most, where nothing is saved; {RANKS} is usual"
-        )
+    keys = {name: get_pattern_key(section.ranks, name) for name in layers}
+    for key in section.ranks:
+        if not any(get_pattern_key([key], name) == key for name in layers):
+            _refuse_rank_of_none(key, layers)
+    return {name: section.ranks.get(key, section.rank) for name, key in keys.items()}
+
+
+def _refuse_rank_of_none(key: str, layers: list[str]) -> None:
+    if is_pattern(key):
+        near = f", such as `{layers[0]}`" if layers else ""
+        raise ConfigError(f"`adapter.ranks`: `{key}` matches the full name, or an end of it, of no adapted layer{near}")
+    _check([key], list(dict.fromkeys(name.rpartition(".")[2] for name in layers)), "adapter.ranks")
 
 
 def _lora(section: AdapterSection, **more: Any) -> Any:
@@ -86,6 +114,7 @@ def _lora(section: AdapterSection, **more: Any) -> Any:
 
     return LoraConfig(
         r=section.rank,
+        rank_pattern=dict(section.ranks),
         lora_alpha=section.alpha,
         lora_dropout=section.dropout,
         modules_to_save=list(section.extra_modules) or None,
@@ -190,7 +219,12 @@ def _refuse_on_parameters(chosen: dict[str, Any], section: AdapterSection) -> No
                 f"`adapter.targets`: `{name}` is quantized to 4 bit, and such experts cannot have an adapter; remove "
                 "it, or set `quantization.kind` to `int8` or `none`, which keep experts in 16 bit"
             )
-        wrong = {"dropout": section.dropout, "dora": section.dora, "init": section.init == "pissa"}
+        wrong = {
+            "dropout": section.dropout,
+            "dora": section.dora,
+            "init": section.init == "pissa",
+            "ranks": section.ranks,
+        }
         if asked := [f"`adapter.{key}`" for key, value in wrong.items() if value]:
             raise ConfigError(
                 f"`adapter.targets`: `{name}` is a parameter, not a linear layer, so its adapter cannot use "
@@ -297,7 +331,8 @@ def published(section: AdapterSection) -> AdapterSection:
     if section.init != "pissa":
         return section.model_copy(update={"init": "default"})
     alpha = section.alpha * (2**0.5 if section.rslora else 2)
-    return section.model_copy(update={"init": "default", "rank": 2 * section.rank, "alpha": alpha})
+    ranks = {name: 2 * rank for name, rank in section.ranks.items()}
+    return section.model_copy(update={"init": "default", "rank": 2 * section.rank, "ranks": ranks, "alpha": alpha})
 
 
 def check_files(directory: Path, section: AdapterSection) -> None:

@@ -88,7 +88,9 @@ def adapter(config: Config) -> str:
         return "none: every weight is trained"
     targets = section.targets if isinstance(section.targets, str) else ", ".join(section.targets)
     kinds = [name for name, on in (("rsLoRA", section.rslora), ("DoRA", section.dora)) if on] or ["LoRA"]
-    return f"{' '.join(kinds)} of rank {section.rank}, alpha {section.alpha:g}, on {targets}"
+    ranks = ", ".join(f"{rank} on {name}" for name, rank in section.ranks.items())
+    rank = f"{section.rank} ({ranks})" if ranks else section.rank
+    return f"{' '.join(kinds)} of rank {rank}, alpha {section.alpha:g}, on {targets}"
 
 
 def training(config: Config) -> str:

@@ -174,7 +174,7 @@ def test_schema_and_program_accept_the_same(
 
 
 def values_of(key: str) -> Iterator[Any]:
-    """Values of a key of a rule: each name that it may have, both booleans, a number, nothing."""
+    """Values of a key of a rule: each name that it may have, both booleans, a number, a mapping, nothing."""
     section, _, name = key.partition(".")
     field = Config.model_fields[section].annotation.model_json_schema()["properties"][name]
     forms = field.get("anyOf", [field])
@@ -183,6 +183,7 @@ def values_of(key: str) -> Iterator[Any]:
         yield from form.get("enum", [form["const"]] if "const" in form else [])
     yield from ("auto", "none") if key == "data.eval" else ()
     yield from (True, False) if field.get("type") == "boolean" else ()
+    yield from ({}, {"q_proj": 8}) if field.get("type") == "object" else ()
     yield from (2, None) if {"type": "null"} in forms else ()
 
 

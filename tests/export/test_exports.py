@@ -148,6 +148,7 @@ def job(run: RunDirectory, **changes: Any) -> Job:
         ({"init": "loftq"}, "LoftQ belongs to the quantized base"),
         ({"rank": 600}, "its rank is 600, and vLLM takes at most 512"),
         ({"rank": 300, "init": "pissa"}, "its rank is 600"),
+        ({"ranks": {"q_proj": 520}}, "its rank is 520"),
     ],
 )
 def test_an_adapter_without_a_plain_form_is_refused(trained: RunDirectory, changes: dict[str, Any], why: str) -> None:

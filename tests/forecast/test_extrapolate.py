@@ -179,6 +179,7 @@ def test_only_the_ends_may_come_and_go_otherwise() -> None:
         pytest.param(
             "llama", 16, {"adapter__targets": ["q_proj", ".*layers[.]([0-6]|15)[.]mlp.*"]}, id="targets by pattern"
         ),
+        pytest.param("llama", 16, {"adapter__ranks": {"layers[.]([0-6]|15)[.].*": 64, "q_proj": 2}}, id="ranks"),
     ],
 )
 def test_the_extrapolated_trace_has_the_peaks_of_the_whole_one(

@@ -326,6 +326,15 @@ def test_adapters_on_some_of_the_layers(targets: list[str]) -> None:
     assert_close(step(model, job), plain)
 
 
+def test_adapters_of_several_ranks_are_fused_where_they_are_not_computed_together() -> None:
+    model, job = made("qwen2", adapter__ranks={"k_proj": 2, "down_proj": 3})
+    plain = step(model, job)
+    attached = kernels.attach(model, "on")
+    assert [len(attached.replaced[kind]) for kind in ("attention", "mlp", "lora")] == [0, 2, 8]
+    assert attached.lines == ["kernels: `self_attn` not fused: adapters of several scales"]
+    assert_close(step(model, job), plain)
+
+
 # -- what falls back ---------------------------------------------------------------------------------------------------
 
 

@@ -61,6 +61,30 @@ def test_a_pattern_that_is_none_is_refused_and_a_rank_that_no_layer_has() -> Non
         check_rank(base(), AdapterSection(rank=65, targets=["k_proj"]))
 
 
+def test_ranks_by_name_and_pattern_of_which_the_first_counts() -> None:
+    section = AdapterSection(rank=4, alpha=8, ranks={"q_proj": 6, "layers[.](0|1)[.].*": 2})
+    model = attach(base("nf4"), section, BASE, seed=1)
+    layers = model.base_model.model.model.layers
+    found = [(layers[n].self_attn.q_proj.r, layers[n].mlp.up_proj.r) for n in (0, 1, 2)]
+    assert found == [({"default": 6}, {"default": rest}) for rest in (2, 2, 4)]
+    assert layers[0].mlp.up_proj.scaling == {"default": 8 / 2}, "alpha is the same for all"
+
+
+def test_a_rank_that_no_adapted_layer_has_names_the_candidates() -> None:
+    with pytest.raises(
+        ConfigError, match=r"`adapter.ranks`: `q_prj`.*did you mean `q_proj`\? choose from q_proj, k_proj"
+    ):
+        check_rank(base(), AdapterSection(ranks={"q_prj": 8}))
+    with pytest.raises(ConfigError, match=r"`layers\[\.\]9.*of no adapted layer, such as `model\.layers\.0"):
+        check_rank(base(), AdapterSection(ranks={"layers[.]9[.].*": 8}))
+    with pytest.raises(ConfigError, match=r"did you mean `q_proj`\? choose from q_proj$"):
+        check_rank(base(), AdapterSection(targets=["q_proj"], ranks={"o_proj": 8}))
+    with pytest.raises(
+        ConfigError, match=r"`adapter.ranks`: 65 is more than the smaller side of each layer .* 64 at most"
+    ):
+        check_rank(base(), AdapterSection(ranks={"k_proj": 65}))
+
+
 def test_an_extra_module_that_does_not_exist_names_the_candidates() -> None:
     with pytest.raises(ConfigError, match=r"adapter.extra_modules.*did you mean `embed_tokens`"):
         attach(base(), AdapterSection(extra_modules=["embed_token"]), BASE, seed=1)
