@@ -97,7 +97,10 @@ RULES = (
         "layers whose inputs are offloaded cannot be compiled; set `none`, or `memory.offload: none`",
     ),
     *(
-        Rule(key, values, "distributed.kind", only("fsdp"), f"{reason}; set `{remedy}`, or `distributed.kind: ddp`")
+        Rule(
+            key, values, "distributed.kind", only("fsdp", "deepspeed"),
+            f"{reason}; set `{remedy}`, or `distributed.kind: ddp`",
+        )
         for key, values, reason, remedy in (
             ("quantization.kind", only("int8"), "the scales of int8 weights cannot be sharded", "nf4` or `none"),
             ("adapter.init", but("default"), f"an initialization from the weights {_WHOLE}", "default"),
@@ -109,6 +112,15 @@ RULES = (
             ("kernels.fused", but("off"), f"trying a kernel on a layer {_WHOLE}", "off"),
             ("kernels.compile", but("none"), "sharded layers are not compiled", "none"),
         )
+    ),
+    Rule(
+        "distributed.stage", only("optimizer"), "distributed.kind", only("fsdp"),
+        "`fsdp` cuts gradients as well; set `gradients`, or `distributed.kind: deepspeed`",
+    ),
+    Rule(
+        "adapter.dtype", only("bfloat16"), "distributed.kind", only("deepspeed"),
+        "DeepSpeed would train float32 copies of the weights, which no checkpoint has; set `adapter.dtype: float32`, "
+        "or `distributed.kind: ddp`",
     ),
     Rule(
         "output.merge", only(True), "model.weights", only("random"),

@@ -294,9 +294,11 @@ class DistributedSection(Section):
 
     kind: Annotated[str, Choice("distributed.kind")] = "auto"
     """What each rank holds. The result does not depend on it, nor on the number of ranks."""
-    stage: Literal["weights", "gradients"] = "weights"
-    """What a rank holds in slices. `weights`: a layer's weights are whole only while it computes. `gradients`: they
-    stay whole from the forward to the backward pass, which saves gathering them again."""
+    stage: Literal["weights", "gradients", "optimizer"] = "weights"
+    """What a rank holds in slices. `weights`: a layer's weights are whole only while it computes. `gradients`: with
+    `fsdp` they stay whole from the forward to the backward pass, which saves gathering them again; with `deepspeed` for
+    good, and gradients and optimizer states are cut (ZeRO 2). `optimizer`: only optimizer states are cut (`deepspeed`,
+    ZeRO 1)."""
     offload: Literal["none", "cpu"] = "none"
     """`cpu` keeps the slices, their gradients and the optimizer states in host memory, where they are updated."""
 

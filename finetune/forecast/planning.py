@@ -61,6 +61,11 @@ class Planner:
     def forecast(self, config: Config | None = None, *, evaluates: bool = True) -> Forecast:
         """What `config` (by default the job itself) takes; without `evaluates`, leaving out the evaluation."""
         config = config or self.job
+        if strategies.STRATEGIES[config.distributed.kind].deepspeed:
+            raise ForecastError(
+                "`distributed.kind: deepspeed`: no forecast is made of what DeepSpeed holds; plan with `fsdp`, which "
+                "shares the same, or train with `memory.check: off`"
+            )
         key = config.model_dump_json(), evaluates
         if key not in self._known:
             batches, evaluation = self._largest_batches(config)

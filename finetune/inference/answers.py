@@ -17,7 +17,7 @@ from finetune.runtime import ranks
 from finetune.runtime.stages import stage
 from finetune.storage.files import write_json
 from finetune.storage.rundir import RunDirectory
-from finetune.training.strategies import is_sharded
+from finetune.training.strategies import cannot_run_alone
 
 # Number of questions, and length of an answer in tokens: enough to see a difference.
 _QUESTIONS = 3
@@ -32,7 +32,7 @@ def before(base: Any, tokenizer: Any, config: Config, run: RunDirectory, note: C
 
     Empty on ranks other than 0, for random weights, and for a sharded base, which rank 0 cannot run alone.
     """
-    if not ranks.is_main() or config.model.weights == "random" or is_sharded(config.distributed):
+    if not ranks.is_main() or config.model.weights == "random" or cannot_run_alone(config.distributed):
         return []
     asked = list(itertools.islice(questions(config.data), _QUESTIONS))
     if kept := _kept(asked, run, note):

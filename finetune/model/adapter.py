@@ -319,7 +319,8 @@ def weights(model: Any) -> dict[str, torch.Tensor]:
     from peft import get_peft_model_state_dict
 
     # "auto" would ask the hub whether the vocabulary was resized; `extra_modules` says what else is trained.
-    return dict(get_peft_model_state_dict(model, save_embedding_layers=False))
+    state = model.state_dict(keep_vars=True)
+    return dict(get_peft_model_state_dict(model, state, save_embedding_layers=False))
 
 
 def published(section: AdapterSection) -> AdapterSection:

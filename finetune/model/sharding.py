@@ -22,7 +22,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, 
 from torch.distributed.tensor import DTensor
 
 from finetune.errors import ConfigError
-from finetune.model import checkpointing, direct_reads
+from finetune.model import checkpointing, direct_reads, zero
 from finetune.runtime.libraries import replaced
 
 
@@ -259,8 +259,20 @@ def held(tensor: Tensor) -> Tensor:
 
 def whole(tensor: Tensor) -> Tensor:
     """The whole tensor; every rank must call it."""
+    if zero.is_cut(tensor):
+        with zero.gathered(tensor):
+            return tensor.detach().clone()
     slices = slices_of(tensor)
     return slices.whole(held(tensor)) if slices else tensor
+
+
+def write(whole: Tensor, into: Tensor) -> None:
+    """Copy a whole tensor to what this rank holds of `into`; every rank must call it."""
+    if zero.is_cut(into):
+        with zero.gathered(into, write=True):
+            into.detach().copy_(whole)
+    else:
+        held(into).copy_(mine(whole, into))
 
 
 def mine(whole: Tensor, weight: Tensor) -> Tensor:

@@ -28,6 +28,8 @@ _SILENCED_WARNINGS = (
     r"IProgress not found",
     # bitsandbytes: training.optimizers.choose says the same in one line.
     r"Paged optimizers are not supported on CPU",
+    # DeepSpeed 0.19 calls collectives by names that torch 2.13 deprecates.
+    r"`torch.distributed.[a-z_]+` is deprecated",
     # torch.utils.checkpoint under autocast requests the state of a CUDA device even in a CPU-only build.
     r"User provided device_type of 'cuda', but CUDA is not available",
 )

@@ -11,7 +11,6 @@ from typing import Any
 from finetune.errors import MachineError
 from finetune.measure.monitor import Monitor, Peak
 from finetune.measure.out_of_memory import while_writing
-from finetune.model.sharding import is_sharded
 from finetune.runtime import ranks
 from finetune.runtime.randomness import RandomState
 from finetune.storage import checkpoint
@@ -117,7 +116,7 @@ class Checkpoints:
             with while_writing(self._run.checkpoint(progress.step)):
                 contents = (
                     snapshot(self._step, self._schedule, progress, self._made_with, random_states)
-                    if ranks.is_main() or is_sharded(self._step.model)
+                    if ranks.is_main() or self._step.cut
                     else None
                 )
         finally:

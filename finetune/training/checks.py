@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+
 import torch
 
 from finetune.config import Config
@@ -18,12 +20,19 @@ def check(config: Config, device: torch.device) -> None:
     """
     _check_precision(config.training.precision, device)
     tracking.check(config.tracking)
+    if STRATEGIES[config.distributed.kind].deepspeed and importlib.util.find_spec("deepspeed") is None:
+        raise MachineError("`distributed.kind: deepspeed` needs the package deepspeed: pip install deepspeed")
     check_shares(config)
     _check_optimizer(config)
 
 
 def _check_optimizer(config: Config) -> None:
     kind = config.optimizer.kind
+    if STRATEGIES[config.distributed.kind].deepspeed and not OPTIMIZERS[kind].numberwise:
+        raise ConfigError(
+            f"`optimizer.kind`: {kind} cannot update DeepSpeed's slices, which cut across weights; set "
+            "`adamw_torch_fused` or `sgd`, or `distributed.kind: fsdp`"
+        )
     if STRATEGIES[config.distributed.kind].sharded and not OPTIMIZERS[kind].sharded:
         raise ConfigError(
             f"`optimizer.kind`: {kind} cannot update slices of weights; choose another, or set `distributed.kind: ddp`"

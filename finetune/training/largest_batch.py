@@ -32,12 +32,15 @@ def warm_up(step: Step, steps: Steps, retry: Retry, evaluation: Evaluation | Non
     """
     kept, monitor = _Kept(step), step.monitor
     before = dict(monitor.run)
-    _make_states(step)
+    if step.zero is None:
+        _make_states(step)
     step_rows = steps.batch_size // step.world_size
     for batch, inputs in _largest(steps.rows, steps, step_rows):
         # With gradient accumulation, gradients of earlier micro-batches exist while later ones run.
         passes = min(2, per_step(step_rows, steps.collate.way, batch))
-        retry.forward_backward(step, [inputs] * passes, max(1, int(step.objective.count(inputs))))
+        # DeepSpeed drops gradients only where they are not finite: those of a loss that is divided by zero.
+        count = 0 if step.zero else max(1, int(step.objective.count(inputs)))
+        retry.forward_backward(step, [inputs] * passes, count)
         _update(step)
     if evaluation:
         for _, inputs in _largest(evaluation.rows, steps, step_rows):
@@ -83,6 +86,10 @@ def _update(step: Step) -> None:
     Gradients and learning rate are zero: it needs the memory of any update but leaves the weights unchanged, so no copy
     of them is needed.
     """
+    if step.zero:
+        with step.monitor.phase("optimizer"):
+            step.clip()
+        return
     optimizer = step.optimizer
     rates = [group["lr"] for group in optimizer.param_groups]
     with step.monitor.phase("optimizer"):

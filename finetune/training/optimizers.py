@@ -25,13 +25,15 @@ _NOT_DECAYED = ["bias", "layernorm", "rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm
 class Optimizer:
     """One optimizer: `build` returns its class and arguments, `on_cpu` names its replacement on a CPU, and `ignores`
     are the keys of the section that do not apply to it, and that a config must not set. `sharded`: it can update a
-    slice of a weight without the rest, and its states can be cut like the weight."""
+    slice of a weight without the rest, and its states can be cut like the weight. `numberwise`: it updates each number
+    by itself, so that a slice may cut across weights, and keeps its states in torch's form."""
 
     help: str
     build: Callable[[OptimizerSection], Built]
     on_cpu: str | None = None
     ignores: tuple[str, ...] = ()
     sharded: bool = True
+    numberwise: bool = False
 
 
 BLOCK = 256
@@ -184,7 +186,7 @@ OPTIMIZERS: dict[str, Optimizer] = {
     ),
     "adamw_8bit": Optimizer("AdamW, 8-bit states (arXiv 2110.02861)", _bitsandbytes("AdamW", 8)),
     "adamw_32bit": Optimizer("AdamW, 32-bit states, bitsandbytes' kernel", _bitsandbytes("AdamW", 32)),
-    "adamw_torch_fused": Optimizer("PyTorch's fused AdamW", _torch_adamw),
+    "adamw_torch_fused": Optimizer("PyTorch's fused AdamW", _torch_adamw, numberwise=True),
     "paged_lion_8bit": Optimizer(
         "Lion, one 8-bit state paged to the host under memory pressure",
         _bitsandbytes("Lion", 8, True),
@@ -205,7 +207,7 @@ OPTIMIZERS: dict[str, Optimizer] = {
         ignores=("beta1", "beta2", "epsilon"),
         sharded=False,
     ),
-    "sgd": Optimizer("SGD with momentum `beta1`", _sgd, ignores=("beta2", "epsilon")),
+    "sgd": Optimizer("SGD with momentum `beta1`", _sgd, ignores=("beta2", "epsilon"), numberwise=True),
     "paged_ademamix_8bit": Optimizer(
         "AdEMAMix, 8-bit states paged to the host under memory pressure",
         _bitsandbytes("AdEMAMix", 8, True),

@@ -28,6 +28,7 @@ from finetune.measure.out_of_memory import while_writing
 from finetune.model import causality, chat_template, packing, sharding
 from finetune.model.adapter import casts_by_autocast
 from finetune.model.base import autocast
+from finetune.model.zero import Zero
 from finetune.objectives import OBJECTIVES, contract, log_probs
 from finetune.runtime import libraries, ranks
 from finetune.runtime.signals import Signals
@@ -47,6 +48,7 @@ from finetune.training.recorder import Listener, Recorder
 from finetune.training.replica import Replica
 from finetune.training.state import problems_of, restore, restore_weights, save_weights, whole_weights
 from finetune.training.step import Step
+from finetune.training.strategies import STRATEGIES
 from finetune.training.tracking import Trackers
 
 
@@ -110,11 +112,13 @@ def train(job: Job) -> Outcome:
             f"{progress.without_gain} evaluations. To continue, raise or remove `training.early_stopping`"
         )
     whole = None
-    if sharding.is_sharded(model) and not any(ranks.gathered(job.signals.name or callbacks.failed)):
+    if loop.step.cut and not any(ranks.gathered(job.signals.name or callbacks.failed)):
         _load_best(job, ranks.main_does(lambda: _best_checkpoint(job, progress)))
         whole = whole_weights(model)
     # The DDP model references the process group and must not be the last to do so: its destructor would join the
     # group's threads while holding the GIL, for which they may be waiting (torch 2.13, ProcessGroupGloo).
+    if loop.step.zero:
+        loop.step.zero.close()
     del loop
     ranks.leave()  # rank 0 does the rest alone
     job.signals.end(f"step {progress.step} is saved in {run.checkpoints}")
@@ -211,7 +215,10 @@ def _step(job: Job, recorder: Recorder, collate: MicroBatches) -> Step:
         seen=recorder.saw,
     )
     step.world_size = ranks.world_size()
-    if step.world_size > 1 and not sharding.is_sharded(model):
+    if STRATEGIES[job.config.distributed.kind].deepspeed:
+        step.zero = step.shared = Zero(model, step.optimizer, job.config.distributed, training.max_grad_norm, device)
+        step.optimizer, step.local = step.zero.rates, step.zero.local
+    elif step.world_size > 1 and not sharding.is_sharded(model):
         replica = Replica(model)
         step.shared, step.local = replica.shared, replica.local
         step.catch_up = functools.partial(replica.catch_up, step, collate.idle())

@@ -18,7 +18,7 @@ import torch
 from bitsandbytes.optim.optimizer import Optimizer8bit
 
 from finetune.errors import ArtifactError
-from finetune.model import adapter, sharding
+from finetune.model import adapter, sharding, zero
 from finetune.model.sharding import Slices
 from finetune.runtime import ranks
 from finetune.runtime.randomness import RandomState
@@ -41,7 +41,7 @@ OPTIMIZER_FILE, STATE_FILE = "optimizer.safetensors", "state.json"
 def trained_weights(model: Any) -> dict[str, torch.Tensor]:
     """The trained weights by name (not copies; maybe sharded), an adapter's by the names in PEFT's files."""
     if not hasattr(model, "peft_config"):
-        return {name: weight.data for name, weight in model.named_parameters() if weight.requires_grad}
+        return {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
     return adapter.weights(model)
 
 
@@ -87,11 +87,12 @@ def restore_weights(model: Any, folder: Path) -> None:
 
 
 def _copy(tensor: torch.Tensor, into: torch.Tensor, what: str) -> None:
-    if (tensor.shape, tensor.dtype) != (into.shape, into.dtype):
+    shape = zero.shape_of(into)
+    if (tensor.shape, tensor.dtype) != (shape, into.dtype):
         raise ArtifactError(
-            f"{what} is {tensor.dtype} of {tuple(tensor.shape)}, but this job's is {into.dtype} of {tuple(into.shape)}"
+            f"{what} is {tensor.dtype} of {tuple(tensor.shape)}, but this job's is {into.dtype} of {tuple(shape)}"
         )
-    sharding.held(into).copy_(sharding.mine(tensor, into))
+    sharding.write(tensor, into)
 
 
 def _refuse_other_kind(what: str, stored: Any, live: Any) -> None:
@@ -180,9 +181,14 @@ def _cut(parameter: Any, key: str, whole: torch.Tensor) -> torch.Tensor:
     return slices.mine(whole) if slices else whole
 
 
-def restore_optimizer(optimizer: Any, described: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
-    """Restore what `whole_optimizer_state` returned, with each tensor's dtype, device and paging."""
-    parameters, groups = _parameters(optimizer), described["groups"]
+def restore_optimizer(
+    optimizer: Any, described: dict[str, Any], tensors: dict[str, torch.Tensor], shared: zero.Zero | None = None
+) -> None:
+    """Restore what `whole_optimizer_state` returned, with each tensor's dtype, device and paging.
+
+    `shared` is the engine that steps it.
+    """
+    parameters, groups = shared.weights if shared else _parameters(optimizer), described["groups"]
     if (len(groups), len(described["weights"])) != (len(optimizer.param_groups), len(parameters)):
         raise ValueError("different parameter groups")
     states = [
@@ -190,11 +196,13 @@ def restore_optimizer(optimizer: Any, described: dict[str, Any], tensors: dict[s
             key: _cut(parameter, key, tensors[value["tensor"]]) if isinstance(value, dict) else value
             for key, value in values.items()
         }
-        if parameter.numel()
+        if parameter.numel() or shared
         else {}
         for parameter, values in zip(parameters, described["weights"], strict=True)
     ]
-    if isinstance(optimizer, Optimizer8bit):
+    if shared:
+        shared.restore_optimizer(states)
+    elif isinstance(optimizer, Optimizer8bit):
         _restore_bitsandbytes(optimizer, states)
     else:
         _restore_torch(optimizer, states)
@@ -252,7 +260,7 @@ def snapshot(
         torch.cuda.synchronize(
             step.device
         )  # paged states are read as host memory, bypassing the stream of their update
-    optimizer, optimizer_tensors = whole_optimizer_state(step.optimizer)
+    optimizer, optimizer_tensors = step.zero.optimizer_state() if step.zero else whole_optimizer_state(step.optimizer)
     values = {
         STATE_FILE: {
             "optimizer": optimizer,
@@ -287,7 +295,7 @@ def restore(step: Step, schedule: Any, folder: Path) -> None:
     state = records.read(folder / STATE_FILE, records.CHECKPOINT_STATE)
     tensors = checkpoint.read_tensors(folder, OPTIMIZER_FILE)
     try:
-        restore_optimizer(step.optimizer, {**state["optimizer"]}, tensors)
+        restore_optimizer(step.optimizer, {**state["optimizer"]}, tensors, step.zero)
         # The state of the schedule's functions is not restored: earlier versions had other functions.
         stored = {key: value for key, value in state["schedule"].items() if key != "lr_lambdas"}
         _refuse_other_kind("schedule", stored, schedule.state_dict())

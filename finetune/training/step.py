@@ -15,6 +15,7 @@ from accelerate.utils import send_to_device
 from finetune.measure.monitor import Monitor, Peak
 from finetune.model import packing, sharding
 from finetune.model.base import autocast
+from finetune.model.zero import Zero
 from finetune.objectives import Objective
 from finetune.runtime.libraries import replaced
 from finetune.training.collator import Inputs, for_model
@@ -29,8 +30,9 @@ class Step:
 
     With several ranks, `shared` is `model` in DistributedDataParallel, and `local` a context in which gradients are not
     synchronized. `catch_up` takes part in what the other ranks wait for in a step whose pass failed here; where it is
-    None, such a step cannot be repeated. With `masked` the model gets the padding mask. `scaler` scales the loss under
-    fp16. `seen` is called after each micro-batch with it, its index and the peak of its backward pass.
+    None, such a step cannot be repeated. `zero` is DeepSpeed's engine, if that shares the model. With `masked` the
+    model gets the padding mask. `scaler` scales the loss under fp16. `seen` is called after each micro-batch with it,
+    its index and the peak of its backward pass.
     """
 
     model: Any
@@ -45,6 +47,7 @@ class Step:
     world_size: int = 1
     local: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
     catch_up: Callable[[], None] | None = None
+    zero: Zero | None = None
     scaler: torch.amp.GradScaler | None = None
     seen: Callable[[Inputs, int, Peak], None] = lambda micro_batch, number, peak: None
     under_way: Inputs | None = field(default=None, init=False)
@@ -53,7 +56,12 @@ class Step:
     @property
     def repeatable(self) -> bool:
         """Whether a step in which a pass failed can be repeated."""
-        return self.world_size == 1 or self.catch_up is not None
+        return (self.world_size == 1 and self.zero is None) or self.catch_up is not None
+
+    @property
+    def cut(self) -> bool:
+        """Whether a rank holds but slices of the weights or of the optimizer's states, which all must gather."""
+        return self.zero is not None or sharding.is_sharded(self.model)
 
     def forward_backward(self, micro_batches: list[Inputs], count: Count) -> torch.Tensor:
         """Accumulate gradients over the micro-batches; return the loss, or this rank's part of it times `world_size`.
@@ -81,14 +89,22 @@ class Step:
             loss = total / count * self.world_size  # DDP averages the ranks' gradients
             del batch, total
             self.monitor.enter("backward")
-            (self.scaler.scale(loss) if self.scaler else loss).backward()
+            if self.zero:
+                self.zero.backward(loss)
+            else:
+                (self.scaler.scale(loss) if self.scaler else loss).backward()
         finally:
             peak = self.monitor.leave()
         self.seen(micro_batch, number, peak)
         return loss.detach()
 
     def clip(self) -> torch.Tensor:
-        """Clip the gradient norm to `max_grad_norm` (0: no clipping); return the norm before clipping."""
+        """Clip the gradient norm to `max_grad_norm` (0: no clipping); return the norm before clipping.
+
+        DeepSpeed updates the weights in the same call, and skips the update by itself if the norm is not finite.
+        """
+        if self.zero:
+            return self.zero.step()
         if self.scaler:
             self.scaler.unscale_(self.optimizer)
         return sharding.clip_grad_norm_(self.trained(), self.max_grad_norm or math.inf)

@@ -18,28 +18,37 @@ if TYPE_CHECKING:
 class Strategy:
     """One strategy. `sharded`: ranks hold slices of the weights (`finetune.model.sharding`), not copies of the model.
 
+    `deepspeed`: DeepSpeed's engine shares the model (`finetune.model.zero`), and no forecast is made.
     `ignores`: keys of the section that do not apply to it, and that a config must not set.
     """
 
     help: str
     sharded: bool = False
+    deepspeed: bool = False
     ignores: tuple[str, ...] = ()
 
+
+_OF_SHARDS = ("stage", "offload")
 
 STRATEGIES: dict[str, Strategy] = {
     "auto": Strategy(
         "the first of these that the forecast says fits: `ddp`, `fsdp` with `stage: gradients`, with `stage: weights`; "
         "`ddp` without a forecast",
-        ignores=("stage", "offload"),
+        ignores=_OF_SHARDS,
     ),
     "ddp": Strategy(
         "a copy of the model on each rank, whose gradients are averaged in the last backward pass of a step",
-        ignores=("stage", "offload"),
+        ignores=_OF_SHARDS,
     ),
     "fsdp": Strategy(
         "slices of all weights, quantized ones included, of gradients and of optimizer states; layers are gathered one "
         "by one (PyTorch's FSDP2)",
         sharded=True,
+    ),
+    "deepspeed": Strategy(
+        "optimizer states, and by `stage` gradients and weights, in slices (DeepSpeed's ZeRO 1 to 3; also a single "
+        "process, for `offload`); needs the package deepspeed, and no forecast is made",
+        deepspeed=True,
     ),
 }
 
@@ -60,6 +69,11 @@ def is_sharded(section: DistributedSection, world_size: int | None = None) -> bo
     from finetune.runtime import ranks
 
     return STRATEGIES[section.kind].sharded and (world_size or ranks.world_size()) > 1
+
+
+def cannot_run_alone(section: DistributedSection) -> bool:
+    """Whether a rank of this run cannot compute with the model by itself."""
+    return STRATEGIES[section.kind].deepspeed or is_sharded(section)
 
 
 def sharding(

@@ -487,7 +487,8 @@ RULES: list[tuple[str, list[str], tuple[str, ...], list[str]]] = [
         ["memory.offload=none"],
     ),
     *(
-        (key, ["distributed.kind=fsdp", f"{key}={broken}", *more], ["whole", "sharded"], [remedy])
+        (key, [f"distributed.kind={kind}", f"{key}={broken}", *more], ["whole", "sharded"], [remedy])
+        for kind in ("fsdp", "deepspeed")
         for key, broken, remedy, *more in (
             ("quantization.kind", "int8", "quantization.kind=nf4"),
             ("adapter.init", "loftq", "adapter.init=default"),
@@ -496,6 +497,18 @@ RULES: list[tuple[str, list[str], tuple[str, ...], list[str]]] = [
             ("kernels.fused", "auto", "kernels.fused=off"),
             ("kernels.compile", "layers", "kernels.compile=none"),
         )
+    ),
+    (
+        "distributed.stage",
+        ["distributed.kind=fsdp", "distributed.stage=optimizer"],
+        ["`fsdp` cuts gradients as well"],
+        ["distributed.stage=gradients"],
+    ),
+    (
+        "adapter.dtype",
+        ["distributed.kind=deepspeed", "adapter.dtype=bfloat16"],
+        ["no checkpoint has"],
+        ["adapter.dtype=float32"],
     ),
 ]
 

@@ -17,7 +17,7 @@ from traces import peaks
 
 import finetune
 from finetune.config import Config
-from finetune.errors import ConfigError
+from finetune.errors import ConfigError, ForecastError
 from finetune.forecast import fake_ranks, planning
 from finetune.forecast.extrapolate import whole
 from finetune.forecast.levers import levers
@@ -204,6 +204,12 @@ def test_each_next_step_of_sharding_is_a_lever() -> None:
 def test_a_batch_that_ranks_cannot_share_is_refused_before_anything_is_forecast(quick: Quick) -> None:
     with pytest.raises(ConfigError, match=r"`training.batch_size` 4 cannot be split among 3 processes"):
         planning.planner_for(quick("training.batch_size=4"), "cpu", 3)
+
+
+def test_what_deepspeed_holds_is_not_forecast(quick: Quick) -> None:
+    for gpus in (1, 2):
+        with pytest.raises(ForecastError, match=r"plan with `fsdp`, .* `memory[.]check: off`"):
+            finetune.plan(quick("optimizer.kind=sgd", "distributed.kind=deepspeed"), "24GiB", gpus)
 
 
 def test_a_plan_for_several_gpus_says_so(quick: Quick) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,7 +16,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from finetune.config import Config, DistributedSection, OptimizerSection
-from finetune.errors import ConfigError
+from finetune.errors import ConfigError, MachineError
 from finetune.model import sharding
 from finetune.model.sharding import Sharding
 from finetune.runtime import ranks
@@ -120,12 +122,19 @@ def _parameters(optimizer: Any) -> list[nn.Parameter]:
 
 
 def test_an_optimizer_that_needs_whole_weights_is_refused(subtests: pytest.Subtests) -> None:
-    config = Config(distributed=DistributedSection(kind="fsdp"))
-    for name, optimizer in OPTIMIZERS.items():
-        with subtests.test(name=name):
-            job = config.changed({"optimizer.kind": name})
-            if optimizer.sharded:
+    for kind, name in itertools.product(("fsdp", "deepspeed"), OPTIMIZERS):
+        with subtests.test(kind=kind, name=name):
+            job = Config(distributed=DistributedSection(kind=kind)).changed({"optimizer.kind": name})
+            optimizer = OPTIMIZERS[name]
+            if optimizer.sharded if kind == "fsdp" else optimizer.numberwise:
                 check(job, torch.device("cpu"))
             else:
-                with pytest.raises(ConfigError, match=f"{name} cannot update slices"):
+                with pytest.raises(ConfigError, match=f"{name} cannot update .*slices"):
                     check(job, torch.device("cpu"))
+
+
+def test_deepspeed_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    job = Config(distributed=DistributedSection(kind="deepspeed"))
+    with pytest.raises(MachineError, match="pip install deepspeed"):
+        check(job, torch.device("cpu"))

@@ -1,0 +1,114 @@
+"""Ranks that share a model by DeepSpeed's ZeRO train what one process trains, and any number of them resumes."""
+
+from __future__ import annotations
+
+import math
+import shutil
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from children import Children, Fault
+from steps import before_each_step
+from test_sharded_ranks import EXACT, ROWS, STEP, assert_all, assert_close, weights
+from together import Together
+
+import finetune
+from finetune.config import Config
+from finetune.storage.rundir import RunDirectory
+from finetune.training.loop import Loop
+
+pytest.importorskip("deepspeed")
+
+ZERO = ["distributed.kind=deepspeed"]
+GENTLE = [*EXACT, "training.learning_rate=0.03"]
+NORM = 1e-4  # DeepSpeed sums squares in float64, one process in float32
+KINDS = {
+    "nf4": [],
+    "16 bit": ["quantization.kind=none", "memory.checkpointing=keep-products"],
+    "full": ["quantization.kind=none", "adapter.kind=none"],
+}
+Make = Callable[..., Together]
+
+
+@pytest.fixture(scope="module")
+def job(children: Children, rows_file: Path, shallow_base: Path, tmp_path_factory: pytest.TempPathFactory) -> Make:
+    folder = tmp_path_factory.mktemp("jobs")
+    rows = folder / "rows.jsonl"
+    rows.write_text("".join(rows_file.read_text().splitlines(keepends=True)[:21]))
+
+    def make(*overrides: str, run: str) -> Together:
+        shared = [f"model.name={shallow_base}", f"data.train={rows}", "adapter.dropout=0"]
+        return Together(children, [*ROWS, *shared, *overrides], RunDirectory(folder / run))
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def alone(job: Make) -> Callable[[str], RunDirectory]:
+    """What one process trains without DeepSpeed."""
+    runs: dict[str, RunDirectory] = {}
+
+    def train(kind: str) -> RunDirectory:
+        if kind not in runs:
+            one = job(*GENTLE, *KINDS[kind], run=f"alone {kind}")
+            assert_all(one.go(1), 0)
+            runs[kind] = one.run
+        return runs[kind]
+
+    return train
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "stage"), [("nf4", "weights"), ("16 bit", "gradients"), ("full", "optimizer")])
+def test_ranks_train_what_one_process_trains(
+    job: Make, alone: Callable[[str], RunDirectory], kind: str, stage: str
+) -> None:
+    shared = job(*GENTLE, *KINDS[kind], *ZERO, f"distributed.stage={stage}", run=f"{kind} {stage}")
+    assert_all(shared.go(2), 0)
+    assert_close(shared.run, alone(kind), norm=NORM)
+
+
+@pytest.mark.slow
+def test_killed_ranks_resume_and_one_process_goes_on(job: Make) -> None:
+    """With every weight trained, and without DeepSpeed, which reads and writes the same files."""
+    full = ["optimizer.kind=adamw_torch_fused", "optimizer.weight_decay=0.1", "training.learning_rate=0.001"]
+    full += KINDS["full"]
+    alone, killed = job(*full, run="one"), job(*full, *ZERO, run="killed")
+    assert_all(alone.go(1), 0)
+    assert_all(killed.go(2, dict.fromkeys((0, 1), Fault(STEP, nth=4))), -signal.SIGKILL)
+    fewer = job(*full, run="fewer")
+    shutil.copytree(killed.run.path, fewer.run.path)
+    assert_all(killed.go(2), 0)
+    assert_close(killed.run, alone.run, norm=NORM)
+    assert_all(fewer.go(1), 0)
+    assert [event["step"] for event in fewer.run.events() if event["event"] == "resumed"] == [2]
+    assert_close(fewer.run, alone.run, norm=NORM)
+
+
+@pytest.mark.slow
+def test_one_process_alone_keeps_slices_on_the_host(job: Make, alone: Callable[[str], RunDirectory]) -> None:
+    shared = job(*GENTLE, *ZERO, "distributed.offload=cpu", run="host")
+    assert_all(shared.go(1), 0)
+    assert_close(shared.run, alone("nf4"), norm=NORM)
+
+
+def test_an_update_that_is_not_finite_is_skipped(quick: Callable[..., Config], monkeypatch: pytest.MonkeyPatch) -> None:
+    """And nothing of it stays, nor of the warm-up, which is such an update."""
+
+    def spoil(loop: Loop) -> None:
+        if loop.progress.step == 1:
+            weight = next(weight for name, weight in loop.step.model.named_parameters() if "lora_B" in name)
+            hooks = [weight.register_hook(lambda gradient: hooks.pop().remove() or gradient * math.inf)]
+
+    before_each_step(monkeypatch, spoil)
+    plain = ["training.precision=fp32", "adapter.dropout=0", *GENTLE]
+    expected = finetune.train(quick(*plain, run="plain")).run
+    for stage in ("gradients", "weights"):
+        found = finetune.train(quick(*plain, *ZERO, f"distributed.stage={stage}", run=stage)).run
+        assert ["skipped" in line for line in found.metrics() if "loss" in line] == [False, True, False, False]
+        assert weights(found).keys() == weights(expected).keys()
+        for name, tensor in weights(expected).items():
+            torch.testing.assert_close(weights(found)[name], tensor, rtol=0, atol=1e-5)
