@@ -82,6 +82,7 @@ MISTAKES = [
         ("gradient_accumulation_steps: 4", "`training.batch_size`"),
         ("num_epochs: 3", "`training.epochs`"),
         ("val_set_size: 0.05", "`data.eval_share`"),
+        ("lora_model_dir: runs/first/adapter", "`adapter.start_from`"),
         ("datasets:\n  - path: rows.jsonl\n    type: alpaca", "`data.train`"),
     ),
     *_other(
@@ -94,6 +95,7 @@ MISTAKES = [
         ("dataset: alpaca_en_demo", "`data.train`"),
         ("template: qwen", "`data.chat_template`"),
         ("cutoff_len: 2048", "`data.max_length`"),
+        ("adapter_name_or_path: saves/first", "`adapter.start_from`"),
         ("val_size: 0.1", "`data.eval_share`"),
     ),
     *_other(

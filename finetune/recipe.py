@@ -46,7 +46,7 @@ def train(
             return Result(run)
 
         # Prepare: the machine, the tokenizer, the architecture, the data.
-        materials = preparation.gather(config, run, device, lock, terminal.note)
+        materials = preparation.gather(config, run, device, lock, terminal.note, fresh=fresh)
 
         # Plan: `auto` settings get values, and a job that does not fit is refused.
         config, forecast = plan(config, materials.blueprint.architecture, materials.data, device, terminal)
@@ -69,7 +69,7 @@ def train(
             monitor.take_step()  # loading is reported once, not with the first step
             asked = answers.before(base, materials.tokenizer, config, own, terminal.note)
             model = build.trainable(
-                base, config.model, config.adapter, config.memory,
+                base, config.model, resume.to_build(config.adapter, resumed=bool(start.checkpoint)), config.memory,
                 seed=config.training.seed, device_type=device.type, shards=shards,
             )  # fmt: skip
             terminal.built(model, adapter.left_out(base, config.adapter))

@@ -57,12 +57,16 @@ RULES = (
     *(
         Rule(
             "adapter.kind", only("none"), other, others,
-            "`ranks`, `dora`, `rslora` and `init` are LoRA's; remove them or set `kind: lora`",
+            "`ranks`, `dora`, `rslora`, `init` and `start_from` are LoRA's; remove them or set `kind: lora`",
         )
         for other, others in (
             ("adapter.ranks", but({})), ("adapter.dora", only(True)), ("adapter.rslora", only(True)),
-            ("adapter.init", but("default")),
+            ("adapter.init", but("default")), ("adapter.start_from", but(None)),
         )
+    ),
+    Rule(
+        "adapter.init", but("default"), "adapter.start_from", but(None),
+        "the adapter to start from has its weights; set `adapter.init: default`, or remove `start_from`",
     ),
     Rule(
         "optimizer.lora_plus", but(None), "adapter.kind", only("none"), "without an adapter there is no B; remove it"

@@ -114,6 +114,10 @@ class AdapterSection(Section):
     init: Literal["default", "pissa", "loftq"] = "default"
     """Initialization of the adapter: zero update; `pissa`, principal singular values of an unquantized base (arXiv
     2404.02948); `loftq`, the quantization error of a 4-bit base (arXiv 2310.08659)."""
+    start_from: Place | None = None
+    """PEFT adapter whose weights this one starts from: a folder, such as `runs/faq/adapter`, or a hub name. It must be
+    on the same base and have the rank, alpha, targets and variants of this section; its name and sha256 stay in the
+    run, which resumes without it."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of the trained weights. bfloat16 halves adapter and gradients, but loses updates below 2^-9 of a weight."""
     extra_modules: Annotated[list[str], OneOrMore()] = []

@@ -56,7 +56,7 @@ def check(tokenizer: Any, folder: Path) -> None:
 
     A folder without a fingerprint passes: it is empty, or was written by another program.
     """
-    if (kept := _kept(folder)) is None:
+    if (kept := saved_in(folder)) is None:
         return
     then, now = kept["tokenizer"], of(tokenizer)
     if then != now:
@@ -73,7 +73,7 @@ def check_base(section: ModelSection, now: str | None, folder: Path, note: Calla
 
     Calls `note` with the reason if the two cannot be compared.
     """
-    kept = _kept(folder)
+    kept = saved_in(folder)
     then = kept.get("base") if kept else None
     if section.weights == "random":
         note(f"{folder} was trained on random weights, which were not saved: the base now has different ones")
@@ -92,7 +92,7 @@ def check_base(section: ModelSection, now: str | None, folder: Path, note: Calla
         )
 
 
-def _kept(folder: Path) -> records.Fingerprint | None:
+def saved_in(folder: Path) -> records.Fingerprint | None:
     """The fingerprint saved in `folder`, or None. Raises ArtifactError for a damaged file."""
     file = folder / _FILE
     return records.read(file, records.FINGERPRINT) if records.exists(file) else None

@@ -38,7 +38,7 @@ def model_card(run: RunDirectory, config: Config, record: dict[str, Any], writte
         f"# {'Llama: ' if llama else ''}{public(model.name)}, fine-tuned",
         *(["Built with Llama."] if llama else []),
         f"{_made(config)} It is written as {written_as}.",
-        "## Settings\n\n" + _table(_settings(config)),
+        "## Settings\n\n" + _table({**_settings(config), **_start(run)}),
         *(["## Training\n\n" + _table(measured)] if (measured := _measured(run)) else []),
         "## Proof\n\n" + _proof(record),
     ]
@@ -90,6 +90,13 @@ def _settings(config: Config) -> dict[str, str]:
         **({"other ranks": str(adapter.ranks)} if adapter.ranks else {}),
         **({"adapter variants": ", ".join(variants)} if variants else {}),
     }
+
+
+def _start(run: RunDirectory) -> dict[str, str]:
+    """The adapter that training started from, if any."""
+    starts = [event.get("start_from") for event in run.events() if event["event"] == "started"]
+    one = starts[-1] if starts else None
+    return {"started from": f"{public(one['name'])} (sha256 {one['sha256']})"} if one else {}
 
 
 def _measured(run: RunDirectory) -> dict[str, str]:

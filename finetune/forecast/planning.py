@@ -273,7 +273,8 @@ def planner_for(config: Config, gpu: str | None = None, gpus: int = 1) -> Planne
     architecture = _architecture(config)
     config, _ = bounds.within_positions(config, architecture)
     rank = max([config.adapter.rank, *config.adapter.ranks.values()])
-    if rank > getattr(architecture.get_text_config(), "hidden_size", rank):  # more than most layers have
+    above = rank > getattr(architecture.get_text_config(), "hidden_size", rank)  # what most layers have
+    if above or config.adapter.start_from:
         build.blueprint(config, architecture, _attention(config, architecture, device.type)).check(config.adapter)
     return Planner(config, architecture, device, _data(config, architecture), gpus)
 

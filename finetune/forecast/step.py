@@ -132,7 +132,7 @@ class _TracedStep:
         base = build.blueprint(config, architecture, attention).weightless(self._shorten)
         self._loaded = list(base.modules())
         # An adapter's initial values change no size; PiSSA and LoftQ would need weights.
-        start = self._adapter.model_copy(update={"init": "default"})
+        start = self._adapter.model_copy(update={"init": "default", "start_from": None})
         self._model = build.trainable(
             base, config.model, start, config.memory, seed=config.training.seed, device_type=device.type
         )

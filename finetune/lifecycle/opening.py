@@ -64,7 +64,9 @@ def _open(
     run.forget_metrics_after(start.step)
     if not start.checkpoint:
         run.answers_file.unlink(missing_ok=True)
-        run.event("started", seed=config.training.seed, learns=materials.data.kind, world_size=ranks.world_size())
+        start_from = {"start_from": materials.started_from} if materials.started_from else {}
+        learns, world_size = materials.data.kind, ranks.world_size()
+        run.event("started", seed=config.training.seed, learns=learns, world_size=world_size, **start_from)
     return start
 
 

@@ -11,14 +11,14 @@ from typing import Any
 
 import torch
 
-from finetune.config import Config, named
+from finetune.config import AdapterSection, Config, ModelSection, named
 from finetune.data import fingerprint
 from finetune.data.prepare import Prepared, check_ids, prepare
-from finetune.errors import DataError
+from finetune.errors import ConfigError, DataError
 from finetune.forecast.planning import check_traceable
 from finetune.lifecycle import resume
 from finetune.lifecycle.session import Lock
-from finetune.model import bounds, build
+from finetune.model import bounds, build, starting
 from finetune.model.base import load_architecture
 from finetune.model.build import Blueprint
 from finetune.model.experts import Mixture
@@ -33,7 +33,8 @@ from finetune.training.checks import check
 @dataclass(frozen=True)
 class Materials:
     """The inputs of a job. `attention` says which implementation was chosen and why; `origin` is everything that
-    determines the trained weights, as stored in checkpoints.
+    determines the trained weights, as stored in checkpoints; `started_from` names the adapter that they start from and
+    has its hash.
     """
 
     tokenizer: Any
@@ -43,11 +44,12 @@ class Materials:
     data: Prepared
     environment: dict[str, Any]
     origin: dict[str, Any]
+    started_from: dict[str, Any] | None
 
 
 def gather(
-    config: Config, run: RunDirectory, device: torch.device, lock: Lock, note: Callable[[str], None]
-) -> Materials:
+    config: Config, run: RunDirectory, device: torch.device, lock: Lock, note: Callable[[str], None], *, fresh: bool
+) -> Materials:  # fmt: skip
     """Check the machine, then load and check tokenizer, architecture and data; no weights are read.
 
     Raises, on all ranks, ConfigError, DataError, ArtifactError or MachineError.
@@ -62,7 +64,8 @@ def gather(
         bounds.check_tokenizer(tokenizer, architecture, config.model)
         attention, reason = build.choose_attention(config, architecture, device.type)
         blueprint = build.blueprint(config, architecture, attention)
-        mixture = blueprint.check(config.adapter)
+        adapter = resume.to_build(config.adapter, resumed=bool(run.saved_steps) and not fresh)
+        mixture = blueprint.check(adapter)
     ranks.main_does(lambda: check_traceable(config, architecture, device))
     stage(f"reading the rows of {named(config.data.train)}")
     with ranks.agreeing():
@@ -71,8 +74,32 @@ def gather(
             raise DataError(f"`training.early_stopping` needs an evaluation set; {data.warning}")
         check_ids(data, tokenizer, bounds.vocabulary(architecture), config.model.name)
         origin = resume.made_with(config, data, tokenizer, environment, note)
-    resume.refuse_other_ranks(origin)
-    return Materials(tokenizer, blueprint, f"{attention} ({reason})", mixture, data, environment, origin)
+        started_from = _started_from(config.model, adapter, tokenizer, origin["base"], note)
+    resume.refuse_other_ranks({**origin, "started_from": started_from})
+    return Materials(tokenizer, blueprint, f"{attention} ({reason})", mixture, data, environment, origin, started_from)
+
+
+def _started_from(
+    model: ModelSection, adapter: AdapterSection, tokenizer: Any, base: str | None, note: Callable[[str], None]
+) -> dict[str, Any] | None:
+    """The name and hash of the adapter to start from, after checking that it was trained on this base and tokenizer.
+
+    `base` is the identity of the job's. Calls `note` if the adapter does not say what it was trained on.
+    """
+    if adapter.start_from is None:
+        return None
+    folder = starting.place(adapter.start_from)
+    fingerprint.check(tokenizer, folder)
+    found = fingerprint.saved_in(folder)
+    then = found.get("base") if found else None
+    if then and base and then != base:
+        raise ConfigError(
+            f"`adapter.start_from`: {adapter.start_from} was trained on another base than {model.name} as it is here; "
+            "set `model.name` and `model.revision` to its own"
+        )
+    if not then and (named := starting.trained_on(adapter)) != model.name:
+        note(f"{adapter.start_from} names {named or 'no model'} as its base; that it is {model.name} cannot be checked")
+    return {"name": adapter.start_from, "sha256": starting.sha256(adapter)}
 
 
 def _check_machine(config: Config, device: torch.device, note: Callable[[str], None]) -> dict[str, Any]:

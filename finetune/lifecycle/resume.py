@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from finetune.config import Config, ignored_keys
+from finetune.config import AdapterSection, Config, ignored_keys
 from finetune.data import fingerprint
 from finetune.data.prepare import Prepared
 from finetune.errors import ArtifactError, ConfigError, DataError, MachineError
@@ -28,7 +28,8 @@ _MAY_CHANGE = ("training.max_steps", "training.epochs", "training.micro_batch", 
                "training.early_stopping", "memory.", "kernels.", "distributed.", "tracking.", "output.")  # fmt: skip
 
 # Paths, which may differ between machines; the files' contents are compared. Only rank 0 writes `output.dir`.
-_PLACES = ("model.name", "model.tokenizer", "data.train", "data.eval", "data.chat_template", "output.dir")
+_PLACES = ("model.name", "model.tokenizer", "data.train", "data.eval", "data.chat_template", "adapter.start_from",
+           "output.dir")  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,11 @@ class Start:
     def step(self) -> int:
         """The last optimizer step in the checkpoint; -1 without one."""
         return checkpoint_step(self.checkpoint) if self.checkpoint else -1
+
+
+def to_build(adapter: AdapterSection, *, resumed: bool) -> AdapterSection:
+    """The adapter to build: its weights are in the checkpoint if the run is `resumed`, and read from nowhere else."""
+    return adapter.model_copy(update={"start_from": None}) if resumed else adapter
 
 
 def made_with(
@@ -96,12 +102,21 @@ def _refuse_other_ranks(of_ranks: list[dict[str, Any]]) -> None:
                 f"rank {rank}: `model.name` is a different base from rank 0; give all ranks the same files, or set "
                 "`model.revision` to a commit"
             )
+        if _hash(other) != _hash(first):
+            raise ConfigError(
+                f"rank {rank}: `adapter.start_from` has other weights than on rank 0; give all ranks the same files"
+            )
         for name, version in first.get("packages", {}).items():
             if other["packages"].get(name) != version:
                 raise MachineError(
                     f"rank {rank} has {name} {other['packages'].get(name)}, but rank 0 has {version}; install the same "
                     "versions for all ranks"
                 )
+
+
+def _hash(mine: dict[str, Any]) -> str | None:
+    """That of the adapter to start from."""
+    return (mine.get("started_from") or {}).get("sha256")
 
 
 def own_places(config: Config, own: Config) -> Config:

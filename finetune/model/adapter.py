@@ -6,6 +6,7 @@ import contextlib
 import json
 import re
 import reprlib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,14 +32,15 @@ def attach(base: Any, section: AdapterSection, base_name: str, seed: int, revisi
     if section.kind == "none":
         return base.to(TRAINED_DTYPES[section.dtype]).requires_grad_(True)
     torch.manual_seed(seed)
-    model = _adapted(base, section)
+    model = adapted(base, section)
     if section.init == "loftq":
         _start_from_quantization_error(model, base_name, revision)
     set_trained_dtype(model, section)
     return model
 
 
-def _adapted(base: Any, section: AdapterSection, *, inference_mode: bool = False, **options: Any) -> Any:
+def adapted(base: Any, section: AdapterSection, *, inference_mode: bool = False, **options: Any) -> Any:
+    """`base` with a new adapter as `section` describes it; see `attach`."""
     from peft import get_peft_model
 
     config = lora_config(base, section)
@@ -91,7 +93,7 @@ def ranks(base: Any, section: AdapterSection) -> dict[str, int]:
     targets = _targets(base, section)[0]
     layers = [
         name
-        for name in _linear_but(base)
+        for name in linear_but(base)
         if targets == "all-linear" or name in targets or any(name.endswith(f".{target}") for target in targets)
     ]
     keys = {name: get_pattern_key(section.ranks, name) for name in layers}
@@ -159,7 +161,7 @@ def _targets(base: Any, section: AdapterSection) -> tuple[str | list[str], list[
     past = direct_reads.names(base)
     if section.targets == "all-linear":
         others = [*experts.routers(base).values(), *map(base.get_submodule, past)]
-        return _linear_but(base, *others) if past or experts.is_mixture(base) else "all-linear", []
+        return linear_but(base, *others) if past or experts.is_mixture(base) else "all-linear", []
     linear, parameters = _linear_names(base), _parameter_names(base)
     names = [name for name in section.targets if not is_pattern(name)]
     _check(names, [*linear, *parameters], "adapter.targets")
@@ -181,7 +183,7 @@ def matching(base: Any, section: AdapterSection) -> list[str]:
     Raises ConfigError for one that matches none.
     """
     patterns = [] if section.targets == "all-linear" else [name for name in section.targets if is_pattern(name)]
-    linear = _linear_but(base) if patterns else []
+    linear = linear_but(base) if patterns else []
     for pattern in patterns:
         if not any(re.fullmatch(pattern, name) for name in linear):
             near = f", such as `{linear[0]}`" if linear else ""
@@ -194,7 +196,7 @@ def left_out(base: Any, section: AdapterSection) -> int:
     return len(direct_reads.names(base)) if section.kind == "lora" and section.targets == "all-linear" else 0
 
 
-def _linear_but(base: Any, *others: nn.Module) -> list[str]:
+def linear_but(base: Any, *others: nn.Module) -> list[str]:
     """Full names of all linear layers except the output head and `others`."""
     kept = {base.get_output_embeddings(), *others}
     return [name for name, module in base.named_modules() if isinstance(module, nn.Linear) and module not in kept]
@@ -263,7 +265,7 @@ def _check(wanted: list[str], candidates: list[str], key: str) -> None:
 
 def _linear_names(base: Any) -> list[str]:
     """Last name components of all linear layers, including quantized ones, except the output head."""
-    return list(dict.fromkeys(name.rpartition(".")[2] for name in _linear_but(base)))
+    return list(dict.fromkeys(name.rpartition(".")[2] for name in linear_but(base)))
 
 
 def _start_from_quantization_error(model: Any, base_name: str, revision: str | None) -> None:
@@ -299,10 +301,10 @@ def _start_from_quantization_error(model: Any, base_name: str, revision: str | N
 
 # -- what was saved --------------------------------------------------------------------------------------------------
 
-_CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _CONFIG_BYTES = 2**22
 # Keys of adapter_config.json that record its origin, with their types. They are not used here.
-_ORIGIN = {
+ORIGIN = {
     "base_model_name_or_path": str | None,
     "inference_mode": bool,
     "peft_version": str | None,
@@ -342,35 +344,40 @@ def check_files(directory: Path, section: AdapterSection) -> None:
     Raises ArtifactError naming a file that is missing or damaged, has weights that are not finite, or, for
     adapter_config.json, differs from `section`.
     """
-    file, weights_file = directory / _CONFIG, directory / _WEIGHTS
-    values = _stored_config(directory)
+    file = directory / CONFIG
+    values = stored_config(directory)
     # All other options of PEFT must be unset. Some import a named module, read a named pickle or copy any number of
     # layers (peft 0.21: `megatron_core`, `corda_config`, `layer_replication`).
-    free, expected = {**_ORIGIN, **_OF_BASE}, _values(_lora(published(section)))
+    free, expected = {**ORIGIN, **_OF_BASE}, as_json(_lora(published(section)))
     wrong = [name for name, kind in free.items() if not isinstance(values[name], kind)]
-    wrong += [name for name in values if name not in free and not _same(values[name], expected.get(name))]
+    wrong += [name for name in values if name not in free and not same(values[name], expected.get(name))]
     if not (section.targets == "all-linear" or any(map(is_pattern, section.targets)) or values["target_parameters"]):
-        wrong += [] if _same(values["target_modules"], section.targets) else ["target_modules"]
+        wrong += [] if same(values["target_modules"], section.targets) else ["target_modules"]
     if wrong:
-        differences = ", ".join(f"`{_shown(name)}` is {_shown(reprlib.repr(values[name]))}" for name in wrong[:3])
+        differences = ", ".join(f"`{shown(name)}` is {shown(reprlib.repr(values[name]))}" for name in wrong[:3])
         raise ArtifactError(
             f"{file}: {differences}, which does not match the run's config.yaml; restore this run's adapter, or train "
             "again"
         )
-    weight_files.check(weights_file)
-    with _opened(weights_file) as stored:
+    check_weights(directory / WEIGHTS, _TYPES)
+
+
+def check_weights(file: Path, types: Sequence[str]) -> None:
+    """Raise ArtifactError unless `file` is complete and has finite tensors of these types alone."""
+    weight_files.check(file)
+    with _opened(file) as stored:
         for name in stored.keys():  # noqa: SIM118 -- not a dict
-            if (kind := stored.get_slice(name).get_dtype()) not in _TYPES:
-                raise ArtifactError(f"{weights_file}: `{_shown(name)}` has type {kind}; expected {' or '.join(_TYPES)}")
+            if (kind := stored.get_slice(name).get_dtype()) not in types:
+                raise ArtifactError(f"{file}: `{shown(name)}` has type {kind}; expected {' or '.join(types)}")
             if not weight_files.is_finite(stored.get_tensor(name)):
-                raise ArtifactError(f"{weights_file}: `{_shown(name)}` has values that are not finite")
+                raise ArtifactError(f"{file}: `{shown(name)}` has values that are not finite")
 
 
 class Stored:
     """The tensors of the adapter saved in `directory`, read one by one."""
 
     def __init__(self, directory: Path) -> None:
-        self._file = directory / _WEIGHTS
+        self._file = directory / WEIGHTS
         self._names = set(weight_files.shapes(self._file))
 
     def name(self, parameter: str) -> str:
@@ -402,7 +409,7 @@ def load_adapter(base: Any, directory: Path, section: AdapterSection) -> Any:
     """
     check_files(directory, section)
     model = _built(base, directory, section)
-    with torch.no_grad(), _opened(directory / _WEIGHTS) as stored:
+    with torch.no_grad(), _opened(directory / WEIGHTS) as stored:
         for name, weight in weights(model).items():
             weight.copy_(stored.get_tensor(name))
     return model.eval()
@@ -410,32 +417,32 @@ def load_adapter(base: Any, directory: Path, section: AdapterSection) -> Any:
 
 def _built(base: Any, directory: Path, section: AdapterSection, **options: Any) -> Any:
     """`base` with a new adapter as `section` publishes it, after checking that the one in `directory` fits it."""
-    model = hub_call(f"adapter {directory}", lambda: _adapted(base, published(section), inference_mode=True, **options))
-    settings, made = _stored_config(directory), _values(model.peft_config["default"])
+    model = hub_call(f"adapter {directory}", lambda: adapted(base, published(section), inference_mode=True, **options))
+    settings, made = stored_config(directory), as_json(model.peft_config["default"])
     for name in _OF_BASE:
-        if not _same(settings[name] or None, made[name] or None):
+        if not same(settings[name] or None, made[name] or None):
             raise ArtifactError(
-                f"{directory / _CONFIG}: `{name}` is {_shown(reprlib.repr(settings[name]))}, but this base has "
-                f"{_shown(reprlib.repr(made[name]))}; restore this run's adapter, or train again"
+                f"{directory / CONFIG}: `{name}` is {shown(reprlib.repr(settings[name]))}, but this base has "
+                f"{shown(reprlib.repr(made[name]))}; restore this run's adapter, or train again"
             )
-    found = weight_files.shapes(directory / _WEIGHTS)
+    found = weight_files.shapes(directory / WEIGHTS)
     expected = {name: list(weight.shape) for name, weight in weights(model).items()}
     wrong = sorted(name for name in found.keys() | expected.keys() if found.get(name) != expected.get(name))
     if wrong:
         first = wrong[0]
         raise ArtifactError(
-            f"{directory / _WEIGHTS}: {len(wrong)} tensors do not fit this base and config, such as "
-            f"`{_shown(first)}`: {found.get(first, 'missing')} instead of {expected.get(first, 'nothing')}; restore "
+            f"{directory / WEIGHTS}: {len(wrong)} tensors do not fit this base and config, such as "
+            f"`{shown(first)}`: {found.get(first, 'missing')} instead of {expected.get(first, 'nothing')}; restore "
             "this run's adapter, or train again"
         )
     return model
 
 
-def _stored_config(directory: Path) -> dict[str, Any]:
+def stored_config(directory: Path) -> dict[str, Any]:
     """The contents of adapter_config.json, with PEFT's defaults for missing keys. Raises ArtifactError."""
     from peft import LoraConfig
 
-    file = directory / _CONFIG
+    file = directory / CONFIG
     if not file.is_file():
         raise ArtifactError(f"{directory}: no adapter here (no {file.name}); did training finish?")
     try:
@@ -447,17 +454,17 @@ def _stored_config(directory: Path) -> dict[str, Any]:
         if missing := [name for name in _NEEDED if name not in settings]:
             raise ValueError(f"{', '.join(missing)} missing")
     except (OSError, ValueError, TypeError, RecursionError) as error:
-        raise ArtifactError(f"{file}: damaged: {_shown(str(error))}; train again") from None
-    return {**_values(LoraConfig(task_type="CAUSAL_LM")), **settings}
+        raise ArtifactError(f"{file}: damaged: {shown(str(error))}; train again") from None
+    return {**as_json(LoraConfig(task_type="CAUSAL_LM")), **settings}
 
 
-def _values(config: Any) -> dict[str, Any]:
+def as_json(config: Any) -> dict[str, Any]:
     """A LoraConfig as JSON values."""
     values = {name: sorted(value) if isinstance(value, set) else value for name, value in config.to_dict().items()}
     return dict(json.loads(json.dumps(values)))
 
 
-def _same(value: Any, expected: Any) -> bool:
+def same(value: Any, expected: Any) -> bool:
     """Whether two JSON values are equivalent: 32 equals 32.0 (but not true), and lists of names are unordered."""
     if isinstance(value, list) and isinstance(expected, list):
         return all(isinstance(name, str) for name in value) and sorted(value) == sorted(expected)
@@ -472,6 +479,6 @@ def _opened(file: Path) -> Any:
     return safe_open(file, framework="pt")
 
 
-def _shown(text: str) -> str:
+def shown(text: str) -> str:
     """Text of an untrusted file for an error message: escaped and shortened."""
     return ascii(text)[1:-1][:100]

@@ -16,7 +16,7 @@ import torch
 from finetune.config import AdapterSection, Config, MemorySection, ModelSection, QuantizationSection
 from finetune.errors import ConfigError
 from finetune.model import attention as attentions
-from finetune.model import checkpointing
+from finetune.model import checkpointing, starting
 from finetune.model.adapter import attach, check_rank
 from finetune.model.base import base_dtype, load_base, mixture, remote_code, weightless_base
 from finetune.model.experts import Mixture
@@ -69,6 +69,7 @@ class Blueprint:
                 "layers without the head, which the loss needs"
             )
         check_rank(base, adapter)
+        starting.check(base, adapter)
         return found[0]
 
 
@@ -89,12 +90,14 @@ def trainable(
     base: Any, model: ModelSection, adapter: AdapterSection, memory: MemorySection, *, seed: int, device_type: str,
     shards: Sharding | None = None,
 ) -> Any:  # fmt: skip
-    """`base` with a new adapter (or all weights trainable) and activation checkpointing, sharded if `shards` says how.
+    """`base` with a new adapter, or the one to start from (or all weights trainable), and activation checkpointing,
+    sharded if `shards` says how.
 
     The same seed gives the same adapter. Raises ConfigError for targets or checkpointing that the base does not
     support.
     """
     built = attach(base, adapter, model.name, seed, model.revision)
+    starting.fill(built, adapter)
     checkpointing.apply(base, memory, device_type)
     if shards:
         shards.apply(built)

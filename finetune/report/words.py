@@ -90,7 +90,8 @@ def adapter(config: Config) -> str:
     kinds = [name for name, on in (("rsLoRA", section.rslora), ("DoRA", section.dora)) if on] or ["LoRA"]
     ranks = ", ".join(f"{rank} on {name}" for name, rank in section.ranks.items())
     rank = f"{section.rank} ({ranks})" if ranks else section.rank
-    return f"{' '.join(kinds)} of rank {rank}, alpha {section.alpha:g}, on {targets}"
+    start = f", from {section.start_from}" if section.start_from else ""
+    return f"{' '.join(kinds)} of rank {rank}, alpha {section.alpha:g}, on {targets}{start}"
 
 
 def training(config: Config) -> str:

@@ -58,6 +58,14 @@ _written = with_config(ConfigDict(strict=True, extra="allow"))
 
 
 @_written
+class StartFrom(TypedDict):
+    """The adapter that a run started from, and the hash of its weights."""
+
+    name: str
+    sha256: str
+
+
+@_written
 class Event(TypedDict):
     """A line of events.jsonl. `memory` is by phase, except for `saved`, which has a single peak."""
 
@@ -66,6 +74,7 @@ class Event(TypedDict):
     seconds: NotRequired[Positive]
     step: NotRequired[Step]
     memory: NotRequired[Peak | dict[str, Peak]]
+    start_from: NotRequired[StartFrom]
     world_size: NotRequired[Annotated[int, Field(ge=1, le=2**20)]]
 
 

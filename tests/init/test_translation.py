@@ -122,6 +122,15 @@ def test_the_project_and_the_name_of_a_tracker_are_kept(tmp_path: Path) -> None:
     assert (found.to, found.project, found.name) == (["wandb"], "faq", "first")
 
 
+def test_an_adapter_and_its_ranks_are_kept(tmp_path: Path) -> None:
+    text = "base_model: x\nlora_model_dir: out/first\nrank_pattern: {q_proj: 32}\nalpha_pattern: {q_proj: 64}\n"
+    draft = translate(write(tmp_path, text))
+    assert (draft.config.adapter.start_from, draft.config.adapter.ranks) == ("out/first", {"q_proj": 32})
+    assert 'Without a counterpart here: alpha_pattern: {"q_proj": 64}' in draft.notes
+    draft = translate(write(tmp_path, "model_name_or_path: x\nadapter_name_or_path: one,two\n"))
+    assert 'Without a counterpart here: adapter_name_or_path: "one,two"' in draft.notes
+
+
 def test_what_contradicts_itself_here_is_said(tmp_path: Path) -> None:
     draft = translate(write(tmp_path, "base_model: x\nadapter: qlora\npissa_init: true\nval_set_size: 20\n"))
     assert any(note.startswith("To be decided: `adapter.init`: PiSSA") for note in draft.notes)

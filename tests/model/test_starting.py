@@ -1,0 +1,119 @@
+"""An adapter to start from: that of another run, what is said of one that does not fit, and what a run keeps of it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import finetune
+from finetune.config import AdapterSection, Config
+from finetune.errors import ArtifactError, ConfigError
+from finetune.export import card
+from finetune.model import build, starting
+from finetune.model.adapter import attach
+from finetune.model.base import load_architecture
+from finetune.storage.rundir import RunDirectory
+
+THEIRS = AdapterSection(rank=4, alpha=6, targets=["q_proj", "v_proj"])
+
+
+def base(config: Config = Config()) -> Any:  # noqa: B008 -- frozen
+    return build.blueprint(config, load_architecture(config.model), "eager").weightless()
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An adapter as PEFT writes it, on the built-in base."""
+    folder = tmp_path_factory.mktemp("theirs")
+    config = Config().changed({"model.weights": "random", "quantization.kind": "none"})
+    blueprint = build.blueprint(config, load_architecture(config.model), "eager")
+    attach(blueprint.load(torch.device("cpu")), THEIRS, "x", 1).save_pretrained(str(folder))
+    return folder
+
+
+def changed(saved: Path, folder: Path, **settings: Any) -> AdapterSection:
+    """A section that starts from a copy whose adapter_config.json has other settings."""
+    shutil.copytree(saved, folder, dirs_exist_ok=True)
+    file = folder / "adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | settings))
+    return THEIRS.model_copy(update={"start_from": str(folder)})
+
+
+def test_all_the_keys_that_an_adapter_needs_are_named_at_once(saved: Path) -> None:
+    starting.check(base(), THEIRS.model_copy(update={"start_from": str(saved), "dropout": 0.1}))
+    needed = r"set `adapter.rank: 4`, `adapter.alpha: 6(\.0)?`, `adapter.targets: \[q_proj, v_proj\]`$"
+    with pytest.raises(ConfigError, match=needed):
+        starting.check(base(), AdapterSection(start_from=str(saved)))
+
+
+@pytest.mark.parametrize(
+    ("settings", "why"),
+    [
+        ({"alpha_pattern": {"q_proj": 3}}, r"`alpha_pattern: .*, which has no counterpart here"),
+        ({"init_lora_weights": "pissa_niter_4"}, "`init_lora_weights: .*no counterpart"),
+        ({"use_dora": True}, "set `adapter.dora: true`"),
+    ],
+)
+def test_settings_that_are_not_here_are_refused(
+    settings: dict[str, Any], why: str, saved: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=why):
+        starting.check(base(), changed(saved, tmp_path, **settings))
+
+
+def test_layers_and_shapes_are_those_of_the_tensors(saved: Path, tmp_path: Path) -> None:
+    section, file = changed(saved, tmp_path), tmp_path / "adapter_model.safetensors"
+    tensors = load_file(file)
+    some = {name: tensor for name, tensor in tensors.items() if ".layers.0." in name}
+    save_file(some, file)
+    with pytest.raises(ConfigError, match=r"`adapter.targets` to a regular expression for the 2 layers .*layers\.0"):
+        starting.check(base(), section)
+    save_file({name: tensor[:, :8].contiguous() for name, tensor in tensors.items()}, file)
+    with pytest.raises(ConfigError, match=r"does not fit `model.name`: .* instead of .* it was trained on"):
+        starting.check(base(), section)
+    save_file({name.replace("q_proj", "query"): tensor for name, tensor in tensors.items()}, file)
+    with pytest.raises(
+        ConfigError, match=r"`model.name` to a base with a linear layer `model\.layers\.0\.self_attn\.q"
+    ):
+        starting.check(base(), section)
+
+
+def test_damage_is_told_from_another_adapter(saved: Path, tmp_path: Path) -> None:
+    section = changed(saved, tmp_path)
+    (tmp_path / "adapter_model.safetensors").write_bytes(b"\x00" * 64)
+    with pytest.raises(ArtifactError, match="adapter_model"):
+        starting.check(base(), section)
+    for place, why in ((tmp_path / "none", "no such folder"), (tmp_path.parent, "no adapter here")):
+        with pytest.raises(ArtifactError, match=why):
+            starting.check(base(), THEIRS.model_copy(update={"start_from": str(place)}))
+
+
+def losses(run: RunDirectory) -> list[float]:
+    return [line["eval_loss"] for line in run.metrics() if "eval_loss" in line]
+
+
+def test_a_run_starts_where_another_ended_and_resumes_without_it(quick, tmp_path: Path) -> None:
+    first = finetune.train(quick(run="first")).run
+    start = f"adapter.start_from={first.adapter}"
+    run = finetune.train(quick(start, "training.max_steps=2")).run
+    assert losses(run)[0] == losses(first)[-1] < losses(first)[0]
+    kept = starting.sha256(AdapterSection(start_from=str(first.adapter)))
+    assert [one["start_from"] for one in run.events() if one["event"] == "started"] == [
+        {"name": str(first.adapter), "sha256": kept}
+    ]
+    assert card._start(run) == {"started from": f"adapter (sha256 {kept})"}
+
+    (first.adapter / "fingerprint.json").write_text(json.dumps({"tokenizer": "0" * 64, "base": None}))
+    with pytest.raises(ArtifactError, match="trained with another tokenizer"):
+        finetune.train(quick(start, run="other"))
+    shutil.rmtree(first.path)
+    resumed = finetune.train(quick(start, "training.max_steps=4")).run
+    assert [line["step"] for line in resumed.metrics() if "loss" in line] == [1, 2, 3, 4]
+    with pytest.raises(ConfigError, match=r"adapter\.start_from \(.* → None\)"):
+        finetune.train(quick("training.max_steps=4"))
