@@ -110,7 +110,7 @@ def _resident(usage: resource.struct_rusage) -> int:
 def _imports() -> float:
     """Seconds to import what a plan needs and do nothing."""
     code = (
-        "from finetune.runtime import libraries\nwith libraries.importing_for_forecast():\n"
+        "from finetune.runtime import libraries\nwith libraries.importing():\n"
         "    from finetune.report import plan_look; from finetune.report.terminal import Terminal"
     )
     started = time.perf_counter()

@@ -98,9 +98,11 @@ def train(
         with _refusing():
             job = finetune.load_config(config, overrides or [])
         stage(f"train {config}: importing the libraries")
-        from finetune.runtime import ranks
+        with libraries.importing():
+            from finetune.runtime import ranks
 
-        result = finetune.train(job, fresh=fresh, terminal=_terminal(quiet=as_json))
+            start = finetune.train  # which imports its module
+        result = start(job, fresh=fresh, terminal=_terminal(quiet=as_json))
         if as_json and ranks.is_main():
             _print_json(result.summary())
 
@@ -120,7 +122,9 @@ def data(
     def work() -> None:
         job = finetune.load_config(config, overrides or [])
         stage(f"data of {config}: importing the libraries, then tokenizing the rows")
-        found = finetune.inspect_data(job)
+        with libraries.importing():
+            inspect = finetune.inspect_data
+        found = inspect(job)
         if page:
             found.write(page)
         if as_json:
@@ -211,12 +215,12 @@ def plan(
         if not as_json:
             _announce(f"plan of {config}", job)
         if inference:
-            with libraries.importing_for_forecast():
+            with libraries.importing():
                 from finetune.forecast import serving
             served = serving.forecast(job, gpu, rows=batch, context=context, cache=cache)
             _print_json(served.as_dict()) if as_json else _terminal().served(served)
             sys.exit(0 if served.fits else OutOfMemoryError.exit_code)
-        with libraries.importing_for_forecast():
+        with libraries.importing():
             make = finetune.plan  # which imports its module
         found = make(job, gpu, gpus)
         if picture:
@@ -253,7 +257,7 @@ def fit(
         job = finetune.load_config(config, overrides or [])
         if not as_json:
             _announce(f"fit of {config}", job)
-        with libraries.importing_for_forecast():
+        with libraries.importing():
             from finetune.forecast import planning
         fitted, limits = planning.fit_with_limits(job, gpu, gpus)
         target = output or Path(f"{config.stem}_fitted.yaml")
@@ -286,7 +290,9 @@ def merge(
     def work() -> None:
         opened = finetune.RunDirectory.open(run)
         stage(f"merge {run}: importing the libraries")
-        proof = finetune.merge(opened, onto=onto, trust_remote_code=trust_code, terminal=_terminal(quiet=as_json))
+        with libraries.importing():
+            prove = finetune.merge
+        proof = prove(opened, onto=onto, trust_remote_code=trust_code, terminal=_terminal(quiet=as_json))
         if as_json:
             _print_json(proof)
 
@@ -315,8 +321,8 @@ def export(
         check(type)
         opened = finetune.RunDirectory.open(run)
         stage(f"export {run}: importing the libraries")
-        from finetune.lifecycle import publish
-
+        with libraries.importing():
+            from finetune.lifecycle import publish
         record = publish.export_model(
             opened, format, type=type, push=push, trust_remote_code=trust_code, terminal=_terminal(quiet=as_json)
         )
@@ -374,9 +380,9 @@ def generate(
     def work() -> None:
         opened = finetune.RunDirectory.open(run)
         stage(f"generate with {run}: importing the libraries")
-        from finetune.inference import commands
-        from finetune.inference.generation import Settings
-
+        with libraries.importing():
+            from finetune.inference import commands
+            from finetune.inference.generation import Settings
         settings = Settings(
             max_new_tokens, temperature, top_p, top_k, min_p, repetition_penalty, seed, (*(stop or ()),), batch, cache
         )
@@ -406,9 +412,9 @@ def chat(
     def work() -> None:
         opened = finetune.RunDirectory.open(run)
         stage(f"chat with {run}: importing the libraries")
-        from finetune.inference import commands
-        from finetune.inference.generation import Settings
-
+        with libraries.importing():
+            from finetune.inference import commands
+            from finetune.inference.generation import Settings
         settings = Settings(
             max_new_tokens, temperature, top_p, top_k, min_p, repetition_penalty, seed, (*(stop or ()),), cache=cache
         )
@@ -460,7 +466,9 @@ def evaluate(
     def work() -> None:
         opened = finetune.RunDirectory.open(run)
         stage(f"eval of {run}: importing the libraries")
-        scores = finetune.evaluate(
+        with libraries.importing():
+            score = finetune.evaluate
+        scores = score(
             opened, metrics=metrics or (), tasks=tasks or (), models=models or (), limit=limit,
             max_new_tokens=max_new_tokens, batch_size=batch_size, apply_chat_template=chat_template,
             trust_remote_code=trust_code, terminal=_terminal(quiet=as_json),

@@ -128,6 +128,8 @@ def test_what_takes_seconds_to_begin_says_so_first_on_a_terminal(tmp_path: Path)
     assert ended.exit_code == 3
     assert ended.first_line == f"train {TINY}: importing the libraries ..."
     assert ended.at_first_line.isdisjoint(SLOW)
+    # A run needs the compiler only for kernels that it lacks, and pictures only at its end.
+    assert ended.at_the_end.isdisjoint({"torch._inductor.compile_fx", "matplotlib"})
 
 
 def test_models_are_listed_as_transformers_lists_them() -> None:

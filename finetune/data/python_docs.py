@@ -44,6 +44,8 @@ QUESTIONS: dict[str, tuple[str, ...]] = {
 }  # fmt: skip
 """Question wordings for each kind of object. Kinds without wordings appear in `documents` only."""
 
+_OPENS_WITH_A_CALL = re.compile(r"\s*[^\s(]+\s*\(")
+
 
 def conversations(split: Split) -> list[dict[str, Any]]:
     """Question-and-answer rows `{"messages": [user, assistant]}` of one side of the split, sorted by name."""
@@ -183,6 +185,8 @@ def _reads_as_prose(answer: str) -> bool:
 
 def _without_leading_signatures(docstring: str, short_name: str) -> str:
     """Drop the call signatures that functions written in C open their docstrings with."""
+    if not _OPENS_WITH_A_CALL.match(docstring):  # for most, without a pattern of their own to compile
+        return docstring.strip()
     signature_lines = rf"(?:\s*(?:\w+\.)*{re.escape(short_name)}\s*\([^\n]*\n)+"
     return re.sub(rf"\A{signature_lines}", "", docstring.strip() + "\n").strip()
 

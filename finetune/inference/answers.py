@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +11,8 @@ from finetune.config import Config
 from finetune.data import examples
 from finetune.data.prepare import Question, questions
 from finetune.errors import ArtifactError
-from finetune.inference.generation import TooLong, answer, prompt_ids
+from finetune.inference import generation
+from finetune.model import bounds
 from finetune.model.base import autocast
 from finetune.runtime import ranks
 from finetune.runtime.stages import stage
@@ -37,14 +38,16 @@ def before(base: Any, tokenizer: Any, config: Config, run: RunDirectory, note: C
     asked = list(itertools.islice(questions(config.data), _QUESTIONS))
     if kept := _kept(asked, run, note):
         return kept
-    found: Asked = []
     stage("the base answers a few questions, to compare with later")
-    with autocast(config.training.precision, base.device):
-        for _, prompt, reference in asked:
-            with contextlib.suppress(TooLong):  # training rows are truncated, questions are not
-                reply = answer(base, tokenizer, prompt_ids(prompt, tokenizer, config.data.control_tokens), _TOKENS)
-                question = examples.shown(prompt)
-                found.append((prompt, {"question": question, "reference": reference, "before": reply, "after": None}))
+    positions = bounds.table_size(base) or math.inf
+    prompts = [(each, _ids(each.prompt, tokenizer, config)) for each in asked]
+    # Training rows are truncated, questions are not.
+    short = [(each, ids) for each, ids in prompts if len(ids) < positions]
+    replies = _replies(base, tokenizer, [ids for _, ids in short], config)
+    found: Asked = []
+    for (each, _), reply in zip(short, replies, strict=True):
+        question = examples.shown(each.prompt)
+        found.append((each.prompt, {"question": question, "reference": each.reference, "before": reply, "after": None}))
     write_json(run.answers_file, [row for _, row in found])
     return found
 
@@ -53,10 +56,19 @@ def after(model: Any, tokenizer: Any, config: Config, run: RunDirectory, asked: 
     """Write the trained model's answers beside the base's."""
     if not asked:
         return
-    with autocast(config.training.precision, model.device):
-        for prompt, row in asked:
-            row["after"] = answer(model, tokenizer, prompt_ids(prompt, tokenizer, config.data.control_tokens), _TOKENS)
+    prompts = [_ids(prompt, tokenizer, config) for prompt, _ in asked]
+    for (_, row), reply in zip(asked, _replies(model, tokenizer, prompts, config), strict=True):
+        row["after"] = reply
     write_json(run.answers_file, [row for _, row in asked])
+
+
+def _ids(prompt: examples.Example, tokenizer: Any, config: Config) -> list[int]:
+    return generation.prompt_ids(prompt, tokenizer, config.data.control_tokens)
+
+
+def _replies(model: Any, tokenizer: Any, prompts: list[list[int]], config: Config) -> list[str]:
+    with autocast(config.training.precision, model.device):
+        return [each.text for each in generation.answers(model, tokenizer, prompts, generation.Settings(_TOKENS))]
 
 
 def _kept(asked: list[Question], run: RunDirectory, note: Callable[[str], None]) -> Asked:

@@ -107,11 +107,6 @@ def prompt_ids(example: formats.Example, tokenizer: Any, control_tokens: chat.Co
     return ids or [tokenizer.eos_token_id]  # an empty prompt, and a tokenizer without BOS
 
 
-def answer(model: Any, tokenizer: Any, prompt: list[int], max_new_tokens: int = 128) -> str:
-    """The model's greedy continuation of the token ids in `prompt`. Raises as `answers` does."""
-    return next(answers(model, tokenizer, [prompt], Settings(max_new_tokens))).text
-
-
 def answers(
     model: Any,
     tokenizer: Any,

@@ -26,7 +26,7 @@ def create(
         wanted = questions.ask(model, data, gpu, output, yes=yes)
         output = wanted.output
         say(f"reading {wanted.data} with the tokenizer of {wanted.model}")
-        with libraries.importing_for_forecast():
+        with libraries.importing():
             from finetune.init.proposal import propose
         draft = propose(wanted, say)
     say(draft.write(output))

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NoReturn, Protocol
+
+from finetune.runtime import ranks
 
 
 class Callback(Protocol):
     """What a run calls between its steps, on rank 0. Derive from it and define the methods that you need.
 
-    An exception ends the run: the step under way is completed and saved, then `train` raises it.
+    An exception ends the run: the step under way is completed and saved, then `train` raises it on every rank.
     """
 
     def on_step(self, metrics: dict[str, Any]) -> None:
@@ -58,8 +61,22 @@ class Callbacks:
             except Exception as error:
                 self.error = error
 
+    def share(self) -> None:
+        """Give every rank the exception of rank 0, whose callbacks alone are called; called by all of them."""
+        of_main = ranks.gathered(self.error and _portable(self.error))[0]
+        self.error = self.error or of_main
+
     def raise_error(self, saved: str) -> NoReturn:
         """Raise the exception of the callback that failed, with a note on what is `saved`."""
         assert self.error is not None
         self.error.add_note(f"Raised in a callback. {saved}; the same call goes on from there.")
         raise self.error
+
+
+def _portable(error: Exception) -> Exception:
+    """`error`, or its text where a process cannot send it to another."""
+    try:
+        pickle.loads(pickle.dumps(error))  # noqa: S301 -- just made
+    except Exception:
+        return RuntimeError(f"{type(error).__name__}: {error}")
+    return error

@@ -105,6 +105,7 @@ def train(job: Job) -> Outcome:
     tiles = log_probs.tiles(config.memory.loss_tokens)
     with job.signals.waiting(), libraries.without_cudnn_attention(), casting, tiles:
         _fit(job, loop)
+    callbacks.share()
     progress = loop.progress
     if loop.stopped_early:
         job.listener.note(
@@ -112,7 +113,7 @@ def train(job: Job) -> Outcome:
             f"{progress.without_gain} evaluations. To continue, raise or remove `training.early_stopping`"
         )
     whole = None
-    if loop.step.cut and not any(ranks.gathered(job.signals.name or callbacks.failed)):
+    if loop.step.cut and not callbacks.failed and not any(ranks.gathered(job.signals.name)):
         _load_best(job, ranks.main_does(lambda: _best_checkpoint(job, progress)))
         whole = whole_weights(model)
     # The DDP model references the process group and must not be the last to do so: its destructor would join the

@@ -192,6 +192,20 @@ def test_the_builtin_data_is_known_by_its_python() -> None:
     assert sys.version in contents
 
 
+def test_the_builtin_rows_are_collected_once(kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[str] = []
+
+    def collect(split: str) -> list[dict[str, Any]]:
+        made.append(split)
+        return [{"text": f"{split} \udc80"}]
+
+    monkeypatch.setitem(sources.BUILTIN, "builtin:python_docs", collect)
+    for split in ("train", "eval", "train", "eval"):
+        [row] = sources.rows("builtin:python_docs", split)
+        assert row.fields == {"text": f"{split} \udc80"}
+    assert made == ["train", "eval"]
+
+
 def fetched(cache_folder: Path, commit: str, rows: list[dict[str, Any]]) -> None:
     """What `datasets` leaves of the hub's `someone/thing` at a commit, which it loads without a network."""
     folder = cache_folder / "someone___thing" / "default" / "0.0.0" / commit

@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 import finetune
 from finetune.config import Config
 from finetune.errors import ArtifactError, ConfigError, DataError
-from finetune.inference.generation import answer
+from finetune.inference.generation import Settings, answers
 from finetune.model import attention, bounds
 from finetune.report.terminal import Terminal
 from finetune.settings import load_config
@@ -169,9 +169,9 @@ def test_a_base_that_says_nothing_of_positions_bounds_nothing() -> None:
 def test_an_answer_ends_with_the_positions_and_a_prompt_that_takes_them_all_is_refused(make_base) -> None:
     base = make_base("gpt2", GPT2)
     model, tokenizer = AutoModelForCausalLM.from_pretrained(base), AutoTokenizer.from_pretrained(base)
-    assert isinstance(answer(model, tokenizer, tokenizer("a")["input_ids"], 500), str)
+    assert len(list(answers(model, tokenizer, [tokenizer("a")["input_ids"]], Settings(500)))) == 1
     with pytest.raises(ConfigError, match=r"the prompt has .* tokens, but the base only 40 positions"):
-        answer(model, tokenizer, tokenizer("word " * POSITIONS)["input_ids"], 5)
+        answers(model, tokenizer, [tokenizer("word " * POSITIONS)["input_ids"]], Settings(5))
 
 
 # -- vocabulary --------------------------------------------------------------------------------------------------------

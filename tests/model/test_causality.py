@@ -110,7 +110,7 @@ def test_cudnn_attention_is_off_wherever_a_model_runs_outside_of_training(reques
 
     from finetune.config import Config, ModelSection
     from finetune.export import proof
-    from finetune.inference.generation import answer
+    from finetune.inference.generation import Settings, answers
     from finetune.model.tokenizer import load_tokenizer
     from finetune.training.evaluation import held_out_loss
 
@@ -132,7 +132,7 @@ def test_cudnn_attention_is_off_wherever_a_model_runs_outside_of_training(reques
         assert not any(seen)
 
     runs(lambda: proof.logits(model, [[5, 6, 7]]))
-    runs(lambda: answer(model, tokenizer, [5, 6, 7], 2))
+    runs(lambda: list(answers(model, tokenizer, [[5, 6, 7]], Settings(2))))
     runs(lambda: held_out_loss(model, tokenizer, rows, Config.model_validate(given, context={"choices": CHOICES})))
 
 

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 
 import bitsandbytes as bnb
 import pytest
@@ -72,3 +73,19 @@ def test_a_4_bit_layer_computes_with_its_dequantized_weight_in_both_passes() -> 
         found.sum().backward()
         assert torch.equal(found, x @ weight.T)
         assert torch.equal(x.grad, torch.ones(5, 48) @ weight)
+
+
+def test_what_bitsandbytes_compiles_on_import_is_compiled_once_when_it_is_called() -> None:
+    compiled: list[tuple[str, bool]] = []
+
+    def compiling(function: Callable[[int], int], *, dynamic: bool) -> Callable[[int], int]:
+        compiled.append((function.__name__, dynamic))
+        return function
+
+    def double(value: int) -> int:
+        return 2 * value
+
+    called = libraries._compiling_later(compiling)(double, dynamic=False)
+    assert compiled == []
+    assert [called(1), called(2)] == [2, 4]
+    assert compiled == [("double", False)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import pickle
 import signal
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -469,6 +470,32 @@ def test_a_callback_that_fails_on_rank_0_ends_all_ranks_after_the_next_step(othe
     of_other, asked = made(total=9, evaluates=False, world_size=2)
     run(of_other)
     assert asked.of("saved") == ["saved 1"]
+
+
+class Unsendable(Exception):
+    """Cannot be made again from its one argument, as pickle does it."""
+
+    def __init__(self, first: str, second: str) -> None:
+        super().__init__(first + second)
+
+
+@pytest.mark.parametrize(
+    ("failed", "raised", "text"),
+    [(KeyError("mine"), KeyError, "mine"), (Unsendable("a", "b"), RuntimeError, "Unsendable: ab")],
+)
+def test_every_rank_raises_what_a_callback_of_rank_0_raised(
+    failed: Exception, raised: type[Exception], text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = Callbacks(), Callbacks()
+    first.error = failed
+    sent: list[Any] = []
+    monkeypatch.setattr(ranks, "gathered", lambda value: sent.append(value) or [value])
+    first.share()
+    assert first.error is failed
+    monkeypatch.setattr(ranks, "gathered", lambda value: pickle.loads(pickle.dumps([*sent, value])))  # noqa: S301
+    second.share()
+    with pytest.raises(raised, match=text):
+        second.raise_error("Step 2 is saved")
 
 
 def test_of_several_ranks_none_leaves_an_evaluation_at_a_signal(other_rank: object) -> None:
