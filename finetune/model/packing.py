@@ -165,7 +165,7 @@ def _by_row(
             if band is None or length <= window:
                 outputs.append(attend(*row, mask_of(length, query))[0])
             else:
-                outputs += windows.attend(attend, *row, mask=band)
+                outputs += windows.attend(attend, band, *row)
         return torch.cat(outputs, dim=1), None
 
     return attention

@@ -49,7 +49,7 @@ def additive(seen: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.zeros_like(seen, dtype=dtype).masked_fill(~seen, torch.finfo(dtype).min)
 
 
-def attend(attention: Callable[..., Any], query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Iterator[Tensor]:
+def attend(attention: Callable[..., Any], mask: Tensor, query: Tensor, key: Tensor, value: Tensor) -> Iterator[Tensor]:
     """What `attention(query, key, value, mask)` gives for each block of rows (rows, heads, tokens, head_dim).
 
     `mask` is a band, in numbers: SDPA would keep those that it makes of each slice for the backward pass.
