@@ -30,6 +30,7 @@ _TINY: dict[str, Any] = {
         "num_experts_per_tok": 2,
         "moe_intermediate_size": 32,
     },
+    "mistral": {"model_type": "mistral", "sliding_window": 32},
     "windows": {"model_type": "gemma3_text", "head_dim": 16, "sliding_window": 32, "sliding_window_pattern": 3},
 }
 

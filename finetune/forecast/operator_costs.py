@@ -428,16 +428,23 @@ def _linear(A: Any, B: Any, *args: Any, **kwargs: Any) -> int:
 
 
 def _packed(
-    query: Any, key: Any, value: Any, starts: Any, key_starts: Any, longest: int, *args: Any, **kwargs: Any
-) -> int:
-    return sum(sdpa_flop_count(shape, shape, shape) for shape in _packed_shapes(query, longest))
+    query: Any, key: Any, value: Any, starts: Any, key_starts: Any, longest: int, longest_key: int,
+    causal: bool = False, scale: float | None = None, window: Sequence[int] = (-1, -1), *args: Any, **kwargs: Any,
+) -> int:  # fmt: skip
+    return sum(
+        int(sdpa_flop_count(shape, shape, shape) * _seen(shape[2], window)) for shape in _packed_shapes(query, longest)
+    )
 
 
 def _packed_backward(
     gradient: Any, query: Any, key: Any, value: Any, out: Any, lse: Any, starts: Any, key_starts: Any, longest: int,
+    longest_key: int, causal: bool, rng_state: Any, scale: float | None = None, window: Sequence[int] = (-1, -1),
     *args: Any, **kwargs: Any,
 ) -> int:  # fmt: skip
-    return sum(sdpa_backward_flop_count(shape, shape, shape, shape) for shape in _packed_shapes(query, longest))
+    return sum(
+        int(sdpa_backward_flop_count(shape, shape, shape, shape) * _seen(shape[2], window))
+        for shape in _packed_shapes(query, longest)
+    )
 
 
 def _packed_shapes(query: Any, longest: int) -> list[torch.Size]:
@@ -447,6 +454,14 @@ def _packed_shapes(query: Any, longest: int) -> list[torch.Size]:
     """
     whole, rest = divmod(query.shape[0], longest)
     return [torch.Size((1, query.shape[1], length, query.shape[2])) for length in [longest] * whole + [rest]]
+
+
+def _seen(length: int, window: Sequence[int]) -> float:
+    """The share of a row's pairs of tokens that a window leaves: so many tokens before a query and itself."""
+    if window[0] < 0:
+        return 1.0
+    width = min(window[0] + 1, length)
+    return (length * width - width * (width - 1) / 2) / max(1, length) ** 2
 
 
 _FLOPS: dict[str, Callable[..., int]] = {

@@ -201,8 +201,9 @@ def _micro_batching(config: Config) -> MicroBatching:
 
 def _attention(config: Config, architecture: Any, device_type: str) -> str:
     return attention.planned(
-        config.model.attention, architecture, device_type, config.training.precision, packed=config.data.packing
-    )
+        config.model.attention, architecture, device_type, config.training.precision,
+        packed=config.data.packing, longest=config.data.max_length,
+    )  # fmt: skip
 
 
 def fit(config: Config, gpu: str | None = None, gpus: int = 1) -> Fitted:

@@ -15,7 +15,7 @@ from finetune.data.batching import Batch
 from finetune.forecast import operator_costs
 from finetune.forecast.allocator import CachingAllocator, CapacityError
 from finetune.forecast.devices import Device
-from finetune.forecast.trace import CATEGORIES, Run, Trace, Work
+from finetune.forecast.trace import CATEGORIES, Block, Run, Trace, Work
 from finetune.model.experts import Mixture
 
 PHASES = ("load", "forward", "backward", "optimizer", "evaluation", "save", "merge")
@@ -325,7 +325,7 @@ class _Replay:
                 block = self._trace.blocks[abs(event) - 1]
                 sign = 1 if event > 0 else -1
                 if block.managed and self._device.type == "cuda":
-                    self._managed += sign * block.bytes
+                    self._managed += sign * _on_host(block)
                     self.managed_peak_bytes = max(self.managed_peak_bytes, self._managed)
                     continue
                 self._live[block.category] += sign * block.bytes
@@ -377,6 +377,15 @@ class _Replay:
         peak["reserved_bytes"] = max(peak["reserved_bytes"], self.reserved_bytes)
         if self._allocated > self._peak_allocated:
             self._peak_allocated, self._peak_live = self._allocated, dict(self._live)
+
+
+def _on_host(block: Block) -> int:
+    """What a managed block takes of the host's memory.
+
+    Layer inputs wait in pinned memory, of which torch hands out powers of two (torch 2.13, ATen/core/
+    CachingHostAllocator.h `allocate`; `pinned_max_round_threshold` has no limit unless it is set).
+    """
+    return 1 << (block.bytes - 1).bit_length() if block.category == "layer_inputs" else block.bytes
 
 
 def bands(curve: tuple[Point, ...]) -> Iterator[tuple[str, list[int]]]:

@@ -24,7 +24,7 @@ from finetune.forecast import depth, fake, fake_ranks, patches
 from finetune.forecast.devices import Device
 from finetune.forecast.extrapolate import NotAlike, Shortened, extrapolate, shorten, whole
 from finetune.forecast.trace import Answers, Recorder, Trace, TracedMonitor
-from finetune.model import adapter, build, checkpointing, experts
+from finetune.model import adapter, build, checkpointing, experts, packing
 from finetune.model.base import base_dtype, mixture
 from finetune.model.causality import needs_mask
 from finetune.model.sharding import Sharding, held, layer_cutter
@@ -127,7 +127,7 @@ class _TracedStep:
         self._shards = shards
         recorder.slices_on_host = bool(shards and shards.offload and device.type == "cuda")
         # Every fused attention kernel keeps the same for backward: the output and one number per row.
-        attention = attention if attention.startswith(("eager", "packed")) else "sdpa"
+        attention = attention if attention.startswith(("eager", "packed", packing.WINDOWED)) else "sdpa"
         self._adapter = config.adapter
         base = build.blueprint(config, architecture, attention).weightless(self._shorten)
         self._loaded = list(base.modules())

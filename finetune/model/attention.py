@@ -25,14 +25,17 @@ class Attention:
     missing: Callable[[Any, str, str], str | None]
 
 
-def choose(name: str, config: Any, device: str, precision: str, *, packed: bool = False) -> tuple[str, str]:
+def choose(
+    name: str, config: Any, device: str, precision: str, *, packed: bool = False, longest: int = 0
+) -> tuple[str, str]:
     """The transformers implementation for `name` ("auto" or a key of ATTENTIONS), and the reason in one clause.
 
-    `packed` selects its variant for packed rows. Raises MachineError if the named implementation cannot be used with
-    this model on this device.
+    `packed` selects its variant for packed rows, and `longest`, the tokens of the longest row, that for rows longer
+    than a layer's window. Raises MachineError if the named implementation cannot be used with this model on this
+    device.
     """
     implementation, reason = _choose(name, config, device, precision)
-    return _packed(implementation, config, device, precision) if packed else implementation, reason
+    return _for_rows(implementation, config, device, precision, packed, longest), reason
 
 
 def _choose(name: str, config: Any, device: str, precision: str) -> tuple[str, str]:
@@ -50,19 +53,21 @@ def _choose(name: str, config: Any, device: str, precision: str) -> tuple[str, s
     raise AssertionError("eager attention has no requirement")
 
 
-def planned(name: str, config: Any, device: str, precision: str, *, packed: bool = False) -> str:
+def planned(name: str, config: Any, device: str, precision: str, *, packed: bool = False, longest: int = 0) -> str:
     """The implementation assumed for a device that may be absent; all fused kernels save the same tensors."""
     if name == "auto":
         name = "eager" if _sdpa(config, device, precision) else "sdpa"
-    if not packed:
-        return ATTENTIONS[name].implementation
-    return _packed("eager" if name == "eager" else "sdpa", config, device, precision)
+    fused = "eager" if name == "eager" else "sdpa"
+    variant = _for_rows(fused, config, device, precision, packed, longest)
+    return variant if variant != fused else ATTENTIONS[name].implementation
 
 
-def _packed(implementation: str, config: Any, device: str, precision: str) -> str:
+def _for_rows(implementation: str, config: Any, device: str, precision: str, packed: bool, longest: int) -> str:
     from finetune.model import packing  # imports torch, which checking a config does not need
 
-    return packing.variant(implementation, config, device, precision)
+    if packed:
+        return packing.variant(implementation, config, device, precision)
+    return packing.windowed(implementation, config, device, precision, longest)
 
 
 def _flash(

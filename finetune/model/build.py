@@ -82,8 +82,9 @@ def blueprint(config: Config, architecture: Any, attention: str) -> Blueprint:
 def choose_attention(config: Config, architecture: Any, device_type: str) -> tuple[str, str]:
     """The attention implementation that the job trains with on this machine, and the reason in one clause."""
     return attentions.choose(
-        config.model.attention, architecture, device_type, config.training.precision, packed=config.data.packing
-    )
+        config.model.attention, architecture, device_type, config.training.precision,
+        packed=config.data.packing, longest=config.data.max_length,
+    )  # fmt: skip
 
 
 def trainable(

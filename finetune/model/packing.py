@@ -1,8 +1,9 @@
 """Attention over packed rows: several rows concatenated into one, which do not attend to each other.
 
-transformers handles a packed row with a quadratic mask over all its tokens. To avoid the mask, its attention function
-is called here for each row; on GPUs that support it, PyTorch's variable-length kernel processes all rows at once.
-flash-attn and flex_attention support packed rows themselves.
+transformers handles a packed row with a quadratic mask over all its tokens, and so it does a sliding window. To avoid
+the mask, its attention function is called here for each row, or each block of a row (`windows`); on GPUs that support
+it, PyTorch's variable-length kernel processes all rows at once, packed or not. flash-attn and flex_attention support
+packed rows and windows themselves.
 
 A packed micro-batch has no `attention_mask`, `position_ids` that restart at each row, and `cu_seq_lens_q`: the start of
 each row and the end of the last one.
@@ -23,11 +24,13 @@ import torch
 from transformers import masking_utils
 
 from finetune.errors import MachineError, first_line
-from finetune.model import catalog, probes
+from finetune.model import catalog, probes, windows
 from finetune.runtime.libraries import replaced
 
 EACH, VARLEN, EAGER = "packed_sdpa", "packed_sdpa_varlen", "packed_eager"
 """Names in transformers: SDPA for each row, PyTorch's variable-length kernel, eager attention for each row."""
+_PACKED, WINDOWED = "packed", "windowed"
+"""What the names begin with; the latter where rows are not packed, but longer than a layer's window."""
 
 # Allowed relative change of a row's logits when other rows are packed with it. In the models tested, 16-bit rounding
 # stays below 1%; a row that sees a neighbour changes by a third or more.
@@ -50,6 +53,21 @@ def variant(implementation: str, config: Any, device: str, precision: str) -> st
     text = config.get_text_config()
     head = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     return VARLEN if device == "cuda" and precision != "fp32" and head <= 256 else EACH
+
+
+def windowed(implementation: str, config: Any, device: str, precision: str, longest: int) -> str:
+    """The variant of `implementation` for rows of up to `longest` tokens, not packed, if they exceed a window."""
+    window = windows.of(config)
+    if window is None or catalog.model_class(config) is None or _obstacle(config):
+        return implementation
+    found = variant(implementation, config, device, precision)
+    exceeds = found.startswith(_PACKED) and longest > window + _beyond(found)
+    return found.replace(_PACKED, WINDOWED) if exceeds else implementation
+
+
+def _beyond(name: str) -> int:
+    """By how many tokens rows may exceed a window and still get transformers' mask, of which the band is no smaller."""
+    return 0 if name == VARLEN else windows.BLOCK
 
 
 def known(inputs: dict[str, Any]) -> contextlib.AbstractContextManager[None]:
@@ -90,86 +108,77 @@ def register() -> None:
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
     from transformers.masking_utils import eager_mask, sdpa_mask
 
-    sdpa = _by_row(lambda module: sdpa_attention_forward, _sdpa_mask)
-    AttentionInterface.register(EACH, sdpa)
-    AttentionInterface.register(VARLEN, _varlen(sdpa))
-    AttentionInterface.register(EAGER, _by_row(_eager_of, _eager_mask))
-    for name, mask in ((EACH, sdpa_mask), (VARLEN, sdpa_mask), (EAGER, eager_mask)):
-        AttentionMaskInterface.register(name, _none_where_packed(mask))
+    sdpa = _by_row(lambda module: sdpa_attention_forward, lambda length, query: None)
+    eager = _by_row(_eager_of, _causal_mask)
+    for name, attention, mask in (
+        (EACH, sdpa, sdpa_mask), (VARLEN, _varlen(sdpa), sdpa_mask), (EAGER, eager, eager_mask)
+    ):  # fmt: skip
+        for known_as in (name, name.replace(_PACKED, WINDOWED)):
+            AttentionInterface.register(known_as, attention)
+            AttentionMaskInterface.register(known_as, _without_squares(mask, name))
 
 
-def _none_where_packed(make: Callable[..., Any]) -> Callable[..., Any]:
-    """transformers' mask function, returning None for packed rows: no padding mask, but not plainly causal."""
+def _without_squares(make: Callable[..., Any], name: str) -> Callable[..., Any]:
+    """transformers' mask function, except for causal attention without padding.
 
-    def mask(*args: Any, attention_mask: Any = None, allow_is_causal_skip: bool = True, **kwargs: Any) -> Any:
-        if attention_mask is None and not allow_is_causal_skip:
+    Packed rows get no mask, though they are not plainly causal, and rows longer than a window get the band.
+    """
+
+    def mask(
+        *, q_length: int, kv_length: int, config: Any, device: Any, attention_mask: Any = None,
+        allow_is_causal_skip: bool = True, local_size: int | None = None, **kwargs: Any,
+    ) -> Any:  # fmt: skip
+        packed = attention_mask is None and not allow_is_causal_skip
+        # Attention in chunks has a local size too.
+        window = local_size if getattr(config, "attention_chunk_size", None) is None else None
+        if attention_mask is None and q_length == kv_length and window:
+            if kv_length > window + (0 if packed else _beyond(name)):
+                return windows.band(window, device)
+            local_size = local_size if kv_length > window else None
+        if packed and not local_size:
             return None
-        return make(*args, attention_mask=attention_mask, allow_is_causal_skip=allow_is_causal_skip, **kwargs)
+        return make(
+            q_length=q_length, kv_length=kv_length, config=config, device=device, attention_mask=attention_mask,
+            allow_is_causal_skip=allow_is_causal_skip, local_size=local_size, **kwargs,
+        )  # fmt: skip
 
     return mask
 
 
 def _by_row(
-    attention_of: Callable[[Any], Callable[..., Any]], mask_of: Callable[[int, int | None, torch.Tensor], Any]
+    attention_of: Callable[[Any], Callable[..., Any]], mask_of: Callable[[int, torch.Tensor], Any]
 ) -> Callable[..., Any]:
-    """An attention function that calls the module's own one for each row, with a mask for that row if needed."""
+    """An attention function that calls the module's own one for each row or block, with a mask for it if needed."""
 
     def attention(
         module: Any, query: Any, key: Any, value: Any, attention_mask: Any, cu_seq_lens_q: Any = None, **options: Any
     ) -> tuple[torch.Tensor, None]:
-        attend = attention_of(module)
-        if attention_mask is not None or cu_seq_lens_q is None:
-            return attend(module, query, key, value, attention_mask, **options)
-        lengths = _lengths(cu_seq_lens_q)
-        window = _window(module, max(lengths), options)
-        rows = zip(lengths, query.split(lengths, 2), key.split(lengths, 2), value.split(lengths, 2), strict=True)
-        outputs = [
-            attend(module, row_query, row_key, row_value, mask_of(length, window, query), **options)[0]
-            for length, row_query, row_key, row_value in rows
-        ]
+        window = windows.in_band(attention_mask, query, key)
+        attend: Callable[..., Any] = functools.partial(attention_of(module), module, **options)
+        if window is None and (attention_mask is not None or cu_seq_lens_q is None):
+            found: tuple[torch.Tensor, None] = attend(query, key, value, attention_mask)
+            return found
+        band = windows.additive(attention_mask, value.dtype) if window else None
+        lengths = [query.shape[2]] if cu_seq_lens_q is None else _lengths(cu_seq_lens_q)
+        outputs: list[torch.Tensor] = []
+        for length, *row in zip(lengths, *(part.split(lengths, 2) for part in (query, key, value)), strict=True):
+            if band is None or length <= window:
+                outputs.append(attend(*row, mask_of(length, query))[0])
+            else:
+                outputs += windows.attend(attend, band, *row)
         return torch.cat(outputs, dim=1), None
 
     return attention
-
-
-def _window(module: Any, longest: int, options: dict[str, Any]) -> int | None:
-    """The layer's sliding window, or None. Some models pass it to the mask function and not to attention."""
-    if "sliding_window" in options or hasattr(module, "sliding_window"):
-        found: int | None = options.get("sliding_window", getattr(module, "sliding_window", None))
-        return found
-    window = getattr(module.config, "sliding_window", None)
-    if window is not None and longest > window and getattr(module.config, "use_sliding_window", True):
-        raise MachineError(
-            f"`data.packing`: {type(module).__name__} does not say which of its layers have the sliding window of "
-            f"{window} tokens, but a row has {longest}; set `data.packing: false`, or `data.max_length: {window}`"
-        )
-    return None
 
 
 def _lengths(starts: torch.Tensor) -> list[int]:
     return [end - start for start, end in itertools.pairwise(starts.tolist())]
 
 
-def _sdpa_mask(length: int, window: int | None, query: torch.Tensor) -> Any:
-    """None if SDPA's `is_causal` flag suffices."""
-    if window is None or window >= length:
-        return None
-    return _mask(length, window, query)
-
-
-def _eager_mask(length: int, window: int | None, query: torch.Tensor) -> Any:
-    seen = _mask(length, window, query)
-    return torch.zeros_like(seen, dtype=query.dtype).masked_fill(~seen, torch.finfo(query.dtype).min)
-
-
-def _mask(length: int, window: int | None, query: torch.Tensor) -> torch.Tensor:
-    """The keys that each query sees, as booleans (1, 1, length, length)."""
+def _causal_mask(length: int, query: torch.Tensor) -> torch.Tensor:
+    """For eager attention, which has no flag for it: (1, 1, length, length)."""
     at = torch.arange(length, device=query.device)
-    behind = at[:, None] - at[None, :]
-    seen = behind >= 0
-    if window is not None:
-        seen = seen & (behind < window)
-    return seen[None, None]
+    return windows.additive((at[:, None] - at[None, :] >= 0)[None, None], query.dtype)
 
 
 def _eager_of(module: Any) -> Callable[..., Any]:
@@ -179,31 +188,34 @@ def _eager_of(module: Any) -> Callable[..., Any]:
 
 
 def _varlen(otherwise: Callable[..., Any]) -> Callable[..., Any]:
-    """All rows in one call of `torch.nn.attention.varlen`; unpacked micro-batches use `otherwise`."""
+    """All rows in one call of `torch.nn.attention.varlen`; `otherwise` for those with neither packing nor windows."""
 
     def attention(
         module: Any, query: Any, key: Any, value: Any, attention_mask: Any, scaling: float | None = None,
         cu_seq_lens_q: Any = None, max_length_q: int | None = None, **options: Any,
     ) -> tuple[torch.Tensor, None]:  # fmt: skip
-        if attention_mask is not None or cu_seq_lens_q is None or options.get("dropout"):
-            # The kernel has no dropout.
+        window = windows.in_band(attention_mask, query, key)
+        # The kernel has no dropout.
+        if (window is None and (attention_mask is not None or cu_seq_lens_q is None)) or options.get("dropout"):
             return otherwise(
                 module, query, key, value, attention_mask, scaling=scaling, cu_seq_lens_q=cu_seq_lens_q, **options
             )
         from torch.nn.attention.varlen import varlen_attn
 
-        window = _window(module, int(max_length_q or 0), options)
-
+        rows, _, tokens, _ = query.shape
+        if cu_seq_lens_q is None:  # padding at the end of a row is seen by none of its tokens
+            cu_seq_lens_q = torch.arange(0, rows * tokens + 1, tokens, dtype=torch.int32, device=query.device)
+            max_length_q = tokens
         # The kernel computes in 16 bit. Under autocast, norms may have produced float32 queries and keys.
         dtype = value.dtype if value.dtype != torch.float32 else torch.get_autocast_dtype(value.device.type)
-        query, key, value = (part.transpose(1, 2).squeeze(0).to(dtype) for part in (query, key, value))
+        query, key, value = (part.transpose(1, 2).flatten(0, 1).to(dtype) for part in (query, key, value))
         output = varlen_attn(
             query, key, value, cu_seq_lens_q, cu_seq_lens_q, max_length_q, max_length_q, scale=scaling,
             # The kernel's window excludes the query's own position; transformers' includes it.
             window_size=(-1 if window is None else window - 1, 0),
             **({"enable_gqa": query.shape[1] != key.shape[1]} if _asks_for_groups(varlen_attn) else {}),
         )  # fmt: skip
-        return output.unsqueeze(0), None
+        return output.unflatten(0, (rows, tokens)), None
 
     return attention
 

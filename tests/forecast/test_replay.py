@@ -105,6 +105,13 @@ def test_managed_memory_is_not_the_allocators_and_may_go_to_the_host() -> None:
     assert made(step(paged=5 * MIB)).peak_allocated_bytes == 33 * MIB, "on a CPU there is but one memory"
 
 
+def test_layer_inputs_on_the_host_lie_in_pinned_blocks_of_powers_of_two() -> None:
+    story = Story().at("load").make("weights", MIB, "base_weights").at("forward")
+    story.make("first", 5 * MIB, "layer_inputs", managed=True).make("second", 8 * MIB, "layer_inputs", managed=True)
+    story.at("backward").drop("first", "second")
+    assert made(story, CARD).host_bytes == 16 * MIB
+
+
 @pytest.mark.parametrize("device", [CPU, CARD], ids=["cpu", "card"])
 def test_it_fits_at_exactly_the_budget_and_not_one_byte_below(device: Device) -> None:
     needed = made(step(), device).needed_bytes

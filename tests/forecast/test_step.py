@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import subprocess
@@ -211,6 +212,28 @@ def test_memory_grows_in_proportion_to_a_long_row(name: str) -> None:
     assert long - middle == pytest.approx(2 * (middle - short), rel=0.01)
     if name == "llama":
         assert widest == 65536 * (4 + 2 + 2) * 16 * 2, "queries, keys and values; gate and up are 2 x 176 wide"
+
+
+@pytest.mark.parametrize("where", ["card", "cpu"])
+def test_memory_and_work_grow_in_proportion_to_a_row_longer_than_its_windows(where: str) -> None:
+    """With a window, attention on a card takes the pairs of tokens that it leaves, in both directions."""
+    base = tiny_models.architecture("mistral", 2)
+    job = tiny_models.config(training__micro_batch=1, training__batch_size=1)
+    device = getattr(tiny_models, where)()
+
+    def traced(tokens: int) -> tuple[int, int, float]:
+        batch = Batch(rows=1, tokens=tokens, padded=False, trained_tokens=64)
+        attention = packing.windowed("sdpa", base, device.type, "bf16", tokens)
+        assert attention.startswith(packing.WINDOWED)
+        trace = tiny_models.trace(job, base, where=device, batch=batch, attention=attention)
+        live = itertools.accumulate(
+            sign * block.bytes for _, block, sign in trace.timeline() if block.category == "activations"
+        )
+        return max(live), trace.work(["forward"]).flops, trace.work(["backward"]).flops
+
+    short, middle, long = (traced(tokens) for tokens in (2048, 4096, 8192))
+    for one, two, four in zip(short, middle, long, strict=True):
+        assert four - two == pytest.approx(2 * (two - one), rel=0.03)
 
 
 @pytest.mark.slow
