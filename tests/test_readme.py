@@ -259,12 +259,16 @@ def test_what_is_said_of_merges_was_measured() -> None:
     kills = [found[f"kills_at_{moments}"] for moments in ("random", "each_change_of_a_file")]
     assert not any(part["partial_models_published"] or part["ended_with_other_files"] for part in kills)
     plan, merged = found["plan_70B"], found["merge_1B"]
+    assert merged["within"]
+    assert merged["bound_bytes"] == 1.5 * 2**30
     assert_shown(
         [
             f"{kills[0]['kills']} random moments and at each of {kills[1]['kills']} changes",
             f"{plan['shards']} shards and {plan['weights_bytes'] / 2**30:.1f} GiB is planned in "
             f"{plan['planning_seconds']} s",
-            f"{merged['peak_resident_bytes'] / 2**30:.2f} GiB of host memory",
+            f"{merged['peak_resident_bytes'] / 2**30:.2f} GiB of host memory, with mapped files "
+            f"({merged['peak_anonymous_bytes'] / 2**30:.2f} GiB without)",
+            f"in {merged['seconds'] / 60:.0f} minutes",
         ],
         page("docs/benchmarks.md"),
     )
