@@ -6,8 +6,9 @@ import json
 import os
 import re
 import shutil
+import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 # Before torch is imported: two busy processes on two cores would otherwise spin on each other's locks.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
@@ -23,6 +24,7 @@ from jobs import QUICK, TINY
 from safetensors.torch import load_file, save_file
 
 import finetune
+from finetune import cli
 from finetune.config import Config
 from finetune.inference import answers
 from finetune.model.locate import BUILTIN_BASE, locate
@@ -86,6 +88,24 @@ def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs without what takes a third of a short one and decides nothing: the plot, and more than a token an answer."""
     monkeypatch.setattr(plots, "training", lambda run: write_bytes(run.plot_file, b""))
     monkeypatch.setattr(answers, "_TOKENS", 1)
+
+
+@pytest.fixture
+def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> Callable[..., tuple[int, str, str]]:
+    """Run `finetune ARGUMENTS` in this process; returns (exit code, stdout, stderr)."""
+
+    def run(*arguments: object) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["finetune", *map(str, arguments)])
+        code = 0
+        try:
+            cli.main()
+        except SystemExit as stopped:
+            code = int(stopped.code or 0)
+        out, err = capsys.readouterr()
+        assert "Traceback" not in err
+        return code, out, err
+
+    return run
 
 
 @pytest.fixture

@@ -17,27 +17,6 @@ TINY = Path(__file__).parent.parent / "configs" / "tiny_cpu.yaml"
 
 
 @pytest.fixture
-def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture):
-    """Run `finetune ARGUMENTS` in this process; returns (exit code, stdout, stderr)."""
-
-    # A command that forecasts switches the compiler off for its own process.
-    monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
-
-    def run(*arguments: object) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["finetune", *map(str, arguments)])
-        code = 0
-        try:
-            cli.main()
-        except SystemExit as stopped:
-            code = int(stopped.code or 0)
-        out, err = capsys.readouterr()
-        assert "Traceback" not in err
-        return code, out, err
-
-    return run
-
-
-@pytest.fixture
 def job(tmp_path: Path, rows_file: Path, shallow_base: Path) -> list[str]:
     """Arguments of a training job of seconds."""
     return [

@@ -14,7 +14,6 @@ from forecasts import forecast
 from jobs import TINY
 
 import finetune
-from finetune import cli
 from finetune.config import Config
 from finetune.errors import MachineError
 from finetune.forecast import planning
@@ -24,23 +23,6 @@ from finetune.forecast.replay import Forecast
 from finetune.storage.rundir import RunDirectory
 
 Call = Callable[..., tuple[int, str, str]]
-
-
-@pytest.fixture
-def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> Call:
-    """Run `finetune ARGUMENTS` in this process; returns (exit code, stdout, stderr)."""
-    monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")  # a command that forecasts switches the compiler off
-
-    def run(*arguments: object) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["finetune", *map(str, arguments)])
-        code = 0
-        try:
-            cli.main()
-        except SystemExit as stopped:
-            code = int(stopped.code or 0)
-        return code, *capsys.readouterr()
-
-    return run
 
 
 @pytest.fixture

@@ -15,7 +15,6 @@ import pyarrow as pa
 import pytest
 from pyarrow import parquet
 
-from finetune import cli
 from finetune.errors import ConfigError, DataError
 from finetune.inference import chat, commands, jobs, prompts
 from finetune.inference.generation import Settings
@@ -31,22 +30,13 @@ def opened(trained: RunDirectory) -> jobs.Ready:
 
 
 @pytest.fixture
-def call(
-    opened: jobs.Ready, trained: RunDirectory, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-) -> Call:
+def call(call: Call, opened: jobs.Ready, trained: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> Call:
     """Run `finetune COMMAND RUN ARGUMENTS` with `typed` as standard input, on a model that was loaded before."""
     monkeypatch.setattr(commands, "ready", lambda *_, **__: opened)
 
     def run(command: str, *arguments: object, typed: bytes = b"") -> tuple[int, str, str]:
-        words = ["finetune", command, trained.path, "--max-new-tokens", 6, *arguments]
-        monkeypatch.setattr(sys, "argv", list(map(str, words)))
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(typed)))
-        code = 0
-        try:
-            cli.main()
-        except SystemExit as stopped:
-            code = int(stopped.code or 0)
-        return code, *capsys.readouterr()
+        return call(command, trained.path, "--max-new-tokens", 6, *arguments)
 
     return run
 

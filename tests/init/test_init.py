@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 import finetune
-from finetune import cli
 from finetune.errors import ConfigError
 from finetune.init import questions
 from finetune.settings import load_config
@@ -20,24 +19,9 @@ from finetune.settings import load_config
 Call = Callable[..., tuple[int, str, str]]
 
 
-@pytest.fixture
-def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, tmp_path: Path) -> Call:
-    """Run `finetune ARGUMENTS` in an empty folder; returns (exit code, stdout, stderr)."""
+@pytest.fixture(autouse=True)
+def empty_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
-
-    def run(*arguments: object) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["finetune", *map(str, arguments)])
-        code = 0
-        try:
-            cli.main()
-        except SystemExit as stopped:
-            code = int(stopped.code or 0)
-        out, err = capsys.readouterr()
-        assert "Traceback" not in err
-        return code, out, err
-
-    return run
 
 
 def write(folder: Path, number: int, name: str = "rows.jsonl", fields: tuple[str, str] = ("question", "answer")) -> str:
