@@ -245,6 +245,7 @@ class MergeProof(TypedDict):
     effect: Positive
     agreement: Share
     onto: NotRequired[str]
+    rows_of: NotRequired[str]
 
 
 @_written
