@@ -134,11 +134,15 @@ def test_the_example_of_an_export_format_is_written_proven_and_loaded(
     file = "finetune/export/formats.py"
     module, _, table, entries = applied(file, dict(EXAMPLES)[file])
     monkeypatch.setattr(module, table, getattr(module, table) | entries)
+    [code] = re.findall(r"`finetune/export/int8_export\.py`:\n\n```python\n(.*?)^```", EXTENDING, re.M | re.S)
+    example = ModuleType("finetune.export.int8_export")
+    exec(compile(code, example.__name__, "exec"), vars(example))  # noqa: S102 -- our own page
+    monkeypatch.setitem(sys.modules, example.__name__, example)
     run = RunDirectory(shutil.copytree(trained.path, tmp_path / "run"))
-    merged, exported = finetune.merge(run), finetune.merge(run, "int8")
+    merged, exported = finetune.merge(run), finetune.export_model(run, "int8")
     assert merged["bound"] < exported["bound"] == 2 * merged["bound"]
     assert merged["error"] < exported["error"] < exported["bound"] < exported["effect"]
-    assert json.loads((run.path / "int8" / "merge.json").read_text())["format"] == "int8"
+    assert json.loads((run.path / "int8" / "export.json").read_text())["format"] == "int8"
     assert not any(path.is_dir() for path in (run.path / "int8").iterdir())
     model = AutoModelForCausalLM.from_pretrained(run.path / "int8")
     assert model.is_loaded_in_8bit

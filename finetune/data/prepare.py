@@ -112,6 +112,9 @@ def prepare_held_out(section: DataSection, tokenizer: Any) -> tuple[Any, Counts]
     return _held_out(Job(section, tokenizer))
 
 
+HELD_OUT = "the evaluation set"
+
+
 def held_out_ids(section: DataSection, tokenizer: Any, rows: int, tokens: int) -> list[list[int]]:
     """Token ids of the first held-out rows (training rows if none are held out), cut to `tokens`."""
     found = []
@@ -121,15 +124,19 @@ def held_out_ids(section: DataSection, tokenizer: Any, rows: int, tokens: int) -
     return found
 
 
-def rows_here(section: DataSection, note: Callable[[str], None]) -> DataSection:
-    """`section`, or the built-in rows, with a note, where only another process has what Python gave.
+def compared_rows(
+    section: DataSection, tokenizer: Any, rows: int, tokens: int, note: Callable[[str], None]
+) -> tuple[list[list[int]], str]:
+    """`held_out_ids`, and what rows these are: for what any will do for, such as the proof of an export.
 
-    For what any rows will do for, such as the proof of an export.
+    Where only another process has what Python gave, they are built-in rows, with a note.
     """
-    if is_here(section):
-        return section
-    note("the rows were given from Python and are not kept on disk: the built-in ones are compared instead")
-    return DataSection(chat_template=section.chat_template, control_tokens=section.control_tokens)
+    if not is_here(section):
+        note("the rows were given from Python and are not kept on disk: the built-in ones are compared instead")
+        section = DataSection(chat_template=section.chat_template, control_tokens=section.control_tokens)
+        return held_out_ids(section, tokenizer, rows, tokens), "the built-in rows"
+    found = held_out_ids(section, tokenizer, rows, tokens)
+    return found, HELD_OUT if holds_out(section) else "the training rows"
 
 
 def is_here(section: DataSection) -> bool:

@@ -13,7 +13,7 @@ from finetune.storage.rundir import RunDirectory
 
 
 def model_card(run: RunDirectory, config: Config, record: dict[str, Any], written_as: str) -> str:
-    """README.md of an export, in the hub's format; `written_as` is the help of its format, `record` its proof."""
+    """README.md of an export, in the hub's format, which says how it is `written_as`; `record` is its proof, if any."""
     from huggingface_hub import ModelCardData
 
     model = config.model
@@ -40,7 +40,7 @@ def model_card(run: RunDirectory, config: Config, record: dict[str, Any], writte
         f"{_made(config)} It is written as {written_as}.",
         "## Settings\n\n" + _table({**_settings(config), **_start(run)}),
         *(["## Training\n\n" + _table(measured)] if (measured := _measured(run)) else []),
-        "## Proof\n\n" + _proof(record),
+        *(["## Proof\n\n" + _proof(record)] if "error" in record else []),
     ]
     return "\n\n".join(sections) + "\n"
 
@@ -124,10 +124,10 @@ def _proof(record: dict[str, Any]) -> str:
     against = record.get("compared_with", "base plus adapter")
     file = "export.json" if "not_proven" in record else "merge.json"
     text = (
-        f"Its logits, computed from the written files, were compared with {against}, on {record['rows']} held-out "
-        f"rows ({record['tokens']} tokens): they differ by {record['error']:.3%} (bound {record['bound']:.3%}, the "
-        f"effect of training {record['effect']:.3%}), and agree on the most likely next token at "
-        f"{record['agreement']:.2%} of positions. `{file}` has the figures and the hash of the base."
+        f"Its logits, computed from the written files, were compared with {against}, on {record['rows']} rows of "
+        f"{record['rows_of']} ({record['tokens']} tokens): they differ by {record['error']:.3%} (bound "
+        f"{record['bound']:.3%}, the effect of training {record['effect']:.3%}), and agree on the most likely next "
+        f"token at {record['agreement']:.2%} of positions. `{file}` has the figures and the hash of the base."
     )
     for title, key in (("Known differences", "known_differences"), ("Not proven here", "not_proven")):
         if record.get(key):

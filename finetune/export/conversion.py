@@ -14,10 +14,10 @@ from finetune.config import Config
 from finetune.data import fingerprint
 from finetune.data import prepare as data_prepare
 from finetune.errors import MachineError
-from finetune.export import formats
 from finetune.export.card import model_card, public
-from finetune.export.formats import Conversion
+from finetune.export.formats import Format
 from finetune.export.job import Job
+from finetune.export.merge import load_merged
 from finetune.model import identity
 from finetune.model.adapter import check_files
 from finetune.model.tokenizer import load_tokenizer
@@ -31,7 +31,7 @@ _ROW_TOKENS = 256
 
 
 def prepare(
-    run: RunDirectory, config: Config, form: Conversion, kind: str, device: torch.device, note: Callable[[str], None]
+    run: RunDirectory, config: Config, form: Format, kind: str, device: torch.device, note: Callable[[str], None]
 ) -> Job:
     """What the conversion is made from, checked before anything is loaded or written.
 
@@ -46,17 +46,17 @@ def prepare(
     fingerprint.check(tokenizer, trained)
     base_identity = identity.of_base(config.model, note)
     fingerprint.check_base(config.model, base_identity, trained, note)
-    rows = data_prepare.held_out_ids(data_prepare.rows_here(config.data, note), tokenizer, _ROWS, _ROW_TOKENS)
+    rows, rows_of = data_prepare.compared_rows(config.data, tokenizer, _ROWS, _ROW_TOKENS, note)
 
-    def load_merged(dtype: torch.dtype | None) -> Any:
-        return formats.load_transformers(run.merged, config.model, dtype, device)
+    def merged(dtype: torch.dtype | None) -> Any:
+        return load_merged(run, config.model, device, dtype)
 
-    job = Job(run, config, tokenizer, rows, device, kind, base_identity, load_merged)
+    job = Job(run, config, tokenizer, rows, rows_of, device, kind, base_identity, merged)
     _module(form).check(job)
     return job
 
 
-def convert(job: Job, name: str, form: Conversion) -> dict[str, Any]:
+def convert(job: Job, name: str, form: Format) -> dict[str, Any]:
     """Write and prove the export `name`; returns its export.json.
 
     Raises ArtifactError if it is not equivalent to the trained model, MachineError if writing fails. A failure leaves
@@ -68,6 +68,7 @@ def convert(job: Job, name: str, form: Conversion) -> dict[str, Any]:
             record = {
                 "format": name,
                 **_module(form).make(job, folder),
+                "rows_of": job.rows_of,
                 "base": public(job.config.model.name),
                 "base_sha256": job.base_identity and job.base_identity.rpartition(":")[2],
             }
@@ -79,5 +80,5 @@ def convert(job: Job, name: str, form: Conversion) -> dict[str, Any]:
     return record
 
 
-def _module(form: Conversion) -> Any:
+def _module(form: Format) -> Any:
     return importlib.import_module(f"finetune.export.{form.module}")

@@ -9,7 +9,6 @@ from typing import Any
 import psutil
 import torch
 
-from finetune.config import QuantizationSection
 from finetune.export import gguf_model, gguf_recipes, gguf_vocabulary, llama_cpp, proof
 from finetune.export.gguf_types import TYPES
 from finetune.export.job import Job
@@ -47,7 +46,7 @@ def make(job: Job, folder: Path) -> dict[str, Any]:
     # Products are summed alike in both, so what a computation in 16 bit rounds counts as much as the weights.
     roundoff = max(TYPES[job.kind].roundoff, proof.ROUNDOFF[dtype])
     found = proof.logits(written, job.rows)
-    result = job.compare(f"GGUF file ({job.kind})", written, found, trained, _base(job, dtype), roundoff)
+    result = job.compare(f"GGUF file ({job.kind})", written, found, trained, job.base_logits(dtype), roundoff)
     del written
     libraries.return_freed_memory()
     # What 4 to 6 bits change is told above; llama.cpp is held to what they say.
@@ -95,14 +94,3 @@ def _dtype(job: Job) -> torch.dtype | None:
     # Twice as much in float32, and the reader holds two copies for a while.
     has_room = job.device.type == "cpu" and 4 * stored_bytes < psutil.virtual_memory().available
     return torch.float32 if has_room else None
-
-
-def _base(job: Job, dtype: torch.dtype) -> list[torch.Tensor]:
-    """The base's logits; zero for a base of random weights, which were not saved."""
-    if job.config.model.weights == "random":
-        return [torch.zeros(len(row), 1) for row in job.rows]
-    base = job.blueprint(QuantizationSection(kind="none"), dtype).load(job.device)
-    found = proof.logits(base, job.rows)
-    del base
-    libraries.return_freed_memory()
-    return found

@@ -21,8 +21,10 @@ def check(name: str) -> None:
         raise MachineError("`--push` needs an account of the hub: run `hf auth login`, or set HF_TOKEN")
 
 
-def push(folder: Path, name: str) -> str:
-    """Upload `folder` to the repository `name`, made private if there is none; returns its address.
+def push(folder: Path, name: str) -> tuple[str, list[str]]:
+    """Upload `folder` to the repository `name`, made private if there is none.
+
+    Returns its address, and the files in it that are of earlier uploads (a GGUF file of another type, say).
 
     Raises MachineError if the hub refuses or cannot be reached.
     """
@@ -32,6 +34,7 @@ def push(folder: Path, name: str) -> str:
     try:
         name = api.create_repo(name, private=True, exist_ok=True).repo_id  # with the account, if it was left out
         api.upload_folder(repo_id=name, folder_path=folder, commit_message=f"Upload {folder.name}")
+        files = {*api.list_repo_files(name)} - {".gitattributes", *(file.name for file in folder.iterdir())}
     except Exception as error:  # those of its HTTP library too, which differ from version to version
         raise MachineError(f"{folder} is written and proven, but not pushed to {name}: {first_line(error)}") from None
-    return f"https://huggingface.co/{name}"
+    return f"https://huggingface.co/{name}", sorted(files)

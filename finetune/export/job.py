@@ -16,12 +16,13 @@ from finetune.export import proof
 from finetune.model import attention, chat_template, experts
 from finetune.model.base import load_architecture
 from finetune.model.build import Blueprint
+from finetune.runtime import libraries
 from finetune.storage.rundir import RunDirectory
 
 
 @dataclass(frozen=True)
 class Job:
-    """One conversion: `rows` are the token ids that outputs are compared on, `kind` the type of a GGUF file.
+    """One conversion: outputs are compared on the token ids `rows` of `rows_of`; `kind` is the type of a GGUF file.
 
     `base_identity` is that of `finetune.model.identity.of_base`. `load_merged` loads the merged model, which was proven
     when it was published, to compute in a dtype (None: as written).
@@ -31,6 +32,7 @@ class Job:
     config: Config
     tokenizer: Any
     rows: list[list[int]]
+    rows_of: str
     device: torch.device
     kind: str
     base_identity: str | None
@@ -64,6 +66,16 @@ class Job:
         architecture = self.architecture
         implementation, _ = attention.choose("auto", architecture, self.device.type, self.config.training.precision)
         return Blueprint(self.config.model, quantization, architecture, implementation, dtype)
+
+    def base_logits(self, dtype: torch.dtype) -> list[torch.Tensor]:
+        """The base's logits; zero for a base of random weights, which were not saved."""
+        if self.config.model.weights == "random":
+            return [torch.zeros(len(row), 1) for row in self.rows]
+        base = self.blueprint(QuantizationSection(kind="none"), dtype).load(self.device)
+        found = proof.logits(base, self.rows)
+        del base
+        libraries.return_freed_memory()
+        return found
 
     def compare(
         self, name: str, model: Any, written: list[torch.Tensor], trained: list[torch.Tensor],

@@ -17,54 +17,50 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
+from transformers import GenerationConfig
 
 from finetune.config import Config, ModelSection
 from finetune.config.fields import unknown
 from finetune.data import fingerprint
 from finetune.data import prepare as data_prepare
 from finetune.errors import ArtifactError, ConfigError, MachineError
-from finetune.export import formats, proof, shards
+from finetune.export import proof, shards
 from finetune.export.bases import ONTO, ROW_TOKENS, ROWS, Bases, Onto
 from finetune.export.card import model_card, public
+from finetune.export.formats import FORMATS
 from finetune.model import file_hashes, identity
 from finetune.model.adapter import check_files
-from finetune.model.locate import weights_directory
+from finetune.model.base import from_safetensors, load_architecture, pinned_code, refuse_missing
+from finetune.model.locate import hub_call, weights_directory
 from finetune.model.tokenizer import load_tokenizer
 from finetune.runtime import libraries
 from finetune.runtime.environment import describe
-from finetune.storage.files import not_written, staged, write_json
+from finetune.storage.files import not_written, staged, write_json, write_text
 from finetune.storage.rundir import RunDirectory
+
+_CLASS = "AutoModelForCausalLM"
 
 
 def merge(
-    run: RunDirectory, config: Config, name: str, device: torch.device, note: Callable[[str], None],
-    onto: str | None = None,
-) -> dict[str, Any]:  # fmt: skip
-    """Write the export of format `name` and return its proof (see `proof.Proof`) with the identity of the base.
+    run: RunDirectory, config: Config, device: torch.device, note: Callable[[str], None], onto: str | None = None
+) -> dict[str, Any]:
+    """Publish the merged model and return its proof (see `proof.Proof`) with the identity of the base.
 
     `onto` is a key of ONTO, by default the 16-bit base (the quantized one for LoftQ). `note` is called if tokenizer or
-    base cannot be verified, or the rows are not here. Raises ConfigError for an unknown format, or a base that there
-    is not; ArtifactError if there is no adapter, if tokenizer or base are not those it was trained with, or if the
-    export is not equivalent to base plus adapter; MachineError if writing fails. A failure leaves the adapter and an
-    earlier export untouched.
+    base cannot be verified, or the rows are not here. Raises ConfigError for a base that there is not; ArtifactError if
+    there is no adapter, if tokenizer or base are not those it was trained with, or if the merged model is not
+    equivalent to base plus adapter; MachineError if writing fails. A failure leaves the adapter and an earlier merged
+    model untouched.
     """
-    form, target = formats.find(name), run.path / name
-    if not isinstance(form, formats.Format):
-        raise ConfigError(f"`{name}` is made from the published model: `finetune export {run.path} --to {name}` does")
     if config.adapter.kind == "none":
         raise ArtifactError(f"{run.path} trained every weight; {run.merged} is already the whole model")
     if config.model.weights == "random":
         raise ArtifactError(f"{run.path} has a base of random weights, which were not saved; there is nothing to merge")
-    if target != run.merged:  # made from the merged model
-        proven = run.merge_proof()
-        onto = proven.get("onto") if proven else None
     chosen = _chosen(config, onto)
     tokenizer = load_tokenizer(config.model, run.chat_template)
     check_files(run.adapter, config.adapter)
     fingerprint.check(tokenizer, run.adapter)
-    data = data_prepare.rows_here(config.data, note)
-    rows = data_prepare.held_out_ids(data, tokenizer, ROWS, ROW_TOKENS)
-    held_out = data is config.data and data_prepare.holds_out(data)
+    rows, rows_of = data_prepare.compared_rows(config.data, tokenizer, ROWS, ROW_TOKENS, note)
 
     folder = weights_directory(config.model.name, config.model.revision, download=True)
     base_identity = identity.of_base(config.model, note)
@@ -75,41 +71,74 @@ def merge(
         "adapter": file_hashes.sha256(run.adapter / "adapter_model.safetensors"),
     }  # fmt: skip
     try:
-        with staged(target, made_from if base_identity and target == run.merged else None) as written:
+        with staged(run.merged, made_from if base_identity else None) as written:
             fingerprint.save(tokenizer, base_identity, written)
-            logits: Callable[[int], torch.Tensor]
-            if target == run.merged:
-                shards.write_settings(bases, folder, tokenizer, written)
-                shards.write_weights(bases.merging(chosen), written)
-                logits = bases.run_of_files(written, rows).logits
-            else:
-                form.write(load_merged(run, config.model, device), tokenizer, written)
-                found = proof.logits(form.load(written, config.model, bases.dtype, device), rows)
-                logits = [one[:: bases.stride] for one in found].__getitem__
-            bound = proof.bound(bases.layers, max(proof.ROUNDOFF[bases.dtype], form.roundoff))
+            shards.write_settings(bases, folder, tokenizer, written)
+            shards.write_weights(bases.merging(chosen), written)
+            merged = bases.run_of_files(written, rows)
             record = {
-                "format": name,
+                "format": "merged",
                 "onto": chosen,
                 "compared_with": f"{bases.named(chosen)} with the adapter",
-                **_prove(bases, chosen, name, rows, logits, bound, held_out=held_out),
+                "rows_of": rows_of,
+                **_prove(bases, chosen, rows, merged, held_out=rows_of == data_prepare.HELD_OUT),
                 "base": public(config.model.name),
                 "base_sha256": base_identity and base_identity.rpartition(":")[2],
             }
             write_json(written / "merge.json", {**record, "environment": describe(device)})
-            (written / "README.md").write_text(model_card(run, config, record, form.help), encoding="utf-8")
+            (written / "README.md").write_text(
+                model_card(run, config, record, FORMATS["merged"].help), encoding="utf-8"
+            )
     except (OSError, SafetensorError) as error:  # safetensors 0.8 raises its own error for a full disk
         raise MachineError(
-            f"{not_written(target, error)}; the adapter is safe in {run.adapter}, and "
-            f"`finetune export {run.path} --to {name}` exports it"
+            f"{not_written(run.merged, error)}; the adapter is safe in {run.adapter}, and `finetune merge {run.path}` "
+            "merges it"
         ) from None
     return record
 
 
-def load_merged(run: RunDirectory, section: ModelSection, device: torch.device) -> Any:
-    """The published merged model of the base in `section`. Raises ArtifactError if there is none."""
+def whole(run: RunDirectory, config: Config) -> dict[str, Any]:
+    """Give the model of a run that trained every weight a model card; it is what `merge` would make.
+
+    Raises ArtifactError if there is none, or if the tokenizer is not the one that it was trained with.
+    """
     if not (run.merged / "config.json").is_file():
-        raise ArtifactError(f"{run.merged}: no merged model; run `finetune merge {run.path}`")
-    return formats.load_transformers(run.merged, section, None, device)
+        raise ArtifactError(f"{run.merged}: no trained model; did training finish?")
+    fingerprint.check(load_tokenizer(config.model, run.chat_template), run.merged)
+    record = {"format": "merged"}
+    write_text(run.merged / "README.md", model_card(run, config, record, "safetensors, for transformers and vLLM"))
+    return record
+
+
+def load_merged(
+    run: RunDirectory, section: ModelSection, device: torch.device, dtype: torch.dtype | None = None
+) -> Any:
+    """The published merged model of the base in `section`, in `dtype` (None: as written), with the base's own code if
+    `section` allows it.
+
+    Raises ArtifactError if there is none, for a damaged file, or a missing weight.
+    """
+    folder = run.merged
+    if not (folder / "config.json").is_file():
+        raise ArtifactError(f"{folder}: no merged model; run `finetune merge {run.path}`")
+
+    def load() -> Any:
+        code = pinned_code(section)
+        if section.trust_remote_code:
+            # transformers 5.23 loads a class without a repository prefix from the folder itself, and runs the folder's
+            # `custom_generate/generate.py` when it reads the generation config; neither is the pinned code.
+            code["config"] = architecture = load_architecture(section)
+            place = getattr(architecture, "auto_map", {}).get(_CLASS)
+            if place and "--" not in place:
+                architecture.auto_map[_CLASS] = f"{section.name}--{place}"
+            code["generation_config"] = GenerationConfig.from_pretrained(str(folder))
+        return from_safetensors(
+            str(folder), dtype=dtype or "auto", device_map={"": device}, output_loading_info=True, **code
+        )
+
+    model, report = hub_call(f"merged model {folder}", load)
+    refuse_missing(report, f"merged model {folder}", "restore the folder from a backup, or merge or train again")
+    return model
 
 
 def _chosen(config: Config, onto: str | None) -> Onto:
@@ -128,11 +157,10 @@ def _chosen(config: Config, onto: str | None) -> Onto:
 
 
 def _prove(
-    bases: Bases, chosen: Onto, name: str, rows: list[list[int]], written: Callable[[int], torch.Tensor],
-    bound: float, *, held_out: bool,
-) -> dict[str, Any]:  # fmt: skip
-    """The proof of a model whose logits of a row are `written`; for a quantized base, also how both merges compare with
-    the model that was trained.
+    bases: Bases, chosen: Onto, rows: list[list[int]], written: proof.Streamed, *, held_out: bool
+) -> dict[str, Any]:
+    """The proof of the model that was written; for a quantized base, also how both merges compare with the model that
+    was trained.
 
     Raises ArtifactError if the model is not equivalent to its base with the adapter.
     """
@@ -151,7 +179,7 @@ def _prove(
     likeness = {onto: proof.Likeness() for onto in (chosen, *others, "trained", "base")}
 
     def compare(place: int) -> None:
-        merged, truth, before = written(place), trained.logits(place), base.logits(place)
+        merged, truth, before = written.logits(place), trained.logits(place), base.logits(place)
         after = truth if trained is adapted else adapted.logits(place)
         comparison.add(merged, after, before)
         following = torch.tensor(rows[place][1 :: bases.stride], dtype=torch.long)
@@ -165,8 +193,8 @@ def _prove(
         # glibc keeps freed blocks of the size of a row's logits.
         libraries.return_freed_memory()
         compare(place)
-    result = comparison.result(bound)
-    _refuse_unless_equal(result, name)
+    result = comparison.result(proof.bound(bases.layers, proof.ROUNDOFF[bases.dtype]))
+    _refuse_unless_equal(result)
     measured = {onto: each.result() for onto, each in likeness.items()}
     record: dict[str, Any] = asdict(result)
     if others:
@@ -176,16 +204,16 @@ def _prove(
     return record
 
 
-def _refuse_unless_equal(result: proof.Proof, name: str) -> None:
+def _refuse_unless_equal(result: proof.Proof) -> None:
     if result.holds:
         return
     if result.error <= result.bound:
         raise ArtifactError(
-            f"the {name} model has only {result.kept:.0%} of what the adapter changed (by {result.effect:.2%}): its "
+            f"the merged model has only {result.kept:.0%} of what the adapter changed (by {result.effect:.2%}): its "
             "weights are rounded more coarsely than that. Nothing was published; use the adapter with its base instead"
         )
     raise ArtifactError(
-        f"the {name} model is not the trained one: its logits differ by {result.error:.2%} from base plus adapter, but "
+        f"the merged model is not the trained one: its logits differ by {result.error:.2%} from base plus adapter, but "
         f"rounding explains only {result.bound:.2%} (the adapter itself changed them by {result.effect:.2%}). Nothing "
         "was published; use the adapter with its base instead"
     )

@@ -26,11 +26,10 @@ from finetune.errors import ConfigError, DataError, NumbersError
 from finetune.inference import generation
 from finetune.inference.generation import Answer, Settings
 from finetune.inference.intervals import CONFIDENCE, RESAMPLES, SEED, Measured, compared
-from finetune.inference.jobs import model_of
+from finetune.inference.jobs import EARLIER_ADAPTER, model_of
 from finetune.inference.metrics import Metric, find
 from finetune.inference.tasks import Tasks
 from finetune.lifecycle.failures import blaming_base
-from finetune.lifecycle.publish import is_merged
 from finetune.model import bounds
 from finetune.report import page
 from finetune.report.scores import Scores
@@ -122,11 +121,11 @@ def evaluate(
     }
     scores = Scores(record)
     terminal.scores(scores)
+    # A kill between two of these leaves no answers of one evaluation beside the figures of another.
+    run.eval_answers_file.unlink(missing_ok=True)
+    write_json(run.eval_file, record)
     if metrics:
         write_lines(run.eval_answers_file, job.answered(found))
-    else:
-        run.eval_answers_file.unlink(missing_ok=True)  # those of an earlier evaluation
-    write_json(run.eval_file, record)
     if run.report_file.exists():
         page.write(run)
     return scores
@@ -211,8 +210,8 @@ class _Job:
         notes = []
         if not prepare.is_here(self.config.data):
             notes.append("The loss was not measured: the rows were given from Python and are not kept on disk.")
-        if "merged" in found and self.config.adapter.kind == "lora" and not is_merged(self.run):
-            notes.append("The merged model is of an earlier adapter; `finetune merge` makes it anew.")
+        if "merged" in found and self.config.adapter.kind == "lora" and not self.run.is_merged:
+            notes.append(EARLIER_ADAPTER)
         if self.tasks:
             notes.append("Bounds of tasks' metrics that are no mean over rows are from lm_eval's standard error.")
         if self.too_long:

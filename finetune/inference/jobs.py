@@ -25,6 +25,9 @@ UNRECORDED = "chat"
 """The kind of the prompts of a run that does not record the kind of its rows."""
 
 
+EARLIER_ADAPTER = "The merged model is of an earlier adapter; `finetune merge` makes it anew."
+
+
 @dataclass(frozen=True)
 class Ready:
     """A model of a run, ready to answer; `kind` is that of the rows it was trained on, a key of `examples.ASKED`."""
@@ -75,6 +78,8 @@ def ready(
     if cache != "dynamic":
         caches.make(cache, load_architecture(config.model), 1)
     model, tokenizer = model_of(run, config, which)
+    if which == "merged" and config.adapter.kind == "lora" and not run.is_merged:
+        note_beside_output(EARLIER_ADAPTER)
     kind = kind_of(run)
     if not kind:
         note_beside_output(f"{run.path} does not record the format of its rows; prompts are sent as conversations")

@@ -61,62 +61,54 @@ def export_model(
     config = config_of(run, trust_remote_code=trust_remote_code)
     terminal = terminal or Terminal()
     with run.locked(), Signals():
-        if isinstance(form, formats.Format):
-            folder = run.path / format
-            record = merge_locked(run, config, terminal, note_beside_output, format)
-        else:
-            folder = run.path / form.folder
+        folder = run.path / form.folder
+        if form.module:
             with failures.out_of_memory_in_merge(run, format):
                 job = conversion.prepare(run, config, form, type, this_device(), note_beside_output)
-                if form.merged and config.adapter.kind == "lora" and not is_merged(run):
+                if form.merged and config.adapter.kind == "lora" and not run.is_merged:
                     merge_locked(run, config, terminal, note_beside_output)
                 record = conversion.convert(job, format, form)
             run.event("exported", format=format, error=record["error"], agreement=record["agreement"])
             terminal.exported(folder, record)
+        elif config.adapter.kind == "none":
+            record = exports.whole(run, config)
+        else:
+            record = merge_locked(run, config, terminal, note_beside_output)
     record |= {"path": str(folder), "serve": serving.commands(format, folder, locate(config.model.name), record)}
     terminal.serves(record["serve"])
     if push:
-        record["pushed"] = hub.push(folder, push)
-        terminal.pushed(record["pushed"])
+        record["pushed"], record["also_there"] = hub.push(folder, push)
+        terminal.pushed(record["pushed"], record["also_there"])
     return record
-
-
-def is_merged(run: RunDirectory) -> bool:
-    """Whether the merged model is that of the adapter as it is now."""
-    last = [event for event in run.events() if event["event"] in ("trained", "merged")][-1:]
-    return run.merged.exists() and any(event.get("format") == "merged" for event in last)
 
 
 def merge(
     run: RunDirectory,
-    format: str = "merged",
     *,
     onto: str | None = None,
     trust_remote_code: bool = False,
     terminal: Terminal | None = None,
 ) -> dict[str, Any]:
-    """Merge the adapter into its base, and publish it in a format once its logits are proven equal.
+    """Merge the adapter into its base, and publish the merged model once its logits are proven equal.
 
-    `format` is a key of `finetune.export.formats.FORMATS`, and the name of the folder in the run directory. `onto` is a
-    key of `finetune.export.merge.ONTO`: the base as published (the default) or as it was quantized for training.
-    `trust_remote_code` allows Python code shipped with the run's base. Returns the comparison. Raises ArtifactError if
-    the export differs by more than the stated bound, or if such code is needed and not allowed; ConfigError for an
-    unknown format; MachineError while a process trains in the run directory.
+    `onto` is a key of `finetune.export.merge.ONTO`: the base as published (the default) or as it was quantized for
+    training. `trust_remote_code` allows Python code shipped with the run's base. Returns the comparison. Raises
+    ArtifactError if the merged model differs by more than the stated bound, or if such code is needed and not allowed;
+    ConfigError for an unknown base; MachineError while a process trains in the run directory.
     """
     libraries.quiet()
     # Refuses an untrusted run before anything is written there.
     config = config_of(run, trust_remote_code=trust_remote_code)
     with run.locked(), Signals():
-        return merge_locked(run, config, terminal or Terminal(), note_beside_output, format, onto)
+        return merge_locked(run, config, terminal or Terminal(), note_beside_output, onto)
 
 
 def merge_locked(
-    run: RunDirectory, config: Config, terminal: Terminal, note: Callable[[str], None], format: str = "merged",
-    onto: str | None = None,
-) -> dict[str, Any]:  # fmt: skip
+    run: RunDirectory, config: Config, terminal: Terminal, note: Callable[[str], None], onto: str | None = None
+) -> dict[str, Any]:
     """`merge` for a process that already holds the lock."""
-    with failures.out_of_memory_in_merge(run, format):
-        proof = exports.merge(run, config, format, this_device(), note, onto)
+    with failures.out_of_memory_in_merge(run, "merged"):
+        proof = exports.merge(run, config, this_device(), note, onto)
     run.event("merged", **proof)
-    terminal.merged(run.path / format, proof)
+    terminal.merged(run.merged, proof)
     return proof

@@ -245,7 +245,7 @@ class Terminal:
         self.close()
         at_median = "at the median token " if proof.get("median") else ""
         self._say(
-            f"\nmerged and proven: on {words.count(proof['tokens'])} tokens of the evaluation set its logits differ "
+            f"\nmerged and proven: on {words.count(proof['tokens'])} tokens of {proof['rows_of']} its logits differ "
             f"{at_median}by {proof['error']:.3%} from {proof['compared_with']} (rounding explains "
             f"{proof['bound']:.3%}; the adapter moved the base by {proof['effect']:.3%}), and {proof['agreement']:.2%} "
             f"of the most likely tokens are the same. It is in {folder}"
@@ -267,8 +267,8 @@ class Terminal:
         """Print the proof of an export for other programs, and what it does not prove."""
         self.close()
         self._say(
-            f"\nexported and proven: on {words.count(record['tokens'])} tokens of the evaluation set its logits differ "
-            f"by {record['error']:.3%} from {record['compared_with']} (rounding explains {record['bound']:.3%}; "
+            f"\nexported and proven: on {words.count(record['tokens'])} tokens of {record['rows_of']} its logits "
+            f"differ by {record['error']:.3%} from {record['compared_with']} (rounding explains {record['bound']:.3%}; "
             f"training moved the base by {record['effect']:.3%}), and {record['agreement']:.2%} of the most likely "
             f"tokens are the same. It is in {folder}"
         )
@@ -281,9 +281,11 @@ class Terminal:
         self._say("\nserve it with")
         self._facts(commands)
 
-    def pushed(self, address: str) -> None:
-        """Print where an export was uploaded to."""
+    def pushed(self, address: str, also_there: list[str]) -> None:
+        """Print where an export was uploaded to, and what earlier uploads left there."""
         self._say(f"uploaded to {address}")
+        if also_there:
+            self._say(f"it also has files of earlier uploads, of which the card does not tell: {', '.join(also_there)}")
 
     def finished(self, run: RunDirectory) -> None:
         """Print the results of the whole run, and their paths."""

@@ -254,6 +254,7 @@ class MergeProof(TypedDict):
     effect: Positive
     agreement: Share
     onto: NotRequired[str]
+    rows_of: NotRequired[str]
 
 
 @_written

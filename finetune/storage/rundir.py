@@ -258,6 +258,12 @@ class RunDirectory:
         file = self.merged / "merge.json"
         return records.read(file, records.MERGE_PROOF) if records.exists(file) else None
 
+    @property
+    def is_merged(self) -> bool:
+        """Whether the merged model is that of the adapter as it is now."""
+        last = [event for event in self.events() if event["event"] in ("trained", "merged")][-1:]
+        return self.merged.exists() and any(event["event"] == "merged" for event in last)
+
     # -- checkpoints -----------------------------------------------------------------------------------------------
 
     def checkpoint(self, step: int) -> Path:

@@ -15,7 +15,7 @@ from finetune.data import split as splitting
 from finetune.data.chat import IGNORE
 from finetune.data.counts import TOO_LONG, UNTRAINED, Affected
 from finetune.data.examples import Chat, Completion
-from finetune.data.prepare import _splits, held_out_rows, prepare, prepare_held_out, questions
+from finetune.data.prepare import _splits, compared_rows, held_out_rows, prepare, prepare_held_out, questions
 from finetune.data.problems import Problems
 from finetune.errors import ConfigError, DataError
 
@@ -275,6 +275,24 @@ def test_the_side_of_a_row_depends_on_nothing_but_its_content(write: Write) -> N
     assert sorted(ids(held_out_rows(DataSection(train=write(reordered), eval_share=share)))) == whole
     half = ids(held_out_rows(DataSection(train=write(MANY[::2]), eval_share=share)))
     assert half == [number for number in whole if number % 2 == 0]
+
+
+@pytest.mark.parametrize(
+    ("held_out", "said"),
+    [("none", "the training rows"), ("split", "the evaluation set"), ("lost", "the built-in rows")],
+)
+def test_compared_rows_are_called_what_they_are(
+    write: Write, tokenizer: Any, held_out: str, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = write([chat(f"Hi {number}", "one") for number in range(20)])
+    section = DataSection(train=source, eval="auto" if held_out == "split" else "none", eval_share=0.5)
+    if held_out == "lost":
+        section = DataSection(train="python:0123456789abcdef")
+    notes: list[str] = []
+    rows, rows_of = compared_rows(section, tokenizer, 3, 4, notes.append)
+    assert rows_of == said
+    assert [len(row) for row in rows] == [4, 4, 4]
+    assert bool(notes) == (held_out == "lost")
 
 
 def test_a_larger_share_holds_out_the_same_rows_and_more(write: Write) -> None:

@@ -136,7 +136,7 @@ def job(run: RunDirectory, **changes: Any) -> Job:
     config = run.config()
     section = config.adapter.model_copy(update=changes)
     config = config.model_copy(update={"adapter": section})
-    return Job(run, config, None, [], CPU, "f16", None, lambda dtype: None)
+    return Job(run, config, None, [], "the evaluation set", CPU, "f16", None, lambda dtype: None)
 
 
 @pytest.mark.parametrize(
@@ -172,11 +172,6 @@ def test_the_server_of_transformers_takes_a_folder_as_the_command_gives_it() -> 
     assert "ArgumentInfo" in str(first.annotation), "the model is no option"
 
 
-def test_a_conversion_is_not_a_merge(trained: RunDirectory) -> None:
-    with pytest.raises(ConfigError, match=r"finetune export .* --to gguf"):
-        publish.merge(trained, "gguf")
-
-
 # -- GGUF, from a run ------------------------------------------------------------------------------------------------
 
 
@@ -196,7 +191,7 @@ def test_a_run_becomes_a_gguf_file_and_keeps_its_merged_model(run: RunDirectory,
     export(run, "gguf")
     assert [event["event"] for event in run.events()][-2:] == ["exported", "exported"], "merged once"
     run.event("trained", step=30)
-    assert not publish.is_merged(run), "an adapter that was trained on since"
+    assert not run.is_merged, "an adapter that was trained on since"
 
 
 @pytest.mark.parametrize(("kind", "agreement"), [("f16", 0.98), ("q4_k_m", 0.9)])
@@ -279,10 +274,11 @@ def test_a_type_that_llama_cpp_quantizes_needs_its_wheel(run: RunDirectory, monk
     assert not run.merged.exists()
 
 
-def test_no_conversion_takes_the_place_of_another_part_of_a_run(tmp_path: Path) -> None:
-    folders = [form.folder for form in formats.FORMATS.values() if isinstance(form, formats.Conversion)]
-    assert len(set(folders)) == len(folders) == 3
-    assert not {tmp_path / folder for folder in folders} & set(vars(RunDirectory(tmp_path)).values())
+def test_no_export_takes_the_place_of_another_part_of_a_run(tmp_path: Path) -> None:
+    folders = [form.folder for form in formats.FORMATS.values()]
+    assert len(set(folders)) == len(folders) == 4
+    run = RunDirectory(tmp_path)
+    assert {tmp_path / folder for folder in folders} & set(vars(run).values()) == {run.merged}
 
 
 # -- Ollama's template -----------------------------------------------------------------------------------------------
@@ -380,7 +376,15 @@ def test_the_card_inherits_the_licence_and_has_what_was_measured(
     monkeypatch.setattr("huggingface_hub.hf_hub_download", lambda *_, **__: str(tmp_path / "README.md"))
     config = run.config().changed({"model.name": "meta-llama/Llama-3.1-8B", "data.train": "tatsu-lab/alpaca"})
     before = next(line["eval_loss"] for line in run.metrics() if "eval_loss" in line)
-    proof = {"rows": 8, "tokens": 379, "error": 0.008, "bound": 0.02, "effect": 0.4, "agreement": 0.98}
+    proof = {
+        "rows": 8,
+        "tokens": 379,
+        "rows_of": "the rows",
+        "error": 0.008,
+        "bound": 0.02,
+        "effect": 0.4,
+        "agreement": 0.98,
+    }
     record = {"format": "gguf", "type": "f16", "compared_with": "x", "not_proven": ["Ollama was not run"], **proof}
     config = config.changed({"adapter.targets": [".*[.](q|v)_proj"], "optimizer.lora_plus": 16.0})
     text = card.model_card(run, config, record, "one GGUF file")
@@ -409,7 +413,15 @@ def test_a_card_without_a_base_on_the_hub_asks_nothing_and_names_no_folder(
 ) -> None:
     monkeypatch.setattr("huggingface_hub.hf_hub_download", lambda *_, **__: pytest.fail("asked the hub"))
     config = run.config().changed({"model.name": str(tiny_base)})
-    proof = {"rows": 8, "tokens": 379, "error": 0.008, "bound": 0.02, "effect": 0.4, "agreement": 0.98}
+    proof = {
+        "rows": 8,
+        "tokens": 379,
+        "rows_of": "the rows",
+        "error": 0.008,
+        "bound": 0.02,
+        "effect": 0.4,
+        "agreement": 0.98,
+    }
     text = card.model_card(run, config, {"format": "merged", **proof}, "safetensors")
     assert str(tiny_base) not in text
     assert "tiny-llama, fine-tuned" in text
@@ -437,6 +449,7 @@ class Hub:
 
     def __init__(self) -> None:
         self.calls: list[tuple[Any, ...]] = []
+        self.there: set[str] = set()
 
     def create_repo(self, name: str, *, private: bool, exist_ok: bool) -> SimpleNamespace:
         self.calls.append(("create", name, private, exist_ok))
@@ -445,6 +458,10 @@ class Hub:
     def upload_folder(self, *, repo_id: str, folder_path: Path, commit_message: str) -> None:
         texts = {file.name: file.read_bytes() for file in Path(folder_path).iterdir()}
         self.calls.append(("upload", repo_id, texts))
+        self.there |= texts.keys()
+
+    def list_repo_files(self, name: str) -> list[str]:
+        return [".gitattributes", *self.there]
 
 
 @pytest.fixture
@@ -469,6 +486,12 @@ def test_an_export_is_uploaded_only_when_asked_to_and_names_no_folder(
     assert (uploaded, name) == ("upload", "me/tuned")
     assert {"adapter_model.safetensors", "README.md", "export.json", "adapter.gguf"} <= files.keys()
     assert [file for file, content in files.items() if bytes(tmp_path.parents[1]) in content] == [], "base and rows"
+
+
+def test_a_second_upload_says_what_the_first_left(run: RunDirectory, hub: Hub, no_llama_cpp: None) -> None:
+    assert export(run, "gguf", push="tuned")["also_there"] == []
+    again = export(run, "gguf", type="q8_0", push="tuned")
+    assert again["also_there"] == ["model-f16.gguf"]
 
 
 # Of the HTTP library, which differs between versions of huggingface_hub.

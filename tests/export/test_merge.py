@@ -12,8 +12,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import finetune
 from finetune.errors import ArtifactError, MachineError, NumbersError
-from finetune.export import formats, proof, shards
+from finetune.export import proof, shards
 from finetune.model.locate import BUILTIN_BASE
+from finetune.report.terminal import Terminal
 from finetune.storage.rundir import RunDirectory
 
 CPU = torch.device("cpu")
@@ -91,12 +92,6 @@ def test_other_tools_read_adapter_and_merged_model(run: RunDirectory, tiny_base:
     assert (run.merged / "fingerprint.json").read_bytes() == (run.adapter / "fingerprint.json").read_bytes()
 
 
-def test_no_export_takes_the_place_of_another_part_of_a_run(tmp_path: Path) -> None:
-    places = vars(RunDirectory(tmp_path)).values()
-    merges = {tmp_path / name for name, form in formats.FORMATS.items() if isinstance(form, formats.Format)}
-    assert merges.intersection(places) == {tmp_path / "merged"}
-
-
 def test_a_merge_that_is_not_the_trained_model_is_not_published(
     run: RunDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -143,7 +138,7 @@ def test_disk_full_leaves_the_adapter_and_the_old_merge(run: RunDirectory, monke
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(shards, "write_weights", full)
-    with pytest.raises(MachineError, match=r"No space left on device.*finetune export .* --to merged"):
+    with pytest.raises(MachineError, match=r"No space left on device.*`finetune merge .*`"):
         finetune.merge(run)
     assert (run.merged / "model.safetensors").read_bytes() == before
 
@@ -209,6 +204,11 @@ def test_full_fine_tuning_publishes_the_whole_model(quick, shallow_base: Path, t
     assert model.generation_config.eos_token_id == [0, 2], "also the end of a turn"
     with pytest.raises(ArtifactError, match="already the whole model"):
         finetune.merge(run)
+    made = finetune.export_model(run, "merged", terminal=Terminal(quiet=True))
+    assert str(run.merged) in made["serve"]["vLLM"]
+    text = (run.merged / "README.md").read_text()
+    assert "All weights were trained" in text
+    assert "## Proof" not in text
 
 
 @pytest.mark.slow

@@ -20,6 +20,7 @@ import finetune
 from finetune.config import dump
 from finetune.data.prepare import questions
 from finetune.errors import ArtifactError, ConfigError, DataError
+from finetune.inference import jobs
 from finetune.inference.evaluation import _Found, _Job
 from finetune.inference.generation import Settings
 from finetune.inference.tasks import Tasks
@@ -202,6 +203,16 @@ def test_an_unknown_task_is_told_with_the_nearest(task: Path, monkeypatch: pytes
     monkeypatch.setattr("lm_eval.tasks.TaskManager", lambda include_defaults: known)
     with pytest.raises(ConfigError, match="task `sayngs` is not known; did you mean `sayings`"):
         Tasks(["sayngs"], batch_size=1, limit=None, apply_chat_template=False)
+
+
+def test_a_merged_model_of_an_earlier_adapter_is_called_that(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(jobs, "model_of", lambda *_: (None, None))
+    for merged, said in ((True, False), (False, True)):
+        monkeypatch.setattr(RunDirectory, "is_merged", merged)
+        jobs.ready(run, "merged")
+        assert (jobs.EARLIER_ADAPTER in capsys.readouterr().err.replace("\n", " ")) == said
 
 
 def test_a_run_without_an_evaluation_set_takes_tasks_alone_and_a_damaged_adapter_exits_7(

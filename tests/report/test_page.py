@@ -12,7 +12,7 @@ from markup_reader import Reader
 from report_lines import MIB, evaluation_line, training_line, write_lines
 
 from finetune.config import Config, dump
-from finetune.export.formats import FORMATS, Conversion
+from finetune.export.formats import FORMATS
 from finetune.report import page
 from finetune.report.figures import Figures
 from finetune.report.result import Result
@@ -44,7 +44,7 @@ def test_nothing_is_loaded_from_elsewhere_and_links_lead_to_the_runs_own_files(r
 
 
 def test_all_that_other_commands_write_is_linked(run: RunDirectory) -> None:
-    written = {form.folder for form in FORMATS.values() if isinstance(form, Conversion)}
+    written = {form.folder for form in FORMATS.values()}
     written |= {run.eval_answers_file.name}
     for name in written:
         (run.path / name).touch()
