@@ -133,7 +133,15 @@ def _is_mapping(path: tuple[str, ...]) -> bool:
         return False
     section: Any = Config.model_fields[path[0]].annotation
     field = section.model_fields.get(path[1])
-    return field is not None and typing.get_origin(field.annotation) is dict
+    return field is not None and (typing.get_origin(field.annotation) is dict or _section_in(path[:2]) is not None)
+
+
+def _section_in(path: tuple[str, ...]) -> type[Section] | None:
+    """The section that stands as the value of `section.key`, if one can."""
+    section: Any = Config.model_fields[path[0]].annotation
+    field = section.model_fields.get(path[1])
+    parts = typing.get_args(field.annotation) if field else ()
+    return next((part for part in parts if isinstance(part, type) and issubclass(part, Section)), None)
 
 
 def _validate(
@@ -256,7 +264,9 @@ def _config_path(location: tuple[Any, ...]) -> tuple[str, ...]:
     """The key path of a pydantic location, without the names of union branches and validators it adds."""
     path: list[str] = []
     for before, part in zip((None, *location), location, strict=False):
-        names_key = not path or (len(path) == 1 and path[0] in Config.model_fields) or before == Source.__name__
+        in_section = path and path[0] in Config.model_fields
+        inner = in_section and len(path) == 2 and _section_in((path[0], path[1]))
+        names_key = not path or (in_section and len(path) == 1) or inner or before == Source.__name__
         if names_key or isinstance(part, int):
             path.append(str(part))
     return tuple(path)
@@ -271,7 +281,7 @@ def _place(path: tuple[str, ...], where: dict[tuple[str, ...], str], file: str) 
 
 def _known_keys(path: tuple[str, ...]) -> list[str]:
     if len(path) > 1:
-        return list(Source.model_fields)  # the one section that stands in a list
+        return list((_section_in(path) or Source).model_fields)  # Source stands in a list
     model: type[Section] = Config
     for part in path:
         model = model.model_fields[part].annotation  # type: ignore[assignment]

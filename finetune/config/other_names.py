@@ -11,6 +11,10 @@ from collections.abc import Callable
 from typing import Any
 
 _ALWAYS = "leave it out: this is always so here"
+_NEFTUNE = (
+    "leave it out: there is no noise on embeddings here; where there is, its scale depends on the padding, and so the "
+    "gradient on how a step is split"
+)
 _NO_NEED = "leave it out: it does not change the result, and is chosen by itself here"
 
 NAMES: dict[str, str] = {
@@ -26,6 +30,7 @@ NAMES: dict[str, str] = {
     "tokenizer_name": "`model.tokenizer`",
     "tokenizer_config": "`model.tokenizer`",
     "trust_remote_code": "`model.trust_remote_code`",
+    "rope_scaling": "`model.rope_scaling`, such as `{rope_type: yarn, factor: 4}`",
     "attn_implementation": "`model.attention`",
     "flash_attention": "`model.attention`",
     "flash_attn": "`model.attention`",
@@ -123,6 +128,8 @@ NAMES: dict[str, str] = {
     "bfloat16": "`training.precision: bf16`",
     "dtype": "`training.precision`",
     "torch_dtype": "`training.precision`",
+    "neftune_noise_alpha": _NEFTUNE,
+    "noisy_embedding_alpha": _NEFTUNE,
     "seed": "`training.seed`",
     "random_state": "`training.seed`",
     "eval_steps": "`training.eval_every`",
@@ -244,10 +251,20 @@ def _bits(value: Any) -> Settings | None:
     return {"4": {"quantization.kind": "nf4"}, "8": {"quantization.kind": "int8"}}.get(str(value))
 
 
+def _rope_scaling(value: Any) -> Settings | None:
+    """A type without a factor, as LLaMA-Factory has it, gets one from the length of the rows there."""
+    kind = value.get("rope_type", value.get("type")) if isinstance(value, dict) else None
+    return {"model.rope_scaling": {"rope_type": kind, "factor": value.get("factor")}} if kind else None
+
+
 def _targets(value: Any) -> Settings:
     if value in ("all", "all-linear"):
         return {"adapter.targets": "all-linear"}
     return {"adapter.targets": [name.strip() for name in value.split(",")] if isinstance(value, str) else value}
+
+
+def _only_off(value: Any) -> Settings | None:
+    return None if value else {}
 
 
 def _held_out(value: Any) -> Settings | None:
@@ -273,8 +290,9 @@ _CONVERTED: dict[str, Callable[[Any], Settings | None]] = {
     "finetuning_type": _method,
     "stage": lambda value: {} if value == "sft" else None,
     "quantization_bit": _bits,
+    "rope_scaling": _rope_scaling,
     "adapter_name_or_path": lambda value: None if "," in str(value) else {"adapter.start_from": value},
-    "alpha_pattern": lambda value: None if value else {},
+    **dict.fromkeys(("alpha_pattern", "neftune_noise_alpha", "noisy_embedding_alpha"), _only_off),
     "lora_target": _targets,
     "lora_target_modules": _targets,
     "val_size": _held_out,

@@ -43,6 +43,16 @@ class Section(BaseModel):
     )
 
 
+class RopeScaling(Section):
+    """Rotary scaling, by the names of `rope_parameters` in a config.json of transformers."""
+
+    rope_type: Literal["linear", "yarn", "llama3"]
+    """Which frequencies are lowered: all alike (arXiv 2306.15595), or the low ones more (`yarn`, arXiv 2309.00071, and
+    `llama3`)."""
+    factor: Annotated[float, Field(gt=1, le=1024), Usual("2 to 8")]
+    """How many times as long rows may be."""
+
+
 class ModelSection(Section):
     """The base model."""
 
@@ -61,6 +71,11 @@ class ModelSection(Section):
     """`random` builds the architecture with random weights, layer by layer, to measure a job without downloads."""
     tokenizer: Place | None = None
     """Tokenizer, if not the model's own: `builtin:tiny-llama`, a local directory or a hub name."""
+    rope_scaling: RopeScaling | None = None
+    """Rotary scaling for rows longer than the base was trained on: `{rope_type: yarn, factor: 4}`; types are `linear`,
+    `yarn` and `llama3`. It is part of the base from then on: in training, evaluation and generation, in the files of a
+    merged model, and in the commands that serve an adapter. `dynamic` is not among them: it scales by the longest row
+    of a micro-batch, so the gradient would depend on how a step is split."""
     attention: Annotated[str, Choice("model.attention")] = "auto"
     """Attention implementation; `auto` takes the fastest available on this machine and logs why."""
     trust_remote_code: bool = False

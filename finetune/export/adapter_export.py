@@ -7,6 +7,7 @@ one, and `lora_alpha` is the rank: a plain adapter of scale 1, which computes th
 
 from __future__ import annotations
 
+import json
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -69,6 +70,7 @@ def make(job: Job, folder: Path) -> dict[str, Any]:
     pairs = plain(adapted)
     rank = write(pairs, adapted.peft_config["default"], public(config.model.name), folder)
     fingerprint.save(job.tokenizer, job.base_identity, folder)
+    overrides = _overrides(job)
     left_out = _write_gguf(architecture, pairs, rank, folder)
     base = adapted.unload()
     read = PeftModel.from_pretrained(base, str(folder)).eval()
@@ -81,11 +83,25 @@ def make(job: Job, folder: Path) -> dict[str, Any]:
         "gguf": None if left_out else GGUF,
         **asdict(result),
         "compared_with": "base plus adapter as trained, in PEFT",
+        "base_overrides": overrides,
+        "known_differences": [
+            f"the base must be served with {json.dumps(overrides)} in its config.json, as the commands do; the files "
+            "of an adapter cannot say so"
+        ]
+        if overrides
+        else [],
         "not_proven": [
             left_out or f"{GGUF} was not run: llama.cpp needs the base as a GGUF file",
             "vLLM and SGLang were not run; their limits are checked as of vLLM 0.33",
         ],
     }
+
+
+def _overrides(job: Job) -> dict[str, Any]:
+    """What the base's config.json lacks of the one that was trained: its rotary scaling."""
+    text = job.architecture.get_text_config()
+    names = ("rope_parameters", "max_position_embeddings") if job.config.model.rope_scaling else ()
+    return {name: getattr(text, name) for name in names}
 
 
 def plain(adapted: Any) -> Pairs:

@@ -77,13 +77,14 @@ def _made(config: Config) -> str:
 
 
 def _settings(config: Config) -> dict[str, str]:
-    training, adapter = config.training, config.adapter
+    training, adapter, rope = config.training, config.adapter, config.model.rope_scaling
     variants = [name for name in ("rslora", "dora") if getattr(adapter, name)]
     return {
         "learning rate": f"{training.learning_rate:g}",
         "batch size": str(training.batch_size),
         "optimizer": config.optimizer.kind,
         **({"LoRA+ ratio": f"{config.optimizer.lora_plus:g}"} if config.optimizer.lora_plus else {}),
+        **({"rotary scaling": f"{rope.rope_type}, factor {rope.factor:g}"} if rope else {}),
         "precision": training.precision,
         "longest row": f"{config.data.max_length} tokens",
         **({} if adapter.targets == "all-linear" else {"adapter targets": ", ".join(adapter.targets)}),

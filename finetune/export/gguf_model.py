@@ -23,6 +23,7 @@ import torch
 from finetune.errors import ConfigError
 from finetune.export import gguf_recipes, gguf_vocabulary
 from finetune.export.gguf_types import TYPES
+from finetune.model import bounds
 from finetune.storage import weight_files
 
 # Elements that are converted at a time, as float32.
@@ -102,6 +103,11 @@ FAMILIES: dict[str, Family] = {
 }
 
 
+_SCALINGS = ("default", "linear", "llama3", "yarn")
+_YARN = {"attention_factor", "mscale", "mscale_all_dim", "beta_fast", "beta_slow", "truncate"}
+"""Settings of YaRN for which llama.cpp has its defaults."""
+
+
 def family(config: Any) -> Family:
     """The family of a transformers configuration. Raises ConfigError if llama.cpp would compute it otherwise."""
     found = FAMILIES.get(config.model_type)
@@ -114,7 +120,8 @@ def family(config: Any) -> Family:
     why = found.refuse(config)
     if activation != found.activation:
         why = f"uses the activation {activation}"
-    if (kind := _rope(config)["rope_type"]) not in ("default", "linear", "llama3"):
+    kind = (rope := _rope(config))["rope_type"]
+    if kind not in _SCALINGS or (kind == "yarn" and (found.arch == "phi3" or rope.keys() & _YARN)):
         why = f"scales its rotary embedding by `{kind}`, which is not written here"
     if why:
         raise ConfigError(f"this `{config.model_type}` model {why}, which llama.cpp's `{found.arch}` cannot express")
@@ -187,11 +194,13 @@ def _add_parameters(writer: Any, config: Any, found: Family) -> list[str]:
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_rope_dimension_count(int(head * rope.get("partial_rotary_factor", 1.0)))
     writer.add_rope_freq_base(rope["rope_theta"])
-    if rope["rope_type"] == "linear":
+    if rope["rope_type"] in ("linear", "yarn"):
         import gguf
 
-        writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
+        writer.add_rope_scaling_type(gguf.RopeScalingType(rope["rope_type"]))
         writer.add_rope_scaling_factor(rope["factor"])
+    if rope["rope_type"] == "yarn":
+        writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
     found.add(writer, config)
     return known
 
@@ -199,7 +208,7 @@ def _add_parameters(writer: Any, config: Any, found: Family) -> list[str]:
 def _context(config: Any) -> tuple[int, list[str]]:
     """The context in tokens: up to where llama.cpp, which has no window for Mistral and Phi 3, computes the same."""
     window = getattr(config, "sliding_window", None)
-    longest: int = config.max_position_embeddings
+    longest: int = bounds.positions(config) or config.max_position_embeddings
     if config.model_type in ("mistral", "phi3") and window and window < longest:
         said = f"llama.cpp has no sliding window for this model, so the file allows only its {window:,} tokens"
         return window, [said]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 from pathlib import Path
 from typing import Any
@@ -29,19 +30,30 @@ def commands(name: str, folder: Path, base: str, record: dict[str, Any]) -> dict
 
 def _of_adapter(called: str, folder: Path, base: str, record: dict[str, Any]) -> dict[str, str]:
     allowed = next(rank for rank in VLLM_RANKS if rank >= record["rank"])
+    overrides = record.get("base_overrides") or {}
+    text, rope = json.dumps(overrides), overrides.get("rope_parameters", {})
     found = {
         "vLLM": _line(
-            "vllm", "serve", base, "--enable-lora", "--max-lora-rank", allowed, "--lora-modules", f"{called}={folder}"
+            "vllm", "serve", base, "--enable-lora", "--max-lora-rank", allowed, "--lora-modules", f"{called}={folder}",
+            *(["--hf-overrides", text] if rope else []),
         ),
         "SGLang": _line(
             "python", "-m", "sglang.launch_server", "--model-path", base, "--lora-paths", f"{called}={folder}",
-            "--max-loras-per-batch", 1,
+            "--max-loras-per-batch", 1, *(["--json-model-override-args", text] if rope else []),
         ),
     }  # fmt: skip
-    if record["gguf"]:
+    if record["gguf"] and rope.get("rope_type") != "llama3":  # for which llama.cpp has no options
         # The base's file is for the reader to name: it is not made here.
         found["llama.cpp"] = _line(
-            "llama-server", "-m", "BASE.gguf", "--lora", folder / record["gguf"], "--jinja", "--alias", called
+            "llama-server",
+            "-m",
+            "BASE.gguf",
+            "--lora",
+            folder / record["gguf"],
+            "--jinja",
+            "--alias",
+            called,
+            *(["--rope-scaling", rope["rope_type"], "--rope-scale", f"{rope['factor']:g}"] if rope else []),
         )
     return found
 

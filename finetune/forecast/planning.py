@@ -271,19 +271,13 @@ def planner_for(config: Config, gpu: str | None = None, gpus: int = 1) -> Planne
     if gpus > 1:
         check_shares(config, gpus)
     device = devices.find(gpu or ("auto" if torch.cuda.is_available() else "cpu"), config.memory)
-    architecture = _architecture(config)
+    architecture = load_architecture(config.model, listed=True)
     config, _ = bounds.within_positions(config, architecture)
     rank = max([config.adapter.rank, *config.adapter.ranks.values()])
     above = rank > getattr(architecture.get_text_config(), "hidden_size", rank)  # what most layers have
     if above or config.adapter.start_from:
         build.blueprint(config, architecture, _attention(config, architecture, device.type)).check(config.adapter)
     return Planner(config, architecture, device, _data(config, architecture), gpus)
-
-
-def _architecture(config: Config) -> Any:
-    """From the catalog where it is listed, so that a plan needs neither network nor a licence."""
-    name = config.model.name
-    return catalog.config(name) if catalog.find(name) else load_architecture(config.model)
 
 
 def _data(config: Config, architecture: Any) -> Prepared | None:

@@ -22,7 +22,7 @@ from finetune.forecast.allocator import CachingAllocator, CapacityError
 from finetune.forecast.devices import Device
 from finetune.forecast.extrapolate import NotAlike, Shortened, extrapolate, shorten, whole
 from finetune.forecast.trace import CATEGORIES, Answers, Recorder, Trace
-from finetune.model import attention, bounds, build, caches, catalog, checkpointing
+from finetune.model import attention, bounds, build, caches, checkpointing
 from finetune.model.adapter import attach
 from finetune.model.base import base_dtype, load_architecture
 from finetune.model.causality import has_flash
@@ -90,7 +90,7 @@ def forecast(
     libraries.quiet()
     device = devices.find(gpu or ("auto" if torch.cuda.is_available() else "cpu"), config.memory)
     name = config.model.name
-    architecture = catalog.config(name) if catalog.find(name) else load_architecture(config.model)
+    architecture = load_architecture(config.model, listed=True)
     known = bounds.positions(architecture)
     context = context or min(config.data.max_length, known or config.data.max_length)
     if known and context > known:

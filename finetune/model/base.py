@@ -19,7 +19,7 @@ from torch import nn
 
 from finetune.config import AdapterSection, ModelSection, QuantizationSection, TrainingSection
 from finetune.errors import ArtifactError, ConfigError
-from finetune.model import catalog, direct_reads, experts, packing, sharding
+from finetune.model import catalog, direct_reads, experts, packing, rope, sharding
 from finetune.model.experts import Mixture
 from finetune.model.locate import hub_call, locate, weights_directory
 from finetune.model.quantization import QUANTIZATIONS, bitsandbytes_config
@@ -46,12 +46,16 @@ def base_dtype(adapter: AdapterSection, training: TrainingSection) -> torch.dtyp
     return TRAINED_DTYPES[adapter.dtype] if adapter.kind == "none" else DTYPES[training.precision]
 
 
-def load_architecture(section: ModelSection) -> Any:
-    """The transformers config of the base; from the catalog if weights are random and the catalog has the name."""
+def load_architecture(section: ModelSection, *, listed: bool = False) -> Any:
+    """The transformers config of the base, with its rotary scaling.
+
+    It is from the catalog, if that has the name, where weights are random, or always with `listed`: a plan then needs
+    neither network nor a licence.
+    """
     from transformers import AutoConfig
 
-    if section.weights == "random" and catalog.find(section.name):
-        return catalog.config(section.name)
+    if (listed or section.weights == "random") and catalog.find(section.name):
+        return rope.scaled(catalog.config(section.name), section)
     architecture = hub_call(
         f"model `{section.name}`",
         lambda: AutoConfig.from_pretrained(locate(section.name), revision=section.revision, **pinned_code(section)),
@@ -60,7 +64,7 @@ def load_architecture(section: ModelSection) -> Any:
     if getattr(architecture, "rescale_every", 0):
         # RWKV rescales weights in place between training and evaluation, for fp16; this breaks quantization and LoRA.
         architecture.rescale_every = 0
-    return architecture
+    return rope.scaled(architecture, section)
 
 
 def _refuse_kernels(architecture: Any, place: str) -> None:

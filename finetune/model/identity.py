@@ -23,7 +23,7 @@ _INDEX = SUFFIX + ".index.json"
 
 
 def of_base(section: ModelSection, note: Callable[[str], None] = lambda text: None) -> str | None:
-    """The identity of a base: a hash of config.json and of the weight files that are loaded.
+    """The identity of a base: a hash of config.json, of the weight files that are loaded, and of a rotary scaling.
 
     None for random weights, and for a base that is not available locally or not in a supported format. Calls `note`
     if reading takes a while. Raises ArtifactError for a file that is damaged or cannot be read.
@@ -45,6 +45,8 @@ def of_base(section: ModelSection, note: Callable[[str], None] = lambda text: No
         config = hashlib.sha256((folder / "config.json").read_bytes()).hexdigest()
         with ThreadPoolExecutor(max_workers=4) as pool:
             parts = [config, *pool.map(file_hashes.sha256, files)]
+        if section.rope_scaling:
+            parts.append(section.rope_scaling.model_dump_json())
     except OSError as error:
         raise ArtifactError(f"{error.filename or folder}: cannot be read: {error.strerror}") from None
     return _WHOLE + hashlib.sha256(json.dumps(parts).encode()).hexdigest()

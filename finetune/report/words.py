@@ -78,6 +78,8 @@ def base(config: Config) -> str:
     double = ", constants quantized too" if quantization.double and quantization.kind in ("nf4", "fp4") else ""
     stored = "" if quantization.kind == "none" else f" in {quantization.kind}{double};"
     weights = " with random weights" if config.model.weights == "random" else ""
+    if rope := config.model.rope_scaling:
+        weights += f" and {rope.rope_type} rotary scaling by {rope.factor:g},"
     return f"{config.model.name}{weights}{stored} {config.training.precision} arithmetic"
 
 

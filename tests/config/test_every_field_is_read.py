@@ -15,12 +15,12 @@ import pytest
 
 import finetune
 from finetune.config import Config
-from finetune.config.sections import Section, Source
+from finetune.config.sections import RopeScaling, Section, Source
 
 PACKAGE = Path(finetune.__file__).parent
 SHOWS_ONLY = ("config", "report", "export/card.py")
 SECTIONS: dict[str, type[Section]] = {name: field.annotation for name, field in Config.model_fields.items()}
-TYPES: dict[str, type[Section]] = {"Config": Config, "Source": Source} | {
+TYPES: dict[str, type[Section]] = {"Config": Config, "Source": Source, "RopeScaling": RopeScaling} | {
     section.__name__: section for section in SECTIONS.values()
 }
 

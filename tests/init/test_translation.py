@@ -131,6 +131,15 @@ def test_an_adapter_and_its_ranks_are_kept(tmp_path: Path) -> None:
     assert 'Without a counterpart here: adapter_name_or_path: "one,two"' in draft.notes
 
 
+def test_rotary_scaling_needs_a_factor(tmp_path: Path) -> None:
+    draft = translate(write(tmp_path, "base_model: x\nrope_scaling: {type: yarn, factor: 4.0}\n"))
+    assert draft.config.model.rope_scaling.model_dump() == {"rope_type": "yarn", "factor": 4}
+    for value in ("yarn", "{type: dynamic, factor: 2.0}"):
+        draft = translate(write(tmp_path, f"model_name_or_path: x\nrope_scaling: {value}\n"))
+        assert draft.config.model.rope_scaling is None
+        assert any("rope_scaling" in note for note in draft.notes)
+
+
 def test_what_contradicts_itself_here_is_said(tmp_path: Path) -> None:
     draft = translate(write(tmp_path, "base_model: x\nadapter: qlora\npissa_init: true\nval_set_size: 20\n"))
     assert any(note.startswith("To be decided: `adapter.init`: PiSSA") for note in draft.notes)

@@ -1,0 +1,124 @@
+"""Rotary scaling: what it makes of a base's configuration, which bases it refuses, and what carries it on."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import gguf_in_llama_cpp as bench
+import pytest
+import torch
+from gguf import GGUFReader
+from transformers import AutoConfig
+
+import finetune
+from finetune.config import Config, ModelSection
+from finetune.config.sections import RopeScaling
+from finetune.errors import ConfigError
+from finetune.export import adapter_export, card, gguf_model, serving
+from finetune.model import bounds, build, catalog, identity, rope
+from finetune.model.base import load_architecture, make_buffers
+from finetune.storage.rundir import RunDirectory
+
+TYPES = ("linear", "yarn", "llama3")
+
+
+def section(kind: str, factor: float = 4) -> ModelSection:
+    return ModelSection(rope_scaling=RopeScaling.model_validate({"rope_type": kind, "factor": factor}))
+
+
+@pytest.mark.parametrize("kind", TYPES)
+def test_rows_may_be_as_many_times_longer_and_their_angles_change(kind: str) -> None:
+    plain = load_architecture(ModelSection())
+    known = bounds.positions(plain)
+    assert known
+    config = Config(model=section(kind))
+    architecture = load_architecture(config.model)
+    assert bounds.positions(architecture) == 4 * known
+
+    def frequencies(architecture: Any) -> torch.Tensor:
+        base = build.blueprint(config, architecture, "eager").weightless()
+        found: torch.Tensor = make_buffers(base, torch.device("cpu")).model.rotary_emb.inv_freq
+        return found
+
+    before, after = frequencies(plain), frequencies(architecture)
+    assert (after <= before).all()
+    assert after[-1] == pytest.approx(before[-1] / 4)
+    assert after[0] == pytest.approx(before[0] / (4 if kind == "linear" else 1)), "yarn and llama3 keep the fastest"
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("meta-llama/Llama-3.1-8B", r"is scaled already \(`llama3`\)"),
+        ("google/gemma-3-1b-it", "several rotary embeddings"),
+    ],
+)
+def test_a_base_that_cannot_be_scaled_is_refused(name: str, why: str) -> None:
+    config = section("yarn").model_copy(update={"name": name, "weights": "random"})
+    with pytest.raises(ConfigError, match=f"`model.rope_scaling`: {name} .*{why}"):
+        load_architecture(config)
+    with pytest.raises(ConfigError, match="no rotary embedding that transformers can scale"):
+        rope.scaled(AutoConfig.for_model("gpt2"), config)
+
+
+def test_a_plan_scales_a_base_of_the_catalog() -> None:
+    name = "mistralai/Mistral-7B-v0.1"
+    assert catalog.find(name)
+    found = load_architecture(section("yarn").model_copy(update={"name": name}), listed=True)
+    assert found.rope_parameters["rope_type"] == "yarn"
+
+
+def test_a_scaled_base_is_another_base() -> None:
+    assert len({identity.of_base(one) for one in (ModelSection(), section("yarn"), section("yarn", 2))}) == 3
+
+
+@pytest.mark.parametrize("kind", ["linear", "yarn"])
+def test_a_gguf_file_carries_it(kind: str, tmp_path: Path) -> None:
+    shape = bench.SHAPES["qwen2.5"]
+    config = bench.architecture(bench.Shape(shape.tokenizer, {**shape.fields, "rope_parameters": None}), 600)
+    config.rope_parameters = {"rope_type": "default", "rope_theta": 1e4}
+    original = config.max_position_embeddings
+    rope.scaled(config, section(kind))
+    found = gguf_model.family(config)
+    import gguf
+
+    writer = gguf.GGUFWriter(tmp_path / "a.gguf", found.arch)
+    gguf_model._add_parameters(writer, config, found)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    fields = GGUFReader(tmp_path / "a.gguf").fields
+    read = {name.removeprefix("qwen2."): field.contents() for name, field in fields.items()}
+    assert (read["rope.scaling.type"], read["rope.scaling.factor"]) == (kind, 4)
+    assert read["context_length"] == 4 * original
+    assert read.get("rope.scaling.original_context_length") == (original if kind == "yarn" else None)
+
+
+def test_the_commands_that_serve_an_adapter_scale_the_base() -> None:
+    job = adapter_export.Job(RunDirectory("x"), Config(model=section("yarn")), None, [], None, "", None, None)  # type: ignore[arg-type]
+    overrides = adapter_export._overrides(job)
+    assert overrides["rope_parameters"]["factor"] == 4
+    record = {"rank": 8, "gguf": "adapter.gguf", "base_overrides": overrides}
+    commands = serving.commands("adapter", Path("run/plain-adapter"), "base", record)
+    assert f"--hf-overrides '{json.dumps(overrides)}'" in commands["vLLM"]
+    assert f"--json-model-override-args '{json.dumps(overrides)}'" in commands["SGLang"]
+    assert "--rope-scaling yarn --rope-scale 4" in commands["llama.cpp"]
+    plain = serving.commands("adapter", Path("run/plain-adapter"), "base", {**record, "base_overrides": {}})
+    assert not any("rope" in command for command in plain.values())
+
+
+def test_a_run_is_scaled_until_it_is_merged_and_resumed(quick) -> None:
+    scaling = "model.rope_scaling={rope_type: linear, factor: 2}"
+    run = finetune.train(quick(scaling, "training.max_steps=2", "output.merge=true")).run
+    found = json.loads((run.merged / "config.json").read_text())["rope_parameters"]
+    assert (found["rope_type"], found["factor"]) == ("linear", 2)
+    assert "| rotary scaling | linear, factor 2 |" in (run.merged / "README.md").read_text()
+    assert card._settings(run.config())["rotary scaling"] == "linear, factor 2"
+    for other in (["model.rope_scaling={rope_type: linear, factor: 3}"], []):
+        with pytest.raises(ConfigError, match=r"model\.rope_scaling \("):
+            finetune.train(quick(*other, "training.max_steps=4"))
+    plain = finetune.train(quick("training.max_steps=2", run="plain")).run
+    first = [next(line["eval_loss"] for line in one.metrics() if "eval_loss" in line) for one in (run, plain)]
+    assert first[0] != first[1]
