@@ -44,6 +44,26 @@ def load(
     return config if config.output.dir else config.changed({"output.dir": str(Path("runs") / path.stem)})
 
 
+def as_written(path: Path) -> tuple[dict[str, dict[str, Any]], list[str]]:
+    """The sections in a config of another version, with this one's defaults for what they leave out, unchecked.
+
+    Also the keys that this version does not know. Raises ConfigError for a file without readable sections.
+    """
+    try:
+        document = strict_yaml.parse(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path}: cannot be read: {error}") from None
+    if document.problems:
+        raise ConfigError(f"{path}:{document.problems[0].line}: {document.problems[0].message}")
+    found = Config().model_dump(mode="json")
+    unknown_keys = []
+    for name, section in document.values.items():
+        values = section if isinstance(section, dict) else {"": section}
+        unknown_keys += [f"{name}.{key}".rstrip(".") for key in values if key not in found.get(name, {})]
+        found[name] = {**found.get(name, {}), **values}
+    return found, unknown_keys
+
+
 def from_values(values: Mapping[str, Any], overrides: Sequence[str] = (), choices: Choices | None = None) -> Config:
     """Check a config given as a mapping of sections, as `load` does one in a file."""
     return _checked(dict(values), {}, "config", [], overrides, choices, trained=False)

@@ -7,7 +7,8 @@ import os
 from pathlib import Path
 from typing import Any
 
-from finetune.config import Config, ModelSection, entries, named
+from finetune.config import Config, ModelSection, Source, entries
+from finetune.config.fields import GIVEN
 from finetune.data.readers import reader
 from finetune.storage.rundir import RunDirectory
 
@@ -72,8 +73,13 @@ def _made(config: Config) -> str:
     how = "All weights were trained" if adapter.kind == "none" else (
         f"A rank-{adapter.rank} LoRA adapter (alpha {adapter.alpha:g}, base in {config.quantization.kind}) was trained"
     )  # fmt: skip
-    data = named([one.model_copy(update={"source": public(one.source)}) for one in entries(config.data.train)])
-    return f"{how} on `{data}`."
+    return f"{how} on {', '.join(map(_source, entries(config.data.train)))}."
+
+
+def _source(one: Source) -> str:
+    if one.source.startswith(GIVEN):
+        return f"rows given in Python (hash {one.source.removeprefix(GIVEN)})"
+    return f"`{one.model_copy(update={'source': public(one.source)})}`"
 
 
 def _settings(config: Config) -> dict[str, str]:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
-from finetune.errors import ConfigError
+from finetune.config import as_written
+from finetune.errors import ConfigError, first_line
 from finetune.report import curves, pages, printing, words
 from finetune.report.figures import Figures
 from finetune.report.result import Result
@@ -27,18 +28,28 @@ class Comparison:
     runs: dict[str, RunDirectory]
 
     def as_dict(self) -> dict[str, Any]:
-        """`runs`: the summary of each (see `Result.summary`); `differences`: config keys, each with a value a run."""
-        return {"runs": {name: Result(run).summary() for name, run in self.runs.items()}, "differences": self._differ()}
+        """`runs`: the summary of each (see `Result.summary`); `differences`: config keys, each with a value a run that
+        has it; `unread`: what keeps this version from reading the config of a run, which another one wrote.
+        """
+        configs = self._configs()
+        return {
+            "runs": {name: Result(run).summary() for name, run in self.runs.items()},
+            "differences": self._differ(configs),
+            "unread": {name: why for name, (_, why) in configs.items() if why},
+        }
 
     def show(self, console: Console) -> None:
         """Print both tables."""
-        printing.table(console, *self._results())
-        head, rows = self._settings()
+        found = self._tables()
+        printing.table(console, *found["results"])
         printing.say(console)
+        head, rows = found["settings"]
         if rows:
             printing.table(console, head, rows, texts=head[1:])
         else:
             printing.say(console, "their configs are the same")
+        for line in found["unread"]:
+            printing.say(console, line)
 
     def write(self, path: Path) -> None:
         """Write a self-contained HTML page, with the runs' curves over each other. Raises MachineError."""
@@ -52,11 +63,19 @@ class Comparison:
     def _repr_html_(self) -> str:
         return pages.fragment("compare.html.j2", curves=[], **self._tables())
 
-    def _tables(self) -> dict[str, printing.Cells]:
-        return {"results": self._results(), "settings": self._settings()}
+    def _tables(self) -> dict[str, Any]:
+        found = self.as_dict()
+        head = ("", *self.runs)
+        differences = found["differences"].items()
+        return {
+            "results": (head, self._results(found["runs"].values())),
+            "settings": (head, [(key, *(str(each.get(name, "")) for name in self.runs)) for key, each in differences]),
+            "unread": [f"{name}: its config is of another version: {why}" for name, why in found["unread"].items()],
+        }
 
-    def _results(self) -> printing.Cells:
-        summaries = self.as_dict()["runs"].values()
+    def _results(self, summaries: Iterable[dict[str, Any]]) -> list[tuple[str, ...]]:
+        """The rows of a table with a column a run."""
+        summaries = list(summaries)
         writers = {
             "eval loss of the base": ("base_eval_loss", words.loss),
             "eval loss, published": ("exported_eval_loss", words.loss),
@@ -74,21 +93,31 @@ class Comparison:
             (title, *("" if one[key] is None else write(one[key]) for one in summaries))
             for title, (key, write) in writers.items()
         ]
-        return ("", *self.runs), [row for row in rows if any(row[1:])]
+        return [row for row in rows if any(row[1:])]
 
-    def _settings(self) -> printing.Cells:
-        return ("", *self.runs), [(key, *map(str, values.values())) for key, values in self._differ().items()]
+    def _configs(self) -> dict[str, tuple[dict[str, Any], str]]:
+        """Each run's config, and why this version cannot read it, if it cannot."""
+        found: dict[str, tuple[dict[str, Any], str]] = {}
+        for name, run in self.runs.items():
+            try:
+                found[name] = run.config().model_dump(mode="json"), ""
+            except ConfigError as error:
+                values, keys = as_written(run.config_file)
+                found[name] = values, f"it has {', '.join(keys)}, unknown here" if keys else first_line(error)
+        return found
 
-    def _differ(self) -> dict[str, dict[str, Any]]:
-        """The config keys whose values are not the same in all runs, with each run's."""
-        configs = {name: run.config().model_dump(mode="json") for name, run in self.runs.items()}
-        first = next(iter(configs.values()))
+    def _differ(self, configs: dict[str, tuple[dict[str, Any], str]]) -> dict[str, dict[str, Any]]:
+        """The config keys whose values are not the same in all runs, with the value of each run that has the key."""
+        values: dict[str, dict[str, Any]] = {}
+        for name, (config, _) in configs.items():
+            for section, keys in config.items():
+                for key, value in keys.items():
+                    values.setdefault(f"{section}.{key}".rstrip("."), {})[name] = value
         return {
-            f"{section}.{key}": {name: config[section][key] for name, config in configs.items()}
-            for section, values in first.items()
-            for key, value in values.items()
-            if f"{section}.{key}" != _NO_DIFFERENCE
-            and any(config[section][key] != value for config in configs.values())
+            key: each
+            for key, each in values.items()
+            if key != _NO_DIFFERENCE
+            and (len(each) < len(configs) or any(value != next(iter(each.values())) for value in each.values()))
         }
 
 

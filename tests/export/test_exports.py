@@ -412,7 +412,7 @@ def test_a_card_without_a_base_on_the_hub_asks_nothing_and_names_no_folder(
     run: RunDirectory, tiny_base: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("huggingface_hub.hf_hub_download", lambda *_, **__: pytest.fail("asked the hub"))
-    config = run.config().changed({"model.name": str(tiny_base)})
+    config = run.config().changed({"model.name": str(tiny_base), "data.train": ["python:1f2e", "rows.jsonl"]})
     proof = {
         "rows": 8,
         "tokens": 379,
@@ -424,6 +424,7 @@ def test_a_card_without_a_base_on_the_hub_asks_nothing_and_names_no_folder(
     }
     text = card.model_card(run, config, {"format": "merged", **proof}, "safetensors")
     assert str(tiny_base) not in text
+    assert "was trained on rows given in Python (hash 1f2e), `rows.jsonl`." in text
     assert "tiny-llama, fine-tuned" in text
     assert "base_model" not in text
 

@@ -163,6 +163,38 @@ def test_curves_are_read_by_pointing_and_zoomed_by_dragging_with_all_charts_at_o
     view.close()
 
 
+def test_two_fingers_zoom_all_charts_of_a_phone_and_a_button_shows_all_again(
+    browser: Any, pages: dict[str, Path]
+) -> None:
+    context = browser.new_context(viewport={"width": 390, "height": 900}, has_touch=True, is_mobile=True)
+    view = context.new_page()
+    view.goto(pages["report"].as_uri())
+    over, button = view.locator(".u-over").nth(1), view.get_by_role("button", name="Show all")
+    over.scroll_into_view_if_needed()
+    box = over.bounding_box()
+    middle = box["y"] + box["height"] / 2
+    assert button.count() == 0
+    screen = context.new_cdp_session(view)
+
+    def fingers(kind: str, *shares: float) -> None:
+        points = [{"x": box["x"] + share * box["width"], "y": middle, "id": at} for at, share in enumerate(shares)]
+        screen.send("Input.dispatchTouchEvent", {"type": kind, "touchPoints": points})
+
+    fingers("touchStart", 0.4, 0.6)
+    fingers("touchMove", 0.3, 0.7)
+    fingers("touchMove", 0.1, 0.9)
+    fingers("touchEnd")
+    playwright.expect(button).to_have_count(CHARTS["report"])
+    view.touchscreen.tap(box["x"] + 0.1 * box["width"], middle)
+    step = float(view.locator(".u-legend").nth(1).locator(".u-value").first.inner_text().replace(",", ""))
+    assert step == pytest.approx(0.4 * 2000, abs=20)
+    assert view.evaluate(CLIPPED) == []
+    assert view.evaluate(CONTRAST) == []
+    button.first.tap()
+    playwright.expect(button).to_have_count(0)
+    context.close()
+
+
 def test_a_page_without_scripts_names_the_picture(browser: Any, pages: dict[str, Path]) -> None:
     context = browser.new_context(java_script_enabled=False)
     view = context.new_page()

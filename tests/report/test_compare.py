@@ -40,6 +40,27 @@ def test_differences_and_results_are_those_of_the_runs(run: RunDirectory, other:
     assert json.loads(json.dumps(found, allow_nan=False)) == found
 
 
+def test_a_run_of_another_version_is_compared_by_what_it_holds(
+    run: RunDirectory, other: RunDirectory, tmp_path: Path
+) -> None:
+    text = other.config_file.read_text().replace("  rank: 4\n", "  rank: 4\n  flavour: mild\n")
+    write_text(other.config_file, text + "galaxy:\n  arms: 2\nmoon: 1\n")
+    found = compare([run, other])
+    assert found.as_dict()["unread"] == {"<other>": "it has adapter.flavour, galaxy.arms, moon, unknown here"}
+    differences = found.as_dict()["differences"]
+    assert differences["adapter.rank"] == {"small": 16, "<other>": 4}
+    assert differences["adapter.flavour"] == {"<other>": "mild"}
+    assert set(differences) == {"adapter.rank", "adapter.flavour", "data.train", "galaxy.arms", "moon"}
+    console = Console(width=200)
+    with console.capture() as captured:
+        found.show(console)
+    assert "<other>: its config is of another version: it has adapter.flavour, galaxy.arms" in captured.get()
+    found.write(tmp_path / "page.html")
+    assert "adapter.flavour, galaxy.arms, moon, unknown here" in (tmp_path / "page.html").read_text(encoding="utf-8")
+    write_text(other.config_file, text.replace("  flavour: mild\n", "").replace("rank: 4", "rank: four"))
+    assert "expected a whole number" in compare([run, other]).as_dict()["unread"]["<other>"]
+
+
 def test_a_terminal_shows_a_column_a_run(run: RunDirectory, other: RunDirectory) -> None:
     console = Console(width=100)
     with console.capture() as captured:

@@ -29,7 +29,33 @@
     }
   }
 
+  const drawn = [];
+
+  // Shows the steps from `low` to `high` in every chart, by default all.
+  const show = (low = -Infinity, high = Infinity) => drawn.forEach((u) => {
+    const [first, last] = ends(u);
+    u.setScale("x", { min: Math.max(first, low), max: Math.min(last, high) });
+  });
+  const ends = (u) => [u.data[0][0], u.data[0].at(-1)];
+
+  // Two fingers zoom and move what is shown: the step under each stays there. One finger scrolls the page.
+  function pinch(u) {
+    const places = (event) => [...event.targetTouches].map((one) => one.clientX - u.over.getBoundingClientRect().left);
+    let steps = [];
+    u.over.addEventListener("touchstart", (event) => { steps = places(event).map((place) => u.posToVal(place, "x")); });
+    u.over.addEventListener("touchmove", (event) => {
+      const [one, other] = places(event);
+      const each = (steps[1] - steps[0]) / (other - one);
+      if (event.targetTouches.length !== 2 || !(each > 0 && each < Infinity)) return;
+      event.preventDefault();
+      show(steps[0] - one * each, steps[0] + (u.over.clientWidth - one) * each);
+    }, { passive: false });
+  }
+
   function draw(place, chart) {
+    const whole = place.parentElement.querySelector("button");
+    whole.addEventListener("click", () => show());
+    const zoomed = (u) => ends(u)[0] < u.scales.x.min || u.scales.x.max < ends(u)[1];
     const form = (value) => (value == null ? "–" : FORMS[chart.form](value));
     const all = chart.tables.flatMap((table) => table.series);
     const data = uPlot.join(chart.tables.map((table) => [table.steps, ...table.series.map((one) => one.values)]));
@@ -42,7 +68,7 @@
       : { values: (u, at) => at.map((step) => (Number.isInteger(step) ? FORMS.whole(step) : "")) };
     const axis = { stroke: () => colour("soft"), grid: { stroke: () => colour("line"), width: 1 }, ticks: { show: false } };
     const width = () => Math.max(200, place.clientWidth);
-    const drawn = new uPlot({
+    const made = new uPlot({
       width: width(), height: HEIGHT,
       series: [
         { label: chart.marks ? "phase" : "step", value: (u, step) => (step == null ? "–" : chart.marks ? phase(step) : FORMS.whole(step)) },
@@ -59,9 +85,12 @@
           size: (u, values) => 16 + 7 * Math.max(4, ...(values || []).map((text) => text.length)) },
       ],
       cursor: { sync: { key: "step" } },
+      hooks: { setScale: [(u) => { whole.hidden = !zoomed(u); }] },
     }, data, place);
-    new ResizeObserver(() => drawn.setSize({ width: width(), height: HEIGHT })).observe(place);
-    matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => drawn.redraw(false));
+    drawn.push(made);
+    pinch(made);
+    new ResizeObserver(() => made.setSize({ width: width(), height: HEIGHT })).observe(place);
+    matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => made.redraw(false));
   }
 
   const places = document.querySelectorAll(".chart");
