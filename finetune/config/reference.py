@@ -78,18 +78,21 @@ def _as_yaml_1_1(schema: Any) -> None:
 
 def _rule(rule: Rule) -> dict[str, Any]:
     """The schema of a rule, by which editors mark the key at fault. A key that is not there has its default."""
-    section, _, key = rule.other.partition(".")
-    applies = _at(rule.other, _among(rule.others))
-    if _default(rule.other) not in rule.others:
-        applies |= {"required": [section]}
-        applies["properties"][section] |= {"type": "object", "required": [key]}
     allowed = Values(rule.values.named, not rule.values.but)
-    return {"if": applies, "then": _at(rule.key, {**_among(allowed), "errorMessage": rule.message})}
+    applies, then = _among(rule.others), {**_among(allowed), "errorMessage": rule.message}
+    return {
+        "if": _at(rule.other, applies, there=_default(rule.other) not in rule.others),
+        "then": _at(rule.key, then, there=_default(rule.key) in rule.values),
+    }
 
 
-def _at(key: str, schema: dict[str, Any]) -> dict[str, Any]:
+def _at(key: str, schema: dict[str, Any], *, there: bool) -> dict[str, Any]:
+    """The schema of a config whose `key` has `schema`, and with `there` must be there."""
     section, _, name = key.partition(".")
-    return {"properties": {section: {"properties": {name: schema}}}}
+    values: dict[str, Any] = {"properties": {name: schema}}
+    if not there:
+        return {"properties": {section: values}}
+    return {"properties": {section: {**values, "type": "object", "required": [name]}}, "required": [section]}
 
 
 def _among(values: Values) -> dict[str, Any]:

@@ -122,6 +122,22 @@ RULES = (
         "`fsdp` cuts gradients as well; set `gradients`, or `distributed.kind: deepspeed`",
     ),
     Rule(
+        "distributed.offload", only("nvme"), "distributed.kind", only("fsdp"),
+        "`fsdp` keeps nothing on a disk; set `cpu`, or `distributed.kind: deepspeed`",
+    ),
+    Rule(
+        "distributed.offload", only("nvme"), "distributed.stage", but("weights"),
+        "DeepSpeed keeps slices on a disk only where it cuts weights; set `cpu`, or `distributed.stage: weights`",
+    ),
+    Rule(
+        "distributed.nvme_path", only(None), "distributed.offload", only("nvme"),
+        "`offload: nvme` needs it; set a directory on a fast local disk",
+    ),
+    Rule(
+        "distributed.nvme_path", but(None), "distributed.offload", but("nvme"),
+        "nothing is kept there; remove it, or set `distributed.offload: nvme`",
+    ),
+    Rule(
         "adapter.dtype", only("bfloat16"), "distributed.kind", only("deepspeed"),
         "DeepSpeed would train float32 copies of the weights, which no checkpoint has; set `adapter.dtype: float32`, "
         "or `distributed.kind: ddp`",

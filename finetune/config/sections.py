@@ -318,8 +318,13 @@ class DistributedSection(Section):
     `fsdp` they stay whole from the forward to the backward pass, which saves gathering them again; with `deepspeed` for
     good, and gradients and optimizer states are cut (ZeRO 2). `optimizer`: only optimizer states are cut (`deepspeed`,
     ZeRO 1)."""
-    offload: Literal["none", "cpu"] = "none"
-    """`cpu` keeps the slices, their gradients and the optimizer states in host memory, where they are updated."""
+    offload: Literal["none", "cpu", "nvme"] = "none"
+    """`cpu` keeps the slices, their gradients and the optimizer states in host memory, where they are updated. `nvme`
+    keeps the optimizer states, with gradients and a float32 copy of the trained weights, on a disk (`deepspeed` with
+    `stage: weights`), and the weights in host memory."""
+    nvme_path: Place | None = None
+    """The directory for `offload: nvme`, on a fast local disk of each machine. What is written there is removed at the
+    end, or by the next run there."""
 
 
 class TrackingSection(Section):

@@ -7,10 +7,16 @@ optional, and imported here alone.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import importlib
+import importlib.util
+import itertools
 import logging
 import os
+import shutil
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,12 +24,14 @@ from torch import Tensor, nn
 from torch import distributed as dist
 
 from finetune.config import DistributedSection
+from finetune.errors import MachineError
 from finetune.runtime import ranks
 from finetune.runtime.libraries import replaced
 
 STAGES = {"optimizer": 1, "gradients": 2, "weights": 3}
 """DeepSpeed's number of each `distributed.stage`."""
 
+_STEP = "step"  # the one state that all weights share
 _BUCKET = 2**27  # numbers that are reduced at once, of 4 bytes each
 
 
@@ -56,11 +64,16 @@ class Zero:
         self._groups = [list(group["params"]) for group in optimizer.param_groups]
         self._optimizer = optimizer
         groups = list(optimizer.param_groups)
+        self._disk = None
+        if section.nvme_path:
+            with ranks.agreeing():
+                _async_io().load()
+                self._disk = Disk(section.nvme_path, sum(map(torch.numel, self.weights)))
         with _started():
             self._engine, *_ = self._deepspeed.initialize(
                 model=model,
                 optimizer=optimizer,
-                config=_config(section, max_grad_norm, sum(map(torch.numel, self.weights)), device),
+                config=_config(section, max_grad_norm, sum(map(torch.numel, self.weights)), device, self._disk),
                 dist_init_required=False,
             )
         self.rates = Rates(groups)
@@ -102,76 +115,106 @@ class Zero:
 
     def optimizer_state(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """What `training.state.optimizer_state` returns of an unshared optimizer, on rank 0; all ranks must call it."""
-        own = self._own_state()
         tensors: dict[str, Tensor] = {}
-        for number, weight in enumerate(self.weights):
-            for key, value in own.items():
-                whole = value if key == "step" else self._deepspeed.utils.safe_get_full_optimizer_state(weight, key)
-                if ranks.is_main():
-                    tensors[f"{number}.{key}"] = whole.detach().to("cpu", copy=True)
-        described = [{key: {"tensor": f"{number}.{key}"} for key in own} for number, _ in enumerate(self.weights)]
+        place = {weight: number for number, weight in enumerate(self.weights)}
+        for number, (flat, weights) in enumerate(self._slices()):
+            with self._in_memory(number, written=False):
+                for weight, (key, value) in itertools.product(weights, self._optimizer.state[flat].items()):
+                    whole = value if key == _STEP else self._deepspeed.utils.safe_get_full_optimizer_state(weight, key)
+                    if ranks.is_main():
+                        tensors[f"{place[weight]}.{key}"] = whole.detach().to("cpu", copy=True)
+        keys: Mapping[str, Any] = next(iter(self._optimizer.state.values()), {})
+        described = [{key: {"tensor": f"{number}.{key}"} for key in keys} for number in place.values()]
         groups = [{key: value for key, value in one.items() if key != "params"} for one in self.rates.param_groups]
         return {"weights": described, "groups": groups}, tensors
 
     def restore_optimizer(self, states: Sequence[Mapping[str, Any]]) -> None:
         """Restore the whole states of all weights, after the weights. Raises ValueError if they do not fit."""
-        self._engine.optimizer.refresh_fp32_params()
-        own = self._own_state()
-        for weight, values in zip(self.weights, states, strict=True):
-            if values.keys() != own.keys():
-                raise ValueError(f"states {sorted(values)} instead of {sorted(own)}")
-            for key, value in values.items():
-                if key != "step":
-                    if value.shape != shape_of(weight):
-                        raise ValueError(f"`{key}` is of {tuple(value.shape)} instead of {tuple(shape_of(weight))}")
-                    self._deepspeed.utils.safe_set_full_optimizer_state(weight, value.to(weight.device), key)
-        if "step" in own:
-            for state in self._optimizer.state.values():
-                state["step"].copy_(states[0]["step"])
+        shared = self._engine.optimizer
+        if not self._disk:
+            shared.refresh_fp32_params()
+        stored = dict(zip(self.weights, states, strict=True))
+        for number, (flat, weights) in enumerate(self._slices()):
+            own = self._optimizer.state[flat]
+            with self._in_memory(number):
+                if self._disk:
+                    flat.data.copy_(shared.fp16_partitioned_groups_flat[number])
+                for weight in weights:
+                    if stored[weight].keys() != own.keys():
+                        raise ValueError(f"states {sorted(stored[weight])} instead of {sorted(own)}")
+                    for key, value in stored[weight].items():
+                        if key == _STEP:
+                            own[key].copy_(value)
+                            continue
+                        if value.shape != shape_of(weight):
+                            raise ValueError(f"`{key}` is of {tuple(value.shape)} instead of {tuple(shape_of(weight))}")
+                        self._deepspeed.utils.safe_set_full_optimizer_state(weight, value.to(weight.device), key)
 
-    def _own_state(self) -> dict[str, Any]:
-        """The states of one of this rank's slices; all have the same keys and the same step."""
-        return next(iter(self._optimizer.state.values()), {})
+    def _slices(self) -> list[tuple[Tensor, list[nn.Parameter]]]:
+        """What the optimizer updates on this rank, each with the weights that it is cut from."""
+        shared = self._engine.optimizer
+        if hasattr(shared, "fp16_groups"):
+            return list(zip(shared.fp32_partitioned_groups_flat, shared.fp16_groups, strict=True))
+        return list(zip(shared.single_partition_of_fp32_groups, shared.bit16_groups, strict=True))
 
     def _make_states(self) -> None:
         """Create the states as the first update does, but empty, so that they can be restored.
 
         DeepSpeed 0.19 finds those of a weight only if they are there before the first group is updated.
         """
-        shared = self._engine.optimizer
-        cut = hasattr(shared, "fp32_partitioned_groups_flat")
-        slices = shared.fp32_partitioned_groups_flat if cut else shared.single_partition_of_fp32_groups
         groups = self._optimizer.param_groups
-        for number, flat in enumerate(slices):
+        for number, (flat, weights) in enumerate(self._slices()):
             one = nn.Parameter(torch.zeros(1, dtype=flat.dtype, device=flat.device))
             one.grad = torch.zeros_like(one)
             self._optimizer.param_groups = [{**groups[0], "params": [one]}]
             self._optimizer.step()
-            self._optimizer.state[flat] = {
-                key: torch.zeros_like(flat if value.shape == one.shape else value, requires_grad=False)
-                for key, value in self._optimizer.state.pop(one).items()
-            }
-            if not cut:
-                self._deepspeed.utils.lazy_init_hp_params_optimizer_state(
-                    shared.bit16_groups[number], flat, self._optimizer.state
-                )
+            with self._in_memory(number):
+                self._optimizer.state[flat] = {
+                    key: torch.zeros_like(flat if value.shape == one.shape else value, requires_grad=False)
+                    for key, value in self._optimizer.state.pop(one).items()
+                }
+            if not is_cut(weights[0]):
+                self._deepspeed.utils.lazy_init_hp_params_optimizer_state(weights, flat, self._optimizer.state)
         self._optimizer.param_groups = groups
+
+    @contextlib.contextmanager
+    def _in_memory(self, number: int, *, written: bool = True) -> Iterator[None]:
+        """In the block slice `number` and its states are in memory; then on the disk, as before unless `written`."""
+        shared = self._engine.optimizer
+        if not self._disk or not shared.optimizer_swapper.is_swappable_tensor(
+            numel=shared.fp16_partitioned_groups_flat_numel[number]
+        ):
+            yield
+            return
+        swapper, flat = shared.optimizer_swapper, shared.fp32_partitioned_groups_flat[number]
+        swapper.swap_in_optimizer_state(flat)
+        # Or DeepSpeed would read all of it again for each weight.
+        with replaced(shared, "_swappable_optimizer_subgroup", lambda number: False):
+            yield
+        if written:
+            swapper.swap_out_optimizer_state(flat)
+        else:
+            swapper.release_swap_buffers(flat)
 
     def close(self) -> None:
         """End the engine, before the process group is destroyed, or with that of one process."""
         self._engine.destroy()
+        if self._disk:
+            self._disk.close()
         if ranks.world_size() == 1:
             self._deepspeed.comm.destroy_process_group()
 
 
-def _config(section: DistributedSection, max_grad_norm: float, trained: int, device: torch.device) -> dict[str, Any]:
+def _config(
+    section: DistributedSection, max_grad_norm: float, trained: int, device: torch.device, disk: Disk | None
+) -> dict[str, Any]:
     """DeepSpeed's config."""
     sharing: dict[str, Any] = {"stage": STAGES[section.stage], "reduce_bucket_size": min(trained, _BUCKET)}
     if section.offload != "none":
-        place = {"device": section.offload, "pin_memory": device.type != "cpu"}
-        sharing["offload_optimizer"] = place
+        host = {"device": "cpu", "pin_memory": device.type != "cpu"}
+        sharing["offload_optimizer"] = {**host, "device": "nvme", "nvme_path": str(disk.path)} if disk else host
         if section.stage == "weights":
-            sharing["offload_param"] = place
+            sharing["offload_param"] = host
     return {
         "train_micro_batch_size_per_gpu": 1,  # for its statistics; micro-batches are ours
         "gradient_clipping": max_grad_norm,
@@ -199,6 +242,74 @@ def _started() -> Iterator[None]:
     # On a CPU it would compile collectives of its own for minutes.
     with replaced(backend, "build_shm_op", lambda: None):
         yield
+
+
+# -- a disk ------------------------------------------------------------------------------------------------------------
+
+
+def check(section: DistributedSection, device: torch.device) -> None:
+    """Raise MachineError if DeepSpeed is missing, or something that `offload: nvme` needs."""
+    if importlib.util.find_spec("deepspeed") is None:
+        raise MachineError("`distributed.kind: deepspeed` needs the package deepspeed: pip install deepspeed")
+    if not section.nvme_path:
+        return
+    try:
+        with tempfile.TemporaryFile(dir=section.nvme_path):
+            pass
+    except OSError as error:
+        raise _unusable(section.nvme_path, error) from None
+    _imported(device)
+    if not _async_io().is_compatible():
+        raise MachineError(
+            "`distributed.offload: nvme` needs DeepSpeed's async_io, which is compiled at the first start: install a "
+            "C++ compiler, ninja and libaio with its headers (apt-get install libaio-dev), or set `offload: cpu`"
+        )
+
+
+def _unusable(place: str, error: OSError) -> MachineError:
+    return MachineError(
+        f"`distributed.nvme_path`: nothing can be written to {place}: {error.strerror}; set a directory that exists, "
+        "with room, on a local disk"
+    )
+
+
+def _async_io() -> Any:
+    return importlib.import_module("deepspeed.ops.op_builder").AsyncIOBuilder()
+
+
+class Disk:
+    """A directory of this rank's own below `distributed.nvme_path`, locked while its process lives.
+
+    Those of processes that were killed are removed. Raises MachineError if there is no room for what this machine's
+    ranks keep of `trained` numbers: a copy, two states and the gradient of each, in float32.
+    """
+
+    def __init__(self, place: str, trained: int) -> None:
+        root = Path(place)
+        needed = 16 * trained * int(os.environ.get("LOCAL_WORLD_SIZE", "1")) // ranks.world_size()
+        try:
+            for left in root.glob("finetune-*"):
+                with contextlib.suppress(FileNotFoundError, BlockingIOError), open(left / "lock") as lock:
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    shutil.rmtree(left)
+            self.path = Path(tempfile.mkdtemp(prefix="finetune-", dir=root))
+            self._lock = open(self.path / "starting", "w")  # noqa: SIM115 -- closed below
+            fcntl.flock(self._lock, fcntl.LOCK_EX)
+            (self.path / "starting").rename(self.path / "lock")
+            free = shutil.disk_usage(root).free
+        except OSError as error:
+            raise _unusable(place, error) from None
+        if free < needed:
+            self.close()
+            raise MachineError(
+                f"`distributed.nvme_path`: {root} has {free / 2**30:.1f} GiB left, and the optimizer's states take up "
+                f"to {needed / 2**30:.1f} GiB; free some, or choose another disk"
+            )
+
+    def close(self) -> None:
+        """Remove the directory."""
+        shutil.rmtree(self.path, ignore_errors=True)
+        self._lock.close()
 
 
 # -- weights -----------------------------------------------------------------------------------------------------------

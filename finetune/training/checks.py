@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
-
 import torch
 
 from finetune.config import Config
 from finetune.errors import ConfigError, MachineError
+from finetune.model import zero
 from finetune.runtime import ranks
 from finetune.training import tracking
 from finetune.training.optimizers import OPTIMIZERS
@@ -20,8 +19,8 @@ def check(config: Config, device: torch.device) -> None:
     """
     _check_precision(config.training.precision, device)
     tracking.check(config.tracking)
-    if STRATEGIES[config.distributed.kind].deepspeed and importlib.util.find_spec("deepspeed") is None:
-        raise MachineError("`distributed.kind: deepspeed` needs the package deepspeed: pip install deepspeed")
+    if STRATEGIES[config.distributed.kind].deepspeed:
+        zero.check(config.distributed, device)
     check_shares(config)
     _check_optimizer(config)
 

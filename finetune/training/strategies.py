@@ -28,7 +28,7 @@ class Strategy:
     ignores: tuple[str, ...] = ()
 
 
-_OF_SHARDS = ("stage", "offload")
+_OF_SHARDS = ("stage", "offload", "nvme_path")
 
 STRATEGIES: dict[str, Strategy] = {
     "auto": Strategy(

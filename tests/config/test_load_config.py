@@ -397,6 +397,8 @@ def test_an_override_fills_a_section_that_stands_empty_in_the_file(write: Write)
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
+NVME = ["distributed.offload=nvme", "distributed.nvme_path=/tmp"]
+
 # Name of the rule's section or key; what breaks it; words of the message that say the remedy; the remedy, applied.
 RULES: list[tuple[str, list[str], tuple[str, ...], list[str]]] = [
     ("data.eval", ["data.train=a.jsonl", "data.eval=a.jsonl"], ("`data.eval: auto`",), ["data.eval=auto"]),
@@ -503,6 +505,15 @@ RULES: list[tuple[str, list[str], tuple[str, ...], list[str]]] = [
         ["distributed.kind=fsdp", "distributed.stage=optimizer"],
         ["`fsdp` cuts gradients as well"],
         ["distributed.stage=gradients"],
+    ),
+    *(
+        (key, ["distributed.kind=deepspeed", *broken], [word], [remedy])
+        for key, broken, word, remedy in (
+            ("distributed.offload", [*NVME, "distributed.kind=fsdp"], "disk", "distributed.kind=deepspeed"),
+            ("distributed.offload", [*NVME, "distributed.stage=gradients"], "disk", "distributed.stage=weights"),
+            ("distributed.nvme_path", ["distributed.offload=nvme"], "needs it", "distributed.nvme_path=/tmp"),
+            ("distributed.nvme_path", ["distributed.nvme_path=/tmp"], "kept there", "distributed.nvme_path=null"),
+        )
     ),
     (
         "adapter.dtype",

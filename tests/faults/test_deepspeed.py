@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+import os
 import shutil
 import signal
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,9 +16,12 @@ from children import Children, Fault
 from steps import before_each_step
 from test_sharded_ranks import EXACT, ROWS, STEP, assert_all, assert_close, weights
 from together import Together
+from torch.utils import cpp_extension
 
 import finetune
-from finetune.config import Config
+from finetune.config import Config, DistributedSection
+from finetune.errors import MachineError
+from finetune.model import zero
 from finetune.storage.rundir import RunDirectory
 from finetune.training.loop import Loop
 
@@ -112,3 +117,47 @@ def test_an_update_that_is_not_finite_is_skipped(quick: Callable[..., Config], m
         assert weights(found).keys() == weights(expected).keys()
         for name, tensor in weights(expected).items():
             torch.testing.assert_close(weights(found)[name], tensor, rtol=0, atol=1e-5)
+
+
+def built(name: str) -> bool:
+    """Whether an extension was compiled here, which takes minutes."""
+    root = os.environ.get("TORCH_EXTENSIONS_DIR") or cpp_extension.get_default_build_root()
+    return any(Path(root).glob(f"**/{name}.so"))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not built("async_io"), reason="DeepSpeed's async_io is not compiled here (libaio, ten minutes)")
+@pytest.mark.parametrize("processes", [1, 2])
+def test_optimizer_states_on_a_disk_are_updated_saved_and_resumed(job: Make, tmp_path: Path, processes: int) -> None:
+    # Of a quarter of a million numbers a rank, below which DeepSpeed keeps them in memory.
+    full = ["optimizer.kind=adamw_torch_fused", "training.learning_rate=0.001", *KINDS["full"]]
+    disk = [*ZERO, "distributed.offload=nvme", f"distributed.nvme_path={tmp_path}"]
+    alone, killed = job(*full, run=f"memory {processes}"), job(*full, *disk, run=f"disk {processes}")
+    assert_all(alone.go(1), 0)
+    assert_all(killed.go(processes, dict.fromkeys(range(processes), Fault(STEP, nth=4))), -signal.SIGKILL)
+    assert list(tmp_path.glob("finetune-*/**/*.swp"))
+    assert_all(killed.go(processes), 0)
+    assert_close(killed.run, alone.run, norm=NORM)
+    assert not list(tmp_path.iterdir()), "neither what the killed ranks left nor what these wrote"
+
+
+@pytest.mark.parametrize("place", ["missing", "file"])
+def test_a_disk_that_cannot_be_used_is_refused(place: str, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    section = DistributedSection(kind="deepspeed", offload="nvme", nvme_path=str(tmp_path / place))
+    with pytest.raises(MachineError, match=r"`distributed[.]nvme_path`: nothing can be written to .*; set a directory"):
+        zero.check(section, torch.device("cpu"))
+
+
+def test_a_disk_without_room_is_refused_and_left_empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda place: SimpleNamespace(free=15))
+    with pytest.raises(MachineError, match=r"has 0[.]0 GiB left"):
+        zero.Disk(str(tmp_path), 1)
+    assert not list(tmp_path.iterdir())
+
+
+def test_async_io_that_cannot_be_compiled_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(zero, "_async_io", lambda: SimpleNamespace(is_compatible=lambda: False))
+    section = DistributedSection(kind="deepspeed", offload="nvme", nvme_path=str(tmp_path))
+    with pytest.raises(MachineError, match="libaio"):
+        zero.check(section, torch.device("cpu"))
