@@ -109,6 +109,13 @@ RULES = (
             ("kernels.compile", but("none"), "sharded layers are not compiled", "none"),
         )
     ),
+    *(
+        Rule("distributed.context", but(1), key, but(value), f"{reason}; set `{key}: {value}`, or `context: 1`")
+        for key, value, reason in (
+            ("training.objective", "supervised", "another objective would see slices of rows"),
+            ("kernels.compile", "none", "layers that exchange tokens with other ranks are not compiled"),
+        )
+    ),
     Rule(
         "output.merge", only(True), "model.weights", only("random"),
         "random weights are not kept, so nothing can be merged; set `output.merge: false`",
