@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from finetune.config.fields import GIVEN
 from finetune.config.sections import Config, entries
 
 
@@ -109,12 +110,9 @@ RULES = (
             ("kernels.compile", but("none"), "sharded layers are not compiled", "none"),
         )
     ),
-    *(
-        Rule("distributed.context", but(1), key, but(value), f"{reason}; set `{key}: {value}`, or `context: 1`")
-        for key, value, reason in (
-            ("training.objective", "supervised", "another objective would see slices of rows"),
-            ("kernels.compile", "none", "layers that exchange tokens with other ranks are not compiled"),
-        )
+    Rule(
+        "kernels.compile", but("none"), "distributed.context", but(1),
+        "layers that exchange tokens with other ranks are not compiled; set `none`, or `distributed.context: 1`",
     ),
     Rule(
         "output.merge", only(True), "model.weights", only("random"),
@@ -137,6 +135,9 @@ def contradictions(config: Config) -> list[tuple[str, str]]:
     for held_out in (entry.source for entry in entries(config.data.eval) if entry.source in trained):
         remedy = "set `data.eval: auto` to hold out a share of it by hash"
         found.append(("data.eval", f"`{held_out}` is training data; {remedy}"))
+    if config.distributed.context > 1 and config.training.objective.startswith(GIVEN):
+        message = "a loss given from Python would see slices of rows; set `distributed.context: 1`"
+        found.append(("training.objective", message))
     if len(set(config.tracking.to)) < len(config.tracking.to):
         found.append(("tracking.to", "names a tracker twice; keep `tracking.to` to one of each"))
     rows, part = config.training.batch_size, config.training.micro_batch

@@ -491,6 +491,12 @@ RULES: list[tuple[str, list[str], tuple[str, ...], list[str]]] = [
             ("kernels.compile", "layers", "kernels.compile=none"),
         )
     ),
+    (
+        "kernels.compile",
+        ["kernels.compile=layers", "distributed.context=2"],
+        ("not compiled", "`distributed.context: 1`"),
+        ["kernels.compile=none"],
+    ),
 ]
 
 
