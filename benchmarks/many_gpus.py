@@ -38,6 +38,8 @@ STEPS, ROWS = 8, 8
 # Many thin layers, as a rank holds one or two of them whole beside its slices.
 MODEL = Llama(hidden=512, intermediate=1408, layers=32)
 TOKENS, BATCH = 64, 4
+# Where ranks split rows: a single long one, of which each layer keeps more than the weights are.
+CONTEXT, LONG = "ddp, context", 512
 TOLERANCE = 1e-5
 
 KINDS: dict[str, dict[str, Any]] = {
@@ -143,6 +145,7 @@ def _differences(one: Path, other: Path) -> dict[str, float]:
 
 def _memory() -> list[dict[str, Any]]:
     chosen = [("ddp", 1), *((sharing, size) for sharing in STAGES for size in WORLD_SIZES[1:])]
+    chosen += [(CONTEXT, size) for size in WORLD_SIZES]
     return [
         {"kind": kind, "sharing": sharing, "ranks": size, **measured(kind, sharing, size)}
         for kind in KINDS
@@ -152,13 +155,17 @@ def _memory() -> list[dict[str, Any]]:
 
 def measured(kind: str, sharing: str, world_size: int) -> dict[str, Any]:
     """Rank 0's bytes, and those that the forecast gives it."""
+    tokens, batch, shared = TOKENS, BATCH, STAGES.get(sharing, {})
+    if sharing == CONTEXT:
+        tokens, batch = LONG, 1
+        shared = {"distributed.kind": "ddp", "distributed.context": world_size, "memory.checkpointing": "none"}
     setting = {
         "architecture": MODEL.config(),
-        "rows": [[TOKENS, TOKENS - 1]],
+        "rows": [[tokens, tokens - 1]],
         "config": {
-            "data.eval": "none", "data.max_length": TOKENS, "training.batch_size": BATCH, "training.micro_batch": 1,
+            "data.eval": "none", "data.max_length": tokens, "training.batch_size": batch, "training.micro_batch": 1,
             "training.precision": "fp32", "optimizer.kind": "adamw_32bit", "memory.loss_tokens": 64,
-            **KINDS[kind], **STAGES[sharing],
+            **KINDS[kind], **shared,
         },
     }  # fmt: skip
     command = [harness.ROOT / "benchmarks" / "measured_step.py", json.dumps(setting)]

@@ -16,6 +16,14 @@ _NEFTUNE = (
     "gradient on how a step is split"
 )
 _NO_NEED = "leave it out: it does not change the result, and is chosen by itself here"
+_NO_TENSOR = (
+    "leave it out: tensor parallelism is not offered, because transformers has it neither for quantized weights nor "
+    "for adapters on every layer; `distributed.kind: fsdp` divides weights among ranks, and `distributed.context` rows"
+)
+_NO_PIPELINE = (
+    "leave it out: pipeline parallelism is not offered for training, because transformers has it for inference alone; "
+    "`distributed.kind: fsdp` divides weights among ranks"
+)
 
 NAMES: dict[str, str] = {
     # -- the model
@@ -155,6 +163,19 @@ NAMES: dict[str, str] = {
     "use_unsloth": "`kernels.fused: auto`",
     "lora_mlp_kernel": "`kernels.fused: auto`",
     "lora_qkv_kernel": "`kernels.fused: auto`",
+    # -- several ranks
+    "context_parallel_size": "`distributed.context`",
+    "sequence_parallel_degree": "`distributed.context`",
+    "sequence_parallel_size": "`distributed.context`",
+    "cp_size": "`distributed.context`",
+    "sp_size": "`distributed.context`",
+    "tensor": _NO_TENSOR,
+    "tensor_parallel": _NO_TENSOR,
+    "tensor_parallel_size": _NO_TENSOR,
+    "tp_size": _NO_TENSOR,
+    "pipeline": _NO_PIPELINE,
+    "pipeline_parallel_size": _NO_PIPELINE,
+    "pp_size": _NO_PIPELINE,
     # -- output
     "output_dir": "`output.dir`",
     "save_steps": "`output.save_every`",

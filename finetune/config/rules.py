@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from finetune.config.fields import GIVEN
 from finetune.config.sections import Config, entries
 
 
@@ -143,6 +144,14 @@ RULES = (
         "or `distributed.kind: ddp`",
     ),
     Rule(
+        "distributed.context", but(1), "distributed.kind", only("deepspeed"),
+        "rows are split beside `ddp` and `fsdp` alone; set `context: 1`, or `distributed.kind: fsdp`",
+    ),
+    Rule(
+        "kernels.compile", but("none"), "distributed.context", but(1),
+        "layers that exchange tokens with other ranks are not compiled; set `none`, or `distributed.context: 1`",
+    ),
+    Rule(
         "output.merge", only(True), "model.weights", only("random"),
         "random weights are not kept, so nothing can be merged; set `output.merge: false`",
     ),
@@ -163,6 +172,9 @@ def contradictions(config: Config) -> list[tuple[str, str]]:
     for held_out in (entry.source for entry in entries(config.data.eval) if entry.source in trained):
         remedy = "set `data.eval: auto` to hold out a share of it by hash"
         found.append(("data.eval", f"`{held_out}` is training data; {remedy}"))
+    if config.distributed.context > 1 and config.training.objective.startswith(GIVEN):
+        message = "a loss given from Python would see slices of rows; set `distributed.context: 1`"
+        found.append(("training.objective", message))
     if len(set(config.tracking.to)) < len(config.tracking.to):
         found.append(("tracking.to", "names a tracker twice; keep `tracking.to` to one of each"))
     if config.adapter.ranks and config.adapter.rslora and config.adapter.init == "pissa":

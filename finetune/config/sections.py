@@ -325,6 +325,19 @@ class DistributedSection(Section):
     nvme_path: Place | None = None
     """The directory for `offload: nvme`, on a fast local disk of each machine. What is written there is removed at the
     end, or by the next run there."""
+    context: Annotated[int, Field(ge=1, le=1024)] = 1
+    """Number of ranks that compute each row together, every one a slice of its tokens, so that activations are divided
+    by it (Ulysses context parallelism, arXiv 2309.14509). It must divide the ranks and the model's attention heads."""
+
+    def shares(self, world_size: int) -> int:
+        """Among how many the rows of a step are divided: so many ranks, or groups of them that split rows."""
+        return max(1, world_size // self.context)
+
+    def named(self, world_size: int) -> str:
+        """Those in words."""
+        if self.context == 1:
+            return f"{world_size} processes"
+        return f"{self.shares(world_size)} groups of {self.context} processes"
 
 
 class TrackingSection(Section):

@@ -1,4 +1,4 @@
-"""Ranks that a forecast's model is sharded over: a process group of which only this process exists.
+"""Ranks that a forecast's model or its rows are divided among: process groups of which only this process exists.
 
 Its collectives (torch's backend `fake`) exchange nothing; on fake tensors they allocate what the real ones do.
 """
@@ -23,14 +23,30 @@ def sharding(section: DistributedSection, world_size: int) -> Iterator[Sharding 
     if not strategies.is_sharded(section, world_size):
         yield None
         return
+    with _first(world_size) as group:
+        yield strategies.sharding(section, torch.device("cpu"), group)
+
+
+@contextlib.contextmanager
+def splitting(section: DistributedSection, world_size: int) -> Iterator[dist.ProcessGroup | None]:
+    """The ranks with which rank 0 of so many splits rows; None if it computes whole ones."""
+    if section.context == 1 or world_size == 1:
+        yield None
+        return
+    with _first(section.context) as group:
+        yield group
+
+
+@contextlib.contextmanager
+def _first(size: int) -> Iterator[dist.ProcessGroup]:
+    """A group of the first `size` ranks, of those that are connected or of no others."""
     if dist.is_initialized():
         # In a run of several ranks only this one makes the group; a hashed name leaves the count of groups as it is.
-        assert dist.get_world_size() == world_size
-        group = made = dist.new_group(backend="fake", use_local_synchronization=True)
+        group = made = dist.new_group(list(range(size)), backend="fake", use_local_synchronization=True)
     else:
-        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=size)
         group, made = dist.group.WORLD, None
     try:
-        yield strategies.sharding(section, torch.device("cpu"), group)
+        yield group
     finally:
         dist.destroy_process_group(made)

@@ -27,7 +27,7 @@ from finetune.forecast.fit import Fitted, Limits, NothingFits
 from finetune.forecast.levers import Lever, levers
 from finetune.forecast.replay import Forecast
 from finetune.forecast.step import trace_step
-from finetune.model import attention, bounds, build, catalog, checkpointing, packing
+from finetune.model import attention, bounds, build, catalog, checkpointing, context, packing
 from finetune.model.base import load_architecture
 from finetune.model.causality import has_flash
 from finetune.model.locate import at_hand
@@ -90,7 +90,11 @@ class Planner:
             device,
             batch,
             implementation,
-            micro_batches=max(1, per_step(config.training.batch_size, _micro_batching(config), batch) // self.gpus),
+            micro_batches=max(
+                1,
+                per_step(config.training.batch_size, _micro_batching(config), batch)
+                // config.distributed.shares(self.gpus),
+            ),
             merges=config.output.merge,
             merge_bytes=files.merge_bytes(config, trace),
             disk_bytes=files.disk_bytes(config, trace),
@@ -130,7 +134,7 @@ class Planner:
         training, memory = self.job.training, self.job.memory
         compiled = self.job.kernels.compile == "layers"  # such a layer keeps all or nothing, and offloads nothing
         offloads = self.device.type == "cuda" and not compiled
-        each = training.batch_size // self.gpus
+        each = self._share(self.job)
         rows = fitting.divisors(each) if training.micro_batch == "auto" else [training.rows]
         recomputed = None if memory.checkpointing == "auto" else memory.checkpointing
         least = functools.partial(fitting.least, offloads=offloads, rows=rows, checkpointing=recomputed)
@@ -173,9 +177,13 @@ class Planner:
         found = fitting.limits(config, lambda variant: self.forecast(variant, evaluates=False))
         return replace(found, length=min(found.length, bounds.positions(self.architecture) or found.length))
 
+    def _share(self, config: Config) -> int:
+        """Rows of a step that one rank computes, alone or with the others of its group."""
+        return max(1, config.training.batch_size // config.distributed.shares(self.gpus))
+
     def _largest_batches(self, config: Config) -> tuple[list[Batch], Batch | None]:
         """The largest training micro-batches that data and sampler can produce, and that of the evaluation set."""
-        micro_batching, step_rows = _micro_batching(config), max(1, config.training.batch_size // self.gpus)
+        micro_batching, step_rows = _micro_batching(config), self._share(config)
         if self.data is None or config.data.max_length != self.job.data.max_length:
             longest = longest_batches(micro_batching, step_rows, config.data.max_length)
             return longest, None if config.data.eval == "none" else longest[0]
@@ -268,10 +276,10 @@ def planner_for(config: Config, gpu: str | None = None, gpus: int = 1) -> Planne
     Raises ConfigError for an unknown device, and for a batch that so many cannot share.
     """
     libraries.quiet()
-    if gpus > 1:
-        check_shares(config, gpus)
+    check_shares(config, gpus)
     device = devices.find(gpu or ("auto" if torch.cuda.is_available() else "cpu"), config.memory)
     architecture = load_architecture(config.model, listed=True)
+    context.check(architecture, config.distributed.context)
     config, _ = bounds.within_positions(config, architecture)
     rank = max([config.adapter.rank, *config.adapter.ranks.values()])
     above = rank > getattr(architecture.get_text_config(), "hidden_size", rank)  # what most layers have

@@ -65,7 +65,7 @@ class Forecast:
     curve: tuple[Point, ...] = field(repr=False, default=())
     mixture: Mixture | None = None
     gpus: int = 1
-    sharding: Mapping[str, str] | None = None
+    sharding: Mapping[str, Any] | None = None
     sent_bytes: int = 0
 
     @property
@@ -121,7 +121,7 @@ def make(
     saves_between: bool = False,
     from_files: bool = False,
     gpus: int = 1,
-    sharding: Mapping[str, str] | None = None,
+    sharding: Mapping[str, Any] | None = None,
     sharded: bool = False,
 ) -> Forecast:
     """The forecast of a trace of one micro-batch and one update.
@@ -159,7 +159,7 @@ def make(
         moved_bytes=step.moved_bytes,
         calls=step.calls,
         seconds=_seconds(step, device),
-        tokens=micro_batches * batch.rows * batch.tokens,
+        tokens=micro_batches * batch.rows * batch.tokens // (sharding["context"] if sharding else 1),
         curve=tuple(replay.curve),
         mixture=trace.mixture,
         gpus=gpus,

@@ -14,6 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from finetune import kernels
@@ -24,7 +25,7 @@ from finetune.forecast import depth, fake, fake_ranks, patches
 from finetune.forecast.devices import Device
 from finetune.forecast.extrapolate import NotAlike, Shortened, extrapolate, shorten, whole
 from finetune.forecast.trace import Answers, Recorder, Trace, TracedMonitor
-from finetune.model import adapter, build, checkpointing, experts, packing
+from finetune.model import adapter, build, checkpointing, context, experts, packing
 from finetune.model.base import base_dtype, mixture
 from finetune.model.causality import needs_mask
 from finetune.model.sharding import Sharding, held, layer_cutter
@@ -72,11 +73,12 @@ def _trace_step(
     shortening: Shortening, world_size: int = 1,
 ) -> Trace:  # fmt: skip
     answers = Answers(uneven=False, trained_tokens=0)
-    rows = max(1, config.training.batch_size // world_size)  # of a step, on one rank
+    rows = max(1, config.training.batch_size // config.distributed.shares(world_size))  # of a step, on one rank
     recorder = Recorder(device.kernels, answers, device.flops / device.bandwidth_bytes)
     tiles = log_probs.tiles(config.memory.loss_tokens)
     with (
         fake_ranks.sharding(config.distributed, world_size) as shards,
+        fake_ranks.splitting(config.distributed, world_size) as group,
         patches.undisturbed(),
         tiles,
         patches.like(device, recorder) as mode,
@@ -85,10 +87,11 @@ def _trace_step(
         traced = _TracedStep(config, architecture, mode, recorder, device, attention, shortening, rows, shards)
         traced.load()
         traced.make_step()
-        traced.make_optimizer_states()
-        traced.step(train)
-        if evaluation:
-            traced.evaluate(evaluation, train)
+        with traced.splitting(group):
+            traced.make_optimizer_states()
+            traced.step(train)
+            if evaluation:
+                traced.evaluate(evaluation, train)
         trace = extrapolate(recorder.trace(), traced.shortened)
         return replace(
             trace,
@@ -118,7 +121,7 @@ class _TracedStep:
             config = config.model_copy(update={"training": config.training.model_copy(update={"precision": "bf16"})})
         self._config = config
         self._way = MicroBatching.of(config.training, config.data)
-        self._collator = MicroBatches(self._way, pad_token_id=0)
+        self._collator = MicroBatches(self._way, pad_token_id=0, context=config.distributed.context)
         self._mode = mode
         self._device = device
         self.recorder = recorder
@@ -194,6 +197,10 @@ class _TracedStep:
             monitor=TracedMonitor(self.recorder),
         )
         self._watch()
+
+    def splitting(self, group: dist.ProcessGroup | None) -> contextlib.AbstractContextManager[None]:
+        """A context in which rows are split over `group`, as in training."""
+        return context.split(self._model, group)
 
     # -- which layer an allocation belongs to ----------------------------------------------------------------------
 

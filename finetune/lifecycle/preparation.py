@@ -18,7 +18,7 @@ from finetune.errors import ConfigError, DataError
 from finetune.forecast.planning import check_traceable
 from finetune.lifecycle import resume
 from finetune.lifecycle.session import Lock
-from finetune.model import bounds, build, starting
+from finetune.model import bounds, build, context, starting
 from finetune.model.base import load_architecture
 from finetune.model.build import Blueprint
 from finetune.model.experts import Mixture
@@ -62,6 +62,7 @@ def gather(
     with ranks.agreeing():
         architecture = load_architecture(config.model)
         bounds.check_tokenizer(tokenizer, architecture, config.model)
+        context.check(architecture, config.distributed.context)
         attention, reason = build.choose_attention(config, architecture, device.type)
         blueprint = build.blueprint(config, architecture, attention)
         adapter = resume.to_build(config.adapter, resumed=bool(run.saved_steps) and not fresh)

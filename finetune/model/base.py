@@ -24,7 +24,7 @@ from finetune.model.experts import Mixture
 from finetune.model.locate import hub_call, locate, weights_directory
 from finetune.model.quantization import QUANTIZATIONS, bitsandbytes_config
 from finetune.model.sharding import Sharding
-from finetune.runtime import libraries
+from finetune.runtime import libraries, ranks
 from finetune.storage import weight_files
 
 _NO_CODE: dict[str, Any] = {"trust_remote_code": False}
@@ -114,6 +114,8 @@ def load_base(
     if QUANTIZATIONS[quantization.kind].four_bit:
         libraries.correct_dequantization()
     if section.weights == "random":
+        if ranks.world_size() > 1:  # all make the same weights, and scales of quantized ones
+            torch.manual_seed(0)
         model = random_base(
             architecture,
             quantization,

@@ -46,8 +46,8 @@ def variant(implementation: str, config: Any, device: str, precision: str) -> st
 
     Raises MachineError for an architecture that mixes tokens by other means than the attention replaced here.
     """
-    if obstacle := _obstacle(config):
-        raise MachineError(f"`data.packing`: {config.model_type} models {obstacle}; {_REMEDY}")
+    if how := mixes_otherwise(config):
+        raise MachineError(f"`data.packing`: {config.model_type} models {how}, which would mix packed rows; {_REMEDY}")
     if implementation != "sdpa":
         return EAGER if implementation == "eager" else implementation
     text = config.get_text_config()
@@ -58,7 +58,7 @@ def variant(implementation: str, config: Any, device: str, precision: str) -> st
 def windowed(implementation: str, config: Any, device: str, precision: str, longest: int) -> str:
     """The variant of `implementation` for rows of up to `longest` tokens, not packed, if they exceed a window."""
     window = windows.of(config)
-    if window is None or catalog.model_class(config) is None or _obstacle(config):
+    if window is None or catalog.model_class(config) is None or mixes_otherwise(config):
         return implementation
     found = variant(implementation, config, device, precision)
     exceeds = found.startswith(_PACKED) and longest > window + _beyond(found)
@@ -86,19 +86,19 @@ def _row_numbers(positions: torch.Tensor) -> torch.Tensor:
     return numbers
 
 
-def _obstacle(config: Any) -> str | None:
-    """Why packed rows would influence each other in a model, judging by its class; None if `prove` must decide.
+def mixes_otherwise(config: Any) -> str | None:
+    """How a model mixes tokens other than by transformers' attention functions; None if its class does not say.
 
-    A recurrent model carries its state from row to row. Older code, such as that of Bloom, MPT and Falcon, does not
+    A recurrent model carries a state from token to token. Older code, such as that of Bloom, MPT and Falcon, does not
     use transformers' attention registry, or looks into its own table first.
     """
     if (found := catalog.model_class(config)) is None:
         return None
     if catalog.says(found, "_is_stateful"):
-        return "are recurrent and would carry their state from one row into the next"
+        return "are recurrent"
     beside = vars(sys.modules[found.__module__])
     if "ALL_ATTENTION_FUNCTIONS" not in beside or any(name.endswith("ATTENTION_CLASSES") for name in beside):
-        return "do not support packed rows in transformers"
+        return "have attention functions of their own"
     return None
 
 
@@ -109,7 +109,7 @@ def register() -> None:
     from transformers.masking_utils import eager_mask, sdpa_mask
 
     sdpa = _by_row(lambda module: sdpa_attention_forward, lambda length, query: None)
-    eager = _by_row(_eager_of, _causal_mask)
+    eager = _by_row(eager_of, _causal_mask)
     for name, attention, mask in (
         (EACH, sdpa, sdpa_mask), (VARLEN, _varlen(sdpa), sdpa_mask), (EAGER, eager, eager_mask)
     ):  # fmt: skip
@@ -181,7 +181,7 @@ def _causal_mask(length: int, query: torch.Tensor) -> torch.Tensor:
     return windows.additive((at[:, None] - at[None, :] >= 0)[None, None], query.dtype)
 
 
-def _eager_of(module: Any) -> Callable[..., Any]:
+def eager_of(module: Any) -> Callable[..., Any]:
     """The eager attention in the model's own module, with its specifics (soft caps, sinks)."""
     found: Callable[..., Any] = sys.modules[type(module).__module__].eager_attention_forward
     return found

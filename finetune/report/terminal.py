@@ -322,14 +322,16 @@ class Terminal:
 
 def _batching(config: Config, processes: int) -> str:
     """How the rows of a step are divided among ranks and micro-batches."""
-    rows = config.training.batch_size // processes
+    rows = config.training.batch_size // config.distributed.shares(processes)
     if tokens := MicroBatching.of(config.training, config.data).tokens:
         packed = "packed into" if config.data.packing else "in"
         text = f"{rows} rows {packed} micro-batches of at most {words.count(tokens)} tokens"
     else:
         parts = rows // config.training.rows
         text = f"{rows} rows = {parts} micro-batch{'es' if parts > 1 else ''} of {config.training.rows}"
-    return text if processes == 1 else f"{config.training.batch_size} rows over {processes} processes; each {text}"
+    if processes == 1:
+        return text
+    return f"{config.training.batch_size} rows over {config.distributed.named(processes)}; each {text}"
 
 
 def _numel(parameter: Any) -> int:

@@ -118,12 +118,14 @@ def verdict(planned: Forecast | Serving) -> str:
     return f"does NOT fit: {usage}, {size(planned.needed_bytes - planned.budget_bytes)} too much"
 
 
-def sharing(section: Mapping[str, str]) -> str:
+def sharing(section: Mapping[str, Any]) -> str:
     """How ranks share a model, by the values of `distributed`."""
+    context = section.get("context", 1)  # as earlier versions wrote it
+    split = "" if context == 1 else f"; each row split over {context} GPUs"
     if section["kind"] != "fsdp":
-        return "a copy of the model on each GPU (ddp)"
+        return f"a copy of the model on each GPU (ddp){split}"
     where = "in the host memory of each GPU" if section["offload"] == "cpu" else "on each GPU"
-    return f"slices of weights, gradients and optimizer states {where} (fsdp, stage {section['stage']})"
+    return f"slices of weights, gradients and optimizer states {where} (fsdp, stage {section['stage']}){split}"
 
 
 def batch(shape: Batch) -> str:

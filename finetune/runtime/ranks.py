@@ -265,6 +265,11 @@ def summed(values: torch.Tensor) -> torch.Tensor:
     return total
 
 
+def group_of(size: int) -> torch.distributed.ProcessGroup | None:
+    """This rank's group, of so many that follow one another; None for one alone. Every rank must call it."""
+    return torch.distributed.new_subgroups(size, timeout=_TIMEOUT)[0] if size > 1 else None
+
+
 def agree(check: Callable[[list[T]], None], value: T) -> None:
     """Run `check` on the values of all ranks, in rank order; every rank raises what `check` raises."""
     try:

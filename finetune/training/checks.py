@@ -41,13 +41,20 @@ def _check_optimizer(config: Config) -> None:
 def check_shares(config: Config, processes: int | None = None) -> None:
     """Raise ConfigError for a batch that cannot be divided among so many processes, by default the ranks."""
     training, processes = config.training, processes or ranks.world_size()
+    section, context = config.distributed, config.distributed.context
+    if processes % context:
+        raise ConfigError(
+            f"`distributed.context`: {processes} process{'es' if processes > 1 else ''} cannot form groups of "
+            f"{context}; start a multiple of {context} with torchrun (in a plan: --gpus), or set `context: 1`"
+        )
+    shares = section.shares(processes)
     if training.micro_batch_tokens or training.micro_batch == "auto":
-        rows, each = processes, ""
+        rows, each = shares, ""
     else:
-        rows, each = training.rows * processes, f" with `training.micro_batch` {training.rows}"
+        rows, each = training.rows * shares, f" with `training.micro_batch` {training.rows}"
     if training.batch_size % rows:
         raise ConfigError(
-            f"`training.batch_size` {training.batch_size} cannot be split among {processes} processes{each}; "
+            f"`training.batch_size` {training.batch_size} cannot be split among {section.named(processes)}{each}; "
             f"make it a multiple of {rows}"
         )
 

@@ -23,12 +23,22 @@ class Idle(Inputs):
 
 
 class MicroBatches:
-    """Collates this rank's share of rows (`input_ids`, `labels`) into a list of micro-batches."""
+    """Collates this rank's share of rows (`input_ids`, `labels`) into a list of micro-batches.
 
-    def __init__(self, way: MicroBatching, pad_token_id: int, rank: int = 0, world_size: int = 1) -> None:
+    Each `context` ranks in a row have one share, whose rows they split: micro-batches then have `position_ids`, and as
+    many tokens as can be divided among them.
+    """
+
+    def __init__(
+        self, way: MicroBatching, pad_token_id: int, rank: int = 0, world_size: int = 1, context: int = 1
+    ) -> None:
         self.way = way
-        self._rank, self._world_size = rank, world_size
-        self._collate = DataCollatorForLanguageModeling(pad_token_id=pad_token_id, padding_free=way.packed)
+        self._rank, self._world_size = rank // context, world_size // context
+        split = context > 1  # each slice needs its positions
+        self._collate = DataCollatorForLanguageModeling(
+            pad_token_id=pad_token_id, padding_free=way.packed, return_position_ids=split,
+            pad_to_multiple_of=context if split else None,
+        )  # fmt: skip
 
     def __call__(self, rows: Sequence[dict[str, Any]]) -> list[Inputs]:
         shares = [rows[rank :: self._world_size] for rank in range(self._world_size)]

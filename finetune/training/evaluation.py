@@ -48,12 +48,13 @@ def summed_loss(
     *,
     precision: str,
     masked: bool,
+    repeatable: bool = True,
 ) -> torch.Tensor:
     """(sum of the trained tokens' losses in nats, number of trained tokens) over `steps`, float64 (2,), on the device.
 
     A step is a list of micro-batches, as in training; only the two sums are kept. A micro-batch that does not fit is
-    split: `limit` remembers its size, and `on_split` is called with it. `precision` is that of training; with `masked`
-    the model gets the padding mask.
+    split: `limit` remembers its size, and `on_split` is called with it, unless other ranks wait inside of a pass, so
+    that it is not `repeatable`. `precision` is that of training; with `masked` the model gets the padding mask.
 
     `model` must have the head of `objectives.log_probs`. Raises DoesNotFit if a single row does not fit.
     """
@@ -70,7 +71,7 @@ def summed_loss(
                     del parts[0]
                     continue
                 except (MemoryError, RuntimeError) as error:
-                    if not is_out_of_memory(error):
+                    if not is_out_of_memory(error) or not repeatable:
                         raise
                     if not limit.lower(parts[0]):
                         raise DoesNotFit(parts[0], reason(error)) from None
@@ -116,8 +117,6 @@ class Evaluation:
         try:
             sums = self.sums(steps)
         except DoesNotFit as row:
-            if not self.step.repeatable:
-                raise
             too_large = row.inputs
         if too_large := next(filter(None, ranks.gathered(too_large)), None):
             self.skip(too_large)
@@ -140,6 +139,7 @@ class Evaluation:
             self.split,
             precision=self.step.precision,
             masked=self.step.masked,
+            repeatable=self.step.repeatable,
         )
 
 

@@ -34,7 +34,7 @@ def warm_up(step: Step, steps: Steps, retry: Retry, evaluation: Evaluation | Non
     before = dict(monitor.run)
     if step.zero is None:
         _make_states(step)
-    step_rows = steps.batch_size // step.world_size
+    step_rows = steps.batch_size * step.context // step.world_size
     for batch, inputs in _largest(steps.rows, steps, step_rows):
         # With gradient accumulation, gradients of earlier micro-batches exist while later ones run.
         passes = min(2, per_step(step_rows, steps.collate.way, batch))

@@ -58,12 +58,15 @@ class StepCounts:
             tokens += int(inputs["attention_mask"].sum()) if "attention_mask" in inputs else here
         return cls(trained, tokens, positions)
 
-    def of_all_ranks(self, device: torch.device) -> StepCounts:
-        """The sums over all ranks, left on the device. `trained` is at least 1, to be a divisor."""
+    def of_all_ranks(self, device: torch.device, context: int = 1) -> StepCounts:
+        """The sums over all ranks, of which each `context` have the same rows, left on the device.
+
+        `trained` is at least 1, to be a divisor.
+        """
         if ranks.world_size() == 1:
             return StepCounts(max(self.trained, 1), self.tokens, self.positions)
         counts = torch.tensor([self.trained, self.tokens, self.positions], device=device)
-        trained, tokens, positions = ranks.summed(counts)
+        trained, tokens, positions = ranks.summed(counts) // context
         return StepCounts(trained.clamp(min=1), tokens, positions)
 
 

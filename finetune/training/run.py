@@ -6,7 +6,7 @@ import contextlib
 import functools
 import shutil
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from finetune.kernels import compiled, proof
 from finetune.measure import snapshots
 from finetune.measure.monitor import Monitor
 from finetune.measure.out_of_memory import while_writing
-from finetune.model import causality, chat_template, packing, sharding
+from finetune.model import causality, chat_template, context, packing, sharding
 from finetune.model.adapter import casts_by_autocast
 from finetune.model.base import autocast
 from finetune.model.zero import Zero
@@ -103,7 +103,7 @@ def train(job: Job) -> Outcome:
     initial = _keep_initial_adapter(job) if ranks.is_main() else None
     casting = casts_by_autocast(model, config.adapter, config.training.precision)
     tiles = log_probs.tiles(config.memory.loss_tokens)
-    with job.signals.waiting(), libraries.without_cudnn_attention(), casting, tiles:
+    with job.signals.waiting(), libraries.without_cudnn_attention(), casting, tiles, _splitting(job):
         _fit(job, loop)
     callbacks.share()
     progress = loop.progress
@@ -216,22 +216,36 @@ def _step(job: Job, recorder: Recorder, collate: MicroBatches) -> Step:
         seen=recorder.saw,
     )
     step.world_size = ranks.world_size()
+    step.context = job.config.distributed.context
     if STRATEGIES[job.config.distributed.kind].deepspeed:
         step.zero = step.shared = Zero(model, step.optimizer, job.config.distributed, training.max_grad_norm, device)
         step.optimizer, step.local = step.zero.rates, step.zero.local
     elif step.world_size > 1 and not sharding.is_sharded(model):
         replica = Replica(model)
         step.shared, step.local = replica.shared, replica.local
-        step.catch_up = functools.partial(replica.catch_up, step, collate.idle())
+        if step.context == 1:
+            step.catch_up = functools.partial(replica.catch_up, step, collate.idle())
     return step
 
 
 def _steps(job: Job) -> Steps:
     training, rows = job.config.training, job.data.train
     way = MicroBatching.of(training, job.config.data)
-    collate = MicroBatches(way, job.tokenizer.pad_token_id, ranks.rank(), ranks.world_size())
+    collate = MicroBatches(
+        way, job.tokenizer.pad_token_id, ranks.rank(), ranks.world_size(), job.config.distributed.context
+    )
     order = RowOrder(rows["length"][:], training.batch_size, training.seed, training.group_by_length)
     return Steps(rows, order, collate, training.batch_size, on_card=job.device.type == "cuda")
+
+
+@contextlib.contextmanager
+def _splitting(job: Job) -> Iterator[None]:
+    """Split rows over `distributed.context` ranks, of which none then refers to the group that they form."""
+    group = ranks.group_of(job.config.distributed.context)
+    with autocast(job.config.training.precision, job.device):
+        context.prove(job.model, group)
+    with context.split(job.model, group):
+        yield
 
 
 @dataclass(frozen=True)

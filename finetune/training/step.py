@@ -30,9 +30,9 @@ class Step:
 
     With several ranks, `shared` is `model` in DistributedDataParallel, and `local` a context in which gradients are not
     synchronized. `catch_up` takes part in what the other ranks wait for in a step whose pass failed here; where it is
-    None, such a step cannot be repeated. `zero` is DeepSpeed's engine, if that shares the model. With `masked` the
-    model gets the padding mask. `scaler` scales the loss under fp16. `seen` is called after each micro-batch with it,
-    its index and the peak of its backward pass.
+    None, such a step cannot be repeated. Each `context` ranks compute the same rows. `zero` is DeepSpeed's engine, if
+    that shares the model. With `masked` the model gets the padding mask. `scaler` scales the loss under fp16. `seen` is
+    called after each micro-batch with it, its index and the peak of its backward pass.
     """
 
     model: Any
@@ -45,6 +45,7 @@ class Step:
     monitor: Monitor
     shared: Any = None
     world_size: int = 1
+    context: int = 1
     local: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
     catch_up: Callable[[], None] | None = None
     zero: Zero | None = None

@@ -521,6 +521,18 @@ RULES: list[tuple[str, list[str], tuple[str, ...], list[str]]] = [
         ["no checkpoint has"],
         ["adapter.dtype=float32"],
     ),
+    (
+        "distributed.context",
+        ["distributed.kind=deepspeed", "distributed.context=2"],
+        ("split", "`context: 1`"),
+        ["distributed.kind=fsdp"],
+    ),
+    (
+        "kernels.compile",
+        ["kernels.compile=layers", "distributed.context=2"],
+        ("not compiled", "`distributed.context: 1`"),
+        ["kernels.compile=none"],
+    ),
 ]
 
 

@@ -111,9 +111,30 @@ def test_more_ranks_hold_less_and_slices_on_the_host_none() -> None:
         assert host.phases[phase]["allocated_bytes"] < two.phases[phase]["allocated_bytes"]
     assert host.host_bytes > two.host_bytes
     assert four.as_dict()["gpus"] == 4
-    assert four.as_dict()["sharding"] == {"kind": "fsdp", "stage": "weights", "offload": "none"}
+    assert four.as_dict()["sharding"] == {"kind": "fsdp", "stage": "weights", "offload": "none", "context": 1}
     # The files are written once, and hold what all ranks train.
     assert four.disk_bytes == pytest.approx(two.disk_bytes, rel=0.1)
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_ranks_that_split_rows_hold_their_share_of_what_layers_keep(kind: str) -> None:
+    """With as many rows on each rank as without, of which it computes a slice; eight ranks are four groups."""
+
+    def kept(context: int, rows: int) -> dict[str, int]:
+        config = job(distributed__kind=kind, distributed__context=context, training__batch_size=rows)
+        planner = Planner(config, tiny_models.architecture(layers=2), tiny_models.card(), None, 8)
+        return planner.forecast().categories
+
+    whole, split = kept(1, 32), kept(2, 16)
+    assert split["layer_inputs"] * 2 == whole["layer_inputs"] > 0
+    assert split["loss"] < 0.6 * whole["loss"]
+    assert split["base_weights"] == whole["base_weights"]
+
+
+def test_a_number_of_gpus_that_forms_no_groups_is_refused(quick: Quick) -> None:
+    for gpus, said in ((1, "1 process cannot form groups of 2"), (3, "3 processes cannot form groups of 2")):
+        with pytest.raises(ConfigError, match=said):
+            planning.planner_for(quick("distributed.context=2"), "cpu", gpus)
 
 
 def test_a_model_sharded_after_a_forecast_uses_the_connected_ranks() -> None:

@@ -215,7 +215,7 @@ def test_a_model_with_a_table_of_its_own_is_refused_before_it_is_built(subtests:
             config = AutoConfig.for_model(architecture, **SMALL[architecture])
             for decide in (attention.choose, attention.planned):
                 with pytest.raises(
-                    MachineError, match=rf"`data\.packing`: {architecture} models do not support packed rows"
+                    MachineError, match=rf"`data\.packing`: {architecture} models have attention functions of their own"
                 ):
                     decide("auto", config, "cpu", "fp32", packed=True)
 

@@ -122,3 +122,22 @@ def test_ranks_take_turns_at_the_rows_of_a_step_and_have_as_many_micro_batches()
     assert taken == [[[1, 3], [5]], [[2, 4]]]
     assert [len(share) for share in shares] == [2, 2]
     assert isinstance(shares[1][1], Idle)
+
+
+@pytest.mark.parametrize(("packed", "tokens"), [(False, [6, 6]), (True, [8, 8])])
+def test_ranks_that_split_rows_have_the_same_ones_and_as_many_tokens_as_they_can_share(
+    packed: bool, tokens: list[int]
+) -> None:
+    rows = [
+        {name: [number] * length for name in ("input_ids", "labels")} for number, length in enumerate((5, 3, 2, 5), 1)
+    ]
+    way = MicroBatching(2, 16 if packed else None, packed=packed)
+    shares = [MicroBatches(way, PAD, rank, 4, context=2)(rows) for rank in range(4)]
+    for [one], [other] in (shares[:2], shares[2:]):
+        assert {name: str(value) for name, value in one.items()} == {name: str(value) for name, value in other.items()}
+    [first], [second] = shares[0], shares[2]
+    assert [inputs["input_ids"].shape[1] for inputs in (first, second)] == tokens
+    assert [set(inputs["input_ids"].flatten().tolist()) - {PAD} for inputs in (first, second)] == [{1, 3}, {2, 4}]
+    for inputs in (first, second):
+        assert inputs["position_ids"].shape == inputs["input_ids"].shape
+        assert inputs["labels"][inputs["input_ids"] == PAD].eq(IGNORE).all()

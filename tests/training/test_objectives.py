@@ -11,7 +11,9 @@ from steps import assert_gradients_close, gradients, micro_batches, ready
 from torch.nn.functional import cross_entropy
 
 import finetune
+from finetune.errors import ConfigError
 from finetune.objectives import OBJECTIVES, Objective, supervised, trained_tokens, with_balancing
+from finetune.settings import load_config
 
 EXACT = ["quantization.kind=none", "training.precision=fp32", "data.eval=none", "training.eval_every=null",
          "training.batch_size=8", "training.micro_batch=8"]  # fmt: skip
@@ -81,3 +83,15 @@ def test_a_new_objective_is_trained_by_its_name(quick, monkeypatch: pytest.Monke
     usual = finetune.train(quick(*EXACT, run="usual")).run.metrics()[0]["loss"]
     weighted = finetune.train(quick(*EXACT, "training.objective=dynamic", run="new")).run.metrics()[0]["loss"]
     assert 0 < weighted < usual
+
+
+def test_a_loss_given_from_python_is_refused_where_it_would_see_slices_of_rows(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(OBJECTIVES, "python:mine", NEW)  # and so taken back
+
+    def mine(model: Any, batch: Any) -> Any:
+        """Never called."""
+
+    with pytest.raises(ConfigError, match=r"`training.objective`: a loss given from Python would see slices of rows"):
+        load_config({"training": {"objective": mine}, "distributed": {"context": 2}})

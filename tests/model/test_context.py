@@ -1,0 +1,128 @@
+"""Rows split over ranks: as one process computes them, whatever the architecture; others are refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_models
+from transformers import AutoConfig
+
+from finetune.errors import ConfigError
+from finetune.model import context
+
+# Four processes, forked once the libraries are there, compute two padded rows and two packed ones of each model, whole
+# and split, and print the largest differences of losses and of summed gradients, relative to their size.
+SCRIPT = f"""
+import contextlib, json, multiprocessing, os, sys
+sys.path += {[str(tiny_models.ROOT / "tests"), str(tiny_models.ROOT / "tests" / "model")]}
+import torch
+from torch import distributed as dist
+from test_packing import model_of
+from finetune.data.batching import MicroBatching
+from finetune.model import checkpointing, context, packing
+from finetune.objectives import log_probs, supervised
+from finetune.training.collator import MicroBatches, for_model
+
+RANKS, ROWS = 4, [list(range(1, 31)), list(range(20, 40))]
+torch.set_num_threads(1)
+
+def computed(model, batch, group):
+    model.zero_grad()
+    with context.split(model, group), packing.known(batch):
+        total, count = supervised(model, dict(batch))
+        total.backward()
+    return total.detach(), count, [weight.grad.clone() for weight in model.parameters()]
+
+def compare(model, packed, masked, group):
+    collate = MicroBatches(MicroBatching(2, 1000, packed=packed), 0, context=RANKS)
+    batch = for_model(collate.micro_batch([dict(input_ids=row, labels=row) for row in ROWS]), masked=masked)
+    total, count, gradients = computed(model, batch, None)
+    mine, counted, parts = computed(model, batch, group)
+    for part in (mine, counted, *parts):
+        dist.all_reduce(part)
+    assert counted == count
+    off = [float((one - other).abs().max() / other.abs().max().clamp(min=1e-3)) for one, other in zip(parts, gradients)]
+    return float((mine - total).abs() / count), max(off)
+
+def work(rank, jobs):
+    os.environ |= dict(RANK=str(rank), WORLD_SIZE=str(RANKS))
+    dist.init_process_group("gloo")
+    for architecture, attention, packed, masked in jobs:
+        model = model_of(architecture, attention).train()
+        for part in model.modules():
+            if isinstance(part, torch.nn.Dropout):
+                part.p = 0.0
+        log_probs.attach(model)
+        model.gradient_checkpointing_enable(dict(use_reentrant=False))
+        context.prove(model, dist.group.WORLD)
+        found = compare(model, packed, masked, dist.group.WORLD)
+        if rank == 0:
+            print(json.dumps([architecture, attention, packed, masked, *found]), flush=True)
+    dist.destroy_process_group()
+
+jobs, fork = json.loads(sys.argv[1]), multiprocessing.get_context("fork")
+ranks = [fork.Process(target=work, args=(rank, jobs)) for rank in range(RANKS)]
+for rank in ranks:
+    rank.start()
+for rank in ranks:
+    rank.join()
+sys.exit(any(rank.exitcode for rank in ranks))
+"""
+
+# (architecture, attention, packed, with a padding mask)
+JOBS = [
+    ("llama", "sdpa", False, False),  # two heads of keys for four ranks
+    ("llama", "packed_sdpa", True, False),
+    ("llama", "eager", False, True),
+    ("mistral", "sdpa", False, False),  # a window of 5 tokens
+    ("mistral", "packed_sdpa", True, False),
+    ("gemma2", "eager", False, False),  # soft caps, and windows in every other layer
+    ("gemma3_text", "sdpa", False, True),
+    ("gpt2", "sdpa", False, False),  # a table of positions, as many key heads as query heads
+]
+
+
+@pytest.mark.slow
+def test_split_rows_have_the_loss_and_the_gradients_of_whole_ones() -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT, json.dumps(JOBS)],
+        env=os.environ | {"OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        cwd=Path(__file__).resolve().parents[2],
+    )
+    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
+    found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("[")]
+    assert [tuple(row[:4]) for row in found] == JOBS
+    for *job, loss, gradients in found:
+        assert loss < 1e-5, job
+        assert gradients < 1e-4, job
+
+
+def refused(size: int, architecture: str = "llama", **values: Any) -> str:
+    config = AutoConfig.for_model(architecture, **values)
+    context.check(config, 1)
+    with pytest.raises(ConfigError) as refusal:
+        context.check(config, size)
+    return str(refusal.value)
+
+
+def test_models_whose_rows_cannot_be_split_are_refused_before_weights_are_loaded() -> None:
+    uneven = refused(4, num_attention_heads=6, hidden_size=192)
+    assert "4 ranks cannot share 6 attention heads; choose one of 1, 2, 3, 6" in uneven
+    factors = {"rope_type": "longrope", "short_factor": [1.0] * 32, "long_factor": [2.0] * 32, "rope_theta": 1e4}
+    long = refused(2, rope_parameters={**factors, "original_max_position_embeddings": 1024})
+    assert "(`longrope`) depends on the longest row" in long
+    assert "falcon models have attention functions of their own" in refused(2, "falcon")
+    assert "mamba models are recurrent" in refused(2, "mamba")
