@@ -68,7 +68,8 @@ class ModelSection(Section):
     revision: str | None = None
     """Hub branch, tag or commit. Pin a commit to make the run repeatable."""
     weights: Literal["pretrained", "random"] = "pretrained"
-    """`random` builds the architecture with random weights, layer by layer, to measure a job without downloads."""
+    """`random` builds the architecture with random weights, layer by layer, to measure a job without downloads. They
+    are drawn from torch's generator as it stands; `training.seed` does not change them."""
     tokenizer: Place | None = None
     """Tokenizer, if not the model's own: `builtin:tiny-llama`, a local directory or a hub name."""
     rope_scaling: RopeScaling | None = None

@@ -264,7 +264,8 @@ class _Search:
         reasons = {_RECOMPUTED: f"{room:.2f} GiB of the budget are left"}
         if len(self.rows) > 1:
             options = ", ".join(map(str, self.rows))
-            reasons[_ROWS] = f"the fastest of {options}; {accumulation} of them make the global batch"
+            each = "one is the global batch" if accumulation == 1 else f"{accumulation} of them make the global batch"
+            reasons[_ROWS] = f"the fastest of {options}; {each}"
         if self.checkpointing is None and recomputed != "none":
             limit = f"leave less than {self.spare:.0%}" if self.spare else "not fit"
             reasons[_RECOMPUTED] += f"; one layer keeping more would {limit}"

@@ -164,9 +164,9 @@ def _choose_quantization(found: Draft, planner: Planner) -> None:
     )
     usage = f"{words.size(least.needed_bytes)} of {words.size(least.budget_bytes)}"
     if least.needed_bytes <= _LARGEST_SHARE_UNQUANTIZED * least.budget_bytes:
-        found.take("quantization.kind", "none", f"a row takes {usage} with unquantized weights")
+        found.take("quantization.kind", "none", f"with unquantized weights, a step of one row takes {usage}")
     else:
-        found.take("quantization.kind", "nf4", f"a row would take {usage} with unquantized weights")
+        found.take("quantization.kind", "nf4", f"with unquantized weights, a step of one row would take {usage}")
 
 
 def _for(found: Draft, planner: Planner) -> Planner:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -66,10 +67,13 @@ class Comparison:
     def _tables(self) -> dict[str, Any]:
         found = self.as_dict()
         head = ("", *self.runs)
-        differences = found["differences"].items()
+        rows = [
+            (key, *(_as_in_a_file(each[name]) if name in each else "" for name in self.runs))
+            for key, each in found["differences"].items()
+        ]
         return {
             "results": (head, self._results(found["runs"].values())),
-            "settings": (head, [(key, *(str(each.get(name, "")) for name in self.runs)) for key, each in differences]),
+            "settings": (head, rows),
             "unread": [f"{name}: its config is of another version: {why}" for name, why in found["unread"].items()],
         }
 
@@ -119,6 +123,11 @@ class Comparison:
             if key != _NO_DIFFERENCE
             and (len(each) < len(configs) or any(value != next(iter(each.values())) for value in each.values()))
         }
+
+
+def _as_in_a_file(value: Any) -> str:
+    """`true`, `null` and `[a, b]`, as a config has them, not as Python does."""
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
 def compare(runs: Sequence[RunDirectory | str | Path]) -> Comparison:

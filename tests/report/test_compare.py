@@ -69,6 +69,7 @@ def test_a_terminal_shows_a_column_a_run(run: RunDirectory, other: RunDirectory)
     assert ["eval", "loss,", "published", "3.0000", "3.5000"] in lines
     assert ["change", "-25.0%", "-12.5%"] in lines
     assert ["adapter.rank", "16", "4"] in lines
+    assert ["data.train", "builtin:python_docs", '["a.jsonl",', '"b.jsonl"]'] in lines
 
 
 def test_the_page_overlays_the_curves_and_runs_nothing_of_the_runs(

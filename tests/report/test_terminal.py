@@ -203,6 +203,7 @@ def test_finished_tells_the_loss_of_what_is_published_and_where_it_is(log: Log, 
     assert "2,000 tokens/s, 14.3% padding" in log.text
     assert str(run.adapter) in log.text
     assert str(run.merged) not in log.text
+    assert "next     finetune chat " in log.text
 
 
 def test_merged_tells_the_proof(log: Log, run: RunDirectory) -> None:
