@@ -93,5 +93,5 @@ def test_a_loss_given_from_python_is_refused_where_it_would_see_slices_of_rows(
     def mine(model: Any, batch: Any) -> Any:
         """Never called."""
 
-    with pytest.raises(ConfigError, match=r"`training.objective`: a loss given from Python would see slices of rows"):
+    with pytest.raises(ConfigError, match=r"`training\.objective`: a loss given from Python would see slices of rows"):
         load_config({"training": {"objective": mine}, "distributed": {"context": 2}})
