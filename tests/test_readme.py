@@ -183,7 +183,8 @@ def beside_figures() -> list[str]:
         besides = [job["beside"][side] for side in ("trl", "trl-kept")]
         ratios = [beside["ratios"] for beside in besides]
         times = (f"{one['loop_seconds']['median']:.2f} ({one['loop_cpu_seconds']['median']:.2f})" for one in ratios)
-        peaks = (f"{job['resident_bytes'][side] / 2**20:,.0f}" for side in ("finetune", "trl", "trl-kept"))
+        sides = ("finetune", "trl", "finetune-kept", "trl-kept")
+        peaks = (f"{job['resident_bytes'][side] / 2**20:,.0f}" for side in sides)
         apart = max(beside["largest_loss_difference"] for beside in besides)
         lines.append(f"| {name} | {' | '.join(times)} | {' / '.join(peaks)} | {apart:.0e} |")
     return lines
