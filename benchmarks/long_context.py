@@ -31,9 +31,10 @@ WAYS: dict[str, tuple[dict[str, str], bool]] = {
     "fused kernels, tiles, inputs on the host": ({}, True),
     "inputs on the card": ({"memory.offload": "none"}, True),
     "no tiles": ({}, False),
+    "PEFT's modules, tiles": ({"kernels.fused": "off"}, True),
     "PEFT's modules": ({"kernels.fused": "off"}, False),
 }
-"""The config, and it without one of the means each: what is changed in it, and whether a fused MLP takes tiles."""
+"""The config, and it without one of the means each: what is changed in it, and whether the MLP takes tiles."""
 
 LENGTHS = (4096, 8192, 16384, 32768)
 SMALL = {
@@ -72,7 +73,7 @@ def forecast() -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _tiles(tiled: bool) -> Iterator[None]:
-    """Within the block a fused MLP takes a long input in tiles, or none."""
+    """Within the block an MLP takes a long input in tiles, or none."""
     from finetune.kernels import mlp
     from finetune.runtime.libraries import replaced
 

@@ -63,14 +63,25 @@ class Attached:
 def attach(model: Any, fused: str, *, triton: bool = True) -> Attached:
     """Replace what can be replaced in `model`, wrapped by PEFT or not; nothing where `fused` is `off`.
 
+    An MLP that is not replaced takes long inputs in tiles nevertheless.
+
     `triton`: whether its kernels run on the device, if that is a GPU.
     """
-    attached, covered = Attached(), set()
-    if fused == "off":
-        return attached
-    if not triton:
+    attached = Attached()
+    if fused != "off" and triton:
+        _replace(model, attached)
+    elif fused != "off":
         attached.lines.append("kernels: none is fused: Triton does not run here")
-        return attached
+    for layer in checkpointing.layers(model):
+        for module in filter(mlp.has_structure, layer.modules()):
+            mlp.is_recomputed(module, functools.partial(getattr, layer, "gradient_checkpointing"))
+            if module not in attached.replaced["mlp"]:
+                mlp.tile(module)
+    return attached
+
+
+def _replace(model: Any, attached: Attached) -> None:
+    covered: set[nn.Module] = set()
     reasons: dict[str, list[str]] = {}
     for kind, kernel in KERNELS.items():
         for name, module in model.named_modules():
@@ -82,15 +93,10 @@ def attach(model: Any, fused: str, *, triton: bool = True) -> Attached:
             attached.replaced[kind][module] = kernel.replace(module)
             covered.update(kernel.layers(module))
     _give_room(model, attached)
-    for layer in checkpointing.layers(model):
-        for module in layer.modules():
-            if module in attached.replaced["mlp"]:
-                mlp.is_recomputed(module, functools.partial(getattr, layer, "gradient_checkpointing"))
     if experts.is_mixture(model):
         reasons["experts of a mixture"] = ["experts"]
     for reason, names in reasons.items():
         attached.lines.append(f"kernels: `{'`, `'.join(dict.fromkeys(names))}` not fused: {reason}")
-    return attached
 
 
 def _give_room(model: nn.Module, attached: Attached) -> None:

@@ -73,8 +73,32 @@ def replace(module: nn.Module) -> Callable[[], None]:
     return lora.put(module, forward)
 
 
+def tile(module: nn.Module) -> None:
+    """Take a long input in tiles where the MLP is computed by its own code, if that takes each token by itself.
+
+    Not where adapters drop out, by other random numbers for each tile, nor in slices on several ranks.
+    """
+    from torch.distributed.tensor import DTensor
+
+    drops_out = any(isinstance(part, nn.Dropout) and part.p > 0 for part in module.modules())
+    if drops_out or not _activation(module) or any(isinstance(weight, DTensor) for weight in module.parameters()):
+        return
+    plain = module.forward
+
+    def forward(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if args or kwargs or torch.compiler.is_compiling() or not _in_tiles(module, x):
+            computed: Tensor = plain(x, *args, **kwargs)
+            return computed
+        trained = [weight for weight in module.parameters() if weight.requires_grad]
+        handle = _KeptPlain.apply(x, layers(module)[-1].out_features, plain, *trained)
+        in_tiles: Tensor = _PlainTiles.apply(handle, x.detach(), plain)
+        return in_tiles
+
+    lora.put(module, forward)
+
+
 def is_recomputed(module: Any, recomputed: Callable[[], bool]) -> None:
-    """Tell a replaced module how to find out whether its layer is recomputed for the backward pass."""
+    """Tell a module how to find out whether its layer is recomputed for the backward pass."""
     module.recomputed = recomputed
 
 
@@ -158,6 +182,55 @@ class _Tiles(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
         return dy, None, None, None, None
+
+
+class _KeptPlain(torch.autograd.Function):
+    """The same for an MLP computed by its own code, whose graph is made and used again tile by tile."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, outputs: int, plain: Callable[[Tensor], Tensor], *trained: Tensor) -> Tensor:
+        ctx.plain, ctx.trained, ctx.autocast = plain, trained, _autocast(x)
+        ctx.save_for_backward(x)
+        dtype = ctx.autocast["dtype"] if ctx.autocast["enabled"] else x.dtype
+        return x.new_empty((), dtype=dtype).expand(*x.shape[:-1], outputs)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
+        (x,) = ctx.saved_tensors
+        dx, sums = x.new_empty(x.shape), [torch.zeros_like(weight, dtype=torch.float32) for weight in ctx.trained]
+        with torch.enable_grad(), torch.autocast(**ctx.autocast):
+            for x_tile, dy_tile, dx_tile in _tiles(x, dy, dx):
+                given = x_tile.detach().requires_grad_()
+                of_x, *parts = torch.autograd.grad(ctx.plain(given), [given, *ctx.trained], dy_tile)
+                dx_tile.copy_(of_x)
+                for gradient, part in zip(sums, parts, strict=True):
+                    gradient += part
+        return dx, None, None, *(each.to(weight.dtype) for each, weight in zip(sums, ctx.trained, strict=True))
+
+
+class _PlainTiles(torch.autograd.Function):
+    """The values, a tile after the other; their gradient is that of `_KeptPlain`."""
+
+    @staticmethod
+    def forward(ctx: Any, kept: Tensor, x: Tensor, plain: Callable[[Tensor], Tensor]) -> Tensor:
+        y = kept.new_empty(kept.shape)
+        with torch.autocast(**_autocast(x)):
+            for x_tile, y_tile in _tiles(x, y):
+                y_tile.copy_(plain(x_tile))
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
+        return dy, None, None
+
+
+def _autocast(x: Tensor) -> dict[str, Any]:
+    """Autocast as it is now, but for its copies of weights, which would belong to the graph of one tile."""
+    kind = x.device.type
+    enabled, dtype = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
+    return {"device_type": kind, "enabled": enabled, "dtype": dtype, "cache_enabled": False}
 
 
 _LEAST = 2048

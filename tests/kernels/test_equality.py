@@ -247,6 +247,31 @@ def test_tiles_compute_the_same(name: str, kind: str, short_tiles: Counter[str])
     assert short_tiles == {"forward": forward, "backward": 2, "tiles": 5 * (forward + 2)}
 
 
+@pytest.mark.parametrize(
+    ("precision", "changes"),
+    [("fp32", {}), ("bf16", {}), ("fp32", {"adapter__dora": True})],
+    ids=["fp32", "bf16", "dora"],
+)
+def test_tiles_of_an_mlp_that_is_not_fused(precision: str, changes: Any, short_tiles: Counter[str]) -> None:
+    model, job = made("llama", precision=precision, memory__checkpointing="all", **changes)
+    long = {"input_ids": ids(tokens=150), "labels": ids(tokens=150)}
+    plain = step(model, job, **long)
+    kernels.attach(model, "on" if changes else "off")
+    found = step(model, job, **long)
+    assert short_tiles == {"forward": 2, "backward": 2, "tiles": 5 * 4}, "recomputing a layer ends before its MLP"
+    if precision == "fp32":
+        assert_close(found, plain)
+    else:  # sums of tiles are rounded once, and not in the products' order
+        assert float(distances(found, plain).max()) < 2**-6
+
+
+def test_tiles_are_not_taken_where_an_adapter_drops_out(short_tiles: Counter[str]) -> None:
+    model, job = made("llama", memory__checkpointing="all", adapter__dropout=0.1)
+    kernels.attach(model, "off")
+    step(model, job, input_ids=ids(tokens=150), labels=ids(tokens=150))
+    assert not short_tiles
+
+
 def test_a_layer_that_keeps_what_it_computes_takes_no_tiles(short_tiles: Counter[str]) -> None:
     model, job = made("llama", memory__checkpointing="every-2")
     kernels.attach(model, "on")
