@@ -32,10 +32,10 @@ from finetune.training.step import Step
 
 
 class DoesNotFit(OutOfMemoryError):
-    """A single row does not fit into memory; `inputs` is its micro-batch."""
+    """A micro-batch, `inputs`, does not fit into memory and cannot be split, mostly as it is a single row."""
 
     def __init__(self, inputs: Inputs, reason: str) -> None:
-        super().__init__(f"out of memory in an evaluation, at a row of {inputs['input_ids'].numel()} tokens: {reason}")
+        super().__init__(f"out of memory in an evaluation, in {inputs['input_ids'].numel()} positions: {reason}")
         self.inputs = inputs
 
 
@@ -56,7 +56,7 @@ def summed_loss(
     split: `limit` remembers its size, and `on_split` is called with it, unless other ranks wait inside of a pass, so
     that it is not `repeatable`. `precision` is that of training; with `masked` the model gets the padding mask.
 
-    `model` must have the head of `objectives.log_probs`. Raises DoesNotFit if a single row does not fit.
+    `model` must have the head of `objectives.log_probs`. Raises DoesNotFit for what cannot be split.
     """
     limit = limit or oom_retry.Limit()
     was_training = model.training
@@ -71,9 +71,9 @@ def summed_loss(
                     del parts[0]
                     continue
                 except (MemoryError, RuntimeError) as error:
-                    if not is_out_of_memory(error) or not repeatable:
+                    if not is_out_of_memory(error):
                         raise
-                    if not limit.lower(parts[0]):
+                    if not repeatable or not limit.lower(parts[0]):
                         raise DoesNotFit(parts[0], reason(error)) from None
                 oom_retry.release()
                 on_split(parts[0])
@@ -117,6 +117,8 @@ class Evaluation:
         try:
             sums = self.sums(steps)
         except DoesNotFit as row:
+            if not self.step.repeatable:
+                raise
             too_large = row.inputs
         if too_large := next(filter(None, ranks.gathered(too_large)), None):
             self.skip(too_large)
