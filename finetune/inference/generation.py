@@ -265,11 +265,16 @@ class _Generation:
 
 @contextlib.contextmanager
 def _evaluating(model: Any) -> Iterator[None]:
-    """In the block, `model` is in eval mode, without gradients, and attends by the kernels of training."""
-    was_training = model.training
+    """In the block, `model` is in eval mode, without gradients, and attends by the kernels of training.
+
+    A mixture of experts has no balancing loss there, whose mask would be that of the tokens in the KV cache as well.
+    """
+    was_training, config = model.training, model.config.get_text_config()
+    balanced = hasattr(config, "output_router_logits")
+    unbalanced = libraries.replaced(config, "output_router_logits", False) if balanced else contextlib.nullcontext()
     model.eval()
     try:
-        with torch.inference_mode(), libraries.without_cudnn_attention():
+        with torch.inference_mode(), libraries.without_cudnn_attention(), unbalanced:
             yield
     finally:
         model.train(was_training)

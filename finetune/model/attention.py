@@ -67,7 +67,7 @@ def _for_rows(implementation: str, config: Any, device: str, precision: str, pac
 
     if packed:
         return packing.variant(implementation, config, device, precision)
-    return packing.windowed(implementation, config, device, precision, longest)
+    return packing.windowed(implementation, config, device, precision, longest) if longest else implementation
 
 
 def _flash(

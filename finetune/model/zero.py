@@ -64,6 +64,7 @@ class Zero:
         self._groups = [list(group["params"]) for group in optimizer.param_groups]
         self._optimizer = optimizer
         groups = list(optimizer.param_groups)
+        self._linear = nn.functional.linear
         self._disk = None
         if section.nvme_path:
             with ranks.agreeing():
@@ -199,6 +200,7 @@ class Zero:
     def close(self) -> None:
         """End the engine, before the process group is destroyed, or with that of one process."""
         self._engine.destroy()
+        nn.functional.linear = self._linear  # DeepSpeed 0.19 leaves one of its own there, for the whole process
         if self._disk:
             self._disk.close()
         if ranks.world_size() == 1:

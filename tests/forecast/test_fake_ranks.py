@@ -111,7 +111,13 @@ def test_more_ranks_hold_less_and_slices_on_the_host_none() -> None:
         assert host.phases[phase]["allocated_bytes"] < two.phases[phase]["allocated_bytes"]
     assert host.host_bytes > two.host_bytes
     assert four.as_dict()["gpus"] == 4
-    assert four.as_dict()["sharding"] == {"kind": "fsdp", "stage": "weights", "offload": "none", "context": 1}
+    assert four.as_dict()["sharding"] == {
+        "kind": "fsdp",
+        "stage": "weights",
+        "offload": "none",
+        "nvme_path": None,
+        "context": 1,
+    }
     # The files are written once, and hold what all ranks train.
     assert four.disk_bytes == pytest.approx(two.disk_bytes, rel=0.1)
 

@@ -22,8 +22,8 @@ from finetune.report.terminal import Terminal
 from finetune.storage.files import write_json
 from finetune.storage.rundir import RunDirectory
 
-_PROOF = {"rows": 8, "tokens": 1234, "error": 0.0025, "bound": 0.011, "effect": 0.31, "agreement": 0.9951,
-          "compared_with": "base plus adapter"}  # fmt: skip
+_PROOF = {"rows": 8, "tokens": 1234, "rows_of": "the rows", "error": 0.0025, "bound": 0.011, "effect": 0.31,
+          "agreement": 0.9951, "compared_with": "base plus adapter"}  # fmt: skip
 _EVALUATION: Any = {
     "steps": 1000, "interval": "How.", "notes": ["One note."], "settings": {},
     "measures": [{"name": "perplexity", "better": "lower", "rows": 8, "models": {
