@@ -83,7 +83,7 @@ class Planner:
             # Without flash attention, heads that share keys take PyTorch's plain products, scores and all.
             shared = getattr(self.architecture.get_text_config(), "num_key_value_heads", None)
             if shared not in (None, self.architecture.get_text_config().num_attention_heads):
-                implementation = packing.EAGER if batch.packed else "eager"
+                implementation = packing.eager_like(implementation)
         trace = trace_step(config, self.architecture, batch, evaluation, device, implementation, self.gpus)
         return replay.make(
             trace,

@@ -20,6 +20,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from torch import distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
@@ -237,6 +238,9 @@ class Recorder(TorchDispatchMode):
             self._run().work.copied_bytes += sizes[0]
         if name in _COLLECTIVES:
             self._run().work.sent_bytes += abs(args[0].nbytes - args[1].nbytes)
+        if name == "c10d::alltoall_base_":  # all but the part that stays here
+            size = dist.ProcessGroup.unbox(args[2]).size()
+            self._run().work.sent_bytes += args[1].nbytes * (size - 1) // size
         scratch = [self._open(size, "workspace") for size in sizes]
         out = func(*args, **kwargs)
         outputs = list(flat(out))

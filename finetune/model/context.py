@@ -69,6 +69,7 @@ def split(model: Any, group: ProcessGroup | None) -> Iterator[None]:
     if group is None:
         yield
         return
+    from transformers import masking_utils
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -81,7 +82,12 @@ def split(model: Any, group: ProcessGroup | None) -> Iterator[None]:
         if not fused_lm_head:
             return plain(*args, **batch)
         mask = _of_whole_rows(make_mask, batch.get("attention_mask"), group.size())
-        with _local(ALL_MASK_ATTENTION_FUNCTIONS, name, mask):
+        find, places = masking_utils.find_packed_sequence_indices, batch["position_ids"]
+        with (
+            _local(ALL_MASK_ATTENTION_FUNCTIONS, name, mask),
+            # A mask of whole rows asks for the packed row of each token, which those of a slice do not tell.
+            replaced(masking_utils, "find_packed_sequence_indices", lambda _: find(places)),
+        ):
             return plain(*args, fused_lm_head=True, row_group=group, **_mine(batch, group))
 
     # transformers has no eager attention in its table, where it would be each model's own.

@@ -65,6 +65,13 @@ def windowed(implementation: str, config: Any, device: str, precision: str, long
     return found.replace(_PACKED, WINDOWED) if exceeds else implementation
 
 
+def eager_like(name: str) -> str:
+    """Eager attention for the same rows: packed, longer than a window, or neither."""
+    if name.startswith(WINDOWED):
+        return EAGER.replace(_PACKED, WINDOWED)
+    return EAGER if name.startswith(_PACKED) else "eager"
+
+
 def _beyond(name: str) -> int:
     """By how many tokens rows may exceed a window and still get transformers' mask, of which the band is no smaller."""
     return 0 if name == VARLEN else windows.BLOCK

@@ -61,6 +61,7 @@ class Zero:
     ) -> None:
         self._deepspeed = _imported(device)
         self.module = model
+        self._device = device
         self._groups = [list(group["params"]) for group in optimizer.param_groups]
         self._optimizer = optimizer
         groups = list(optimizer.param_groups)
@@ -110,7 +111,8 @@ class Zero:
         Where it is not finite, DeepSpeed drops the gradients and updates nothing.
         """
         self._engine.step()
-        return torch.as_tensor(self._engine.get_global_grad_norm())
+        # A number, not a tensor on the device, where the update was dropped.
+        return torch.as_tensor(self._engine.get_global_grad_norm(), device=self._device)
 
     # -- state ---------------------------------------------------------------------------------------------------------
 
@@ -291,7 +293,8 @@ class Disk:
         needed = 16 * trained * int(os.environ.get("LOCAL_WORLD_SIZE", "1")) // ranks.world_size()
         try:
             for left in root.glob("finetune-*"):
-                with contextlib.suppress(FileNotFoundError, BlockingIOError), open(left / "lock") as lock:
+                # Not those in use, nor another user's.
+                with contextlib.suppress(OSError), open(left / "lock") as lock:
                     fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                     shutil.rmtree(left)
             self.path = Path(tempfile.mkdtemp(prefix="finetune-", dir=root))

@@ -113,7 +113,10 @@ def train(job: Job) -> Outcome:
             f"{progress.without_gain} evaluations. To continue, raise or remove `training.early_stopping`"
         )
     whole = None
-    if loop.step.cut and not callbacks.failed and not any(ranks.gathered(job.signals.name)):
+    # A signal that another rank alone received ends this one too, which cannot publish without it.
+    ended_by = next(filter(None, ranks.gathered(job.signals.name)), None) if loop.step.cut else None
+    job.signals.take_stop(ended_by)
+    if loop.step.cut and not callbacks.failed and not ended_by:
         _load_best(job, ranks.main_does(lambda: _best_checkpoint(job, progress)))
         whole = whole_weights(model)
     # The DDP model references the process group and must not be the last to do so: its destructor would join the

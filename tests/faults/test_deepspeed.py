@@ -9,6 +9,7 @@ import signal
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -117,6 +118,20 @@ def test_an_update_that_is_not_finite_is_skipped(quick: Callable[..., Config], m
         assert weights(found).keys() == weights(expected).keys()
         for name, tensor in weights(expected).items():
             torch.testing.assert_close(weights(found)[name], tensor, rtol=0, atol=1e-5)
+
+
+def test_the_norm_of_a_dropped_update_is_on_the_device() -> None:
+    """Beside the loss, with which it is read."""
+    engine: Any = zero.Zero.__new__(zero.Zero)
+    engine._engine = SimpleNamespace(step=lambda: None, get_global_grad_norm=lambda: math.inf)
+    engine._device = torch.device("meta")
+    assert engine.step().device.type == "meta"
+
+
+def test_what_another_user_left_on_a_disk_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "finetune-other").write_text("not a directory, as one that cannot be entered is none to us")
+    zero.Disk(str(tmp_path), 1).close()
+    assert [path.name for path in tmp_path.iterdir()] == ["finetune-other"]
 
 
 def built(name: str) -> bool:

@@ -137,6 +137,14 @@ def test_ranks_that_split_rows_hold_their_share_of_what_layers_keep(kind: str) -
     assert split["base_weights"] == whole["base_weights"]
 
 
+def test_ranks_that_split_rows_count_what_they_exchange() -> None:
+    """In the backward pass as much as in the forward pass, and two of two ranks half of what they have."""
+    architecture = tiny_models.architecture(layers=2)
+    found = tiny_models.trace(job(distributed__kind="ddp", distributed__context=2), architecture, world_size=2)
+    forward, backward = (found.work((phase,)).sent_bytes for phase in ("forward", "backward"))
+    assert backward >= forward > 0
+
+
 def test_a_number_of_gpus_that_forms_no_groups_is_refused(quick: Quick) -> None:
     for gpus, said in ((1, "1 process cannot form groups of 2"), (3, "3 processes cannot form groups of 2")):
         with pytest.raises(ConfigError, match=said):

@@ -131,3 +131,11 @@ def test_only_rows_that_exceed_a_window_are_taken_apart(subtests: pytest.Subtest
         with subtests.test(architecture=architecture, given=given, device=device, longest=longest):
             config = AutoConfig.for_model(architecture, **{**SHARED, **ARCHITECTURES[architecture]})
             assert packing.windowed(given, config, device, "bf16", longest) == found
+
+
+@pytest.mark.parametrize(
+    ("name", "eager"),
+    [("sdpa", "eager"), ("packed_sdpa_varlen", packing.EAGER), (EACH, EAGER), (VARLEN, EAGER)],
+)
+def test_a_forecast_without_flash_attention_keeps_blocks(name: str, eager: str) -> None:
+    assert packing.eager_like(name) == eager
