@@ -123,6 +123,8 @@ def family(config: Any) -> Family:
     kind = (rope := _rope(config))["rope_type"]
     if kind not in _SCALINGS or (kind == "yarn" and (found.arch == "phi3" or rope.keys() & _YARN)):
         why = f"scales its rotary embedding by `{kind}`, which is not written here"
+    elif kind == "llama3" and found.arch != "llama":  # the one architecture that reads its factors
+        why = "scales its rotary embedding by `llama3`"
     if why:
         raise ConfigError(f"this `{config.model_type}` model {why}, which llama.cpp's `{found.arch}` cannot express")
     return found

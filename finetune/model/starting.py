@@ -75,7 +75,9 @@ def check(base: Any, section: AdapterSection) -> None:
         other["init_lora_weights"] = found["init_lora_weights"]
     if unknown := [f"`{name}: {_shown(other[name])}`" for name in other if name not in _KEYS]:
         raise ConfigError(f"{what} has {', '.join(unknown)}, which has no counterpart here; merge it into its base")
-    to_set = [f"`adapter.{_KEYS[name]}: {_shown(value)}`" for name, value in other.items()]
+    # PEFT's null for no modules is no list to a config.
+    values = {name: [] if value is None else value for name, value in other.items()}
+    to_set = [f"`adapter.{_KEYS[name]}: {_shown(value)}`" for name, value in values.items()]
     theirs = weight_files.shapes(folder / adapter.WEIGHTS)
     ours = {name: list(weight.shape) for name, weight in adapter.weights(adapted).items()}
     if _layers(theirs) != _layers(ours):

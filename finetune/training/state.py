@@ -54,8 +54,18 @@ def save_weights(model: Any, folder: Path, **arguments: Any) -> None:
     if hasattr(model, "peft_config"):
         # "auto" would ask the hub whether the vocabulary was resized; `extra_modules` says what else is trained.
         model.save_pretrained(str(folder), save_embedding_layers=False, **arguments)
+        _keep_order_of_ranks(folder / adapter.CONFIG, model.peft_config["default"].rank_pattern)
     else:
         model.save_pretrained(str(folder), **arguments)
+
+
+def _keep_order_of_ranks(file: Path, ranks: dict[str, int]) -> None:
+    """PEFT writes sorted keys (peft 0.21), but of those that match a layer it takes the first when it loads."""
+    if len(ranks) < 2:
+        return
+    values = json.loads(file.read_text(encoding="utf-8"))
+    values["rank_pattern"] = {key: values["rank_pattern"][key] for key in ranks}
+    file.write_text(json.dumps(values, indent=2), encoding="utf-8")
 
 
 def whole_weights(model: Any) -> dict[str, torch.Tensor]:

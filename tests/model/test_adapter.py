@@ -1,13 +1,17 @@
 """Adapters: what is trained, how it starts, and what is said when it cannot be."""
 
+from pathlib import Path
+
 import pytest
 import torch
+from peft import PeftModel
 
 from finetune.config import AdapterSection, MemorySection, ModelSection, QuantizationSection
 from finetune.errors import ConfigError
 from finetune.model import attention, checkpointing
 from finetune.model.adapter import attach, casts_by_autocast, check_rank, set_trained_dtype
 from finetune.model.base import load_architecture, load_base
+from finetune.training import state
 
 CPU = torch.device("cpu")
 BASE = "builtin:tiny-llama"
@@ -68,6 +72,13 @@ def test_ranks_by_name_and_pattern_of_which_the_first_counts() -> None:
     found = [(layers[n].self_attn.q_proj.r, layers[n].mlp.up_proj.r) for n in (0, 1, 2)]
     assert found == [({"default": 6}, {"default": rest}) for rest in (2, 2, 4)]
     assert layers[0].mlp.up_proj.scaling == {"default": 8 / 2}, "alpha is the same for all"
+
+
+def test_peft_reads_the_ranks_of_a_saved_adapter_in_their_order(tmp_path: Path) -> None:
+    section = AdapterSection(rank=4, ranks={"q_proj": 6, "layers[.](0|1)[.].*": 2})
+    state.save_weights(attach(base(), section, BASE, seed=1), tmp_path)
+    read = PeftModel.from_pretrained(base(), str(tmp_path))
+    assert read.base_model.model.model.layers[0].self_attn.q_proj.r == {"default": 6}
 
 
 def test_a_rank_that_no_adapted_layer_has_names_the_candidates() -> None:

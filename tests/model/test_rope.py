@@ -96,6 +96,15 @@ def test_a_gguf_file_carries_it(kind: str, tmp_path: Path) -> None:
     assert read.get("rope.scaling.original_context_length") == (original if kind == "yarn" else None)
 
 
+def test_llama_cpp_reads_the_factors_of_llama3_for_llama_alone() -> None:
+    shape = bench.SHAPES["qwen2.5"]
+    config = bench.architecture(
+        bench.Shape(shape.tokenizer, {**shape.fields, "rope_parameters": bench._LLAMA3_ROPE}), 600
+    )
+    with pytest.raises(ConfigError, match="scales its rotary embedding by `llama3`"):
+        gguf_model.family(config)
+
+
 def test_the_commands_that_serve_an_adapter_scale_the_base() -> None:
     job = adapter_export.Job(RunDirectory("x"), Config(model=section("yarn")), None, [], "", None, "", None, None)  # type: ignore[arg-type]
     overrides = adapter_export._overrides(job)

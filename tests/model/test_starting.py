@@ -52,6 +52,12 @@ def test_all_the_keys_that_an_adapter_needs_are_named_at_once(saved: Path) -> No
         starting.check(base(), AdapterSection(start_from=str(saved)))
 
 
+def test_no_extra_modules_are_named_as_a_config_has_them(saved: Path) -> None:
+    section = THEIRS.model_copy(update={"start_from": str(saved), "extra_modules": ["norm"]})
+    with pytest.raises(ConfigError, match=r"set `adapter.extra_modules: \[\]`$"):
+        starting.check(base(), section)
+
+
 @pytest.mark.parametrize(
     ("settings", "why"),
     [
