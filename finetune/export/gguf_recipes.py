@@ -1,8 +1,9 @@
 """K-quants: what type llama.cpp's recipes give a tensor, and the quantization itself, by llama.cpp's own function.
 
 The `gguf` package reads these types and does not write them; the `xllamacpp` wheel exports ggml's function that does.
-The recipes are those of `llama-quantize` without an importance matrix (src/llama-quant.cpp of b10605). Files of Llama,
-Qwen 2.5, Qwen 3, Gemma 2 and Phi 4 were equal to those of `llama_model_quantize` (b11739) in the bytes of all tensors.
+The recipes are those of `llama-quantize` without an importance matrix (src/llama-quant.cpp of b10605). Small files of
+every family were equal to those that `llama_model_quantize` (b11739) makes from a bfloat16 file, in the bytes of all
+tensors; the rule for 80 layers was read, not run.
 """
 
 from __future__ import annotations
