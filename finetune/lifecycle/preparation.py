@@ -96,7 +96,7 @@ def _started_from(
     if then and base and then != base:
         raise ConfigError(
             f"`adapter.start_from`: {adapter.start_from} was trained on another base than {model.name} as it is here; "
-            "set `model.name` and `model.revision` to its own"
+            "set `model.name`, `model.revision` and `model.rope_scaling` to its own"
         )
     if not then and (named := starting.trained_on(adapter)) != model.name:
         note(f"{adapter.start_from} names {named or 'no model'} as its base; that it is {model.name} cannot be checked")

@@ -81,7 +81,8 @@ def write(run: RunDirectory, contents: Contents) -> Path:
             for name, tensors in contents.tensors.items():
                 files[name] = _write(folder / name, _safetensors(tensors))
             for name, value in contents.values.items():
-                files[name] = _write(folder / name, [_json(value)])
+                # In the order given: of an adapter's `rank_pattern`, PEFT takes the first that matches.
+                files[name] = _write(folder / name, [json.dumps(value, indent=1).encode()])
             manifest = {"format": _FORMAT, "step": contents.step, "files": files, "made_with": contents.made_with}
             _write(folder / MANIFEST, [_json({**manifest, "sha256": _sha256(_json(manifest))})])
         write_text(run.checkpoints / LATEST, target.name + "\n")
