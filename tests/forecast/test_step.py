@@ -231,7 +231,8 @@ def test_memory_and_work_grow_in_proportion_to_a_row_longer_than_its_windows(whe
         )
         return max(live), trace.work(["forward"]).flops, trace.work(["backward"]).flops
 
-    short, middle, long = (traced(tokens) for tokens in (2048, 4096, 8192))
+    # Shorter than what the MLP takes in tiles.
+    short, middle, long = (traced(tokens) for tokens in (2048, 3072, 5120))
     for one, two, four in zip(short, middle, long, strict=True):
         assert four - two == pytest.approx(2 * (two - one), rel=0.03)
 
