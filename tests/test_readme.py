@@ -379,10 +379,13 @@ def test_results_within_the_bounds_that_are_claimed() -> None:
     }
     assert "Two settings are more than 0.5% under: small mixtures" in page("docs/benchmarks.md")
     assert results("forecast_speed")["passed"]
-    for job in results("beside_peers_cpu")["jobs"].values():
-        if "training.precision=fp32" in job["settings"]:
-            assert all(beside["equal"] and beside["small"] for beside in job["beside"].values())
-            assert job["beside"]["trl-kept"]["fast"]
+    jobs = results("beside_peers_cpu")["jobs"].items()
+    in_float32 = {name: job["beside"] for name, job in jobs if "training.precision=fp32" in job["settings"]}
+    for name, beside in in_float32.items():
+        assert all(one["equal"] and one["small"] for one in beside.values())
+        assert beside["trl-kept"]["fast"]
+        assert beside["trl"]["fast"] is (name != "110M"), "the page of benchmarks says that 110M misses the aim"
+    assert "misses the aim of 0.7 beside TRL's default" in page("docs/benchmarks.md")
     assert results("batching")["passed"]
     assert results("batching")["padding"]["packed"]["fill"] >= 0.98
     assert results("preparation")["ratio"]["median"] >= 2

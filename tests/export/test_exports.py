@@ -366,6 +366,9 @@ def test_ollama_reads_stops_and_white_space_as_they_are() -> None:
 
 # -- the card and the hub --------------------------------------------------------------------------------------------
 
+PROOF = {
+    "rows": 8, "tokens": 379, "rows_of": "the rows", "error": 0.008, "bound": 0.02, "effect": 0.4, "agreement": 0.98,
+}  # fmt: skip
 BASE_CARD = "---\nlicense: llama3.1\nlicense_name: llama3.1\nlicense_link: https://example.org/LICENSE\n---\n# Base\n"
 
 
@@ -376,16 +379,7 @@ def test_the_card_inherits_the_licence_and_has_what_was_measured(
     monkeypatch.setattr("huggingface_hub.hf_hub_download", lambda *_, **__: str(tmp_path / "README.md"))
     config = run.config().changed({"model.name": "meta-llama/Llama-3.1-8B", "data.train": "tatsu-lab/alpaca"})
     before = next(line["eval_loss"] for line in run.metrics() if "eval_loss" in line)
-    proof = {
-        "rows": 8,
-        "tokens": 379,
-        "rows_of": "the rows",
-        "error": 0.008,
-        "bound": 0.02,
-        "effect": 0.4,
-        "agreement": 0.98,
-    }
-    record = {"format": "gguf", "type": "f16", "compared_with": "x", "not_proven": ["Ollama was not run"], **proof}
+    record = {"format": "gguf", "type": "f16", "compared_with": "x", "not_proven": ["Ollama was not run"], **PROOF}
     config = config.changed({"adapter.targets": [".*[.](q|v)_proj"], "optimizer.lora_plus": 16.0})
     text = card.model_card(run, config, record, "one GGUF file")
     for expected in (
@@ -413,16 +407,7 @@ def test_a_card_without_a_base_on_the_hub_asks_nothing_and_names_no_folder(
 ) -> None:
     monkeypatch.setattr("huggingface_hub.hf_hub_download", lambda *_, **__: pytest.fail("asked the hub"))
     config = run.config().changed({"model.name": str(tiny_base), "data.train": ["python:1f2e", "rows.jsonl"]})
-    proof = {
-        "rows": 8,
-        "tokens": 379,
-        "rows_of": "the rows",
-        "error": 0.008,
-        "bound": 0.02,
-        "effect": 0.4,
-        "agreement": 0.98,
-    }
-    text = card.model_card(run, config, {"format": "merged", **proof}, "safetensors")
+    text = card.model_card(run, config, {"format": "merged", **PROOF}, "safetensors")
     assert str(tiny_base) not in text
     assert "was trained on rows given in Python (hash 1f2e), `rows.jsonl`." in text
     assert "tiny-llama, fine-tuned" in text
