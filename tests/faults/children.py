@@ -179,7 +179,8 @@ def _finetune() -> Any:
 
     def main(arguments: list[str]) -> None:
         if arguments[0] == "save":
-            cli._run(lambda: _save(*arguments[1:]), debug=False)
+            with cli.told():
+                _save(*arguments[1:])
         else:
             cli.app(arguments, prog_name="finetune")
 
