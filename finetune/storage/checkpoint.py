@@ -11,7 +11,6 @@ import hashlib
 import json
 import os
 import shutil
-import struct
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -34,11 +33,6 @@ _FORMAT = 1
 _PICKLES = (".pt", ".pth", ".bin", ".pkl", ".pickle", ".ckpt")
 _MANIFEST_BYTES = 2**22
 _PART_BYTES = 2**20
-_TYPES = {
-    torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.float64: "F64", torch.uint8: "U8",
-    torch.int8: "I8", torch.int16: "I16", torch.int32: "I32", torch.int64: "I64", torch.bool: "BOOL",
-}  # fmt: skip
-"""Names of torch's dtypes in safetensors files."""
 # Allowance for the JSON files, the manifest and the directory itself, a few KiB.
 _SMALL_FILES_BYTES = 2**20
 
@@ -119,16 +113,8 @@ def _safetensors(tensors: dict[str, torch.Tensor]) -> list[bytes | memoryview]:
     The library copies, and holds the GIL meanwhile (safetensors 0.8, `serialize`).
     """
     held = sorted(tensors.items(), key=lambda item: (-item[1].itemsize, item[0]))  # each aligned to its item size
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    place = 0
-    for name, tensor in held:
-        offsets = [place, place + tensor.nbytes]
-        header[name] = {"dtype": _TYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": offsets}
-        place += tensor.nbytes
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    numbers = [memoryview(tensor.reshape(-1).view(torch.uint8).numpy()) for _, tensor in held]
-    return [struct.pack("<Q", len(text)) + text, *numbers]
+    layout = weight_files.Layout({name: (tensor.dtype, tensor.shape) for name, tensor in held})
+    return [layout.header, *(memoryview(tensor.reshape(-1).view(torch.uint8).numpy()) for _, tensor in held)]
 
 
 def _write(file: Path, pieces: Sequence[bytes | memoryview]) -> dict[str, Any]:
