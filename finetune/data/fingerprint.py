@@ -94,8 +94,7 @@ def check_base(section: ModelSection, now: str | None, folder: Path, note: Calla
 
 def saved_in(folder: Path) -> records.Fingerprint | None:
     """The fingerprint saved in `folder`, or None. Raises ArtifactError for a damaged file."""
-    file = folder / _FILE
-    return records.read(file, records.FINGERPRINT) if records.exists(file) else None
+    return records.find(folder / _FILE, records.FINGERPRINT)
 
 
 def _digits(identity: str) -> str:

@@ -105,8 +105,7 @@ def _records(run: RunDirectory) -> Iterator[Finding]:
     }
     for file, shape in shapes.items():
         try:
-            if records.exists(file):
-                records.read(file, shape)
+            records.find(file, shape)
         except ArtifactError as error:
             yield Finding(file.name, "error", str(error), "delete it; the next start, merge or eval writes it again")
 

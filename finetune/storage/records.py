@@ -425,6 +425,11 @@ def read(path: Path, shape: TypeAdapter[T]) -> T:
         ) from None
 
 
+def find(path: Path, shape: TypeAdapter[T]) -> T | None:
+    """The validated value of a JSON file, as `read`; None if it does not exist."""
+    return read(path, shape) if exists(path) else None
+
+
 def read_lines(path: Path, shape: TypeAdapter[Any]) -> Lines:
     """The lines of a .jsonl file; none if it does not exist. Raises ArtifactError if it cannot be read."""
     if not exists(path):

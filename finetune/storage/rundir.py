@@ -233,30 +233,27 @@ class RunDirectory:
 
     def answers(self) -> list[Answer]:
         """The held-out questions and their answers, if any. Raises ArtifactError."""
-        return records.read(self.answers_file, records.ANSWERS) if records.exists(self.answers_file) else []
+        return records.find(self.answers_file, records.ANSWERS) or []
 
     def evaluation(self) -> Evaluation | None:
         """What `finetune eval` last measured, if it did. Raises ArtifactError."""
-        file = self.eval_file
-        return records.read(file, records.EVALUATION) if records.exists(file) else None
+        return records.find(self.eval_file, records.EVALUATION)
 
     def environment(self) -> Environment | None:
         """The environment of the last start, if recorded. Raises ArtifactError."""
-        file = self.environment_file
-        return records.read(file, records.ENVIRONMENT) if records.exists(file) else None
+        return records.find(self.environment_file, records.ENVIRONMENT)
 
     def data_facts(self) -> DataFacts | None:
         """The data in numbers and its first rows, if recorded. Raises ArtifactError."""
-        return records.read(self.facts_file, records.DATA) if records.exists(self.facts_file) else None
+        return records.find(self.facts_file, records.DATA)
 
     def forecast(self) -> Forecast | None:
         """The forecast, and at the end what was measured, if there is one. Raises ArtifactError."""
-        return records.read(self.forecast_file, records.FORECAST) if records.exists(self.forecast_file) else None
+        return records.find(self.forecast_file, records.FORECAST)
 
     def merge_proof(self) -> MergeProof | None:
         """How closely the merged model matches the trained one, if there is one. Raises ArtifactError."""
-        file = self.merged / "merge.json"
-        return records.read(file, records.MERGE_PROOF) if records.exists(file) else None
+        return records.find(self.merged / "merge.json", records.MERGE_PROOF)
 
     @property
     def is_merged(self) -> bool:
