@@ -21,30 +21,22 @@ from finetune.training.state import snapshot
 from finetune.training.step import Step
 
 
-class _Writer:
-    """Writes one checkpoint at a time in a thread, and raises its errors in the training thread.
+class Checkpoints:
+    """Saves the training state while training continues: one checkpoint at a time is written in a thread.
 
-    `keep` is the number of intact checkpoints to keep; `verified` are known to be intact. `saved` is called in the
-    training thread with each that was written.
+    `keep` is the number of intact checkpoints to keep; `verified` are known to be intact. `made_with`, the origin, is
+    written into each manifest. `saved` is called in the training thread with each that is complete, at the next `wait`.
     """
 
-    def __init__(self, run: RunDirectory, keep: int, verified: Iterable[Path], saved: Callable[[Path], None]) -> None:
-        self._run = run
-        self._keep = keep
-        self._verified = set(verified)
-        self._saved = saved
-        self._written: Path | None = None
+    def __init__(
+        self, step: Step, schedule: Any, run: RunDirectory, monitor: Monitor, *, keep: int, made_with: dict[str, Any],
+        verified: Iterable[Path] = (), saved: Callable[[Path], None] = lambda path: None,
+    ) -> None:  # fmt: skip
+        self._step, self._schedule, self._run, self._monitor = step, schedule, run, monitor
+        self._keep, self._made_with, self._verified, self._saved = keep, made_with, set(verified), saved
         self._thread: threading.Thread | None = None
+        self._written: Path | None = None
         self._error: BaseException | None = None
-
-    def start(self, contents: Contents, best_step: int | None, held_seconds: float, peak: Peak) -> None:
-        """Start writing `contents`, after waiting for the previous checkpoint."""
-        self.wait()
-        # A daemon thread, so that a second Ctrl-C ends the process at once; an unfinished save does no harm.
-        self._thread = threading.Thread(
-            target=self._save, args=(contents, best_step, held_seconds, peak), name="save", daemon=True
-        )
-        self._thread.start()
 
     def wait(self) -> None:
         """Wait until nothing is being written. Raises MachineError or NumbersError if writing failed."""
@@ -57,54 +49,6 @@ class _Writer:
             raise error
         if written:
             self._saved(written)
-
-    def _save(self, contents: Contents, best_step: int | None, held_seconds: float, peak: Peak) -> None:
-        started = time.perf_counter()
-        try:
-            with while_writing(self._run.checkpoint(contents.step)):
-                written = checkpoint.write(self._run, contents)
-            self._verified.add(written)
-            seconds = held_seconds + time.perf_counter() - started
-            self._run.event(
-                "saved", step=contents.step, seconds=round(seconds, 3), held_seconds=round(held_seconds, 3), memory=peak
-            )
-            checkpoint.prune(self._run, self._keep, best_step, self._verified)
-            self._written = written
-        except OSError as error:
-            self._error = MachineError(f"checkpoints in {self._run.checkpoints}: {error}")
-        except BaseException as error:
-            self._error = error
-
-
-class Checkpoints:
-    """Saves the training state while training continues. `made_with`, the origin, is written into each manifest.
-
-    `keep` is the number of intact checkpoints to keep; `verified` are known to be intact. `saved` is called with each
-    that is complete, at the next `wait`.
-    """
-
-    def __init__(
-        self,
-        step: Step,
-        schedule: Any,
-        run: RunDirectory,
-        monitor: Monitor,
-        *,
-        keep: int,
-        made_with: dict[str, Any],
-        verified: Iterable[Path] = (),
-        saved: Callable[[Path], None] = lambda path: None,
-    ) -> None:
-        self._step = step
-        self._schedule = schedule
-        self._run = run
-        self._monitor = monitor
-        self._made_with = made_with
-        self._writer = _Writer(run, keep, verified, saved)
-
-    def wait(self) -> None:
-        """Wait until nothing is being written. Raises MachineError or NumbersError if writing failed."""
-        self._writer.wait()
 
     def save(self, progress: Progress) -> None:
         """Copy the state to host memory; it is written, verified and published while training continues."""
@@ -123,7 +67,27 @@ class Checkpoints:
             peak = self._monitor.leave()
         self._monitor.take("save")
         if contents and ranks.is_main():
-            self._writer.start(contents, progress.best_step, time.perf_counter() - started, peak)
+            # A daemon thread, so that a second Ctrl-C ends the process at once; an unfinished save does no harm.
+            arguments = contents, progress.best_step, time.perf_counter() - started, peak
+            self._thread = threading.Thread(target=self._write, args=arguments, name="save", daemon=True)
+            self._thread.start()
+
+    def _write(self, contents: Contents, best_step: int | None, held_seconds: float, peak: Peak) -> None:
+        started = time.perf_counter()
+        try:
+            with while_writing(self._run.checkpoint(contents.step)):
+                written = checkpoint.write(self._run, contents)
+            self._verified.add(written)
+            seconds = held_seconds + time.perf_counter() - started
+            self._run.event(
+                "saved", step=contents.step, seconds=round(seconds, 3), held_seconds=round(held_seconds, 3), memory=peak
+            )
+            checkpoint.prune(self._run, self._keep, best_step, self._verified)
+            self._written = written
+        except OSError as error:
+            self._error = MachineError(f"checkpoints in {self._run.checkpoints}: {error}")
+        except BaseException as error:
+            self._error = error
 
     def holds(self, progress: Progress) -> bool:
         """Whether this step is saved."""
