@@ -425,9 +425,9 @@ def report(run: Run) -> None:
     """Redraw the plot and report.html of a run."""
     opened = finetune.RunDirectory.open(run)
     stage(f"report of {run}: importing the libraries")
-    from finetune.report.write import write
+    from finetune.report.page import write
 
-    typer.echo(visible(str(write(opened))))
+    typer.echo(visible(str(write(opened, plot=True))))
     if not opened.finished:
         typer.echo(f"{run} is not finished: the report has what there is so far", err=True)
 

@@ -12,7 +12,7 @@ from finetune.lifecycle import opening, preparation, publish, resume, session
 from finetune.lifecycle.plan import plan
 from finetune.measure.monitor import Monitor, meter_for
 from finetune.model import adapter, bounds, build
-from finetune.report import write as report
+from finetune.report import page
 from finetune.report.result import Result
 from finetune.report.terminal import Terminal
 from finetune.runtime import libraries, ranks
@@ -91,7 +91,7 @@ def train(
             if config.output.merge and config.adapter.kind == "lora":
                 libraries.return_freed_memory()
                 publish.merge_locked(run, config, terminal, terminal.note)
-            report.write(run)
+            page.write(run, plot=True)
             run.event("finished", **steps)
             terminal.finished(run)
     return Result(run)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 from collections.abc import Iterable, Iterator, Mapping
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
 from finetune.config import Config, dump, named
@@ -48,8 +49,15 @@ _FILES = {
 }
 
 
-def write(run: RunDirectory) -> None:
-    """Write the report of the run as currently on disk, finished or not. Raises ArtifactError for damaged files."""
+def write(run: RunDirectory, *, plot: bool = False) -> Path:
+    """Write the report of the run as currently on disk, finished or not; with `plot`, that is drawn first.
+
+    Returns the report's path. Raises ArtifactError for damaged files.
+    """
+    if plot:
+        from finetune.report import plots  # imports matplotlib
+
+        plots.training(run)
     figures = Figures.read(run)
     environment, data = run.environment(), run.data_facts()
     try:
@@ -78,6 +86,7 @@ def write(run: RunDirectory) -> None:
         environment=list(_flat(environment or {})),
     )
     write_text(run.report_file, document)
+    return run.report_file
 
 
 def results(run: RunDirectory) -> str:

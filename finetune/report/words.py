@@ -39,14 +39,6 @@ def loss(nats: float | None) -> str:
     return f"{math.nan if nats is None else nats:.4f}"
 
 
-def perplexity(nats: float | None) -> str:
-    """exp(loss), to four digits."""
-    try:
-        return f"{math.exp(math.nan if nats is None else nats):,.4g}"
-    except OverflowError:
-        return "inf"
-
-
 def share(value: float) -> str:
     return f"{value:.1%}"
 
