@@ -324,19 +324,8 @@ class CheckpointState(TypedDict):
 
 
 @_written
-class _CallbackAttributes(TypedDict, total=False):
-    early_stopping_patience_counter: Count
-    owes_evaluation: bool
-
-
-@_written
-class _CallbackState(TypedDict):
-    attributes: _CallbackAttributes
-
-
-@_written
 class TrainerState(TypedDict, total=False):
-    """trainer_state.json of a checkpoint. Callbacks and other keys of earlier versions are ignored."""
+    """trainer_state.json of a checkpoint."""
 
     global_step: Required[Step]
     epoch: Positive
@@ -345,7 +334,6 @@ class TrainerState(TypedDict, total=False):
     best_global_step: Step | None
     evaluations_without_gain: Count
     owes_evaluation: bool
-    stateful_callbacks: dict[str, _CallbackState]
 
 
 ANSWERS = TypeAdapter(list[Answer])

@@ -54,15 +54,12 @@ def read_progress(folder: Path) -> Progress:
     found = records.read(file, records.TRAINER_STATE)
     if found["global_step"] != checkpoint_step(folder):
         raise ArtifactError(f"{file}: `global_step` is {found['global_step']}, which is not the checkpoint's")
-    earlier: dict[str, Any] = {}  # in versions based on transformers' Trainer, callbacks stored the last two fields
-    for callback in found.get("stateful_callbacks", {}).values():
-        earlier.update(callback["attributes"])
     return Progress(
         step=found["global_step"],
         total=found.get("max_steps", 0),
         epoch=found.get("epoch", 0.0),
         best_step=found.get("best_global_step"),
         best_loss=found.get("best_metric"),
-        without_gain=found.get("evaluations_without_gain", earlier.get("early_stopping_patience_counter", 0)),
-        owes_evaluation=found.get("owes_evaluation", earlier.get("owes_evaluation", False)),
+        without_gain=found.get("evaluations_without_gain", 0),
+        owes_evaluation=found.get("owes_evaluation", False),
     )
