@@ -1,12 +1,8 @@
 """The built-in data set `builtin:python_docs`: questions about Python's own standard library.
 
-All text is taken at run time from the docstrings of the interpreter that runs this module, so the data set
-needs no download, no file and no licence of its own. The rows depend only on that interpreter's version and
-platform.
-
-Two views of the same objects are offered: `conversations` (a question and a short answer per object, to
-fine-tune on) and `documents` (whole docstrings, to pre-train a base model on). Both obey one held-out rule,
-decided by the hash of an object's qualified name. See `_without_leaks` for what it guarantees.
+All text is taken at run time from the docstrings of the running interpreter, so the data set needs no download and no
+licence of its own; the rows depend on that interpreter's version and platform alone. `conversations` are for
+fine-tuning and `documents` for pre-training a base; the hash of an object's qualified name decides what both hold out.
 """
 
 from __future__ import annotations
@@ -56,7 +52,7 @@ def conversations(split: Split) -> list[dict[str, Any]]:
                 {"role": "assistant", "content": _answer(documented)},
             ]
         }
-        for documented in _split(split)
+        for documented in _splits()[split]
         if _is_askable(documented)
     ]
 
@@ -66,33 +62,20 @@ def documents(split: Split) -> Iterator[str]:
 
     They cover private objects and the language reference too, and hold no questions.
     """
-    for documented in _split(split):
+    for documented in _splits()[split]:
         yield f"{documented.name}{documented.signature}\n\n{documented.docstring}"
 
 
 # Splitting --------------------------------------------------------------------------------------------------
 
 
-def _split(split: Split) -> tuple[DocumentedObject, ...]:
-    train, held_out = _both_splits()
-    if split == "train":
-        return train
-    if split == "eval":
-        return held_out
-    raise ValueError(f"split must be 'train' or 'eval', not {split!r}")
-
-
 @functools.cache
-def _both_splits() -> tuple[tuple[DocumentedObject, ...], tuple[DocumentedObject, ...]]:
+def _splits() -> dict[Split, list[DocumentedObject]]:
     train: list[DocumentedObject] = []
     held_out: list[DocumentedObject] = []
     for documented in _without_repeats(stdlib_docs.objects()):
-        (held_out if _is_held_out(documented.name) else train).append(documented)
+        (held_out if _hash_fraction(documented.name) < EVAL_FRACTION else train).append(documented)
     return _without_leaks(train, held_out)
-
-
-def _is_held_out(name: str) -> bool:
-    return _hash_fraction(name) < EVAL_FRACTION
 
 
 def _hash_fraction(text: str) -> float:
@@ -120,7 +103,7 @@ def _without_repeats(objects: Iterable[DocumentedObject]) -> list[DocumentedObje
 
 def _without_leaks(
     train: list[DocumentedObject], held_out: list[DocumentedObject]
-) -> tuple[tuple[DocumentedObject, ...], tuple[DocumentedObject, ...]]:
+) -> dict[Split, list[DocumentedObject]]:
     """Make the two sides disjoint in what they say, not only in which objects they are about.
 
     Afterwards no training text spells out a dotted held-out name, and no held-out answer occurs in a training
@@ -132,7 +115,7 @@ def _without_leaks(
     held_out = [
         documented for documented in held_out if (_answer(documented) or _clean(documented.docstring)) not in train_text
     ]
-    return tuple(train), tuple(held_out)
+    return {"train": train, "eval": held_out}
 
 
 def _without_mentions(documented: DocumentedObject, names: set[str]) -> DocumentedObject | None:

@@ -140,8 +140,3 @@ def test_texts_hold_nothing_that_differs_between_runs_or_installations() -> None
         for text in python_docs.documents(split):
             assert not re.search(r" at 0x[0-9a-f]{6}", text)
             assert installation not in text
-
-
-def test_an_unknown_split_is_refused() -> None:
-    with pytest.raises(ValueError, match="'test'"):
-        python_docs.conversations("test")  # type: ignore[arg-type]
