@@ -10,6 +10,7 @@ from typing import Any
 
 import yaml
 from pydantic import ValidationError
+from pydantic.fields import FieldInfo
 
 from finetune.config import other_names, strict_yaml
 from finetune.config.fields import Choices, Usual, shortened, unknown
@@ -149,17 +150,19 @@ def _apply(values: dict[str, Any], where: dict[tuple[str, ...], str], override: 
 
 def _is_mapping(path: tuple[str, ...]) -> bool:
     """Whether `section.key` takes names with values, each of which can be set by itself."""
-    if len(path) < 2 or path[0] not in Config.model_fields:
-        return False
-    section: Any = Config.model_fields[path[0]].annotation
-    field = section.model_fields.get(path[1])
+    field = _field(path[:2])
     return field is not None and (typing.get_origin(field.annotation) is dict or _section_in(path[:2]) is not None)
+
+
+def _field(path: tuple[str, ...]) -> FieldInfo | None:
+    """The field of `section.key`, if there is one."""
+    section: Any = Config.model_fields[path[0]].annotation if path[0] in Config.model_fields else None
+    return section.model_fields.get(path[1]) if section and len(path) == 2 else None
 
 
 def _section_in(path: tuple[str, ...]) -> type[Section] | None:
     """The section that stands as the value of `section.key`, if one can."""
-    section: Any = Config.model_fields[path[0]].annotation
-    field = section.model_fields.get(path[1])
+    field = _field(path)
     parts = typing.get_args(field.annotation) if field else ()
     return next((part for part in parts if isinstance(part, type) and issubclass(part, Section)), None)
 
@@ -251,11 +254,8 @@ def _in_section(path: tuple[str, ...], value: Any) -> str:
 
 def _usual(path: tuple[str, ...]) -> str:
     """The usual range of a number, for a config key that has one."""
-    section: Any = (
-        Config.model_fields[path[0]].annotation if len(path) == 2 and path[0] in Config.model_fields else None
-    )
-    field = section.model_fields.get(path[1]) if section else None
-    return next((f"; {mark.range} is usual" for mark in field.metadata if isinstance(mark, Usual)), "") if field else ""
+    marks = field.metadata if (field := _field(path)) else ()
+    return next((f"; {mark.range} is usual" for mark in marks if isinstance(mark, Usual)), "")
 
 
 def _instead(key: str, meant: str) -> str:
