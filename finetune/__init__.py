@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from finetune.lifecycle.publish import export_model, merge
     from finetune.objectives import Objective
     from finetune.report.compare import compare
-    from finetune.report.data_look import inspect_data
+    from finetune.report.data_view import inspect_data
     from finetune.report.plan_look import plan
     from finetune.report.result import Result
     from finetune.settings import load_config
@@ -46,7 +46,7 @@ _HOMES = {
     "export_model": "finetune.lifecycle.publish",
     "fit": "finetune.forecast.planning",
     "generate": "finetune.inference.jobs",
-    "inspect_data": "finetune.report.data_look",
+    "inspect_data": "finetune.report.data_view",
     "load_config": "finetune.settings",
     "merge": "finetune.lifecycle.publish",
     "plan": "finetune.report.plan_look",
@@ -54,23 +54,9 @@ _HOMES = {
 }
 
 __all__ = [
-    "Callback",
-    "Config",
-    "FinetuneError",
-    "Objective",
-    "Result",
-    "RunDirectory",
-    "compare",
-    "evaluate",
-    "export_model",
-    "fit",
-    "generate",
-    "inspect_data",
-    "load_config",
-    "merge",
-    "plan",
-    "train",
-]
+    "Callback", "Config", "FinetuneError", "Objective", "Result", "RunDirectory", "compare", "evaluate", "export_model",
+    "fit", "generate", "inspect_data", "load_config", "merge", "plan", "train",
+]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:

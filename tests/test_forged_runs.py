@@ -34,7 +34,7 @@ from finetune.doctor import run as run_directory
 from finetune.errors import ArtifactError, FinetuneError
 from finetune.lifecycle import resume as resuming
 from finetune.model.tokenizer import load_tokenizer
-from finetune.report import doctor_view, page, plots
+from finetune.report import page, plots
 from finetune.report.compare import compare
 from finetune.report.result import Result
 from finetune.report.scores import Scores
@@ -102,7 +102,7 @@ def readers(whole: RunDirectory) -> dict[str, Callable[[RunDirectory], object]]:
     def doctor(run: RunDirectory) -> None:
         console = Console(file=io.StringIO(), width=100)
         findings = run_directory.examine(run.path).findings
-        doctor_view.show(((one.about, one.status, one.what, one.remedy) for one in findings), console)
+        Terminal(console=console).examined(findings)
         assert printable(console.file.getvalue())
 
     def resume(run: RunDirectory) -> None:

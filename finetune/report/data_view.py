@@ -1,24 +1,65 @@
-"""Shows the data before training: on a terminal or in a log, as a page, and in a notebook.
+"""`finetune data`: a job's data as the model will see it, on a terminal or in a log, as a page, and in a notebook.
 
-The first line is the summary. Characters without a glyph, such as a tab, an escape or a zero-width space, are escaped:
-they are tokens too, and often the mistake one is looking for.
+Reads the data and the tokenizer, but no weights. The first line is the summary. Characters without a glyph, such as a
+tab, an escape or a zero-width space, are escaped: they are tokens too, and often the mistake one is looking for.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from itertools import groupby
+from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.text import Text
 
+from finetune.config import Config
+from finetune.data import inspection
 from finetune.data.inspection import Batching, Inspection, Piece, Sample
 from finetune.data.prepare import Counts
+from finetune.model import bounds
+from finetune.model.tokenizer import load_tokenizer
 from finetune.report import pages, printing, words
+from finetune.runtime import libraries
+from finetune.storage.files import write_text
 
 # Of a long run, a terminal shows this many pieces at either end; a page shows all.
 _SHOWN_PIECES = 40
 _TRAINED, _CONTEXT = "green", "dim"
+
+
+@dataclass(frozen=True, repr=False)
+class DataLook:
+    """An inspection of a job's data: as a dict, as a page, or in a notebook as tables and rows."""
+
+    inspection: Inspection
+
+    def as_dict(self) -> dict[str, Any]:
+        """The inspection as JSON values."""
+        return self.inspection.as_dict()
+
+    def write(self, path: Path) -> None:
+        """Write a self-contained HTML page. Raises MachineError if it cannot be written."""
+        write_text(path, page(self.inspection))
+
+    def __repr__(self) -> str:
+        return f"<data: {headline(self.inspection)}>"
+
+    def _repr_html_(self) -> str:
+        return html(self.inspection)
+
+
+def inspect_data(config: Config) -> DataLook:
+    """Inspect the data that the job would train on: counts, lengths, padding, and the first rows token by token.
+
+    Raises a FinetuneError for anything the user can fix; DataError also if there is nothing to learn.
+    """
+    libraries.quiet()
+    config, _ = bounds.settled(config)
+    tokenizer = load_tokenizer(config.model, config.data.chat_template)
+    return DataLook(inspection.inspect(config.data, config.training, tokenizer))
 
 
 def show(found: Inspection, console: Console) -> None:

@@ -11,7 +11,7 @@ import os
 import shlex
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, Any, Self, cast
 
@@ -30,7 +30,7 @@ from finetune.forecast.replay import Forecast
 from finetune.forecast.serving import Serving
 from finetune.measure.monitor import headline
 from finetune.model.experts import Mixture
-from finetune.report import data_view, doctor_view, forecast_view, printing, words
+from finetune.report import data_view, forecast_view, printing, words
 from finetune.report.compare import Comparison
 from finetune.report.figures import Figures
 from finetune.report.live import STOPPING, LiveView
@@ -42,6 +42,9 @@ from finetune.storage.rundir import RunDirectory
 
 # Progress lines that a whole run prints to a log, besides its evaluations.
 _PLAIN_LINES = 10
+
+# Of a finding's status.
+_STYLES = {"ok": "green", "warning": "yellow", "error": "bold red"}
 
 
 class Terminal:
@@ -93,9 +96,14 @@ class Terminal:
         """Print the forecast of inference."""
         forecast_view.show_serving(forecast, self._console)
 
-    def examined(self, findings: Iterable[tuple[str, str, str, str]]) -> None:
-        """Print findings of `finetune doctor`: (about, status, what, remedy)."""
-        doctor_view.show(findings, self._console)
+    def examined(self, findings: Sequence[tuple[str, str, str, str]]) -> None:
+        """Print findings of `finetune doctor`, (about, status, what, remedy), one a line."""
+        width = max(len(about) for about, *_ in findings)
+        for about, status, what, remedy in findings:
+            text = "; ".join(what.splitlines()) + (f" → {remedy}" if remedy else "")
+            line = printing.plain(self._console, f"{status:7}  {about:{width}}  {text}")
+            line.stylize(_STYLES[status], 0, 7)
+            printing.put(self._console, line, whole=True)
 
     def chose(self, fitted: Fitted) -> None:
         """Print what was chosen for `auto` settings, and why."""
@@ -133,16 +141,9 @@ class Terminal:
         self._peaks_shown = True
 
     def opened(
-        self,
-        path: Path,
-        config: Config,
-        device: Any,
-        data: Prepared,
-        attention: str,
-        forecast: Forecast | None,
-        processes: int = 1,
-        mixture: Mixture | None = None,
-    ) -> None:
+        self, path: Path, config: Config, device: Any, data: Prepared, attention: str, forecast: Forecast | None,
+        processes: int = 1, mixture: Mixture | None = None,
+    ) -> None:  # fmt: skip
         """Print the header: the job, its data, and the device. From here on, output that nobody reads ends no run."""
         run = RunDirectory(path)
         lasting = printing.LastingStream(self._console.file, lambda reason: run.event("output_lost", reason=reason))

@@ -15,7 +15,7 @@ from finetune.data.batching import Batch
 from finetune.data.counts import CONTROL_TOKENS, EMPTY, TOO_LONG, UNTRAINED, Affected, Counts
 from finetune.data.inspection import Batching, Bin, Inspection, Piece, Sample, Source
 from finetune.report import data_view
-from finetune.report.data_look import DataLook
+from finetune.report.data_view import DataLook
 
 # What could move a cursor, recolour a screen, or hide in a text.
 UNSEEN = "\x1b[31m\x07\x9b\t\u202e\u200b\r\ud800"
