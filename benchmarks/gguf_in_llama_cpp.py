@@ -267,7 +267,9 @@ def compare(server: Any, model: Any, made: Any, positions: int, count: int) -> d
         for top, log_prob in server.log_probs(rows[row][:length]).items():
             difference = max(difference, abs(log_prob - float(expected[top])))
     prompt = rows[0][:16]
-    answer = server.greedy(prompt, ANSWER_TOKENS)
+    # The most likely tokens, one after the other.
+    made_of = server.post("/completion", prompt=prompt, n_predict=ANSWER_TOKENS, temperature=0.0, return_tokens=True)
+    answer = made_of["tokens"]
     with torch.inference_mode():
         generated = model.generate(
             input_ids=torch.tensor([prompt]), attention_mask=torch.ones(1, 16, dtype=torch.long),

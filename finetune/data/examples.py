@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -62,6 +62,12 @@ ASKED: dict[str, Callable[[str], Example]] = {
     "tokens": Text,
 }
 """Turns a user's prompt into an example of the kind that was trained; keyed by `kind`."""
+
+
+def learnt(events: Iterable[Mapping[str, Any]]) -> str | None:
+    """The kind of example, a key of `ASKED`, that a run last trained by its events; None if they do not say."""
+    kinds = [kind for event in events if (kind := str(event.get("learns"))) in ASKED]
+    return kinds[-1] if kinds else None
 
 
 def kind(example: Example) -> str:

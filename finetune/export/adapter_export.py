@@ -62,8 +62,7 @@ def make(job: Job, folder: Path) -> dict[str, Any]:
 
     config = job.config
     architecture = job.architecture
-    attention, _ = build.choose_attention(config, architecture, job.device.type)
-    base = build.blueprint(config, architecture, attention).load(job.device)
+    base = build.load(config, architecture, job.device)
     base_logits = proof.logits(base, job.rows)
     adapted = adapter.load_adapter(base, job.run.adapter, config.adapter)
     trained = proof.logits(adapted, job.rows)

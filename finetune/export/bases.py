@@ -25,10 +25,6 @@ from finetune.model.build import Blueprint
 from finetune.runtime import libraries
 from finetune.storage import weight_files
 
-# Number of held-out rows, and tokens of each, on which the logits are compared.
-ROWS = 8
-ROW_TOKENS = 256
-
 _MERGED_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.bfloat16}
 
 Onto = Literal["16-bit", "quantized"]
@@ -56,7 +52,7 @@ class Bases:
                 "use the adapter with its base instead"
             )
         text = self.architecture.get_text_config()
-        self.layers, self.stride = text.num_hidden_layers, proof.stride(text.vocab_size, ROW_TOKENS)
+        self.layers, self.stride = text.num_hidden_layers, proof.stride(text.vocab_size, proof.ROW_TOKENS)
         self.bare = self._weightless(self.architecture)
         self.weights = streamed.Weights(self.bare, files)
         self.adapted = weightless_adapter(self._weightless(self.architecture), adapter, config.adapter)

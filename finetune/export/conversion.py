@@ -14,6 +14,7 @@ from finetune.config import Config
 from finetune.data import fingerprint
 from finetune.data import prepare as data_prepare
 from finetune.errors import MachineError
+from finetune.export import proof
 from finetune.export.card import model_card, public
 from finetune.export.formats import Format
 from finetune.export.job import Job
@@ -24,10 +25,6 @@ from finetune.model.tokenizer import load_tokenizer
 from finetune.runtime.environment import describe
 from finetune.storage.files import not_written, staged, write_json
 from finetune.storage.rundir import RunDirectory
-
-# Number of held-out rows, and tokens of each, on which the logits are compared.
-_ROWS = 8
-_ROW_TOKENS = 256
 
 
 def prepare(
@@ -46,7 +43,7 @@ def prepare(
     fingerprint.check(tokenizer, trained)
     base_identity = identity.of_base(config.model, note)
     fingerprint.check_base(config.model, base_identity, trained, note)
-    rows, rows_of = data_prepare.compared_rows(config.data, tokenizer, _ROWS, _ROW_TOKENS, note)
+    rows, rows_of = data_prepare.compared_rows(config.data, tokenizer, proof.ROWS, proof.ROW_TOKENS, note)
 
     def merged(dtype: torch.dtype | None) -> Any:
         return load_merged(run, config.model, device, dtype)

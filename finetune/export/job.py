@@ -10,7 +10,7 @@ import torch
 
 from finetune.config import Config, QuantizationSection
 from finetune.data.chat import prompt_ids
-from finetune.data.examples import ASKED, RowError
+from finetune.data.examples import ASKED, RowError, learnt
 from finetune.errors import ArtifactError
 from finetune.export import proof
 from finetune.model import attention, chat_template, experts
@@ -46,8 +46,7 @@ class Job:
     @property
     def example(self) -> Any:
         """A prompt in the format that the run learnt, to compare how programs render and tokenize it."""
-        kinds = [kind for event in self.run.events() if (kind := str(event.get("learns"))) in ASKED]
-        return ASKED[kinds[-1] if kinds else "chat"]("What is two and two?")
+        return ASKED[learnt(self.run.events()) or "chat"]("What is two and two?")
 
     @property
     def prompt(self) -> list[int]:

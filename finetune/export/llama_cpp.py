@@ -59,11 +59,6 @@ class Server:
         found = self.log_probs(prompt)
         return token in found if found else token in chat_template.special_ids(tokenizer)
 
-    def greedy(self, prompt: list[int], count: int) -> list[int]:
-        """The next `count` tokens, each the most likely one."""
-        answer = self.post("/completion", prompt=prompt, n_predict=count, temperature=0.0, return_tokens=True)
-        return [int(token) for token in answer["tokens"]]
-
 
 def installed() -> bool:
     return importlib.util.find_spec("xllamacpp") is not None

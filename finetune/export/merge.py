@@ -25,7 +25,7 @@ from finetune.data import fingerprint
 from finetune.data import prepare as data_prepare
 from finetune.errors import ArtifactError, ConfigError, MachineError
 from finetune.export import proof, shards
-from finetune.export.bases import ONTO, ROW_TOKENS, ROWS, Bases, Onto
+from finetune.export.bases import ONTO, Bases, Onto
 from finetune.export.card import model_card, public
 from finetune.export.formats import FORMATS
 from finetune.model import file_hashes, identity
@@ -60,7 +60,7 @@ def merge(
     tokenizer = load_tokenizer(config.model, run.chat_template)
     check_files(run.adapter, config.adapter)
     fingerprint.check(tokenizer, run.adapter)
-    rows, rows_of = data_prepare.compared_rows(config.data, tokenizer, ROWS, ROW_TOKENS, note)
+    rows, rows_of = data_prepare.compared_rows(config.data, tokenizer, proof.ROWS, proof.ROW_TOKENS, note)
 
     folder = weights_directory(config.model.name, config.model.revision, download=True)
     base_identity = identity.of_base(config.model, note)

@@ -37,6 +37,9 @@ ROUNDOFF = {torch.bfloat16: 2.0**-9, torch.float16: 2.0**-12, torch.float32: 2.0
 SAFETY = 4.0
 KEPT = 0.5
 
+# Number of held-out rows, and tokens of each, on which logits are compared.
+ROWS, ROW_TOKENS = 8, 256
+
 # Bytes of a row's logits in float32; tokens whose logits are compared at once; rows of the head that are multiplied at
 # once. They bound the host memory of a proof.
 _ROW_BYTES = 32 * 2**20

@@ -12,7 +12,7 @@ from finetune.errors import ConfigError
 from finetune.inference import chat as conversation
 from finetune.inference import prompts
 from finetune.inference.generation import Settings
-from finetune.inference.jobs import UNRECORDED, kind_of, ready
+from finetune.inference.jobs import UNRECORDED, ready
 from finetune.report import words
 from finetune.report.terminal import note_beside_output
 from finetune.report.visible import LINES, visible
@@ -30,7 +30,7 @@ def generate(
     """
     if texts and file:
         raise ConfigError("--prompt and --file both name prompts; give one of them")
-    ask = examples.ASKED[kind_of(run) or UNRECORDED]
+    ask = examples.ASKED[examples.learnt(run.events()) or UNRECORDED]
     if texts:
         asked = [prompts.Prompt(ask(text), {"prompt": text}) for text in texts]
     else:

@@ -80,16 +80,10 @@ def ready(
     model, tokenizer = model_of(run, config, which)
     if which == "merged" and config.adapter.kind == "lora" and not run.is_merged:
         note_beside_output(EARLIER_ADAPTER)
-    kind = kind_of(run)
+    kind = examples.learnt(run.events())
     if not kind:
         note_beside_output(f"{run.path} does not record the format of its rows; prompts are sent as conversations")
     return Ready(config, model, tokenizer, kind or UNRECORDED)
-
-
-def kind_of(run: RunDirectory) -> str | None:
-    """The kind of the rows that the run was trained on, a key of `examples.ASKED`; None if it is not recorded."""
-    kinds = [kind for event in run.events() if (kind := str(event.get("learns"))) in examples.ASKED]
-    return kinds[-1] if kinds else None
 
 
 def generate(
@@ -125,8 +119,7 @@ def model_of(run: RunDirectory, config: Config, which: str) -> tuple[Any, Any]:
         fingerprint.check(tokenizer, run.adapter)
     architecture = load_architecture(config.model)
     bounds.check_tokenizer(tokenizer, architecture, config.model)
-    attention, _ = build.choose_attention(config, architecture, device.type)
-    base = build.blueprint(config, architecture, attention).load(device)
+    base = build.load(config, architecture, device)
     trained = run.adapter if config.adapter.kind == "lora" else run.merged
     if trained.exists():
         now = identity.of_base(config.model, note_beside_output)

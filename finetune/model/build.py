@@ -87,6 +87,12 @@ def choose_attention(config: Config, architecture: Any, device_type: str) -> tup
     )  # fmt: skip
 
 
+def load(config: Config, architecture: Any, device: torch.device) -> Any:
+    """The job's base on this machine, quantized as in training, but whole. Raises as `Blueprint.load` does."""
+    attention, _ = choose_attention(config, architecture, device.type)
+    return blueprint(config, architecture, attention).load(device)
+
+
 def trainable(
     base: Any, model: ModelSection, adapter: AdapterSection, memory: MemorySection, *, seed: int, device_type: str,
     shards: Sharding | None = None,
