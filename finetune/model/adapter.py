@@ -409,10 +409,16 @@ def load_adapter(base: Any, directory: Path, section: AdapterSection) -> Any:
     """
     check_files(directory, section)
     model = _built(base, directory, section)
-    with torch.no_grad(), _opened(directory / WEIGHTS) as stored:
+    fill(model, directory)
+    return model.eval()
+
+
+@torch.no_grad()
+def fill(model: Any, directory: Path) -> None:
+    """Copy the weights in `directory`, which were checked, into the adapter of `model`."""
+    with _opened(directory / WEIGHTS) as stored:
         for name, weight in weights(model).items():
             weight.copy_(stored.get_tensor(name))
-    return model.eval()
 
 
 def _built(base: Any, directory: Path, section: AdapterSection, **options: Any) -> Any:

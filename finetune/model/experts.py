@@ -64,7 +64,7 @@ def weights(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
     for path, module in model.named_modules():
         if "Expert" in type(module).__name__:
             for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
-                if len(_shape(parameter)) == 3:
+                if len(shape(parameter)) == 3:
                     yield f"{path}.{name}", module, name
 
 
@@ -182,7 +182,7 @@ def _dequantized(parameter: Any) -> torch.Tensor:
     return dequantize_4bit(parameter.data, parameter.quant_state)
 
 
-def _shape(parameter: Any) -> torch.Size:
+def shape(parameter: Any) -> torch.Size:
     """The logical shape of a parameter, packed or not."""
     return parameter.quant_state.shape if is_packed(parameter) else parameter.shape
 
@@ -195,7 +195,7 @@ def _experts_in(name: str, module: nn.Module) -> int:
     """Number of experts in a module itself, as parameters or (before transformers 5) as submodules."""
     if isinstance(module, (nn.ModuleList, nn.ModuleDict)) and _holds_experts(name, module):
         return len(module)
-    return max((_shape(getattr(one, inner))[0] for _, one, inner in weights(module) if one is module), default=0)
+    return max((shape(getattr(one, inner))[0] for _, one, inner in weights(module) if one is module), default=0)
 
 
 def _outputs(module: nn.Module) -> int:

@@ -7,8 +7,6 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from finetune.config import AdapterSection
 from finetune.errors import ArtifactError, ConfigError
 from finetune.model import adapter, file_hashes
@@ -95,12 +93,8 @@ def check(base: Any, section: AdapterSection) -> None:
 
 def fill(model: Any, section: AdapterSection) -> None:
     """Copy the weights to start from into the adapter of `model`, after `check`."""
-    if section.start_from is None:
-        return
-    stored = adapter.Stored(place(section.start_from))
-    with torch.no_grad():
-        for name, weight in adapter.weights(model).items():
-            weight.copy_(stored.read(name))
+    if section.start_from is not None:
+        adapter.fill(model, place(section.start_from))
 
 
 def _same(value: Any, expected: Any) -> bool:

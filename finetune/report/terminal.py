@@ -29,6 +29,7 @@ from finetune.forecast.levers import Lever
 from finetune.forecast.replay import Forecast
 from finetune.forecast.serving import Serving
 from finetune.measure.monitor import headline
+from finetune.model import experts
 from finetune.model.experts import Mixture
 from finetune.report import data_view, forecast_view, printing, words
 from finetune.report.compare import Comparison
@@ -174,7 +175,7 @@ class Terminal:
 
     def built(self, model: Any, left_out: int = 0) -> None:
         """Print the numbers of parameters and of trained ones; `left_out` layers have no adapter."""
-        sizes = [(_numel(parameter), parameter.requires_grad) for parameter in model.parameters()]
+        sizes = [(math.prod(experts.shape(parameter)), parameter.requires_grad) for parameter in model.parameters()]
         total = sum(size for size, _ in sizes)
         trained = sum(size for size, requires_grad in sizes if requires_grad)
         share = f" ({trained / total:.3%})" if total else ""
@@ -335,12 +336,6 @@ def _batching(config: Config, processes: int) -> str:
     if processes == 1:
         return text
     return f"{config.training.batch_size} rows over {config.distributed.named(processes)}; each {text}"
-
-
-def _numel(parameter: Any) -> int:
-    """Number of weights in a parameter; for packed 4-bit weights, from the shape in their quantization state."""
-    state = getattr(parameter, "quant_state", None)
-    return math.prod(state.shape) if state is not None else parameter.numel()
 
 
 def _loss_of(losses: dict[str, float], name: str) -> str:

@@ -245,9 +245,9 @@ def test_a_live_line_ends_when_the_run_fails() -> None:
 
 def test_four_bit_weights_are_counted_by_their_true_shape(log: Log) -> None:
     packed: Any = SimpleNamespace(
-        numel=lambda: 32 * 32 // 2, requires_grad=False, quant_state=SimpleNamespace(shape=(32, 32))
+        shape=(32 * 32 // 2, 1), requires_grad=False, quant_state=SimpleNamespace(shape=(32, 32))
     )
-    adapter: Any = SimpleNamespace(numel=lambda: 1024, requires_grad=True)
+    adapter: Any = SimpleNamespace(shape=(1024,), requires_grad=True)
     log.terminal.built(SimpleNamespace(parameters=lambda: [packed, adapter]))
     assert "2,048, trained 1,024 (50.000%)" in log.text
 
