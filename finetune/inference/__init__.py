@@ -1,0 +1,1 @@
+"""Answers of a run's models, and their scores."""

@@ -1,0 +1,1 @@
+"""A first config, from a model and data or from the config of another tool."""

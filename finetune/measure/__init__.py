@@ -1,0 +1,1 @@
+"""The memory that a run takes."""

@@ -1,0 +1,1 @@
+"""The process and its libraries: device, ranks, signals, randomness."""
