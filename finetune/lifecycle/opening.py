@@ -30,7 +30,34 @@ def open_run(
 
     Raises ConfigError or DataError if the run belongs to another job, ArtifactError if no checkpoint can be used.
     """
-    start = ranks.main_does(lambda: _open(config, run, materials, forecast, lock, note, fresh))
+
+    def by_main() -> Start:
+        if fresh and run.events_file.exists():
+            lock.release()
+            note(f"the earlier run was moved to {run.move_aside()}")
+        run.claim()
+        lock.take()
+        start = resume.find(run)
+        resume.compare(run, start, _origin(config, materials))
+        # A reopened run says so before its new config is saved: a finished run with a config that asks for more steps
+        # would otherwise be taken for finished with all of them.
+        _reopen(run, start, materials, note)
+        run.create(config)
+        run.remove_leftovers()
+        if forecast:
+            write_json(run.forecast_file, comparison.as_dict(forecast, {}))
+        write_json(run.environment_file, {"seed": config.training.seed, **materials.environment})
+        write_lines(run.data_file, materials.data.affected())
+        write_json(run.facts_file, inspection.facts(materials.data, materials.tokenizer))
+        run.forget_metrics_after(start.step)
+        if not start.checkpoint:
+            run.answers_file.unlink(missing_ok=True)
+            start_from = {"start_from": materials.started_from} if materials.started_from else {}
+            learns, world_size = materials.data.kind, ranks.world_size()
+            run.event("started", seed=config.training.seed, learns=learns, world_size=world_size, **start_from)
+        return start
+
+    start = ranks.main_does(by_main)
     if ranks.is_main():
         return run, start
     own = run.of_rank(ranks.rank())
@@ -38,36 +65,6 @@ def open_run(
     lock.enter_context(own.held())
     own.forget_metrics_after(start.step)
     return own, start
-
-
-def _open(
-    config: Config, run: RunDirectory, materials: Materials, forecast: Forecast | None, lock: Lock, note: Note,
-    fresh: bool,
-) -> Start:  # fmt: skip
-    if fresh and run.events_file.exists():
-        lock.release()
-        note(f"the earlier run was moved to {run.move_aside()}")
-    run.claim()
-    lock.take()
-    start = resume.find(run)
-    resume.compare(run, start, _origin(config, materials))
-    # A reopened run says so before its new config is saved: a finished run with a config that asks for more steps would
-    # otherwise be taken for finished with all of them.
-    _reopen(run, start, materials, note)
-    run.create(config)
-    run.remove_leftovers()
-    if forecast:
-        write_json(run.forecast_file, comparison.as_dict(forecast, {}))
-    write_json(run.environment_file, {"seed": config.training.seed, **materials.environment})
-    write_lines(run.data_file, materials.data.affected())
-    write_json(run.facts_file, inspection.facts(materials.data, materials.tokenizer))
-    run.forget_metrics_after(start.step)
-    if not start.checkpoint:
-        run.answers_file.unlink(missing_ok=True)
-        start_from = {"start_from": materials.started_from} if materials.started_from else {}
-        learns, world_size = materials.data.kind, ranks.world_size()
-        run.event("started", seed=config.training.seed, learns=learns, world_size=world_size, **start_from)
-    return start
 
 
 def _reopen(run: RunDirectory, start: Start, materials: Materials, note: Note) -> None:
