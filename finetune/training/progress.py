@@ -12,6 +12,12 @@ from finetune.storage.rundir import checkpoint_step
 
 FILE = "trainer_state.json"
 
+# The field of each of its keys.
+_NAMES = {
+    "global_step": "step", "max_steps": "total", "epoch": "epoch", "best_global_step": "best_step",
+    "best_metric": "best_loss", "evaluations_without_gain": "without_gain", "owes_evaluation": "owes_evaluation",
+}  # fmt: skip
+
 
 @dataclass
 class Progress:
@@ -29,15 +35,7 @@ class Progress:
     owes_evaluation: bool = False
 
     def as_json(self) -> dict[str, Any]:
-        return {
-            "global_step": self.step,
-            "max_steps": self.total,
-            "epoch": self.epoch,
-            "best_global_step": self.best_step,
-            "best_metric": self.best_loss,
-            "evaluations_without_gain": self.without_gain,
-            "owes_evaluation": self.owes_evaluation,
-        }
+        return {stored: getattr(self, name) for stored, name in _NAMES.items()}
 
     def gains(self, loss: float) -> bool:
         """Record an evaluation loss; return whether it is the lowest so far."""
@@ -54,12 +52,5 @@ def read_progress(folder: Path) -> Progress:
     found = records.read(file, records.TRAINER_STATE)
     if found["global_step"] != checkpoint_step(folder):
         raise ArtifactError(f"{file}: `global_step` is {found['global_step']}, which is not the checkpoint's")
-    return Progress(
-        step=found["global_step"],
-        total=found.get("max_steps", 0),
-        epoch=found.get("epoch", 0.0),
-        best_step=found.get("best_global_step"),
-        best_loss=found.get("best_metric"),
-        without_gain=found.get("evaluations_without_gain", 0),
-        owes_evaluation=found.get("owes_evaluation", False),
-    )
+    values: dict[str, Any] = {**found}
+    return Progress(**{name: values[stored] for stored, name in _NAMES.items() if stored in values})

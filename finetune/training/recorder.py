@@ -213,18 +213,16 @@ class Recorder:
 
     def _stop(self, name: str, step: int) -> NoReturn:
         self.run.event("stopped", step=step, reason=f"{name} is not finite")
-        raise NumbersError(_not_finite(name, step, self.run))
+        saved = self.run.complete_checkpoints()
+        where = (
+            f"the last checkpoint is {saved[-1]}" if saved else "no checkpoint was written yet (`output.save_every`)"
+        )
+        raise NumbersError(
+            f"{name} is not finite at step {step}; {where}. Lower `training.learning_rate`, lengthen "
+            "`training.warmup`, or use bf16 instead of fp16"
+        )
 
 
 def _number(value: float) -> float | None:
     """The value if it is finite, else None, since JSON has no NaN."""
     return value if math.isfinite(value) else None
-
-
-def _not_finite(name: str, step: int, run: RunDirectory) -> str:
-    saved = run.complete_checkpoints()
-    where = f"the last checkpoint is {saved[-1]}" if saved else "no checkpoint was written yet (`output.save_every`)"
-    return (
-        f"{name} is not finite at step {step}; {where}. Lower `training.learning_rate`, lengthen `training.warmup`, or "
-        "use bf16 instead of fp16"
-    )

@@ -182,7 +182,7 @@ def _loop(job: Job, callbacks: Callbacks) -> Loop:
     if job.data.eval is not None:
         evaluation = Evaluation(
             step, job.data.eval, steps.collate, steps.batch_size,
-            split=on_oom.evaluation_split, skip=on_oom.no_evaluation,
+            split=functools.partial(on_oom.split, evaluation=True), skip=on_oom.no_evaluation,
         )  # fmt: skip
     return Loop(
         step=step,
@@ -271,9 +271,6 @@ class _OutOfMemory:
             f"out of memory{where} at {rows} rows {packed} {tokens} tokens: split in two, as are all of this size from "
             "now on"
         )
-
-    def evaluation_split(self, inputs: Inputs) -> None:
-        self.split(inputs, evaluation=True)
 
     def updated_again(self) -> None:
         self.run.event("update_retried", step=self.progress.step + 1)
