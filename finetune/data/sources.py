@@ -306,8 +306,7 @@ def _collected(source: str, split: str) -> list[dict[str, Any]]:
             (folder / _COLLECTED).write_text(json.dumps(BUILTIN[source](split)), encoding="utf-8")
 
     key = hashlib.sha256(json.dumps([_contents(source), split]).encode()).hexdigest()
-    found: list[dict[str, Any]] = json.loads((cache.entry(lambda: key, fill) / _COLLECTED).read_text(encoding="utf-8"))
-    return found
+    return json.loads((cache.entry(lambda: key, fill) / _COLLECTED).read_text(encoding="utf-8"))
 
 
 def _hub(name: str) -> Records:

@@ -56,8 +56,7 @@ class Updates:
                 trained = self._stored.read(self._stored.name(f"{path}.{own}"))
                 setattr(layer.get_submodule(owner), last, self._parameter(trained))
         layer.merge()
-        merged: torch.Tensor = getattr(layer.get_base_layer(), part).data
-        return merged
+        return getattr(layer.get_base_layer(), part).data
 
     def fetch(self, name: str) -> torch.Tensor | None:
         """The adapter's own weight of this name in the model with the adapter; None if it is one of the base."""

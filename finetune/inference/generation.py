@@ -193,8 +193,7 @@ class _Generation:
                 eos_token_id=self._stop_ids,
                 logits_processor=LogitsProcessorList([lambda _, scores: torch.zeros_like(scores)]),
             )  # fmt: skip
-        logits: torch.Tensor = found.logits[1][0].float()
-        return logits
+        return found.logits[1][0].float()
 
     def _halving(self, rows: list[list[int]], room: int, seed: int) -> list[Answer]:
         try:

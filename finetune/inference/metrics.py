@@ -212,8 +212,7 @@ def _python_rule(file: Path, function: str) -> Rule:
         from finetune.config.fields import unknown
 
         raise ConfigError(f"{file}: function {unknown(function, functions)}")
-    made: Rule = rule
-    return made
+    return rule
 
 
 def needed(module: str, what: str) -> Any:

@@ -57,8 +57,7 @@ class Tasks:
 
     def _loaded(self, name: str) -> dict[str, Any]:
         try:
-            tasks: dict[str, Any] = self._manager.load([name])["tasks"]
-            return tasks
+            return self._manager.load([name])["tasks"]
         except FileNotFoundError as error:  # also a data set that the hub does not have
             raise DataError(f"task `{name}`: its data is not there: {first_line(error)}") from error
         except OSError as error:  # ConnectionError among them

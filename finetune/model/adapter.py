@@ -137,8 +137,7 @@ def casts_by_autocast(model: Any, section: AdapterSection, precision: str) -> co
     from peft.helpers import disable_input_dtype_casting
 
     active = precision != "fp32" and not section.dora
-    found: contextlib.AbstractContextManager[None] = disable_input_dtype_casting(model, active=active)
-    return found
+    return disable_input_dtype_casting(model, active=active)
 
 
 def set_trained_dtype(model: Any, section: AdapterSection) -> None:

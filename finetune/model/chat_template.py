@@ -103,8 +103,7 @@ def text(
 
 def ids(tokenizer: Any, messages: list[dict[str, Any]], *, prompt: bool = False) -> list[int]:
     """The token ids of `text`. Raises as it does."""
-    found: list[int] = tokenizer(text(tokenizer, messages, prompt=prompt)[0], add_special_tokens=False)["input_ids"]
-    return found
+    return tokenizer(text(tokenizer, messages, prompt=prompt)[0], add_special_tokens=False)["input_ids"]
 
 
 @contextlib.contextmanager

@@ -142,8 +142,7 @@ def _exchanging(attend: Callable[..., Any] | None) -> Callable[..., Any]:
     ) -> tuple[Tensor, Any]:  # fmt: skip
         function = attend or packing.eager_of(module)
         if row_group is None:
-            found: tuple[Tensor, Any] = function(module, query, key, value, attention_mask, *args, **options)
-            return found
+            return function(module, query, key, value, attention_mask, *args, **options)
         options.pop("position_ids", None)  # those of a slice, in which flash attention looks for packed rows
         ratio: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
         if copies := math.lcm(key.shape[1], row_group.size()) // key.shape[1] - 1:
@@ -239,5 +238,4 @@ def prove(model: Any, group: ProcessGroup | None) -> None:
 
 
 def _log_probs(model: Any, row: Tensor, places: Tensor) -> Tensor:
-    found: Tensor = model(input_ids=row, labels=row, position_ids=places, fused_lm_head=True).log_probs
-    return found
+    return model(input_ids=row, labels=row, position_ids=places, fused_lm_head=True).log_probs

@@ -29,8 +29,7 @@ def names(model: Any) -> frozenset[str]:
     """
     if not hasattr(model, "direct_reads"):
         model.direct_reads = _probe(model)
-    known: frozenset[str] = model.direct_reads
-    return known
+    return model.direct_reads
 
 
 def _probe(model: Any) -> frozenset[str]:

@@ -25,8 +25,7 @@ class WeightOnly(bnb.nn.Linear8bitLt):
         if torch.is_autocast_enabled(x.device.type):
             x = x.to(torch.get_autocast_dtype(x.device.type))
         bias = None if self.bias is None else self.bias.to(x.dtype)
-        product: torch.Tensor = _Product.apply(x, self.weight.data, self.weight.SCB, bias)
-        return product
+        return _Product.apply(x, self.weight.data, self.weight.SCB, bias)
 
 
 def weight_only(model: nn.Module) -> None:

@@ -89,8 +89,7 @@ def known(inputs: dict[str, Any]) -> contextlib.AbstractContextManager[None]:
 
 def _row_numbers(positions: torch.Tensor) -> torch.Tensor:
     """The row index of each token, from where positions (1, tokens) restart."""
-    numbers: torch.Tensor = (positions.diff(prepend=positions[:, :1] - 1) != 1).cumsum(-1)
-    return numbers
+    return (positions.diff(prepend=positions[:, :1] - 1) != 1).cumsum(-1)
 
 
 def mixes_otherwise(config: Any) -> str | None:
@@ -163,8 +162,7 @@ def _by_row(
         window = windows.in_band(attention_mask, query, key)
         attend: Callable[..., Any] = functools.partial(attention_of(module), module, **options)
         if window is None and (attention_mask is not None or cu_seq_lens_q is None):
-            found: tuple[torch.Tensor, None] = attend(query, key, value, attention_mask)
-            return found
+            return attend(query, key, value, attention_mask)
         band = windows.additive(attention_mask, value.dtype) if window else None
         lengths = [query.shape[2]] if cu_seq_lens_q is None else _lengths(cu_seq_lens_q)
         outputs: list[torch.Tensor] = []
@@ -190,8 +188,7 @@ def _causal_mask(length: int, query: torch.Tensor) -> torch.Tensor:
 
 def eager_of(module: Any) -> Callable[..., Any]:
     """The eager attention in the model's own module, with its specifics (soft caps, sinks)."""
-    found: Callable[..., Any] = sys.modules[type(module).__module__].eager_attention_forward
-    return found
+    return sys.modules[type(module).__module__].eager_attention_forward
 
 
 def _varlen(otherwise: Callable[..., Any]) -> Callable[..., Any]:

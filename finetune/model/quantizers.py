@@ -49,8 +49,7 @@ def trained_against(weight: torch.Tensor, quantized: torch.Tensor) -> torch.Tens
         return eight_bit.dequantized(*eight_bit.quantize(weight), weight.dtype)
     libraries.correct_dequantization()
     packed = type(quantized)(weight, requires_grad=False, **quantized.__dict__).to(weight.device)
-    found: torch.Tensor = bnb.functional.dequantize_4bit(packed.data, packed.quant_state)
-    return found
+    return bnb.functional.dequantize_4bit(packed.data, packed.quant_state)
 
 
 def quantized_weights(model: Any) -> dict[str, torch.Tensor]:

@@ -50,8 +50,7 @@ def sha256(section: AdapterSection) -> str | None:
 def trained_on(section: AdapterSection) -> str | None:
     """The base that the adapter to start from names."""
     assert section.start_from
-    base: str | None = adapter.stored_config(place(section.start_from))["base_model_name_or_path"]
-    return base
+    return adapter.stored_config(place(section.start_from))["base_model_name_or_path"]
 
 
 def check(base: Any, section: AdapterSection) -> None:

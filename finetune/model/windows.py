@@ -30,11 +30,10 @@ def band(window: int, device: Any) -> Tensor:
 
     (1, 1, BLOCK, window + BLOCK). No query sees the first one: so wide, rows are aligned, and tell the window.
     """
-    found: Tensor = masking_utils.sdpa_mask(
+    return masking_utils.sdpa_mask(
         1, BLOCK, window + BLOCK, q_offset=window, device=device, allow_is_causal_skip=False,
         mask_function=masking_utils.sliding_window_causal_mask_function(window),
     )  # fmt: skip
-    return found
 
 
 def in_band(mask: Tensor | None, query: Tensor, key: Tensor) -> int | None:

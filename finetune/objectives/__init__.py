@@ -31,8 +31,7 @@ Loss: TypeAlias = "Callable[[Any, Batch], tuple[torch.Tensor, torch.Tensor]]"
 
 def trained_tokens(batch: Batch) -> torch.Tensor:
     """Number of trained tokens: labels other than -100, except the first of each row, which nothing predicts."""
-    count: torch.Tensor = (batch["labels"][:, 1:] != -100).sum()
-    return count
+    return (batch["labels"][:, 1:] != -100).sum()
 
 
 @dataclass(frozen=True)

@@ -252,8 +252,7 @@ def gathered(value: T) -> list[T]:
     if world_size() == 1:
         return [value]
     advance()
-    values: list[T] = gather_object([value])
-    return values
+    return gather_object([value])
 
 
 def summed(values: torch.Tensor) -> torch.Tensor:
@@ -261,8 +260,7 @@ def summed(values: torch.Tensor) -> torch.Tensor:
     if world_size() == 1:
         return values
     advance()
-    total: torch.Tensor = reduce(values, "sum")
-    return total
+    return reduce(values, "sum")
 
 
 def group_of(size: int) -> torch.distributed.ProcessGroup | None:

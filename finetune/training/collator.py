@@ -52,8 +52,7 @@ class MicroBatches:
         """Collate these rows into one micro-batch."""
         # torch converts an array at once, but a list number by number, which took 90% of the time.
         arrays = [{name: np.asarray(row[name]) for name in ("input_ids", "labels")} for row in rows]
-        found: Inputs = self._collate(arrays)
-        return found
+        return self._collate(arrays)
 
     def idle(self) -> Idle:
         """A micro-batch of one row without trained tokens."""
@@ -84,8 +83,7 @@ def row_count(inputs: Inputs) -> int:
 
 def first_row(inputs: Inputs) -> list[int]:
     """Token ids of the first row of a micro-batch, without padding."""
-    found: list[int] = _some(inputs, 0, 1)["input_ids"][0].tolist()
-    return found
+    return _some(inputs, 0, 1)["input_ids"][0].tolist()
 
 
 def _some(inputs: Inputs, first: int, end: int) -> Inputs:

@@ -125,8 +125,7 @@ class Evaluation:
             return None
         assert sums is not None, "no rank failed"
         total, count = ranks.summed(sums).tolist()
-        found: float = total / count
-        return found
+        return total / count
 
     def batches(self) -> Iterable[list[Inputs]]:
         """All rows in order, as steps."""
