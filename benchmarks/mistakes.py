@@ -119,7 +119,7 @@ MISTAKES = [
         ("report_to: wandb", "`tracking.to`"),
         ("logging_steps: 1", "tracking.log_every"),
         ("rank_pattern: {q_proj: 32}", "`adapter.ranks`"),
-        ("neftune_noise_alpha: 5", "leave it out"),
+        ("neftune_noise_alpha: 5", "`training.neftune_noise_alpha`"),
         ("assistant_only_loss: true", "`data.loss_on: assistant`"),
     ),
     *_other(

@@ -232,6 +232,10 @@ class TrainingSection(Section):
     """Gradient clipping: gradients are scaled down to this norm; 0 disables it."""
     precision: Literal["bf16", "fp16", "fp32"] = "bf16"
     """Precision of the forward and backward pass; fp16 uses loss scaling."""
+    neftune_noise_alpha: Annotated[Above0, Usual("5 to 15")] | None = None
+    """Uniform noise on the input embeddings in training: in [-1, 1] times this, over sqrt(L d) for a row of L tokens,
+    each of d channels (NEFTune, arXiv 2310.05914). L is the length without padding, so the gradient does not depend on
+    how a step is split."""
     group_by_length: bool = True
     """Batch rows of similar length together to reduce padding; the order of batches stays random."""
     eval_every: Positive | None = None
@@ -239,7 +243,7 @@ class TrainingSection(Section):
     early_stopping: Positive | None = None
     """Stop after this many evaluations without a lower evaluation loss."""
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 42
-    """Random seed of adapter, data order and dropout."""
+    """Random seed of adapter, data order, dropout and noise on embeddings."""
     deterministic: bool = False
     """Make repeated and resumed runs bit-equal on a GPU as well, at some cost in speed; on a CPU they always are."""
 
