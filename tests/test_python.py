@@ -56,6 +56,7 @@ def test_the_script_of_the_readme_learns_from_its_rows_by_its_loss_and_is_foreca
     config = example.run.config()
     assert config.training.objective == "python:focal"
     assert str(config.data.train).startswith("python:")
+    assert "rows given in Python" in example.run.report_file.read_text()
     assert (example.run.path / "forecast.json").is_file()
     focal, usual = (objectives.OBJECTIVES[name] for name in ("python:focal", "supervised"))
     assert focal.count is usual.count

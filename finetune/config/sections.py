@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from finetune.config.fields import Checkpointing, Choice, OneOrMore, Place, Size, Target, TargetEnd, Usual
+from finetune.config.fields import GIVEN, Checkpointing, Choice, OneOrMore, Place, Size, Target, TargetEnd, Usual
 
 # Above what any job needs, and below what the libraries' 32-bit counts and float32 numbers hold.
 _COUNT, _ROWS, _WEIGHT, _NUMBER = 2**31 - 1, 2**20, 1000, 1e9
@@ -149,7 +149,9 @@ class Source(Section):
     """How often each of its rows is seen per epoch; for a fraction, rows are chosen by hash."""
 
     def __str__(self) -> str:
-        return self.source if self.weight == 1 else f"{self.source} (weight {self.weight:g})"
+        given = self.source.startswith(GIVEN)
+        name = f"rows given in Python (hash {self.source.removeprefix(GIVEN)})" if given else self.source
+        return name if self.weight == 1 else f"{name} (weight {self.weight:g})"
 
 
 Sources = Place | Annotated[list[Place | Source], Field(min_length=1)]
