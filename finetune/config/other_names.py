@@ -232,6 +232,8 @@ _VALUES = {
     "bfloat16": "bf16",
     "float16": "fp16",
     "float32": "fp32",
+    **dict.fromkeys(("4bit", "4-bit", "int4", "bnb_4bit", "qlora"), "nf4"),
+    **dict.fromkeys(("8bit", "8-bit"), "int8"),
 }
 
 
