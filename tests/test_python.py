@@ -146,7 +146,7 @@ def test_rows_are_a_source_like_others_named_by_their_content() -> None:
     name = source(ROWS)
     assert name == source(Dataset.from_list(ROWS)) == source(iter(ROWS)) != source(ROWS[:-1])
     several = source([{"source": ROWS, "weight": 2}, "rows.jsonl"])
-    assert [str(one) for one in several] == [f"{name} (weight 2)", "rows.jsonl"]
+    assert [str(one) for one in several] == [f"rows given in Python (hash {name[7:]}) (weight 2)", "rows.jsonl"]
     assert list(in_memory.records(name))[1] == (f"{name}:2", ROWS[1])
     changed = [dict(row) for row in ROWS]
     name = source(changed)
