@@ -246,7 +246,10 @@ def test_a_wrong_source_of_several_is_told_with_its_line_and_key(write: Write, s
         ("{source: b/, weight: 0}", "`data.train.1.weight`: expected a number greater than 0, not 0"),
         ("{source: b/, weight: twice}", "`data.train.1.weight`: expected a number, not 'twice'"),
         ("{source: b/, wieght: 2}", "unknown key `data.train.1.wieght`; did you mean `weight`?"),
-        ("{source: b/, weight: 1e308}", "`data.train.1.weight`: expected a number less than or equal to 1000, not 1e+308"),
+        (
+            "{source: b/, weight: 1e308}",
+            "`data.train.1.weight`: expected a number less than or equal to 1000, not 1e+308",
+        ),
         ("{weight: 2}", "`data.train.1.source` is missing"),
         ("5", "`data.train.1`: expected text or a `source` with its `weight`, not 5"),
         ("''", "`data.train.1`: expected a name or a `source` with its `weight`, not ''"),
