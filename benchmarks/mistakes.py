@@ -1,4 +1,4 @@
-"""Sixty mistakes that people make in a first config or in their data, and what they are told: docs/mistakes.md.
+"""Mistakes that people make in a first config or in their data, and what they are told: docs/mistakes.md.
 
     python benchmarks/mistakes.py > docs/mistakes.md
 
@@ -119,7 +119,7 @@ MISTAKES = [
         ("report_to: wandb", "`tracking.to`"),
         ("logging_steps: 1", "tracking.log_every"),
         ("rank_pattern: {q_proj: 32}", "`adapter.ranks`"),
-        ("neftune_noise_alpha: 5", "leave it out"),
+        ("neftune_noise_alpha: 5", "`training.neftune_noise_alpha`"),
         ("assistant_only_loss: true", "`data.loss_on: assistant`"),
     ),
     *_other(
@@ -143,6 +143,10 @@ MISTAKES = [
         ("adapter:\n  dropout: 10", "0 to 0.1"),
         ("model:\n  rope_scaling: {rope_type: dynamic, factor: 2}", "'yarn'"),
         ("memory:\n  limit: 24GB", "24GiB"),
+        ("quantization:\n  kind: 4bit", "`nf4`"),
+        ("training:\n  precision: float16", "`fp16`"),
+        ("adapter:\n  targets: q_proj,v_proj", "[q_proj, v_proj]"),
+        ("training:\n\tmax_steps: 20", "indent with spaces"),
         ("training:\n  batch_size: 10\n  micro_batch: 4", "is 2"),
         ("data:\n  eval_share: 5", "less than 1"),
         ("model: builtin:tiny-llama", "`model.name: builtin:tiny-llama`"),
@@ -152,6 +156,7 @@ MISTAKES = [
     *_rows(
         ({"question": "Hi?", "answer": "Hello!"}, "`data.columns: {prompt: question, completion: answer}`"),
         ({"prompt": "Hi?", "answer": "Hello!"}, "`data.columns: {completion: answer}`"),
+        ({"Prompt": "Hi?", "Answer": "Hello!"}, "`data.columns: {prompt: Prompt, completion: Answer}`"),
         ({"chat": _ROW["messages"]}, "`data.columns: {messages: chat}`"),
         ({"title": "Hi?", "views": 3}, "`data.columns`"),
         ({"question": "Hi?", "answer": "Hello!"}, "did you mean `question`?", "columns: {prompt: questions}"),

@@ -13,6 +13,7 @@ import importlib.metadata
 import inspect
 import json
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -215,6 +216,8 @@ def plan(
     with libraries.importing():
         make = finetune.plan  # which imports its module
     found = make(job, gpu, gpus)
+    if not as_json:
+        _note_missing(job)
     if picture:
         found.draw(picture)
     if page:
@@ -245,6 +248,8 @@ def fit(
     with libraries.importing():
         from finetune.forecast import planning
     fitted, limits = planning.fit_with_limits(job, gpu, gpus)
+    if not as_json:
+        _note_missing(job)
     target = output or Path(f"{config.stem}_fitted.yaml")
     planning.write(fitted, target)
     if as_json:
@@ -503,6 +508,14 @@ def _announce(title: str, job: Config) -> None:
     printing.say(Console(), f"{title}: {words.base(job)}; adapter: {words.adapter(job)}")
 
 
+def _note_missing(job: Config) -> None:
+    """Say which rows a forecast was made without; a file may be on the machine that will train."""
+    from finetune.data import sources
+
+    for why in sources.missing(job.data.train):
+        _terminal().note(f"{why}; without it every row counts as `data.max_length` long")
+
+
 def _print_json(value: Any) -> None:
     typer.echo(json.dumps(value, indent=2))
 
@@ -570,6 +583,9 @@ def _fail(message: str, code: int) -> NoReturn:
 def main() -> None:
     """The console script `finetune`."""
     sys.stderr = VisibleStream(sys.stderr)
+    dashed = [argument for argument in sys.argv[1:] if re.match(r"--[a-z]+\.[a-z_]+", argument)]
+    if dashed:  # as other tools take them
+        _fail(f"`{dashed[0]}`: write an override without dashes, as section.key=value", ConfigError.exit_code)
     try:
         app()
     finally:

@@ -185,6 +185,8 @@ def test_a_page_that_cannot_be_written_exits_4(call, job: list[str], tmp_path: P
         ([], "24GB", 2, "GiB"),
         (["model.name=someone/nothing"], "T4", 4, "the hub cannot be reached"),
         (["model.name=./nowhere"], "T4", 7, "no such model directory"),
+        (["model.name=llama.q4.gguf"], "T4", 7, "name the model that it was made from"),
+        (["model.name=https://huggingface.co/someone/nothing"], "T4", 7, "name on the hub: someone/nothing"),
         (["model.name={unknown}"], "T4", 7, "no_such_architecture"),
         (["model.name={not_json}"], "T4", 7, "not_json"),
     ],
@@ -233,6 +235,21 @@ def test_fit_of_what_fits_nowhere_exits_6(call, job: list[str], tmp_path: Path) 
     assert code == 6
     assert "nothing fits on CPU" in err
     assert not (tmp_path / "fitted.yaml").exists()
+
+
+def test_a_forecast_says_which_rows_it_was_made_without(call, job: list[str]) -> None:
+    code, out, _ = call("plan", *job, "data.train=nowhere.jsonl", "data.max_length=32", "--gpu", "24GiB")
+    assert code == 0
+    assert "nowhere.jsonl: no such file" in out
+    assert "every row counts as `data.max_length` long" in " ".join(out.split())
+
+
+def test_overrides_with_dashes_are_refused_with_what_to_write(call, job: list[str]) -> None:
+    code, _, err = call("train", *job, "--training.max_steps=20")
+    assert (code, err) == (
+        2,
+        "error: `--training.max_steps=20`: write an override without dashes, as section.key=value\n",
+    )
 
 
 def test_every_problem_of_a_config_at_once_with_exit_2(call, tmp_path: Path) -> None:

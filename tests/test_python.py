@@ -56,6 +56,7 @@ def test_the_script_of_the_readme_learns_from_its_rows_by_its_loss_and_is_foreca
     config = example.run.config()
     assert config.training.objective == "python:focal"
     assert str(config.data.train).startswith("python:")
+    assert "rows given in Python" in example.run.report_file.read_text()
     assert (example.run.path / "forecast.json").is_file()
     focal, usual = (objectives.OBJECTIVES[name] for name in ("python:focal", "supervised"))
     assert focal.count is usual.count
@@ -145,7 +146,7 @@ def test_rows_are_a_source_like_others_named_by_their_content() -> None:
     name = source(ROWS)
     assert name == source(Dataset.from_list(ROWS)) == source(iter(ROWS)) != source(ROWS[:-1])
     several = source([{"source": ROWS, "weight": 2}, "rows.jsonl"])
-    assert [str(one) for one in several] == [f"{name} (weight 2)", "rows.jsonl"]
+    assert [str(one) for one in several] == [f"rows given in Python (hash {name[7:]}) (weight 2)", "rows.jsonl"]
     assert list(in_memory.records(name))[1] == (f"{name}:2", ROWS[1])
     changed = [dict(row) for row in ROWS]
     name = source(changed)

@@ -130,10 +130,15 @@ TargetEnd = Annotated[str, _compiles("({})")]
 
 def unknown(name: str, known: Iterable[str]) -> str:
     """Say that `name` is unknown, with the nearest known name and the list of all."""
+    return f"`{shortened(name)}` is not known; {nearest(name, known)}"
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """Ask whether the nearest known name was meant, with the list of all."""
     known = list(known)
     near = difflib.get_close_matches(name[:_LONGEST_SHOWN], known, n=1, cutoff=0.5)
     hint = f"did you mean `{near[0]}`? " if near else ""
-    return f"`{shortened(name)}` is not known; {hint}choose from {', '.join(known)}"
+    return f"{hint}choose from {', '.join(known)}"
 
 
 _LONGEST_SHOWN = 200

@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
 from finetune.config import other_names, strict_yaml
-from finetune.config.fields import Choices, Usual, shortened, unknown
+from finetune.config.fields import Choices, Usual, nearest, shortened
 from finetune.config.rules import contradictions
 from finetune.config.sections import Config, Section, Source
 from finetune.errors import ConfigError
@@ -36,6 +36,8 @@ def load(
             text = file.read(strict_yaml.MAX_BYTES + 1)
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such file{_nearest_file(path)}") from None
+    except IsADirectoryError:
+        raise ConfigError(f"{path}: is a folder, not a config{_nearest_file(path / '*')}") from None
     except (OSError, ValueError) as error:  # a ValueError for what is no UTF-8, and for a null character in the path
         raise ConfigError(f"{path}: cannot be read: {error}") from None
     document = strict_yaml.parse(text)
@@ -224,7 +226,7 @@ def _explain(item: Any, where: dict[tuple[str, ...], str], file: str) -> str:
     if item["type"] == "extra_forbidden":
         if meant := other_names.meant(path[-1]):
             return f"{place}: {_instead(key, meant)}"
-        remedy = unknown(path[-1], _known_keys(path[:-1]))
+        remedy = nearest(path[-1], _known_keys(path[:-1]))
         inside = item["input"] if len(path) == 1 and isinstance(item["input"], dict) else {}
         # Other tools have sections that we have not; what stands in them may have a place here.
         moved = {name: meant for name in map(str, inside) if (meant := other_names.meant(name))}
@@ -234,6 +236,9 @@ def _explain(item: Any, where: dict[tuple[str, ...], str], file: str) -> str:
             ]
             return "\n".join(lines)
         return f"{place}: unknown {'section' if len(path) == 1 else 'key'} `{key}`; {remedy}"
+    here = other_names.name_here(str(item["input"]))
+    if item["type"] == "value_error" and here in str(item["ctx"]["error"]).partition("choose from ")[2].split(", "):
+        return f"{place}: `{key}`: `{item['input']}` is another tool's word; write `{here}`"
     if item["type"] == "value_error":
         return f"{place}: `{key}`: {item['ctx']['error']}"
     if item["type"] == "missing":
@@ -241,7 +246,8 @@ def _explain(item: Any, where: dict[tuple[str, ...], str], file: str) -> str:
     if item["type"] == "model_type":
         return f"{place}: `{key}` is a section; write {_in_section(path, item['input'])}"
     expected = " or ".join(dict.fromkeys(_expected(branch) for branch in item["branches"]))
-    return f"{place}: `{key}`: expected {expected}, not {shortened(repr(item['input']), 60)}{_usual(path)}"
+    remedy = f"; write `{here}`" if repr(here) in expected else _usual(path)
+    return f"{place}: `{key}`: expected {expected}, not {shortened(repr(item['input']), 60)}{remedy}"
 
 
 def _in_section(path: tuple[str, ...], value: Any) -> str:
@@ -277,7 +283,8 @@ def _expected(item: Any) -> str:
         "finite_number": "a finite number",
         "literal_error": item.get("ctx", {}).get("expected", ""),
     }
-    return wanted.get(item["type"], str(item["msg"]).replace("Input should be ", ""))
+    words = str(item["msg"]).removeprefix("Input should be ")
+    return wanted.get(item["type"], f"a number {words}" if words.startswith(("greater", "less")) else words)
 
 
 def _config_path(location: tuple[Any, ...]) -> tuple[str, ...]:
@@ -312,4 +319,4 @@ def _nearest_file(path: Path) -> str:
     if not os.path.isdir(path.parent):
         return ""
     known = sorted(str(found) for found in path.parent.glob("*.yaml"))
-    return f"; {unknown(str(path), known)}" if known else ""
+    return f"; {nearest(str(path), known)}" if known else ""

@@ -11,10 +11,6 @@ from collections.abc import Callable
 from typing import Any
 
 _ALWAYS = "leave it out: this is always so here"
-_NEFTUNE = (
-    "leave it out: there is no noise on embeddings here; where there is, its scale depends on the padding, and so the "
-    "gradient on how a step is split"
-)
 _NO_NEED = "leave it out: it does not change the result, and is chosen by itself here"
 _NO_TENSOR = (
     "leave it out: tensor parallelism is not offered, because transformers has it neither for quantized weights nor "
@@ -136,8 +132,9 @@ NAMES: dict[str, str] = {
     "bfloat16": "`training.precision: bf16`",
     "dtype": "`training.precision`",
     "torch_dtype": "`training.precision`",
-    "neftune_noise_alpha": _NEFTUNE,
-    "noisy_embedding_alpha": _NEFTUNE,
+    **dict.fromkeys(
+        ("neftune_noise_alpha", "neftune_alpha", "noisy_embedding_alpha"), "`training.neftune_noise_alpha`"
+    ),
     "seed": "`training.seed`",
     "random_state": "`training.seed`",
     "eval_steps": "`training.eval_every`",
@@ -235,6 +232,8 @@ _VALUES = {
     "bfloat16": "bf16",
     "float16": "fp16",
     "float32": "fp32",
+    **dict.fromkeys(("4bit", "4-bit", "int4", "bnb_4bit", "qlora"), "nf4"),
+    **dict.fromkeys(("8bit", "8-bit"), "int8"),
 }
 
 
@@ -288,6 +287,10 @@ def _only_off(value: Any) -> Settings | None:
     return None if value else {}
 
 
+def _noise(value: Any) -> Settings:
+    return {"training.neftune_noise_alpha": value} if value else {}
+
+
 def _held_out(value: Any) -> Settings | None:
     if value == 0:
         return {"data.eval": "none"}
@@ -313,7 +316,8 @@ _CONVERTED: dict[str, Callable[[Any], Settings | None]] = {
     "quantization_bit": _bits,
     "rope_scaling": _rope_scaling,
     "adapter_name_or_path": lambda value: None if "," in str(value) else {"adapter.start_from": value},
-    **dict.fromkeys(("alpha_pattern", "neftune_noise_alpha", "noisy_embedding_alpha"), _only_off),
+    "alpha_pattern": _only_off,
+    **dict.fromkeys(("neftune_noise_alpha", "neftune_alpha", "noisy_embedding_alpha"), _noise),
     "lora_target": _targets,
     "lora_target_modules": _targets,
     "val_size": _held_out,

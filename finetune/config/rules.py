@@ -152,6 +152,11 @@ RULES = (
         "layers that exchange tokens with other ranks are not compiled; set `none`, or `distributed.context: 1`",
     ),
     Rule(
+        "training.neftune_noise_alpha", but(None), "distributed.context", but(1),
+        "each rank would draw the noise of whole rows, of which it has a slice; remove it, or set "
+        "`distributed.context: 1`",
+    ),
+    Rule(
         "output.merge", only(True), "model.weights", only("random"),
         "random weights are not kept, so nothing can be merged; set `output.merge: false`",
     ),

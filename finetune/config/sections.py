@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from finetune.config.fields import Checkpointing, Choice, OneOrMore, Place, Size, Target, TargetEnd, Usual
+from finetune.config.fields import GIVEN, Checkpointing, Choice, OneOrMore, Place, Size, Target, TargetEnd, Usual
 
 # Above what any job needs, and below what the libraries' 32-bit counts and float32 numbers hold.
 _COUNT, _ROWS, _WEIGHT, _NUMBER = 2**31 - 1, 2**20, 1000, 1e9
@@ -149,7 +149,9 @@ class Source(Section):
     """How often each of its rows is seen per epoch; for a fraction, rows are chosen by hash."""
 
     def __str__(self) -> str:
-        return self.source if self.weight == 1 else f"{self.source} (weight {self.weight:g})"
+        given = self.source.startswith(GIVEN)
+        name = f"rows given in Python (hash {self.source.removeprefix(GIVEN)})" if given else self.source
+        return name if self.weight == 1 else f"{name} (weight {self.weight:g})"
 
 
 Sources = Place | Annotated[list[Place | Source], Field(min_length=1)]
@@ -232,6 +234,10 @@ class TrainingSection(Section):
     """Gradient clipping: gradients are scaled down to this norm; 0 disables it."""
     precision: Literal["bf16", "fp16", "fp32"] = "bf16"
     """Precision of the forward and backward pass; fp16 uses loss scaling."""
+    neftune_noise_alpha: Annotated[Above0, Usual("5 to 15")] | None = None
+    """Uniform noise on the input embeddings in training: in [-1, 1] times this, over sqrt(L d) for a row of L tokens,
+    each of d channels (NEFTune, arXiv 2310.05914). L is the length without padding, so the gradient does not depend on
+    how a step is split."""
     group_by_length: bool = True
     """Batch rows of similar length together to reduce padding; the order of batches stays random."""
     eval_every: Positive | None = None
@@ -239,7 +245,7 @@ class TrainingSection(Section):
     early_stopping: Positive | None = None
     """Stop after this many evaluations without a lower evaluation loss."""
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 42
-    """Random seed of adapter, data order and dropout."""
+    """Random seed of adapter, data order, dropout and noise on embeddings."""
     deterministic: bool = False
     """Make repeated and resumed runs bit-equal on a GPU as well, at some cost in speed; on a CPU they always are."""
 

@@ -71,7 +71,8 @@ def parse(text: str) -> Document:
         return _refused(*error.args)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark
-        return _refused(mark.line + 1 if mark else 0, f"not valid YAML: {error.problem}")
+        remedy = next((remedy for part, remedy in _REMEDIES.items() if part in str(error.problem)), "")
+        return _refused(mark.line + 1 if mark else 0, f"not valid YAML: {error.problem}{remedy}")
     except (ValueError, OverflowError):  # of chr()
         return _refused(loader.line + 1, "not valid YAML: an escape such as `\\U00110000` that is no character")
     if root is None:
@@ -80,6 +81,16 @@ def parse(text: str) -> Document:
         return _refused(root.start_mark.line + 1, "expected `section:` lines at the top level")
     builder = _Builder(loader.tags)
     return Document(builder.value(root, ()) or {}, builder.lines, builder.problems)
+
+
+_REMEDIES = {
+    "found character '\\t'": "; indent with spaces",
+    "found unknown escape character": "; write a path with / or in single quotes, where a backslash is one",
+    "mapping values are not allowed here": "; the line before may lack its colon, or a text with `: ` its quotes",
+    "expected '<document start>'": "; a config is a YAML file of sections, such as `model:`, with indented keys",
+    "expected <block end>": "; the lines of a section begin at the same column",
+}
+"""What to do about what PyYAML says, by a part of it."""
 
 
 def _refused(line: int, message: str) -> Document:

@@ -181,9 +181,10 @@ def detect(fields: Fields, columns: Mapping[str, str]) -> str:
 
 def likely_columns(fields: Fields) -> dict[str, str]:
     """`data.columns` by what the names of a row's columns often mean, for the first format that they make; or empty."""
+    spelt = {name.lower(): name for name in islice(fields, _COMPARED_FIELDS)} | {name: name for name in fields}
     for form in filter(lambda form: form.required, FORMATS.values()):
         columns = {
-            field: next((name for name in (field, *_OFTEN.get(field, ())) if name in fields), None)
+            field: next((spelt[name] for name in (field, *_OFTEN.get(field, ())) if name in spelt), None)
             for field in form.required
         }
         if all(columns.values()):

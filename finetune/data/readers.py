@@ -117,6 +117,11 @@ def _csv(path: Path, problems: Problems, delimiter: str = ",") -> Records:
         if names is None:
             if twice := repeated(row):
                 raise DataError(f"{place}: two columns have the name `{twice}`; rename one")
+            if len(row) == 1 and (other := next((each for each in ";\t|," if each in row[0]), delimiter)) != delimiter:
+                raise DataError(
+                    f"{place}: the columns are separated by {other!r}; separate them by commas in a .csv, by tabs in a "
+                    ".tsv"
+                )
             names = row
         elif len(row) != len(names):
             more = "more" if len(row) > len(names) else "fewer"

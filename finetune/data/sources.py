@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from finetune.config import Source, Sources, entries
-from finetune.config.fields import GIVEN, unknown
+from finetune.config.fields import GIVEN, nearest, unknown
 from finetune.data import cache, in_memory, python_docs, stdlib_docs
 from finetune.data.problems import Problems
 from finetune.data.readers import ENDINGS, Records, reader
@@ -89,6 +89,13 @@ def at_hand(sources: Sources) -> bool:
     found = [_files(source) for source in chosen if source not in held]
     sizes = [file.stat().st_size for files in found for file in files] + list(map(in_memory.size_bytes, held))
     return all(found) and sum(sizes) <= _SMALL_BYTES
+
+
+def missing(sources: Sources) -> list[str]:
+    """What is wrong with each source that should be on this machine and is not."""
+    chosen = [entry.source for entry in entries(sources)]
+    local = [source for source in chosen if source not in BUILTIN and not source.startswith(GIVEN)]
+    return [why for source in local if not _files(source) and (why := _no_files(source))]
 
 
 def contents(sources: Sources) -> list[tuple[str, str]] | None:
@@ -176,15 +183,20 @@ def _records(source: str, split: str, problems: Problems) -> Records:
         return in_memory.records(source)
     if files := _files(source):
         return _local(files, problems)
-    if os.path.isdir(source):
-        raise DataError(f"{source}: the folder has no file ending in {ENDINGS}")
-    if os.path.exists(source):
-        raise DataError(f"{source}: expected a file ending in {ENDINGS}")
-    if glob.has_magic(source):
-        raise DataError(f"{source}: matches no file ending in {ENDINGS}")
-    if not _is_of_hub(source):
-        raise DataError(f"{source}: no such file or folder{_nearest(Path(source))}")
+    if why := _no_files(source):
+        raise DataError(why)
     return _hub(source)
+
+
+def _no_files(source: str) -> str | None:
+    """What is wrong with a source that has no local files; None if it can be one of the hub."""
+    if os.path.isdir(source):
+        return f"{source}: the folder has no file ending in {ENDINGS}"
+    if os.path.exists(source):
+        return f"{source}: expected a file ending in {ENDINGS}"
+    if glob.has_magic(source):
+        return f"{source}: matches no file ending in {ENDINGS}"
+    return None if _is_of_hub(source) else f"{source}: no such file or folder{_nearest(Path(source))}"
 
 
 def _is_of_hub(source: str) -> bool:
@@ -341,7 +353,7 @@ def _nearest(path: Path) -> str:
     known: list[str] = []
     with contextlib.suppress(OSError):  # the folder may not be readable
         known = sorted(str(found) for found in path.parent.iterdir() if reader(found))
-    return f"; {unknown(str(path), known)}" if known else ""
+    return f"; {nearest(str(path), known)}" if known else ""
 
 
 BUILTIN: dict[str, Callable[[Any], list[dict[str, Any]]]] = {"builtin:python_docs": python_docs.conversations}

@@ -78,7 +78,7 @@ def _made(config: Config) -> str:
 
 def _source(one: Source) -> str:
     if one.source.startswith(GIVEN):
-        return f"rows given in Python (hash {one.source.removeprefix(GIVEN)})"
+        return str(one)
     return f"`{one.model_copy(update={'source': public(one.source)})}`"
 
 
@@ -90,6 +90,7 @@ def _settings(config: Config) -> dict[str, str]:
         "batch size": str(training.batch_size),
         "optimizer": config.optimizer.kind,
         **({"LoRA+ ratio": f"{config.optimizer.lora_plus:g}"} if config.optimizer.lora_plus else {}),
+        **({"NEFTune alpha": f"{alpha:g}"} if (alpha := training.neftune_noise_alpha) else {}),
         **({"rotary scaling": f"{rope.rope_type}, factor {rope.factor:g}"} if rope else {}),
         "precision": training.precision,
         "longest row": f"{config.data.max_length} tokens",

@@ -7,6 +7,7 @@ are those of training; only the weights and the batch are fake.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
@@ -33,6 +34,7 @@ from finetune.objectives import OBJECTIVES, log_probs
 from finetune.training import optimizers
 from finetune.training.collator import Inputs, MicroBatches, for_model
 from finetune.training.evaluation import summed_loss
+from finetune.training.noise import Noise, Row
 from finetune.training.step import Step
 
 # bitsandbytes 0.50, `Optimizer8bit.get_state_buffer`: smaller tensors are not paged.
@@ -195,6 +197,7 @@ class _TracedStep:
             masked=needs_mask(self._model.config, config.training.precision, capability),
             device=torch.device("cpu"),
             monitor=TracedMonitor(self.recorder),
+            noise=_TracedNoise(self._model, alpha, 0) if (alpha := config.training.neftune_noise_alpha) else None,
         )
         self._watch()
 
@@ -427,6 +430,16 @@ class _TracedStep:
             if isinstance(value, torch.Tensor):
                 self.recorder.keep(value, "activations")
         return found
+
+
+class _TracedNoise(Noise):
+    """For a micro-batch without values: which tokens are padding is not known there."""
+
+    def rows(self, inputs: Inputs, step: int) -> list[Row]:
+        rows, tokens = inputs["input_ids"].shape
+        packed = inputs.get("cu_seq_lens_q")
+        starts = range(0, (rows + 1) * tokens, tokens) if packed is None else packed.tolist()
+        return [Row(start, end - start, 0) for start, end in itertools.pairwise(starts)]
 
 
 class _Turns(defaultdict[torch.nn.Parameter, Any]):

@@ -68,7 +68,7 @@ def gather(
         adapter = resume.to_build(config.adapter, resumed=bool(run.saved_steps) and not fresh)
         mixture = blueprint.check(adapter)
     ranks.main_does(lambda: check_traceable(config, architecture, device))
-    stage(f"reading the rows of {named(config.data.train)}")
+    stage(f"reading {named(config.data.train)}")
     with ranks.agreeing():
         data = prepare(config.data, tokenizer)
         if data.warning and config.training.early_stopping:

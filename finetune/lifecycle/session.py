@@ -13,6 +13,7 @@ from finetune.config import Config
 from finetune.errors import FinetuneError, Terminated
 from finetune.forecast.devices import cap
 from finetune.lifecycle import failures
+from finetune.measure import energy
 from finetune.measure.monitor import Monitor
 from finetune.report.terminal import Terminal
 from finetune.runtime import libraries, ranks
@@ -82,6 +83,7 @@ def computing(config: Config, run: RunDirectory, monitor: Monitor, device: torch
     cap(config.memory.limit, device)
     exactly = config.training.deterministic and device.type == "cuda"
     with (
+        energy.recorded(run, device),
         failures.out_of_memory(config, run, monitor, device),
         libraries.deterministic() if exactly else contextlib.nullcontext(),
     ):

@@ -259,6 +259,9 @@ def _check_extra_modules(base: Any, section: AdapterSection) -> None:
 def _check(wanted: list[str], candidates: list[str], key: str) -> None:
     for name in wanted:
         if name not in candidates:
+            several = [part.strip() for part in name.split(",")]
+            if len(several) > 1 and set(several) <= set(candidates):
+                raise ConfigError(f"`{key}`: write several as a list: [{', '.join(several)}]")
             raise ConfigError(f"`{key}`: {unknown(name, candidates)}")
 
 

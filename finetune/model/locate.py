@@ -18,6 +18,8 @@ _JSON_BYTES = 128 * 2**20
 # Inside an installed wheel, or beside the package in a checkout.
 _BUILTIN_PLACES = (_PACKAGE / "_builtin" / "tiny-llama", _PACKAGE.parent / "data" / "tiny-llama")
 
+_HUB = "https://huggingface.co/"
+
 T = TypeVar("T")
 
 
@@ -36,6 +38,10 @@ def locate(name: str) -> str:
             raise ArtifactError(f"{name}: a model directory needs config.json; this one has none")
         _refuse_huge_json(path)
         return str(path)
+    if name.startswith(_HUB):
+        raise ArtifactError(f"{name}: give the model's name on the hub: {name.removeprefix(_HUB)}")
+    if name.endswith(".gguf"):
+        raise ArtifactError(f"{name}: a GGUF file can be run and not trained; name the model that it was made from")
     if path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
         raise ArtifactError(f"{name}: no such model directory")
     return name

@@ -92,6 +92,7 @@ class Comparison:
             "peak memory": ("peak_bytes", words.size),
             "duration": ("seconds", words.duration),
             "device hours": ("device_hours", words.hours),
+            "energy": ("joules", words.energy),
         }
         rows = [
             (title, *("" if one[key] is None else write(one[key]) for one in summaries))

@@ -141,8 +141,10 @@ def _results(run: RunDirectory, figures: Figures) -> list[tuple[str, str, str]]:
         found.append(("speed", f"{words.count(figures.tokens_per_second)} tokens/s", f"median{padding}"))
     if figures.training:
         kind = (run.environment() or {"device": {"type": ""}})["device"]["type"]
-        hours = f"{words.hours(figures.device_hours)} {'GPU' if kind == 'cuda' else 'CPU'} hours"
-        found.append(("duration", words.duration(figures.seconds), hours))
+        cost = f"{words.hours(figures.device_hours)} {'GPU' if kind == 'cuda' else 'CPU'} hours"
+        if figures.joules is not None:
+            cost += f", {words.energy(figures.joules)} of the GPU"
+        found.append(("duration", words.duration(figures.seconds), cost))
     return found
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import re
 from functools import cache
 from importlib import resources
 from typing import TYPE_CHECKING, Any
@@ -17,6 +18,7 @@ from finetune.report.visible import LINES, visible
 
 if TYPE_CHECKING:
     from jinja2 import Environment
+    from markupsafe import Markup
 
 
 def page(title: str, template: str, curves: list[dict[str, Any]], **values: Any) -> str:
@@ -45,6 +47,13 @@ def _read(name: str) -> str:
     return (resources.files("finetune.report") / name).read_text(encoding="utf-8")
 
 
+def _breakable(name: str) -> Markup:
+    """A name such as `training.learning_rate`, which a line may break after each part of."""
+    from markupsafe import Markup, escape
+
+    return Markup("<wbr>").join(map(escape, re.split(r"(?<=[_./-])(?=\w)", visible(name, LINES))))
+
+
 @cache
 def _environment() -> Environment:
     from jinja2 import Environment, PackageLoader, StrictUndefined  # not needed to print on a terminal
@@ -57,4 +66,5 @@ def _environment() -> Environment:
         trim_blocks=True, lstrip_blocks=True,
     )  # fmt: skip
     environment.globals["words"] = words
+    environment.filters["breakable"] = _breakable
     return environment

@@ -47,7 +47,8 @@ class Result:
         """The results as JSON values: losses in nats per trained token, memory in bytes, None for missing values.
 
         `relative_drop` is the relative reduction of the eval loss from the base to the published weights, or to the
-        latest ones of a run that goes on; `device_hours` are `seconds` as hours times the ranks.
+        latest ones of a run that goes on; `device_hours` are `seconds` as hours times the ranks;
+        `joules` are those of a run's one GPU, if its driver counts them and each start ended by itself.
         """
         figures = self.figures
         best, exported = figures.best_evaluation, figures.exported_evaluation
@@ -68,6 +69,7 @@ class Result:
             "padding_share": figures.padding_share,
             "seconds": figures.seconds,
             "device_hours": figures.device_hours,
+            "joules": figures.joules,
             "adapter": _existing(self.run.adapter),
             "merged": _existing(self.run.merged),
             "report": _existing(self.run.report_file),

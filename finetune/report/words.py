@@ -64,6 +64,12 @@ def hours(value: float) -> str:
     return f"{value:.3g}" if value < 1000 else count(value)
 
 
+def energy(joules: float) -> str:
+    """Energy in Wh or kWh to three digits."""
+    kwh = joules / 3.6e6
+    return f"{kwh:.3g} kWh" if kwh >= 1 else f"{1000 * kwh:.3g} Wh"
+
+
 def base(config: Config) -> str:
     """The base and how it is stored, such as `meta-llama/Llama-2-7b-hf in nf4; bf16 arithmetic`."""
     quantization = config.quantization

@@ -76,12 +76,15 @@ class Event(TypedDict):
     memory: NotRequired[Peak | dict[str, Peak]]
     start_from: NotRequired[StartFrom]
     world_size: NotRequired[Annotated[int, Field(ge=1, le=2**20)]]
+    joules: NotRequired[Count]
 
 
 def _check_event(event: Event) -> Event:
     saved = event["event"] == "saved"
     if "step" not in event and (saved or event["event"] in ("trained", "best_loaded")):
         raise PydanticCustomError("missing", "`step` is missing")
+    if "joules" not in event and event["event"] == "energy":
+        raise PydanticCustomError("missing", "`joules` is missing")
     if any(isinstance(value, int) != saved for value in event.get("memory", {}).values()):
         raise PydanticCustomError("memory", "`memory` does not fit this event")
     return event

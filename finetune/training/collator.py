@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import torch
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from finetune.data.batching import MicroBatching, micro_batches
@@ -81,9 +82,18 @@ def row_count(inputs: Inputs) -> int:
     return len(inputs["cu_seq_lens_q"]) - 1 if "cu_seq_lens_q" in inputs else len(inputs["input_ids"])
 
 
+def token_ids(inputs: Inputs) -> list[torch.Tensor]:
+    """Token ids (tokens,) of each row of a micro-batch, without padding."""
+    ids = inputs["input_ids"]
+    if "cu_seq_lens_q" in inputs:
+        return list(ids[0].split(inputs["cu_seq_lens_q"].diff().tolist()))
+    lengths = inputs["attention_mask"].sum(dim=1).tolist()
+    return [row[:length] for row, length in zip(ids, lengths, strict=True)]
+
+
 def first_row(inputs: Inputs) -> list[int]:
     """Token ids of the first row of a micro-batch, without padding."""
-    return _some(inputs, 0, 1)["input_ids"][0].tolist()
+    return token_ids(inputs)[0].tolist()
 
 
 def _some(inputs: Inputs, first: int, end: int) -> Inputs:

@@ -93,6 +93,7 @@ class Loop:
     def take_step(self, micro_batches: list[Inputs]) -> bool:
         """Take one optimizer step, do what is due after it, and return whether it was the last one."""
         step, progress = self.step, self.progress
+        step.number = progress.step
         counts = StepCounts.of(micro_batches, step.objective).of_all_ranks(step.device, step.context)
         loss = self.retry.forward_backward(step, micro_batches, counts.trained)
         with self.monitor.phase("optimizer"):

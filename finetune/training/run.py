@@ -42,6 +42,7 @@ from finetune.training.collator import Inputs, MicroBatches, row_count
 from finetune.training.evaluation import Evaluation
 from finetune.training.largest_batch import warm_up
 from finetune.training.loop import Loop, Rhythm
+from finetune.training.noise import Noise
 from finetune.training.oom_retry import Retry
 from finetune.training.progress import Progress, read_progress
 from finetune.training.recorder import Listener, Recorder
@@ -216,6 +217,7 @@ def _step(job: Job, recorder: Recorder, collate: MicroBatches) -> Step:
         device=device,
         monitor=job.monitor,
         scaler=torch.amp.GradScaler(device.type) if training.precision == "fp16" else None,
+        noise=Noise(model, alpha, training.seed) if (alpha := training.neftune_noise_alpha) else None,
         seen=recorder.saw,
     )
     step.world_size = ranks.world_size()

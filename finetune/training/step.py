@@ -19,6 +19,7 @@ from finetune.model.zero import Zero
 from finetune.objectives import Objective
 from finetune.runtime.libraries import replaced
 from finetune.training.collator import Inputs, for_model
+from finetune.training.noise import Noise
 
 Count: TypeAlias = int | torch.Tensor
 """The divisor of a step's loss: an integer, or with several ranks a tensor on the device, to avoid synchronising."""
@@ -31,8 +32,9 @@ class Step:
     With several ranks, `shared` is `model` in DistributedDataParallel, and `local` a context in which gradients are not
     synchronized. `catch_up` takes part in what the other ranks wait for in a step whose pass failed here; where it is
     None, such a step cannot be repeated. Each `context` ranks compute the same rows. `zero` is DeepSpeed's engine, if
-    that shares the model. With `masked` the model gets the padding mask. `scaler` scales the loss under fp16. `seen` is
-    called after each micro-batch with it, its index and the peak of its backward pass.
+    that shares the model. With `masked` the model gets the padding mask. `scaler` scales the loss under fp16.
+    Embeddings get `noise`, if there is any, by the `number` of steps before this one. `seen` is called after each
+    micro-batch with it, its index and the peak of its backward pass.
     """
 
     model: Any
@@ -50,6 +52,8 @@ class Step:
     catch_up: Callable[[], None] | None = None
     zero: Zero | None = None
     scaler: torch.amp.GradScaler | None = None
+    noise: Noise | None = None
+    number: int = 0
     seen: Callable[[Inputs, int, Peak], None] = lambda micro_batch, number, peak: None
     under_way: Inputs | None = field(default=None, init=False)
     """The current or last micro-batch."""
@@ -85,7 +89,8 @@ class Step:
         self.monitor.enter("forward")
         try:
             batch = send_to_device(for_model(micro_batch, masked=self.masked), self.device, non_blocking=True)
-            with autocast(self.precision, self.device), packing.known(batch):
+            noise = self.noise.added(micro_batch, self.number) if self.noise else contextlib.nullcontext()
+            with autocast(self.precision, self.device), packing.known(batch), noise:
                 total, _ = self.objective.loss(self.shared or self.model, batch)
             loss = total / count * self.world_size  # DDP averages the ranks' gradients
             del batch, total

@@ -123,10 +123,10 @@ def test_all_problems_of_a_file_are_told_at_once_each_with_its_line(write: Write
         """)
     lines = refused(path)
     expected = {
-        "job.yaml:2": "`model.nmae`; `nmae` is not known; did you mean `name`?",
+        "job.yaml:2": "`model.nmae`; did you mean `name`?",
         "job.yaml:3": "'pretrained' or 'random', not 'trained'",
-        "job.yaml:4": "unknown section `adaptor`; `adaptor` is not known; did you mean `adapter`?",
-        "job.yaml:7": "`adapter.rank`: expected greater than 0, not 0",
+        "job.yaml:4": "unknown section `adaptor`; did you mean `adapter`?",
+        "job.yaml:7": "`adapter.rank`: expected a number greater than 0, not 0",
         "job.yaml:8": "`adapter.rank` is given twice, first on line 7",
         "job.yaml:9": "`adapter.dropout`",
         "job.yaml:11": "`training.seed`: expected a whole number, not 'seven'",
@@ -208,13 +208,13 @@ def test_a_value_of_the_wrong_type_says_what_is_expected(write: Write, subtests:
         ("adapter.rank='8'", "expected a whole number, not '8'"),
         ("adapter.alpha=high", "expected a number, not 'high'"),
         ("adapter.extra_modules=5", "expected a list, not 5"),
-        ("training.max_steps=0", "expected greater than 0, not 0"),
-        ("training.learning_rate=-1", "expected greater than 0, not -1"),
+        ("training.max_steps=0", "expected a number greater than 0, not 0"),
+        ("training.learning_rate=-1", "expected a number greater than 0, not -1"),
         ("training.learning_rate=.nan", "expected"),
         ("training.precision=bf17", "'bf16', 'fp16' or 'fp32', not 'bf17'"),
-        ("optimizer.beta1=1", "expected less than 1, not 1"),
-        ("output.keep=1", "expected greater than or equal to 2, not 1"),
-        ("data.eval_share=1", "expected less than 1, not 1"),
+        ("optimizer.beta1=1", "expected a number less than 1, not 1"),
+        ("output.keep=1", "expected a number greater than or equal to 2, not 1"),
+        ("data.eval_share=1", "expected a number less than 1, not 1"),
     ]:
         with subtests.test(override=override):
             [line] = refused(write(""), override)
@@ -243,10 +243,13 @@ def test_sources_are_one_name_or_a_list_of_names_some_with_a_weight(write: Write
 
 def test_a_wrong_source_of_several_is_told_with_its_line_and_key(write: Write, subtests: pytest.Subtests) -> None:
     for item, message in [
-        ("{source: b/, weight: 0}", "`data.train.1.weight`: expected greater than 0, not 0"),
+        ("{source: b/, weight: 0}", "`data.train.1.weight`: expected a number greater than 0, not 0"),
         ("{source: b/, weight: twice}", "`data.train.1.weight`: expected a number, not 'twice'"),
-        ("{source: b/, wieght: 2}", "unknown key `data.train.1.wieght`; `wieght` is not known; did you mean `weight`?"),
-        ("{source: b/, weight: 1e308}", "`data.train.1.weight`: expected less than or equal to 1000, not 1e+308"),
+        ("{source: b/, wieght: 2}", "unknown key `data.train.1.wieght`; did you mean `weight`?"),
+        (
+            "{source: b/, weight: 1e308}",
+            "`data.train.1.weight`: expected a number less than or equal to 1000, not 1e+308",
+        ),
         ("{weight: 2}", "`data.train.1.source` is missing"),
         ("5", "`data.train.1`: expected text or a `source` with its `weight`, not 5"),
         ("''", "`data.train.1`: expected a name or a `source` with its `weight`, not ''"),
@@ -319,7 +322,7 @@ def test_a_missing_file_of_a_missing_folder_is_told_without_a_guess(tmp_path: Pa
 
 def test_a_folder_is_no_config(tmp_path: Path) -> None:
     [line] = refused(tmp_path)
-    assert "cannot be read" in line
+    assert "is a folder, not a config" in line
 
 
 # -- overrides -------------------------------------------------------------------------------------------------------

@@ -91,7 +91,7 @@ BROKEN: dict[str, list[tuple[str, str]]] = {
     "duplicate_header.csv": [("duplicate_header.csv:1: ", "two columns have the name `text`")],
     "unclosed_quote.csv": [("unclosed_quote.csv:3: not valid CSV in the row that begins here", "end of data")],
     "stray_quote.csv": [("stray_quote.csv:2: not valid CSV in the row that begins here", "expected after")],
-    "semicolons.csv": [("semicolons.csv:2: no format has the fields prompt;completion", "Known formats")],
+    "semicolons.csv": [("semicolons.csv:1: the columns are separated by ';'", "by commas in a .csv")],
     # Rows that are no examples
     "not_an_object.jsonl": [("not_an_object.jsonl:2 to 5: ", "JSON object")],
     "item_is_text.json": [(f"item_is_text.json: item {item} ", "JSON object") for item in (2, 4)],

@@ -26,10 +26,11 @@ ROWS = [*QUICK, "data.eval_share=0.2", "training.batch_size=6", "training.micro_
 EXACT = ["optimizer.kind=sgd", "training.learning_rate=0.1", "training.warmup=0"]
 """Plain descent, so that a gradient that is off shows as such."""
 KINDS = {
-    "nf4": ["adapter.dropout=0"],
+    "nf4": ["adapter.dropout=0", "training.neftune_noise_alpha=5"],
     "16 bit": ["quantization.kind=none", "distributed.stage=gradients", "memory.checkpointing=keep-products"],
-    "full": ["quantization.kind=none", "adapter.kind=none", "distributed.offload=cpu"],
-}
+    "full": ["quantization.kind=none", "adapter.kind=none", "distributed.offload=cpu",
+             "training.neftune_noise_alpha=5"],
+}  # fmt: skip
 UNTIED = ("16 bit", "full")
 
 Make = Callable[..., Together]

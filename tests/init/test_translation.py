@@ -124,8 +124,10 @@ def test_the_project_and_the_name_of_a_tracker_are_kept(tmp_path: Path) -> None:
 
 def test_an_adapter_and_its_ranks_are_kept(tmp_path: Path) -> None:
     text = "base_model: x\nlora_model_dir: out/first\nrank_pattern: {q_proj: 32}\nalpha_pattern: {q_proj: 64}\n"
+    text += "neftune_noise_alpha: 5\n"
     draft = translate(write(tmp_path, text))
     assert (draft.config.adapter.start_from, draft.config.adapter.ranks) == ("out/first", {"q_proj": 32})
+    assert draft.values["training.neftune_noise_alpha"] == 5
     assert 'Without a counterpart here: alpha_pattern: {"q_proj": 64}' in draft.notes
     draft = translate(write(tmp_path, "model_name_or_path: x\nadapter_name_or_path: one,two\n"))
     assert 'Without a counterpart here: adapter_name_or_path: "one,two"' in draft.notes

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from html.parser import HTMLParser
 
-_VOID = {"meta", "img"}
+_VOID = {"meta", "img", "wbr"}
 
 
 class Reader(HTMLParser):

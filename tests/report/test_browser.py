@@ -58,6 +58,14 @@ CLIPPED = """() => [...document.body.querySelectorAll("*")].filter((element) =>
   || (getComputedStyle(element).overflowX !== "visible" && element.scrollWidth > element.clientWidth + 1)
 ).map((element) => element.outerHTML.slice(0, 200))"""
 
+# The parts of table heads that a line may break between, and over how many lines each goes.
+LINES_OF_PARTS = """() => [...document.querySelectorAll("th")].filter((head) => head.checkVisibility())
+  .flatMap((head) => [...head.childNodes]).filter((part) => part.data && !part.data.includes(" ")).map((part) => {
+    const range = document.createRange();
+    range.selectNodeContents(part);
+    return [part.data, range.getClientRects().length];
+  })"""
+
 # For each chart, whether anything is drawn.
 DRAWN = """() => [...document.querySelectorAll(".chart canvas")].map((canvas) =>
   canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height).data.some((value) => value))"""
@@ -92,7 +100,7 @@ def make_run(folder: Path, name: str, steps: int) -> RunDirectory:
 def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """A report, a look at data, a plan and a comparison of two runs of different length."""
     folder = tmp_path_factory.mktemp("pages")
-    runs = [make_run(folder, "short", 30), make_run(folder, "a-longer-one", 2000)]
+    runs = [make_run(folder, "short", 30), make_run(folder, "a_run_of_two-thousand-steps", 2000)]
     files = {name: folder / f"{name}.html" for name in ("data", "plan", "compare")}
     write_text(files["data"], data_view.page(inspection()))
     write_text(files["plan"], forecast_view.page(forecast(), (), "Plan"))
@@ -130,6 +138,16 @@ def test_a_page_is_whole_and_readable_on_a_screen_and_on_a_phone(
     assert said == []
     assert asked == [pages[name].as_uri()]
     assert title != "run"
+    view.close()
+
+
+def test_on_a_phone_the_names_of_runs_and_of_keys_break_between_words(browser: Any, pages: dict[str, Path]) -> None:
+    view = browser.new_page(viewport={"width": 390, "height": 900})
+    view.goto(pages["compare"].as_uri())
+    lines = view.evaluate(LINES_OF_PARTS)
+    parts = {part for part, _ in lines}
+    assert {"a_", "run_", "two-", "thousand-", "steps", "adapter.", "rank"} <= parts
+    assert {count for _, count in lines} == {1}
     view.close()
 
 

@@ -46,6 +46,7 @@ def test_gradient_does_not_depend_on_the_micro_batch(quick) -> None:
         config = quick(
             "training.batch_size=8",
             way,
+            "training.neftune_noise_alpha=5",
             "training.max_steps=2",
             "optimizer.kind=sgd",
             "optimizer.beta1=0.0",
@@ -120,11 +121,12 @@ def test_a_replaced_optimizer_is_said_in_one_line() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "packing"), [("lora", "false"), ("lora", "true"), ("none", "false")])
 def test_resumed_run_ends_bit_equal(quick, monkeypatch: pytest.MonkeyPatch, kind: str, packing: str) -> None:
-    """Stopped twice, in the first epoch and in the third, with dropout, 8-bit states and shuffled, grouped rows."""
+    """Stopped twice, in the first epoch and in the third, with dropout, noise, 8-bit states and grouped rows."""
     overrides = [
         f"adapter.kind={kind}",
         f"data.packing={packing}",
         "adapter.dropout=0.1",
+        "training.neftune_noise_alpha=5",
         "quantization.kind=" + ("nf4" if kind == "lora" else "none"),
         "training.batch_size=8",
         "training.micro_batch=4",

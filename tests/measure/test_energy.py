@@ -1,0 +1,81 @@
+"""The energy of a run: read from the driver, recorded where it is known, and reported for whole runs alone."""
+
+from __future__ import annotations
+
+import ctypes
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from finetune.measure import energy
+from finetune.report.figures import Figures
+from finetune.storage.rundir import RunDirectory
+
+GPU, CPU = torch.device("cuda"), torch.device("cpu")
+
+
+class Driver:
+    """NVML for one GPU, whose counter goes on by 90 kJ from read to read."""
+
+    def __init__(self, uuid: bytes = b"GPU-1234", failing: str = "") -> None:
+        self.uuid, self.failing, self.millijoules = uuid, failing, 0
+
+    def __getattr__(self, name: str) -> Any:
+        def call(*arguments: Any) -> int:
+            if name == "nvmlDeviceGetHandleByUUID" and arguments[0] != self.uuid:
+                return 6
+            if name == "nvmlDeviceGetTotalEnergyConsumption":
+                self.millijoules += 90_000_000
+                arguments[1]._obj.value = self.millijoules
+            return int(name == self.failing)
+
+        return call
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
+    made = Driver()
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: made)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="1234"))
+    return made
+
+
+def test_a_run_has_what_the_counter_went_on_by(driver: Driver, tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path)
+    with energy.recorded(run, GPU):
+        pass
+    assert [(event["event"], event["joules"]) for event in run.events()] == [("energy", 90_000)]
+
+
+@pytest.mark.parametrize("failing", ["nvmlInit_v2", "nvmlDeviceGetTotalEnergyConsumption"])
+def test_a_gpu_that_does_not_count_has_none(driver: Driver, tmp_path: Path, failing: str) -> None:
+    driver.failing = failing
+    with energy.recorded(RunDirectory(tmp_path), GPU):
+        pass
+    driver.failing, driver.uuid = "", b"GPU-5678"
+    assert energy.counted_joules(GPU) is None
+    assert energy.counted_joules(CPU) is None
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_machine_without_the_library_has_none(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> None:
+        raise OSError(name)
+
+    monkeypatch.setattr(ctypes, "CDLL", missing)
+    assert energy.counted_joules(GPU) is None
+
+
+def test_energy_is_that_of_all_starts_or_unknown() -> None:
+    def joules(*events: dict[str, Any]) -> float | None:
+        return Figures([], [], [{"time": 0.0, **event} for event in events]).joules
+
+    started, resumed = {"event": "started", "world_size": 1}, {"event": "resumed", "world_size": 1}
+    used = {"event": "energy", "joules": 3600}
+    assert joules(started, used, resumed, used) == 7200
+    assert joules(started, resumed, used) is None, "the first start was killed"
+    assert joules({**started, "world_size": 2}, used) is None, "other ranks have other GPUs"
+    assert joules(started) is None
