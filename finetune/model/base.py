@@ -128,7 +128,7 @@ def load_base(
     else:
         with sharding.cut_while_loading(shards):
             model = _pretrained(section, architecture, quantization, attention, dtype, device)
-    _keep_training_layout(model)
+        _keep_training_layout(model)
     libraries.return_freed_memory()
     return model
 
@@ -335,6 +335,7 @@ def weightless_base(
 
         quantizers.prepare(model, quantization_config)
         _types_as_loaded(model, dtype)
+        _keep_training_layout(model)
     model.config.use_cache = False
     return model.eval()
 

@@ -274,6 +274,14 @@ def test_paged_states_of_large_weights_are_managed_on_a_card(kind: str) -> None:
     assert all(block.category == "optimizer_states" and block.bytes >= 100_000 for block in managed)
 
 
+def test_an_evaluation_takes_4_bit_weights_as_they_were_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU with AVX512-BF16 bitsandbytes repacks them for inference, if they have 32 rows or a multiple."""
+    monkeypatch.setattr("bitsandbytes.nn.modules.has_avx512bf16", lambda: True)
+    model = tiny_models.architecture(layers=1)
+    assert model.intermediate_size % 32
+    assert "evaluation" in peaks(tiny_models.trace(tiny_models.config(), model, evaluation=tiny_models.BATCH))
+
+
 def test_an_optimizer_that_divides_by_one_minus_what_it_reads_is_traced(monkeypatch: pytest.MonkeyPatch) -> None:
     nadam = optimizers.Optimizer("NAdam", lambda section: (torch.optim.NAdam, {}))
     monkeypatch.setitem(optimizers.OPTIMIZERS, "nadam", nadam)
