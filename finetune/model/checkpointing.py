@@ -55,6 +55,7 @@ def apply(model: Any, section: MemorySection, device_type: str) -> None:
         if getattr(module, "gradient_checkpointing", False):
             module.gradient_checkpointing = False
     for layer in found:
+        layer.biased_experts = experts.have_biases(layer)
         # Around the checkpoint, which older versions (transformers 5.17) begin before hooks and `forward`.
         layer._gradient_checkpointing_func = functools.partial(_checkpoint, layer, copies)  # noqa: SLF001
     choose(model, pattern(section.checkpointing, len(found)))
@@ -64,7 +65,7 @@ def _checkpoint(layer: Any, copies: offload.Offload | None, function: Callable[.
     """The result of `function`, the forward pass of `layer`, which is recomputed but for what its level keeps."""
     kept = KEPT[layer.level]
     # A compiled layer knows no such contexts (torch 2.13), even where they keep nothing.
-    contexts = {"context_fn": functools.partial(keeping.contexts, kept)} if kept else {}
+    contexts = {"context_fn": functools.partial(keeping.contexts, kept, layer.biased_experts)} if kept else {}
     with copies or contextlib.nullcontext():
         return checkpoint(function, *inputs, use_reentrant=False, **contexts)
 

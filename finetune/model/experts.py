@@ -127,6 +127,11 @@ def dequantize(model: nn.Module, dtype: torch.dtype) -> None:
             setattr(module, name, nn.Parameter(_dequantized(parameter).to(dtype), requires_grad=False))
 
 
+def have_biases(layer: nn.Module) -> bool:
+    """Whether the fused experts of `layer` have biases (gpt-oss), as transformers notes on their module."""
+    return any(getattr(module, "has_bias", False) for module in layer.modules())
+
+
 def is_packed(parameter: Any) -> bool:
     """Whether a parameter holds 4-bit values."""
     return getattr(parameter, "quant_state", None) is not None

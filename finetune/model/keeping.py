@@ -32,11 +32,12 @@ _ATTENTION: dict[str, int | None] = {
 }
 """The fused attention operators, and which of their arguments is the probability of dropout."""
 
+_EXPERTS = "aten::_grouped_mm"
 _PRODUCTS: dict[str, Callable[[Any], tuple[int, int]]] = {
     "aten::mm": lambda args: args[1].shape[-2:],
     "aten::addmm": lambda args: args[2].shape[-2:],
     "aten::linear": lambda args: args[1].shape[::-1],
-    "aten::_grouped_mm": lambda args: args[1].shape[-2:],
+    _EXPERTS: lambda args: args[1].shape[-2:],
     "bitsandbytes::gemm_4bit": lambda args: args[2][::-1],
 }
 """The products, with (inputs, outputs) of the weight."""
@@ -58,9 +59,13 @@ class _Results:
 _of_layer: ContextVar[_Results | None] = ContextVar("_of_layer", default=None)
 
 
-def contexts(kinds: Collection[str]) -> _Contexts:
-    """For one pass through a layer that keeps these: the contexts of the pass and of its recomputation."""
-    policy = functools.partial(_policy, kinds)
+def contexts(kinds: Collection[str], biased_experts: bool) -> _Contexts:
+    """For one pass through a layer that keeps these: the contexts of the pass and of its recomputation.
+
+    transformers (5.23, `_grouped_linear`) adds the biases of `biased_experts` into their products, which would be read
+    so in the recomputation: these are not kept.
+    """
+    policy = functools.partial(_policy, kinds, overwritten=(_EXPERTS,) if biased_experts else ())
     first, again = checkpoint.create_selective_checkpoint_contexts(policy)
     results = _Results() if PRODUCTS in kinds else None
     return _within(first, results, again=False), _within(again, results, again=True)
@@ -94,9 +99,13 @@ def _within(mode: Any, results: _Results | None, *, again: bool) -> Iterator[Non
         _of_layer.reset(token)
 
 
-def _policy(kinds: Collection[str], _: Any, operator: Any, *args: Any, **named: Any) -> CheckpointPolicy:
+def _policy(
+    kinds: Collection[str], _: Any, operator: Any, *args: Any, overwritten: Collection[str] = (), **named: Any
+) -> CheckpointPolicy:
     name = operator.name()
-    if name in _ATTENTION:
+    if name in overwritten:
+        keeps = False
+    elif name in _ATTENTION:
         keeps = ATTENTION in kinds and not _drops_out(_ATTENTION[name], args, named)
     else:
         keeps = PRODUCTS in kinds and name in _PRODUCTS and _is_large(*_PRODUCTS[name](args))

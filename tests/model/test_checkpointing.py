@@ -118,6 +118,24 @@ def test_products_that_are_clipped_in_place_are_not_kept() -> None:
     checkpointing.apply(model, MemorySection(checkpointing="keep-attention"), "cpu")
 
 
+def test_products_of_experts_to_which_biases_are_added_in_place_are_not_kept() -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "head_dim": 8,
+             "num_attention_heads": 4, "num_key_value_heads": 4, "num_local_experts": 4, "pad_token_id": 0}  # fmt: skip
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("gpt_oss", **sizes)).train()
+    checkpointing.apply(model, MemorySection(checkpointing="keep-both"), "cpu")
+    ids, found, calls = torch.arange(24)[None], {}, {}
+    for level in ("none", "keep-both", "all"):
+        checkpointing.choose(model, [level])
+        model.zero_grad(set_to_none=True)
+        with Counting() as counted:
+            model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+        found[level], calls[level] = [one.grad for one in model.parameters()], counted.calls["aten::addmm"]
+    assert_equal(found["keep-both"], found["none"])
+    assert calls["none"] == calls["keep-both"] < calls["all"], "those of attention are kept"
+
+
 def test_levels_are_of_the_text_layers_alone() -> None:
     from transformers import AutoModelForImageTextToText, Gemma3Config
 
