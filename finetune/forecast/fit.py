@@ -306,27 +306,35 @@ def worth_their_bytes(found: Mapping[str, Forecast]) -> list[str]:
     return hull
 
 
-def limits(config: Config, forecast: Forecaster) -> Limits:
-    """The longest rows, the most rows and the highest rank that fit with every layer checkpointed, each by itself."""
+def limits(config: Config, forecast: Forecaster, *, length: int, rows: int, rank: int) -> Limits:
+    """The longest rows, the most rows and the highest rank that fit with every layer checkpointed, each by itself.
+
+    There are no more than `length`, `rows` and `rank`: a small model on a large card would fit more than mean anything.
+    """
     least = config.changed({_RECOMPUTED: "all"})
     one = least.changed({_ROWS: 1, "training.batch_size": 1})
     card = devices.smallest_fitting(forecast(one).peak_reserved_bytes)
     return Limits(
         smallest_card=card.name if card else None,
-        length=_largest(lambda value: forecast(one.changed({"data.max_length": value})), config.data.max_length, 64),
+        length=_largest(
+            lambda value: forecast(one.changed({"data.max_length": value})), config.data.max_length, 64, length
+        ),
         micro_batch=_largest(
-            lambda value: forecast(least.changed({_ROWS: value, "training.batch_size": value})), config.training.rows, 1
+            lambda value: forecast(least.changed({_ROWS: value, "training.batch_size": value})),
+            config.training.rows,
+            1,
+            rows,
         ),
         rank=0
         if config.adapter.kind == "none"
-        else _largest(lambda value: forecast(least.changed({"adapter.rank": value})), config.adapter.rank, 1),
+        else _largest(lambda value: forecast(least.changed({"adapter.rank": value})), config.adapter.rank, 1, rank),
     )
 
 
-def _largest(forecast: Callable[[int], Forecast], start: int, grain: int) -> int:
-    """The largest multiple of `grain` whose forecast fits, found by following the slope; 0 where none does.
+def _largest(forecast: Callable[[int], Forecast], start: int, grain: int, most: int) -> int:
+    """The largest multiple of `grain`, up to `most`, whose forecast fits; 0 where none does.
 
-    Needed memory grows nearly in proportion, so that a few steps suffice.
+    Needed memory grows nearly in proportion, so that a few steps along its slope suffice.
     """
     known: dict[int, Forecast] = {}
 
@@ -334,15 +342,16 @@ def _largest(forecast: Callable[[int], Forecast], start: int, grain: int) -> int
         return known.setdefault(value, known.get(value) or forecast(value))
 
     low, high = 0, None
-    value = max(grain, start // grain * grain)
+    most = max(grain, most // grain * grain)
+    value = min(most, max(grain, start // grain * grain))
     for _ in range(_STEPS):
         if at(value).fits:
             low = max(low, value)
         else:
             high = min(high or value, value)
-        if high is not None and high - low <= grain:
+        if low == most or (high is not None and high - low <= grain):
             break
-        value = _next(known, low, high, grain)
+        value = min(most, _next(known, low, high, grain))
     return low
 
 

@@ -40,6 +40,8 @@ from finetune.training.checks import check_shares
 # A lever that saves less than this share is not worth mentioning.
 _LEAST_SAVED = 0.005
 _TRACED_TOKENS = 16
+# Of rows and tokens, above what any job needs.
+_MOST = 2**20
 
 
 @dataclass(frozen=True)
@@ -174,8 +176,15 @@ class Planner:
     def limits(self, config: Config) -> Limits:
         """The longest rows, most rows and highest rank that fit with every layer checkpointed."""
         config = config.changed({"training.micro_batch_tokens": None})
-        found = fitting.limits(config, lambda variant: self.forecast(variant, evaluates=False))
-        return replace(found, length=min(found.length, bounds.positions(self.architecture) or found.length))
+        positions = bounds.positions(self.architecture) or _MOST
+        found = fitting.limits(
+            config,
+            lambda variant: self.forecast(variant, evaluates=False),
+            length=positions,
+            rows=_MOST if self.data is None else len(self.data.train),
+            rank=getattr(self.architecture.get_text_config(), "hidden_size", _MOST),  # the smaller side of most layers
+        )
+        return replace(found, length=min(found.length, positions))
 
     def _share(self, config: Config) -> int:
         """Rows of a step that one rank computes, alone or with the others of its group."""

@@ -290,7 +290,9 @@ def test_the_largest_value_that_fits_is_found_exactly(
     bound: int, start: int, fixed: int, each: int, grain: int
 ) -> None:
     forecast = needing(lambda value: fixed + each * value, budget=fixed + each * bound)
-    assert fitting._largest(forecast, start, grain) == bound // grain * grain
+    assert fitting._largest(forecast, start, grain, 10**9) == bound // grain * grain
+    for most in (1, 100, 5000):
+        assert fitting._largest(forecast, start, grain, most) == min(bound // grain, max(1, most // grain)) * grain
 
 
 def test_also_where_memory_grows_with_the_square_of_the_length(subtests: pytest.Subtests) -> None:
@@ -299,7 +301,7 @@ def test_also_where_memory_grows_with_the_square_of_the_length(subtests: pytest.
             with subtests.test(bound=bound, start=start):
                 forecast = needing(lambda length: 10**9 + 10**5 * length + 100 * length**2,
                                    budget=10**9 + 10**5 * bound + 100 * bound**2)  # fmt: skip
-                assert fitting._largest(forecast, start, 64) == bound // 64 * 64
+                assert fitting._largest(forecast, start, 64, 10**9) == bound // 64 * 64
 
 
 def test_the_limits_are_each_by_itself() -> None:
@@ -310,11 +312,14 @@ def test_the_limits_are_each_by_itself() -> None:
         needed = GIB + MIB * (config.training.rows * config.data.max_length + config.adapter.rank)
         return needing(lambda _: needed, budget=5 * GIB)(0)
 
-    found = fitting.limits(JOB.changed({"training.micro_batch": 2, "memory.checkpointing": 3}), forecast)
+    most = {"length": 10**6, "rows": 10**6, "rank": 10**6}
+    found = fitting.limits(JOB.changed({"training.micro_batch": 2, "memory.checkpointing": 3}), forecast, **most)
     assert found.length == (4096 - 16) // 64 * 64
     assert found.micro_batch == (4096 - 16) // 1024
     assert found.rank == 4096 - 2 * 1024
     assert found.smallest_card is not None
     assert all(config.memory.checkpointing == "all" for config in asked)
     assert len(asked) < 30
-    assert fitting.limits(JOB.changed({"training.micro_batch": 2, "adapter.kind": "none"}), forecast).rank == 0
+    assert fitting.limits(JOB.changed({"training.micro_batch": 2, "adapter.kind": "none"}), forecast, **most).rank == 0
+    least = fitting.limits(JOB.changed({"training.micro_batch": 2}), forecast, length=640, rows=1, rank=16)
+    assert (least.length, least.micro_batch, least.rank) == (640, 1, 16)
