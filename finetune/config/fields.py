@@ -129,19 +129,21 @@ TargetEnd = Annotated[str, _compiles("({})")]
 
 
 def unknown(name: str, known: Iterable[str]) -> str:
-    """Say that `name` is unknown, with the nearest known name and the list of all."""
+    """Say that `name` is unknown, with the nearest known name and the list of all, or the first of very many."""
     return f"`{shortened(name)}` is not known; {nearest(name, known)}"
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """Ask whether the nearest known name was meant, with the list of all."""
+    """Ask whether the nearest known name was meant, with the list of all, or the first of very many."""
     known = list(known)
     near = difflib.get_close_matches(name[:_LONGEST_SHOWN], known, n=1, cutoff=0.5)
     hint = f"did you mean `{near[0]}`? " if near else ""
-    return f"{hint}choose from {', '.join(known)}"
+    more = f" and {len(known) - _MOST_LISTED:,} more" if len(known) > _MOST_LISTED else ""
+    return f"{hint}choose from {', '.join(known[:_MOST_LISTED])}{more}"
 
 
 _LONGEST_SHOWN = 200
+_MOST_LISTED = 50
 
 
 def shortened(text: str, length: int = _LONGEST_SHOWN) -> str:

@@ -86,6 +86,15 @@ def test_a_name_like_no_other_gets_the_list_alone() -> None:
     assert unknown("zzz", ["linear", "cosine"]) == "`zzz` is not known; choose from linear, cosine"
 
 
+def test_of_very_many_names_the_first_are_listed() -> None:
+    """A mistyped file in a folder of shards."""
+    said = unknown("part-00777.json", [f"part-{number:05}.jsonl" for number in range(1000)])
+    assert said.startswith(
+        "`part-00777.json` is not known; did you mean `part-00777.jsonl`? choose from part-00000.jsonl"
+    )
+    assert said.endswith("part-00049.jsonl and 950 more")
+
+
 def test_a_path_begins_at_home_where_it_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, subtests: pytest.Subtests
 ) -> None:
