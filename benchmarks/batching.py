@@ -55,13 +55,16 @@ SPEED_ROWS, SPEED_LONGEST, SPEED_MEDIAN, SPEED_TOKENS = 384, 512, 60, 1024
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=3, help="of training; with 0 the speeds in --output are kept")
     parser.add_argument("--output", type=Path, default=harness.RESULTS / "batching.json")
     options = parser.parse_args()
     lengths = _lengths(ROWS, MEDIAN, LONGEST)
     padding = {name: _padding(lengths, name, BATCH) for name in WAYS}
-    with tempfile.TemporaryDirectory(prefix="batching-") as scratch:
-        speed = _speed(Path(scratch), options.rounds)
+    if options.rounds:
+        with tempfile.TemporaryDirectory(prefix="batching-") as scratch:
+            speed = _speed(Path(scratch), options.rounds)
+    else:
+        speed = json.loads(options.output.read_text(encoding="utf-8"))["training"]
     result = {
         "command": harness.command_line(),
         "environment": harness.environment(1),
@@ -80,8 +83,7 @@ def main() -> None:
             way,
             f"{padding[way]['padding_share']:.2%}",
             f"{padding[way]['micro_batches']:,}",
-            f"{speed[way]['padding_share']:.2%}",
-            f"{speed[way]['speed_up']:.2f}",
+            *([f"{speed[way]['padding_share']:.2%}", f"{speed[way]['speed_up']:.2f}"] if way in speed else ["", ""]),
         ]
         for way in WAYS
     ]
