@@ -3,11 +3,11 @@
     python benchmarks/batching.py
 
 Two parts. Padding: the share of padded places over one epoch of 100,000 rows whose lengths are log-normal (a median
-of 200 tokens, cut at 2,048), by the order and the micro-batches that train. `fill` is the rest: the share of the
-computed places that hold a token. `budget_used` is the share of the micro-batches' token budget that holds one, where
-there is a budget; a step's last micro-batch is seldom full. Speed: `finetune train` on rows of such lengths, the same
-rows in each way, in turn for several rounds; trained tokens and steps are the same, so that the ratio of tokens a
-second to plain padding is the speed-up.
+of 200 tokens, cut at 2,048), by the order and the micro-batches that train; and over one of the built-in data. `fill`
+is the rest: the share of the computed places that hold a token. `budget_used` is the share of the micro-batches' token
+budget that holds one, where there is a budget; a step's last micro-batch is seldom full. Speed: `finetune train` on
+rows of such lengths, the same rows in each way, in turn for several rounds; trained tokens and steps are the same, so
+that the ratio of tokens a second to plain padding, that of rows in the order in which they come, is the speed-up.
 """
 
 from __future__ import annotations
@@ -26,34 +26,45 @@ os.environ |= {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OMP_WAIT_POLICY"
 
 import harness
 
+from finetune.config import DataSection, ModelSection
 from finetune.data.batching import MicroBatching, RowOrder, micro_batches
+from finetune.data.prepare import prepare
+from finetune.model.tokenizer import load_tokenizer
 
 ROWS, LONGEST, MEDIAN, SPREAD = 100_000, 2048, 200, 0.9
 GOALS = {"grouped, by tokens": 0.02, "packed": 0.02}
 """Largest padding share that counts as passed (a fill of 98% when packed)."""
 
 BATCH, TOKENS = 64, 4096
+PLAIN = "plain"
 WAYS: dict[str, tuple[bool, bool, bool]] = {
-    "plain": (False, False, False),
+    PLAIN: (False, False, False),
+    "sorted": (False, False, False),
     "grouped": (True, False, False),
     "by tokens": (False, True, False),
     "grouped, by tokens": (True, True, False),
     "packed": (False, True, True),
 }
-"""Name: whether rows are grouped by length, whether micro-batches (else 8 rows) have a token budget, and are packed."""
+"""Name: whether rows are grouped by length, whether micro-batches (else 8 rows) have a token budget, and are packed.
+
+Without a budget the rows of a step are sorted by length before they are cut, but for `plain`.
+"""
 
 SPEED_ROWS, SPEED_LONGEST, SPEED_MEDIAN, SPEED_TOKENS = 384, 512, 60, 1024
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=3, help="of training; with 0 the speeds in --output are kept")
     parser.add_argument("--output", type=Path, default=harness.RESULTS / "batching.json")
     options = parser.parse_args()
     lengths = _lengths(ROWS, MEDIAN, LONGEST)
-    padding = {name: _padding(lengths, *way) for name, way in WAYS.items()}
-    with tempfile.TemporaryDirectory(prefix="batching-") as scratch:
-        speed = _speed(Path(scratch), options.rounds)
+    padding = {name: _padding(lengths, name, BATCH) for name in WAYS}
+    if options.rounds:
+        with tempfile.TemporaryDirectory(prefix="batching-") as scratch:
+            speed = _speed(Path(scratch), options.rounds)
+    else:
+        speed = json.loads(options.output.read_text(encoding="utf-8"))["training"]
     result = {
         "command": harness.command_line(),
         "environment": harness.environment(1),
@@ -61,6 +72,7 @@ def main() -> None:
         "batch_size": BATCH,
         "micro_batch_tokens": TOKENS,
         "padding": padding,
+        "builtin": _builtin(),
         "training": speed,
         "goal_padding_share": GOALS,
         "passed": all(padding[name]["padding_share"] <= goal for name, goal in GOALS.items()),
@@ -71,8 +83,7 @@ def main() -> None:
             way,
             f"{padding[way]['padding_share']:.2%}",
             f"{padding[way]['micro_batches']:,}",
-            f"{speed[way]['padding_share']:.2%}",
-            f"{speed[way]['speed_up']:.2f}",
+            *([f"{speed[way]['padding_share']:.2%}", f"{speed[way]['speed_up']:.2f}"] if way in speed else ["", ""]),
         ]
         for way in WAYS
     ]
@@ -86,14 +97,26 @@ def _lengths(rows: int, median: int, longest: int) -> list[int]:
     return [min(longest, max(2, round(generator.lognormvariate(0, SPREAD) * median))) for _ in range(rows)]
 
 
-def _padding(lengths: list[int], grouped: bool, by_tokens: bool, packed: bool) -> dict[str, Any]:
+def _builtin() -> dict[str, Any]:
+    """The padding share of the built-in data, 16 rows a step, by rows in a micro-batch."""
+    section = DataSection(train="builtin:python_docs", eval="none", max_length=256)
+    lengths = prepare(section, load_tokenizer(ModelSection())).train["length"][:]
+    ways = (PLAIN, "sorted", "grouped")
+    return {
+        str(rows): {name: _padding(lengths, name, 16, rows)["padding_share"] for name in ways} for rows in (2, 4, 8)
+    }
+
+
+def _padding(lengths: list[int], name: str, batch: int, micro_batch: int = 8) -> dict[str, Any]:
     """What the micro-batches of one epoch hold."""
-    way = MicroBatching(1, TOKENS, packed) if by_tokens else MicroBatching(8)
-    order = list(RowOrder(lengths, BATCH, 0, grouped))
+    grouped, by_tokens, packed = WAYS[name]
+    way = MicroBatching(1, TOKENS, packed) if by_tokens else MicroBatching(micro_batch)
+    order = list(RowOrder(lengths, batch, 0, grouped))
+    cut = harness.in_order if name == PLAIN else micro_batches
     places = passes = 0
-    for start in range(0, len(order), BATCH):
-        step = [lengths[row] for row in order[start : start + BATCH]]
-        for part in micro_batches(step, way):
+    for start in range(0, len(order), batch):
+        step = [lengths[row] for row in order[start : start + batch]]
+        for part in cut(step, way):
             passes += 1
             rows = [step[row] for row in part]
             places += sum(rows) if packed else len(rows) * max(rows)
@@ -118,15 +141,14 @@ def _speed(scratch: Path, rounds: int) -> dict[str, Any]:
     runs: dict[str, list[dict[str, float]]] = {way: [] for way in WAYS}
     for turn in range(rounds):
         for way in WAYS:
-            runs[way].append(_train(data, *WAYS[way], scratch / f"{turn}-{way}".replace(" ", "-")))
+            runs[way].append(_train(data, way, scratch / f"{turn}-{way}".replace(" ", "-")))
             print(f"{way}: {runs[way][-1]['tokens_per_second']:,.0f} tokens/s", flush=True)
     tokens = {run["tokens"] for each in runs.values() for run in each}
     assert len(tokens) == 1, "each way trains the same rows"
     found = {}
     for way, each in runs.items():
         ratios = [
-            run["tokens_per_second"] / plain["tokens_per_second"]
-            for run, plain in zip(each, runs["plain"], strict=True)
+            run["tokens_per_second"] / plain["tokens_per_second"] for run, plain in zip(each, runs[PLAIN], strict=True)
         ]
         found[way] = {
             "tokens_per_second": [round(run["tokens_per_second"], 1) for run in each],
@@ -136,13 +158,15 @@ def _speed(scratch: Path, rounds: int) -> dict[str, Any]:
     return found
 
 
-def _train(data: Path, grouped: bool, by_tokens: bool, packed: bool, run: Path) -> dict[str, float]:
+def _train(data: Path, name: str, run: Path) -> dict[str, float]:
     """Tokens, tokens a second and padding share over one real run of an epoch."""
+    grouped, by_tokens, packed = WAYS[name]
+    command = [Path("benchmarks") / "scripts" / "train_in_order.py"] if name == PLAIN else ["-m", "finetune", "train"]
     way = {"training.group_by_length": grouped, "training.micro_batch": 8, "data.packing": packed}
     if by_tokens:
         way["training.micro_batch_tokens"] = SPEED_TOKENS
     done = harness.python(
-        "-m", "finetune", "train", harness.ROOT / "configs" / "tiny_cpu.yaml", f"data.train={data}",
+        *command, harness.ROOT / "configs" / "tiny_cpu.yaml", f"data.train={data}",
         f"data.max_length={SPEED_LONGEST}", "training.max_steps=null", "training.epochs=1",
         f"training.batch_size={BATCH}",
         *(f"{key}={json.dumps(value)}" for key, value in way.items()), f"output.dir={run}",

@@ -8,11 +8,13 @@ in a process of its own. It consists of slices of `gpu_check.py`, which says how
 where a peer is missing, the result says so. Unsloth and LLaMA-Factory need other versions of the libraries than we do,
 so they live in environments of their own, whose interpreters UNSLOTH_PYTHON and LLAMA_FACTORY_PYTHON name.
 
-With `--on cpu`: LoRA on chats beside the plain TRL script of overhead.py, both with everything recomputed (TRL's
-default) and both with nothing. Each round runs the four in turn, and ratios are taken within it. A step trains the same
+With `--on cpu`: LoRA on chats beside the plain TRL script of overhead.py, which recomputes everything (TRL's default)
+or nothing. Ours has that run's resident peak as its `memory.budget`, and `memory.checkpointing: auto` recomputes no
+more than it must within that. Each round runs the four in turn, and ratios are taken within it. A step trains the same
 rows on both sides: ours without padding, which TRL can leave out with FlashAttention alone, with fused kernels and
 small tiles of logits. In float32 both sides multiply alike; in bf16, on a CPU without a unit for it, fused kernels
-multiply in float32 instead, so that job stands for itself.
+multiply in float32 instead, so that job stands for itself. TRL imports DeepSpeed where it is installed, which takes
+memory: measure in an environment without it.
 """
 
 from __future__ import annotations
@@ -33,6 +35,8 @@ import gpu_slices
 import harness
 import overhead
 from memory_cpu import ALLOCATOR
+
+from finetune import load_config
 
 LOSS_BOUND = 0.01
 """How far losses may differ on a GPU, relative: other kernels and roundings, and other initial adapters."""
@@ -134,8 +138,9 @@ def compared(found: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
 
 BOUNDS = {"trl": 0.7, "trl-kept": 0.85}
 """Largest share of the training time of TRL with everything recomputed (its default) and with nothing."""
+RECOMPUTED = {"trl": "all", "trl-kept": "none"}
 OURS = {"trl": "finetune", "trl-kept": "finetune-kept"}
-"""Our side of each comparison."""
+"""Our side of each comparison, within the memory of TRL's."""
 SETTINGS = ("kernels.fused=on", "data.packing=true", "memory.loss_tokens=64")
 """Of our sides, beside those of the job."""
 EQUAL = 1e-3
@@ -201,11 +206,12 @@ def _job(job: overhead.Job, architecture: Mapping[str, Any] | None, rounds: int,
     bench = overhead.Bench(scratch, job)
     # The first round is the warm-up (page cache, byte code), and shows memory: what is freed is given back at once.
     bench.allocator = ALLOCATOR
-    memory = _round(bench)
+    memory, chosen = _within_memory(bench)
     bench.allocator = overhead.ALLOCATORS["kept"]
-    runs = [_round(bench) for _ in range(rounds)]
+    runs = [_round(bench, chosen) for _ in range(rounds)]
     return {
         "settings": list(map(harness.without_paths, [*job.settings, *SETTINGS])),
+        "checkpointing": {**RECOMPUTED, **chosen},
         "resident_bytes": {name: side["resident_bytes"] for name, side in memory.items()},
         "beside": {name: beside_trl(runs, memory, name, bound) for name, bound in BOUNDS.items()},
         "losses": {name: side["losses"] for name, side in runs[-1].items()},
@@ -213,13 +219,24 @@ def _job(job: overhead.Job, architecture: Mapping[str, Any] | None, rounds: int,
     }
 
 
-def _round(bench: overhead.Bench) -> Round:
-    return {
-        "trl": bench.plain("--checkpointing=all"),
-        "finetune": bench.finetune(*SETTINGS, "memory.checkpointing=all"),
-        "finetune-kept": bench.finetune(*SETTINGS),
-        "trl-kept": bench.plain("--checkpointing=none"),
-    }
+def _within_memory(bench: overhead.Bench) -> tuple[Round, dict[str, Any]]:
+    """TRL's sides, each followed by ours with its peak for a budget; and what each of ours then recomputes."""
+    memory, chosen = {}, {}
+    for trl, recomputed in RECOMPUTED.items():
+        ours = OURS[trl]
+        memory[trl] = bench.plain(f"--checkpointing={recomputed}")
+        budget = f"memory.budget={memory[trl]['resident_bytes']}"
+        memory[ours] = bench.finetune(*SETTINGS, "memory.checkpointing=auto", budget)
+        chosen[ours] = load_config(bench.scratch / "finetune" / "config.yaml").memory.checkpointing
+    return memory, chosen
+
+
+def _round(bench: overhead.Bench, chosen: Mapping[str, Any]) -> Round:
+    measured = {}
+    for trl, recomputed in RECOMPUTED.items():
+        measured[trl] = bench.plain(f"--checkpointing={recomputed}")
+        measured[OURS[trl]] = bench.finetune(*SETTINGS, f"memory.checkpointing={json.dumps(chosen[OURS[trl]])}")
+    return measured
 
 
 def beside_trl(runs: Sequence[Round], memory: Round, name: str, bound: float) -> dict[str, Any]:

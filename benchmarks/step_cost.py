@@ -11,7 +11,8 @@ them overlapping.
 - `memory`: the peak of a step of one row of 2,048 tokens, rank 16, every layer recomputed, with either.
 - `steps`: predicted seconds of an optimizer step of 16 rows of 2,048 tokens within 24 GiB. Ours is what `finetune fit`
   chooses with fused kernels. TRL's is the largest micro-batch that fits with checkpointing (its default), and the
-  faster of that and the same without (its best).
+  faster of that and the same without (its best). `least` is the time of the arithmetic that no exact step can do
+  without (`least_flops`), at the card's peak, and how many times as fast as TRL's best a step could be at most.
 
 TRL's side is `scripts/plain_qlora.py`: `SFTTrainer.compute_loss` itself with its tiled loss, entropy and accuracy, bf16
 adapters under autocast, the padding mask always given, the 8-bit optimizer. Where the rows of a micro-batch have one
@@ -42,10 +43,11 @@ from trl.trainer.utils import add_fused_lm_head
 import finetune
 from finetune.config import Config
 from finetune.data.batching import Batch, MicroBatching
-from finetune.forecast import planning, step
+from finetune.forecast import gpus, planning, step
 from finetune.forecast.fit import divisors
 from finetune.forecast.replay import Forecast
 from finetune.forecast.trace import Recorder, Work
+from finetune.model.base import load_architecture
 from finetune.runtime.libraries import replaced
 
 MODELS = {"Llama-2-7B": "llama7b_qlora", "Llama-3.1-8B": "llama3_8b_qlora"}
@@ -267,15 +269,44 @@ def _largest(config: Config, card: str, checkpointing: str) -> Any:
     return None
 
 
+def least_flops(config: Config) -> int:
+    """Operations of a step of Llama that every exact method does, in products taken as they are written.
+
+    Per token, with a multiply-add as two: the linear layers forward, and backward to their inputs, but not to those of
+    the first queries, keys and values, before which nothing is trained; the causal half of attention's two products
+    forward, and of the four backward; and of each trained token the logits, and the way back from them. Nothing is
+    computed twice. Left out are the products of rank r, norms, activations, rotary embedding, softmax, loss, update,
+    and the decoding of weights.
+    """
+    model = load_architecture(config.model, listed=True)
+    hidden, head_dim = model.hidden_size, model.hidden_size // model.num_attention_heads
+    queries, others = hidden * hidden, 2 * hidden * model.num_key_value_heads * head_dim
+    layer = queries + others + hidden * hidden + 3 * hidden * model.intermediate_size
+    length = config.data.max_length
+    tokens, pairs = STEP_ROWS * length, STEP_ROWS * length * (length + 1) // 2
+    linear = tokens * (2 * model.num_hidden_layers * layer - queries - others)
+    attention = 6 * pairs * model.num_hidden_layers * hidden
+    head = 2 * STEP_ROWS * (length - 1) * hidden * model.vocab_size
+    return 2 * (linear + attention + head)
+
+
 def steps(config: Config, card: str) -> dict[str, Any]:
-    """Both sides on a card, and how many times as fast ours is."""
+    """Both sides on a card, how many times as fast ours is, and the most that arithmetic allows."""
     config = config.changed({"memory.budget": BUDGET_BYTES})
     one, others = ours(config, card), trl(config, card)
     times = {
         kind: {setting: round(each["seconds"] / one["seconds"], 3) for setting, each in settings.items()}
         for kind, settings in others.items()
     }
-    return {"ours": one, "trl": others, "times_as_fast": times}
+    return {"ours": one, "trl": others, "times_as_fast": times, "least": least(config, card, others)}
+
+
+def least(config: Config, card: str, others: dict[str, Any]) -> dict[str, Any]:
+    """The least time of a step on a card, and how many times as fast as TRL's best that is."""
+    flops = least_flops(config)
+    seconds = flops / gpus.find(card).flops
+    best = min(settings["best"]["seconds"] for settings in others.values())
+    return {"flops": flops, "seconds": round(seconds, 4), "times_as_fast": round(best / seconds, 3)}
 
 
 def _step(config: Config, forecast: Forecast) -> dict[str, Any]:

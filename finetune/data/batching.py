@@ -91,11 +91,12 @@ class MicroBatching:
 def micro_batches(lengths: Sequence[int], way: MicroBatching) -> list[list[int]]:
     """Micro-batches of one optimizer step, as lists of indices into `lengths` (tokens per row).
 
-    By rows, the order is kept; by tokens, rows of similar length are grouped, the longest first; packing is best-fit
-    decreasing. A row longer than the token budget forms a micro-batch of its own.
+    Rows of similar length are together, so that little is padded: by rows the shortest first, by tokens the longest.
+    Packing is best-fit decreasing. A row longer than the token budget forms a micro-batch of its own.
     """
     if not way.tokens:
-        return [list(range(at, min(at + way.rows, len(lengths)))) for at in range(0, len(lengths), way.rows)]
+        order = sorted(range(len(lengths)), key=lengths.__getitem__)
+        return [order[at : at + way.rows] for at in range(0, len(order), way.rows)]
     order = sorted(range(len(lengths)), key=lambda row: -lengths[row])
     if way.packed:
         return _best_fit(order, lengths, way.tokens)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import transformers
 from trl.kernels import chunked_logprob
+from trl.trainer import utils
 from trl.trainer.utils import add_fused_lm_head
 
+from finetune.kernels import head
 from finetune.model import experts
 from finetune.runtime.libraries import replaced
 
@@ -28,9 +31,19 @@ def attach(model: Any) -> str | None:
     return unbalanced
 
 
-def tiles(tokens: int) -> contextlib.AbstractContextManager[None]:
-    """In the block, the head scores `tokens` tokens at a time (trl 1.16 reads a global in each call)."""
-    return replaced(chunked_logprob, "TOKEN_CHUNK_SIZE", tokens)
+@contextlib.contextmanager
+def tiles(tokens: int, fused: str = "off") -> Iterator[None]:
+    """In the block, the head scores `tokens` tokens at a time (trl 1.16 reads a global in each call).
+
+    Unless `fused` is `off`, the gradient is computed with the log-probabilities, and those of trained tokens alone on a
+    CPU as well.
+    """
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(replaced(chunked_logprob, "TOKEN_CHUNK_SIZE", tokens))
+        if fused != "off":
+            stack.enter_context(replaced(utils, "_ChunkedLogProbFunction", head.LogProbs))
+            stack.enter_context(replaced(utils, "_use_triton", lambda device: True))
+        yield
 
 
 def _settle_balancing_loss(model: Any) -> str | None:

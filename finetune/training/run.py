@@ -103,7 +103,7 @@ def train(job: Job) -> Outcome:
     loop = _loop(job, callbacks)
     initial = _keep_initial_adapter(job) if ranks.is_main() else None
     casting = casts_by_autocast(model, config.adapter, config.training.precision)
-    tiles = log_probs.tiles(config.memory.loss_tokens)
+    tiles = log_probs.tiles(config.memory.loss_tokens, config.kernels.fused)
     with job.signals.waiting(), libraries.without_cudnn_attention(), casting, tiles, _splitting(job):
         _fit(job, loop)
     callbacks.share()

@@ -213,6 +213,13 @@ def test_micro_batches_by_tokens_hold_each_row_once_within_the_tokens_and_none_i
                 assert sum(trained[step[place]] for place in part) <= worst[0].trained_tokens
 
 
+def test_rows_are_sorted_before_they_are_cut_and_those_of_one_length_keep_their_order() -> None:
+    assert micro_batches([9, 1, 8, 2, 7, 2], MicroBatching(2)) == [[1, 3], [5, 4], [2, 0]]
+    step = order(LONG_TAILED)[:BATCH]
+    found = micro_batches([LONG_TAILED[row] for row in step], MicroBatching(4))
+    assert found == batches(list(range(BATCH)), 4), "grouped rows stay as they are"
+
+
 def test_the_worst_micro_batches_by_tokens_are_those_with_most_tokens_and_with_the_longest_row() -> None:
     way = MicroBatching(1, 100)
     lengths, trained = [10] * 20 + [33, 33, 33, 60], [4] * 20 + [30, 30, 30, 9]

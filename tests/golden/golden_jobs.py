@@ -9,6 +9,8 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import platform
+import re
 import tempfile
 from collections.abc import Callable, Iterator
 from importlib import metadata
@@ -138,10 +140,16 @@ PLANS: dict[str, tuple[str, str, list[str]]] = {
 
 def machine() -> dict[str, str]:
     """What the last bits of a number depend on, besides this repository."""
-    return {
-        "cpu": torch.backends.cpu.get_cpu_capability(),
-        **{package: metadata.version(package) for package in _PACKAGES},
-    }
+    return {"cpu": _processor(), **{package: metadata.version(package) for package in _PACKAGES}}
+
+
+def _processor() -> str:
+    """The kind of processor: MKL and oneDNN choose their products by more than its vector instructions."""
+    kinds = [torch.backends.cpu.get_cpu_capability(), platform.machine()]
+    if (found := Path("/proc/cpuinfo")).is_file():
+        lines = dict(re.findall(r"^(vendor_id|cpu family|model)\s*: (.+)$", found.read_text(), re.MULTILINE))
+        kinds += [f"{name} {value}" for name, value in lines.items()]
+    return ", ".join(kinds)
 
 
 def trajectory(name: str, folder: Path) -> dict[str, Any]:
