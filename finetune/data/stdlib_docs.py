@@ -22,6 +22,7 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 _TIMEOUT_SECONDS = 120
+_INSTALLATION = (os.path.dirname(os.__file__), sys.executable)
 
 MAX_SIGNATURE_CHARS = 200
 """Longer signatures are annotation noise and are left out of the documents."""
@@ -146,7 +147,7 @@ def _signature(routine: Any) -> str:
         signature = _without_addresses(str(inspect.signature(routine)))
     except Exception:  # many functions written in C have none, or one whose defaults do not evaluate
         return ""
-    names_this_installation = os.path.dirname(os.__file__) in signature  # as a default argument
+    names_this_installation = any(place in signature for place in _INSTALLATION)  # as a default argument
     return "" if names_this_installation or len(signature) > MAX_SIGNATURE_CHARS else signature
 
 
