@@ -140,6 +140,12 @@ def trained(tmp_path_factory: pytest.TempPathFactory, rows_file: Path) -> RunDir
     return run
 
 
+@pytest.fixture
+def run(trained: RunDirectory, tmp_path: Path) -> RunDirectory:
+    """A copy of the trained run that a test may write to."""
+    return RunDirectory(shutil.copytree(trained.path, tmp_path / "run"))
+
+
 @pytest.fixture(scope="session")
 def tiny_base() -> Path:
     """The directory of the built-in base."""

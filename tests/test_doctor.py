@@ -26,12 +26,6 @@ from finetune.storage.files import write_lines
 from finetune.storage.rundir import RunDirectory
 
 
-@pytest.fixture
-def run(trained: RunDirectory, tmp_path: Path) -> RunDirectory:
-    """A copy of the finished run, to damage."""
-    return RunDirectory(shutil.copytree(trained.path, tmp_path / "run"))
-
-
 def wrong(run: RunDirectory) -> list[Finding]:
     """What is not well with a run, and the check that the exit code says so."""
     found = run_directory.examine(run.path)

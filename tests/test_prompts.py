@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -130,9 +129,8 @@ def test_a_prompt_is_shown_with_who_says_what_but_a_single_question_by_itself() 
 
 
 def test_a_run_that_does_not_say_what_its_rows_were_is_asked_as_a_conversation_with_a_word(
-    trained: Any, asked: list[list[int]], tmp_path: Path, capsys: pytest.CaptureFixture
+    run: finetune.RunDirectory, asked: list[list[int]], capsys: pytest.CaptureFixture
 ) -> None:
-    run = finetune.RunDirectory(shutil.copytree(trained.path, tmp_path / "run"))
     lines = [{key: value for key, value in event.items() if key != "learns"} for event in run.events()]
     run.events_file.write_text("".join(json.dumps(line) + "\n" for line in lines))
     finetune.generate(run, "Say 5", max_new_tokens=1)

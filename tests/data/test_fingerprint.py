@@ -93,12 +93,11 @@ def test_a_folder_without_a_fingerprint_passes_and_a_damaged_one_does_not(
 
 
 @pytest.fixture
-def other_tokenizer(trained: RunDirectory, tiny_base: Path, tmp_path: Path) -> tuple[RunDirectory, str]:
+def other_tokenizer(run: RunDirectory, tiny_base: Path, tmp_path: Path) -> tuple[RunDirectory, str]:
     """A copy of the trained run whose tokenizer was changed since, and the new fingerprint."""
     changed = Path(shutil.copytree(tiny_base, tmp_path / "changed"))
     rules = json.loads((changed / "tokenizer.json").read_text())
     (changed / "tokenizer.json").write_text(json.dumps(rules | {"normalizer": {"type": "Lowercase"}}))
-    run = RunDirectory(shutil.copytree(trained.path, tmp_path / "run"))
     config = run.config().changed({"model.tokenizer": str(changed)})
     run.config_file.write_text(dump(config))
     return run, fingerprint.of(load_tokenizer(config.model))

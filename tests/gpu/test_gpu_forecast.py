@@ -29,11 +29,12 @@ def forecast_gpu() -> Iterator[ModuleType]:
 def measured(forecast_gpu: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Path]:
     """A small job, forecast and trained in a process of its own, and the folder of its recording.
 
-    Here earlier tests have left workspaces, and cached segments.
+    On a card, earlier tests have left workspaces and cached segments in this one.
     """
     folder = tmp_path_factory.mktemp("recordings")
-    setting = forecast_gpu.SETTINGS[0] if DEVICE.type == "cuda" else forecast_gpu.TINY
-    return forecast_gpu.measure_apart(setting, DEVICE.type, folder, 150), folder
+    if DEVICE.type != "cuda":
+        return forecast_gpu.measure(forecast_gpu.TINY, DEVICE, folder, None), folder
+    return forecast_gpu.measure_apart(forecast_gpu.SETTINGS[0], "cuda", folder, 150), folder
 
 
 def test_a_small_job_is_forecast_and_trained(measured: tuple[dict[str, Any], Path]) -> None:

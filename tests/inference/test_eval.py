@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from lm_eval.__main__ import cli_evaluate
 from lm_eval.tasks import TaskManager
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
@@ -150,13 +150,14 @@ def test_a_task_has_the_interval_of_its_rows(scores: Scores) -> None:
 
 @pytest.mark.slow
 def test_a_task_on_the_model_in_memory_scores_as_lm_evals_own_command_on_the_exported_model(
-    scores: Scores, run: RunDirectory, task: Path, texts: Path, tmp_path: Path
+    scores: Scores, run: RunDirectory, task: Path, texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     command = [
-        sys.executable, "-m", "lm_eval", "--model", "hf", "--model_args", f"pretrained={run.merged}", "--tasks",
-        f"{task},{texts}", "--batch_size", "16", "--device", "cpu", "--output_path", str(tmp_path), "--log_samples",
+        "lm_eval", "--model", "hf", "--model_args", f"pretrained={run.merged}", "--tasks", f"{task},{texts}",
+        "--batch_size", "16", "--device", "cpu", "--output_path", str(tmp_path), "--log_samples",
     ]  # fmt: skip
-    subprocess.run(command, check=True, capture_output=True, text=True)
+    monkeypatch.setattr(sys, "argv", command)
+    cli_evaluate()
     [file] = tmp_path.rglob("results_*.json")
     theirs = json.loads(file.read_text())["results"]
     for name, metric in [("sayings", "acc"), ("sayings", "acc_norm"), ("texts", "bits_per_byte")]:

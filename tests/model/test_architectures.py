@@ -280,14 +280,14 @@ def test_what_cannot_be_trained_is_refused_before_data_and_weights(
 ) -> None:
     """By `train` and by a plan; the files are not blamed, of which there is nothing but a config here."""
     import finetune
-    from finetune.data import prepare
+    from finetune.lifecycle import preparation
 
     values, changes, said = _REFUSED[case]
     logger = logging.getLogger("torch._subclasses.fake_tensor")
     logger.addHandler(caplog.handler)  # torch's loggers hand nothing on
     (tmp_path / "config.json").write_text(json.dumps({**values, "vocab_size": 4096}))
     config = job(tmp_path, model__tokenizer="builtin:tiny-llama", output__dir=str(tmp_path / "run")).changed(changes)
-    monkeypatch.setattr(prepare, "prepare", lambda *args: pytest.fail("data were prepared first"))
+    monkeypatch.setattr(preparation, "prepare", lambda *args: pytest.fail("data were prepared first"))
     with pytest.raises(FinetuneError, match=said) as refused:
         finetune.train(config)
     assert refused.value.exit_code == 2

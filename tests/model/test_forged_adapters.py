@@ -61,11 +61,6 @@ def section(trained: RunDirectory) -> AdapterSection:
     return trained.config().adapter
 
 
-@pytest.fixture
-def run(trained: RunDirectory, tmp_path: Path) -> RunDirectory:
-    return RunDirectory(shutil.copytree(trained.path, tmp_path / "run"))
-
-
 def test_what_was_trained_is_accepted_and_is_what_is_loaded(folder: Path, section: AdapterSection) -> None:
     adapter.check_files(folder, section)
     adapter.weightless_adapter(weightless(), folder, section)

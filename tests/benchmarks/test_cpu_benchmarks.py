@@ -1,0 +1,55 @@
+"""The arithmetic of the CPU benchmarks, and what all benchmarks share."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import harness
+import memory_cpu
+import overhead
+import pytest
+
+
+def test_the_overhead_is_the_median_of_the_pairs_ratios() -> None:
+    def pair(plain: float, ours: float) -> dict[str, dict[str, float]]:
+        return {"plain": dict.fromkeys(overhead.MEASURES, plain), "finetune": dict.fromkeys(overhead.MEASURES, ours)}
+
+    found = overhead.summary([pair(10, 11), pair(20, 20), pair(40, 42)])
+    assert found["ratios"]["loop_seconds"] == {"median": 1.05, "least": 1.0, "largest": 1.1}
+    assert found["medians"]["plain"]["loop_seconds"] == 20
+
+
+def test_the_memory_benchmarks_arithmetic_counts_the_real_model() -> None:
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    model = memory_cpu.MODEL
+    with torch.device("meta"):
+        built = AutoModelForCausalLM.from_config(AutoConfig.for_model(**model.config()))
+    linear = [
+        module for name, module in built.named_modules() if isinstance(module, torch.nn.Linear) and name != "lm_head"
+    ]
+    assert model.linear_parameters == sum(module.weight.numel() for module in linear)
+    assert model.linear_rows == sum(module.out_features for module in linear)
+    assert model.linear_parameters + model.kept_parameters == built.num_parameters() > 100_000_000
+    bits = 8 * (memory_cpu.WEIGHTS[-1].weight_bytes(model) - 2 * model.kept_parameters) / model.linear_parameters
+    assert bits == pytest.approx(4.127, abs=5e-4)
+
+
+def test_rows_are_longer_than_the_cut(tmp_path: Path) -> None:
+    from finetune.config import ModelSection
+    from finetune.model.tokenizer import load_tokenizer
+
+    harness.write_long_rows(tmp_path / "rows.jsonl", rows=3, tokens=2048)
+    texts = [line["text"] for line in harness.read_lines(tmp_path / "rows.jsonl")]
+    assert len(set(texts)) == 3
+    tokenizer = load_tokenizer(ModelSection())
+    assert min(len(tokenizer(text)["input_ids"]) for text in texts) > 2048
+    # A tokenizer with a large vocabulary takes a word for one token at best.
+    assert min(len(text.split()) for text in texts) > 2048
+
+
+def test_results_keep_no_absolute_path() -> None:
+    text = "wrote /home/someone/runs/x/adapter, read configs/a.yaml and https://pytorch.org/memory_viz, 3 / 4"
+    expected = "wrote adapter, read configs/a.yaml and https://pytorch.org/memory_viz, 3 / 4"
+    assert harness.without_paths(text) == expected
