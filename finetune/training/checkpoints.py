@@ -58,6 +58,11 @@ class _Writer:
         if written:
             self._saved(written)
 
+    def finish(self) -> None:
+        """From another thread, while the training thread cannot: let what is being written be complete."""
+        if thread := self._thread:
+            thread.join()
+
     def _save(self, contents: Contents, best_step: int | None, held_seconds: float, peak: Peak) -> None:
         started = time.perf_counter()
         try:
@@ -105,6 +110,10 @@ class Checkpoints:
     def wait(self) -> None:
         """Wait until nothing is being written. Raises MachineError or NumbersError if writing failed."""
         self._writer.wait()
+
+    def finish(self) -> None:
+        """See `_Writer.finish`."""
+        self._writer.finish()
 
     def save(self, progress: Progress) -> None:
         """Copy the state to host memory; it is written, verified and published while training continues."""
