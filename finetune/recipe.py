@@ -49,7 +49,8 @@ def train(
         materials = preparation.gather(config, run, device, lock, terminal.note, fresh=fresh)
 
         # Plan: `auto` settings get values, and a job that does not fit is refused.
-        config, forecast = plan(config, materials.blueprint.architecture, materials.data, device, terminal)
+        earlier = None if fresh else run
+        config, forecast = plan(config, materials.blueprint.architecture, materials.data, device, terminal, earlier)
 
         # Open: a new run directory, or an earlier one and its last checkpoint. Ranks have one each, below rank 0's.
         own, start = opening.open_run(config, run, materials, forecast, lock, terminal.note, fresh=fresh)

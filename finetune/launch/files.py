@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
+from finetune.config import Config
 from finetune.config.fields import unknown
-from finetune.errors import ConfigError
+from finetune.errors import ArtifactError, ConfigError, MachineError
 from finetune.launch.targets import TARGETS, Target
+from finetune.model import context
+from finetune.model.base import load_architecture
 from finetune.settings import load_config
 from finetune.storage.files import write_text
 from finetune.training.checks import check_shares
@@ -38,6 +42,7 @@ def write(
         raise ConfigError(f"--on {on} needs {' and '.join(missing)}")
     job = load_config(config, overrides)
     check_shares(job, nodes * gpus)
+    _check_heads(job)
     run = Path(job.output.dir or f"runs/{config.stem}")
     file = output or Path(f"{config.stem}{target.suffix}")
     if file.resolve() == config.resolve():
@@ -62,6 +67,16 @@ def write(
     )
     write_text(file, text)
     return file, target.submit.format(file=shlex.quote(str(file)))
+
+
+def _check_heads(job: Config) -> None:
+    """Raise ConfigError for a model whose rows so many ranks cannot share, where that model is known on this machine:
+    a cluster may have it on a disk of its own.
+    """
+    if job.distributed.context == 1:
+        return
+    with contextlib.suppress(ArtifactError, MachineError):
+        context.check(load_architecture(job.model, listed=True), job.distributed.context)
 
 
 def _in_working_directory(config: Path) -> Path:

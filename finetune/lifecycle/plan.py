@@ -17,13 +17,18 @@ from finetune.report.plan_look import does_not_fit
 from finetune.report.terminal import Terminal
 from finetune.runtime import ranks
 from finetune.runtime.stages import stage
+from finetune.storage.rundir import RunDirectory
 from finetune.training.checks import check
+from finetune.training.oom_retry import named
 
 
 def plan(
-    config: Config, architecture: Any, data: Prepared, device: torch.device, terminal: Terminal
-) -> tuple[Config, Forecast | None]:
+    config: Config, architecture: Any, data: Prepared, device: torch.device, terminal: Terminal,
+    earlier: RunDirectory | None,
+) -> tuple[Config, Forecast | None]:  # fmt: skip
     """The config with its `auto` settings fitted to the device, and the forecast of its step; the same on all ranks.
+
+    `earlier`: where earlier starts of the run, if there are any, may have agreed on smaller micro-batches.
 
     Raises OutOfMemoryError, with the levers, for a job that does not fit.
     """
@@ -33,6 +38,9 @@ def plan(
             stage("forecasting the memory of a training step")
         planner = Planner(config, architecture, devices.here(device, config.memory), data, ranks.world_size())
         fitted = _fitted(planner, terminal)
+        if earlier and (lowered := resume.lowered(fitted, earlier)):
+            terminal.note(f"{named(lowered)}: in an earlier start of this run, memory ran out with more")
+            fitted = fitted.changed(lowered)
         check(fitted, device)  # again, with the micro-batch that was chosen
         return fitted, _forecast(planner, fitted, terminal)
 

@@ -21,7 +21,7 @@ from finetune.runtime import ranks
 from finetune.settings import CHOICES
 from finetune.storage import checkpoint, records
 from finetune.storage.rundir import RunDirectory, checkpoint_step
-from finetune.training import state
+from finetune.training import oom_retry, state
 
 # Settings that may change when a run is resumed: its length, its monitoring, and its use of memory and time.
 _MAY_CHANGE = ("training.max_steps", "training.epochs", "training.micro_batch", "training.eval_every",
@@ -167,6 +167,18 @@ def _wants_more_steps(config: Config, run: RunDirectory) -> bool:
 def refuse_changes(config: Config, run: RunDirectory) -> None:
     """Raise ConfigError naming the keys of `config` that differ from the run's own and would mix two jobs."""
     _refuse(run, [change for change in _changes(run.config().model_dump(), config.model_dump()) if not change.harmless])
+
+
+def lowered(config: Config, run: RunDirectory) -> dict[str, int]:
+    """The keys of a micro-batch smaller than `config`'s on which ranks agreed when one ran out of memory with these
+    settings, in an earlier start.
+    """
+    agreed: dict[str, int] = {}
+    for event in run.events():
+        if event["event"] == "micro_batch_lowered" and event.get("settings") == oom_retry.settings(config):
+            agreed |= event["lowered"]
+    now = {f"training.{key}": value for key, value in config.training.model_dump().items()}
+    return {key: value for key, value in agreed.items() if value < (now[key] or math.inf)}
 
 
 def find(run: RunDirectory) -> Start:

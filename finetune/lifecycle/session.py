@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import os
 import traceback
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -16,10 +18,12 @@ from finetune.lifecycle import failures
 from finetune.measure import energy
 from finetune.measure.monitor import Monitor
 from finetune.report.terminal import Terminal
-from finetune.runtime import libraries, ranks
+from finetune.runtime import libraries, ranks, restart
 from finetune.runtime.device import this_device
 from finetune.runtime.signals import Signals
 from finetune.storage.rundir import RunDirectory
+
+_INTERRUPTED = 130
 
 
 class Lock(contextlib.ExitStack):
@@ -71,8 +75,22 @@ def opened(config: Config, run: RunDirectory, terminal: Terminal) -> Iterator[tu
     with terminal, Signals(terminal.stopping) as signals:
         with ranks.refusing():
             device = this_device()
-        with ranks.together(device), Lock(run) as lock, failures.disk_errors(run), failures.blaming_base(config.model):
+        again = functools.partial(_start_again, signals) if restart.is_permitted() else None
+        with (
+            ranks.together(device, again),
+            Lock(run) as lock,
+            failures.disk_errors(run),
+            failures.blaming_base(config.model),
+        ):
             yield device, signals, lock
+
+
+def _start_again(signals: Signals) -> NoReturn:
+    """Start this process again, from any thread, unless a signal ends the run anyway."""
+    if signals.name:
+        os.write(2, b"error: what was saved before is untouched. Run the same command again to resume\n")
+        os._exit(_INTERRUPTED if signals.name == "SIGINT" else Terminated.exit_code)
+    restart.now()
 
 
 @contextlib.contextmanager

@@ -87,6 +87,7 @@ def split(model: Any, group: ProcessGroup | None) -> Iterator[None]:
             _local(ALL_MASK_ATTENTION_FUNCTIONS, name, mask),
             # A mask of whole rows asks for the packed row of each token, which those of a slice do not tell.
             replaced(masking_utils, "find_packed_sequence_indices", lambda _: find(places)),
+            _balanced(base, group),
         ):
             return plain(*args, fused_lm_head=True, row_group=group, **_mine(batch, group))
 
@@ -125,6 +126,41 @@ def _of_whole_rows(make: Callable[..., Any], padding: Tensor | None, size: int) 
         return make(*args, q_length=size * q_length, kv_length=size * kv_length, attention_mask=whole, **options)
 
     return mask
+
+
+def _balanced(model: Any, group: ProcessGroup) -> contextlib.AbstractContextManager[Any]:
+    """A context in which TRL's head (1.16) computes a mixture's load-balancing loss over the tokens of all slices."""
+    if not getattr(model.config.get_text_config(), "output_router_logits", False):
+        return contextlib.nullcontext()
+    from transformers.models.mixtral import modeling_mixtral
+
+    return replaced(modeling_mixtral, "load_balancing_loss_func", functools.partial(_balancing_loss, group))
+
+
+def _balancing_loss(
+    group: ProcessGroup, router_logits: tuple[Tensor, ...], experts: int, chosen: int, mask: Tensor | None
+) -> Tensor:
+    """The loss of arXiv 2101.03961, equations 4 to 6, for `chosen` of `experts`, as transformers 5.23 computes it.
+
+    `router_logits`: of each layer (tokens, experts); `mask` (rows, tokens per row). A loss of each slice would not do:
+    it is a product of means.
+    """
+    first = router_logits[0]
+    weights = torch.ones(len(first), device=first.device) if mask is None else mask.reshape(-1).float()
+    routed, likely = (torch.zeros(experts, device=first.device) for _ in range(2))
+    for logits in router_logits:
+        probabilities = logits.softmax(-1)
+        taken = probabilities.topk(chosen, dim=-1).indices.reshape(-1)
+        routed = routed.scatter_add(0, taken, weights.repeat_interleave(chosen))
+        likely = likely + (probabilities.float() * weights[:, None]).sum(0)
+    tokens = weights.sum() * len(router_logits)
+    sums = _over_slices(torch.cat([routed, likely, tokens[None]]), group)
+    return (sums[:experts] / sums[-1] * (sums[experts:-1] / sums[-1])).sum() * experts
+
+
+def _over_slices(values: Tensor, group: ProcessGroup) -> Tensor:
+    """The sum over the group; gradients of all ranks' sums come back to each."""
+    return _Exchange.apply(values.expand(group.size(), -1), group).sum(0)
 
 
 # -- tokens for heads --------------------------------------------------------------------------------------------------

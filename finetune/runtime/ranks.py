@@ -10,7 +10,7 @@ import secrets
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
-from typing import TypeVar
+from typing import NoReturn, TypeVar
 
 import torch
 from accelerate import PartialState
@@ -18,9 +18,9 @@ from accelerate.utils import broadcast_object_list, gather_object, reduce
 from torch.distributed import DistError, PrefixStore, Store, rendezvous
 
 from finetune import errors
-from finetune.errors import FinetuneError, MachineError, Terminated, first_line
+from finetune.errors import FinetuneError, MachineError, OutOfMemoryError, Terminated, first_line
 from finetune.runtime import rank_watch
-from finetune.runtime.rank_watch import Lost, Watch
+from finetune.runtime.rank_watch import Failure, Lost, Watch
 
 T = TypeVar("T")
 
@@ -31,6 +31,8 @@ _START = timedelta(minutes=10)
 _POLL_SECONDS = 0.05
 
 _watch: Watch | None = None
+_again: Callable[[], NoReturn] | None = None
+_record: Callable[[Failure], None] | None = None
 
 
 def world_size() -> int:
@@ -169,13 +171,16 @@ def agreeing() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def together(device: torch.device) -> Iterator[None]:
+def together(device: torch.device, again: Callable[[], NoReturn] | None = None) -> Iterator[None]:
     """In the block, until `leave`, ranks can exchange values; if one is lost, the others end.
+
+    `again` starts this process again, if it may be; see `start_again`.
 
     Raises MachineError naming the lost rank, or if the ranks cannot connect to each other; and what `refusing` raises
     on another rank.
     """
-    global _watch
+    global _watch, _again
+    _again = again
     if world_size() == 1:
         yield
         return
@@ -186,13 +191,14 @@ def together(device: torch.device) -> Iterator[None]:
     except (RuntimeError, ValueError, NotImplementedError) as error:
         raise MachineError(f"the {world_size()} processes cannot connect to each other: {error}") from None
     watched = _watch = _connected()
+    watched.again, watched.record = again, _recorded
     try:
         yield
     except BaseException as error:
         if named := _lost_rank(watched, error):
             raise named from None
         signalled = isinstance(error, (Terminated, KeyboardInterrupt))
-        failure = Lost(rank(), f"ended: {first_line(error)[:500]}", signalled)
+        failure = Lost(rank(), f"ended: {first_line(error)[:500]}", signalled, isinstance(error, OutOfMemoryError))
         watched.leave(None if getattr(error, "shared", False) else failure)
         raise
     finally:
@@ -210,7 +216,7 @@ def _connected() -> Watch:
         return rank_watch.accept(server, token, world_size() - 1)
 
 
-def _lost_rank(watched: Watch, error: BaseException) -> MachineError | None:
+def _lost_rank(watched: Watch, error: BaseException) -> FinetuneError | None:
     """An error naming a lost rank if that caused `error`: in a collective, or because the launcher ends all ranks."""
     if isinstance(error, DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error)):
         try:
@@ -228,6 +234,33 @@ def advance() -> None:
     """Called by each rank at the same places, where it waits for the others or they for it."""
     if _watch:
         _watch.passed += 1
+
+
+def before_starting_again(record: Callable[[Failure], None]) -> None:
+    """Until `leave`, ranks can `start_again`: rank 0 then calls `record`, in a thread, with what the rank says."""
+    global _record
+    _record = record
+
+
+def _recorded(failure: Failure) -> None:
+    assert _record, "a rank fails in training"
+    _record(failure)
+
+
+def start_again(failure: Failure) -> None:
+    """Have all ranks start again, from within a pass in which they wait for each other, once rank 0 has a record.
+
+    Returns, with the record, if this process must not start again. Raises MachineError if it cannot be recorded.
+    """
+    if _watch and world_size() > 1:
+        _watch.start_again(failure)
+        return
+    _recorded(failure)
+    try:
+        if _again:
+            _again()
+    except OSError as error:
+        raise MachineError(f"the process cannot be replaced: {error}") from None
 
 
 def main_does(work: Callable[[], T]) -> T:
@@ -284,6 +317,8 @@ def shared(error: BaseException) -> BaseException:
 
 def leave() -> None:
     """Stop watching the other ranks and destroy the process group."""
+    global _record
+    _record = None
     if world_size() > 1:
         if _watch:
             _watch.leave()

@@ -57,6 +57,9 @@ _written = with_config(ConfigDict(strict=True, extra="allow"))
 # -- lines -----------------------------------------------------------------------------------------------------------
 
 
+_MicroBatch = Literal["training.micro_batch", "training.micro_batch_tokens"]
+
+
 @_written
 class StartFrom(TypedDict):
     """The adapter that a run started from, and the hash of its weights."""
@@ -67,7 +70,10 @@ class StartFrom(TypedDict):
 
 @_written
 class Event(TypedDict):
-    """A line of events.jsonl. `memory` is by phase, except for `saved`, which has a single peak."""
+    """A line of events.jsonl. `memory` is by phase, except for `saved`, which has a single peak.
+
+    `lowered`: the micro-batch that ranks agreed on after one ran out of memory with the `settings` (a hash).
+    """
 
     time: Annotated[float, Field(ge=0, le=_LAST_SECOND)]
     event: str
@@ -77,6 +83,8 @@ class Event(TypedDict):
     start_from: NotRequired[StartFrom]
     world_size: NotRequired[Annotated[int, Field(ge=1, le=2**20)]]
     joules: NotRequired[Count]
+    lowered: NotRequired[dict[_MicroBatch, Annotated[int, Field(ge=1, le=2**53)]]]
+    settings: NotRequired[str]
 
 
 def _check_event(event: Event) -> Event:

@@ -50,6 +50,11 @@ class Checkpoints:
         if written:
             self._saved(written)
 
+    def finish(self) -> None:
+        """From another thread, while the training thread cannot: let what is being written be complete."""
+        if thread := self._thread:
+            thread.join()
+
     def save(self, progress: Progress) -> None:
         """Copy the state to host memory; it is written, verified and published while training continues."""
         self.wait()

@@ -100,7 +100,7 @@ class Evaluation:
     """Evaluation during training.
 
     `split` is called with each micro-batch that is split because it does not fit; `skip` with a single row that does
-    not fit, in which case there is no loss.
+    not fit, in which case there is no loss. `start_again`: see `oom_retry.Retry`.
     """
 
     step: Step
@@ -109,6 +109,7 @@ class Evaluation:
     batch_size: int
     split: Callable[[Inputs], None]
     skip: Callable[[Inputs], None]
+    start_again: Callable[[BaseException, Inputs], None]
     limit: oom_retry.Limit = field(default_factory=oom_retry.Limit)
 
     def loss(self, steps: Iterable[list[Inputs]] | None = None) -> float | None:
@@ -118,7 +119,9 @@ class Evaluation:
             sums = self.sums(steps)
         except DoesNotFit as row:
             if not self.step.repeatable:
-                raise
+                error = torch.OutOfMemoryError(str(row))
+                self.start_again(error, row.inputs)
+                raise error from None
             too_large = row.inputs
         if too_large := next(filter(None, ranks.gathered(too_large)), None):
             self.skip(too_large)

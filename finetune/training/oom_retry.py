@@ -3,10 +3,15 @@
 The loss of a step is a sum over its tokens divided by their number in the whole step. So micro-batches may be split
 anywhere between rows: the gradient is the same up to the order of summation. With several ranks, all learn at the end
 of a step whether memory ran out on any; then they lower the limit alike and repeat the step.
+
+Ranks that exchange more than gradients cannot: the others wait within the pass for the one that failed. They agree on
+a smaller micro-batch and start again, from the last checkpoint.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 import traceback
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -14,10 +19,12 @@ from typing import Any
 
 import torch
 
+from finetune.config import Config
+from finetune.data.batching import MicroBatching
 from finetune.measure.out_of_memory import is_out_of_memory, reason
 from finetune.runtime import libraries, ranks
 from finetune.runtime.randomness import RandomState
-from finetune.training.collator import Inputs, first_row, split
+from finetune.training.collator import Inputs, first_row, row_count, split
 from finetune.training.step import Count, Step
 
 
@@ -47,6 +54,34 @@ def _positions(inputs: Inputs) -> int:
     return inputs["input_ids"].numel()
 
 
+def smaller(inputs: Inputs, config: Config, shares: int) -> dict[str, int]:
+    """The keys of a config whose micro-batches are at most half of `inputs`; empty for a single row.
+
+    `shares`: into so many parts the ranks divide the rows of a step.
+    """
+    rows = row_count(inputs)
+    if rows == 1:
+        return {}
+    if MicroBatching.of(config.training, config.data).tokens:
+        return {"training.micro_batch_tokens": _positions(inputs) // 2}
+    share = config.training.batch_size // shares
+    return {"training.micro_batch": max(fewer for fewer in range(1, rows // 2 + 1) if share % fewer == 0)}
+
+
+def named(lowered: dict[str, int]) -> str:
+    """Those keys in a sentence."""
+    return " and ".join(f"`{key}: {value}`" for key, value in lowered.items())
+
+
+def settings(config: Config) -> str:
+    """A hash of what decides, beside the micro-batch, whether a step fits."""
+    sections = ("model", "quantization", "adapter", "optimizer", "memory", "kernels", "distributed")
+    values = config.model_dump(mode="json")
+    training = {key: values["training"][key] for key in ("objective", "precision")}
+    found = [ranks.world_size(), training, *(values[section] for section in sections)]
+    return hashlib.sha256(json.dumps(found).encode()).hexdigest()
+
+
 @dataclass(frozen=True)
 class _Failure:
     """A micro-batch that did not fit, the rank that ran out of memory, and what its allocator said."""
@@ -62,12 +97,15 @@ class Retry:
 
     `split` is called with a micro-batch that was split; `give_up` with the error and a single-row micro-batch that does
     not fit, after all passes of the step were undone; `updated_again` before an update is retried. With several ranks
-    the first two are called on all of them, with `rank`, the one that ran out of memory.
+    the first two are called on all of them, with `rank`, the one that ran out of memory. Where a step cannot be
+    repeated, `start_again` is called with the error and the micro-batch, on that rank alone; the error is raised if it
+    returns.
     """
 
     split: Callable[..., None]
     give_up: Callable[..., None]
     updated_again: Callable[[], None]
+    start_again: Callable[[BaseException, Inputs], None]
     limit: Limit = field(default_factory=Limit)
 
     def forward_backward(self, step: Step, micro_batches: list[Inputs], count: Count) -> torch.Tensor:
@@ -78,7 +116,10 @@ class Retry:
             try:
                 loss = step.forward_backward(self.limit.parts(micro_batches), count)
             except (MemoryError, RuntimeError) as error:
-                if not is_out_of_memory(error) or step.under_way is None or not step.repeatable:
+                if not is_out_of_memory(error) or step.under_way is None:
+                    raise
+                if not step.repeatable:
+                    self.start_again(error, step.under_way)
                     raise
                 caught = error
             failures = _of_all_ranks(step, caught)

@@ -30,7 +30,7 @@ from finetune.model.adapter import casts_by_autocast
 from finetune.model.base import autocast
 from finetune.model.zero import Zero
 from finetune.objectives import OBJECTIVES, contract, log_probs
-from finetune.runtime import libraries, ranks
+from finetune.runtime import libraries, rank_watch, ranks
 from finetune.runtime.signals import Signals
 from finetune.storage.files import not_written, staged
 from finetune.storage.rundir import RunDirectory, checkpoint_step
@@ -178,12 +178,14 @@ def _loop(job: Job, callbacks: Callbacks) -> Loop:
         step, schedule, run, job.monitor, keep=config.output.keep, made_with=job.made_with,
         verified=[job.resume_from] if job.resume_from else [], saved=callbacks.saved,
     )  # fmt: skip
-    on_oom = _OutOfMemory(run, job.listener, progress, checkpoints, job.data, job.device)
+    on_oom = _OutOfMemory(config, run, job.listener, progress, checkpoints, job.data, job.device)
+    ranks.before_starting_again(on_oom.record)
     evaluation = None
     if job.data.eval is not None:
         evaluation = Evaluation(
             step, job.data.eval, steps.collate, steps.batch_size,
             split=functools.partial(on_oom.split, evaluation=True), skip=on_oom.no_evaluation,
+            start_again=functools.partial(on_oom.start_again, of_evaluation=True),
         )  # fmt: skip
     return Loop(
         step=step,
@@ -191,7 +193,7 @@ def _loop(job: Job, callbacks: Callbacks) -> Loop:
         steps=steps,
         progress=progress,
         rhythm=Rhythm(training.eval_every, config.output.save_every, config.output.best, training.early_stopping),
-        retry=Retry(on_oom.split, on_oom.give_up, on_oom.updated_again),
+        retry=Retry(on_oom.split, on_oom.give_up, on_oom.updated_again, on_oom.start_again),
         recorder=recorder,
         checkpoints=checkpoints,
         evaluation=evaluation,
@@ -257,6 +259,7 @@ def _splitting(job: Job) -> Iterator[None]:
 class _OutOfMemory:
     """Callbacks that record and report running out of memory, and save the state before giving up."""
 
+    config: Config
     run: RunDirectory
     listener: Listener
     progress: Progress
@@ -282,14 +285,47 @@ class _OutOfMemory:
         self.run.event("evaluation_skipped", step=self.progress.step, place=place, tokens=tokens)
         self.listener.note(f"no evaluation: out of memory at {place} alone, {tokens} tokens; training continues")
 
-    def give_up(self, error: BaseException, inputs: Inputs, **rank: int) -> None:
-        """Add a note to `error` that names the row, and save the state of the last completed step."""
-        place, step = oom_retry.place_of(self.data.train, inputs), self.progress.step
-        tokens = inputs["input_ids"].numel()
+    def start_again(self, error: BaseException, inputs: Inputs, *, of_evaluation: bool = False) -> None:
+        """Have all ranks agree on a smaller micro-batch and start again; returns, with a note on `error`, if not."""
+        several = ranks.world_size() > 1
+        shares = self.config.distributed.shares(ranks.world_size())
+        if not (lowered := oom_retry.smaller(inputs, self.config, shares)):
+            rows = self.data.eval if of_evaluation else self.data.train
+            self._name_row(error, rows, inputs, **({"rank": ranks.rank()} if several else {}))
+            return
+        failure = {
+            "rank": ranks.rank(), "rows": row_count(inputs), "tokens": inputs["input_ids"].shape[1], "lowered": lowered,
+        }  # fmt: skip
+        try:
+            ranks.start_again(failure)
+        except MachineError as unrecorded:
+            error.add_note(f"The ranks cannot start again with smaller micro-batches: {unrecorded}.")
+        else:
+            error.add_note(f"Start the same again: it goes on with {oom_retry.named(lowered)}.")
+
+    def record(self, failure: rank_watch.Failure) -> None:
+        """On rank 0, before all ranks start again: keep what they have agreed on, and the save under way."""
+        self.checkpoints.finish()
+        self.run.event(
+            "micro_batch_lowered", step=self.progress.step + 1, settings=oom_retry.settings(self.config), **failure
+        )
+        where = f" on rank {failure['rank']}" if ranks.world_size() > 1 else ""
+        self.listener.note(
+            f"out of memory{where} at {failure['rows']} rows of {failure['tokens']} tokens: this step cannot be "
+            f"repeated, so the run has {oom_retry.named(failure['lowered'])} from its next start on"
+        )
+
+    def _name_row(self, error: BaseException, rows: Any, inputs: Inputs, **rank: int) -> None:
+        place, tokens = oom_retry.place_of(rows, inputs), inputs["input_ids"].numel()
         with contextlib.suppress(MachineError):  # a disk that is full as well must not hide why the run ends
-            self.run.event("row_does_not_fit", step=step + 1, place=place, tokens=tokens, **rank)
+            self.run.event("row_does_not_fit", step=self.progress.step + 1, place=place, tokens=tokens, **rank)
         where = f", on rank {rank['rank']}" if rank else ""
         error.add_note(f"The row that does not fit, alone in its micro-batch{where}: {place}, {tokens} tokens.")
+
+    def give_up(self, error: BaseException, inputs: Inputs, **rank: int) -> None:
+        """Add a note to `error` that names the row, and save the state of the last completed step."""
+        step = self.progress.step
+        self._name_row(error, self.data.train, inputs, **rank)
         if self.device.type == "cpu":  # saving needs host memory; GPU memory is kept for the allocator's snapshot
             oom_retry.release(error)
         try:

@@ -8,6 +8,7 @@ matches.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import gc
 import json
 import os
@@ -26,6 +27,11 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 IMPATIENT = "FINETUNE_TESTS_IMPATIENT"
 """In the environment of a rank: it waits some seconds for a rank that is silent, not half a minute."""
+AGAIN = "FINETUNE_TESTS_AGAIN"
+"""In the environment of a rank: it may start again, as a fork that has the libraries; without its fault."""
+ROOM = "FINETUNE_TESTS_ROOM"
+"""In the environment of a rank, a number: of more positions than this it runs out of memory, in each start."""
+_STARTS_AGAIN = 99
 
 
 @dataclass(frozen=True)
@@ -223,6 +229,8 @@ def _child(
     import torch
 
     code = 70
+    if AGAIN in environment:
+        arguments, fault = _starts(arguments, fault, Path(log).with_suffix(".again"))
     os.environ |= environment
     if IMPATIENT in environment:
         from finetune.runtime import rank_watch
@@ -232,13 +240,15 @@ def _child(
     try:
         # torch makes its pool anew at the first use in a fork, and fails where several threads come to that at once.
         torch.set_num_threads(1)
-        output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        output = os.open(log, os.O_WRONLY | os.O_APPEND)
         os.dup2(output, 1)
         os.dup2(output, 2)
         os.close(0)
         signal.signal(signal.SIGINT, signal.default_int_handler)
         if fault:
             _inject(Fault(**fault))
+        if ROOM in environment:
+            leave_room(int(environment[ROOM]))
         main(arguments)
         code = 0
     except SystemExit as end:
@@ -250,6 +260,46 @@ def _child(
             sys.stdout.flush()
             sys.stderr.flush()
         os._exit(code)
+
+
+def _starts(arguments: list[str], fault: dict[str, Any] | None, again: Path) -> tuple[list[str], dict[str, Any] | None]:
+    """Fork, also each time that the process wants to be replaced by its command line, and end as the last one ends.
+
+    Returns, in each fork, its arguments and its fault.
+    """
+    while pid := os.fork():
+        _, status = os.waitpid(pid, 0)
+        code = os.waitstatus_to_exitcode(status)
+        if code != _STARTS_AGAIN:
+            if code < 0:
+                os.kill(os.getpid(), -code)
+            os._exit(code)
+        arguments, fault = json.loads(again.read_text()), None
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: who kills the first process means this one
+
+    def replaced(path: str, command: list[str]) -> None:
+        again.write_text(json.dumps(command[command.index("finetune") + 1 :]))
+        os._exit(_STARTS_AGAIN)
+
+    os.execv = replaced
+    sys.orig_argv = [sys.executable, "-m", "finetune", *arguments]
+    return arguments, fault
+
+
+def leave_room(positions: int) -> None:
+    """Run out of memory in each larger micro-batch."""
+    import torch
+
+    from finetune.training.step import Step
+
+    micro_step = Step.micro_step
+
+    def limited(self: Any, micro_batch: Any, *others: Any) -> Any:
+        if micro_batch["input_ids"].numel() > positions:
+            raise torch.OutOfMemoryError("CUDA out of memory. (injected)")
+        return micro_step(self, micro_batch, *others)
+
+    Step.micro_step = limited
 
 
 def _fill(path: Path) -> None:

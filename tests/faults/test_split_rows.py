@@ -87,16 +87,6 @@ def test_one_process_goes_on_with_the_same_rows(make: Make, alone: Callable[...,
     assert_close(killed.run, alone())
 
 
-def test_ranks_out_of_memory_end_instead_of_splitting_micro_batches(make: Make) -> None:
-    """The others wait for the one within the pass."""
-    short = make("distributed.context=2", "training.eval_every=null", "data.eval=none")
-    fault = Fault("finetune.training.step:Step.micro_step", nth=3, action="memory")
-    first, second = short.go(2, {1: fault})
-    assert second.code == 6, second.output
-    assert first.code == 4, first.output
-    assert "rank 1" in first.output
-
-
 def test_ranks_that_make_no_groups_are_refused(make: Make) -> None:
     ended = make("distributed.context=2").go(3)
     assert_all(ended, 2)

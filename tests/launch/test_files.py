@@ -90,6 +90,14 @@ def test_what_could_not_be_trained_is_refused(here: Path, on: str, changed: dict
     assert list(here.iterdir()) == [here / CONFIG]
 
 
+def test_attention_heads_that_the_ranks_of_a_group_cannot_share_are_refused_where_the_model_is_known() -> None:
+    split = ["training.micro_batch=1", "training.batch_size=4", "distributed.context=4"]
+    with pytest.raises(ConfigError, match="4 ranks cannot share 6 attention heads"):
+        files.write(CONFIG, split, "slurm", nodes=2, gpus=4)
+    elsewhere = [*split, "model.name=/on/a/disk/of/the/cluster", "model.tokenizer=builtin:tiny-llama"]
+    assert files.write(CONFIG, elsewhere, "slurm", nodes=2, gpus=4)
+
+
 @pytest.mark.parametrize("on", TARGETS)
 def test_nodes_that_have_a_copy_of_this_directory_get_no_config_from_elsewhere(on: str, here: Path) -> None:
     overrides = ["training.micro_batch=1"]

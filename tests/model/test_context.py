@@ -59,6 +59,8 @@ def work(rank, jobs):
         for part in model.modules():
             if isinstance(part, torch.nn.Dropout):
                 part.p = 0.0
+        if hasattr(model.config, "router_aux_loss_coef"):
+            model.config.router_aux_loss_coef = 1.0  # the load-balancing loss is as large as the other
         log_probs.attach(model)
         model.gradient_checkpointing_enable(dict(use_reentrant=False))
         context.prove(model, dist.group.WORLD)
@@ -85,6 +87,8 @@ JOBS = [
     ("mistral", "packed_sdpa", True, False),
     ("gemma2", "eager", False, False),  # soft caps, and windows in every other layer
     ("gemma3_text", "sdpa", False, True),
+    ("qwen3_moe", "sdpa", False, True),  # a load-balancing loss, of whole rows
+    ("qwen3_moe", "packed_sdpa", True, False),
     ("gpt2", "sdpa", False, False),  # a table of positions, as many key heads as query heads
 ]
 
