@@ -9,7 +9,6 @@ freed on one stream waits for another before it is used again.
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -110,9 +109,10 @@ class FakeZero:
         self._reduced: Tensor | None = None
         self._accumulated = False
         self._cut: dict[Tensor, _Cut] = {}
+        self._nothing: dict[torch.dtype, Tensor] = {}
         self._weights_of: dict[nn.Module, list[Tensor]] = {}
         self._in_backward: dict[nn.Module, list[Tensor]] = {}
-        """Modules whose backward pass has begun, each with the frozen weights that were gathered to recompute for it."""
+        """Modules whose backward pass has begun, each with frozen weights that were gathered to recompute for it."""
 
     def __call__(self, **batch: Any) -> Any:
         return self.module(**batch)
@@ -145,10 +145,7 @@ class FakeZero:
         """Take the model and the optimizer, as `deepspeed.initialize` does; within a recording."""
         if self.cuts_weights:
             self._cut_weights()
-        else:
-            # The flat weights, in a copy; those of the model are then views of it (`flatten_dense_tensors_aligned`).
-            flat = self._make(self._trained, "adapter")
-            del flat
+        # Else the weights become views of a flat copy, which is made on the host where a card has no room for both.
         # A copy at stage 3 as well: `_create_fp32_partitions` compares a torch.device with a string.
         flats = [nn.Parameter(self._make(one.size, "optimizer_states", host=True)) for one in self._slices]
         if any(self._on_disk):
@@ -238,7 +235,7 @@ class FakeZero:
         weight.grad = None
 
     def _scatter(self, numbers: int, layer: int | None = None) -> None:
-        """Reduce what is in the bucket, in a copy (`_flatten_dense_tensors` of several parts, `reduce_scatter_coalesced`).
+        """Reduce what is in the bucket, in a copy (`_flatten_dense_tensors`, `reduce_scatter_coalesced`).
 
         At stages 1 and 2 a rank alone has the bucket's own numbers in order. gloo scatters from a copy of its own.
         """
@@ -340,9 +337,7 @@ class FakeZero:
             persists = weight.numel() <= PERSISTENT
             category = "adapter" if weight.requires_grad else "base_weights"
             layer = self._recorder.layer = self._layer_of(weight)
-            own = self._make(
-                -(-weight.numel() // self._ranks), category, weight.dtype, host=not persists, layer=layer
-            )
+            own = self._make(-(-weight.numel() // self._ranks), category, weight.dtype, host=not persists, layer=layer)
             self._cut[weight] = _Cut(own, weight.shape, weight.numel(), persists)
             self._free(weight)
         self._recorder.layer = None
@@ -445,7 +440,7 @@ class FakeZero:
 
     def _free(self, weight: Tensor) -> None:
         """`free_param`."""
-        weight.data = torch.empty(0, dtype=weight.dtype)
+        weight.data = self._nothing.setdefault(weight.dtype, torch.empty(0, dtype=weight.dtype))
         self._cut[weight].is_whole = False
 
 

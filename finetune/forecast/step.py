@@ -32,10 +32,10 @@ from finetune.model.base import base_dtype, mixture
 from finetune.model.causality import needs_mask
 from finetune.model.sharding import Sharding, held, layer_cutter
 from finetune.objectives import OBJECTIVES, log_probs
+from finetune.runtime.libraries import replaced
 from finetune.training import optimizers
 from finetune.training.collator import Inputs, MicroBatches, for_model
 from finetune.training.evaluation import summed_loss
-from finetune.runtime.libraries import replaced
 from finetune.training.step import Step
 from finetune.training.strategies import STRATEGIES
 
