@@ -168,7 +168,7 @@ class FakeZero:
             self._bucket = self._make(self._bucket_size, "gradients")
             self._kept.append(self._make(self._size, "gradients", host=True))
         for weight in self._trained_weights():
-            weight.register_post_accumulate_grad_hook(self._reduce)  # type: ignore[attr-defined]
+            weight.register_post_accumulate_grad_hook(self._reduce)
 
     def _trained_weights(self) -> Iterator[Tensor]:
         return (weight for group in self._groups for weight in group)
@@ -251,7 +251,7 @@ class FakeZero:
 
     def backward(self, loss: Tensor) -> None:
         """The backward pass and its end, `independent_gradient_partition_epilogue`."""
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         self._recorder.layer = None
         if self._stage == 1:
             for weight in self._trained_weights():

@@ -195,10 +195,11 @@ class _TracedStep:
         if not self.zero:
             optimizer.state = _Turns(self.recorder, {one: layer_of[weight] for one, weight in updated.items()})
         capability = card.capability if card.type == "cuda" else None
+        engine: Any = self.zero  # in the place of the real one
         self._step = Step(
             model=self._model,
-            shared=self.zero,
-            zero=self.zero,
+            shared=engine,
+            zero=engine,
             objective=OBJECTIVES[config.training.objective],
             optimizer=self.zero.rates if self.zero else optimizer,
             precision=config.training.precision,
