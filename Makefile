@@ -100,7 +100,7 @@ sweep: $(DEV) ## Compare the forecast with real training steps and with the peer
 	$(BIN)/python benchmarks/step_cost.py
 	$(BIN)/python benchmarks/fit_cpu.py
 
-many-gpus: $(DEV) ## Train by several ranks, as copies and in slices: equal results, and memory by rank (half an hour).
+many-gpus: $(DEV) ## Train by several ranks, as copies and in slices: equal results, and memory by rank (two hours).
 	$(BIN)/python benchmarks/many_gpus.py
 
 faults: $(DEV) ## Kill runs 200 times and at each write, fsync and rename, beside a plain Trainer script (an hour).

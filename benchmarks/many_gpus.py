@@ -1,13 +1,17 @@
 """What ranks train and hold, by how they share the model: equal results at any number, and memory that falls.
 
-    python benchmarks/many_gpus.py [--only equality|memory]
+    python benchmarks/many_gpus.py [--only equality|memory|forecast] [--sharing NAME ...]
 
 Processes on one machine stand for GPUs, connected by gloo. Equality: the built-in model is trained by one process and
-by two and four ranks, as copies (DDP) and in slices (FSDP2); losses and final weights are compared with the single
-process's. The optimizer is plain descent, as AdamW's first steps turn rounding into the sign of an update. Memory: a
-Llama of 100 million random parameters trains two steps on the same rows, once for the peaks of live tensors by phase
-(see measured_step.py), which are compared with the forecast, and once for the resident peak; the figures are rank 0's,
-which also holds a copy of a checkpoint until it is written.
+by two and four ranks, as copies (DDP), in FSDP2's slices and in DeepSpeed's (ZeRO 1 to 3, which also share with a
+single process); losses and final weights are compared with those of one process without any of it. The optimizer is
+plain descent, as AdamW's first steps turn rounding into the sign of an update. Memory: a Llama of 100 million random
+parameters trains two steps on the same rows; the peaks of live tensors by phase (see measured_step.py) are compared
+with the forecast, and the resident peak is measured beside. The figures are rank 0's, which also holds a copy of a
+checkpoint until it is written.
+
+With `--only` or `--sharing` the results keep their other rows, and say under `added` what made these. `forecast`
+measures nothing: it forecasts again beside what was measured.
 """
 
 from __future__ import annotations
@@ -17,7 +21,7 @@ import json
 import socket
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -47,39 +51,70 @@ KINDS: dict[str, dict[str, Any]] = {
     "16-bit LoRA": {"quantization.kind": "none"},
     "full fine-tuning": {"quantization.kind": "none", "adapter.kind": "none"},
 }
+ZERO: dict[str, dict[str, Any]] = {
+    f"zero {number}": {"distributed.kind": "deepspeed", "distributed.stage": stage}
+    for number, stage in enumerate(("optimizer", "gradients", "weights"), 1)
+}
 SHARING: dict[str, dict[str, Any]] = {
     "ddp": {"distributed.kind": "ddp"},
     "fsdp": {"distributed.kind": "fsdp"},
+    **ZERO,
 }
 STAGES = {**SHARING, "fsdp, gradients": {"distributed.kind": "fsdp", "distributed.stage": "gradients"}}
 OFF = 0.02
+_KEY = ("kind", "sharing", "ranks")
 
 
 def main() -> None:
     options = _options()
-    result: dict[str, Any] = {"command": harness.command_line(), "environment": harness.environment(1)}
-    with tempfile.TemporaryDirectory(prefix="many-gpus-") as scratch:
-        if options.only != "memory":
-            result["equality"] = _equality(Path(scratch))
-        if options.only != "equality":
-            result["memory"] = _memory()
+    made = {"command": harness.command_line(), "environment": harness.environment(1)}
+    result: dict[str, Any] = {**made, "equality": [], "memory": []}
+    if options.only or options.sharing:
+        before = json.loads(options.output.read_text())
+        result = {**before, "added": [*before.get("added", []), made]}
+    sharings = options.sharing or [*SHARING, *STAGES, CONTEXT]
+    if options.only in (None, "equality"):
+        with tempfile.TemporaryDirectory(prefix="many-gpus-") as scratch:
+            _put(result["equality"], _equality(Path(scratch), sharings))
+    if options.only in (None, "memory"):
+        for row in _memory(sharings):
+            _put(result["memory"], [row])
+            harness.write_result(options.output, result)  # each takes minutes
+    for row in result["memory"]:
+        if row["sharing"] in sharings:
+            row["forecast_bytes"] = _forecast(*_setting(row["kind"], row["sharing"], row["ranks"]))
     result["holds"] = _verdicts(result)
     harness.write_result(options.output, result)
     print(_tables(result))
     sys.exit(0 if all(result["holds"].values()) else 1)
 
 
+def _put(rows: list[dict[str, Any]], made: Iterable[dict[str, Any]]) -> None:
+    """Add rows, each in the place of the one that says what it does."""
+    places = {tuple(row[name] for name in _KEY): place for place, row in enumerate(rows)}
+    for row in made:
+        place = places.get(tuple(row[name] for name in _KEY), len(rows))
+        rows[place : place + 1] = [row]
+
+
+def _sizes(sharing: str) -> tuple[int, ...]:
+    """With how many ranks: a single one shares with DeepSpeed alone."""
+    return WORLD_SIZES if sharing in ZERO else WORLD_SIZES[1:]
+
+
 # -- equality ----------------------------------------------------------------------------------------------------------
 
 
-def _equality(scratch: Path) -> list[dict[str, Any]]:
+def _equality(scratch: Path, sharings: Sequence[str]) -> list[dict[str, Any]]:
     rows = scratch / "rows.jsonl"
     harness.write_uneven_rows(rows, rows=ROWS * STEPS, tokens=512)
     with Children(scratch / "children") as children:
-        return [row for kind in KINDS for row in _equality_of(kind, scratch, rows, children)]
+        return [row for kind in KINDS for row in _equality_of(kind, scratch, rows, children, sharings)]
 
 
-def _equality_of(kind: str, scratch: Path, rows: Path, children: Children) -> list[dict[str, Any]]:
+def _equality_of(
+    kind: str, scratch: Path, rows: Path, children: Children, sharings: Sequence[str]
+) -> list[dict[str, Any]]:
     fixed = {
         "data.train": rows, "data.format": "text", "data.eval": "none", "data.max_length": 128, "output.merge": "false",
         "training.batch_size": ROWS, "training.micro_batch": 1, "training.max_steps": STEPS,
@@ -105,7 +140,8 @@ def _equality_of(kind: str, scratch: Path, rows: Path, children: Children) -> li
     return [
         {"kind": kind, "sharing": sharing, "ranks": world_size, **_differences(alone, trained(sharing, world_size))}
         for sharing in SHARING
-        for world_size in WORLD_SIZES[1:]
+        if sharing in sharings
+        for world_size in _sizes(sharing)
     ]
 
 
@@ -143,18 +179,17 @@ def _differences(one: Path, other: Path) -> dict[str, float]:
 # -- memory ------------------------------------------------------------------------------------------------------------
 
 
-def _memory() -> list[dict[str, Any]]:
-    chosen = [("ddp", 1), *((sharing, size) for sharing in STAGES for size in WORLD_SIZES[1:])]
+def _memory(sharings: Sequence[str]) -> Iterator[dict[str, Any]]:
+    chosen = [("ddp", 1), *((sharing, size) for sharing in STAGES for size in _sizes(sharing))]
     chosen += [(CONTEXT, size) for size in WORLD_SIZES]
-    return [
-        {"kind": kind, "sharing": sharing, "ranks": size, **measured(kind, sharing, size)}
-        for kind in KINDS
-        for sharing, size in chosen
-    ]
+    for kind in KINDS:
+        for sharing, size in chosen:
+            if sharing in sharings:
+                yield {"kind": kind, "sharing": sharing, "ranks": size, **_measured(*_setting(kind, sharing, size))}
 
 
-def measured(kind: str, sharing: str, world_size: int) -> dict[str, Any]:
-    """Rank 0's bytes, and those that the forecast gives it."""
+def _setting(kind: str, sharing: str, world_size: int) -> tuple[dict[str, Any], int]:
+    """What measured_step.py takes, and the number of ranks."""
     tokens, batch, shared = TOKENS, BATCH, STAGES.get(sharing, {})
     if sharing == CONTEXT:
         tokens, batch = LONG, 1
@@ -164,25 +199,26 @@ def measured(kind: str, sharing: str, world_size: int) -> dict[str, Any]:
         "rows": [[tokens, tokens - 1]],
         "config": {
             "data.eval": "none", "data.max_length": tokens, "training.batch_size": batch, "training.micro_batch": 1,
-            "training.precision": "fp32", "optimizer.kind": "adamw_32bit", "memory.loss_tokens": 64,
+            "training.precision": "fp32", "memory.loss_tokens": 64,
+            "optimizer.kind": "adamw_torch_fused" if sharing in ZERO else "adamw_32bit",
             **KINDS[kind], **shared,
         },
     }  # fmt: skip
-    command = [harness.ROOT / "benchmarks" / "measured_step.py", json.dumps(setting)]
+    return setting, world_size
+
+
+def _measured(setting: dict[str, Any], world_size: int) -> dict[str, Any]:
+    """Rank 0's bytes."""
+    command = [harness.ROOT / "benchmarks" / "measured_step.py", json.dumps(setting), "--live"]
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world_size))
     arguments = [*(() if world_size == 1 else launcher), *command]
-    live, resident = (
-        _of_rank_0(harness.succeeded(harness.python(*arguments, *more, threads=1, extra=ALLOCATOR)))
-        for more in (("--live",), ("--resident",))
-    )
-    return {
-        "live_bytes": {phase: live["phases"][phase] for phase in _STEP},
-        "forecast_bytes": _forecast(setting, world_size),
-        "resident_bytes": resident["resident_bytes"],
-    }
+    found = _of_rank_0(harness.succeeded(harness.python(*arguments, threads=1, extra=ALLOCATOR)))
+    live = {phase: found["phases"][phase] for phase in _STEP}
+    return {"live_bytes": live, "resident_bytes": found["resident_bytes"]}
 
 
 def _forecast(setting: dict[str, Any], world_size: int) -> dict[str, int]:
+    """The bytes that the forecast gives rank 0."""
     torch.set_num_threads(1)
     config = measured_step.config_of(setting["config"])
     architecture = measured_step.architecture_of(setting["architecture"])
@@ -205,14 +241,20 @@ def _off(row: dict[str, Any]) -> float:
 
 def _verdicts(result: dict[str, Any]) -> dict[str, bool]:
     verdicts = {}
-    for row in result.get("equality", []):
+    for row in result["equality"]:
         name = f"{row['kind']}, {row['sharing']}, {row['ranks']} ranks equal one process"
         verdicts[name] = max(row["loss"], row["weights"]) <= TOLERANCE
-    for kind in KINDS if "memory" in result else ():
-        rows = [row for row in result["memory"] if row["kind"] == kind and row["sharing"] in SHARING]
-        rows = [row for row in rows if row["sharing"] == "fsdp" or row["ranks"] == 1]
-        verdicts[f"{kind}: resident memory falls with ranks"] = _falls([row["resident_bytes"] for row in rows])
-    for row in result.get("memory", []):
+    for kind in KINDS:
+        for sharing in ("fsdp", *ZERO):
+            rows = [row for row in result["memory"] if row["kind"] == kind and row["sharing"] in ("ddp", sharing)]
+            rows = [row for row in rows if row["sharing"] == sharing or (row["ranks"] == 1 and sharing == "fsdp")]
+            if rows:
+                sizes = [max(row["live_bytes"].values()) for row in rows]
+                verdicts[f"{kind}, {sharing}: memory falls with ranks"] = _falls(sizes)
+                if sharing == "fsdp":
+                    sizes = [row["resident_bytes"] for row in rows]
+                    verdicts[f"{kind}: resident memory falls with ranks"] = _falls(sizes)
+    for row in result["memory"]:
         name = f"{row['kind']}, {row['sharing']}, {row['ranks']} ranks: the forecast is at most {OFF:.0%} off"
         verdicts[name] = _off(row) <= OFF
     return verdicts
@@ -225,7 +267,7 @@ def _falls(sizes: Sequence[int]) -> bool:
 def _tables(result: dict[str, Any]) -> str:
     equality = [
         [f"{row['kind']}, {row['sharing']}", row["ranks"], f"{row['loss']:.1e}", f"{row['weights']:.1e}"]
-        for row in result.get("equality", [])
+        for row in result["equality"]
     ]
     memory = [
         [
@@ -238,7 +280,7 @@ def _tables(result: dict[str, Any]) -> str:
             f"{_off(row):.1%}",
             harness.mib(row["resident_bytes"]),
         ]
-        for row in result.get("memory", [])
+        for row in result["memory"]
     ]
     header = ["MiB of rank 0 (forecast)", "ranks", *_STEP, "off", "resident"]
     return "\n\n".join(
@@ -252,7 +294,8 @@ def _tables(result: dict[str, Any]) -> str:
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", choices=("equality", "memory"), help="one half")
+    parser.add_argument("--only", choices=("equality", "memory", "forecast"), help="one half, or forecasts alone")
+    parser.add_argument("--sharing", nargs="+", choices=[*STAGES, CONTEXT], help="these ways of sharing alone")
     parser.add_argument("--output", type=Path, default=harness.RESULTS / "many_gpus.json")
     return parser.parse_args()
 

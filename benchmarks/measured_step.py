@@ -21,6 +21,7 @@ from __future__ import annotations
 import argparse
 import json
 import tempfile
+import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -30,6 +31,7 @@ from typing import Any, NamedTuple
 import datasets
 import harness
 import torch
+from torch import distributed as dist
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile, record_function
@@ -138,12 +140,26 @@ def measure_resident(config: Config, architecture: Any, rows: Sequence[Row], *, 
 
 
 def measure_live(config: Config, architecture: Any, rows: Sequence[Row], *, padded: bool = True) -> Measured:
-    """The tensors of this thread that are alive after each operator of the same job; on rank 0 of several, its own."""
-    with LiveTensors() as live, replaced(torch.UntypedStorage, "resize_", lambda *sized: live.resize(*sized)):
-        _job(config, architecture, rows, padded)
+    """The tensors of this thread that are alive after each operator of the same job; on rank 0 of several, its own.
+
+    Its resident peak as well, in which the counting of the tensors is a few MiB.
+    """
+    plain = dist.all_reduce
+
+    def settled(*args: Any, **kwargs: Any) -> Any:
+        done = plain(*args, **kwargs)
+        time.sleep(0.01)  # gloo's thread lets go of the tensor a moment after the others have theirs
+        return done
+
+    with (
+        LiveTensors() as live,
+        replaced(torch.UntypedStorage, "resize_", lambda *sized: live.resize(*sized)),
+        replaced(dist, "all_reduce", settled),
+    ):
+        resident_bytes = _job(config, architecture, rows, padded)
     built = {phase: size for phase, size in live.phases.items() if phase in ("forward", "backward", "optimizer")}
     place = max(built, key=built.__getitem__)
-    return Measured(peak_allocated_bytes=built[place], peak_place=place, phases=live.phases)
+    return Measured(built[place], place, live.phases, resident_bytes)
 
 
 class LiveTensors(TorchDispatchMode):

@@ -67,6 +67,12 @@ class Device:
         return operator_costs.workspace_bytes(self.capability, self.cublas_workspace) if self.type == "cuda" else 0
 
 
+DISK_READ_BYTES, DISK_WRITE_BYTES = 7e9, 5e9
+"""Bytes a second of a fast local disk, one way: Samsung's data sheet of the 980 PRO of 1 TB (PCI Express 4.0 x4),
+sequential reads of up to 7,000 and writes of up to 5,000 MB/s."""
+RANKS_OF_A_MACHINE = 8
+"""How many GPUs of a plan share a disk at most."""
+
 # A CUDA kernel's launch through PyTorch's dispatcher; below it a step is bound by the host, not by the card.
 _CUDA_CALL_SECONDS = 5e-6
 

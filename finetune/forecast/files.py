@@ -35,6 +35,8 @@ def _bytes(trace: Trace, category: str) -> int:
 
     If ranks hold slices, those of all ranks, as rank 0 gathers them.
     """
+    if trace.saved_bytes:
+        return trace.saved_bytes[category]
     live: dict[int, int] = {}
     for run in trace.runs:
         if run.phase == "forward":

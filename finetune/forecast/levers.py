@@ -28,8 +28,8 @@ def levers(config: Config, gpus: int = 1) -> list[Lever]:
     """The levers that `config` leaves, on so many GPUs."""
     memory, training = config.memory, config.training
     found: list[Lever] = []
-    if gpus > 1:
-        found += _sharding(config)
+    if gpus > 1 or strategies.STRATEGIES[config.distributed.kind].deepspeed:
+        found += _sharding(config, gpus)
     if config.output.merge:
         found.append(Lever({"output.merge": False}, "merged later, where there is more memory"))
     if memory.loss_tokens > _SMALLEST_TILE:
@@ -56,14 +56,16 @@ def levers(config: Config, gpus: int = 1) -> list[Lever]:
     return found
 
 
-def _sharding(config: Config) -> Iterator[Lever]:
+def _sharding(config: Config, gpus: int) -> Iterator[Lever]:
     """The next way in which ranks hold less; on several GPUs the plan has chosen how they share the model."""
     section = config.distributed
     if section.kind == "ddp":
         for way in strategies.least_first(config)[-1:]:
             if way["distributed.kind"] != "ddp":
                 yield Lever(way, "layers are gathered as they compute")
-    elif section.stage == "gradients":
+    elif section.stage == "optimizer" and gpus > 1:
+        yield Lever({"distributed.stage": "gradients"}, "gradients are sent in each micro-batch")
+    elif section.stage == "gradients" and gpus > 1:
         yield Lever({"distributed.stage": "weights"}, "layers are gathered again in the backward pass")
     elif section.offload == "none":
         yield Lever({"distributed.offload": "cpu"}, "weights cross the bus in each pass, the CPU updates them")

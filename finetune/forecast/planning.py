@@ -35,7 +35,7 @@ from finetune.model.tokenizer import load_tokenizer
 from finetune.runtime import libraries
 from finetune.storage.files import write_text
 from finetune.training import strategies
-from finetune.training.checks import check_shares
+from finetune.training.checks import check_optimizer, check_shares
 
 # A lever that saves less than this share is not worth mentioning.
 _LEAST_SAVED = 0.005
@@ -63,11 +63,6 @@ class Planner:
     def forecast(self, config: Config | None = None, *, evaluates: bool = True) -> Forecast:
         """What `config` (by default the job itself) takes; without `evaluates`, leaving out the evaluation."""
         config = config or self.job
-        if strategies.STRATEGIES[config.distributed.kind].deepspeed:
-            raise ForecastError(
-                "`distributed.kind: deepspeed`: no forecast is made of what DeepSpeed holds; plan with `fsdp`, which "
-                "shares the same, or train with `memory.check: off`"
-            )
         key = config.model_dump_json(), evaluates
         if key not in self._known:
             batches, evaluation = self._largest_batches(config)
@@ -86,6 +81,9 @@ class Planner:
             shared = getattr(self.architecture.get_text_config(), "num_key_value_heads", None)
             if shared not in (None, self.architecture.get_text_config().num_attention_heads):
                 implementation = packing.eager_like(implementation)
+        shares = config.distributed
+        sharded = strategies.is_sharded(shares, self.gpus)
+        zero = strategies.STRATEGIES[shares.kind].deepspeed
         trace = trace_step(config, self.architecture, batch, evaluation, device, implementation, self.gpus)
         return replay.make(
             trace,
@@ -102,10 +100,10 @@ class Planner:
             disk_bytes=files.disk_bytes(config, trace),
             checkpoint_bytes=files.checkpoint_bytes(trace),
             saves_between=_saves_between(config),
-            from_files=config.model.weights != "random",
+            from_files=config.model.weights != "random" and not sharded,
             gpus=self.gpus,
-            sharding=config.distributed.model_dump() if self.gpus > 1 else None,
-            sharded=strategies.is_sharded(config.distributed, self.gpus),
+            sharding=shares.model_dump() if self.gpus > 1 or zero else None,
+            copied=self.gpus > 1 and not sharded and not zero,
         )
 
     def levers(self, config: Config, found: Forecast) -> list[tuple[Lever, Forecast]]:
@@ -286,6 +284,7 @@ def planner_for(config: Config, gpu: str | None = None, gpus: int = 1) -> Planne
     """
     libraries.quiet()
     check_shares(config, gpus)
+    check_optimizer(config)
     device = devices.find(gpu or ("auto" if torch.cuda.is_available() else "cpu"), config.memory)
     architecture = load_architecture(config.model, listed=True)
     context.check(architecture, config.distributed.context)

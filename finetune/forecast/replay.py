@@ -14,7 +14,7 @@ from typing import Any
 from finetune.data.batching import Batch
 from finetune.forecast import operator_costs
 from finetune.forecast.allocator import CachingAllocator, CapacityError
-from finetune.forecast.devices import Device
+from finetune.forecast.devices import DISK_READ_BYTES, DISK_WRITE_BYTES, RANKS_OF_A_MACHINE, Device
 from finetune.forecast.trace import CATEGORIES, Block, Run, Trace, Work
 from finetune.model.experts import Mixture
 
@@ -45,7 +45,8 @@ class Forecast:
     moment of the peak, to what is compared with the budget. `flops`, `moved_bytes` (where bandwidth is the bound),
     `calls` (kernel launches) and `seconds`, a bound from below for ranking settings, are those of one optimizer step.
     `mixture` says how experts are stored, where the base has some. With several `gpus` all figures are those of one,
-    but for `disk_bytes`; `sharding` is the config's section `distributed`, and `sent_bytes` go to the others in a step.
+    but for `disk_bytes`; `sharding` is the config's section `distributed`. In a step `sent_bytes` go to the others,
+    `copied_bytes` between host and device, and `swapped_bytes`, which a disk keeps, are read from it and written back.
     """
 
     device: Device
@@ -67,6 +68,8 @@ class Forecast:
     gpus: int = 1
     sharding: Mapping[str, Any] | None = None
     sent_bytes: int = 0
+    copied_bytes: int = 0
+    swapped_bytes: int = 0
 
     @property
     def needed_bytes(self) -> int:
@@ -88,6 +91,7 @@ class Forecast:
 
     def as_dict(self) -> dict[str, Any]:
         """The forecast as JSON values."""
+        moved = {name: getattr(self, name) for name in ("sent_bytes", "copied_bytes", "swapped_bytes")}
         own = ("peak_allocated_bytes", "peak_reserved_bytes", "host_bytes", "disk_bytes", "phases", "categories")
         return {
             "fits": self.fits,
@@ -103,7 +107,7 @@ class Forecast:
             "calls": self.calls,
             "seconds": round(self.seconds, 4),
             "mixture": self.mixture and asdict(self.mixture),
-            **({"gpus": self.gpus, "sharding": self.sharding, "sent_bytes": self.sent_bytes} if self.gpus > 1 else {}),
+            **({"gpus": self.gpus, "sharding": self.sharding, **moved} if self.sharding else {}),
         }
 
 
@@ -122,7 +126,7 @@ def make(
     from_files: bool = False,
     gpus: int = 1,
     sharding: Mapping[str, Any] | None = None,
-    sharded: bool = False,
+    copied: bool = False,
 ) -> Forecast:
     """The forecast of a trace of one micro-batch and one update.
 
@@ -130,14 +134,14 @@ def make(
     with `saves_between` during a forward and backward pass as well.
     `merges`: whether the run merges at its end, so that the merge must fit as well. `merge_bytes` (its device memory)
     and `disk_bytes` are not in a step; see `finetune.forecast.files`.
-    `from_files`: whether transformers loads the base, and not random weights are made. `gpus`: how many share a step;
-    the forecast is that of one, which holds a copy of the model or, with `sharded`, slices of it.
+    `from_files`: whether transformers loads the base whole, and not random weights are made. `gpus`: how many share a
+    step; the forecast is that of one, which may hold a copy of the model (`copied`: in DistributedDataParallel).
     """
     copy_bytes = checkpoint_bytes if device.type == "cpu" else 0
-    replay = _replayed(trace, device, copy_bytes, saves_between, from_files and not sharded, gpus > 1 and not sharded)
+    replay = _replayed(trace, device, copy_bytes, saves_between, from_files, copied)
     # The trace has two updates.
     step = trace.work(("forward", "backward")) * micro_batches + trace.work(("optimizer",)) * 0.5
-    if gpus > 1 and not sharded:
+    if copied:
         step.sent_bytes += averaging_bytes(sum(replay.sizes("adapter")), gpus)  # of a step's last micro-batch
     phases = {name: replay.phases[name] for name in PHASES if name in replay.phases}
     if merge_bytes:
@@ -158,14 +162,25 @@ def make(
         flops=step.flops,
         moved_bytes=step.moved_bytes,
         calls=step.calls,
-        seconds=_seconds(step, device),
+        seconds=_seconds(step, device) + swapping_seconds(step.swapped_bytes, gpus),
         tokens=micro_batches * batch.rows * batch.tokens // (sharding["context"] if sharding else 1),
         curve=tuple(replay.curve),
         mixture=trace.mixture,
         gpus=gpus,
         sharding=sharding,
         sent_bytes=step.sent_bytes,
+        copied_bytes=step.copied_bytes,
+        swapped_bytes=step.swapped_bytes,
     )
+
+
+def swapping_seconds(swapped_bytes: int, ranks: int) -> float:
+    """Time in which so many bytes of each rank are read from a disk and written back, beside which nothing else runs.
+
+    The ranks of a machine share it.
+    """
+    each_second = DISK_READ_BYTES * DISK_WRITE_BYTES / (DISK_READ_BYTES + DISK_WRITE_BYTES)
+    return swapped_bytes * min(ranks, RANKS_OF_A_MACHINE) / each_second
 
 
 def _seconds(work: Work, device: Device) -> float:

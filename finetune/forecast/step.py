@@ -22,20 +22,23 @@ from finetune import kernels
 from finetune.config import Config
 from finetune.data.batching import Batch, MicroBatching, per_step
 from finetune.errors import FinetuneError, ForecastError, first_line
-from finetune.forecast import depth, fake, fake_ranks, patches
+from finetune.forecast import depth, fake, fake_ranks, fake_zero, patches
 from finetune.forecast.devices import Device
 from finetune.forecast.extrapolate import NotAlike, Shortened, extrapolate, shorten, whole
+from finetune.forecast.fake_zero import FakeZero
 from finetune.forecast.trace import Answers, Recorder, Trace, TracedMonitor
 from finetune.model import adapter, build, checkpointing, context, experts, packing
 from finetune.model.base import base_dtype, mixture
 from finetune.model.causality import needs_mask
 from finetune.model.sharding import Sharding, held, layer_cutter
 from finetune.objectives import OBJECTIVES, log_probs
+from finetune.runtime.libraries import replaced
 from finetune.training import optimizers
 from finetune.training.collator import Inputs, MicroBatches, for_model
 from finetune.training.evaluation import summed_loss
 from finetune.training.noise import Noise, Row
 from finetune.training.step import Step
+from finetune.training.strategies import STRATEGIES
 
 # bitsandbytes 0.50, `Optimizer8bit.get_state_buffer`: smaller tensors are not paged.
 _PAGED_STATES, _PAGED_FROM = ("state1", "state2"), 100_000
@@ -88,8 +91,8 @@ def _trace_step(
     ):
         traced = _TracedStep(config, architecture, mode, recorder, device, attention, shortening, rows, shards)
         traced.load()
-        traced.make_step()
-        with traced.splitting(group):
+        traced.make_step(world_size)
+        with traced.splitting(group), traced.in_slices():
             traced.make_optimizer_states()
             traced.step(train)
             if evaluation:
@@ -102,6 +105,7 @@ def _trace_step(
             largest_part=traced.largest_part,
             mixture=traced.mixture,
             trained_share=traced.trained_share,
+            saved_bytes=traced.zero.saved_bytes() if traced.zero else None,
         )
 
 
@@ -130,6 +134,7 @@ class _TracedStep:
         self._shortening = shortening
         self._rows = rows
         self._shards = shards
+        self.zero: FakeZero | None = None
         recorder.slices_on_host = bool(shards and shards.offload and device.type == "cuda")
         # Every fused attention kernel keeps the same for backward: the output and one number per row.
         attention = attention if attention.startswith(("eager", "packed", packing.WINDOWED)) else "sdpa"
@@ -174,7 +179,7 @@ class _TracedStep:
             depth.keep(base, self.shortened.layers)
             self._adapter = depth.renamed(self._adapter, base, named)
 
-    def make_step(self) -> None:
+    def make_step(self, world_size: int) -> None:
         """The step, as `training.run` makes it."""
         config, card = self._config, self._device
         log_probs.attach(self._model)
@@ -184,14 +189,20 @@ class _TracedStep:
             # bitsandbytes looks embeddings up by their addresses, which fake ones have not.
             warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
             optimizer = optimizers.make(name, config.optimizer, 1e-4, self._model)
+        if STRATEGIES[config.distributed.kind].deepspeed:
+            self.zero = self._engine(optimizer, world_size)
         layer_of = dict(self._trained())
         updated = {one: getattr(one, "sharded", one) for group in optimizer.param_groups for one in group["params"]}
-        optimizer.state = _Turns(self.recorder, {one: layer_of[weight] for one, weight in updated.items()})
+        if not self.zero:
+            optimizer.state = _Turns(self.recorder, {one: layer_of[weight] for one, weight in updated.items()})
         capability = card.capability if card.type == "cuda" else None
+        engine: Any = self.zero  # in the place of the real one
         self._step = Step(
             model=self._model,
+            shared=engine,
+            zero=engine,
             objective=OBJECTIVES[config.training.objective],
-            optimizer=optimizer,
+            optimizer=self.zero.rates if self.zero else optimizer,
             precision=config.training.precision,
             max_grad_norm=config.training.max_grad_norm,
             masked=needs_mask(self._model.config, config.training.precision, capability),
@@ -200,6 +211,32 @@ class _TracedStep:
             noise=_TracedNoise(self._model, alpha, 0) if (alpha := config.training.neftune_noise_alpha) else None,
         )
         self._watch()
+
+    def _engine(self, optimizer: torch.optim.Optimizer, world_size: int) -> FakeZero:
+        layer_of = {weight: number for number, layer in enumerate(self._layers) for weight in layer.parameters()}
+
+        def whole(weights: Sequence[torch.Tensor]) -> list[int]:
+            units = [None if (layer := layer_of.get(one)) is None else self.shortened.unit[layer] for one in weights]
+            found: list[int] = []
+            for unit, members in itertools.groupby(zip(units, weights, strict=True), key=lambda pair: pair[0]):
+                times = 1 if unit is None else self.shortened.repeats[unit]
+                found += [weight.numel() for _, weight in members] * times
+            return found
+
+        engine = FakeZero(
+            self._model, self._base, optimizer, self._config.distributed, world_size, self.recorder,
+            layer_of.get, whole, on_card=self._device.type == "cuda",
+        )  # fmt: skip
+        self.recorder.phase = "attach"
+        with self._recording():
+            engine.attach()
+        return engine
+
+    def in_slices(self) -> contextlib.AbstractContextManager[None]:
+        """A context in which linear layers are those that DeepSpeed puts in where it cuts weights."""
+        if not (self.zero and self.zero.cuts_weights):
+            return contextlib.nullcontext()
+        return replaced(torch.nn.functional, "linear", fake_zero.linear)
 
     def splitting(self, group: dist.ProcessGroup | None) -> contextlib.AbstractContextManager[None]:
         """A context in which rows are split over `group`, as in training."""
@@ -271,7 +308,8 @@ class _TracedStep:
             for weight in module.parameters(recurse=False):
                 if hasattr(weight, "slices"):
                     self.recorder.mark(weight, "base_weights", managed=self.recorder.slices_on_host)
-        self.recorder.phase = "attach" if self._shards else "optimizer"
+        strategy = STRATEGIES[self._config.distributed.kind]
+        self.recorder.phase = "attach" if self._shards or strategy.deepspeed else "optimizer"
         for module in self._model.modules():
             self._keep(module, owner.get(id(module)))
         self.recorder.layer = None
@@ -318,7 +356,8 @@ class _TracedStep:
         if self._device.type == "cpu":  # on a card they are made on the host, and moved with the first 8-bit state
             for code in getattr(self._step.optimizer, "name2qmap", {}).values():
                 self.recorder.keep(code, "optimizer_states")
-        self._make_gradients()
+        if not self.zero:
+            self._make_gradients()
         self._update()
         self._model.zero_grad(set_to_none=True)
 
@@ -327,7 +366,11 @@ class _TracedStep:
         self.recorder.phase = "forward"
         micro_batches = per_step(self._rows, self._way, batch)
         if micro_batches > 1:
-            self._make_gradients()
+            if self.zero:
+                with self._recording():
+                    self.zero.accumulate()
+            if not self.zero or self.zero.keeps_gradients:
+                self._make_gradients()
         inputs = self._inputs(batch)
         others = self._on_host(inputs, micro_batches - 1)
         start, retry = self._random_state(), self._random_state()  # of the warm-up, and of each step in it
@@ -389,7 +432,8 @@ class _TracedStep:
 
     def _mark_gradients(self) -> None:
         for parameter, _ in self._trained():
-            self.recorder.mark(held(parameter.grad), "gradients", managed=self.recorder.slices_on_host)
+            if parameter.grad is not None:  # as DeepSpeed leaves none
+                self.recorder.mark(held(parameter.grad), "gradients", managed=self.recorder.slices_on_host)
 
     def _update(self) -> None:
         """Clipping and the update."""

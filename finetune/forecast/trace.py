@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from types import SimpleNamespace
 from typing import Any
@@ -87,7 +87,7 @@ class Work:
 
     Operators without a count of operations are bandwidth-bound, and so are products with a low-rank matrix, whose
     operations, `hidden_flops` of `flops`, take no time beside their traffic. `copied_bytes` go between the host and the
-    device, `sent_bytes` from this rank to others.
+    device, `sent_bytes` from this rank to others, and `swapped_bytes` from a disk, to which as many go back.
     """
 
     flops: int = 0
@@ -96,6 +96,7 @@ class Work:
     copied_bytes: int = 0
     sent_bytes: int = 0
     hidden_flops: int = 0
+    swapped_bytes: int = 0
 
     def __add__(self, other: Work) -> Work:
         return Work(*(getattr(self, each.name) + getattr(other, each.name) for each in fields(self)))
@@ -133,6 +134,7 @@ class Trace:
     largest_part: int = 0
     mixture: Mixture | None = None
     trained_share: float = 1.0
+    saved_bytes: Mapping[str, int] | None = None
 
     def timeline(self) -> Iterator[tuple[Run, Block, int]]:
         """(run, block, +1 or -1) for each allocation and free, in order."""
@@ -184,6 +186,11 @@ class Recorder(TorchDispatchMode):
             self._blocks[number].category = category
             self._blocks[number].managed = managed
 
+    def omit(self, tensor: torch.Tensor | None) -> None:
+        """Say that a block which was recorded already takes no memory."""
+        if tensor is not None and (number := self._number(tensor)) is not None:
+            self._blocks[number].bytes = 0
+
     def turn_to(self, layer: int | None) -> None:
         """What follows is done for a weight of this layer, until the next turn or an operator over several layers."""
         self.layer, self._turn = layer, True
@@ -191,6 +198,13 @@ class Recorder(TorchDispatchMode):
     def copies(self, tensor: torch.Tensor) -> None:
         """Count a copy between the host and the device."""
         self._run().work.copied_bytes += tensor.numel() * tensor.element_size()
+
+    def transfers(self, *, copied_bytes: int = 0, sent_bytes: int = 0, swapped_bytes: int = 0) -> None:
+        """Count what is done by no operator."""
+        work = self._run().work
+        work.copied_bytes += copied_bytes
+        work.sent_bytes += sent_bytes
+        work.swapped_bytes += swapped_bytes
 
     def launched(self, moved_bytes: int) -> None:
         """Count a kernel that is no operator."""

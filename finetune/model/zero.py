@@ -32,7 +32,11 @@ STAGES = {"optimizer": 1, "gradients": 2, "weights": 3}
 """DeepSpeed's number of each `distributed.stage`."""
 
 _STEP = "step"  # the one state that all weights share
-_BUCKET = 2**27  # numbers that are reduced at once, of 4 bytes each
+
+BUCKET = 2**27
+"""Numbers that are reduced at once, of 4 bytes each."""
+PERSISTENT = 100_000
+"""Weights of no more numbers are kept whole between the updates, and gathered after each (DeepSpeed's own default)."""
 
 
 class Rates(torch.optim.Optimizer):
@@ -215,7 +219,15 @@ def _config(
     section: DistributedSection, max_grad_norm: float, trained: int, device: torch.device, disk: Disk | None
 ) -> dict[str, Any]:
     """DeepSpeed's config."""
-    sharing: dict[str, Any] = {"stage": STAGES[section.stage], "reduce_bucket_size": min(trained, _BUCKET)}
+    sharing: dict[str, Any] = {
+        "stage": STAGES[section.stage],
+        "reduce_bucket_size": min(trained, BUCKET),
+        # A weight is whole only while its module computes, however small the model is; the next is gathered meanwhile
+        # because the host is ahead of the card.
+        "stage3_prefetch_bucket_size": 0,
+        "stage3_max_reuse_distance": 0,
+        "stage3_param_persistence_threshold": PERSISTENT,
+    }
     if section.offload != "none":
         host = {"device": "cpu", "pin_memory": device.type != "cpu"}
         sharing["offload_optimizer"] = {**host, "device": "nvme", "nvme_path": str(disk.path)} if disk else host

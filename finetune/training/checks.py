@@ -22,10 +22,11 @@ def check(config: Config, device: torch.device) -> None:
     if STRATEGIES[config.distributed.kind].deepspeed:
         zero.check(config.distributed, device)
     check_shares(config)
-    _check_optimizer(config)
+    check_optimizer(config)
 
 
-def _check_optimizer(config: Config) -> None:
+def check_optimizer(config: Config) -> None:
+    """Raise ConfigError for an optimizer that cannot update what a rank holds."""
     kind = config.optimizer.kind
     if STRATEGIES[config.distributed.kind].deepspeed and not OPTIMIZERS[kind].numberwise:
         raise ConfigError(

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 class Strategy:
     """One strategy. `sharded`: ranks hold slices of the weights (`finetune.model.sharding`), not copies of the model.
 
-    `deepspeed`: DeepSpeed's engine shares the model (`finetune.model.zero`), and no forecast is made.
+    `deepspeed`: DeepSpeed's engine shares the model (`finetune.model.zero`).
     `ignores`: keys of the section that do not apply to it, and that a config must not set.
     """
 
@@ -47,7 +47,7 @@ STRATEGIES: dict[str, Strategy] = {
     ),
     "deepspeed": Strategy(
         "optimizer states, and by `stage` gradients and weights, in slices (DeepSpeed's ZeRO 1 to 3; also a single "
-        "process, for `offload`); needs the package deepspeed, and no forecast is made",
+        "process, for `offload`); needs the package deepspeed",
         deepspeed=True,
     ),
 }

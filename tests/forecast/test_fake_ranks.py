@@ -17,8 +17,9 @@ from traces import peaks
 
 import finetune
 from finetune.config import Config
-from finetune.errors import ConfigError, ForecastError
+from finetune.errors import ConfigError
 from finetune.forecast import fake_ranks, planning
+from finetune.forecast.devices import Device
 from finetune.forecast.extrapolate import whole
 from finetune.forecast.levers import levers
 from finetune.forecast.planning import Planner
@@ -243,10 +244,69 @@ def test_a_batch_that_ranks_cannot_share_is_refused_before_anything_is_forecast(
         planning.planner_for(quick("training.batch_size=4"), "cpu", 4)
 
 
-def test_what_deepspeed_holds_is_not_forecast(quick: Quick) -> None:
-    for gpus in (1, 2):
-        with pytest.raises(ForecastError, match=r"plan with `fsdp`, .* `memory[.]check: off`"):
-            finetune.plan(quick("optimizer.kind=sgd", "distributed.kind=deepspeed"), "24GiB", gpus)
+def zero(stage: str, ranks: int, device: Device | None = None, **changes: Any) -> Forecast:
+    config = job(
+        distributed__kind="deepspeed", distributed__stage=stage, optimizer__kind="adamw_torch_fused", **changes
+    )
+    return Planner(config, tiny_models.architecture(layers=LAYERS), device or tiny_models.cpu(), None, ranks).forecast()
+
+
+FULL = {"quantization__kind": "none", "adapter__kind": "none"}
+
+
+def test_each_stage_of_zero_cuts_what_it_says() -> None:
+    """Beside the weights, which are float32, a copy of them and two states."""
+    trained = zero("optimizer", 1, **FULL).categories["adapter"]
+    for stage, share in (("optimizer", 1), ("gradients", 1), ("weights", 4)):
+        found = zero(stage, 4, **FULL).categories
+        assert found["optimizer_states"] == pytest.approx(3 * trained / 4, rel=0.01)
+        assert found["adapter"] == pytest.approx(trained / share, rel=0.01)
+
+
+@pytest.mark.parametrize("stage", ["gradients", "weights"])
+def test_layers_under_zero_are_extrapolated_to_what_traced_ones_take(stage: str) -> None:
+    config = job(distributed__kind="deepspeed", distributed__stage=stage, optimizer__kind="adamw_torch_fused")
+    assert peaks(trace(config, 4)) == peaks(trace(config, 4, shortening=lambda kinds: whole(len(kinds))))
+
+
+def test_what_zero_sends_is_reduced_gradients_and_gathered_weights() -> None:
+    """In one micro-batch; at stage 3 weights are gathered for the forward and the backward pass, or more."""
+    trained = zero("optimizer", 1, **FULL).categories["adapter"]
+    for stage in ("optimizer", "gradients"):
+        assert zero(stage, 4, **FULL).sent_bytes == pytest.approx(3 * trained * 3 / 4, rel=0.01)
+    assert zero("weights", 4, **FULL).sent_bytes > 3 * trained / 4
+
+
+def test_what_zero_offloads_lies_on_the_host_and_on_a_disk() -> None:
+    card = tiny_models.card()
+    plain, host = zero("weights", 2, card, **FULL), zero("weights", 2, card, **FULL, distributed__offload="cpu")
+    assert host.needed_bytes < plain.needed_bytes
+    assert host.host_bytes > plain.host_bytes
+    assert host.copied_bytes > plain.copied_bytes == 0
+
+
+def test_the_time_of_a_disk_is_its_bytes_over_its_bandwidth() -> None:
+    """Weights, two states and gradients, in float32, each read and written once a step."""
+    architecture = tiny_models.architecture(layers=LAYERS)
+    changes = {**FULL, "distributed__nvme_path": "/tmp", "optimizer__kind": "adamw_torch_fused"}
+    config = job(distributed__kind="deepspeed", distributed__offload="nvme", **changes)
+    disk = Planner(config, architecture, tiny_models.card(), None, 1).forecast()
+    memory = zero("weights", 1, tiny_models.card(), **FULL, distributed__offload="cpu")
+    trained = zero("optimizer", 1, **FULL).categories["adapter"]
+    assert disk.swapped_bytes == 4 * trained
+    assert disk.seconds - memory.seconds == pytest.approx(4 * trained * (1 / 7e9 + 1 / 5e9), rel=0.01)
+    assert disk.host_bytes != memory.host_bytes
+    assert disk.as_dict()["sharding"]["offload"] == "nvme"
+
+
+def test_more_ranks_than_this_machine_will_ever_have() -> None:
+    found = zero("weights", 1024, training__batch_size=2048)
+    assert found.phases["backward"]["allocated_bytes"] < zero("weights", 4).phases["backward"]["allocated_bytes"]
+
+
+def test_an_optimizer_that_deepspeed_cannot_use_is_refused_before_anything_is_forecast(quick: Quick) -> None:
+    with pytest.raises(ConfigError, match="cannot update DeepSpeed's slices"):
+        finetune.plan(quick("optimizer.kind=adamw_8bit", "distributed.kind=deepspeed"), "24GiB", 2)
 
 
 def test_a_plan_for_several_gpus_says_so(quick: Quick) -> None:
