@@ -143,6 +143,8 @@ class Zero:
                 if self._disk:
                     flat.data.copy_(shared.fp16_partitioned_groups_flat[number])
                 for weight in weights:
+                    if not stored[weight]:  # never updated, as before the first update that was not skipped
+                        continue
                     if stored[weight].keys() != own.keys():
                         raise ValueError(f"states {sorted(stored[weight])} instead of {sorted(own)}")
                     for key, value in stored[weight].items():

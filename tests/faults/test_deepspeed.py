@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from children import Children, Fault
+from safetensors.torch import load_file
 from steps import before_each_step
 from test_sharded_ranks import EXACT, ROWS, STEP, assert_all, assert_close, weights
 from together import Together
@@ -120,6 +121,28 @@ def test_an_update_that_is_not_finite_is_skipped(quick: Callable[..., Config], m
             torch.testing.assert_close(weights(found)[name], tensor, rtol=0, atol=1e-5)
 
 
+def test_a_checkpoint_from_before_the_first_update_has_no_states_and_is_resumed(
+    quick: Callable[..., Config], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its only step was skipped."""
+
+    def spoil(loop: Loop) -> None:
+        if loop.progress.step == 0:
+            weight = next(weight for name, weight in loop.step.model.named_parameters() if "lora_B" in name)
+            hooks = [weight.register_hook(lambda gradient: hooks.pop().remove() or gradient * math.inf)]
+
+    before_each_step(monkeypatch, spoil)
+    adam = ["training.precision=fp32", "adapter.dropout=0", "optimizer.kind=adamw_torch_fused"]
+    adam += ["training.learning_rate=0.001"]  # Adam divides by what may be rounding alone
+    for run in ("plain", "zero"):
+        begun = finetune.train(quick(*adam, "training.max_steps=1", run=run)).run
+        assert load_file(begun.complete_checkpoints()[-1] / "optimizer.safetensors") == {}
+    expected = finetune.train(quick(*adam, "training.max_steps=3", run="plain")).run
+    found = finetune.train(quick(*adam, *ZERO, "training.max_steps=3", run="zero")).run
+    for name, tensor in weights(expected).items():
+        torch.testing.assert_close(weights(found)[name], tensor, rtol=0, atol=1e-5)
+
+
 def test_the_norm_of_a_dropped_update_is_on_the_device() -> None:
     """Beside the loss, with which it is read."""
     engine: Any = zero.Zero.__new__(zero.Zero)
@@ -162,6 +185,14 @@ def test_a_disk_that_cannot_be_used_is_refused(place: str, tmp_path: Path) -> No
     section = DistributedSection(kind="deepspeed", offload="nvme", nvme_path=str(tmp_path / place))
     with pytest.raises(MachineError, match=r"`distributed[.]nvme_path`: nothing can be written to .*; set a directory"):
         zero.check(section, torch.device("cpu"))
+
+
+def test_a_disk_that_no_rank_can_use_ends_all_with_one_message(job: Make, tmp_path: Path) -> None:
+    disk = [*ZERO, "distributed.offload=nvme", f"distributed.nvme_path={tmp_path / 'missing'}"]
+    first, second = job(*disk, run="nowhere").go(2)
+    assert (first.code, second.code) == (4, 4), first.output + second.output
+    assert " ".join(first.output.split()).startswith("error: `distributed.nvme_path`: nothing can be written to")
+    assert second.output == "", "the first one has said it"
 
 
 def test_a_disk_without_room_is_refused_and_left_empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
