@@ -8,6 +8,10 @@ else to 1e-6, as the order of sums differs.
 - named: the other ranks ended with exit code 4 and named the killed one. Before the ranks are connected it is the
   launcher that ends them, and when rank 0 does the rest alone they are done.
 - steps lost: steps that were done at the kill and had to be done again.
+
+With `--share fsdp` or `deepspeed` the ranks hold slices of the model. With `--out-of-memory` a random rank of each
+start also runs out of memory at a random moment, while the micro-batch can still be lowered: then all ranks start again
+by themselves, and the adapter is compared to 1e-6.
 """
 
 from __future__ import annotations
@@ -30,7 +34,7 @@ from faults import lines, write_rows
 
 sys.path.insert(0, str(harness.ROOT / "tests"))
 sys.path.insert(0, str(harness.ROOT / "tests" / "faults"))
-from children import Child, Children, Ended
+from children import AGAIN, Child, Children, Ended, Fault
 from safetensors.numpy import load_file
 from together import Together
 
@@ -41,6 +45,14 @@ KILLS_OF_A_RUN = 5
 LAUNCHER_SECONDS = 20.0
 """After this long the ranks that a kill left are ended, as a launcher would; torchrun waits 30 seconds."""
 TOLERANCE = 1e-6
+PASS = "finetune.training.step:Step.micro_step"
+LOWERED_AT_MOST = 2
+"""Times that memory runs out in a run: micro-batches of six rows, then of three, then of one."""
+SHARING = {
+    "ddp": [],
+    "fsdp": ["distributed.kind=fsdp"],
+    "deepspeed": ["distributed.kind=deepspeed"],
+}
 JOB = [
     "data.eval=none", "training.eval_every=null", "quantization.kind=none", "adapter.rank=32",
     "adapter.targets=[q_proj, v_proj]", "memory.checkpointing=none", "memory.check=off", "training.batch_size=12",
@@ -56,6 +68,8 @@ class Campaign:
     children: Children
     folder: Path
     data: Path
+    overrides: list[str] = field(default_factory=list)
+    out_of_memory: bool = False
     moments: random.Random = field(default_factory=lambda: random.Random(0))
     counts: Counter[str] = field(default_factory=Counter)
     lost: list[int] = field(default_factory=list)
@@ -71,7 +85,9 @@ class Campaign:
             self.seconds = time.perf_counter() - started
 
     def _job(self, name: str) -> Together:
-        return Together(self.children, [*JOB, f"data.train={self.data}"], RunDirectory(self.folder / name))
+        return Together(
+            self.children, [*JOB, f"data.train={self.data}", *self.overrides], RunDirectory(self.folder / name)
+        )
 
     def run(self) -> None:
         """One run to its end, killed up to KILLS_OF_A_RUN times on the way."""
@@ -81,7 +97,7 @@ class Campaign:
             size = self.moments.choice((RANKS, RANKS, self.moments.choice(OTHER_RANKS))) if sizes else RANKS
             sizes.append(size)
             done, starts = self._done(job), len(self._starts(job))
-            ranks = job.start(size)
+            ranks = job.start(size, self._faults(job, size), environment={AGAIN: "1"} if self.out_of_memory else None)
             killed = self._kill(ranks) if kill < KILLS_OF_A_RUN else None
             ended = self._end(ranks, killed)
             self._count_lost(job, done, starts)
@@ -90,7 +106,27 @@ class Campaign:
                 break
             self.counts["kills"] += 1
             self._count_named(killed, ended)
+        self._count_restarts(job)
         shutil.rmtree(job.run.path)
+
+    def _faults(self, job: Together, size: int) -> dict[int, Fault]:
+        """A rank that runs out of memory in one of the start's passes, unless its micro-batches are single rows."""
+        lowered = [event for event in lines(job.run.events_file) if event["event"] == "micro_batch_lowered"]
+        if not self.out_of_memory or len(lowered) == LOWERED_AT_MOST:
+            return {}
+        moment = self.moments.randrange(1, STEPS)
+        return {self.moments.randrange(size): Fault(PASS, nth=moment, action="memory")}
+
+    def _count_restarts(self, job: Together) -> None:
+        """Count the starts that ranks made by themselves after running out of memory, and what each did once more."""
+        ran_out = None
+        for event in lines(job.run.events_file):
+            if event["event"] == "micro_batch_lowered":
+                ran_out = event["step"] - 1
+            elif event["event"] in ("started", "resumed") and ran_out is not None:
+                self.counts["starts_after_running_out_of_memory"] += 1
+                self.lost.append(ran_out - event.get("step", 0))
+                ran_out = None
 
     def _kill(self, ranks: list[Child]) -> int:
         time.sleep(self.moments.uniform(0, self.seconds))
@@ -141,13 +177,15 @@ class Campaign:
         found, expected = (load_file(run.run.adapter / "adapter_model.safetensors") for run in (job, self.expected))
         difference = max(float(abs(found[name] - expected[name]).max()) for name in expected)
         self.differences.append(difference)
-        if difference > (0.0 if set(sizes) == {RANKS} else TOLERANCE):
+        alike = set(sizes) == {RANKS} and not self.out_of_memory and not self.overrides
+        if difference > (0.0 if alike else TOLERANCE):
             self.counts["runs_that_ended_with_other_weights"] += 1
 
     def as_dict(self) -> dict[str, Any]:
         keys = (
             "kills", "runs", "runs_with_another_number_of_ranks", "runs_that_could_not_resume",
-            "runs_that_ended_with_other_weights", "others", "others_that_named_it", "ended_by_the_launcher",
+            "runs_that_ended_with_other_weights", "starts_after_running_out_of_memory", "others",
+            "others_that_named_it", "ended_by_the_launcher",
         )  # fmt: skip
         return {
             **{key: self.counts[key] for key in keys},
@@ -162,12 +200,15 @@ class Campaign:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=50)
+    parser.add_argument("--share", choices=SHARING, default="ddp", help="how ranks share the model")
+    parser.add_argument("--out-of-memory", action="store_true", help="ranks run out of memory as well")
     parser.add_argument("--output", type=Path, default=harness.RESULTS / "faults_ranks.json")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary, Children(Path(temporary, "logs")) as children:
         folder = Path(temporary)
         write_rows(folder / "data.jsonl", folder / "text.jsonl")
-        campaign = Campaign(children, folder, folder / "data.jsonl")
+        overrides = SHARING[options.share] + (["training.micro_batch=6"] if options.out_of_memory else [])
+        campaign = Campaign(children, folder, folder / "data.jsonl", overrides, options.out_of_memory)
         while campaign.counts["kills"] < options.kills:
             campaign.run()
             print(json.dumps(campaign.as_dict()), flush=True)
