@@ -114,7 +114,7 @@ class Campaign:
         lowered = [event for event in lines(job.run.events_file) if event["event"] == "micro_batch_lowered"]
         if not self.out_of_memory or len(lowered) == LOWERED_AT_MOST:
             return {}
-        moment = self.moments.randrange(1, 3 * STEPS)
+        moment = self.moments.randrange(1, STEPS)
         return {self.moments.randrange(size): Fault(PASS, nth=moment, action="memory")}
 
     def _count_restarts(self, job: Together) -> None:

@@ -30,7 +30,7 @@ from finetune.training.loop import Loop
 pytest.importorskip("deepspeed")
 
 ZERO = ["distributed.kind=deepspeed"]
-GENTLE = [*EXACT, "training.learning_rate=0.03", "training.neftune_noise_alpha=5"]
+GENTLE = [*EXACT, "training.learning_rate=0.03"]
 NORM = 1e-4  # DeepSpeed sums squares in float64, one process in float32
 KINDS = {
     "nf4": [],
@@ -133,6 +133,7 @@ def test_a_checkpoint_from_before_the_first_update_has_no_states_and_is_resumed(
 
     before_each_step(monkeypatch, spoil)
     adam = ["training.precision=fp32", "adapter.dropout=0", "optimizer.kind=adamw_torch_fused"]
+    adam += ["training.learning_rate=0.001"]  # Adam divides by what may be rounding alone
     for run in ("plain", "zero"):
         begun = finetune.train(quick(*adam, "training.max_steps=1", run=run)).run
         assert load_file(begun.complete_checkpoints()[-1] / "optimizer.safetensors") == {}
