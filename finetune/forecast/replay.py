@@ -107,7 +107,7 @@ class Forecast:
             "calls": self.calls,
             "seconds": round(self.seconds, 4),
             "mixture": self.mixture and asdict(self.mixture),
-            **({"gpus": self.gpus, "sharding": self.sharding, **moved} if self.sharding else {}),
+            **({"gpus": self.gpus, "sharding": self.sharding, **moved} if self.gpus > 1 or self.sharding else {}),
         }
 
 

@@ -286,16 +286,15 @@ def test_what_zero_offloads_lies_on_the_host_and_on_a_disk() -> None:
 
 
 def test_the_time_of_a_disk_is_its_bytes_over_its_bandwidth() -> None:
-    """Weights, two states and gradients, in float32, each read and written once a step."""
+    """Weights, two states and gradients, in float32, each read and written once a step; norms are too small for it."""
     architecture = tiny_models.architecture(layers=LAYERS)
     changes = {**FULL, "distributed__nvme_path": "/tmp", "optimizer__kind": "adamw_torch_fused"}
     config = job(distributed__kind="deepspeed", distributed__offload="nvme", **changes)
     disk = Planner(config, architecture, tiny_models.card(), None, 1).forecast()
     memory = zero("weights", 1, tiny_models.card(), **FULL, distributed__offload="cpu")
     trained = zero("optimizer", 1, **FULL).categories["adapter"]
-    assert disk.swapped_bytes == 4 * trained
-    assert disk.seconds - memory.seconds == pytest.approx(4 * trained * (1 / 7e9 + 1 / 5e9), rel=0.01)
-    assert disk.host_bytes != memory.host_bytes
+    assert 0.99 * 4 * trained < disk.swapped_bytes < 4 * trained
+    assert disk.seconds - memory.seconds == pytest.approx(disk.swapped_bytes * (1 / 7e9 + 1 / 5e9), rel=0.01)
     assert disk.as_dict()["sharding"]["offload"] == "nvme"
 
 

@@ -162,8 +162,8 @@ def test_ranks_that_average_gradients_send_twice_all_but_their_share(ranks: int,
 def test_copies_of_the_model_average_once_a_step_what_they_train() -> None:
     story = step().at("load").make("adapter", 600, "adapter")
     story.trace.runs.insert(1, story.trace.runs.pop())
-    assert made(story, CARD, gpus=4, micro_batches=3).as_dict()["sent_bytes"] == 2 * 3 * 600 // 4
-    assert made(story, CARD, gpus=4, sharded=True).sent_bytes == 0, "slices are in the trace"
+    assert made(story, CARD, gpus=4, copied=True, micro_batches=3).as_dict()["sent_bytes"] == 2 * 3 * 600 // 4
+    assert made(story, CARD, gpus=4).sent_bytes == 0, "slices are in the trace"
 
 
 @pytest.mark.parametrize("device", [CPU, CARD], ids=["cpu", "card"])
@@ -200,7 +200,7 @@ def test_the_weights_of_files_are_cut_from_one_segment_on_a_card() -> None:
 def test_several_processes_hold_a_copy_of_all_gradients(device: Device) -> None:
     story = step()
     story.trace.blocks[0].category = "adapter"
-    alone, one_of_two = made(story, device), made(story, device, gpus=2)
+    alone, one_of_two = made(story, device), made(story, device, gpus=2, copied=True)
     assert one_of_two.peak_allocated_bytes - alone.peak_allocated_bytes == 10 * MIB
     assert one_of_two.categories["gradients"] - alone.categories["gradients"] == 10 * MIB
     assert one_of_two.phases["load"]["allocated_bytes"] >= 20 * MIB, "weights, and the copy that is sent"
