@@ -40,10 +40,15 @@ _SLOW = {
 }  # fmt: skip
 
 
+# Those whose longest tests would keep one process busy after the others are done, were they started last.
+_FIRST = {"test_gpu_bodies.py", "test_gpu_slices.py", "test_notebooks.py", "test_triton_kernels.py"}
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if _SLOW & {item.path.name, item.path.parent.name}:
             item.add_marker(pytest.mark.slow)
+    items.sort(key=lambda item: item.path.name not in _FIRST)
 
 
 def pytest_collection_finish() -> None:

@@ -32,9 +32,8 @@ def base(tiny_base: Path, tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def run(trained: RunDirectory, base: Path, tmp_path: Path) -> RunDirectory:
+def run(run: RunDirectory, base: Path) -> RunDirectory:
     """A run on that base: the same files, in another place."""
-    run = RunDirectory(shutil.copytree(trained.path, tmp_path / "run"))
     run.config_file.write_text(dump(run.config().changed({"model.name": str(base)})))
     return run
 

@@ -7,7 +7,6 @@ import importlib
 import inspect
 import json
 import re
-import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -129,7 +128,7 @@ def test_an_example_of_an_addition_fits_the_table_of_its_file(file: str, diff: s
 
 @pytest.mark.slow
 def test_the_example_of_an_export_format_is_written_proven_and_loaded(
-    trained: RunDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = "finetune/export/formats.py"
     module, _, table, entries = applied(file, dict(EXAMPLES)[file])
@@ -138,7 +137,6 @@ def test_the_example_of_an_export_format_is_written_proven_and_loaded(
     example = ModuleType("finetune.export.int8_export")
     exec(compile(code, example.__name__, "exec"), vars(example))  # noqa: S102 -- our own page
     monkeypatch.setitem(sys.modules, example.__name__, example)
-    run = RunDirectory(shutil.copytree(trained.path, tmp_path / "run"))
     merged, exported = finetune.merge(run), finetune.export_model(run, "int8")
     assert merged["bound"] < exported["bound"] == 2 * merged["bound"]
     assert merged["error"] < exported["error"] < exported["bound"] < exported["effect"]

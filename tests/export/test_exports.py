@@ -42,12 +42,6 @@ CPU = torch.device("cpu")
 
 
 @pytest.fixture
-def run(trained: RunDirectory, tmp_path: Path) -> RunDirectory:
-    """A copy of the trained run that a test may write to."""
-    return RunDirectory(shutil.copytree(trained.path, tmp_path / "run"))
-
-
-@pytest.fixture
 def no_llama_cpp(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(llama_cpp, "installed", lambda: False)
 

@@ -20,12 +20,6 @@ from finetune.storage.rundir import RunDirectory
 CPU = torch.device("cpu")
 
 
-@pytest.fixture
-def run(trained: RunDirectory, tmp_path: Path) -> RunDirectory:
-    """A copy of the trained run that a test may write to."""
-    return RunDirectory(shutil.copytree(trained.path, tmp_path / "run"))
-
-
 @torch.inference_mode()
 def logits(model) -> torch.Tensor:
     return model.eval()(input_ids=torch.arange(100, 164)[None]).logits.float()

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
+import importlib
 import json
 import os
 import re
@@ -25,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
+TINY = ROOT / "configs" / "tiny_cpu.yaml"
 IMPATIENT = "FINETUNE_TESTS_IMPATIENT"
 """In the environment of a rank: it waits some seconds for a rank that is silent, not half a minute."""
 AGAIN = "FINETUNE_TESTS_AGAIN"
@@ -92,10 +94,13 @@ class Child:
 
 
 class Children:
-    """Starts children. Close it, or use it as a context manager."""
+    """Starts children. Close it, or use it as a context manager.
 
-    def __init__(self, folder: Path, *, preload: str = "finetune") -> None:
-        self._folder, self._count = folder, 0
+    `config`: the file that the jobs of tests change keys of.
+    """
+
+    def __init__(self, folder: Path, *, preload: str = "finetune", config: Path = TINY) -> None:
+        self._folder, self._count, self.config = folder, 0, config
         folder.mkdir(parents=True, exist_ok=True)
         environment = {
             **os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1",
@@ -169,6 +174,13 @@ def _answer(**values: int) -> None:
     sys.stdout.flush()
 
 
+# What a run of the tiny job imports only as it comes to it.
+_IMPORTED_BY_RUNS = (
+    "transformers.models.llama.modeling_llama", "transformers.integrations.bitsandbytes", "peft.tuners.lora.bnb",
+    "finetune.model.eight_bit", "finetune.model.quantizers",
+)  # fmt: skip
+
+
 def _finetune() -> Any:
     import torch
 
@@ -178,6 +190,8 @@ def _finetune() -> Any:
     from finetune.report import plots
     from finetune.storage.files import write_bytes
 
+    for each in _IMPORTED_BY_RUNS:
+        importlib.import_module(each)
     torch.set_num_threads(1)
     # Whole answers and the plot would take half the time of a run of seconds.
     answers._TOKENS = 1

@@ -49,9 +49,8 @@ def test_training_without_questions_says_it_too(
     refused(tensor, lambda: finetune.train(job, terminal=Terminal(quiet=True)))
 
 
-def test_so_do_answers_evaluation_and_merge(damaged: tuple[Path, str], trained: RunDirectory, tmp_path: Path) -> None:
+def test_so_do_answers_evaluation_and_merge(damaged: tuple[Path, str], run: RunDirectory) -> None:
     base, tensor = damaged
-    run = RunDirectory(shutil.copytree(trained.path, tmp_path / "run"))
     run.config_file.write_text(run.config_file.read_text().replace("builtin:tiny-llama", str(base)))
     kept = run.adapter / "fingerprint.json"  # of an earlier version: another base would be refused for that alone
     kept.write_text(json.dumps({"tokenizer": json.loads(kept.read_text())["tokenizer"]}))

@@ -31,7 +31,6 @@ from finetune.storage.files import write_lines
 from finetune.storage.rundir import RunDirectory, checkpoint_step
 from finetune.training import optimizers, state
 
-CONFIG = "configs/tiny_cpu.yaml"
 STEPS = 9
 # Within a step, after its backward pass. The steps of the worst batch, before the first, do not come by here.
 STEP = "finetune.training.step:Step.clip"
@@ -51,7 +50,7 @@ class Job:
 
     def __init__(self, children: Children, rows_file: Path, folder: Path, job: list[str]) -> None:
         self.run = RunDirectory(folder)
-        self.arguments = ["train", CONFIG, *job, f"data.train={rows_file}", f"output.dir={folder}"]
+        self.arguments = ["train", children.config, *job, f"data.train={rows_file}", f"output.dir={folder}"]
         self._children = children
 
     def go(self, fault: Fault | None = None, *more: str) -> Ended:

@@ -41,13 +41,13 @@ Make = Callable[..., Together]
 
 
 @pytest.fixture(scope="module")
-def job(children: Children, rows_file: Path, shallow_base: Path, tmp_path_factory: pytest.TempPathFactory) -> Make:
+def job(children: Children, rows_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Make:
     folder = tmp_path_factory.mktemp("jobs")
     rows = folder / "rows.jsonl"
     rows.write_text("".join(rows_file.read_text().splitlines(keepends=True)[:21]))
 
     def make(*overrides: str, run: str) -> Together:
-        shared = [f"model.name={shallow_base}", f"data.train={rows}", "adapter.dropout=0"]
+        shared = [f"data.train={rows}", "adapter.dropout=0"]
         return Together(children, [*ROWS, *shared, *overrides], RunDirectory(folder / run))
 
     return make

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from children import Children, Fault
-from jobs import QUICK, TINY
+from jobs import QUICK
 
 from finetune.errors import MachineError
 from finetune.storage.files import append_line
@@ -38,7 +38,7 @@ def test_a_run_that_was_moved_while_it_trained_ends_in_4_and_leaves_the_one_in_i
     children: Children, rows_file: Path, tmp_path: Path, moment: Fault
 ) -> None:
     run, moved = RunDirectory(tmp_path / "run"), tmp_path / "moved"
-    command = ["train", TINY, *JOB, f"data.train={rows_file}", f"output.dir={run.path}", "output.merge=true"]
+    command = ["train", children.config, *JOB, f"data.train={rows_file}", f"output.dir={run.path}", "output.merge=true"]
     child = children.start(command, Fault(moment.event, moment.path, moment.nth, "SIGSTOP"))
     child.wait_until_stopped()
     run.path.rename(moved)

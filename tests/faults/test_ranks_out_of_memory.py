@@ -14,7 +14,7 @@ from together import Together
 
 from finetune.storage.rundir import RunDirectory, checkpoint_step
 
-LAYERS = 4
+LAYERS = 2
 MLP = "transformers.models.llama.modeling_llama:LlamaMLP.forward"
 STEP = "finetune.training.step:Step.forward_backward"
 # Two micro-batches of four rows a rank. Plain descent, so that a gradient that is off shows as such.

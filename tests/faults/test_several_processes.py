@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import json
 import signal
-import subprocess
-import sys
 import weakref
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from children import ROOT, Children, Ended, Fault
+from children import Children, Ended, Fault
 from jobs import QUICK
 from safetensors.torch import load_file
 from steps import before_each_step
@@ -135,15 +133,15 @@ def test_what_shares_the_model_is_gone_before_the_ranks_part(quick, monkeypatch:
     assert left == [None]
 
 
-def test_torchrun_is_refused_where_another_process_trains(job: Make) -> None:
-    """By the first process, which tells the others."""
+def test_processes_are_refused_where_another_one_trains(job: Make) -> None:
+    """By the first of them, which tells the others."""
     held = job(*EXACT)
     [other] = held.start(1, {0: Fault(STEP, nth=2, action="SIGSTOP")})
     other.wait_until_stopped()
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    ended = subprocess.run([*torchrun, "-m", "finetune", *held.arguments], capture_output=True, text=True, cwd=ROOT)
-    assert ended.returncode == 1
-    assert f"in use by process {other.pid}" in " ".join(ended.stderr.split())
+    first, second = held.go(2)
+    assert (first.code, second.code) == (4, 4), first.output + second.output
+    assert f"in use by process {other.pid}" in " ".join(first.output.split())
+    assert second.output == ""
     other.send(signal.SIGKILL)
     other.wait()
 

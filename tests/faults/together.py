@@ -5,7 +5,6 @@ from __future__ import annotations
 import socket
 
 from children import Child, Children, Ended, Fault
-from jobs import TINY
 
 from finetune.storage.rundir import RunDirectory
 
@@ -15,7 +14,7 @@ class Together:
 
     def __init__(self, children: Children, job: list[str], run: RunDirectory) -> None:
         self.run = run
-        self.arguments = ["train", str(TINY), *job, f"output.dir={run.path}"]
+        self.arguments = ["train", str(children.config), *job, f"output.dir={run.path}"]
         self._children = children
 
     def start(
