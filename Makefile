@@ -96,7 +96,7 @@ sweep: $(DEV) ## Compare the forecast with real training steps and with the peer
 	$(BIN)/python benchmarks/forecast_cpu.py
 	$(BIN)/python benchmarks/forecast_peers.py
 	$(BIN)/python benchmarks/forecast_speed.py
-	$(BIN)/python benchmarks/plan_70b.py
+	$(BIN)/python benchmarks/plan_many_gpus.py
 	$(BIN)/python benchmarks/step_cost.py
 	$(BIN)/python benchmarks/fit_cpu.py
 

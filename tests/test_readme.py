@@ -4,6 +4,8 @@ import json
 import re
 from pathlib import Path
 
+from finetune.forecast.devices import DISK_READ_BYTES, DISK_WRITE_BYTES
+
 ROOT = Path(__file__).parent.parent
 
 
@@ -328,7 +330,7 @@ def test_figures_of_several_ranks_are_the_measured_ones() -> None:
 
 
 def test_plans_of_70b_are_the_results() -> None:
-    found = results("plan_70b")
+    found = results("plan_many_gpus")
     assert all(found["holds"].values())
     rows = []
     for one in found["plans"]:
@@ -337,8 +339,11 @@ def test_plans_of_70b_are_the_results() -> None:
         kind = f"{plan['sharding']['kind']}, {plan['sharding']['stage']}"
         needed, budget, host = (f"{plan[key] / 2**30:.1f}" for key in ("needed_bytes", "budget_bytes", "host_bytes"))
         rows.append(
-            f"| {one['job']} | {one['gpus']} x {one['card']} | {kind} | {needed} of {budget} GiB, {fits} | {host} GiB |"
+            f"| {one['job']} | {one['gpus']} x {one['card']} | {kind} | {needed} of {budget} GiB, {fits} | "
+            f"{host} GiB | {plan['seconds']:.1f} s |"
         )
+    swapped = found["plans"][-1]["plan"]["swapped_bytes"]
+    rows.append(f"{swapped / DISK_READ_BYTES + swapped / DISK_WRITE_BYTES:.0f} s of the step are for what the disk")
     assert_shown(rows, page("docs/many-gpus.md"))
 
 
