@@ -47,10 +47,13 @@ class LogProbs(ChunkedLogProbFunction):
         ctx.dtype = hidden.dtype
         ctx.scale = _FP16_SCALE if dtype is torch.float16 else 1.0
         constants = {
-            "logit_scale": logit_scale, "softcap": softcap or 1.0, "inv_t": 1 / temperature,
+            "logit_scale": logit_scale,
+            "softcap": softcap or 1.0,
+            "inv_t": 1 / temperature,
             "HAS_SOFTCAP": softcap is not None,
-        }  # fmt: skip
-        tokens, vocabulary = chunked_logprob.TOKEN_CHUNK_SIZE, len(weight)
+        }
+        tokens = chunked_logprob.TOKEN_CHUNK_SIZE
+        vocabulary = len(weight)
         each = min(tokens, max(tokens * chunk_size // vocabulary, _LEAST_TOKENS))
         gradient = torch.empty_like(hidden, dtype=dtype)
         log_probs = hidden.new_empty(len(hidden), dtype=torch.float32)
