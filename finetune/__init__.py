@@ -54,9 +54,23 @@ _HOMES = {
 }
 
 __all__ = [
-    "Callback", "Config", "FinetuneError", "Objective", "Result", "RunDirectory", "compare", "evaluate", "export_model",
-    "fit", "generate", "inspect_data", "load_config", "merge", "plan", "train",
-]  # fmt: skip
+    "Callback",
+    "Config",
+    "FinetuneError",
+    "Objective",
+    "Result",
+    "RunDirectory",
+    "compare",
+    "evaluate",
+    "export_model",
+    "fit",
+    "generate",
+    "inspect_data",
+    "load_config",
+    "merge",
+    "plan",
+    "train",
+]
 
 
 def __getattr__(name: str) -> Any:

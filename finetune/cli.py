@@ -64,7 +64,7 @@ def command(work: Callable[..., None], name: str | None = None) -> Callable[...,
 
     @functools.wraps(work)
     def run(*, debug: bool, **given: Any) -> None:
-        with told(debug):
+        with errors_reported(debug):
             work(**given)
 
     own = inspect.signature(work, eval_str=True)
@@ -522,7 +522,7 @@ def _print_json(value: Any) -> None:
 
 
 @contextlib.contextmanager
-def told(debug: bool = False) -> Iterator[None]:
+def errors_reported(debug: bool = False) -> Iterator[None]:
     """In the block, an error becomes one paragraph and its exit code; with `debug` it is raised."""
     try:
         yield

@@ -36,7 +36,7 @@ def test_train_prints_losses_peaks_and_answers(call, job: list[str], tmp_path: P
 
 
 def test_a_path_that_the_system_refuses_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    with pytest.raises(SystemExit) as stopped, cli.told():
+    with pytest.raises(SystemExit) as stopped, cli.errors_reported():
         (tmp_path / ("x" * 300)).write_text("")
     assert stopped.value.code == 4
     assert capsys.readouterr().err == f"error: {tmp_path / ('x' * 300)}: File name too long\n"

@@ -318,5 +318,5 @@ def _known_keys(path: tuple[str, ...]) -> list[str]:
 def _nearest_file(path: Path) -> str:
     if not os.path.isdir(path.parent):
         return ""
-    known = sorted(str(found) for found in path.parent.glob("*.yaml"))
+    known = sorted(str(found) for found in path.parent.glob("[!.]*.yaml"))
     return f"; {nearest(str(path), known)}" if known else ""

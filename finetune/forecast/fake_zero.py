@@ -53,7 +53,8 @@ class Slice:
             return
         # stage_1_and_2.py, `flatten_dense_tensors_aligned` with `nccl_start_alignment_factor`
         self.size = 2 * -(-sum(self.numbers) // (2 * self.ranks))
-        self.parts, self.held = [], 0
+        self.parts = []
+        self.held = 0
         start = 0
         for number in self.numbers:
             if start < self.size:
@@ -137,7 +138,8 @@ class FakeZero:
             size += -(-number // self._ranks)
             if size >= _UPDATED_AT_ONCE or place == len(numbers):
                 yield numbers[start:place]
-                start, size = place, 0
+                start = place
+                size = 0
 
     # -- the start -----------------------------------------------------------------------------------------------------
 
@@ -342,7 +344,8 @@ class FakeZero:
             self._free(weight)
         self._recorder.layer = None
         # The trained ones' in a row (stage3.py, `_create_fp16_partitions_with_defragmentation`).
-        flat, start = self._make(self._size, "adapter", host=True), 0
+        flat = self._make(self._size, "adapter", host=True)
+        start = 0
         for weight in self._trained_weights():
             numbers = self._cut[weight].own.numel()
             self._recorder.layer = self._layer_of(weight)

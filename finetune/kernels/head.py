@@ -20,6 +20,9 @@ from finetune.kernels import ops
 # operations a byte).
 _LEAST_TOKENS = 512
 _BLOCK = 1024  # columns of logits that a kernel takes at a time
+# In fp16 the gradient is kept times that, as it is computed before the loss scale reaches it: of a token that the model
+# is sure of it would be lost below 6e-8.
+_FP16_SCALE = 256.0
 
 
 class LogProbs(ChunkedLogProbFunction):
@@ -42,11 +45,15 @@ class LogProbs(ChunkedLogProbFunction):
             return found
         ctx.set_materialize_grads(False)
         ctx.dtype = hidden.dtype
+        ctx.scale = _FP16_SCALE if dtype is torch.float16 else 1.0
         constants = {
-            "logit_scale": logit_scale, "softcap": softcap or 1.0, "inv_t": 1 / temperature,
+            "logit_scale": logit_scale,
+            "softcap": softcap or 1.0,
+            "inv_t": 1 / temperature,
             "HAS_SOFTCAP": softcap is not None,
-        }  # fmt: skip
-        tokens, vocabulary = chunked_logprob.TOKEN_CHUNK_SIZE, len(weight)
+        }
+        tokens = chunked_logprob.TOKEN_CHUNK_SIZE
+        vocabulary = len(weight)
         each = min(tokens, max(tokens * chunk_size // vocabulary, _LEAST_TOKENS))
         gradient = torch.empty_like(hidden, dtype=dtype)
         log_probs = hidden.new_empty(len(hidden), dtype=torch.float32)
@@ -58,7 +65,7 @@ class LogProbs(ChunkedLogProbFunction):
                 tile, labels = logits[: part.stop - at], targets[part]
                 ops.multiply_(tile, hidden[part].to(dtype), weight.t(), bias)
                 log_z = _fold(tile, labels, log_probs[part], constants)
-                _unfold_(tile, labels, log_z, constants)
+                _unfold_(tile, labels, log_z, ctx.scale, constants)
                 ops.multiply_(gradient[part], tile, weight)
         ctx.save_for_backward(gradient)
         return log_probs, None, None, None, None
@@ -72,7 +79,8 @@ class LogProbs(ChunkedLogProbFunction):
         dx = None
         if of_log_probs is not None:
             (gradient,) = ctx.saved_tensors
-            dx = torch.mul(gradient, of_log_probs.unsqueeze(1), out=torch.empty_like(gradient)).to(ctx.dtype)
+            factor = (of_log_probs if ctx.scale == 1 else of_log_probs / ctx.scale).unsqueeze(1)
+            dx = torch.mul(gradient, factor, out=torch.empty_like(gradient)).to(ctx.dtype)
         return dx, *[None] * 8
 
 
@@ -90,10 +98,10 @@ def _fold(logits: Tensor, labels: Tensor, log_probs: Tensor, constants: dict[str
     return log_z
 
 
-def _unfold_(logits: Tensor, labels: Tensor, log_z: Tensor, constants: dict[str, Any]) -> None:
-    """In the place of the logits, the gradient of each token's log-probability with respect to them."""
+def _unfold_(logits: Tensor, labels: Tensor, log_z: Tensor, scale: float, constants: dict[str, Any]) -> None:
+    """In the place of the logits, `scale` times the gradient of each token's log-probability with respect to them."""
     _kernel("backward", logits, len(logits), -(-logits.shape[1] // _BLOCK))(
-        logits, logits.stride(0), labels, log_z, log_z, torch.ones_like(log_z), log_z, 0, logits.shape[1],
+        logits, logits.stride(0), labels, log_z, log_z, torch.full_like(log_z, scale), log_z, 0, logits.shape[1],
         HAS_LOGPROB_GRAD=True, HAS_ENTROPY_GRAD=False, BLOCK_SIZE=_BLOCK, **constants,
     )  # fmt: skip
 

@@ -23,9 +23,13 @@ from finetune.training.oom_retry import named
 
 
 def plan(
-    config: Config, architecture: Any, data: Prepared, device: torch.device, terminal: Terminal,
+    config: Config,
+    architecture: Any,
+    data: Prepared,
+    device: torch.device,
+    terminal: Terminal,
     earlier: RunDirectory | None,
-) -> tuple[Config, Forecast | None]:  # fmt: skip
+) -> tuple[Config, Forecast | None]:
     """The config with its `auto` settings fitted to the device, and the forecast of its step; the same on all ranks.
 
     `earlier`: where earlier starts of the run, if there are any, may have agreed on smaller micro-batches.

@@ -142,9 +142,16 @@ class Terminal:
         self._peaks_shown = True
 
     def opened(
-        self, path: Path, config: Config, device: Any, data: Prepared, attention: str, forecast: Forecast | None,
-        processes: int = 1, mixture: Mixture | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        path: Path,
+        config: Config,
+        device: Any,
+        data: Prepared,
+        attention: str,
+        forecast: Forecast | None,
+        processes: int = 1,
+        mixture: Mixture | None = None,
+    ) -> None:
         """Print the header: the job, its data, and the device. From here on, output that nobody reads ends no run."""
         run = RunDirectory(path)
         lasting = printing.LastingStream(self._console.file, lambda reason: run.event("output_lost", reason=reason))

@@ -226,7 +226,8 @@ class Watch:
         """Start again once all other ranks have confirmed that they will; returns one that does not."""
         for peer in self._peers.values():
             peer.say(again=True)
-        waiting, until = dict(self._peers), time.monotonic() + SILENCE_SECONDS
+        waiting = dict(self._peers)
+        until = time.monotonic() + SILENCE_SECONDS
         while waiting:
             rank, peer = next(iter(waiting.items()))
             try:

@@ -29,11 +29,25 @@ class Checkpoints:
     """
 
     def __init__(
-        self, step: Step, schedule: Any, run: RunDirectory, monitor: Monitor, *, keep: int, made_with: dict[str, Any],
-        verified: Iterable[Path] = (), saved: Callable[[Path], None] = lambda path: None,
-    ) -> None:  # fmt: skip
-        self._step, self._schedule, self._run, self._monitor = step, schedule, run, monitor
-        self._keep, self._made_with, self._verified, self._saved = keep, made_with, set(verified), saved
+        self,
+        step: Step,
+        schedule: Any,
+        run: RunDirectory,
+        monitor: Monitor,
+        *,
+        keep: int,
+        made_with: dict[str, Any],
+        verified: Iterable[Path] = (),
+        saved: Callable[[Path], None] = lambda path: None,
+    ) -> None:
+        self._step = step
+        self._schedule = schedule
+        self._run = run
+        self._monitor = monitor
+        self._keep = keep
+        self._made_with = made_with
+        self._verified = set(verified)
+        self._saved = saved
         self._thread: threading.Thread | None = None
         self._written: Path | None = None
         self._error: BaseException | None = None

@@ -54,7 +54,8 @@ def check_shares(config: Config, processes: int | None = None) -> None:
     else:
         rows, each = training.rows * shares, f" with `training.micro_batch` {training.rows}"
     if training.batch_size % rows:
-        remedy, share = f"make it a multiple of {rows}", training.batch_size // shares
+        remedy = f"make it a multiple of {rows}"
+        share = training.batch_size // shares
         if training.batch_size % shares == 0:  # another micro-batch does not change the result
             fitting = next(part for part in range(training.rows, 0, -1) if share % part == 0)
             remedy = f"set `training.micro_batch` to {fitting}, or {remedy}"

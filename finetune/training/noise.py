@@ -46,7 +46,8 @@ class Noise:
 
         `inputs` is in host memory. Raises ConfigError for a model that looks its embeddings up by other means.
         """
-        rows, added = self.rows(inputs, step), False
+        rows = self.rows(inputs, step)
+        added = False
 
         def add(module: Any, args: Any, output: Tensor) -> Tensor:
             nonlocal added
@@ -66,7 +67,8 @@ class Noise:
 
     def rows(self, inputs: Inputs, step: int) -> list[Row]:
         """The rows of a micro-batch. Those of equal tokens get equal noise in a step."""
-        found, packed = [], "cu_seq_lens_q" in inputs
+        packed = "cu_seq_lens_q" in inputs
+        found = []
         start = 0
         for number, ids in enumerate(token_ids(inputs)):
             if not packed:

@@ -14,9 +14,14 @@ FILE = "trainer_state.json"
 
 # The field of each of its keys.
 _NAMES = {
-    "global_step": "step", "max_steps": "total", "epoch": "epoch", "best_global_step": "best_step",
-    "best_metric": "best_loss", "evaluations_without_gain": "without_gain", "owes_evaluation": "owes_evaluation",
-}  # fmt: skip
+    "global_step": "step",
+    "max_steps": "total",
+    "epoch": "epoch",
+    "best_global_step": "best_step",
+    "best_metric": "best_loss",
+    "evaluations_without_gain": "without_gain",
+    "owes_evaluation": "owes_evaluation",
+}
 
 
 @dataclass

@@ -316,7 +316,8 @@ class _OutOfMemory:
         )
 
     def _name_row(self, error: BaseException, rows: Any, inputs: Inputs, **rank: int) -> None:
-        place, tokens = oom_retry.place_of(rows, inputs), inputs["input_ids"].numel()
+        place = oom_retry.place_of(rows, inputs)
+        tokens = inputs["input_ids"].numel()
         with contextlib.suppress(MachineError):  # a disk that is full as well must not hide why the run ends
             self.run.event("row_does_not_fit", step=self.progress.step + 1, place=place, tokens=tokens, **rank)
         where = f", on rank {rank['rank']}" if rank else ""

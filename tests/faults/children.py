@@ -199,7 +199,7 @@ def _finetune() -> Any:
 
     def main(arguments: list[str]) -> None:
         if arguments[0] == "save":
-            with cli.told():
+            with cli.errors_reported():
                 _save(*arguments[1:])
         else:
             cli.app(arguments, prog_name="finetune")

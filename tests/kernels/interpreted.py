@@ -13,8 +13,10 @@ import torch
 from torch import Tensor
 from triton import knobs
 from triton.runtime import interpreter
+from trl.kernels import ChunkedLogProbFunction, chunked_logprob
 
 from finetune.kernels import ops, triton_kernels
+from finetune.kernels.head import LogProbs
 from finetune.model import eight_bit
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -197,3 +199,24 @@ def test_rows_that_lie_further_apart_than_32_bits_reach() -> None:
         decode(x, packed)
         ops.decode_(near[0], packed)
         assert torch.equal(x, near[0])
+
+
+@dtypes
+@pytest.mark.parametrize("softcap", [None, 5.0])
+def test_a_frozen_head(dtype: torch.dtype, softcap: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """TRL's kernels as `LogProbs` calls them, over two tiles of logits and several blocks of columns."""
+    head, labels, outer = torch.randn(1500, 32).to(dtype), torch.randint(1500, (40,)), torch.rand(40)
+    start = torch.randn(40, 32).to(dtype)
+    monkeypatch.setattr(chunked_logprob, "TOKEN_CHUNK_SIZE", 32)
+
+    def scores(function: Any, *, kernels: bool) -> tuple[Tensor, Tensor]:
+        monkeypatch.setattr(chunked_logprob, "_use_triton", lambda device: kernels)
+        hidden = start.clone().requires_grad_()
+        found, *_ = function.apply(hidden, head, None, labels, 0.7, 8192, softcap, 0.5, ("log_probs",))
+        (found * outer).sum().backward()
+        return found.detach(), hidden.grad
+
+    found, gradient = scores(LogProbs, kernels=True)
+    expected, plain = scores(ChunkedLogProbFunction, kernels=False)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    assert (gradient - plain).float().norm() <= (1e-5 if dtype == torch.float32 else 0.01) * plain.float().norm()

@@ -57,6 +57,26 @@ def test_in_bfloat16_gradients_are_as_near_to_those_in_float32_as_trls() -> None
     assert apart[1] < 1.1 * apart[0]
 
 
+def test_in_float16_the_gradients_of_tokens_that_the_model_is_sure_of_are_as_near_as_trls() -> None:
+    """They are below its least numbers, from which the loss scale keeps TRL's."""
+    generator = torch.Generator().manual_seed(0)
+    head = (torch.randn(2000, 64, generator=generator) / 50).half()
+    labels = torch.arange(200)
+    sure = (20 * head[labels].float() / head[labels].float().square().sum(1, keepdim=True)).half()
+
+    def gradient(function: Any, dtype: torch.dtype, scale: float) -> torch.Tensor:
+        hidden = sure.to(dtype, copy=True).requires_grad_()
+        found, *_ = function.apply(hidden, head.to(dtype), None, labels, 1.0, 8192, None, 1.0, ("log_probs",))
+        assert -1e-3 < found.mean() < 0
+        (scale * found.sum()).backward()
+        assert hidden.grad is not None
+        return hidden.grad.float() / scale
+
+    exact = gradient(ChunkedLogProbFunction, torch.float32, 1.0)
+    apart = [(gradient(each, torch.float16, 32.0) - exact).norm() for each in (ChunkedLogProbFunction, LogProbs)]
+    assert apart[1] < 1.1 * apart[0]
+
+
 def test_a_tile_of_logits_takes_two_products(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[torch.Size] = []
     multiply = ops.multiply_

@@ -18,17 +18,18 @@ GPU, CPU = torch.device("cuda"), torch.device("cpu")
 
 
 class Driver:
-    """NVML for one GPU, whose counter goes on by 90 kJ from read to read."""
+    """NVML for one GPU, whose counter goes on by `step` millijoules, 90 kJ, from read to read."""
 
     def __init__(self, uuid: bytes = b"GPU-1234", failing: str = "") -> None:
-        self.uuid, self.failing, self.millijoules = uuid, failing, 0
+        self.uuid, self.failing = uuid, failing
+        self.millijoules, self.step = 200_000_000, 90_000_000
 
     def __getattr__(self, name: str) -> Any:
         def call(*arguments: Any) -> int:
             if name == "nvmlDeviceGetHandleByUUID" and arguments[0] != self.uuid:
                 return 6
             if name == "nvmlDeviceGetTotalEnergyConsumption":
-                self.millijoules += 90_000_000
+                self.millijoules += self.step
                 arguments[1]._obj.value = self.millijoules
             return int(name == self.failing)
 
@@ -58,6 +59,13 @@ def test_a_gpu_that_does_not_count_has_none(driver: Driver, tmp_path: Path, fail
     driver.failing, driver.uuid = "", b"GPU-5678"
     assert energy.counted_joules(GPU) is None
     assert energy.counted_joules(CPU) is None
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_counter_that_started_again_says_nothing(driver: Driver, tmp_path: Path) -> None:
+    driver.step = -90_000_000
+    with energy.recorded(RunDirectory(tmp_path), GPU):
+        pass
     assert not list(tmp_path.iterdir())
 
 
