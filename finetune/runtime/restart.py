@@ -13,6 +13,12 @@ from collections.abc import Iterator
 from typing import NoReturn
 
 _permitted = False
+_environment: dict[str, str] = {}
+
+
+def remember() -> None:
+    """Keep the environment as it is, for a new start: libraries and this package set variables for themselves."""
+    _environment.update(os.environ)
 
 
 @contextlib.contextmanager
@@ -45,4 +51,4 @@ def now() -> NoReturn:
             stream.flush()
     # An earlier run is aside by now; a second `--fresh` would move this one.
     arguments = [argument for argument in sys.orig_argv[1:] if argument != "--fresh"]
-    os.execv(sys.executable, [sys.executable, *arguments])
+    os.execve(sys.executable, [sys.executable, *arguments], _environment)
