@@ -1,16 +1,18 @@
 """What ranks train and hold, by how they share the model: equal results at any number, and memory that falls.
 
-    python benchmarks/many_gpus.py [--only equality|memory|forecast] [--sharing NAME ...]
+    python benchmarks/many_gpus.py [--only equality|memory|forecast] [--kind NAME ...] [--sharing NAME ...]
 
 Processes on one machine stand for GPUs, connected by gloo. Equality: the built-in model is trained by one process and
 by two and four ranks, as copies (DDP), in FSDP2's slices and in DeepSpeed's (ZeRO 1 to 3, which also share with a
 single process); losses and final weights are compared with those of one process without any of it. The optimizer is
-plain descent, as AdamW's first steps turn rounding into the sign of an update. Memory: a Llama of 100 million random
+plain descent, as AdamW's first steps turn rounding into the sign of an update. Full fine-tuning is compared without
+clipping as well: on a CPU torch 2.13 adds up the norm of a gradient in float32, with an error that grows with the size
+of the weight or its slice, and DeepSpeed in float64. Memory: a Llama of 100 million random
 parameters trains two steps on the same rows; the peaks of live tensors by phase (see measured_step.py) are compared
 with the forecast, and the resident peak is measured beside. The figures are rank 0's, which also holds a copy of a
 checkpoint until it is written.
 
-With `--only` or `--sharing` the results keep their other rows, and say under `added` what made these. `forecast`
+With any of these options the results keep their other rows, and say under `added` what made these. `forecast`
 measures nothing: it forecasts again beside what was measured.
 """
 
@@ -51,6 +53,12 @@ KINDS: dict[str, dict[str, Any]] = {
     "16-bit LoRA": {"quantization.kind": "none"},
     "full fine-tuning": {"quantization.kind": "none", "adapter.kind": "none"},
 }
+COMPARED: dict[str, dict[str, Any]] = {
+    **KINDS,
+    "full fine-tuning, not clipped": {
+        **KINDS["full fine-tuning"], "training.max_grad_norm": 0, "training.learning_rate": 0.01,
+    },
+}  # fmt: skip
 ZERO: dict[str, dict[str, Any]] = {
     f"zero {number}": {"distributed.kind": "deepspeed", "distributed.stage": stage}
     for number, stage in enumerate(("optimizer", "gradients", "weights"), 1)
@@ -69,19 +77,19 @@ def main() -> None:
     options = _options()
     made = {"command": harness.command_line(), "environment": harness.environment(1)}
     result: dict[str, Any] = {**made, "equality": [], "memory": []}
-    if options.only or options.sharing:
+    if options.only or options.kind or options.sharing:
         before = json.loads(options.output.read_text())
         result = {**before, "added": [*before.get("added", []), made]}
-    sharings = options.sharing or [*SHARING, *STAGES, CONTEXT]
+    kinds, sharings = options.kind or COMPARED, options.sharing or [*SHARING, *STAGES, CONTEXT]
     if options.only in (None, "equality"):
         with tempfile.TemporaryDirectory(prefix="many-gpus-") as scratch:
-            _put(result["equality"], _equality(Path(scratch), sharings))
+            _put(result["equality"], _equality(Path(scratch), kinds, sharings))
     if options.only in (None, "memory"):
-        for row in _memory(sharings):
+        for row in _memory(kinds, sharings):
             _put(result["memory"], [row])
             harness.write_result(options.output, result)  # each takes minutes
     for row in result["memory"]:
-        if row["sharing"] in sharings:
+        if row["kind"] in kinds and row["sharing"] in sharings:
             row["forecast_bytes"] = _forecast(*_setting(row["kind"], row["sharing"], row["ranks"]))
     result["holds"] = _verdicts(result)
     harness.write_result(options.output, result)
@@ -105,11 +113,11 @@ def _sizes(sharing: str) -> tuple[int, ...]:
 # -- equality ----------------------------------------------------------------------------------------------------------
 
 
-def _equality(scratch: Path, sharings: Sequence[str]) -> list[dict[str, Any]]:
+def _equality(scratch: Path, kinds: Iterable[str], sharings: Sequence[str]) -> list[dict[str, Any]]:
     rows = scratch / "rows.jsonl"
     harness.write_uneven_rows(rows, rows=ROWS * STEPS, tokens=512)
     with Children(scratch / "children") as children:
-        return [row for kind in KINDS for row in _equality_of(kind, scratch, rows, children, sharings)]
+        return [row for kind in kinds for row in _equality_of(kind, scratch, rows, children, sharings)]
 
 
 def _equality_of(
@@ -125,7 +133,7 @@ def _equality_of(
 
     def trained(sharing: str, world_size: int) -> Path:
         run = scratch / f"{kind}-{sharing}-{world_size}".replace(" ", "-")
-        values = {**fixed, **KINDS[kind], **SHARING[sharing], "output.dir": run}
+        values = {**fixed, **COMPARED[kind], **SHARING[sharing], "output.dir": run}
         arguments = [
             "train",
             harness.ROOT / "configs" / "tiny_cpu.yaml",
@@ -179,12 +187,12 @@ def _differences(one: Path, other: Path) -> dict[str, float]:
 # -- memory ------------------------------------------------------------------------------------------------------------
 
 
-def _memory(sharings: Sequence[str]) -> Iterator[dict[str, Any]]:
+def _memory(kinds: Iterable[str], sharings: Sequence[str]) -> Iterator[dict[str, Any]]:
     chosen = [("ddp", 1), *((sharing, size) for sharing in STAGES for size in _sizes(sharing))]
     chosen += [(CONTEXT, size) for size in WORLD_SIZES]
     for kind in KINDS:
         for sharing, size in chosen:
-            if sharing in sharings:
+            if kind in kinds and sharing in sharings:
                 yield {"kind": kind, "sharing": sharing, "ranks": size, **_measured(*_setting(kind, sharing, size))}
 
 
@@ -295,6 +303,7 @@ def _tables(result: dict[str, Any]) -> str:
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", choices=("equality", "memory", "forecast"), help="one half, or forecasts alone")
+    parser.add_argument("--kind", nargs="+", choices=COMPARED, help="these kinds of training alone")
     parser.add_argument("--sharing", nargs="+", choices=[*STAGES, CONTEXT], help="these ways of sharing alone")
     parser.add_argument("--output", type=Path, default=harness.RESULTS / "many_gpus.json")
     return parser.parse_args()

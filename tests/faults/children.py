@@ -291,11 +291,11 @@ def _starts(arguments: list[str], fault: dict[str, Any] | None, again: Path) -> 
         arguments, fault = json.loads(again.read_text()), None
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: who kills the first process means this one
 
-    def replaced(path: str, command: list[str]) -> None:
+    def replaced(path: str, command: list[str], environment: dict[str, str]) -> None:
         again.write_text(json.dumps(command[command.index("finetune") + 1 :]))
         os._exit(_STARTS_AGAIN)
 
-    os.execv = replaced
+    os.execve = replaced
     sys.orig_argv = [sys.executable, "-m", "finetune", *arguments]
     return arguments, fault
 

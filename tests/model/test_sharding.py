@@ -127,3 +127,11 @@ def test_the_scales_of_blocks_are_cut_like_their_rows(
 ) -> None:
     by_block = Slices.of(rows, shards.mesh).by_block(numbers, 256)
     assert (by_block.rows, by_block.each) == expected
+
+
+def test_torch_loses_digits_in_the_norm_of_a_large_gradient_on_a_cpu():
+    """Why clipped updates of one process and of DeepSpeed differ (docs/many-gpus.md); no longer true: say so there."""
+    gradient = torch.randn(5000, 256, generator=torch.Generator().manual_seed(0))
+    exact = gradient.double().norm().item()
+    assert abs(torch.nn.utils.get_total_norm([gradient]).item() / exact - 1) > 1e-6
+    assert abs(torch.nn.utils.get_total_norm(list(gradient)).item() / exact - 1) < 1e-6
