@@ -263,7 +263,8 @@ def _float32_sums(left: Any, batch: int, rows: int, columns: int) -> list[int]:
     """The result of a bfloat16 product in float32, where the CPU has no unit for such products.
 
     (oneDNN 3.12, src/cpu/matmul/gemm_based_common.hpp `book_acc_scratchpad`, for each thread that has a matrix of its
-    own, in blocks of 64 values; 128 bytes align it. Without AVX-512 torch keeps the same, BlasKernel.cpp.)
+    own, in blocks of 64 values; 128 bytes align it. Without AVX-512 torch keeps the same, BlasKernel.cpp. Where it has
+    a unit, oneDNN packs a few tiles of the right operand instead, which are not forecast.)
     """
     if left.dtype is not torch.bfloat16 or torch.cpu.get_capabilities().get("avx512_bf16"):
         return []

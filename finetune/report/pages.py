@@ -18,7 +18,6 @@ from finetune.report.visible import LINES, visible
 
 if TYPE_CHECKING:
     from jinja2 import Environment
-    from markupsafe import Markup
 
 
 def page(title: str, template: str, curves: list[dict[str, Any]], **values: Any) -> str:
@@ -47,13 +46,6 @@ def _read(name: str) -> str:
     return (resources.files("finetune.report") / name).read_text(encoding="utf-8")
 
 
-def _breakable(name: str) -> Markup:
-    """A name such as `training.learning_rate`, which a line may break after each part of."""
-    from markupsafe import Markup, escape
-
-    return Markup("<wbr>").join(map(escape, re.split(r"(?<=[_./-])(?=\w)", visible(name, LINES))))
-
-
 @cache
 def _environment() -> Environment:
     from jinja2 import Environment, PackageLoader, StrictUndefined  # not needed to print on a terminal
@@ -66,5 +58,11 @@ def _environment() -> Environment:
         trim_blocks=True, lstrip_blocks=True,
     )  # fmt: skip
     environment.globals["words"] = words
-    environment.filters["breakable"] = _breakable
+    safe, escape = environment.filters["safe"], environment.filters["escape"]
+
+    def breakable(name: str) -> Any:
+        """A name such as `training.learning_rate`, which a line may break after each part of."""
+        return safe("<wbr>".join(map(escape, re.split(r"(?<=[_./-])(?=\w)", visible(name, LINES)))))
+
+    environment.filters["breakable"] = breakable
     return environment

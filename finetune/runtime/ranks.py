@@ -8,6 +8,7 @@ import json
 import os
 import secrets
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import NoReturn, TypeVar
@@ -32,7 +33,7 @@ _POLL_SECONDS = 0.05
 
 _watch: Watch | None = None
 _again: Callable[[], NoReturn] | None = None
-_record: Callable[[Failure], None] | None = None
+_record: weakref.WeakMethod[Callable[[Failure], None]] | None = None
 
 
 def world_size() -> int:
@@ -237,14 +238,18 @@ def advance() -> None:
 
 
 def before_starting_again(record: Callable[[Failure], None]) -> None:
-    """Until `leave`, ranks can `start_again`: rank 0 then calls `record`, in a thread, with what the rank says."""
+    """Until `leave`, ranks can `start_again`: rank 0 then calls `record`, in a thread, with what the rank says.
+
+    `record` is a method, whose object is not kept: the model must be gone before `leave`.
+    """
     global _record
-    _record = record
+    _record = weakref.WeakMethod(record)
 
 
 def _recorded(failure: Failure) -> None:
-    assert _record, "a rank fails in training"
-    _record(failure)
+    record = _record() if _record else None
+    assert record, "a rank fails in training"
+    record(failure)
 
 
 def start_again(failure: Failure) -> None:

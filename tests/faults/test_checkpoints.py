@@ -147,7 +147,7 @@ def test_killed_three_times_a_run_ends_with_the_same_bits(job, whole: Job) -> No
     killed = job()
     for fault in (
         Fault(STEP, nth=4),
-        Fault(file_bytes=300_000, dies=True),
+        Fault(file_bytes=150_000, dies=True),
         Fault("rename", "step-00000008.incomplete$"),
     ):
         ended = killed.go(fault)

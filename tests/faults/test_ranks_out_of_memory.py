@@ -62,8 +62,8 @@ def said(ended: Ended) -> str:
 @pytest.mark.parametrize(
     ("place", "nth"),
     [
-        pytest.param("", 3, id="forward, in a pass that averages nothing"),
-        pytest.param("", LAYERS + 3, id="forward of the last pass"),
+        pytest.param("", 2, id="forward, in a pass that averages nothing"),
+        pytest.param("", LAYERS + 2, id="forward of the last pass"),
         pytest.param("backward", LAYERS + 2, id="backward, when some gradients are averaged"),
     ],
 )

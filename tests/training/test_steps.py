@@ -1,5 +1,6 @@
 """What a step does: gradients that do not depend on the micro-batch, optimizers, resume, best checkpoint, faults."""
 
+import itertools
 import json
 import os
 import signal
@@ -22,6 +23,7 @@ from finetune.runtime import ranks
 from finetune.storage.files import write_json
 from finetune.storage.rundir import RunDirectory, checkpoint_step
 from finetune.training import optimizers, schedules, tracking
+from finetune.training.evaluation import Evaluation
 from finetune.training.loop import Loop
 from finetune.training.recorder import Recorder
 from finetune.training.tracking import Trackers
@@ -241,9 +243,11 @@ def test_a_signal_after_early_stopping_names_a_step_that_is_saved(quick, monkeyp
 
     monkeypatch.setattr(Recorder, "ended", ended)
     config = quick(
-        "training.max_steps=20", "training.eval_every=3", "training.early_stopping=1", "training.learning_rate=0.5",
-        "output.save_every=4", "output.best=false",
+        "training.max_steps=20", "training.eval_every=3", "training.early_stopping=1", "output.save_every=4",
+        "output.best=false",
     )  # fmt: skip
+    losses = itertools.count(1.0)
+    monkeypatch.setattr(Evaluation, "loss", lambda *_: next(losses))
     with pytest.raises(Terminated) as stopped:
         finetune.train(config)
     run = RunDirectory(config.output.dir)
