@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 
 import finetune
-from finetune.errors import ConfigError, FinetuneError, MachineError, OutOfMemoryError, Terminated
+from finetune.errors import INTERRUPTED, ConfigError, FinetuneError, MachineError, OutOfMemoryError, Terminated
 from finetune.export.formats import FORMATS, find
 from finetune.export.gguf_types import TYPES, check
 from finetune.inference.metrics import METRICS
@@ -36,7 +36,6 @@ if TYPE_CHECKING:
     from finetune.config import Config
     from finetune.report.terminal import Terminal
 
-INTERRUPTED = 130
 
 app = typer.Typer(
     no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None,

@@ -60,6 +60,10 @@ class ArtifactError(FinetuneError):
     exit_code = 7
 
 
+INTERRUPTED = 130
+"""The exit code of a process that Ctrl-C ended."""
+
+
 class Terminated(SystemExit):
     """SIGTERM ended the run, in good order. No Exception, so that no library takes it for a failure of its own."""
 

@@ -207,11 +207,8 @@ class FakeZero:
             self._accumulated = True
             self._reduced = self._make(sum(one.held for one in self._slices), "gradients")
         elif not self.cuts_weights:
-            self._kept += [
-                self._make(number, "gradients", host=True)  # accumulated_grads_in_cpu
-                for one in self._slices
-                for number in (one.held,)
-            ]
+            # accumulated_grads_in_cpu
+            self._kept += [self._make(one.held, "gradients", host=True) for one in self._slices]
 
     @property
     def keeps_gradients(self) -> bool:

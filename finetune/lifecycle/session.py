@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 import torch
 
 from finetune.config import Config
-from finetune.errors import FinetuneError, Terminated
+from finetune.errors import INTERRUPTED, FinetuneError, Terminated
 from finetune.forecast.devices import cap
 from finetune.lifecycle import failures
 from finetune.measure import energy
@@ -22,8 +22,6 @@ from finetune.runtime import libraries, ranks, restart
 from finetune.runtime.device import this_device
 from finetune.runtime.signals import Signals
 from finetune.storage.rundir import RunDirectory
-
-_INTERRUPTED = 130
 
 
 class Lock(contextlib.ExitStack):
@@ -89,7 +87,7 @@ def _start_again(signals: Signals) -> NoReturn:
     """Start this process again, from any thread, unless a signal ends the run anyway."""
     if signals.name:
         os.write(2, b"error: what was saved before is untouched. Run the same command again to resume\n")
-        os._exit(_INTERRUPTED if signals.name == "SIGINT" else Terminated.exit_code)
+        os._exit(INTERRUPTED if signals.name == "SIGINT" else Terminated.exit_code)
     restart.now()
 
 

@@ -295,7 +295,7 @@ class _Recording:
     def _run(self, record: Callable[[Failure], None], failure: Failure) -> None:
         try:
             record(failure)
-        except Exception as error:
+        except Exception as error:  # whatever it is, the ranks that wait must hear it
             self.problem = first_line(error)
 
 
