@@ -46,8 +46,9 @@ LAUNCHER_SECONDS = 20.0
 """After this long the ranks that a kill left are ended, as a launcher would; torchrun waits 30 seconds."""
 TOLERANCE = 1e-6
 PASS = "finetune.training.step:Step.micro_step"
+OUT_OF_MEMORY = ["training.batch_size=24", "training.micro_batch=4"]  # which one, two and three ranks can share
 LOWERED_AT_MOST = 2
-"""Times that memory runs out in a run: micro-batches of six rows, then of three, then of one."""
+"""Times that memory runs out in a run: micro-batches of four rows, then of two, then of one."""
 SHARING = {
     "ddp": [],
     "fsdp": ["distributed.kind=fsdp"],
@@ -207,7 +208,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as temporary, Children(Path(temporary, "logs")) as children:
         folder = Path(temporary)
         write_rows(folder / "data.jsonl", folder / "text.jsonl")
-        overrides = SHARING[options.share] + (["training.micro_batch=6"] if options.out_of_memory else [])
+        overrides = SHARING[options.share] + (OUT_OF_MEMORY if options.out_of_memory else [])
         campaign = Campaign(children, folder, folder / "data.jsonl", overrides, options.out_of_memory)
         while campaign.counts["kills"] < options.kills:
             campaign.run()
