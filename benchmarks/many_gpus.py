@@ -5,9 +5,7 @@
 Processes on one machine stand for GPUs, connected by gloo. Equality: the built-in model is trained by one process and
 by two and four ranks, as copies (DDP), in FSDP2's slices and in DeepSpeed's (ZeRO 1 to 3, which also share with a
 single process); losses and final weights are compared with those of one process without any of it. The optimizer is
-plain descent, as AdamW's first steps turn rounding into the sign of an update. Full fine-tuning is compared without
-clipping as well: on a CPU torch 2.13 adds up the norm of a gradient in float32, with an error that grows with the size
-of the weight or its slice, and DeepSpeed in float64. Memory: a Llama of 100 million random
+plain descent, as AdamW's first steps turn rounding into the sign of an update. Memory: a Llama of 100 million random
 parameters trains two steps on the same rows; the peaks of live tensors by phase (see measured_step.py) are compared
 with the forecast, and the resident peak is measured beside. The figures are rank 0's, which also holds a copy of a
 checkpoint until it is written.
@@ -53,12 +51,6 @@ KINDS: dict[str, dict[str, Any]] = {
     "16-bit LoRA": {"quantization.kind": "none"},
     "full fine-tuning": {"quantization.kind": "none", "adapter.kind": "none"},
 }
-COMPARED: dict[str, dict[str, Any]] = {
-    **KINDS,
-    "full fine-tuning, not clipped": {
-        **KINDS["full fine-tuning"], "training.max_grad_norm": 0, "training.learning_rate": 0.01,
-    },
-}  # fmt: skip
 ZERO: dict[str, dict[str, Any]] = {
     f"zero {number}": {"distributed.kind": "deepspeed", "distributed.stage": stage}
     for number, stage in enumerate(("optimizer", "gradients", "weights"), 1)
@@ -80,7 +72,7 @@ def main() -> None:
     if options.only or options.kind or options.sharing:
         before = json.loads(options.output.read_text())
         result = {**before, "added": [*before.get("added", []), made]}
-    kinds, sharings = options.kind or COMPARED, options.sharing or [*SHARING, *STAGES, CONTEXT]
+    kinds, sharings = options.kind or KINDS, options.sharing or [*SHARING, *STAGES, CONTEXT]
     if options.only in (None, "equality"):
         with tempfile.TemporaryDirectory(prefix="many-gpus-") as scratch:
             _put(result["equality"], _equality(Path(scratch), kinds, sharings))
@@ -133,7 +125,7 @@ def _equality_of(
 
     def trained(sharing: str, world_size: int) -> Path:
         run = scratch / f"{kind}-{sharing}-{world_size}".replace(" ", "-")
-        values = {**fixed, **COMPARED[kind], **SHARING[sharing], "output.dir": run}
+        values = {**fixed, **KINDS[kind], **SHARING[sharing], "output.dir": run}
         arguments = [
             "train",
             harness.ROOT / "configs" / "tiny_cpu.yaml",
@@ -303,7 +295,7 @@ def _tables(result: dict[str, Any]) -> str:
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", choices=("equality", "memory", "forecast"), help="one half, or forecasts alone")
-    parser.add_argument("--kind", nargs="+", choices=COMPARED, help="these kinds of training alone")
+    parser.add_argument("--kind", nargs="+", choices=KINDS, help="these kinds of training alone")
     parser.add_argument("--sharing", nargs="+", choices=[*STAGES, CONTEXT], help="these ways of sharing alone")
     parser.add_argument("--output", type=Path, default=harness.RESULTS / "many_gpus.json")
     return parser.parse_args()

@@ -16,7 +16,7 @@ import torch
 
 from finetune.config.fields import is_pattern
 from finetune.data import fingerprint
-from finetune.errors import ArtifactError, ConfigError
+from finetune.errors import ConfigError
 from finetune.export import gguf_model, proof, serving
 from finetune.export.card import public
 from finetune.export.job import Job
@@ -30,10 +30,13 @@ GGUF = "adapter.gguf"
 
 
 def check(job: Job) -> None:
-    """Raise ConfigError for an adapter that other programs cannot read, ArtifactError if there is none."""
+    """Raise ConfigError for a run without an adapter, or with one that other programs cannot read."""
     section = job.config.adapter
     if section.kind == "none":
-        raise ArtifactError(f"{job.run.path} trained every weight; {job.run.merged} is the whole model")
+        raise ConfigError(
+            f"{job.run.path} trained every weight and has no adapter: {job.run.merged} is the whole model. Export "
+            "`merged` or `gguf` instead"
+        )
     published = adapter.published(section)
     rank = max([published.rank, *published.ranks.values()])
     names = [] if section.targets == "all-linear" else section.targets

@@ -47,13 +47,16 @@ def merge(
     """Publish the merged model and return its proof (see `proof.Proof`) with the identity of the base.
 
     `onto` is a key of ONTO, by default the 16-bit base (the quantized one for LoftQ). `note` is called if tokenizer or
-    base cannot be verified, or the rows are not here. Raises ConfigError for a base that there is not; ArtifactError if
-    there is no adapter, if tokenizer or base are not those it was trained with, or if the merged model is not
-    equivalent to base plus adapter; MachineError if writing fails. A failure leaves the adapter and an earlier merged
-    model untouched.
+    base cannot be verified, or the rows are not here. Raises ConfigError for a base that there is not, and for a run
+    that trained no adapter; ArtifactError if the adapter is missing, if tokenizer or base are not those it was trained
+    with, or if the merged model is not equivalent to base plus adapter; MachineError if writing fails. A failure leaves
+    the adapter and an earlier merged model untouched.
     """
     if config.adapter.kind == "none":
-        raise ArtifactError(f"{run.path} trained every weight; {run.merged} is already the whole model")
+        raise ConfigError(
+            f"{run.path} trained every weight and has no adapter to merge: {run.merged} is already the whole model. "
+            f"`finetune export {run.path} --to merged` adds a model card, and `--to gguf` converts it"
+        )
     if config.model.weights == "random":
         raise ArtifactError(f"{run.path} has a base of random weights, which were not saved; there is nothing to merge")
     chosen = _chosen(config, onto)

@@ -21,6 +21,7 @@ from torch.utils.flop_counter import sdpa_backward_flop_count, sdpa_flop_count
 
 from finetune.forecast import autocast, operators
 from finetune.kernels import ops as fused
+from finetune.model import sharding
 from finetune.runtime.libraries import replaced
 
 # A CPU's attention, by which a trace also knows that of CUDA, and attention over packed rows.
@@ -393,7 +394,7 @@ def _on_cuda() -> Iterator[None]:
     and Nemotron call it), which in a trace is the CPU's autocast. And optimizers and gradient clipping that go from
     weight to weight on a CPU take all of them at once: copies are then as large as all gradients, such as SGD's with
     weight decay (torch 2.13, optim/optimizer.py `_default_to_fused_or_foreach`, nn/utils/clip_grad.py; both look at a
-    tensor's class, and the first at its device).
+    tensor's class, and the first at its device). Our own clipping needs no norms of rows there.
     """
     from torch.nn.utils import clip_grad
     from torch.optim import optimizer
@@ -405,6 +406,7 @@ def _on_cuda() -> Iterator[None]:
         replaced(optimizer, "_get_foreach_kernels_supported_devices", lambda: ["cpu"]),
         replaced(optimizer, "_foreach_supported_types", [torch.Tensor, torch.nn.Parameter, FakeTensor]),
         replaced(clip_grad, "_has_foreach_support", lambda tensors, device: True),
+        replaced(sharding, "adds_in_sequence", lambda device: False),
     ):
         yield
 

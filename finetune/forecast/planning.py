@@ -289,10 +289,12 @@ def planner_for(config: Config, gpu: str | None = None, gpus: int = 1) -> Planne
     architecture = load_architecture(config.model, listed=True)
     context.check(architecture, config.distributed.context)
     config, _ = bounds.within_positions(config, architecture)
-    rank = max([config.adapter.rank, *config.adapter.ranks.values()])
+    adapter = config.adapter
+    rank = max([adapter.rank, *adapter.ranks.values()])
     above = rank > getattr(architecture.get_text_config(), "hidden_size", rank)  # what most layers have
-    if above or config.adapter.start_from:
-        build.blueprint(config, architecture, _attention(config, architecture, device.type)).check(config.adapter)
+    named = adapter.targets != "all-linear" or adapter.extra_modules or adapter.ranks
+    if above or named or adapter.start_from:  # what may be wrong is reported before the data is read, as in training
+        build.blueprint(config, architecture, _attention(config, architecture, device.type)).check(adapter)
     return Planner(config, architecture, device, _data(config, architecture), gpus)
 
 

@@ -94,7 +94,8 @@ def merge(
     `onto` is a key of `finetune.export.merge.ONTO`: the base as published (the default) or as it was quantized for
     training. `trust_remote_code` allows Python code shipped with the run's base. Returns the comparison. Raises
     ArtifactError if the merged model differs by more than the stated bound, or if such code is needed and not allowed;
-    ConfigError for an unknown base; MachineError while a process trains in the run directory.
+    ConfigError for an unknown base or a run without an adapter; MachineError while a process trains in the run
+    directory.
     """
     libraries.quiet()
     # Refuses an untrusted run before anything is written there.

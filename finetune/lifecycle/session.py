@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import os
+import signal
 import traceback
 from collections.abc import Iterator
 from typing import Any, NoReturn
@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 import torch
 
 from finetune.config import Config
-from finetune.errors import INTERRUPTED, FinetuneError, Terminated
+from finetune.errors import FinetuneError, Terminated
 from finetune.forecast.devices import cap
 from finetune.lifecycle import failures
 from finetune.measure import energy
@@ -86,8 +86,7 @@ def opened(config: Config, run: RunDirectory, terminal: Terminal) -> Iterator[tu
 def _start_again(signals: Signals) -> NoReturn:
     """Start this process again, from any thread, unless a signal ends the run anyway."""
     if signals.name:
-        os.write(2, b"error: what was saved before is untouched. Run the same command again to resume\n")
-        os._exit(INTERRUPTED if signals.name == "SIGINT" else Terminated.exit_code)
+        restart.end(signal.Signals[signals.name])
     restart.now()
 
 

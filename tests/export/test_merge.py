@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import finetune
-from finetune.errors import ArtifactError, MachineError, NumbersError
+from finetune.errors import ArtifactError, ConfigError, MachineError, NumbersError
 from finetune.export import proof, shards
 from finetune.model.locate import BUILTIN_BASE
 from finetune.report.terminal import Terminal
@@ -196,8 +196,10 @@ def test_full_fine_tuning_publishes_the_whole_model(quick, shallow_base: Path, t
     assert model.num_parameters() == 1_180_608
     assert model.config.use_cache
     assert model.generation_config.eos_token_id == [0, 2], "also the end of a turn"
-    with pytest.raises(ArtifactError, match="already the whole model"):
+    with pytest.raises(ConfigError, match=r"no adapter to merge: .*merged is already the whole model.*--to gguf"):
         finetune.merge(run)
+    with pytest.raises(ConfigError, match=r"no adapter: .*Export `merged` or `gguf` instead"):
+        finetune.export_model(run, "adapter")
     made = finetune.export_model(run, "merged", terminal=Terminal(quiet=True))
     assert str(run.merged) in made["serve"]["vLLM"]
     text = (run.merged / "README.md").read_text()

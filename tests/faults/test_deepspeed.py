@@ -31,7 +31,6 @@ pytest.importorskip("deepspeed")
 
 ZERO = ["distributed.kind=deepspeed"]
 GENTLE = [*EXACT, "training.learning_rate=0.03"]
-NORM = 1e-4  # DeepSpeed sums squares in float64, one process in float32
 KINDS = {
     "nf4": [],
     "16 bit": ["quantization.kind=none", "memory.checkpointing=keep-products"],
@@ -75,7 +74,7 @@ def test_ranks_train_what_one_process_trains(
 ) -> None:
     shared = job(*GENTLE, *KINDS[kind], *ZERO, f"distributed.stage={stage}", run=f"{kind} {stage}")
     assert_all(shared.go(2), 0)
-    assert_close(shared.run, alone(kind), norm=NORM)
+    assert_close(shared.run, alone(kind))
 
 
 @pytest.mark.slow
@@ -89,17 +88,17 @@ def test_killed_ranks_resume_and_one_process_goes_on(job: Make) -> None:
     fewer = job(*full, run="fewer")
     shutil.copytree(killed.run.path, fewer.run.path)
     assert_all(killed.go(2), 0)
-    assert_close(killed.run, alone.run, norm=NORM)
+    assert_close(killed.run, alone.run)
     assert_all(fewer.go(1), 0)
     assert [event["step"] for event in fewer.run.events() if event["event"] == "resumed"] == [2]
-    assert_close(fewer.run, alone.run, norm=NORM)
+    assert_close(fewer.run, alone.run)
 
 
 @pytest.mark.slow
 def test_one_process_alone_keeps_slices_on_the_host(job: Make, alone: Callable[[str], RunDirectory]) -> None:
     shared = job(*GENTLE, *ZERO, "distributed.offload=cpu", run="host")
     assert_all(shared.go(1), 0)
-    assert_close(shared.run, alone("nf4"), norm=NORM)
+    assert_close(shared.run, alone("nf4"))
 
 
 def test_an_update_that_is_not_finite_is_skipped(quick: Callable[..., Config], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -175,7 +174,7 @@ def test_optimizer_states_on_a_disk_are_updated_saved_and_resumed(job: Make, tmp
     assert_all(killed.go(processes, dict.fromkeys(range(processes), Fault(STEP, nth=4))), -signal.SIGKILL)
     assert list(tmp_path.glob("finetune-*/**/*.swp"))
     assert_all(killed.go(processes), 0)
-    assert_close(killed.run, alone.run, norm=NORM)
+    assert_close(killed.run, alone.run)
     assert not list(tmp_path.iterdir()), "neither what the killed ranks left nor what these wrote"
 
 

@@ -281,3 +281,15 @@ def test_a_rank_that_no_layer_has_is_refused(shallow_base: Path) -> None:
     job = Config().changed({"model.name": str(shallow_base), "data.max_length": 64, "adapter.rank": 1000})
     with pytest.raises(ConfigError, match=r"`adapter.rank`: 1000 is more than the smaller side of each layer"):
         planning.planner_for(job, "24GiB")
+
+
+@pytest.mark.parametrize("start", [finetune.plan, finetune.train])
+@pytest.mark.parametrize(
+    "wrong", ["adapter.targets=[q_prj]", "adapter.extra_modules=[nrm]", "adapter.ranks={q_prj: 4}"]
+)
+def test_what_the_model_does_not_have_is_reported_before_the_data_is_read(
+    start: Callable[[Config], object], wrong: str, quick: Quick, tmp_path: Path
+) -> None:
+    (tmp_path / "rows.jsonl").write_text("no row\n")
+    with pytest.raises(ConfigError, match=wrong.partition("=")[0]):
+        start(quick(wrong, f"data.train={tmp_path / 'rows.jsonl'}"))

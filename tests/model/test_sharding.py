@@ -129,9 +129,21 @@ def test_the_scales_of_blocks_are_cut_like_their_rows(
     assert (by_block.rows, by_block.each) == expected
 
 
-def test_torch_loses_digits_in_the_norm_of_a_large_gradient_on_a_cpu():
-    """Why clipped updates of one process and of DeepSpeed differ (docs/many-gpus.md); no longer true: say so there."""
-    gradient = torch.randn(5000, 256, generator=torch.Generator().manual_seed(0))
-    exact = gradient.double().norm().item()
-    assert abs(torch.nn.utils.get_total_norm([gradient]).item() / exact - 1) > 1e-6
-    assert abs(torch.nn.utils.get_total_norm(list(gradient)).item() / exact - 1) < 1e-6
+@pytest.mark.parametrize("shape", [(5000, 256), (1280000,), (2, 640000), (160000, 8), (50, 100, 256)], ids=str)
+def test_large_gradients_are_clipped_to_the_norm_also_where_torch_loses_its_digits(shape: tuple[int, ...]) -> None:
+    """On a CPU. Should torch no longer lose them, its own function of this name does."""
+    weights = [torch.nn.Parameter(torch.empty(size)) for size in (shape, (7, 3), (), (0, 4))]
+    for weight in weights:
+        weight.grad = torch.randn(weight.shape, generator=torch.Generator().manual_seed(0))
+    gradients = [torch.clone(weight.grad) for weight in weights]
+    exact = torch.stack([gradient.double().norm() for gradient in gradients]).norm()
+    assert abs(torch.nn.utils.get_total_norm(gradients) / exact - 1) > 1e-6
+    norm = sharding.clip_grad_norm_(weights, 1.0)
+    assert norm.dtype is torch.float32
+    assert abs(norm / exact - 1) < 1e-7
+    for weight, gradient in zip(weights, gradients, strict=True):
+        torch.testing.assert_close(weight.grad, (gradient / exact).float(), rtol=1e-6, atol=0)
+
+
+def test_clipping_without_gradients_finds_no_norm() -> None:
+    assert sharding.clip_grad_norm_([torch.nn.Parameter(torch.empty(3))], 1.0) == 0
