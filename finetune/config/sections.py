@@ -310,7 +310,7 @@ class KernelsSection(Section):
     """Compute layers with adapters, gated MLPs, norms and rotary embeddings with fused kernels, to the same results:
     `auto` wherever they apply and agree with the model's own code on a few tokens at start; `on` refuses a model where
     none applies or one disagrees; `off` uses PEFT's and transformers' modules. Unless it is `off`, a frozen head's
-    logits are computed once instead of twice, which is not tried at start."""
+    logits are computed once instead of twice, if that agrees as well."""
     compile: Literal["none", "layers"] = "none"
     """`layers` compiles the decoder layers that are not fused with `torch.compile`, for training steps alone. The first
     steps then take a minute or more, and the memory forecast is that of the layers as they are."""

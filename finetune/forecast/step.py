@@ -80,7 +80,7 @@ def _trace_step(
     answers = Answers(uneven=False, trained_tokens=0)
     rows = max(1, config.training.batch_size // config.distributed.shares(world_size))  # of a step, on one rank
     recorder = Recorder(device.kernels, answers, device.flops / device.bandwidth_bytes)
-    tiles = log_probs.tiles(config.memory.loss_tokens, config.kernels.fused)
+    tiles = log_probs.tiles(config.memory.loss_tokens, fused=config.kernels.fused != "off")
     with (
         fake_ranks.sharding(config.distributed, world_size) as shards,
         fake_ranks.splitting(config.distributed, world_size) as group,

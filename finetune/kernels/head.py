@@ -34,8 +34,7 @@ class LogProbs(ChunkedLogProbFunction):
         chunk_size: int, softcap: float | None, logit_scale: float, outputs: tuple[str, ...],
     ) -> tuple[Tensor | None, ...]:  # fmt: skip
         """From hidden states (tokens, width), the head's weight (vocabulary, width), and labels (tokens)."""
-        device = hidden.device.type
-        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
+        device, dtype = hidden.device.type, dtype_of(hidden)
         of_hidden, *of_head = ctx.needs_input_grad[:3]
         ctx.ahead = of_hidden and not any(of_head) and weight.dtype is dtype and tuple(outputs) == ("log_probs",)
         if not ctx.ahead:
@@ -82,6 +81,12 @@ class LogProbs(ChunkedLogProbFunction):
             factor = (of_log_probs if ctx.scale == 1 else of_log_probs / ctx.scale).unsqueeze(1)
             dx = torch.mul(gradient, factor, out=torch.empty_like(gradient)).to(ctx.dtype)
         return dx, *[None] * 8
+
+
+def dtype_of(hidden: Tensor) -> torch.dtype:
+    """The type in which the logits of `hidden` are computed."""
+    device = hidden.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
 
 
 def _fold(logits: Tensor, labels: Tensor, log_probs: Tensor, constants: dict[str, Any]) -> Tensor:

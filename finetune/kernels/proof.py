@@ -47,14 +47,9 @@ def _differences(model: Any, attached: Attached) -> Iterator[str]:
             attached.replaced[kernel].pop(module)()
             plain = _results(module, inputs)
             attached.replaced[kernel][module] = KERNELS[kernel].replace(module)
-        distances = {name: _distance(fused[name], value) for name, value in plain.items()}
-        where = max(distances, key=lambda name: math.inf if math.isnan(distances[name]) else distances[name])
-        if not distances[where] <= _STRAYS.get(plain["output"].dtype, _STRAYS_16_BIT):
+        if unlike := difference(fused, plain, plain["output"].dtype, "the modules compute"):
             attached.detach(kernel)
-            yield (
-                f"kernels: `{kernel}` is off: in {type(module).__name__} its {where} differs by {distances[where]:.1%} "
-                "from what the modules compute, more than rounding explains"
-            )
+            yield f"kernels: `{kernel}` is off: in {type(module).__name__} {unlike}"
 
 
 @dataclass(frozen=True)
@@ -123,6 +118,15 @@ def _results(module: nn.Module, called: _Inputs) -> dict[str, Tensor]:
     gradients = torch.autograd.grad(output, inputs, outer, allow_unused=True)
     found = {f"gradient of {name}": each for name, each in zip(["the input", *trained], gradients, strict=True)}
     return {"output": output.detach(), **{name: each for name, each in found.items() if each is not None}}
+
+
+def difference(found: dict[str, Tensor], plain: dict[str, Tensor], dtype: torch.dtype, origin: str) -> str | None:
+    """What of `found` differs most from `plain`, which `origin` says, if by more than rounding in `dtype`."""
+    distances = {name: _distance(found[name], value) for name, value in plain.items()}
+    where = max(distances, key=lambda name: math.inf if math.isnan(distances[name]) else distances[name])
+    if distances[where] <= _STRAYS.get(dtype, _STRAYS_16_BIT):
+        return None
+    return f"its {where} differs by {distances[where]:.1%} from what {origin}, more than rounding explains"
 
 
 def _distance(found: Tensor, expected: Tensor) -> float:

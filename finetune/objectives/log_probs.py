@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
+import torch
 import transformers
 from trl.kernels import chunked_logprob
 from trl.trainer import utils
 from trl.trainer.utils import add_fused_lm_head
 
-from finetune.kernels import head
-from finetune.model import experts
+from finetune.errors import first_line
+from finetune.kernels import head, proof
+from finetune.model import experts, probes
 from finetune.runtime.libraries import replaced
 
 # Config attributes for the number of experts, of which TRL 1.16 only reads the first.
 _EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+# Columns of logits that TRL's function takes at a time in the proof: on a CPU it makes as much of the head float32.
+_PROOF_COLUMNS = 1024
 
 
 def attach(model: Any) -> str | None:
@@ -31,16 +36,64 @@ def attach(model: Any) -> str | None:
     return unbalanced
 
 
+def prove(model: Any) -> str | None:
+    """Compare the fused loss with TRL's, by the model's own head; a line if it differs by more than rounding, or fails.
+
+    Log-probabilities of a few tokens in two tiles and the gradient of their hidden states, under the autocast of a
+    step. `model` must be attached.
+    """
+    scores = model.get_output_embeddings()
+    if any(weight is not None and weight.requires_grad for weight in (scores.weight, scores.bias)):
+        return None  # then TRL's function does it all
+    unlike: str | None = None
+
+    def compared(hidden: torch.Tensor, *given: Any) -> tuple[torch.Tensor | None, ...]:
+        nonlocal unlike
+        weight, bias, labels, temperature, columns, *rest = given
+        given = (weight, bias, labels, temperature, min(columns, _PROOF_COLUMNS), *rest)
+        plain, fused = (_results(each, hidden, given) for each in (head.ChunkedLogProbFunction, head.LogProbs))
+        unlike = proof.difference(fused, plain, head.dtype_of(hidden), "TRL computes")
+        return plain["output"], None, None, None, None
+
+    (ids,) = probes.rows(1, probes.TOKENS, model)
+    was_training = model.training
+    model.eval()
+    try:
+        with (
+            torch.no_grad(),
+            tiles(probes.TOKENS // 2),
+            replaced(utils, "_ChunkedLogProbFunction", SimpleNamespace(apply=compared)),
+        ):
+            model(input_ids=ids, labels=ids, fused_lm_head=True)
+    except (torch.OutOfMemoryError, MemoryError):
+        raise
+    except Exception as error:  # of whatever kind: a kernel fails, or the model, which is told without it
+        unlike = f"it fails on this model ({type(error).__name__}: {first_line(error)})"
+    finally:
+        model.train(was_training)
+    return unlike and f"kernels: `loss` is off: {unlike}"
+
+
+def _results(function: Any, hidden: torch.Tensor, given: tuple[Any, ...]) -> dict[str, torch.Tensor]:
+    """Log-probabilities, and the gradient of the hidden states."""
+    hidden = hidden.detach().clone().requires_grad_()
+    with torch.enable_grad():
+        found, *_ = function.apply(hidden, *given)
+    outer = torch.randn(found.shape, generator=torch.Generator().manual_seed(0)).to(found)
+    (gradient,) = torch.autograd.grad(found, hidden, outer)
+    return {"output": found.detach(), "gradient of the hidden states": gradient}
+
+
 @contextlib.contextmanager
-def tiles(tokens: int, fused: str = "off") -> Iterator[None]:
+def tiles(tokens: int, *, fused: bool = False) -> Iterator[None]:
     """In the block, the head scores `tokens` tokens at a time (trl 1.16 reads a global in each call).
 
-    Unless `fused` is `off`, the gradient is computed with the log-probabilities, and those of trained tokens alone on a
-    CPU as well.
+    With `fused` the gradient is computed with the log-probabilities, and those of trained tokens alone on a CPU as
+    well.
     """
     with contextlib.ExitStack() as stack:
         stack.enter_context(replaced(chunked_logprob, "TOKEN_CHUNK_SIZE", tokens))
-        if fused != "off":
+        if fused:
             stack.enter_context(replaced(utils, "_ChunkedLogProbFunction", head.LogProbs))
             stack.enter_context(replaced(utils, "_use_triton", lambda device: True))
         yield

@@ -98,12 +98,13 @@ def train(job: Job) -> Outcome:
         causality.prove(model)
         if config.kernels.compile == "layers":
             _compile(job, attached)
+        fused_loss = _attach_loss(job)
     set_seed(config.training.seed)
     callbacks = Callbacks(job.callbacks if ranks.is_main() else ())
     loop = _loop(job, callbacks)
     initial = _keep_initial_adapter(job) if ranks.is_main() else None
     casting = casts_by_autocast(model, config.adapter, config.training.precision)
-    tiles = log_probs.tiles(config.memory.loss_tokens, config.kernels.fused)
+    tiles = log_probs.tiles(config.memory.loss_tokens, fused=fused_loss)
     with job.signals.waiting(), libraries.without_cudnn_attention(), casting, tiles, _splitting(job):
         _fit(job, loop)
     callbacks.share()
@@ -154,6 +155,19 @@ def _fuse(job: Job) -> kernels.Attached:
     return attached
 
 
+def _attach_loss(job: Job) -> bool:
+    """Let the model score labels; whether the fused loss does. Raises ConfigError if `kernels.fused: on` cannot be."""
+    if unbalanced := log_probs.attach(job.model):
+        job.listener.note(unbalanced)
+    fused = job.config.kernels.fused
+    unlike = log_probs.prove(job.model) if fused != "off" else None
+    if unlike and fused == "on":
+        raise ConfigError(f"`kernels.fused: on`: {unlike}; set `auto` or `off`")
+    if unlike:
+        job.listener.note(unlike)
+    return fused != "off" and not unlike
+
+
 def _compile(job: Job, attached: kernels.Attached) -> None:
     """Compile the layers that are not fused. Raises MachineError where nothing can be compiled."""
     if obstacle := compiled.obstacle() if job.device.type == "cpu" else libraries.triton_obstacle():
@@ -164,8 +178,6 @@ def _compile(job: Job, attached: kernels.Attached) -> None:
 
 def _loop(job: Job, callbacks: Callbacks) -> Loop:
     config, training, run = job.config, job.config.training, job.run
-    if unbalanced := log_probs.attach(job.model):
-        job.listener.note(unbalanced)
     contract.prove(training.objective, job.model, training.precision)
     profiler = snapshots.profiler(config.memory.profile_steps, run.profile, job.device)
     recorder = Recorder(run, job.monitor, job.listener, job.trackers, profiler, callbacks)

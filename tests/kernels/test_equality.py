@@ -24,8 +24,9 @@ import finetune
 from finetune import kernels
 from finetune.config import Config
 from finetune.errors import ConfigError
-from finetune.kernels import attention, lora, mlp, norm, ops, proof
+from finetune.kernels import attention, head, lora, mlp, norm, ops, proof
 from finetune.model import base, build, checkpointing
+from finetune.objectives import log_probs
 
 CPU = torch.device("cpu")
 WORDS = 128
@@ -534,6 +535,47 @@ def test_kernels_that_fail_are_turned_off_and_named(monkeypatch: pytest.MonkeyPa
     assert_close(step(model, job), plain, 0)
 
 
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("name", ["gemma2", "granite"])  # capped logits, scaled logits
+def test_the_proof_of_the_loss_passes_for_the_head_as_it_is_in_a_step(name: str, precision: str) -> None:
+    model, _ = made(name, precision=precision)
+    log_probs.attach(model)
+    with base.autocast(precision, CPU):
+        assert log_probs.prove(model) is None
+    assert model.training
+
+
+def wrong_by_a_fifth(*given: Any, right: Callable[..., None] = head._unfold_) -> None:
+    right(*given)
+    given[0].mul_(1.2)
+
+
+def failing(*given: Any) -> None:
+    raise RuntimeError("no kernel image is available")
+
+
+@pytest.mark.parametrize(
+    ("unfold", "line"),
+    [
+        (
+            wrong_by_a_fifth,
+            "kernels: `loss` is off: its gradient of the hidden states differs by 20.0% from what TRL computes, more "
+            "than rounding explains",
+        ),
+        (failing, "kernels: `loss` is off: it fails on this model (RuntimeError: no kernel image is available)"),
+    ],
+    ids=["wrong", "failing"],
+)
+def test_a_loss_that_computes_something_else_or_fails_is_named(
+    unfold: Callable[..., None], line: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(head, "_unfold_", unfold)
+    model, _ = made("llama")
+    log_probs.attach(model)
+    assert log_probs.prove(model) == line
+    assert model.training
+
+
 # -- in a run and in a forecast ----------------------------------------------------------------------------------------
 
 
@@ -554,6 +596,16 @@ def test_on_refuses_a_model_for_which_a_kernel_fails(
     monkeypatch.setattr(proof, "prove", lambda model, attached: ["kernels: `mlp` is off: it differs"])
     with pytest.raises(ConfigError, match=r"`kernels\.fused: on`: kernels: `mlp` is off"):
         finetune.train(quick("kernels.fused=on"))
+
+
+def test_a_loss_that_fails_is_off_for_the_run_and_on_refuses_it(
+    quick: Callable[..., Config], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(head, "_unfold_", failing)
+    with pytest.raises(ConfigError, match=r"`kernels\.fused: on`: kernels: `loss` is off: it fails"):
+        finetune.train(quick("kernels.fused=on"))
+    finetune.train(quick("kernels.fused=auto", run="auto"))  # with TRL's function, as ours would fail
+    assert "kernels: `loss` is off: it fails on this model" in capsys.readouterr().out
 
 
 @pytest.mark.slow
