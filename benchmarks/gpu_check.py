@@ -37,6 +37,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import gpu_jobs
 import gpu_slices
 import harness
 
@@ -245,7 +246,7 @@ def _options() -> argparse.Namespace:
     names = list(gpu_slices.SLICES)
     parser.add_argument("--slices", nargs="+", choices=names, default=names, help="default: all, in this order")
     parser.add_argument("--seconds", type=float, help="end after so many seconds; by default when all have run")
-    parser.add_argument("--on", choices=gpu_slices.SIZES, default="cuda", help="cpu: try the slices without a GPU")
+    parser.add_argument("--on", choices=gpu_jobs.SIZES, default="cuda", help="cpu: try the slices without a GPU")
     parser.add_argument("--output", type=Path, help="the result; archive and log stand beside it")
     options = parser.parse_args()
     if options.output is None:

@@ -43,7 +43,7 @@ from finetune.data import fingerprint
 from finetune.errors import MachineError
 from finetune.export import shards
 from finetune.export.bases import Bases
-from finetune.model import adapter, catalog, identity
+from finetune.model import adapter, adapter_files, catalog, identity
 from finetune.model.base import load_architecture
 from finetune.model.build import Blueprint
 from finetune.model.locate import BUILTIN_BASE, locate
@@ -107,10 +107,10 @@ def make_run(folder: Path, base: Path, *overrides: str, tokens: int = 256) -> tu
     run.create(config)
     plain = QuantizationSection(kind="none")
     bare = Blueprint(config.model, plain, load_architecture(config.model), "eager", torch.float32).weightless()
-    section = adapter.published(config.adapter)
+    section = adapter_files.published(config.adapter)
     adapted = adapter.attach(bare, section, config.model.name, 0)
     torch.manual_seed(0)
-    weights = {name: torch.randn(weight.shape) * 0.02 for name, weight in adapter.weights(adapted).items()}
+    weights = {name: torch.randn(weight.shape) * 0.02 for name, weight in adapter_files.weights(adapted).items()}
     run.adapter.mkdir()
     save_file(weights, run.adapter / "adapter_model.safetensors", {"format": "pt"})
     adapted.peft_config["default"].inference_mode = True
@@ -180,7 +180,7 @@ def plan(folder: Path, name: str, count: int) -> dict[str, Any]:
     place = folder / "adapter"
     place.mkdir()
     layout = weight_files.Layout(
-        {name: (torch.float32, weight.shape) for name, weight in adapter.weights(adapted).items()}
+        {name: (torch.float32, weight.shape) for name, weight in adapter_files.weights(adapted).items()}
     )
     with open(place / "adapter_model.safetensors", "wb") as opened:
         opened.write(layout.header)

@@ -208,11 +208,29 @@ def plan(
     if not as_json:
         _announce(f"plan of {config}", job)
     if inference:
-        with libraries.importing():
-            from finetune.forecast import serving
-        served = serving.forecast(job, gpu, rows=batch, context=context, cache=cache)
-        _print_json(served.as_dict()) if as_json else _terminal().served(served)
-        sys.exit(0 if served.fits else OutOfMemoryError.exit_code)
+        fits = _plan_answers(job, gpu, batch, context, cache, as_json)
+    else:
+        fits = _plan_training(job, gpu, gpus, picture, page, as_json)
+    if not fits:
+        sys.exit(OutOfMemoryError.exit_code)
+
+
+def _plan_answers(job: Config, gpu: str | None, rows: int, context: int | None, cache: str, as_json: bool) -> bool:
+    """Print the forecast of answers; whether they fit."""
+    with libraries.importing():
+        from finetune.forecast import serving
+    found = serving.forecast(job, gpu, rows=rows, context=context, cache=cache)
+    if as_json:
+        _print_json(found.as_dict())
+    else:
+        _terminal().served(found)
+    return found.fits
+
+
+def _plan_training(
+    job: Config, gpu: str | None, gpus: int, picture: Path | None, page: Path | None, as_json: bool
+) -> bool:
+    """Print, draw and write the forecast of a training step; whether it fits."""
     with libraries.importing():
         make = finetune.plan  # which imports its module
     found = make(job, gpu, gpus)
@@ -228,8 +246,7 @@ def plan(
         if found.fitted:
             _terminal().chose(found.fitted)
         _terminal().planned(found.forecast, found.levers)
-    if not found.forecast.fits:
-        sys.exit(OutOfMemoryError.exit_code)
+    return found.forecast.fits
 
 
 @command

@@ -1,4 +1,4 @@
-"""The job of plain_qlora.py by LLaMA-Factory, from one of its configs (written for 0.9.5): one side of beside_peers.py.
+"""The job of plain_qlora.py by LLaMA-Factory, from one of its configs (written for 0.9.5): one side of gpu_sides.py.
 
     python benchmarks/scripts/llama_factory_qlora.py --model FOLDER --data rows.jsonl --output /tmp/factory
 

@@ -1,4 +1,4 @@
-"""A plain TRL script for one GPU: QLoRA on text rows, as its documentation shows it. One side of `beside_peers.py`.
+"""A plain TRL script for one GPU: QLoRA on text rows, as its documentation shows it. One side of gpu_sides.py.
 
 It knows nothing of finetune, and can be read and run alone, on a CPU too:
 

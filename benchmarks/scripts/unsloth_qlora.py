@@ -1,4 +1,4 @@
-"""The job of plain_qlora.py by Unsloth, as its documentation shows it (written for 2026.10). A side of beside_peers.py.
+"""The job of plain_qlora.py by Unsloth, as its documentation shows it (written for 2026.10). A side of gpu_sides.py.
 
     python benchmarks/scripts/unsloth_qlora.py --model FOLDER --data rows.jsonl --output /tmp/unsloth
 

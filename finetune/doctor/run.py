@@ -14,7 +14,7 @@ from finetune.config import Config, QuantizationSection, load
 from finetune.data import fingerprint
 from finetune.doctor.findings import Examination, Finding
 from finetune.errors import ArtifactError, ConfigError, FinetuneError, MachineError
-from finetune.model import adapter, identity
+from finetune.model import adapter_files, identity
 from finetune.model.base import load_architecture
 from finetune.model.build import Blueprint
 from finetune.model.tokenizer import load_tokenizer
@@ -167,9 +167,9 @@ def _adapter(run: RunDirectory, config: Config | None) -> Iterator[Finding]:
 
     def check(folder: Path) -> None:
         if section:
-            adapter.check_files(folder, section)
+            adapter_files.check_files(folder, section)
             if base is not None:
-                adapter.weightless_adapter(base, folder, section)
+                adapter_files.weightless_adapter(base, folder, section)
 
     yield from _folder(run.adapter, check, "train again, or restore the folder from a backup")
 

@@ -20,7 +20,7 @@ from finetune.errors import ConfigError
 from finetune.export import gguf_model, proof, serving
 from finetune.export.card import public
 from finetune.export.job import Job
-from finetune.model import adapter, build
+from finetune.model import adapter_files, build
 from finetune.model.base import base_dtype
 
 Pairs = dict[str, tuple[torch.Tensor, torch.Tensor]]
@@ -37,7 +37,7 @@ def check(job: Job) -> None:
             f"{job.run.path} trained every weight and has no adapter: {job.run.merged} is the whole model. Export "
             "`merged` or `gguf` instead"
         )
-    published = adapter.published(section)
+    published = adapter_files.published(section)
     rank = max([published.rank, *published.ranks.values()])
     names = [] if section.targets == "all-linear" else section.targets
     parameters = [name for name in names if "." in name and not is_pattern(name)]
@@ -67,7 +67,7 @@ def make(job: Job, folder: Path) -> dict[str, Any]:
     architecture = job.architecture
     base = build.load(config, architecture, job.device)
     base_logits = proof.logits(base, job.rows)
-    adapted = adapter.load_adapter(base, job.run.adapter, config.adapter)
+    adapted = adapter_files.load_adapter(base, job.run.adapter, config.adapter)
     trained = proof.logits(adapted, job.rows)
     pairs = plain(adapted)
     rank = write(pairs, adapted.peft_config["default"], public(config.model.name), folder)

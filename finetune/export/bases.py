@@ -19,7 +19,7 @@ from finetune.errors import ArtifactError
 from finetune.export import proof
 from finetune.export.updates import Updates, base_name
 from finetune.model import attention, experts, streamed
-from finetune.model.adapter import weightless_adapter
+from finetune.model.adapter_files import weightless_adapter
 from finetune.model.base import DTYPES, load_architecture, make_buffers, refuse_not_finite
 from finetune.model.build import Blueprint
 from finetune.runtime import libraries

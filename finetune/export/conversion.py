@@ -20,7 +20,7 @@ from finetune.export.formats import Format
 from finetune.export.job import Job
 from finetune.export.merge import load_merged
 from finetune.model import identity
-from finetune.model.adapter import check_files
+from finetune.model.adapter_files import check_files
 from finetune.model.tokenizer import load_tokenizer
 from finetune.runtime.environment import describe
 from finetune.storage.files import not_written, staged, write_json

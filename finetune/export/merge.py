@@ -29,7 +29,7 @@ from finetune.export.bases import ONTO, Bases, Onto
 from finetune.export.card import model_card, public
 from finetune.export.formats import FORMATS
 from finetune.model import file_hashes, identity
-from finetune.model.adapter import check_files
+from finetune.model.adapter_files import check_files
 from finetune.model.base import from_safetensors, load_architecture, pinned_code, refuse_missing
 from finetune.model.locate import hub_call, weights_directory
 from finetune.model.tokenizer import load_tokenizer

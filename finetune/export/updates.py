@@ -10,21 +10,21 @@ from typing import Any
 import torch
 from torch import nn
 
-from finetune.model import adapter
+from finetune.model import adapter_files
 
 
 class Updates:
     """The adapter in `directory` on a base, weight by weight.
 
-    `adapted` is the base with the adapter, both on the meta device (`adapter.weightless_adapter`). Names are those of
-    weights in the base.
+    `adapted` is the base with the adapter, both on the meta device (`adapter_files.weightless_adapter`). Names are
+    those of weights in the base.
     """
 
     def __init__(self, adapted: Any, directory: Path, device: torch.device) -> None:
         from peft.tuners.lora import LoraLayer, ParamWrapper
         from peft.utils import ModulesToSaveWrapper
 
-        self._stored, self._device = adapter.Stored(directory), device
+        self._stored, self._device = adapter_files.Stored(directory), device
         self._layers: dict[str, tuple[str, Any, str]] = {}
         self.replaced: dict[str, str] = {}
         """Weights that were trained in full, and their names in the adapter's file."""

@@ -7,7 +7,7 @@ memory; for a CPU the live tensors count.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -138,7 +138,9 @@ def make(
     step; the forecast is that of one, which may hold a copy of the model (`copied`: in DistributedDataParallel).
     """
     copy_bytes = checkpoint_bytes if device.type == "cpu" else 0
-    replay = _replayed(trace, device, copy_bytes, saves_between, from_files, copied)
+    replay = replayed(
+        trace, device, lambda replay: replay.train(copy_bytes, saves_between, from_files=from_files, copied=copied)
+    )
     # The trace has two updates.
     step = trace.work(("forward", "backward")) * micro_batches + trace.work(("optimizer",)) * 0.5
     if copied:
@@ -215,25 +217,29 @@ def averaging_bytes(gradient_bytes: int, ranks: int) -> int:
     return 2 * (ranks - 1) * gradient_bytes // ranks
 
 
-def _replayed(trace: Trace, device: Device, *steps: Any) -> _Replay:
-    """The replay with room for every segment or, where that is too much, with the room there is.
+def replayed(
+    trace: Trace, device: Device, run: Callable[[Replay], None], categories: Iterable[str] = CATEGORIES
+) -> Replay:
+    """What `run` plays, with room for every segment or, where that is too much, with the room there is.
 
     Before it fails, the allocator gives back the segments that lie idle: a job may fit that would reserve more.
     """
-    replay = _Replay(trace, device)
-    replay.run(*steps)
+    replay = Replay(trace, device, categories)
+    run(replay)
     if device.type == "cuda" and replay.peak_reserved_bytes > device.room_bytes:
-        tight = _Replay(trace, device, device.room_bytes)
+        tight = Replay(trace, device, categories, device.room_bytes)
         with contextlib.suppress(CapacityError):
-            tight.run(*steps)
+            run(tight)
             return tight
     return replay
 
 
-class _Replay:
-    """Plays a trace through the device's allocator, and keeps its peaks."""
+class Replay:
+    """Plays a trace, whose blocks are of `categories`, through the device's allocator, and keeps its peaks."""
 
-    def __init__(self, trace: Trace, device: Device, capacity_bytes: int | None = None) -> None:
+    def __init__(
+        self, trace: Trace, device: Device, categories: Iterable[str], capacity_bytes: int | None = None
+    ) -> None:
         self._trace = trace
         self._device = device
         self._allocator = (
@@ -242,7 +248,7 @@ class _Replay:
             else None
         )
         self._handles: dict[int, int] = {}
-        self._live = dict.fromkeys(CATEGORIES, 0)
+        self._live = dict.fromkeys(categories, 0)
         self._managed = 0
         self._allocated = 0
         self._peak_live: dict[str, int] = dict(self._live)
@@ -254,7 +260,21 @@ class _Replay:
         self.managed_peak_bytes = 0
         self.curve: list[Point] = []
 
-    def run(self, checkpoint_bytes: int, saves_between: bool, from_files: bool, replicated: bool) -> None:
+    def load(self, *, from_files: bool) -> int:
+        """Play the loading of the base; returns the number of the first run after it."""
+        loaded = next(number for number, run in enumerate(self._trace.runs) if run.phase != "load")
+        if from_files and self._allocator:
+            # transformers' warm-up is a block as large as the base, freed at once: the weights are then allocated from
+            # its segment (transformers 5.23, modeling_utils.py `caching_allocator_warmup`, `get_total_byte_count`; its
+            # ceiling, 1.2 GiB less than the card has, is left out).
+            self._allocator.free(self._allocator.allocate(sum(self.sizes("base_weights"))))
+        self.play(self._trace.runs[:loaded])
+        if self._allocator:
+            self._allocator.empty_cache()  # as `load_base` does
+        self._add(self._device.workspace_bytes, "workspace")
+        return loaded
+
+    def train(self, checkpoint_bytes: int, saves_between: bool, *, from_files: bool, copied: bool) -> None:
         """The load, two steps (the second meets the segments of the first), a save, and the evaluation."""
         runs = self._trace.runs
         phases = [run.phase for run in runs]
@@ -263,32 +283,23 @@ class _Replay:
         last = next((number for number in held if phases[number] != "save"), len(runs))
         step = runs[first:last]
         end = held[0] - first if held else len(step)  # from there on what a save still sees is freed
-        loaded = next(number for number, phase in enumerate(phases) if phase != "load")
-        if from_files and self._allocator:
-            # transformers' warm-up is a block as large as the base, freed at once: the weights are then allocated from
-            # its segment (transformers 5.23, modeling_utils.py `caching_allocator_warmup`, `get_total_byte_count`; its
-            # ceiling, 1.2 GiB less than the card has, is left out).
-            self._allocator.free(self._allocator.allocate(sum(self.sizes("base_weights"))))
-        self._play(runs[:loaded])
-        if self._allocator:
-            self._allocator.empty_cache()  # as `load_base` does
-        self._add(self._device.workspace_bytes, "workspace")
-        if replicated:
+        loaded = self.load(from_files=from_files)
+        if copied:
             self._join_processes()
-        self._play(runs[loaded:first])
-        self._play(step)
+        self.play(runs[loaded:first])
+        self.play(step)
         self._drop_survivors(step)
         self._recording = True
         self._stride = max(1, sum(len(run.events) for run in step) // _CURVE_POINTS)
         update = phases[first:last].index("optimizer") if "optimizer" in phases[first:last] else len(step)
         with self._saving(checkpoint_bytes if saves_between else 0):  # the update waits until the copy is written
-            self._play(step[:update])
-        self._play(step[update:end])
+            self.play(step[:update])
+        self.play(step[update:end])
         self._recording = False
         with self._saving(checkpoint_bytes):
             self._see("save")
-        self._play(step[end:])
-        self._play(runs[last:])
+        self.play(step[end:])
+        self.play(runs[last:])
 
     def _join_processes(self) -> None:
         """What DistributedDataParallel copies when it takes the model, and what it keeps."""
@@ -334,7 +345,8 @@ class _Replay:
         slack = self.peak_reserved_bytes - sum(self._peak_live.values())
         return {**self._peak_live, "context": self._device.outside_bytes, "allocator_slack": slack}
 
-    def _play(self, runs: list[Run]) -> None:
+    def play(self, runs: list[Run]) -> None:
+        """Play these runs of the trace, in order."""
         for run in runs:
             for event in run.events:
                 block = self._trace.blocks[abs(event) - 1]

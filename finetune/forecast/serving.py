@@ -18,9 +18,9 @@ from transformers import DynamicCache
 from finetune.config import Config
 from finetune.errors import ConfigError, FinetuneError, ForecastError, MachineError, first_line
 from finetune.forecast import depth, devices, fake, patches
-from finetune.forecast.allocator import CachingAllocator, CapacityError
 from finetune.forecast.devices import Device
 from finetune.forecast.extrapolate import NotAlike, Shortened, extrapolate, shorten, whole
+from finetune.forecast.replay import Replay, replayed
 from finetune.forecast.trace import CATEGORIES, Answers, Recorder, Trace
 from finetune.model import attention, bounds, build, caches, checkpointing
 from finetune.model.adapter import attach
@@ -109,11 +109,17 @@ def of(config: Config, architecture: Any, device: Device, *, rows: int, context:
     """`forecast` of one KV cache, for a transformers config and a device."""
     caches.make(cache, architecture, context)
     job = _Job(config, architecture, device, _attention(config, architecture, device, rows), rows, context)
-    replay = _replayed(job.trace(cache), device, from_files=config.model.weights != "random")
+    trace = job.trace(cache)
+
+    def answer(replay: Replay) -> None:
+        loaded = replay.load(from_files=config.model.weights != "random")
+        replay.play(trace.runs[loaded:])
+
+    replay = replayed(trace, device, answer, (*CATEGORIES, KV_CACHE))
     return Serving(
         device=device, attention=job.attention, rows=rows, context=context, cache=cache,
-        cache_bytes=replay.cache_bytes, host_bytes=replay.host_bytes, phases=replay.phases,
-        categories=replay.at_peak(),
+        cache_bytes=sum(sign * block.bytes for _, block, sign in trace.timeline() if block.category == KV_CACHE),
+        host_bytes=replay.managed_peak_bytes, phases=replay.phases, categories=replay.at_peak(),
     )  # fmt: skip
 
 
@@ -286,72 +292,3 @@ class _Offloaded(DynamicCache):
         self._recorder.mark(target, KV_CACHE, managed=managed)
         self._recorder.copies(source)
         return target
-
-
-def _replayed(trace: Trace, device: Device, *, from_files: bool) -> _Replay:
-    """The replay with room for every segment or, where that is too much, with the room there is."""
-    free = _Replay(trace, device).run(from_files=from_files)
-    if device.type == "cuda" and max(each["reserved_bytes"] for each in free.phases.values()) > device.room_bytes:
-        with contextlib.suppress(CapacityError):
-            return _Replay(trace, device, device.room_bytes).run(from_files=from_files)
-    return free
-
-
-class _Replay:
-    """Plays a trace through the device's allocator, and keeps its peaks."""
-
-    def __init__(self, trace: Trace, device: Device, capacity_bytes: int | None = None) -> None:
-        self._trace, self._device = trace, device
-        self._allocator = (
-            CachingAllocator(capacity_bytes, expandable_segments=device.expandable_segments)
-            if device.type == "cuda"
-            else None
-        )
-        self._live = dict.fromkeys((*CATEGORIES, KV_CACHE), 0)
-        self._at_peak = dict(self._live)
-        self.phases: dict[str, dict[str, int]] = {}
-        self.host_bytes = self.cache_bytes = 0
-
-    def run(self, *, from_files: bool) -> _Replay:
-        handles: dict[int, int] = {}
-        host = 0
-        if from_files and self._allocator:
-            # transformers' warm-up: a block as large as the base, from whose segment the weights are then allocated.
-            base = sum(block.bytes for block in self._trace.blocks if block.category == "base_weights")
-            self._allocator.free(self._allocator.allocate(base))
-        loading = True
-        for run, block, sign in self._trace.timeline():
-            if loading and run.phase != "load":
-                loading = False
-                if self._allocator:
-                    self._allocator.empty_cache()  # as `load_base` does
-                    self._allocator.allocate(self._device.workspace_bytes)
-                self._live["workspace"] += self._device.workspace_bytes
-            if block.category == KV_CACHE:
-                self.cache_bytes += sign * block.bytes
-            if block.managed and self._device.type == "cuda":
-                host += sign * block.bytes
-                self.host_bytes = max(self.host_bytes, host)
-                continue
-            self._live[block.category] += sign * block.bytes
-            if self._allocator and sign > 0:
-                handles[id(block)] = self._allocator.allocate(block.bytes)
-            elif self._allocator:
-                self._allocator.free(handles.pop(id(block)))
-            self._see(run.phase)
-        return self
-
-    def at_peak(self) -> dict[str, int]:
-        """Bytes by category at the moment of the most live tensors; the slack is what is reserved beyond them."""
-        slack = max(each["reserved_bytes"] for each in self.phases.values()) - sum(self._at_peak.values())
-        return {**self._at_peak, "context": self._device.outside_bytes, "allocator_slack": slack}
-
-    def _see(self, phase: str) -> None:
-        live = sum(self._live.values())
-        allocated = self._allocator.allocated_bytes if self._allocator else live
-        reserved = self._allocator.reserved_bytes if self._allocator else live
-        peak = self.phases.setdefault(phase, {"allocated_bytes": 0, "reserved_bytes": 0})
-        peak["allocated_bytes"] = max(peak["allocated_bytes"], allocated)
-        peak["reserved_bytes"] = max(peak["reserved_bytes"], reserved)
-        if live > sum(self._at_peak.values()):
-            self._at_peak = dict(self._live)

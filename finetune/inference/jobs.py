@@ -12,7 +12,7 @@ from finetune.export.merge import load_merged
 from finetune.inference import generation
 from finetune.inference.generation import Answer, Settings
 from finetune.lifecycle.failures import blaming_base
-from finetune.model import adapter, bounds, build, caches, identity
+from finetune.model import adapter_files, bounds, build, caches, identity
 from finetune.model.base import load_architecture
 from finetune.model.tokenizer import load_tokenizer
 from finetune.report.terminal import note_beside_output
@@ -115,7 +115,7 @@ def model_of(run: RunDirectory, config: Config, which: str) -> tuple[Any, Any]:
         fingerprint.check(tokenizer, run.merged)
         return load_merged(run, config.model, device), tokenizer
     if which == "adapter":
-        adapter.check_files(run.adapter, config.adapter)
+        adapter_files.check_files(run.adapter, config.adapter)
         fingerprint.check(tokenizer, run.adapter)
     architecture = load_architecture(config.model)
     bounds.check_tokenizer(tokenizer, architecture, config.model)
@@ -126,4 +126,4 @@ def model_of(run: RunDirectory, config: Config, which: str) -> tuple[Any, Any]:
         fingerprint.check_base(config.model, now, trained, note_beside_output)
     if which == "base":
         return base, tokenizer
-    return adapter.load_adapter(base, run.adapter, config.adapter), tokenizer
+    return adapter_files.load_adapter(base, run.adapter, config.adapter), tokenizer

@@ -2,7 +2,7 @@
 
     Blueprint ─▶ base: loaded on a device, or weightless ─▶ trainable: a new adapter, activation checkpointing
 
-`finetune.model.adapter.load_adapter` puts a trained adapter on a base.
+`finetune.model.adapter_files.load_adapter` puts a trained adapter on a base.
 """
 
 from __future__ import annotations

@@ -47,32 +47,43 @@ def choose(section: OptimizerSection, device_type: str) -> tuple[str, str | None
     replacement = OPTIMIZERS[section.kind].on_cpu
     if device_type == "cuda" or replacement is None:
         return section.kind, None
-    return (
-        replacement,
-        f"optimizer {section.kind}: paging is unnecessary on a CPU; using {replacement}",
-    )
+    return replacement, f"optimizer {section.kind}: paging is unnecessary on a CPU; using {replacement}"
 
 
 def make(name: str, section: OptimizerSection, learning_rate: float, model: Any) -> torch.optim.Optimizer:
-    """The optimizer for the trained weights of `model`, with weight decay except for biases and norms.
+    """The optimizer for the trained weights of `model`.
 
-    With `lora_plus` the B of an adapter has a group with its own rate.
-
-    8-bit optimizers keep the states of embeddings in 32 bit (arXiv 2110.02861, section 2.3). Of a sharded model, each
-    rank updates its slices as a single process updates the whole. Raises ConfigError where that is impossible.
+    Of a sharded model, each rank updates its slices as a single process updates the whole. Raises ConfigError where
+    that is impossible.
     """
     import bitsandbytes
-    import torch
-    from transformers.trainer_pt_utils import get_parameter_names
 
     from finetune.model import sharding
 
-    decayed = set(get_parameter_names(model, [torch.nn.LayerNorm], _NOT_DECAYED))
     trained = [
         (name, sharding.updated_by_optimizer(weight))
         for name, weight in model.named_parameters()
         if weight.requires_grad
     ]
+    kind, arguments = OPTIMIZERS[name].build(section)
+    groups = _groups(model, trained, section, learning_rate)
+    optimizer: torch.optim.Optimizer = kind(groups, lr=learning_rate, **arguments)
+    if isinstance(optimizer, bitsandbytes.optim.optimizer.Optimizer8bit):
+        _set_bits(optimizer, model, trained, arguments["optim_bits"])
+    sharding.connect(optimizer)
+    return optimizer
+
+
+def _groups(
+    model: Any, trained: list[tuple[str, Any]], section: OptimizerSection, learning_rate: float
+) -> list[dict[str, Any]]:
+    """The `trained` weights by their settings: biases and norms do not decay, and with `lora_plus` the B of an adapter
+    has its own rate.
+    """
+    import torch
+    from transformers.trainer_pt_utils import get_parameter_names
+
+    decayed = set(get_parameter_names(model, [torch.nn.LayerNorm], _NOT_DECAYED))
     groups: list[dict[str, Any]] = [
         {"params": [weight for name, weight in trained if name in decayed], "weight_decay": section.weight_decay},
         {"params": [weight for name, weight in trained if name not in decayed], "weight_decay": 0.0},
@@ -84,25 +95,28 @@ def make(name: str, section: OptimizerSection, learning_rate: float, model: Any)
             {**groups[0], "params": [weight for weight in groups[0]["params"] if id(weight) not in second]},
             {**groups[0], "params": [weight for weight in groups[0]["params"] if id(weight) in second], "lr": rate},
         ]
-    kind, arguments = OPTIMIZERS[name].build(section)
-    optimizer: torch.optim.Optimizer = kind(groups, lr=learning_rate, **arguments)
-    if isinstance(optimizer, bitsandbytes.optim.optimizer.Optimizer8bit):
-        # bitsandbytes 0.50 records these exceptions globally, by parameter index: a later model's weight with the same
-        # index would inherit them, and this model's embeddings would never be freed. So they are cleared here.
-        exceptions = bitsandbytes.optim.GlobalOptimManager.get_instance()
-        exceptions.initialize()
-        if arguments["optim_bits"] == 8:
-            for module in model.modules():
-                if isinstance(module, torch.nn.Embedding):
-                    exceptions.register_module_override(module, "weight", {"optim_bits": 32})
-        optimizer.check_overrides()
-        exceptions.module_weight_config_triple.clear()
-        if arguments["optim_bits"] == 8:
-            for name, weight in trained:
-                if hasattr(weight, "sharded"):
-                    exceptions.override_config(weight, key_value_dict=_bits(name, weight.sharded, model))
-    sharding.connect(optimizer)
-    return optimizer
+    return groups
+
+
+def _set_bits(optimizer: Any, model: Any, trained: list[tuple[str, Any]], bits: int) -> None:
+    """Have a bitsandbytes optimizer with 8-bit states keep those of embeddings in 32 bit (arXiv 2110.02861, 2.3)."""
+    import bitsandbytes
+    import torch
+
+    # bitsandbytes 0.50 records these exceptions globally, by parameter index: a later model's weight with the same
+    # index would inherit them, and this model's embeddings would never be freed. So they are cleared here.
+    exceptions = bitsandbytes.optim.GlobalOptimManager.get_instance()
+    exceptions.initialize()
+    if bits == 8:
+        for module in model.modules():
+            if isinstance(module, torch.nn.Embedding):
+                exceptions.register_module_override(module, "weight", {"optim_bits": 32})
+    optimizer.check_overrides()
+    exceptions.module_weight_config_triple.clear()
+    if bits == 8:
+        for name, weight in trained:
+            if hasattr(weight, "sharded"):
+                exceptions.override_config(weight, key_value_dict=_bits(name, weight.sharded, model))
 
 
 def _bits(name: str, weight: Any, model: Any) -> dict[str, int]:

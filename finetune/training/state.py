@@ -18,7 +18,7 @@ import torch
 from bitsandbytes.optim.optimizer import Optimizer8bit
 
 from finetune.errors import ArtifactError
-from finetune.model import adapter, sharding, zero
+from finetune.model import adapter_files, sharding, zero
 from finetune.model.sharding import Slices
 from finetune.runtime import ranks
 from finetune.runtime.randomness import RandomState
@@ -42,7 +42,7 @@ def trained_weights(model: Any) -> dict[str, torch.Tensor]:
     """The trained weights by name (not copies; maybe sharded), an adapter's by the names in PEFT's files."""
     if not hasattr(model, "peft_config"):
         return {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
-    return adapter.weights(model)
+    return adapter_files.weights(model)
 
 
 def _weights_file(model: Any) -> str:
@@ -54,7 +54,7 @@ def save_weights(model: Any, folder: Path, **arguments: Any) -> None:
     if hasattr(model, "peft_config"):
         # "auto" would ask the hub whether the vocabulary was resized; `extra_modules` says what else is trained.
         model.save_pretrained(str(folder), save_embedding_layers=False, **arguments)
-        _keep_order_of_ranks(folder / adapter.CONFIG, model.peft_config["default"].rank_pattern)
+        _keep_order_of_ranks(folder / adapter_files.CONFIG, model.peft_config["default"].rank_pattern)
     else:
         model.save_pretrained(str(folder), **arguments)
 

@@ -2,12 +2,28 @@
 
 from __future__ import annotations
 
+import ast
+import graphlib
 from pathlib import Path
 
 import harness
 import memory_cpu
 import overhead
 import pytest
+
+
+def test_benchmarks_import_one_another_one_way() -> None:
+    files = {path.stem: path for path in (harness.ROOT / "benchmarks").glob("*.py")}
+    imported = {name: _imported(path) & files.keys() for name, path in files.items()}
+    order = list(graphlib.TopologicalSorter(imported).static_order())
+    assert order.index("gpu_sides") < order.index("gpu_slices") < order.index("gpu_check")
+
+
+def _imported(path: Path) -> set[str]:
+    """The modules that a file imports, at its top and in its functions."""
+    nodes = list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
+    named = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+    return named | {node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.module}
 
 
 def test_the_overhead_is_the_median_of_the_pairs_ratios() -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import gpu_check
+import gpu_jobs
 import gpu_slices
 import pytest
 
@@ -60,8 +61,8 @@ def test_every_slice_is_expected_to_end_within_its_limit() -> None:
 
 @pytest.mark.parametrize("batch", [1, 4])
 def test_the_7b_job_is_a_valid_config(tmp_path: Path, batch: int) -> None:
-    changes = gpu_slices.overrides(gpu_slices.SIZES["cuda"], batch, tmp_path / "rows.jsonl")
-    config = load_config(gpu_slices.CONFIG, [f"{key}={value}" for key, value in changes.items()])
+    changes = gpu_jobs.overrides(gpu_jobs.SIZES["cuda"], batch, tmp_path / "rows.jsonl")
+    config = load_config(gpu_jobs.CONFIG, [f"{key}={value}" for key, value in changes.items()])
     assert (config.model.name, config.model.weights) == ("meta-llama/Llama-2-7b-hf", "random")
     assert config.quantization.kind == "nf4"
     assert config.training.batch_size == config.training.micro_batch == batch

@@ -6,7 +6,9 @@ import json
 from pathlib import Path
 from typing import Any
 
+import gpu_jobs
 import gpu_slices
+import harness
 import pytest
 
 
@@ -33,7 +35,7 @@ def test_a_jobs_speed_leaves_the_first_steps_out_and_its_peak_does_not(tmp_path:
     lines = [line(step, 5.0 if step <= 3 else 0.5, 900 if step == 1 else 100) for step in range(1, 13)]
     load = {"load": {"allocated_bytes": 50, "reserved_bytes": 60, "device_bytes": 70}}
     write_run(tmp_path / "run", lines, {"event": "trained", "memory": load})
-    found = gpu_slices.figures(tmp_path / "run", 0, "", 12, 3)
+    found = gpu_jobs.figures(tmp_path / "run", 0, "", 12, 3)
     assert found["passed"]
     assert found["tokens_per_second"] == 4096.0
     assert found["step_seconds_median"] == 0.5
@@ -46,7 +48,7 @@ def test_running_out_of_memory_is_a_result(tmp_path: Path) -> None:
     memory = {"forward": {"allocated_bytes": 7, "reserved_bytes": 8, "device_bytes": 9}}
     write_run(tmp_path / "run", [line(1, 1.0, 5)], {"event": "out_of_memory", "memory": memory})
     errors = "a warning\nerror: out of memory: tried 2 GiB\nAllocator snapshot: /tmp/a/b/memory_snapshot.pickle\n"
-    found = gpu_slices.figures(tmp_path / "run", 6, errors, 12, 3)
+    found = gpu_jobs.figures(tmp_path / "run", 6, errors, 12, 3)
     assert not found["passed"]
     assert found["out_of_memory"]
     assert found["message"] == "out of memory: tried 2 GiB\nAllocator snapshot: memory_snapshot.pickle"
@@ -58,7 +60,7 @@ def test_a_loss_that_is_no_number_does_not_pass(tmp_path: Path) -> None:
     lines = [line(step, 1.0, 5) for step in range(1, 13)]
     lines[-1]["loss"] = None
     write_run(tmp_path / "run", lines, {"event": "trained", "memory": {}})
-    assert not gpu_slices.figures(tmp_path / "run", 0, "", 12, 3)["passed"]
+    assert not gpu_jobs.figures(tmp_path / "run", 0, "", 12, 3)["passed"]
 
 
 @pytest.mark.slow
@@ -66,7 +68,7 @@ def test_slices_run_without_a_gpu(tmp_path: Path) -> None:
     """Those that take the least; `python benchmarks/gpu_check.py --on cpu` runs all of them."""
     slices = {}
     for name in ("nan", "7b-profile", "attention"):
-        work = gpu_slices.Work("cpu", *(tmp_path / name / folder for folder in ("scratch", "shared", "kept")))
+        work = gpu_jobs.Work("cpu", *(tmp_path / name / folder for folder in ("scratch", "shared", "kept")))
         work.scratch.mkdir(parents=True)
         passed = gpu_slices.run(name, work, tmp_path / f"{name}.json")
         slices[name] = json.loads((tmp_path / f"{name}.json").read_text())
@@ -108,11 +110,11 @@ def test_stored_parameters_are_counted_from_the_header(tmp_path: Path) -> None:
 
     file = tmp_path / "adapter_model.safetensors"
     save_file({"a": torch.zeros(3, 5), "b": torch.zeros(7)}, file, metadata={"format": "pt"})
-    assert gpu_slices.stored_parameters(file) == 22
+    assert gpu_jobs.stored_parameters(file) == 22
 
 
 def forecast_slice(tmp_path: Path) -> dict[str, Any]:
-    work = gpu_slices.Work("cuda", tmp_path, tmp_path, tmp_path)
+    work = gpu_jobs.Work("cuda", tmp_path, tmp_path, tmp_path)
     return dict(gpu_slices.forecast(work, part=1))
 
 
@@ -121,15 +123,15 @@ def test_a_forecast_slice_reports_its_summary_and_settings(tmp_path: Path, monke
 
     def run(*arguments: Any) -> Any:
         Path(arguments[arguments.index("--output") + 1]).write_text(json.dumps(found))
-        return gpu_slices.harness.Finished(0, 1.0, 1.0, "", "")
+        return harness.Finished(0, 1.0, 1.0, "", "")
 
-    monkeypatch.setattr(gpu_slices.harness, "python", run)
+    monkeypatch.setattr(harness, "python", run)
     assert forecast_slice(tmp_path) == found
 
 
 def test_a_forecast_slice_that_breaks_off_has_not_passed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    finished = gpu_slices.harness.Finished(1, 1.0, 1.0, "", "Traceback\nImportError: no torch")
-    monkeypatch.setattr(gpu_slices.harness, "python", lambda *arguments: finished)
+    finished = harness.Finished(1, 1.0, 1.0, "", "Traceback\nImportError: no torch")
+    monkeypatch.setattr(harness, "python", lambda *arguments: finished)
     summary = forecast_slice(tmp_path)["summary"]
     assert not summary["passed"]
     assert summary["message"] == "ImportError: no torch"

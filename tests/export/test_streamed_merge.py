@@ -18,7 +18,7 @@ from finetune.config import AdapterSection, Config
 from finetune.errors import ArtifactError, ConfigError, MachineError
 from finetune.export import merge, shards
 from finetune.export.bases import Bases, Onto
-from finetune.model import adapter, eight_bit, identity
+from finetune.model import adapter, adapter_files, eight_bit, identity
 from finetune.model.base import load_architecture
 from finetune.model.build import Blueprint
 from finetune.model.locate import BUILTIN_BASE, locate
@@ -76,11 +76,11 @@ VARIANTS: dict[str, tuple[str, list[str], Onto]] = {
 }  # fmt: skip
 
 
-def base_at(folder: Path, name: str, tiny_base: Path, dtype: torch.dtype = torch.bfloat16) -> Path:
+def base_at(folder: Path, name: str, tiny_base: Path) -> Path:
     """A model in three shards, with the built-in base's tokenizer."""
     torch.manual_seed(0)
     config = AutoConfig.for_model(name, **{**_SIZES, **ARCHITECTURES[name]})
-    model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     for weight in model.parameters():
         if weight.dim() > 1:
             torch.nn.init.normal_(weight, std=0.1)
@@ -99,11 +99,11 @@ def base_of(config: Config, dtype: torch.dtype) -> Any:
 def write_adapter(config: Config, folder: Path) -> None:
     """An adapter as training publishes it, with weights that matter."""
     plain = config.changed({"quantization.kind": "none", "quantization.double": None})
-    section: AdapterSection = adapter.published(config.adapter)
+    section: AdapterSection = adapter_files.published(config.adapter)
     model = adapter.attach(base_of(plain, torch.float32), section, config.model.name, seed=0)
     torch.manual_seed(1)
     with torch.no_grad():
-        for weight in adapter.weights(model).values():
+        for weight in adapter_files.weights(model).values():
             weight.add_(0.05 * torch.randn_like(weight))
     model.save_pretrained(str(folder), save_embedding_layers=False)
 
@@ -121,7 +121,7 @@ def merged_in_memory(config: Config, folder: Path, onto: Onto, dtype: torch.dtyp
                 base.get_submodule(name).weight.data = weight.float()
     else:
         base = base_of(config, dtype).dequantize(dtype).float()
-    merged = adapter.load_adapter(base, folder, config.adapter).merge_and_unload()
+    merged = adapter_files.load_adapter(base, folder, config.adapter).merge_and_unload()
     for weight in merged.parameters():  # buffers, such as rotary frequencies, stay in float32
         weight.data = weight.data.to(dtype)
     return merged

@@ -20,7 +20,7 @@ import finetune
 from finetune.config import AdapterSection, ModelSection, QuantizationSection
 from finetune.doctor import run as run_directory
 from finetune.errors import ArtifactError
-from finetune.model import adapter
+from finetune.model import adapter, adapter_files
 from finetune.model.base import load_architecture, load_base, weightless_base
 from finetune.storage import checkpoint
 from finetune.storage.rundir import RunDirectory
@@ -46,8 +46,8 @@ def real() -> Any:
 
 def load_on_a_new_base(folder: Path, section: AdapterSection) -> None:
     """As `load_adapter` does; what the files alone tell is refused before a base is built."""
-    adapter.check_files(folder, section)
-    adapter.load_adapter(weightless(), folder, section)
+    adapter_files.check_files(folder, section)
+    adapter_files.load_adapter(weightless(), folder, section)
 
 
 @pytest.fixture
@@ -62,11 +62,11 @@ def section(trained: RunDirectory) -> AdapterSection:
 
 
 def test_what_was_trained_is_accepted_and_is_what_is_loaded(folder: Path, section: AdapterSection) -> None:
-    adapter.check_files(folder, section)
-    adapter.weightless_adapter(weightless(), folder, section)
-    model = adapter.load_adapter(real(), folder, section)
+    adapter_files.check_files(folder, section)
+    adapter_files.weightless_adapter(weightless(), folder, section)
+    model = adapter_files.load_adapter(real(), folder, section)
     stored = load_file(folder / WEIGHTS)
-    live = adapter.weights(model)
+    live = adapter_files.weights(model)
     assert stored.keys() == live.keys()
     assert all(torch.equal(tensor, live[name]) for name, tensor in stored.items())
     assert not any(parameter.requires_grad for parameter in model.parameters())
@@ -117,7 +117,7 @@ def test_a_config_that_is_none_is_refused(folder: Path, section: AdapterSection,
         with subtests.test(text=text):
             (folder / CONFIG).write_text(text)
             with pytest.raises(ArtifactError, match="damaged"):
-                adapter.load_adapter(weightless(), folder, section)
+                adapter_files.load_adapter(weightless(), folder, section)
 
 
 def test_the_adapter_of_another_config_is_refused(
@@ -129,7 +129,7 @@ def test_the_adapter_of_another_config_is_refused(
         {"targets": ["q_proj"]}, {"targets": ["q_proj", "v_proj"], "dora": True}, {"init": "pissa"},
     ]:  # fmt: skip
         with subtests.test(other=other), pytest.raises(ArtifactError):
-            adapter.load_adapter(weightless(), folder, section.model_copy(update=other))
+            adapter_files.load_adapter(weightless(), folder, section.model_copy(update=other))
 
 
 # -- tensors -----------------------------------------------------------------------------------------------------------
