@@ -57,7 +57,7 @@ def prepare(section: DataSection, tokenizer: Any) -> Prepared:
     _check_columns(section)
     job = Job(section, tokenizer)
     problems = Problems()
-    train_rows, eval_rows = _splits(section, problems)
+    train_rows, eval_rows = _splits(job, problems)
     train, train_counts = job.split("train", train_rows, problems)
     where = f"`data.train` ({named(section.train)})"
     if not train_counts.rows:
@@ -118,7 +118,7 @@ HELD_OUT = "the evaluation set"
 def held_out_ids(section: DataSection, tokenizer: Any, rows: int, tokens: int) -> list[list[int]]:
     """Token ids of the first held-out rows (training rows if none are held out), cut to `tokens`."""
     found = []
-    for row, example in itertools.islice(_held_out_examples(section), rows):
+    for row, example in itertools.islice(_held_out_examples(section, tokenizer), rows):
         with located(row):
             found.append(chat.encode(example, tokenizer, section.loss_on, section.control_tokens).input_ids[:tokens])
     return found
@@ -136,7 +136,7 @@ def compared_rows(
         section = DataSection(chat_template=section.chat_template, control_tokens=section.control_tokens)
         return held_out_ids(section, tokenizer, rows, tokens), "the built-in rows"
     found = held_out_ids(section, tokenizer, rows, tokens)
-    return found, HELD_OUT if holds_out(section) else "the training rows"
+    return found, HELD_OUT if holds_out(section, tokenizer) else "the training rows"
 
 
 def is_here(section: DataSection) -> bool:
@@ -146,9 +146,9 @@ def is_here(section: DataSection) -> bool:
     return not lost and (section.format in formats.FORMATS or section.format == "auto")
 
 
-def holds_out(section: DataSection) -> bool:
+def holds_out(section: DataSection, tokenizer: Any) -> bool:
     """Whether any row is held out."""
-    _, rows = _splits(section, Problems())
+    _, rows = _splits(Job(section, tokenizer), Problems())
     return next(iter(rows or ()), None) is not None
 
 
@@ -160,13 +160,13 @@ class Question(NamedTuple):
     reference: str
 
 
-def questions(section: DataSection) -> Iterator[Question]:
+def questions(section: DataSection, tokenizer: Any) -> Iterator[Question]:
     """The held-out rows (training rows if none are held out) that end with an answer in words.
 
     Plain texts, conversations with tools and answers that are not trained are left out. Raises DataError for a row that
     cannot be read.
     """
-    for row, example in _held_out_examples(section):
+    for row, example in _held_out_examples(section, tokenizer):
         match example:
             case Chat([*asked, {"role": "assistant", "content": reference, **rest}], context, tools=None) if asked:
                 if reference.strip() and not rest.get("tool_calls") and len(asked) not in context:
@@ -175,23 +175,24 @@ def questions(section: DataSection) -> Iterator[Question]:
                 yield Question(row, Completion(text, ""), reference)
 
 
-def _held_out_examples(section: DataSection) -> Iterator[tuple[Row, Example]]:
-    for row in held_out_rows(section):
+def _held_out_examples(section: DataSection, tokenizer: Any) -> Iterator[tuple[Row, Example]]:
+    for row in held_out_rows(section, tokenizer):
         with located(row):
             example, _ = formats.read(row.fields, section.format, section.columns)
         yield row, example
 
 
-def held_out_rows(section: DataSection) -> Iterator[Row]:
+def held_out_rows(section: DataSection, tokenizer: Any) -> Iterator[Row]:
     """The held-out rows as read from the source; the training rows if nothing is held out."""
-    train_rows, eval_rows = _splits(section, Problems())
+    train_rows, eval_rows = _splits(Job(section, tokenizer), Problems())
     held_out = iter(eval_rows or ())
     first = next(held_out, None)
     yield from train_rows if first is None else itertools.chain([first], held_out)
 
 
-def _splits(section: DataSection, problems: Problems) -> tuple[Iterable[Row], Iterable[Row] | None]:
+def _splits(job: Job, problems: Problems) -> tuple[Iterable[Row], Iterable[Row] | None]:
     """Training and held-out rows; problems with either are added to `problems` and raised after the last row."""
+    section = job.section
     train = sources.rows(section.train, "train", problems)
     if section.eval == "none":
         return train, None
@@ -202,28 +203,34 @@ def _splits(section: DataSection, problems: Problems) -> tuple[Iterable[Row], It
         return train, sources.rows(section.train, "eval", problems)
 
     def side(rows: Iterable[Row], held_out: bool) -> Iterator[Row]:
-        below = _held_out_below(section)
+        below = _held_out_below(job)
         yield from (row for row in rows if (row.share() < below) == held_out)
 
     return side(train, False), side(sources.rows(section.train, "train", problems), True)
 
 
-def _held_out_below(section: DataSection) -> float:
+_TRIED_ROWS = 256
+
+
+def _held_out_below(job: Job) -> float:
     """The value of `Row.share` below which rows are held out: `eval_share`, unless that leaves one split empty.
 
     Then the row with the smallest or largest value, and any equal to it, is moved to that split. If all rows are equal,
-    none is held out.
+    none is held out. Rows of which nothing is trained do not count; beyond the first `_TRIED_ROWS`, where both splits
+    have others, all do.
     """
+    share = job.section.eval_share
     least, greatest = 1.0, 0.0
     try:
-        for row in sources.rows(section.train, "train"):
-            share = row.share()
-            least, greatest = min(least, share), max(greatest, share)
-            if least < section.eval_share <= greatest:  # nearly always within the first few rows
-                return section.eval_share
+        for number, row in enumerate(sources.rows(job.section.train, "train")):
+            of_row = row.share()
+            if (of_row < least or of_row > greatest) and (number >= _TRIED_ROWS or job.trains(row)):
+                least, greatest = min(least, of_row), max(greatest, of_row)
+            if least < share <= greatest:  # nearly always within the first few rows
+                return share
     except DataError:  # raised again where the rows are prepared
-        return section.eval_share
-    return min(max(section.eval_share, math.nextafter(least, 1)), greatest) if least < greatest else 0.0
+        return share
+    return min(max(share, math.nextafter(least, 1)), greatest) if least < greatest else 0.0
 
 
 class _NothingHeldOut(DataError):
@@ -232,7 +239,7 @@ class _NothingHeldOut(DataError):
 
 def _held_out(job: Job) -> tuple[Any, Counts]:
     section, problems = job.section, Problems()
-    _, rows = _splits(section, problems)
+    _, rows = _splits(job, problems)
     if rows is None:
         raise DataError("there are no held-out rows, because `data.eval` is `none`")
     held_out, counts = job.split("eval", rows, problems)

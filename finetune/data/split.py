@@ -32,7 +32,7 @@ from finetune.errors import DataError
 Split = Literal["train", "eval"]
 
 # Increment with any change to the code that changes the prepared rows, to invalidate existing cache entries.
-_VERSION = 2
+_VERSION = 3
 
 _ROWS, _COUNTS = "rows.arrow", "counts.json"
 
@@ -71,6 +71,13 @@ class Job:
         found = json.loads((folder / _COUNTS).read_text(encoding="utf-8"))
         counts = Counts(**{**found, "affected": [Affected(**row) for row in found["affected"]]})
         return mapped(folder / _ROWS), counts
+
+    def trains(self, row: Row) -> bool:
+        """Whether a token of this row would be trained; of one with an error, which `split` raises, none is."""
+        counts = Counts()
+        with contextlib.suppress(DataError):
+            _Rows(self.section, self.tokenizer, Problems(), counts, lambda kept: None).take([row])
+        return counts.rows > 0
 
     def _key(self, split: Split) -> str | None:
         """A hash of everything that determines the split's rows; None if the content of a source is unknown, or what a

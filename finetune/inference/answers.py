@@ -35,7 +35,7 @@ def before(base: Any, tokenizer: Any, config: Config, run: RunDirectory, note: C
     """
     if not ranks.is_main() or config.model.weights == "random" or cannot_run_alone(config.distributed):
         return []
-    asked = list(itertools.islice(questions(config.data), _QUESTIONS))
+    asked = list(itertools.islice(questions(config.data, tokenizer), _QUESTIONS))
     if kept := _kept(asked, run, note):
         return kept
     stage("the base answers a few questions, to compare with later")

@@ -31,6 +31,7 @@ from finetune.inference.metrics import Metric, find
 from finetune.inference.tasks import Tasks
 from finetune.lifecycle.failures import blaming_base
 from finetune.model import bounds
+from finetune.model.tokenizer import load_tokenizer
 from finetune.report import page
 from finetune.report.scores import Scores
 from finetune.report.terminal import Terminal
@@ -87,7 +88,8 @@ def evaluate(
     config = config_of(run, trust_remote_code=trust_remote_code)
     chosen = _chosen(run, config, models)
     asks = bool(metrics) or not tasks  # tasks alone need no rows
-    with_loss = (asks or prepare.is_here(config.data)) and prepare.holds_out(config.data)
+    tokenizer = load_tokenizer(config.model, run.chat_template)
+    with_loss = (asks or prepare.is_here(config.data)) and prepare.holds_out(config.data, tokenizer)
     settled = Settings(max_new_tokens, batch_size=batch_size)
     job = _Job(run, config, settled, [find(name) for name in metrics], with_loss)
     if asks and not with_loss:
@@ -96,7 +98,7 @@ def evaluate(
             "`data.eval_share`, and train again; `--task` needs none"
         )
     if metrics:
-        job.ask(limit)
+        job.ask(tokenizer, limit)
     if tasks:
         job.tasks = Tasks(tasks, batch_size=batch_size, limit=limit, apply_chat_template=apply_chat_template)
     terminal = terminal or Terminal(quiet=True)  # a notebook shows what is returned
@@ -152,9 +154,9 @@ class _Job:
     tasks: Tasks | None = None
     too_long: int = 0
 
-    def ask(self, limit: int | None) -> None:
+    def ask(self, tokenizer: Any, limit: int | None) -> None:
         """Read the questions, and try each metric on a reference, before any model is loaded."""
-        self.questions = list(itertools.islice(prepare.questions(self.config.data), limit))
+        self.questions = list(itertools.islice(prepare.questions(self.config.data, tokenizer), limit))
         if not self.questions:
             raise DataError(
                 "no row of the evaluation set ends with an answer to compare with; metrics need conversations without "

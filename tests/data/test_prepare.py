@@ -17,6 +17,7 @@ from finetune.data.counts import TOO_LONG, UNTRAINED, Affected
 from finetune.data.examples import Chat, Completion
 from finetune.data.prepare import _splits, compared_rows, held_out_rows, prepare, prepare_held_out, questions
 from finetune.data.problems import Problems
+from finetune.data.split import Job
 from finetune.errors import ConfigError, DataError
 
 Write = Callable[..., str]
@@ -257,7 +258,7 @@ def test_a_share_is_held_out_by_hash_the_same_each_time(write: Write, tokenizer:
 
 def test_held_out_rows_are_not_trained(write: Write, tokenizer: Any) -> None:
     section = DataSection(train=write(MANY), eval_share=0.1)
-    held_out = ids(held_out_rows(section))
+    held_out = ids(held_out_rows(section, tokenizer))
     assert len(held_out) == len(set(held_out))
     prepared = prepare(section, tokenizer)
     texts = {row["text"] for row in MANY if row["id"] in held_out}
@@ -268,12 +269,12 @@ def test_held_out_rows_are_not_trained(write: Write, tokenizer: Any) -> None:
     assert len(texts) == len(prepared.eval)
 
 
-def test_the_side_of_a_row_depends_on_nothing_but_its_content(write: Write) -> None:
+def test_the_side_of_a_row_depends_on_nothing_but_its_content(write: Write, tokenizer: Any) -> None:
     share = 0.3
-    whole = ids(held_out_rows(DataSection(train=write(MANY), eval_share=share)))
+    whole = ids(held_out_rows(DataSection(train=write(MANY), eval_share=share), tokenizer))
     reordered = [dict(reversed(row.items())) for row in reversed(MANY)]
-    assert sorted(ids(held_out_rows(DataSection(train=write(reordered), eval_share=share)))) == whole
-    half = ids(held_out_rows(DataSection(train=write(MANY[::2]), eval_share=share)))
+    assert sorted(ids(held_out_rows(DataSection(train=write(reordered), eval_share=share), tokenizer))) == whole
+    half = ids(held_out_rows(DataSection(train=write(MANY[::2]), eval_share=share), tokenizer))
     assert half == [number for number in whole if number % 2 == 0]
 
 
@@ -295,9 +296,11 @@ def test_compared_rows_are_called_what_they_are(
     assert bool(notes) == (held_out == "lost")
 
 
-def test_a_larger_share_holds_out_the_same_rows_and_more(write: Write) -> None:
+def test_a_larger_share_holds_out_the_same_rows_and_more(write: Write, tokenizer: Any) -> None:
     source = write(MANY)
-    small, large = (set(ids(held_out_rows(DataSection(train=source, eval_share=share)))) for share in (0.05, 0.2))
+    small, large = (
+        set(ids(held_out_rows(DataSection(train=source, eval_share=share), tokenizer))) for share in (0.05, 0.2)
+    )
     assert small < large
 
 
@@ -313,7 +316,7 @@ def test_equal_rows_are_on_the_same_side(write: Write, tokenizer: Any) -> None:
 def test_without_evaluation_every_row_is_trained(write: Write, tokenizer: Any) -> None:
     section = DataSection(train=write(MANY[:50]), eval="none", eval_share=0.5)
     assert prepare(section, tokenizer).train_counts.rows == 50
-    assert ids(held_out_rows(section)) == list(range(50))
+    assert ids(held_out_rows(section, tokenizer)) == list(range(50))
 
 
 def test_an_evaluation_file_is_held_out_whole_and_nothing_else_is(write: Write, tokenizer: Any) -> None:
@@ -322,7 +325,7 @@ def test_an_evaluation_file_is_held_out_whole_and_nothing_else_is(write: Write, 
     assert prepared.train_counts.rows == 20
     assert prepared.eval_counts is not None
     assert prepared.eval_counts.rows == 5
-    assert ids(held_out_rows(section)) == [20, 21, 22, 23, 24]
+    assert ids(held_out_rows(section, tokenizer)) == [20, 21, 22, 23, 24]
 
 
 def test_the_evaluation_file_may_be_of_another_format(write: Write, tokenizer: Any) -> None:
@@ -332,14 +335,14 @@ def test_the_evaluation_file_may_be_of_another_format(write: Write, tokenizer: A
     assert tokenizer.decode([label for label in prepared.eval[0]["labels"] if label != IGNORE]) == "two<|im_end|>"
 
 
-def sides(source: str, **options: Any) -> tuple[list[str], list[str]]:
+def sides(tokenizer: Any, source: str, **options: Any) -> tuple[list[str], list[str]]:
     """The texts of what is trained on and of what is held out, row by row."""
-    train, held_out = _splits(DataSection(train=source, **options), Problems())
+    train, held_out = _splits(Job(DataSection(train=source, **options), tokenizer), Problems())
     return [row.fields["text"] for row in train], [row.fields["text"] for row in held_out or ()]
 
 
 def test_each_side_has_a_row_and_the_hash_alone_decides_where_it_gives_each_one(
-    write: Write, subtests: pytest.Subtests
+    write: Write, tokenizer: Any, subtests: pytest.Subtests
 ) -> None:
     for rows in [2, 3, 60]:
         for share in [1e-9, 0.02, 0.5, 1 - 1e-9]:
@@ -347,7 +350,7 @@ def test_each_side_has_a_row_and_the_hash_alone_decides_where_it_gives_each_one(
                 for number in range(8):
                     texts = [f"{number} {row}" for row in range(rows)] * 2
                     source = write([{"text": text} for text in texts], f"{number}.jsonl")
-                    train, held_out = sides(source, eval_share=share)
+                    train, held_out = sides(tokenizer, source, eval_share=share)
                     assert train
                     assert held_out
                     assert sorted(train + held_out) == sorted(texts)
@@ -358,7 +361,7 @@ def test_each_side_has_a_row_and_the_hash_alone_decides_where_it_gives_each_one(
                     else:
                         assert len(held_out if not by_hash else train) == 2  # one, and its equal
                     assert sides(
-                        write([{"text": text} for text in reversed(texts)], "other.jsonl"), eval_share=share
+                        tokenizer, write([{"text": text} for text in reversed(texts)], "other.jsonl"), eval_share=share
                     ) == (
                         train[::-1],
                         held_out[::-1],
@@ -377,7 +380,7 @@ def test_rows_that_are_all_equal_are_all_trained_with_a_warning(
             assert all(
                 remedy in str(prepared.warning) for remedy in ("`data.eval`", "`data.eval_share`", "`data.eval: none`")
             )
-            assert len(list(held_out_rows(section))) == 3
+            assert len(list(held_out_rows(section, tokenizer))) == 3
             with pytest.raises(DataError, match="no held-out row is left"):
                 prepare_held_out(section, tokenizer)
 
@@ -389,6 +392,25 @@ def test_a_broken_file_is_told_as_ever_where_nothing_would_be_held_out(write: Wr
     said = message(DataSection(train=source, eval_share=1e-9), tokenizer)
     assert f"{source}:2: " in said
     assert f"{source}:3:2: " in said
+
+
+@pytest.mark.parametrize("taught", [1, 2, 3])
+def test_rows_of_which_nothing_is_trained_are_not_all_that_a_side_gets(
+    taught: int, write: Write, tokenizer: Any, subtests: pytest.Subtests
+) -> None:
+    silent = {"role": "assistant", "content": "no", "train": False}
+    for share in [1e-9, 0.1, 0.9, 1 - 1e-9]:
+        with subtests.test(share=share):
+            for number in range(6):
+                empty, long = chat(f"Hi {number}", ""), chat(f"Hi {number}", "one " * 40)
+                untrained = {"messages": [{"role": "user", "content": f"Hi {number}"}, silent]}
+                rows = [empty, long, untrained, *(chat(f"Hi {number}", "so " * (n + 1)) for n in range(taught))]
+                section = DataSection(train=write(rows), eval_share=share, max_length=24, too_long="drop")
+                prepared = prepare(section, tokenizer)
+                assert prepared.train_counts.rows >= 1
+                assert bool(prepared.eval) == (taught > 1)
+                held_out = [row.place for row in held_out_rows(section, tokenizer)]
+                assert (len(held_out) == len(rows)) == (taught == 1), "all rows are trained where none is held out"
 
 
 # -- errors have a place ---------------------------------------------------------------------------------------------
@@ -483,17 +505,19 @@ def test_a_weight_repeats_tokens(write: Write, tokenizer: Any) -> None:
     assert (counts.rows, counts.tokens) == (4, 2 + 3 * 4)
 
 
-def test_a_share_of_several_sources_is_held_out_by_hash_with_no_row_on_both_sides(write: Write) -> None:
+def test_a_share_of_several_sources_is_held_out_by_hash_with_no_row_on_both_sides(write: Write, tokenizer: Any) -> None:
     several = [write(MANY[:700], "a.jsonl"), Source(source=write(MANY[700:], "b.jsonl"), weight=2)]
-    held_out = ids(held_out_rows(DataSection(train=several, eval_share=0.1)))
-    assert set(held_out) == set(ids(held_out_rows(DataSection(train=write(MANY), eval_share=0.1))))
+    held_out = ids(held_out_rows(DataSection(train=several, eval_share=0.1), tokenizer))
+    assert set(held_out) == set(ids(held_out_rows(DataSection(train=write(MANY), eval_share=0.1), tokenizer)))
     assert all(held_out.count(number) == (1 if number < 700 else 2) for number in set(held_out))
 
 
-def test_several_held_out_sources_are_read_with_the_builtin_ones_own_held_out_rows(write: Write) -> None:
+def test_several_held_out_sources_are_read_with_the_builtin_ones_own_held_out_rows(
+    write: Write, tokenizer: Any
+) -> None:
     held_out = [write([{"text": "one"}], "eval.jsonl"), "builtin:python_docs"]
     section = DataSection(train=write([{"text": "two"}]), eval=held_out)
-    places = [row.place for row in held_out_rows(section)]
+    places = [row.place for row in held_out_rows(section, tokenizer)]
     assert places[:2] == [f"{held_out[0]}:1", "builtin:python_docs[eval]:1"]
 
 
@@ -522,7 +546,7 @@ def test_columns_are_mapped_before_the_format_is_detected(write: Write, tokenize
     [row] = prepare(DataSection(train=source, eval="none", columns=columns), tokenizer).train
     assert tokenizer.decode([label for label in row["labels"] if label != IGNORE]) == "so<|im_end|>"
     section = DataSection(train=source, eval="none", columns=columns)
-    [(_, prompt, reference)] = questions(section)
+    [(_, prompt, reference)] = questions(section, tokenizer)
     assert (prompt, reference) == (Chat([{"role": "user", "content": "Why?"}]), "so")
 
 
@@ -567,7 +591,7 @@ def test_tokens_of_another_tokenizer_and_shifted_labels_are_told(
 # -- questions -------------------------------------------------------------------------------------------------------
 
 
-def test_questions_are_held_out_conversations_without_their_last_answer(write: Write) -> None:
+def test_questions_are_held_out_conversations_without_their_last_answer(write: Write, tokenizer: Any) -> None:
     rows = [
         {"messages": [{"role": "assistant", "content": "one"}]},
         {"messages": [{"role": "user", "content": "Hi"}]},
@@ -576,14 +600,16 @@ def test_questions_are_held_out_conversations_without_their_last_answer(write: W
         {**chat("Why?", "so"), "tools": [{"type": "function", "function": {"name": "f", "parameters": {}}}]},
     ]
     section = DataSection(train=write([chat("Hi", "one")]), eval=write(rows, "eval.jsonl"))
-    found = [(row.place[-1], prompt.messages[-1]["content"], answer) for row, prompt, answer in questions(section)]
+    found = [
+        (row.place[-1], prompt.messages[-1]["content"], answer) for row, prompt, answer in questions(section, tokenizer)
+    ]
     assert found == [("3", "Why 0?", "so 0"), ("4", "Why 1?", "so 1")]
 
 
-def test_plain_text_asks_nothing(write: Write) -> None:
-    assert list(questions(DataSection(train=write([{"text": "one"}]), eval="none"))) == []
+def test_plain_text_asks_nothing(write: Write, tokenizer: Any) -> None:
+    assert list(questions(DataSection(train=write([{"text": "one"}]), eval="none"), tokenizer)) == []
     completions = write([{"prompt": "Why?", "completion": " so"}, {"prompt": "", "completion": "so"}])
-    [(_, prompt, reference)] = questions(DataSection(train=completions, eval="none"))
+    [(_, prompt, reference)] = questions(DataSection(train=completions, eval="none"), tokenizer)
     assert (prompt, reference) == (Completion("Why?", ""), " so")
 
 

@@ -24,6 +24,7 @@ from finetune.inference import jobs
 from finetune.inference.evaluation import _Found, _Job
 from finetune.inference.generation import Settings
 from finetune.inference.tasks import Tasks
+from finetune.model.tokenizer import load_tokenizer
 from finetune.report.scores import Scores
 from finetune.storage.rundir import RunDirectory
 
@@ -110,7 +111,8 @@ def test_losses_are_those_of_training_and_lie_in_their_intervals(scores: Scores,
 
 
 def test_answers_are_scored_against_references_and_kept(scores: Scores, run: RunDirectory) -> None:
-    asked = list(questions(run.config().data))
+    config = run.config()
+    asked = list(questions(config.data, load_tokenizer(config.model, run.chat_template)))
     rule = measure(scores, "rule.py:score")
     assert {figure["value"] for figure in rule["models"].values()} == {2}
     assert rule["rows"] == len(asked)
