@@ -16,8 +16,8 @@ import torch
 from children import Children, Fault
 from safetensors.torch import load_file
 from steps import before_each_step
-from test_sharded_ranks import EXACT, ROWS, STEP, assert_all, assert_close, weights
-from together import Together
+from test_sharded_ranks import EXACT, ROWS, STEP, assert_close, weights
+from together import Together, assert_all
 from torch.utils import cpp_extension
 
 import finetune
