@@ -1,6 +1,12 @@
-"""The small job that many tests train."""
+"""The small job that many tests train, and what came of it."""
 
 from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+
+from finetune.storage.rundir import RunDirectory
 
 TINY = Path(__file__).parent.parent / "configs" / "tiny_cpu.yaml"
 
@@ -8,3 +14,19 @@ TINY = Path(__file__).parent.parent / "configs" / "tiny_cpu.yaml"
 QUICK = [
     "training.max_steps=4", "training.batch_size=4", "training.micro_batch=2", "output.merge=false", "memory.check=off",
 ]  # fmt: skip
+
+
+def adapter_weights(run: RunDirectory) -> dict[str, torch.Tensor]:
+    """The published adapter."""
+    return load_file(run.adapter / "adapter_model.safetensors")
+
+
+def same_adapter(one: RunDirectory, other: RunDirectory) -> bool:
+    """Whether both published the same bits."""
+    found, expected = adapter_weights(one), adapter_weights(other)
+    return found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def metric(run: RunDirectory, *names: str) -> list[Any]:
+    """The values of `names` in metrics.jsonl, in order."""
+    return [line[name] for line in run.metrics() for name in names if name in line]

@@ -157,7 +157,13 @@ class Zero:
                             continue
                         if value.shape != shape_of(weight):
                             raise ValueError(f"`{key}` is of {tuple(value.shape)} instead of {tuple(shape_of(weight))}")
-                        self._deepspeed.utils.safe_set_full_optimizer_state(weight, value.to(weight.device), key)
+                        self._set_state(weight, key, value.to(weight.device))
+
+    def _set_state(self, weight: nn.Parameter, key: str, whole: Tensor) -> None:
+        if is_cut(weight):  # not the function for whole states: in DeepSpeed 0.19 it fails where slices are padded
+            self._deepspeed.utils.safe_set_local_optimizer_state(weight, slice_of(whole, weight.ds_tensor.numel()), key)
+        else:
+            self._deepspeed.utils.safe_set_full_optimizer_state(weight, whole, key)
 
     def _slices(self) -> list[tuple[Tensor, list[nn.Parameter]]]:
         """What the optimizer updates on this rank, each with the weights that it is cut from."""
@@ -343,6 +349,12 @@ def shape_of(weight: Tensor) -> torch.Size:
     """The shape of the whole weight."""
     shape: torch.Size = getattr(weight, "ds_shape", weight.shape)
     return shape
+
+
+def slice_of(whole: Tensor, numbers: int) -> Tensor:
+    """This rank's slice (`numbers`) of a cut tensor; after the end of `whole` there are zeros."""
+    padded = nn.functional.pad(whole.flatten(), (0, numbers * ranks.world_size() - whole.numel()))
+    return padded.narrow(0, numbers * ranks.rank(), numbers)
 
 
 @contextlib.contextmanager

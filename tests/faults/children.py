@@ -85,9 +85,9 @@ class Child:
         """Whether it is at its end, which `wait` tells."""
         return " Z " in Path(f"/proc/{self.pid}/stat").read_text()
 
-    def wait_until_stopped(self, seconds: float = 60) -> None:
+    def wait_until_stopped(self) -> None:
         """Until a SIGSTOP that it was to send itself came."""
-        until = time.monotonic() + seconds
+        until = time.monotonic() + 60
         while " T " not in Path(f"/proc/{self.pid}/stat").read_text():
             assert time.monotonic() < until, self._log.read_text(errors="replace")
             time.sleep(0.01)

@@ -16,8 +16,8 @@ import torch
 from children import Children, Fault
 from safetensors.torch import load_file
 from steps import before_each_step
-from test_sharded_ranks import EXACT, ROWS, STEP, assert_all, assert_close, weights
-from together import Together
+from test_sharded_ranks import EXACT, ROWS, STEP, assert_close, weights
+from together import Together, assert_all
 from torch.utils import cpp_extension
 
 import finetune
@@ -99,6 +99,15 @@ def test_one_process_alone_keeps_slices_on_the_host(job: Make, alone: Callable[[
     shared = job(*GENTLE, *ZERO, "distributed.offload=cpu", run="host")
     assert_all(shared.go(1), 0)
     assert_close(shared.run, alone("nf4"))
+
+
+def test_slices_of_a_tensor_that_ranks_cannot_share_evenly_end_in_zeros(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole, slices = torch.arange(1.0, 9.0).view(2, 4), []
+    monkeypatch.setattr(zero.ranks, "world_size", lambda: 3)
+    for rank in range(3):
+        monkeypatch.setattr(zero.ranks, "rank", lambda rank=rank: rank)
+        slices.append(zero.slice_of(whole, 3).tolist())
+    assert slices == [[1, 2, 3], [4, 5, 6], [7, 8, 0]]
 
 
 def test_an_update_that_is_not_finite_is_skipped(quick: Callable[..., Config], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from children import Fault
-from safetensors.torch import load_file
+from jobs import same_adapter
 from steps import before_each_step, ready
 
 import finetune
@@ -134,14 +134,11 @@ def test_everything_is_put_back_bit_by_bit(quick, monkeypatch: pytest.MonkeyPatc
     overrides = [f"optimizer.kind={kind}", "adapter.dropout=0.1", "training.max_steps=3", "output.save_every=2",
                  "output.best=false", "training.eval_every=null"]  # fmt: skip
 
-    def weights(run: RunDirectory) -> dict[str, torch.Tensor]:
-        return load_file(run.adapter / "adapter_model.safetensors")
-
     found = finetune.train(quick(*overrides, run="with")).run
     with monkeypatch.context() as patch:
         patch.setattr(run, "warm_up", lambda *args: {})
         expected = finetune.train(quick(*overrides, run="without")).run
-    assert all(torch.equal(weights(expected)[name], tensor) for name, tensor in weights(found).items())
+    assert same_adapter(found, expected)
     kept = ("step", "loss", "grad_norm", "learning_rate", "tokens", "padding_share", "eval_loss")
     lines = [[{name: line.get(name) for name in kept} for line in one.metrics()] for one in (expected, found)]
     assert lines[0] == lines[1]
@@ -169,5 +166,4 @@ def test_a_resumed_run_tries_the_worst_first_and_puts_it_back(quick, monkeypatch
         train("stopped", 3)
     stopped = train("stopped", None)
     assert [event["step"] for event in stopped.events() if event["event"] == "largest_batch_fits"] == [0, 2]
-    files = [load_file(run.adapter / "adapter_model.safetensors") for run in (whole, stopped)]
-    assert all(torch.equal(files[0][name], files[1][name]) for name in files[0])
+    assert same_adapter(stopped, whole)

@@ -12,13 +12,14 @@ from typing import NoReturn
 import pytest
 import torch
 from children import Fault
-from safetensors.torch import load_file
+from jobs import QUICK, TINY, adapter_weights, same_adapter
 from steps import assert_gradients_close, before_each_step, gradients, micro_batches, out_of_memory, ready
 
 import finetune
 from finetune.config import Config
 from finetune.errors import MachineError, OutOfMemoryError
 from finetune.runtime import libraries
+from finetune.settings import load_config
 from finetune.storage.rundir import RunDirectory, checkpoint_step
 from finetune.training.collator import Inputs, split
 from finetune.training.loop import Loop
@@ -31,10 +32,6 @@ EXACT = ["quantization.kind=none", "data.eval=none", "training.eval_every=null"]
 
 @pytest.fixture(scope="module")
 def make(tmp_path_factory: pytest.TempPathFactory, rows_file: Path) -> Callable[..., Loop]:
-    from jobs import QUICK, TINY
-
-    from finetune.settings import load_config
-
     def make(*overrides: str) -> Loop:
         directory = tmp_path_factory.mktemp("healing") / "run"
         job = [*QUICK, *EXACT, f"data.train={rows_file}", f"output.dir={directory}", "training.batch_size=8"]
@@ -225,9 +222,7 @@ def test_a_real_limit_on_memory_is_trained_through_to_the_same_adapter(train_apa
     splits = [event for event in found.events() if event["event"] == "micro_batch_split"]
     assert splits
     assert not [event for event in expected.events() if event["event"] == "micro_batch_split"]
-    weights = [load_file(run.adapter / "adapter_model.safetensors") for run in (expected, found)]
-    for name, tensor in weights[0].items():
-        torch.testing.assert_close(weights[1][name], tensor, rtol=0, atol=1e-6)
+    torch.testing.assert_close(adapter_weights(found), adapter_weights(expected), rtol=0, atol=1e-6)
 
 
 # -- the update --------------------------------------------------------------------------------------------------------
@@ -344,8 +339,7 @@ def test_a_row_that_does_not_fit_alone_is_named_and_the_steps_before_it_are_save
     assert [checkpoint_step(path) for path in run.complete_checkpoints()] == [3]
 
     finetune.train(config)
-    files = [load_file(run.adapter / "adapter_model.safetensors") for run in (whole, run)]
-    assert all(torch.equal(files[0][name], files[1][name]) for name in files[0])
+    assert same_adapter(run, whole)
     assert [line["step"] for line in run.metrics()] == [1, 2, 3, 4, 5, 6]
 
 

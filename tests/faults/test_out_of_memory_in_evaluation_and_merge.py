@@ -11,25 +11,18 @@ from typing import NoReturn
 import pytest
 import torch
 from children import Fault
-from safetensors.torch import load_file
+from jobs import QUICK, TINY, adapter_weights, metric, same_adapter
 from steps import ready
 
 import finetune
 from finetune.errors import OutOfMemoryError
 from finetune.runtime import libraries
+from finetune.settings import load_config
 from finetune.storage.rundir import RunDirectory
 from finetune.training import evaluation
 from finetune.training.collator import row_count
 
 JOB = ["training.eval_every=2", "output.best=false", "quantization.kind=none"]
-
-
-def weights(run: RunDirectory) -> dict[str, torch.Tensor]:
-    return load_file(run.adapter / "adapter_model.safetensors")
-
-
-def held_out(run: RunDirectory) -> list[float]:
-    return [line["eval_loss"] for line in run.metrics() if "eval_loss" in line]
 
 
 @pytest.fixture
@@ -49,10 +42,6 @@ def exhausted(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory, rows_file: Path, shallow_base: Path) -> RunDirectory:
-    from jobs import QUICK, TINY
-
-    from finetune.settings import load_config
-
     directory = tmp_path_factory.mktemp("undisturbed") / "run"
     job = [*JOB, f"model.name={shallow_base}", f"data.train={rows_file}", "data.eval_share=0.2"]
     return finetune.train(load_config(TINY, [*QUICK, *job, f"output.dir={directory}"])).run
@@ -61,10 +50,10 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory, rows_file: Path, shall
 def test_an_evaluation_that_does_not_fit_is_split(quick, exhausted, undisturbed: RunDirectory) -> None:
     exhausted[0] = 1
     run = finetune.train(quick(*JOB)).run
-    assert held_out(run) == pytest.approx(held_out(undisturbed), rel=1e-6)
+    assert metric(run, "eval_loss") == pytest.approx(metric(undisturbed, "eval_loss"), rel=1e-6)
     splits = [event for event in run.events() if event["event"] == "micro_batch_split"]
     assert [event["evaluation"] for event in splits] == [True], "once, with the worst first, and then remembered"
-    assert all(torch.equal(weights(run)[name], tensor) for name, tensor in weights(undisturbed).items())
+    assert same_adapter(run, undisturbed)
 
 
 def test_each_part_that_does_not_fit_is_split_and_told_and_its_memory_given_back(
@@ -116,18 +105,18 @@ def test_a_real_limit_in_an_evaluation_is_evaluated_through(train_apart, tmp_pat
     roomy = train("roomy")
     tight = train("tight", Fault("finetune.training.evaluation:Evaluation.sums", memory_bytes=96 * 2**20))
     assert [event for event in tight.events() if event["event"] == "micro_batch_split"]
-    assert held_out(tight) == pytest.approx(held_out(roomy), rel=1e-6)
-    assert all(torch.equal(weights(tight)[name], tensor) for name, tensor in weights(roomy).items())
+    assert metric(tight, "eval_loss") == pytest.approx(metric(roomy, "eval_loss"), rel=1e-6)
+    assert same_adapter(tight, roomy)
 
 
 def test_an_evaluation_of_which_no_row_fits_is_left_out(quick, exhausted, undisturbed: RunDirectory) -> None:
     run = finetune.train(quick(*JOB)).run
     assert run.finished
-    assert held_out(run) == []
+    assert metric(run, "eval_loss") == []
     skipped = [event for event in run.events() if event["event"] == "evaluation_skipped"]
     assert [event["step"] for event in skipped] == [0, 0, 2, 4], "tried with the worst first, and at each of three"
     assert all(".jsonl:" in event["place"] for event in skipped)
-    assert all(torch.equal(weights(run)[name], tensor) for name, tensor in weights(undisturbed).items())
+    assert same_adapter(run, undisturbed)
 
 
 def test_no_logits_are_made_and_nothing_of_a_batch_is_kept(quick) -> None:
@@ -154,14 +143,14 @@ def test_a_merge_out_of_memory_leaves_the_training_and_is_done_again(train_apart
     assert f"finetune export {run.path} --to merged" in " ".join(ended.output.split())
     assert not run.finished
     assert not run.merged.exists()
-    before, lines = weights(run), run.metrics_file.read_bytes()
+    before, lines = adapter_weights(run), run.metrics_file.read_bytes()
 
     again, ended = train_apart(None, *job)
     assert ended.code == 0, ended.output
     assert again.finished
     assert (run.merged / "merge.json").is_file()
     assert run.metrics_file.read_bytes() == lines
-    assert all(torch.equal(weights(run)[name], tensor) for name, tensor in before.items())
+    torch.testing.assert_close(adapter_weights(run), before, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize(

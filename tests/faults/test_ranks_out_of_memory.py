@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from children import Children, Ended, Fault
-from jobs import QUICK
-from safetensors.torch import load_file
+from jobs import QUICK, adapter_weights, metric
 from together import Together
 
 from finetune.storage.rundir import RunDirectory, checkpoint_step
@@ -48,11 +47,8 @@ def events(run: RunDirectory, name: str) -> list[dict]:
 
 def assert_as(found: RunDirectory, expected: RunDirectory) -> None:
     """The same losses and the same adapter but for the order of sums."""
-    losses = [[line["loss"] for line in run.metrics() if "loss" in line] for run in (found, expected)]
-    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
-    weights = [load_file(run.adapter / "adapter_model.safetensors") for run in (found, expected)]
-    for name, tensor in weights[1].items():
-        torch.testing.assert_close(weights[0][name], tensor, rtol=0, atol=1e-6)
+    assert metric(found, "loss") == pytest.approx(metric(expected, "loss"), rel=1e-5)
+    torch.testing.assert_close(adapter_weights(found), adapter_weights(expected), rtol=0, atol=1e-6)
 
 
 def said(ended: Ended) -> str:

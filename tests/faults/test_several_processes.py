@@ -10,11 +10,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from children import Children, Ended, Fault
-from jobs import QUICK
-from safetensors.torch import load_file
+from children import Children, Fault
+from jobs import QUICK, adapter_weights, metric, same_adapter
 from steps import before_each_step
-from together import Together
+from together import Together, assert_all
 
 import finetune
 from finetune.runtime import ranks
@@ -56,22 +55,8 @@ def alone(children: Children, rows: Path, tmp_path_factory: pytest.TempPathFacto
     return run
 
 
-def weights(run: RunDirectory) -> dict[str, torch.Tensor]:
-    return load_file(run.adapter / "adapter_model.safetensors")
-
-
-def lines(run: RunDirectory, *names: str) -> list[float]:
-    return [line[name] for line in run.metrics() for name in names if name in line]
-
-
-def assert_all(ended: list[Ended], code: int) -> None:
-    for each in ended:
-        assert each.code == code, each.output
-
-
 def assert_close(found: RunDirectory, expected: RunDirectory) -> None:
-    for name, tensor in weights(expected).items():
-        torch.testing.assert_close(weights(found)[name], tensor, rtol=0, atol=1e-6)
+    torch.testing.assert_close(adapter_weights(found), adapter_weights(expected), rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("processes", [2, 3])
@@ -80,9 +65,9 @@ def test_several_processes_train_what_one_trains(job: Make, alone: RunDirectory,
     together = job(*EXACT)
     assert_all(together.go(processes), 0)
     assert_close(together.run, alone)
-    assert lines(together.run, "tokens") == lines(alone, "tokens")
+    assert metric(together.run, "tokens") == metric(alone, "tokens")
     for name in ("loss", "grad_norm", "eval_loss"):
-        assert lines(together.run, name) == pytest.approx(lines(alone, name), rel=1e-5)
+        assert metric(together.run, name) == pytest.approx(metric(alone, name), rel=1e-5)
 
 
 def test_killed_processes_resume_to_the_same_bits(job: Make) -> None:
@@ -93,8 +78,7 @@ def test_killed_processes_resume_to_the_same_bits(job: Make) -> None:
     assert not killed.run.adapter.exists()
     assert_all(killed.go(2), 0)
     assert [event["step"] for event in killed.run.events() if event["event"] == "resumed"] == [2]
-    assert weights(killed.run).keys() == weights(whole.run).keys()
-    assert all(torch.equal(weights(killed.run)[name], tensor) for name, tensor in weights(whole.run).items())
+    assert same_adapter(killed.run, whole.run)
 
 
 @pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 3)])
@@ -107,7 +91,7 @@ def test_another_number_of_processes_goes_on_with_the_same_rows_and_is_logged(
     (event,) = [event for event in changed.run.events() if event["event"] == "changed"]
     assert event["processes"] == [before, after]
     assert_close(changed.run, alone)
-    assert lines(changed.run, "loss") == pytest.approx(lines(alone, "loss"), rel=1e-5)
+    assert metric(changed.run, "loss") == pytest.approx(metric(alone, "loss"), rel=1e-5)
 
 
 @pytest.mark.parametrize(("signalled", "step"), [(0, 3), (1, 4)])
@@ -116,11 +100,11 @@ def test_a_signal_to_one_process_saves_and_ends_all(job: Make, alone: RunDirecto
     stopped = job(*EXACT)
     assert_all(stopped.go(2, {signalled: Fault(STEP, nth=step, action="SIGTERM")}), 143)
     assert stopped.run.saved_steps == [2, step]
-    assert len(lines(stopped.run, "eval_loss")) == 2
+    assert len(metric(stopped.run, "eval_loss")) == 2
     assert not stopped.run.adapter.exists()
     assert_all(stopped.go(2), 0)
     assert_close(stopped.run, alone)
-    assert lines(stopped.run, "eval_loss") == pytest.approx(lines(alone, "eval_loss"), rel=1e-5)
+    assert metric(stopped.run, "eval_loss") == pytest.approx(metric(alone, "eval_loss"), rel=1e-5)
 
 
 def test_what_shares_the_model_is_gone_before_the_ranks_part(quick, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -156,4 +140,4 @@ def test_only_the_first_process_writes_the_run_and_prints(job: Make) -> None:
     assert json.loads(together.run.forecast_file.read_text())["fits"]
     own = together.run.of_rank(1)
     assert sorted(path.name for path in own.path.iterdir()) == ["events.jsonl", "metrics.jsonl"]
-    assert lines(own, "step", "loss") == lines(together.run, "step", "loss")
+    assert metric(own, "step", "loss") == metric(together.run, "step", "loss")

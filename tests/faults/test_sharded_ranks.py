@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from children import Children, Ended, Fault
-from jobs import QUICK
+from children import Children, Fault
+from jobs import QUICK, metric
 from safetensors.torch import load_file, save_file
-from together import Together
+from together import Together, assert_all
 
 from finetune.model.locate import locate
 from finetune.storage.rundir import RunDirectory
@@ -65,15 +65,6 @@ def weights(run: RunDirectory) -> dict[str, torch.Tensor]:
     return load_file(folder / f"{name}.safetensors")
 
 
-def lines(run: RunDirectory, *names: str) -> list[float]:
-    return [line[name] for line in run.metrics() for name in names if name in line]
-
-
-def assert_all(ended: list[Ended], code: int) -> None:
-    for each in ended:
-        assert each.code == code, each.output
-
-
 def assert_close(found: RunDirectory, expected: RunDirectory, *, rounded: bool = False) -> None:
     """`rounded`: now and then 8-bit states round another way, by a hundredth of an update."""
     one, other = weights(found), weights(expected)
@@ -82,7 +73,7 @@ def assert_close(found: RunDirectory, expected: RunDirectory, *, rounded: bool =
         torch.testing.assert_close(one[name], tensor, rtol=0, atol=1e-3 if rounded else 1e-5)
         assert (one[name] - tensor).abs().mean() < 1e-6
     for name in ("loss", "grad_norm", "eval_loss"):
-        assert lines(found, name) == pytest.approx(lines(expected, name), rel=1e-5)
+        assert metric(found, name) == pytest.approx(metric(expected, name), rel=1e-5)
 
 
 @pytest.mark.parametrize("kind", KINDS)

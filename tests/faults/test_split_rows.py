@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 from children import Children, Fault
-from jobs import QUICK
-from test_sharded_ranks import assert_all, assert_close, lines
-from together import Together
+from jobs import QUICK, metric
+from test_sharded_ranks import assert_close
+from together import Together, assert_all
 
 from finetune.storage.rundir import RunDirectory
 
@@ -75,7 +75,7 @@ def test_ranks_that_split_rows_train_what_one_process_trains(
     assert_all(split.go(ranks), 0)
     assert_close(split.run, alone(*base))
     if "data.packing=true" not in overrides:  # packing has no padding but that of slices
-        assert lines(split.run, "tokens") == lines(alone(*base), "tokens")
+        assert metric(split.run, "tokens") == metric(alone(*base), "tokens")
 
 
 def test_one_process_goes_on_with_the_same_rows(make: Make, alone: Callable[..., RunDirectory]) -> None:

@@ -44,3 +44,8 @@ class Together:
     ) -> list[Ended]:
         """Start them and wait for the end of each."""
         return [child.wait() for child in self.start(processes, faults, own)]
+
+
+def assert_all(ended: list[Ended], code: int) -> None:
+    for each in ended:
+        assert each.code == code, each.output

@@ -73,14 +73,6 @@ def scratch(operator: Any, arguments: tuple[Any, ...]) -> int:
     return peak - live
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Any:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 def assert_forecast(operator: Any, arguments: tuple[Any, ...], packed: torch.Tensor) -> None:
     """That the scratch is forecast, but for less than a copy of `packed` on a CPU with a unit for bfloat16."""
     forecast, real = sum(operator_costs.cpu().scratch(operator, arguments, {})), scratch(operator, arguments)

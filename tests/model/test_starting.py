@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from jobs import metric
 from safetensors.torch import load_file, save_file
 
 import finetune
@@ -18,7 +19,6 @@ from finetune.export import card
 from finetune.model import build, starting
 from finetune.model.adapter import attach
 from finetune.model.base import load_architecture
-from finetune.storage.rundir import RunDirectory
 
 THEIRS = AdapterSection(rank=4, alpha=6, targets=["q_proj", "v_proj"])
 
@@ -100,15 +100,12 @@ def test_damage_is_told_from_another_adapter(saved: Path, tmp_path: Path) -> Non
             starting.check(base(), THEIRS.model_copy(update={"start_from": str(place)}))
 
 
-def losses(run: RunDirectory) -> list[float]:
-    return [line["eval_loss"] for line in run.metrics() if "eval_loss" in line]
-
-
 def test_a_run_starts_where_another_ended_and_resumes_without_it(quick, tmp_path: Path) -> None:
     first = finetune.train(quick(run="first")).run
     start = f"adapter.start_from={first.adapter}"
     run = finetune.train(quick(start, "training.max_steps=2")).run
-    assert losses(run)[0] == losses(first)[-1] < losses(first)[0]
+    before = metric(first, "eval_loss")
+    assert metric(run, "eval_loss")[0] == before[-1] < before[0]
     kept = starting.sha256(AdapterSection(start_from=str(first.adapter)))
     assert [one["start_from"] for one in run.events() if one["event"] == "started"] == [
         {"name": str(first.adapter), "sha256": kept}

@@ -12,6 +12,7 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
 from accelerate.tracking import TensorBoardTracker
 from bitsandbytes.optim import GlobalOptimManager
+from jobs import adapter_weights
 from safetensors.torch import load_file
 from steps import before_each_step, spoil_losses
 
@@ -26,10 +27,6 @@ from finetune.training.evaluation import Evaluation
 from finetune.training.loop import Loop
 from finetune.training.recorder import Recorder
 from finetune.training.tracking import Trackers
-
-
-def adapter_weights(run: RunDirectory) -> dict[str, torch.Tensor]:
-    return load_file(run.adapter / "adapter_model.safetensors")
 
 
 def training_lines(run: RunDirectory) -> list[dict]:
