@@ -112,8 +112,10 @@ exports: $(DEV) ## Compare GGUF files of every family in llama.cpp with transfor
 answers: $(DEV) ## Compare batched answers with single ones, and the memory of each KV cache with its forecast (five minutes).
 	$(BIN)/python benchmarks/answers.py
 
-faults-ranks: $(DEV) ## Kill ranks of runs 50 times and resume, some with another number of ranks (ten minutes).
+faults-ranks: $(DEV) ## Kill ranks of runs 85 times and resume, sharded ones out of memory as well (half an hour).
 	$(BIN)/python benchmarks/faults_ranks.py
+	$(BIN)/python benchmarks/faults_ranks.py --share fsdp --out-of-memory --kills 20
+	$(BIN)/python benchmarks/faults_ranks.py --share deepspeed --out-of-memory --kills 15
 
 mutations: $(DEV) ## Put 1,000 faults into masks, loss normaliser and checkpoints, and see which the tests find (an hour).
 	$(BIN)/python benchmarks/mutations.py

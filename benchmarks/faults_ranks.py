@@ -203,8 +203,9 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=50)
     parser.add_argument("--share", choices=SHARING, default="ddp", help="how ranks share the model")
     parser.add_argument("--out-of-memory", action="store_true", help="ranks run out of memory as well")
-    parser.add_argument("--output", type=Path, default=harness.RESULTS / "faults_ranks.json")
+    parser.add_argument("--output", type=Path, help="default: faults_ranks.json, or with the way of sharing in its name")
     options = parser.parse_args()
+    name = "faults_ranks" if options.share == "ddp" else f"faults_ranks_{options.share}"
     with tempfile.TemporaryDirectory() as temporary, Children(Path(temporary, "logs")) as children:
         folder = Path(temporary)
         write_rows(folder / "data.jsonl", folder / "text.jsonl")
@@ -224,7 +225,7 @@ def main() -> None:
         "found": found,
         "environment": harness.environment(threads=1),
     }
-    harness.write_result(options.output, result)
+    harness.write_result(options.output or harness.RESULTS / f"{name}.json", result)
     failed = found["runs_that_could_not_resume"] + found["runs_that_ended_with_other_weights"]
     if failed or found["steps_lost_max"] > INTERVAL:
         sys.exit(1)
