@@ -66,6 +66,7 @@ def trace(
     attention: str = "sdpa",
     shortening: Callable[[Sequence[Hashable]], Shortened] = shorten,
     world_size: int = 1,
+    models: step.Models | None = None,
 ) -> Trace:
     """The trace of a step of `job`; by default of few layers, extrapolated to all."""
-    return step._trace_step(job, model, batch, evaluation, where or cpu(), attention, shortening, world_size)
+    return step._trace_step(job, model, batch, evaluation, where or cpu(), attention, shortening, world_size, models)

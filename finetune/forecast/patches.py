@@ -23,8 +23,8 @@ from finetune.runtime.randomness import RandomState
 
 
 @contextlib.contextmanager
-def like(device: Device, recorder: Recorder) -> Iterator[FakeTensorMode]:
-    """A fake mode under which the libraries take the paths of a real step on `device`."""
+def like(device: Device, recorder: Recorder, mode: FakeTensorMode | None = None) -> Iterator[FakeTensorMode]:
+    """A fake mode, `mode` if given, under which the libraries take the paths of a real step on `device`."""
     from transformers import masking_utils
 
     copies = _TracedCopies(recorder)
@@ -38,7 +38,7 @@ def like(device: Device, recorder: Recorder) -> Iterator[FakeTensorMode]:
         if device.type == "cuda":
             stack.enter_context(_loss_on_cuda(device.triton, recorder))
             stack.enter_context(replaced(offload, "copies_of", lambda device: copies))
-        yield FakeTensorMode(allow_non_fake_inputs=True)
+        yield mode or FakeTensorMode(allow_non_fake_inputs=True)
 
 
 @contextlib.contextmanager

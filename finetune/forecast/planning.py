@@ -26,7 +26,7 @@ from finetune.forecast.devices import Device
 from finetune.forecast.fit import Fitted, Limits, NothingFits
 from finetune.forecast.levers import Lever, levers
 from finetune.forecast.replay import Forecast
-from finetune.forecast.step import trace_step
+from finetune.forecast.step import Models, trace_step
 from finetune.model import attention, bounds, build, catalog, checkpointing, context, packing
 from finetune.model.base import load_architecture
 from finetune.model.causality import has_flash
@@ -58,6 +58,7 @@ class Planner:
     data: Prepared | None
     gpus: int = 1
     _known: dict[tuple[str, bool], Forecast] = field(default_factory=dict)
+    _models: Models = field(default_factory=Models)
     _largest: dict[tuple[MicroBatching, int], tuple[list[Batch], Batch | None]] = field(default_factory=dict)
 
     def forecast(self, config: Config | None = None, *, evaluates: bool = True) -> Forecast:
@@ -84,7 +85,9 @@ class Planner:
         shares = config.distributed
         sharded = strategies.is_sharded(shares, self.gpus)
         zero = strategies.STRATEGIES[shares.kind].deepspeed
-        trace = trace_step(config, self.architecture, batch, evaluation, device, implementation, self.gpus)
+        trace = trace_step(
+            config, self.architecture, batch, evaluation, device, implementation, self.gpus, self._models
+        )
         return replay.make(
             trace,
             device,

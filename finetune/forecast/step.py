@@ -7,11 +7,12 @@ are those of training; only the weights and the batch are fake.
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -42,25 +43,45 @@ from finetune.training.strategies import STRATEGIES
 
 # bitsandbytes 0.50, `Optimizer8bit.get_state_buffer`: smaller tensors are not paged.
 _PAGED_STATES, _PAGED_FROM = ("state1", "state2"), 100_000
+# So many tokens are one tile, whatever more the config allows (kernels/head.py takes no fewer at a time).
+_ONE_TILE = 512
 
 
 Shortening = Callable[[Sequence[Hashable]], Shortened]
 """From the kinds of the layers to those that are traced."""
 
+_Job = tuple[str, str]
+"""What decides a model and its optimizer: the config but for what `Models` names, and the attention."""
+
+
+@dataclass
+class Models:
+    """Models of one architecture on one device that were traced, ready for another step, and the traces.
+
+    One serves all settings that differ in the micro-batch, the tiles of the loss, and what like layers recompute.
+    """
+
+    kinds: dict[_Job, Sequence[Hashable]] = field(default_factory=dict)
+    ready: dict[Hashable, _TracedStep] = field(default_factory=dict)
+    """By job and the kinds of the layers that are kept."""
+    traces: dict[Hashable, Trace] = field(default_factory=dict)
+    """By that, what those layers recompute, and the rest of the setting; not yet extrapolated."""
+
 
 def trace_step(
     config: Config, architecture: Any, train: Batch, evaluation: Batch | None, device: Device, attention: str,
-    world_size: int = 1,
+    world_size: int = 1, models: Models | None = None,
 ) -> Trace:  # fmt: skip
     """Run one optimizer step in its steady state, then an evaluation, on fake tensors; of `world_size` ranks, rank 0's.
 
-    Steady state: optimizer states exist, and with accumulation so do the gradients of the micro-batches before.
+    Steady state: optimizer states exist, and with accumulation so do the gradients of the micro-batches before. With
+    `models`, those are used again; the trace is the same.
     """
     settings = (config, architecture, train, evaluation, device, attention)
     try:
-        return _trace_step(*settings, shorten, world_size)
+        return _trace_step(*settings, shorten, world_size, models)
     except (NotAlike, depth.Scattered):
-        return _trace_step(*settings, lambda kinds: whole(len(kinds)), world_size)
+        return _trace_step(*settings, lambda kinds: whole(len(kinds)), world_size, models)
     except FinetuneError:
         raise
     except Exception as error:
@@ -75,31 +96,47 @@ def trace_step(
 
 def _trace_step(
     config: Config, architecture: Any, train: Batch, evaluation: Batch | None, device: Device, attention: str,
-    shortening: Shortening, world_size: int = 1,
+    shortening: Shortening, world_size: int = 1, models: Models | None = None,
 ) -> Trace:  # fmt: skip
-    answers = Answers(uneven=False, trained_tokens=0)
+    models = models or Models()
+    left_out = {"memory": {"checkpointing", "loss_tokens"}, "training": {"micro_batch"}}
+    job = config.model_dump_json(exclude=left_out), attention
+    places = max(batch.rows * batch.tokens for batch in (train, evaluation) if batch)
+    tile = min(config.memory.loss_tokens, _ONE_TILE) if places <= _ONE_TILE else config.memory.loss_tokens
+    setting = config.training.micro_batch, tile, train, evaluation
+    traced = None
+    if kinds := models.kinds.get(job):
+        short = _Short.of(kinds, config, shortening)
+        if found := models.traces.get((job, short.kinds, short.levels, setting)):
+            return extrapolate(found, short.shortened)
+        traced = models.ready.pop((job, short.kinds), None)
     rows = max(1, config.training.batch_size // config.distributed.shares(world_size))  # of a step, on one rank
-    recorder = Recorder(device.kernels, answers, device.flops / device.bandwidth_bytes)
     tiles = log_probs.tiles(config.memory.loss_tokens, fused=config.kernels.fused != "off")
+    answers = Answers(uneven=False, trained_tokens=0)
+    recorder = traced.recorder if traced else Recorder(device.kernels, answers, device.flops / device.bandwidth_bytes)
     with (
         fake_ranks.sharding(config.distributed, world_size) as shards,
         fake_ranks.splitting(config.distributed, world_size) as group,
         patches.undisturbed(),
         tiles,
-        patches.like(device, recorder) as mode,
+        patches.like(device, recorder, traced.mode if traced else None) as mode,
         patches.sharded(recorder) if shards else contextlib.nullcontext(),
     ):
-        traced = _TracedStep(config, architecture, mode, recorder, device, attention, shortening, rows, shards)
-        traced.load()
-        traced.make_step(world_size)
+        if traced:
+            traced.take(config, short)
+        else:
+            traced = _TracedStep(config, architecture, mode, recorder, device, attention, shortening, rows, shards)
+            traced.load()
+            traced.make_step(world_size)
+            with traced.splitting(group), traced.in_slices():
+                traced.make_optimizer_states()
+            traced.begin()
         with traced.splitting(group), traced.in_slices():
-            traced.make_optimizer_states()
             traced.step(train)
             if evaluation:
                 traced.evaluate(evaluation, train)
-        trace = extrapolate(recorder.trace(), traced.shortened)
-        return replace(
-            trace,
+        found = replace(
+            recorder.trace(),
             parameters=traced.parameters,
             largest_weight=traced.largest_weight,
             largest_part=traced.largest_part,
@@ -107,6 +144,28 @@ def _trace_step(
             trained_share=traced.trained_share,
             saved_bytes=traced.zero.saved_bytes() if traced.zero else None,
         )
+        short = traced.short
+        if not (shards or group or traced.zero) and traced.rewound():
+            models.kinds[job] = traced.kinds
+            models.ready[job, short.kinds] = traced
+            models.traces[job, short.kinds, short.levels, setting] = found
+        return extrapolate(found, short.shortened)
+
+
+@dataclass(frozen=True)
+class _Short:
+    """The layers that are kept of a model, with their kinds and what they recompute."""
+
+    shortened: Shortened
+    kinds: tuple[Hashable, ...]
+    levels: tuple[str, ...]
+
+    @classmethod
+    def of(cls, kinds: Sequence[Hashable], config: Config, shortening: Shortening) -> _Short:
+        levels = checkpointing.pattern(config.memory.checkpointing, len(kinds))
+        found = shortening(list(zip(kinds, levels, strict=True)))
+        kept = found.layers
+        return cls(found, tuple(kinds[number] for number in kept), tuple(levels[number] for number in kept))
 
 
 class _TracedStep:
@@ -122,13 +181,9 @@ class _TracedStep:
         rows: int,
         shards: Sharding | None,
     ) -> None:
-        if config.training.precision == "fp16":
-            # Sizes are those of bfloat16, and there is no loss scaling on a CPU, where this runs.
-            config = config.model_copy(update={"training": config.training.model_copy(update={"precision": "bf16"})})
-        self._config = config
-        self._way = MicroBatching.of(config.training, config.data)
-        self._collator = MicroBatches(self._way, pad_token_id=0, context=config.distributed.context)
-        self._mode = mode
+        self._configure(config)
+        config = self._config
+        self.mode = mode
         self._device = device
         self.recorder = recorder
         self._shortening = shortening
@@ -143,13 +198,51 @@ class _TracedStep:
         self._loaded = list(base.modules())
         # An adapter's initial values change no size; PiSSA and LoftQ would need weights.
         start = self._adapter.model_copy(update={"init": "default", "start_from": None})
+        memory = config.memory  # with checkpointing switched on, for other settings; what is recomputed is chosen below
+        if memory.checkpointing in ("none", 0) and base.supports_gradient_checkpointing:
+            memory = memory.model_copy(update={"checkpointing": "all"})
         self._model = build.trainable(
-            base, config.model, start, config.memory, seed=config.training.seed, device_type=device.type
+            base, config.model, start, memory, seed=config.training.seed, device_type=device.type
         )
-        checkpointing.choose(base, self._checkpointed)
+        checkpointing.choose(base, self.short.levels)
         self._layers = checkpointing.layers(base)
         fake.fill(self._model, config.quantization, mode)
         self._base = base
+        self._repeatable: dict[Hashable, Trace] = {}
+
+    def _configure(self, config: Config) -> None:
+        if config.training.precision == "fp16":
+            # Sizes are those of bfloat16, and there is no loss scaling on a CPU, where this runs.
+            config = config.model_copy(update={"training": config.training.model_copy(update={"precision": "bf16"})})
+        self._config = config
+        self._way = MicroBatching.of(config.training, config.data)
+        self._collator = MicroBatches(self._way, pad_token_id=0, context=config.distributed.context)
+
+    def take(self, config: Config, short: _Short) -> None:
+        """Be the model of another setting, whose layers are of the same kinds."""
+        self._configure(config)
+        self.short = short
+        checkpointing.choose(self._base, short.levels)
+
+    def begin(self) -> None:
+        """Each step that is traced begins here."""
+        self._start = self.recorder.state()
+
+    def rewound(self) -> bool:
+        """Whether another step can be traced: forget this one, if it left the model as it was."""
+        self.recorder.phase = "after"
+        self._step.under_way = None
+        return self.recorder.rewind(self._start)
+
+    def _once(self, what: Hashable, record: Callable[[], None]) -> None:
+        """Record what depends on `what` alone, in a phase that it begins; the second time without running it."""
+        if what in self._repeatable:
+            self.recorder.repeat(self._repeatable[what])
+            return
+        start = self.recorder.state()
+        record()
+        if recorded := self.recorder.since(start):
+            self._repeatable[what] = recorded
 
     def _shorten(self, base: Any) -> None:
         self.parameters = sum(weight.numel() for weight in base.parameters())
@@ -171,12 +264,11 @@ class _TracedStep:
         self.largest_part = max(sum(weight.numel() for weight in part.parameters()) for part in parts)
         self.mixture = mixture(base, self._config.quantization)
         kinds = depth.kinds(base)
-        chosen = checkpointing.pattern(self._config.memory.checkpointing, len(kinds))
         named, adapted = depth.adapted(base, self._adapter)
-        self.shortened = self._shortening(list(zip(kinds, chosen, adapted, strict=True)))
-        self._checkpointed = [chosen[number] for number in self.shortened.layers]
-        if len(self.shortened.layers) < len(kinds):
-            depth.keep(base, self.shortened.layers)
+        self.kinds: list[Hashable] = list(zip(kinds, adapted, strict=True))
+        self.short = _Short.of(self.kinds, self._config, self._shortening)
+        if len(self.short.kinds) < len(kinds):
+            depth.keep(base, self.short.shortened.layers)
             self._adapter = depth.renamed(self._adapter, base, named)
 
     def make_step(self, world_size: int) -> None:
@@ -216,10 +308,12 @@ class _TracedStep:
         layer_of = {weight: number for number, layer in enumerate(self._layers) for weight in layer.parameters()}
 
         def whole(weights: Sequence[torch.Tensor]) -> list[int]:
-            units = [None if (layer := layer_of.get(one)) is None else self.shortened.unit[layer] for one in weights]
+            units = [
+                None if (layer := layer_of.get(one)) is None else self.short.shortened.unit[layer] for one in weights
+            ]
             found: list[int] = []
             for unit, members in itertools.groupby(zip(units, weights, strict=True), key=lambda pair: pair[0]):
-                times = 1 if unit is None else self.shortened.repeats[unit]
+                times = 1 if unit is None else self.short.shortened.repeats[unit]
                 found += [weight.numel() for _, weight in members] * times
             return found
 
@@ -388,7 +482,7 @@ class _TracedStep:
         """So many more micro-batches, which wait in host memory; on a CPU that is what is forecast."""
         if self._device.type != "cpu":
             return []
-        with self._mode:
+        with self.mode:
             values = [value for value in inputs.values() if isinstance(value, torch.Tensor)]
             made = [torch.empty_like(value) for _ in range(count) for value in values]
         for value in made:
@@ -399,15 +493,21 @@ class _TracedStep:
         """A `RandomState` that the loop keeps to put back: in host memory as well."""
         if self._device.type != "cpu":
             return None
-        with self._mode:
+        with self.mode:
             state = torch.empty_like(torch.get_rng_state())
         self.recorder.keep(state, "activations")
         return state
 
     def evaluate(self, batch: Batch, train: Batch) -> None:
         """The held-out loss of one batch, beside the micro-batches of the step `train`, which the loop still holds."""
+        count = per_step(self._rows, self._way, train)
+        layers = tuple(level != "none" for level in self.short.levels)
+        what = (batch, train, count, self._config.memory.loss_tokens, layers)
+        self._once(what, functools.partial(self._evaluate, batch, train, count))
+
+    def _evaluate(self, batch: Batch, train: Batch, count: int) -> None:
         self.recorder.phase = "evaluation"
-        held = self._on_host(self._inputs(train), per_step(self._rows, self._way, train))
+        held = self._on_host(self._inputs(train), count)
         start = self._random_state()
         inputs = self._inputs(batch)
         with self._recording():
@@ -418,13 +518,13 @@ class _TracedStep:
     def _recording(self) -> Iterator[None]:
         self.recorder.category = "activations"
         casting = adapter.casts_by_autocast(self._model, self._config.adapter, self._config.training.precision)
-        with casting, self._mode, self.recorder:
+        with casting, self.mode, self.recorder:
             yield
         self.recorder.layer = None
 
     def _make_gradients(self) -> None:
         for parameter, layer in self._trained():
-            with self._mode:
+            with self.mode:
                 parameter.grad = torch.empty_like(parameter)
             self.recorder.keep(held(parameter.grad), "gradients", layer)
         self.recorder.layer = None
@@ -464,7 +564,7 @@ class _TracedStep:
         self.recorder.answers = Answers(uneven, batch.trained_tokens)
         rows = batch.packed or (batch.tokens,) * batch.rows
         inputs = self._collator.micro_batch([{"input_ids": [0] * length, "labels": [0] * length} for length in rows])
-        with self._mode:
+        with self.mode:
             found = {
                 name: torch.ones_like(value) if isinstance(value, torch.Tensor) and value.dim() > 1 else value
                 for name, value in inputs.items()

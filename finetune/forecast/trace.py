@@ -15,7 +15,7 @@ import contextlib
 import inspect
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -117,6 +117,11 @@ class Run:
     events: list[int] = field(default_factory=list)
     work: Work = field(default_factory=Work)
 
+    def moved(self, by: int) -> Run:
+        """The same, of blocks whose numbers are larger `by` so many."""
+        events = [event + by if event > 0 else event - by for event in self.events]
+        return Run(self.phase, self.layer, events, replace(self.work))
+
 
 @dataclass
 class Trace:
@@ -148,6 +153,15 @@ class Trace:
         return sum((run.work for run in self.runs if run.phase in wanted), Work())
 
 
+@dataclass(frozen=True)
+class State:
+    """How far a recording is: numbers of blocks and runs, and which storages are alive, as which blocks."""
+
+    blocks: int
+    runs: int
+    living: Mapping[int, int | None]
+
+
 class Recorder(TorchDispatchMode):
     """Records a step that runs on fake tensors; enter it inside a FakeTensorMode.
 
@@ -171,7 +185,41 @@ class Recorder(TorchDispatchMode):
         self.managed = self.slices_on_host = False
 
     def trace(self) -> Trace:
-        return Trace(self._blocks, self._runs)
+        return Trace(list(self._blocks), list(self._runs))
+
+    # -- what is recorded once for several traces ------------------------------------------------------------------
+
+    def state(self) -> State:
+        """How far the recording is, to `rewind` to; the next phase is another one."""
+        return State(len(self._blocks), len(self._runs), {key: number for key, (number, _) in self._living.items()})
+
+    def rewind(self, state: State) -> bool:
+        """Forget what was recorded since `state`; False if not the same blocks are alive as then."""
+        if self.state().living != state.living:
+            return False
+        del self._blocks[state.blocks :], self._runs[state.runs :]
+        return True
+
+    def since(self, state: State) -> Trace | None:
+        """What was recorded since `state`, to `repeat`; None if that left or freed what is not its own."""
+        blocks, runs = self._blocks[state.blocks :], self._runs[state.runs :]
+        freed = {-event - 1 for run in runs for event in run.events if event < 0}
+        if freed != set(range(state.blocks, len(self._blocks))):
+            return None
+        return Trace(list(map(replace, blocks)), [run.moved(-state.blocks) for run in runs])
+
+    def repeat(self, recorded: Trace) -> None:
+        """Record again what `since` returned."""
+        first = len(self._blocks)
+        self._blocks += map(replace, recorded.blocks)
+        self._runs += [run.moved(first) for run in recorded.runs]
+        self.phase, self.layer = recorded.runs[-1].phase, None
+
+    def block(self, tensor: torch.Tensor) -> Block:
+        """The block of a tensor that was recorded."""
+        number = self._number(tensor)
+        assert number is not None
+        return self._blocks[number]
 
     # -- what surrounds the operators ------------------------------------------------------------------------------
 

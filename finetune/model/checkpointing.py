@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch.utils.checkpoint import checkpoint
@@ -34,15 +34,9 @@ def apply(model: Any, section: MemorySection, device_type: str) -> None:
             module.register_forward_hook(_forget_state)
     if section.checkpointing in ("none", 0):
         return
-    if not model.supports_gradient_checkpointing:
-        raise ConfigError(
-            f"`memory.checkpointing`: transformers' {type(model).__name__} does not support it; set it to `none`"
-        )
-    for level in set(pattern(section.checkpointing, len(layers(model)))) - {"none", *levels(model.config)}:
-        raise ConfigError(
-            f"`memory.checkpointing`: `{level}` keeps products, and {type(model).__name__} clips those of attention in "
-            "place; set `keep-attention` or `all`"
-        )
+    found = layers(model)
+    chosen = pattern(section.checkpointing, len(found))
+    _check(model, chosen)
     # Named after gradients before transformers 5.23.
     enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
     enable({"use_reentrant": False})
@@ -50,7 +44,6 @@ def apply(model: Any, section: MemorySection, device_type: str) -> None:
     # all tokens, a leaf of the graph, to the end of the backward pass, and compute their gradient.
     model.disable_input_require_grads()
     copies = offload.Offload() if section.offload == "checkpoints" and device_type != "cpu" else None
-    found = layers(model)
     for module in model.modules():  # nested layers, and those of what sees and hears
         if getattr(module, "gradient_checkpointing", False):
             module.gradient_checkpointing = False
@@ -58,7 +51,7 @@ def apply(model: Any, section: MemorySection, device_type: str) -> None:
         layer.biased_experts = experts.have_biases(layer)
         # Around the checkpoint, which older versions (transformers 5.17) begin before hooks and `forward`.
         layer._gradient_checkpointing_func = functools.partial(_checkpoint, layer, copies)  # noqa: SLF001
-    choose(model, pattern(section.checkpointing, len(found)))
+    choose(model, chosen)
 
 
 def _checkpoint(layer: Any, copies: offload.Offload | None, function: Callable[..., Any], *inputs: Any) -> Any:
@@ -77,10 +70,24 @@ def _forget_state(module: Any, args: Any, output: Any) -> None:
 
 
 def choose(model: Any, chosen: Sequence[str]) -> None:
-    """Give the layers these levels, where `apply` has turned checkpointing on."""
+    """Give the layers these levels, where `apply` has turned checkpointing on. Raises ConfigError for an unfit one."""
+    _check(model, chosen)
     for layer, level in zip(layers(model), chosen, strict=True):
         layer.level, layer.gradient_checkpointing = level, level != "none"
         experts.checkpointed(layer, level != "none")
+
+
+def _check(model: Any, chosen: Iterable[str]) -> None:
+    used = set(chosen) - {"none"}
+    if used and not model.supports_gradient_checkpointing:
+        raise ConfigError(
+            f"`memory.checkpointing`: transformers' {type(model).__name__} does not support it; set it to `none`"
+        )
+    for level in used.difference(levels(model.config)):
+        raise ConfigError(
+            f"`memory.checkpointing`: `{level}` keeps products, and {type(model).__name__} clips those of attention in "
+            "place; set `keep-attention` or `all`"
+        )
 
 
 def pattern(checkpointing: str | int | Mapping[str, int], count: int) -> list[str]:

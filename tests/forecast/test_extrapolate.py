@@ -205,7 +205,7 @@ def test_a_model_that_cannot_be_shortened_is_rehearsed_whole(
     tried = []
 
     def trace_step(*arguments: Any) -> Trace:
-        *_, shortening, _ = arguments
+        *_, shortening, _, _ = arguments
         tried.append(shortening("a" * 9))
         if len(tried) == 1:
             raise problem("for the test")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 import os
@@ -21,7 +22,8 @@ from traces import peaks
 from finetune.config.fields import LEVELS
 from finetune.data.batching import Batch, longest_batch
 from finetune.forecast import extrapolate, replay
-from finetune.forecast.trace import Work
+from finetune.forecast.step import Models
+from finetune.forecast.trace import Trace, Work
 from finetune.model import catalog, offload, packing
 from finetune.training import optimizers
 
@@ -329,3 +331,55 @@ def test_what_a_layer_keeps_takes_memory_and_is_not_computed_again() -> None:
     assert calls["none"] < calls["keep-both"] < calls["keep-products"] < calls["all"]
     needed = {level: peaks(trace)["backward"] for level, trace in traces.items()}
     assert needed["none"] > needed["keep-both"] > needed["keep-products"] > needed["keep-attention"] > needed["all"]
+
+
+_OTHERS: list[dict[str, Any]] = [
+    {"memory__checkpointing": "none"},
+    {"memory__checkpointing": "keep-both"},
+    {"memory__checkpointing": "all", "memory__loss_tokens": 32},
+    {"memory__checkpointing": "all", "training__micro_batch": 1},
+    {"memory__checkpointing": {"all": 6, "none": 6}},
+    {"memory__checkpointing": {"all": 7, "none": 5}},
+]
+
+
+@pytest.mark.parametrize(
+    ("architecture", "card", "changes", "settings"),
+    [
+        pytest.param("llama", None, {}, _OTHERS[1:3], id="on a CPU"),
+        pytest.param("llama", "RTX 4090", {"kernels__fused": "on"}, _OTHERS, id="fused", marks=pytest.mark.slow),
+        pytest.param("llama", None, {"quantization__kind": "int8"}, _OTHERS[:2], id="int8", marks=pytest.mark.slow),
+        pytest.param("windows", "RTX 3090", {}, _OTHERS[:2], id="windows", marks=pytest.mark.slow),
+        pytest.param(
+            "mixture", "RTX 4090", {"training__precision": "fp16"}, _OTHERS[:4], id="mixture", marks=pytest.mark.slow
+        ),
+    ],
+)
+def test_a_model_traced_before_gives_the_forecast_that_a_new_one_gives(
+    architecture: str, card: str | None, changes: dict[str, Any], settings: list[dict[str, Any]]
+) -> None:
+    models, where = Models(), tiny_models.card(card) if card else tiny_models.cpu()
+    model = tiny_models.architecture(architecture, layers=12)
+    for setting in settings:
+        job = tiny_models.config(**{**changes, **setting})
+        batch = Batch(rows=job.training.rows, tokens=64, padded=True, trained_tokens=96)
+        found, expected = (
+            tiny_models.trace(job, model, where=where, batch=batch, evaluation=tiny_models.BATCH, models=each)
+            for each in (models, None)
+        )
+        assert _comparable(found) == _comparable(expected), setting
+    assert len(models.ready) < len(models.traces) <= len(settings)
+
+
+def _comparable(trace: Trace) -> tuple[Any, ...]:
+    """All of a trace; blocks that are freed one after the other come in any order, which no two traces share."""
+    runs = [
+        (run.phase, run.layer, run.work, [(made, sorted(each)) for made, each in itertools.groupby(run.events, _made)])
+        for run in trace.runs
+    ]
+    blocks = [(block.bytes, block.category, block.layer, block.managed) for block in trace.blocks]
+    return runs, blocks, dataclasses.replace(trace, blocks=[], runs=[])
+
+
+def _made(event: int) -> bool:
+    return event > 0
