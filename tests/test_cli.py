@@ -88,7 +88,7 @@ def test_train_as_json(call, job: list[str]) -> None:
 @pytest.mark.parametrize("command", ["plan", "fit"])
 @pytest.mark.parametrize(
     ("gpus", "said"),
-    [(3, "cannot be split among 3 processes"), (0, "greater than or equal to 1"), (1025, "less than or equal to 1024")],
+    [(3, "cannot be split among 3 processes"), (0, "Invalid value for '--gpus'"), (1025, "Invalid value for '--gpus'")],
 )
 def test_a_number_of_gpus_that_cannot_be_is_refused(call, job: list[str], command: str, gpus: int, said: str) -> None:
     code, out, err = call(command, *job, "--gpu", "24GiB", "--gpus", gpus, "--json")
