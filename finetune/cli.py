@@ -58,6 +58,10 @@ def options(
     """Options of the program itself."""
 
 
+_CHANGEABLE: set[str] = set()
+"""The commands that take `section.key=value`."""
+
+
 def command(work: Callable[..., None], name: str | None = None) -> Callable[..., None]:
     """Make `work` a command of the program, by default of its own name; all have `--debug`."""
 
@@ -67,6 +71,8 @@ def command(work: Callable[..., None], name: str | None = None) -> Callable[...,
             work(**given)
 
     own = inspect.signature(work, eval_str=True)
+    if "overrides" in own.parameters:
+        _CHANGEABLE.add(name or work.__name__)
     debug = inspect.Parameter("debug", inspect.Parameter.KEYWORD_ONLY, default=False, annotation=Debug)
     run.__signature__ = own.replace(parameters=[*own.parameters.values(), debug])  # type: ignore[attr-defined]
     run.__annotations__ = {**work.__annotations__, "debug": Debug}
@@ -600,8 +606,9 @@ def _fail(message: str, code: int) -> NoReturn:
 def main() -> None:
     """The console script `finetune`."""
     sys.stderr = VisibleStream(sys.stderr)
-    dashed = [argument for argument in sys.argv[1:] if re.match(r"--[a-z]+\.[a-z_]+", argument)]
-    if dashed:  # as other tools take them
+    name, *arguments = sys.argv[1:] or [""]
+    dashed = [argument for argument in arguments if re.match(r"--[a-z]+\.[a-z_]+|-[a-z]+\.[a-z_]+=", argument)]
+    if dashed and name in _CHANGEABLE:  # as other tools take them
         _fail(f"`{dashed[0]}`: write an override without dashes, as section.key=value", ConfigError.exit_code)
     try:
         app()

@@ -14,7 +14,7 @@ from finetune import objectives
 from finetune.config import Choices, Config, ModelSection, Source, from_values, load
 from finetune.config.fields import Help
 from finetune.config.reference import json_schema, markdown
-from finetune.data import formats, in_memory
+from finetune.data import formats, in_memory, sources
 from finetune.data.formats import DETECTED, FORMATS
 from finetune.data.lengths import TOO_LONG
 from finetune.errors import ArtifactError
@@ -74,12 +74,17 @@ def _named(keys: Mapping[str, Any]) -> dict[str, Any]:
     return {key: _GIVEN[key](value) if key in _GIVEN else _text(value) for key, value in keys.items()}
 
 
-def _source(value: Any) -> Any:
-    """One source or several, as `data.train` takes them in a file, or rows."""
+def _source(value: Any, key: str) -> Any:
+    """One source or several, as `key` takes them in a file, or rows."""
     if isinstance(value, list) and all(map(_is_source, value)):
-        return [{**one, "source": _source(one["source"])} if isinstance(one, dict) else _text(one) for one in value]
+        return [
+            {**one, "source": _source(one["source"], sources.key_of(key, index))}
+            if isinstance(one, dict)
+            else _text(one)
+            for index, one in enumerate(value)
+        ]
     rows = isinstance(value, Iterable) and not isinstance(value, (str, bytes, Mapping))
-    return in_memory.given(value) if rows else _text(value)
+    return in_memory.given(value, key) if rows else _text(value)
 
 
 def _is_source(value: Any) -> bool:
@@ -93,8 +98,8 @@ def _text(value: Any) -> Any:
 
 
 _GIVEN: dict[str, Callable[[Any], Any]] = {
-    "train": _source,
-    "eval": _source,
+    "train": lambda value: _source(value, "data.train"),
+    "eval": lambda value: _source(value, "data.eval"),
     "format": lambda value: formats.given(value) if callable(value) else value,
     "objective": lambda value: (
         objectives.given(value) if callable(value) or isinstance(value, objectives.Objective) else value

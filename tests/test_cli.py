@@ -88,7 +88,7 @@ def test_train_as_json(call, job: list[str]) -> None:
 @pytest.mark.parametrize("command", ["plan", "fit"])
 @pytest.mark.parametrize(
     ("gpus", "said"),
-    [(3, "cannot be split among 3 processes"), (0, "greater than or equal to 1"), (1025, "less than or equal to 1024")],
+    [(3, "cannot be split among 3 processes"), (0, "Invalid value for '--gpus'"), (1025, "Invalid value for '--gpus'")],
 )
 def test_a_number_of_gpus_that_cannot_be_is_refused(call, job: list[str], command: str, gpus: int, said: str) -> None:
     code, out, err = call(command, *job, "--gpu", "24GiB", "--gpus", gpus, "--json")
@@ -244,12 +244,40 @@ def test_a_forecast_says_which_rows_it_was_made_without(call, job: list[str]) ->
     assert "every row counts as `data.max_length` long" in " ".join(out.split())
 
 
-def test_overrides_with_dashes_are_refused_with_what_to_write(call, job: list[str]) -> None:
-    code, _, err = call("train", *job, "--training.max_steps=20")
-    assert (code, err) == (
-        2,
-        "error: `--training.max_steps=20`: write an override without dashes, as section.key=value\n",
-    )
+@pytest.mark.parametrize("override", ["--training.max_steps=20", "-training.max_steps=20"])
+def test_overrides_with_dashes_are_refused_with_what_to_write(call, job: list[str], override: str) -> None:
+    code, _, err = call("train", *job, override)
+    assert (code, err) == (2, f"error: `{override}`: write an override without dashes, as section.key=value\n")
+
+
+@pytest.mark.parametrize("page", ["", ".", "{folder}"])
+def test_a_folder_in_place_of_a_file_to_write_is_refused(call, job: list[str], page: str, tmp_path: Path) -> None:
+    code, _, err = call("data", *job, "--html", page.format(folder=tmp_path))
+    assert code == 4
+    assert err.endswith(" could not be written: it is a folder; name a file\n")
+
+
+def test_a_config_that_is_no_utf_8_is_told_with_its_byte(call, tmp_path: Path) -> None:
+    (tmp_path / "job.yaml").write_bytes(b"model:\n  name: caf\xe9\n")
+    for command in (["data", tmp_path / "job.yaml"], ["init", "--from", tmp_path / "job.yaml"]):
+        code, _, err = call(*command)
+        assert code == 2
+        assert err.startswith(f"error: {tmp_path}/job.yaml: is not UTF-8 text (byte 19 is 0xE9); ")
+    code, _, err = call("init", "--from", tmp_path / "jbo.yaml")
+    assert (code, err.partition("choose")[0]) == (
+        2, f"error: {tmp_path}/jbo.yaml: no such file; did you mean `{tmp_path}/job.yaml`? "
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("prompt", [["--prompt=--foo.bar"], ["--prompt", "--foo.bar"]])
+def test_a_prompt_may_begin_with_dashes(call, prompt: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    from finetune.inference import commands
+
+    asked = []
+    monkeypatch.setattr(RunDirectory, "open", RunDirectory)
+    monkeypatch.setattr(commands, "generate", lambda run, prompts, *_, **__: asked.extend(prompts))
+    code, _, err = call("generate", "run", *prompt)
+    assert (code, err, asked) == (0, "", ["--foo.bar"])
 
 
 def test_every_problem_of_a_config_at_once_with_exit_2(call, tmp_path: Path) -> None:

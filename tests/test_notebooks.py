@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-import nbformat
 import pytest
-from execute import PATH, Kernel
+
+nbformat = pytest.importorskip("nbformat", reason="needs the package nbformat")
+pytest.importorskip("nbclient", reason="needs the package nbclient")
+
+from execute import PATH, Kernel  # noqa: E402
 
 NOTEBOOKS = sorted((Path(__file__).parent.parent / "notebooks").glob("*.ipynb"))
 

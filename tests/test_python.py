@@ -56,7 +56,7 @@ def test_the_script_of_the_readme_learns_from_its_rows_by_its_loss_and_is_foreca
     config = example.run.config()
     assert config.training.objective == "python:focal"
     assert str(config.data.train).startswith("python:")
-    assert "rows given in Python" in example.run.report_file.read_text()
+    assert "rows given from Python" in example.run.report_file.read_text()
     assert (example.run.path / "forecast.json").is_file()
     focal, usual = (objectives.OBJECTIVES[name] for name in ("python:focal", "supervised"))
     assert focal.count is usual.count
@@ -79,7 +79,7 @@ def test_the_command_line_says_that_rows_and_functions_must_be_given_again(
     other = CliRunner().invoke(app, train)
     assert other.exit_code == 2
     assert "`python:focal` was given from Python and is not kept on disk" in other.output.replace("\n", " ")
-    with pytest.raises(DataError, match=r"^`python:\w{16}` was given from Python and is not kept on disk: run the"):
+    with pytest.raises(DataError, match=r"^rows given from Python \(hash \w{16}\) are not kept on disk: run the"):
         finetune.train(finetune.load_config(saved, ["training.objective=supervised", f"output.dir={tmp_path}"]))
     # What needs no rows of its own still works.
     proof = finetune.merge(example.run)
@@ -146,19 +146,23 @@ def test_rows_are_a_source_like_others_named_by_their_content() -> None:
     name = source(ROWS)
     assert name == source(Dataset.from_list(ROWS)) == source(iter(ROWS)) != source(ROWS[:-1])
     several = source([{"source": ROWS, "weight": 2}, "rows.jsonl"])
-    assert [str(one) for one in several] == [f"rows given in Python (hash {name[7:]}) (weight 2)", "rows.jsonl"]
-    assert list(in_memory.records(name))[1] == (f"{name}:2", ROWS[1])
+    assert [str(one) for one in several] == [f"rows given from Python (hash {name[7:]}) (weight 2)", "rows.jsonl"]
+    assert list(in_memory.records(name, "data.train"))[1] == ("data.train[1]", ROWS[1])
     changed = [dict(row) for row in ROWS]
     name = source(changed)
     changed[0]["prompt"] = "other"
-    assert next(in_memory.records(name))[1] == ROWS[0]
+    assert next(in_memory.records(name, "data.train"))[1] == ROWS[0]
 
 
 @pytest.mark.parametrize(
     ("rows", "message"),
     [
-        ([{"prompt": "a", "completion": "b"}, "c"], "row 2 .* must be a dict of its fields by name, not text"),
-        ([{1: "a"}], "row 1 .* must be a dict"),
+        (
+            [{"prompt": "a", "completion": "b"}, "c"],
+            r"data.train\[1\]: a row must be a dict of its fields .*, not text",
+        ),
+        ([{1: "a"}], r"data.train\[0\]: the name of a field must be text, not a number"),
+        (["rows.jsonl", {"source": [ROWS[0], 7]}], r"data.train\[1\].source\[1\]: a row must be a dict"),
     ],
 )
 def test_what_is_no_row_is_refused_at_once(rows: list[Any], message: str) -> None:
@@ -183,7 +187,16 @@ def test_a_format_from_python_turns_a_row_into_one_that_is_known(quick) -> None:
     with pytest.raises(DataError) as error:
         finetune.inspect_data(finetune.load_config(job | {"data": {"train": rows, "format": question}}))
     (line,) = str(error.value).splitlines()
-    assert ":3 to 8: `python:question` fails: AttributeError: 'NoneType' object has no attribute 'lower'" in line
+    assert line.startswith("data.train[2 to 7]: `python:question` fails: AttributeError: 'NoneType' object has no")
+
+
+def test_a_row_of_a_list_of_sources_is_named_as_python_would_write_it(rows_file: Path) -> None:
+    data = {
+        "train": str(rows_file),
+        "eval": [{"source": ROWS}, {"source": [*ROWS[:2], {"prompt": 7, "completion": ""}]}],
+    }
+    with pytest.raises(DataError, match=r"^data\.eval\[1\]\.source\[2\]: `prompt` must be text, not a number$"):
+        finetune.inspect_data(finetune.load_config({"data": data}))
 
 
 @pytest.mark.parametrize("key", ["data.format", "training.objective"])
@@ -301,7 +314,7 @@ def test_a_callback_sees_a_run_and_its_exception_ends_it_saved_and_resumable(qui
     assert other.calls == fails.calls[:-1]  # none is called after the exception
     (note,) = error.value.__notes__
     assert note.startswith("Raised in a callback. Step 2 is saved in ")
-    with pytest.raises(ConfigError, match=r"data\.train \(python:\w+ → python:\w+\)"):
+    with pytest.raises(ConfigError, match=r"data\.train \((rows given from Python \(hash \w+\)( → )?){2}\)"):
         finetune.train(quick(), training=job["training"], data=ROWS[1:])
     result = finetune.train(quick(), callbacks=[sees], **job)
     assert sees.calls == ["evaluation 2", "step 3", "step 4", "evaluation 4", "step-00000004"]

@@ -41,8 +41,13 @@ def name_of(function: Callable[..., Any]) -> str:
 
 
 def not_given(name: str) -> str:
-    """Say that this process does not have what `name` stands for."""
+    """Say that this process does not have the function that `name` stands for."""
     return f"`{name}` was given from Python and is not kept on disk: run the program that gave it again"
+
+
+def source_name(source: str) -> str:
+    """A source of rows as a person names it."""
+    return f"rows given from Python (hash {source.removeprefix(GIVEN)})" if source.startswith(GIVEN) else source
 
 
 @dataclass(frozen=True)

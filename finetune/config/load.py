@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import typing
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -31,20 +32,27 @@ def load(
     Raises ConfigError with all problems, each with file:line or `override`, when there is any.
     """
     path = Path(os.path.expanduser(path))
-    try:
-        with open(path, encoding="utf-8-sig") as file:
-            text = file.read(strict_yaml.MAX_BYTES + 1)
-    except FileNotFoundError:
-        raise ConfigError(f"{path}: no such file{_nearest_file(path)}") from None
-    except IsADirectoryError:
-        raise ConfigError(f"{path}: is a folder, not a config{_nearest_file(path / '*')}") from None
-    except (OSError, ValueError) as error:  # a ValueError for what is no UTF-8, and for a null character in the path
-        raise ConfigError(f"{path}: cannot be read: {error}") from None
-    document = strict_yaml.parse(text)
+    document = strict_yaml.parse(text_of(path))
     problems = [f"{path}:{problem.line}: {problem.message}" for problem in document.problems]
     where = {key: f"{path}:{line}" for key, line in document.lines.items()}
     config = _checked(document.values, where, str(path), problems, overrides, choices, trained)
     return config if config.output.dir else config.changed({"output.dir": str(Path("runs") / path.stem)})
+
+
+def text_of(path: Path) -> str:
+    """The text of a YAML file, or what is too much of it. Raises ConfigError for a file that cannot be read."""
+    try:
+        with open(path, encoding="utf-8-sig") as file:
+            return file.read(strict_yaml.MAX_BYTES + 1)
+    except FileNotFoundError:
+        raise ConfigError(f"{path}: no such file{_nearest_file(path)}") from None
+    except IsADirectoryError:
+        raise ConfigError(f"{path}: is a folder, not a config{_nearest_file(path / '*')}") from None
+    except UnicodeDecodeError as error:
+        byte = f"byte {error.start + 1} is 0x{error.object[error.start]:02X}"
+        raise ConfigError(f"{path}: is not UTF-8 text ({byte}); a config is a YAML file, saved as UTF-8") from None
+    except (OSError, ValueError) as error:  # a ValueError for a null character in the path
+        raise ConfigError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from None
 
 
 def as_written(path: Path) -> tuple[dict[str, dict[str, Any]], list[str]]:
@@ -52,10 +60,7 @@ def as_written(path: Path) -> tuple[dict[str, dict[str, Any]], list[str]]:
 
     Also the keys that this version does not know. Raises ConfigError for a file without readable sections.
     """
-    try:
-        document = strict_yaml.parse(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path}: cannot be read: {error}") from None
+    document = strict_yaml.parse(text_of(path))
     if document.problems:
         raise ConfigError(f"{path}:{document.problems[0].line}: {document.problems[0].message}")
     found = Config().model_dump(mode="json")
@@ -226,6 +231,11 @@ def _explain(item: Any, where: dict[tuple[str, ...], str], file: str) -> str:
     if item["type"] == "extra_forbidden":
         if meant := other_names.meant(path[-1]):
             return f"{place}: {_instead(key, meant)}"
+        section, _, name = path[-1].partition(".")
+        if len(path) == 1 and section in Config.model_fields and name in _known_keys((section,)):
+            return (
+                f"{place}: `{key}` is a key of a section; write `{section}:` and `{name}` on an indented line below it"
+            )
         remedy = nearest(path[-1], _known_keys(path[:-1]))
         inside = item["input"] if len(path) == 1 and isinstance(item["input"], dict) else {}
         # Other tools have sections that we have not; what stands in them may have a place here.
@@ -254,7 +264,10 @@ def _in_section(path: tuple[str, ...], value: Any) -> str:
     """What to write instead of a value that stands where a section does, such as Axolotl's `adapter: qlora`."""
     if not isinstance(value, str):
         return "its keys on indented lines below it"
-    main = next(iter(_known_keys(path)))
+    keys = _known_keys(path)
+    if (line := re.fullmatch(r"(\w+)\s*[:=]\s*(\S.*)", value)) and line[1] in keys:
+        return f"`{line[1]}: {shortened(line[2], 60)}`, with a blank after the colon, on an indented line below it"
+    main = next(iter(keys))
     return other_names.meant(value) or f"`{path[-1]}.{main}: {other_names.name_here(shortened(value, 60))}`"
 
 
@@ -277,6 +290,7 @@ def _expected(item: Any) -> str:
         "string_type": "text",
         "bool_type": "true or false",
         "list_type": "a list",
+        "dict_type": "a mapping such as {name: value}",
         "string_too_short": "a name",
         "too_short": "a list that is not empty",
         "model_type": "a `source` with its `weight`",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from finetune.config.fields import GIVEN
+from finetune.config.fields import GIVEN, source_name
 from finetune.config.sections import Config, entries
 
 
@@ -176,7 +176,7 @@ def contradictions(config: Config) -> list[tuple[str, str]]:
     trained = {entry.source for entry in entries(config.data.train) if not entry.source.startswith("builtin:")}
     for held_out in (entry.source for entry in entries(config.data.eval) if entry.source in trained):
         remedy = "set `data.eval: auto` to hold out a share of it by hash"
-        found.append(("data.eval", f"`{held_out}` is training data; {remedy}"))
+        found.append(("data.eval", f"`{source_name(held_out)}` is training data; {remedy}"))
     if config.distributed.context > 1 and config.training.objective.startswith(GIVEN):
         message = "a loss given from Python would see slices of rows; set `distributed.context: 1`"
         found.append(("training.objective", message))

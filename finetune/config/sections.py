@@ -12,7 +12,17 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from finetune.config.fields import GIVEN, Checkpointing, Choice, OneOrMore, Place, Size, Target, TargetEnd, Usual
+from finetune.config.fields import (
+    Checkpointing,
+    Choice,
+    OneOrMore,
+    Place,
+    Size,
+    Target,
+    TargetEnd,
+    Usual,
+    source_name,
+)
 
 # Above what any job needs, and below what the libraries' 32-bit counts and float32 numbers hold.
 _COUNT, _ROWS, _WEIGHT, _NUMBER = 2**31 - 1, 2**20, 1000, 1e9
@@ -149,8 +159,7 @@ class Source(Section):
     """How often each of its rows is seen per epoch; for a fraction, rows are chosen by hash."""
 
     def __str__(self) -> str:
-        given = self.source.startswith(GIVEN)
-        name = f"rows given in Python (hash {self.source.removeprefix(GIVEN)})" if given else self.source
+        name = source_name(self.source)
         return name if self.weight == 1 else f"{name} (weight {self.weight:g})"
 
 

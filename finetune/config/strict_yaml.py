@@ -88,6 +88,7 @@ _REMEDIES = {
     "found unknown escape character": "; write a path with / or in single quotes, where a backslash is one",
     "mapping values are not allowed here": "; the line before may lack its colon, or a text with `: ` its quotes",
     "expected '<document start>'": "; a config is a YAML file of sections, such as `model:`, with indented keys",
+    "expected alphabetic or numeric character": "; quote what begins with * or &, or write a pattern as ./*.jsonl",
     "expected <block end>": "; the lines of a section begin at the same column",
 }
 """What to do about what PyYAML says, by a part of it."""

@@ -14,6 +14,10 @@ class RowError(ValueError):
     """A row does not fit its format; the message names the field."""
 
 
+class NoSuchField(RowError):
+    """A row has no field of a name; what it has may be wrong as names."""
+
+
 @dataclass(frozen=True)
 class Chat:
     """A conversation, rendered by the chat template.

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from finetune.data.examples import RowError
+from finetune.data.examples import NoSuchField, RowError
 
 Fields = Mapping[str, Any]
 
@@ -73,5 +73,6 @@ def kind_of(value: Any) -> str:
 
 
 def _missing_or(fields: Fields, name: str, wanted: str) -> RowError:
-    found = f"must be {wanted}, not {kind_of(fields[name])}" if name in fields else "is missing"
-    return RowError(f"`{name}` {found}")
+    if name not in fields:
+        return NoSuchField(f"`{name}` is missing")
+    return RowError(f"`{name}` must be {wanted}, not {kind_of(fields[name])}")

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
-from finetune.config.fields import Help, name_of, not_given, unknown
+from finetune.config.fields import Help, name_of, not_given, shortened, unknown
 from finetune.data import fields as row
-from finetune.data.examples import Completion, Example, Message, RowError, Text, Tokens, in_common
+from finetune.data.examples import Completion, Example, Message, NoSuchField, RowError, Text, Tokens, in_common
 from finetune.data.fields import Fields
 from finetune.data.messages import conversation, read_message, read_messages, refuse_other_training, sharegpt_messages
 
@@ -117,6 +117,7 @@ def _tokenized(fields: Fields) -> Example:
 
 # Limits for error messages: a wide table has thousands of fields.
 _NAMED_FIELDS = 20
+_FIELD_CHARACTERS = 60
 _COMPARED_FIELDS = 1000
 
 
@@ -171,12 +172,13 @@ def detect(fields: Fields, columns: Mapping[str, str]) -> str:
     for name, form in FORMATS.items():
         if form.required and all(field in fields for field in form.required):
             return name
-    found = ", ".join(map(str, islice(fields, _NAMED_FIELDS))) + (" and more" if len(fields) > _NAMED_FIELDS else "")
+    found = ", ".join(shortened(str(name), _FIELD_CHARACTERS) for name in islice(fields, _NAMED_FIELDS))
+    found += " and more" if len(fields) > _NAMED_FIELDS else ""
     if likely := likely_columns(fields):
         written = "{" + ", ".join(f"{field}: {column}" for field, column in likely.items()) + "}"
-        raise RowError(f"no format has the fields {found}; set `data.columns: {written}` to read them so")
+        raise NoSuchField(f"no format has the fields {found}; set `data.columns: {written}` to read them so")
     wanted = "; ".join(f"{name} ({', '.join(form.required)})" for name, form in FORMATS.items())
-    raise RowError(f"no format has the fields {found}; `data.columns` can map them. Known formats: {wanted}")
+    raise NoSuchField(f"no format has the fields {found}; `data.columns` can map them. Known formats: {wanted}")
 
 
 def likely_columns(fields: Fields) -> dict[str, str]:
@@ -200,7 +202,7 @@ def mapped(fields: Fields, columns: Mapping[str, str]) -> Fields:
     for name, column in columns.items():
         if column not in fields:
             near = unknown(column, islice(fields, _COMPARED_FIELDS))
-            raise RowError(f"`data.columns` takes `{name}` from a column that does not exist: {near}")
+            raise NoSuchField(f"`data.columns` takes `{name}` from a column that does not exist: {near}")
     return {**fields, **{name: fields[column] for name, column in columns.items()}}
 
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from finetune.config.fields import GIVEN, not_given
+from finetune.config.fields import GIVEN, source_name
 from finetune.data.fields import kind_of
 from finetune.errors import DataError
 
@@ -29,19 +29,19 @@ class _Kept:
 _KEPT: dict[str, _Kept] = {}
 
 
-def given(rows: Iterable[Any]) -> str:
-    """Keep `rows`, each a mapping of its fields, and return their name as a source.
+def given(rows: Iterable[Any], key: str) -> str:
+    """Keep `rows`, each a mapping of its fields, and return their name as a source; they are the value of `key`.
 
     They are copied, so that a later change does not reach a run; a `datasets.Dataset`, which does not change, is not.
     Raises DataError for a row of another type.
     """
     kept = rows if _is_dataset(rows) else copy.deepcopy(list(rows))
     digest, size_bytes = hashlib.sha256(), 0
-    for number, row in enumerate(kept, start=1):
-        if not isinstance(row, Mapping) or not all(isinstance(name, str) for name in row):
-            raise DataError(
-                f"row {number} of the rows given from Python must be a dict of its fields by name, not {kind_of(row)}"
-            )
+    for index, row in enumerate(kept):
+        if not isinstance(row, Mapping):
+            raise DataError(f"{key}[{index}]: a row must be a dict of its fields by name, not {kind_of(row)}")
+        if wrong := [name for name in row if not isinstance(name, str)]:
+            raise DataError(f"{key}[{index}]: the name of a field must be text, not {kind_of(wrong[0])}")
         text = json.dumps(row, sort_keys=True, default=str).encode() + b"\n"
         digest.update(text)
         size_bytes += len(text)
@@ -60,15 +60,18 @@ def size_bytes(name: str) -> int:
     return _find(name).size_bytes
 
 
-def records(name: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Each row with its place, numbered from 1. Raises DataError if this process does not have them."""
-    for number, row in enumerate(_find(name).rows, start=1):
-        yield f"{name}:{number}", dict(row)
+def records(name: str, key: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Each row with its place, as Python would write it for the value of `key`: `data.train[0]`, `data.train[1]`, ...
+
+    Raises DataError if this process does not have them.
+    """
+    for index, row in enumerate(_find(name).rows):
+        yield f"{key}[{index}]", dict(row)
 
 
 def _find(name: str) -> _Kept:
     if not is_here(name):
-        raise DataError(not_given(name))
+        raise DataError(f"{source_name(name)} are not kept on disk: run the program that gave them again")
     return _KEPT[name]
 
 

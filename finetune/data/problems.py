@@ -67,17 +67,17 @@ class Problems:
             raise BadRows(self.found) from None
 
 
-_PLACE = re.compile(r"(?P<file>.+?):(?P<line>\d+): (?P<message>.*)", re.DOTALL)
+_PLACE = re.compile(r"(?P<before>.+?(?::|\[))(?P<number>\d+)(?P<after>\]?: .*)", re.DOTALL)
 
 
 def _together(problems: list[str]) -> list[str]:
-    """The problems in order, with one for all lines of a file that have the same: `rows.jsonl:1 to 5, 7: ...`."""
-    lines: dict[tuple[str, str], list[int]] = {}
+    """The problems in order, with one for all rows of a source that have the same: `rows.jsonl:1 to 5, 7: ...`."""
+    rows: dict[tuple[str, str], list[int]] = {}
     for problem in problems:
         place = _PLACE.fullmatch(problem)
-        key = (place["file"], place["message"]) if place else ("", problem)
-        lines.setdefault(key, []).append(int(place["line"]) if place else 0)
-    return [f"{file}:{_ranges(numbers)}: {message}" if file else message for (file, message), numbers in lines.items()]
+        key = (place["before"], place["after"]) if place else (problem, "")
+        rows.setdefault(key, []).append(int(place["number"]) if place else 0)
+    return [f"{before}{_ranges(numbers)}{after}" if after else before for (before, after), numbers in rows.items()]
 
 
 def _ranges(numbers: list[int]) -> str:

@@ -83,9 +83,24 @@ def _json(path: Path, problems: Problems) -> Records:
 
 
 def _instead_of_a_list(text: str) -> str:
-    if key := re.match(r'\s*\{\s*"(\w+)"\s*:\s*\[', text):
+    key = re.match(r'\s*\{\s*"(\w+)"\s*:\s*\[', text)
+    several = re.search(r"\}\s*\n\s*\{", text)
+    if key and not several and key[1] not in ("messages", "conversations"):
         return f"expected a list of objects, not an object with `{key[1]}`; extract it with `jq .{key[1]}`"
     return "expected a list of objects; if it has one object per line, name the file .jsonl"
+
+
+NO_HEADER = (
+    "The first line was taken for the names of the columns; if it is a row, the file has no header line: begin it with "
+    "the columns' names, such as `prompt` and `completion`"
+)
+"""For messages about columns of files where the first line names them."""
+
+
+def has_header(place: str) -> bool:
+    """Whether the fields of the row at `place` have their names from the first line of its file."""
+    read = reader(Path(place.rpartition(":")[0]))
+    return read is not None and getattr(read, "func", read) is _csv
 
 
 def _csv(path: Path, problems: Problems, delimiter: str = ",") -> Records:
@@ -103,6 +118,8 @@ def _csv(path: Path, problems: Problems, delimiter: str = ",") -> Records:
 
     cells = csv.reader(row_lines(), delimiter=delimiter, strict=True)
     names: list[str] | None = None
+    others: list[str] = []  # in a header of one column, until the next row decides: what may separate several
+    header = ""
     while True:
         place, row_characters = f"{path}:{cells.line_num + 1}", 0  # where the row begins; it may span several lines
         try:
@@ -116,14 +133,17 @@ def _csv(path: Path, problems: Problems, delimiter: str = ",") -> Records:
             continue
         if names is None:
             if twice := repeated(row):
-                raise DataError(f"{place}: two columns have the name `{twice}`; rename one")
-            if len(row) == 1 and (other := next((each for each in ";\t|," if each in row[0]), delimiter)) != delimiter:
-                raise DataError(
-                    f"{place}: the columns are separated by {other!r}; separate them by commas in a .csv, by tabs in a "
-                    ".tsv"
-                )
-            names = row
-        elif len(row) != len(names):
+                raise DataError(f"{place}: two columns have the name `{twice}`; rename one. {NO_HEADER}")
+            names, header = row, place
+            others = [each for each in ";\t|," if each != delimiter and each in row[0]] if len(row) == 1 else []
+            continue
+        if others and delimiter.join(row).count(others[0]) >= names[0].count(others[0]):
+            raise DataError(
+                f"{header}: the columns are separated by {others[0]!r}; separate them by commas in a .csv, by tabs in "
+                f"a .tsv. If it is one column, give it a name without {others[0]!r}"
+            )
+        others = []
+        if len(row) != len(names):
             more = "more" if len(row) > len(names) else "fewer"
             problems.add(f"{place}: {more} cells than the header has columns ({len(row)}, not {len(names)})")
         else:

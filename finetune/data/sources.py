@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from finetune.config import Source, Sources, entries
-from finetune.config.fields import GIVEN, nearest, unknown
+from finetune.config.fields import GIVEN, nearest, source_name, unknown
 from finetune.data import cache, in_memory, python_docs, stdlib_docs
 from finetune.data.problems import Problems
 from finetune.data.readers import ENDINGS, Records, reader
@@ -65,8 +65,17 @@ def rows(sources: Sources, split: str = "train", problems: Problems | None = Non
     chosen = entries(sources)
     _refuse_twice(chosen)
     problems = problems or Problems()
-    parts = [_weighted(_records(entry.source, split, problems), entry) for entry in chosen]
+    key = f"data.{split}"
+    keys = [key] if isinstance(sources, str) else [key_of(key, index) for index in range(len(chosen))]
+    parts = [
+        _weighted(_records(entry.source, split, key, problems), entry) for entry, key in zip(chosen, keys, strict=True)
+    ]
     return problems.reading(row for part in parts for row in part)
+
+
+def key_of(key: str, index: int) -> str:
+    """What Python would write for a source in the list that is the value of `key`."""
+    return f"{key}[{index}].source"
 
 
 def first_row(source: str) -> Row | None:
@@ -158,9 +167,9 @@ def _refuse_twice(chosen: list[Source]) -> None:
     for entry in chosen:
         for file in [file.resolve() for file in _files(entry.source)] or [Path(entry.source)]:
             if earlier := read_by.get(file):
+                by = "" if str(file) == entry.source else f", by `{earlier}` and by `{entry.source}`"
                 raise DataError(
-                    f"{file}: is read twice, by `{earlier}` and by `{entry.source}`; name it once, with a `weight` to "
-                    "repeat its rows"
+                    f"{source_name(str(file))}: is read twice{by}; name it once, with a `weight` to repeat its rows"
                 )
             read_by[file] = entry.source
 
@@ -173,14 +182,16 @@ def _weighted(records: Records, entry: Source) -> Rows:
         yield from [row] * (int(whole) + more)
 
 
-def _records(source: str, split: str, problems: Problems) -> Records:
-    """The records of one source: a built-in, rows from Python, a local file, folder or pattern, or a hub data set."""
+def _records(source: str, split: str, key: str, problems: Problems) -> Records:
+    """The records of one source, the value of `key`: a built-in, rows from Python, a local file, folder or pattern, or
+    a hub data set.
+    """
     if source.startswith("builtin:"):
         if source not in BUILTIN:
             raise DataError(f"data source {unknown(source, BUILTIN)}")
         return _builtin(source, split)
     if source.startswith(GIVEN):
-        return in_memory.records(source)
+        return in_memory.records(source, key)
     if files := _files(source):
         return _local(files, problems)
     if why := _no_files(source):
@@ -190,6 +201,8 @@ def _records(source: str, split: str, problems: Problems) -> Records:
 
 def _no_files(source: str) -> str | None:
     """What is wrong with a source that has no local files; None if it can be one of the hub."""
+    if re.match(r"\w+://", source):
+        return f"{source}: addresses are not read; download the file, or name a data set of the hub as OWNER/NAME"
     if os.path.isdir(source):
         return f"{source}: the folder has no file ending in {ENDINGS}"
     if os.path.exists(source):

@@ -22,8 +22,9 @@ from finetune.config.fields import GIVEN
 from finetune.data import cache, chat, control, fingerprint, formats, lengths, sources
 from finetune.data.chat import Encoded
 from finetune.data.counts import CONTROL_TOKENS, DUPLICATE, EMPTY, TOO_LONG, UNTRAINED, Affected, Counts
-from finetune.data.examples import Chat, Example, RowError, Tokens, kind
+from finetune.data.examples import Chat, Example, NoSuchField, RowError, Tokens, kind
 from finetune.data.problems import Problems
+from finetune.data.readers import NO_HEADER, has_header
 from finetune.data.rows import mapped, writer
 from finetune.data.sources import Row
 from finetune.data.tokenizing import TooMuchText
@@ -47,7 +48,8 @@ def located(row: Row) -> Iterator[None]:
     try:
         yield
     except RowError as error:
-        raise DataError(f"{row.place}: {error}") from None
+        header = f". {NO_HEADER}" if isinstance(error, NoSuchField) and has_header(row.place) else ""
+        raise DataError(f"{row.place}: {error}{header}") from None
 
 
 @dataclass

@@ -95,6 +95,8 @@ def find(name: str, memory: MemorySection) -> Device:
             total = int(parse_size(name.strip()))
         except ValueError as error:
             raise ConfigError(f"--gpu: {error}") from None
+        if not total:
+            raise ConfigError(f"--gpu: {name} is no memory; give the size of a card, such as 24GiB")
         return _card(_nearest(total), total, budget_bytes, name)
     gpu = gpus.find(name)
     return _card(gpu, gpu.total_bytes, budget_bytes, gpu.name)

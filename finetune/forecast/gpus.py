@@ -146,7 +146,7 @@ def find(name: str) -> Gpu:
 
     near = nearest(name)
     remedy = f"did you mean {_either(near)}? Or" if near else f"choose from {', '.join(names())}, or"
-    raise ConfigError(f"`{name}` is not a GPU this tool knows; {remedy} give a size such as 24GiB")
+    raise ConfigError(f"`{name}` is not a GPU this tool knows; {remedy} give a size such as 24GiB, `auto` or `cpu`")
 
 
 def nearest(name: str, limit: int = 3) -> list[str]:

@@ -15,6 +15,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from finetune.config import other_names, strict_yaml
+from finetune.config.load import text_of
 from finetune.config.rules import contradictions
 from finetune.errors import ConfigError
 from finetune.init.draft import Draft
@@ -72,10 +73,7 @@ def translate(path: Path) -> Draft:
 
 def _read(path: Path) -> dict[str, Any]:
     """The keys that have a value."""
-    try:
-        document = strict_yaml.parse(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path}: cannot be read: {error}") from None
+    document = strict_yaml.parse(text_of(path))
     if document.problems:
         raise ConfigError("\n".join(f"{path}:{problem.line}: {problem.message}" for problem in document.problems))
     return {key: value for key, value in document.values.items() if value is not None}

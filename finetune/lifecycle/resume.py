@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from finetune.config import AdapterSection, Config, ignored_keys
+from finetune.config.fields import source_name
 from finetune.data import fingerprint
 from finetune.data.prepare import Prepared
 from finetune.errors import ArtifactError, ConfigError, DataError, MachineError
@@ -258,9 +259,13 @@ def _changes(before: dict[str, Any], now: dict[str, Any]) -> Iterator[_Change]:
                 yield _Change(path, then[key], value)
 
 
+def _shown(value: Any) -> Any:
+    return source_name(value) if isinstance(value, str) else value
+
+
 def _refuse(run: RunDirectory, changes: list[_Change]) -> None:
     if changes:
-        changed = ", ".join(f"{change.key} ({change.before} → {change.now})" for change in changes)
+        changed = ", ".join(f"{change.key} ({_shown(change.before)} → {_shown(change.now)})" for change in changes)
         raise ConfigError(
             f"{run.path} was started with a different config: {changed}. Set another `output.dir`, or use "
             "--fresh to start over (the old run is moved aside)"

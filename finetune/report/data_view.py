@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.text import Text
 
 from finetune.config import Config
+from finetune.config.fields import source_name
 from finetune.data import inspection
 from finetune.data.inspection import Batching, Inspection, Piece, Sample
 from finetune.data.prepare import Counts
@@ -169,7 +170,7 @@ def _splits_table(found: Inspection) -> printing.Cells:
 
 def _sources_table(found: Inspection) -> printing.Cells:
     rows = [
-        (source.name, words.count(source.rows), words.count(source.tokens),
+        (source_name(source.name), words.count(source.rows), words.count(source.tokens),
          words.share(source.tokens / found.train.tokens))
         for source in found.sources
     ]  # fmt: skip

@@ -144,6 +144,8 @@ def write_bytes(path: Path, content: bytes) -> None:
     A device or pipe is written directly. Raises MachineError if writing fails; the temporary file is removed.
     """
     refuse_another(path)
+    if path.is_dir():
+        raise MachineError(f"{path} could not be written: it is a folder; name a file")
     partial = path.with_name(path.name + _PARTIAL)
     try:
         if path.exists() and not path.is_file():

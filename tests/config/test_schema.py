@@ -53,8 +53,10 @@ def test_a_shipped_config_is_valid_and_names_the_schema_for_editors(check: Any, 
 
 def test_docs_config_schema_json_is_the_schema() -> None:
     """`make docs` makes the file anew."""
-    written = json.dumps(settings.schema(), indent=2) + "\n"
-    assert (ROOT / "docs" / "config.schema.json").read_text(encoding="utf-8") == written
+    written = (ROOT / "docs" / "config.schema.json").read_text(encoding="utf-8")
+    schema = json.loads(written)
+    assert schema == settings.schema()  # as values: pydantic 2.10 writes the bound 0 of a float as 0.0
+    assert written == json.dumps(schema, indent=2) + "\n"
 
 
 ACCEPTED = [

@@ -43,6 +43,7 @@ BROKEN: dict[str, list[tuple[str, str]]] = {
     "pretty_printed.jsonl": [("pretty_printed.jsonl:1: ", "on one line")],
     "a_list.jsonl": [("a_list.jsonl:1: ", ".json")],
     "lines.json": [("lines.json: expected a list", ".jsonl")],
+    "lines_of_messages.json": [("lines_of_messages.json: expected a list", ".jsonl")],
     "object.json": [("object.json: expected a list", "`jq .data`")],
     # JSON that Python reads, and nobody should
     "duplicate_key.jsonl": [("duplicate_key.jsonl:2: the key `text` is given twice", "keep one")],
@@ -89,6 +90,11 @@ BROKEN: dict[str, list[tuple[str, str]]] = {
     ],
     "uneven.tsv": [("uneven.tsv:3: more cells than the header has columns", "3, not 2")],
     "duplicate_header.csv": [("duplicate_header.csv:1: ", "two columns have the name `text`")],
+    "no_header.csv": [
+        ("no_header.csv:2 to 3: no format has the fields What is 2+2?, 4; ", "the file has no header line")
+    ],
+    "no_header.tsv": [("no_header.tsv:2: no format has the fields What is 2+2?, 4; ", "the file has no header line")],
+    "no_header_same_cells.csv": [("no_header_same_cells.csv:1: two columns", "the file has no header line")],
     "unclosed_quote.csv": [("unclosed_quote.csv:3: not valid CSV in the row that begins here", "end of data")],
     "stray_quote.csv": [("stray_quote.csv:2: not valid CSV in the row that begins here", "expected after")],
     "semicolons.csv": [("semicolons.csv:1: the columns are separated by ';'", "by commas in a .csv")],

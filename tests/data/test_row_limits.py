@@ -19,6 +19,7 @@ from finetune.config import DataSection
 from finetune.data import sources, tokenizing
 from finetune.data.lines import ROW_BYTES
 from finetune.data.prepare import Prepared, prepare
+from finetune.data.readers import NO_HEADER
 from finetune.errors import DataError
 
 
@@ -195,7 +196,7 @@ def test_a_header_of_a_hundred_thousand_names_is_read(tmp_path: Path) -> None:
     path.write_text(",".join(NAMES) + "\n" + ",".join("x" for _ in NAMES) + "\n")
     assert [len(row.fields) for row in sources.rows(str(path))] == [len(NAMES)]
     path.write_text(",".join([*NAMES, NAMES[-1]]) + "\n")
-    assert refusal(path) == f"{path}:1: two columns have the name `name99999`; rename one"
+    assert refusal(path) == f"{path}:1: two columns have the name `name99999`; rename one. {NO_HEADER}"
 
 
 def test_an_object_of_a_hundred_thousand_keys_is_read(tmp_path: Path) -> None:

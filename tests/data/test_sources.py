@@ -281,6 +281,13 @@ def test_a_csv_row_with_too_few_cells_is_told_with_its_line(tmp_path: Path) -> N
     assert message.startswith("a.csv:4: fewer cells than the header")
 
 
+def test_one_column_whose_name_has_a_semicolon_is_one_column(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("note; of a visit\nCame early.\nStayed; then left.\n")
+    assert read(tmp_path / "a.csv") == [{"note; of a visit": "Came early."}, {"note; of a visit": "Stayed; then left."}]
+    message = refused(tmp_path / "a.csv", "prompt;completion\nHello, you;Hi\n")
+    assert message.startswith("a.csv:1: the columns are separated by ';'; separate them by commas in a .csv")
+
+
 def test_an_unclosed_quote_of_a_csv_is_told(tmp_path: Path) -> None:
     assert "not valid CSV" in refused(tmp_path / "a.csv", 'text\n"never closed\n')
 

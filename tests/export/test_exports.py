@@ -403,7 +403,7 @@ def test_a_card_without_a_base_on_the_hub_asks_nothing_and_names_no_folder(
     config = run.config().changed({"model.name": str(tiny_base), "data.train": ["python:1f2e", "rows.jsonl"]})
     text = card.model_card(run, config, {"format": "merged", **PROOF}, "safetensors")
     assert str(tiny_base) not in text
-    assert "was trained on rows given in Python (hash 1f2e), `rows.jsonl`." in text
+    assert "was trained on rows given from Python (hash 1f2e), `rows.jsonl`." in text
     assert "tiny-llama, fine-tuned" in text
     assert "base_model" not in text
 

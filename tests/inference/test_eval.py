@@ -10,8 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from lm_eval.__main__ import cli_evaluate
-from lm_eval.tasks import TaskManager
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -27,6 +25,11 @@ from finetune.inference.tasks import Tasks
 from finetune.model.tokenizer import load_tokenizer
 from finetune.report.scores import Scores
 from finetune.storage.rundir import RunDirectory
+
+pytest.importorskip("lm_eval", reason="needs the package lm_eval")
+
+from lm_eval.__main__ import cli_evaluate
+from lm_eval.tasks import TaskManager
 
 RULE = """
 def score(answer, reference, row):
