@@ -203,7 +203,7 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=50)
     parser.add_argument("--share", choices=SHARING, default="ddp", help="how ranks share the model")
     parser.add_argument("--out-of-memory", action="store_true", help="ranks run out of memory as well")
-    parser.add_argument("--output", type=Path, help="default: faults_ranks.json, or with the way of sharing in its name")
+    parser.add_argument("--output", type=Path, help="default: faults_ranks.json, or one named by `--share`")
     options = parser.parse_args()
     name = "faults_ranks" if options.share == "ddp" else f"faults_ranks_{options.share}"
     with tempfile.TemporaryDirectory() as temporary, Children(Path(temporary, "logs")) as children:
