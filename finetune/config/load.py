@@ -266,7 +266,7 @@ def _in_section(path: tuple[str, ...], value: Any) -> str:
         return "its keys on indented lines below it"
     keys = _known_keys(path)
     if (line := re.fullmatch(r"(\w+)\s*[:=]\s*(\S.*)", value)) and line[1] in keys:
-        return f"`{line[1]}: {shortened(line[2], 60)}`, with a blank after the colon, on an indented line below it"
+        return f"`{line[1]}: {shortened(line[2], 60)}`, with a space after the colon, on an indented line below it"
     main = next(iter(keys))
     return other_names.meant(value) or f"`{path[-1]}.{main}: {other_names.name_here(shortened(value, 60))}`"
 
