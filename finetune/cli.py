@@ -50,7 +50,7 @@ def _version(asked: bool) -> None:
 
 
 @app.callback()
-def options(
+def of_program(
     version: Annotated[
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
     ] = False,
@@ -62,20 +62,29 @@ _CHANGEABLE: set[str] = set()
 """The commands that take `section.key=value`."""
 
 
-def command(work: Callable[..., None], name: str | None = None) -> Callable[..., None]:
-    """Make `work` a command of the program, by default of its own name; all have `--debug`."""
+def command(
+    work: Callable[..., None], name: str | None = None, shared: Callable[..., None] | None = None
+) -> Callable[..., None]:
+    """Make `work` a command of the program, by default of its own name; all have `--debug`.
+
+    With `shared`, the options of that function, but for those that `work` has itself, stand in place of its `**`.
+    """
 
     @functools.wraps(work)
     def run(*, debug: bool, **given: Any) -> None:
         with errors_reported(debug):
             work(**given)
 
-    own = inspect.signature(work, eval_str=True)
-    if "overrides" in own.parameters:
+    own = dict(inspect.signature(work, eval_str=True).parameters)
+    if shared:
+        own.popitem()  # its `**`
+        own = {**own, **inspect.signature(shared, eval_str=True).parameters, **own}
+    if "overrides" in own:
         _CHANGEABLE.add(name or work.__name__)
-    debug = inspect.Parameter("debug", inspect.Parameter.KEYWORD_ONLY, default=False, annotation=Debug)
-    run.__signature__ = own.replace(parameters=[*own.parameters.values(), debug])  # type: ignore[attr-defined]
-    run.__annotations__ = {**work.__annotations__, "debug": Debug}
+    own["debug"] = inspect.Parameter("debug", inspect.Parameter.KEYWORD_ONLY, default=False, annotation=Debug)
+    options = [option.replace(kind=inspect.Parameter.KEYWORD_ONLY) for option in own.values()]
+    run.__signature__ = inspect.Signature(options)  # type: ignore[attr-defined]
+    run.__annotations__ = {option.name: option.annotation for option in options}
     return app.command(name)(run)
 
 
@@ -118,13 +127,20 @@ Gpus = Annotated[int, typer.Option(min=1, max=1024, help="How many of them; the 
 CacheName = Annotated[str, typer.Option("--cache", help=_listed(CACHES))]
 Model = Annotated[str, typer.Option("--model", parser=which, metavar="NAME", help="base, adapter or merged.")]
 MaxNewTokens = Annotated[int, typer.Option(min=1)]
-Temperature = Annotated[float, typer.Option(min=0, help="0 is greedy.")]
-TopP = Annotated[float, typer.Option(min=0, max=1)]
-TopK = Annotated[int, typer.Option(min=0, help="0 is off.")]
-MinP = Annotated[float, typer.Option(min=0, max=1)]
-RepetitionPenalty = Annotated[float, typer.Option(help="1 is none.")]
-Seed = Annotated[int, typer.Option(help="Of sampled answers.")]
-Stop = Annotated[list[str] | None, typer.Option(help="A text that ends an answer; may be repeated.")]
+
+
+def answering(
+    max_new_tokens: MaxNewTokens = 256,
+    temperature: Annotated[float, typer.Option(min=0, help="0 is greedy.")] = 0.0,
+    top_p: Annotated[float, typer.Option(min=0, max=1)] = 1.0,
+    top_k: Annotated[int, typer.Option(min=0, help="0 is off.")] = 0,
+    min_p: Annotated[float, typer.Option(min=0, max=1)] = 0.0,
+    repetition_penalty: Annotated[float, typer.Option(help="1 is none.")] = 1.0,
+    seed: Annotated[int, typer.Option(help="Of sampled answers.")] = 0,
+    stop: Annotated[list[str], typer.Option(help="A text that ends an answer; may be repeated.")] = [],  # noqa: B006
+    cache: CacheName = "dynamic",
+) -> None:
+    """The options of `generate` and `chat` that are fields of `generation.Settings`."""
 
 
 # -- the commands ----------------------------------------------------------------------------------------------------
@@ -321,60 +337,40 @@ def export(
         _print_json(record)
 
 
-@command
+@functools.partial(command, shared=answering)
 def generate(
     run: Run,
     prompts: Annotated[list[str] | None, typer.Option("--prompt", help="A prompt; may be repeated.")] = None,
     file: Annotated[Path | None, _file("--file", "Prompts: text lines, or rows with `prompt` or `messages`.")] = None,
     model: Model = "adapter",
-    max_new_tokens: MaxNewTokens = 256,
-    temperature: Temperature = 0.0,
-    top_p: TopP = 1.0,
-    top_k: TopK = 0,
-    min_p: MinP = 0.0,
-    repetition_penalty: RepetitionPenalty = 1.0,
-    seed: Seed = 0,
-    stop: Stop = None,
     batch: Annotated[int, typer.Option(min=1, help="How many prompts at a time.")] = 16,
-    cache: CacheName = "dynamic",
     trust_code: TrustCode = False,
     as_json: Json = False,
+    **answers: Any,
 ) -> None:
     """Answer prompts with the base, adapter or merged model. One as text, while it is made; several as JSON lines."""
     opened = finetune.RunDirectory.open(run)
     with _importing(f"generate with {run}"):
         from finetune.inference import commands
         from finetune.inference.generation import Settings
-    settings = Settings(
-        max_new_tokens, temperature, top_p, top_k, min_p, repetition_penalty, seed, (*(stop or ()),), batch, cache
-    )
+    settings = Settings(**answers, batch_size=batch)
     commands.generate(opened, prompts or [], file, model, settings, as_json=as_json, trust_remote_code=trust_code)
 
 
-@command
+@functools.partial(command, shared=answering)
 def chat(
     run: Run,
     model: Model = "adapter",
     max_new_tokens: MaxNewTokens = 512,
-    temperature: Temperature = 0.0,
-    top_p: TopP = 1.0,
-    top_k: TopK = 0,
-    min_p: MinP = 0.0,
-    repetition_penalty: RepetitionPenalty = 1.0,
-    seed: Seed = 0,
-    stop: Stop = None,
-    cache: CacheName = "dynamic",
     trust_code: TrustCode = False,
+    **answers: Any,
 ) -> None:
     """Converse with a run's model. /base and /adapter switch the adapter off and on, /help lists the commands."""
     opened = finetune.RunDirectory.open(run)
     with _importing(f"chat with {run}"):
         from finetune.inference import commands
         from finetune.inference.generation import Settings
-    settings = Settings(
-        max_new_tokens, temperature, top_p, top_k, min_p, repetition_penalty, seed, (*(stop or ()),), cache=cache
-    )
-    commands.chat(opened, model, settings, trust_remote_code=trust_code)
+    commands.chat(opened, model, Settings(max_new_tokens, **answers), trust_remote_code=trust_code)
 
 
 @functools.partial(command, name="eval")

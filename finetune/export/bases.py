@@ -20,8 +20,9 @@ from finetune.export import proof
 from finetune.export.updates import Updates, base_name
 from finetune.model import attention, experts, streamed
 from finetune.model.adapter_files import weightless_adapter
-from finetune.model.base import DTYPES, load_architecture, make_buffers, refuse_not_finite
+from finetune.model.base import DTYPES, load_architecture, refuse_not_finite
 from finetune.model.build import Blueprint
+from finetune.model.skeleton import make_buffers
 from finetune.runtime import libraries
 from finetune.storage import weight_files
 

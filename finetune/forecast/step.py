@@ -29,9 +29,10 @@ from finetune.forecast.extrapolate import NotAlike, Shortened, extrapolate, shor
 from finetune.forecast.fake_zero import FakeZero
 from finetune.forecast.trace import Answers, Recorder, Trace, TracedMonitor
 from finetune.model import adapter, build, checkpointing, context, experts, packing
-from finetune.model.base import base_dtype, mixture
+from finetune.model.base import base_dtype
 from finetune.model.causality import needs_mask
 from finetune.model.sharding import Sharding, held, layer_cutter
+from finetune.model.skeleton import mixture
 from finetune.objectives import OBJECTIVES, log_probs
 from finetune.runtime.libraries import replaced
 from finetune.training import optimizers

@@ -51,7 +51,7 @@ class Settings:
     min_p: float = 0.0
     repetition_penalty: float = 1.0
     seed: int = 0
-    stop: tuple[str, ...] = ()
+    stop: Sequence[str] = ()
     batch_size: int = 16
     cache: str = "dynamic"
 

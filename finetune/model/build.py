@@ -18,9 +18,10 @@ from finetune.errors import ConfigError
 from finetune.model import attention as attentions
 from finetune.model import checkpointing, starting
 from finetune.model.adapter import attach, check_rank
-from finetune.model.base import base_dtype, load_base, mixture, remote_code, weightless_base
+from finetune.model.base import base_dtype, load_base, remote_code
 from finetune.model.experts import Mixture
 from finetune.model.sharding import Sharding
+from finetune.model.skeleton import mixture, weightless_base
 from finetune.runtime.stages import stage
 
 

@@ -14,7 +14,7 @@ from finetune.config import QuantizationSection
 from finetune.forecast import depth
 from finetune.forecast.extrapolate import shorten
 from finetune.model import checkpointing
-from finetune.model.base import weightless_base
+from finetune.model.skeleton import weightless_base
 
 
 def built(name: str, layers: int, kept: Sequence[int] | None = None, kind: str = "none") -> Any:

@@ -12,7 +12,8 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from finetune.config import ModelSection, QuantizationSection
 from finetune.forecast import fake
-from finetune.model.base import load_base, weightless_base
+from finetune.model.base import load_base
+from finetune.model.skeleton import weightless_base
 
 KINDS = [("nf4", True), ("nf4", False), ("fp4", True), ("int8", True), ("none", True)]
 

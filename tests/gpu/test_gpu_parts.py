@@ -14,7 +14,8 @@ from trl.kernels import chunked_logprob
 from finetune.config import AdapterSection, MemorySection, ModelSection, OptimizerSection, QuantizationSection
 from finetune.data.batching import MicroBatching
 from finetune.model import adapter, attention, checkpointing, packing
-from finetune.model.base import load_architecture, load_base, random_base
+from finetune.model.base import load_architecture, load_base
+from finetune.model.skeleton import random_base
 from finetune.runtime import libraries, segments
 from finetune.training import optimizers, state
 from finetune.training.collator import MicroBatches

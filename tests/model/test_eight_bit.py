@@ -12,7 +12,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from finetune.config import AdapterSection, ModelSection, QuantizationSection
-from finetune.model import base, eight_bit
+from finetune.model import base, eight_bit, skeleton
 from finetune.model.adapter import attach
 
 INT8 = QuantizationSection(kind="int8")
@@ -61,9 +61,9 @@ class Operators(TorchDispatchMode):
 
 def test_random_weights_are_quantized_where_they_are_made_and_not_on_their_way_from_a_cpu() -> None:
     """bitsandbytes quantizes on the way from a CPU to a device. The meta device is none: it stands for a card."""
-    model = base.weightless_base(tiny_models.architecture(), INT8, attention="sdpa", dtype=torch.bfloat16)
+    model = skeleton.weightless_base(tiny_models.architecture(), INT8, attention="sdpa", dtype=torch.bfloat16)
     for module in list(model.modules()):
-        base._materialise(model, module, torch.bfloat16, META)
+        skeleton._materialise(model, module, torch.bfloat16, META)
     layers = [module for module in model.modules() if isinstance(module, bnb.nn.Linear8bitLt)]
     assert len(layers) == 9 * 7
     for module in layers:
@@ -86,7 +86,7 @@ def test_one_layer_at_a_time_is_in_16_bit() -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(eight_bit, "quantize", watched)
-        model = base.random_base(
+        model = skeleton.random_base(
             tiny_models.architecture(), INT8, attention="sdpa", dtype=torch.bfloat16, device=torch.device("cpu")
         )
     assert len(alive) == 9 * 7

@@ -21,7 +21,8 @@ from finetune.config import AdapterSection, ModelSection, QuantizationSection
 from finetune.doctor import run as run_directory
 from finetune.errors import ArtifactError
 from finetune.model import adapter, adapter_files
-from finetune.model.base import load_architecture, load_base, weightless_base
+from finetune.model.base import load_architecture, load_base
+from finetune.model.skeleton import weightless_base
 from finetune.storage import checkpoint
 from finetune.storage.rundir import RunDirectory
 from finetune.training import state

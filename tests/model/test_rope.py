@@ -18,7 +18,8 @@ from finetune.config.sections import RopeScaling
 from finetune.errors import ConfigError
 from finetune.export import adapter_export, card, gguf_model, serving
 from finetune.model import bounds, build, catalog, identity, rope
-from finetune.model.base import load_architecture, make_buffers
+from finetune.model.base import load_architecture
+from finetune.model.skeleton import make_buffers
 from finetune.storage.rundir import RunDirectory
 
 TYPES = ("linear", "yarn", "llama3")

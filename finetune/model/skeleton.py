@@ -1,0 +1,205 @@
+"""A base without its files: all modules on the meta device, and for random weights filled one module at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from copy import deepcopy
+from typing import Any
+
+import torch
+from torch import nn
+
+from finetune.config import QuantizationSection
+from finetune.errors import ConfigError
+from finetune.model import catalog, direct_reads, experts, packing, sharding
+from finetune.model.experts import Mixture
+from finetune.model.locate import hub_call
+from finetune.model.quantization import QUANTIZATIONS, bitsandbytes_config
+from finetune.model.sharding import Sharding
+
+
+def random_base(
+    architecture: Any,
+    quantization: QuantizationSection,
+    *,
+    attention: str,
+    dtype: torch.dtype,
+    device: torch.device,
+    remote_code: str | None = None,
+    shards: Sharding | None = None,
+) -> Any:
+    """The architecture with random weights, materialised and quantized one module at a time; see `base.load_base`.
+
+    Peak memory is the finished model plus one module's unquantized weights. Weights have the model's own
+    initialisation, or zero where it defines none.
+    """
+    model = weightless_base(architecture, quantization, attention=attention, dtype=dtype, remote_code=remote_code)
+    models, owner = _owners(model)
+    cut = sharding.layer_cutter(shards)
+    for name, module in list(model.named_modules()):
+        own = {f"{name}.{weight}" for weight, _ in module.named_parameters(recurse=False, remove_duplicate=False)}
+        if not own or not own <= model.all_tied_weights_keys.keys():  # a tied head is the embedding
+            _materialise(owner[module], module, dtype, device)
+            cut(model, module)
+    for inner in reversed(models):
+        _initialise(inner, inner)  # needs its submodules, so it comes last
+    model.tie_weights()
+    model.hf_device_map = {"": device}
+    assert not any(parameter.is_meta for parameter in model.parameters())
+    return model
+
+
+def make_buffers(model: Any, device: torch.device) -> Any:
+    """`model` (on the meta device) with buffers on `device`, computed as the model does, such as rotary frequencies."""
+    models, owner = _owners(model)
+    for module in model.modules():
+        buffers = dict(module.named_buffers(recurse=False))
+        for name, buffer in buffers.items():
+            setattr(module, name, torch.zeros_like(buffer, device=device))
+        if buffers:
+            _initialise(owner[module], module)
+    for inner in reversed(models):  # as in `random_base`
+        _initialise(inner, inner)
+    return model
+
+
+def _owners(model: Any) -> tuple[list[Any], dict[nn.Module, Any]]:
+    """The models inside `model`, itself first, and for each module the innermost, which initialises it."""
+    from transformers import PreTrainedModel
+
+    models = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
+    return models, {module: inner for inner in models for module in inner.modules()}
+
+
+def weightless_base(
+    architecture: Any,
+    quantization: QuantizationSection,
+    *,
+    attention: str,
+    dtype: torch.dtype,
+    remote_code: str | None = None,
+    shorten: Callable[[Any], None] = lambda model: None,
+) -> Any:
+    """The base on the meta device, with bitsandbytes' linear layers and experts: all modules, but no memory.
+
+    `shorten` may remove layers first.
+    """
+    from transformers import AutoModelForCausalLM
+
+    known = catalog.model_class(architecture)
+    if not remote_code and known is None:
+        raise ConfigError(
+            f"`model.name`: transformers has no causal language model of type `{architecture.model_type}`; use a "
+            "decoder"
+        )
+    packing.register()
+    code: dict[str, Any] = {"trust_remote_code": False}
+    if remote_code:
+        code = {"trust_remote_code": True, "code_revision": remote_code}
+    if known is not None and not known.__module__.startswith("transformers."):
+        code = {}  # the code of this revision ran before, and transformers knows its class since
+    with torch.device("meta"):
+        model = hub_call(
+            f"the architecture `{architecture.model_type}`",
+            lambda: AutoModelForCausalLM.from_config(
+                deepcopy(architecture),
+                attn_implementation=attention,
+                dtype=dtype,
+                # Without this argument transformers would prompt on the terminal.
+                **code,
+            ),
+        )
+    shorten(model)
+    direct_reads.names(model)  # cached now, before quantization
+    quantization_config = bitsandbytes_config(quantization, dtype)
+    if quantization_config is not None:
+        from finetune.model import quantizers
+
+        quantizers.prepare(model, quantization_config)
+        _types_as_loaded(model, dtype)
+        keep_training_layout(model)
+    model.config.use_cache = False
+    return model.eval()
+
+
+def _types_as_loaded(model: Any, dtype: torch.dtype) -> None:
+    """Cast bitsandbytes' layers, which start in float32, to the model's dtype, as when weights are loaded.
+
+    A weight is dequantized to the dtype it was quantized from (bitsandbytes 0.50, `QuantState.dtype`).
+    """
+    import bitsandbytes as bnb
+
+    for module in model.modules():
+        if isinstance(module, (bnb.nn.Linear4bit, bnb.nn.Linear8bitLt)):
+            module.weight.data = module.weight.data.to(dtype)
+            if module.bias is not None:
+                module.bias = nn.Parameter(module.bias.to(dtype), requires_grad=False)
+
+
+def mixture(model: Any, quantization: QuantizationSection) -> Mixture | None:
+    """How the experts of a base will be stored once it is quantized; None if it has no experts."""
+    from transformers.pytorch_utils import Conv1D
+    from transformers.quantizers.quantizers_utils import should_convert_module
+
+    from finetune.model import quantizers
+
+    if not experts.is_mixture(model):
+        return None
+    kept, names = quantizers.kept_modules(model), set()
+    if quantization.kind != "none":
+        names = {
+            f"{name}.weight"
+            for name, module in model.named_modules()
+            if type(module) in (nn.Linear, Conv1D) and should_convert_module(name, kept)
+        }
+    if QUANTIZATIONS[quantization.kind].four_bit:
+        names |= {name for name, _, _ in experts.weights(model)}
+    return experts.mixture(model, quantization.kind, names)
+
+
+def _materialise(model: Any, module: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
+    """Allocate and initialise one module's own weights and buffers."""
+    import bitsandbytes as bnb
+
+    from finetune.model import eight_bit
+
+    if isinstance(module, (bnb.nn.Linear4bit, bnb.nn.Linear8bitLt)):
+        full = nn.Linear(module.in_features, module.out_features, module.bias is not None, device=device, dtype=dtype)
+        _initialise(model, full)
+        if isinstance(module, bnb.nn.Linear8bitLt):
+            module.weight = eight_bit.quantized(full.weight.data)
+        else:
+            settings = module.weight.__dict__
+            module.weight = type(module.weight)(full.weight.data, requires_grad=False, **settings).to(device)
+        if full.bias is not None:
+            module.bias = nn.Parameter(full.bias.data, requires_grad=False)
+        return
+    own = dict(module.named_parameters(recurse=False))
+    packed = {name: one for name, one in own.items() if isinstance(one, bnb.nn.Params4bit)}
+    if not (own or list(module.buffers(recurse=False))):
+        return
+    for name, parameter in packed.items():
+        setattr(module, name, nn.Parameter(parameter.data, requires_grad=False))
+    module.to_empty(device=device, recurse=False)
+    with torch.no_grad():
+        for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
+            tensor.zero_()
+    _initialise(model, module)
+    for name, parameter in packed.items():
+        setattr(module, name, type(parameter)(getattr(module, name).data, **parameter.__dict__).to(device))
+
+
+def _initialise(model: Any, module: nn.Module) -> None:
+    """Initialise one module's own weights as the architecture does."""
+    model._init_weights(module)  # noqa: SLF001 -- transformers' public `init_weights` takes whole models only
+
+
+def keep_training_layout(model: Any) -> None:
+    """Stop bitsandbytes from repacking 4-bit weights for CPU inference.
+
+    On a CPU with AVX512-BF16, a forward pass in eval mode converts them in place and permanently to a layout without a
+    backward pass (bitsandbytes 0.50, `Linear4bit.forward`), so training could not continue after an evaluation.
+    """
+    for module in model.modules():
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            module.support_avx512bf16_for_cpu = False
