@@ -182,7 +182,7 @@ def test_an_unknown_name_suggests_the_nearest(subtests: pytest.Subtests) -> None
         with subtests.test(name=name):
             message = refusal(name)
             assert message.startswith(f"`{name}` is not a GPU this tool knows; {hint}")
-            assert message.endswith("? Or give a size such as 24GiB")
+            assert message.endswith("? Or give a size such as 24GiB, `auto` or `cpu`")
 
 
 def test_another_card_of_the_same_number_is_not_found(subtests: pytest.Subtests) -> None:
