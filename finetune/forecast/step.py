@@ -473,7 +473,8 @@ class _TracedStep:
             self._step.forward_backward([inputs], batch.trained_tokens)
         del retry
         self._mark_gradients()
-        self._update()
+        blocks = [self.recorder.block(held(one.grad)) for one, _ in self._trained() if one.grad is not None]
+        self._once(tuple(block and (block.bytes, block.layer) for block in blocks), self._update)
         self._model.zero_grad(set_to_none=True)
         del start
         self.recorder.phase = "save"  # the loop still holds the step's micro-batches then

@@ -215,11 +215,9 @@ class Recorder(TorchDispatchMode):
         self._runs += [run.moved(first) for run in recorded.runs]
         self.phase, self.layer = recorded.runs[-1].phase, None
 
-    def block(self, tensor: torch.Tensor) -> Block:
-        """The block of a tensor that was recorded."""
-        number = self._number(tensor)
-        assert number is not None
-        return self._blocks[number]
+    def block(self, tensor: torch.Tensor) -> Block | None:
+        """The block of a tensor, if it was recorded."""
+        return None if (number := self._number(tensor)) is None else self._blocks[number]
 
     # -- what surrounds the operators ------------------------------------------------------------------------------
 
