@@ -305,6 +305,15 @@ def test_figures_of_several_ranks_are_the_measured_ones() -> None:
         ],
         page("docs/benchmarks.md"),
     )
+    for share, name in {"fsdp": "FSDP", "deepspeed": "DeepSpeed"}.items():
+        kills = results(f"faults_ranks_{share}")["found"]
+        assert kills["runs_that_could_not_resume"] == kills["runs_that_ended_with_other_weights"] == 0
+        line = (
+            f"{name}: {kills['kills']} kills and {kills['starts_after_running_out_of_memory']} such starts over "
+            f"{kills['runs']} runs, the adapter to {kills['largest_difference_of_a_weight']:.1e}".replace("e-0", "e-")
+            + f", at most {kills['steps_lost_max']} steps repeated"
+        )
+        assert_shown([line], page("docs/benchmarks.md"))
     mib: dict[str, list[str]] = {}
     for row in shared["memory"]:
         if (row["sharing"], row["ranks"]) in (("ddp", 1), ("fsdp", 2), ("fsdp", 4)):
