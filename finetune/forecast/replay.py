@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+import torch
+
 from finetune.data.batching import Batch
 from finetune.forecast import operator_costs
 from finetune.forecast.allocator import CachingAllocator, CapacityError
@@ -137,7 +139,8 @@ def make(
     `from_files`: whether transformers loads the base whole, and not random weights are made. `gpus`: how many share a
     step; the forecast is that of one, which may hold a copy of the model (`copied`: in DistributedDataParallel).
     """
-    copy_bytes = checkpoint_bytes if device.type == "cpu" else 0
+    # Before weights and states are copied, the state of torch's random numbers is (`RandomState`).
+    copy_bytes = max(checkpoint_bytes, torch.get_rng_state().nbytes) if checkpoint_bytes and device.type == "cpu" else 0
     replay = replayed(
         trace, device, lambda replay: replay.train(copy_bytes, saves_between, from_files=from_files, copied=copied)
     )

@@ -37,8 +37,9 @@ def weights(model: Any) -> dict[str, torch.Tensor]:
     """The adapter's tensors (not copies), by their names in PEFT's adapter file."""
     from peft import get_peft_model_state_dict
 
+    # Its `state_dict` would copy parts of each 4-bit weight's quantization (bitsandbytes 0.50, `QuantState.as_dict`).
+    state = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
     # "auto" would ask the hub whether the vocabulary was resized; `extra_modules` says what else is trained.
-    state = model.state_dict(keep_vars=True)
     return dict(get_peft_model_state_dict(model, state, save_embedding_layers=False))
 
 

@@ -4,12 +4,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from peft import PeftModel
+from peft import PeftModel, get_peft_model_state_dict
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from finetune.config import AdapterSection, MemorySection, ModelSection, QuantizationSection
 from finetune.errors import ConfigError
 from finetune.model import attention, checkpointing
-from finetune.model.adapter import attach, casts_by_autocast, check_rank, set_trained_dtype
+from finetune.model.adapter import attach, casts_by_autocast, check_rank, set_trained_dtype, weights
 from finetune.model.base import load_architecture, load_base
 from finetune.training import state
 
@@ -32,6 +33,18 @@ def logits(model) -> torch.Tensor:
 
 def trained(model) -> dict[str, torch.Tensor]:
     return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+
+class Calls(TorchDispatchMode):
+    """The operators that are called in the block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.made.append(str(func))
+        return func(*args, **(kwargs or {}))
 
 
 def test_all_linear_layers_but_the_head_are_adapted() -> None:
@@ -104,6 +117,18 @@ def test_an_extra_module_that_does_not_exist_names_the_candidates() -> None:
 def test_extra_modules_are_trained_whole() -> None:
     model = attach(base("nf4"), AdapterSection(targets=["q_proj"], extra_modules=["norm"]), BASE, seed=1)
     assert any("norm.modules_to_save" in name for name in trained(model))
+
+
+def test_the_trained_weights_are_found_without_a_copy_of_anything() -> None:
+    """PEFT's own way copies parts of each 4-bit weight's quantization, more than a small adapter takes."""
+    section = AdapterSection(rank=4, dora=True, extra_modules=["norm"])
+    model = attach(base("nf4"), section, BASE, seed=1)
+    expected = get_peft_model_state_dict(model, save_embedding_layers=False)
+    with Calls() as calls:
+        found = weights(model)
+    assert set(calls.made) <= {"aten.detach.default"}, "a view"
+    assert found.keys() == expected.keys()
+    assert {id(weight) for weight in found.values()} == {id(weight) for weight in trained(model).values()}
 
 
 def test_the_seed_decides_the_adapter() -> None:
