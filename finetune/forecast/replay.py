@@ -291,7 +291,7 @@ class Replay:
             self._join_processes()
         self.play(runs[loaded:first])
         self.play(step)
-        self._drop_survivors(step)
+        self._settle(step)
         self._recording = True
         self._stride = max(1, sum(len(run.events) for run in step) // _CURVE_POINTS)
         update = phases[first:last].index("optimizer") if "optimizer" in phases[first:last] else len(step)
@@ -365,14 +365,23 @@ class Replay:
                 if self._recording:
                     self._draw(run.phase)
 
-    def _drop_survivors(self, step: list[Run]) -> None:
-        """Free what a pass leaves to the next step, which has its own in its place."""
+    def _settle(self, step: list[Run]) -> None:
+        """Make what a pass leaves as the next one finds it: gone, as that has its own, or a state in its old place."""
         events = {event for run in step for event in run.events}
+        replaced: dict[tuple[str, int], list[int]] = {}
+        for number in sorted(-event for event in events if event < 0 and -event not in events):
+            before = self._trace.blocks[number - 1]
+            replaced.setdefault((before.category, before.bytes), []).append(number)
         for number in sorted(event for event in events if event > 0 and -event not in events):
             block = self._trace.blocks[number - 1]
-            if block.category in _TRANSIENT and not block.managed:
+            if block.managed:
+                continue
+            if block.category in _TRANSIENT:
                 self._live[block.category] -= block.bytes
                 self._free(number, block.bytes)
+            elif self._allocator and (places := replaced.get((block.category, block.bytes))):
+                # An optimizer makes a state anew in each step, as transformers' Adafactor does.
+                self._handles[places.pop(0)] = self._handles.pop(number)
 
     def _draw(self, phase: str) -> None:
         """Keep the fullest moment of each so many events of a phase."""

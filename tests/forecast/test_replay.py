@@ -176,6 +176,23 @@ def test_what_a_step_leaves_to_the_next_is_counted_once(device: Device) -> None:
     assert made(story(), device).peak_allocated_bytes == made(story().drop("state"), device).peak_allocated_bytes
 
 
+@pytest.mark.parametrize("device", [CPU, CARD], ids=["cpu", "card"])
+def test_a_state_that_each_update_makes_anew_is_counted_once(device: Device) -> None:
+    """As transformers' Adafactor does with a weight's root mean square."""
+
+    def made_anew(times: int) -> Forecast:
+        story = step()
+        story.trace.runs, evaluation = story.trace.runs[:-1], story.trace.runs[-1:]
+        for number in range(times):
+            story.at("optimizer").make(f"states {number}", 2 * MIB, "optimizer_states")
+            story.drop(f"states {number - 1}" if number else "states")
+        story.trace.runs += evaluation
+        return made(story, device)
+
+    assert made_anew(1).phases["evaluation"] == made_anew(0).phases["evaluation"]
+    assert made_anew(2).phases == made_anew(1).phases
+
+
 def test_a_merge_and_the_disk_are_told_and_no_part_of_the_step() -> None:
     found = made(step(), merge_bytes=5 * GIB, disk_bytes=7 * GIB)
     assert found.phases["merge"] == {"allocated_bytes": 5 * GIB, "reserved_bytes": 5 * GIB}
