@@ -23,6 +23,7 @@ from typing import Any
 os.environ |= {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
 
 import batching
+import gpu_slices
 import harness
 import yaml
 from forecast_cpu import ALLOCATOR, _architecture
@@ -66,10 +67,13 @@ def _job(scratch: Path) -> list[str]:
     folder.mkdir()
     values = _architecture("llama", 512, 8, (8, 4), 2048)
     (folder / "config.json").write_text(json.dumps(values | {"architectures": ["LlamaForCausalLM"]}))
+    # Each run starts from the same weights.
+    (scratch / "weights").mkdir()
+    weights, _ = gpu_slices.saved_weights(gpu_slices.Work("cpu", scratch, scratch / "weights", scratch), str(folder))
     batching.write_rows(rows, ROWS)
     return [
-        str(harness.ROOT / "configs" / "tiny_cpu.yaml"), f"model.name={folder}", "model.weights=random",
-        "model.tokenizer=builtin:tiny-llama", f"data.train={rows}", f"data.max_length={batching.SPEED_LONGEST}",
+        str(harness.ROOT / "configs" / "tiny_cpu.yaml"), f"model.name={weights}",
+        f"data.train={rows}", f"data.max_length={batching.SPEED_LONGEST}",
         f"training.batch_size={BATCH}", f"training.micro_batch={MICRO_BATCH}", "training.max_steps=null",
         "training.epochs=1", "training.precision=fp32", "memory.loss_tokens=512", "data.eval=none",
         "training.eval_every=null", "output.merge=false",
