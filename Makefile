@@ -85,6 +85,7 @@ bench: $(DEV) ## Run the CPU benchmarks and write benchmarks/results/ (an hour).
 	$(BIN)/python benchmarks/memory_cpu.py
 	$(BIN)/python benchmarks/int8_cpu.py
 	$(BIN)/python benchmarks/batching.py
+	$(BIN)/python benchmarks/by_length.py
 	$(BIN)/python benchmarks/preparation.py
 	$(BIN)/python benchmarks/saving.py
 	$(BIN)/python benchmarks/merge.py

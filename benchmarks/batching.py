@@ -131,13 +131,18 @@ def _padding(lengths: list[int], name: str, batch: int, micro_batch: int = 8) ->
 # -- the speed of training ---------------------------------------------------------------------------------------------
 
 
-def _speed(scratch: Path, rounds: int) -> dict[str, Any]:
-    data = scratch / "rows.jsonl"
+def write_rows(path: Path, rows: int) -> None:
+    """Write so many rows of plain text, of those that are trained here."""
     words = ["the", "cat", "sat", "on", "a", "mat", "and", "said", "no", "more", "of", "it"]
     generator = random.Random(1)
-    with open(data, "w", encoding="utf-8") as file:
-        for length in _lengths(SPEED_ROWS, SPEED_MEDIAN, SPEED_LONGEST):
+    with open(path, "w", encoding="utf-8") as file:
+        for length in _lengths(rows, SPEED_MEDIAN, SPEED_LONGEST):
             file.write(json.dumps({"text": " ".join(generator.choice(words) for _ in range(length))}) + "\n")
+
+
+def _speed(scratch: Path, rounds: int) -> dict[str, Any]:
+    data = scratch / "rows.jsonl"
+    write_rows(data, SPEED_ROWS)
     runs: dict[str, list[dict[str, float]]] = {way: [] for way in WAYS}
     for turn in range(rounds):
         for way in WAYS:

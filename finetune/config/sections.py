@@ -290,8 +290,8 @@ class MemorySection(Section):
     """Activation checkpointing, by which layers recompute in the backward pass what they do not keep: `none`, `all`,
     `every-2` (every n-th layer), or a number of layers. `keep-attention` recomputes all but attention,
     `keep-products` all but the large matrix products, `keep-both` all but these. Or numbers of layers, those
-    that recompute most first: `{all: 20, keep-products: 12}`. `auto` takes the fastest that fits, by the forecast, and
-    `all` without one."""
+    that recompute most first: `{all: 20, keep-products: 12}`. `auto` takes the fastest that fits, by the forecast,
+    which in short micro-batches may be less than in long ones, and `all` without one."""
     offload: Literal["none", "checkpoints"] = "none"
     """`checkpoints` keeps the layer inputs that checkpointing saves in pinned host memory; copies run beside the
     arithmetic."""

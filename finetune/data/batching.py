@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import heapq
 from bisect import bisect_left, insort
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -108,6 +108,15 @@ def micro_batches(lengths: Sequence[int], way: MicroBatching) -> list[list[int]]
     return found
 
 
+def epoch(lengths: Sequence[int], order: Iterable[int], batch_size: int, way: MicroBatching) -> Iterator[list[int]]:
+    """The lengths of the rows of each micro-batch of an epoch, as a single process trains them."""
+    rows = [lengths[row] for row in order]
+    for at in range(0, len(rows), batch_size):
+        step = rows[at : at + batch_size]
+        for part in micro_batches(step, way):
+            yield [step[row] for row in part]
+
+
 def _best_fit(order: Sequence[int], lengths: Sequence[int], tokens: int) -> list[list[int]]:
     found: list[list[int]] = []
     room: list[tuple[int, int]] = []  # (tokens left, micro-batch), sorted
@@ -175,6 +184,17 @@ def worst_batches(
 
     worst = replace(batch(largest), trained_tokens=min(most_trained, largest[0]))
     return [worst] if largest == longest else [worst, batch(longest)]
+
+
+def no_longer(
+    most_tokens: int | None, lengths: Sequence[int], trained: Sequence[int]
+) -> tuple[Sequence[int], Sequence[int]]:
+    """Lengths and trained tokens of the rows of at most `most_tokens`, if there are any, else of the shortest."""
+    if most_tokens is None:
+        return lengths, trained
+    bound = max(most_tokens, min(lengths))
+    rows = [row for row in zip(lengths, trained, strict=True) if row[0] <= bound]
+    return [length for length, _ in rows], [count for _, count in rows]
 
 
 def _largest_packed(

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from finetune.config import DataSection, TrainingSection
 from finetune.data import fingerprint
-from finetune.data.batching import Batch, MicroBatching, RowOrder, micro_batches, worst_batches
+from finetune.data.batching import Batch, MicroBatching, RowOrder, epoch, worst_batches
 from finetune.data.chat import IGNORE
 from finetune.data.prepare import Counts, Prepared, prepare
 
@@ -204,16 +204,10 @@ def _batchings(lengths: Sequence[int], training: TrainingSection, section: DataS
 
 def _epoch(lengths: Sequence[int], rows: Iterable[int], batch_size: int, way: MicroBatching) -> tuple[float, int]:
     """Padding share and number of micro-batches of the first epoch, as in training."""
-    order = list(rows)
     positions = passes = 0
-    for at in range(0, len(order), batch_size):
-        step = [lengths[row] for row in order[at : at + batch_size]]
-        parts = micro_batches(step, way)
-        passes += len(parts)
-        if way.packed:
-            positions += sum(step)
-        else:
-            positions += sum(len(part) * max(step[row] for row in part) for part in parts)
+    for part in epoch(lengths, rows, batch_size, way):
+        passes += 1
+        positions += sum(part) if way.packed else len(part) * max(part)
     return 1 - sum(lengths) / positions, passes
 
 

@@ -49,7 +49,8 @@ class NothingFits(OutOfMemoryError):
 class Fitted:
     """What was chosen: the config, its forecast, and why each value.
 
-    `tried` is the number of settings that were forecast, and `find_everything` finds `everything`.
+    `tried` is the number of settings that were forecast, and `find_everything` finds `everything`. `levels` are those
+    worth their bytes, from nothing recomputed to everything; none where that was not a question.
     """
 
     config: Config
@@ -57,6 +58,7 @@ class Fitted:
     reasons: Mapping[str, str]
     tried: int
     find_everything: Callable[[], Forecast]
+    levels: tuple[str, ...] = ()
 
     @functools.cached_property
     def everything(self) -> Forecast:
@@ -232,7 +234,7 @@ class _Search:
         return next((step for step in range(low + 1, high) if self.ladder[step][1] <= needed), high)
 
     def _fits(self, forecast: Forecast) -> bool:
-        return forecast.needed_bytes <= self._budget(forecast)
+        return _room(forecast, self.spare) >= 0
 
     def _budget(self, forecast: Forecast) -> float:
         return (1 - self.spare) * forecast.budget_bytes
@@ -248,7 +250,8 @@ class _Search:
 
     def fitted(self, config: Config, chosen: Forecast) -> Fitted:
         everything = functools.partial(self._everything, config)
-        return Fitted(config, chosen, self._reasons(config, chosen), len(self.known), everything)
+        levels = tuple(step for step, _ in self.ladder if isinstance(step, str))
+        return Fitted(config, chosen, self._reasons(config, chosen), len(self.known), everything, levels)
 
     def _everything(self, config: Config) -> Forecast:
         """The fastest that fits with everything recomputed, of all that were tried; else the chosen rows so."""
@@ -316,10 +319,10 @@ def limits(config: Config, forecast: Forecaster, *, length: int, rows: int, rank
     card = devices.smallest_fitting(forecast(one).peak_reserved_bytes)
     return Limits(
         smallest_card=card.name if card else None,
-        length=_largest(
+        length=largest(
             lambda value: forecast(one.changed({"data.max_length": value})), config.data.max_length, 64, length
         ),
-        micro_batch=_largest(
+        micro_batch=largest(
             lambda value: forecast(least.changed({_ROWS: value, "training.batch_size": value})),
             config.training.rows,
             1,
@@ -327,12 +330,21 @@ def limits(config: Config, forecast: Forecaster, *, length: int, rows: int, rank
         ),
         rank=0
         if config.adapter.kind == "none"
-        else _largest(lambda value: forecast(least.changed({"adapter.rank": value})), config.adapter.rank, 1, rank),
+        else largest(lambda value: forecast(least.changed({"adapter.rank": value})), config.adapter.rank, 1, rank),
     )
 
 
-def _largest(forecast: Callable[[int], Forecast], start: int, grain: int, most: int) -> int:
-    """The largest multiple of `grain`, up to `most`, whose forecast fits; 0 where none does.
+def largest(
+    forecast: Callable[[int], Forecast],
+    start: int,
+    grain: int,
+    most: int,
+    *,
+    spare: float = 0.0,
+    too_large: int | None = None,
+) -> int:
+    """The largest multiple of `grain`, up to `most`, whose forecast fits and leaves `spare` of the budget; 0 where none
+    does. `too_large` is a larger multiple that is known not to fit.
 
     Needed memory grows nearly in proportion, so that a few steps along its slope suffice.
     """
@@ -341,17 +353,19 @@ def _largest(forecast: Callable[[int], Forecast], start: int, grain: int, most: 
     def at(value: int) -> Forecast:
         return known.setdefault(value, known.get(value) or forecast(value))
 
-    low, high = 0, None
+    low, high = 0, too_large
+    if too_large:
+        at(too_large)
     most = max(grain, most // grain * grain)
     value = min(most, max(grain, start // grain * grain))
     for _ in range(_STEPS):
-        if at(value).fits:
+        if _room(at(value), spare) >= 0:
             low = max(low, value)
         else:
             high = min(high or value, value)
         if low == most or (high is not None and high - low <= grain):
             break
-        value = min(most, _next(known, low, high, grain))
+        value = min(most, _next(known, low, high, grain, spare))
     return low
 
 
@@ -359,7 +373,12 @@ _STEPS = 16
 _REACH = 8
 
 
-def _next(known: Mapping[int, Forecast], low: int, high: int | None, grain: int) -> int:
+def _room(forecast: Forecast, spare: float) -> float:
+    """Bytes that are left of the budget; below 0 the job does not fit."""
+    return (1 - spare) * forecast.budget_bytes - forecast.needed_bytes
+
+
+def _next(known: Mapping[int, Forecast], low: int, high: int | None, grain: int, spare: float) -> int:
     # The two that lie next to the limit as far as it is known: above all that fit, or around it, or below all.
     values = sorted(known) if high is None else sorted(value for value in known if value >= low)[:2]
     guess = 2 * values[-1]
@@ -368,7 +387,7 @@ def _next(known: Mapping[int, Forecast], low: int, high: int | None, grain: int)
         slope = (last.needed_bytes - first.needed_bytes) / (values[-1] - values[-2])
         if slope > 0:
             # A straight line from two small values may miss by far, and large ones take longer to forecast.
-            guess = int(values[-1] + (last.budget_bytes - last.needed_bytes) / slope) // grain * grain
+            guess = int(values[-1] + _room(last, spare) / slope) // grain * grain
             guess = min(guess, _REACH * values[-1])
     ceiling = guess if high is None else high - grain
     guess = min(max(guess, low + grain), max(ceiling, low + grain))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -16,11 +17,21 @@ from typing import Any
 import torch
 
 from finetune.config import Config, dump, explained
+from finetune.config.fields import LEVELS
 from finetune.data import prepare, sources
-from finetune.data.batching import Batch, MicroBatching, longest_batches, per_step, worst_batches
+from finetune.data.batching import (
+    Batch,
+    MicroBatching,
+    RowOrder,
+    epoch,
+    longest_batches,
+    no_longer,
+    per_step,
+    worst_batches,
+)
 from finetune.data.prepare import Prepared
 from finetune.errors import ArtifactError, ConfigError, ForecastError
-from finetune.forecast import devices, files, replay
+from finetune.forecast import by_length, devices, files, replay
 from finetune.forecast import fit as fitting
 from finetune.forecast.devices import Device
 from finetune.forecast.fit import Fitted, Limits, NothingFits
@@ -42,6 +53,8 @@ _LEAST_SAVED = 0.005
 _TRACED_TOKENS = 16
 # Of rows and tokens, above what any job needs.
 _MOST = 2**20
+# Of an epoch, from whose lengths the worth of recomputing less is judged.
+_ROWS_SEEN = 100_000
 
 
 @dataclass(frozen=True)
@@ -57,16 +70,23 @@ class Planner:
     device: Device
     data: Prepared | None
     gpus: int = 1
-    _known: dict[tuple[str, bool], Forecast] = field(default_factory=dict)
+    _known: dict[tuple[str, bool, tuple[Batch, ...]], Forecast] = field(default_factory=dict)
     _models: Models = field(default_factory=Models)
-    _largest: dict[tuple[MicroBatching, int], tuple[list[Batch], Batch | None]] = field(default_factory=dict)
+    _largest: dict[tuple[MicroBatching, int, int | None], tuple[list[Batch], Batch | None]] = field(
+        default_factory=dict
+    )
 
-    def forecast(self, config: Config | None = None, *, evaluates: bool = True) -> Forecast:
-        """What `config` (by default the job itself) takes; without `evaluates`, leaving out the evaluation."""
+    def forecast(
+        self, config: Config | None = None, *, evaluates: bool = True, most_tokens: int | None = None
+    ) -> Forecast:
+        """What `config` (by default the job itself) takes; without `evaluates`, leaving out the evaluation.
+
+        With `most_tokens`, what micro-batches of rows no longer than that take, of the data's.
+        """
         config = config or self.job
-        key = config.model_dump_json(), evaluates
+        batches, evaluation = self._largest_batches(config, most_tokens)
+        key = config.model_dump_json(), evaluates, tuple(batches)
         if key not in self._known:
-            batches, evaluation = self._largest_batches(config)
             found = [self._forecast(config, batch, evaluation if evaluates else None) for batch in batches]
             self._known[key] = max(found, key=lambda each: each.needed_bytes)
         return self._known[key]
@@ -120,11 +140,11 @@ class Planner:
         return [(lever, after) for lever, after in pulled if after.needed_bytes < below]
 
     def settle(self) -> tuple[Config, Fitted | None]:
-        """The job with a value for all that is `auto`, and what `fit` chose; the least setting where nothing fits."""
+        """The job with a value for all that is `auto`, and what was chosen; the least setting where nothing fits."""
         if self.job.fitted:
             return self._shared(lambda config: config), None
         try:
-            fitted = self.fit()
+            fitted = self.by_length(self.fit())
         except NothingFits as least:
             return least.config, None
         return fitted.config, fitted
@@ -159,6 +179,29 @@ class Planner:
             why["distributed.stage"] = "the least sharding that fits"
         return replace(fitted, reasons={**why, **fitted.reasons})
 
+    def by_length(self, fitted: Fitted) -> Fitted:
+        """`fitted` with less recomputed in short micro-batches, where their lengths are known and it saves time.
+
+        Micro-batches of equal size have nothing to gain. The ranks that hold a model in slices exchange them within the
+        passes of a layer, so that all must recompute alike; compiled layers would be compiled for each level.
+        """
+        config = fitted.config
+        levels = _less_recomputed(fitted, self.architecture.get_text_config().num_hidden_layers)
+        way, shares = _micro_batching(config), config.distributed
+        cut = strategies.is_sharded(shares, self.gpus) or strategies.STRATEGIES[shares.kind].deepspeed
+        plain = config.kernels.compile == config.memory.offload == "none"
+        if not levels or self.data is None or way.tokens or cut or shares.context > 1 or not plain:
+            return fitted
+        lengths, training = self.data.train["length"][:], config.training
+        order = RowOrder(lengths, training.batch_size, training.seed, training.group_by_length)
+        seen = epoch(lengths, itertools.islice(order, _ROWS_SEEN), training.batch_size, way)
+
+        def at(level: str, most_tokens: int | None = None) -> Forecast:
+            return self.forecast(config.changed({"memory.checkpointing": level}), most_tokens=most_tokens)
+
+        found = by_length.find(fitted.forecast, {level: at(level) for level in levels}, map(max, seen), at)
+        return replace(fitted, forecast=replay.with_shorter(fitted.forecast, found))
+
     def _shared(self, least: Callable[[Config], Config]) -> Config:
         """The job with the least sharding that lets `least` of it fit, where the ranks' sharing is `auto`."""
         if self.gpus == 1 or self.job.distributed.kind != "auto":
@@ -191,20 +234,32 @@ class Planner:
         """Rows of a step that one rank computes, alone or with the others of its group."""
         return max(1, config.training.batch_size // config.distributed.shares(self.gpus))
 
-    def _largest_batches(self, config: Config) -> tuple[list[Batch], Batch | None]:
-        """The largest training micro-batches that data and sampler can produce, and that of the evaluation set."""
+    def _largest_batches(self, config: Config, most_tokens: int | None = None) -> tuple[list[Batch], Batch | None]:
+        """The largest training micro-batches that data and sampler can produce, of rows of at most `most_tokens`, and
+        that of the evaluation set.
+        """
         micro_batching, step_rows = _micro_batching(config), self._share(config)
         if self.data is None or config.data.max_length != self.job.data.max_length:
             longest = longest_batches(micro_batching, step_rows, config.data.max_length)
             return longest, None if config.data.eval == "none" else longest[0]
 
-        def largest(rows: Any) -> list[Batch]:
-            return worst_batches(rows["length"][:], rows["trained"][:], micro_batching, step_rows, "the data's rows")
+        def largest(rows: Any, most_tokens: int | None) -> list[Batch]:
+            chosen = no_longer(most_tokens, rows["length"][:], rows["trained"][:])
+            return worst_batches(*chosen, micro_batching, step_rows, "the data's rows")
 
-        key, data = (micro_batching, step_rows), self.data
+        key, data = (micro_batching, step_rows, most_tokens), self.data
         if key not in self._largest:
-            self._largest[key] = largest(data.train), None if data.eval is None else largest(data.eval)[0]
+            evaluation = None if data.eval is None else largest(data.eval, None)[0]
+            self._largest[key] = largest(data.train, most_tokens), evaluation
         return self._largest[key]
+
+
+def _less_recomputed(fitted: Fitted, layers: int) -> list[str]:
+    """The levels worth their bytes of which each recomputes less than some layer does, and more than none."""
+    least = min(LEVELS.index(level) for level in checkpointing.pattern(fitted.config.memory.checkpointing, layers))
+    return [
+        level for level in fitted.levels if LEVELS.index(level) <= least and level != fitted.config.memory.checkpointing
+    ]
 
 
 def _saves_between(config: Config) -> bool:
@@ -230,13 +285,14 @@ def fit(config: Config, gpu: str | None = None, gpus: int = 1) -> Fitted:
 
     Raises OutOfMemoryError when nothing fits, ConfigError for a batch that so many cannot share.
     """
-    return _free_planner(config, gpu, gpus).fit()
+    planner = _free_planner(config, gpu, gpus)
+    return planner.by_length(planner.fit())
 
 
 def fit_with_limits(config: Config, gpu: str | None = None, gpus: int = 1) -> tuple[Fitted, Limits]:
     """`fit`, and the limits of the fitted job on that device."""
     planner = _free_planner(config, gpu, gpus)
-    fitted = planner.fit()
+    fitted = planner.by_length(planner.fit())
     return fitted, planner.limits(fitted.config)
 
 

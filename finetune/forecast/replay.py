@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from finetune.forecast import operator_costs
 from finetune.forecast.allocator import CachingAllocator, CapacityError
 from finetune.forecast.devices import DISK_READ_BYTES, DISK_WRITE_BYTES, RANKS_OF_A_MACHINE, Device
 from finetune.forecast.trace import CATEGORIES, Block, Run, Trace, Work
+from finetune.model.checkpointing import UpTo
 from finetune.model.experts import Mixture
 
 PHASES = ("load", "forward", "backward", "optimizer", "evaluation", "save", "merge")
@@ -49,6 +50,7 @@ class Forecast:
     `mixture` says how experts are stored, where the base has some. With several `gpus` all figures are those of one,
     but for `disk_bytes`; `sharding` is the config's section `distributed`. In a step `sent_bytes` go to the others,
     `copied_bytes` between host and device, and `swapped_bytes`, which a disk keeps, are read from it and written back.
+    `by_length`: what short micro-batches recompute, where less than the config says; memory is then the most of any.
     """
 
     device: Device
@@ -72,6 +74,7 @@ class Forecast:
     sent_bytes: int = 0
     copied_bytes: int = 0
     swapped_bytes: int = 0
+    by_length: tuple[UpTo, ...] = ()
 
     @property
     def needed_bytes(self) -> int:
@@ -109,6 +112,7 @@ class Forecast:
             "calls": self.calls,
             "seconds": round(self.seconds, 4),
             "mixture": self.mixture and asdict(self.mixture),
+            **({"by_length": [asdict(each) for each in self.by_length]} if self.by_length else {}),
             **({"gpus": self.gpus, "sharding": self.sharding, **moved} if self.gpus > 1 or self.sharding else {}),
         }
 
@@ -176,6 +180,26 @@ def make(
         sent_bytes=step.sent_bytes,
         copied_bytes=step.copied_bytes,
         swapped_bytes=step.swapped_bytes,
+    )
+
+
+def with_shorter(longest: Forecast, shorter: Mapping[UpTo, Forecast]) -> Forecast:
+    """`longest` with the most memory that it or the largest of each kind of shorter micro-batches takes."""
+    each = [longest, *shorter.values()]
+    most = max(each, key=lambda one: one.needed_bytes)
+    phases = {
+        name: {key: max(one.phases[name][key] for one in each if name in one.phases) for key in sizes}
+        for name, sizes in longest.phases.items()
+    }
+    return replace(
+        longest,
+        peak_allocated_bytes=max(one.peak_allocated_bytes for one in each),
+        peak_reserved_bytes=most.peak_reserved_bytes,
+        host_bytes=max(one.host_bytes for one in each),
+        phases=phases,
+        categories=most.categories,
+        curve=most.curve,
+        by_length=tuple(shorter),
     )
 
 

@@ -10,6 +10,7 @@ from finetune.config import Config
 from finetune.data.prepare import Prepared
 from finetune.errors import ForecastError, OutOfMemoryError
 from finetune.forecast import devices
+from finetune.forecast.fit import Fitted
 from finetune.forecast.planning import Planner
 from finetune.forecast.replay import Forecast
 from finetune.lifecycle import resume
@@ -41,40 +42,40 @@ def plan(
         if config.memory.check != "off" or not config.fitted:
             stage("forecasting the memory of a training step")
         planner = Planner(config, architecture, devices.here(device, config.memory), data, ranks.world_size())
-        fitted = _fitted(planner, terminal)
-        if earlier and (lowered := resume.lowered(fitted, earlier)):
+        settled, fitted = _settled(planner, terminal)
+        if earlier and (lowered := resume.lowered(settled, earlier)):
             terminal.note(f"{named(lowered)}: in an earlier start of this run, memory ran out with more")
-            fitted = fitted.changed(lowered)
-        check(fitted, device)  # again, with the micro-batch that was chosen
-        return fitted, _forecast(planner, fitted, terminal)
+            settled, fitted = settled.changed(lowered), None
+        check(settled, device)  # again, with the micro-batch that was chosen
+        return settled, _forecast(planner, settled, fitted, terminal)
 
     planned, forecast = ranks.main_does(of_first_rank)
     return resume.own_places(planned, config), forecast
 
 
-def _fitted(planner: Planner, terminal: Terminal) -> Config:
+def _settled(planner: Planner, terminal: Terminal) -> tuple[Config, Fitted | None]:
     job = planner.job
     # Only the micro-batch cannot do without a forecast.
     unseen = job.changed({"memory.checkpointing": "all"}) if job.memory.checkpointing == "auto" else job
     if job.memory.check == "off" and unseen.fitted:
-        return unseen
+        return unseen, None
     try:
         config, fitted = planner.settle()
     except ForecastError:
         if job.memory.check == "refuse" or not unseen.fitted:
             raise
-        return unseen
+        return unseen, None
     if fitted:
         terminal.chose(fitted)
-    return config
+    return config, fitted
 
 
-def _forecast(planner: Planner, config: Config, terminal: Terminal) -> Forecast | None:
+def _forecast(planner: Planner, config: Config, fitted: Fitted | None, terminal: Terminal) -> Forecast | None:
     refuses = config.memory.check == "refuse"
     if config.memory.check == "off":
         return None
     try:
-        forecast = planner.forecast(config)
+        forecast = fitted.forecast if fitted else planner.forecast(config)
     except ForecastError as error:
         if refuses:
             raise

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import itertools
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from torch.utils.checkpoint import checkpoint
@@ -115,6 +116,44 @@ def ladder(levels: Sequence[str], count: int) -> list[str | dict[str, int]]:
         steps += [{after: number, before: count - number} for number in range(1, count)]
         steps.append(after)
     return steps
+
+
+@dataclass(frozen=True)
+class UpTo:
+    """All layers have `level` in micro-batches whose rows, padding included, have at most so many `tokens`."""
+
+    tokens: int
+    level: str
+
+
+class ByLength:
+    """Gives the layers of `model` the levels of what is computed next, where `apply` has turned checkpointing on.
+
+    Up to the lengths of `shorter`, the shortest first, all layers have its level, and beyond them those of
+    `checkpointing`. A layer's gradients are the same to the bit at each level.
+    """
+
+    def __init__(self, model: Any, checkpointing: str | int | Mapping[str, int], shorter: Sequence[UpTo]) -> None:
+        self._model = model
+        self._of_longest = pattern(checkpointing, len(layers(model)))
+        self.shorter = tuple(shorter)
+        self._now = self._of_longest
+
+    def choose(self, tokens: int) -> None:
+        """The levels for a micro-batch of so many tokens a row."""
+        found = self.level(tokens)
+        levels = self._of_longest if found is None else [found] * len(self._of_longest)
+        if levels != self._now:
+            choose(self._model, levels)
+            self._now = levels
+
+    def level(self, tokens: int) -> str | None:
+        """That of a micro-batch which recomputes less than the longest; None for one that does not."""
+        return next((each.level for each in self.shorter if tokens <= each.tokens), None)
+
+    def drop(self) -> None:
+        """From now on all micro-batches recompute what the longest do."""
+        self.shorter = ()
 
 
 def keeps(layer: Any) -> bool:

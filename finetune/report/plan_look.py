@@ -64,7 +64,7 @@ def plan(config: Config, gpu: str | None = None, gpus: int = 1) -> Plan:
     """
     planner = planner_for(config, gpu, gpus)
     config, fitted = planner.settle()
-    found = planner.forecast(config)
+    found = fitted.forecast if fitted else planner.forecast(config)
     return Plan(config, found, () if found.fits else tuple(planner.levers(config, found)), fitted)
 
 

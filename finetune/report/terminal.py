@@ -111,6 +111,8 @@ class Terminal:
         for key, reason in fitted.reasons.items():
             value = str(fitted.value(key)).replace("'", "")  # as in a config file
             self._say(f"{key}: {value} ({reason})")
+        if shorter := fitted.forecast.by_length:
+            self._say(f"memory.checkpointing: auto: {words.by_length(shorter)}")
 
     def fitted(self, fitted: Fitted, limits: Limits, target: Path) -> None:
         """Print the fitted job, its speed-up, and the limits of this device."""

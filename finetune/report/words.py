@@ -13,10 +13,18 @@ if TYPE_CHECKING:  # these import torch, which would delay the first line of a p
     from finetune.data.batching import Batch
     from finetune.forecast.replay import Forecast
     from finetune.forecast.serving import Serving
+    from finetune.model.checkpointing import UpTo
     from finetune.model.experts import Mixture
 
 UNITS = {"GiB": 2**30, "MiB": 2**20}
 """Bytes of the units that sizes are written in."""
+
+_RECOMPUTED = {
+    "none": "nothing",
+    "keep-both": "all but attention and large products",
+    "keep-products": "all but large products",
+    "keep-attention": "all but attention",
+}
 
 # Limits for lists of rows and columns in a message.
 _PLACES = 3
@@ -132,6 +140,12 @@ def batch(shape: Batch) -> str:
         return f"{count(len(shape.packed))} rows packed into {count(shape.tokens)} tokens"
     rows = f"{count(shape.rows)} row{'' if shape.rows == 1 else 's'}"
     return f"{rows} x {count(shape.tokens)} tokens{', padded' if shape.padded else ''}"
+
+
+def by_length(shorter: Sequence[UpTo]) -> str:
+    """What short micro-batches recompute, such as `rows of up to 512 tokens recompute nothing`."""
+    first, *others = (f"{count(each.tokens)} tokens recompute {_RECOMPUTED[each.level]}" for each in shorter)
+    return ", ".join([f"micro-batches of rows of up to {first}", *(f"of up to {other}" for other in others)])
 
 
 def mixture(stored: Mixture) -> str:

@@ -214,13 +214,23 @@ class _Difference(TypedDict):
 
 
 @_written
+class _UpTo(TypedDict):
+    tokens: Count
+    level: str
+
+
+@_written
 class Forecast(TypedDict):
-    """forecast.json; `differences` to what was measured are written at the end of training."""
+    """forecast.json; `differences` to what was measured are written at the end of training.
+
+    `by_length`: what micro-batches of rows of so many tokens recompute, where less than the longest.
+    """
 
     device: str
     needed_bytes: Bytes
     budget_bytes: Bytes
     differences: list[_Difference]
+    by_length: NotRequired[list[_UpTo]]
 
 
 @_written

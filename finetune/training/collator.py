@@ -82,6 +82,11 @@ def row_count(inputs: Inputs) -> int:
     return len(inputs["cu_seq_lens_q"]) - 1 if "cu_seq_lens_q" in inputs else len(inputs["input_ids"])
 
 
+def tokens_a_row(inputs: Inputs) -> int:
+    """Tokens of each row of a micro-batch, padding included; of all its rows where they are packed."""
+    return int(inputs["input_ids"].shape[1])
+
+
 def token_ids(inputs: Inputs) -> list[torch.Tensor]:
     """Token ids (tokens,) of each row of a micro-batch, without padding."""
     ids = inputs["input_ids"]

@@ -8,13 +8,14 @@ length").
 from __future__ import annotations
 
 import heapq
+import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from bitsandbytes.optim.optimizer import Optimizer8bit
 
-from finetune.data.batching import Batch, per_step, worst_batches
+from finetune.data.batching import Batch, no_longer, per_step, worst_batches
 from finetune.measure.monitor import Peak
 from finetune.model import sharding
 from finetune.training.batches import Steps
@@ -28,14 +29,16 @@ def warm_up(step: Step, steps: Steps, retry: Retry, evaluation: Evaluation | Non
     """Run the largest training micro-batches through a step, and the largest evaluation micro-batch; return the peaks.
 
     Weights, optimizer state and random state are restored bit for bit. Micro-batches that do not fit are split, and
-    stay split for the run. Raises torch's out-of-memory error, naming the row, for a single row that does not fit.
+    stay split for the run. Of micro-batches that recompute less because they are short, the largest are run as well.
+    Raises torch's out-of-memory error, naming the row, for a single row that does not fit.
     """
     kept, monitor = _Kept(step), step.monitor
     before = dict(monitor.run)
     if step.zero is None:
         _make_states(step)
     step_rows = steps.batch_size * step.context // step.world_size
-    for batch, inputs in _largest(steps.rows, steps, step_rows):
+    bounds = [each.tokens for each in step.levels.shorter] if step.levels else []
+    for batch, inputs in itertools.chain(*(_largest(steps.rows, steps, step_rows, most) for most in (None, *bounds))):
         # With gradient accumulation, gradients of earlier micro-batches exist while later ones run.
         passes = min(2, per_step(step_rows, steps.collate.way, batch))
         # DeepSpeed drops gradients only where they are not finite: those of a loss that is divided by zero.
@@ -52,10 +55,11 @@ def warm_up(step: Step, steps: Steps, retry: Retry, evaluation: Evaluation | Non
     return peaks
 
 
-def _largest(rows: Any, steps: Steps, step_rows: int) -> Iterator[tuple[Batch, Inputs]]:
-    """The shapes that need most memory, each with a micro-batch of that shape."""
-    lengths = rows["length"][:]
-    for batch in worst_batches(lengths, rows["trained"][:], steps.collate.way, step_rows, "the data's rows"):
+def _largest(rows: Any, steps: Steps, step_rows: int, most_tokens: int | None = None) -> Iterator[tuple[Batch, Inputs]]:
+    """The shapes that need most memory, of rows of at most `most_tokens`, each with a micro-batch of that shape."""
+    lengths, trained = rows["length"][:], rows["trained"][:]
+    way = steps.collate.way
+    for batch in worst_batches(*no_longer(most_tokens, lengths, trained), way, step_rows, "the data's rows"):
         chosen = [rows[row] for row in longest_rows(lengths, batch)]
         if batch.packed:  # fills it to the last token, as other rows may
             chosen = [cut(row, length) for row, length in zip(chosen, batch.packed, strict=True)]

@@ -22,9 +22,10 @@ import torch
 from finetune.config import Config
 from finetune.data.batching import MicroBatching
 from finetune.measure.out_of_memory import is_out_of_memory, reason
+from finetune.model.checkpointing import ByLength
 from finetune.runtime import libraries, ranks
 from finetune.runtime.randomness import RandomState
-from finetune.training.collator import Inputs, first_row, row_count, split
+from finetune.training.collator import Inputs, first_row, row_count, split, tokens_a_row
 from finetune.training.step import Count, Step
 
 
@@ -96,8 +97,9 @@ class Retry:
     """Runs steps and updates, and retries them after running out of memory. `limit` persists from step to step.
 
     `split` is called with a micro-batch that was split; `give_up` with the error and a single-row micro-batch that does
-    not fit, after all passes of the step were undone; `updated_again` before an update is retried. With several ranks
-    the first two are called on all of them, with `rank`, the one that ran out of memory. Where a step cannot be
+    not fit, after all passes of the step were undone; `updated_again` before an update is retried; `recompute_more`
+    with a short micro-batch that recomputed less than the longest, which none does from then on. With several ranks all
+    but `updated_again` are called on all of them, with `rank`, the one that ran out of memory. Where a step cannot be
     repeated, `start_again` is called with the error and the micro-batch, on that rank alone; the error is raised if it
     returns.
     """
@@ -105,6 +107,7 @@ class Retry:
     split: Callable[..., None]
     give_up: Callable[..., None]
     updated_again: Callable[[], None]
+    recompute_more: Callable[..., None]
     start_again: Callable[[BaseException, Inputs], None]
     limit: Limit = field(default_factory=Limit)
 
@@ -126,6 +129,13 @@ class Retry:
             if not failures:
                 return loss
             start.restore()
+            if step.levels and (recomputed_less := _recomputed_less(step.levels, failures)):
+                caught = None  # with the frames of the failed pass, which hold memory
+                release()
+                step.levels.drop()
+                rank = {"rank": recomputed_less.rank} if step.world_size > 1 else {}
+                self.recompute_more(recomputed_less.inputs, **rank)
+                continue
             # The largest first, so that each other is at most at the limit that those before it set.
             for failure in sorted(failures, key=lambda failure: _positions(failure.inputs), reverse=True):
                 rank = {"rank": failure.rank} if step.world_size > 1 else {}
@@ -133,7 +143,7 @@ class Retry:
                     given_up = caught or torch.OutOfMemoryError(failure.reason)
                     self.give_up(given_up, failure.inputs, **rank)
                     raise ranks.shared(given_up) if rank else given_up
-                caught = None  # with the frames of the failed pass, which hold memory
+                caught = None
                 release()
                 self.split(failure.inputs, **rank)
 
@@ -155,6 +165,11 @@ class Retry:
         release()
         self.updated_again()
         step.update()
+
+
+def _recomputed_less(levels: ByLength, failures: list[_Failure]) -> _Failure | None:
+    """The first of the failures at a level that its length allowed."""
+    return next((failure for failure in failures if levels.level(tokens_a_row(failure.inputs))), None)
 
 
 def _of_all_ranks(step: Step, error: BaseException | None) -> list[_Failure]:

@@ -6,7 +6,7 @@ import contextlib
 import functools
 import shutil
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ from finetune.measure.out_of_memory import while_writing
 from finetune.model import causality, chat_template, context, packing, sharding
 from finetune.model.adapter import casts_by_autocast
 from finetune.model.base import autocast
+from finetune.model.checkpointing import ByLength, UpTo
 from finetune.model.zero import Zero
 from finetune.objectives import OBJECTIVES, contract, log_probs
 from finetune.runtime import libraries, rank_watch, ranks
@@ -38,7 +39,7 @@ from finetune.training import oom_retry, optimizers, schedules
 from finetune.training.batches import Steps
 from finetune.training.callbacks import Callback, Callbacks
 from finetune.training.checkpoints import Checkpoints
-from finetune.training.collator import Inputs, MicroBatches, row_count
+from finetune.training.collator import Inputs, MicroBatches, row_count, tokens_a_row
 from finetune.training.evaluation import Evaluation
 from finetune.training.largest_batch import warm_up
 from finetune.training.loop import Loop, Rhythm
@@ -65,7 +66,8 @@ class Outcome:
 class Job:
     """Everything a run needs to train.
 
-    `made_with` is written into each checkpoint's manifest; `resume_from` is a verified checkpoint.
+    `made_with` is written into each checkpoint's manifest; `resume_from` is a verified checkpoint. `by_length`: what
+    short micro-batches recompute, where that is less than the config says.
     """
 
     config: Config
@@ -80,6 +82,7 @@ class Job:
     signals: Signals
     made_with: dict[str, Any]
     resume_from: Path | None = None
+    by_length: Sequence[UpTo] = ()
     callbacks: Iterable[Callback] = ()
 
 
@@ -205,7 +208,13 @@ def _loop(job: Job, callbacks: Callbacks) -> Loop:
         steps=steps,
         progress=progress,
         rhythm=Rhythm(training.eval_every, config.output.save_every, config.output.best, training.early_stopping),
-        retry=Retry(on_oom.split, on_oom.give_up, on_oom.updated_again, on_oom.start_again),
+        retry=Retry(
+            on_oom.split,
+            on_oom.give_up,
+            on_oom.updated_again,
+            on_oom.recompute_more,
+            on_oom.start_again,
+        ),
         recorder=recorder,
         checkpoints=checkpoints,
         evaluation=evaluation,
@@ -232,6 +241,7 @@ def _step(job: Job, recorder: Recorder, collate: MicroBatches) -> Step:
         monitor=job.monitor,
         scaler=torch.amp.GradScaler(device.type) if training.precision == "fp16" else None,
         noise=Noise(model, alpha, training.seed) if (alpha := training.neftune_noise_alpha) else None,
+        levels=ByLength(model, job.config.memory.checkpointing, job.by_length) if job.by_length else None,
         seen=recorder.saw,
     )
     step.world_size = ranks.world_size()
@@ -291,6 +301,15 @@ class _OutOfMemory:
 
     def updated_again(self) -> None:
         self.run.event("update_retried", step=self.progress.step + 1)
+
+    def recompute_more(self, inputs: Inputs, **rank: int) -> None:
+        rows, tokens = row_count(inputs), tokens_a_row(inputs)
+        where = f" on rank {rank['rank']}" if rank else ""
+        self.run.event("recomputes_more", step=self.progress.step + 1, rows=rows, tokens=tokens, **rank)
+        self.listener.note(
+            f"out of memory{where} at {rows} rows of {tokens} tokens, which recomputed less than longer ones: from now "
+            "on all recompute as much as the longest"
+        )
 
     def no_evaluation(self, inputs: Inputs) -> None:
         place, tokens = oom_retry.place_of(self.data.eval, inputs), inputs["input_ids"].numel()

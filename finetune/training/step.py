@@ -15,10 +15,11 @@ from accelerate.utils import send_to_device
 from finetune.measure.monitor import Monitor, Peak
 from finetune.model import packing, sharding
 from finetune.model.base import autocast
+from finetune.model.checkpointing import ByLength
 from finetune.model.zero import Zero
 from finetune.objectives import Objective
 from finetune.runtime.libraries import replaced
-from finetune.training.collator import Inputs, for_model
+from finetune.training.collator import Inputs, for_model, tokens_a_row
 from finetune.training.noise import Noise
 
 Count: TypeAlias = int | torch.Tensor
@@ -33,8 +34,9 @@ class Step:
     synchronized. `catch_up` takes part in what the other ranks wait for in a step whose pass failed here; where it is
     None, such a step cannot be repeated. Each `context` ranks compute the same rows. `zero` is DeepSpeed's engine, if
     that shares the model. With `masked` the model gets the padding mask. `scaler` scales the loss under fp16.
-    Embeddings get `noise`, if there is any, by the `number` of steps before this one. `seen` is called after each
-    micro-batch with it, its index and the peak of its backward pass.
+    Embeddings get `noise`, if there is any, by the `number` of steps before this one. With `levels` a micro-batch's
+    length decides what is recomputed. `seen` is called after each micro-batch with it, its index and the peak of its
+    backward pass.
     """
 
     model: Any
@@ -53,6 +55,7 @@ class Step:
     zero: Zero | None = None
     scaler: torch.amp.GradScaler | None = None
     noise: Noise | None = None
+    levels: ByLength | None = None
     number: int = 0
     seen: Callable[[Inputs, int, Peak], None] = lambda micro_batch, number, peak: None
     under_way: Inputs | None = field(default=None, init=False)
@@ -86,6 +89,8 @@ class Step:
 
     def micro_step(self, micro_batch: Inputs, number: int, count: Count) -> torch.Tensor:
         """Run the forward and backward pass of micro-batch `number` (from 0); return its part of the step's loss."""
+        if self.levels:
+            self.levels.choose(tokens_a_row(micro_batch))
         self.monitor.enter("forward")
         try:
             batch = send_to_device(for_model(micro_batch, masked=self.masked), self.device, non_blocking=True)

@@ -290,9 +290,9 @@ def test_the_largest_value_that_fits_is_found_exactly(
     bound: int, start: int, fixed: int, each: int, grain: int
 ) -> None:
     forecast = needing(lambda value: fixed + each * value, budget=fixed + each * bound)
-    assert fitting._largest(forecast, start, grain, 10**9) == bound // grain * grain
+    assert fitting.largest(forecast, start, grain, 10**9) == bound // grain * grain
     for most in (1, 100, 5000):
-        assert fitting._largest(forecast, start, grain, most) == min(bound // grain, max(1, most // grain)) * grain
+        assert fitting.largest(forecast, start, grain, most) == min(bound // grain, max(1, most // grain)) * grain
 
 
 def test_also_where_memory_grows_with_the_square_of_the_length(subtests: pytest.Subtests) -> None:
@@ -301,7 +301,7 @@ def test_also_where_memory_grows_with_the_square_of_the_length(subtests: pytest.
             with subtests.test(bound=bound, start=start):
                 forecast = needing(lambda length: 10**9 + 10**5 * length + 100 * length**2,
                                    budget=10**9 + 10**5 * bound + 100 * bound**2)  # fmt: skip
-                assert fitting._largest(forecast, start, 64, 10**9) == bound // 64 * 64
+                assert fitting.largest(forecast, start, 64, 10**9) == bound // 64 * 64
 
 
 def test_the_limits_are_each_by_itself() -> None:

@@ -126,7 +126,7 @@ def made(
         steps=Steps(ROWS, RowOrder([2] * len(ROWS), 2, 0, False), MicroBatches(MicroBatching(2), 0), 2, on_card=False),
         progress=progress,
         rhythm=Rhythm(evaluate_every, save_every, save_best, patience),
-        retry=Retry(split=never, give_up=never, updated_again=never, start_again=never),
+        retry=Retry(split=never, give_up=never, updated_again=never, recompute_more=never, start_again=never),
         recorder=everything,
         checkpoints=everything,
         evaluation=everything if evaluates else None,

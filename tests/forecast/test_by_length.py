@@ -1,0 +1,181 @@
+"""Up to which length micro-batches recompute less than the longest: by formulas, and by forecasts of a small model."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import forecasts
+import pytest
+from forecasts import MIB
+
+from finetune.config import Config
+from finetune.data.batching import Batch
+from finetune.forecast import by_length, planning
+from finetune.forecast.fit import SPARE
+from finetune.forecast.planning import Planner
+from finetune.forecast.replay import Forecast, with_shorter
+from finetune.model.checkpointing import UpTo
+
+LONGEST, GRAIN, FIXED = 2048, 64, 4000
+# Of each level: MiB for the longest micro-batch, and its seconds.
+LEVELS = {"none": (8000, 10.0), "keep-both": (5000, 11.0), "keep-attention": (2000, 14.0), "all": (1000, 15.0)}
+SHORT = [100] * 60 + [900] * 30 + [LONGEST] * 10
+
+
+class Job:
+    """A job of LONGEST tokens at most, whose memory is FIXED and a level's part in proportion to the length, in MiB."""
+
+    def __init__(self, budget: int) -> None:
+        self.budget = budget
+        self.asked: set[tuple[str, int]] = set()
+
+    def at(self, level: str, tokens: int) -> Forecast:
+        self.asked.add((level, tokens))
+        found = forecasts.forecast(budget=self.budget * MIB)
+        growing = LEVELS[level][0] * min(tokens, LONGEST) * MIB // LONGEST
+        return dataclasses.replace(
+            found,
+            device=dataclasses.replace(found.device, outside_bytes=0),
+            batch=Batch(4, min(tokens, LONGEST), True, 1),
+            peak_reserved_bytes=FIXED * MIB + growing,
+            categories={"base_weights": FIXED * MIB, "activations": growing},
+            seconds=LEVELS[level][1],
+        )
+
+    def find(self, *levels: str, of: str = "all", lengths: Sequence[int] = SHORT) -> dict[UpTo, Forecast]:
+        found = {level: self.at(level, LONGEST) for level in levels}
+        self.asked.clear()
+        return by_length.find(self.at(of, LONGEST), found, lengths, self.at)
+
+
+def exact(budget: int, level: str) -> int:
+    """The longest multiple of GRAIN that fits at a level."""
+    return int(((1 - SPARE) * budget - FIXED) / LEVELS[level][0] * LONGEST) // GRAIN * GRAIN
+
+
+@pytest.mark.parametrize("budget", [5200, 5700, 6100])
+def test_a_level_reaches_as_far_as_it_fits_and_takes_few_forecasts(budget: int) -> None:
+    job = Job(budget)
+    found = job.find("none", "keep-both", "keep-attention")
+    assert found
+    assert [each.tokens for each in found] == sorted(each.tokens for each in found)
+    for each, forecast in found.items():
+        assert each.tokens == exact(budget, each.level)
+        assert forecast == job.at(each.level, each.tokens)
+    assert len(job.asked) <= 4 * len(found)
+
+
+def test_a_level_that_saves_little_is_left_out() -> None:
+    """It is one that few micro-batches are short enough for, or none that another is not."""
+    budget = math.ceil((FIXED + 1000) / (1 - SPARE))
+    assert [each.level for each in Job(budget).find("none", "keep-both", "keep-attention")] == [
+        "none",
+        "keep-attention",
+    ]
+    assert [each.level for each in Job(budget).find("none", lengths=[LONGEST])] == []
+    assert [each.level for each in Job(budget).find("none", lengths=[10] + [LONGEST] * 100)] == []
+    long = [900] * 90 + [LONGEST] * 10
+    assert [each.level for each in Job(budget).find("none", "keep-attention", lengths=long)] == ["keep-attention"]
+
+
+def test_memory_is_the_most_of_any_length() -> None:
+    base = Job(9000).at("all", LONGEST)
+    phases = {
+        "forward": {"allocated_bytes": 5, "reserved_bytes": 7},
+        "save": {"allocated_bytes": 1, "reserved_bytes": 1},
+    }
+    base = dataclasses.replace(base, phases=phases)
+    more = {"forward": {"allocated_bytes": 6, "reserved_bytes": 6}}
+    less, up_to = dataclasses.replace(base, peak_reserved_bytes=1, phases=more), UpTo(512, "none")
+    found = with_shorter(base, {up_to: less})
+    assert (found.needed_bytes, found.categories, found.by_length) == (base.needed_bytes, base.categories, (up_to,))
+    assert found.phases == {**phases, "forward": {"allocated_bytes": 6, "reserved_bytes": 7}}
+    larger = dataclasses.replace(less, peak_reserved_bytes=2 * base.needed_bytes, categories={"loss": 1}, seconds=1.0)
+    found = with_shorter(base, {up_to: larger})
+    assert (found.needed_bytes, found.categories) == (larger.needed_bytes, {"loss": 1})
+    assert (found.seconds, found.batch) == (base.seconds, base.batch), "time and batch are of the longest"
+    assert found.as_dict()["by_length"] == [{"tokens": 512, "level": "none"}]
+    assert with_shorter(base, {}) == base
+
+
+# -- a small model -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def uneven(quick: Callable[..., Config], tmp_path: Path) -> Callable[..., Planner]:
+    """A planner for rows of 16 to 256 words, with a budget between what the longest need at two levels."""
+    rows = tmp_path / "uneven.jsonl"
+    rows.write_text("".join(json.dumps({"text": "word " * (16 + 5 * number)}) + "\n" for number in range(48)))
+
+    def make(*overrides: str, share: float = 0.5) -> Planner:
+        job = quick(
+            f"data.train={rows}", "data.eval=none", "data.max_length=256", "memory.loss_tokens=64",
+            "memory.checkpointing=auto", *overrides,
+        )  # fmt: skip
+        planner = planning.planner_for(job, "cpu")
+        # What this machine is measured at, and holds, would move the choice.
+        fixed = dataclasses.replace(
+            planner.device, flops=1e11, bandwidth_bytes=2e10, call_seconds=1e-5, outside_bytes=100 * MIB
+        )
+        planner = dataclasses.replace(planner, device=fixed)
+        least, most = (
+            planner.forecast(job.changed({"memory.checkpointing": level, "training.micro_batch": 2})).needed_bytes
+            for level in ("all", "none")
+        )
+        budget = math.ceil((least + share * (most - least)) / (1 - SPARE))
+        device = dataclasses.replace(planner.device, budget_bytes=budget)
+        return dataclasses.replace(planner, device=device, _known={}, _largest={})
+
+    return make
+
+
+@pytest.mark.slow
+def test_of_a_small_model_each_length_fits_and_the_next_does_not(uneven: Callable[..., Planner]) -> None:
+    planner = uneven()
+    fitted = planner.fit()
+    config = fitted.config
+    assert config.memory.checkpointing != "none"
+    found = planner.by_length(fitted).forecast
+    assert found.by_length
+    assert found.fits
+    assert found.batch == fitted.forecast.batch
+    for each in found.by_length:
+        same = config.changed({"memory.checkpointing": each.level})
+        fits = [
+            planner.forecast(same, most_tokens=tokens).needed_bytes <= (1 - SPARE) * planner.device.budget_bytes
+            for tokens in (each.tokens, each.tokens + 8)  # to 1/32 of the longest
+        ]
+        assert fits == [True, False], each
+    settled, chosen = planner.settle()
+    assert chosen is not None
+    assert (settled, chosen.forecast) == (config, found)
+
+    def is_alone(**changes: object) -> bool:
+        """Whether the longest decides for all."""
+        other = dataclasses.replace(
+            fitted, config=config.changed({key.replace("__", "."): value for key, value in changes.items()})
+        )
+        return planner.by_length(other) is other
+
+    assert is_alone(data__packing=True)
+    assert is_alone(training__micro_batch_tokens=300)
+    assert is_alone(memory__offload="checkpoints")
+    assert is_alone(kernels__compile="layers")
+    assert is_alone(distributed__kind="deepspeed")
+    assert is_alone(distributed__context=2)
+    planner = dataclasses.replace(planner, gpus=2)
+    assert is_alone(distributed__kind="fsdp")
+    planner = dataclasses.replace(planner, gpus=1, data=None)
+    assert is_alone(), "every row counts as the longest"
+
+
+def test_where_nothing_is_recomputed_no_forecast_is_added(uneven: Callable[..., Planner]) -> None:
+    planner = uneven(share=1.1)
+    fitted = planner.fit()
+    made = len(planner._known)
+    assert planner.by_length(fitted).forecast.by_length == ()
+    assert len(planner._known) == made == 1
