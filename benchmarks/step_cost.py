@@ -47,6 +47,7 @@ from finetune.forecast import gpus, planning, step
 from finetune.forecast.fit import divisors
 from finetune.forecast.replay import Forecast
 from finetune.forecast.trace import Recorder, Work
+from finetune.kernels import mlp
 from finetune.model.base import load_architecture
 from finetune.runtime.libraries import replaced
 
@@ -222,6 +223,7 @@ def as_trl() -> Iterator[None]:
         replaced(step, "OBJECTIVES", objectives),
         replaced(step, "needs_mask", lambda *args: True),
         replaced(step.log_probs, "attach", head),
+        replaced(mlp, "tile", lambda module: None),
     ):
         yield
 
