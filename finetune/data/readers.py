@@ -84,7 +84,7 @@ def _json(path: Path, problems: Problems) -> Records:
 
 def _instead_of_a_list(text: str) -> str:
     key = re.match(r'\s*\{\s*"(\w+)"\s*:\s*\[', text)
-    several = re.search(r"\}\s*\n\s*\{", text)
+    several = re.search(r"\}[^\S\n]*\n\s*\{", text)  # in linear time: text from outside may be empty lines alone
     if key and not several and key[1] not in ("messages", "conversations"):
         return f"expected a list of objects, not an object with `{key[1]}`; extract it with `jq .{key[1]}`"
     return "expected a list of objects; if it has one object per line, name the file .jsonl"

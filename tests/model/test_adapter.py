@@ -10,7 +10,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from finetune.config import AdapterSection, MemorySection, ModelSection, QuantizationSection
 from finetune.errors import ConfigError
 from finetune.model import attention, checkpointing
-from finetune.model.adapter import attach, casts_by_autocast, check_rank, set_trained_dtype, weights
+from finetune.model.adapter import attach, casts_by_autocast, check_rank, set_trained_dtype
+from finetune.model.adapter_files import weights
 from finetune.model.base import load_architecture, load_base
 from finetune.training import state
 

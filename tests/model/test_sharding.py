@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import types
 from collections.abc import Iterator
 from typing import Any
@@ -143,6 +144,14 @@ def test_large_gradients_are_clipped_to_the_norm_also_where_torch_loses_its_digi
     assert abs(norm / exact - 1) < 1e-7
     for weight, gradient in zip(weights, gradients, strict=True):
         torch.testing.assert_close(weight.grad, (gradient / exact).float(), rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("shape", [(4096,), (8, 4096), (300, 200)], ids=str)
+def test_the_norm_of_a_bfloat16_gradient_is_not_rounded_to_bfloat16(shape: tuple[int, ...]) -> None:
+    weight = torch.nn.Parameter(torch.empty(shape, dtype=torch.bfloat16))
+    weight.grad = torch.randn(shape, generator=torch.Generator().manual_seed(0)).bfloat16()
+    exact = weight.grad.double().norm()
+    assert abs(sharding.clip_grad_norm_([weight], math.inf) / exact - 1) < 1e-6
 
 
 def test_clipping_without_gradients_finds_no_norm() -> None:
