@@ -283,16 +283,16 @@ def fit(config: Config, gpu: str | None = None, gpus: int = 1) -> Fitted:
     """The job fitted to `gpu`, or to several: the fastest micro-batch and checkpointing, whatever the config says, at
     the same global batch, with the least sharding.
 
-    Raises OutOfMemoryError when nothing fits, ConfigError for a batch that so many cannot share.
+    What it recomputes is for all lengths: the config that names it is trained so. Raises OutOfMemoryError when nothing
+    fits, ConfigError for a batch that so many cannot share.
     """
-    planner = _free_planner(config, gpu, gpus)
-    return planner.by_length(planner.fit())
+    return _free_planner(config, gpu, gpus).fit()
 
 
 def fit_with_limits(config: Config, gpu: str | None = None, gpus: int = 1) -> tuple[Fitted, Limits]:
     """`fit`, and the limits of the fitted job on that device."""
     planner = _free_planner(config, gpu, gpus)
-    fitted = planner.by_length(planner.fit())
+    fitted = planner.fit()
     return fitted, planner.limits(fitted.config)
 
 

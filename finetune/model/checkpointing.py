@@ -130,7 +130,8 @@ class ByLength:
     """Gives the layers of `model` the levels of what is computed next, where `apply` has turned checkpointing on.
 
     Up to the lengths of `shorter`, the shortest first, all layers have its level, and beyond them those of
-    `checkpointing`. A layer's gradients are the same to the bit at each level.
+    `checkpointing`. A layer's gradients are the same to the bit at each level, unless an input is so long that its MLP
+    takes it in tiles where it is recomputed, and so rounds otherwise (`kernels.mlp`).
     """
 
     def __init__(self, model: Any, checkpointing: str | int | Mapping[str, int], shorter: Sequence[UpTo]) -> None:

@@ -117,6 +117,7 @@ def _settings(forecast: Forecast) -> dict[str, str]:
     micro_batches = forecast.tokens // (batch.rows * batch.tokens)
     several = f", {words.count(micro_batches)} such micro-batches a step" if micro_batches > 1 else ""
     shown = {"batch": f"{words.batch(batch)}{several}; lengths from {batch.source}", "attention": forecast.attention}
+    shown |= words.shorter(forecast)
     if forecast.sharding:
         shown["sharing"] = words.sharing(forecast.sharding)
     if forecast.device.expandable_segments:

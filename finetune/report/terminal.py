@@ -110,8 +110,6 @@ class Terminal:
         """Print what was chosen for `auto` settings, and why."""
         for key, reason in fitted.reasons.items():
             self._say(f"{key}: {fitted.text(key)} ({reason})")
-        if shorter := fitted.forecast.by_length:
-            self._say(f"memory.checkpointing: auto: {words.by_length(shorter)}")
 
     def fitted(self, fitted: Fitted, limits: Limits, target: Path) -> None:
         """Print the fitted job, its speed-up, and the limits of this device."""
@@ -178,7 +176,7 @@ class Terminal:
         if unused := words.unused(data.train_counts, data.eval_counts):
             facts["not used"] = f"columns {unused}"
         if forecast:
-            facts["memory"] = words.verdict(forecast)
+            facts |= words.shorter(forecast) | {"memory": words.verdict(forecast)}
         self._facts(facts)
 
     def built(self, model: Any, left_out: int = 0) -> None:

@@ -13,7 +13,6 @@ if TYPE_CHECKING:  # these import torch, which would delay the first line of a p
     from finetune.data.batching import Batch
     from finetune.forecast.replay import Forecast
     from finetune.forecast.serving import Serving
-    from finetune.model.checkpointing import UpTo
     from finetune.model.experts import Mixture
 
 UNITS = {"GiB": 2**30, "MiB": 2**20}
@@ -142,10 +141,10 @@ def batch(shape: Batch) -> str:
     return f"{rows} x {count(shape.tokens)} tokens{', padded' if shape.padded else ''}"
 
 
-def by_length(shorter: Sequence[UpTo]) -> str:
-    """What short micro-batches recompute, such as `rows of up to 512 tokens recompute nothing`."""
-    first, *others = (f"{count(each.tokens)} tokens recompute {_RECOMPUTED[each.level]}" for each in shorter)
-    return ", ".join([f"micro-batches of rows of up to {first}", *(f"of up to {other}" for other in others)])
+def shorter(forecast: Forecast) -> dict[str, str]:
+    """What short micro-batches recompute, such as `rows of up to 512 tokens recompute nothing`, if less than others."""
+    told = (f"of up to {count(each.tokens)} tokens recompute {_RECOMPUTED[each.level]}" for each in forecast.by_length)
+    return {"by length": f"micro-batches of rows {', '.join(told)}"} if forecast.by_length else {}
 
 
 def mixture(stored: Mixture) -> str:

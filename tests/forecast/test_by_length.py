@@ -134,7 +134,9 @@ def uneven(quick: Callable[..., Config], tmp_path: Path) -> Callable[..., Planne
 
 
 @pytest.mark.slow
-def test_of_a_small_model_each_length_fits_and_the_next_does_not(uneven: Callable[..., Planner]) -> None:
+def test_of_a_small_model_each_length_fits_and_the_next_does_not(
+    uneven: Callable[..., Planner], monkeypatch: pytest.MonkeyPatch
+) -> None:
     planner = uneven()
     fitted = planner.fit()
     config = fitted.config
@@ -153,6 +155,9 @@ def test_of_a_small_model_each_length_fits_and_the_next_does_not(uneven: Callabl
     settled, chosen = planner.settle()
     assert chosen is not None
     assert (settled, chosen.forecast) == (config, found)
+    monkeypatch.setattr(planning, "_free_planner", lambda *given: planner)
+    written = planning.fit(planner.job)
+    assert (written.config, written.forecast) == (config, fitted.forecast), "its config says it for all lengths"
 
     def is_alone(**changes: object) -> bool:
         """Whether the longest decides for all."""

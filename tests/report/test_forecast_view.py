@@ -14,6 +14,7 @@ from finetune.data.batching import Batch
 from finetune.forecast.comparison import Difference
 from finetune.forecast.levers import Lever
 from finetune.forecast.replay import WORDS
+from finetune.model.checkpointing import UpTo
 from finetune.model.experts import Mixture
 from finetune.report import forecast_view
 
@@ -46,6 +47,13 @@ def test_the_batch_is_told_with_where_its_lengths_come_from() -> None:
     assert line in shown(forecast()).splitlines()
     single = Batch(rows=1, tokens=300, padded=False, trained_tokens=299, source="the data's rows")
     assert "batch      1 row x 300 tokens; lengths from the data's rows" in shown(forecast(batch=single, tokens=300))
+
+
+def test_what_short_micro_batches_recompute_is_told_where_it_is_less() -> None:
+    found = shown(forecast(by_length=(UpTo(512, "none"), UpTo(1024, "keep-attention"))))
+    told = "rows of up to 512 tokens recompute nothing, of up to 1,024 tokens recompute all but attention"
+    assert told in " ".join(found.split())
+    assert "recompute" not in shown(forecast())
 
 
 def test_categories_at_the_peak_have_size_share_and_a_bar_in_proportion() -> None:
