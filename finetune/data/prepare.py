@@ -203,7 +203,7 @@ def _splits(job: Job, problems: Problems) -> tuple[Iterable[Row], Iterable[Row] 
         return train, sources.rows(section.train, "eval", problems)
 
     def side(rows: Iterable[Row], held_out: bool) -> Iterator[Row]:
-        below = _held_out_below(job)
+        below = _held_out_below(section, job.trains)
         yield from (row for row in rows if (row.share() < below) == held_out)
 
     return side(train, False), side(sources.rows(section.train, "train", problems), True)
@@ -212,18 +212,18 @@ def _splits(job: Job, problems: Problems) -> tuple[Iterable[Row], Iterable[Row] 
 _TRIED_ROWS = 256
 
 
-def _held_out_below(job: Job) -> float:
+def _held_out_below(section: DataSection, trains: Callable[[Row], bool]) -> float:
     """The value of `Row.share` below which rows are held out: `eval_share`, unless that leaves one split empty.
 
     Then the row with the smallest or largest value, and any equal to it, is moved to that split. If all rows are equal,
     none is held out. Rows of which nothing is trained do not count, but only the first `_TRIED_ROWS` are tried for that.
     """
-    share = job.section.eval_share
+    share = section.eval_share
     least, greatest = 1.0, 0.0
     try:
-        for number, row in enumerate(sources.rows(job.section.train, "train")):
+        for number, row in enumerate(sources.rows(section.train, "train")):
             of_row = row.share()
-            if (of_row < least or of_row > greatest) and (number >= _TRIED_ROWS or job.trains(row)):
+            if (of_row < least or of_row > greatest) and (number >= _TRIED_ROWS or trains(row)):
                 least, greatest = min(least, of_row), max(greatest, of_row)
             if least < share <= greatest:  # nearly always within the first few rows
                 return share

@@ -75,6 +75,10 @@ class Fitted:
         section, _, name = key.partition(".")
         return getattr(getattr(self.config, section), name)
 
+    def text(self, key: str) -> str:
+        """What was chosen for `section.key`, as in a config file."""
+        return str(self.value(key)).replace("'", "")
+
     def as_dict(self) -> dict[str, Any]:
         """What was chosen, as JSON values."""
         sharding = ("distributed.kind", "distributed.stage") if self.forecast.gpus > 1 else ()

@@ -153,6 +153,9 @@ def _fitted(found: Draft, planner: Planner) -> Fitted:
             found.take("data.max_length", length, "rows twice as long do not fit; longer ones lose their beginning")
     for key, reason in fitted.reasons.items():
         found.take(key, fitted.value(key), reason)
+    # Left to each start, which chooses by the memory that is free then, and for short rows by themselves.
+    key = "memory.checkpointing"
+    found.take(key, "auto", f"`{fitted.text(key)}` as of now: {fitted.reasons[key]}")
     return fitted
 
 

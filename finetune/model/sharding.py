@@ -317,8 +317,8 @@ def _total_norm(gradients: Sequence[Tensor]) -> Tensor:
 
 
 def _norm_by_rows(gradient: Tensor) -> Tensor:
-    """In float64, of a tensor of any shape, without a copy of it."""
-    dtype = torch.promote_types(gradient.dtype, torch.float32)  # the norm of a row in bfloat16 would have its few digits
+    """In float64, of a tensor of any shape; only one in 16 bit, whose norms would have as few digits, is copied."""
+    dtype = torch.promote_types(gradient.dtype, torch.float32)
     parts = torch.atleast_1d(gradient).split(_LONGEST_SUM, dim=-1)
     rows = torch.stack([torch.linalg.vector_norm(part, dim=-1, dtype=dtype) for part in parts])
     return torch.linalg.vector_norm(rows, dtype=torch.float64)

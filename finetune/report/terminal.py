@@ -109,8 +109,7 @@ class Terminal:
     def chose(self, fitted: Fitted) -> None:
         """Print what was chosen for `auto` settings, and why."""
         for key, reason in fitted.reasons.items():
-            value = str(fitted.value(key)).replace("'", "")  # as in a config file
-            self._say(f"{key}: {value} ({reason})")
+            self._say(f"{key}: {fitted.text(key)} ({reason})")
         if shorter := fitted.forecast.by_length:
             self._say(f"memory.checkpointing: auto: {words.by_length(shorter)}")
 

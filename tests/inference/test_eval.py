@@ -237,7 +237,7 @@ def test_a_run_without_an_evaluation_set_takes_tasks_alone_and_a_damaged_adapter
     other.config_file.write_text(dump(lost))
     found = finetune.evaluate(other, tasks=[str(task)], models=["adapter"], limit=1)
     assert "given from Python" in found.notes[1]
-    with pytest.raises(DataError, match="run the program that gave it again"):
+    with pytest.raises(DataError, match="run the program that gave them again"):
         finetune.evaluate(other)
     file = other.adapter / "adapter_model.safetensors"
     tensors = load_file(file)

@@ -44,7 +44,9 @@ def test_a_short_config_is_written_with_the_values_that_fit_and_the_reason_of_ea
     assert config.data.eval == "auto"
     assert config.data.max_length == 128
     assert config.quantization.kind == "none"
-    assert config.fitted
+    assert config.training.rows == 4
+    assert config.memory.checkpointing == "auto"
+    assert "  checkpointing: auto  # `none` as of now: " in text
     # 9 rows and one held out; the best of 10 epochs is kept.
     assert (config.training.batch_size, config.training.epochs) == (4, 10)
     assert config.training.eval_every == config.output.save_every == 3

@@ -36,6 +36,7 @@ def start_again():
     time.sleep(0.1)
     restart.now()
 
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup ignores it
 if "--fresh" in sys.argv:
     with restart.permitted(), Signals() as signals, signals.waiting():
         threading.Thread(target=start_again).start()
