@@ -23,7 +23,7 @@ from typing import Any
 os.environ |= {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
 
 import batching
-import gpu_slices
+import gpu_jobs
 import harness
 import yaml
 from forecast_cpu import ALLOCATOR, _architecture
@@ -69,7 +69,7 @@ def _job(scratch: Path) -> list[str]:
     (folder / "config.json").write_text(json.dumps(values | {"architectures": ["LlamaForCausalLM"]}))
     # Each run starts from the same weights.
     (scratch / "weights").mkdir()
-    weights, _ = gpu_slices.saved_weights(gpu_slices.Work("cpu", scratch, scratch / "weights", scratch), str(folder))
+    weights, _ = gpu_jobs.saved_weights(gpu_jobs.Work("cpu", scratch, scratch / "weights", scratch), str(folder))
     batching.write_rows(rows, ROWS)
     return [
         str(harness.ROOT / "configs" / "tiny_cpu.yaml"), f"model.name={weights}",

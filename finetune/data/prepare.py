@@ -216,8 +216,7 @@ def _held_out_below(section: DataSection, trains: Callable[[Row], bool]) -> floa
     """The value of `Row.share` below which rows are held out: `eval_share`, unless that leaves one split empty.
 
     Then the row with the smallest or largest value, and any equal to it, is moved to that split. If all rows are equal,
-    none is held out. Rows of which nothing is trained do not count; beyond the first `_TRIED_ROWS`, where both splits
-    have others, all do.
+    none is held out. Rows of which nothing is trained do not count, for which only the first `_TRIED_ROWS` are tried.
     """
     share = section.eval_share
     least, greatest = 1.0, 0.0

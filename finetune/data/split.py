@@ -75,10 +75,12 @@ class Job:
         return mapped(folder / _ROWS), counts
 
     def trains(self, row: Row) -> bool:
-        """Whether a token of this row would be trained; of one with an error, which `split` raises, none is."""
+        """Whether a token of this row would be trained, if it has no error, which `split` raises."""
         counts = Counts()
-        with contextlib.suppress(DataError):
+        try:
             _Rows(self.section, self.tokenizer, Problems(), counts, lambda kept: None).take([row])
+        except DataError:
+            return True
         return counts.rows > 0
 
     def _key(self, split: Split) -> str | None:

@@ -413,6 +413,12 @@ def test_rows_of_which_nothing_is_trained_are_not_all_that_a_side_gets(
                 assert (len(held_out) == len(rows)) == (taught == 1), "all rows are trained where none is held out"
 
 
+def test_rows_with_errors_are_held_out_as_others_and_their_errors_are_told(write: Write, tokenizer: Any) -> None:
+    section = DataSection(train=write([{"question": str(number)} for number in range(20)]))
+    with pytest.raises(DataError, match="no format has the fields question"):
+        prepare_held_out(section, tokenizer)
+
+
 # -- errors have a place ---------------------------------------------------------------------------------------------
 
 
