@@ -148,6 +148,7 @@ def test_figures_of_the_benchmarks_are_the_measured_ones() -> None:
         ),
         f"use {batching['padding']['packed']['budget_used']:.1%} of their token budget",
         *beside_figures(),
+        *by_length_figures(),
         *step_cost_figures(),
         *forecast_figures(),
         *preparation_figures(),
@@ -223,6 +224,19 @@ def step_cost_figures() -> list[str]:
             for trl in [one["trl"]["one length"]]
         ),
     ]
+
+
+def by_length_figures() -> list[str]:
+    lines = []
+    for one in results("by_length")["budgets"]:
+        of_longest = str(one["checkpointing"]).strip("{}").replace("'", "")
+        ((shorter,), *others) = one["by_length"]
+        assert all(other == [shorter] for other in others)
+        assert shorter["level"] == "none"
+        budget = f"{one['budget_bytes'] / 2**20:,.0f} MiB"
+        lines.append(f"| {budget} | {of_longest} | {shorter['tokens']} tokens | {one['ratio']:.2f} |")
+    assert results("by_length")["passed"]
+    return lines
 
 
 def preparation_figures() -> list[str]:

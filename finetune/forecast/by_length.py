@@ -1,4 +1,4 @@
-"""What short micro-batches recompute: less than the longest, within the same memory and to the same gradients.
+"""What short micro-batches recompute: less than the longest, within the same memory.
 
 The fit chooses for the longest micro-batch. Memory grows nearly in proportion to a micro-batch's length, so for each
 level that recomputes less there is a length up to which all layers can have it. Those lengths are found by forecasts,
