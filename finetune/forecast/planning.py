@@ -144,9 +144,11 @@ class Planner:
         if self.job.fitted:
             return self._shared(lambda config: config), None
         try:
-            fitted = self.by_length(self.fit())
+            fitted = self.fit()
         except NothingFits as least:
             return least.config, None
+        with contextlib.suppress(ForecastError):  # short rows then recompute what the longest do
+            fitted = self.by_length(fitted)
         return fitted.config, fitted
 
     def fit(self) -> Fitted:
