@@ -474,6 +474,8 @@ def test_figures_of_long_rows_are_the_forecast_and_the_measured_ones() -> None:
     resident = found["resident"]["resident_bytes"]
     figures += [f"| {int(tokens):,} | {size / 2**20:.0f} MiB |" for tokens, size in resident.items()]
     assert_shown(figures, page("docs/long-context.md"))
+    of_card, of_host = (f"{best[key] / 2**30:.1f} GiB of" for key in ("needed_bytes", "host_bytes"))
+    assert_shown([f"takes {of_card} the same card and {of_host} host memory"], README)
     # The first length has what the small model itself takes; from there on each token adds as much as the one before.
     *_, middle, longest = found["resident"]["bytes_a_further_token"]
     assert abs(longest - middle) <= 0.1 * middle

@@ -118,7 +118,7 @@ class Run:
     work: Work = field(default_factory=Work)
 
     def moved(self, by: int) -> Run:
-        """The same, of blocks whose numbers are larger `by` so many."""
+        """The same, of blocks whose numbers are that much higher."""
         events = [event + by if event > 0 else event - by for event in self.events]
         return Run(self.phase, self.layer, events, replace(self.work))
 
