@@ -182,9 +182,6 @@ def contradictions(config: Config) -> list[tuple[str, str]]:
         found.append(("training.objective", message))
     if len(set(config.tracking.to)) < len(config.tracking.to):
         found.append(("tracking.to", "names a tracker twice; keep `tracking.to` to one of each"))
-    if config.adapter.ranks and config.adapter.rslora and config.adapter.init == "pissa":
-        remedy = "remove one of the three"
-        found.append(("adapter.ranks", f"PEFT cannot publish an adapter of PiSSA and rsLoRA with several; {remedy}"))
     rows, part = config.training.batch_size, config.training.micro_batch
     if part != "auto" and not config.training.micro_batch_tokens and rows % part:
         fitting = next(n for n in range(part, 0, -1) if rows % n == 0)

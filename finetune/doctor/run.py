@@ -7,16 +7,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import torch
 from pydantic import TypeAdapter
 
-from finetune.config import Config, QuantizationSection, load
+from finetune.config import Config, load
 from finetune.data import fingerprint
 from finetune.doctor.findings import Examination, Finding
 from finetune.errors import ArtifactError, ConfigError, FinetuneError, MachineError
-from finetune.model import adapter_files, identity
-from finetune.model.base import load_architecture
-from finetune.model.build import Blueprint
+from finetune.model import adapter_files, build, identity
 from finetune.model.tokenizer import load_tokenizer
 from finetune.runtime import libraries
 from finetune.settings import CHOICES
@@ -159,8 +156,7 @@ def _adapter(run: RunDirectory, config: Config | None) -> Iterator[Finding]:
     if config and section:
         try:
             with libraries.offline():
-                architecture, plain = load_architecture(config.model), QuantizationSection(kind="none")
-                base = Blueprint(config.model, plain, architecture, "eager", torch.float32).weightless()
+                base = build.weightless(config.model)
         except FinetuneError as error:
             state = f"whether its tensors fit the base is unknown: {error}"
             yield Finding("adapter", "warning", state, "check again where the base is available")
@@ -171,7 +167,7 @@ def _adapter(run: RunDirectory, config: Config | None) -> Iterator[Finding]:
             if base is not None:
                 adapter_files.weightless_adapter(base, folder, section)
 
-    yield from _folder(run.adapter, check, "train again, or restore the folder from a backup")
+    yield from _folder(run.adapter, check, "run `finetune train` again, which publishes it from the last checkpoint")
 
 
 def _folder(folder: Path, check: Callable[[Path], None], remedy: str) -> Iterator[Finding]:

@@ -16,8 +16,8 @@ from finetune.config import AdapterSection, Config, ignored_keys
 from finetune.config.fields import source_name
 from finetune.data import fingerprint
 from finetune.data.prepare import Prepared
-from finetune.errors import ArtifactError, ConfigError, DataError, MachineError
-from finetune.model import identity
+from finetune.errors import ArtifactError, ConfigError, DataError, FinetuneError, MachineError
+from finetune.model import adapter_files, build, identity
 from finetune.runtime import ranks
 from finetune.settings import CHOICES
 from finetune.storage import checkpoint, records
@@ -146,6 +146,9 @@ def _is_finished(config: Config, run: RunDirectory, note: Callable[[str], None],
     refuse_changes(config, run)
     if not run.finished or _wants_more_steps(config, run):
         return False
+    if run.complete_checkpoints() and (wrong := _unlike_trained(config, run)):
+        note(f"{wrong}: this is done now")
+        return False
     unmerged = config.output.merge and config.adapter.kind == "lora" and not run.merged.exists()
     note(
         f"{run.path} is finished. "
@@ -154,6 +157,20 @@ def _is_finished(config: Config, run: RunDirectory, note: Callable[[str], None],
         "training.epochs; to start over, use --fresh (the old run is moved aside)"
     )
     return True
+
+
+def _unlike_trained(config: Config, run: RunDirectory) -> str | None:
+    """What is wrong with the adapter of a finished run, as earlier versions published some; no weights are read."""
+    if config.adapter.kind == "none":
+        return None
+    try:
+        adapter_files.check_files(run.adapter, config.adapter)
+        adapter_files.weightless_adapter(build.weightless(config.model), run.adapter, config.adapter)
+    except ArtifactError as error:
+        return str(error)
+    except FinetuneError:  # without its base nothing can be published, and all is well as far as is known
+        return None
+    return None
 
 
 def _wants_more_steps(config: Config, run: RunDirectory) -> bool:

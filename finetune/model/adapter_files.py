@@ -14,6 +14,7 @@ from safetensors import safe_open
 from finetune.config import AdapterSection
 from finetune.config.fields import is_pattern
 from finetune.errors import ArtifactError
+from finetune.model import plain_peft
 from finetune.model.adapter import adapted, lora_settings
 from finetune.model.locate import hub_call
 from finetune.storage import weight_files
@@ -31,16 +32,25 @@ ORIGIN = {
 _OF_BASE = {"target_modules": list, "target_parameters": list | None}
 _NEEDED = ("peft_type", "r", "lora_alpha", "target_modules", "use_dora", "use_rslora")
 _TYPES = ("F32", "BF16")
+_AGAIN = "run `finetune train` again, which publishes this run's adapter from its last checkpoint, or restore it"
 
 
-def weights(model: Any) -> dict[str, torch.Tensor]:
-    """The adapter's tensors (not copies), by their names in PEFT's adapter file."""
+def weights(model: Any, state: dict[str, torch.Tensor] | None = None) -> dict[str, torch.Tensor]:
+    """The adapter's tensors (not copies), by their names in PEFT's files; `state` has those of a sharded model."""
     from peft import get_peft_model_state_dict
 
-    # Its `state_dict` would copy parts of each 4-bit weight's quantization (bitsandbytes 0.50, `QuantState.as_dict`).
-    state = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
+    if state is None:
+        # `state_dict` would copy parts of each 4-bit weight's quantization (bitsandbytes 0.50, `QuantState.as_dict`).
+        state = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
     # "auto" would ask the hub whether the vocabulary was resized; `extra_modules` says what else is trained.
     return dict(get_peft_model_state_dict(model, state, save_embedding_layers=False))
+
+
+def scales(model: Any) -> dict[str, float]:
+    """The scale of each adapted layer, by its name in PEFT's model."""
+    from peft.tuners.lora import LoraLayer
+
+    return {name: layer.scaling["default"] for name, layer in model.named_modules() if isinstance(layer, LoraLayer)}
 
 
 def published(section: AdapterSection) -> AdapterSection:
@@ -67,16 +77,15 @@ def check_files(directory: Path, section: AdapterSection) -> None:
     # All other options of PEFT must be unset. Some import a named module, read a named pickle or copy any number of
     # layers (peft 0.21: `megatron_core`, `corda_config`, `layer_replication`).
     free, expected = {**ORIGIN, **_OF_BASE}, as_json(lora_settings(published(section)))
+    if values["target_parameters"]:
+        expected["lora_dropout"] = 0.0  # see `plain_peft.settings`
     wrong = [name for name, kind in free.items() if not isinstance(values[name], kind)]
     wrong += [name for name in values if name not in free and not same(values[name], expected.get(name))]
     if not (section.targets == "all-linear" or any(map(is_pattern, section.targets)) or values["target_parameters"]):
         wrong += [] if same(values["target_modules"], section.targets) else ["target_modules"]
     if wrong:
         differences = ", ".join(f"`{shown(name)}` is {shown(reprlib.repr(values[name]))}" for name in wrong[:3])
-        raise ArtifactError(
-            f"{file}: {differences}, which does not match the run's config.yaml; restore this run's adapter, or train "
-            "again"
-        )
+        raise ArtifactError(f"{file}: {differences}, which does not match the run's config.yaml; {_AGAIN}")
     check_weights(directory / WEIGHTS, _TYPES)
 
 
@@ -142,12 +151,12 @@ def fill(model: Any, directory: Path) -> None:
 def _built(base: Any, directory: Path, section: AdapterSection, **options: Any) -> Any:
     """`base` with a new adapter as `section` publishes it, after checking that the one in `directory` fits it."""
     model = hub_call(f"adapter {directory}", lambda: adapted(base, published(section), inference_mode=True, **options))
-    settings, made = stored_config(directory), as_json(model.peft_config["default"])
+    settings, made = stored_config(directory), as_json(plain_peft.settings(model))
     for name in _OF_BASE:
         if not same(settings[name] or None, made[name] or None):
             raise ArtifactError(
                 f"{directory / CONFIG}: `{name}` is {shown(reprlib.repr(settings[name]))}, but this base has "
-                f"{shown(reprlib.repr(made[name]))}; restore this run's adapter, or train again"
+                f"{shown(reprlib.repr(made[name]))}; {_AGAIN}"
             )
     found = weight_files.shapes(directory / WEIGHTS)
     expected = {name: list(weight.shape) for name, weight in weights(model).items()}
@@ -156,8 +165,7 @@ def _built(base: Any, directory: Path, section: AdapterSection, **options: Any) 
         first = wrong[0]
         raise ArtifactError(
             f"{directory / WEIGHTS}: {len(wrong)} tensors do not fit this base and config, such as "
-            f"`{shown(first)}`: {found.get(first, 'missing')} instead of {expected.get(first, 'nothing')}; restore "
-            "this run's adapter, or train again"
+            f"`{shown(first)}`: {found.get(first, 'missing')} instead of {expected.get(first, 'nothing')}; {_AGAIN}"
         )
     return model
 

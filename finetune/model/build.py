@@ -16,9 +16,9 @@ import torch
 from finetune.config import AdapterSection, Config, MemorySection, ModelSection, QuantizationSection
 from finetune.errors import ConfigError
 from finetune.model import attention as attentions
-from finetune.model import checkpointing, starting
+from finetune.model import checkpointing, plain_peft, starting
 from finetune.model.adapter import attach, check_rank
-from finetune.model.base import base_dtype, load_base, remote_code
+from finetune.model.base import base_dtype, load_architecture, load_base, remote_code
 from finetune.model.experts import Mixture
 from finetune.model.sharding import Sharding
 from finetune.model.skeleton import mixture, weightless_base
@@ -70,6 +70,7 @@ class Blueprint:
                 "layers without the head, which the loss needs"
             )
         check_rank(base, adapter)
+        plain_peft.check(base, adapter)
         starting.check(base, adapter)
         return found[0]
 
@@ -86,6 +87,12 @@ def choose_attention(config: Config, architecture: Any, device_type: str) -> tup
         config.model.attention, architecture, device_type, config.training.precision,
         packed=config.data.packing, longest=config.data.max_length,
     )  # fmt: skip
+
+
+def weightless(model: ModelSection) -> Any:
+    """The unquantized base on the meta device, to compare names and shapes. Raises as `load_architecture` does."""
+    plain = QuantizationSection(kind="none")
+    return Blueprint(model, plain, load_architecture(model), "eager", torch.float32).weightless()
 
 
 def load(config: Config, architecture: Any, device: torch.device) -> Any:

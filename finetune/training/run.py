@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
+from safetensors.torch import load_file
 from transformers import set_seed
 
 from finetune import kernels
@@ -25,7 +26,17 @@ from finetune.kernels import compiled, proof
 from finetune.measure import snapshots
 from finetune.measure.monitor import Monitor
 from finetune.measure.out_of_memory import while_writing
-from finetune.model import causality, chat_template, context, packing, sharding
+from finetune.model import (
+    adapter_files,
+    build,
+    causality,
+    chat_template,
+    context,
+    packing,
+    plain_peft,
+    published,
+    sharding,
+)
 from finetune.model.adapter import casts_by_autocast
 from finetune.model.base import autocast
 from finetune.model.checkpointing import ByLength, UpTo
@@ -460,15 +471,25 @@ def _publish(job: Job, initial: Path | None, whole: dict[str, torch.Tensor] | No
         job.model.config.use_cache = True  # off for training, but needed for generation
     try:
         with while_writing(target), staged(target) as folder:
-            if initial:
-                # W = residual + B0 A0, so the update on W is BA - B0 A0: an adapter of twice the rank (PiSSA, 3.3).
-                save_weights(job.model, folder, path_initial_model_for_weight_conversion=str(initial))
+            if target == job.run.adapter:
+                _write_adapter(job, initial, whole, folder)
             else:
-                save_weights(job.model, folder, **({"state_dict": whole} if whole else {}))
-            if target == job.run.merged and job.model.can_generate():
-                chat_template.write_generation_config(job.model.generation_config, job.tokenizer, folder)
+                save_weights(job.model, folder, whole)
+                if job.model.can_generate():
+                    chat_template.write_generation_config(job.model.generation_config, job.tokenizer, folder)
             fingerprint.save(job.tokenizer, job.made_with["base"], folder)
     except (OSError, SafetensorError) as error:  # safetensors 0.8 raises its own error for a full disk
         raise MachineError(not_written(target, error)) from None
     if initial:
         shutil.rmtree(initial)
+
+
+def _write_adapter(job: Job, initial: Path | None, whole: dict[str, torch.Tensor] | None, folder: Path) -> None:
+    """Write the adapter of the plain base, and prove that it is the trained one to PEFT."""
+    model, section = job.model, job.config.adapter
+    tensors, settings = adapter_files.weights(model, whole), plain_peft.settings(model)
+    if initial:
+        first = load_file(initial / adapter_files.WEIGHTS)
+        tensors, settings = published.for_plain_base(tensors, first, settings, section)
+    published.write(tensors, settings, folder)
+    published.prove(build.weightless(job.config.model), folder, tensors, adapter_files.scales(model))

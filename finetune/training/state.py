@@ -18,7 +18,7 @@ import torch
 from bitsandbytes.optim.optimizer import Optimizer8bit
 
 from finetune.errors import ArtifactError
-from finetune.model import adapter_files, sharding, zero
+from finetune.model import adapter_files, plain_peft, published, sharding, zero
 from finetune.model.sharding import Slices
 from finetune.runtime import ranks
 from finetune.runtime.randomness import RandomState
@@ -49,23 +49,12 @@ def _weights_file(model: Any) -> str:
     return ADAPTER_FILE if hasattr(model, "peft_config") else MODEL_FILE
 
 
-def save_weights(model: Any, folder: Path, **arguments: Any) -> None:
-    """Write the adapter, or the whole model without one, as safetensors."""
+def save_weights(model: Any, folder: Path, whole: dict[str, torch.Tensor] | None = None) -> None:
+    """Write the adapter, or the whole model without one, as safetensors; `whole` are the weights of a sharded model."""
     if hasattr(model, "peft_config"):
-        # "auto" would ask the hub whether the vocabulary was resized; `extra_modules` says what else is trained.
-        model.save_pretrained(str(folder), save_embedding_layers=False, **arguments)
-        _keep_order_of_ranks(folder / adapter_files.CONFIG, model.peft_config["default"].rank_pattern)
+        published.write(adapter_files.weights(model, whole), plain_peft.settings(model), folder)
     else:
-        model.save_pretrained(str(folder), **arguments)
-
-
-def _keep_order_of_ranks(file: Path, ranks: dict[str, int]) -> None:
-    """PEFT writes sorted keys (peft 0.21), but of those that match a layer it takes the first when it loads."""
-    if len(ranks) < 2:
-        return
-    values = json.loads(file.read_text(encoding="utf-8"))
-    values["rank_pattern"] = {key: values["rank_pattern"][key] for key in ranks}
-    file.write_text(json.dumps(values, indent=2), encoding="utf-8")
+        model.save_pretrained(str(folder), **({"state_dict": whole} if whole else {}))
 
 
 def whole_weights(model: Any) -> dict[str, torch.Tensor]:
@@ -281,7 +270,7 @@ def snapshot(
         PROGRESS_FILE: progress.as_json(),
     }
     if hasattr(model, "peft_config"):
-        values["adapter_config.json"] = _adapter_config(model.peft_config["default"])
+        values["adapter_config.json"] = _adapter_config(plain_peft.settings(model))
     return Contents(
         step=progress.step,
         tensors={_weights_file(model): _held_by_main(trained_weights(model)), OPTIMIZER_FILE: optimizer_tensors},

@@ -423,12 +423,6 @@ RULES: list[tuple[str, list[str], tuple[str, ...], list[str]]] = [
     ("adapter.init", ["adapter.init=pissa"], ("`quantization.kind: none`",), ["quantization.kind=none"]),
     ("adapter.init", ["adapter.init=pissa"], ("`adapter.init: loftq`",), ["adapter.init=loftq"]),
     (
-        "adapter.ranks",
-        ["adapter.ranks={q_proj: 8}", "adapter.rslora=true", "adapter.init=pissa", "quantization.kind=none"],
-        ("PiSSA and rsLoRA with several",),
-        ["adapter.rslora=false"],
-    ),
-    (
         "adapter.init",
         ["adapter.init=loftq", "quantization.kind=int8"],
         ("`quantization.kind: nf4`",),

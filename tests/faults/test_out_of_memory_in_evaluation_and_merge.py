@@ -158,7 +158,7 @@ def test_a_merge_out_of_memory_leaves_the_training_and_is_done_again(train_apart
     [
         ("finetune.storage.checkpoint.write", "step-00000004"),
         ("finetune.training.checkpoints.snapshot", "step-00000004"),
-        ("finetune.training.run.save_weights", "adapter"),
+        ("finetune.model.published.write", "adapter"),
     ],
     ids=["writing", "copying", "publishing"],
 )

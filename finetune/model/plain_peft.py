@@ -1,0 +1,94 @@
+"""How an adapter's config names its layers, such that PEFT alone, which reads it elsewhere, finds the same ones."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable
+from typing import Any
+
+from finetune.config import AdapterSection, Config
+from finetune.errors import ConfigError
+from finetune.model import adapter
+
+
+def settings(adapted: Any) -> Any:
+    """The LoraConfig from which PEFT puts the adapter of `adapted` on the same layers again.
+
+    Those that it would mistake (see `mistaken`) are named by their weights, which PEFT can adapt, too: the tensors have
+    the same names and shapes, and W + BA is the same. It has no dropout there, which training alone needs.
+    """
+    from peft.tuners.lora import LoraLayer, ParamWrapper
+
+    config = copy.deepcopy(adapted.peft_config["default"])
+    layers = [
+        name.removeprefix("base_model.model.")
+        for name, module in adapted.named_modules()
+        if isinstance(module, LoraLayer) and not isinstance(module, ParamWrapper)
+    ]
+    if weights := [f"{name}.weight" for name in mistaken(adapted.get_base_model(), layers)]:
+        taken = _taken(adapted.get_base_model(), config.target_modules)
+        config.target_modules = {target for target in config.target_modules if target not in taken}
+        config.target_parameters = sorted([*(config.target_parameters or []), *weights])
+        config.lora_dropout = 0.0
+    return config
+
+
+def mistaken(base: Any, layers: Iterable[str]) -> list[str]:
+    """Those of the linear `layers` (full names) that PEFT mistakes for transformers 4's experts of the same names.
+
+    In a mixture, peft 0.21 (`convert_peft_config_for_transformers`) moves a target such as `gate_proj` to the fused
+    experts, also where dense layers or shared experts have linear layers of that name, and so leaves their tensors
+    unread (https://github.com/huggingface/peft/issues/3711). It does so for any list or pattern of modules.
+    """
+    layers = list(layers)
+    taken = _taken(base, {name.rpartition(".")[2] for name in layers})
+    return [name for name in layers if name.rpartition(".")[2] in taken]
+
+
+def _taken(base: Any, targets: Iterable[str]) -> set[str]:
+    """Those of the names of modules that PEFT replaces when it reads them in a config."""
+    from peft import LoraConfig
+    from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
+
+    found = set()
+    for target in targets:
+        config = LoraConfig(target_modules=[target])
+        try:
+            convert_peft_config_for_transformers(config, base, None)
+        except ValueError:  # only together with another one
+            found.add(target)
+        else:
+            found |= {target} - set(config.target_modules)
+    return found
+
+
+def check(base: Any, section: AdapterSection) -> None:
+    """Raise ConfigError for an adapter that PEFT could not read whole, on a weightless `base`."""
+    if section.kind == "none" or not (section.dora or section.ranks):
+        return
+    ranks = adapter.ranks(base, section)
+    layers = mistaken(base, ranks)
+    wrong = ["dora"] if section.dora else []
+    wrong += ["ranks"] if any(ranks[name] != section.rank for name in layers) else []
+    if layers and wrong:
+        raise ConfigError(
+            f"`adapter.{wrong[0]}`: PEFT takes {_named(layers)} of {base.config.model_type} for its experts, and "
+            f"cannot read {'DoRA' if section.dora else 'another rank than `adapter.rank`'} there; remove it, or list "
+            "other layers in `adapter.targets`"
+        )
+
+
+def note(base: Any, config: Config) -> str | None:
+    """What to know before training about the adapter that will be published, if PEFT cannot use it like any other."""
+    if config.adapter.kind == "none" or config.quantization.kind == "none":
+        return None
+    if not (layers := mistaken(base, adapter.ranks(base, config.adapter))):
+        return None
+    return (
+        f"PEFT takes {_named(layers)} of {base.config.model_type} for its experts, so adapter/ names {len(layers)} "
+        "layers by their weights: PEFT alone loads it onto the base in 16 bit, but not onto a quantized one"
+    )
+
+
+def _named(layers: Iterable[str]) -> str:
+    return ", ".join(f"`{name}`" for name in sorted({name.rpartition(".")[2] for name in layers}))

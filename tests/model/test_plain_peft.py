@@ -1,0 +1,206 @@
+"""What is published is what PEFT reads without this program: every tensor, on the same layers, with the same logits."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import test_architectures
+import test_experts
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from finetune.config import AdapterSection
+from finetune.errors import ArtifactError, ConfigError
+from finetune.model import adapter, adapter_files, plain_peft, published
+
+IDS = torch.arange(3, 23)[None]
+_DELTA: dict[str, Any] = {
+    "head_dim": 8, "linear_num_key_heads": 2, "linear_num_value_heads": 2, "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8, "layer_types": ["linear_attention", "full_attention"],
+}  # fmt: skip
+_SHARED = {"num_experts": 4, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16}
+_DEEPSEEK = test_experts.ARCHITECTURES["deepseek_v3"]
+# Mixtures with dense layers or shared experts, and those whose files have other names than the model that is trained.
+OTHERS: dict[str, dict[str, Any]] = {
+    "glm4_moe": {
+        "n_routed_experts": 4, "moe_intermediate_size": 16, "n_shared_experts": 1, "first_k_dense_replace": 1,
+        "head_dim": 8, "n_group": 1, "topk_group": 1,
+    },
+    "glm_moe_dsa": {**_DEEPSEEK, "index_n_heads": 2, "index_head_dim": 16, "index_topk": 8},
+    "ernie4_5_moe": {
+        "moe_num_experts": 4, "moe_intermediate_size": 16, "moe_k": 2, "moe_num_shared_experts": 1,
+        "moe_layer_start_index": 1,
+    },
+    "hunyuan_v1_moe": {"num_experts": 4, "moe_topk": 2, "head_dim": 8, "eod_token_id": 2},
+    "qwen2_moe": test_experts.SHARED_EXPERTS,
+    "qwen3_next": {**_DELTA, **_SHARED},
+    "qwen3_5_text": _DELTA,
+    "qwen3_5_moe_text": {**_DELTA, **_SHARED},
+    **{name: {"head_dim": 8} for name in ("llama", "qwen2", "mistral", "phi3", "gemma2", "gemma3_text")},
+    "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 128},
+}  # fmt: skip
+MISTAKEN = {"deepseek_v3", "glm4_moe", "glm_moe_dsa", "ernie4_5_moe", "hunyuan_v1_moe", "qwen3_next"}
+
+
+def architectures() -> dict[str, dict[str, Any]]:
+    """Every architecture that the tests build, as small as they do."""
+    sizes = test_experts.SHARED
+    return {
+        **{name: {**sizes, **values} for name, values in {**test_experts.ARCHITECTURES, **OTHERS}.items()},
+        **test_architectures.ARCHITECTURES,
+    }
+
+
+def base_of(name: str) -> Any:
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(name, **architectures()[name]), dtype=torch.float32)
+    for weight in model.parameters():
+        if weight.dim() > 1:
+            torch.nn.init.normal_(weight, std=0.1)
+    return model.eval()
+
+
+def trained(base: Any, section: AdapterSection) -> Any:
+    """`base` with an adapter of ours that changes a lot."""
+    model = adapter.attach(base, section, "base", seed=0).eval()
+    with torch.no_grad():
+        for weight in adapter_files.weights(model).values():
+            weight.add_(0.1 * torch.randn_like(weight))
+    return model
+
+
+@torch.inference_mode()
+def logits(model: Any) -> torch.Tensor:
+    return model.eval()(input_ids=IDS).logits
+
+
+_READ = """
+import json, sys, warnings
+from pathlib import Path
+import torch
+from peft import PeftModel, get_peft_model_state_dict
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+found = {}
+for folder in map(Path, sys.argv[1:]):
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        read = {}
+        for way in ("peft", "transformers"):
+            base = AutoModelForCausalLM.from_pretrained(folder / "base", dtype=torch.float32)
+            if way == "peft":
+                model = PeftModel.from_pretrained(base, str(folder))
+                tensors = get_peft_model_state_dict(model, save_embedding_layers=False)
+            else:
+                base.load_adapter(str(folder))
+                model = base
+            with torch.inference_mode():
+                read[way] = model.eval()(input_ids=torch.arange(3, 23)[None]).logits
+    stored = load_file(folder / "adapter_model.safetensors")
+    different = [name for name in stored.keys() | tensors.keys()
+                 if name not in stored or name not in tensors or not torch.equal(stored[name], tensors[name])]
+    about = [str(each.message) for each in said if "adapter" in str(each.message) or "matched" in str(each.message)]
+    found[folder.name] = {"tensors": len(tensors), "different": different, "said": about}
+    save_file(read, folder / "read.safetensors")
+assert not [name for name in sys.modules if name.split(".")[0] == "finetune"]
+print(json.dumps(found))
+"""
+
+
+def read_by_peft(*folders: Path) -> dict[str, dict[str, Any]]:
+    """What a process without this program reads: in each folder, an adapter and its base."""
+    done = subprocess.run(
+        [sys.executable, "-c", _READ, *map(str, folders)], capture_output=True, text=True, check=True, timeout=300
+    )
+    found: dict[str, dict[str, Any]] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:fan_in_fan_out is set to False")  # PEFT sets it for GPT-2's layers
+def test_peft_alone_reads_every_tensor_of_every_architecture(tmp_path: Path, subtests: pytest.Subtests) -> None:
+    expected = {}
+    for name in architectures():
+        folder = tmp_path / name
+        base = base_of(name)
+        base.save_pretrained(folder / "base")
+        model = trained(base, AdapterSection(rank=4, dropout=0.1))
+        expected[name] = len(adapter_files.weights(model)), logits(model)
+        published.write(adapter_files.weights(model), plain_peft.settings(model), folder)
+        with torch.device("meta"):
+            skeleton = AutoModelForCausalLM.from_config(base.config)
+        published.prove(skeleton, folder, adapter_files.weights(model), adapter_files.scales(model))
+    found = read_by_peft(*(tmp_path / name for name in expected))
+    for name, (count, ours) in expected.items():
+        with subtests.test(name=name):
+            assert found[name] == {"tensors": count, "different": [], "said": []}
+            for theirs in load_file(tmp_path / name / "read.safetensors").values():
+                torch.testing.assert_close(theirs, ours, rtol=1e-4, atol=1e-4)
+            said = json.loads((tmp_path / name / "adapter_config.json").read_text())
+            assert bool(said["target_parameters"]) == (name in MISTAKEN)
+            assert said["lora_dropout"] == (0.0 if name in MISTAKEN else 0.1)
+
+
+def write(model: Any, folder: Path) -> None:
+    published.write(adapter_files.weights(model), plain_peft.settings(model), folder)
+
+
+def prove(name: str, folder: Path, model: Any) -> None:
+    with torch.device("meta"):
+        skeleton = AutoModelForCausalLM.from_config(AutoConfig.for_model(name, **architectures()[name]))
+    published.prove(skeleton, folder, adapter_files.weights(model), adapter_files.scales(model))
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("llama", {"dora": True}),
+        ("llama", {"extra_modules": ["embed_tokens", "norm", "lm_head"]}),
+        ("qwen2", {"dora": True, "extra_modules": ["embed_tokens"], "rslora": True, "ranks": {"q_proj": 2}}),
+        ("mixtral", {"targets": ["q_proj", "experts.gate_up_proj", "experts.down_proj"]}),
+        ("qwen3_moe", {"targets": ["q_proj", "experts.gate_up_proj", "experts.down_proj"]}),
+        ("qwen3_moe", {"targets": ["q_proj", "gate.weight"]}),
+        ("deepseek_v3", {"targets": ["gate_proj"]}),
+        ("deepseek_v3", {"targets": ["q_b_proj", "down_proj", "experts.gate_up_proj"]}),
+        ("deepseek_v3", {"targets": [r".*layers[.]1[.].*(up_proj|o_proj)"], "rslora": True}),
+        ("deepseek_v3", {"extra_modules": ["norm"], "ranks": {"o_proj": 2}}),
+    ],
+)  # fmt: skip
+def test_every_kind_of_adapter_is_proven_and_one_tensor_that_is_lost_is_seen(
+    name: str, changes: dict[str, Any], tmp_path: Path
+) -> None:
+    model = trained(base_of(name), AdapterSection(rank=4, **changes))
+    write(model, tmp_path)
+    prove(name, tmp_path, model)
+    file = tmp_path / adapter_files.WEIGHTS
+    whole = load_file(file)
+    for lost in sorted(whole)[:: len(whole) // 3]:
+        for wrong in ({key: value for key, value in whole.items() if key != lost}, {**whole, lost: whole[lost] + 1}):
+            save_file(wrong, file, {"format": "pt"})
+            with pytest.raises(ArtifactError, match="adapter/ is not what was trained: PEFT"):
+                prove(name, tmp_path, model)
+    save_file(whole, file, {"format": "pt"})
+    said = json.loads((tmp_path / adapter_files.CONFIG).read_text())
+    (tmp_path / adapter_files.CONFIG).write_text(json.dumps({**said, "lora_alpha": 7}))
+    with pytest.raises(ArtifactError, match="scales its layers otherwise"):
+        prove(name, tmp_path, model)
+
+
+def test_what_peft_cannot_read_is_refused_before_weights_are_loaded() -> None:
+    with torch.device("meta"):
+        base = AutoModelForCausalLM.from_config(AutoConfig.for_model("deepseek_v3", **architectures()["deepseek_v3"]))
+    for changes, said in (
+        ({"dora": True}, r"`adapter\.dora`: PEFT takes `down_proj`, `gate_proj`, `up_proj` of deepseek_v3 for its"),
+        ({"ranks": {"up_proj": 2}}, r"`adapter\.ranks`: .*cannot read another rank than `adapter\.rank` there"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            plain_peft.check(base, AdapterSection(rank=4, **changes))
+    plain_peft.check(base, AdapterSection(dora=True, targets=["o_proj"]))
+    plain_peft.check(base, AdapterSection(rank=4, ranks={"o_proj": 2, "up_proj": 4}))
