@@ -1,8 +1,13 @@
-"""The adapter rewritten so that no program can misread it, as PEFT files and as a GGUF file for llama.cpp.
+"""The adapter rewritten so that no server can misread it, in PEFT's format and as a GGUF file for llama.cpp.
 
 vLLM and SGLang read `r`, `lora_alpha` and `use_rslora` of adapter_config.json and ignore patterns; llama.cpp's
 converter reads `lora_alpha` alone. So the scale of each layer is folded into its B, every rank is padded with zeros to
 one, and `lora_alpha` is the rank: a plain adapter of scale 1, which computes the same.
+
+vLLM maps an adapter's names like those of the base's files (`hf_to_vllm_mapper`, vLLM 0.32), and serves the bare base
+without a word where no layer has such a name (vllm#34186). So the names are those of the base's files, which
+differ from the trained model's where a text model is loaded from the files of a composite one, as in Qwen3.5
+(vllm#48019, vllm#49354).
 """
 
 from __future__ import annotations
@@ -13,20 +18,24 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 
+from finetune.config import AdapterSection, Config
 from finetune.config.fields import is_pattern
 from finetune.data import fingerprint
 from finetune.errors import ConfigError
 from finetune.export import gguf_model, proof, serving
 from finetune.export.card import public
 from finetune.export.job import Job
-from finetune.model import adapter_files, build
+from finetune.model import adapter, adapter_files, build, identity, plain_peft, streamed
 from finetune.model.base import base_dtype
+from finetune.model.locate import weights_directory
 
 Pairs = dict[str, tuple[torch.Tensor, torch.Tensor]]
 """A (rank, in) and B (out, rank) of each adapted layer in float32, by its name in the base."""
 
 GGUF = "adapter.gguf"
+_PREFIX = "base_model.model."
 
 
 def check(job: Job) -> None:
@@ -60,22 +69,22 @@ def check(job: Job) -> None:
 
 
 def make(job: Job, folder: Path) -> dict[str, Any]:
-    """Write the plain adapter to `folder` and prove it with PEFT. Returns the facts of export.json."""
-    from peft import PeftModel
-
+    """Write the plain adapter to `folder` and prove it with PEFT's layers. Returns the facts of export.json."""
     config = job.config
     architecture = job.architecture
+    names = served_names(config)
     base = build.load(config, architecture, job.device)
     base_logits = proof.logits(base, job.rows)
     adapted = adapter_files.load_adapter(base, job.run.adapter, config.adapter)
     trained = proof.logits(adapted, job.rows)
     pairs = plain(adapted)
-    rank = write(pairs, adapted.peft_config["default"], public(config.model.name), folder)
+    renamed = {name: _served(names, name) for name in pairs}
+    rank = write(pairs, renamed, adapted.peft_config["default"], public(config.model.name), folder)
     fingerprint.save(job.tokenizer, job.base_identity, folder)
     overrides = _overrides(job)
     left_out = _write_gguf(architecture, pairs, rank, folder)
-    base = adapted.unload()
-    read = PeftModel.from_pretrained(base, str(folder)).eval()
+    mistaken = plain_peft.mistaken(adapted.get_base_model(), pairs)
+    read = _read(adapted.unload(), config.adapter, renamed, rank, folder)
     # The products are summed in another order; the base is rounded to the same dtype in both.
     roundoff = proof.ROUNDOFF[base_dtype(config.adapter, config.training)]
     result = job.compare("plain adapter", read, proof.logits(read, job.rows), trained, base_logits, roundoff)
@@ -87,16 +96,73 @@ def make(job: Job, folder: Path) -> dict[str, Any]:
         "compared_with": "base plus adapter as trained, in PEFT",
         "base_overrides": overrides,
         "known_differences": [
-            f"the base must be served with {json.dumps(overrides)} in its config.json, as the commands do; the files "
-            "of an adapter cannot say so"
-        ]
-        if overrides
-        else [],
+            *(
+                [
+                    f"the base must be served with {json.dumps(overrides)} in its config.json, as the commands do; the "
+                    "files of an adapter cannot say so"
+                ]
+                if overrides
+                else []
+            ),
+            *(
+                [
+                    f"these files are for servers, which look up the names in the base's files; PEFT reads "
+                    f"{job.run.adapter.name}/ instead"
+                ]
+                if mistaken or any(name != renamed[name] for name in pairs)
+                else []
+            ),
+        ],
         "not_proven": [
             left_out or f"{GGUF} was not run: llama.cpp needs the base as a GGUF file",
             "vLLM and SGLang were not run; their limits are checked as of vLLM 0.33",
+            *([] if names else ["whether the base's files have layers of these names: they are not safetensors files"]),
         ],
     }
+
+
+def served_names(config: Config) -> dict[str, str | None]:
+    """The name in the base's files of each of its weights, or None where it is made of several or parts of them.
+
+    Empty if the base has no safetensors files.
+    """
+    if config.model.weights == "random":
+        return {}
+    files = identity.loaded_files(weights_directory(config.model.name, config.model.revision))
+    if not files:
+        return {}
+    base = build.weightless(config.model)
+    found: dict[str, str | None] = {}
+    for group in streamed.Weights(base, files).groups:
+        alone = group.sources[0] if group.converter is None and len(group.sources) == 1 else None
+        # Files of the model without its head lack the prefix, which every program adds.
+        bare = alone is not None and group.targets == (f"{base.base_model_prefix}.{alone}",)
+        found |= {target: target if bare else alone for target in group.targets}
+    return found
+
+
+def _served(names: dict[str, str | None], layer: str) -> str:
+    """The name by which servers know a layer of the trained model. Raises ConfigError if they cannot."""
+    if not names:
+        return layer
+    if not (name := names.get(f"{layer}.weight")):
+        raise ConfigError(
+            f"the adapter has no form for other programs: the base's files have no weight of their own for `{layer}`, "
+            "by whose name they would find it. Export `merged` or `gguf` instead; PEFT reads adapter/ as it is"
+        )
+    return name.removesuffix(".weight")
+
+
+def _read(base: Any, section: AdapterSection, renamed: dict[str, str], rank: int, folder: Path) -> Any:
+    """`base` with the plain adapter as it was written to `folder`."""
+    plain = {"rank": rank, "alpha": rank, "ranks": {}, "rslora": False, "init": "default"}
+    read = adapter.adapted(base, section.model_copy(update=plain), inference_mode=True)
+    stored = load_file(folder / adapter_files.WEIGHTS)
+    with torch.no_grad():
+        for name, weight in adapter_files.weights(read).items():
+            layer, _, matrix = name.removeprefix(_PREFIX).partition(".lora_")
+            weight.copy_(stored[f"{_PREFIX}{renamed[layer]}.lora_{matrix}"])
+    return read.eval()
 
 
 def _overrides(job: Job) -> dict[str, Any]:
@@ -111,7 +177,7 @@ def plain(adapted: Any) -> Pairs:
     from peft.tuners.lora import LoraLayer
 
     layers = {
-        name.removeprefix("base_model.model."): module
+        name.removeprefix(_PREFIX): module
         for name, module in adapted.named_modules()
         if isinstance(module, LoraLayer) and module.lora_A
     }
@@ -131,10 +197,11 @@ def _padded(matrix: torch.Tensor, rows: int = 0, columns: int = 0) -> torch.Tens
     return torch.nn.functional.pad(matrix, (0, columns, 0, rows)).contiguous()
 
 
-def write(pairs: Pairs, original: Any, base: str, folder: Path) -> int:
-    """Write `pairs` as a PEFT adapter with the targets of `original` (its LoraConfig); returns the rank."""
+def write(pairs: Pairs, renamed: dict[str, str], original: Any, base: str, folder: Path) -> int:
+    """Write `pairs` by their new names as a PEFT adapter with the targets of `original` (its LoraConfig), of which
+    servers read the last part of each name; returns the rank.
+    """
     from peft import LoraConfig
-    from safetensors.torch import save_file
 
     rank = len(next(iter(pairs.values()))[0])
     LoraConfig(
@@ -143,9 +210,9 @@ def write(pairs: Pairs, original: Any, base: str, folder: Path) -> int:
     ).save_pretrained(str(folder))  # fmt: skip
     tensors = {}
     for name, (down, up) in pairs.items():
-        tensors[f"base_model.model.{name}.lora_A.weight"] = down
-        tensors[f"base_model.model.{name}.lora_B.weight"] = up
-    save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+        tensors[f"{_PREFIX}{renamed[name]}.lora_A.weight"] = down
+        tensors[f"{_PREFIX}{renamed[name]}.lora_B.weight"] = up
+    save_file(tensors, folder / adapter_files.WEIGHTS, metadata={"format": "pt"})
     return rank
 
 

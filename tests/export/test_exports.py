@@ -96,7 +96,10 @@ def test_an_adapter_that_others_misread_is_rewritten_to_one_that_they_cannot(tin
     adapted = _patterned(AutoModelForCausalLM.from_pretrained(tiny_base, dtype=torch.float32))
     expected = logits(adapted)
     pairs = adapter_export.plain(adapted)
-    assert adapter_export.write(pairs, adapted.peft_config["default"], "base", tmp_path) == 8
+    assert (
+        adapter_export.write(pairs, {name: name for name in pairs}, adapted.peft_config["default"], "base", tmp_path)
+        == 8
+    )
     base = AutoModelForCausalLM.from_pretrained(tiny_base, dtype=torch.float32)
     assert torch.allclose(logits(PeftModel.from_pretrained(base, str(tmp_path))), expected, atol=1e-4)
     weights = load_file(tmp_path / "adapter_model.safetensors")

@@ -1,0 +1,115 @@
+"""The exported adapter has the names of the base's own files, by which servers find its layers."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import PeftModel
+from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+
+import finetune
+from finetune.config import Config
+from finetune.errors import ConfigError
+from finetune.export import adapter_export
+from finetune.model import adapter_files
+from finetune.report.terminal import Terminal
+from finetune.storage import weight_files
+
+_SIZES: dict[str, Any] = {
+    "vocab_size": 2048, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "intermediate_size": 48, "max_position_embeddings": 256, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+    "head_dim": 8,
+}  # fmt: skip
+_DELTA: dict[str, Any] = {
+    "linear_num_key_heads": 2, "linear_num_value_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
+    "layer_types": ["linear_attention", "full_attention"],
+}  # fmt: skip
+_SHARED = {
+    "num_experts": 4, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16, "num_experts_per_tok": 2,
+}  # fmt: skip
+_VISION = {
+    "depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 32, "patch_size": 4,
+    "num_position_embeddings": 16,
+}  # fmt: skip
+COMPOSITE: dict[str, dict[str, Any]] = {
+    "qwen3_5": {"text_config": {**_SIZES, **_DELTA}, "vision_config": _VISION},
+    "qwen3_5_moe": {"text_config": {**_SIZES, **_DELTA, **_SHARED}, "vision_config": _VISION},
+}
+DENSE_LAYERS = {
+    "n_routed_experts": 4, "moe_intermediate_size": 16, "n_shared_experts": 1, "first_k_dense_replace": 1, "n_group": 1,
+    "topk_group": 1, "num_experts_per_tok": 2,
+}  # fmt: skip
+JOB = ["quantization.kind=none", "training.precision=fp32", "training.learning_rate=5e-3", "data.eval=none"]
+
+
+def base_at(folder: Path, name: str, tiny_base: Path) -> Path:
+    """A base with the built-in one's tokenizer; a composite one as it is published, with its vision tower."""
+    torch.manual_seed(0)
+    values = COMPOSITE.get(name, {**_SIZES, **(DENSE_LAYERS if name == "glm4_moe" else {})})
+    made = AutoModelForImageTextToText if name in COMPOSITE else AutoModelForCausalLM
+    model = made.from_config(AutoConfig.for_model(name, **values), dtype=torch.float32)
+    for weight in model.parameters():
+        if weight.dim() > 1:
+            torch.nn.init.normal_(weight, std=0.1)
+    model.save_pretrained(folder)
+    for file in tiny_base.iterdir():
+        if "token" in file.name or file.suffix == ".jinja":
+            shutil.copy(file, folder)
+    return folder
+
+
+@torch.inference_mode()
+def logits(model: Any) -> torch.Tensor:
+    return model.eval()(input_ids=torch.arange(100, 164)[None]).logits
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [*COMPOSITE, "glm4_moe"])
+def test_servers_find_every_layer_and_peft_reads_the_run(
+    name: str, quick: Any, tmp_path: Path, tiny_base: Path
+) -> None:
+    base = base_at(tmp_path / "base", name, tiny_base)
+    run = finetune.train(quick(*JOB, f"model.name={base}")).run
+    result = finetune.export_model(run, "adapter", terminal=Terminal(quiet=True))
+    assert result["error"] <= result["bound"]
+    served = load_file(Path(result["path"]) / adapter_files.WEIGHTS)
+    in_files = weight_files.shapes(base / "model.safetensors")
+    for adapted, tensor in served.items():
+        layer = re.fullmatch(r"base_model\.model\.(.*)\.lora_([AB])\.weight", adapted)
+        out, into = in_files[f"{layer[1]}.weight"]
+        assert tensor.shape == ((result["rank"], into) if layer[2] == "A" else (out, result["rank"]))
+    if name in COMPOSITE:
+        assert all(".language_model." in adapted for adapted in served)
+    assert "servers" in " ".join(result["known_differences"])
+    # What vLLM and SGLang read of the config; the latter takes the last part of each name.
+    said = json.loads((Path(result["path"]) / adapter_files.CONFIG).read_text())
+    assert said["r"] == said["lora_alpha"]
+    assert {target.rpartition(".")[2] for target in said["target_modules"]} == set(result["targets"])
+    # adapter/ is on the text model that AutoModelForCausalLM loads, for PEFT.
+    plain = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    before = logits(plain)
+    alone = PeftModel.from_pretrained(plain, str(run.adapter))
+    trained = adapter_files.load_adapter(
+        AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32), run.adapter, run.config().adapter
+    )
+    torch.testing.assert_close(logits(alone), logits(trained), rtol=1e-4, atol=1e-4)
+    assert (logits(alone) - before).norm() > 1e-3 * before.norm()
+    assert len(adapter_files.weights(alone)) == len(served) == len(load_file(run.adapter / adapter_files.WEIGHTS))
+
+
+def test_a_prefix_that_files_lack_is_kept_and_a_layer_without_a_weight_in_the_files_is_refused(tmp_path: Path) -> None:
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("bloom", vocab_size=64, hidden_size=16, n_layer=1))
+    model.transformer.save_pretrained(tmp_path)
+    names = adapter_export.served_names(Config().changed({"model.name": str(tmp_path), "model.weights": "pretrained"}))
+    layer = "transformer.h.0.mlp.dense_h_to_4h"
+    assert "h.0.mlp.dense_h_to_4h.weight" in weight_files.shapes(tmp_path / "model.safetensors")
+    assert adapter_export._served(names, layer) == layer
+    with pytest.raises(ConfigError, match=r"no weight of their own for `transformer\.h\.9"):
+        adapter_export._served(names, "transformer.h.9.mlp")
