@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Sequence, Set
 from typing import Any
 
 from torch import nn
 
 from finetune.config import AdapterSection
 from finetune.config.fields import is_pattern
-from finetune.model import adapter
+from finetune.model import adapter, linear_layers
 from finetune.model.checkpointing import layers
 
 
@@ -22,8 +22,9 @@ def kinds(model: nn.Module) -> list[Hashable]:
     """For each decoder layer what it is made of; layers of one kind take the same memory and time."""
     config: Any = model.config
     per_layer = _per_layer(config.get_text_config(), len(layers(model)))
+    untrained = {model.get_submodule(name) for name in linear_layers.untrained(model)}
     return [
-        (_make_up(layer), *(repr(values[number]) for values in per_layer.values()))
+        (_make_up(layer, untrained), *(repr(values[number]) for values in per_layer.values()))
         for number, layer in enumerate(layers(model))
     ]
 
@@ -73,11 +74,12 @@ def renamed(section: AdapterSection, model: nn.Module, named: Named) -> AdapterS
     return section.model_copy(update={"targets": targets, "ranks": ranks})
 
 
-def _make_up(layer: nn.Module) -> Hashable:
-    return tuple(
-        (name, type(module).__name__, tuple(tuple(weight.shape) for weight in module.parameters(recurse=False)))
-        for name, module in layer.named_modules()
-    )
+def _make_up(layer: nn.Module, untrained: Set[nn.Module]) -> Hashable:
+    def shapes(module: nn.Module) -> Hashable:
+        return tuple(tuple(weight.shape) for weight in module.parameters(recurse=False))
+
+    parts = layer.named_modules()
+    return tuple((name, type(part).__name__, shapes(part), part in untrained) for name, part in parts)
 
 
 def _per_layer(config: Any, count: int) -> dict[str, Any]:

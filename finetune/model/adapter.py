@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import re
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -14,7 +15,7 @@ from finetune.config import AdapterSection
 from finetune.config.fields import is_pattern, unknown
 from finetune.config.sections import RANKS
 from finetune.errors import ArtifactError, ConfigError, first_line
-from finetune.model import direct_reads, experts
+from finetune.model import experts, linear_layers
 from finetune.model.base import TRAINED_DTYPES
 from finetune.model.locate import weights_directory
 from finetune.runtime import libraries
@@ -151,13 +152,14 @@ def set_trained_dtype(model: Any, section: AdapterSection) -> None:
 def _targets(base: Any, section: AdapterSection) -> tuple[str | list[str], list[str]]:
     """PEFT's `target_modules` and `target_parameters`.
 
-    In a mixture of experts, `all-linear` excludes the routers; the experts are parameters, not linear layers. It also
-    excludes layers whose weight the model's code reads directly, bypassing any adapter.
+    `all-linear` excludes the layers that rows of text do not train, those whose weight the model's code reads directly,
+    bypassing any adapter, and in a mixture of experts the routers; the experts are parameters, not linear layers. Of
+    the layers that a name or a regular expression matches, those that rows of text do not train are excluded too.
     """
-    past = direct_reads.names(base)
+    past, untrained = linear_layers.read_directly(base), linear_layers.untrained(base)
     if section.targets == "all-linear":
-        others = [*experts.routers(base).values(), *map(base.get_submodule, past)]
-        return linear_but(base, *others) if past or experts.is_mixture(base) else "all-linear", []
+        others = [*experts.routers(base).values(), *map(base.get_submodule, past | untrained)]
+        return linear_but(base, *others) if others or experts.is_mixture(base) else "all-linear", []
     linear, parameters = _linear_names(base), _parameter_names(base)
     names = [name for name in section.targets if not is_pattern(name)]
     _check(names, [*linear, *parameters], "adapter.targets")
@@ -170,26 +172,68 @@ def _targets(base: Any, section: AdapterSection) -> tuple[str | list[str], list[
         )
     chosen = {name: parameters[name] for name in names if name in parameters}
     _refuse_on_parameters(chosen, section)
-    return [*(name for name in names if name not in chosen), *matched], list(chosen)
+    plain = [full for name in names if name not in chosen for full in _trained_named(base, name)]
+    return [*plain, *matched], list(chosen)
+
+
+def _trained_named(base: Any, target: str) -> list[str]:
+    """`target`, the last part of the names of linear layers, or the full names of those that rows of text train.
+
+    The name alone would do for PEFT where it means no other modules. Raises ConfigError if they train none.
+    """
+    named = [name for name in linear_but(base) if _last(name) == target]
+    kept = [name for name in named if name not in linear_layers.untrained(base)]
+    if not kept:
+        _refuse_untrained(target, named[0], base)
+    return [target] if len(kept) == sum(_last(name) == target for name, _ in base.named_modules()) else kept
+
+
+def _refuse_untrained(target: str, name: str, base: Any) -> NoReturn:
+    raise ConfigError(
+        f"`adapter.targets`: rows of text train no layer of {type(base).__name__} that `{target}` matches, such as "
+        f"`{name}`; remove it, or set `all-linear`, which takes the layers that they train"
+    )
 
 
 def matching(base: Any, section: AdapterSection) -> list[str]:
-    """Full names of the linear layers that the regular expressions among the targets match as a whole.
+    """Full names of the linear layers that the regular expressions among the targets match as a whole, and rows of text
+    train.
 
     Raises ConfigError for one that matches none.
     """
     patterns = [] if section.targets == "all-linear" else [name for name in section.targets if is_pattern(name)]
     linear = linear_but(base) if patterns else []
+    untrained = linear_layers.untrained(base) if patterns else frozenset()
     for pattern in patterns:
-        if not any(re.fullmatch(pattern, name) for name in linear):
+        matched = [name for name in linear if re.fullmatch(pattern, name)]
+        if not matched:
             near = f", such as `{linear[0]}`" if linear else ""
             raise ConfigError(f"`adapter.targets`: `{pattern}` matches the full name of no linear layer{near}")
-    return [name for name in linear if any(re.fullmatch(pattern, name) for pattern in patterns)]
+        if untrained.issuperset(matched):
+            _refuse_untrained(pattern, matched[0], base)
+    trained = [name for name in linear if name not in untrained]
+    return [name for name in trained if any(re.fullmatch(pattern, name) for pattern in patterns)]
 
 
-def left_out(base: Any, section: AdapterSection) -> int:
-    """Number of layers that `all-linear` excludes because the model's code reads their weight directly."""
-    return len(direct_reads.names(base)) if section.kind == "lora" and section.targets == "all-linear" else 0
+def left_out(base: Any, section: AdapterSection) -> dict[str, int]:
+    """Number of layers that the targets match but get no adapter, by the reason in one clause."""
+    if section.kind == "none":
+        return {}
+    past, untrained = linear_layers.read_directly(base), linear_layers.untrained(base)
+    if section.targets != "all-linear":
+        past = frozenset()
+        untrained = frozenset(name for name in untrained if is_target(name, section.targets))
+    found = {"whose weights the model's code reads directly": past, "that rows of text do not train": untrained - past}
+    return {reason: len(names) for reason, names in found.items() if names}
+
+
+def is_target(name: str, targets: Iterable[str]) -> bool:
+    """Whether the full name of a linear layer is meant by one of `targets`."""
+    return any(re.fullmatch(target, name) if is_pattern(target) else _last(name) == target for target in targets)
+
+
+def _last(name: str) -> str:
+    return name.rpartition(".")[2]
 
 
 def linear_but(base: Any, *others: nn.Module) -> list[str]:

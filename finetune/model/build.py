@@ -8,7 +8,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -71,7 +71,9 @@ class Blueprint:
             )
         check_rank(base, adapter)
         plain_peft.check(base, adapter)
-        starting.check(base, adapter)
+        if adapter.start_from:  # its tensors do not depend on the quantization, and DoRA would dequantize no weights
+            unquantized = replace(self, quantization=QuantizationSection(kind="none"))
+            starting.check(unquantized.weightless(), adapter)
         return found[0]
 
 

@@ -15,7 +15,7 @@ from transformers.quantizers.base import get_keys_to_not_convert
 from transformers.quantizers.quantizer_bnb_4bit import Bnb4BitHfQuantizer
 from transformers.quantizers.quantizer_bnb_8bit import Bnb8BitHfQuantizer
 
-from finetune.model import direct_reads, eight_bit, experts
+from finetune.model import eight_bit, experts, linear_layers
 from finetune.runtime import libraries
 
 
@@ -37,7 +37,7 @@ def kept_modules(model: Any) -> list[str]:
     """Modules that stay in 16 bit: the output head (as in the QLoRA paper and in transformers), routers, and layers
     whose weight the model's code reads directly.
     """
-    return [*get_keys_to_not_convert(model), *experts.routers(model), *direct_reads.names(model)]
+    return [*get_keys_to_not_convert(model), *experts.routers(model), *linear_layers.read_directly(model)]
 
 
 def trained_against(weight: torch.Tensor, quantized: torch.Tensor) -> torch.Tensor:

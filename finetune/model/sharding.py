@@ -22,7 +22,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, 
 from torch.distributed.tensor import DTensor
 
 from finetune.errors import ConfigError
-from finetune.model import checkpointing, direct_reads, zero
+from finetune.model import checkpointing, linear_layers, zero
 from finetune.runtime.libraries import replaced
 
 
@@ -190,7 +190,7 @@ def cut_while_loading(sharding: Sharding | None) -> Iterator[None]:
     cut_layers = layer_cutter(sharding)
 
     def load_and_cut(model: Any, name: str, *arguments: Any) -> None:
-        direct_reads.names(model)  # now, as afterwards a forward pass needs all ranks
+        linear_layers.read_directly(model)  # now, as afterwards a forward pass needs all ranks
         load(model, name, *arguments)
         cut_layers(model, model.get_submodule(name.rpartition(".")[0]))
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from finetune.config import QuantizationSection
 from finetune.errors import ConfigError
-from finetune.model import catalog, direct_reads, experts, packing, sharding
+from finetune.model import catalog, experts, linear_layers, packing, sharding
 from finetune.model.experts import Mixture
 from finetune.model.locate import hub_call
 from finetune.model.quantization import QUANTIZATIONS, bitsandbytes_config
@@ -109,8 +109,10 @@ def weightless_base(
                 **code,
             ),
         )
+    found = linear_layers.probe(model)  # before layers, which may depend on each other, are removed or quantized
+    linear_layers.remember(model, found)
     shorten(model)
-    direct_reads.names(model)  # cached now, before quantization
+    linear_layers.remember(model, found)
     quantization_config = bitsandbytes_config(quantization, dtype)
     if quantization_config is not None:
         from finetune.model import quantizers

@@ -9,7 +9,7 @@ from typing import Any
 
 from finetune.config import AdapterSection
 from finetune.errors import ArtifactError, ConfigError
-from finetune.model import adapter, adapter_files, file_hashes
+from finetune.model import adapter, adapter_files, file_hashes, linear_layers
 from finetune.model.locate import hub_call
 from finetune.storage import weight_files
 
@@ -55,7 +55,8 @@ def trained_on(section: AdapterSection) -> str | None:
 
 
 def check(base: Any, section: AdapterSection) -> None:
-    """Check that the adapter to start from is one that `section` describes, on a weightless `base`, which is adapted.
+    """Check that the adapter to start from is one that `section` describes, on a weightless `base`, which is not
+    quantized and is adapted.
 
     Raises ConfigError with all the keys to set if it is another one or does not fit the base; ArtifactError if it is
     missing or damaged, MachineError if the hub cannot be reached.
@@ -65,7 +66,7 @@ def check(base: Any, section: AdapterSection) -> None:
     folder, what = place(section.start_from), f"`adapter.start_from`: the adapter in {section.start_from}"
     found = adapter_files.stored_config(folder)
     adapter_files.check_weights(folder / adapter_files.WEIGHTS, _TYPES)
-    linear = adapter.linear_but(base)
+    linear, untrained = adapter.linear_but(base), linear_layers.untrained(base)
     adapted = adapter.adapted(base, section, low_cpu_mem_usage=True)
     made = adapter_files.as_json(adapted.peft_config["default"])
     other = {name: value for name, value in found.items() if name not in _FREE and not _same(value, made.get(name))}
@@ -78,8 +79,13 @@ def check(base: Any, section: AdapterSection) -> None:
     to_set = [f"`adapter.{_KEYS[name]}: {_shown(value)}`" for name, value in values.items()]
     theirs = weight_files.shapes(folder / adapter_files.WEIGHTS)
     ours = {name: list(weight.shape) for name, weight in adapter_files.weights(adapted).items()}
+    if strange := sorted(_layers(theirs) & untrained):
+        raise ConfigError(
+            f"{what} adapts `{strange[0]}`, which rows of text do not train; merge it into its base, or start from "
+            "another"
+        )
     if _layers(theirs) != _layers(ours):
-        to_set.append(_targets(sorted(_layers(theirs)), linear))
+        to_set.append(_targets(sorted(_layers(theirs)), [name for name in linear if name not in untrained]))
     if to_set:
         raise ConfigError(f"{what} is another one than this section describes; set {', '.join(to_set)}")
     if wrong := sorted(name for name in theirs.keys() | ours.keys() if theirs.get(name) != ours.get(name)):

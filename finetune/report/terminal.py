@@ -11,7 +11,7 @@ import os
 import shlex
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, Self, cast
 
@@ -179,15 +179,16 @@ class Terminal:
             facts |= words.shorter(forecast) | {"memory": words.verdict(forecast)}
         self._facts(facts)
 
-    def built(self, model: Any, left_out: int = 0) -> None:
-        """Print the numbers of parameters and of trained ones; `left_out` layers have no adapter."""
+    def built(self, model: Any, left_out: Mapping[str, int]) -> None:
+        """Print the numbers of parameters and of trained ones; of layers without an adapter, `left_out` by reason."""
         sizes = [(math.prod(experts.shape(parameter)), parameter.requires_grad) for parameter in model.parameters()]
         total = sum(size for size, _ in sizes)
         trained = sum(size for size, requires_grad in sizes if requires_grad)
         share = f" ({trained / total:.3%})" if total else ""
         facts = {"parameters": f"{words.count(total)}, trained {words.count(trained)}{share}"}
         if left_out:
-            facts["no adapter"] = f"on {words.count(left_out)} layers whose weights the model's code reads directly"
+            reasons = (f"{words.count(layers)} layers {reason}" for reason, layers in left_out.items())
+            facts["no adapter"] = f"on {', and on '.join(reasons)}"
         self._facts(facts)
 
     # -- the training listener -------------------------------------------------------------------------------------

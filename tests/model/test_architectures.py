@@ -16,7 +16,7 @@ from finetune.config import Config
 from finetune.data.batching import Batch, MicroBatching
 from finetune.errors import ConfigError, FinetuneError, ForecastError, MachineError
 from finetune.forecast import planning
-from finetune.model import adapter, attention, base, catalog, causality, checkpointing, direct_reads, packing
+from finetune.model import adapter, attention, base, catalog, causality, checkpointing, linear_layers, packing
 from finetune.report import plan_look
 from finetune.training.collator import MicroBatches
 
@@ -59,6 +59,7 @@ READ: dict[str, set[str]] = {
     "jamba": {"mamba.dt_proj"},
     "falcon_h1": {"mamba.out_proj"},
 }
+READS = "whose weights the model's code reads directly"
 CPU = torch.device("cpu")
 
 
@@ -145,10 +146,10 @@ def test_a_weight_that_is_read_past_its_layer_is_not_quantized_and_has_no_adapte
         if isinstance(module, torch.nn.Linear)
     }
     read = {part for part in linear if ".".join(part.split(".")[-2:]) in READ.get(name, set())}
-    assert direct_reads.names(model.get_base_model()) == read
+    assert linear_layers.read_directly(model.get_base_model()) == read
     section = tiny_models.config().adapter
-    assert adapter.left_out(model.get_base_model(), section) == len(read)
-    assert adapter.left_out(model.get_base_model(), section.model_copy(update={"targets": ["q_proj"]})) == 0
+    assert adapter.left_out(model.get_base_model(), section) == ({READS: len(read)} if read else {})
+    assert adapter.left_out(model.get_base_model(), section.model_copy(update={"targets": ["q_proj"]})) == {}
     for part in read:
         assert type(linear[part]) is torch.nn.Linear
         assert linear[part].weight.dtype is torch.bfloat16
@@ -179,7 +180,7 @@ def test_the_search_for_such_weights_reaches_the_last_layer(subtests: pytest.Sub
             with torch.device("meta"):
                 model = AutoModelForCausalLM.from_config(config)
             linear = [module for module in model.modules() if isinstance(module, torch.nn.Linear)]
-            direct_reads._pass(model, linear, set())
+            linear_layers._pass(model, linear, set(), 4)
 
 
 # Dense models of a kind that can be a mixture, too.

@@ -16,14 +16,15 @@ import finetune
 from finetune.config import AdapterSection, Config
 from finetune.errors import ArtifactError, ConfigError
 from finetune.export import card
-from finetune.model import build, starting
+from finetune.model import adapter_files, build, starting
 from finetune.model.adapter import attach
 from finetune.model.base import load_architecture
 
 THEIRS = AdapterSection(rank=4, alpha=6, targets=["q_proj", "v_proj"])
 
 
-def base(config: Config = Config()) -> Any:  # noqa: B008 -- frozen
+def base() -> Any:
+    config = Config().changed({"quantization.kind": "none"})
     return build.blueprint(config, load_architecture(config.model), "eager").weightless()
 
 
@@ -88,6 +89,26 @@ def test_layers_and_shapes_are_those_of_the_tensors(saved: Path, tmp_path: Path)
         ConfigError, match=r"`model.name` to a base with a linear layer `model\.layers\.0\.self_attn\.q"
     ):
         starting.check(base(), section)
+
+
+@pytest.mark.parametrize("kind", ["nf4", "fp4", "int8", "none"])
+def test_dora_starts_on_a_base_of_each_kind_of_quantization(kind: str, tmp_path: Path) -> None:
+    """What is checked before weights are loaded takes none; the magnitudes are those of the file."""
+    config = Config().changed({"model.weights": "random", "quantization.kind": kind})
+    blueprint = build.blueprint(config, load_architecture(config.model), "eager")
+    theirs = THEIRS.model_copy(update={"dora": True, "extra_modules": ["norm"]})
+    attach(blueprint.load(torch.device("cpu")), theirs, "x", 1).save_pretrained(str(tmp_path))
+    file = tmp_path / "adapter_model.safetensors"
+    tensors = {name: tensor + 1 for name, tensor in load_file(file).items()}
+    save_file(tensors, file)
+    section = theirs.model_copy(update={"start_from": str(tmp_path)})
+    blueprint.check(section)
+    model = build.trainable(
+        blueprint.load(torch.device("cpu")), config.model, section, config.memory, seed=2, device_type="cpu"
+    )
+    started = adapter_files.weights(model)
+    assert started.keys() == tensors.keys()
+    assert all(torch.equal(weight.float(), tensors[name]) for name, weight in started.items())
 
 
 def test_damage_is_told_from_another_adapter(saved: Path, tmp_path: Path) -> None:

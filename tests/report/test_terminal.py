@@ -66,7 +66,7 @@ def log() -> Log:
 def whole_run(terminal: Terminal, run: RunDirectory) -> None:
     data = Prepared(train=None, eval=None, train_counts=_COUNTS, eval_counts=None)
     terminal.opened(run.path, Config(), "cpu", data, "sdpa (no flash-attn here)", forecast())
-    terminal.built(SimpleNamespace(parameters=list))
+    terminal.built(SimpleNamespace(parameters=list), {})
     terminal.started(0, 3)
     terminal.evaluated(evaluation_line(0, 4.0))
     terminal.stepped(training_line(1, 3.5, forward=800))
@@ -248,12 +248,12 @@ def test_four_bit_weights_are_counted_by_their_true_shape(log: Log) -> None:
         shape=(32 * 32 // 2, 1), requires_grad=False, quant_state=SimpleNamespace(shape=(32, 32))
     )
     adapter: Any = SimpleNamespace(shape=(1024,), requires_grad=True)
-    log.terminal.built(SimpleNamespace(parameters=lambda: [packed, adapter]))
+    log.terminal.built(SimpleNamespace(parameters=lambda: [packed, adapter]), {})
     assert "2,048, trained 1,024 (50.000%)" in log.text
 
 
 def test_layers_that_all_linear_leaves_out_are_counted(log: Log) -> None:
-    log.terminal.built(SimpleNamespace(parameters=list))
+    log.terminal.built(SimpleNamespace(parameters=list), {})
     assert "no adapter" not in log.text
-    log.terminal.built(SimpleNamespace(parameters=list), 96)
-    assert re.search(r"no adapter\s+on 96 layers", log.text)
+    log.terminal.built(SimpleNamespace(parameters=list), {"that nothing reads": 96, "that nothing trains": 1024})
+    assert re.search(r"no adapter\s+on 96 layers that nothing reads, and on 1,024 layers that nothing trains", log.text)

@@ -1,0 +1,139 @@
+"""Adapters are put on the layers that rows of text train: not on towers, and not on what only selects keys."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import every_architecture
+import pytest
+import torch
+from torch.nn.functional import cross_entropy
+from transformers import CONFIG_MAPPING
+
+import finetune
+from finetune.config import AdapterSection, Config
+from finetune.errors import ConfigError
+from finetune.model import adapter, linear_layers, starting
+from finetune.storage import weight_files
+from finetune.storage.rundir import RunDirectory
+
+_ROW = 150  # tokens: more than DeepSeek V4 compresses into one
+# Not composite, but with attention to an encoder, or to keys that an indexer selects.
+_BESIDE = {"bart", "whisper", "deepseek_v32", "deepseek_v4", "glm_moe_dsa"}
+# Composite, but no model of defaults made small.
+_NOT_BUILT = {
+    "blt": "takes bytes", "dbrx": "parts without a model", "dots3_note": "sizes that must agree",
+    "gemma3n": "needs timm", "gemma4_assistant": "drafts for another model",
+    "gemma4_unified_assistant": "drafts for another model", "musicgen": "no text", "musicgen_melody": "no text",
+    "qwen4_exp": "no defaults",
+}  # fmt: skip
+COMPOSITE = [name for name in every_architecture.types() if CONFIG_MAPPING[name].sub_configs or name in _BESIDE]
+
+
+def base(model_type: str) -> Any:
+    return every_architecture.model(every_architecture.config(model_type))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted(set(COMPOSITE) - _NOT_BUILT.keys()))
+def test_every_adapter_of_a_composite_model_has_a_gradient(name: str) -> None:
+    model = base(name)
+    head = model.get_output_embeddings()
+    layers = ((each, module) for each, module in model.named_modules() if isinstance(module, torch.nn.Linear))
+    linear = {each for each, module in layers if module is not head}
+    section = AdapterSection(rank=2)
+    left_out = linear_layers.read_directly(model) | linear_layers.untrained(model)
+    assert sum(adapter.left_out(model, section).values()) == len(left_out)
+    routers = set(adapter.experts.routers(model))
+    adapted = adapter.attach(model, section, "x", 0)
+    weights = {part: weight for part, weight in adapted.named_parameters() if weight.requires_grad}
+    for part, weight in weights.items():
+        if "lora_B" in part:  # else A has no gradient in the first step
+            torch.nn.init.normal_(weight, std=0.1)
+    ids = torch.randint(4, every_architecture.WORDS, (2, _ROW), generator=torch.Generator().manual_seed(0))
+    logits = adapted(input_ids=ids, use_cache=False).logits[:, -_ROW:-1]
+    cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten()).backward()
+    assert not [part for part, weight in weights.items() if weight.grad is None or not weight.grad.any()]
+    assert len(weights) // 2 == len(linear - left_out - routers)
+
+
+def test_composite_models_that_are_not_tried_here_are_known() -> None:
+    assert set(COMPOSITE) >= _NOT_BUILT.keys()
+
+
+def _towers(model_type: str) -> int:
+    return len(linear_layers.untrained(base(model_type)))
+
+
+def test_what_rows_of_text_do_not_train_is_found_without_weights() -> None:
+    """And not taken for more than it is: a Llama has none."""
+    assert _towers("llama") == _towers("qwen3_moe") == 0
+    assert linear_layers.untrained(base("gemma3")) == {
+        name
+        for name, module in base("gemma3").named_modules()
+        if isinstance(module, torch.nn.Linear) and "vision_tower" in name
+    }
+    indexers = linear_layers.untrained(base("glm_moe_dsa"))
+    assert indexers
+    assert all(".indexer." in name for name in indexers)
+
+
+def section(*targets: str, **more: Any) -> AdapterSection:
+    return AdapterSection(rank=2, targets=list(targets), **more)
+
+
+@pytest.mark.parametrize("target", ["fc1", r".*vision_tower.*\.q_proj"])
+def test_targets_on_a_tower_alone_are_refused(target: str) -> None:
+    with pytest.raises(ConfigError, match=r"rows of text train no layer of Gemma3For\w+ that `.*` matches, such as `m"):
+        adapter.lora_config(base("gemma3"), section(target))
+
+
+@pytest.mark.parametrize("target", ["q_proj", r".*\.q_proj"])
+@pytest.mark.parametrize("name", ["gemma3", "gemma4"])  # the latter's tower has wrapped layers of that name
+def test_a_target_on_both_goes_to_the_language_layers_alone_and_it_is_said(name: str, target: str) -> None:
+    model, chosen = base(name), section(target, ranks={target: 4})
+    adapted = adapter.attach(model, chosen, "x", 0)
+    layers = [part for part, _ in adapted.named_modules() if part.endswith("q_proj.lora_A")]
+    assert layers
+    assert all("language_model" in part for part in layers)
+    skipped = adapter.left_out(model, chosen)
+    assert skipped == {"that rows of text do not train": 2} if name == "gemma3" else skipped == {}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("targets", ["all-linear", ["q_proj", "down_proj"]])
+def test_what_a_run_left_out_is_in_neither_forecast_nor_file_and_is_said(
+    targets: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Every command reads the adapter, of which the config's names alone do not tell the layers."""
+    folder, run = tmp_path / "base", RunDirectory(tmp_path / "run")
+    base("gemma3").save_pretrained(folder)
+    config = Config().changed(
+        {
+            "model.name": str(folder), "model.tokenizer": "builtin:tiny-llama", "adapter.rank": 2,
+            "adapter.targets": targets, "quantization.kind": "nf4", "data.eval": "none", "data.max_length": 64,
+            "training.max_steps": 2, "training.batch_size": 2, "training.micro_batch": 1, "output.dir": str(run.path),
+        }
+    )  # fmt: skip
+    finetune.train(config)
+    said = " ".join(capsys.readouterr().out.split())
+    assert f"on {15 if targets == 'all-linear' else 2} layers that rows of text do not train" in said
+    shapes = weight_files.shapes(run.adapter / "adapter_model.safetensors")
+    assert all("language_model" in name for name in shapes)
+    forecast = json.loads((run.path / "forecast.json").read_text())
+    assert forecast["categories"]["adapter"] == sum(4 * math.prod(shape) for shape in shapes.values())
+    finetune.merge(run)
+    again = config.adapter.model_copy(update={"start_from": str(run.adapter), "alpha": 1.0})
+    with pytest.raises(ConfigError, match=r"set `adapter.alpha: 32(\.0)?`$"):
+        starting.check(base("gemma3"), again)
+
+
+def test_an_adapter_on_a_tower_is_nothing_to_start_from(tmp_path: Path) -> None:
+    from peft import LoraConfig, get_peft_model
+
+    get_peft_model(base("gemma3"), LoraConfig(r=2, target_modules="all-linear")).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=r"adapts `model\.vision_tower\.\S+`, which rows of text do not train"):
+        starting.check(base("gemma3"), AdapterSection(rank=2, alpha=8, start_from=str(tmp_path)))
