@@ -13,7 +13,7 @@ import yaml
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
-from finetune.config import other_names, strict_yaml
+from finetune.config import not_offered, other_names, strict_yaml
 from finetune.config.fields import Choices, Usual, nearest, shortened
 from finetune.config.rules import contradictions
 from finetune.config.sections import Config, Section, Source
@@ -135,7 +135,7 @@ def _apply(values: dict[str, Any], where: dict[tuple[str, ...], str], override: 
     """Set one `section.key=value` in `values`; returns the problems."""
     key, equals, text = override.partition("=")
     path = tuple(key.strip().split("."))
-    if equals and len(path) == 1 and (meant := other_names.meant(path[0])):
+    if equals and len(path) == 1 and (meant := other_names.meant(path[0], text)):
         return [f"override `{override}`: {_instead(path[0], meant)}"]
     if not equals or len(path) not in ((2, 3) if _is_mapping(path) else (2,)) or not all(path):
         return [f"override `{override}`: write it as section.key=value, such as training.max_steps=20"]
@@ -229,7 +229,7 @@ def _explain(item: Any, where: dict[tuple[str, ...], str], file: str) -> str:
     place = _place(path, where, file)
     key = shortened(".".join(path))
     if item["type"] == "extra_forbidden":
-        if meant := other_names.meant(path[-1]):
+        if meant := other_names.meant(path[-1], item["input"]):
             return f"{place}: {_instead(key, meant)}"
         section, _, name = path[-1].partition(".")
         if len(path) == 1 and section in Config.model_fields and name in _known_keys((section,)):
@@ -239,7 +239,7 @@ def _explain(item: Any, where: dict[tuple[str, ...], str], file: str) -> str:
         remedy = nearest(path[-1], _known_keys(path[:-1]))
         inside = item["input"] if len(path) == 1 and isinstance(item["input"], dict) else {}
         # Other tools have sections that we have not; what stands in them may have a place here.
-        moved = {name: meant for name in map(str, inside) if (meant := other_names.meant(name))}
+        moved = {name: meant for name in map(str, inside) if (meant := other_names.meant(name, inside.get(name)))}
         if moved and "did you mean" not in remedy:
             lines = [
                 f"{_place((*path, name), where, file)}: {_instead(f'{key}.{name}', moved[name])}" for name in moved
@@ -249,6 +249,9 @@ def _explain(item: Any, where: dict[tuple[str, ...], str], file: str) -> str:
     here = other_names.name_here(str(item["input"]))
     if item["type"] == "value_error" and here in str(item["ctx"]["error"]).partition("choose from ")[2].split(", "):
         return f"{place}: `{key}`: `{item['input']}` is another tool's word; write `{here}`"
+    renamed = item["type"] == "literal_error" and repr(here) in item["ctx"]["expected"]
+    if not renamed and (cure := not_offered.cure(".".join(path[:2]), item["input"])):
+        return f"{place}: `{key}`: {cure}"
     if item["type"] == "value_error":
         return f"{place}: `{key}`: {item['ctx']['error']}"
     if item["type"] == "missing":
@@ -268,7 +271,11 @@ def _in_section(path: tuple[str, ...], value: Any) -> str:
     if (line := re.fullmatch(r"(\w+)\s*[:=]\s*(\S.*)", value)) and line[1] in keys:
         return f"`{line[1]}: {shortened(line[2], 60)}`, with a space after the colon, on an indented line below it"
     main = next(iter(keys))
-    return other_names.meant(value) or f"`{path[-1]}.{main}: {other_names.name_here(shortened(value, 60))}`"
+    if meant := other_names.meant(value):
+        return meant
+    if cure := not_offered.cure(f"{path[-1]}.{main}", value):
+        return f"`{path[-1]}.{main}`; {cure}"
+    return f"`{path[-1]}.{main}: {other_names.name_here(shortened(value, 60))}`"
 
 
 def _usual(path: tuple[str, ...]) -> str:

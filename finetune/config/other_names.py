@@ -10,6 +10,8 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+from finetune.config import not_offered
+
 _ALWAYS = "leave it out: this is always so here"
 _NO_NEED = "leave it out: it does not change the result, and is chosen by itself here"
 _NO_TENSOR = (
@@ -108,7 +110,7 @@ NAMES: dict[str, str] = {
     "dataset_text_field": "`data.columns` as `{text: NAME}`",
     "field": "`data.columns` as `{text: NAME}`",
     # -- the steps
-    "stage": "`training.objective: supervised`, which is the default",
+    **dict.fromkeys(("stage", "rl"), "`training.objective: supervised`, which is the default"),
     "lr": "`training.learning_rate`",
     "learning_rate": "`training.learning_rate`",
     "per_device_train_batch_size": "`training.micro_batch`, and the rows of a whole step as `training.batch_size`",
@@ -207,9 +209,12 @@ NAMES: dict[str, str] = {
 """By another tool's key, in lower case: what to write, with our keys between backticks."""
 
 
-def meant(key: str) -> str | None:
-    """What to write instead of another tool's `key`; None for a key of no tool."""
-    return NAMES.get(_spelt(key))
+def meant(key: str, value: object = None) -> str | None:
+    """What to write instead of another tool's `key: value`; None for a key of no tool."""
+    text = NAMES.get(_spelt(key))
+    ours = re.findall(r"`(\w+\.\w+)", text or "")
+    cure = not_offered.cure(ours[0], value) if ours and name_here(str(value)) == value else None
+    return f"`{ours[0]}`; {cure}" if cure else text
 
 
 def _spelt(key: str) -> str:
@@ -228,6 +233,10 @@ _VALUES = {
     "ademamix": "ademamix_32bit",
     "constant_with_warmup": "constant",
     "fa2": "flash_attention_2",
+    "flex_attention": "flex",
+    "sft": "supervised",
+    "linear_with_warmup": "linear",
+    "fsdp2": "fsdp",
     "tokenizer_default": "auto",
     "bfloat16": "bf16",
     "float16": "fp16",

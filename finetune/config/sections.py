@@ -107,7 +107,8 @@ class QuantizationSection(Section):
     """How the frozen base weights are stored."""
 
     kind: Annotated[str, Choice("quantization.kind")] = "nf4"
-    """Storage of the frozen linear weights (QLoRA, arXiv 2305.14314, section 3)."""
+    """Storage of the frozen linear weights (QLoRA, arXiv 2305.14314, section 3). They are quantized while the base is
+    loaded from files in 16 or 32 bit; a base that is published in quantized form is refused."""
     double: bool = True
     """Quantize the quantization constants as well: 4.127 instead of 4.5 bits per parameter (4-bit kinds only)."""
 

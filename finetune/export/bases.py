@@ -47,11 +47,6 @@ class Bases:
         self.config, self.adapter, self.files, self.device = config, adapter, files, device
         self.dtype = _MERGED_DTYPES[config.training.precision]
         self.architecture = load_architecture(config.model)
-        if getattr(self.architecture, "quantization_config", None):
-            raise ArtifactError(
-                f"{config.model.name} is published in quantized form, and an adapter cannot be added to such weights; "
-                "use the adapter with its base instead"
-            )
         text = self.architecture.get_text_config()
         self.layers, self.stride = text.num_hidden_layers, proof.stride(text.vocab_size, proof.ROW_TOKENS)
         self.bare = self._weightless(self.architecture)

@@ -10,6 +10,7 @@ from typing import Any
 from finetune.config import Config, ModelSection, Source, entries
 from finetune.config.fields import GIVEN
 from finetune.data.readers import reader
+from finetune.model.locate import card as card_of
 from finetune.storage.rundir import RunDirectory
 
 
@@ -48,12 +49,7 @@ def model_card(run: RunDirectory, config: Config, record: dict[str, Any], writte
 
 def _licence(model: ModelSection) -> dict[str, Any]:
     """The licence keys of the base's own card; none if it cannot be had."""
-    from huggingface_hub import ModelCard, hf_hub_download
-
-    try:
-        data = ModelCard.load(hf_hub_download(model.name, "README.md", revision=model.revision)).data
-    except Exception:  # offline, gated, no card, or one that cannot be parsed: the card then names the base alone
-        return {}
+    data = card_of(model)  # without one, the card names the base alone
     return {key: value for key in ("license", "license_name", "license_link") if (value := data.get(key))}
 
 

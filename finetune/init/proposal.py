@@ -6,6 +6,7 @@ epochs and the batch, follows from the number of rows by a rule of thumb.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable
 from dataclasses import replace
@@ -23,6 +24,7 @@ from finetune.forecast.planning import Planner, planner_for
 from finetune.init.draft import Draft
 from finetune.init.questions import Wanted
 from finetune.model import bounds
+from finetune.model.base import load_architecture
 from finetune.model.tokenizer import load_tokenizer
 from finetune.report import words
 from finetune.runtime import libraries
@@ -49,6 +51,8 @@ def propose(wanted: Wanted, say: Callable[[str], None]) -> Draft:
     Raises a FinetuneError for data, a model or a card that cannot be used, and where nothing fits.
     """
     libraries.quiet()
+    with contextlib.suppress(MachineError):  # where the hub cannot be reached, which the tokenizer's error says below
+        load_architecture(ModelSection(name=wanted.model), listed=True)  # refuses bases that cannot be trained
     found = Draft()
     found.take("model.name", wanted.model)
     found.take("data.train", wanted.data)

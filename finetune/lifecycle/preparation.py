@@ -57,10 +57,10 @@ def gather(
     environment = _check_machine(config, device, note)
     ranks.main_does(lambda: lock.take() if run.exists else None)  # before anything slow
     with ranks.agreeing():
+        architecture = load_architecture(config.model)  # first, as it refuses bases that cannot be trained
         tokenizer = load_tokenizer(config.model, config.data.chat_template)
     resume.refuse_other_ranks({"tokenizer": fingerprint.of(tokenizer)})
     with ranks.agreeing():
-        architecture = load_architecture(config.model)
         bounds.check_tokenizer(tokenizer, architecture, config.model)
         context.check(architecture, config.distributed.context)
         attention, reason = build.choose_attention(config, architecture, device.type)

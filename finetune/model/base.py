@@ -18,7 +18,7 @@ import torch
 
 from finetune.config import AdapterSection, ModelSection, QuantizationSection, TrainingSection
 from finetune.errors import ArtifactError, ConfigError
-from finetune.model import catalog, packing, rope, sharding
+from finetune.model import catalog, packing, prequantized, rope, sharding
 from finetune.model.locate import hub_call, locate, weights_directory
 from finetune.model.quantization import QUANTIZATIONS, bitsandbytes_config
 from finetune.model.sharding import Sharding
@@ -49,7 +49,7 @@ def load_architecture(section: ModelSection, *, listed: bool = False) -> Any:
     """The transformers config of the base, with its rotary scaling.
 
     It is from the catalog, if that has the name, where weights are random, or always with `listed`: a plan then needs
-    neither network nor a licence.
+    neither network nor a licence. Raises ConfigError for a base whose files are quantized already.
     """
     from transformers import AutoConfig
 
@@ -60,6 +60,8 @@ def load_architecture(section: ModelSection, *, listed: bool = False) -> Any:
         lambda: AutoConfig.from_pretrained(locate(section.name), revision=section.revision, **pinned_code(section)),
     )
     _refuse_kernels(architecture, section.name)
+    if section.weights == "pretrained":
+        prequantized.refuse(section, architecture)
     if getattr(architecture, "rescale_every", 0):
         # RWKV rescales weights in place between training and evaluation, for fp16; this breaks quantization and LoRA.
         architecture.rescale_every = 0

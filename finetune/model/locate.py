@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
+from finetune.config import ModelSection
 from finetune.config.fields import unknown
 from finetune.errors import ArtifactError, FinetuneError, MachineError
 from finetune.model import catalog
@@ -79,6 +80,19 @@ def weights_directory(name: str, revision: str | None, *, download: bool = False
         lambda: snapshot_download(name, revision=revision, allow_patterns=files, local_files_only=not download),
     )
     return Path(snapshot)
+
+
+def card(section: ModelSection) -> Mapping[str, Any]:
+    """The keys at the head of the base's model card, such as `license`; none if it cannot be had."""
+    from huggingface_hub import ModelCard, hf_hub_download
+
+    try:
+        place = Path(locate(section.name))
+        remote = not place.is_dir()
+        file = hf_hub_download(section.name, "README.md", revision=section.revision) if remote else place / "README.md"
+        return ModelCard.load(file).data.to_dict()
+    except Exception:  # offline, gated, no card, or one that cannot be parsed
+        return {}
 
 
 def hub_call(what: str, load: Callable[[], T]) -> T:

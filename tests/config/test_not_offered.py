@@ -1,0 +1,104 @@
+"""Facts about values that other tools offer and this one does not: each is said to be missing, with what to use."""
+
+from __future__ import annotations
+
+import pytest
+
+from finetune.config import not_offered
+from finetune.config.sections import Config
+from finetune.errors import ConfigError
+from finetune.settings import CHOICES, load_config
+
+
+def refusal(key: str, value: object) -> str:
+    section, _, name = key.partition(".")
+    with pytest.raises(ConfigError) as error:
+        load_config({section: {name: value}})
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "instead"),
+    [
+        ("training.objective", "dpo", "TRL"),
+        ("training.objective", "KTO", "TRL"),
+        ("training.objective", "orpo", "TRL"),
+        ("training.objective", "simpo", "TRL"),
+        ("training.objective", "grpo", "TRL"),
+        ("training.objective", "ppo", "TRL"),
+        ("training.objective", "reward", "TRL"),
+        ("training.objective", "pt", "`data.format: text`"),
+        ("quantization.kind", "fp8", "`int8`"),
+        ("quantization.kind", "mxfp4", "`nf4`"),
+        ("quantization.kind", "nvfp4", "`nf4`"),
+        ("quantization.kind", "gptq", "`nf4`"),
+        ("quantization.kind", "awq", "`nf4`"),
+        ("quantization.kind", "bf16", "`none`"),
+        ("adapter.kind", "full", "`none`"),
+        ("adapter.kind", "dora", "`dora: true`"),
+        ("adapter.kind", "qlora", "`lora`"),
+        ("adapter.kind", "ia3", "PEFT"),
+        ("adapter.init", "olora", "`pissa`"),
+        ("optimizer.kind", "muon", "`adamw_torch_fused`"),
+        ("optimizer.kind", "galore_adamw", "`paged_adamw_8bit`"),
+        ("optimizer.kind", "adam", "`sgd`"),
+        ("training.schedule", "cosine_with_min_lr", "`cosine_to_tenth`"),
+        ("training.schedule", "wsd", "`linear`"),
+        ("training.precision", "fp8", "`bf16`"),
+        ("model.attention", "xformers", "`auto`"),
+        ("distributed.kind", "zero3", "`deepspeed`"),
+        ("data.format", "chatml", "`messages`"),
+        ("data.chat_template", "qwen3", "`auto`"),
+        ("tracking.to", "comet_ml", "`wandb`"),
+        ("tracking.to", ["wandb", "swanlab"], "`mlflow`"),
+    ],
+)
+def test_a_value_of_other_tools_is_said_not_to_be_offered_with_what_to_use(
+    key: str, value: object, instead: str
+) -> None:
+    said = refusal(key, value)
+    assert f"`{value[-1] if isinstance(value, list) else value}` is not offered: " in said
+    assert instead in said
+    assert "did you mean" not in said
+    assert len(said) <= 350
+
+
+@pytest.mark.parametrize(
+    ("line", "instead"),
+    [
+        ("stage=dpo", "write `training.objective`; `dpo` is not offered: "),
+        ("rl=grpo", "write `training.objective`; `grpo` is not offered: "),
+        ("optim=muon", "write `optimizer.kind`; `muon` is not offered: "),
+    ],
+)
+def test_the_key_of_another_tool_is_answered_by_its_value(line: str, instead: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        load_config({}, [line])
+    assert instead in str(error.value)
+    key, _, value = line.partition("=")
+    with pytest.raises(ConfigError) as error:
+        load_config({key: value})
+    assert instead in str(error.value)
+    assert "supervised`" not in str(error.value)
+
+
+def test_what_is_the_same_by_another_name_is_still_named() -> None:
+    for key, value, here in (
+        ("training.objective", "sft", "supervised"),
+        ("quantization.kind", "int4", "nf4"),
+        ("model.attention", "flex_attention", "flex"),
+        ("training.precision", "bfloat16", "bf16"),
+    ):
+        assert f"write `{here}`" in refusal(key, value)
+    with pytest.raises(ConfigError, match=r"write `quantization\.kind`; `fp8` is not offered"):
+        load_config({"quantization": "fp8"})
+
+
+def test_nothing_that_is_offered_is_in_the_table() -> None:
+    """So the table is read anew when a value is added here."""
+    defaults = Config().model_dump()
+    for key in not_offered._VALUES:
+        section, _, name = key.partition(".")
+        assert name in defaults[section]
+        for offered in CHOICES.get(key, {}):
+            assert not_offered.cure(key, offered) is None, offered

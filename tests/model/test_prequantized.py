@@ -1,0 +1,153 @@
+"""Facts about bases that are published with quantized weights: every command says so before it does anything."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from finetune.config import ModelSection
+from finetune.data import fingerprint
+from finetune.errors import ConfigError
+from finetune.model import identity
+from finetune.model.base import load_architecture
+from finetune.model.tokenizer import load_tokenizer
+from finetune.storage.rundir import RunDirectory
+
+Call = Callable[..., tuple[int, str, str]]
+
+# As in the config.json of published models.
+PUBLISHED: dict[str, tuple[dict[str, Any], str]] = {
+    "mxfp4": ({"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}, "MXFP4"),
+    "fp8": ({"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}, "FP8"),
+    "fbgemm_fp8": ({"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0}, "FP8 by FBGEMM"),
+    "gptq": ({"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False}, "GPTQ, 4 bit"),
+    "awq": ({"quant_method": "awq", "bits": 4, "version": "gemm", "zero_point": True}, "AWQ, 4 bit"),
+    "compressed-tensors": (
+        {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": {}},
+        "compressed-tensors, pack-quantized",
+    ),
+    "bitsandbytes": (
+        {"quant_method": "bitsandbytes", "load_in_4bit": True, "load_in_8bit": False, "bnb_4bit_quant_type": "nf4"},
+        "bitsandbytes, 4 bit",
+    ),
+    "bitsandbytes 8": ({"load_in_4bit": False, "load_in_8bit": True}, "bitsandbytes, 8 bit"),
+    "of tomorrow": ({"quant_method": "ternary"}, "ternary"),
+}
+
+
+@pytest.fixture
+def packed(tmp_path: Path, shallow_base: Path) -> Callable[..., Path]:
+    """Makes copies of a base whose config.json says that its weights are quantized."""
+
+    def make(quantization: Any, name: str = "base", key: str = "quantization_config") -> Path:
+        place = tmp_path / name
+        shutil.copytree(shallow_base, place)
+        (place / "README.md").unlink(missing_ok=True)
+        config = json.loads((place / "config.json").read_text())
+        (place / "config.json").write_text(json.dumps({**config, key: quantization}))
+        return place
+
+    return make
+
+
+def refusal(place: Path) -> str:
+    with pytest.raises(ConfigError) as error:
+        load_architecture(ModelSection(name=str(place)))
+    return str(error.value)
+
+
+@pytest.mark.parametrize(("quantization", "words"), PUBLISHED.values(), ids=PUBLISHED)
+@pytest.mark.parametrize("kind", ["nf4", "none"])
+def test_a_quantized_base_is_refused_by_the_name_of_its_quantization(
+    quantization: dict[str, Any], words: str, kind: str, packed: Callable[..., Path], call: Call, tmp_path: Path
+) -> None:
+    config = tmp_path / "job.yaml"
+    config.write_text(f"model:\n  name: {packed(quantization)}\nquantization:\n  kind: {kind}\n")
+    code, _, err = call("plan", config)
+    assert code == 2
+    assert f"base is published with quantized weights ({words}), which cannot be trained on or merged into here" in err
+    assert len(err.splitlines()) == 1
+
+
+def test_every_command_refuses_a_quantized_base_before_it_reads_rows(
+    packed: Callable[..., Path], call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    place = packed(PUBLISHED["mxfp4"][0])
+    (place / "tokenizer.json").write_text("damaged")
+    Path("rows.jsonl").write_text('{"no": "format"}\n')
+    Path("job.yaml").write_text(f"model: {{name: {place}}}\ndata: {{train: rows.jsonl}}\noutput: {{dir: run}}\n")
+    for command in (["plan", "job.yaml"], ["fit", "job.yaml"], ["train", "job.yaml"], ["init", place, "rows.jsonl"]):
+        code, _, err = call(*command)
+        assert (code, "published with quantized weights (MXFP4)" in err) == (2, True), command
+    assert not Path("run").exists()
+    assert not Path("rows.yaml").exists()
+
+
+def test_the_commands_of_a_run_refuse_a_quantized_base(
+    run: RunDirectory, packed: Callable[..., Path], call: Call
+) -> None:
+    """As a run of an earlier version has, which trained on some of them."""
+    name = packed(PUBLISHED["gptq"][0])
+    text = run.config_file.read_text()
+    assert "name: builtin:tiny-llama" in text
+    run.config_file.write_text(text.replace("name: builtin:tiny-llama", f"name: {name}"))
+    section = ModelSection(name=str(name))
+    fingerprint.save(load_tokenizer(section), identity.of_base(section), run.adapter)
+    for command in (["merge"], ["eval"], ["generate", "--prompt", "x"], ["export", "--to", "gguf"]):
+        code, _, err = call(command[0], run.path, *command[1:])
+        assert (code, "published with quantized weights (GPTQ, 4 bit)" in err) == (2, True), (command, err)
+    _, out, _ = call("doctor", run.path)
+    assert "published with quantized weights (GPTQ, 4 bit)" in " ".join(out.split())
+
+
+@pytest.mark.parametrize("key", ["quantization", "compression_config"])
+def test_other_keys_that_mean_the_same_are_known(key: str, packed: Callable[..., Path]) -> None:
+    """As MLX and early compressed-tensors write them."""
+    assert "quantized weights (4 bit)" in refusal(packed({"group_size": 64, "bits": 4}, key=key))
+
+
+def test_a_quantized_part_of_a_composite_base_is_found(tmp_path: Path) -> None:
+    text = {"model_type": "gemma3_text", "quantization_config": PUBLISHED["fp8"][0]}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gemma3", "text_config": text}))
+    assert "published with quantized weights (FP8)" in refusal(tmp_path)
+
+
+def test_a_base_that_says_it_is_not_quantized_is_not_refused(packed: Callable[..., Path]) -> None:
+    for number, empty in enumerate((None, {})):
+        load_architecture(ModelSection(name=str(packed(empty, f"base{number}"))))
+
+
+def test_random_weights_measure_the_architecture_of_a_quantized_base(packed: Callable[..., Path]) -> None:
+    place = packed(PUBLISHED["fp8"][0])
+    assert load_architecture(ModelSection(name=str(place), weights="random")).model_type == "llama"
+
+
+def test_the_original_is_named_as_far_as_it_is_known(
+    packed: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    quantization = PUBLISHED["gptq"][0]
+    carded = packed(quantization, "carded")
+    for base_model in ("meta-llama/Llama-3.1-8B", "\n- meta-llama/Llama-3.1-8B"):
+        (carded / "README.md").write_text(f"---\nlicense: mit\nbase_model: {base_model}\n---\n# A model\n")
+        assert "its model card names `meta-llama/Llama-3.1-8B` as its base" in refusal(carded)
+    (carded / "README.md").write_text("---\nbase_model: [/root/checkpoint, 7]\n---\n")
+    assert "the hub may have a copy in 16 bit" in refusal(carded)
+    for copy, original in (
+        ("Qwen/Qwen3-8B-FP8", "Qwen/Qwen3-8B"),
+        ("unsloth/Qwen3-14B-unsloth-bnb-4bit", "unsloth/Qwen3-14B"),
+        ("Qwen/Qwen2.5-7B-Instruct-GPTQ-Int4", "Qwen/Qwen2.5-7B-Instruct"),
+        ("RedHatAI/Llama-3.1-8B-Instruct-quantized.w4a16", "RedHatAI/Llama-3.1-8B-Instruct"),
+        ("mlx-community/Qwen3-4B-4bit", "mlx-community/Qwen3-4B"),
+    ):
+        packed(quantization, copy)
+        assert f"by its name that may be `{original}`" in refusal(Path(copy))
+    packed(quantization, "openai/gpt-oss-20b")
+    assert "`unsloth/gpt-oss-20b-BF16` is a copy in 16 bit, made by others" in refusal(Path("openai/gpt-oss-20b"))
+    assert "; if these weights are in 16 bit after all, remove that key from config.json" in refusal(carded)
