@@ -191,13 +191,18 @@ def init(
     ] = None,
     gpu: Gpu = None,
     other: Annotated[Path | None, _file("--from", "Translate this config of Axolotl or LLaMA-Factory instead.")] = None,
+    columns: Annotated[
+        str | None, typer.Option(help="What the data's columns hold: prompt=Question,completion=Answer.")
+    ] = None,
     output: Annotated[Path | None, _file("--output", "Where to write the config.")] = None,
-    yes: Annotated[bool, typer.Option("--yes", help="Ask nothing, and replace a file that is there.")] = False,
+    yes: Annotated[
+        bool, typer.Option("--yes", help="Ask nothing, take guessed columns, and replace a file that is there.")
+    ] = False,
 ) -> None:
     """Write a first config. It fits the model and the data to the card; what is missing is asked for."""
     from finetune.init import job
 
-    job.create(model, rows, gpu, other, output, yes=yes, say=lambda text: typer.echo(visible(text, LINES)))
+    job.create(model, rows, gpu, other, output, columns, yes=yes, say=lambda text: typer.echo(visible(text, LINES)))
 
 
 @command

@@ -18,6 +18,8 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 import finetune
+from finetune.data import formats, sources
+from finetune.data.examples import Chat
 from finetune.storage.rundir import RunDirectory
 
 ROOT = Path(__file__).parent.parent
@@ -54,6 +56,19 @@ def test_the_site_is_built_without_a_warning_and_loads_nothing_from_another_host
     assert pages.keys() >= {"index.html", *(f"{page.stem}.html" for page in (ROOT / "docs").glob("*.md"))}
     loaded = r"<(?:script|link|img|iframe)\b[^>]*\b(?:src|href)=[\"']?(?:https?:)?//"
     assert [name for name, text in pages.items() if re.search(loaded, text)] == []
+
+
+def test_a_chat_export_becomes_conversations_by_the_example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    [code] = re.findall(r"```python\n(import csv.*?)```", (ROOT / "docs" / "your-data.md").read_text(), re.S)
+    monkeypatch.chdir(tmp_path)
+    lines = ["1,Ann,Hi", "1,Ann,Is it open?", "1,Support,Yes.", "2,Support,Hello!", "3,Bob,Hi", "3,Support,Hello!"]
+    (tmp_path / "export.csv").write_text("\n".join(["conversation,sender,text", *lines]) + "\n")
+    subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=True)
+    rows = [formats.read(row.fields, "auto", {})[0] for row in sources.rows("rows.jsonl")]
+    said = [[(turn["role"], turn["content"]) for turn in row.messages] for row in rows if isinstance(row, Chat)]
+    assert said == [
+        [("user", "Hi\nIs it open?"), ("assistant", "Yes.")], [("user", "Hi"), ("assistant", "Hello!")]
+    ]  # fmt: skip
 
 
 def said() -> Iterator[str]:

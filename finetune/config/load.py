@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import typing
@@ -107,6 +108,14 @@ def dump(config: Config, *, defaults: bool = True) -> str:
 def written(sections: Mapping[str, Any]) -> str:
     """Sections and their keys as the YAML of a config; only what is given."""
     return yaml.dump(dict(sections), Dumper=_Dumper, sort_keys=False, allow_unicode=True)
+
+
+def inline(value: Any) -> str:
+    """A value as YAML in one line."""
+    text = yaml.dump(
+        value, Dumper=_Dumper, sort_keys=False, allow_unicode=True, default_flow_style=True, width=math.inf
+    )
+    return text.removesuffix("\n").removesuffix("\n...")
 
 
 def explained(text: str, reasons: Mapping[str, str]) -> Iterator[str]:

@@ -190,12 +190,16 @@ class DataSection(Section):
     """Evaluation set: sources like `train`; `auto` takes the source's own held-out split, or else `eval_share` of
     the rows by hash; `none` evaluates nothing."""
     eval_share: Annotated[float, Field(gt=0, lt=1), Usual("0.01 to 0.2")] = 0.02
-    """Share of the rows that `eval: auto` holds out by hash where the source has no split of its own."""
+    """Share of the rows that `eval: auto` holds out by hash where the source has no split of its own; at least ten rows
+    of fifty or more, and one of fewer."""
     format: Annotated[str, Choice("data.format")] = "auto"
     """Format of a row; `auto` detects it from the fields of each source's first row."""
     columns: dict[str, str] = {}
     """Columns that have other names than the format's fields: `{prompt: question}` reads the field `prompt` from the
     column `question`."""
+    separator: str = ""
+    """Text between a plain-text prompt and its completion, such as `"\\n"`; whoever asks the trained model writes it
+    after each prompt, as `finetune generate` does. Conversations need none: the chat template separates their turns."""
     chat_template: Annotated[Place, Choice("data.chat_template", or_file=".jinja")] = "auto"
     """Chat template that renders a conversation for the model."""
     control_tokens: Literal["text", "parse"] = "text"
@@ -386,7 +390,8 @@ class OutputSection(Section):
     keep: Annotated[int, Field(ge=2, le=_COUNT)] = 2
     """Number of checkpoints to keep, including the one with the lowest evaluation loss."""
     best: bool = True
-    """Export the adapter with the lowest evaluation loss instead of the last one, if it was saved."""
+    """Export the adapter with the lowest evaluation loss instead of the last one, if it was saved and the evaluation
+    set has ten different rows or more; fewer say too little of an adapter."""
     merge: bool = False
     """Merge after training, as `finetune merge` does."""
 

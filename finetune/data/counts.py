@@ -32,7 +32,7 @@ class Counts:
     """Statistics of one split. `rows` and `longest` (tokens) describe the rows that are trained.
 
     `unused` are the non-empty fields of rows and messages that are ignored; `kinds` counts the rows by kind of example
-    (`examples.kind`).
+    (`examples.kind`); `run_together` those whose prompt and completion no white space separates.
     """
 
     rows: int = 0
@@ -42,6 +42,7 @@ class Counts:
     affected: list[Affected] = field(default_factory=list)
     unused: list[str] = field(default_factory=list)
     kinds: dict[str, int] = field(default_factory=dict)
+    run_together: int = 0
 
     def add(self, tokens: int, trained_tokens: int, kind: str) -> None:
         """Count one row of the prepared split."""
@@ -99,7 +100,7 @@ class Counts:
     def as_dict(self) -> dict[str, Any]:
         """The statistics as JSON values, with the dropped rows by reason."""
         own = ("rows", "tokens", "trained_tokens", "longest", "unused", "supervised_share")
-        derived = ("truncated", "answers_truncated", "split", "duplicates", "control_tokens", "dropped")
+        derived = ("truncated", "answers_truncated", "split", "duplicates", "control_tokens", "run_together", "dropped")
         return {name: getattr(self, name) for name in (*own, *derived)} | {"dropped_why": dict(self.dropped_why)}
 
     def _count(self, what: str | None = None, why: str | None = None) -> int:

@@ -34,11 +34,17 @@ class Chat:
 
 @dataclass(frozen=True)
 class Completion:
-    """A prompt and what should follow it, both plain text."""
+    """A prompt and what should follow it, both plain text; in `one_text`, the two parts of one text."""
 
     prompt: str
     completion: str
     escaped: bool = False
+    one_text: bool = False
+
+    @property
+    def runs_together(self) -> bool:
+        """Whether no white space separates a prompt from the completion that was written apart from it."""
+        return not self.one_text and self.prompt[-1:].strip() != "" and self.completion[:1].strip() != ""
 
 
 @dataclass(frozen=True)
@@ -65,7 +71,12 @@ ASKED: dict[str, Callable[[str], Example]] = {
     "text": Text,
     "tokens": Text,
 }
-"""Turns a user's prompt into an example of the kind that was trained; keyed by `kind`."""
+"""Turns a user's prompt, separator included, into an example of the kind that was trained; keyed by `kind`."""
+
+
+def asked(kind: str, text: str, separator: str) -> Example:
+    """A person's prompt as an example of a kind that was trained, `separator` after a text to be completed."""
+    return ASKED[kind](text + separator if kind == "completion" else text)
 
 
 def learnt(events: Iterable[Mapping[str, Any]]) -> str | None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 
+from finetune.config import inline
 from finetune.config.fields import Help, name_of, not_given, shortened, unknown
 from finetune.data import fields as row
 from finetune.data.examples import Completion, Example, Message, NoSuchField, RowError, Text, Tokens, in_common
@@ -26,6 +28,10 @@ class Format:
     read: Callable[[Fields], Example]
     optional: tuple[str, ...] = ()
     of_answers: bool = True
+
+    def required_in(self, fields: Fields) -> bool:
+        """Whether a row has all the fields that it is recognised by."""
+        return all(field in fields for field in self.required)
 
 
 def _sharegpt(fields: Fields) -> Example:
@@ -86,7 +92,7 @@ def _preference(fields: Fields) -> Example:
     shared = chosen_text[: in_common(chosen_text, rejected_text)]
     # Cut back to white space, so that the answer begins with a whole word.
     shared = shared[: len(shared.rstrip()) if shared[-1:].isspace() else max(shared.rfind(" "), shared.rfind("\n"), 0)]
-    return Completion(shared, chosen_text[len(shared) :])
+    return Completion(shared, chosen_text[len(shared) :], one_text=True)
 
 
 def _prompt_messages(fields: Fields) -> list[Message]:
@@ -133,6 +139,27 @@ _OFTEN = {
 }
 
 
+# Words in the names of columns that hold what was asked and what was answered, and of those that hold neither.
+_ASKING = frozenset({
+    "ask", "asked", "client", "customer", "demande", "domanda", "frage", "human", "input", "instruction", "pergunta",
+    "pregunta", "problem", "prompt", "query", "question", "request", "user", "vraag",
+})  # fmt: skip
+_ANSWERING = frozenset({
+    "agent", "answer", "answered", "antwoord", "antwort", "assistant", "bot", "completion", "output", "reply",
+    "reponse", "réponse", "resposta", "response", "respuesta", "risposta", "solution", "support",
+})  # fmt: skip
+_NO_TEXT = frozenset({
+    "at", "count", "date", "email", "id", "ids", "index", "label", "lang", "language", "mail", "name", "number",
+    "phone", "rating", "score", "time", "timestamp", "type", "url",
+})  # fmt: skip
+_WORD = re.compile(r"[^\W\d_](?:[^\W\d_A-Z]+|[A-Z]+(?![^\W\d_A-Z]))?")
+
+# Columns of a chat export, which has a message a row: who says it, and what.
+_SPEAKERS = ("sender", "speaker", "from", "role", "participant", "sender_name", "from_name", "sent_by")
+_AUTHORS = ("author", "user", "username", "name")  # of any text, unless it is called a message
+_SAID = ("message", "content", "text", "body", "value", "msg")
+
+
 class _Recorded(dict[str, Any]):
     """The fields of a row; records which of them are read."""
 
@@ -149,8 +176,8 @@ class _Recorded(dict[str, Any]):
         return super().get(name, default)
 
 
-def read(fields: Fields, form: str, columns: Mapping[str, str]) -> tuple[Example, list[str]]:
-    """A row's example, and the names of its non-empty fields that are not used.
+def read(fields: Fields, form: str, columns: Mapping[str, str], separator: str = "") -> tuple[Example, list[str]]:
+    """A row's example, `separator` after a plain-text prompt, and the names of its non-empty fields that are not used.
 
     Raises RowError for a row that does not fit `form`, and for one that only other kinds of training can use.
     """
@@ -162,27 +189,64 @@ def read(fields: Fields, form: str, columns: Mapping[str, str]) -> tuple[Example
         raise RowError(not_given(form))
     refuse_other_training(own, answers=FORMATS[form].of_answers)
     example = FORMATS[form].read(recorded)
+    if isinstance(example, Completion) and not example.one_text:
+        example = replace(example, prompt=example.prompt + separator)
     unused = fields.keys() - recorded.read - set(columns.values())
     return example, [name for name in fields if name in unused and not row.is_nothing(fields[name])]
 
 
 def detect(fields: Fields, columns: Mapping[str, str]) -> str:
-    """The first format whose required fields the row has. Raises RowError naming the fields found."""
+    """The first format whose required fields the row has.
+
+    Raises NoSuchField, with the fields found, if there is none; RowError for one message of a conversation.
+    """
     fields = mapped(fields, columns)
-    for name, form in FORMATS.items():
-        if form.required and all(field in fields for field in form.required):
-            return name
+    name = next((name for name, form in FORMATS.items() if form.required and form.required_in(fields)), None)
+    if name in (None, "text") and not columns:
+        _refuse_one_message(fields)
+    if name:
+        return name
     found = ", ".join(shortened(str(name), _FIELD_CHARACTERS) for name in islice(fields, _NAMED_FIELDS))
     found += " and more" if len(fields) > _NAMED_FIELDS else ""
     if likely := likely_columns(fields):
-        written = "{" + ", ".join(f"{field}: {column}" for field, column in likely.items()) + "}"
-        raise NoSuchField(f"no format has the fields {found}; set `data.columns: {written}` to read them so")
+        cure = f"set `data.columns: {inline(likely.columns)}` to read them so"
+        if turns := as_chat(fields, "auto", likely.columns):
+            cure = (
+                f"set `data.columns: {inline(turns)}` to train them as turns of the chat template, or "
+                f"`{inline(likely.columns)}` as plain text"
+            )
+        raise NoSuchField(f"no format has the fields {found}; {cure}")
     wanted = "; ".join(f"{name} ({', '.join(form.required)})" for name, form in FORMATS.items())
     raise NoSuchField(f"no format has the fields {found}; `data.columns` can map them. Known formats: {wanted}")
 
 
-def likely_columns(fields: Fields) -> dict[str, str]:
-    """`data.columns` by what the names of a row's columns often mean, for the first format that they make; or empty."""
+def _refuse_one_message(fields: Fields) -> None:
+    """Raise RowError for a row of a chat export: one message, and who says it."""
+    spelt = {name.lower(): name for name in islice(fields, _COMPARED_FIELDS)}
+    said = next((spelt[name] for name in _SAID if name in spelt), None)
+    who = [spelt[name] for name in _SPEAKERS if name in spelt]
+    if said and said.lower() in ("message", "content", "msg"):
+        who += [spelt[name] for name in _AUTHORS if name in spelt]
+    if not said or not who:
+        return
+    alone = "`data.format: text`" if said == "text" else f"`data.columns: {inline({'text': said})}`"
+    raise RowError(
+        f"`{who[0]}` and `{said}` make each row one message of a conversation, which would be trained without what it "
+        f"answers. Write a conversation a row, as `messages`; or set {alone} if each is a text by itself"
+    )
+
+
+class Likely(NamedTuple):
+    """`data.columns` for a row; `sure` if its columns have names that are often used for just these fields."""
+
+    columns: dict[str, str]
+    sure: bool
+
+
+def likely_columns(fields: Fields) -> Likely | None:
+    """`data.columns` by what the names of a row's columns often mean, for the first format that they make; or else by
+    words in them, if those single out a question and an answer.
+    """
     spelt = {name.lower(): name for name in islice(fields, _COMPARED_FIELDS)} | {name: name for name in fields}
     for form in filter(lambda form: form.required, FORMATS.values()):
         columns = {
@@ -190,20 +254,52 @@ def likely_columns(fields: Fields) -> dict[str, str]:
             for field in form.required
         }
         if all(columns.values()):
-            return {field: name for field, name in columns.items() if name and field != name}
-    return {}
+            return Likely({field: name for field, name in columns.items() if name and field != name}, sure=True)
+    asking, answering = [], []
+    for name in islice(fields, _COMPARED_FIELDS):
+        words = {word.lower() for word in _WORD.findall(name)}
+        if isinstance(fields[name], str) and not words & _NO_TEXT:
+            asks, answers = bool(words & _ASKING), bool(words & _ANSWERING)
+            asking += [name] * (asks and not answers)
+            answering += [name] * (answers and not asks)
+    if len(asking) == len(answering) == 1:
+        return Likely({"prompt": asking[0], "completion": answering[0]}, sure=False)
+    return None
+
+
+def as_chat(fields: Fields, form: str, columns: Mapping[str, str]) -> dict[str, str] | None:
+    """The `data.columns` that make two turns of a conversation of a plain-text prompt and its completion.
+
+    None where the row has none of both, or fields that would then be read besides. Raises RowError as `detect` does.
+    """
+    form = detect(fields, columns) if form == "auto" else form
+    if form not in AS_CHAT or not isinstance(mapped(fields, columns).get("prompt"), str):
+        return None
+    found = {AS_CHAT[form].get(name, name): columns.get(name, name) for name in ("prompt", *columns, *AS_CHAT[form])}
+    # Whether a column of such a name is what Alpaca means by it, nobody has said.
+    others = mapped(fields, found)
+    return None if any(name in others and name not in found for name in ("input", "history")) else found
+
+
+AS_CHAT = {
+    "prompt_completion": {"prompt": "instruction", "completion": "output"},
+    "preference": {"prompt": "instruction"},
+}
+"""By format, the fields that the chat template renders if they have these names."""
 
 
 def mapped(fields: Fields, columns: Mapping[str, str]) -> Fields:
     """The fields renamed by `columns` (format's field name to the row's column name).
 
-    Raises RowError for a column that the row lacks.
+    A column that holds a field of another name is not a field under its own name as well: of `{instruction: input}`,
+    Alpaca's `input` would be the question again. Raises RowError for a column that the row lacks.
     """
     for name, column in columns.items():
         if column not in fields:
             near = unknown(column, islice(fields, _COMPARED_FIELDS))
             raise NoSuchField(f"`data.columns` takes `{name}` from a column that does not exist: {near}")
-    return {**fields, **{name: fields[column] for name, column in columns.items()}}
+    renamed = {name: fields[column] for name, column in columns.items()}
+    return {name: value for name, value in fields.items() if name not in columns.values()} | renamed
 
 
 def known_fields(form: str) -> list[str]:

@@ -10,10 +10,12 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 from finetune.config import DataSection, TrainingSection
-from finetune.data import fingerprint
+from finetune.data import chat, fingerprint, formats, sources
 from finetune.data.batching import Batch, MicroBatching, RowOrder, epoch, worst_batches
 from finetune.data.chat import IGNORE
+from finetune.data.examples import RowError
 from finetune.data.prepare import Counts, Prepared, prepare
+from finetune.model import chat_template as template
 
 # Sample rows shown with their mask: enough to notice a wrong one.
 _SHOWN_ROWS = 3
@@ -89,12 +91,22 @@ class Sample:
 
 
 @dataclass(frozen=True)
+class AsChat:
+    """A training row whose plain-text prompt and completion are turns of the chat template with other config keys."""
+
+    changes: dict[str, Any]
+    sample: Sample
+
+
+@dataclass(frozen=True)
 class Inspection:
     """Statistics of a job's data before training.
 
     `fingerprint` is that of tokenizer and chat template; `longest_place` is the position of the longest training row.
     If `micro_batch` is `auto`, batchings and worst batch assume the whole batch at once. Batchings by tokens use
-    `micro_batch_tokens`, or else the size of the largest micro-batch by rows. A `warning` says why nothing is held out.
+    `micro_batch_tokens`, or else the size of the largest micro-batch by rows. A `warning` says why nothing is held out;
+    `judges` is whether enough is to choose an adapter by. `as_chat` is set if all rows are plain-text prompts and
+    completions, although there is a chat template.
     """
 
     fingerprint: str
@@ -110,6 +122,9 @@ class Inspection:
     worst_batch: Batch
     samples: tuple[Sample, ...]
     warning: str | None = None
+    judges: bool = True
+    separator: str = ""
+    as_chat: AsChat | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """The same as JSON values."""
@@ -138,6 +153,9 @@ def inspect(section: DataSection, training: TrainingSection, tokenizer: Any) -> 
         worst_batch=worst_batches(lengths, trained, way, training.batch_size, "the data's rows")[0],
         samples=_samples(prepared, tokenizer),
         warning=prepared.warning,
+        judges=prepared.judges,
+        separator=section.separator,
+        as_chat=_as_chat(section, prepared, tokenizer),
     )
 
 
@@ -155,6 +173,25 @@ def _samples(prepared: Prepared, tokenizer: Any, most: int | None = None) -> tup
     """The first training rows, with at most `most` tokens of each."""
     rows = prepared.train.select(range(min(_SHOWN_ROWS, len(prepared.train))))
     return tuple(_sample(row, tokenizer, most) for row in rows)
+
+
+def _as_chat(section: DataSection, prepared: Prepared, tokenizer: Any) -> AsChat | None:
+    """The first training row as the chat template renders it; None if that is `plain`, or rows are of another kind."""
+    if set(prepared.train_counts.kinds) != {"completion"} or template.is_plain(tokenizer):
+        return None
+    place = prepared.train[0]["place"]
+    row = next(row for row in sources.rows(section.train) if row.place == place)
+    try:
+        columns = formats.as_chat(row.fields, section.format, section.columns)
+        if columns is None:
+            return None
+        example, _ = formats.read(row.fields, "auto", columns)
+        found = chat.encode(example, tokenizer, section.loss_on, section.control_tokens)
+    except RowError:  # a template that cannot render it
+        return None
+    shown = {"place": place, "length": len(found.input_ids), "trained": found.trained, **vars(found)}
+    other_format = {} if section.format == "auto" else {"data.format": "auto"}
+    return AsChat({"data.columns": columns, **other_format}, _sample(shown, tokenizer, None))
 
 
 def _sources(names: Sequence[str], lengths: Sequence[int]) -> tuple[Source, ...]:

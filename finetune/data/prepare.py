@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple
 
 from finetune.config import DataSection, entries, named
@@ -18,6 +18,13 @@ from finetune.data.problems import Problems
 from finetune.data.sources import Row
 from finetune.data.split import Job, located
 from finetune.errors import ArtifactError, ConfigError, DataError
+
+ROWS_TO_JUDGE = 10
+"""Different held-out rows from which on their loss chooses an adapter: that of fewer depends more on which rows these
+are than on the adapter."""
+
+# A fifth of these are that many.
+_ROWS_TO_SPARE_SOME = 5 * ROWS_TO_JUDGE
 
 
 @dataclass(frozen=True)
@@ -40,6 +47,16 @@ class Prepared:
         kinds = self.train_counts.kinds
         return max(kinds, key=kinds.__getitem__)
 
+    @property
+    def judges(self) -> bool:
+        """Whether the evaluation set has enough different rows to choose an adapter by."""
+        found: set[tuple[int, ...]] = set()
+        for row in self.eval or ():
+            found.add(tuple(row["input_ids"]))
+            if len(found) == ROWS_TO_JUDGE:
+                return True
+        return False
+
     def affected(self) -> Iterator[dict[str, Any]]:
         """Dropped and changed rows of both splits, as records of data.jsonl."""
         for split, found in (("train", self.train_counts), ("eval", self.eval_counts)):
@@ -54,7 +71,7 @@ def prepare(section: DataSection, tokenizer: Any) -> Prepared:
     the trained tokens of all rows contain no text; ConfigError if `data.columns` names a field that no format has;
     MachineError if the rows cannot be written to disk.
     """
-    _check_columns(section)
+    check_columns(section)
     job = Job(section, tokenizer)
     problems = Problems()
     train_rows, eval_rows = _splits(job, problems)
@@ -172,13 +189,13 @@ def questions(section: DataSection, tokenizer: Any) -> Iterator[Question]:
                 if reference.strip() and not rest.get("tool_calls") and len(asked) not in context:
                     yield Question(row, Chat(asked), reference)
             case Completion(text, reference) if text and reference.strip():
-                yield Question(row, Completion(text, ""), reference)
+                yield Question(row, replace(example, completion=""), reference)
 
 
 def _held_out_examples(section: DataSection, tokenizer: Any) -> Iterator[tuple[Row, Example]]:
     for row in held_out_rows(section, tokenizer):
         with located(row):
-            example, _ = formats.read(row.fields, section.format, section.columns)
+            example, _ = formats.read(row.fields, section.format, section.columns, section.separator)
         yield row, example
 
 
@@ -213,23 +230,38 @@ _TRIED_ROWS = 256
 
 
 def _held_out_below(section: DataSection, trains: Callable[[Row], bool]) -> float:
-    """The value of `Row.share` below which rows are held out: `eval_share`, unless that leaves one split empty.
+    """The value of `Row.share` below which rows are held out: `eval_share`, or more for ten different rows.
 
-    Then the row with the smallest or largest value, and any equal to it, is moved to that split. If all rows are equal,
-    none is held out. Rows of which nothing is trained do not count, for which only the first `_TRIED_ROWS` are tried.
+    Of fewer than fifty different rows, ten are too many to spare; then it is `eval_share` unless that leaves one split
+    empty, and the row with the smallest or largest value, and any equal to it, is moved to that split. If all rows are
+    equal, none is held out. Rows of which nothing is trained do not count, for which only the first `_TRIED_ROWS` are
+    tried.
     """
     share = section.eval_share
-    least, greatest = 1.0, 0.0
+    least: list[float] = []  # the smallest values, in order
+    different: set[float] = set()
+    greatest = 0.0
     try:
         for number, row in enumerate(sources.rows(section.train, "train")):
-            of_row = row.share()
-            if (of_row < least or of_row > greatest) and (number >= _TRIED_ROWS or trains(row)):
-                least, greatest = min(least, of_row), max(greatest, of_row)
-            if least < share <= greatest:  # nearly always within the first few rows
+            value = row.share()
+            matters = len(least) < ROWS_TO_JUDGE or value < least[-1] or value > greatest
+            if value in different or not (matters or len(different) < _ROWS_TO_SPARE_SOME):
+                continue
+            if number < _TRIED_ROWS and not trains(row):
+                continue
+            greatest = max(greatest, value)
+            if value not in least:
+                least = sorted([*least, value])[:ROWS_TO_JUDGE]
+            if len(different) < _ROWS_TO_SPARE_SOME:
+                different.add(value)
+            # Within some hundred rows, with the usual share.
+            if len(different) == _ROWS_TO_SPARE_SOME and least[-1] < share <= greatest:
                 return share
     except DataError:  # raised again where the rows are prepared
         return share
-    return min(max(share, math.nextafter(least, 1)), greatest) if least < greatest else 0.0
+    if len(different) < _ROWS_TO_SPARE_SOME:
+        least = least[:1]
+    return min(max(share, math.nextafter(least[-1], 1)), greatest) if least and least[0] < greatest else 0.0
 
 
 class _NothingHeldOut(DataError):
@@ -258,7 +290,8 @@ def _teaches(rows: Any, tokenizer: Any) -> bool:
     )
 
 
-def _check_columns(section: DataSection) -> None:
+def check_columns(section: DataSection) -> None:
+    """Raise ConfigError if `data.columns` names a field that no format has."""
     known = formats.known_fields(section.format)
     for name in section.columns:
         if name not in known:

@@ -9,7 +9,9 @@ from typing import Any
 
 from finetune.config import Config, ModelSection, Source, entries
 from finetune.config.fields import GIVEN
+from finetune.data.examples import learnt
 from finetune.data.readers import reader
+from finetune.export import serving
 from finetune.model.locate import card as card_of
 from finetune.storage.rundir import RunDirectory
 
@@ -40,6 +42,7 @@ def model_card(run: RunDirectory, config: Config, record: dict[str, Any], writte
         f"# {'Llama: ' if llama else ''}{public(model.name)}, fine-tuned",
         *(["Built with Llama."] if llama else []),
         f"{_made(config)} It is written as {written_as}.",
+        *([f"## Prompts\n\nThe model was {prompts}."] if (prompts := _prompts(run, config, record)) else []),
         "## Settings\n\n" + _table({**_settings(config), **_start(run)}),
         *(["## Training\n\n" + _table(measured)] if (measured := _measured(run)) else []),
         *(["## Proof\n\n" + _proof(record)] if "error" in record else []),
@@ -94,6 +97,10 @@ def _settings(config: Config) -> dict[str, str]:
         **({"other ranks": str(adapter.ranks)} if adapter.ranks else {}),
         **({"adapter variants": ", ".join(variants)} if variants else {}),
     }
+
+
+def _prompts(run: RunDirectory, config: Config, record: dict[str, Any]) -> str | None:
+    return serving.prompts(record["format"], learnt(run.events()), config.data.separator)
 
 
 def _start(run: RunDirectory) -> dict[str, str]:

@@ -10,7 +10,7 @@ import torch
 
 from finetune.config import Config, QuantizationSection
 from finetune.data.chat import prompt_ids
-from finetune.data.examples import ASKED, RowError, learnt
+from finetune.data.examples import RowError, asked, learnt
 from finetune.errors import ArtifactError
 from finetune.export import proof
 from finetune.model import attention, chat_template, experts
@@ -46,7 +46,7 @@ class Job:
     @property
     def example(self) -> Any:
         """A prompt in the format that the run learnt, to compare how programs render and tokenize it."""
-        return ASKED[learnt(self.run.events()) or "chat"]("What is two and two?")
+        return asked(learnt(self.run.events()) or "chat", "What is two and two?", self.config.data.separator)
 
     @property
     def prompt(self) -> list[int]:

@@ -14,9 +14,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from finetune.data.examples import Chat
+from finetune.data.examples import Chat, Completion, learnt
 from finetune.errors import ArtifactError, ConfigError
-from finetune.export import gguf_export
+from finetune.export import gguf_export, serving
 from finetune.export.job import Job
 from finetune.model import chat_template
 
@@ -81,7 +81,8 @@ def make(job: Job, folder: Path) -> dict[str, Any]:
     template, differences = _template(job)
     facts = gguf_export.make(job, folder)
     stops = [job.tokenizer.convert_ids_to_tokens(token) for token in chat_template.stop_ids(job.tokenizer)]
-    (folder / "Modelfile").write_text(modelfile(facts["file"], template, stops), encoding="utf-8")
+    note = serving.prompts("ollama", learnt(job.run.events()), job.config.data.separator)
+    (folder / "Modelfile").write_text(modelfile(facts["file"], template, stops, note), encoding="utf-8")
     return {
         **facts,
         "known_differences": [*facts["known_differences"], *differences],
@@ -89,16 +90,19 @@ def make(job: Job, folder: Path) -> dict[str, Any]:
     }
 
 
-def modelfile(file: str, template: str, stops: list[str]) -> str:
-    """The Modelfile. Ollama takes what is between quotes as it is, without escapes (its parser/parser.go, 2026)."""
+def modelfile(file: str, template: str, stops: list[str], note: str | None = None) -> str:
+    """The Modelfile, with a `note` on the model on top. Ollama takes what is between quotes as it is, without escapes
+    (its parser/parser.go, 2026).
+    """
     lines = [f"FROM ./{file}", f'TEMPLATE """{template}"""', *(f'PARAMETER stop "{stop}"' for stop in stops)]
-    return "\n".join(lines) + "\n"
+    return "\n".join([*([f"# The model was {note}."] if note else []), *lines]) + "\n"
 
 
 def _template(job: Job) -> tuple[str, list[str]]:
     """The Go template, and where it differs from the chat template."""
     if not isinstance(job.example, Chat):
-        return "{{ .Prompt }}", []
+        separator = job.config.data.separator if isinstance(job.example, Completion) else ""
+        return "{{ .Prompt }}" + _literal(separator), []
     found = turns(lambda messages: chat_template.text(job.tokenizer, messages, prompt=True)[0])
     missing = "the chat template takes no system message; Ollama leaves one out"
     bos = job.tokenizer.bos_token

@@ -28,6 +28,18 @@ def commands(name: str, folder: Path, base: str, record: dict[str, Any]) -> dict
     }
 
 
+def prompts(name: str, kind: str | None, separator: str) -> str | None:
+    """How the export `name` is asked, after training on examples of `kind`; None for turns of the chat template."""
+    if kind in (None, "chat"):
+        return None
+    text = f"trained on plain text to be {'completed' if kind == 'completion' else 'continued'}"
+    if kind == "completion" and separator:
+        text += f", with {json.dumps(separator, ensure_ascii=False)} after each prompt"
+    if name == "ollama":
+        return f"{text}, which the Modelfile makes of a prompt"
+    return f"{text}: ask `/v1/completions`, since `/v1/chat/completions` adds a chat template, which was not trained"
+
+
 def _of_adapter(called: str, folder: Path, base: str, record: dict[str, Any]) -> dict[str, str]:
     allowed = next(rank for rank in VLLM_RANKS if rank >= record["rank"])
     overrides = record.get("base_overrides") or {}

@@ -16,6 +16,7 @@ from finetune.inference.jobs import UNRECORDED, ready
 from finetune.report import words
 from finetune.report.terminal import note_beside_output
 from finetune.report.visible import LINES, visible
+from finetune.settings import config_of
 from finetune.storage.rundir import RunDirectory
 
 
@@ -30,7 +31,11 @@ def generate(
     """
     if texts and file:
         raise ConfigError("--prompt and --file both name prompts; give one of them")
-    ask = examples.ASKED[examples.learnt(run.events()) or UNRECORDED]
+    separator = config_of(run, trust_remote_code=trust_remote_code).data.separator
+
+    def ask(text: str) -> examples.Example:
+        return examples.asked(examples.learnt(run.events()) or UNRECORDED, text, separator)
+
     if texts:
         asked = [prompts.Prompt(ask(text), {"prompt": text}) for text in texts]
     else:

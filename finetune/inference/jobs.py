@@ -44,7 +44,7 @@ class Ready:
 
     def asked(self, text: str) -> examples.Example:
         """A person's text in the form of the run's rows."""
-        return examples.ASKED[self.kind](text)
+        return examples.asked(self.kind, text, self.config.data.separator)
 
     def answers(
         self,

@@ -8,25 +8,28 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from finetune.config import ModelSection
+from finetune.config import DataSection, MemorySection, ModelSection, inline
 from finetune.data import formats, sources
 from finetune.data.counts import TOO_LONG
-from finetune.data.examples import RowError
-from finetune.data.prepare import Prepared
+from finetune.data.examples import Completion, NoSuchField
+from finetune.data.prepare import Prepared, check_columns
 from finetune.data.split import located
 from finetune.errors import ForecastError, MachineError
+from finetune.forecast import devices
 from finetune.forecast.fit import Fitted, NothingFits
 from finetune.forecast.planning import Planner, planner_for
+from finetune.init import questions
 from finetune.init.draft import Draft
 from finetune.init.questions import Wanted
-from finetune.model import bounds
+from finetune.model import bounds, chat_template
 from finetune.model.base import load_architecture
 from finetune.model.tokenizer import load_tokenizer
 from finetune.report import words
+from finetune.report.data_view import inspect_data
 from finetune.runtime import libraries
 
 # Weights are quantized where one row with all layers checkpointed would take a larger share of the budget without it.
@@ -56,21 +59,29 @@ def propose(wanted: Wanted, say: Callable[[str], None]) -> Draft:
     found = Draft()
     found.take("model.name", wanted.model)
     found.take("data.train", wanted.data)
-    rows = _recognised(wanted.data, found)
-    found.title = f"{_TITLE}: {rows}"
+    row, columns = _recognised(wanted)
+    tokenizer = None
     try:
-        load_tokenizer(ModelSection(name=wanted.model))  # into the hub's cache, where the planner looks
+        tokenizer = load_tokenizer(ModelSection(name=wanted.model))  # into the hub's cache, where the planner looks
     except MachineError as error:
         found.notes.append(str(error))
+    rows = "rows of the hub"
+    if row:
+        with located(row):
+            rows = f"rows of the format {_take_format(found, row.fields, columns, tokenizer)}"
+    found.title = f"{_TITLE}: {rows}"
+    if wanted.asks and tokenizer and sources.at_hand(wanted.data):
+        inspect_data(found.config)  # what is wrong with a row is said before more is asked
+    gpu = questions.card(wanted, lambda name: devices.find(name, MemorySection()))
     try:
-        planner = planner_for(found.config.changed(_AUTO), wanted.gpu)
+        planner = planner_for(found.config.changed(_AUTO), gpu)
     except MachineError as error:
         found.notes.append(f"Not fitted to a card: {error}")
         return found
     if planner.data:
         rows = _by_rows(found, planner.data, rows, planner.architecture)
         if found.values["data.max_length"] > planner.job.data.max_length:  # rows were cut at the default
-            planner = planner_for(found.config.changed(_AUTO), wanted.gpu)
+            planner = planner_for(found.config.changed(_AUTO), gpu)
     else:
         found.notes.append(
             "The rows were not measured (on the hub, over 16 MiB, or without a tokenizer here): all count as "
@@ -85,24 +96,45 @@ def propose(wanted: Wanted, say: Callable[[str], None]) -> Draft:
     return found
 
 
-def _recognised(data: str, found: Draft) -> str:
-    """The rows' format in words. Columns of other names are mapped by what they likely mean.
+def _recognised(wanted: Wanted) -> tuple[sources.Row | None, dict[str, str]]:
+    """The first row, None on the hub, and `data.columns` for it: as given, or what their names likely mean.
 
-    Raises DataError, with the known formats, for a row of none.
+    Raises DataError, with the known formats, for a row of none; ConfigError for columns that nobody confirms.
     """
-    row = sources.first_row(data)
+    row, columns = sources.first_row(wanted.data), wanted.columns
+    check_columns(DataSection(columns=columns))
     if row is None:
-        return "rows of the hub"
+        return None, columns
     with located(row):
         try:
-            form = formats.detect(row.fields, {})
-        except RowError:
-            columns = formats.likely_columns(row.fields)
-            if not columns:
+            formats.detect(row.fields, columns)
+        except NoSuchField:
+            likely = None if columns else formats.likely_columns(row.fields)
+            if likely is None:
                 raise
-            form = formats.detect(row.fields, columns)
-            found.take("data.columns", columns, "the fields of the format, and the columns that hold them")
-    return f"rows of the format {form}"
+            if not likely.sure:
+                questions.confirm_columns(wanted, likely.columns)
+            columns = likely.columns
+    return row, columns
+
+
+def _take_format(found: Draft, fields: Mapping[str, Any], columns: dict[str, str], tokenizer: Any) -> str:
+    """The rows' format; plain-text questions and answers become turns if there is a chat template to render them.
+
+    Without one, a separator is taken if the first row has none.
+    """
+    form = formats.detect(fields, columns)
+    turns = None if tokenizer and chat_template.is_plain(tokenizer) else formats.as_chat(fields, form, columns)
+    if turns:
+        plain = {name: turns[turned] for name, turned in formats.AS_CHAT[form].items()}
+        found.take("data.columns", turns, f"turns of the chat template; `{inline(plain)}` would be text without it")
+        return formats.detect(fields, turns)
+    if columns:
+        found.take("data.columns", columns, "the fields of the format, and the columns that hold them")
+    example, _ = formats.read(fields, form, columns)
+    if isinstance(example, Completion) and example.runs_together:
+        found.take("data.separator", "\n", "no white space separates prompts and completions, nor does a chat template")
+    return form
 
 
 def _by_rows(found: Draft, data: Prepared, rows: str, architecture: Any) -> str:
@@ -116,7 +148,8 @@ def _by_rows(found: Draft, data: Prepared, rows: str, architecture: Any) -> str:
     found.take("data.max_length", length, f"the longest row has {_counted(longest, 'token')}{cut}")
     if data.eval_counts:
         held = data.eval_counts.rows
-        found.take("data.eval", "auto", f"{_counted(held, 'row')} held out by hash")
+        judges = "" if data.judges else f"; {words.TOO_FEW_TO_JUDGE}"
+        found.take("data.eval", "auto", f"{_counted(held, 'row')} held out by hash{judges}")
     else:
         found.take("data.eval", "none", "too few different rows to hold any out")
     number = data.train_counts.rows
@@ -127,7 +160,8 @@ def _by_rows(found: Draft, data: Prepared, rows: str, architecture: Any) -> str:
     found.take("training.epochs", epochs, _counted(epochs * steps, "step"))
     if data.eval_counts and epochs > 1:
         found.take("training.eval_every", steps, "once an epoch")
-        found.take("output.save_every", steps, "so that the adapter of the best epoch is kept")
+        if data.judges:
+            found.take("output.save_every", steps, "so that the adapter of the best epoch is kept")
     return rows.replace("rows", _counted(sum(each.rows for each in counts), "row"), 1)
 
 

@@ -1,10 +1,13 @@
-"""What `finetune init` must know: the model, the data, the card and the file to write; asked for on a terminal."""
+"""What `finetune init` must know: the model, the data, its columns, the card and the file to write; asked for on a
+terminal. The card comes last, once the data were read."""
 
 from __future__ import annotations
 
+import re
+import shlex
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import typer
@@ -22,16 +25,21 @@ _HERE = "this machine"
 
 @dataclass(frozen=True)
 class Wanted:
-    """The answers. `gpu` is None for the device of this machine."""
+    """The answers. `gpu` is None for the device of this machine; `asks` whether a person can be asked for more."""
 
     model: str
     data: str
     gpu: str | None
     output: Path
+    columns: dict[str, str] = field(default_factory=dict)
+    asks: bool = False
+    yes: bool = False
 
 
-def ask(model: str | None, data: str | None, gpu: str | None, output: Path | None, *, yes: bool) -> Wanted:
-    """The answers that were not given are asked for on a terminal, unless `yes`.
+def ask(
+    model: str | None, data: str | None, gpu: str | None, output: Path | None, columns: str | None = None, *, yes: bool
+) -> Wanted:
+    """The answers that were not given are asked for on a terminal, unless `yes`; the card is not asked for yet.
 
     Raises ConfigError where one is missing and nobody can be asked, or for a file that would be overwritten;
     ArtifactError or DataError for a model or data that cannot be.
@@ -44,12 +52,45 @@ def ask(model: str | None, data: str | None, gpu: str | None, output: Path | Non
         )
     model = _answer(_MODEL, model, locate)
     data = _answer(_DATA, data, sources.first_row)
-    if asks and gpu is None:
-        card = str(typer.prompt(_CARD, default=_HERE))
-        gpu = None if card == _HERE else card
     output = output or Path(f"{Path(data).name.partition('.')[0] or 'job'}.yaml")
     confirm_replacing(output, yes=yes)
-    return Wanted(model, data, gpu, output)
+    return Wanted(model, data, gpu, output, _columns(columns), asks, yes)
+
+
+def _columns(text: str | None) -> dict[str, str]:
+    """`--columns`, such as `prompt=Question,completion=Answer`, as `data.columns`. Raises ConfigError."""
+    pairs = [pair.partition("=") for pair in re.split(r",(?=\w+=)", text or "") if pair]
+    if wrong := next((pair for pair in pairs if not all(pair)), None):
+        raise ConfigError(
+            f"--columns: `{wrong[0]}` is no field and its column; write FIELD=COLUMN, such as "
+            "prompt=Question,completion=Answer"
+        )
+    return {name.strip(): column.strip() for name, _, column in pairs}
+
+
+def confirm_columns(wanted: Wanted, columns: Mapping[str, str]) -> None:
+    """Raise ConfigError unless a person confirms what the names of the columns suggest, or `--yes` does."""
+    asking, answering = columns.values()
+    if wanted.yes or (wanted.asks and typer.confirm(visible(f"Is `{answering}` the answer to `{asking}`?"))):
+        return
+    guess = ",".join(f"{name}={column}" for name, column in columns.items())
+    raise ConfigError(
+        f"{wanted.data}: its columns have names that leave open what is asked and what is answered; name them, such as "
+        f"--columns {shlex.quote(guess)}"
+    )
+
+
+def card(wanted: Wanted, check: Callable[[str], object]) -> str | None:
+    """The card to fit the job to, asked for on a terminal if it was not given; None for this machine's device."""
+    if not wanted.asks or wanted.gpu is not None:
+        return wanted.gpu
+
+    def known(name: str) -> None:
+        if name != _HERE:
+            check(name)
+
+    found = _answer(_CARD, None, known, default=_HERE)
+    return None if found == _HERE else found
 
 
 def confirm_replacing(output: Path, *, yes: bool) -> None:
@@ -60,10 +101,10 @@ def confirm_replacing(output: Path, *, yes: bool) -> None:
         raise ConfigError(f"{output} exists and was left as it is; name another file with --output, or add --yes")
 
 
-def _answer(question: str, given: str | None, check: Callable[[str], object]) -> str:
+def _answer(question: str, given: str | None, check: Callable[[str], object], default: str | None = None) -> str:
     """The value given, or one that a person gives and that passes the check."""
     while True:
-        value = given or str(typer.prompt(question)).strip()
+        value = given or str(typer.prompt(question, default=default)).strip()
         try:
             check(value)
             return value

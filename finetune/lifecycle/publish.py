@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from finetune.config import Config
+from finetune.data.examples import learnt
 from finetune.export import conversion, formats, gguf_types, hub, serving
 from finetune.export import merge as exports
 from finetune.forecast import comparison
@@ -75,7 +76,9 @@ def export_model(
         else:
             record = merge_locked(run, config, terminal, note_beside_output)
     record |= {"path": str(folder), "serve": serving.commands(format, folder, locate(config.model.name), record)}
-    terminal.serves(record["serve"])
+    if prompts := serving.prompts(format, learnt(run.events()), config.data.separator):
+        record["prompts"] = prompts
+    terminal.serves(record["serve"], prompts)
     if push:
         record["pushed"], record["also_there"] = hub.push(folder, push)
         terminal.pushed(record["pushed"], record["also_there"])

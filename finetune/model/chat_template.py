@@ -51,6 +51,11 @@ def named(name: str) -> str:
     return (_FOLDER / f"{name}{SUFFIX}").read_text(encoding="utf-8")
 
 
+def is_plain(tokenizer: Any) -> bool:
+    """Whether conversations get `plain`, as those of a base without a chat template do unless the config names one."""
+    return bool(tokenizer.chat_template == named("plain"))
+
+
 def choose(choice: str, own: Any) -> Any:
     """The template for `choice` (a key of TEMPLATES, or a .jinja file); `own` is the tokenizer's, or None.
 

@@ -15,7 +15,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from finetune.config import Config
+from finetune.config import Config, inline
 from finetune.config.fields import source_name
 from finetune.data import inspection
 from finetune.data.inspection import Batching, Inspection, Piece, Sample
@@ -80,8 +80,8 @@ def show(found: Inspection, console: Console) -> None:
     legend = "trained tokens in green" if coloured else f"trained tokens in {marks[0]} {marks[1]}"
     printing.say(console)
     printing.say(console, f"the first rows as the model sees them, {legend}", style="bold")
-    for sample in found.samples:
-        printing.say(console, _caption(sample), style=_CONTEXT)
+    for caption, sample in _captioned(found):
+        printing.say(console, caption, style=_CONTEXT)
         for line in _row(sample, console, marks).split("\n"):
             printing.put(console, Text.assemble("    ", line), whole=True)
 
@@ -118,7 +118,7 @@ def _values(found: Inspection) -> dict[str, object]:
             head[:-1],
             [(f"{name} ({mark})" if mark else name, *cells) for name, *cells, mark in batchings],
         ),
-        "samples": [spelt(sample) for sample in found.samples],
+        "samples": [(caption, spelt(sample)[1]) for caption, sample in _captioned(found)],
     }
 
 
@@ -140,6 +140,10 @@ def _facts(found: Inspection) -> dict[str, str]:
     }
     if found.warning:
         shown["evaluation set"] = found.warning
+    elif found.eval and not found.judges:
+        shown["evaluation set"] = words.TOO_FEW_TO_JUDGE
+    if prompts := words.prompts(found.separator, found.train, found.eval):
+        shown["prompts"] = prompts
     for name, counts in _splits(found).items():
         if counts.dropped:
             shown[f"dropped, {name}"] = words.dropped(counts)
@@ -206,6 +210,16 @@ def _lengths(found: Inspection) -> list[tuple[str, float, str, str]]:
 def spelt(sample: Sample) -> tuple[str, list[tuple[str, bool]]]:
     """A row for a page: its caption, and its pieces as (text, trained)."""
     return _caption(sample), [(_spelt(piece, "↵"), piece.trained) for piece in sample.pieces]
+
+
+def _captioned(found: Inspection) -> Iterator[tuple[str, Sample]]:
+    """The first rows with their captions, and how the first would be with the chat template if that is left out."""
+    for sample in found.samples:
+        yield _caption(sample), sample
+    if found.as_chat:
+        changes = " and ".join(f"`{key}: {inline(value)}`" for key, value in found.as_chat.changes.items())
+        caption = f"{_caption(found.as_chat.sample)}, if {changes} made the rows turns of the chat template"
+        yield caption, found.as_chat.sample
 
 
 def _caption(sample: Sample) -> str:

@@ -167,8 +167,14 @@ class Terminal:
         facts["data"] = words.counts(data.train_counts, config.data.max_length)
         if data.eval_counts:
             facts["evaluation set"] = words.counts(data.eval_counts, config.data.max_length)
+            if config.output.best and config.training.eval_every and not data.judges:
+                facts["evaluation set"] += f"; {words.TOO_FEW_TO_JUDGE}"
+                if config.training.early_stopping:
+                    facts["evaluation set"] += ", although training stops early by their loss"
         else:
             facts["evaluation set"] = data.warning or "none"
+        if prompts := words.prompts(config.data.separator, data.train_counts, data.eval_counts):
+            facts["prompts"] = prompts
         facts["batch"] = _batching(config, processes)
         facts["training"] = words.training(config)
         facts["attention"] = attention
@@ -286,10 +292,12 @@ class Terminal:
             for one in record.get(key, ()):
                 self._say(f"{title}: {one}")
 
-    def serves(self, commands: dict[str, str]) -> None:
-        """Print the command lines that serve an export, by program."""
+    def serves(self, commands: dict[str, str], prompts: str | None) -> None:
+        """Print the command lines that serve an export, by program, and how it is asked if not in turns of a chat."""
         self._say("\nserve it with")
         self._facts(commands)
+        if prompts:
+            self._say(prompts)
 
     def pushed(self, address: str, also_there: list[str]) -> None:
         """Print where an export was uploaded to, and what earlier uploads left there."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -189,6 +190,24 @@ def counts(found: Counts, max_length: int) -> str:
         "listed in data.jsonl": len(found.affected),
     }
     return ", ".join(part for part, rows in parts.items() if rows)
+
+
+def prompts(separator: str, *splits: Counts | None) -> str | None:
+    """How rows of a plain-text prompt and completion are joined; None if there are none."""
+    counts = [each for each in splits if each]
+    rows, joined = sum(each.kinds.get("completion", 0) for each in counts), sum(each.run_together for each in counts)
+    if not rows:
+        return None
+    text = f"plain text in {count(rows)} row{'s' * (rows != 1)}, without the chat template"
+    if separator:
+        text += f", each followed by {json.dumps(separator, ensure_ascii=False)}"
+    if joined:
+        text += f"; no white space before the answer in {count(joined)} (see data.separator)"
+    return text
+
+
+TOO_FEW_TO_JUDGE = "too few different rows to choose an adapter by, so the last one is published"
+"""Of an evaluation set that does not decide what is published."""
 
 
 def dropped(counts: Counts) -> str:

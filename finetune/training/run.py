@@ -20,7 +20,7 @@ from finetune import kernels
 from finetune.config import Config
 from finetune.data import fingerprint
 from finetune.data.batching import MicroBatching, RowOrder
-from finetune.data.prepare import Prepared
+from finetune.data.prepare import ROWS_TO_JUDGE, Prepared
 from finetune.errors import ConfigError, FinetuneError, MachineError
 from finetune.kernels import compiled, proof
 from finetune.measure import snapshots
@@ -218,7 +218,12 @@ def _loop(job: Job, callbacks: Callbacks) -> Loop:
         schedule=schedule,
         steps=steps,
         progress=progress,
-        rhythm=Rhythm(training.eval_every, config.output.save_every, config.output.best, training.early_stopping),
+        rhythm=Rhythm(
+            training.eval_every,
+            config.output.save_every,
+            config.output.best and job.data.judges,
+            training.early_stopping,
+        ),
         retry=Retry(
             on_oom.split,
             on_oom.give_up,
@@ -439,6 +444,12 @@ def _best_checkpoint(job: Job, progress: Progress) -> Path | None:
     """The checkpoint of the best evaluation, if it is to be published; None if it is the last step or not on disk."""
     best, run = progress.best_step, job.run
     if not job.config.output.best or not best or best == progress.step:
+        return None
+    if not job.data.judges:
+        job.listener.note(
+            f"publishing the last step, not step {best} with its lower eval loss: that of fewer than {ROWS_TO_JUDGE} "
+            "different rows says too little of the adapter"
+        )
         return None
     path = run.checkpoint(best)
     if not path.is_dir():

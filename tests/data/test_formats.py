@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from finetune.data.examples import Chat, Completion, Example, RowError, Text, Tokens
-from finetune.data.formats import FORMATS, detect, known_fields, mapped, read
+from finetune.data.formats import FORMATS, as_chat, detect, known_fields, likely_columns, mapped, read
 from finetune.data.messages import ROLES
 
 ASK = {"role": "user", "content": "Why?"}
@@ -59,12 +59,12 @@ ROWS: list[tuple[str, dict[str, Any], Example]] = [
     (
         "preference",
         {"chosen": "Human: Why? Assistant: I know.", "rejected": "Human: Why? Assistant: I do not."},
-        Completion("Human: Why? Assistant: I", " know."),
+        Completion("Human: Why? Assistant: I", " know.", one_text=True),
     ),
     (
         "preference",
         {"chosen": "Human: Why?\nAssistant: Once.", "rejected": "Human: Why?\nAssistant: On."},
-        Completion("Human: Why?\nAssistant:", " Once."),
+        Completion("Human: Why?\nAssistant:", " Once.", one_text=True),
     ),
     ("tokenized", {"input_ids": [5, 6, 7]}, Tokens([5, 6, 7])),
     ("tokenized", {"input_ids": [5, 6], "labels": [-100, 6], "attention_mask": None}, Tokens([5, 6], [-100, 6])),
@@ -106,13 +106,112 @@ def test_a_row_of_no_format_is_told_its_fields_and_all_formats(subtests: pytest.
 
 def test_fields_of_telling_names_are_told_as_columns(subtests: pytest.Subtests) -> None:
     for row, columns in [
-        ({"question": "x", "answer": "y"}, "{prompt: question, completion: answer}"),
+        (
+            {"question": "x", "answer": "y"},
+            "{instruction: question, output: answer}` to train them as turns of the chat template, or `{prompt: "
+            "question, completion: answer}` as plain text",
+        ),
+        (
+            {"ticket_id": "7", "customer_message": "x", "agent_reply": "y", "agent_name": "z"},
+            "{instruction: customer_message, output: agent_reply}",
+        ),
+        ({"Frage": "x", "Antwort, kurz": "y"}, "{instruction: Frage, output: 'Antwort, kurz'}"),
         ({"instruction": "x", "response": "y"}, "{output: response}"),
         ({"dialogue": []}, "{messages: dialogue}"),
         ({"content": "x"}, "{text: content}"),
     ]:
-        with subtests.test(row=row), pytest.raises(RowError, match=re.escape(f"set `data.columns: {columns}`")):
+        with subtests.test(row=row), pytest.raises(RowError, match=re.escape(f"set `data.columns: {columns}")):
             detect(row, {})
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"customer_message": "x", "customer_question": "y", "agent_reply": "z"},  # which of both?
+        {"answer_to_question": "x", "reply": "y"},
+        {"customer_id": "x", "agent_reply": "y"},
+        {"customers": 3, "agent_reply": "y"},
+    ],
+)
+def test_columns_are_not_guessed_where_their_names_do_not_single_out_two(row: dict[str, Any]) -> None:
+    assert likely_columns(row) is None
+
+
+@pytest.mark.parametrize(
+    ("row", "cure"),
+    [
+        ({"sender": "Ann", "text": "Hi"}, "`data.format: text`"),
+        ({"Date": "1.2.", "Sender": "Ann", "Message": "Hi"}, "`data.columns: {text: Message}`"),
+        ({"role": "user", "content": "Hi"}, "`data.columns: {text: content}`"),
+        ({"from": "human", "value": "Hi"}, "`data.columns: {text: value}`"),
+        ({"AuthorID": "1", "Author": "Ann", "Content": "Hi"}, "`data.columns: {text: Content}`"),
+    ],
+)
+def test_a_row_of_a_chat_export_is_refused_unless_the_config_says_that_it_stands_alone(
+    row: dict[str, str], cure: str
+) -> None:
+    with pytest.raises(RowError, match="one message of a conversation") as caught:
+        read(row, "auto", {})
+    assert cure in str(caught.value)
+    said = next(name for name in row if name.lower() in ("text", "message", "content", "value"))
+    alone = ("text", {}) if said == "text" else ("auto", {"text": said})
+    assert read(row, *alone)[0] == Text("Hi")
+
+
+def test_a_text_with_an_author_is_no_chat_export() -> None:
+    assert detect({"author": "Ann", "text": "Once"}, {}) == "text"
+
+
+def test_a_separator_follows_each_prompt_that_was_written_apart_from_its_completion() -> None:
+    for row, expected in [
+        ({"prompt": "Why?", "completion": "So."}, Completion("Why?\n", "So.")),
+        ({"prompt": "Why?", "chosen": "So.", "rejected": "No."}, Completion("Why?\n", "So.")),
+        ({"chosen": "Q: Why? A: So.", "rejected": "Q: Why? A: No."}, Completion("Q: Why? A:", " So.", one_text=True)),
+        ({"instruction": "Why?", "output": "Because."}, Chat([ASK, TELL])),
+        ({"text": "Once"}, Text("Once")),
+    ]:
+        assert read(row, "auto", {}, "\n")[0] == expected
+
+
+def test_what_runs_together_has_no_white_space_on_either_side() -> None:
+    assert Completion("Why?", "So.").runs_together
+    for prompt, completion in [("Why? ", "So."), ("Why?", " So."), ("Why?\n", "So."), ("", "So."), ("Why?", "")]:
+        assert not Completion(prompt, completion).runs_together
+    assert not Completion("Wh", "y?", one_text=True).runs_together
+
+
+def test_a_column_of_another_name_is_not_read_under_its_own_as_well() -> None:
+    """Alpaca has an `input` of its own, and rows with `prompt` and `completion` are another format."""
+    turns = {"instruction": "input", "output": "output"}
+    assert read({"input": "Why?", "output": "Because."}, "auto", turns) == (Chat([ASK, TELL]), [])
+    turns = {"instruction": "prompt", "output": "completion"}
+    assert read({"prompt": "Why?", "completion": "Because."}, "auto", turns) == (Chat([ASK, TELL]), [])
+
+
+@pytest.mark.parametrize(
+    ("row", "columns", "turns"),
+    [
+        ({"prompt": "x", "completion": "y"}, {}, {"instruction": "prompt", "output": "completion"}),
+        (
+            {"q": "x", "a": "y", "tone": "z"},
+            {"prompt": "q", "completion": "a", "system": "tone"},
+            {"instruction": "q", "system": "tone", "output": "a"},
+        ),
+        ({"prompt": "x", "chosen": "y", "rejected": "z"}, {}, {"instruction": "prompt"}),
+        ({"prompt": "x", "completion": "y", "input": "z"}, {}, None),  # which Alpaca would add to the question
+        ({"prompt": [ASK], "completion": [TELL]}, {}, None),
+        ({"chosen": "x y", "rejected": "x z"}, {}, None),
+        ({"text": "x"}, {}, None),
+    ],
+)
+def test_the_columns_that_make_turns_of_plain_text(
+    row: dict[str, Any], columns: dict[str, str], turns: dict[str, str] | None
+) -> None:
+    assert as_chat(row, "auto", columns) == turns
+    if turns:
+        example, unused = read(row, "auto", turns)
+        assert isinstance(example, Chat)
+        assert unused == []
 
 
 def test_each_role_is_known_by_the_name_that_templates_have_for_it(subtests: pytest.Subtests) -> None:

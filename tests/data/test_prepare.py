@@ -344,7 +344,7 @@ def sides(tokenizer: Any, source: str, **options: Any) -> tuple[list[str], list[
 def test_each_side_has_a_row_and_the_hash_alone_decides_where_it_gives_each_one(
     write: Write, tokenizer: Any, subtests: pytest.Subtests
 ) -> None:
-    for rows in [2, 3, 60]:
+    for rows in [2, 3, 40]:
         for share in [1e-9, 0.02, 0.5, 1 - 1e-9]:
             with subtests.test(rows=rows, share=share):
                 for number in range(8):
@@ -366,6 +366,29 @@ def test_each_side_has_a_row_and_the_hash_alone_decides_where_it_gives_each_one(
                         train[::-1],
                         held_out[::-1],
                     )
+
+
+@pytest.mark.parametrize(
+    ("rows", "share", "held_out"),
+    [(10, 0.02, 1), (49, 1e-9, 1), (50, 1e-9, 10), (60, 0.02, 10), (200, 0.02, 10), (200, 1e-9, 10)],
+)
+def test_ten_different_rows_are_held_out_to_judge_an_adapter_by_where_they_can_be_spared(
+    rows: int, share: float, held_out: int, write: Write, tokenizer: Any
+) -> None:
+    texts = [{"text": "so " * (number + 1)} for number in range(rows)]
+    source = write(texts * 2)  # each of them twice: a copy says nothing more of an adapter
+    below = sum(row.share() < share for row in map(sources.Row, ["x"] * rows, texts))
+    assert below < 10, "the hash was meant to give fewer"
+    prepared = prepare(DataSection(train=source, eval_share=share), tokenizer)
+    assert prepared.eval_counts is not None
+    assert prepared.eval_counts.rows == 2 * max(held_out, below)
+    assert prepared.judges == (held_out >= 10)
+
+
+def test_as_many_as_the_share_says_are_held_out_where_that_is_enough_to_judge_by(write: Write, tokenizer: Any) -> None:
+    source = write(MANY)
+    _, held_out = _splits(Job(DataSection(train=source), tokenizer), Problems())
+    assert ids(held_out) == [row.fields["id"] for row in sources.rows(source) if row.share() < 0.02]
 
 
 def test_rows_that_are_all_equal_are_all_trained_with_a_warning(

@@ -40,18 +40,19 @@ def test_a_short_config_is_written_with_the_values_that_fit_and_the_reason_of_ea
     assert text in out
     assert len(text.splitlines()) < 40
     config = load_config(tmp_path / "rows.yaml")
-    assert config.data.columns == {"prompt": "question", "completion": "answer"}
+    assert config.data.columns == {"instruction": "question", "output": "answer"}
     assert config.data.eval == "auto"
     assert config.data.max_length == 128
     assert config.quantization.kind == "none"
     assert config.training.rows == 4
     assert config.memory.checkpointing == "auto"
     assert "  checkpointing: auto  # `none` as of now: " in text
-    # 9 rows and one held out; the best of 10 epochs is kept.
+    # 9 rows, and one held out, whose loss decides nothing.
     assert (config.training.batch_size, config.training.epochs) == (4, 10)
-    assert config.training.eval_every == config.output.save_every == 3
+    assert (config.training.eval_every, config.output.save_every) == (3, 100)
+    assert "1 row held out by hash; too few different rows to choose an adapter by" in text
     [head, *lines] = text.splitlines()
-    assert "10 rows of the format prompt_completion; fits: " in head
+    assert "10 rows of the format alpaca; fits: " in head
     chosen = [line for line in lines if line.startswith("  ") and not line.startswith("    ")]
     assert [line for line in chosen if "  # " not in line] == [f"  name: {shallow_base}", "  train: rows.jsonl"]
 
@@ -117,23 +118,117 @@ class _Terminal(io.StringIO):
         return True
 
 
+def test_enough_rows_are_held_out_to_keep_the_best_epoch_where_there_are_fifty(
+    call: Call, tmp_path: Path, shallow_base: Path
+) -> None:
+    write(tmp_path, 60)
+    code, out, _ = call("init", shallow_base, "rows.jsonl")
+    config = load_config(tmp_path / "rows.yaml")
+    assert code == 0
+    assert "eval: auto  # 10 rows held out by hash\n" in out
+    assert config.output.save_every == config.training.eval_every
+
+
+def test_the_card_is_asked_for_once_the_data_were_read_and_again_after_a_mistake(
+    call: Call, tmp_path: Path, shallow_base: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(tmp_path, 3)
+    with open(tmp_path / "rows.jsonl", "a") as file:
+        file.write("{\n")
+    monkeypatch.setattr(sys, "stdin", stdin := _Terminal("RTX 4O9O\n24GiB\n"))
+    code, _, err = call("init", shallow_base, "rows.jsonl")
+    assert code == 3
+    assert "rows.jsonl:4:" in err
+    assert stdin.tell() == 0, "nothing was asked"
+
+    write(tmp_path, 3)
+    code, out, err = call("init", shallow_base, "rows.jsonl")
+    assert code == 0
+    assert "RTX 4O9O" in err
+    assert out.index("reading rows.jsonl") < out.index("Card: ")
+    assert load_config(tmp_path / "rows.yaml").training.precision == "bf16"
+
+
+GUESSED = ("customer_message", "agent_reply")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "answer", "code"),
+    [
+        ([], None, 2), ([], "n\n", 2), ([], "y\n\n", 0), (["--yes"], None, 0),
+        (["--columns", "prompt=customer_message,completion=agent_reply"], None, 0),
+        (["--columns", "instruction=customer_message,output=agent_reply"], None, 0),
+    ],
+)  # fmt: skip
+def test_columns_that_are_guessed_are_confirmed_or_named(
+    arguments: list[str], answer: str | None, code: int, call: Call, tmp_path: Path, shallow_base: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    write(tmp_path, 10, fields=GUESSED)
+    if answer:
+        monkeypatch.setattr(sys, "stdin", _Terminal(answer))
+    found, out, err = call("init", shallow_base, "rows.jsonl", *arguments)
+    assert found == code
+    assert ("Is `agent_reply` the answer to `customer_message`?" in out) == (answer is not None)
+    if code:
+        assert "--columns prompt=customer_message,completion=agent_reply" in err
+        assert not (tmp_path / "rows.yaml").exists()
+    else:
+        assert load_config(tmp_path / "rows.yaml").data.columns == {
+            "instruction": "customer_message", "output": "agent_reply"
+        }  # fmt: skip
+        assert call("data", "rows.yaml")[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("columns", "code", "said"),
+    [
+        ("prompt=Frage, lang,completion=Antwort", 0, ""),
+        ("prompt", 2, "write FIELD=COLUMN"),
+        ("prompt=Frag,completion=Antwort", 3, "did you mean `Frage, lang`?"),
+        ("promt=Frage, lang", 2, "did you mean `prompt`?"),
+    ],
+)
+def test_columns_may_be_named(
+    columns: str, code: int, said: str, call: Call, tmp_path: Path, shallow_base: Path
+) -> None:
+    write(tmp_path, 10, fields=("Frage, lang", "Antwort"))
+    found, _, err = call("init", shallow_base, "rows.jsonl", "--columns", columns)
+    assert found == code
+    assert said in err
+
+
+@pytest.mark.parametrize("command", ["init", "data", "train"])
+def test_a_chat_export_is_refused_with_one_sentence(
+    command: str, call: Call, tmp_path: Path, shallow_base: Path
+) -> None:
+    write(tmp_path, 10, fields=("sender", "text"))
+    (tmp_path / "job.yaml").write_text(f"model: {{name: {shallow_base}}}\ndata: {{train: rows.jsonl}}\n")
+    code, _, err = call(*(["init", shallow_base, "rows.jsonl"] if command == "init" else [command, "job.yaml"]))
+    assert code == 3
+    assert err.startswith("error: rows.jsonl:1")
+    assert "`sender` and `text` make each row one message of a conversation" in err
+    assert err.count("\n") == 1
+    assert call("data", "job.yaml", "data.format=text")[0] == 0
+
+
 def test_on_a_terminal_it_asks_for_what_is_missing_and_again_after_a_mistake(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
     monkeypatch.chdir(tmp_path)
     write(tmp_path, 2)
-    monkeypatch.setattr(sys, "stdin", _Terminal("builtin:tiny-lama\nbuiltin:tiny-llama\nrows.json\nrows.jsonl\n\n"))
+    monkeypatch.setattr(sys, "stdin", _Terminal("builtin:tiny-lama\nbuiltin:tiny-llama\nrows.json\nrows.jsonl\n"))
     wanted = questions.ask(None, None, None, None, yes=False)
-    assert wanted == questions.Wanted("builtin:tiny-llama", "rows.jsonl", None, Path("rows.yaml"))
+    assert wanted == questions.Wanted("builtin:tiny-llama", "rows.jsonl", None, Path("rows.yaml"), asks=True)
     err = capsys.readouterr().err
     assert "did you mean `builtin:tiny-llama`?" in err
     assert "did you mean `rows.jsonl`?" in err
 
     (tmp_path / "rows.yaml").write_text("mine")
     for answer, agreed in (("n", False), ("y", True)):
-        monkeypatch.setattr(sys, "stdin", _Terminal(f"24GiB\n{answer}\n"))
+        monkeypatch.setattr(sys, "stdin", _Terminal(f"{answer}\n"))
         if agreed:
-            assert questions.ask("builtin:tiny-llama", "rows.jsonl", None, None, yes=False).gpu == "24GiB"
+            assert questions.ask("builtin:tiny-llama", "rows.jsonl", None, None, yes=False) == wanted
         else:
             with pytest.raises(ConfigError, match="left as it is"):
                 questions.ask("builtin:tiny-llama", "rows.jsonl", None, None, yes=False)

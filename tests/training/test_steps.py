@@ -5,6 +5,7 @@ import json
 import os
 import signal
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -183,9 +184,15 @@ def test_fresh_moves_the_old_run_aside(quick) -> None:
     assert first.path.with_name("run.1").joinpath("metrics.jsonl").read_bytes() == old
 
 
-def test_best_checkpoint_is_published_and_kept(quick) -> None:
-    """A learning rate that ruins the model after a good start: the published adapter is the best one, not the last."""
+@pytest.mark.parametrize(("held_out", "judges"), [(9, False), (10, True)])
+def test_the_best_checkpoint_is_published_where_ten_held_out_rows_judge_it_and_else_the_last(
+    held_out: int, judges: bool, quick, rows_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    """A learning rate that ruins the model after a good start; a row that is held out twice says no more than once."""
+    lines = rows_file.read_text().splitlines()[:held_out]
+    (tmp_path / "held_out.jsonl").write_text("\n".join([*lines, lines[0], lines[0]]) + "\n")
     config = quick(
+        f"data.eval={tmp_path / 'held_out.jsonl'}",
         "training.max_steps=12",
         "training.eval_every=2",
         "training.learning_rate=1",
@@ -200,9 +207,12 @@ def test_best_checkpoint_is_published_and_kept(quick) -> None:
     assert best != max(evaluations), "the job was meant to get worse"
     assert run.events()[-1]["best_step"] == best
     published = adapter_weights(run)
-    saved = load_file(run.checkpoint(best) / "adapter_model.safetensors")
+    saved = load_file(run.checkpoint(best if judges else 12) / "adapter_model.safetensors")
     assert all(torch.equal(published[name], saved[name]) for name in published)
     assert best in [checkpoint_step(path) for path in run.complete_checkpoints()]
+    out = " ".join(capsys.readouterr().out.split())
+    assert ("too few different rows to choose an adapter by, so the last one is published" in out) == (not judges)
+    assert (f"publishing the last step, not step {best} with its lower eval loss" in out) == (not judges)
 
 
 def test_no_more_checkpoints_are_kept_than_asked(quick) -> None:

@@ -1,0 +1,131 @@
+"""Facts about plain-text prompts, which no chat template surrounds: every place that shows or asks a model says so."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import finetune
+from finetune.data.prepare import prepare
+from finetune.export.formats import FORMATS
+from finetune.inference import jobs
+from finetune.model.tokenizer import load_tokenizer
+from finetune.storage.rundir import RunDirectory
+
+Call = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture(scope="session")
+def bare_base(shallow_base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A base without a chat template."""
+    folder = tmp_path_factory.mktemp("bare") / "base"
+    shutil.copytree(shallow_base, folder)
+    (folder / "chat_template.jinja").unlink(missing_ok=True)
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    settings.pop("chat_template", None)
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    return folder
+
+
+def write(folder: Path, name: str = "rows.jsonl") -> Path:
+    rows = [{"prompt": f"What is {number}?", "completion": f"It is {number}."} for number in range(60)]
+    (folder / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder / name
+
+
+@pytest.mark.parametrize("separator", ["", "\n"])
+def test_what_is_asked_of_a_run_and_of_its_exports_is_what_was_trained(
+    separator: str, quick: Any, tmp_path: Path, call: Call
+) -> None:
+    config = quick(f"data.train={write(tmp_path)}", f"data.separator={json.dumps(separator)}")
+    run = finetune.train(config).run
+
+    tokenizer = load_tokenizer(config.model)
+    row = prepare(config.data, tokenizer).train[0]
+    asked = jobs.Ready(config, None, tokenizer, "completion").asked("What is 7?")
+    assert asked == jobs.examples.Completion(f"What is 7?{separator}", "")
+    [prompt] = [ids for ids in (tokenizer(f"What is {n}?{separator}")["input_ids"] for n in range(60))
+                if ids == row["input_ids"][: len(ids)]]  # fmt: skip
+    assert not any(label != -100 for label in row["labels"][: len(prompt)])
+
+    how = ', with "\\n" after each prompt' if separator else ""
+    for name in ("merged", "adapter", "ollama"):
+        code, out, _ = call("export", run.path, "--to", name)
+        assert code == 0
+        card = (run.path / FORMATS[name].folder / "README.md").read_text()
+        for text in (card, out):
+            assert f"trained on plain text to be completed{how}" in text
+            assert ("`/v1/chat/completions` adds a chat template, which was not trained" in text) == (name != "ollama")
+    modelfile = (run.path / "ollama" / "Modelfile").read_text()
+    assert f"# The model was trained on plain text to be completed{how}" in modelfile
+    literal = '{{ "\\n" }}' if separator else ""
+    assert f'TEMPLATE """{{{{ .Prompt }}}}{literal}"""' in modelfile
+
+
+def test_a_run_of_conversations_says_nothing_of_plain_text(run: RunDirectory, call: Call) -> None:
+    code, out, _ = call("export", run.path, "--to", "adapter")
+    assert code == 0
+    assert "plain text" not in out + (run.path / "plain-adapter" / "README.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("separator", "said"),
+    [
+        ("", "plain text in 60 rows, without the chat template; no white space before the answer in 60 (see "
+         "data.separator)"),
+        ("\n", 'plain text in 60 rows, without the chat template, each followed by "\\n"'),
+    ],
+)  # fmt: skip
+def test_the_header_of_a_run_and_a_look_at_the_data_say_how_prompts_are_joined(
+    separator: str, said: str, quick: Any, tmp_path: Path, call: Call, shallow_base: Path
+) -> None:
+    job = tmp_path / "job.yaml"
+    job.write_text(f"model: {{name: {shallow_base}}}\ndata: {{train: {write(tmp_path)}}}\n")
+    run = [f"data.separator={json.dumps(separator)}", "training.max_steps=1", "memory.check=off"]
+    for command in (["data", job, run[0]], ["train", job, *run, f"output.dir={tmp_path / 'run'}"]):
+        code, out, _ = call(*command)
+        assert code == 0
+        assert re.search(r"^prompts +(.*)$", out, re.M)[1] == said  # type: ignore[index]
+    code, out, _ = call("data", job, run[0])
+    assert f"What is 0?{separator and '↵'}" in out
+    turns = "if `data.columns: {instruction: prompt, output: completion}` made the rows turns of the chat template\n"
+    assert turns in out
+    template = out.partition(turns)[2]
+    assert re.search(r"<\|im_start\|>user↵\n +What is \d+\?<\|im_end\|>↵\n", template)
+
+    code, out, _ = call("data", job, "data.columns={instruction: prompt, output: completion}")
+    assert code == 0
+    assert "prompts" not in out
+    assert "made the rows turns" not in out
+
+
+def test_rows_without_a_chat_template_are_not_shown_with_one(call: Call, tmp_path: Path, bare_base: Path) -> None:
+    job = tmp_path / "job.yaml"
+    job.write_text(f"model: {{name: {bare_base}}}\ndata: {{train: {write(tmp_path)}}}\n")
+    code, out, _ = call("data", job)
+    assert code == 0
+    assert "made the rows turns" not in out
+
+
+def test_init_proposes_the_chat_template_where_there_is_one_and_else_a_separator(
+    call: Call, tmp_path: Path, bare_base: Path, shallow_base: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path)
+    for base, said, unsaid in [
+        (shallow_base, "instruction: prompt", "separator"),
+        (bare_base, 'separator: "\\n"', "instruction"),
+    ]:
+        code, out, _ = call("init", base, "rows.jsonl", "--yes")
+        assert code == 0
+        assert said in out
+        assert unsaid not in out
+        code, out, _ = call("data", "rows.yaml")
+        assert code == 0
+        assert "no white space before the answer" not in out
