@@ -263,7 +263,7 @@ def compare(server: Any, model: Any, made: Any, positions: int, count: int) -> d
     same = difference = 0.0
     for row, length in places:
         expected = logits[row][length - 1].log_softmax(-1)
-        same += server.agrees(rows[row][:length], int(expected.argmax()), made)
+        same += server.next_token(rows[row][:length]) == int(expected.argmax())
         for top, log_prob in server.log_probs(rows[row][:length]).items():
             difference = max(difference, abs(log_prob - float(expected[top])))
     prompt = rows[0][:16]

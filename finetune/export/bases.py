@@ -6,6 +6,7 @@ time is on the device.
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import dataclass
@@ -45,7 +46,7 @@ class Bases:
                 f"the weights of {config.model.name} are not in safetensors files, which a merge reads; convert them"
             )
         self.config, self.adapter, self.files, self.device = config, adapter, files, device
-        self.dtype = _MERGED_DTYPES[config.training.precision]
+        self.dtype = self.compute_dtype = _MERGED_DTYPES[config.training.precision]
         self.architecture = load_architecture(config.model)
         text = self.architecture.get_text_config()
         self.layers, self.stride = text.num_hidden_layers, proof.stride(text.vocab_size, proof.ROW_TOKENS)
@@ -78,6 +79,12 @@ class Bases:
         make_buffers(self.bare, self.device)
         make_buffers(self.adapted.get_base_model(), self.device)
 
+    def compute_in_float32(self) -> None:
+        """From now on, models compute in float32; what is written keeps its type."""
+        self.compute_dtype = torch.float32
+        self.bare.float()
+        self.adapted.float()
+
     def run(self, model: Any, fetch: Callable[[str], torch.Tensor | None], rows: list[list[int]]) -> proof.Streamed:
         """Logits of a model whose weights `fetch` reads."""
         libraries.return_freed_memory()  # what merging or an earlier model left
@@ -86,6 +93,8 @@ class Bases:
     def run_of_files(self, folder: Path, rows: list[list[int]]) -> proof.Streamed:
         """Logits of the merged model that was written to `folder`."""
         model = make_buffers(self._weightless(self.merged_architecture), self.device)
+        if self.compute_dtype == torch.float32:  # else buffers stay as they are, such as rotary frequencies
+            model.float()
         files = sorted(folder.glob("*" + weight_files.SUFFIX))
         return self.run(model, streamed.Weights(model, files).get, rows)
 
@@ -123,6 +132,13 @@ class Merging:
         """A weight of that base with the adapter, by its name in PEFT's model."""
         own = self.bases.updates.fetch(name)
         return self.base(base_name(name)) if own is None else own
+
+    def rounded_at_random(self, name: str) -> torch.Tensor | None:
+        """`adapted`, with an error like that of rounding in each weight that the merge rounds."""
+        weight = self.adapted(name)
+        if weight is None or not (base_name(name) in self.bases.updates or ".modules_to_save." in name):
+            return weight
+        return proof.rounded_at_random(weight, self.bases.dtype, seed=zlib.crc32(name.encode()))
 
     def merged(self, name: str) -> torch.Tensor | None:
         """A weight of the merged model."""

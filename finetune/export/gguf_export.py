@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,9 @@ def file_name(kind: str) -> str:
 def make(job: Job, folder: Path) -> dict[str, Any]:
     """Write the GGUF file to `folder` and prove it. Returns the facts of export.json."""
     file = folder / file_name(job.kind)
+    # llama.cpp computes no further, and a prompt leaves it room for the next token.
+    longest = gguf_model.context(job.architecture)[0] - 1
+    job = replace(job, rows=[row[:longest] for row in job.rows])
     dtype = _dtype(job)
     model = job.load_merged(dtype)
     trained = proof.logits(model, job.rows)

@@ -87,7 +87,7 @@ def _add_gemma(writer: Any, config: Any) -> None:
 
 def _add_phi3(writer: Any, config: Any) -> None:
     writer.add_rope_scaling_orig_ctx_len(config.max_position_embeddings)
-    writer.add_sliding_window(0)  # which llama.cpp has not for this architecture; see `_context`
+    writer.add_sliding_window(0)  # which llama.cpp has not for this architecture; see `context`
 
 
 _GELU = "gelu_pytorch_tanh"
@@ -181,10 +181,10 @@ def write_lora(config: Any, pairs: dict[str, tuple[torch.Tensor, torch.Tensor]],
 
 
 def _add_parameters(writer: Any, config: Any, found: Family) -> list[str]:
-    context, known = _context(config)
+    longest, known = context(config)
     rope = _rope(config)
     head = _head_size(config)
-    writer.add_context_length(context)
+    writer.add_context_length(longest)
     writer.add_vocab_size(config.vocab_size)
     writer.add_embedding_length(config.hidden_size)
     writer.add_block_count(config.num_hidden_layers)
@@ -207,7 +207,7 @@ def _add_parameters(writer: Any, config: Any, found: Family) -> list[str]:
     return known
 
 
-def _context(config: Any) -> tuple[int, list[str]]:
+def context(config: Any) -> tuple[int, list[str]]:
     """The context in tokens: up to where llama.cpp, which has no window for Mistral and Phi 3, computes the same."""
     window = getattr(config, "sliding_window", None)
     longest: int = bounds.positions(config) or config.max_position_embeddings

@@ -6,6 +6,7 @@ import contextlib
 import importlib
 import importlib.util
 import json
+import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,7 +17,6 @@ import torch
 from finetune.data.examples import Chat
 from finetune.errors import ArtifactError
 from finetune.export.job import Job
-from finetune.model import chat_template
 
 # Positions of the held-out rows at which the most likely next token is compared. A wrong file agrees at few; a right
 # one differs only where two tokens are nearly tied.
@@ -38,7 +38,8 @@ class Server:
             with urllib.request.urlopen(request) as answer:
                 return json.load(answer)
         except OSError as error:  # not one of the disk; a chat template that it cannot render is one of these
-            raise ArtifactError(f"llama.cpp fails at {path}: {error}. Nothing was published") from None
+            why = _reason(error) if isinstance(error, urllib.error.HTTPError) else str(error)
+            raise ArtifactError(f"llama.cpp fails at {path}: {why}. Nothing was published") from None
 
     def tokens(self, text: str, *, opening: bool = False) -> list[int]:
         """The tokens of a text that may contain special ones; `opening`: with the BOS that starts a prompt."""
@@ -48,16 +49,25 @@ class Server:
     def log_probs(self, prompt: list[int], count: int = 1) -> dict[int, float]:
         """The `count` most likely next tokens, the first first, and their log-probabilities.
 
-        Empty where the first ends an answer: the server does not name it then.
+        Empty where the first is only a part of a character: the server keeps that back until the character is complete.
         """
         answer = self.post("/completion", prompt=prompt, n_predict=1, n_probs=count, temperature=0.0)
         [found] = answer.get("completion_probabilities", [{"top_logprobs": []}])
         return {one["id"]: one["logprob"] for one in found["top_logprobs"]}
 
-    def agrees(self, prompt: list[int], token: int, tokenizer: Any) -> bool:
-        """Whether `token` is the most likely next one."""
-        found = self.log_probs(prompt)
-        return token in found if found else token in chat_template.special_ids(tokenizer)
+    def next_token(self, prompt: list[int]) -> int:
+        """The most likely next token: also one that ends an answer, or is a part of a character."""
+        answer = self.post("/completion", prompt=prompt, n_predict=1, temperature=0.0, return_tokens=True)
+        [token] = answer["tokens"]
+        return int(token)
+
+
+def _reason(error: urllib.error.HTTPError) -> str:
+    """What the server says of a request that it refuses."""
+    try:
+        return str(json.load(error)["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        return str(error)
 
 
 def installed() -> bool:
@@ -107,7 +117,7 @@ def compare(
         )
         same_prompt = not job.prompt or server.tokens(_prompt(server, job), opening=True) == job.prompt
         same_top = sum(
-            server.agrees(job.rows[row][:length], int(expected[row][length - 1].argmax()), job.tokenizer)
+            server.next_token(job.rows[row][:length]) == int(expected[row][length - 1].argmax())
             for row, length in places
         )
     wrong = []

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ from finetune.data import fingerprint
 from finetune.data import prepare as data_prepare
 from finetune.errors import ArtifactError, ConfigError, MachineError
 from finetune.export import proof, shards
-from finetune.export.bases import ONTO, Bases, Onto
+from finetune.export.bases import ONTO, Bases, Merging, Onto
 from finetune.export.card import model_card, public
 from finetune.export.formats import FORMATS
 from finetune.model import file_hashes, identity
@@ -78,13 +79,12 @@ def merge(
             fingerprint.save(tokenizer, base_identity, written)
             shards.write_settings(bases, folder, tokenizer, written)
             shards.write_weights(bases.merging(chosen), written)
-            merged = bases.run_of_files(written, rows)
             record = {
                 "format": "merged",
                 "onto": chosen,
                 "compared_with": f"{bases.named(chosen)} with the adapter",
                 "rows_of": rows_of,
-                **_prove(bases, chosen, rows, merged, held_out=rows_of == data_prepare.HELD_OUT),
+                **_prove(bases, chosen, rows, written, held_out=rows_of == data_prepare.HELD_OUT),
                 "base": public(config.model.name),
                 "base_sha256": base_identity and base_identity.rpartition(":")[2],
             }
@@ -159,15 +159,14 @@ def _chosen(config: Config, onto: str | None) -> Onto:
     return "quantized" if onto == "quantized" else "16-bit"
 
 
-def _prove(
-    bases: Bases, chosen: Onto, rows: list[list[int]], written: proof.Streamed, *, held_out: bool
-) -> dict[str, Any]:
-    """The proof of the model that was written; for a quantized base, also how both merges compare with the model that
-    was trained.
+def _prove(bases: Bases, chosen: Onto, rows: list[list[int]], folder: Path, *, held_out: bool) -> dict[str, Any]:
+    """The proof of the model that was written to `folder`; for a quantized base, also how both merges compare with the
+    model that was trained.
 
     Raises ArtifactError if the model is not equivalent to its base with the adapter.
     """
     bases.make_buffers()
+    written = bases.run_of_files(folder, rows)
     merging = bases.merging(chosen)
     adapted = bases.run(bases.adapted, merging.adapted, rows)
     base = bases.run(bases.bare, merging.base, rows)
@@ -197,14 +196,32 @@ def _prove(
         libraries.return_freed_memory()
         compare(place)
     result = comparison.result(proof.bound(bases.layers, proof.ROUNDOFF[bases.dtype]))
+    if not result.error <= result.bound:
+        result = _measured(bases, merging, rows, folder)
     _refuse_unless_equal(result)
     measured = {onto: each.result() for onto, each in likeness.items()}
-    record: dict[str, Any] = asdict(result)
+    record: dict[str, Any] = {**asdict(result), "computed_in": str(bases.compute_dtype).removeprefix("torch.")}
     if others:
         record["to_trained"] = {onto: {key: measured[onto][key] for key in ("kl", "agreement")} for onto in ONTO}
     if held_out:
         record["losses"] = {onto: each["loss"] for onto, each in measured.items()}
     return record
+
+
+def _measured(bases: Bases, merging: Merging, rows: list[list[int]], folder: Path) -> proof.Proof:
+    """The proof in float32, with the bound that the measured effect of rounding gives; see `proof`."""
+    bases.compute_in_float32()
+    written = bases.run_of_files(folder, rows)
+    adapted, rounded = (bases.run(bases.adapted, fetch, rows) for fetch in (merging.adapted, merging.rounded_at_random))
+    base = bases.run(bases.bare, merging.base, rows)
+    comparison, rounding = (proof.Comparison(mixture=bases.mixture) for _ in range(2))
+    for place in range(len(rows)):
+        libraries.return_freed_memory()
+        truth = adapted.logits(place)
+        comparison.add(written.logits(place), truth, base.logits(place))
+        rounding.add(rounded.logits(place), truth, truth)
+    effect = rounding.result(1.0).error
+    return comparison.result(min(1.0, proof.MEASURED * effect))
 
 
 def _refuse_unless_equal(result: proof.Proof) -> None:

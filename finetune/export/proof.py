@@ -7,6 +7,12 @@ the several matrix products in a layer. A format that rounds more declares its `
 square of the difference of the centred logits, relative to that of the centred logits themselves; they are centred
 because softmax ignores a constant shift.
 
+Some models amplify rounding by more than their depth explains, such as Gemma 4, whose attention does not scale its
+scores. Where the bound is exceeded, a merge is therefore compared once more, in float32, so that only the weights are
+rounded, and the effect of rounding is measured: the trained model is run with a random error of the same distribution
+in each weight that the merge rounds (`rounded_at_random`), which knows nothing of what was merged. The error of the
+merge may then be `MEASURED` times that effect, and no more.
+
 Rounding may explain more than a gentle adapter changes, and then the bare base would lie within the bound as well. So
 the change itself must be there: with d the adapter's change of the logits and m that of the export, both from the base,
 <m, d> / <d, d> is 1 for an exact export and 0 for the base. Rounding errors do not point along d, so at least `KEPT` is
@@ -32,9 +38,10 @@ from torch.nn import functional
 from finetune.model import streamed
 from finetune.runtime import libraries
 
-# Half a unit in the last place, relative.
+# The relative error of a rounded weight.
 ROUNDOFF = {torch.bfloat16: 2.0**-9, torch.float16: 2.0**-12, torch.float32: 2.0**-24}
 SAFETY = 4.0
+MEASURED = 2.0
 KEPT = 0.5
 
 # Number of held-out rows, and tokens of each, on which logits are compared.
@@ -78,6 +85,15 @@ def bound(layers: int, roundoff: float) -> float:
     At most 1, the error of logits that are all zero.
     """
     return min(1.0, SAFETY * roundoff * math.sqrt(2 * layers))
+
+
+def rounded_at_random(weight: torch.Tensor, dtype: torch.dtype, seed: int) -> torch.Tensor:
+    """`weight` in float32 with an error in each element that is distributed as that of rounding to `dtype`."""
+    exact = weight.float()
+    generator = torch.Generator(exact.device).manual_seed(seed)
+    _, exponent = torch.frexp(exact)
+    last_place = torch.ldexp(torch.full_like(exact, torch.finfo(dtype).eps), exponent - 1)
+    return exact + last_place * (torch.rand(exact.shape, generator=generator, device=exact.device) - 0.5)
 
 
 @torch.inference_mode()

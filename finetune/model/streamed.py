@@ -158,11 +158,12 @@ def _single(tensors: Mapping[str, Any]) -> dict[str, torch.Tensor]:
 def running(model: Any, fetch: Callable[[str], torch.Tensor | None], device: torch.device) -> Iterator[None]:
     """In the block, `model` (on the meta device, but for its buffers) computes with the weights that `fetch` returns.
 
-    They are on `device` only while their layer computes. A buffer for which `fetch` returns None stays as it is.
+    They are on `device` only while their layer computes, and until the next one does: the code of Gemma 4 reads a row
+    of its embeddings once it has looked up the tokens. A buffer for which `fetch` returns None stays as it is.
     """
-    hooks = []
+    hooks, computed = [], list[_Visit]()
     for path, part, names in _parts(model):
-        visit = _Visit(part, path, names, fetch, device)
+        visit = _Visit(part, path, names, fetch, device, computed)
         hooks += [
             part.register_forward_pre_hook(visit.enter),
             part.register_forward_hook(visit.leave, always_call=True),
@@ -170,6 +171,7 @@ def running(model: Any, fetch: Callable[[str], torch.Tensor | None], device: tor
     try:
         yield
     finally:
+        _take_back(computed)
         for hook in hooks:
             hook.remove()
 
@@ -200,8 +202,11 @@ class _Visit:
     names: list[str]
     fetch: Callable[[str], torch.Tensor | None]
     device: torch.device
+    computed: list[_Visit]
+    """Parts that have computed, with their weights still in place; of all visits."""
 
     def enter(self, *arguments: Any) -> None:
+        _take_back(self.computed)
         self._before: list[tuple[nn.Module, str, torch.Tensor]] = []
         for name in self.names:
             owner, _, last = name.rpartition(".")
@@ -214,5 +219,13 @@ class _Visit:
             setattr(module, last, nn.Parameter(tensor, False) if isinstance(before, nn.Parameter) else tensor)
 
     def leave(self, *arguments: Any) -> None:
+        self.computed.append(self)
+
+    def restore(self) -> None:
         for module, last, before in self._before:
             setattr(module, last, before)
+
+
+def _take_back(computed: list[_Visit]) -> None:
+    while computed:
+        computed.pop().restore()

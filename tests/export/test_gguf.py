@@ -13,12 +13,17 @@ import numpy as np
 import pytest
 import torch
 from gguf import GGMLQuantizationType, GGUFReader, dequantize
+from jobs import TINY
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
 from finetune.data.examples import Chat
 from finetune.errors import ArtifactError, ConfigError
 from finetune.export import gguf_export, gguf_model, gguf_recipes, gguf_types, gguf_vocabulary, llama_cpp, proof
+from finetune.export.job import Job
 from finetune.model import catalog, chat_template
+from finetune.settings import load_config
+from finetune.storage.rundir import RunDirectory
 
 CPU = torch.device("cpu")
 
@@ -258,6 +263,61 @@ def test_a_file_that_llama_cpp_reads_otherwise_is_not_published(trained_shape: M
     known, _ = llama_cpp.compare(file, job, trained, tokenizes_alike=False)
     assert known is not None
     assert known["tokenized_alike"] == 0
+
+
+def test_a_character_of_several_tokens_is_compared_like_any_other(llama: Made, tmp_path: Path) -> None:
+    """llama.cpp's server keeps a token back that is a part of a character, and names no probabilities of it."""
+    pytest.importorskip("xllamacpp", reason="llama.cpp is not installed")
+    tokenizer, model = llama.tokenizer, llama.model
+    row = [*tokenizer("东京 is 🎉, привет 你好", add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
+    optimizer, ids = torch.optim.AdamW(model.parameters(), lr=5e-3), torch.tensor([row])
+    for _ in range(80):
+        model(input_ids=ids, labels=ids).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    bench.write(model, tokenizer, llama.folder)
+    job: Any = SimpleNamespace(tokenizer=tokenizer, rows=[row], prompt=[])
+    with torch.inference_mode():
+        expected = [model.to(torch.bfloat16).float()(input_ids=ids).logits[0]]
+    file = llama.export(tmp_path / "model.gguf")
+    found, _ = llama_cpp.compare(file, job, expected)
+    assert found is not None
+    assert found["agreement"] == 1
+    with llama_cpp.serving(file, 128) as server:
+        parts = sum(not server.log_probs(row[:length]) for length in range(1, len(row)))
+        assert parts >= 5, "tokens whose probabilities the server does not give"
+        assert server.next_token(row[:-1]) == tokenizer.eos_token_id
+
+
+@pytest.mark.parametrize("room", [{"sliding_window": 32}, {"sliding_window": None, "max_position_embeddings": 32}])
+def test_rows_are_compared_as_far_as_the_file_goes(room: dict[str, Any], tmp_path: Path) -> None:
+    pytest.importorskip("xllamacpp", reason="llama.cpp is not installed")
+    run, shape = RunDirectory(tmp_path), bench.SHAPES["mistral"]
+    tokenizer = shape.tokenizer()
+    config = bench.architecture(bench.Shape(shape.tokenizer, shape.fields | room), len(tokenizer))
+    model = bench.train(config, tokenizer, steps=60)
+    bench.write(model, tokenizer, run.merged)
+    settings = load_config(
+        TINY, [f"model.name={run.merged}", "model.weights=random", "output.merge=false", "data.train=x.jsonl"]
+    )
+    ids = tokenizer(bench.texts()[-1], add_special_tokens=False)["input_ids"]
+
+    def load(dtype: torch.dtype | None) -> Any:
+        return AutoModelForCausalLM.from_pretrained(run.merged, dtype=dtype)
+
+    job = Job(run, settings, tokenizer, [ids[:60], ids[60:80]], "the rows", CPU, "f16", None, load)
+    facts = gguf_export.make(job, tmp_path)
+    assert facts["tokens"] == 31 + 20
+    assert facts["llama_cpp"]["positions"] == 31 + 20
+
+
+def test_what_llama_cpp_refuses_is_told_in_its_own_words(llama: Made, tmp_path: Path) -> None:
+    pytest.importorskip("xllamacpp", reason="llama.cpp is not installed")
+    with (
+        llama_cpp.serving(llama.export(tmp_path / "a.gguf"), 32) as server,
+        pytest.raises(ArtifactError, match=r"/completion: request \(999 tokens\) exceeds the available context size"),
+    ):
+        server.next_token([5] * 999)
 
 
 def test_what_llama_cpp_fails_at_is_not_taken_for_a_disk_that_does() -> None:

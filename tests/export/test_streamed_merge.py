@@ -16,8 +16,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import finetune
 from finetune.config import AdapterSection, Config
 from finetune.errors import ArtifactError, ConfigError, MachineError
-from finetune.export import merge, shards
-from finetune.export.bases import Bases, Onto
+from finetune.export import merge, proof, shards
+from finetune.export.bases import Bases, Merging, Onto
 from finetune.model import adapter, adapter_files, eight_bit, identity
 from finetune.model.base import load_architecture
 from finetune.model.build import Blueprint
@@ -37,6 +37,11 @@ _SIZES: dict[str, Any] = {
     "intermediate_size": 48, "max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip
 _EXPERTS: dict[str, Any] = {"num_local_experts": 4, "num_experts": 4, "num_experts_per_tok": 2}
+_LAYERS = ["sliding_attention", "full_attention"]
+_GEMMA4: dict[str, Any] = {
+    "head_dim": 8, "global_head_dim": 16, "layer_types": 2 * _LAYERS, "num_hidden_layers": 4, "num_kv_shared_layers": 2,
+    "vocab_size_per_layer_input": 128, "hidden_size_per_layer_input": 8,
+}  # fmt: skip
 ARCHITECTURES: dict[str, dict[str, Any]] = {
     "llama": {"tie_word_embeddings": False},
     "qwen2": {"tie_word_embeddings": True},
@@ -45,6 +50,29 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "mixtral": _EXPERTS,
     "qwen3_moe": {**_EXPERTS, "head_dim": 8, "moe_intermediate_size": 16},
     "gpt_oss": {**_EXPERTS, "head_dim": 8},
+    "qwen3": {"head_dim": 8},
+    "gemma3_text": {"head_dim": 8, "layer_types": _LAYERS},
+    "gemma4_text": _GEMMA4,
+    "gemma4": {
+        "text_config": {**_SIZES, **_GEMMA4},
+        "audio_config": None,
+        "vision_config": {
+            "hidden_size": 16,
+            "intermediate_size": 32,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 2,
+            "head_dim": 8,
+            "patch_size": 4,
+            "position_embedding_size": 16,
+        },
+        "image_token_id": 120,
+        "audio_token_id": 121,
+        "boi_token_id": 122,
+        "eoi_token_id": 123,
+        "boa_token_id": 124,
+        "eoa_token_id": 125,
+    },
 }
 VARIANTS: dict[str, tuple[str, list[str], Onto]] = {
     "lora": ("llama", [], "16-bit"),
@@ -79,7 +107,8 @@ VARIANTS: dict[str, tuple[str, list[str], Onto]] = {
 def base_at(folder: Path, name: str, tiny_base: Path) -> Path:
     """A model in three shards, with the built-in base's tokenizer."""
     torch.manual_seed(0)
-    config = AutoConfig.for_model(name, **{**_SIZES, **ARCHITECTURES[name]})
+    fields = ARCHITECTURES[name]
+    config = AutoConfig.for_model(name, **(fields if "text_config" in fields else {**_SIZES, **fields}))
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     for weight in model.parameters():
         if weight.dim() > 1:
@@ -164,6 +193,70 @@ def test_it_equals_the_merge_in_memory_bit_for_bit(variant: str, tiny_base: Path
     assert index[1].items() >= index[0].items()
 
 
+# -- the proof ---------------------------------------------------------------------------------------------------------
+
+
+def _dropped(merging: Merging, name: str, base: torch.Tensor) -> torch.Tensor:
+    """Without the update of one layer."""
+    return base if "layers.1." in name else merging.bases.updates.apply(name, base)
+
+
+def _scaled(merging: Merging, name: str, base: torch.Tensor) -> torch.Tensor:
+    """With 1.1 times the update."""
+    merged = merging.bases.updates.apply(name, base)
+    return base.float() + 1.1 * (merged.float() - base.float())
+
+
+def _swapped(merging: Merging, name: str, base: torch.Tensor) -> torch.Tensor:
+    """With one matrix updated by another layer's."""
+    updates, weights = merging.bases.updates, merging.bases.weights
+    if "layers.0.self_attn.o_proj" not in name or "tower" in name:
+        return updates.apply(name, base)
+    others = (name.replace("layers.0", layer) for layer in ("layers.1", "layers.2"))
+    other = next(each for each in others if weights[each].shape == base.shape)
+    return base.float() + updates.apply(other, weights[other]) - weights[other].float()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_the_error_that_is_measured_is_distributed_as_that_of_rounding(dtype: torch.dtype) -> None:
+    weight = torch.randn(10**6, generator=torch.Generator().manual_seed(0))
+    rounding, random = weight.to(dtype).float() - weight, proof.rounded_at_random(weight, dtype, seed=1) - weight
+    assert random.norm() == pytest.approx(float(rounding.norm()), rel=0.01)
+    assert random.abs().max() == pytest.approx(float(rounding.abs().max()), rel=0.05)
+    assert abs(torch.dot(rounding, random)) < 0.01 * rounding.norm() * random.norm(), "the two are independent"
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_a_right_merge_is_proven_and_a_wrong_one_refused(
+    name: str, tiny_base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base = base_at(tmp_path / "base", name, tiny_base)
+    job = [f"model.name={base}", "training.precision=bf16", "quantization.kind=none", "data.train=x.jsonl"]
+    config = load_config(Path("configs/tiny_cpu.yaml"), job)
+    write_adapter(config, tmp_path / "adapter")
+    rows = torch.randint(3, 120, (4, 48), generator=torch.Generator().manual_seed(0)).tolist()
+
+    def prove(folder: Path) -> dict[str, Any]:
+        bases = Bases(config, tmp_path / "adapter", identity.loaded_files(base), CPU)
+        folder.mkdir()
+        shards.write_weights(bases.merging("16-bit"), folder)
+        return merge._prove(bases, "16-bit", rows, folder, held_out=False)
+
+    proven = prove(tmp_path / "right")
+    assert proven["error"] <= proven["bound"] < proven["effect"] / 10
+    # Where the depth does not explain the error, the measured effect of rounding does.
+    assert proven["computed_in"] == ("float32" if "gemma4" in name else "bfloat16")
+    for wrong in (_dropped, _swapped, _scaled):
+
+        def merged(merging: Merging, name: str, weight: torch.Tensor, wrong: Any = wrong) -> torch.Tensor:
+            return merging._rounded(wrong(merging, name, merging._base(name, weight)))
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Merging, "_merged", merged)
+            with pytest.raises(ArtifactError, match="the merged model is not the trained one"):
+                prove(tmp_path / wrong.__name__)
+
+
 # -- whole commands ----------------------------------------------------------------------------------------------------
 
 
@@ -187,12 +280,12 @@ def test_both_merges_are_told_beside_the_trained_model(run: RunDirectory, capsys
     near = finetune.merge(run, onto="quantized")
     assert (plain["onto"], near["onto"]) == ("16-bit", "quantized")
     assert near["compared_with"] == "the dequantized nf4 base with the adapter"
-    for proof in (plain, near):
-        assert proof["error"] <= proof["bound"] < proof["effect"]
-        assert proof["to_trained"]["quantized"]["kl"] < 0.2 * proof["to_trained"]["16-bit"]["kl"]
-        assert proof["to_trained"]["quantized"]["agreement"] > proof["to_trained"]["16-bit"]["agreement"]
-        assert proof["losses"].keys() == {"16-bit", "quantized", "trained", "base"}
-        assert proof["losses"]["quantized"] == pytest.approx(proof["losses"]["trained"], abs=0.01)
+    for record in (plain, near):
+        assert record["error"] <= record["bound"] < record["effect"]
+        assert record["to_trained"]["quantized"]["kl"] < 0.2 * record["to_trained"]["16-bit"]["kl"]
+        assert record["to_trained"]["quantized"]["agreement"] > record["to_trained"]["16-bit"]["agreement"]
+        assert record["losses"].keys() == {"16-bit", "quantized", "trained", "base"}
+        assert record["losses"]["quantized"] == pytest.approx(record["losses"]["trained"], abs=0.01)
     # The one that is not written is computed from the same weights as the one that is.
     assert plain["to_trained"]["16-bit"] == pytest.approx(near["to_trained"]["16-bit"])
     assert plain["to_trained"]["quantized"] == pytest.approx(near["to_trained"]["quantized"])
