@@ -22,7 +22,7 @@ from torch.utils import cpp_extension
 
 import finetune
 from finetune.config import Config, DistributedSection
-from finetune.errors import MachineError
+from finetune.errors import MachineError, NumbersError
 from finetune.model import zero
 from finetune.storage.rundir import RunDirectory
 from finetune.training.loop import Loop
@@ -143,7 +143,9 @@ def test_a_checkpoint_from_before_the_first_update_has_no_states_and_is_resumed(
     adam = ["training.precision=fp32", "adapter.dropout=0", "optimizer.kind=adamw_torch_fused"]
     adam += ["training.learning_rate=0.001"]  # Adam divides by what may be rounding alone
     for run in ("plain", "zero"):
-        begun = finetune.train(quick(*adam, "training.max_steps=1", run=run)).run
+        begun = RunDirectory((config := quick(*adam, "training.max_steps=1", run=run)).output.dir)
+        with pytest.raises(NumbersError, match="every update up to step 1 was skipped"):
+            finetune.train(config)
         assert load_file(begun.complete_checkpoints()[-1] / "optimizer.safetensors") == {}
     expected = finetune.train(quick(*adam, "training.max_steps=3", run="plain")).run
     found = finetune.train(quick(*adam, *ZERO, "training.max_steps=3", run="zero")).run
