@@ -223,7 +223,7 @@ class _Job:
             notes.append(f"{self.too_long} questions were left out: they leave no position for an answer.")
         if self.beyond:
             notes.append(
-                f"{self.beyond} answers go beyond the positions that the base was made for, where text may make no sense."
+                f"{self.beyond} answers leave the positions that the base was made for, and may make no sense there."
             )
         cut = {name: sum(not answer.ended for answer in one.answers) for name, one in found.items()}
         if any(cut.values()):
