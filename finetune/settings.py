@@ -12,12 +12,12 @@ from typing import Any
 
 from finetune import objectives
 from finetune.config import Choices, Config, ModelSection, Source, from_values, load
-from finetune.config.fields import Help
+from finetune.config.fields import Help, shown
 from finetune.config.reference import json_schema, markdown
 from finetune.data import formats, in_memory, sources
 from finetune.data.formats import DETECTED, FORMATS
 from finetune.data.lengths import TOO_LONG
-from finetune.errors import ArtifactError
+from finetune.errors import ArtifactError, ConfigError
 from finetune.model.attention import ATTENTIONS
 from finetune.model.chat_template import TEMPLATES
 from finetune.model.quantization import QUANTIZATIONS
@@ -56,6 +56,8 @@ def load_config(source: str | Path | Mapping[str, Any], overrides: Sequence[str]
     if isinstance(source, Mapping):
         named = {name: _named(keys) if isinstance(keys, Mapping) else keys for name, keys in source.items()}
         return from_values(named, overrides, _choices())
+    if not isinstance(source, (str, os.PathLike)):
+        raise ConfigError(f"config: expected the path of a file or a dict of sections, not {shown(source)}")
     path = Path(source)
     config = load(path, overrides, _choices())
     consented = any(override.partition("=")[0].strip() == _TRUST for override in overrides)

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import runpy
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from datasets import Dataset
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from steps import ready
 from typer.testing import CliRunner
 
@@ -18,9 +23,11 @@ from finetune import objectives
 from finetune.cli import app
 from finetune.config import load
 from finetune.config.fields import GIVEN
-from finetune.data import formats, in_memory
+from finetune.data import formats, in_memory, sources
+from finetune.data.examples import RowError
 from finetune.errors import ConfigError, DataError
 from finetune.objectives import contract
+from finetune.report.terminal import Terminal
 from finetune.settings import CHOICES
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "own_loss.py"
@@ -170,6 +177,107 @@ def test_what_is_no_row_is_refused_at_once(rows: list[Any], message: str) -> Non
         finetune.load_config({"data": {"train": rows}})
 
 
+class Unwritable:
+    """Neither its text nor a copy of it can be made."""
+
+    def __repr__(self) -> str:
+        raise RuntimeError("no text")
+
+    def __deepcopy__(self, memo: object) -> Unwritable:
+        raise RuntimeError("no copy")
+
+
+def containing(make: Callable[[], Any], into: Callable[[Any, Any], object]) -> Any:
+    itself = make()
+    into(itself, itself)
+    return itself
+
+
+def nested(depth: int) -> Any:
+    found: Any = 0
+    for _ in range(depth):
+        found = [found]
+    return found
+
+
+# What hypothesis must not write itself, by name.
+ODD: dict[str, Callable[[], Any]] = {
+    "a huge number": lambda: 10**5000,
+    "a function": lambda: print,
+    "a class": lambda: dict,
+    "an object": object,
+    "no text or copy": Unwritable,
+    "an array": lambda: np.arange(3),
+    "a number of numpy": lambda: np.float32(1),
+    "a generator": lambda: (number for number in range(3)),
+    "a list in itself": lambda: containing(list, list.append),
+    "a dict in itself": lambda: containing(dict, lambda one, other: one.update(me=other)),
+    "nested": lambda: nested(5000),
+}
+
+odd = st.recursive(
+    st.one_of(
+        st.none(), st.booleans(), st.integers(), st.floats(), st.text(), st.binary(), st.dates(), st.decimals(),
+        st.sampled_from(list(ODD)).map(lambda name: ODD[name]()),
+    ),
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=3),
+        st.lists(inner, max_size=3).map(tuple),
+        st.dictionaries(st.one_of(st.text(max_size=3), st.integers(), st.booleans(), st.tuples()), inner, max_size=3),
+        st.dictionaries(st.text(max_size=3), inner, max_size=3).map(MappingProxyType),
+    ),
+    max_leaves=6,
+)  # fmt: skip
+names = st.one_of(st.sampled_from(["prompt", "completion", "messages", "input_ids", "labels", "text", "id"]), st.text())
+
+
+def read_or_refused(config: Any) -> finetune.Config | str:
+    """The config, or why it is refused; any other error fails a test."""
+    try:
+        return finetune.load_config(config)
+    except (ConfigError, DataError) as error:
+        return str(error)
+
+
+@settings(max_examples=300, deadline=None)
+@given(row=st.dictionaries(names, odd, max_size=4), value=odd)
+def test_whatever_python_gives_for_rows_is_read_or_refused_with_its_place(row: dict[str, Any], value: Any) -> None:
+    for rows in ([row], [MappingProxyType(row)], [{"prompt": "a", "completion": "b", "id": value}], [row, value]):
+        found = read_or_refused({"data": {"train": rows}})
+        if isinstance(found, str):
+            assert found.startswith(("data.train[0]", "data.train[1]"))
+            continue
+        for one in sources.rows(found.data.train):
+            assert 0 <= one.share() < 1
+            with contextlib.suppress(RowError):
+                formats.read(one.fields, "auto", {})
+
+
+@settings(max_examples=300, deadline=None)
+@given(section=odd, value=odd)
+def test_whatever_python_gives_for_a_config_is_read_or_refused(section: Any, value: Any) -> None:
+    for config in (section, {"training": section}, {"training": {"max_steps": value}}, {"data": {"columns": value}}):
+        assert read_or_refused(config)
+
+
+def test_rows_of_other_mappings_and_sequences_are_those_of_dicts_and_lists() -> None:
+    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    other = [MappingProxyType({"messages": tuple(MappingProxyType(one) for one in turns), "n": {1: 2}})]
+    plain = [{"messages": turns, "n": {"1": 2}}]
+    first, second = (finetune.load_config({"data": {"train": rows}}).data.train for rows in (other, plain))
+    assert first == second
+
+
+def test_a_name_of_rows_and_what_is_held_out_do_not_depend_on_addresses_in_memory() -> None:
+    def kept(rows: list[dict[str, Any]]) -> tuple[Any, float]:
+        name = finetune.load_config({"data": {"train": rows}}).data.train
+        return name, next(sources.rows(name)).share()
+
+    assert kept([{"text": "a", "id": object()}]) == kept([{"text": "a", "id": object()}])
+    long = np.arange(5000)
+    assert kept([{"text": "a", "id": long}]) != kept([{"text": "a", "id": long + (long == 2500)}])
+
+
 # -- a format ----------------------------------------------------------------------------------------------------------
 
 
@@ -197,6 +305,19 @@ def test_a_row_of_a_list_of_sources_is_named_as_python_would_write_it(rows_file:
     }
     with pytest.raises(DataError, match=r"^data\.eval\[1\]\.source\[2\]: `prompt` must be text, not a number$"):
         finetune.inspect_data(finetune.load_config({"data": data}))
+
+
+def test_a_format_that_changes_its_row_in_place_reads_the_same_row_again(quick) -> None:
+    def answered(row: dict[str, Any]) -> dict[str, Any]:
+        row["messages"].append({"role": "assistant", "content": "yes"})
+        return row
+
+    rows = [{"messages": [{"role": "user", "content": f"Say {number}."}]} for number in range(8)]
+    job = quick().model_dump(exclude={"data"}) | {"data": {"train": rows, "format": answered, "eval": "none"}}
+    config = finetune.load_config(job)
+    first, again = (finetune.inspect_data(config).as_dict() for _ in range(2))
+    assert first == again
+    assert first["train"]["rows"] == 8
 
 
 @pytest.mark.parametrize("key", ["data.format", "training.objective"])
@@ -320,3 +441,85 @@ def test_a_callback_sees_a_run_and_its_exception_ends_it_saved_and_resumable(qui
     assert sees.calls == ["evaluation 2", "step 3", "step 4", "evaluation 4", "step-00000004"]
     assert [line["step"] for line in result.metrics] == [1, 2, 3, 4]
     assert [event["event"] for event in result.run.events()].count("stopped") == 1
+
+
+class Clears(finetune.Callback):
+    def on_step(self, metrics: dict[str, Any]) -> None:
+        metrics["memory"].clear()
+        metrics.clear()
+
+    on_evaluation = on_step
+
+
+class OnlySteps:
+    def __init__(self) -> None:
+        self.steps: list[int] = []
+
+    def on_step(self, metrics: dict[str, Any]) -> None:
+        assert metrics["memory"]
+        self.steps.append(metrics["step"])
+
+
+def test_functions_and_objects_with_some_of_the_methods_are_callbacks_which_change_no_line(quick) -> None:
+    lines: list[dict[str, Any]] = []
+    steps = OnlySteps()
+    result = finetune.train(quick(), callbacks=[Clears(), lines.append, steps])
+    assert steps.steps == [1, 2, 3, 4]
+    assert lines == result.run.metrics()
+    assert {"loss", "eval_loss"} <= {name for line in lines for name in line}
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("abc", "`callbacks` must be a list of callbacks, not 'abc'"),
+        (print, "`callbacks` must be a list of callbacks, not <built-in function print>"),
+        (
+            ["abc"],
+            r"`callbacks\[0\]` is 'abc': a callback is a function of a dict of metrics, or has some of the methods",
+        ),
+        ([Clears(), Seen], r"`callbacks\[1\]` is the class Seen; give an object of it: Seen\(\)"),
+        ([lambda: None], r"`callbacks\[0\]` must be a function that takes one argument"),
+        ([SimpleNamespace(on_save=print, on_sept=print)], "`on_sept` would never be called; did you mean `on_step`"),
+        ([SimpleNamespace(on_step=lambda: 0)], "`on_step` must be a function that takes one argument"),
+    ],
+)
+def test_what_is_no_callback_is_refused_before_anything_is_done(quick, given: Any, message: str) -> None:
+    config = quick()
+    with pytest.raises(ConfigError, match=message):
+        finetune.train(config, callbacks=given)
+    assert not Path(config.output.dir).exists()
+
+
+def test_none_is_no_callback_and_neither_a_model_nor_rows(quick, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[Any] = []
+    monkeypatch.setattr("finetune.recipe.train", lambda config, callbacks, **_: told.append(callbacks))
+    finetune.train(quick(), data=None, callbacks=None)
+    assert told == [()]
+    for job, missing in (({}, ["`model`", "`data`"]), ({"model": "other", "data": None}, ["`data`"])):
+        with pytest.raises(ConfigError) as error:
+            finetune.train(**job)
+        assert [line.partition(" ")[0] for line in str(error.value).splitlines()] == missing
+    with pytest.raises(ConfigError, match=r"that `finetune\.load_config` returned, not 'job\.yaml'"):
+        finetune.train("job.yaml")  # type: ignore[arg-type]
+
+
+def test_the_header_says_that_the_rows_are_the_built_in_ones(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    with pytest.raises(_Opened):
+        finetune.train(
+            finetune.load_config({"output": {"dir": str(tmp_path / "run")}, "memory": {"check": "off"}}),
+            terminal=_HeaderOnly(),
+        )
+    assert "data the built-in rows (builtin:python_docs): " in " ".join(capsys.readouterr().out.split())
+
+
+class _Opened(Exception):
+    """The header was printed."""
+
+
+class _HeaderOnly(Terminal):
+    def opened(self, *args: Any, **named: Any) -> None:
+        super().opened(*args, **named)
+        raise _Opened

@@ -34,9 +34,7 @@ def name_of(function: Callable[..., Any]) -> str:
     """The name by which a config refers to a function given from Python. Raises ConfigError if it has none."""
     name = getattr(function, "__name__", "")
     if not name.isidentifier():
-        raise ConfigError(
-            f"{shortened(repr(function), 60)}: the run's config keeps a function by its name; define it with `def`"
-        )
+        raise ConfigError(f"{shown(function)}: the run's config keeps a function by its name; define it with `def`")
     return GIVEN + name
 
 
@@ -160,6 +158,14 @@ def shortened(text: str, length: int = _LONGEST_SHOWN) -> str:
 _SIZE = re.compile(r"^\s*([0-9]{1,30}(?:\.[0-9]{1,30})?)\s*(B|KiB|MiB|GiB|TiB)\s*$")
 _LARGEST_SIZE = 2**60
 _UNIT_BYTES = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+
+
+def shown(value: Any, length: int = 60) -> str:
+    """A value as Python writes it, shortened, for messages; some values cannot be written."""
+    try:
+        return shortened(repr(value), length)
+    except Exception:  # whatever a class's own `__repr__` raises, and ValueError for a number of 4301 digits
+        return f"a value that cannot be shown, of type {type(value).__name__}"
 
 
 def parse_size(value: Any) -> Any:

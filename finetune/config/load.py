@@ -15,7 +15,7 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
 from finetune.config import not_offered, other_names, strict_yaml
-from finetune.config.fields import Choices, Usual, nearest, shortened
+from finetune.config.fields import Choices, Usual, nearest, shortened, shown
 from finetune.config.rules import contradictions
 from finetune.config.sections import Config, Section, Source
 from finetune.errors import ConfigError
@@ -255,11 +255,12 @@ def _explain(item: Any, where: dict[tuple[str, ...], str], file: str) -> str:
             ]
             return "\n".join(lines)
         return f"{place}: unknown {'section' if len(path) == 1 else 'key'} `{key}`; {remedy}"
-    here = other_names.name_here(str(item["input"]))
+    given = item["input"] if isinstance(item["input"], str) else shown(item["input"])
+    here = other_names.name_here(given)
     if item["type"] == "value_error" and here in str(item["ctx"]["error"]).partition("choose from ")[2].split(", "):
-        return f"{place}: `{key}`: `{item['input']}` is another tool's word; write `{here}`"
+        return f"{place}: `{key}`: `{given}` is another tool's word; write `{here}`"
     renamed = item["type"] == "literal_error" and repr(here) in item["ctx"]["expected"]
-    if not renamed and (cure := not_offered.cure(".".join(path[:2]), item["input"])):
+    if not renamed and (cure := not_offered.cure(".".join(path[:2]), given)):
         return f"{place}: `{key}`: {cure}"
     if item["type"] == "value_error":
         return f"{place}: `{key}`: {item['ctx']['error']}"
@@ -269,7 +270,7 @@ def _explain(item: Any, where: dict[tuple[str, ...], str], file: str) -> str:
         return f"{place}: `{key}` is a section; write {_in_section(path, item['input'])}"
     expected = " or ".join(dict.fromkeys(_expected(branch) for branch in item["branches"]))
     remedy = f"; write `{here}`" if repr(here) in expected else _usual(path)
-    return f"{place}: `{key}`: expected {expected}, not {shortened(repr(item['input']), 60)}{remedy}"
+    return f"{place}: `{key}`: expected {expected}, not {shown(item['input'])}{remedy}"
 
 
 def _in_section(path: tuple[str, ...], value: Any) -> str:

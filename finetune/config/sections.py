@@ -227,8 +227,9 @@ class TrainingSection(Section):
     batch_size: Rows = 16
     """Global batch size: rows per optimizer step, over all ranks."""
     micro_batch: Rows | Literal["auto"] = 4
-    """Rows per forward pass; gradient accumulation follows from it and does not change the gradient. `auto` takes the
-    fastest one that fits, by the forecast."""
+    """Rows per forward pass; gradient accumulation follows from it and does not change the gradient, but for that of a
+    mixture's balancing loss, which is taken over each micro-batch. `auto` takes the fastest one that fits, by the
+    forecast."""
     micro_batch_tokens: Positive | None = None
     """Tokens per forward pass, padding included, instead of `micro_batch`: many short rows or few long ones."""
     epochs: Annotated[Above0, Usual("1 to 5")] = 1.0

@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from finetune.errors import MachineError
+from finetune.storage.files import cause, remedy
 from finetune.storage.private import cache_folder, not_private
 
 _LOG = logging.getLogger(__name__)
@@ -98,9 +99,9 @@ def writing(place: Path | None = None) -> Iterator[None]:
         place = (place or folder()).absolute()
         there = next(parent for parent in (place, *place.parents) if parent.exists())
         raise MachineError(
-            f"{place}: the prepared data cannot be written: {error.strerror or error} "
-            f"({shutil.disk_usage(there).free / 2**30:.1f} GiB free). It takes 8 bytes per token: free some space, "
-            "delete that folder if other jobs have filled it, or point HF_DATASETS_CACHE elsewhere"
+            f"{place}: the prepared data cannot be written: {cause(error, there)}. It takes 8 bytes per token: "
+            f"{remedy(error)}, delete that folder if other jobs have filled it, or point HF_DATASETS_CACHE "
+            "elsewhere"
         ) from None
 
 

@@ -1,9 +1,14 @@
-"""Validated access to the fields of a row: text, whole numbers, lists of objects. Raises RowError naming the field."""
+"""Validated access to the fields of a row: text, whole numbers, lists of objects. Raises RowError naming the field.
+
+Rows from Python may hold anything; `plain` makes them like those of a file.
+"""
 
 from __future__ import annotations
 
+import copy
 import json
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from finetune.data.examples import NoSuchField, RowError
@@ -67,12 +72,100 @@ def check_encodable(text: str, where: str) -> None:
 
 
 def kind_of(value: Any) -> str:
-    """A value's JSON type, for messages."""
+    """A value's JSON type, or the Python type of one that JSON lacks, for messages."""
     names = {type(None): "null", bool: "a boolean", int: "a number", float: "a number", str: "text", list: "a list"}
-    return names.get(type(value), "an object")
+    if isinstance(value, Mapping):
+        return "an object"
+    kind = type(value)
+    module = "" if kind.__module__ == "builtins" else kind.__module__ + "."
+    return names.get(kind) or f"an object of type {module}{kind.__qualname__}"
 
 
 def _missing_or(fields: Fields, name: str, wanted: str) -> RowError:
     if name not in fields:
         return NoSuchField(f"`{name}` is missing")
     return RowError(f"`{name}` must be {wanted}, not {kind_of(fields[name])}")
+
+
+# -- rows from Python ------------------------------------------------------------------------------------------------
+
+# Deeper than any row of a file can be, and shallow enough for Python to go through recursively.
+_DEEPEST = 200
+
+_SCALARS = (str, int, float, bool, bytes, type(None))
+
+
+def plain(fields: Mapping[Any, Any]) -> dict[str, Any]:
+    """A copy of a row from Python: mappings become dicts, and tuples lists, as JSON would have them.
+
+    Objects that JSON lacks are copied as they are, for a format from Python to read. Raises RowError for a name of a
+    field that is not text, and for a value that can be read only once, contains itself, or cannot be copied or written.
+    """
+    if wrong := [name for name in _items(fields, "the row") if not isinstance(name, str)]:
+        raise RowError(f"the name of a field must be text, not {kind_of(wrong[0])}")
+    return {name: _plain(value, name, ()) for name, value in fields.items()}
+
+
+def as_json(fields: Fields) -> str:
+    """A row as text that depends on its content alone, in this process and others."""
+    return json.dumps(fields, sort_keys=True, default=_described)
+
+
+def _plain(value: Any, where: str, within: tuple[int, ...]) -> Any:
+    if type(value) is int:
+        try:
+            str(value)
+        except ValueError:
+            raise RowError(f"`{where}` is a number of more digits than can be written; leave it out") from None
+    if isinstance(value, _SCALARS):
+        return value
+    if id(value) in within:
+        raise RowError(f"`{where}` contains itself; leave it out")
+    if len(within) > _DEEPEST:
+        raise RowError(f"`{where[:100]}…` is nested more than {_DEEPEST} deep; leave it out")
+    inside = (*within, id(value))
+    if isinstance(value, Mapping):
+        found = {
+            _name(key, where): _plain(one, f"{where}.{key}", inside) for key, one in _items(value, f"`{where}`").items()
+        }
+        if len(found) < len(value):
+            raise RowError(f"`{where}` has two fields of one name: names are text")
+        return found
+    if type(value) in (list, tuple):
+        if all(type(one) is str or (type(one) is int and -(2**63) <= one < 2**63) for one in value):
+            return list(value)  # as a list of a million ids is
+        return [_plain(one, f"{where}[{index}]", inside) for index, one in enumerate(value)]
+    if isinstance(value, Iterator):
+        raise RowError(f"`{where}` is {kind_of(value)}, which can be read only once; give a list")
+    try:
+        return copy.deepcopy(value)
+    except Exception as error:  # as anything may be here
+        raise RowError(
+            f"`{where}` cannot be copied ({type(error).__name__}: {error}); leave it out, or give text, numbers, lists "
+            "and dicts"
+        ) from None
+
+
+def _items(value: Mapping[Any, Any], where: str) -> dict[Any, Any]:
+    try:
+        return dict(value)
+    except Exception as error:  # as a mapping of the user's own may raise anything
+        raise RowError(f"{where} cannot be read ({type(error).__name__}: {error})") from None
+
+
+def _name(key: Any, where: str) -> str:
+    """The name of a field of a field; a number is written as in JSON."""
+    if not isinstance(key, (str, int, float, type(None))):
+        raise RowError(f"`{where}`: the name of a field must be text, not {kind_of(key)}")
+    return key if isinstance(key, str) else json.dumps(key)
+
+
+def _described(value: Any) -> Any:
+    """What JSON lacks: an array's numbers, or an object's text without its address."""
+    try:
+        if hasattr(value, "tolist"):
+            return value.tolist()
+        text = str(value)
+    except Exception:  # as anything may be here
+        text = f"<{type(value).__qualname__}>"
+    return re.sub(r" at 0x[0-9a-fA-F]+", "", text) if text.startswith("<") else text

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -353,12 +354,17 @@ def given(rewrite: Callable[[dict[str, Any]], Mapping[str, Any]]) -> str:
     name = name_of(rewrite)
 
     def read(fields: Fields) -> Example:
+        # A copy, as a function may change what it is given: a row is read more than once.
+        own = _Recorded(copy.deepcopy(dict(fields)))
         try:
-            rewritten = rewrite(fields)  # type: ignore[arg-type]  # `_Recorded`, which is a dict
+            rewritten = rewrite(own)
         except Exception as error:  # anything may be wrong with the row or the function
             raise RowError(f"`{name}` fails: {type(error).__name__}: {error}") from error
         if not isinstance(rewritten, Mapping):
             raise RowError(f"`{name}` must return the fields of a row, not {row.kind_of(rewritten)}")
+        if isinstance(fields, _Recorded):
+            fields.read |= own.read
+        rewritten = row.plain(rewritten)
         return FORMATS[detect(rewritten, {})].read(rewritten)
 
     FORMATS[name] = Format(rewrite.__doc__ or "given from Python", (), read, of_answers=False)

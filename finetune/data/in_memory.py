@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import copy
 import hashlib
-import json
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from finetune.config.fields import GIVEN, source_name
-from finetune.data.fields import kind_of
+from finetune.data.examples import RowError
+from finetune.data.fields import as_json, kind_of, plain
 from finetune.errors import DataError
 
 # Of 64 hex digits: enough that no two sets of rows in one process share a name.
@@ -33,21 +32,26 @@ def given(rows: Iterable[Any], key: str) -> str:
     """Keep `rows`, each a mapping of its fields, and return their name as a source; they are the value of `key`.
 
     They are copied, so that a later change does not reach a run; a `datasets.Dataset`, which does not change, is not.
-    Raises DataError for a row of another type.
+    Raises DataError for a row of another type, and as `fields.plain`.
     """
-    kept = rows if _is_dataset(rows) else copy.deepcopy(list(rows))
+    kept = rows if _is_dataset(rows) else [_copied(row, f"{key}[{index}]") for index, row in enumerate(rows)]
     digest, size_bytes = hashlib.sha256(), 0
-    for index, row in enumerate(kept):
-        if not isinstance(row, Mapping):
-            raise DataError(f"{key}[{index}]: a row must be a dict of its fields by name, not {kind_of(row)}")
-        if wrong := [name for name in row if not isinstance(name, str)]:
-            raise DataError(f"{key}[{index}]: the name of a field must be text, not {kind_of(wrong[0])}")
-        text = json.dumps(row, sort_keys=True, default=str).encode() + b"\n"
+    for row in kept:
+        text = as_json(row).encode() + b"\n"
         digest.update(text)
         size_bytes += len(text)
     name = GIVEN + digest.hexdigest()[:_DIGITS]
     _KEPT[name] = _Kept(kept, size_bytes)
     return name
+
+
+def _copied(row: Any, place: str) -> dict[str, Any]:
+    if not isinstance(row, Mapping):
+        raise DataError(f"{place}: a row must be a dict of its fields by name, not {kind_of(row)}")
+    try:
+        return plain(row)
+    except RowError as error:
+        raise DataError(f"{place}: {error}") from None
 
 
 def is_here(name: str) -> bool:

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 from finetune.config import Source, Sources, entries
 from finetune.config.fields import GIVEN, nearest, source_name, unknown
 from finetune.data import cache, in_memory, python_docs, stdlib_docs
+from finetune.data.fields import as_json
 from finetune.data.problems import Problems
 from finetune.data.readers import ENDINGS, Records, reader
 from finetune.errors import DataError, MachineError, first_line
@@ -36,8 +37,7 @@ class Row(NamedTuple):
 
         Each `purpose` gives an independent number.
         """
-        content = json.dumps(self.fields, sort_keys=True, default=str)
-        return int.from_bytes(hashlib.sha256((purpose + content).encode()).digest()[:8], "big") / 2**64
+        return int.from_bytes(hashlib.sha256((purpose + as_json(self.fields)).encode()).digest()[:8], "big") / 2**64
 
 
 Rows = Iterator[Row]

@@ -14,7 +14,7 @@ from finetune.errors import MachineError
 from finetune.export.bases import Bases, Merging
 from finetune.model import chat_template, streamed
 from finetune.storage import weight_files
-from finetune.storage.files import write_json
+from finetune.storage.files import amount, write_json
 
 
 def layouts(bases: Bases) -> dict[str, weight_files.Layout]:
@@ -49,8 +49,8 @@ def write_weights(merging: Merging, folder: Path) -> None:
     needed, free = sum(layout.bytes for layout in left.values()), shutil.disk_usage(folder).free
     if needed > free:
         raise MachineError(
-            f"{folder.parent}: the merged weights need {needed / 2**30:.2f} GiB of disk, and {free / 2**30:.2f} GiB "
-            "are free; free some space, and run the same command again"
+            f"{folder.parent}: the merged weights need {amount(needed)} of disk, and {amount(free)} are "
+            "free; free some space, and run the same command again"
         )
     of = {source: group for group in merging.bases.weights.groups for source in group.sources}
     for name, layout in left.items():

@@ -153,6 +153,7 @@ class _Job:
     questions: list[Question] = field(default_factory=list)
     tasks: Tasks | None = None
     too_long: int = 0
+    beyond: int = 0
 
     def ask(self, tokenizer: Any, limit: int | None) -> None:
         """Read the questions, and try each metric on a reference, before any model is loaded."""
@@ -199,6 +200,8 @@ class _Job:
             raise DataError(f"every question takes all of the base's {positions} positions; shorten them")
         prompts = list(itertools.compress(ids, fits))
         found.answers = list(generation.answers(model, tokenizer, prompts, self.settings))
+        known = bounds.positions(model.config) or math.inf
+        self.beyond += sum(len(ids) + each.tokens > known for ids, each in zip(prompts, found.answers, strict=True))
         for metric in self.metrics:
             found.scores[metric.name] = scores = [
                 metric.score(answer.text, reference, row.place, row.fields)
@@ -218,6 +221,10 @@ class _Job:
             notes.append("Bounds of tasks' metrics that are no mean over rows are from lm_eval's standard error.")
         if self.too_long:
             notes.append(f"{self.too_long} questions were left out: they leave no position for an answer.")
+        if self.beyond:
+            notes.append(
+                f"{self.beyond} answers leave the positions that the base was made for, and may make no sense there."
+            )
         cut = {name: sum(not answer.ended for answer in one.answers) for name, one in found.items()}
         if any(cut.values()):
             counts = ", ".join(f"{number} of the {name}" for name, number in cut.items())

@@ -95,6 +95,36 @@ class Answer:
     ended: bool
 
 
+class Positions:
+    """Says of prompts and answers, once of each, that they go beyond the positions that a base was made for.
+
+    A base with a table of positions refuses them (`TooLong`); one that computes positions (rotary embeddings) goes on,
+    and its text may make no sense there.
+    """
+
+    def __init__(self, model: Any, note: Callable[[str], None]) -> None:
+        self._count, self._note = bounds.positions(model.config), note
+        self._told: set[str] = set()
+
+    def prompt(self, tokens: int) -> None:
+        """Called before a prompt of so many tokens is answered."""
+        self._say("prompt", f"a prompt has {tokens:,} tokens", tokens)
+
+    def answer(self, prompt_tokens: int, tokens: int, before: Callable[[], object] = lambda: None) -> None:
+        """Called with the numbers of tokens of a prompt and of its answer; `before` is called before a note."""
+        if "prompt" not in self._told:
+            self._say("answer", f"an answer reaches token {prompt_tokens + tokens:,}", prompt_tokens + tokens, before)
+
+    def _say(self, what: str, how_long: str, tokens: int, before: Callable[[], object] = lambda: None) -> None:
+        if self._count and tokens > self._count and what not in self._told:
+            self._told.add(what)
+            before()
+            self._note(
+                f"{how_long}, beyond the {self._count:,} positions that the base was made for: what it writes there "
+                "may make no sense"
+            )
+
+
 def prompt_ids(example: formats.Example, tokenizer: Any, control_tokens: chat.ControlTokens) -> list[int]:
     """Token ids of a prompt, rendered as in training (`control_tokens` is `data.control_tokens`); never empty.
 

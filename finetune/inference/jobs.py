@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from finetune.config import Config
@@ -55,12 +56,25 @@ class Ready:
         """See `generation.answers`."""
         ids = [self._ids(prompt) for prompt in prompts]
         with blaming_base(self.config.model):
-            yield from generation.answers(self.model, self.tokenizer, ids, settings, cache_bytes)
+            found = generation.answers(self.model, self.tokenizer, ids, settings, cache_bytes)
+            self._positions.prompt(max(map(len, ids), default=0))
+            for prompt, answer in zip(ids, found, strict=True):
+                yield answer
+                self._positions.answer(len(prompt), answer.tokens)
 
     def stream(self, prompt: examples.Example, settings: Settings, say: Callable[[str], None]) -> Answer:
         """See `generation.stream`."""
+        ids = self._ids(prompt)
+        self._positions.prompt(len(ids))
         with blaming_base(self.config.model):
-            return generation.stream(self.model, self.tokenizer, self._ids(prompt), settings, say)
+            found = generation.stream(self.model, self.tokenizer, ids, settings, say)
+        # On a line of its own, below the answer.
+        self._positions.answer(len(ids), found.tokens, lambda: say("\n"))
+        return found
+
+    @cached_property
+    def _positions(self) -> generation.Positions:
+        return generation.Positions(self.model, note_beside_output)
 
     def _ids(self, prompt: examples.Example) -> list[int]:
         return generation.prompt_ids(prompt, self.tokenizer, self.config.data.control_tokens)

@@ -27,6 +27,7 @@ from finetune.config import DistributedSection
 from finetune.errors import MachineError
 from finetune.runtime import ranks
 from finetune.runtime.libraries import replaced
+from finetune.storage.files import amount
 
 STAGES = {"optimizer": 1, "gradients": 2, "weights": 3}
 """DeepSpeed's number of each `distributed.stage`."""
@@ -327,8 +328,8 @@ class Disk:
         if free < needed:
             self.close()
             raise MachineError(
-                f"`distributed.nvme_path`: {root} has {free / 2**30:.1f} GiB left, and the optimizer's states take up "
-                f"to {needed / 2**30:.1f} GiB; free some, or choose another disk"
+                f"`distributed.nvme_path`: {root} has {amount(free)} left, and the optimizer's states take up to "
+                f"{amount(needed)}; free some, or choose another disk"
             )
 
     def close(self) -> None:

@@ -1,8 +1,9 @@
 """Training objectives. A new one is a function and its entry in OBJECTIVES, or is given from Python.
 
 An objective is `loss(model, batch) -> (sum, count)`. Both add up over micro-batches, ranks and the halves of a
-micro-batch that did not fit, so the gradient of sum / count does not depend on how a step was split. `count(batch)` is
-the same count without the model: a step divides by it before its first backward pass.
+micro-batch that did not fit, so the gradient of sum / count does not depend on how a step was split (but for that of
+`aux_loss`, taken over each micro-batch). `count(batch)` is the same count without the model: a step divides by it
+before its first backward pass.
 
 `model(**batch, fused_lm_head=True)` returns, without materialising all logits (`objectives.log_probs`):
 

@@ -14,7 +14,7 @@ from finetune.config import as_written
 from finetune.errors import ConfigError, first_line
 from finetune.report import curves, pages, printing, words
 from finetune.report.figures import Figures
-from finetune.report.result import Result
+from finetune.report.result import Result, flat, framed
 from finetune.storage.files import write_text
 from finetune.storage.rundir import RunDirectory
 
@@ -57,6 +57,24 @@ class Comparison:
         figures = {name: Figures.read(run) for name, run in self.runs.items()}
         title = f"{len(self.runs)} runs side by side"
         write_text(path, pages.page(title, "compare.html.j2", curves.of_runs(figures), **self._tables()))
+
+    def frame(self) -> Any:
+        """A `pandas.DataFrame` with a row a run and flat columns: `run`, the summary's (`peaks.backward.resident_bytes`
+        among them) and the config keys that differ. Raises MachineError without pandas.
+        """
+        found = self.as_dict()
+        return framed(
+            [
+                {
+                    **flat({**summary, "run": name}),
+                    **{key: each[name] for key, each in found["differences"].items() if name in each},
+                }
+                for name, summary in found["runs"].items()
+            ]
+        )
+
+    def __str__(self) -> str:
+        return printing.text(self.show)
 
     def __repr__(self) -> str:
         return f"<comparison of {', '.join(self.runs)}>"

@@ -45,6 +45,9 @@ class DataLook:
         """Write a self-contained HTML page. Raises MachineError if it cannot be written."""
         write_text(path, page(self.inspection))
 
+    def __str__(self) -> str:
+        return printing.text(lambda console: show(self.inspection, console))
+
     def __repr__(self) -> str:
         return f"<data: {headline(self.inspection)}>"
 

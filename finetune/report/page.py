@@ -72,7 +72,7 @@ def write(run: RunDirectory, *, plot: bool = False) -> Path:
         trained=figures.trained,
         plot=run.plot_file.name if run.plot_file.exists() else "",
         job=_job(figures, config, data, environment),
-        results=_results(run, figures),
+        results=result_rows(run, figures),
         compared=forecast_view.compared(differences),
         large=forecast_view.LARGE if any(one.measured_bytes and one.large for one in differences) else "",
         peaks=peak_table(figures.peaks),
@@ -93,7 +93,7 @@ def results(run: RunDirectory) -> str:
     """The results as a table, and the plot, as HTML."""
     figures = Figures.read(run)
     plot = base64.b64encode(records.read_bytes(run.plot_file) if run.plot_file.is_file() else b"").decode()
-    return pages.fragment("results.html.j2", trained=figures.trained, results=_results(run, figures), plot=plot)
+    return pages.fragment("results.html.j2", trained=figures.trained, results=result_rows(run, figures), plot=plot)
 
 
 # -- the top -----------------------------------------------------------------------------------------------------------
@@ -125,7 +125,7 @@ def _job(
     return list(facts.items())
 
 
-def _results(run: RunDirectory, figures: Figures) -> list[tuple[str, str, str]]:
+def result_rows(run: RunDirectory, figures: Figures) -> list[tuple[str, str, str]]:
     """What came out: (name, value, detail)."""
     found = []
     if figures.evaluations:

@@ -11,7 +11,7 @@ from finetune.forecast.fit import Fitted
 from finetune.forecast.levers import Lever
 from finetune.forecast.planning import planner_for
 from finetune.forecast.replay import Forecast
-from finetune.report import forecast_view, words
+from finetune.report import forecast_view, printing, words
 from finetune.storage.files import write_bytes, write_text
 
 
@@ -48,6 +48,9 @@ class Plan:
     def write(self, path: Path) -> None:
         """Write a self-contained HTML page. Raises MachineError if it cannot be written."""
         write_text(path, forecast_view.page(self.forecast, self.levers, f"Plan of {self.config.model.name}"))
+
+    def __str__(self) -> str:
+        return printing.text(lambda console: forecast_view.show(self.forecast, console))
 
     def __repr__(self) -> str:
         return f"<plan: {words.verdict(self.forecast)}>"

@@ -7,7 +7,9 @@ never fails to encode.
 from __future__ import annotations
 
 import contextlib
+import io
 import os
+import shutil
 from collections.abc import Callable, Iterable, Sequence
 from typing import IO, Any
 
@@ -65,6 +67,14 @@ def discard(stream: IO[str]) -> None:
     """Drop what a stream that cannot be written still buffers: Python would try again at its end, and exit with 120."""
     with contextlib.suppress(OSError):  # not every stream is a file
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
+def text(show: Callable[[Console], object]) -> str:
+    """What `show` prints to a console, as text."""
+    console = Console(file=io.StringIO(), width=shutil.get_terminal_size((120, 24)).columns)
+    with console.capture() as captured:
+        show(console)
+    return captured.get().rstrip("\n")
 
 
 def say(console: Console, text: str = "", style: str = "", keep: str = "") -> None:

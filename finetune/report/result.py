@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import importlib
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rich.table import Table
 
+from finetune.errors import MachineError
 from finetune.report import page, printing
 from finetune.report.figures import Figures, peak_table
 from finetune.storage.rundir import RunDirectory
@@ -88,8 +91,39 @@ class Result:
 
         return Picture(plots.training(self.run).read_bytes())
 
+    def frame(self) -> Any:
+        """A `pandas.DataFrame` with a row a step, that of step 0 for the base's evaluation, and flat columns: `step`,
+        `loss`, `eval_loss`, `memory.backward.resident_bytes`, ... Raises MachineError without pandas.
+        """
+        lines: dict[int, dict[str, Any]] = {}
+        for line in [*self.evaluations, *self.metrics]:
+            lines.setdefault(line["step"], {}).update(flat(line))
+        return framed([{**lines[step]} for step in sorted(lines)])
+
+    def __str__(self) -> str:
+        rows = page.result_rows(self.run, self.figures)
+        shown = printing.text(lambda console: printing.table(console, ("", "value", ""), rows, texts=("",)))
+        return f"{self.run.path}\n{shown}"
+
     def _repr_html_(self) -> str:
         return page.results(self.run)
+
+
+def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested values by their path, `memory.backward.resident_bytes`."""
+    found: dict[str, Any] = {}
+    for key, value in values.items():
+        found |= flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {prefix + key: value}
+    return found
+
+
+def framed(rows: Sequence[Mapping[str, Any]]) -> Any:
+    """A `pandas.DataFrame` of rows, of which each may lack some columns. Raises MachineError without pandas."""
+    try:
+        pandas = importlib.import_module("pandas")
+    except ImportError:
+        raise MachineError("a frame needs the package pandas: pip install pandas") from None
+    return pandas.DataFrame(rows)
 
 
 def _existing(path: Path) -> str | None:

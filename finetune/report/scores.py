@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from finetune.report import pages
+from finetune.report import pages, printing
 from finetune.report.printing import Cells
 from finetune.storage.records import Evaluation
 from finetune.storage.rundir import RunDirectory
@@ -52,6 +52,9 @@ class Scores:
     def notes(self) -> list[str]:
         """How to read the table, in sentences."""
         return [f"Measured after step {self.record['steps']:,}. {self.record['interval']}", *self.record["notes"]]
+
+    def __str__(self) -> str:
+        return "\n".join([printing.text(lambda console: printing.table(console, *self.table)), *self.notes])
 
     def _repr_html_(self) -> str:
         return pages.fragment("scores.html.j2", scores=self)

@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.padding import Padding
 from rich.text import Text
 
-from finetune.config import Config
+from finetune.config import Config, DataSection
 from finetune.data.batching import MicroBatching
 from finetune.data.inspection import Inspection
 from finetune.data.prepare import Prepared
@@ -165,6 +165,8 @@ class Terminal:
         if mixture and config.adapter.kind == "lora" and config.adapter.targets == "all-linear":
             facts["adapter"] += ", without routers and experts"
         facts["data"] = words.counts(data.train_counts, config.data.max_length)
+        if config.data.train == DataSection().train:  # which is also what a config without rows trains
+            facts["data"] = f"the built-in rows ({config.data.train}): {facts['data']}"
         if data.eval_counts:
             facts["evaluation set"] = words.counts(data.eval_counts, config.data.max_length)
             if config.output.best and config.training.eval_every and not data.judges:

@@ -22,7 +22,7 @@ from safetensors import safe_open
 
 from finetune.errors import ArtifactError, MachineError, NumbersError
 from finetune.storage import records, weight_files
-from finetune.storage.files import dispose, refuse_another, staged, write_text
+from finetune.storage.files import cause, dispose, refuse_another, remedy, staged, write_text
 from finetune.storage.rundir import RunDirectory, checkpoint_step
 
 MANIFEST = "manifest.json"
@@ -96,14 +96,10 @@ def _refuse_numbers(contents: Contents) -> None:
 
 
 def _not_written(run: RunDirectory, contents: Contents, error: OSError) -> str:
-    try:
-        free = f"{shutil.disk_usage(run.path).free:,}"
-    except OSError:
-        free = "unknown (the run directory is gone)"
     return (
-        f"checkpoint at step {contents.step} could not be written to {run.checkpoints}: {error.strerror or error}; "
-        f"bytes needed: {contents.bytes:,}, free: {free}. Earlier checkpoints are untouched: free some space, or set "
-        "`output.dir` to another disk, and run the same command again"
+        f"checkpoint at step {contents.step} could not be written to {run.checkpoints}: {cause(error, run.path)}; "
+        f"{contents.bytes:,} bytes are needed. Earlier checkpoints are untouched: {remedy(error)}, or set `output.dir` "
+        "to another disk, and run the same command again"
     )
 
 

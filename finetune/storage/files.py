@@ -9,6 +9,7 @@ import contextlib
 import errno
 import json
 import os
+import re
 import shutil
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -199,17 +200,57 @@ DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS, 
 """errno values of a disk that is full, failing or not writable."""
 
 
+_REMEDIES = {
+    errno.EROFS: "make its file system writable",
+    errno.EACCES: "get the permission to write there",
+    errno.EPERM: "get the permission to write there",
+    errno.EFBIG: "raise the limit on the size of a file (`ulimit -f`)",
+    errno.EIO: "check its disk, which fails",
+    errno.ENOENT: "create its directory",
+    errno.ENOTDIR: "remove the file that is in the place of a directory",
+    errno.EEXIST: "remove the file that is in the place of a directory",
+}
+
+
 def not_written(path: Path, error: Exception) -> str:
-    """The message for a failed write: the file, the reason, the free space, and what to do."""
-    try:
-        free = f"{shutil.disk_usage(path.parent).free:,} bytes are free"
-    except OSError:
-        free = "its directory does not exist"
-    why = getattr(error, "strerror", None) or error
+    """The message for a failed write: the file, the reason, and what to do."""
     return (
-        f"{path} could not be written: {why}; {free}. What was there before is untouched: free some space, or choose "
-        "another location (`output.dir` for a run), and run the same command again"
+        f"{path} could not be written: {cause(error, path.parent)}. What was there before is untouched: "
+        f"{remedy(error)}, or choose another location (`output.dir` for a run), and run the same command again"
     )
+
+
+def cause(error: Exception, folder: Path) -> str:
+    """Why a write to `folder` failed, with the room there where a lack of it may be why."""
+    why = str(getattr(error, "strerror", None) or error)
+    try:
+        disk = os.statvfs(folder)
+    except OSError:
+        return f"{why}; its directory does not exist"
+    if _number(error) in _REMEDIES:
+        return why
+    if disk.f_files and not disk.f_favail:
+        return f"{why}; the file system has no room for another file, however small (inodes)"
+    return f"{why}; {disk.f_bavail * disk.f_frsize:,} bytes are free"
+
+
+def remedy(error: Exception) -> str:
+    """What to do about a failed write, besides choosing another location."""
+    number = _number(error)
+    if number == errno.EDQUOT:
+        return "free some space of your quota"
+    return _REMEDIES.get(number, "free some space")
+
+
+def _number(error: Exception) -> int:
+    """The errno of an error, which safetensors 0.8 has in its text alone; 0 if it has none."""
+    in_text = re.search(r"os error (\d+)", str(error))
+    return getattr(error, "errno", None) or (int(in_text[1]) if in_text else 0)
+
+
+def amount(count: int) -> str:
+    """Bytes of a disk for messages: in GiB, or where that would be a fraction of little, as they are."""
+    return f"{count / 2**30:.2f} GiB" if count >= 2**30 else f"{count:,} bytes"
 
 
 def _fsync(path: Path) -> None:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import copy
+import inspect
 import pickle
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
+from finetune.config.fields import nearest, shown
+from finetune.errors import ConfigError
 from finetune.runtime import ranks
 
 
@@ -33,8 +37,64 @@ class Callback(Protocol):
         """Called once a checkpoint is complete and verified. Saving overlaps the next step, so this comes after it."""
 
 
+METHODS = ("on_step", "on_evaluation", "on_save")
+
+Told = Callback | Callable[[dict[str, Any]], object]
+"""What `train` takes as a callback: a function is called with each line of metrics, of a step or an evaluation."""
+
+
+def checked(given: Iterable[Told] | None) -> tuple[Callback, ...]:
+    """The callbacks of a run, which begins with none if `given` is None. Raises ConfigError for what is no callback."""
+    if given is None:
+        return ()
+    if isinstance(given, (str, bytes)) or not isinstance(given, Iterable):
+        raise ConfigError(f"`callbacks` must be a list of callbacks, not {shown(given)}")
+    return tuple(_checked(one, f"`callbacks[{index}]`") for index, one in enumerate(given))
+
+
+def _checked(given: Any, where: str) -> Callback:
+    if isinstance(given, type):
+        raise ConfigError(f"{where} is the class {given.__name__}; give an object of it: {given.__name__}()")
+    named = [name for name in dir(given) if name.startswith("on_") and callable(getattr(given, name, None))]
+    if not named and callable(given):
+        _takes_one(given, where)
+        return _Function(given)
+    if not set(named) & set(METHODS):
+        raise ConfigError(
+            f"{where} is {shown(given)}: a callback is a function of a dict of metrics, or has some of the methods "
+            f"{', '.join(METHODS)}"
+        )
+    for name in named:
+        if name not in METHODS:  # a typing error, or another library's callback
+            raise ConfigError(f"{where}: `{name}` would never be called; {nearest(name, METHODS)}")
+        _takes_one(getattr(given, name), f"{where}: `{name}`")
+    given_: Callback = given
+    return given_
+
+
+def _takes_one(function: Any, where: str) -> None:
+    if inspect.iscoroutinefunction(function):
+        raise ConfigError(f"{where} is asynchronous, so that calling it would do nothing; define it with `def`")
+    try:
+        inspect.signature(function).bind(None)
+    except TypeError:
+        raise ConfigError(f"{where} must be a function that takes one argument") from None
+    except ValueError:  # some builtins do not say what they take
+        pass
+
+
+class _Function:
+    """A function as a callback."""
+
+    def __init__(self, function: Callable[[dict[str, Any]], object]) -> None:
+        self.on_step = self.on_evaluation = function
+
+
 class Callbacks:
-    """Calls a run's callbacks until one fails; `error` is its exception."""
+    """Calls a run's callbacks until one fails; `error` is its exception.
+
+    Each is given a copy, so that what it changes reaches neither the run nor another callback.
+    """
 
     def __init__(self, callbacks: Iterable[Callback] = ()) -> None:
         self._callbacks = list(callbacks)
@@ -57,7 +117,8 @@ class Callbacks:
         if self.error is None:
             try:
                 for callback in self._callbacks:
-                    getattr(callback, method)(subject)
+                    if call := getattr(callback, method, None):
+                        call(copy.deepcopy(subject))
             except Exception as error:
                 self.error = error
 

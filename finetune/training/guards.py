@@ -32,6 +32,21 @@ class Skips:
         return self.in_a_row >= SKIPS_IN_A_ROW if loss_scale is None else skipped and loss_scale < 1
 
 
+def remedy(updates: int, *, scaled: bool) -> str:
+    """What to do about numbers that are not finite after so many updates; `scaled`: with loss scaling (fp16)."""
+    if updates:
+        return "Lower `training.learning_rate`" + (
+            ", lengthen `training.warmup`, or use bf16 instead of fp16" if scaled else " or lengthen `training.warmup`"
+        )
+    cause = "No weight was updated yet, so the learning rate is not the cause. "
+    if scaled:
+        return cause + (
+            "Use bf16 or fp32 instead of fp16, or raise `training.max_steps`: each skip halves the loss scale, which "
+            "starts at 65,536"
+        )
+    return cause + "See whether `training.precision: fp32` is finite; if not, the base or the rows are at fault"
+
+
 class Spikes:
     """Detects a loss far above the previous ones.
 

@@ -109,6 +109,7 @@ class Loop:
         rate = self.schedule.get_last_lr()[0]
         if updated:
             self.schedule.step()
+            progress.updates += 1
         step.model.zero_grad(set_to_none=True)
         progress.step += 1
         progress.epoch = progress.step / self.steps.in_epoch

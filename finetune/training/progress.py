@@ -29,6 +29,7 @@ class Progress:
     """Completed steps of `total`, the same in epochs, and the best evaluation so far.
 
     `without_gain` counts the evaluations since the best one. `owes_evaluation`: a signal postponed an evaluation.
+    `updates` are the steps that were not skipped; a checkpoint stores them with the schedule.
     """
 
     step: int = 0
@@ -38,12 +39,18 @@ class Progress:
     best_loss: float | None = None
     without_gain: int = 0
     owes_evaluation: bool = False
+    updates: int = 0
 
     def as_json(self) -> dict[str, Any]:
         return {stored: getattr(self, name) for stored, name in _NAMES.items()}
 
     def gains(self, loss: float) -> bool:
-        """Record an evaluation loss; return whether it is the lowest so far."""
+        """Record an evaluation loss; return whether it is the lowest so far.
+
+        Before the first update it is the base's, which is not a result of training.
+        """
+        if not self.updates:
+            return False
         if self.best_loss is not None and loss >= self.best_loss:
             self.without_gain += 1
             return False

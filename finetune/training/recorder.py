@@ -18,7 +18,7 @@ from finetune.storage.files import append_line
 from finetune.storage.rundir import RunDirectory
 from finetune.training.callbacks import Callbacks
 from finetune.training.collator import Idle, Inputs
-from finetune.training.guards import Skips, Spikes
+from finetune.training.guards import Skips, Spikes, remedy
 from finetune.training.progress import Progress
 from finetune.training.step import Count
 from finetune.training.tracking import Trackers
@@ -113,6 +113,7 @@ class Recorder:
         self._spikes = Spikes()
         self._leaks = LeakWatch()
         self._steps = 0
+        self._scaled = False
         self._started = time.perf_counter()
 
     def started(self, progress: Progress) -> None:
@@ -153,7 +154,7 @@ class Recorder:
         scaler: torch.amp.GradScaler | None,
     ) -> None:
         """Called after a step, with or without an update. Raises NumbersError if updates keep being skipped."""
-        self._steps = progress.step
+        self._steps, self._scaled = progress.step, scaler is not None
         if self._profiler:
             self._profiler.step()
         # Measured between reads of the results: the device has yet to run this step's update.
@@ -175,9 +176,9 @@ class Recorder:
         self._listener.stepped(line)
         self._trackers.log("train", line)
         self._callbacks.stepped(line)
-        self._watch(line, scaler)
+        self._watch(line, progress.updates, scaler)
 
-    def _watch(self, line: dict[str, Any], scaler: torch.amp.GradScaler | None) -> None:
+    def _watch(self, line: dict[str, Any], updates: int, scaler: torch.amp.GradScaler | None) -> None:
         """Report a skipped update or a loss spike; stop if updates keep being skipped."""
         step, skipped = line["step"], "skipped" in line
         for_good = self._skips.see(skipped, scaler.get_scale() if scaler and skipped else None)
@@ -187,7 +188,7 @@ class Recorder:
             self.run.event("update_skipped", step=step, reason=f"{name} is not finite", in_a_row=in_a_row, total=total)
             self._listener.note(f"step {step}: {name} is not finite; the update is skipped, {total} so far")
             if for_good:
-                self._stop(name, step)
+                self._stop(name, step, updates)
         if (median := self._spikes.see(line["loss"])) is not None:
             self.run.event("loss_spike", step=step, loss=line["loss"], median=median)
             self._listener.note(f"step {step}: the loss of {line['loss']:.3f} is far above the previous {median:.3f}")
@@ -205,22 +206,19 @@ class Recorder:
         self._trackers.log("eval", line)
         self._callbacks.evaluated(line)
         if line["eval_loss"] is None:
-            self._stop("eval_loss", progress.step)
+            self._stop("eval_loss", progress.step, progress.updates)
 
     def forget_evaluation(self, progress: Progress) -> None:
         """Delete the record of the evaluation at this step, which is about to be repeated."""
         self.run.forget_evaluation_at(progress.step)
 
-    def _stop(self, name: str, step: int) -> NoReturn:
+    def _stop(self, name: str, step: int, updates: int) -> NoReturn:
         self.run.event("stopped", step=step, reason=f"{name} is not finite")
         saved = self.run.complete_checkpoints()
         where = (
             f"the last checkpoint is {saved[-1]}" if saved else "no checkpoint was written yet (`output.save_every`)"
         )
-        raise NumbersError(
-            f"{name} is not finite at step {step}; {where}. Lower `training.learning_rate`, lengthen "
-            "`training.warmup`, or use bf16 instead of fp16"
-        )
+        raise NumbersError(f"{name} is not finite at step {step}; {where}. {remedy(updates, scaled=self._scaled)}")
 
 
 def _number(value: float) -> float | None:

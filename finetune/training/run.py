@@ -21,7 +21,7 @@ from finetune.config import Config
 from finetune.data import fingerprint
 from finetune.data.batching import MicroBatching, RowOrder
 from finetune.data.prepare import ROWS_TO_JUDGE, Prepared
-from finetune.errors import ConfigError, FinetuneError, MachineError
+from finetune.errors import ConfigError, FinetuneError, MachineError, NumbersError
 from finetune.kernels import compiled, proof
 from finetune.measure import snapshots
 from finetune.measure.monitor import Monitor
@@ -46,7 +46,7 @@ from finetune.runtime import libraries, rank_watch, ranks
 from finetune.runtime.signals import Signals
 from finetune.storage.files import not_written, staged
 from finetune.storage.rundir import RunDirectory, checkpoint_step
-from finetune.training import oom_retry, optimizers, schedules
+from finetune.training import guards, oom_retry, optimizers, schedules
 from finetune.training.batches import Steps
 from finetune.training.callbacks import Callback, Callbacks
 from finetune.training.checkpoints import Checkpoints
@@ -59,7 +59,7 @@ from finetune.training.oom_retry import Retry
 from finetune.training.progress import Progress, read_progress
 from finetune.training.recorder import Listener, Recorder
 from finetune.training.replica import Replica
-from finetune.training.state import problems_of, restore, restore_weights, save_weights, whole_weights
+from finetune.training.state import problems_of, restore, restore_weights, save_weights, updates_in, whole_weights
 from finetune.training.step import Step
 from finetune.training.strategies import STRATEGIES
 from finetune.training.tracking import Trackers
@@ -100,9 +100,9 @@ class Job:
 def train(job: Job) -> Outcome:
     """Run the optimizer steps and write `adapter/` (or `merged/` if every weight was trained).
 
-    Raises NumbersError for a loss that is not finite, MachineError if a checkpoint cannot be written, ArtifactError if
-    one does not fit the job, and Terminated or KeyboardInterrupt after a signal and its checkpoint, or the exception of
-    a callback after that of its step.
+    Raises NumbersError for a loss that is not finite or if every update was skipped, MachineError if a checkpoint
+    cannot be written, ArtifactError if one does not fit the job, and Terminated or KeyboardInterrupt after a signal and
+    its checkpoint, or the exception of a callback after that of its step.
     """
     config, model, run = job.config, job.model, job.run
     with autocast(config.training.precision, job.device), libraries.without_cudnn_attention():
@@ -145,6 +145,12 @@ def train(job: Job) -> Outcome:
     if callbacks.error:
         run.event("stopped", step=progress.step, reason=f"{type(callbacks.error).__name__} in a callback")
         callbacks.raise_error(f"Step {progress.step} is saved in {run.checkpoints}")
+    if not progress.updates:
+        run.event("stopped", step=progress.step, reason="every update was skipped")
+        raise NumbersError(
+            f"every update up to step {progress.step} was skipped, because the loss or its gradient was not finite: "
+            f"there is nothing to publish. {guards.remedy(0, scaled=config.training.precision == 'fp16')}"
+        )
     if ranks.is_main():
         if not whole:
             _load_best(job, _best_checkpoint(job, progress))
@@ -395,6 +401,7 @@ class _OutOfMemory:
 def _fit(job: Job, loop: Loop) -> None:
     """Train to the end, or to the end of the step in which a signal arrived, and wait for the last save."""
     if job.resume_from:
+        loop.progress.updates = updates_in(job.resume_from)
         restore_weights(loop.step.model, job.resume_from)
         if loop.is_over:
             loop.evaluate_if_owed()

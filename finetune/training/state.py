@@ -315,6 +315,14 @@ def _restore_schedule(schedule: Any, state: dict[str, Any]) -> None:
         group["lr"] = rate
 
 
+def updates_in(folder: Path) -> int:
+    """The updates made by the time of a checkpoint: its steps without the skipped ones. Raises ArtifactError."""
+    made = records.read(folder / STATE_FILE, records.CHECKPOINT_STATE)["schedule"].get("last_epoch")
+    if type(made) is not int:
+        raise ArtifactError(f"{folder / STATE_FILE}: `schedule` has no count of updates; use --fresh to start over")
+    return made
+
+
 def restore_random(folder: Path, rank: int) -> None:
     """Restore this rank's random state from a checkpoint, unless the checkpoint was made with fewer ranks."""
     if rank < len(states := _random_states(folder)):

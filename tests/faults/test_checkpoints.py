@@ -175,8 +175,8 @@ def test_a_disk_that_fills_during_a_save_ends_in_4_with_the_bytes(
     message = (
         r"checkpoints/latest could not be written: No space left on device; [\d,]+ bytes are free"
         if file == "latest"  # the checkpoint itself is published by then
-        else r"checkpoint at step 2 could not be written to .*No space left on device; bytes needed: [\d,]+, "
-        r"free: [\d,]+\. Earlier checkpoints are untouched"
+        else r"checkpoint at step 2 could not be written to .*No space left on device; [\d,]+ bytes are "
+        r"free; [\d,]+ bytes are needed\. Earlier checkpoints are untouched: free some space"
     )
     assert re.search(message, ended.output)
     newest, damaged = checkpoint.newest_valid(run)
@@ -191,7 +191,7 @@ def test_a_training_on_a_full_disk_ends_in_4_and_goes_on_when_there_is_room(job,
     starved = job(folder=small_disk / "run")
     ended = starved.go(Fault("rename", "step-00000002.incomplete", action="fill"))
     assert ended.code == 4, ended.output
-    assert re.search(r"could not be written: No space left on device; \d+ bytes are free|bytes needed", ended.output)
+    assert re.search(r"could not be written: No space left on device; [\d,]+ bytes are free", ended.output)
     assert "Traceback" not in ended.output
     assert starved.run.complete_checkpoints() == [starved.run.checkpoint(2)]
     # Room for lines, not for a checkpoint.
@@ -199,8 +199,8 @@ def test_a_training_on_a_full_disk_ends_in_4_and_goes_on_when_there_is_room(job,
     (small_disk / "filler").write_bytes(bytes(shutil.disk_usage(small_disk).free - 2**20))
     ended = starved.go()
     assert ended.code == 4, ended.output
-    assert re.search(r"checkpoint at step \d could not be written.* not enough disk space; bytes needed: [\d,]+, free: "
-                     r"[\d,]+\. ", ended.output)  # fmt: skip
+    assert re.search(r"checkpoint at step \d could not be written.* not enough disk space; [\d,]+ bytes are free; "
+                     r"[\d,]+ bytes are needed\. ", ended.output)  # fmt: skip
     (small_disk / "filler").unlink()
     assert starved.go().code == 0
     assert starved.weights == whole.weights
@@ -234,7 +234,9 @@ def test_a_directory_that_turned_read_only_or_vanished_ends_in_4(children: Child
     ended = children.run(["save", run.path, 2])
     subprocess.run(["mount", "-o", "remount,rw", small_disk], check=True)
     assert ended.code == 4
-    assert "Read-only file system" in ended.output
+    assert "Read-only file system; 1,0" in ended.output
+    assert "make its file system writable" in ended.output
+    assert "free some space" not in ended.output
     assert checkpoint.newest_valid(run) == (run.checkpoint(1), {})
     (small_disk / "file").write_text("")
     ended = children.run(["save", small_disk / "file" / "run", 2])

@@ -13,7 +13,7 @@ from steps import before_each_step, spoil_losses
 import finetune
 from finetune.errors import NumbersError
 from finetune.storage.rundir import RunDirectory, checkpoint_step
-from finetune.training.guards import SKIPS_IN_A_ROW, Skips, Spikes
+from finetune.training.guards import SKIPS_IN_A_ROW, Skips, Spikes, remedy
 from finetune.training.loop import Loop
 
 FEW = ["data.eval=none", "training.eval_every=null", "optimizer.kind=adamw_8bit"]
@@ -106,6 +106,48 @@ def test_a_fault_that_stays_stops_at_the_last_finite_checkpoint(quick, overflow,
 
     monkeypatch.undo()
     assert finetune.train(config).run.finished, "without the fault it goes on from there"
+
+
+def test_a_run_whose_every_update_was_skipped_ends_in_5_and_publishes_nothing(
+    quick, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And says so again, at the same command; with more steps it goes on."""
+    config = quick(*FEW, "training.max_steps=2")
+    run = RunDirectory(config.output.dir)
+    with monkeypatch.context() as patch:
+        spoil_losses(patch, 1, 2)
+        for _ in range(2):
+            with pytest.raises(NumbersError, match=r"^every update up to step 2 was skipped.*fp32") as stopped:
+                finetune.train(config)
+            assert stopped.value.exit_code == 5
+            assert "learning rate is not the cause" in str(stopped.value)
+            assert not run.finished
+            assert not run.adapter.exists()
+    assert finetune.train(quick(*FEW, "training.max_steps=4")).run.finished
+    assert [line.get("skipped", False) for line in run.metrics()] == [True, True, False, False]
+
+
+def test_an_evaluation_before_the_first_update_is_not_the_best_of_training(
+    quick, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The rate is so high that the base, evaluated again after the skipped step, stays the best."""
+    spoil_losses(monkeypatch, 1)
+    worse = ["training.learning_rate=1", "training.schedule=constant", "training.max_grad_norm=0"]
+    config = quick("training.eval_every=1", "output.best=true", "output.save_every=1", *worse)
+    result = finetune.train(config)
+    base, skipped, *trained = (line["eval_loss"] for line in result.evaluations)
+    assert skipped == base < min(trained)
+    assert any(
+        tensor.any()
+        for name, tensor in load_file(result.run.adapter / "adapter_model.safetensors").items()
+        if "lora_B" in name
+    )
+
+
+def test_what_to_do_is_true_of_the_precision_and_of_what_was_trained() -> None:
+    assert "learning_rate" not in remedy(0, scaled=True) + remedy(0, scaled=False)
+    assert "fp16" not in remedy(0, scaled=False) + remedy(9, scaled=False)
+    assert "fp16" in remedy(9, scaled=True)
 
 
 def test_skips_are_too_many_only_in_a_row() -> None:

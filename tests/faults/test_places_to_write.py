@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import os
 import shutil
 import subprocess
@@ -12,6 +14,7 @@ from pathlib import Path
 import pytest
 from forecasts import forecast
 from jobs import TINY
+from safetensors import SafetensorError
 
 import finetune
 from finetune.config import Config
@@ -20,6 +23,7 @@ from finetune.forecast import planning
 from finetune.forecast.fit import Fitted
 from finetune.forecast.planning import Planner
 from finetune.forecast.replay import Forecast
+from finetune.storage.files import DISK_ERRORS, not_written, write_text
 from finetune.storage.rundir import RunDirectory
 
 Call = Callable[..., tuple[int, str, str]]
@@ -58,8 +62,15 @@ def refused(ended: tuple[int, str, str], path: Path, why: str) -> None:
     assert code == 4, err
     assert err.startswith(f"error: {path}")
     assert why in err
-    assert ("bytes are free" if path.parent.is_dir() else "its directory does not exist") in err
+    assert REMEDY[why] in err
+    assert ("free some space" in err) == (why == "No space left on device")
 
+
+REMEDY = {
+    "No space left on device": "bytes are free",
+    "Read-only file system": "make its file system writable, or choose another location",
+    "No such file": "its directory does not exist",
+}
 
 WRITERS = {
     "data": ["data", TINY, "--html"],
@@ -129,6 +140,31 @@ def test_a_run_that_cannot_be_written_to(command: str, call: Call, disk: Path, t
     protect(disk)
     refused(call(command, run.path), run.path, "Read-only file system")
     assert contents(disk) | {"run/lock": b""} == before | {"run/lock": b""}
+
+
+def test_a_file_system_without_another_inode_is_told_as_such(disk: Path) -> None:
+    """It has space, so that no one should be told to free some because of a number of bytes."""
+    subprocess.run(["mount", "-o", "remount,nr_inodes=8", disk], check=True)
+    with contextlib.suppress(OSError):
+        for number in range(9):
+            (disk / str(number)).touch()
+    with pytest.raises(MachineError) as error:
+        write_text(disk / "one more", "")
+    assert "No space left on device; the file system has no room for another file, however small (inodes)" in str(
+        error.value
+    )
+    assert "bytes are free" not in str(error.value)
+
+
+@pytest.mark.parametrize("number", [*DISK_ERRORS, errno.ENOENT])
+def test_what_to_do_about_a_disk_is_true_of_its_error(number: int, tmp_path: Path) -> None:
+    said = not_written(tmp_path / "file", OSError(number, os.strerror(number)))
+    full = number in (errno.ENOSPC, errno.EDQUOT)
+    assert os.strerror(number) in said
+    assert ("free some space" in said, "bytes are free" in said) == (full, full)
+    assert not_written(tmp_path / "file", SafetensorError(f"x: {os.strerror(number)} (os error {number})")).endswith(
+        said.partition(". What was there")[2]
+    )
 
 
 def test_an_output_that_is_full_is_told(tmp_path: Path) -> None:

@@ -14,9 +14,10 @@ from typing import Any
 import pyarrow as pa
 import pytest
 from pyarrow import parquet
+from transformers import BloomConfig, LlamaConfig
 
 from finetune.errors import ConfigError, DataError
-from finetune.inference import chat, commands, jobs, prompts
+from finetune.inference import chat, commands, generation, jobs, prompts
 from finetune.inference.generation import Settings
 from finetune.storage.rundir import RunDirectory
 
@@ -126,6 +127,34 @@ def test_prompts_are_read_before_a_model_is_loaded(
         commands.generate(trained, [], tmp_path / "none.txt", "adapter", SETTINGS, as_json=False)
     with pytest.raises(ConfigError, match="give --prompt or --file"):
         commands.generate(trained, [], None, "adapter", SETTINGS, as_json=False)
+
+
+def test_text_beyond_the_positions_of_a_rotary_base_is_told_once_and_before_a_long_prompt_is_answered(
+    call: Call, opened: jobs.Ready, tmp_path: Path
+) -> None:
+    long = "What is this? " * 200
+    whole = len(opened._ids(opened.asked(long)))
+    assert whole > 1024 == opened.model.config.max_position_embeddings
+    (tmp_path / "prompts.txt").write_text(f"Say 5\n{long}\n{long}\n")
+    _, out, err = call("generate", "--file", tmp_path / "prompts.txt")
+    assert len(out.splitlines()) == 3
+    said = " ".join(err.split())
+    assert said.count("beyond the 1,024 positions that the base was made for") == 1
+    assert f"a prompt has {whole:,} tokens" in said
+
+
+def test_an_answer_that_leaves_the_positions_is_told_and_one_within_them_is_not() -> None:
+    told: list[str] = []
+    positions = generation.Positions(SimpleNamespace(config=LlamaConfig(max_position_embeddings=10)), told.append)
+    positions.prompt(10)
+    positions.answer(4, 6)
+    assert told == []
+    positions.answer(4, 7)
+    positions.answer(4, 9)
+    assert [note.partition(",")[0] for note in told] == ["an answer reaches token 11"]
+    unbounded = generation.Positions(SimpleNamespace(config=BloomConfig()), told.append)
+    unbounded.prompt(10**6)
+    assert len(told) == 1
 
 
 def test_a_conversation_that_ends_with_an_answer_is_no_prompt(opened: jobs.Ready, tmp_path: Path) -> None:

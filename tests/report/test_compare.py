@@ -72,6 +72,18 @@ def test_a_terminal_shows_a_column_a_run(run: RunDirectory, other: RunDirectory)
     assert ["data.train", "builtin:python_docs", '["a.jsonl",', '"b.jsonl"]'] in lines
 
 
+def test_a_comparison_is_printed_and_is_a_frame_with_a_row_a_run(run: RunDirectory, other: RunDirectory) -> None:
+    found = compare([run, other])
+    assert "eval loss, published" in str(found)
+    assert "adapter.rank" in str(found)
+    frame = found.frame().set_index("run")
+    assert list(frame.index) == ["small", "<other>"]
+    assert list(frame["exported_eval_loss"]) == [3.0, 3.5]
+    assert list(frame["adapter.rank"]) == [16, 4]
+    assert frame.loc["small", "peaks.backward.resident_bytes"] > 0
+    assert not any(isinstance(value, dict) for value in frame.to_numpy().flat)
+
+
 def test_the_page_overlays_the_curves_and_runs_nothing_of_the_runs(
     run: RunDirectory, other: RunDirectory, tmp_path: Path
 ) -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import sys
 
 import pytest
 from report_lines import MIB, evaluation_line, training_line, write_lines
 from rich.console import Console
 
+from finetune.errors import MachineError
 from finetune.report.figures import Figures, smooth
 from finetune.report.result import Result
 from finetune.storage.rundir import RunDirectory
@@ -112,3 +114,24 @@ def test_smoothing_takes_the_steps_around_and_leaves_out_a_nan() -> None:
     nan = float("nan")
     assert smooth([4.0, 2.0, 3.0, nan, 1.0], 3) == [3.0, 3.0, 2.5, 2.0, 1.0]
     assert smooth([nan, nan, nan, 1.0], 3) == pytest.approx([nan, nan, 1.0, 1.0], nan_ok=True)
+
+
+def test_a_frame_has_a_row_a_step_and_flat_columns(run: RunDirectory) -> None:
+    frame = Result(run).frame()
+    assert list(frame["step"]) == [0, 1, 2, 3]
+    assert list(frame["loss"][1:]) == [3.5, 2.5, 2.0]
+    assert list(frame["eval_loss"].dropna()) == [4.0, 3.0, 3.5]
+    assert frame["memory.backward.resident_bytes"].max() == 950 * MIB
+    assert not any(isinstance(value, dict) for value in frame.to_numpy().flat)
+
+
+def test_a_frame_without_pandas_names_it(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pandas", None)
+    with pytest.raises(MachineError, match="needs the package pandas: pip install pandas"):
+        Result(run).frame()
+
+
+def test_a_result_is_printed_with_its_losses(run: RunDirectory) -> None:
+    lines = [line.replace("│", " ").split() for line in str(Result(run)).splitlines()]
+    assert lines[0] == [str(run.path)]
+    assert ["training", "loss,", "first", "and", "last", "step", "3.5000", "→", "2.0000", "3", "steps"] in lines
