@@ -33,7 +33,7 @@ from finetune.errors import DataError
 Split = Literal["train", "eval"]
 
 # Increment with any change to the code that changes the prepared rows, to invalidate existing cache entries.
-_VERSION = 3
+_VERSION = 4
 
 _ROWS, _COUNTS = "rows.arrow", "counts.json"
 
