@@ -153,7 +153,8 @@ class _Generation:
         if size is not None and (foreign := next((token for token in prompt if token >= size), None)) is not None:
             name = self._tokenizer.convert_ids_to_tokens(foreign)
             raise ConfigError(
-                f"the prompt has the token {foreign} ({name!r}), which is not among the {size} that the base has embeddings for; leave it out"
+                f"the prompt has the token {foreign} ({name!r}), which is not among the {size} that the base has "
+                "embeddings for; leave it out"
             )
         wanted = self._settings.max_new_tokens
         if self._positions is None:
