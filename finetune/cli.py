@@ -394,7 +394,7 @@ def evaluate(
         list[str] | None,
         typer.Option(
             "--task", metavar="TASK",
-            help="A task of lm-evaluation-harness, by name or YAML file; may be repeated.",
+            help="A task of lm-evaluation-harness, by name or YAML file, which may run code; may be repeated.",
         ),
     ] = None,
     models: Annotated[

@@ -26,6 +26,9 @@ _FIRST_STAND_IN = 0x14400
 _PROBE = [{"role": role, "content": "a"} for role in ("user", "assistant", "user")]
 
 
+# A regular expression without a match.
+_NOTHING = r"(?!)"
+
 Found = TypeVar("Found", bound=Example)
 
 
@@ -92,7 +95,7 @@ class _Control:
 
     `stand_ins` maps characters to their stand-ins. `bracketed` are texts that become a control token inside the
     brackets that some templates write around names. `normalize` is the normalizer, if control tokens are matched after
-    it.
+    it: those of `look_alikes`, which is what it makes of them.
     """
 
     ids: frozenset[int]
@@ -101,10 +104,11 @@ class _Control:
     bracketed: frozenset[str]
     stand_ins: dict[str, str]
     normalize: Any
+    look_alikes: re.Pattern[str]
 
     def first(self, text: str) -> str | None:
         """The first control token in the text."""
-        if found := self.pattern.search(text) or (self.normalize and self.pattern.search(self.normalize(text))):
+        if found := self.pattern.search(text) or (self.normalize and self.look_alikes.search(self.normalize(text))):
             return found[0]
         return text if text in self.bracketed else None
 
@@ -147,12 +151,13 @@ def _control(tokenizer: Any) -> _Control:
 @functools.lru_cache(maxsize=8)
 def _control_of(tokenizer: Any, _: str, __: int) -> _Control:
     tokens = _tokens(tokenizer)
-    # `(?!)` matches nothing.
-    pattern = _any_of(sorted(tokens)) if tokens else r"(?!)"
+    pattern = _any_of(sorted(tokens)) if tokens else _NOTHING
     bracketed = frozenset(inner for inner in (token[1:-1] for token in tokens) if re.search(r"\W", inner))
     first = sorted({text[0] for text in (*tokens, *bracketed)})
     normalizer = tokenizer.backend_tokenizer.normalizer if tokenizer.is_fast else None
-    normalized = any(tokenizer.added_tokens_decoder[token].normalized for token in tokens.values())
+    normalized = [text for text, token in tokens.items() if tokenizer.added_tokens_decoder[token].normalized]
+    normalize = normalizer.normalize_str if normalizer and normalized else None
+    look_alikes = sorted({normalize(text) for text in normalized} - {""}) if normalize else []
     return _Control(
         # Any text may contain unknown tokens.
         ids=frozenset(tokens.values()) - {tokenizer.unk_token_id},
@@ -160,7 +165,8 @@ def _control_of(tokenizer: Any, _: str, __: int) -> _Control:
         starts=re.compile(f"(?={pattern}).", re.DOTALL),
         bracketed=bracketed,
         stand_ins={letter: chr(_FIRST_STAND_IN + number) for number, letter in enumerate(first)},
-        normalize=normalizer.normalize_str if normalizer and normalized else None,
+        normalize=normalize,
+        look_alikes=re.compile(_any_of(look_alikes) if look_alikes else _NOTHING),
     )
 
 

@@ -58,7 +58,7 @@ def _run_findings(run: RunDirectory) -> Iterator[Finding]:
     if run.adapter.exists():
         yield from _adapter(run, config)
     if run.merged.exists():
-        yield from _folder(run.merged, _check_model, f"delete it and run `finetune merge {run.path}`")
+        yield from _folder(run.merged, _check_model, f"delete it and run `finetune merge {run.quoted}`")
     if config:
         yield _tokenizer(run, config, foreign)
         yield from _base(run, config)

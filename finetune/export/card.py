@@ -12,6 +12,7 @@ from finetune.config.fields import GIVEN
 from finetune.data.examples import learnt
 from finetune.data.readers import reader
 from finetune.export import serving
+from finetune.export.markdown import cell, code, escaped
 from finetune.model.locate import card as card_of
 from finetune.storage.rundir import RunDirectory
 
@@ -39,7 +40,7 @@ def model_card(run: RunDirectory, config: Config, record: dict[str, Any], writte
     )
     sections = [
         f"---\n{data.to_yaml()}\n---",
-        f"# {'Llama: ' if llama else ''}{public(model.name)}, fine-tuned",
+        f"# {'Llama: ' if llama else ''}{escaped(public(model.name))}, fine-tuned",
         *(["Built with Llama."] if llama else []),
         f"{_made(config)} It is written as {written_as}.",
         *([f"## Prompts\n\nThe model was {prompts}."] if (prompts := _prompts(run, config, record)) else []),
@@ -53,7 +54,13 @@ def model_card(run: RunDirectory, config: Config, record: dict[str, Any], writte
 def _licence(model: ModelSection) -> dict[str, Any]:
     """The licence keys of the base's own card; none if it cannot be had."""
     data = card_of(model)  # without one, the card names the base alone
-    return {key: value for key in ("license", "license_name", "license_link") if (value := data.get(key))}
+    found = {key: data.get(key) for key in ("license", "license_name", "license_link")}
+    return {key: value for key, value in found.items() if value and _is_text(value)}
+
+
+def _is_text(value: Any) -> bool:
+    """Whether a licence is what the hub takes, a text or several: YAML may also hold what refers to itself."""
+    return isinstance(value, str) or (isinstance(value, list) and all(isinstance(one, str) for one in value))
 
 
 def public(source: str) -> str:
@@ -77,8 +84,8 @@ def _made(config: Config) -> str:
 
 def _source(one: Source) -> str:
     if one.source.startswith(GIVEN):
-        return str(one)
-    return f"`{one.model_copy(update={'source': public(one.source)})}`"
+        return escaped(str(one))
+    return code(str(one.model_copy(update={"source": public(one.source)})))
 
 
 def _settings(config: Config) -> dict[str, str]:
@@ -93,8 +100,8 @@ def _settings(config: Config) -> dict[str, str]:
         **({"rotary scaling": f"{rope.rope_type}, factor {rope.factor:g}"} if rope else {}),
         "precision": training.precision,
         "longest row": f"{config.data.max_length} tokens",
-        **({} if adapter.targets == "all-linear" else {"adapter targets": ", ".join(adapter.targets)}),
-        **({"other ranks": str(adapter.ranks)} if adapter.ranks else {}),
+        **({} if adapter.targets == "all-linear" else {"adapter targets": ", ".join(map(code, adapter.targets))}),
+        **({"other ranks": code(str(adapter.ranks))} if adapter.ranks else {}),
         **({"adapter variants": ", ".join(variants)} if variants else {}),
     }
 
@@ -107,7 +114,7 @@ def _start(run: RunDirectory) -> dict[str, str]:
     """The adapter that training started from, if any."""
     starts = [event.get("start_from") for event in run.events() if event["event"] == "started"]
     one = starts[-1] if starts else None
-    return {"started from": f"{public(one['name'])} (sha256 {one['sha256']})"} if one else {}
+    return {"started from": f"{code(public(one['name']))} (sha256 {escaped(one['sha256'])})"} if one else {}
 
 
 def _measured(run: RunDirectory) -> dict[str, str]:
@@ -147,5 +154,4 @@ def _proof(record: dict[str, Any]) -> str:
 
 
 def _table(facts: dict[str, str]) -> str:
-    rows = [(name, fact.replace("|", r"\|")) for name, fact in facts.items()]
-    return "\n".join(["| | |", "| --- | --- |", *(f"| {name} | {fact} |" for name, fact in rows)])
+    return "\n".join(["| | |", "| --- | --- |", *(f"| {name} | {cell(fact)} |" for name, fact in facts.items())])

@@ -56,7 +56,7 @@ def merge(
     if config.adapter.kind == "none":
         raise ConfigError(
             f"{run.path} trained every weight and has no adapter to merge: {run.merged} is already the whole model. "
-            f"`finetune export {run.path} --to merged` adds a model card, and `--to gguf` converts it"
+            f"`finetune export {run.quoted} --to merged` adds a model card, and `--to gguf` converts it"
         )
     if config.model.weights == "random":
         raise ArtifactError(f"{run.path} has a base of random weights, which were not saved; there is nothing to merge")
@@ -94,8 +94,8 @@ def merge(
             )
     except (OSError, SafetensorError) as error:  # safetensors 0.8 raises its own error for a full disk
         raise MachineError(
-            f"{not_written(run.merged, error)}; the adapter is safe in {run.adapter}, and `finetune merge {run.path}` "
-            "merges it"
+            f"{not_written(run.merged, error)}; the adapter is safe in {run.adapter}, and "
+            f"`finetune merge {run.quoted}` merges it"
         ) from None
     return record
 
@@ -123,7 +123,7 @@ def load_merged(
     """
     folder = run.merged
     if not (folder / "config.json").is_file():
-        raise ArtifactError(f"{folder}: no merged model; run `finetune merge {run.path}`")
+        raise ArtifactError(f"{folder}: no merged model; run `finetune merge {run.quoted}`")
 
     def load() -> Any:
         code = pinned_code(section)

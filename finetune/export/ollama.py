@@ -71,18 +71,17 @@ class Turns:
 
 
 def check(job: Job) -> None:
-    """Raise ConfigError if the model has no GGUF file, or its chat template no form in Ollama."""
+    """Raise ConfigError if the model has no GGUF file, or its chat template or a stop token no form in Ollama."""
     gguf_export.check(job)
-    _template(job)
+    modelfile(gguf_export.file_name(job.kind), _template(job)[0], _stops(job))
 
 
 def make(job: Job, folder: Path) -> dict[str, Any]:
     """Write the GGUF file and the Modelfile to `folder`. Returns the facts of export.json."""
     template, differences = _template(job)
     facts = gguf_export.make(job, folder)
-    stops = [job.tokenizer.convert_ids_to_tokens(token) for token in chat_template.stop_ids(job.tokenizer)]
     note = serving.prompts("ollama", learnt(job.run.events()), job.config.data.separator)
-    (folder / "Modelfile").write_text(modelfile(facts["file"], template, stops, note), encoding="utf-8")
+    (folder / "Modelfile").write_text(modelfile(facts["file"], template, _stops(job), note), encoding="utf-8")
     return {
         **facts,
         "known_differences": [*facts["known_differences"], *differences],
@@ -91,11 +90,35 @@ def make(job: Job, folder: Path) -> dict[str, Any]:
 
 
 def modelfile(file: str, template: str, stops: list[str], note: str | None = None) -> str:
-    """The Modelfile, with a `note` on the model on top. Ollama takes what is between quotes as it is, without escapes
-    (its parser/parser.go, 2026).
-    """
-    lines = [f"FROM ./{file}", f'TEMPLATE """{template}"""', *(f'PARAMETER stop "{stop}"' for stop in stops)]
+    """The Modelfile, with a `note` on the model on top. Raises ConfigError for a stop token that it cannot hold."""
+    lines = [f"FROM ./{file}", f'TEMPLATE """{template}"""', *(f"PARAMETER stop {_value(stop)}" for stop in stops)]
     return "\n".join([*([f"# The model was {note}."] if note else []), *lines]) + "\n"
+
+
+def _value(text: str) -> str:
+    """A text as a value of a Modelfile.
+
+    Ollama's parser (parser/parser.go, 2026) knows no escapes: a value that begins with one quote or three ends with
+    the first line that ends in as many, and what cannot be printed is dropped.
+    """
+    if all(letter.isprintable() or letter in "\t\r\n" for letter in text):
+        for quotes in ('"', '"""'):
+            ends = [end for end, letter in enumerate(text) if letter in "\r\n"]
+            ended = (_is_whole((quotes + text[:end]).strip(), quotes) for end in ends)
+            if not any(ended) and (quotes != '"' or not text.startswith('""')):
+                return quotes + text + quotes
+    raise ConfigError(
+        f"the stop token {text!r} has no form in a Modelfile; export `gguf` for llama.cpp's server, which reads the "
+        "token itself"
+    )
+
+
+def _is_whole(text: str, quotes: str) -> bool:
+    return len(text) >= 2 * len(quotes) and text.endswith(quotes)
+
+
+def _stops(job: Job) -> list[str]:
+    return [job.tokenizer.convert_ids_to_tokens(token) for token in chat_template.stop_ids(job.tokenizer)]
 
 
 def _template(job: Job) -> tuple[str, list[str]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 from pathlib import Path
 from typing import Any
@@ -19,8 +20,9 @@ def commands(name: str, folder: Path, base: str, record: dict[str, Any]) -> dict
     if name == "gguf":
         return {"llama.cpp": _line("llama-server", "-m", folder / record["file"], "--jinja", "--alias", called)}
     if name == "ollama":
-        made = _line("ollama", "create", called, "-f", folder / "Modelfile")
-        return {"Ollama": f"{made} && {_line('ollama', 'run', called)}"}
+        named = re.sub("[^A-Za-z0-9_.-]+", "-", called).strip("-.")[:80] or "finetuned"  # what Ollama takes as a name
+        made = _line("ollama", "create", named, "-f", folder / "Modelfile")
+        return {"Ollama": f"{made} && {_line('ollama', 'run', named)}"}
     return {
         "vLLM": _line("vllm", "serve", folder, "--served-model-name", called),
         "SGLang": _line("python", "-m", "sglang.launch_server", "--model-path", folder, "--served-model-name", called),

@@ -9,8 +9,8 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from finetune.data.examples import Chat, Message
-from finetune.errors import DataError
-from finetune.inference.generation import Settings, TooLong
+from finetune.errors import ConfigError, DataError
+from finetune.inference.generation import Settings
 from finetune.inference.jobs import Ready
 
 COMMANDS = {
@@ -81,7 +81,7 @@ class Conversation:
                 self._ready.stream(Chat(asked) if turns else self._ready.asked(line), settings, say)
         except KeyboardInterrupt:
             self._say(" [stopped]")
-        except TooLong as error:
+        except ConfigError as error:
             self._note(f"{error}, or /reset")
             return
         self._say("\n")

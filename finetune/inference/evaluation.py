@@ -175,8 +175,8 @@ class _Job:
             nats, by_row = held_out_loss(model, tokenizer, rows, self.config)
             if not math.isfinite(nats):
                 raise NumbersError(
-                    f"the held-out loss is {nats}: run `finetune doctor {self.run.path}` to find weights that are not "
-                    "finite"
+                    f"the held-out loss is {nats}: run `finetune doctor {self.run.quoted}` to find weights that are "
+                    "not finite"
                 )
             found.measured["loss"] = Measured(nats, by_row.numpy())
             found.better["loss"] = "lower"

@@ -150,7 +150,8 @@ def answers(
     alone, up to rounding. A model whose rows are not independent gets one prompt at a time. A batch that runs out of
     memory is halved. `cache_bytes` is told the size of each batch's KV
     cache once it is complete. Raises TooLong before anything is generated if a prompt leaves no position for an answer,
-    ConfigError or MachineError for a KV cache that there is not, and NumbersError if logits are NaN.
+    ConfigError for a token without an embedding, ConfigError or MachineError for a KV cache that there is not, and
+    NumbersError if logits are NaN.
     """
     generation = _Generation(model, tokenizer, settings, cache_bytes)
     rooms = [generation.room(prompt) for prompt in prompts]
@@ -174,7 +175,17 @@ class _Generation:
         caches.make(settings.cache, model.config, 1)
 
     def room(self, prompt: list[int]) -> int:
-        """How many tokens the answer to `prompt` may have."""
+        """How many tokens the answer to `prompt` may have.
+
+        A tokenizer may have more added tokens than the base has embeddings; on a GPU, such an id ends the process.
+        """
+        size = bounds.vocabulary(self._model.config)
+        if size is not None and (foreign := next((token for token in prompt if token >= size), None)) is not None:
+            name = self._tokenizer.convert_ids_to_tokens(foreign)
+            raise ConfigError(
+                f"the prompt has the token {foreign} ({name!r}), which is not among the {size} that the base has "
+                "embeddings for; leave it out"
+            )
         wanted = self._settings.max_new_tokens
         if self._positions is None:
             return wanted

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -50,7 +51,8 @@ class Draft:
         text = self.text()
         done = "replaced" if path.exists() else "wrote"
         write_text(path, text)
+        config = shlex.quote(str(path))
         return (
-            f"{done} {path}:\n\n{text}\nnext: finetune data {path}   # the rows as the model sees them\n"
-            f"      finetune train {path}"
+            f"{done} {path}:\n\n{text}\nnext: finetune data {config}   # the rows as the model sees them\n"
+            f"      finetune train {config}"
         )

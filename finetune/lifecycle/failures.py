@@ -55,7 +55,7 @@ def out_of_memory_in_merge(run: RunDirectory, format: str) -> contextlib.Abstrac
     """`told_of` for a merge: training is done, only the export must be repeated."""
     return told_of(
         "merging",
-        f"{run.adapter} is complete and was not touched; `finetune export {run.path} --to {format}` exports it on a "
+        f"{run.adapter} is complete and was not touched; `finetune export {run.quoted} --to {format}` exports it on a "
         "machine with more memory, or once some is free",
     )
 

@@ -152,7 +152,7 @@ def _is_finished(config: Config, run: RunDirectory, note: Callable[[str], None],
     unmerged = config.output.merge and config.adapter.kind == "lora" and not run.merged.exists()
     note(
         f"{run.path} is finished. "
-        + (f"To merge it as `output.merge` asks, use `finetune merge {run.path}`. " if unmerged else "")
+        + (f"To merge it as `output.merge` asks, use `finetune merge {run.quoted}`. " if unmerged else "")
         + f"To continue it, set training.max_steps above its {run.steps_done} steps, or raise "
         "training.epochs; to start over, use --fresh (the old run is moved aside)"
     )

@@ -36,10 +36,12 @@ class Renewal:
             return
         self._last = now
         environment = {name: value for name, value in os.environ.items() if name not in _UNSET}
+        # `-m` would look for modules in the working directory first, which may be somebody else's.
+        path = {"PYTHONSAFEPATH": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
         with contextlib.suppress(OSError):  # no memory, or no processes left
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "finetune", "report", str(self._run.path)],
-                env={**environment, "CUDA_VISIBLE_DEVICES": ""},
+                env={**environment, **path, "CUDA_VISIBLE_DEVICES": ""},
                 stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
                 start_new_session=True,  # Ctrl-C is not for it
             )  # fmt: skip

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-import shlex
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -320,7 +319,7 @@ class Terminal:
             "loss": _losses(figures),
             "speed": _speed(figures),
             **{name: str(path) for name, path in paths.items() if path.exists()},
-            "next": f"finetune chat {shlex.quote(str(run.path))}" if run.adapter.exists() else "",
+            "next": f"finetune chat {run.quoted}" if run.adapter.exists() else "",
         }
         self._facts({name: fact for name, fact in facts.items() if fact})
 

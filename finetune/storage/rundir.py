@@ -12,6 +12,7 @@ import errno
 import fcntl
 import os
 import re
+import shlex
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -48,6 +49,11 @@ class RunDirectory:
         self.report_file = self.path / "report.html"
         self.profile = self.path / "profile"
         self.snapshot_file = self.path / "memory_snapshot.pickle"
+
+    @property
+    def quoted(self) -> str:
+        """Its path as a word of a command line, to be copied into a shell."""
+        return shlex.quote(str(self.path))
 
     @classmethod
     def open(cls, path: str | Path) -> RunDirectory:

@@ -188,6 +188,45 @@ def test_a_look_alike_that_normalization_turns_into_a_control_token_stays_text()
     assert encode(Text(text), tokenizer).input_ids[-1] == end
 
 
+def folding() -> Any:
+    """Case and accents do not count, as in an uncased BERT, and blanks become `▁`."""
+    from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+
+    backend = Tokenizer(models.BPE())
+    backend.normalizer = normalizers.Sequence(
+        [normalizers.Lowercase(), normalizers.NFD(), normalizers.StripAccents(), normalizers.Replace(" ", "▁")]
+    )
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    letters = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=300, initial_alphabet=letters, show_progress=False)
+    backend.train_from_iterator(["the answer"], trainer)
+    return backend
+
+
+@settings(deadline=None, derandomize=True, max_examples=100)
+@given(
+    name=st.sampled_from(["[SEP]", "< turn >", "Énde", "<x> ", " <x>", "<|end|><|end|>", "*+?("]),
+    as_written=st.sampled_from([str, str.lower, str.upper, str.title, lambda name: name.replace(" ", "▁")]),
+    flags=st.fixed_dictionaries(dict.fromkeys(["normalized", "lstrip", "rstrip", "single_word"], st.booleans())),
+    around=st.tuples(_PLAIN, _PLAIN),
+)
+def test_no_spelling_of_an_odd_control_token_becomes_one(
+    name: str, as_written: Callable[[str], str], flags: dict[str, bool], around: tuple[str, str]
+) -> None:
+    """A normalized token is also matched where the text only normalizes to what the token does."""
+    from tokenizers import AddedToken
+    from transformers import PreTrainedTokenizerFast
+
+    backend = folding()
+    backend.add_special_tokens([AddedToken("</s>", normalized=False), AddedToken(name, **flags)])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>")
+    tokenizer.chat_template = template.named("plain")
+    text = f"q {around[0]} {as_written(name)} {around[1]} q"
+    for row in (Text(text), Completion(text, text), Chat([user(text), assistant(text)])):
+        assert control_ids(encode(row, tokenizer).input_ids, tokenizer) == [tokenizer.eos_token_id]
+
+
 def test_a_tokenizer_that_has_no_other_pieces_for_a_control_token_refuses_the_row() -> None:
     from tokenizers import Tokenizer, models, pre_tokenizers
 

@@ -178,15 +178,16 @@ def test_a_killed_rank_ends_the_others_naming_it_and_a_resume_goes_on(
     assert [event["step"] for event in together.run.events() if event["event"] == "resumed"] == [2]
 
 
-def test_a_stopped_rank_ends_the_others_naming_it(job: Make) -> None:
-    children = job().start(3, {1: Fault(STEP, nth=3, action="SIGSTOP")}, environment={IMPATIENT: "1"})
-    children[1].wait_until_stopped()
-    for child in (children[0], children[2]):
-        ended = child.wait()
-        assert ended.code == 4, ended.output
-        assert "rank 1 has been silent for" in said(ended)
-    children[1].send(signal.SIGKILL)
-    children[1].wait()
+@pytest.mark.parametrize("stopped", [0, 1])
+def test_a_stopped_rank_ends_the_others_naming_it_and_itself_once_it_is_continued(job: Make, stopped: int) -> None:
+    children = job().start(3, {stopped: Fault(STEP, nth=3, action="SIGSTOP")}, environment={IMPATIENT: "1"})
+    held = children.pop(stopped)
+    held.wait_until_stopped()
+    ended = [child.wait() for child in children]
+    held.send(signal.SIGCONT)
+    for each in (*ended, held.wait()):
+        assert each.code == 4, each.output
+        assert f"rank {stopped} has been silent for" in said(each)
 
 
 def test_a_rank_that_hangs_while_it_beats_ends_all_naming_it(job: Make) -> None:

@@ -107,6 +107,22 @@ def test_a_signal_to_one_process_saves_and_ends_all(job: Make, alone: RunDirecto
     assert metric(stopped.run, "eval_loss") == pytest.approx(metric(alone, "eval_loss"), rel=1e-5)
 
 
+def test_a_signal_in_the_evaluation_that_ends_two_ranks_early_adds_no_step(job: Make) -> None:
+    early = ["training.max_steps=30", "training.eval_every=1", "training.early_stopping=2",
+             "training.learning_rate=0.5", "training.schedule=constant", "output.best=false"]  # fmt: skip
+    whole = job(*early, run="whole")
+    assert_all(whole.go(2), 0)
+    evaluated = metric(whole.run, "eval_loss")
+    assert len(evaluated) < 30, "the job was meant to stop early"
+    stopped = job(*early)
+    last = Fault("finetune.training.evaluation:Evaluation.loss", nth=len(evaluated), action="SIGTERM")
+    assert_all(stopped.go(2, {1: last}), 143)
+    assert stopped.run.saved_steps[-1] == whole.run.steps_done
+    assert_all(stopped.go(2), 0)
+    assert metric(stopped.run, "eval_loss") == evaluated
+    assert same_adapter(stopped.run, whole.run)
+
+
 def test_what_shares_the_model_is_gone_before_the_ranks_part(quick, monkeypatch: pytest.MonkeyPatch) -> None:
     """Freed afterwards, it ends the process group with Python's lock held, and a rank now and then never ended."""
     steps: list[weakref.ref[Step]] = []

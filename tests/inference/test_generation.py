@@ -82,6 +82,13 @@ def test_at_the_end_of_a_table_of_positions_a_long_prompt_does_not_shorten_the_a
         answers(model, tokenizer, [prompts[0], [5] * (longest + 3)], SETTINGS)
 
 
+def test_a_prompt_with_a_token_that_has_no_embedding_is_refused(model: Any, tokenizer: Any, monkeypatch) -> None:
+    size = model.config.vocab_size
+    monkeypatch.setattr(tokenizer, "convert_ids_to_tokens", {size: "<image>"}.get)
+    with pytest.raises(ConfigError, match=f"the token {size} \\('<image>'\\), which is not among the {size} that"):
+        answers(model, tokenizer, [[5], [5, size, 5]], SETTINGS)
+
+
 def test_a_stop_text_ends_an_answer_and_is_no_part_of_it(
     model: Any, tokenizer: Any, prompts: list[list[int]], alone: list[generation.Answer]
 ) -> None:

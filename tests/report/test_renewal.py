@@ -28,6 +28,21 @@ def test_a_renewal_writes_report_and_plot_and_survives_what_it_cannot_write(
     nowhere.stop()
 
 
+def test_a_renewal_runs_no_code_of_the_working_directory(
+    run: RunDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may be a run directory that somebody else made."""
+    monkeypatch.setattr(renewal, "_EVERY_SECONDS", 0)
+    for name in ("json.py", "torch.py", "typer.py"):
+        (tmp_path / name).write_text(f"open({str(tmp_path / 'it_ran')!r}, 'w').close()\n")
+    monkeypatch.chdir(tmp_path)
+    one = Renewal(run)
+    one.renew()
+    assert one._process
+    assert one._process.wait(60) == 0
+    assert not (tmp_path / "it_ran").exists()
+
+
 def test_a_short_run_starts_no_process(run: RunDirectory) -> None:
     short = Renewal(run)
     short.renew()
