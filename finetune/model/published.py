@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import nn
 
 from finetune.config import AdapterSection
 from finetune.errors import ArtifactError, first_line
 from finetune.model import adapter_files
+from finetune.storage import weight_files
 
 Tensors = Mapping[str, torch.Tensor]
 
@@ -28,8 +28,9 @@ def write(tensors: Tensors, config: Any, folder: Path) -> None:
         file = folder / adapter_files.CONFIG
         values = json.loads(file.read_text(encoding="utf-8"))
         file.write_text(json.dumps({**values, "rank_pattern": config.rank_pattern}, indent=2), encoding="utf-8")
-    held = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
-    save_file(held, folder / adapter_files.WEIGHTS, metadata={"format": "pt"})
+    ordered = sorted(tensors.items(), key=lambda item: (-item[1].dtype.itemsize, item[0]))  # aligned in the file
+    layout = weight_files.Layout({name: (tensor.dtype, tensor.shape) for name, tensor in ordered})
+    weight_files.write(folder / adapter_files.WEIGHTS, layout, (tensor for _, tensor in ordered))
 
 
 def for_plain_base(
