@@ -225,3 +225,18 @@ def test_what_peft_cannot_read_is_refused_before_weights_are_loaded() -> None:
             plain_peft.check(base, AdapterSection(rank=4, **changes))
     plain_peft.check(base, AdapterSection(dora=True, targets=["o_proj"]))
     plain_peft.check(base, AdapterSection(rank=4, ranks={"o_proj": 2, "up_proj": 4}))
+
+
+_SLIDING = {"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 8, "head_dim": 8}
+
+
+def test_layers_whose_tensors_peft_would_rename_are_refused_before_weights_are_loaded() -> None:
+    values = {**test_experts.SHARED, **_SLIDING, **_SHARED}
+
+    def skeleton() -> Any:
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(AutoConfig.for_model("laguna", **values))
+
+    with pytest.raises(ConfigError, match=r"renames the tensors of 3 layers of laguna .*shared_experts\.down_proj`"):
+        published.check(skeleton, AdapterSection())
+    published.check(skeleton, AdapterSection(targets=["q_proj"]))
