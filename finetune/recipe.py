@@ -11,7 +11,7 @@ from finetune.inference import answers
 from finetune.lifecycle import opening, preparation, publish, resume, session
 from finetune.lifecycle.plan import plan
 from finetune.measure.monitor import Monitor, meter_for
-from finetune.model import adapter, bounds, build, plain_peft
+from finetune.model import adapter, bounds, build
 from finetune.report import page
 from finetune.report.result import Result
 from finetune.report.terminal import Terminal
@@ -68,8 +68,6 @@ def train(
                 base = materials.blueprint.load(device, shards)
             origin = opening.confirm_base(config, own, materials, start, terminal.note)
             monitor.take_step()  # loading is reported once, not with the first step
-            if said := plain_peft.note(base, config):
-                terminal.note(said)
             asked = answers.before(base, materials.tokenizer, config, own, terminal.note)
             model = build.trainable(
                 base, config.model, resume.to_build(config.adapter, resumed=bool(start.checkpoint)), config.memory,

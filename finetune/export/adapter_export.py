@@ -132,13 +132,17 @@ def served_names(config: Config) -> dict[str, str | None]:
     if not files:
         return {}
     base = build.weightless(config.model)
-    found: dict[str, str | None] = {}
-    for group in streamed.Weights(base, files).groups:
-        alone = group.sources[0] if group.converter is None and len(group.sources) == 1 else None
-        # Files of the model without its head lack the prefix, which every program adds.
-        bare = alone is not None and group.targets == (f"{base.base_model_prefix}.{alone}",)
-        found |= {target: target if bare else alone for target in group.targets}
-    return found
+    groups = streamed.Weights(base, files).groups
+    alone = {
+        target: group.sources[0] if group.converter is None and len(group.sources) == 1 else None
+        for group in groups
+        for target in group.targets
+    }
+    prefix = f"{base.base_model_prefix}."
+    if all(target in (source, f"{prefix}{source}") for target, source in alone.items() if source):
+        # The names are the same, or the files are of a model without its head: every program adds the prefix to those.
+        return {target: source and target for target, source in alone.items()}
+    return alone
 
 
 def _served(names: dict[str, str | None], layer: str) -> str:

@@ -5,13 +5,12 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import torch
 from torch import nn
 
-from finetune.config import Config, ModelSection, QuantizationSection
+from finetune.config import Config, ModelSection
 from finetune.errors import ArtifactError, ConfigError, FinetuneError
 from finetune.model.base import load_architecture
-from finetune.model.build import Blueprint
+from finetune.model.build import weightless
 
 # Rotary scaling types that extend the context beyond `max_position_embeddings`; for others (llama3, longrope) that
 # value already includes the scaling.
@@ -92,8 +91,7 @@ def _is_bounded(model: ModelSection, architecture: Any) -> bool:
     text = architecture.get_text_config()
     if getattr(text, "rope_parameters", None) or getattr(text, "alibi", False):
         return False
-    built = Blueprint(model, QuantizationSection(kind="none"), architecture, "eager", torch.float32).weightless()
-    return table_size(built) is not None
+    return table_size(weightless(model, architecture)) is not None
 
 
 def table_size(model: Any) -> int | None:

@@ -8,7 +8,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ import torch
 from finetune.config import AdapterSection, Config, MemorySection, ModelSection, QuantizationSection
 from finetune.errors import ConfigError
 from finetune.model import attention as attentions
-from finetune.model import checkpointing, plain_peft, starting
+from finetune.model import checkpointing, plain_peft, published, starting
 from finetune.model.adapter import attach, check_rank
 from finetune.model.base import base_dtype, load_architecture, load_base, remote_code
 from finetune.model.experts import Mixture
@@ -71,9 +71,9 @@ class Blueprint:
             )
         check_rank(base, adapter)
         plain_peft.check(base, adapter)
+        published.check(lambda: weightless(self.model, self.architecture), adapter)
         if adapter.start_from:  # its tensors do not depend on the quantization, and DoRA would dequantize no weights
-            unquantized = replace(self, quantization=QuantizationSection(kind="none"))
-            starting.check(unquantized.weightless(), adapter)
+            starting.check(weightless(self.model, self.architecture), adapter)
         return found[0]
 
 
@@ -91,10 +91,10 @@ def choose_attention(config: Config, architecture: Any, device_type: str) -> tup
     )  # fmt: skip
 
 
-def weightless(model: ModelSection) -> Any:
+def weightless(model: ModelSection, architecture: Any = None) -> Any:
     """The unquantized base on the meta device, to compare names and shapes. Raises as `load_architecture` does."""
-    plain = QuantizationSection(kind="none")
-    return Blueprint(model, plain, load_architecture(model), "eager", torch.float32).weightless()
+    architecture = load_architecture(model) if architecture is None else architecture
+    return Blueprint(model, QuantizationSection(kind="none"), architecture, "eager", torch.float32).weightless()
 
 
 def load(config: Config, architecture: Any, device: torch.device) -> Any:

@@ -6,7 +6,7 @@ import copy
 from collections.abc import Iterable
 from typing import Any
 
-from finetune.config import AdapterSection, Config
+from finetune.config import AdapterSection
 from finetune.errors import ConfigError
 from finetune.model import adapter
 
@@ -15,7 +15,8 @@ def settings(adapted: Any) -> Any:
     """The LoraConfig from which PEFT puts the adapter of `adapted` on the same layers again.
 
     Those that it would mistake (see `mistaken`) are named by their weights, which PEFT can adapt, too: the tensors have
-    the same names and shapes, and W + BA is the same. It has no dropout there, which training alone needs.
+    the same names and shapes, and W + BA is the same. It has no dropout there, which training alone needs. On a
+    quantized base it makes of such a name the layer that any other target has.
     """
     from peft.tuners.lora import LoraLayer, ParamWrapper
 
@@ -76,18 +77,6 @@ def check(base: Any, section: AdapterSection) -> None:
             f"cannot read {'DoRA' if section.dora else 'another rank than `adapter.rank`'} there; remove it, or list "
             "other layers in `adapter.targets`"
         )
-
-
-def note(base: Any, config: Config) -> str | None:
-    """What to know before training about the adapter that will be published, if PEFT cannot use it like any other."""
-    if config.adapter.kind == "none" or config.quantization.kind == "none":
-        return None
-    if not (layers := mistaken(base, adapter.ranks(base, config.adapter))):
-        return None
-    return (
-        f"PEFT takes {_named(layers)} of {base.config.model_type} for its experts, so adapter/ names {len(layers)} "
-        "layers by their weights: PEFT alone loads it onto the base in 16 bit, but not onto a quantized one"
-    )
 
 
 def _named(layers: Iterable[str]) -> str:

@@ -5,17 +5,17 @@ from __future__ import annotations
 import json
 import math
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import nn
 
 from finetune.config import AdapterSection
-from finetune.errors import ArtifactError, first_line
-from finetune.model import adapter_files
+from finetune.errors import ArtifactError, ConfigError, first_line
+from finetune.model import adapter, adapter_files, plain_peft
+from finetune.storage import weight_files
 
 Tensors = Mapping[str, torch.Tensor]
 
@@ -28,8 +28,9 @@ def write(tensors: Tensors, config: Any, folder: Path) -> None:
         file = folder / adapter_files.CONFIG
         values = json.loads(file.read_text(encoding="utf-8"))
         file.write_text(json.dumps({**values, "rank_pattern": config.rank_pattern}, indent=2), encoding="utf-8")
-    held = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
-    save_file(held, folder / adapter_files.WEIGHTS, metadata={"format": "pt"})
+    ordered = sorted(tensors.items(), key=lambda item: (-item[1].dtype.itemsize, item[0]))  # aligned in the file
+    layout = weight_files.Layout({name: (tensor.dtype, tensor.shape) for name, tensor in ordered})
+    weight_files.write(folder / adapter_files.WEIGHTS, layout, (tensor for _, tensor in ordered))
 
 
 def for_plain_base(
@@ -52,6 +53,30 @@ def for_plain_base(
     return found, config
 
 
+def check(skeleton: Callable[[], Any], section: AdapterSection) -> None:
+    """Raise ConfigError for an adapter that PEFT could not read as it will be published; no weights are needed.
+
+    `skeleton` makes an unquantized base on the meta device. Where transformers renames the weights of a base while it
+    loads them, PEFT (0.21) renames an adapter's, too, sometimes those that have the new names already.
+    """
+    from peft import get_peft_model, set_peft_model_state_dict
+    from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+
+    base = skeleton()
+    if section.kind == "none" or not get_checkpoint_conversion_mapping(base.config.model_type):
+        return
+    adapted = adapter.adapted(base, adapter_files.published(section), low_cpu_mem_usage=True)
+    tensors = {name: _without_memory(weight) for name, weight in adapter_files.weights(adapted).items()}
+    read = get_peft_model(_hollow(skeleton()), plain_peft.settings(adapted), low_cpu_mem_usage=True)
+    set_peft_model_state_dict(read, tensors, low_cpu_mem_usage=True)
+    if different := _different(read, tensors):
+        layers = sorted({name.partition(".lora_")[0].removeprefix("base_model.model.") for name in different})
+        raise ConfigError(
+            f"`adapter.targets`: PEFT renames the tensors of {len(layers)} layers of {base.config.model_type} when it "
+            f"reads them, such as `{layers[0]}`, and so loses them; list other layers"
+        )
+
+
 def prove(base: Any, folder: Path, tensors: Tensors, scaling: Mapping[str, float]) -> None:
     """Load the adapter in `folder` with PEFT alone, and compare every tensor with those that were trained.
 
@@ -61,30 +86,42 @@ def prove(base: Any, folder: Path, tensors: Tensors, scaling: Mapping[str, float
     """
     from peft import PeftModel
 
-    for module in base.modules():
-        for name, weight in list(module.named_parameters(recurse=False)):
-            hollow = torch.zeros((), dtype=weight.dtype).expand(weight.shape)
-            setattr(module, name, nn.Parameter(hollow, requires_grad=False))
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # what they would say is compared below
-            read = PeftModel.from_pretrained(base, str(folder), low_cpu_mem_usage=True)
+            read = PeftModel.from_pretrained(_hollow(base), str(folder), low_cpu_mem_usage=True)
     except Exception as error:
         raise _unproven(f"cannot load it ({first_line(error)})") from error
+    if different := _different(read, tensors):
+        raise _unproven(f"reads {len(different)} tensors otherwise, such as `{different[0]}`")
+    scales = adapter_files.scales(read)
+    if scales.keys() != scaling.keys() or not all(math.isclose(scales[name], scaling[name]) for name in scaling):
+        raise _unproven("scales its layers otherwise")
+
+
+def _hollow(base: Any) -> Any:
+    """`base` with weights that take no memory in place of those on the meta device, which PEFT would put its own on."""
+    for module in base.modules():
+        for name, weight in list(module.named_parameters(recurse=False)):
+            setattr(module, name, nn.Parameter(_without_memory(weight), requires_grad=False))
+    return base
+
+
+def _without_memory(weight: torch.Tensor) -> torch.Tensor:
+    return torch.zeros((), dtype=weight.dtype).expand(weight.shape)
+
+
+def _different(read: Any, tensors: Tensors) -> list[str]:
+    """Names of the tensors that an adapter read by PEFT has otherwise, lacks, or has beside `tensors`."""
     found = adapter_files.weights(read)
-    different = [
+    return sorted(
         name
         for name in found.keys() | tensors.keys()
         if name not in found
         or name not in tensors
         or found[name].is_meta
         or not torch.equal(found[name].float(), tensors[name].detach().float().cpu())
-    ]
-    if different:
-        raise _unproven(f"reads {len(different)} tensors otherwise, such as `{sorted(different)[0]}`")
-    scales = adapter_files.scales(read)
-    if scales.keys() != scaling.keys() or not all(math.isclose(scales[name], scaling[name]) for name in scaling):
-        raise _unproven("scales its layers otherwise")
+    )
 
 
 def _unproven(why: str) -> ArtifactError:

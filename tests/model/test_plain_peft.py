@@ -12,8 +12,9 @@ import pytest
 import test_architectures
 import test_experts
 import torch
+from peft import PeftModel
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig
 
 from finetune.config import AdapterSection
 from finetune.errors import ArtifactError, ConfigError
@@ -193,6 +194,26 @@ def test_every_kind_of_adapter_is_proven_and_one_tensor_that_is_lost_is_seen(
         prove(name, tmp_path, model)
 
 
+def test_peft_puts_such_an_adapter_on_a_4_bit_base_too(tmp_path: Path) -> None:
+    sizes = dict.fromkeys(("hidden_size", "moe_intermediate_size", "q_lora_rank", "kv_lora_rank", "v_head_dim"), 64)
+    heads = dict.fromkeys(("qk_rope_head_dim", "qk_nope_head_dim"), 32)
+    values = {**architectures()["deepseek_v3"], **sizes, **heads, "intermediate_size": 128}
+    torch.manual_seed(0)
+    base = AutoModelForCausalLM.from_config(AutoConfig.for_model("deepseek_v3", **values), dtype=torch.float32)
+    base.save_pretrained(tmp_path / "base")
+    section = AdapterSection(rank=4)
+    write(trained(base, section), tmp_path)
+    assert json.loads((tmp_path / adapter_files.CONFIG).read_text())["target_parameters"]
+
+    def quantized() -> Any:
+        kind = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
+        return AutoModelForCausalLM.from_pretrained(tmp_path / "base", quantization_config=kind, dtype=torch.float32)
+
+    ours = logits(adapter_files.load_adapter(quantized(), tmp_path, section))
+    assert torch.equal(logits(PeftModel.from_pretrained(quantized(), str(tmp_path))), ours)
+    assert not torch.allclose(logits(quantized()), ours, rtol=0.1)
+
+
 def test_what_peft_cannot_read_is_refused_before_weights_are_loaded() -> None:
     with torch.device("meta"):
         base = AutoModelForCausalLM.from_config(AutoConfig.for_model("deepseek_v3", **architectures()["deepseek_v3"]))
@@ -204,3 +225,18 @@ def test_what_peft_cannot_read_is_refused_before_weights_are_loaded() -> None:
             plain_peft.check(base, AdapterSection(rank=4, **changes))
     plain_peft.check(base, AdapterSection(dora=True, targets=["o_proj"]))
     plain_peft.check(base, AdapterSection(rank=4, ranks={"o_proj": 2, "up_proj": 4}))
+
+
+_SLIDING = {"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 8, "head_dim": 8}
+
+
+def test_layers_whose_tensors_peft_would_rename_are_refused_before_weights_are_loaded() -> None:
+    values = {**test_experts.SHARED, **_SLIDING, **_SHARED}
+
+    def skeleton() -> Any:
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(AutoConfig.for_model("laguna", **values))
+
+    with pytest.raises(ConfigError, match=r"renames the tensors of 3 layers of laguna .*shared_experts\.down_proj`"):
+        published.check(skeleton, AdapterSection())
+    published.check(skeleton, AdapterSection(targets=["q_proj"]))
