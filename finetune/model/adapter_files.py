@@ -20,9 +20,11 @@ from finetune.storage import weight_files
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _CONFIG_BYTES = 2**22
-# Keys of adapter_config.json that record its origin, with their types. They are not used here.
+# Keys of adapter_config.json that record its origin, with their types. They are not used here; PEFT sets
+# `fan_in_fan_out` itself, by the class of the layers that it adapts (true for those of GPT-2, unless quantized).
 ORIGIN = {
     "base_model_name_or_path": str | None,
+    "fan_in_fan_out": bool,
     "inference_mode": bool,
     "peft_version": str | None,
     "revision": str | None,
