@@ -20,17 +20,15 @@ from finetune.storage import weight_files
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _CONFIG_BYTES = 2**22
-# Keys of adapter_config.json that record its origin, with their types. They are not used here; PEFT sets
-# `fan_in_fan_out` itself, by the class of the layers that it adapts (true for those of GPT-2, unless quantized).
+# Keys of adapter_config.json that record its origin, with their types. They are not used here.
 ORIGIN = {
     "base_model_name_or_path": str | None,
-    "fan_in_fan_out": bool,
     "inference_mode": bool,
     "peft_version": str | None,
     "revision": str | None,
 }
-# Keys that depend on the base's modules.
-_OF_BASE = {"target_modules": list, "target_parameters": list | None}
+# Keys that depend on the base's modules. PEFT sets `fan_in_fan_out` for those of GPT-2, unless they are quantized.
+_OF_BASE = {"target_modules": list, "target_parameters": list | None, "fan_in_fan_out": bool}
 _NEEDED = ("peft_type", "r", "lora_alpha", "target_modules", "use_dora", "use_rslora")
 _TYPES = ("F32", "BF16")
 
@@ -148,7 +146,8 @@ def _built(base: Any, directory: Path, section: AdapterSection, **options: Any) 
     model = hub_call(f"adapter {directory}", lambda: adapted(base, published(section), inference_mode=True, **options))
     settings, made = stored_config(directory), as_json(model.peft_config["default"])
     for name in _OF_BASE:
-        if not same(settings[name] or None, made[name] or None):
+        unquantized = name == "fan_in_fan_out" and not settings[name]  # a quantized run's base, to be merged
+        if not (same(settings[name] or None, made[name] or None) or unquantized):
             raise ArtifactError(
                 f"{directory / CONFIG}: `{name}` is {shown(reprlib.repr(settings[name]))}, but this base has "
                 f"{shown(reprlib.repr(made[name]))}; restore this run's adapter, or train again"

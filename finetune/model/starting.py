@@ -21,7 +21,7 @@ _KEYS = {
 # Which layers an adapter is on is compared by its tensors; how it was started and kept from overfitting is over.
 _FREE = {
     *adapter_files.ORIGIN, "target_modules", "target_parameters", "exclude_modules", "layers_to_transform",
-    "layers_pattern", "lora_dropout", "init_lora_weights", "loftq_config", "task_type",
+    "layers_pattern", "lora_dropout", "init_lora_weights", "loftq_config", "fan_in_fan_out", "task_type",
     "auto_mapping",
 }  # fmt: skip
 # Initializations that belong to another base than the one on disk.
