@@ -209,8 +209,8 @@ def write(pairs: Pairs, renamed: dict[str, str], original: Any, base: str, folde
 
     rank = len(next(iter(pairs.values()))[0])
     LoraConfig(
-        r=rank, lora_alpha=rank, target_modules=original.target_modules, task_type="CAUSAL_LM",
-        base_model_name_or_path=base, inference_mode=True,
+        r=rank, lora_alpha=rank, target_modules=original.target_modules, fan_in_fan_out=original.fan_in_fan_out,
+        task_type="CAUSAL_LM", base_model_name_or_path=base, inference_mode=True,
     ).save_pretrained(str(folder))  # fmt: skip
     tensors = {}
     for name, (down, up) in pairs.items():

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
@@ -26,6 +26,9 @@ from finetune.model.build import Blueprint
 from finetune.model.skeleton import make_buffers
 from finetune.runtime import libraries
 from finetune.storage import weight_files
+
+if TYPE_CHECKING:
+    from finetune.model.quantizers import Rounding
 
 _MERGED_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.bfloat16}
 
@@ -70,9 +73,7 @@ class Bases:
             return Merging(self, {})
         from finetune.model import quantizers
 
-        return Merging(
-            self, quantizers.quantized_weights(self._weightless(self.architecture, self.config.quantization))
-        )
+        return Merging(self, quantizers.roundings(self._weightless(self.architecture, self.config.quantization)))
 
     def make_buffers(self) -> None:
         """Make the models fit to run."""
@@ -121,7 +122,7 @@ class Merging:
     """A merge onto one of the bases; `quantized` are the parameters that it quantizes and dequantizes first."""
 
     bases: Bases
-    quantized: dict[str, torch.Tensor]
+    quantized: dict[str, Rounding]
 
     def base(self, name: str) -> torch.Tensor | None:
         """A weight of the base that is merged into; None for a buffer that the files lack."""
@@ -156,10 +157,8 @@ class Merging:
     def _base(self, name: str, weight: torch.Tensor) -> torch.Tensor:
         if name not in self.quantized:
             return weight
-        from finetune.model import quantizers
-
         weight = weight.to(self.bases.device, DTYPES[self.bases.config.training.precision])
-        return quantizers.trained_against(weight, self.quantized[name])
+        return self.quantized[name].trained_against(weight)
 
     def _merged(self, name: str, weight: torch.Tensor) -> torch.Tensor:
         return self._rounded(self.bases.updates.apply(name, self._base(name, weight)))

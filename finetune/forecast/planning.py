@@ -99,8 +99,7 @@ class Planner:
         capability = device.capability if device.type == "cuda" else None
         if not batch.padded and not has_flash(config.training.precision, capability):
             # Without flash attention, heads that share keys take PyTorch's plain products, scores and all.
-            shared = getattr(self.architecture.get_text_config(), "num_key_value_heads", None)
-            if shared not in (None, self.architecture.get_text_config().num_attention_heads):
+            if attention.shares_keys(self.architecture):
                 implementation = packing.eager_like(implementation)
         shares = config.distributed
         sharded = strategies.is_sharded(shares, self.gpus)

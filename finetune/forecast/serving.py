@@ -126,10 +126,8 @@ def of(config: Config, architecture: Any, device: Device, *, rows: int, context:
 def _attention(config: Config, architecture: Any, device: Device, rows: int) -> str:
     """The implementation; rows of other lengths need a mask, and one alone does not."""
     implementation = attention.planned(config.model.attention, architecture, device.type, config.training.precision)
-    text = architecture.get_text_config()
-    shared = getattr(text, "num_key_value_heads", None) not in (None, text.num_attention_heads)
     capability = device.capability if device.type == "cuda" else None
-    if rows == 1 and shared and not has_flash(config.training.precision, capability):
+    if rows == 1 and attention.shares_keys(architecture) and not has_flash(config.training.precision, capability):
         return "eager"  # PyTorch's plain products, scores and all
     return implementation if implementation.startswith("eager") else "sdpa"
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+import warnings
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NoReturn
@@ -43,7 +44,8 @@ def adapted(base: Any, section: AdapterSection, *, inference_mode: bool = False,
 
     config = lora_config(base, section)
     config.inference_mode = inference_mode
-    with _targets_as_named():
+    with _targets_as_named(), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "fan_in_fan_out is set to")  # PEFT sets it by the class of each layer
         try:
             return get_peft_model(base, config, **options)
         except (ValueError, NotImplementedError) as error:
@@ -71,14 +73,18 @@ def check_rank(base: Any, section: AdapterSection) -> None:
     lora_config(base, section)
     largest: dict[int, int] = {}
     for name, rank in ranks(base, section).items():
-        layer = base.get_submodule(name)
-        largest[rank] = max(largest.get(rank, 0), min(layer.in_features, layer.out_features))
+        largest[rank] = max(largest.get(rank, 0), min(_sides(base.get_submodule(name))))
     for rank, side in largest.items():
         if rank > side:
             raise ConfigError(
                 f"`adapter.rank{'' if rank == section.rank else 's'}`: {rank} is more than the smaller side of each "
                 f"layer it would adapt, {side} at most, where nothing is saved; {RANKS} is usual"
             )
+
+
+def _sides(layer: Any) -> tuple[int, int]:
+    """Input and output features; those of GPT-2's layers have other names."""
+    return (layer.nx, layer.nf) if hasattr(layer, "nf") else (layer.in_features, layer.out_features)
 
 
 def ranks(base: Any, section: AdapterSection) -> dict[str, int]:
@@ -238,8 +244,10 @@ def _last(name: str) -> str:
 
 def linear_but(base: Any, *others: nn.Module) -> list[str]:
     """Full names of all linear layers except the output head and `others`."""
-    kept = {base.get_output_embeddings(), *others}
-    return [name for name, module in base.named_modules() if isinstance(module, nn.Linear) and module not in kept]
+    from transformers.pytorch_utils import Conv1D
+
+    kept, linear = {base.get_output_embeddings(), *others}, (nn.Linear, Conv1D)  # those of PEFT's `all-linear`
+    return [name for name, module in base.named_modules() if isinstance(module, linear) and module not in kept]
 
 
 def _parameter_names(base: Any) -> dict[str, Any]:
@@ -320,6 +328,7 @@ def _start_from_quantization_error(model: Any, base_name: str, revision: str | N
     import bitsandbytes as bnb
     from peft.tuners.lora import Linear4bit
     from safetensors import safe_open
+    from transformers.pytorch_utils import Conv1D
 
     file_of: dict[str, Path] = {}
     for file in sorted(weights_directory(base_name, revision).glob("*.safetensors")):
@@ -335,6 +344,8 @@ def _start_from_quantization_error(model: Any, base_name: str, revision: str | N
             raise ArtifactError(f"LoftQ: `{key}` is not in the safetensors files of `{base_name}`")
         with safe_open(file_of[key], framework="pt") as opened:
             stored = opened.get_tensor(key).to(quantized.device, torch.float32)
+        if getattr(layer.get_base_layer(), "source_cls", None) is Conv1D:  # transposed, and in the file it is not
+            stored = stored.T
         error = stored - bnb.functional.dequantize_4bit(quantized.data, quantized.quant_state).float()
         rank = layer.r["default"]
         left, values, right = torch.svd_lowrank(error, q=min(2 * rank, *error.shape), niter=4)

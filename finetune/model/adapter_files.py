@@ -28,8 +28,8 @@ ORIGIN = {
     "peft_version": str | None,
     "revision": str | None,
 }
-# Keys that depend on the base's modules.
-_OF_BASE = {"target_modules": list, "target_parameters": list | None}
+# Keys that depend on the base's modules. PEFT sets `fan_in_fan_out` for those of GPT-2, unless they are quantized.
+_OF_BASE = {"target_modules": list, "target_parameters": list | None, "fan_in_fan_out": bool}
 _NEEDED = ("peft_type", "r", "lora_alpha", "target_modules", "use_dora", "use_rslora")
 _TYPES = ("F32", "BF16")
 _AGAIN = "run `finetune train` again, which publishes this run's adapter from its last checkpoint, or restore it"
@@ -155,7 +155,8 @@ def _built(base: Any, directory: Path, section: AdapterSection, **options: Any) 
     model = hub_call(f"adapter {directory}", lambda: adapted(base, published(section), inference_mode=True, **options))
     settings, made = stored_config(directory), as_json(plain_peft.settings(model))
     for name in _OF_BASE:
-        if not same(settings[name] or None, made[name] or None):
+        unquantized = name == "fan_in_fan_out" and not settings[name]  # a quantized run's base, to be merged
+        if not (same(settings[name] or None, made[name] or None) or unquantized):
             raise ArtifactError(
                 f"{directory / CONFIG}: `{name}` is {shown(reprlib.repr(settings[name]))}, but this base has "
                 f"{shown(reprlib.repr(made[name]))}; {_AGAIN}"

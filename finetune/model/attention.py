@@ -62,6 +62,16 @@ def planned(name: str, config: Any, device: str, precision: str, *, packed: bool
     return variant if variant != fused else ATTENTIONS[name].implementation
 
 
+def of_parts(implementation: str, config: Any) -> str | dict[str, str]:
+    """transformers' argument for a model whose text is computed with `implementation`.
+
+    The other parts of a composite model, which may not support it, choose their own.
+    """
+    text = config.get_text_config()
+    part = next((name for name in config.sub_configs if getattr(config, name, None) is text), None)
+    return {"": implementation, part: implementation} if part else implementation
+
+
 def _for_rows(implementation: str, config: Any, device: str, precision: str, packed: bool, longest: int) -> str:
     from finetune.model import packing  # imports torch, which checking a config does not need
 
@@ -89,7 +99,7 @@ def _flash(
 
 
 def _sdpa(config: Any, device: str, precision: str) -> str | None:
-    if getattr(config, "attn_logit_softcapping", None) is not None:
+    if any(cap is not None for cap in catalog.values(config, "attn_logit_softcapping")):
         return "this model caps attention logits, which SDPA does not support"
     return None if _supports(config, "_supports_sdpa") else "this model has no SDPA in transformers"
 
@@ -100,6 +110,12 @@ def _flex(config: Any, device: str, precision: str) -> str | None:
     if obstacle := libraries.triton_obstacle():
         return f"it compiles Triton kernels, which does not work here ({obstacle})"
     return None if _supports(config, "_supports_flex_attn") else "this model has no flex_attention in transformers"
+
+
+def shares_keys(config: Any) -> bool:
+    """Whether heads share keys and values in any layer."""
+    shared, heads = (catalog.values(config, name) for name in ("num_key_value_heads", "num_attention_heads"))
+    return any(count not in (None, all_heads) for count, all_heads in zip(shared, heads, strict=True))
 
 
 def _supports(config: Any, attribute: str) -> bool:

@@ -18,11 +18,12 @@ import torch
 
 from finetune.config import AdapterSection, ModelSection, QuantizationSection, TrainingSection
 from finetune.errors import ArtifactError, ConfigError
+from finetune.model import attention as attentions
 from finetune.model import catalog, packing, prequantized, rope, sharding
 from finetune.model.locate import hub_call, locate, weights_directory
 from finetune.model.quantization import QUANTIZATIONS, bitsandbytes_config
 from finetune.model.sharding import Sharding
-from finetune.model.skeleton import keep_training_layout, random_base
+from finetune.model.skeleton import give_layers, keep_training_layout, random_base
 from finetune.runtime import libraries, ranks
 from finetune.storage import weight_files
 
@@ -154,7 +155,7 @@ def _pretrained(
                 revision=section.revision,
                 **pinned_code(section),
                 quantization_config=bitsandbytes_config(quantization, dtype),
-                attn_implementation=attention,
+                attn_implementation=attentions.of_parts(attention, architecture),
                 dtype=dtype,
                 device_map={"": device},
                 output_loading_info=True,
@@ -162,6 +163,7 @@ def _pretrained(
         )
     remedy = "the download is incomplete, or the files belong to another architecture"
     refuse_missing(report, f"model `{section.name}`", remedy)
+    give_layers(model)
     model.config.use_cache = False
     return model
 

@@ -108,6 +108,16 @@ def model_class(config: Any) -> Any | None:
     return found[0] if isinstance(found, tuple) else found
 
 
+def values(config: Any, name: str) -> list[Any]:
+    """What the text model's config calls `name`, for each layer if layers differ, else once; None where it is missing.
+
+    transformers 5.23 raises an error if what layers differ in, such as Gemma 4's `head_dim`, is read for all of them.
+    """
+    text = config.get_text_config()
+    layers = text.per_layer_config if getattr(text, "is_heterogeneous", False) else [text]
+    return [getattr(layer, name, None) for layer in layers]
+
+
 def says(model: type, attribute: str) -> bool:
     """A capability flag of a transformers model class, such as `_supports_sdpa`; these have no public names."""
     return bool(getattr(model, attribute))

@@ -23,7 +23,7 @@ from torch import distributed as dist
 from torch.distributed import ProcessGroup
 
 from finetune.errors import ConfigError, first_line
-from finetune.model import packing, probes, sharding
+from finetune.model import catalog, packing, probes, sharding
 from finetune.runtime.libraries import replaced
 
 # Rotary embeddings whose frequencies follow from the largest position in a pass, which is another one in each slice.
@@ -42,8 +42,7 @@ def check(architecture: Any, size: int) -> None:
             f"`distributed.context`: {architecture.model_type} models {how}, so that a slice would not see the tokens "
             f"before it; {_REMEDY}"
         )
-    text = architecture.get_text_config()
-    heads = text.num_attention_heads
+    text, heads = architecture.get_text_config(), math.gcd(*catalog.values(architecture, "num_attention_heads"))
     if heads % size:
         fitting = ", ".join(str(number) for number in range(1, heads + 1) if heads % number == 0)
         raise ConfigError(

@@ -50,9 +50,15 @@ def variant(implementation: str, config: Any, device: str, precision: str) -> st
         raise MachineError(f"`data.packing`: {config.model_type} models {how}, which would mix packed rows; {_REMEDY}")
     if implementation != "sdpa":
         return EAGER if implementation == "eager" else implementation
-    text = config.get_text_config()
-    head = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    return VARLEN if device == "cuda" and precision != "fp32" and head <= 256 else EACH
+    return VARLEN if device == "cuda" and precision != "fp32" and _largest_head(config) <= 256 else EACH
+
+
+def _largest_head(config: Any) -> int:
+    sizes = [size for size in catalog.values(config, "head_dim") if size]
+    if sizes:
+        return int(max(sizes))
+    hidden, heads = (catalog.values(config, name) for name in ("hidden_size", "num_attention_heads"))
+    return max(size // count for size, count in zip(hidden, heads, strict=True))
 
 
 def windowed(implementation: str, config: Any, device: str, precision: str, longest: int) -> str:

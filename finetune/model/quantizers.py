@@ -6,10 +6,12 @@ This module imports transformers, so import it only where weights are loaded.
 from __future__ import annotations
 
 import contextlib
+from dataclasses import dataclass, replace
 from typing import Any
 
 import bitsandbytes as bnb
 import torch
+from transformers.pytorch_utils import Conv1D
 from transformers.quantizers import auto
 from transformers.quantizers.base import get_keys_to_not_convert
 from transformers.quantizers.quantizer_bnb_4bit import Bnb4BitHfQuantizer
@@ -40,22 +42,38 @@ def kept_modules(model: Any) -> list[str]:
     return [*get_keys_to_not_convert(model), *experts.routers(model), *linear_layers.read_directly(model)]
 
 
-def trained_against(weight: torch.Tensor, quantized: torch.Tensor) -> torch.Tensor:
-    """`weight` quantized and dequantized again, in its own type: what an adapter on it is trained against.
+@dataclass(frozen=True)
+class Rounding:
+    """How a weight of a quantized base is rounded.
 
-    `quantized` is that parameter of the quantized base on the meta device.
+    `parameter` is that of the base on the meta device. `transposed`: the file has it as GPT-2's layers do (inputs,
+    outputs), and it is transposed before it is quantized.
     """
-    if isinstance(quantized, bnb.nn.Int8Params):
-        return eight_bit.dequantized(*eight_bit.quantize(weight), weight.dtype)
-    libraries.correct_dequantization()
-    packed = type(quantized)(weight, requires_grad=False, **quantized.__dict__).to(weight.device)
-    return bnb.functional.dequantize_4bit(packed.data, packed.quant_state)
+
+    parameter: torch.Tensor
+    transposed: bool
+
+    def trained_against(self, weight: torch.Tensor) -> torch.Tensor:
+        """`weight` quantized and dequantized again, in its own type: what an adapter on it is trained against."""
+        if self.transposed:
+            return replace(self, transposed=False).trained_against(weight.T.contiguous()).T.contiguous()
+        if isinstance(self.parameter, bnb.nn.Int8Params):
+            return eight_bit.dequantized(*eight_bit.quantize(weight), weight.dtype)
+        libraries.correct_dequantization()
+        kind: Any = type(self.parameter)
+        packed = kind(weight, requires_grad=False, **self.parameter.__dict__).to(weight.device)
+        return bnb.functional.dequantize_4bit(packed.data, packed.quant_state)
 
 
-def quantized_weights(model: Any) -> dict[str, torch.Tensor]:
-    """The quantized parameters of a base, by name."""
+def roundings(model: Any) -> dict[str, Rounding]:
+    """How each quantized parameter of a base on the meta device is rounded, by its name."""
     kinds = (bnb.nn.Params4bit, bnb.nn.Int8Params)
-    return {name: parameter for name, parameter in model.named_parameters() if isinstance(parameter, kinds)}
+    return {
+        f"{path}.{name}".removeprefix("."): Rounding(parameter, getattr(module, "source_cls", None) is Conv1D)
+        for path, module in model.named_modules()
+        for name, parameter in module.named_parameters(recurse=False)
+        if isinstance(parameter, kinds)
+    }
 
 
 class _Quantizer:

@@ -11,6 +11,7 @@ from torch import nn
 
 from finetune.config import QuantizationSection
 from finetune.errors import ConfigError
+from finetune.model import attention as attentions
 from finetune.model import catalog, experts, linear_layers, packing, sharding
 from finetune.model.experts import Mixture
 from finetune.model.locate import hub_call
@@ -88,10 +89,7 @@ def weightless_base(
 
     known = catalog.model_class(architecture)
     if not remote_code and known is None:
-        raise ConfigError(
-            f"`model.name`: transformers has no causal language model of type `{architecture.model_type}`; use a "
-            "decoder"
-        )
+        raise ConfigError(_not_a_language_model(architecture))
     packing.register()
     code: dict[str, Any] = {"trust_remote_code": False}
     if remote_code:
@@ -103,12 +101,13 @@ def weightless_base(
             f"the architecture `{architecture.model_type}`",
             lambda: AutoModelForCausalLM.from_config(
                 deepcopy(architecture),
-                attn_implementation=attention,
+                attn_implementation=attentions.of_parts(attention, architecture),
                 dtype=dtype,
                 # Without this argument transformers would prompt on the terminal.
                 **code,
             ),
         )
+    give_layers(model)
     found = linear_layers.probe(model)  # before layers, which may depend on each other, are removed or quantized
     linear_layers.remember(model, found)
     shorten(model)
@@ -122,6 +121,30 @@ def weightless_base(
         keep_training_layout(model)
     model.config.use_cache = False
     return model.eval()
+
+
+def _not_a_language_model(architecture: Any) -> str:
+    text = architecture.get_text_config().model_type
+    what = f"`model.name`: transformers has no causal language model of type `{architecture.model_type}`"
+    if text == architecture.model_type or architecture.is_encoder_decoder:
+        return f"{what}; use a decoder"
+    return (
+        f"{what}, which is for more than text: its text model, of type `{text}`, cannot be trained out of it; use a base "
+        "published as that alone, or another"
+    )
+
+
+def give_layers(model: Any) -> None:
+    """Let `model.base_model` be its layers without the head where its class gives that part a name that it lacks.
+
+    transformers 5.23 does so for Llama 4 and Mllama, to load them from the files of the composite models that they are
+    part of.
+    """
+    from transformers import PreTrainedModel
+
+    inner = [child for child in model.children() if isinstance(child, PreTrainedModel)]
+    if model.base_model is model and len(inner) == 1:
+        vars(model)[model.base_model_prefix] = inner[0]  # not a submodule, of which there would be two
 
 
 def _types_as_loaded(model: Any, dtype: torch.dtype) -> None:

@@ -14,15 +14,17 @@ import torch
 from torch import Tensor
 from transformers import masking_utils
 
+from finetune.model import catalog
+
 BLOCK = 1024
 """Queries of a block: few enough that a window of as many tokens is at most computed twice over."""
 
 
 def of(config: Any) -> int | None:
     """The window of a model whose layers, or some of them, have one."""
-    text = config.get_text_config()
-    window: int | None = getattr(text, "sliding_window", None)
-    return window if getattr(text, "use_sliding_window", True) else None
+    if not getattr(config.get_text_config(), "use_sliding_window", True):
+        return None
+    return max((window for window in catalog.values(config, "sliding_window") if window), default=None)
 
 
 def band(window: int, device: Any) -> Tensor:

@@ -113,6 +113,7 @@ def _settle_balancing_loss(model: Any) -> str | None:
     readable = any("router_logits" in getattr(part, "can_record_outputs", ()) for part in model.modules())
     config.output_router_logits = wanted and readable
     own = next((name for name in _EXPERT_COUNTS if hasattr(config, name)), "num_experts")
+    own = type(config).attribute_map.get(own, own)  # DeepSeek V4's is another name itself, which is not looked up twice
     if config.output_router_logits and own != "num_experts":
         type(config).attribute_map = {**type(config).attribute_map, "num_experts": own}
     if readable or not wanted:

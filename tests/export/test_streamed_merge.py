@@ -9,9 +9,11 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import bitsandbytes as bnb
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.pytorch_utils import Conv1D
 
 import finetune
 from finetune.config import AdapterSection, Config
@@ -73,6 +75,7 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
         "boa_token_id": 124,
         "eoa_token_id": 125,
     },
+    "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64},
 }
 VARIANTS: dict[str, tuple[str, list[str], Onto]] = {
     "lora": ("llama", [], "16-bit"),
@@ -98,6 +101,12 @@ VARIANTS: dict[str, tuple[str, list[str], Onto]] = {
         "16-bit",
     ),
     "quantized experts": ("qwen3_moe", [], "quantized"),
+    "transposed layers": (
+        "gpt2", ["adapter.dora=true", "adapter.targets=[c_attn, c_fc]", "adapter.ranks.c_fc=2",
+                 "quantization.kind=none"], "16-bit",
+    ),
+    "transposed layers, quantized": ("gpt2", [], "quantized"),
+    "transposed layers, 8 bits": ("gpt2", ["quantization.kind=int8"], "quantized"),
     "transposed experts": (
         "gpt_oss", ["adapter.targets=[experts.gate_up_proj, experts.down_proj]", "quantization.kind=none"], "16-bit",
     ),
@@ -137,17 +146,27 @@ def write_adapter(config: Config, folder: Path) -> None:
     model.save_pretrained(str(folder), save_embedding_layers=False)
 
 
+def _transposed(config: Config) -> bool:
+    """Whether dequantizing a model does not give back its layers (transformers 5.23: linear ones for GPT-2's)."""
+    return load_architecture(config.model).model_type == "gpt2"
+
+
 def merged_in_memory(config: Config, folder: Path, onto: Onto, dtype: torch.dtype) -> Any:
     """PEFT's merge of the whole model in float32, rounded once."""
     plain = config.changed({"quantization.kind": "none", "quantization.double": None})
     if onto == "16-bit":
         base = base_of(plain, torch.float32)
-    elif config.quantization.kind == "int8":
+    elif config.quantization.kind == "int8" or _transposed(config):
         base, trained = base_of(plain, torch.float32), base_of(config, dtype)
         for name, layer in trained.named_modules():
+            weight = None
             if isinstance(layer, eight_bit.WeightOnly):
                 weight = eight_bit.dequantized(layer.weight.data, layer.weight.SCB, dtype)
-                base.get_submodule(name).weight.data = weight.float()
+            elif isinstance(layer, bnb.nn.Linear4bit):
+                weight = bnb.functional.dequantize_4bit(layer.weight.data, layer.weight.quant_state)
+            if weight is not None:
+                whole = base.get_submodule(name)
+                whole.weight.data = (weight.T if isinstance(whole, Conv1D) else weight).float().contiguous()
     else:
         base = base_of(config, dtype).dequantize(dtype).float()
     merged = adapter_files.load_adapter(base, folder, config.adapter).merge_and_unload()
