@@ -102,6 +102,8 @@ def _recognised(data: str, found: Draft) -> str:
                 raise
             form = formats.detect(row.fields, columns)
             found.take("data.columns", columns, "the fields of the format, and the columns that hold them")
+    if form == "preference":
+        found.notes.append(formats.PREFERENCES[0].upper() + formats.PREFERENCES[1:])
     return f"rows of the format {form}"
 
 
