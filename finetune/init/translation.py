@@ -292,9 +292,7 @@ def _take_what_is_said_by_silence(draft: Draft, name: str, given: Mapping[str, A
     if "data.train" not in draft.values:
         draft.notes.append("No data set is named: write `data.train`")
     if name == "TRL" and not any(given.get(key) for key in ("assistant_only_loss", "completion_only_loss")):
-        draft.notes.append(
-            "To be decided: `data.loss_on`; of messages, TRL trains `all` tokens"
-        )
+        draft.notes.append("To be decided: `data.loss_on`; of messages, TRL trains `all` tokens")
     if name == "TRL" and given.get("use_peft") and "adapter.targets" not in draft.values:
         draft.notes.append("To be decided: `adapter.targets`, which PEFT chooses there, often [q_proj, v_proj]")
 
