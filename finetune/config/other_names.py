@@ -6,8 +6,9 @@ that they share may not mean the same. `finetune init --from` translates a whole
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from finetune.config import not_offered
@@ -42,26 +43,33 @@ NAMES: dict[str, str] = {
     "flash_attn": "`model.attention`",
     "sdp_attention": "`model.attention: sdpa`",
     "eager_attention": "`model.attention: eager`",
+    "flex_attention": "`model.attention: flex`",
     # -- quantization
     "load_in_4bit": "`quantization.kind: nf4`",
     "load_in_8bit": "`quantization.kind: int8`",
     "quantization_bit": "`quantization.kind: nf4` for 4 bits, `quantization.kind: int8` for 8",
+    "quantization_type": "`quantization.kind`",
     "bnb_4bit_quant_type": "`quantization.kind`",
     "bnb_4bit_use_double_quant": "`quantization.double`",
+    "use_bnb_nested_quant": "`quantization.double`",
     "double_quantization": "`quantization.double`",
     "bnb_4bit_compute_dtype": "`training.precision`",
     # -- the adapter
     "lora_r": "`adapter.rank`",
     "lora_rank": "`adapter.rank`",
     "r": "`adapter.rank`",
-    "rank_pattern": "`adapter.ranks`",
+    **dict.fromkeys(("rank_pattern", "lora_rank_pattern"), "`adapter.ranks`"),
     "lora_alpha": "`adapter.alpha`",
-    "alpha_pattern": "leave it out: `adapter.alpha` is one for all, divided by each layer's rank in `adapter.ranks`",
+    **dict.fromkeys(
+        ("alpha_pattern", "lora_alpha_pattern"),
+        "leave it out: `adapter.alpha` is one for all, divided by each layer's rank in `adapter.ranks`",
+    ),
     "lora_dropout": "`adapter.dropout`",
     "lora_target": "`adapter.targets`",
     "lora_target_modules": "`adapter.targets`",
     "target_modules": "`adapter.targets`",
     "lora_target_linear": "`adapter.targets: all-linear`",
+    "lora_target_parameters": "`adapter.targets`, which takes fused experts too, such as `experts.gate_up_proj`",
     "lora_modules_to_save": "`adapter.extra_modules`",
     "modules_to_save": "`adapter.extra_modules`",
     "additional_target": "`adapter.extra_modules`",
@@ -72,11 +80,12 @@ NAMES: dict[str, str] = {
     "lora_use_dora": "`adapter.dora`",
     "peft_use_dora": "`adapter.dora`",
     "pissa_init": "`adapter.init: pissa`",
-    "init_lora_weights": "`adapter.init`",
+    **dict.fromkeys(("init_lora_weights", "peft_init_lora_weights"), "`adapter.init`"),
     "lora_model_dir": "`adapter.start_from`",
     "adapter_name_or_path": "`adapter.start_from`",
     "adapter": "`adapter.kind`",
     "finetuning_type": "`adapter.kind`",
+    "use_peft": "`adapter.kind: lora`, which is the default",
     "peft_type": "`adapter.kind`",
     "qlora": "`quantization.kind: nf4` and `adapter.kind: lora`, which are the defaults",
     "lora": "`adapter.kind: lora`, which is the default",
@@ -92,8 +101,9 @@ NAMES: dict[str, str] = {
     "val_size": "`data.eval_share`",
     "val_set_size": "`data.eval_share`",
     "validation_split": "`data.eval_share`",
-    "template": "`data.chat_template`",
+    **dict.fromkeys(("template", "chat_template", "chat_template_path"), "`data.chat_template`"),
     "chat_template_jinja": "`data.chat_template` with the name of a .jinja file",
+    "max_length": "`data.max_length`",
     "max_seq_length": "`data.max_length`",
     "max_seq_len": "`data.max_length`",
     "sequence_len": "`data.max_length`",
@@ -102,8 +112,10 @@ NAMES: dict[str, str] = {
     "excess_length_strategy": "`data.too_long`",
     "sample_packing": "`data.packing`",
     "packing": "`data.packing`",
+    "neat_packing": "`data.packing`",
     "train_on_inputs": "`data.loss_on: all`",
     "train_on_prompt": "`data.loss_on: all`",
+    "mask_history": "`data.loss_on: last`",
     "assistant_only_loss": "`data.loss_on: assistant`, which is the default",
     "completion_only_loss": "`data.loss_on: assistant`, which is the default",
     "train_on_responses_only": "`data.loss_on: assistant`, which is the default",
@@ -132,6 +144,7 @@ NAMES: dict[str, str] = {
     "bf16": "`training.precision: bf16`",
     "fp16": "`training.precision: fp16`",
     "bfloat16": "`training.precision: bf16`",
+    "float16": "`training.precision: fp16`",
     "dtype": "`training.precision`",
     "torch_dtype": "`training.precision`",
     **dict.fromkeys(
@@ -142,6 +155,8 @@ NAMES: dict[str, str] = {
     "eval_steps": "`training.eval_every`",
     "evals_per_epoch": "`training.eval_every`, in steps",
     "early_stopping_patience": "`training.early_stopping`",
+    "early_stopping_steps": "`training.early_stopping`",
+    "cosine_min_lr_ratio": "`training.schedule: cosine_to_tenth` for a tenth",
     # -- the optimizer
     "optim": "`optimizer.kind`",
     "optimizer": "`optimizer.kind`",
@@ -155,14 +170,33 @@ NAMES: dict[str, str] = {
     "activation_checkpointing": "`memory.checkpointing`",
     "enable_activation_checkpointing": "`memory.checkpointing`",
     "use_gradient_checkpointing": "`memory.checkpointing`",
+    "disable_gradient_checkpointing": "`memory.checkpointing: none`",
     "activation_offloading": "`memory.offload: checkpoints`",
     "enable_activation_offloading": "`memory.offload: checkpoints`",
     "torch_compile": "`kernels.compile: layers`",
-    "use_liger_kernel": "`kernels.fused: auto`",
-    "use_unsloth": "`kernels.fused: auto`",
-    "lora_mlp_kernel": "`kernels.fused: auto`",
-    "lora_qkv_kernel": "`kernels.fused: auto`",
+    **dict.fromkeys(
+        (
+            "use_liger_kernel",
+            "enable_liger_kernel",
+            "use_unsloth",
+            "lora_mlp_kernel",
+            "lora_qkv_kernel",
+            "lora_o_kernel",
+            "liger_rope",
+            "liger_rms_norm",
+            "liger_rms_norm_gated",
+            "liger_layer_norm",
+            "liger_glu_activation",
+            "liger_cross_entropy",
+            "liger_fused_linear_cross_entropy",
+        ),
+        "`kernels.fused: auto`",
+    ),
     # -- several ranks
+    "deepspeed": "`distributed.kind: deepspeed`, with `distributed.stage` and `distributed.offload`",
+    **dict.fromkeys(
+        ("fsdp", "fsdp_config"), "`distributed.kind: fsdp`, with `distributed.stage` and `distributed.offload`"
+    ),
     "context_parallel_size": "`distributed.context`",
     "sequence_parallel_degree": "`distributed.context`",
     "sequence_parallel_size": "`distributed.context`",
@@ -201,6 +235,7 @@ NAMES: dict[str, str] = {
     "dataset_prepared_path": _NO_NEED,
     "dataset_processes": _NO_NEED,
     "preprocessing_num_workers": _NO_NEED,
+    "dataset_num_proc": _NO_NEED,
     "dataloader_num_workers": _NO_NEED,
     "per_device_eval_batch_size": _NO_NEED,
     "eval_batch_size": _NO_NEED,
@@ -228,6 +263,7 @@ _VALUES = {
     "adamw_torch": "adamw_torch_fused",
     "adamw_hf": "adamw_torch_fused",
     "adamw_bnb_8bit": "adamw_8bit",
+    "adamw_torch_8bit": "adamw_8bit",
     "paged_adamw": "paged_adamw_32bit",
     "lion": "lion_32bit",
     "ademamix": "ademamix_32bit",
@@ -235,6 +271,7 @@ _VALUES = {
     "fa2": "flash_attention_2",
     "flex_attention": "flex",
     "sft": "supervised",
+    "phi_3": "phi3",
     "linear_with_warmup": "linear",
     "fsdp2": "fsdp",
     "tokenizer_default": "auto",
@@ -249,6 +286,36 @@ _VALUES = {
 def name_here(value: str) -> str:
     """What a value is called here that other tools call `value`; `value` itself if nothing else is known."""
     return _VALUES.get(value.lower(), value)
+
+
+_WITHOUT_EFFECT = re.compile(
+    r"tf32|strict|debug|ddp|local_rank|world_size|device(_map)?|model_type|type_of_model|is_\w+_derived_model|cache_dir"
+    r"|tokenizer_(type|use_fast|legacy|save_jinja_files)|use_fast_tokenizer|pad_to_(sequence_len|multiple_of)|pad_token"
+    r"|(gradient|activation)_checkpointing_kwargs|use_reentrant_gc|low_cpu_mem_usage|lora_(on_cpu|task_type|fan_in_fan_out)"
+    r"|save_(only_model|safetensors|strategy|first_step|on_each_node)|eval(uation)?_strategy|do_eval|eval_(on_start"
+    r"|table_size|max_new_tokens|delay|accumulation_steps|packing|do_concat_batches|use_gather_object)|pissa_convert"
+    r"|(hub|push|wandb|swanlab|mlflow|comet|trackio|gradio|logging|log|ddp|dataloader|ray|otel|profiler|loss_watchdog"
+    r"|gc|include|experimental|torch_compile|chunked_cross_entropy|tiled_mlp|preprocessing|generation|num_generation)_\w+"
+    r"|use_(swanlab|mlflow|comet|tensorboard|trackio|ray|otel_metrics|cache|kernels|scattermoe|sonicmoe)"
+    r"|hf_(use_auth|hub)_token|disable_tqdm|resources_per_worker|average_tokens_across_devices|skip_memory_metrics"
+    r"|dataset_(keep_in_memory|streaming|test_split)|streaming|auto_find_batch_size|torch_empty_cache_steps|max_memory"
+    r"|(dp|expert_parallel|overlap)_\w+|(tensor|pipeline|expert)_model_parallel_size|use_distributed_optimizer"
+    r"|moe_(grouped_gemm|token_dispatcher_type)|do_causal_lm_eval|eval_causal_lm_metrics|base_model_ignore_patterns"
+    r"|gemma4_hybrid_attn_impl|llama4_linearized_experts|use_\w+_kernels|streaming_multipack_buffer_size"
+    r"|gpu_memory_limit|flash_attn_(cross_entropy|rms_norm|fuse_mlp)|flash_optimum|fused_attn_kernel|cut_cross_entropy"
+    r"|xformers_attention|flex_attn_compile_kwargs|experts_implementation|fsdp_version|prediction_loss_only"
+    r"|compute_accuracy|print_param_status|sample_packing_(eff_est|group_size|bin_size|mp_start_method)|padding_free"
+    r"|packing_strategy|shuffle_merged_datasets|length_column_name|generate_samples|lora_embedding_kernel"
+)
+
+
+def without_effect(key: str, value: Any) -> bool:
+    """Whether another tool's `key: value`, for which nothing is written here, leaves the trained weights as they are.
+
+    A switch that is off asks for nothing. Any key that is not known to be harmless may change the result.
+    """
+    off = value is False or value in ("", [], {})
+    return off or _WITHOUT_EFFECT.fullmatch(_spelt(key)) is not None
 
 
 Settings = dict[str, Any]
@@ -292,6 +359,24 @@ def _targets(value: Any) -> Settings:
     return {"adapter.targets": [name.strip() for name in value.split(",")] if isinstance(value, str) else value}
 
 
+def _number(value: Any) -> float:
+    """The value if it is a number, and otherwise none."""
+    return value if type(value) in (int, float) else math.nan
+
+
+def _dtype(value: Any) -> Settings | None:
+    """Of the weights; what is not 16 bit is computed in the precision that `bf16` and `fp16` say."""
+    known = {"bfloat16": "bf16", "float16": "fp16"}
+    name = str(value).removeprefix("torch.")
+    if name in ("auto", "float32"):
+        return {}
+    return {"training.precision": known[name]} if name in known else None
+
+
+def _initial(value: Any) -> Settings | None:
+    return {} if value is True else {"adapter.init": "pissa"} if str(value).startswith("pissa") else None
+
+
 def _only_off(value: Any) -> Settings | None:
     return None if value else {}
 
@@ -301,9 +386,48 @@ def _noise(value: Any) -> Settings:
 
 
 def _held_out(value: Any) -> Settings | None:
-    if value == 0:
+    if type(value) in (int, float) and value == 0:
         return {"data.eval": "none"}
     return {"data.eval_share": value} if isinstance(value, float) and value < 1 else None
+
+
+def _template(value: Any) -> Settings | None:
+    return {} if value == "tokenizer_default" else {"data.chat_template": name_here(str(value))}
+
+
+def _deepspeed(value: Any) -> Settings | None:
+    """ZeRO's stage by the name of its file, such as deepspeed_configs/zero2.json or ds_z3_offload_config.json."""
+    name = str(value).lower()
+    found = re.search(r"(?:zero|z|stage)[-_]?([0-3])", name.rpartition("/")[2])
+    if not isinstance(value, str) or not found:
+        return None
+    if found[1] == "0":
+        return {}
+    stage = {"1": "optimizer", "2": "gradients", "3": "weights"}[found[1]]
+    offload = {"distributed.offload": "cpu"} if "offload" in name else {}
+    return {"distributed.kind": "deepspeed", "distributed.stage": stage, **offload}
+
+
+def _fsdp(value: Any) -> Settings | None:
+    """From words such as `full_shard auto_wrap`, or from a mapping whose keys may begin with `fsdp_`."""
+    if not value:
+        return {}
+    if isinstance(value, Mapping):
+        keys = {str(key).removeprefix("fsdp_"): given for key, given in value.items()}
+    else:
+        words = value.split() if isinstance(value, str) else value if isinstance(value, list) else []
+        keys = {"offload_params": "offload" in words, "reshard_after_forward": "shard_grad_op" not in words}
+    kept = str(keys.get("reshard_after_forward", True)).lower() in ("false", "shard_grad_op")
+    found = {"distributed.kind": "fsdp", "distributed.stage": "gradients" if kept else "weights"}
+    return found | ({"distributed.offload": "cpu"} if keys.get("offload_params") is True else {})
+
+
+def _plugins(value: Any) -> Settings | None:
+    """Axolotl's: those of fast kernels do not change the result."""
+    names = [str(name).lower() for name in (value if isinstance(value, list) else [value])]
+    if not all(re.search("liger|cut_cross_entropy|kernels|swanlab", name) for name in names):
+        return None
+    return {"kernels.fused": "auto"} if any("liger" in name for name in names) else {}
 
 
 def _checkpointing(value: Any) -> Settings | None:
@@ -318,14 +442,23 @@ def _steps(key: str) -> Callable[[Any], Settings | None]:
     return lambda value: ({key: value} if value > 0 else {}) if type(value) is int else None
 
 
+def _when(wanted: bool, found: Settings) -> Callable[[Any], Settings | None]:
+    """Settings for a switch in one position, none in the other."""
+    return lambda value: (found if value is wanted else {}) if isinstance(value, bool) else None
+
+
 _CONVERTED: dict[str, Callable[[Any], Settings | None]] = {
     "adapter": _method,
     "finetuning_type": _method,
-    "stage": lambda value: {} if value == "sft" else None,
+    "use_peft": _when(False, {"adapter.kind": "none", "quantization.kind": "none"}),
+    "rl": _only_off,
+    "stage": lambda value: {"sft": {}, "pt": {"data.format": "text", "data.too_long": "split"}}.get(str(value)),
     "quantization_bit": _bits,
+    "quantization_method": lambda value: {} if value in ("bnb", "bitsandbytes") else None,
     "rope_scaling": _rope_scaling,
     "adapter_name_or_path": lambda value: None if "," in str(value) else {"adapter.start_from": value},
     "alpha_pattern": _only_off,
+    "lora_alpha_pattern": _only_off,
     **dict.fromkeys(("neftune_noise_alpha", "neftune_alpha", "noisy_embedding_alpha"), _noise),
     "lora_target": _targets,
     "lora_target_modules": _targets,
@@ -333,17 +466,30 @@ _CONVERTED: dict[str, Callable[[Any], Settings | None]] = {
     "val_set_size": _held_out,
     "train_on_inputs": lambda value: {"data.loss_on": "all"} if value else {},
     "gradient_checkpointing": _checkpointing,
+    "disable_gradient_checkpointing": _when(True, {"memory.checkpointing": "none"}),
+    "mask_history": _when(True, {"data.loss_on": "last"}),
+    **dict.fromkeys(("template", "chat_template", "chat_template_path"), _template),
+    "excess_length_strategy": lambda value: {"data.too_long": "error" if value == "raise" else value},
+    "cosine_min_lr_ratio": lambda value: {0: {}, 0.1: {"training.schedule": "cosine_to_tenth"}}.get(_number(value)),
+    "warmup_ratio": lambda value: {"training.warmup": value} if 0 <= _number(value) < 1 else None,
+    "deepspeed": _deepspeed,
+    "fsdp": _fsdp,
+    "fsdp_config": _fsdp,
+    "plugins": _plugins,
+    "special_tokens": lambda value: {} if isinstance(value, dict) and value.keys() <= {"pad_token"} else None,
+    "model_revision": lambda value: {} if value == "main" else {"model.revision": value},
+    "dtype": _dtype,
+    "torch_dtype": _dtype,
     "flash_attention": lambda value: {} if value in (True, "auto") else None,
     "flash_attn": lambda value: {} if value == "auto" else {"model.attention": name_here(str(value))},
     "max_steps": _steps("training.max_steps"),
     "eval_steps": _steps("training.eval_every"),
     "save_steps": _steps("output.save_every"),
-    "evals_per_epoch": lambda value: None,
-    "saves_per_epoch": lambda value: None,
-    "save_total_limit": lambda value: {"output.keep": max(2, value)} if type(value) is int else None,
+    **dict.fromkeys(("evals_per_epoch", "saves_per_epoch"), lambda value: {} if _number(value) == 0 else None),
+    "save_total_limit": lambda value: {"output.keep": max(2, value)} if type(value) is int and value > 0 else None,
     "report_to": lambda value: {} if value == "none" else {"tracking.to": [value] if isinstance(value, str) else value},
     "wandb_project": lambda value: {"tracking.to": ["wandb"], "tracking.project": value},
     "use_wandb": lambda value: {"tracking.to": ["wandb"]} if value else {},
-    "init_lora_weights": lambda value: {"adapter.init": "pissa"} if str(value).startswith("pissa") else None,
+    **dict.fromkeys(("init_lora_weights", "peft_init_lora_weights"), _initial),
 }
 """The keys whose value is not copied as it is."""

@@ -309,6 +309,9 @@ def known_fields(form: str) -> list[str]:
     return list(dict.fromkeys(name for form in forms for name in (*form.required, *form.optional)))
 
 
+PREFERENCES = "of preferences only the chosen answer is trained; to train on both, as DPO does, use TRL"
+"""What is said of rows with a chosen and a rejected answer."""
+
 _BESIDE_MESSAGES = ("tools", "functions", "system")
 
 FORMATS: dict[str, Format] = {

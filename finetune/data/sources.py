@@ -23,6 +23,7 @@ from finetune.data.fields import as_json
 from finetune.data.problems import Problems
 from finetune.data.readers import ENDINGS, Records, reader
 from finetune.errors import DataError, MachineError, first_line
+from finetune.runtime import hub
 
 
 class Row(NamedTuple):
@@ -349,10 +350,16 @@ def _fetched(name: str) -> Any:
     import datasets
     from huggingface_hub.errors import HfHubHTTPError
 
+    hub.fail_fast()
     try:
         return datasets.load_dataset(name, split="train")
     except (datasets.exceptions.DatasetNotFoundError, ConnectionError, HfHubHTTPError, OSError) as error:
         local = f" A local file must end in {ENDINGS}." if "." in Path(name).name else ""
+        if why := hub.obstacle():
+            raise MachineError(
+                f"data set `{name}`: not a local file, not cached, and the hub cannot be reached ({why}); download it "
+                f"on a machine with a network, and name its files.{local}"
+            ) from None
         raise MachineError(
             f"data set `{name}` (train) cannot be downloaded from the hub: {first_line(error)}{local}"
         ) from None

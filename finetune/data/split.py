@@ -173,6 +173,8 @@ class _Rows:
             return error
         if isinstance(example, Chat):
             unused += [f"messages.{name}" for name in chat.unused(example, self.tokenizer)]
+        if self.forms[row.source] == "preference":
+            unused.append(f"{columns.get('rejected', 'rejected')} ({formats.PREFERENCES})")
         self.counts.unused += [name for name in unused if name not in self.counts.unused]
         return example
 

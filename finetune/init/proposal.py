@@ -124,6 +124,8 @@ def _take_format(found: Draft, fields: Mapping[str, Any], columns: dict[str, str
     Without one, a separator is taken if the first row has none.
     """
     form = formats.detect(fields, columns)
+    if form == "preference":
+        found.notes.append(formats.PREFERENCES[0].upper() + formats.PREFERENCES[1:])
     turns = None if tokenizer and chat_template.is_plain(tokenizer) else formats.as_chat(fields, form, columns)
     if turns:
         plain = {name: turns[turned] for name, turned in formats.AS_CHAT[form].items()}

@@ -7,7 +7,7 @@ data, and what the tool does where its config says nothing.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,13 +15,16 @@ from typing import Any
 from pydantic import ValidationError
 
 from finetune.config import other_names, strict_yaml
-from finetune.config.load import text_of
+from finetune.config.load import ignored_keys, text_of
 from finetune.config.rules import contradictions
 from finetune.errors import ConfigError
+from finetune.init import refusals
 from finetune.init.draft import Draft
+from finetune.settings import CHOICES
 
-_BATCH = ("micro_batch_size", "per_device_train_batch_size", "gradient_accumulation_steps")
-_DATA = ("datasets", "dataset", "dataset_dir", "test_datasets", "eval_dataset")
+_BATCH = ("micro_batch_size", "per_device_train_batch_size", "gradient_accumulation_steps", "batch_size")
+_DATA = ("datasets", "dataset", "dataset_name", "pretraining_dataset", "dataset_dir", "test_datasets", "eval_dataset")
+_LAST = ("lora_target_parameters", "dataset_train_split", "dataset_test_split")
 
 
 @dataclass(frozen=True)
@@ -32,11 +35,19 @@ class Tool:
     rows: int
     """Rows of a micro-batch by default."""
     defaults: Mapping[str, Any]
+    full: str | None = None
+    """The key without which every weight is trained."""
+    own: tuple[str, ...] = ()
+    """Keys by which its config is told from that of another tool with the same key `model`."""
 
 
 TOOLS = {
     # src/axolotl/utils/schemas/
-    "Axolotl": Tool("base_model", 1, {"sequence_len": 512, "optimizer": "adamw_torch_fused"}),
+    "Axolotl": Tool(
+        "base_model", 1,
+        {"sequence_len": 512, "optimizer": "adamw_torch_fused", "excess_length_strategy": "drop"},
+        full="adapter",
+    ),
     # src/llamafactory/hparams/ and transformers' TrainingArguments
     "LLaMA-Factory": Tool(
         "model_name_or_path",
@@ -45,38 +56,89 @@ TOOLS = {
             "lora_rank": 8, "cutoff_len": 2048, "learning_rate": 5e-5, "num_train_epochs": 3, "warmup_ratio": 0,
             "lr_scheduler_type": "linear", "optim": "adamw_torch",
         },
+        own=(
+            "stage", "finetuning_type", "template", "cutoff_len", "lora_rank", "lora_target", "dataset", "dataset_dir",
+            "quantization_bit", "val_size", "neat_packing", "adapter_name_or_path", "enable_liger_kernel", "flash_attn",
+            "rope_scaling", "pissa_init", "pure_bf16",
+        ),
+    ),
+    # trl/scripts/utils.py, trl/trainer/model_config.py and sft_config.py
+    "TRL": Tool(
+        "model_name_or_path",
+        8,
+        {
+            "lora_r": 16, "lora_alpha": 32, "lora_dropout": 0.05, "max_length": 1024, "learning_rate": 2e-5,
+            "num_train_epochs": 3, "warmup_steps": 0, "lr_scheduler_type": "linear", "optim": "adamw_torch_fused",
+        },
+        full="use_peft",
+        own=(
+            "use_peft", "lora_r", "lora_target_modules", "lora_target_parameters", "dataset_name", "dataset_config",
+            "dataset_train_split", "dataset_test_split", "datasets", "max_length", "max_seq_length", "load_in_4bit",
+            "load_in_8bit", "attn_implementation", "dtype", "torch_dtype", "assistant_only_loss",
+            "completion_only_loss", "dataset_text_field", "padding_free", "eos_token",
+        ),
     ),
 }  # fmt: skip
 """The tools whose configs are translated."""
 
 
 def translate(path: Path) -> Draft:
-    """The config at `path` in our keys. Raises ConfigError for one that cannot be read or is of no tool in TOOLS."""
-    given = _read(path)
-    name = next((name for name, tool in TOOLS.items() if tool.model in given), None)
-    if name is None:
-        wanted = " or ".join(f"`{tool.model}` ({name})" for name, tool in TOOLS.items())
-        raise ConfigError(f"{path}: a config to translate has {wanted}; this one has neither")
+    """The config at `path` in our keys.
+
+    Raises ConfigError for one that cannot be read, is of no tool in TOOLS, or asks for another kind of training.
+    """
+    given, lines = _read(path)
+    name = _tool(given, path)
     tool = TOOLS[name]
+    refused = [f"{path}:{lines[key]}: {why}" for key, why in (*refusals.of(given), *_unusable_counts(given))]
+    if refused:
+        raise ConfigError("\n".join(refused))
     draft = Draft(f"Translated by `finetune init` from {path.name}, a config of {name}")
-    left = [key for key in {**tool.defaults, **given} if key not in (*_BATCH, *_DATA)]
+    left = [key for key in {**tool.defaults, **given} if key not in (*_BATCH, *_DATA, *_LAST)]
     for _ in range(2):  # a key may need one that comes later, as early stopping needs evaluations
         left = [key for key in left if not _take_key(draft, key, given, tool)]
-    left += [key for key in _DATA if not _take_data(draft, key, given)]
+    left += [key for key in _LAST if key in given and not _take_last(draft, key, given[key])]
+    others: list[str] = []
+    left += [key for key in _DATA if not _take_data(draft, key, given, others)]
     _take_batch(draft, tool, given)
-    _take_what_is_said_by_silence(draft, name)
-    if left:
-        draft.notes.append(f"Without a counterpart here: {', '.join(_shown(key, given[key]) for key in left)}")
+    _take_what_is_said_by_silence(draft, name, given)
+    _note_the_rest(draft, {key: given[key] for key in left if key in given}, others)
     draft.notes += [f"To be decided: `{key}`: {message}" for key, message in contradictions(draft.config)]
     return draft
 
 
-def _read(path: Path) -> dict[str, Any]:
-    """The keys that have a value."""
+def _read(path: Path) -> tuple[dict[str, Any], dict[str, int]]:
+    """The keys that have a value, and their lines."""
     document = strict_yaml.parse(text_of(path))
     if document.problems:
         raise ConfigError("\n".join(f"{path}:{problem.line}: {problem.message}" for problem in document.problems))
-    return {key: value for key, value in document.values.items() if value is not None}
+    values = {str(key): value for key, value in document.values.items() if value is not None}
+    return values, {key: document.lines.get((key,), 1) for key in values}
+
+
+def _tool(given: Mapping[str, Any], path: Path) -> str:
+    """The tool whose config it is: of those with its key of the model, the one with most keys of its own."""
+    names = [name for name, tool in TOOLS.items() if tool.model in given]
+    if not names:
+        wanted = " or ".join(
+            f"`{model}` ({', '.join(name for name, tool in TOOLS.items() if tool.model == model)})"
+            for model in dict.fromkeys(tool.model for tool in TOOLS.values())
+        )
+        raise ConfigError(f"{path}: a config to translate has {wanted}; this one has neither")
+    own = {name: len(given.keys() & TOOLS[name].own) for name in names}
+    if len(names) > 1 and not any(own.values()):
+        raise ConfigError(
+            f"{path}: it may be a config of {' or '.join(names)}, whose defaults differ; add `finetuning_type: lora` "
+            "for LLaMA-Factory, or `use_peft: true` for TRL"
+        )
+    return max(names, key=own.__getitem__)
+
+
+def _unusable_counts(given: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """The keys of the batch whose value is no number of rows or steps."""
+    for key in _BATCH:
+        if key in given and (type(given[key]) is not int or not 0 < given[key] <= _MOST_ROWS):
+            yield key, f"`{_shown(key, given[key])}`: a whole number above 0 is needed, such as 4"
 
 
 def _shown(key: str, value: Any) -> str:
@@ -85,6 +147,8 @@ def _shown(key: str, value: Any) -> str:
 
 
 _LONGEST = 60
+_MOST_ROWS = 2**20
+"""The rows of a step that a config may have."""
 
 
 def _take_key(draft: Draft, key: str, given: Mapping[str, Any], tool: Tool) -> bool:
@@ -106,51 +170,145 @@ def _take(draft: Draft, found: other_names.Settings | None, reason: str) -> bool
     return True
 
 
+def _take_last(draft: Draft, key: str, value: Any) -> bool:
+    """Take a key that others must come before."""
+    if key == "lora_target_parameters":
+        targets = draft.values.get("adapter.targets", [])
+        if not isinstance(value, list) or not isinstance(targets, list):
+            return False
+        # There the end of a full name, such as mlp.experts.gate_up_proj; here the last two names of it.
+        fused = [".".join(str(name).split(".")[-2:]) for name in value]
+        return _take(draft, {"adapter.targets": [*targets, *fused]}, key)
+    return value == {"dataset_train_split": "train", "dataset_test_split": "test"}[key]
+
+
 def _take_batch(draft: Draft, tool: Tool, given: Mapping[str, Any]) -> None:
     rows = next((given[key] for key in _BATCH[:2] if key in given), tool.rows)
-    steps = given.get(_BATCH[2], 1)
-    if type(rows) is int and type(steps) is int:
-        draft.take("training.batch_size", rows * steps, f"{rows} rows, {steps} times, on one GPU")
-        draft.take("training.micro_batch", rows)
+    steps = given.get(_BATCH[2]) or max(1, given.get(_BATCH[3], rows) // rows)
+    _take(draft, {"training.batch_size": rows * steps}, f"{rows} rows, {steps} times, on one GPU")
+    _take(draft, {"training.micro_batch": rows}, "")
 
 
-def _take_data(draft: Draft, key: str, given: Mapping[str, Any]) -> bool:
-    """Take the data sets that a key names; whether it said nothing else."""
+def _take_data(draft: Draft, key: str, given: Mapping[str, Any], others: list[str]) -> bool:
+    """Take the data sets that a key names; what else it says of them is added to `others`. Whether it could be read."""
     if key not in given or key == "dataset_dir":
         return True
-    ours = "data.train" if key in ("datasets", "dataset") else "data.eval"
-    if isinstance(given[key], str):
-        names = [name.strip() for name in given[key].split(",")]
-        return _take_sources(draft, ours, [_registered(name, given) for name in names], key)
-    sets = given[key] if isinstance(given[key], list) else []
-    if not sets or not all(isinstance(one, dict) and isinstance(one.get("path"), str) for one in sets):
-        return False
-    if more := sorted({name for one in sets for name in one} - {"path", "type", "ds_type"}):
-        draft.notes.append(f"No counterpart here in `{key}`: {', '.join(more)}; see `data.columns` for columns' names")
-    return _take_sources(draft, ours, [one["path"] for one in sets], key)
+    ours = "data.eval" if key in ("test_datasets", "eval_dataset") else "data.train"
+    value = given[key]
+    if isinstance(value, str):
+        names = [name.strip() for name in value.split(",")] if key != "dataset_name" else [value]
+        found = [_registered(name, given) if key in ("dataset", "eval_dataset") else name for name in names]
+    else:
+        sets = value if isinstance(value, list) else [value]
+        if not sets or not all(isinstance(one, dict) and isinstance(one.get("path"), str) for one in sets):
+            return False
+        found = [source for one in sets for source in _sources(one)]
+        said = [f"{key}.{_shown(name, one[name])}" for one in sets for name in one if not _is_known(name, one[name])]
+        others += list(dict.fromkeys(said))
+    if key == "pretraining_dataset":
+        draft.take("data.format", "text", key)
+        draft.take("data.too_long", "split", key)
+    return _take(draft, {ours: found[0] if len(found) == 1 else found}, key)
 
 
-def _take_sources(draft: Draft, ours: str, sources: list[str], reason: str) -> bool:
-    return _take(draft, {ours: sources[0] if len(sources) == 1 else sources}, reason)
+def _sources(one: Mapping[str, Any]) -> list[str]:
+    """The files or hub name of an entry; `path: json` with `data_files` is a reader with its files."""
+    files = one.get("data_files")
+    files = [files] if isinstance(files, str) else files
+    if one["path"] in _READERS and isinstance(files, list) and files and all(isinstance(file, str) for file in files):
+        return files
+    return [one["path"]]
+
+
+_READERS = ("json", "csv", "parquet", "text", "arrow")
+_KNOWN_OF_A_SET: dict[str, tuple[Any, ...]] = {
+    "type": ("alpaca", "chat_template", "sharegpt", "completion", "pretrain", "alpaca_chat.load_qa"),
+    "split": ("train",),
+    "chat_template": ("tokenizer_default",),
+    "roles_to_train": (["assistant"], ["gpt"], "assistant"),
+    "train_on_eos": ("turn",),
+    "text_column": ("text",),
+    "field": ("text",),
+    "field_messages": ("messages", "conversations"),
+    "message_property_mappings": ({"role": "from", "content": "value"}, {"role": "role", "content": "content"}),
+}
+
+
+def _is_known(name: str, value: Any) -> bool:
+    """Whether what an entry says is so here: by itself, or because formats are recognised by the fields of rows."""
+    if name == "data_files":
+        return True
+    return name in ("path", "ds_type", "trust_remote_code") or value is None or value in _KNOWN_OF_A_SET.get(name, ())
 
 
 def _registered(name: str, given: Mapping[str, Any]) -> str:
-    """The file or hub name of a data set that LLaMA-Factory knows by dataset_info.json, or `name` itself."""
+    """The file or hub name of a data set that LLaMA-Factory knows by dataset_info.json, or `name` itself.
+
+    Raises ConfigError for one of images.
+    """
     folder = Path(str(given.get("dataset_dir", "data")))
     try:
         entry = json.loads((folder / "dataset_info.json").read_text(encoding="utf-8"))[name]
-        return str(folder / entry["file_name"]) if "file_name" in entry else str(entry["hf_hub_url"])
-    except (OSError, ValueError, KeyError, TypeError):
+        columns = entry.get("columns", {}).keys()
+        source = str(folder / entry["file_name"]) if "file_name" in entry else str(entry["hf_hub_url"])
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return name
+    if columns & {"images", "videos", "audios"}:
+        raise ConfigError(
+            f"{folder / 'dataset_info.json'}: `{name}` has images, video or sound, which are not trained on"
+        )
+    return source
 
 
-def _take_what_is_said_by_silence(draft: Draft, name: str) -> None:
-    """A base that is not said to be quantized is not, nor are rows held out that nothing asks for."""
-    if "quantization.kind" not in draft.values:
+def _take_what_is_said_by_silence(draft: Draft, name: str, given: Mapping[str, Any]) -> None:
+    """Apply what the tool does where its config is silent: full training, unquantized base, no evaluation set."""
+    full = TOOLS[name].full
+    if full and full not in given:
+        draft.take("adapter.kind", "none", f"{name} trains every weight without `{full}`")
+    quantizes = any(given.get(key) for key in ("load_in_4bit", "load_in_8bit", "quantization_bit"))
+    if not quantizes and given.get("adapter") != "qlora":
         draft.take("quantization.kind", "none", f"not quantized in {name}")
+    if draft.values.get("adapter.kind") == "none":
+        for key in [key for key in draft.values if key.startswith("adapter.") and key != "adapter.kind"]:
+            del draft.values[key]
+    elif given.get("lora_target_linear") is True:
+        draft.take("adapter.targets", "all-linear", "lora_target_linear")
+    if name == "TRL" and given.get("eval_strategy", "no") not in ("no", False):
+        draft.values.setdefault("data.eval", "auto")
     if not {"data.eval", "data.eval_share"} & set(draft.values):
         draft.take("data.eval", "none", f"none in {name}")
     if "adapter.alpha" not in draft.values and "adapter.rank" in draft.values:
-        draft.take("adapter.alpha", 2 * draft.values["adapter.rank"], "twice the rank")
+        _take(draft, {"adapter.alpha": 2 * draft.values["adapter.rank"]}, "twice the rank")
+    halves = ("fp16", "float16", "bfloat16")
+    if given.get("bf16") is False and not any(given.get(key) for key in halves):
+        draft.take("training.precision", "fp32", "bf16: false")
+    if name == "TRL" and given.get("load_in_4bit") and "quantization.double" not in draft.values:
+        draft.take("quantization.double", False, "its default there")
+    ignored = [*ignored_keys(draft.config.model_dump(), CHOICES)]
+    if draft.values.get("distributed.kind") in ("fsdp", "deepspeed"):  # the result is the same without
+        ignored += ["kernels.fused", "kernels.compile"]
+    for key in ignored:
+        draft.values.pop(key, None)
     if "data.train" not in draft.values:
         draft.notes.append("No data set is named: write `data.train`")
+    if name == "TRL" and not any(given.get(key) for key in ("assistant_only_loss", "completion_only_loss")):
+        draft.notes.append("To be decided: `data.loss_on`; of messages, TRL trains `all` tokens")
+    if name == "TRL" and given.get("use_peft") and "adapter.targets" not in draft.values:
+        draft.notes.append("To be decided: `adapter.targets`, which PEFT chooses there, often [q_proj, v_proj]")
+
+
+def _note_the_rest(draft: Draft, left: Mapping[str, Any], others: list[str]) -> None:
+    """Tell apart, of what was not taken, keys with a counterpart, keys that change the result, and harmless ones."""
+    ours = {key: other_names.meant(key, left[key]) for key in left}
+    harmless = [key for key in left if other_names.without_effect(key, left[key])]
+    for key in left:
+        if ours[key] and key not in harmless:
+            draft.notes.append(f"To be decided: {_shown(key, left[key])}, here {ours[key]}")
+    others = [*(_shown(key, left[key]) for key in left if not ours[key] and key not in harmless), *others]
+    if others:
+        draft.notes.append(f"May change the result, and has no counterpart here: {', '.join(others)}")
+    if any(other.partition(".")[2].startswith(("field", "message_", "type")) for other in others):
+        draft.notes.append("Columns of other names are given in `data.columns`; `finetune data` shows what is read")
+    if harmless:
+        shown = ", ".join(_shown(key, left[key]) for key in harmless)
+        draft.notes.append(f"Left out, as it does not change the result: {shown}")

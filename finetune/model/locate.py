@@ -10,6 +10,7 @@ from finetune.config import ModelSection
 from finetune.config.fields import unknown
 from finetune.errors import ArtifactError, FinetuneError, MachineError
 from finetune.model import catalog
+from finetune.runtime import hub
 
 BUILTIN_BASE = "builtin:tiny-llama"
 
@@ -86,6 +87,7 @@ def card(section: ModelSection) -> Mapping[str, Any]:
     """The keys at the head of the base's model card, such as `license`; none if it cannot be had."""
     from huggingface_hub import ModelCard, hf_hub_download
 
+    hub.fail_fast()
     try:
         place = Path(locate(section.name))
         remote = not place.is_dir()
@@ -103,6 +105,7 @@ def hub_call(what: str, load: Callable[[], T]) -> T:
     from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
     from safetensors import SafetensorError
 
+    hub.fail_fast()
     refusals = (GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError)
     try:
         return load()
@@ -113,9 +116,10 @@ def hub_call(what: str, load: Callable[[], T]) -> T:
         if isinstance(error, refusals) or isinstance(error.__cause__ or error.__context__, refusals):
             raise MachineError(f"{what}: the hub refuses: {_first(error)}") from None
         if "couldn't connect" in text or "offline" in text.lower() or "internet" in text:
+            why = f" ({found})" if (found := hub.obstacle()) else ""
             raise MachineError(
-                f"{what}: not a local directory, not cached, and the hub cannot be reached; download it on a "
-                "machine with a network, or set `model.name` to a directory (`model.weights: random` needs no weights)"
+                f"{what}: not a local directory, not cached, and the hub cannot be reached{why}; download it on a "
+                "machine with a network, and name its directory (`model.weights: random` needs no weights)"
             ) from None
         raise ArtifactError(f"{what}: {_first(error)}") from None
     except FinetuneError:

@@ -246,3 +246,19 @@ def test_a_config_of_two_keys_trains_on_any_number_of_rows(
     assert steps
     evaluated = "eval_loss" in result.run.metrics_file.read_text()
     assert evaluated == (number > 1)
+
+
+def test_of_preferences_it_is_said_that_the_rejected_answers_are_not_trained(
+    call: Call, tmp_path: Path, shallow_base: Path, hurried: None
+) -> None:
+    rows = [{"prompt": f"What is {one}?", "chosen": f"It is {one}.", "rejected": "No idea."} for one in range(30)]
+    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    said = "of preferences only the chosen answer is trained; to train on both, as DPO does, use TRL"
+    code, _, err = call("init", shallow_base, "pairs.jsonl", "--output", "job.yaml")
+    assert (code, err) == (0, "")
+    text = (tmp_path / "job.yaml").read_text()
+    assert f"# {said.capitalize().replace('dpo', 'DPO').replace('trl', 'TRL')}\n" in text
+    _, shown, _ = call("data", "job.yaml")
+    assert f"rejected ({said})" in " ".join(shown.split())
+    code, shown, err = call("train", "job.yaml", "training.max_steps=1", "data.eval=none", "training.eval_every=null")
+    assert (code, f"columns rejected ({said})" in " ".join((shown + err).split())) == (0, True)

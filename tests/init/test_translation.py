@@ -5,13 +5,17 @@ from __future__ import annotations
 import json
 import textwrap
 from pathlib import Path
+from typing import Any
 
+import hypothesis
 import pytest
+import yaml
+from hypothesis import strategies as st
 
 from finetune.config import other_names
 from finetune.errors import ConfigError
-from finetune.init import job
-from finetune.init.translation import translate
+from finetune.init import job, translation
+from finetune.init.translation import TOOLS, Tool, translate
 from finetune.settings import load_config
 
 AXOLOTL = """
@@ -74,6 +78,11 @@ def write(folder: Path, text: str) -> Path:
     return folder / "theirs.yaml"
 
 
+def notes(text: str) -> list[str]:
+    """What is said above the sections, after the title."""
+    return [line.removeprefix("# ") for line in text.split("\n\n")[0].splitlines()[1:]]
+
+
 def test_an_axolotl_config_is_translated_and_what_has_no_counterpart_is_listed(tmp_path: Path) -> None:
     said: list[str] = []
     ours = tmp_path / "ours.yaml"
@@ -89,12 +98,10 @@ def test_an_axolotl_config_is_translated_and_what_has_no_counterpart_is_listed(t
     assert config.optimizer.kind == "adamw_8bit"
     assert config.memory.checkpointing == "all"
     assert config.output.dir == "./outputs/qlora-out"
-    [missing] = [line for line in ours.read_text().splitlines() if line.startswith("# Without a counterpart here: ")]
-    for key in ("tf32: false", "saves_per_epoch: 1", "special_tokens"):
-        assert key in missing
-    for key in ("logging_steps", "dataset_prepared_path", "lora_model_dir", "wandb_project", "adapter"):
-        assert key not in missing
-    assert "# No counterpart here in `datasets`: split" in ours.read_text()
+    assert notes(ours.read_text()) == [
+        "To be decided: saves_per_epoch: 1, here `output.save_every`, in steps",
+        "Left out, as it does not change the result: tf32: false",
+    ]
     assert "batch_size: 8  # 2 rows, 4 times, on one GPU" in said[-1]
 
 
@@ -112,8 +119,10 @@ def test_what_llama_factory_does_by_default_is_written_out(tmp_path: Path, monke
     assert (config.training.schedule, config.training.warmup) == ("linear", 0)
     assert config.optimizer.kind == "adamw_torch_fused"
     assert draft.reasons["adapter.rank"] == "its default there"
-    # Foreign code needs a commit, which is not named there.
-    assert draft.notes == ["Without a counterpart here: trust_remote_code: true, max_samples: 1000"]
+    assert draft.notes == [
+        "To be decided: trust_remote_code: true, here `model.trust_remote_code`",  # needs a commit, not named there
+        "May change the result, and has no counterpart here: max_samples: 1000",
+    ]
 
 
 def test_the_project_and_the_name_of_a_tracker_are_kept(tmp_path: Path) -> None:
@@ -123,14 +132,16 @@ def test_the_project_and_the_name_of_a_tracker_are_kept(tmp_path: Path) -> None:
 
 
 def test_an_adapter_and_its_ranks_are_kept(tmp_path: Path) -> None:
-    text = "base_model: x\nlora_model_dir: out/first\nrank_pattern: {q_proj: 32}\nalpha_pattern: {q_proj: 64}\n"
-    text += "neftune_noise_alpha: 5\n"
+    text = "base_model: x\nadapter: lora\nlora_model_dir: out/first\nrank_pattern: {q_proj: 32}\n"
+    text += "alpha_pattern: {q_proj: 64}\nneftune_noise_alpha: 5\n"
     draft = translate(write(tmp_path, text))
     assert (draft.config.adapter.start_from, draft.config.adapter.ranks) == ("out/first", {"q_proj": 32})
     assert draft.values["training.neftune_noise_alpha"] == 5
-    assert 'Without a counterpart here: alpha_pattern: {"q_proj": 64}' in draft.notes
+    assert any(
+        note.startswith('To be decided: alpha_pattern: {"q_proj": 64}, here leave it out') for note in draft.notes
+    )
     draft = translate(write(tmp_path, "model_name_or_path: x\nadapter_name_or_path: one,two\n"))
-    assert 'Without a counterpart here: adapter_name_or_path: "one,two"' in draft.notes
+    assert 'To be decided: adapter_name_or_path: "one,two", here `adapter.start_from`' in draft.notes
 
 
 def test_rotary_scaling_needs_a_factor(tmp_path: Path) -> None:
@@ -145,14 +156,14 @@ def test_rotary_scaling_needs_a_factor(tmp_path: Path) -> None:
 def test_what_contradicts_itself_here_is_said(tmp_path: Path) -> None:
     draft = translate(write(tmp_path, "base_model: x\nadapter: qlora\npissa_init: true\nval_set_size: 20\n"))
     assert any(note.startswith("To be decided: `adapter.init`: PiSSA") for note in draft.notes)
-    assert "Without a counterpart here: val_set_size: 20" in draft.notes
+    assert "To be decided: val_set_size: 20, here `data.eval_share`" in draft.notes
     assert "No data set is named: write `data.train`" in draft.notes
 
 
 @pytest.mark.parametrize(
     ("text", "why"),
     [
-        ("model:\n  name: x\n", "has `base_model` \\(Axolotl\\) or `model_name_or_path` \\(LLaMA-Factory\\)"),
+        ("model:\n  name: x\n", "has `base_model` \\(Axolotl\\) or `model_name_or_path` \\(LLaMA-Factory, TRL\\)"),
         ("base_model: [x\n", "not valid YAML"),
         ("- x\n", "expected `section:` lines"),
     ],
@@ -169,3 +180,248 @@ def test_every_key_of_the_table_becomes_keys_that_are_allowed_or_none() -> None:
         for value in (True, False, 1, 0.1, "auto", "x", ["x"], {"x": 1}):
             found = other_names.taken(key, value)
             assert found is None or all(name.count(".") == 1 for name in found)
+
+
+# -- of three tools, with keys and values as their own examples have them --------------------------------------------
+
+AXOLOTL_SHARDED = """
+    base_model: Qwen/Qwen3-30B-A3B
+    plugins:
+      - axolotl.integrations.liger.LigerPlugin
+      - axolotl.integrations.cut_cross_entropy.CutCrossEntropyPlugin
+    liger_rope: true
+    liger_rms_norm: true
+    chat_template: qwen3
+    datasets:
+      - path: json
+        data_files: rows.jsonl
+        type: chat_template
+        field_messages: conversations
+        message_property_mappings: {role: from, content: value}
+        roles_to_train: [assistant]
+        train_on_eos: turn
+      - path: mlabonne/FineTome-100k
+        type: chat_template
+        split: train[:20%]
+    val_set_size: 0.0
+    adapter: lora
+    lora_r: 16
+    lora_alpha: 32
+    lora_target_modules: [q_proj, v_proj]
+    lora_target_parameters: [mlp.experts.gate_up_proj, mlp.experts.down_proj]
+    sequence_len: 4096
+    excess_length_strategy: raise
+    micro_batch_size: 1
+    gradient_accumulation_steps: 2
+    num_epochs: 1
+    optimizer: adamw_torch_8bit
+    lr_scheduler: cosine
+    learning_rate: 2e-4
+    bf16: false
+    fp16: true
+    gradient_checkpointing_kwargs: {use_reentrant: false}
+    special_tokens: {eos_token: <|im_end|>}
+    tokens: [<|think|>]
+    evals_per_epoch: 0
+    loss_watchdog_threshold: 5.0
+    fsdp_version: 2
+    fsdp_config:
+      offload_params: true
+      reshard_after_forward: true
+      transformer_layer_cls_to_wrap: Qwen3MoeDecoderLayer
+    """
+
+TRL = """
+    model_name_or_path: Qwen/Qwen3-0.6B
+    attn_implementation: flash_attention_2
+    dtype: bfloat16
+    use_peft: true
+    lora_alpha: 16
+    load_in_4bit: true
+    dataset_name: trl-lib/Capybara
+    dataset_train_split: train
+    dataset_config: default
+    eval_strategy: steps
+    eval_steps: 100
+    learning_rate: 2.0e-4
+    per_device_train_batch_size: 2
+    gradient_accumulation_steps: 8
+    packing: true
+    eos_token: <|im_end|>
+    output_dir: out
+    push_to_hub: true
+    use_liger_kernel: true
+    """
+
+
+def test_axolotl_keys_of_ranks_kernels_experts_and_data_have_counterparts(tmp_path: Path) -> None:
+    draft = translate(write(tmp_path, AXOLOTL_SHARDED))
+    config = draft.config
+    assert config.data.train == ["rows.jsonl", "mlabonne/FineTome-100k"]
+    assert config.data.too_long == "error"
+    assert config.adapter.targets == ["q_proj", "v_proj", "experts.gate_up_proj", "experts.down_proj"]
+    assert (config.optimizer.kind, config.training.precision) == ("adamw_8bit", "fp16")
+    shares = config.distributed
+    assert (shares.kind, shares.stage, shares.offload) == ("fsdp", "weights", "cpu")
+    assert config.kernels.fused == "off"  # which slices of layers exclude
+    [template, changing, harmless, contradicting] = draft.notes
+    assert template == (
+        'To be decided: chat_template: "qwen3", here `data.chat_template`; `qwen3` is not offered: write `auto` for '
+        "the model's own template, or name a .jinja file"
+    )
+    assert changing == (
+        'May change the result, and has no counterpart here: special_tokens: {"eos_token": "<|im_end|>"}, '
+        'tokens: ["<|think|>"], datasets.split: "train[:20%]"'
+    )
+    assert harmless == (
+        'Left out, as it does not change the result: gradient_checkpointing_kwargs: {"use_reentrant": false}, '
+        "loss_watchdog_threshold: 5.0, fsdp_version: 2"
+    )
+    assert contradicting.startswith("To be decided: `training.precision`: fp16's loss scale would differ")
+
+
+def test_llama_factory_keys_of_packing_ranks_and_kernels_have_counterparts(tmp_path: Path) -> None:
+    text = "model_name_or_path: x\nstage: sft\nfinetuning_type: lora\nneat_packing: true\nenable_liger_kernel: true\n"
+    config = translate(write(tmp_path, text + "mask_history: true\n")).config
+    assert (config.data.packing, config.kernels.fused, config.data.loss_on) == (True, "auto", "last")
+    for file, stage, offload in (
+        ("examples/deepspeed/ds_z3_config.json", "weights", "none"),
+        ("examples/deepspeed/ds_z2_offload_config.json", "gradients", "cpu"),
+        ("deepspeed_configs/zero1.json", "optimizer", "none"),
+        ("zero3_bf16_cpuoffload_all.json", "weights", "cpu"),
+    ):
+        shares = translate(write(tmp_path, text + f"deepspeed: {file}\n")).config.distributed
+        assert (shares.kind, shares.stage, shares.offload) == ("deepspeed", stage, offload)
+    assert translate(write(tmp_path, text + "deepspeed: ds_z0_config.json\n")).config.distributed.kind == "auto"
+    for words, stage in (("full_shard auto_wrap", "weights"), ("[shard_grad_op, auto_wrap]", "gradients")):
+        shares = translate(write(tmp_path, text + f"fsdp: {words}\n")).config.distributed
+        assert (shares.kind, shares.stage) == ("fsdp", stage)
+
+
+def test_continued_pretraining_is_supervised_training_on_text(tmp_path: Path) -> None:
+    for text in (
+        "model_name_or_path: x\nstage: pt\ndataset: c4_demo\n",
+        "base_model: x\npretraining_dataset: [{path: c4_demo, type: pretrain}]\n",
+    ):
+        data = translate(write(tmp_path, text)).config.data
+        assert (data.train, data.format, data.too_long) == ("c4_demo", "text", "split")
+
+
+def test_a_config_of_trl_is_told_from_one_of_llama_factory(tmp_path: Path) -> None:
+    draft = translate(write(tmp_path, TRL))
+    config = draft.config
+    assert "a config of TRL" in draft.title
+    assert (config.quantization.kind, config.quantization.double) == ("nf4", False)
+    assert (config.adapter.rank, config.adapter.alpha, config.adapter.dropout) == (16, 16, 0.05)
+    assert (config.data.train, config.data.eval, config.data.max_length) == ("trl-lib/Capybara", "auto", 1024)
+    assert (config.training.batch_size, config.training.micro_batch, config.training.epochs) == (16, 2, 3)
+    assert (config.training.schedule, config.training.warmup) == ("linear", 0)
+    assert config.kernels.fused == "auto"
+    assert draft.notes == [
+        "To be decided: `data.loss_on`; of messages, TRL trains `all` tokens",
+        "To be decided: `adapter.targets`, which PEFT chooses there, often [q_proj, v_proj]",
+        'May change the result, and has no counterpart here: dataset_config: "default", eos_token: "<|im_end|>"',
+        'Left out, as it does not change the result: eval_strategy: "steps", push_to_hub: true',
+    ]
+    with pytest.raises(ConfigError, match="it may be a config of LLaMA-Factory or TRL, whose defaults differ"):
+        translate(write(tmp_path, "model_name_or_path: x\nlearning_rate: 1.0e-4\n"))
+
+
+@pytest.mark.parametrize("text", ["base_model: x\n", "model_name_or_path: x\ndataset_name: y\nlora_r: 8\n"])
+def test_without_an_adapter_every_weight_is_trained_as_there(text: str, tmp_path: Path) -> None:
+    config = translate(write(tmp_path, text)).config
+    assert (config.adapter.kind, config.quantization.kind) == ("none", "none")
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "why"),
+    [
+        ("base_model: x\nadapter: qlora\nrl: dpo\n", 3, "`dpo` is not offered: training is supervised here; use TRL"),
+        ("base_model: x\nrl: grpo\ntrl: {num_generations: 4}\n", 2, "`grpo` is not offered: no reward model is"),
+        ("base_model: x\nrl: orpo\n", 2, "`orpo` is not offered"),
+        ("base_model: x\nrl: ebft\n", 2, "`ebft` is not offered"),
+        ("base_model: x\nrl: of_tomorrow\n", 2, "`of_tomorrow` is not offered"),
+        ("base_model: x\nreward_model: true\n", 2, "no reward model is trained or used here"),
+        ("base_model: x\nprocessor_type: AutoProcessor\n", 2, "images, video and sound are not trained on here"),
+        ("base_model: x\ndiffusion: {noise_schedule: cosine}\n", 2, "text is generated token by token here"),
+        ("base_model: x\nadapter: llama-adapter\n", 2, "adapters are LoRA here"),
+        *(
+            (f"model_name_or_path: x\nstage: {stage}\n", 2, f"`{stage}` is not offered")
+            for stage in ("dpo", "kto", "rm", "ppo", "orpo", "simpo")
+        ),
+        ("model_name_or_path: x\nstage: sft\nimage_max_pixels: 262144\n", 3, "images, video and sound"),
+        ("model_name_or_path: x\nstage: sft\nfinetuning_type: oft\n", 3, "`oft` is not offered: adapters are LoRA"),
+        ("model_name_or_path: x\nstage: sft\ndo_predict: true\n", 3, "that is no training"),
+        ("model_name_or_path: x\nadapter_name_or_path: y\nexport_dir: z\n", 3, "`finetune merge`"),
+        ("model_name_or_path: x\ndataset_name: y\nbeta: 0.1\n", 3, "training is supervised here; use TRL"),
+        ("model_name_or_path: x\ndataset_name: y\nnum_generations: 8\n", 3, "no reward model is trained or used"),
+    ],
+)
+def test_another_kind_of_training_is_refused(text: str, line: int, why: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as error:
+        translate(write(tmp_path, text))
+    assert str(error.value).startswith(f"{tmp_path / 'theirs.yaml'}:{line}: `")
+    assert why in str(error.value)
+
+
+def test_a_refused_config_leaves_no_file(tmp_path: Path) -> None:
+    ours = tmp_path / "ours.yaml"
+    theirs = write(tmp_path, "base_model: x\nrl: dpo\nprocessor_type: AutoProcessor\n")
+    with pytest.raises(ConfigError, match=r"(?s)theirs\.yaml:2: .*theirs\.yaml:3: "):
+        job.create(None, None, None, theirs, ours, yes=True, say=print)
+    assert not ours.exists()
+
+
+def test_rows_of_images_in_dataset_info_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("data").mkdir()
+    entry = {"file_name": "mllm_demo.json", "columns": {"messages": "messages", "images": "images"}}
+    Path("data/dataset_info.json").write_text(json.dumps({"mllm_demo": entry}))
+    with pytest.raises(ConfigError, match="`mllm_demo` has images"):
+        translate(write(tmp_path, "model_name_or_path: x\nstage: sft\ndataset: mllm_demo\n"))
+
+
+COUNTS = ("micro_batch_size", "per_device_train_batch_size", "gradient_accumulation_steps", "batch_size")
+
+
+@pytest.mark.parametrize("key", COUNTS)
+@pytest.mark.parametrize("value", ["0", "-1", "-8", "2.5", "'4'", "two", "[4]", "{rows: 4}", "true", "2147483648"])
+def test_counts_that_are_none_are_refused(key: str, value: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=rf"theirs\.yaml:2: `{key}.*: a whole number above 0 is needed"):
+        translate(write(tmp_path, f"base_model: x\n{key}: {value}\n"))
+
+
+def test_accumulation_follows_from_the_batch(tmp_path: Path) -> None:
+    training = translate(write(tmp_path, "base_model: x\nmicro_batch_size: 2\nbatch_size: 8\n")).config.training
+    assert (training.batch_size, training.micro_batch) == (8, 2)
+    training = translate(write(tmp_path, "base_model: x\nmicro_batch_size:\n")).config.training
+    assert (training.batch_size, training.micro_batch) == (1, 1)
+
+
+VALUES = st.one_of(
+    st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=8),
+    st.sampled_from(["auto", "none", "all", "lora", "dpo", "1e-4", "cosine", "nf4", "a.json", "zero3.json"]),
+    st.lists(st.one_of(st.text(max_size=4), st.integers()), max_size=3),
+    st.dictionaries(st.text(max_size=4), st.one_of(st.integers(), st.text(max_size=4), st.none()), max_size=3),
+)  # fmt: skip
+KEYS = sorted({*other_names.NAMES, *other_names._CONVERTED, *COUNTS, *translation._DATA, *translation._LAST, "rl"})
+
+
+@hypothesis.settings(max_examples=500, deadline=None, suppress_health_check=list(hypothesis.HealthCheck))
+@hypothesis.given(
+    tool=st.sampled_from(list(TOOLS.values())), given=st.dictionaries(st.sampled_from(KEYS), VALUES, max_size=6)
+)
+def test_any_values_of_any_keys_become_a_config_or_a_refusal(tool: Tool, given: dict[str, Any], tmp_path: Path) -> None:
+    """A config that is written can be read: what contradicts itself in it was said in its head."""
+    theirs, ours = tmp_path / "theirs.yaml", tmp_path / "ours.yaml"
+    theirs.write_text(yaml.safe_dump({tool.model: "x", **{key: given[key] for key in given if key != tool.model}}))
+    try:
+        text = translate(theirs).text()
+    except ConfigError:
+        return
+    ours.write_text(text)
+    try:
+        load_config(ours)
+    except ConfigError as error:
+        for problem in str(error).splitlines():
+            assert f"To be decided: {problem.partition(': ')[2]}" in text

@@ -1,0 +1,64 @@
+"""What a config of another tool asks for that would be another training here, and so is refused: each with its reason.
+
+Left out with a comment, a job of preferences or images would become a supervised job on text, and nobody reads on.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from finetune.config import not_offered
+
+_TEXT = "images, video and sound are not trained on here; if the rows are of text alone, remove the key"
+_NO_TRAINING = "that is no training; to merge an adapter or to test it, see `finetune merge` and `finetune eval`"
+_PREFERENCES = not_offered.cure("training.objective", "preference")
+_REWARDS = not_offered.cure("training.objective", "reward")
+_DIFFUSION = "text is generated token by token here; train such a model with the tool of this config"
+
+
+def _objective(value: Any) -> str | None:
+    name = str(value).lower()
+    if not value or name in ("none", "sft", "pt"):
+        return None
+    return not_offered.cure("training.objective", name) or f"`{name}` is not offered: training is supervised here"
+
+
+def _method(value: Any) -> str | None:
+    name = str(value).lower()
+    if name in ("lora", "qlora", "full", "none"):
+        return None
+    return not_offered.cure("adapter.kind", name) or f"`{name}` is not offered: adapters are LoRA here"
+
+
+def _given(text: str | None) -> Callable[[Any], str | None]:
+    """The reason, unless the value turns the key off."""
+    return lambda value: (text or "").partition("not offered: ")[2] or text if value not in (False, "", 0) else None
+
+
+_KEYS: dict[str, Callable[[Any], str | None]] = {
+    "rl": _objective,
+    "stage": _objective,
+    "adapter": _method,
+    "finetuning_type": _method,
+    "diffusion": _given(_DIFFUSION),
+    # Keys of TRL's trainers of preferences and of rewards, whose configs do not name the trainer.
+    "beta|loss_weights|precompute_ref_log_probs|(un)?desirable_weight|max_prompt_length|ref_model|pref_(beta|loss)": (
+        _given(_PREFERENCES)
+    ),
+    "reward_(funcs|weights|model\\w*)|process_reward_model|num_generations|max_completion_length|num_labels"
+    "|center_rewards_coefficient": _given(_REWARDS),
+    "processor_(type|kwargs)|image_\\w+|video_\\w+|audio_\\w+|freeze_(vision_tower|multi_modal_projector|mm_modules)"
+    "|freeze_language_model": lambda value: _TEXT,
+    "export_dir|do_predict|predict_with_generate|infer_backend": _given(_NO_TRAINING),
+}
+
+
+def of(given: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """The keys that ask for something else than supervised training on text, each with what is said of it."""
+    for key, value in given.items():
+        for pattern, reason in _KEYS.items():
+            if re.fullmatch(pattern, key) and (said := reason(value)):
+                yield key, f"`{key}: {json.dumps(value, default=str)[:60]}`: {said}"

@@ -1,0 +1,79 @@
+"""The hub: whether it answers is asked once, within seconds, before the first request to it.
+
+huggingface_hub 1.x repeats each request to a hub that cannot be reached five times, over 23 seconds and with two lines
+a time, and a model takes several requests. Without an answer, its requests fail here at once as if it were offline, so
+that cached files are used and others are reported. Once the hub has answered, a download repeats requests as ever.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+_SECONDS = 5
+"""How long to wait for an answer."""
+_KNOWN_SECONDS = 60
+"""How long the hub counts as out of reach before it is asked again, as a notebook may be online by then."""
+_UNAVAILABLE = (502, 503, 504)
+
+_lock = threading.Lock()
+_answered = False
+_missing: tuple[float, str] | None = None  # when it was asked, and why there was no answer
+
+
+@functools.cache
+def fail_fast() -> None:
+    """Let this process's requests to the hub fail within seconds where it cannot be reached."""
+    from huggingface_hub import set_client_factory
+    from huggingface_hub.utils import _http
+
+    make = _http._GLOBAL_CLIENT_FACTORY  # noqa: SLF001 -- what a program set before, for which there is no getter
+
+    def hooked() -> Any:
+        client = make()
+        client.event_hooks["request"] = [*client.event_hooks["request"], lambda request: _refuse(make)]
+        return client
+
+    set_client_factory(hooked)
+
+
+def obstacle() -> str | None:
+    """Why the hub did not answer when it was last asked; None if it did, or was not asked lately."""
+    known = _missing
+    return known[1] if known and time.monotonic() - known[0] < _KNOWN_SECONDS else None
+
+
+def _refuse(make: Callable[[], Any]) -> None:
+    """Raise OfflineModeIsEnabled, a ConnectionError that is not tried again, if the hub does not answer."""
+    global _answered, _missing
+    from huggingface_hub.errors import OfflineModeIsEnabled
+
+    with _lock:
+        if not _answered and not obstacle():
+            why = _ask(make)
+            _answered, _missing = why is None, None if why is None else (time.monotonic(), why)
+        if why := obstacle():
+            raise OfflineModeIsEnabled(f"the hub cannot be reached ({why})")
+
+
+def _ask(make: Callable[[], Any]) -> str | None:
+    """Ask the hub for anything; why there was no answer. In a thread, as looking up its address cannot be cut short."""
+    from huggingface_hub import constants
+
+    found: list[str | None] = []
+
+    def ask() -> None:
+        try:
+            with make() as client:
+                status = client.head(constants.ENDPOINT, timeout=_SECONDS, follow_redirects=False).status_code
+            found.append(f"HTTP status {status}" if status in _UNAVAILABLE else None)
+        except Exception as error:  # whatever the client's library, its proxy and its certificates come up with
+            found.append(str(error) or type(error).__name__)
+
+    thread = threading.Thread(target=ask, daemon=True)
+    thread.start()
+    thread.join(_SECONDS + 1)
+    return found[0] if found else f"no answer within {_SECONDS} s"
