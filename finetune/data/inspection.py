@@ -180,7 +180,7 @@ def _as_chat(section: DataSection, prepared: Prepared, tokenizer: Any) -> AsChat
     if set(prepared.train_counts.kinds) != {"completion"} or template.is_plain(tokenizer):
         return None
     place = prepared.train[0]["place"]
-    row = next(row for row in sources.rows(section.train) if row.place == place)
+    row = next(row for row in sources.rows(section.train, encoding=section.encoding) if row.place == place)
     try:
         columns = formats.as_chat(row.fields, section.format, section.columns)
         if columns is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -29,31 +30,32 @@ _FOREIGN = {
     b"BZh": "is compressed with bzip2; let its name end in .bz2",
     b"\xfd7zXZ\0": "is compressed with xz; let its name end in .xz",
     b"\x28\xb5\x2f\xfd": "is compressed with Zstandard; let its name end in .zst",
-    b"PK\x03\x04": "is a ZIP archive or a spreadsheet; unpack it, or save it as CSV",
+    b"PK\x03\x04": "is a ZIP archive or a spreadsheet; unpack it, or let its name end in .xlsx",
     b"PAR1": "is a Parquet file; let its name end in .parquet",
     b"ARROW1": "is an Arrow file; let its name end in .arrow",
     b"version https://git-lfs": "is a Git LFS pointer in place of the file; fetch it with `git lfs pull`",
 }
 
 
-def lines(path: Path, problems: Problems) -> Iterator[tuple[int, str]]:
-    """Numbered lines, including their line breaks.
+def lines(path: Path, problems: Problems, encoding: str | None = None) -> Iterator[tuple[int, str]]:
+    """Numbered lines, including their line breaks, without a byte order mark at the start of the file.
 
-    Invalid bytes are added to `problems` and replaced by a space or a replacement character; so is a byte order mark,
-    which is removed. Raises DataError for a file that is not text, a line over `ROW_BYTES`, over a million consecutive
-    blank lines, and damaged compression.
+    The text is UTF-8, or else of `encoding`, if one is given, which has a character for each byte. Invalid bytes are
+    added to `problems` and replaced by a space or a replacement character; so is a byte order mark elsewhere. Raises
+    DataError for a file that is not text, a line over `ROW_BYTES`, over a million consecutive blank lines, and damaged
+    compression.
     """
-    for number, whole, text in _parts(path, ROW_BYTES, problems):
+    for number, whole, text in _parts(path, ROW_BYTES, problems, encoding):
         if not whole:
             limit = f"{ROW_BYTES // 2**20} MiB"
             raise DataError(f"{path}:{number}: the line is longer than {limit}, too long for one row")
         yield number, text
 
 
-def whole(path: Path, problems: Problems) -> str:
+def whole(path: Path, problems: Problems, encoding: str | None = None) -> str:
     """The whole text of a file. Problems and errors as in `lines`; DataError over `LIST_CHARACTERS`."""
     parts, characters = [], 0
-    for _, _, text in _parts(path, _PIECE_BYTES, problems):
+    for _, _, text in _parts(path, _PIECE_BYTES, problems, encoding):
         parts.append(text)
         characters += len(text)
         if characters > LIST_CHARACTERS:
@@ -62,9 +64,38 @@ def whole(path: Path, problems: Problems) -> str:
     return "".join(parts)
 
 
-def _parts(path: Path, limit: int, problems: Problems) -> Iterator[tuple[int, bool, str]]:
+def foreign_word(path: Path, encoding: str) -> str | None:
+    """The first word of a file that is not UTF-8, read in `encoding`, with a character beyond ASCII.
+
+    None for a file in UTF-8, or without such a word, and for one that cannot be of that encoding. Raises DataError as
+    `lines` does.
+    """
+    if _is_utf8(path):
+        return None
+    problems = Problems()
+    texts = (text for _, _, text in _parts(path, _PIECE_BYTES, problems, encoding))
+    word = next((word[0] for text in texts if (word := re.search(r"\w*[^\W\x00-\x7f]\w*", text))), None)
+    return None if problems.found else word
+
+
+def _is_utf8(path: Path) -> bool:
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    try:
+        with opened(path) as file:
+            while piece := file.read(_PIECE_BYTES):
+                decoder.decode(piece)
+            decoder.decode(b"", final=True)
+    except UnicodeDecodeError:
+        return False
+    except ERRORS:
+        pass  # reported where the lines are read
+    return True
+
+
+def _parts(path: Path, limit: int, problems: Problems, encoding: str | None) -> Iterator[tuple[int, bool, str]]:
     """Lines, long ones in parts of about `limit` bytes: (line number, whether the line is complete, text)."""
     number, before = 1, 0  # bytes of the line before this part
+    encoding = encoding if encoding and not _is_utf8(path) else None
     try:
         with opened(path) as file:
             _check_start(path, file.peek(8))
@@ -78,7 +109,7 @@ def _parts(path: Path, limit: int, problems: Problems) -> Iterator[tuple[int, bo
                 # A part must not end within a character (UTF-8 continuation bytes are 0x80 to 0xBF).
                 while not (whole or ended) and b"\x80" <= file.peek(1)[:1] < b"\xc0":
                     raw += file.read(1)
-                yield number, whole, _decoded(raw, path, number, before, problems)
+                yield number, whole, _decoded(raw, path, number, before, problems, encoding)
                 number, before = (number + 1, 0) if ended else (number, before + len(raw))
     except ERRORS as error:
         what = "cannot be read"
@@ -99,23 +130,29 @@ def _check_start(path: Path, start: bytes) -> None:
             raise DataError(f"{path}:1: byte {nul} is NUL: looks like {name}; convert it: `iconv -f {name} -t UTF-8`")
 
 
-def _decoded(raw: bytes, path: Path, number: int, before: int, problems: Problems) -> str:
+def _decoded(raw: bytes, path: Path, number: int, before: int, problems: Problems, encoding: str | None) -> str:
     if before == 0 and raw.startswith(codecs.BOM_UTF8):
-        problems.add(
-            f"{path}:{number}: bytes 1 to 3 of the line are a byte order mark (0xEFBBBF), not text; remove it: "
-            "`sed -i 's/^\\xEF\\xBB\\xBF//' FILE`, or save as UTF-8 without one"
-        )
+        if number > 1:  # at the start, programs for Windows write one; elsewhere two files were put together
+            problems.add(
+                f"{path}:{number}: bytes 1 to 3 of the line are a byte order mark (0xEFBBBF), not text; remove it: "
+                "`sed -i 's/^\\xEF\\xBB\\xBF//' FILE`"
+            )
         raw, before = raw.removeprefix(codecs.BOM_UTF8), len(codecs.BOM_UTF8)
     if b"\0" in raw:
         place = f"{path}:{number}: byte {before + raw.index(0) + 1} of the line"
         problems.add(f"{place} is NUL, not text; the file was cut off or overwritten, create or download it again")
         raw = raw.replace(b"\0", b" ")
     try:
-        return raw.decode()
+        return raw.decode(encoding or "utf-8")
     except UnicodeDecodeError as error:
         place = f"{path}:{number}: byte {before + error.start + 1} of the line"
         byte = raw[error.start : error.start + 1]
+        if encoding:
+            problems.add(f"{place} is neither UTF-8 nor {encoding}: 0x{byte.hex().upper()}; correct `data.encoding`")
+            return raw.decode(encoding, errors="replace")
         guess = byte.decode("cp1252", errors="ignore")
-        likely = f" (`{guess}` in Windows-1252, so perhaps `iconv -f WINDOWS-1252 -t UTF-8`)" if guess else ""
-        problems.add(f"{place} is not UTF-8: 0x{byte.hex().upper()}{likely}; convert the file")
+        cure = "convert the file"
+        if guess:
+            cure = f"if that is `{guess}`, set `data.encoding: cp1252` (Windows-1252), else convert the file"
+        problems.add(f"{place} is not UTF-8: 0x{byte.hex().upper()}; {cure}")
         return raw.decode(errors="replace")

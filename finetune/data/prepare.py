@@ -210,20 +210,20 @@ def held_out_rows(section: DataSection, tokenizer: Any) -> Iterator[Row]:
 def _splits(job: Job, problems: Problems) -> tuple[Iterable[Row], Iterable[Row] | None]:
     """Training and held-out rows; problems with either are added to `problems` and raised after the last row."""
     section = job.section
-    train = sources.rows(section.train, "train", problems)
+    train = sources.rows(section.train, "train", problems, section.encoding)
     if section.eval == "none":
         return train, None
     if section.eval != "auto":
         sources.refuse_shared(section.train, section.eval)
-        return train, sources.rows(section.eval, "eval", problems)
+        return train, sources.rows(section.eval, "eval", problems, section.encoding)
     if sources.has_held_out_split(section.train):
-        return train, sources.rows(section.train, "eval", problems)
+        return train, sources.rows(section.train, "eval", problems, section.encoding)
 
     def side(rows: Iterable[Row], held_out: bool) -> Iterator[Row]:
         below = _held_out_below(section, job.trains)
         yield from (row for row in rows if (row.share() < below) == held_out)
 
-    return side(train, False), side(sources.rows(section.train, "train", problems), True)
+    return side(train, False), side(sources.rows(section.train, "train", problems, section.encoding), True)
 
 
 _TRIED_ROWS = 256
@@ -242,7 +242,7 @@ def _held_out_below(section: DataSection, trains: Callable[[Row], bool]) -> floa
     different: set[float] = set()
     greatest = 0.0
     try:
-        for number, row in enumerate(sources.rows(section.train, "train")):
+        for number, row in enumerate(sources.rows(section.train, encoding=section.encoding)):
             value = row.share()
             matters = len(least) < ROWS_TO_JUDGE or value < least[-1] or value > greatest
             if value in different or not (matters or len(different) < _ROWS_TO_SPARE_SOME):

@@ -9,10 +9,13 @@ from __future__ import annotations
 import csv
 import functools
 import re
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
+from finetune.data import xlsx
 from finetune.data.compressed import COMPRESSIONS
 from finetune.data.lines import ROW_BYTES, lines, whole
 from finetune.data.problems import Problems
@@ -22,8 +25,15 @@ from finetune.errors import DataError, first_line
 Records = Iterator[tuple[str, dict[str, Any]]]
 """Records with their position (`train.jsonl:12`, or `train.parquet[12]` in files without lines)."""
 
-Reader = Callable[[Path, Problems], Records]
-"""Yields valid records, adds a problem for each invalid one, and raises DataError if it cannot read on."""
+
+class Reader(Protocol):
+    """Yields valid records, adds a problem for each invalid one, and raises DataError if it cannot read on.
+
+    `encoding` is that of text that is not UTF-8.
+    """
+
+    def __call__(self, path: Path, problems: Problems, encoding: str | None = None) -> Records: ...
+
 
 # Rows of a columnar file held in memory at a time; each may be a whole document.
 _BATCH_ROWS = 16
@@ -35,10 +45,10 @@ def reader(path: Path) -> Reader | None:
     return TEXT_READERS.get(before) if last in COMPRESSIONS else READERS.get(last)
 
 
-def _jsonl(path: Path, problems: Problems) -> Records:
+def _jsonl(path: Path, problems: Problems, encoding: str | None = None) -> Records:
     decoder = Decoder()
     begun = False
-    for number, line in lines(path, problems):
+    for number, line in lines(path, problems, encoding):
         # Without its line break, so that the error in a truncated line points to where it was cut off.
         line = line.rstrip("\r\n")
         if not line.strip():
@@ -60,8 +70,8 @@ def _jsonl(path: Path, problems: Problems) -> Records:
             problems.add(f"{place}: a row must be a JSON object in braces")
 
 
-def _json(path: Path, problems: Problems) -> Records:
-    decoder, text = Decoder(), whole(path, problems)
+def _json(path: Path, problems: Problems, encoding: str | None = None) -> Records:
+    decoder, text = Decoder(), whole(path, problems, encoding)
 
     def place(at: int) -> str:
         return f"{path}:{text.count(chr(10), 0, at) + 1}:{at - text.rfind(chr(10), 0, at)}"
@@ -100,17 +110,61 @@ NO_HEADER = (
 def has_header(place: str) -> bool:
     """Whether the fields of the row at `place` have their names from the first line of its file."""
     read = reader(Path(place.rpartition(":")[0]))
-    return read is not None and getattr(read, "func", read) is _csv
+    return read is not None and getattr(read, "func", read) in (_csv, _xlsx)
 
 
-def _csv(path: Path, problems: Problems, delimiter: str = ",") -> Records:
+_DELIMITERS = (",", ";", "\t", "|")
+
+# The first line of a CSV file for Excel may name its delimiter.
+_NAMED_DELIMITER = re.compile(r"sep=(.)\r?\n")
+
+
+def _delimiter(kept: deque[str], rest: Iterator[str], usual: str) -> str:
+    """The delimiter that makes most columns of the header, and as many cells of the next row; else the `usual` one.
+
+    The lines that are looked at are appended to `kept`.
+    """
+    characters = sum(map(len, kept))
+
+    def ahead() -> Iterator[str]:
+        nonlocal characters
+        yield from list(kept)
+        while characters <= ROW_BYTES and (line := next(rest, "")):
+            kept.append(line)
+            characters += len(line)
+            yield line
+
+    even: dict[str, int] = {}
+    uneven: dict[str, int] = {}
+    for each in dict.fromkeys((usual, *_DELIMITERS)):
+        rows = filter(None, csv.reader(ahead(), delimiter=each, strict=True))
+        try:
+            names, row = next(rows, []), next(rows, None)
+        except csv.Error:
+            continue
+        if len(names) > 1 and (row is None or len(row) == len(names)):
+            even[each] = len(names)
+        elif len(names) > 1 and row and len(row) > 1:  # a broken row, which is reported with the right number of cells
+            uneven[each] = len(names)
+    columns = even or uneven
+    return max(columns, key=columns.__getitem__, default=usual)
+
+
+def _csv(path: Path, problems: Problems, encoding: str | None = None, *, delimiter: str = ",") -> Records:
     # A cell may hold a whole document; the default limit of 128 KiB is meant to catch files that are not CSV.
     csv.field_size_limit(ROW_BYTES)
-    row_characters = 0
+    row_characters = skipped = 0
+    rest = (line for _, line in lines(path, problems, encoding))
+    kept = deque(islice(rest, 1))
+    if kept and (named := _NAMED_DELIMITER.fullmatch(kept[0])):
+        delimiter, skipped = named[1], 1
+        kept.clear()
+    else:
+        delimiter = _delimiter(kept, rest, delimiter)
 
     def row_lines() -> Iterator[str]:
         nonlocal row_characters
-        for _, line in lines(path, problems):
+        while line := kept.popleft() if kept else next(rest, ""):
             row_characters += len(line)
             if row_characters > ROW_BYTES:
                 raise DataError(f"{place}: the row that begins here is longer than {ROW_BYTES // 2**20} MiB")
@@ -118,10 +172,9 @@ def _csv(path: Path, problems: Problems, delimiter: str = ",") -> Records:
 
     cells = csv.reader(row_lines(), delimiter=delimiter, strict=True)
     names: list[str] | None = None
-    others: list[str] = []  # in a header of one column, until the next row decides: what may separate several
-    header = ""
     while True:
-        place, row_characters = f"{path}:{cells.line_num + 1}", 0  # where the row begins; it may span several lines
+        # Where the row begins; it may span several lines.
+        place, row_characters = f"{path}:{cells.line_num + skipped + 1}", 0
         try:
             row = next(cells, None)
         except csv.Error as error:
@@ -134,15 +187,8 @@ def _csv(path: Path, problems: Problems, delimiter: str = ",") -> Records:
         if names is None:
             if twice := repeated(row):
                 raise DataError(f"{place}: two columns have the name `{twice}`; rename one. {NO_HEADER}")
-            names, header = row, place
-            others = [each for each in ";\t|," if each != delimiter and each in row[0]] if len(row) == 1 else []
+            names = row
             continue
-        if others and delimiter.join(row).count(others[0]) >= names[0].count(others[0]):
-            raise DataError(
-                f"{header}: the columns are separated by {others[0]!r}; separate them by commas in a .csv, by tabs in "
-                f"a .tsv. If it is one column, give it a name without {others[0]!r}"
-            )
-        others = []
         if len(row) != len(names):
             more = "more" if len(row) > len(names) else "fewer"
             problems.add(f"{place}: {more} cells than the header has columns ({len(row)}, not {len(names)})")
@@ -150,8 +196,22 @@ def _csv(path: Path, problems: Problems, delimiter: str = ",") -> Records:
             yield place, dict(zip(names, row, strict=True))
 
 
-def _text(path: Path, problems: Problems) -> Records:
-    for number, line in lines(path, problems):
+def _xlsx(path: Path, problems: Problems, encoding: str | None = None) -> Records:
+    names: dict[int, str] | None = None
+    for number, cells in xlsx.cells(path, problems):
+        place = f"{path}:{number}"
+        if names is None:
+            if twice := repeated(list(cells.values())):
+                raise DataError(f"{place}: two columns have the name `{twice}`; rename one. {NO_HEADER}")
+            names = cells
+        elif len(cells | names) > len(names):
+            problems.add(f"{place}: more cells than the header has columns ({len(cells | names)}, not {len(names)})")
+        else:
+            yield place, {name: cells.get(column, "") for column, name in names.items()}
+
+
+def _text(path: Path, problems: Problems, encoding: str | None = None) -> Records:
+    for number, line in lines(path, problems, encoding):
         text = line.rstrip("\r\n")
         if number == 1 and "\r" in text and not line.endswith("\n"):
             problems.add(f"{path}:1: lines end in bare carriage returns; convert them with `tr '\\r' '\\n'`")
@@ -159,7 +219,7 @@ def _text(path: Path, problems: Problems) -> Records:
             yield f"{path}:{number}", {"text": text}
 
 
-def _parquet(path: Path, problems: Problems) -> Records:
+def _parquet(path: Path, problems: Problems, encoding: str | None = None) -> Records:
     import pyarrow.parquet
 
     def batches() -> Iterator[Any]:
@@ -179,7 +239,7 @@ def _parquet(path: Path, problems: Problems) -> Records:
     return _columnar(path, batches(), "a Parquet file")
 
 
-def _arrow(path: Path, problems: Problems) -> Records:
+def _arrow(path: Path, problems: Problems, encoding: str | None = None) -> Records:
     import pyarrow.ipc
 
     def batches() -> Iterator[Any]:
@@ -289,7 +349,7 @@ TEXT_READERS: dict[str, Reader] = {
 }
 """By file extension, which an extension of `COMPRESSIONS` may follow."""
 
-READERS: dict[str, Reader] = {**TEXT_READERS, ".parquet": _parquet, ".arrow": _arrow}
+READERS: dict[str, Reader] = {**TEXT_READERS, ".xlsx": _xlsx, ".parquet": _parquet, ".arrow": _arrow}
 
 ENDINGS = f"{', '.join(READERS)}, the text files also with {', '.join(COMPRESSIONS)}"
 """For messages."""

@@ -18,10 +18,11 @@ from typing import Any, NamedTuple
 
 from finetune.config import Source, Sources, entries
 from finetune.config.fields import GIVEN, nearest, source_name, unknown
-from finetune.data import cache, in_memory, python_docs, stdlib_docs
+from finetune.data import cache, in_memory, lines, python_docs, stdlib_docs
+from finetune.data.compressed import COMPRESSIONS
 from finetune.data.fields import as_json
 from finetune.data.problems import Problems
-from finetune.data.readers import ENDINGS, Records, reader
+from finetune.data.readers import ENDINGS, TEXT_READERS, Records, reader
 from finetune.errors import DataError, MachineError, first_line
 from finetune.runtime import hub
 
@@ -56,10 +57,11 @@ _COLLECTED = "rows.json"
 _PART = re.compile(r"(?P<name>.*?)(?P<number>\d{4,})-of-(?P<parts>\d{4,})(?P<ending>\D.*)")
 
 
-def rows(sources: Sources, split: str = "train", problems: Problems | None = None) -> Rows:
+def rows(sources: Sources, split: str = "train", problems: Problems | None = None, encoding: str | None = None) -> Rows:
     """The rows of `sources` in order, repeated according to their weights.
 
-    `split` selects the rows of a source that has its own held-out split (`eval`). Raises DataError at once for a source
+    `split` selects the rows of a source that has its own held-out split (`eval`); `encoding` is that of text files that
+    are not UTF-8. Raises DataError at once for a source
     that does not exist, and after the last row or 20 problems for malformed rows (file:line:column) and whatever the
     caller has added to `problems`; MachineError if a hub data set cannot be downloaded.
     """
@@ -69,7 +71,8 @@ def rows(sources: Sources, split: str = "train", problems: Problems | None = Non
     key = f"data.{split}"
     keys = [key] if isinstance(sources, str) else [key_of(key, index) for index in range(len(chosen))]
     parts = [
-        _weighted(_records(entry.source, split, key, problems), entry) for entry, key in zip(chosen, keys, strict=True)
+        _weighted(_records(entry.source, split, key, problems, encoding), entry)
+        for entry, key in zip(chosen, keys, strict=True)
     ]
     return problems.reading(row for part in parts for row in part)
 
@@ -79,17 +82,28 @@ def key_of(key: str, index: int) -> str:
     return f"{key}[{index}].source"
 
 
-def first_row(source: str) -> Row | None:
+def first_row(source: str, encoding: str | None = None) -> Row | None:
     """The first row of a built-in or of local files; None for a data set of the hub, which would be downloaded.
 
     Raises as `rows` does, and DataError if there is no row.
     """
     if _is_of_hub(source):
         return None
-    found = next(rows(source), None)
+    found = next(rows(source, encoding=encoding), None)
     if found is None:
         raise DataError(f"{source} has no rows")
     return found
+
+
+def foreign_word(source: str, encoding: str) -> str | None:
+    """The first word beyond ASCII in its local text files that are not UTF-8, read in `encoding`.
+
+    None if there is none, if a file cannot be of that encoding, or if they are not read within seconds.
+    """
+    if source in BUILTIN or source.startswith(GIVEN) or _is_of_hub(source) or not at_hand(source):
+        return None
+    texts = [file for file in _files(source) if file.suffix.lower() in (*TEXT_READERS, *COMPRESSIONS)]
+    return next(filter(None, (lines.foreign_word(file, encoding) for file in texts)), None)
 
 
 def at_hand(sources: Sources) -> bool:
@@ -183,7 +197,7 @@ def _weighted(records: Records, entry: Source) -> Rows:
         yield from [row] * (int(whole) + more)
 
 
-def _records(source: str, split: str, key: str, problems: Problems) -> Records:
+def _records(source: str, split: str, key: str, problems: Problems, encoding: str | None) -> Records:
     """The records of one source, the value of `key`: a built-in, rows from Python, a local file, folder or pattern, or
     a hub data set.
     """
@@ -194,7 +208,7 @@ def _records(source: str, split: str, key: str, problems: Problems) -> Records:
     if source.startswith(GIVEN):
         return in_memory.records(source, key)
     if files := _files(source):
-        return _local(files, problems)
+        return _local(files, problems, encoding)
     if why := _no_files(source):
         raise DataError(why)
     return _hub(source)
@@ -309,12 +323,12 @@ def _is_hidden(name: str) -> bool:
     return name.startswith(".") or any(fnmatch.fnmatch(name, pattern) for pattern in _BESIDE_ROWS)
 
 
-def _local(files: list[Path], problems: Problems) -> Records:
+def _local(files: list[Path], problems: Problems, encoding: str | None) -> Records:
     for file in files:
         read = reader(file)
         assert read is not None, "_files returns only files with a reader"
         try:
-            yield from read(file, problems)
+            yield from read(file, problems, encoding)
         except DataError as error:
             problems.add(error)  # go on, to report the problems of the other files too
 

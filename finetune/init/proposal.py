@@ -59,7 +59,10 @@ def propose(wanted: Wanted, say: Callable[[str], None]) -> Draft:
     found = Draft()
     found.take("model.name", wanted.model)
     found.take("data.train", wanted.data)
-    row, columns = _recognised(wanted)
+    encoding, word = questions.likely_encoding(wanted.data)
+    if encoding:
+        found.take("data.encoding", encoding, f"the file is not UTF-8; is `{word}` right?")
+    row, columns = _recognised(wanted, encoding)
     tokenizer = None
     try:
         tokenizer = load_tokenizer(ModelSection(name=wanted.model))  # into the hub's cache, where the planner looks
@@ -96,12 +99,12 @@ def propose(wanted: Wanted, say: Callable[[str], None]) -> Draft:
     return found
 
 
-def _recognised(wanted: Wanted) -> tuple[sources.Row | None, dict[str, str]]:
+def _recognised(wanted: Wanted, encoding: str | None) -> tuple[sources.Row | None, dict[str, str]]:
     """The first row, None on the hub, and `data.columns` for it: as given, or what their names likely mean.
 
     Raises DataError, with the known formats, for a row of none; ConfigError for columns that nobody confirms.
     """
-    row, columns = sources.first_row(wanted.data), wanted.columns
+    row, columns = sources.first_row(wanted.data, encoding), wanted.columns
     check_columns(DataSection(columns=columns))
     if row is None:
         return None, columns

@@ -51,10 +51,21 @@ def ask(
             "rows.jsonl"
         )
     model = _answer(_MODEL, model, locate)
-    data = _answer(_DATA, data, sources.first_row)
+    data = _answer(_DATA, data, lambda name: sources.first_row(name, likely_encoding(name)[0]))
     output = output or Path(f"{Path(data).name.partition('.')[0] or 'job'}.yaml")
     confirm_replacing(output, yes=yes)
     return Wanted(model, data, gpu, output, _columns(columns), asks, yes)
+
+
+_WINDOWS = "cp1252"
+
+
+def likely_encoding(data: str) -> tuple[str | None, str]:
+    """`data.encoding` of files that are not UTF-8, and a word of theirs to see whether it is right; None and "" if they
+    are, or cannot be of that encoding.
+    """
+    word = sources.foreign_word(data, _WINDOWS)
+    return (_WINDOWS, word) if word else (None, "")
 
 
 def _columns(text: str | None) -> dict[str, str]:

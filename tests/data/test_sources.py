@@ -14,6 +14,7 @@ from typing import Any
 
 import pyarrow.parquet
 import pytest
+import workbooks
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from packed import packed
@@ -44,6 +45,8 @@ def write(path: Path, rows: list[dict[str, Any]]) -> Path:
             writer = csv.DictWriter(file, list(rows[0]), delimiter={".csv": ",", ".tsv": "\t"}[kind.suffix])
             writer.writeheader()
             writer.writerows(rows)
+    elif kind.suffix == ".xlsx":
+        workbooks.write(made, {"Sheet1": [list(rows[0]), *(list(row.values()) for row in rows)]})
     elif kind.suffix == ".txt":
         made.write_text("".join(row["text"] + "\n" for row in rows), encoding="utf-8")
     elif kind.suffix == ".parquet":
@@ -181,6 +184,78 @@ def test_windows_line_ends_do_no_harm(tmp_path: Path, subtests: pytest.Subtests)
             assert read(path) == [{"text": "x"}, {"text": "y"}]
 
 
+def test_a_byte_order_mark_at_the_start_does_no_harm(tmp_path: Path, subtests: pytest.Subtests) -> None:
+    for name, content in [
+        ("a.jsonl", '{"text": "x"}\n'), ("a.json", '[{"text": "x"}]'), ("a.csv", "text\nx\n"),
+        ("b.csv", '"text"\r\n"x"\r\n'), ("a.tsv", "text\nx\n"), ("a.txt", "x\n"),
+    ]:  # fmt: skip
+        with subtests.test(name=name):
+            (tmp_path / name).write_bytes(content.encode("utf-8-sig"))
+            assert read(tmp_path / name) == [{"text": "x"}]
+
+
+_CELL = st.text(st.sampled_from('a ,;\t|"\nü'), max_size=8)
+
+
+@settings(deadline=None, derandomize=True, max_examples=150)
+@given(
+    delimiter=st.sampled_from(",;\t|"), ending=st.sampled_from([".csv", ".tsv"]), mark=st.booleans(),
+    ends=st.sampled_from(["\n", "\r\n"]), quoting=st.sampled_from([csv.QUOTE_ALL, csv.QUOTE_MINIMAL]),
+    table=st.lists(st.tuples(_CELL, _CELL, _CELL), min_size=1, max_size=4),
+)  # fmt: skip
+def test_any_cells_come_back_whatever_separates_them(
+    delimiter: str, ending: str, mark: bool, ends: str, quoting: Any, table: list[tuple[str, ...]],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:  # fmt: skip
+    """As Excel writes CSV in Europe: semicolons, a byte order mark, commas and line breaks in cells."""
+    path = tmp_path_factory.getbasetemp() / f"any{ending}"
+    with open(path, "w", encoding="utf-8-sig" if mark else "utf-8", newline="") as file:
+        writer = csv.writer(file, delimiter=delimiter, lineterminator=ends, quoting=quoting)
+        writer.writerows([("prompt", "completion", "note"), *table])
+    found = [tuple(row.values()) for row in read(path)]
+    assert found == table
+
+
+def test_a_file_may_name_its_delimiter_for_excel(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("sep=;\nprompt;completion\nOne, two?;Three\n")
+    assert read(tmp_path / "a.csv") == [{"prompt": "One, two?", "completion": "Three"}]
+    assert places(tmp_path / "a.csv") == [":3"]
+
+
+def test_text_that_is_not_utf_8_is_read_in_the_encoding_that_is_named_and_other_files_are_not(
+    tmp_path: Path,
+) -> None:
+    words = "Grüße – „so“ 5 €"
+    for name, encoding in [("a.csv", "cp1252"), ("b.csv", "utf-8"), ("c.csv.gz", "cp1252"), ("d.csv", "utf-8-sig")]:
+        content = f'prompt;completion\n{words};"Ja,\nso"\n'.encode(encoding)
+        (tmp_path / name).write_bytes(gzip.compress(content) if name.endswith(".gz") else content)
+        found = [row.fields for row in sources.rows(str(tmp_path / name), encoding="cp1252")]
+        assert found == [{"prompt": words, "completion": "Ja,\nso"}]
+    assert refused(tmp_path / "a.csv").startswith(
+        "a.csv:2: byte 3 of the line is not UTF-8: 0xFC; if that is `ü`, set `data.encoding: cp1252` (Windows-1252)"
+    )
+
+
+def test_a_byte_that_the_encoding_has_no_character_for_is_told(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes(b"fine\nnot \x81\n")
+    with pytest.raises(DataError, match=r"a.txt:2: byte 5 of the line is neither UTF-8 nor cp1252: 0x81; correct"):
+        list(sources.rows(str(tmp_path / "a.txt"), encoding="cp1252"))
+
+
+@pytest.mark.parametrize(
+    ("content", "word"),
+    [
+        (b"one\nGr\xfc\xdfe, Anna\n", "Grüße"),
+        ("Grüße\n".encode(), None),
+        (b"plain\n", None),
+        (b"not \x81 nor \xfc\n", None),
+    ],
+)
+def test_the_first_word_that_shows_an_encoding(content: bytes, word: str | None, tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes(content)
+    assert sources.foreign_word(str(tmp_path / "a.txt"), "cp1252") == word
+
+
 def test_empty_lines_are_skipped_and_keep_the_count_of_lines_right(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text('\n{"text": "x"}\n\n  \n{"text": "y"}\n')
@@ -284,8 +359,6 @@ def test_a_csv_row_with_too_few_cells_is_told_with_its_line(tmp_path: Path) -> N
 def test_one_column_whose_name_has_a_semicolon_is_one_column(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_text("note; of a visit\nCame early.\nStayed; then left.\n")
     assert read(tmp_path / "a.csv") == [{"note; of a visit": "Came early."}, {"note; of a visit": "Stayed; then left."}]
-    message = refused(tmp_path / "a.csv", "prompt;completion\nHello, you;Hi\n")
-    assert message.startswith("a.csv:1: the columns are separated by ';'; separate them by commas in a .csv")
 
 
 def test_an_unclosed_quote_of_a_csv_is_told(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import workbooks
 
 import finetune
 from finetune.errors import ConfigError
@@ -196,6 +197,27 @@ def test_columns_may_be_named(
     found, _, err = call("init", shallow_base, "rows.jsonl", "--columns", columns)
     assert found == code
     assert said in err
+
+
+def test_a_european_spreadsheet_becomes_a_config_that_reads_it(
+    call: Call, tmp_path: Path, shallow_base: Path, subtests: pytest.Subtests
+) -> None:
+    table = [("Frage", "Antwort"), *((f"Schöne Grüße; {n}?", f"Ja,\nso „{n}“") for n in range(10))]
+    text = "".join(";".join(f'"{cell}"' for cell in row) + "\r\n" for row in table)
+    for name, encoding in [("utf8.csv", "utf-8"), ("mark.csv", "utf-8-sig"), ("windows.csv", "cp1252"), ("x.xlsx", "")]:
+        with subtests.test(name=name):
+            if encoding:
+                (tmp_path / name).write_bytes(text.encode(encoding))
+            else:
+                workbooks.write(tmp_path / name, {"Tabelle1": table})
+            columns = ["--columns", "prompt=Frage,completion=Antwort"]
+            code, out, err = call("init", shallow_base, name, "--output", f"{name}.yaml", *columns)
+            assert (code, err) == (0, "")
+            assert ("encoding: cp1252  # the file is not UTF-8; is `Schöne` right?" in out) == (encoding == "cp1252")
+            code, out, _ = call("data", f"{name}.yaml")
+            assert code == 0
+            assert "Schöne Grüße; 0?" in out
+            assert "„0“" in out
 
 
 @pytest.mark.parametrize("command", ["init", "data", "train"])
