@@ -9,6 +9,7 @@ positions in f16, and at 98% in q8_0; 1,000 strings split into the same tokens; 
 from __future__ import annotations
 
 import argparse
+import copy
 import functools
 import json
 import random
@@ -37,6 +38,18 @@ CONTEXT = 128
 
 _LLAMA3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|"
+    r"\s+(?!\S)|\s+"
+)
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_END = r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_SHORT = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_TEKKEN = rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*|\p{{N}}{_END}"
+_O200K = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{_SHORT}?|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{_SHORT}?|"
+    rf"\p{{N}}{{1,3}}{_END}"
+)
+_QWEN35 = (
+    rf"{_SHORT}|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}\p{{M}}]+|\p{{N}}| ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*|\s*[\r\n]+|"
     r"\s+(?!\S)|\s+"
 )
 _CHATML = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
@@ -126,6 +139,21 @@ def qwen() -> Any:
     return tokenizer(byte_level(pattern, _CHATML, normalize=True), "chatml", eos_token="<|im_end|>")
 
 
+def tekken() -> Any:
+    special = ["<unk>", "<s>", "</s>", "[INST]", "[/INST]"]
+    return tokenizer(
+        byte_level(_TEKKEN, special, ignore_merges=True), "chatml", bos_token="<s>", eos_token="</s>", unk_token="<unk>"
+    )
+
+
+def qwen35() -> Any:
+    return tokenizer(byte_level(_QWEN35, _CHATML, normalize=True), "chatml", eos_token="<|im_end|>")
+
+
+def o200k() -> Any:
+    return tokenizer(byte_level(_O200K, _CHATML, ignore_merges=True), "chatml", eos_token="<|im_end|>")
+
+
 def gemma() -> Any:
     return tokenizer(
         sentencepiece(_GEMMA), "gemma", bos_token="<bos>", eos_token="<eos>", unk_token="<unk>", pad_token="<pad>"
@@ -155,6 +183,24 @@ _LLAMA3_ROPE = {
     "original_max_position_embeddings": 32,
 }  # fmt: skip
 
+_MINISTRAL_ROPE = {
+    "rope_type": "yarn", "rope_theta": 10_000.0, "factor": 4.0, "original_max_position_embeddings": 64,
+    "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1,
+}  # fmt: skip
+_GEMMA4 = {
+    "head_dim": 32, "global_head_dim": 64, "sliding_window": 32, "num_hidden_layers": 4, "num_kv_shared_layers": 2,
+    "layer_types": ["sliding_attention", "full_attention"] * 2, "hidden_size_per_layer_input": 32,
+    "use_double_wide_mlp": True, "final_logit_softcapping": 30.0,
+}  # fmt: skip
+_SEEING_GEMMA3 = {
+    "text_config": {"head_dim": 32, "query_pre_attn_scalar": 32, "sliding_window": 32, "num_hidden_layers": 6},
+    "vision_config": {
+        "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 32,
+        "patch_size": 8,
+    },
+    "mm_tokens_per_image": 4,
+}  # fmt: skip
+
 SHAPES = {
     "llama": Shape(llama3, {"model_type": "llama", "rope_parameters": _LLAMA3_ROPE}),
     "llama2": Shape(llama2, {"model_type": "llama", "tie_word_embeddings": True}),
@@ -171,6 +217,63 @@ SHAPES = {
             "num_hidden_layers": 6,
         },
     ),
+    "gemma3 with another scale": Shape(
+        gemma,
+        {
+            "model_type": "gemma3_text", "head_dim": 32, "query_pre_attn_scalar": 20, "sliding_window": 24,
+            "layer_types": ["sliding_attention", "full_attention"],
+            "rope_parameters": {
+                "sliding_attention": {"rope_type": "default", "rope_theta": 5_000.0},
+                "full_attention": {"rope_type": "linear", "rope_theta": 100_000.0, "factor": 2.0},
+            },
+        },
+    ),
+    "gemma3, which also sees": Shape(gemma, {"model_type": "gemma3", **_SEEING_GEMMA3}),
+    "qwen3 mixture": Shape(
+        qwen,
+        {
+            "model_type": "qwen3_moe", "head_dim": 32, "num_experts": 4, "num_experts_per_tok": 2,
+            "moe_intermediate_size": 64, "norm_topk_prob": True,
+        },
+    ),
+    "smollm3": Shape(
+        lambda: tokenizer(byte_level(_LLAMA3, _CHATML, ignore_merges=True), "chatml", eos_token="<|im_end|>"),
+        {"model_type": "smollm3", "num_hidden_layers": 4, "pad_token_id": None, "tie_word_embeddings": True},
+    ),
+    "ministral3": Shape(
+        tekken, {"model_type": "ministral3", "head_dim": 32, "rope_parameters": _MINISTRAL_ROPE, "pad_token_id": None}
+    ),
+    "qwen3.5": Shape(
+        qwen35,
+        {
+            "model_type": "qwen3_5_text", "num_hidden_layers": 4, "head_dim": 32, "linear_key_head_dim": 16,
+            "linear_value_head_dim": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+            "rope_parameters": {
+                "rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.25,
+                "mrope_section": [2, 1, 1],
+            },
+        },
+    ),
+    "gpt-oss": Shape(
+        o200k,
+        {
+            "model_type": "gpt_oss", "head_dim": 32, "num_local_experts": 4, "num_experts_per_tok": 2,
+            "sliding_window": 32, "pad_token_id": None,
+            "rope_parameters": {
+                "rope_type": "yarn", "rope_theta": 10_000.0, "factor": 4.0, "beta_fast": 32.0, "beta_slow": 1.0,
+                "truncate": False, "original_max_position_embeddings": 64,
+            },
+        },
+    ),
+    "gemma4": Shape(gemma, {"model_type": "gemma4_text", **_GEMMA4}),
+    "gemma4 mixture": Shape(
+        gemma,
+        {
+            "model_type": "gemma4_text", **_GEMMA4, "num_kv_shared_layers": 0, "hidden_size_per_layer_input": 0,
+            "attention_k_eq_v": True, "num_global_key_value_heads": 1, "enable_moe_block": True, "num_experts": 4,
+            "top_k_experts": 2, "moe_intermediate_size": 64,
+        },
+    ),
     "phi4": Shape(
         lambda: tokenizer(byte_level(_LLAMA3, _CHATML), "chatml", eos_token="<|im_end|>"),
         {"model_type": "phi3", "pad_token_id": None, "sliding_window": None},
@@ -185,6 +288,10 @@ def architecture(shape: Shape, vocabulary: int) -> Any:
         "vocab_size": vocabulary, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
         "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 2 * CONTEXT,
     }  # fmt: skip
+    if shape.fields["model_type"] == "gemma4_text":
+        fields["vocab_size_per_layer_input"] = vocabulary
+    if "text_config" in shape.fields:
+        return AutoConfig.for_model(**shape.fields | {"text_config": fields | shape.fields["text_config"]})
     return AutoConfig.for_model(**fields | shape.fields)
 
 
@@ -202,14 +309,21 @@ def train(config: Any, made: Any, steps: int) -> Any:
         model(input_ids=batch, labels=batch).loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-    return model.to(torch.bfloat16).float().eval()  # weights as a merged model has them
+    return rounded(model).eval()
+
+
+@torch.no_grad()
+def rounded(model: Any) -> Any:
+    """Weights as a merged model has them; buffers, such as rotary frequencies, stay in float32."""
+    for weight in model.parameters():
+        weight.copy_(weight.to(torch.bfloat16))
+    return model
 
 
 def write(model: Any, made: Any, folder: Path) -> None:
     """The folder of a merged model."""
-    model.to(torch.bfloat16).save_pretrained(str(folder))
+    copy.deepcopy(model).to(torch.bfloat16).save_pretrained(str(folder))
     made.save_pretrained(str(folder))
-    model.float()
 
 
 def export(folder: Path, made: Any, file: Path, kind: str) -> list[str]:
