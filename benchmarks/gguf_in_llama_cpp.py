@@ -187,6 +187,17 @@ _MINISTRAL_ROPE = {
     "rope_type": "yarn", "rope_theta": 10_000.0, "factor": 4.0, "original_max_position_embeddings": 64,
     "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1,
 }  # fmt: skip
+_QWEN35_LAYERS = {
+    "num_hidden_layers": 4, "head_dim": 32, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+    "rope_parameters": {
+        "rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.25, "mrope_section": [2, 1, 1],
+    },
+}  # fmt: skip
+_SEEING_QWEN = {
+    "hidden_size": 32, "intermediate_size": 64, "depth": 1, "num_heads": 2, "patch_size": 4, "out_hidden_size": 64,
+    "num_position_embeddings": 16,
+}  # fmt: skip
 _GEMMA4 = {
     "head_dim": 32, "global_head_dim": 64, "sliding_window": 32, "num_hidden_layers": 4, "num_kv_shared_layers": 2,
     "layer_types": ["sliding_attention", "full_attention"] * 2, "hidden_size_per_layer_input": 32,
@@ -245,14 +256,10 @@ SHAPES = {
     ),
     "qwen3.5": Shape(
         qwen35,
-        {
-            "model_type": "qwen3_5_text", "num_hidden_layers": 4, "head_dim": 32, "linear_key_head_dim": 16,
-            "linear_value_head_dim": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
-            "rope_parameters": {
-                "rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.25,
-                "mrope_section": [2, 1, 1],
-            },
-        },
+        {"model_type": "qwen3_5_text", **_QWEN35_LAYERS},
+    ),
+    "qwen3.5, which also sees": Shape(
+        qwen35, {"model_type": "qwen3_5", "text_config": _QWEN35_LAYERS, "vision_config": _SEEING_QWEN}
     ),
     "gpt-oss": Shape(
         o200k,

@@ -11,7 +11,7 @@ import errno
 import functools
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -70,12 +70,12 @@ def write_lora(config: Any, pairs: dict[str, tuple[torch.Tensor, torch.Tensor]],
         writer.add_type("adapter")
         writer.add_string(gguf.Keys.Adapter.TYPE, "lora")
         writer.add_float32(gguf.Keys.Adapter.LORA_ALPHA, float(rank))
-        names = _names(text, found)
+        names, own_names = _names(text, found), _own_names([f"{module}.weight" for module in pairs])
         made = {}
         for module, (down, up) in pairs.items():
-            own = _own_name(f"{module}.weight", config)
-            stored = own and _stored(own, up, text, found)
-            if not own or not stored or stored.keys() != {own} or own.endswith("linear_attn.out_proj.weight"):
+            own = own_names.get(f"{module}.weight", "")
+            stored = _stored(own, up, text, found)
+            if not own or stored.keys() != {own} or own.endswith("linear_attn.out_proj.weight"):
                 raise ConfigError(f"llama.cpp has no form for a LoRA on `{module}`; export `merged` instead")
             name = _name_of(names, own, found)
             made[f"{name}.lora_a"] = down
@@ -150,11 +150,11 @@ def _tensors(folder: Path, config: Any, found: Family) -> Iterator[Tensor]:
     model = weightless_base(config, plain, attention="eager", dtype=torch.float32)
     weights = streamed.Weights(model, files)
     tied = model.all_tied_weights_keys
-    for name, known in model.state_dict().items():
-        own = _own_name(name, config)
-        if own is None or name in tied:
+    known = model.state_dict()
+    for name, own in _own_names(known).items():
+        if name in tied:
             continue
-        for part, shaped in _stored(own, known.to("meta"), text, found).items():
+        for part, shaped in _stored(own, known[name].to("meta"), text, found).items():
 
             def load(name: str = name, own: str = own, part: str = part) -> torch.Tensor:
                 return _stored(own, weights[name], text, found)[part]
@@ -162,13 +162,12 @@ def _tensors(folder: Path, config: Any, found: Family) -> Iterator[Tensor]:
             yield _name_of(names, part, found), list(shaped.shape), load
 
 
-def _own_name(name: str, config: Any) -> str | None:
-    """The name of a weight in the language model alone; None for one of another part of the model."""
-    if gguf_families.text(config) is config:
-        return name
-    if name.startswith("lm_head."):
-        return name
-    return name.replace("language_model.", "", 1) if ".language_model." in f".{name}" else None
+def _own_names(names: Iterable[str]) -> dict[str, str]:
+    """The names of weights in the language model alone, without those of other parts of the model."""
+    part = "language_model."
+    if not any(part in name for name in names):
+        return {name: name for name in names}
+    return {name: name.replace(part, "", 1) for name in names if part in name or name.startswith("lm_head.")}
 
 
 def _names(config: Any, found: Family) -> Any:

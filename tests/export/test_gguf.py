@@ -128,7 +128,7 @@ def made_of(name: str, folder: Path, kind: str = "f16", **room: Any) -> Job:
     def load(dtype: torch.dtype | None) -> Any:
         return AutoModelForCausalLM.from_pretrained(run.merged, dtype=dtype)
 
-    return Job(run, load_config(TINY, job), tokenizer, [ids[:60], ids[60:80]], "the rows", CPU, kind, None, load)
+    return Job(run, load_config(TINY, job), tokenizer, [ids[:100], ids[100:120]], "the rows", CPU, kind, None, load)
 
 
 @pytest.mark.parametrize("name", sorted(bench.SHAPES.keys() - {"llama", "llama2", "qwen2.5", "gemma2"}))
