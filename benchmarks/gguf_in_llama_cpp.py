@@ -261,6 +261,13 @@ SHAPES = {
     "qwen3.5, which also sees": Shape(
         qwen35, {"model_type": "qwen3_5", "text_config": _QWEN35_LAYERS, "vision_config": _SEEING_QWEN}
     ),
+    "qwen3.5 mixture": Shape(
+        qwen35,
+        {
+            "model_type": "qwen3_5_moe_text", **_QWEN35_LAYERS, "num_experts": 4, "num_experts_per_tok": 2,
+            "moe_intermediate_size": 64, "shared_expert_intermediate_size": 32, "intermediate_size": None,
+        },
+    ),
     "gpt-oss": Shape(
         o200k,
         {

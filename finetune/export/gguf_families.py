@@ -331,6 +331,16 @@ def _qwen35_parts(name: str, tensor: torch.Tensor, config: Any) -> Parts:
     return {name: tensor}
 
 
+def _add_qwen35_moe(writer: Any, config: Any) -> None:
+    _add_qwen35(writer, config)
+    _add_qwen3_moe(writer, config)
+    writer.add_expert_shared_feed_forward_length(config.shared_expert_intermediate_size)
+
+
+def _qwen35_moe_parts(name: str, tensor: torch.Tensor, config: Any) -> Parts:
+    return (_qwen3_moe_parts if ".mlp.experts." in name else _qwen35_parts)(name, tensor, config)
+
+
 def _tiled(tensor: torch.Tensor, size: int, config: Any) -> torch.Tensor:
     """Rows of value heads in llama.cpp's order: (keys, values of a key, size) becomes (values of a key, keys, size)."""
     heads = config.linear_num_key_heads
@@ -375,6 +385,7 @@ FAMILIES: dict[str, Family] = {
     "qwen3": Family("qwen3", _refuse_windows),
     "qwen3_moe": Family("qwen3moe", _refuse_qwen3_moe, _add_qwen3_moe, _qwen3_moe_parts),
     "qwen3_5_text": Family("qwen35", _refuse_qwen35, _add_qwen35, _qwen35_parts, readable=False),
+    "qwen3_5_moe_text": Family("qwen35moe", _refuse_qwen35, _add_qwen35_moe, _qwen35_moe_parts, readable=False),
     "gemma2": Family("gemma2", _refuse_gemma2, _add_gemma, _gemma2_parts, activation=_GELU),
     "gemma3_text": Family("gemma3", _refuse_gemma3, _add_gemma3, _gemma3_parts, activation=_GELU),
     "gemma4_text": Family("gemma4", _refuse_gemma4, _add_gemma4, _gemma4_parts, activation=_GELU, readable=False),

@@ -99,7 +99,8 @@ def _add_parameters(writer: Any, config: Any, found: Family) -> list[str]:
     writer.add_vocab_size(config.vocab_size)
     writer.add_embedding_length(config.hidden_size)
     writer.add_block_count(config.num_hidden_layers)
-    writer.add_feed_forward_length(inside)
+    if inside is not None:
+        writer.add_feed_forward_length(inside)
     writer.add_head_count(config.num_attention_heads)
     writer.add_head_count_kv(key_heads)
     writer.add_key_length(head)
@@ -132,7 +133,7 @@ def context(config: Any) -> tuple[int, list[str]]:
 # -- tensors ---------------------------------------------------------------------------------------------------------
 
 # Small matrices that decide much, or that llama.cpp takes in float32 alone.
-_EXACT = (".bias", ".scale", "ffn_gate_inp.weight", "ssm_conv1d.weight")
+_EXACT = (".bias", ".scale", "ffn_gate_inp.weight", "ffn_gate_inp_shexp.weight", "ssm_conv1d.weight")
 
 Tensor = tuple[str, list[int], Callable[[], torch.Tensor]]
 
