@@ -88,15 +88,19 @@ def byte_level(pattern: str, special: list[str], *, ignore_merges: bool = False,
     return backend
 
 
-def sentencepiece(special: list[str], *, prefix: bool = False) -> Any:
+def sentencepiece(special: list[str], *, prefix: bool = False, every: bool = True) -> Any:
     """A BPE with bytes for what is unknown, as Gemma and (with `prefix`) Llama 2 have it.
 
-    As in a conversion from SentencePiece, every pair that makes a token is a merge.
+    As in a conversion from SentencePiece, every pair that makes a token is a merge. Without `every` it is only the
+    first, and no token holds a line break beside other characters, as Gemma 4 has it.
     """
-    from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
     trained = Tokenizer(models.BPE())
     trained.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="never")
+    if not every:
+        lines = pre_tokenizers.Split(Regex(r"\n+"), "isolated")
+        trained.pre_tokenizer = pre_tokenizers.Sequence([lines, trained.pre_tokenizer])
     trained.train_from_iterator(texts()[:-1], trainers.BpeTrainer(vocab_size=VOCABULARY - 256, show_progress=False))
     rules = json.loads(trained.to_str())["model"]
     merged = ["".join(pair) for pair in rules["merges"]]
@@ -109,6 +113,8 @@ def sentencepiece(special: list[str], *, prefix: bool = False) -> Any:
         for cut in range(1, len(token))
         if token[:cut] in known and token[cut:] in known
     ]
+    if not every:
+        merges = [tuple(pair) for pair in rules["merges"]]
     backend = Tokenizer(models.BPE(known, merges, byte_fallback=True, fuse_unk=True, unk_token="<unk>"))
     space = normalizers.Replace(" ", "▁")
     backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), space]) if prefix else space
@@ -158,6 +164,11 @@ def gemma() -> Any:
     return tokenizer(
         sentencepiece(_GEMMA), "gemma", bos_token="<bos>", eos_token="<eos>", unk_token="<unk>", pad_token="<pad>"
     )
+
+
+def gemma4() -> Any:
+    backend = sentencepiece(_GEMMA, every=False)
+    return tokenizer(backend, "gemma", bos_token="<bos>", eos_token="<eos>", unk_token="<unk>", pad_token="<pad>")
 
 
 def llama2() -> Any:
@@ -279,7 +290,7 @@ SHAPES = {
             },
         },
     ),
-    "gemma4": Shape(gemma, {"model_type": "gemma4_text", **_GEMMA4}),
+    "gemma4": Shape(gemma4, {"model_type": "gemma4_text", **_GEMMA4}),
     "gemma4 mixture": Shape(
         gemma,
         {

@@ -1,10 +1,10 @@
 """A tokenizer as llama.cpp describes one: the `tokenizer.*` keys of a GGUF file.
 
-llama.cpp has tokenizers of its own and takes only tables from the file. Two of them cover the models known here:
-`gpt2`, a byte-level BPE whose pre-tokenizer is one of a fixed list of names, and `llama`, the BPE of SentencePiece,
-which merges by the score of the merged token. Everything is read from the rules of the fast tokenizer (its
-tokenizer.json), so a retrained tokenizer is exported as well as a known one. What llama.cpp would tokenize otherwise is
-refused, or said.
+llama.cpp has tokenizers of its own and takes only tables from the file. Three of them cover the models known here:
+`gpt2`, a byte-level BPE whose pre-tokenizer is one of a fixed list of names, `llama`, the BPE of SentencePiece, which
+merges by the score of the merged token, and `gemma4`, a BPE of whole lines by a list of merges. Everything is read from
+the rules of the fast tokenizer (its tokenizer.json), so a retrained tokenizer is exported as well as a known one. What
+llama.cpp would tokenize otherwise is refused, or said.
 """
 
 from __future__ import annotations
@@ -164,7 +164,9 @@ def _sentencepiece(writer: Any, tokenizer: Any, rules: dict[str, Any], size: int
         for cut in range(1, len(token))
         if token[:cut] in vocabulary and token[cut:] in vocabulary
     ]
-    if sum(pair not in known for pair in possible) > _MISSING_MERGES * len(possible):
+    merges_all = sum(pair not in known for pair in possible) <= _MISSING_MERGES * len(possible)
+    breaks = any("\n" in token and token.strip("\n") for token in vocabulary)
+    if not merges_all and (prefix or breaks):
         raise _unknown("merges only some of the pairs that make a token, where SentencePiece merges all")
     # The earlier a token is merged, the higher its score; all ways to merge it share the rank of the first.
     scores: dict[str, float] = {}
@@ -176,8 +178,12 @@ def _sentencepiece(writer: Any, tokenizer: Any, rules: dict[str, Any], size: int
             types[place] = _BYTE
     if tokenizer.unk_token_id is not None:
         types[tokenizer.unk_token_id] = _UNKNOWN
-    writer.add_tokenizer_model("llama")
-    writer.add_tokenizer_pre("default")
+    if merges_all:
+        writer.add_tokenizer_model("llama")
+        writer.add_tokenizer_pre("default")
+    else:
+        writer.add_tokenizer_model("gemma4")
+        writer.add_token_merges([" ".join(pair) for pair in merges])
     writer.add_token_list(tokens)
     writer.add_token_scores([scores.get(token, _NEVER) for token in tokens])
     writer.add_token_types(types)
