@@ -9,6 +9,7 @@ positions in f16, and at 98% in q8_0; 1,000 strings split into the same tokens; 
 from __future__ import annotations
 
 import argparse
+import copy
 import functools
 import json
 import random
@@ -37,6 +38,18 @@ CONTEXT = 128
 
 _LLAMA3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|"
+    r"\s+(?!\S)|\s+"
+)
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_END = r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_SHORT = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_TEKKEN = rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*|\p{{N}}{_END}"
+_O200K = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{_SHORT}?|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{_SHORT}?|"
+    rf"\p{{N}}{{1,3}}{_END}"
+)
+_QWEN35 = (
+    rf"{_SHORT}|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}\p{{M}}]+|\p{{N}}| ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*|\s*[\r\n]+|"
     r"\s+(?!\S)|\s+"
 )
 _CHATML = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
@@ -75,15 +88,19 @@ def byte_level(pattern: str, special: list[str], *, ignore_merges: bool = False,
     return backend
 
 
-def sentencepiece(special: list[str], *, prefix: bool = False) -> Any:
+def sentencepiece(special: list[str], *, prefix: bool = False, every: bool = True) -> Any:
     """A BPE with bytes for what is unknown, as Gemma and (with `prefix`) Llama 2 have it.
 
-    As in a conversion from SentencePiece, every pair that makes a token is a merge.
+    As in a conversion from SentencePiece, every pair that makes a token is a merge. Without `every` it is only the
+    first, and no token holds a line break beside other characters, as Gemma 4 has it.
     """
-    from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
     trained = Tokenizer(models.BPE())
     trained.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="never")
+    if not every:
+        lines = pre_tokenizers.Split(Regex(r"\n+"), "isolated")
+        trained.pre_tokenizer = pre_tokenizers.Sequence([lines, trained.pre_tokenizer])
     trained.train_from_iterator(texts()[:-1], trainers.BpeTrainer(vocab_size=VOCABULARY - 256, show_progress=False))
     rules = json.loads(trained.to_str())["model"]
     merged = ["".join(pair) for pair in rules["merges"]]
@@ -96,6 +113,8 @@ def sentencepiece(special: list[str], *, prefix: bool = False) -> Any:
         for cut in range(1, len(token))
         if token[:cut] in known and token[cut:] in known
     ]
+    if not every:
+        merges = [tuple(pair) for pair in rules["merges"]]
     backend = Tokenizer(models.BPE(known, merges, byte_fallback=True, fuse_unk=True, unk_token="<unk>"))
     space = normalizers.Replace(" ", "▁")
     backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), space]) if prefix else space
@@ -126,10 +145,30 @@ def qwen() -> Any:
     return tokenizer(byte_level(pattern, _CHATML, normalize=True), "chatml", eos_token="<|im_end|>")
 
 
+def tekken() -> Any:
+    special = ["<unk>", "<s>", "</s>", "[INST]", "[/INST]"]
+    return tokenizer(
+        byte_level(_TEKKEN, special, ignore_merges=True), "chatml", bos_token="<s>", eos_token="</s>", unk_token="<unk>"
+    )
+
+
+def qwen35() -> Any:
+    return tokenizer(byte_level(_QWEN35, _CHATML, normalize=True), "chatml", eos_token="<|im_end|>")
+
+
+def o200k() -> Any:
+    return tokenizer(byte_level(_O200K, _CHATML, ignore_merges=True), "chatml", eos_token="<|im_end|>")
+
+
 def gemma() -> Any:
     return tokenizer(
         sentencepiece(_GEMMA), "gemma", bos_token="<bos>", eos_token="<eos>", unk_token="<unk>", pad_token="<pad>"
     )
+
+
+def gemma4() -> Any:
+    backend = sentencepiece(_GEMMA, every=False)
+    return tokenizer(backend, "gemma", bos_token="<bos>", eos_token="<eos>", unk_token="<unk>", pad_token="<pad>")
 
 
 def llama2() -> Any:
@@ -155,6 +194,35 @@ _LLAMA3_ROPE = {
     "original_max_position_embeddings": 32,
 }  # fmt: skip
 
+_MINISTRAL_ROPE = {
+    "rope_type": "yarn", "rope_theta": 10_000.0, "factor": 4.0, "original_max_position_embeddings": 64,
+    "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1,
+}  # fmt: skip
+_QWEN35_LAYERS = {
+    "num_hidden_layers": 4, "head_dim": 32, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+    "rope_parameters": {
+        "rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.25, "mrope_section": [2, 1, 1],
+    },
+}  # fmt: skip
+_SEEING_QWEN = {
+    "hidden_size": 32, "intermediate_size": 64, "depth": 1, "num_heads": 2, "patch_size": 4, "out_hidden_size": 64,
+    "num_position_embeddings": 16,
+}  # fmt: skip
+_GEMMA4 = {
+    "head_dim": 32, "global_head_dim": 64, "sliding_window": 32, "num_hidden_layers": 4, "num_kv_shared_layers": 2,
+    "layer_types": ["sliding_attention", "full_attention"] * 2, "hidden_size_per_layer_input": 32,
+    "use_double_wide_mlp": True, "final_logit_softcapping": 30.0,
+}  # fmt: skip
+_SEEING_GEMMA3 = {
+    "text_config": {"head_dim": 32, "query_pre_attn_scalar": 32, "sliding_window": 32, "num_hidden_layers": 6},
+    "vision_config": {
+        "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 32,
+        "patch_size": 8,
+    },
+    "mm_tokens_per_image": 4,
+}  # fmt: skip
+
 SHAPES = {
     "llama": Shape(llama3, {"model_type": "llama", "rope_parameters": _LLAMA3_ROPE}),
     "llama2": Shape(llama2, {"model_type": "llama", "tie_word_embeddings": True}),
@@ -171,6 +239,66 @@ SHAPES = {
             "num_hidden_layers": 6,
         },
     ),
+    "gemma3 with another scale": Shape(
+        gemma,
+        {
+            "model_type": "gemma3_text", "head_dim": 32, "query_pre_attn_scalar": 20, "sliding_window": 24,
+            "layer_types": ["sliding_attention", "full_attention"],
+            "rope_parameters": {
+                "sliding_attention": {"rope_type": "default", "rope_theta": 5_000.0},
+                "full_attention": {"rope_type": "linear", "rope_theta": 100_000.0, "factor": 2.0},
+            },
+        },
+    ),
+    "gemma3, which also sees": Shape(gemma, {"model_type": "gemma3", **_SEEING_GEMMA3}),
+    "qwen3 mixture": Shape(
+        qwen,
+        {
+            "model_type": "qwen3_moe", "head_dim": 32, "num_experts": 4, "num_experts_per_tok": 2,
+            "moe_intermediate_size": 64, "norm_topk_prob": True,
+        },
+    ),
+    "smollm3": Shape(
+        lambda: tokenizer(byte_level(_LLAMA3, _CHATML, ignore_merges=True), "chatml", eos_token="<|im_end|>"),
+        {"model_type": "smollm3", "num_hidden_layers": 4, "pad_token_id": None, "tie_word_embeddings": True},
+    ),
+    "ministral3": Shape(
+        tekken, {"model_type": "ministral3", "head_dim": 32, "rope_parameters": _MINISTRAL_ROPE, "pad_token_id": None}
+    ),
+    "qwen3.5": Shape(
+        qwen35,
+        {"model_type": "qwen3_5_text", **_QWEN35_LAYERS},
+    ),
+    "qwen3.5, which also sees": Shape(
+        qwen35, {"model_type": "qwen3_5", "text_config": _QWEN35_LAYERS, "vision_config": _SEEING_QWEN}
+    ),
+    "qwen3.5 mixture": Shape(
+        qwen35,
+        {
+            "model_type": "qwen3_5_moe_text", **_QWEN35_LAYERS, "num_experts": 4, "num_experts_per_tok": 2,
+            "moe_intermediate_size": 64, "shared_expert_intermediate_size": 32, "intermediate_size": None,
+        },
+    ),
+    "gpt-oss": Shape(
+        o200k,
+        {
+            "model_type": "gpt_oss", "head_dim": 32, "num_local_experts": 4, "num_experts_per_tok": 2,
+            "sliding_window": 32, "pad_token_id": None,
+            "rope_parameters": {
+                "rope_type": "yarn", "rope_theta": 10_000.0, "factor": 4.0, "beta_fast": 32.0, "beta_slow": 1.0,
+                "truncate": False, "original_max_position_embeddings": 64,
+            },
+        },
+    ),
+    "gemma4": Shape(gemma4, {"model_type": "gemma4_text", **_GEMMA4}),
+    "gemma4 mixture": Shape(
+        gemma,
+        {
+            "model_type": "gemma4_text", **_GEMMA4, "num_kv_shared_layers": 0, "hidden_size_per_layer_input": 0,
+            "attention_k_eq_v": True, "num_global_key_value_heads": 1, "enable_moe_block": True, "num_experts": 4,
+            "top_k_experts": 2, "moe_intermediate_size": 64,
+        },
+    ),
     "phi4": Shape(
         lambda: tokenizer(byte_level(_LLAMA3, _CHATML), "chatml", eos_token="<|im_end|>"),
         {"model_type": "phi3", "pad_token_id": None, "sliding_window": None},
@@ -185,6 +313,10 @@ def architecture(shape: Shape, vocabulary: int) -> Any:
         "vocab_size": vocabulary, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
         "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 2 * CONTEXT,
     }  # fmt: skip
+    if shape.fields["model_type"] == "gemma4_text":
+        fields["vocab_size_per_layer_input"] = vocabulary
+    if "text_config" in shape.fields:
+        return AutoConfig.for_model(**shape.fields | {"text_config": fields | shape.fields["text_config"]})
     return AutoConfig.for_model(**fields | shape.fields)
 
 
@@ -202,14 +334,21 @@ def train(config: Any, made: Any, steps: int) -> Any:
         model(input_ids=batch, labels=batch).loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-    return model.to(torch.bfloat16).float().eval()  # weights as a merged model has them
+    return rounded(model).eval()
+
+
+@torch.no_grad()
+def rounded(model: Any) -> Any:
+    """Weights as a merged model has them; buffers, such as rotary frequencies, stay in float32."""
+    for weight in model.parameters():
+        weight.copy_(weight.to(torch.bfloat16))
+    return model
 
 
 def write(model: Any, made: Any, folder: Path) -> None:
     """The folder of a merged model."""
-    model.to(torch.bfloat16).save_pretrained(str(folder))
+    copy.deepcopy(model).to(torch.bfloat16).save_pretrained(str(folder))
     made.save_pretrained(str(folder))
-    model.float()
 
 
 def export(folder: Path, made: Any, file: Path, kind: str) -> list[str]:

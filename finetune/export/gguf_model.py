@@ -1,8 +1,7 @@
 """A Hugging Face model as a GGUF file, tensor by tensor.
 
 The container, its quantization and the names of tensors are the `gguf` package's. What each architecture needs besides
-is here: hyperparameters, and the tensors that llama.cpp stores otherwise. A setting of an architecture that llama.cpp
-would compute otherwise is refused (checked against src/models/ and conversion/ of ggml-org/llama.cpp, 2026).
+is in `gguf_families`. Of a model that also sees or hears, the file holds the language model.
 """
 
 from __future__ import annotations
@@ -12,122 +11,24 @@ import errno
 import functools
 import os
 import shutil
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
+from finetune.config import QuantizationSection
 from finetune.errors import ConfigError
-from finetune.export import gguf_recipes, gguf_vocabulary
+from finetune.export import gguf_families, gguf_recipes, gguf_vocabulary
+from finetune.export.gguf_families import Family
 from finetune.export.gguf_types import TYPES
-from finetune.model import bounds
+from finetune.model import bounds, streamed
+from finetune.model.skeleton import weightless_base
 from finetune.storage import weight_files
 
 # Elements that are converted at a time, as float32.
 _CHUNK = 2**24
-
-Refuse = Callable[[Any], str | None]
-
-
-@dataclass(frozen=True)
-class Family:
-    """One of transformers' model types as one of llama.cpp's.
-
-    `refuse` says what of a configuration llama.cpp would compute otherwise (None: nothing), `add` adds the keys that
-    other families have not. `permuted`: query and key rows are stored in the order of llama.cpp's rotary embedding.
-    `norm_shift` is added to each norm's weight. `activation` is the only one that llama.cpp has for it.
-    """
-
-    arch: str
-    refuse: Refuse = lambda config: None
-    add: Callable[[Any, Any], None] = lambda writer, config: None
-    permuted: bool = False
-    norm_shift: float = 0.0
-    activation: str = "silu"
-
-
-def _refuse_windows(config: Any) -> str | None:
-    return "uses a sliding window" if getattr(config, "use_sliding_window", False) else None
-
-
-def _refuse_gemma2(config: Any) -> str | None:
-    if config.attn_logit_softcapping is None or config.final_logit_softcapping is None:
-        return "has no soft capping"
-    return _refuse_gemma(config, every=2, wide_layers=46)
-
-
-def _refuse_gemma3(config: Any) -> str | None:
-    sliding = config.rope_parameters["sliding_attention"]
-    if sliding.get("rope_type", "default") != "default" or sliding["rope_theta"] != 10_000:
-        return "has another rotary embedding in layers with a sliding window"
-    if getattr(config, "attn_logit_softcapping", None) or getattr(config, "use_bidirectional_attention", False):
-        return "has another attention"
-    return _refuse_gemma(config, every=6, wide_layers=62)
-
-
-def _refuse_gemma(config: Any, every: int, wide_layers: int) -> str | None:
-    """`every`: one layer of so many attends to all tokens; `wide_layers`: depth of the model with another scale."""
-    layers = config.num_hidden_layers
-    if any((kind == "full_attention") != (place % every == every - 1) for place, kind in enumerate(config.layer_types)):
-        return f"has other layers with a sliding window than {every - 1} of {every}"
-    scale = config.hidden_size // config.num_attention_heads if layers == wide_layers else config.head_dim
-    return None if config.query_pre_attn_scalar == scale else "scales attention by another factor"
-
-
-def _add_gemma(writer: Any, config: Any) -> None:
-    writer.add_sliding_window(config.sliding_window)
-    if getattr(config, "attn_logit_softcapping", None):
-        writer.add_attn_logit_softcapping(config.attn_logit_softcapping)
-    if config.final_logit_softcapping:
-        writer.add_final_logit_softcapping(config.final_logit_softcapping)
-
-
-def _add_phi3(writer: Any, config: Any) -> None:
-    writer.add_rope_scaling_orig_ctx_len(config.max_position_embeddings)
-    writer.add_sliding_window(0)  # which llama.cpp has not for this architecture; see `context`
-
-
-_GELU = "gelu_pytorch_tanh"
-
-FAMILIES: dict[str, Family] = {
-    "llama": Family("llama", permuted=True),
-    "mistral": Family("llama", permuted=True),
-    "qwen2": Family("qwen2", refuse=_refuse_windows),
-    "qwen3": Family("qwen3", refuse=_refuse_windows),
-    "gemma2": Family("gemma2", _refuse_gemma2, _add_gemma, norm_shift=1.0, activation=_GELU),
-    "gemma3_text": Family("gemma3", _refuse_gemma3, _add_gemma, norm_shift=1.0, activation=_GELU),
-    "phi3": Family("phi3", add=_add_phi3),
-}
-
-
-_SCALINGS = ("default", "linear", "llama3", "yarn")
-_YARN = {"attention_factor", "mscale", "mscale_all_dim", "beta_fast", "beta_slow", "truncate"}
-"""Settings of YaRN for which llama.cpp has its defaults."""
-
-
-def family(config: Any) -> Family:
-    """The family of a transformers configuration. Raises ConfigError if llama.cpp would compute it otherwise."""
-    found = FAMILIES.get(config.model_type)
-    if found is None:
-        raise ConfigError(
-            f"GGUF of a `{config.model_type}` model is not written here, only of {', '.join(FAMILIES)}; export "
-            "`merged` and give it to llama.cpp's convert_hf_to_gguf.py"
-        )
-    activation = getattr(config, "hidden_act", None) or config.hidden_activation
-    why = found.refuse(config)
-    if activation != found.activation:
-        why = f"uses the activation {activation}"
-    kind = (rope := _rope(config))["rope_type"]
-    if kind not in _SCALINGS or (kind == "yarn" and (found.arch == "phi3" or rope.keys() & _YARN)):
-        why = f"scales its rotary embedding by `{kind}`, which is not written here"
-    elif kind == "llama3" and found.arch != "llama":  # the one architecture that reads its factors
-        why = "scales its rotary embedding by `llama3`"
-    if why:
-        raise ConfigError(f"this `{config.model_type}` model {why}, which llama.cpp's `{found.arch}` cannot express")
-    return found
 
 
 def write(
@@ -140,18 +41,20 @@ def write(
     """
     import gguf
 
-    found = family(config)
+    found, text = gguf_families.family(config), gguf_families.text(config)
     with _written(gguf.GGUFWriter(file, found.arch)) as writer:
         writer.add_type("model")
         writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
         writer.add_file_type(gguf.LlamaFileType[TYPES[kind].file_type])
-        known = _add_parameters(writer, config, found)
+        known = _add_parameters(writer, text, found)
         known += gguf_vocabulary.add(
-            writer, tokenizer, config.vocab_size, starts_with_bos=starts_with_bos, end_of_turn=end_of_turn
+            writer, tokenizer, text.vocab_size, starts_with_bos=starts_with_bos, end_of_turn=end_of_turn
         )
         tensors = list(_tensors(folder, config, found))
-        places = [(name, _type(name, shape, kind, config), shape) for name, shape, _ in tensors]
+        places = [(name, _type(name, shape, kind, text), shape) for name, shape, _ in tensors]
         _write_tensors(writer, file, places, (make for _, _, make in tensors))
+    if text is not config:
+        known.append("the file holds the language model alone; what sees or hears stays with `merged`")
     return known
 
 
@@ -162,17 +65,21 @@ def write_lora(config: Any, pairs: dict[str, tuple[torch.Tensor, torch.Tensor]],
     """
     import gguf
 
-    found = family(config)
+    found, text = gguf_families.family(config), gguf_families.text(config)
     with _written(gguf.GGUFWriter(file, found.arch)) as writer:
         writer.add_type("adapter")
         writer.add_string(gguf.Keys.Adapter.TYPE, "lora")
         writer.add_float32(gguf.Keys.Adapter.LORA_ALPHA, float(rank))
-        names = _names(config, found)
+        names, own_names = _names(text, found), _own_names([f"{module}.weight" for module in pairs])
         made = {}
         for module, (down, up) in pairs.items():
-            name = _name_of(names, f"{module}.weight", found)
+            own = own_names.get(f"{module}.weight", "")
+            stored = _stored(own, up, text, found)
+            if not own or stored.keys() != {own} or own.endswith("linear_attn.out_proj.weight"):
+                raise ConfigError(f"llama.cpp has no form for a LoRA on `{module}`; export `merged` instead")
+            name = _name_of(names, own, found)
             made[f"{name}.lora_a"] = down
-            made[f"{name}.lora_b"] = _stored(f"{module}.weight", up, config, found)
+            made[f"{name}.lora_b"] = stored[own]
         places = [(name, gguf.GGMLQuantizationType.F32, list(tensor.shape)) for name, tensor in made.items()]
         _write_tensors(writer, file, places, (functools.partial(torch.clone, tensor) for tensor in made.values()))
 
@@ -181,24 +88,29 @@ def write_lora(config: Any, pairs: dict[str, tuple[torch.Tensor, torch.Tensor]],
 
 
 def _add_parameters(writer: Any, config: Any, found: Family) -> list[str]:
+    import gguf
+
     longest, known = context(config)
-    rope = _rope(config)
-    head = _head_size(config)
+    rope, head = gguf_families.rope(config), gguf_families.head_size(config)
+    # Layers of one model may differ in these (Gemma 4).
+    inside = gguf_families.per_layer(config, "intermediate_size")
+    key_heads = gguf_families.per_layer(config, "num_key_value_heads")
     writer.add_context_length(longest)
     writer.add_vocab_size(config.vocab_size)
     writer.add_embedding_length(config.hidden_size)
     writer.add_block_count(config.num_hidden_layers)
-    writer.add_feed_forward_length(config.intermediate_size)
+    if inside is not None:
+        writer.add_feed_forward_length(inside)
     writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_head_count_kv(key_heads)
     writer.add_key_length(head)
     writer.add_value_length(head)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_rope_dimension_count(int(head * rope.get("partial_rotary_factor", 1.0)))
+    # A rotation of a part of the head may be written in factors of frequencies instead.
+    rotated = 1.0 if rope["rope_type"] == "proportional" else rope.get("partial_rotary_factor", 1.0)
+    writer.add_rope_dimension_count(int(head * rotated))
     writer.add_rope_freq_base(rope["rope_theta"])
     if rope["rope_type"] in ("linear", "yarn"):
-        import gguf
-
         writer.add_rope_scaling_type(gguf.RopeScalingType(rope["rope_type"]))
         writer.add_rope_scaling_factor(rope["factor"])
     if rope["rope_type"] == "yarn":
@@ -209,6 +121,7 @@ def _add_parameters(writer: Any, config: Any, found: Family) -> list[str]:
 
 def context(config: Any) -> tuple[int, list[str]]:
     """The context in tokens: up to where llama.cpp, which has no window for Mistral and Phi 3, computes the same."""
+    config = gguf_families.text(config)
     window = getattr(config, "sliding_window", None)
     longest: int = bounds.positions(config) or config.max_position_embeddings
     if config.model_type in ("mistral", "phi3") and window and window < longest:
@@ -217,42 +130,45 @@ def context(config: Any) -> tuple[int, list[str]]:
     return longest, []
 
 
-def _rope(config: Any) -> dict[str, Any]:
-    """The parameters of the rotary embedding, of the layers that attend to all tokens where there are two kinds."""
-    parameters = config.rope_parameters
-    parameters = parameters.get("full_attention", parameters)
-    return {"rope_type": "default", **parameters}
-
-
-def _head_size(config: Any) -> int:
-    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-
-
 # -- tensors ---------------------------------------------------------------------------------------------------------
+
+# Small matrices that decide much, or that llama.cpp takes in float32 alone.
+_EXACT = (".bias", ".scale", "ffn_gate_inp.weight", "ffn_gate_inp_shexp.weight", "ssm_conv1d.weight")
 
 Tensor = tuple[str, list[int], Callable[[], torch.Tensor]]
 
 
 def _tensors(folder: Path, config: Any, found: Family) -> Iterator[Tensor]:
     """Name, shape and a function that loads each tensor of the GGUF file."""
-    from safetensors import safe_open
-
-    names = _names(config, found)
-    if _rope(config)["rope_type"] == "llama3":
-        factors = _frequency_factors(config)
+    text = gguf_families.text(config)
+    names = _names(text, found)
+    if (factors := _frequency_factors(text)) is not None:
         yield "rope_freqs.weight", list(factors.shape), lambda: factors
-    for file in sorted(folder.glob("*.safetensors")):
+    files = sorted(folder.glob("*.safetensors"))
+    for file in files:
         weight_files.check(file)
-        for name, shape in weight_files.shapes(file).items():
-            # Tied to the embeddings; a buffer that old Llama checkpoints hold.
-            if (name == "lm_head.weight" and config.tie_word_embeddings) or name.endswith(".rotary_emb.inv_freq"):
-                continue
+    plain = QuantizationSection(kind="none")
+    model = weightless_base(config, plain, attention="eager", dtype=torch.float32)
+    weights = streamed.Weights(model, files)
+    tied = model.all_tied_weights_keys
+    known = model.state_dict()
+    for name, own in _own_names(known).items():
+        if name in tied:
+            continue
+        for part, shaped in _stored(own, known[name].to("meta"), text, found).items():
 
-            def load(file: Path = file, name: str = name) -> torch.Tensor:
-                with safe_open(file, framework="pt") as stored:
-                    return _stored(name, stored.get_tensor(name), config, found)
+            def load(name: str = name, own: str = own, part: str = part) -> torch.Tensor:
+                return _stored(own, weights[name], text, found)[part]
 
-            yield _name_of(names, name, found), shape, load
+            yield _name_of(names, part, found), list(shaped.shape), load
+
+
+def _own_names(names: Iterable[str]) -> dict[str, str]:
+    """The names of weights in the language model alone, without those of other parts of the model."""
+    part = "language_model."
+    if not any(part in name for name in names):
+        return {name: name for name in names}
+    return {name: name.replace(part, "", 1) for name in names if part in name or name.startswith("lm_head.")}
 
 
 def _names(config: Any, found: Family) -> Any:
@@ -263,39 +179,41 @@ def _names(config: Any, found: Family) -> Any:
 
 
 def _name_of(names: Any, name: str, found: Family) -> str:
-    place: str | None = names.get_name(name, try_suffixes=(".weight", ".bias"))
+    place: str | None = names.get_name(name, try_suffixes=(".weight", ".bias", ".scale"))
     if place is None:
         raise ConfigError(f"the tensor `{name}` has no place in llama.cpp's `{found.arch}`; export `merged` instead")
     return place
 
 
-def _stored(name: str, tensor: torch.Tensor, config: Any, found: Family) -> torch.Tensor:
-    """A tensor as llama.cpp stores it; for the rows of a weight, a bias or a LoRA's B alike."""
-    if found.norm_shift and name.endswith("norm.weight"):
-        return tensor.float() + found.norm_shift
+def _stored(name: str, tensor: torch.Tensor, config: Any, found: Family) -> gguf_families.Parts:
+    """What a tensor is stored as in llama.cpp; for the rows of a weight, a bias or a LoRA's B alike."""
     if found.permuted and ".self_attn." in name:
         heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}.get(name.split(".")[-2])
         if heads:
             # From halves of each head (transformers) to pairs (llama.cpp).
-            return tensor.unflatten(0, (heads, 2, -1)).transpose(1, 2).reshape(tensor.shape)
-    return tensor
+            tensor = tensor.unflatten(0, (heads, 2, -1)).transpose(1, 2).reshape(tensor.shape)
+    return found.parts(name, tensor, config)
 
 
-def _frequency_factors(config: Any) -> torch.Tensor:
-    """What llama.cpp divides each rotary frequency by, for `llama3` scaling: (head size / 2,)."""
+def _frequency_factors(config: Any) -> torch.Tensor | None:
+    """What llama.cpp divides each rotary frequency by, where the scaling is written so: (head size / 2,)."""
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+    rope, head = gguf_families.rope(config), gguf_families.head_size(config)
+    if rope["rope_type"] == "proportional":
+        rotated = int(rope["partial_rotary_factor"] * head // 2)
+        return torch.tensor([1.0] * rotated + [1e30] * (head // 2 - rotated)) * rope.get("factor", 1.0)
+    if rope["rope_type"] != "llama3":
+        return None
     scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](config, torch.device("cpu"))
-    head = _head_size(config)
-    plain = 1.0 / _rope(config)["rope_theta"] ** (torch.arange(0, head, 2, dtype=torch.float32) / head)
-    return plain / scaled
+    return 1.0 / rope["rope_theta"] ** (torch.arange(0, head, 2, dtype=torch.float32) / head) / scaled
 
 
 def _type(name: str, shape: list[int], kind: str, config: Any) -> Any:
-    """The type of a tensor: vectors stay in float32, and rows that blocks do not divide in float16."""
+    """The type of a tensor: vectors and `_EXACT` stay in float32, and rows that blocks do not divide in float16."""
     import gguf
 
-    if len(shape) < 2:
+    if len(shape) < 2 or name.endswith(_EXACT):
         return gguf.GGMLQuantizationType.F32
     wanted = gguf_recipes.type_of(name, kind, config) if TYPES[kind].recipe else gguf.GGMLQuantizationType[kind.upper()]
     for found in (wanted, gguf_recipes.fallback(wanted)):

@@ -2,8 +2,8 @@
 
 The `gguf` package reads these types and does not write them; the `xllamacpp` wheel exports ggml's function that does.
 The recipes are those of `llama-quantize` without an importance matrix (src/llama-quant.cpp of b10605). Small files of
-every family were equal to those that `llama_model_quantize` (b11739) makes from a bfloat16 file, in the bytes of all
-tensors; the rule for 80 layers was read, not run.
+Llama, Mistral, Qwen 2.5 and 3, Gemma 2 and 3, and Phi 4 were equal to those that `llama_model_quantize` (b11739) makes
+from a bfloat16 file, in the bytes of all tensors; the rules for 80 layers and for experts were read, not run.
 """
 
 from __future__ import annotations
@@ -38,8 +38,10 @@ def type_of(name: str, kind: str, config: Any) -> Any:
     main = Types[kind.upper().removesuffix("_M")]
     if name == "output.weight" or (name == "token_embd.weight" and config.tie_word_embeddings):
         return Types.Q6_K
+    if name == "per_layer_model_proj.weight":
+        return Types.F16
     _, _, inside = name.partition("blk.")
-    layer, _, part = inside.removesuffix(".weight").partition(".")
+    layer, _, part = inside.removesuffix(".weight").removesuffix("_exps").partition(".")
     if not kind.endswith("_m") or part not in ("attn_v", "attn_qkv", "ffn_down"):
         return main
     layers = config.num_hidden_layers

@@ -1,10 +1,10 @@
 """A tokenizer as llama.cpp describes one: the `tokenizer.*` keys of a GGUF file.
 
-llama.cpp has tokenizers of its own and takes only tables from the file. Two of them cover the models known here:
-`gpt2`, a byte-level BPE whose pre-tokenizer is one of a fixed list of names, and `llama`, the BPE of SentencePiece,
-which merges by the score of the merged token. Everything is read from the rules of the fast tokenizer (its
-tokenizer.json), so a retrained tokenizer is exported as well as a known one. What llama.cpp would tokenize otherwise is
-refused, or said.
+llama.cpp has tokenizers of its own and takes only tables from the file. Three of them cover the models known here:
+`gpt2`, a byte-level BPE whose pre-tokenizer is one of a fixed list of names, `llama`, the BPE of SentencePiece, which
+merges by the score of the merged token, and `gemma4`, a BPE of whole lines by a list of merges. Everything is read from
+the rules of the fast tokenizer (its tokenizer.json), so a retrained tokenizer is exported as well as a known one. What
+llama.cpp would tokenize otherwise is refused, or said.
 """
 
 from __future__ import annotations
@@ -20,15 +20,33 @@ _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)
 _WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
 _REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 
+_SHORT = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_QWEN35 = (
+    rf"{_SHORT}|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}\p{{M}}]+|\p{{N}}| ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*|\s*[\r\n]+|"
+    r"\s+(?!\S)|\s+"
+)
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_END = r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_TEKKEN = rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*|\p{{N}}{_END}"
+_O200K = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{_SHORT}?|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{_SHORT}?|"
+    rf"\p{{N}}{{1,3}}{_END}"
+)
+
 # llama.cpp's name of a pre-tokenizer, by the expressions that split the text one after another (src/llama-vocab.cpp).
-# The same splits with and without `ignore_merges` have two names there.
 _PRE = {
     (_GPT2,): "gpt-2",
     (r"\p{N}", _GPT2): "smollm",
     (_WORDS + r"\p{N}" + _REST,): "qwen2",
     (_WORDS + r"\p{N}{1,3}" + _REST,): "dbrx",
+    (_QWEN35,): "qwen35",
+    (_TEKKEN,): "tekken",
+    (_O200K,): "gpt-4o",
 }
-_IGNORING_MERGES = {"dbrx": "llama-bpe"}
+# Names of those that take whole words from the vocabulary before they merge.
+_IGNORING_MERGES = {"dbrx": "llama-bpe", "tekken": "tekken"}
+# Whose expressions are written there without \p{M}.
+_SPLITTING_MARKS = ("tekken", "gpt-4o")
 
 SPACES_AFTER_SPECIAL = "llama.cpp puts a space before text after each special token; this tokenizer only at the start"
 """The difference that shows in every conversation."""
@@ -83,13 +101,15 @@ def _byte_level(writer: Any, tokenizer: Any, rules: dict[str, Any], size: int) -
     if kinds - {"NFC"}:
         raise _unknown(f"normalizes text by {', '.join(sorted(kinds))}")
     writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre(_pre_tokenizer(rules))
+    pre = _pre_tokenizer(rules)
+    writer.add_tokenizer_pre(pre)
     tokens, types = _tokens(tokenizer, size, lambda token: token)
     writer.add_token_list(tokens)
     writer.add_token_types(types)
     writer.add_token_merges([" ".join(pair) for pair in _merges(rules)])
-    said = "llama.cpp does not compose characters (NFC) before it tokenizes them, as this tokenizer does"
-    return [said] * bool(kinds)
+    composed = "llama.cpp does not compose characters (NFC) before it tokenizes them, as this tokenizer does"
+    marks = "llama.cpp splits words at combining marks, which this tokenizer keeps in them"
+    return [composed] * bool(kinds) + [marks] * (pre in _SPLITTING_MARKS)
 
 
 def _pre_tokenizer(rules: dict[str, Any]) -> str:
@@ -99,12 +119,20 @@ def _pre_tokenizer(rules: dict[str, Any]) -> str:
         splits = splits[1:]
     if splits not in _PRE:
         raise _unknown("splits text into words in its own way")
-    name = _PRE[splits]
-    if rules["model"].get("ignore_merges"):
-        if name not in _IGNORING_MERGES:
-            raise _unknown("takes whole words before it merges")
-        name = _IGNORING_MERGES[name]
+    name, ignores = _PRE[splits], bool(rules["model"].get("ignore_merges"))
+    name = _IGNORING_MERGES.get(name, name) if ignores else name
+    if ignores != (name in _IGNORING_MERGES.values()) and not _merges_make_all(rules):
+        raise _unknown(f"{'takes' if ignores else 'does not take'} whole words before it merges")
     return name
+
+
+def _merges_make_all(rules: dict[str, Any]) -> bool:
+    """Whether the merges make each token of its bytes; if so, to take whole words from the vocabulary is the same."""
+    from tokenizers import models
+
+    made = models.BPE(rules["model"]["vocab"], _merges(rules))
+    added = {one["content"] for one in rules["added_tokens"]}
+    return all(len(made.tokenize(token)) == 1 for token in rules["model"]["vocab"].keys() - added)
 
 
 def _expressions(pre_tokenizer: dict[str, Any]) -> Iterator[str]:
@@ -136,7 +164,9 @@ def _sentencepiece(writer: Any, tokenizer: Any, rules: dict[str, Any], size: int
         for cut in range(1, len(token))
         if token[:cut] in vocabulary and token[cut:] in vocabulary
     ]
-    if sum(pair not in known for pair in possible) > _MISSING_MERGES * len(possible):
+    merges_all = sum(pair not in known for pair in possible) <= _MISSING_MERGES * len(possible)
+    breaks = any("\n" in token and token.strip("\n") for token in vocabulary)
+    if not merges_all and (prefix or breaks):
         raise _unknown("merges only some of the pairs that make a token, where SentencePiece merges all")
     # The earlier a token is merged, the higher its score; all ways to merge it share the rank of the first.
     scores: dict[str, float] = {}
@@ -148,8 +178,12 @@ def _sentencepiece(writer: Any, tokenizer: Any, rules: dict[str, Any], size: int
             types[place] = _BYTE
     if tokenizer.unk_token_id is not None:
         types[tokenizer.unk_token_id] = _UNKNOWN
-    writer.add_tokenizer_model("llama")
-    writer.add_tokenizer_pre("default")
+    if merges_all:
+        writer.add_tokenizer_model("llama")
+        writer.add_tokenizer_pre("default")
+    else:
+        writer.add_tokenizer_model("gemma4")
+        writer.add_token_merges([" ".join(pair) for pair in merges])
     writer.add_token_list(tokens)
     writer.add_token_scores([scores.get(token, _NEVER) for token in tokens])
     writer.add_token_types(types)

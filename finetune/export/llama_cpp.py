@@ -6,6 +6,7 @@ import contextlib
 import importlib
 import importlib.util
 import json
+import math
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -22,6 +23,15 @@ from finetune.export.job import Job
 # one differs only where two tokens are nearly tied.
 _POSITIONS = 64
 _AGREEMENT = 0.9
+
+# Positions at which the probabilities of the whole vocabulary are compared, as JSON of the server: 20 MB each for a
+# vocabulary of 250,000. Those below e^-80 are not: in float32 llama.cpp cannot name them.
+_WHOLE_POSITIONS = 32
+_LEAST = -80.0
+
+# llama.cpp rounds the weights of a product, its inputs to the type of the weights, and keys and values to float16:
+# errors that are independent of each other.
+ROUNDINGS = math.sqrt(3)
 
 
 class Server:
@@ -99,30 +109,61 @@ def serving(file: Path, context: int, lora: Path | None = None) -> Iterator[Serv
     del server
 
 
+Logits = tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]
+
+
+def logits(file: Path, job: Job, trained: list[torch.Tensor], base: list[torch.Tensor]) -> Logits:
+    """Centred logits of `file` in llama.cpp, and those of `trained` and `base`, at some positions of the rows."""
+    places = _places(job.rows, _WHOLE_POSITIONS)
+    found: dict[int, tuple[list[torch.Tensor], ...]] = {}
+    with serving(file, max(map(len, job.rows)) + 8) as server:
+        for row, length in places:
+            expected = trained[row][length - 1].log_softmax(-1)
+            said = server.log_probs(job.rows[row][:length], len(expected))
+            if not said:
+                continue
+            written = expected.clone()
+            written[torch.tensor(list(said))] = torch.tensor(list(said.values()))
+            written = torch.where(written < _LEAST, expected, written)
+            for part, one in zip(found.setdefault(row, ([], [], [])), (written, expected), strict=False):
+                part.append(one - one.mean())
+            found[row][2].append(base[row][length - 1])
+    if not found:
+        raise ArtifactError(f"llama.cpp names no probabilities, given {file.name}. Nothing was published")
+    first, second, third = ([torch.stack(parts[place]) for parts in found.values()] for place in range(3))
+    return first, second, third
+
+
+def _places(rows: list[list[int]], count: int) -> list[tuple[int, int]]:
+    """Row and length of up to `count` prompts, spread evenly."""
+    places = [(row, length) for row, ids in enumerate(rows) for length in range(1, len(ids) + 1)]
+    return places[:: -(-len(places) // count)]
+
+
 def compare(
-    file: Path, job: Job, expected: list[torch.Tensor], *, tokenizes_alike: bool = True
+    file: Path, job: Job, expected: list[torch.Tensor], *, tokenizes_alike: bool = True, same_top: bool = True
 ) -> tuple[dict[str, Any] | None, list[str]]:
     """What llama.cpp makes of `file` beside the logits that it is to have, and what was not proven.
 
-    Raises ArtifactError if it is not the same model or tokenizer; texts are only counted unless `tokenizes_alike`.
+    Raises ArtifactError if it is not the same model or tokenizer; texts are only counted unless `tokenizes_alike`, and
+    most likely tokens unless `same_top`.
     """
     if not installed():
         return None, ["llama.cpp was not run (`pip install xllamacpp` has it checked next time)"]
     texts = [job.tokenizer.decode(row) for row in job.rows]
-    places = [(row, length) for row, ids in enumerate(job.rows) for length in range(1, len(ids) + 1)]
-    places = places[:: -(-len(places) // _POSITIONS)]
+    places = _places(job.rows, _POSITIONS)
     with serving(file, max(map(len, job.rows)) + 8) as server:
         same_tokens = sum(
             server.tokens(text) == job.tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts
         )
         same_prompt = not job.prompt or server.tokens(_prompt(server, job), opening=True) == job.prompt
-        same_top = sum(
+        agreeing = sum(
             server.next_token(job.rows[row][:length]) == int(expected[row][length - 1].argmax())
             for row, length in places
         )
     wrong = []
-    if same_top < _AGREEMENT * len(places):
-        wrong.append(f"has another most likely next token at {len(places) - same_top} of {len(places)} positions")
+    if same_top and agreeing < _AGREEMENT * len(places):
+        wrong.append(f"has another most likely next token at {len(places) - agreeing} of {len(places)} positions")
     if tokenizes_alike and same_tokens < len(texts):
         wrong.append(f"splits {len(texts) - same_tokens} of {len(texts)} held-out rows into other tokens")
     if tokenizes_alike and not same_prompt:
@@ -130,7 +171,7 @@ def compare(
     if wrong:
         raise ArtifactError(f"llama.cpp, given {file.name}, {', and '.join(wrong)}. Nothing was published")
     found = {
-        "positions": len(places), "agreement": same_top / len(places), "texts": len(texts),
+        "positions": len(places), "agreement": agreeing / len(places), "texts": len(texts),
         "tokenized_alike": same_tokens, "prompt_alike": same_prompt,
     }  # fmt: skip
     return found, []

@@ -235,8 +235,9 @@ def test_a_file_with_a_wrong_tensor_is_not_published(
 ) -> None:
     stored = gguf_model._stored
 
-    def doubled(name: str, tensor: torch.Tensor, *others: Any) -> torch.Tensor:
-        return stored(name, tensor, *others) * (2 if "layers.1.mlp.up_proj" in name else 1)
+    def doubled(name: str, *others: Any) -> dict[str, torch.Tensor]:
+        parts = stored(name, *others)
+        return {part: tensor * (2 if "layers.1.mlp.up_proj" in name else 1) for part, tensor in parts.items()}
 
     monkeypatch.setattr(gguf_model, "_stored", doubled)
     with pytest.raises(ArtifactError, match=r"the GGUF file \(f16\) is not the trained model"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,11 +16,21 @@ import torch
 from gguf import GGMLQuantizationType, GGUFReader, dequantize
 from jobs import TINY
 from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM
 
 from finetune.data.examples import Chat
-from finetune.errors import ArtifactError, ConfigError
-from finetune.export import gguf_export, gguf_model, gguf_recipes, gguf_types, gguf_vocabulary, llama_cpp, proof
+from finetune.errors import ArtifactError, ConfigError, MachineError
+from finetune.export import (
+    gguf_export,
+    gguf_families,
+    gguf_model,
+    gguf_recipes,
+    gguf_types,
+    gguf_vocabulary,
+    llama_cpp,
+    proof,
+)
 from finetune.export.job import Job
 from finetune.model import catalog, chat_template
 from finetune.settings import load_config
@@ -82,15 +93,87 @@ def test_llama_cpp_says_what_the_model_says(trained_shape: Made, kind: str, agre
     assert found["conversations_alike"] == found["conversations"] >= 2
 
 
-@pytest.mark.parametrize("name", sorted(bench.SHAPES.keys() - {"llama", "qwen2.5", "gemma2"}))
-def test_every_family_is_read_by_transformers(name: str, tmp_path: Path) -> None:
+def readable(name: str) -> bool:
+    fields = bench.SHAPES[name].fields
+    return "text_config" not in fields and gguf_families.FAMILIES[fields["model_type"]].readable
+
+
+@pytest.mark.parametrize("name", sorted(filter(readable, bench.SHAPES.keys() - {"llama", "qwen2.5", "gemma2"})))
+def test_every_family_that_transformers_knows_is_read_by_it(name: str, tmp_path: Path) -> None:
     made = make(name, tmp_path / "model", steps=0)
     read = gguf_export.load(made.export(tmp_path / "model.gguf"), made.config, torch.float32, CPU)
     assert relative_error(read, made.model) < proof.bound(made.config.num_hidden_layers, 2**-12)
 
 
-def test_all_families_of_the_catalog_are_written() -> None:
-    assert gguf_model.FAMILIES.keys() == catalog.families()
+@torch.no_grad()
+def shake(model: Any) -> Any:
+    """Weights with which every part of the model matters; those it starts with attend to all tokens alike."""
+    generator = torch.Generator().manual_seed(0)
+    for name, weight in [*model.named_parameters(), *model.named_buffers()]:
+        if weight.is_floating_point() and not name.endswith("inv_freq"):
+            strength = 0.15 if weight.dim() > 1 else 0.3
+            weight += strength * torch.randn(weight.shape, generator=generator)
+    return bench.rounded(model)
+
+
+def made_of(name: str, folder: Path, kind: str = "f16", **room: Any) -> Job:
+    """A conversion of a small model with a tokenizer of its family, on two rows of text."""
+    run, shape = RunDirectory(folder), bench.SHAPES[name]
+    tokenizer = shape.tokenizer()
+    config = bench.architecture(bench.Shape(shape.tokenizer, shape.fields | room), len(tokenizer) + 3)
+    bench.write(shake(bench.train(config, tokenizer, steps=0)), tokenizer, run.merged)
+    job = [f"model.name={run.merged}", "model.weights=random", "output.merge=false", "data.train=x.jsonl"]
+    ids = tokenizer(bench.texts()[-1], add_special_tokens=False)["input_ids"]
+
+    def load(dtype: torch.dtype | None) -> Any:
+        return AutoModelForCausalLM.from_pretrained(run.merged, dtype=dtype)
+
+    return Job(run, load_config(TINY, job), tokenizer, [ids[:100], ids[100:120]], "the rows", CPU, kind, None, load)
+
+
+@pytest.mark.parametrize("name", sorted(bench.SHAPES.keys() - {"llama", "llama2", "qwen2.5", "gemma2"}))
+def test_every_family_is_proven_in_llama_cpp_and_a_wrong_tensor_refused(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("xllamacpp", reason="llama.cpp is not installed")
+    job = made_of(name, tmp_path)
+    facts = gguf_export.make(job, tmp_path)
+    assert facts["error"] <= facts["bound"] < 0.01
+    assert facts["llama_cpp"]["agreement"] >= 0.95
+    assert facts["llama_cpp"]["tokenized_alike"] == 2
+    stored = gguf_model._stored
+
+    def wrong(tensor: str, *others: Any) -> Any:
+        parts = stored(tensor, *others)
+        return {
+            part: each.roll(1, -2) if "layers.1." in part and "up_proj" in part else each
+            for part, each in parts.items()
+        }
+
+    monkeypatch.setattr(gguf_model, "_stored", wrong)
+    with pytest.raises(ArtifactError, match="is not the trained model"):
+        gguf_export.make(job, tmp_path)
+
+
+@pytest.mark.parametrize(("name", "kind"), [("smollm3", "q4_k_m"), ("gpt-oss", "bf16")])
+def test_other_types_are_proven_in_llama_cpp_too(name: str, kind: str, tmp_path: Path) -> None:
+    pytest.importorskip("xllamacpp", reason="llama.cpp is not installed")
+    facts = gguf_export.make(made_of(name, tmp_path, kind), tmp_path)
+    assert facts["error"] <= facts["bound"]
+    assert facts["compared_with"] == "the merged model, in llama.cpp"
+
+
+def test_a_family_that_llama_cpp_alone_reads_asks_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = made_of("smollm3", tmp_path)
+    monkeypatch.setattr(llama_cpp, "installed", lambda: False)
+    with pytest.raises(MachineError, match=r"`smollm3` is proven by llama\.cpp alone: `pip install xllamacpp`"):
+        gguf_export.check(job)
+
+
+def test_all_of_the_catalog_are_written() -> None:
+    for name in catalog.names():
+        gguf_families.family(catalog.config(name))
+    assert gguf_families.FAMILIES.keys() >= catalog.families()
 
 
 def test_vectors_stay_in_float32_and_rows_that_blocks_do_not_divide_in_float16(llama: Made, tmp_path: Path) -> None:
@@ -164,20 +247,32 @@ def test_a_weight_beyond_float16_asks_for_bf16(llama: Made, tmp_path: Path) -> N
         ("qwen2.5", {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 0}, "uses a sliding window"),
         ("gemma2", {"query_pre_attn_scalar": 100}, "scales attention by another factor"),
         ("gemma2", {"attn_logit_softcapping": None}, "has no soft capping"),
-        ("gemma3", {"layer_types": ["full_attention"] * 6}, "has other layers with a sliding window than 5 of 6"),
+        ("gemma2", {"layer_types": ["full_attention"] * 2}, "has other layers with a sliding window than every second"),
+        ("qwen3 mixture", {"mlp_only_layers": [0]}, "has layers without experts"),
+        ("qwen3 mixture", {"norm_topk_prob": False}, "does not normalize the weights of its experts"),
+        ("smollm3", {"no_rope_layers": [1, 1, 1, 1]}, "has other layers without a rotary embedding"),
+        ("smollm3", {"mlp_bias": True}, "has biases in its feed-forward layers"),
+        ("ministral3", {"sliding_window": 8}, "uses a sliding window"),
+        ("ministral3", {"rope_parameters": bench._MINISTRAL_ROPE | {"mscale": 0.7}}, "by YaRN with `mscale`"),
+        ("ministral3", {"rope_parameters": bench._MINISTRAL_ROPE | {"beta_fast": 16}}, "by YaRN with `beta_fast`: 16"),
+        ("qwen3.5", {"linear_key_head_dim": 32}, "has keys and values of different sizes"),
+        ("qwen3.5", {"layer_types": ["full_attention"] + ["linear_attention"] * 3}, "has other layers with full"),
+        ("gpt-oss", {"layer_types": ["full_attention"] * 2}, "has other layers with a sliding window"),
+        ("gpt-oss", {"swiglu_limit": 5.0}, "another limit of its activation"),
+        ("gemma4", {"use_bidirectional_attention": "all"}, "has another attention"),
     ],
 )
 def test_a_setting_that_llama_cpp_lacks_is_refused(name: str, changes: dict[str, Any], why: str) -> None:
     shape = bench.SHAPES[name]
     config = bench.architecture(bench.Shape(shape.tokenizer, shape.fields | changes), 600)
     with pytest.raises(ConfigError, match=why):
-        gguf_model.family(config)
+        gguf_families.family(config)
 
 
 def test_a_family_that_is_not_written_names_the_converter() -> None:
     config = bench.architecture(bench.Shape(bench.qwen, {"model_type": "olmo2"}), 600)
     with pytest.raises(ConfigError, match=r"`olmo2` model is not written here.*convert_hf_to_gguf\.py"):
-        gguf_model.family(config)
+        gguf_families.family(config)
 
 
 def _word_level() -> Any:
@@ -203,6 +298,34 @@ def _not_sentencepiece() -> Any:
     trainer = trainers.BpeTrainer(vocab_size=600, special_tokens=special, show_progress=False)
     backend.train_from_iterator(bench.texts(), trainer)
     return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<unk>")
+
+
+def _unreachable(pattern: str, *, ignore_merges: bool) -> Any:
+    """A byte-level BPE with a token that its merges do not make: whether they are ignored for whole words decides."""
+    rules = json.loads(bench.byte_level(pattern, bench._CHATML, ignore_merges=ignore_merges).to_str())
+    last = rules["model"]["merges"].pop()
+    assert "".join(last) in rules["model"]["vocab"]
+    return bench.tokenizer(Tokenizer.from_str(json.dumps(rules)), "chatml", eos_token="<|im_end|>")
+
+
+@pytest.mark.parametrize(
+    ("pattern", "ignore_merges", "name"),
+    [
+        (bench._LLAMA3, True, "llama-bpe"), (bench._LLAMA3, False, "dbrx"), (bench._TEKKEN, True, "tekken"),
+        (bench._TEKKEN, False, None), (bench._O200K, True, None), (bench._O200K, False, "gpt-4o"),
+    ],
+)  # fmt: skip
+def test_a_vocabulary_that_merges_do_not_make_is_written_as_llama_cpp_takes_words(
+    pattern: str, ignore_merges: bool, name: str | None
+) -> None:
+    whole = bench.byte_level(pattern, bench._CHATML, ignore_merges=not ignore_merges)
+    assert gguf_vocabulary._pre_tokenizer(json.loads(whole.to_str())), "merges make all: either way is the same"
+    rules = json.loads(_unreachable(pattern, ignore_merges=ignore_merges).backend_tokenizer.to_str())
+    if name:
+        assert gguf_vocabulary._pre_tokenizer(rules) == name
+    else:
+        with pytest.raises(ConfigError, match=r"takes? whole words before it merges"):
+            gguf_vocabulary._pre_tokenizer(rules)
 
 
 @pytest.mark.parametrize(
@@ -278,7 +401,7 @@ def test_a_character_of_several_tokens_is_compared_like_any_other(llama: Made, t
     bench.write(model, tokenizer, llama.folder)
     job: Any = SimpleNamespace(tokenizer=tokenizer, rows=[row], prompt=[])
     with torch.inference_mode():
-        expected = [model.to(torch.bfloat16).float()(input_ids=ids).logits[0]]
+        expected = [bench.rounded(model)(input_ids=ids).logits[0]]
     file = llama.export(tmp_path / "model.gguf")
     found, _ = llama_cpp.compare(file, job, expected)
     assert found is not None
@@ -292,20 +415,7 @@ def test_a_character_of_several_tokens_is_compared_like_any_other(llama: Made, t
 @pytest.mark.parametrize("room", [{"sliding_window": 32}, {"sliding_window": None, "max_position_embeddings": 32}])
 def test_rows_are_compared_as_far_as_the_file_goes(room: dict[str, Any], tmp_path: Path) -> None:
     pytest.importorskip("xllamacpp", reason="llama.cpp is not installed")
-    run, shape = RunDirectory(tmp_path), bench.SHAPES["mistral"]
-    tokenizer = shape.tokenizer()
-    config = bench.architecture(bench.Shape(shape.tokenizer, shape.fields | room), len(tokenizer))
-    model = bench.train(config, tokenizer, steps=60)
-    bench.write(model, tokenizer, run.merged)
-    settings = load_config(
-        TINY, [f"model.name={run.merged}", "model.weights=random", "output.merge=false", "data.train=x.jsonl"]
-    )
-    ids = tokenizer(bench.texts()[-1], add_special_tokens=False)["input_ids"]
-
-    def load(dtype: torch.dtype | None) -> Any:
-        return AutoModelForCausalLM.from_pretrained(run.merged, dtype=dtype)
-
-    job = Job(run, settings, tokenizer, [ids[:60], ids[60:80]], "the rows", CPU, "f16", None, load)
+    job = made_of("mistral", tmp_path, **room)
     facts = gguf_export.make(job, tmp_path)
     assert facts["tokens"] == 31 + 20
     assert facts["llama_cpp"]["positions"] == 31 + 20

@@ -16,7 +16,7 @@ import finetune
 from finetune.config import Config, ModelSection
 from finetune.config.sections import RopeScaling
 from finetune.errors import ConfigError
-from finetune.export import adapter_export, card, gguf_model, serving
+from finetune.export import adapter_export, card, gguf_families, gguf_model, serving
 from finetune.model import bounds, build, catalog, identity, rope
 from finetune.model.base import load_architecture
 from finetune.model.skeleton import make_buffers
@@ -82,7 +82,7 @@ def test_a_gguf_file_carries_it(kind: str, tmp_path: Path) -> None:
     config.rope_parameters = {"rope_type": "default", "rope_theta": 1e4}
     original = config.max_position_embeddings
     rope.scaled(config, section(kind))
-    found = gguf_model.family(config)
+    found = gguf_families.family(config)
     import gguf
 
     writer = gguf.GGUFWriter(tmp_path / "a.gguf", found.arch)
@@ -103,7 +103,7 @@ def test_llama_cpp_reads_the_factors_of_llama3_for_llama_alone() -> None:
         bench.Shape(shape.tokenizer, {**shape.fields, "rope_parameters": bench._LLAMA3_ROPE}), 600
     )
     with pytest.raises(ConfigError, match="scales its rotary embedding by `llama3`"):
-        gguf_model.family(config)
+        gguf_families.family(config)
 
 
 def test_the_commands_that_serve_an_adapter_scale_the_base() -> None:
