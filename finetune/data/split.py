@@ -22,7 +22,7 @@ from finetune.config.fields import GIVEN
 from finetune.data import cache, chat, control, fingerprint, formats, lengths, sources
 from finetune.data.chat import Encoded
 from finetune.data.counts import CONTROL_TOKENS, DUPLICATE, EMPTY, TOO_LONG, UNTRAINED, Affected, Counts
-from finetune.data.examples import Chat, Example, NoSuchField, RowError, Tokens, kind
+from finetune.data.examples import Chat, Example, NoSuchField, RowError, Tokens, kind, system
 from finetune.data.problems import Problems
 from finetune.data.readers import NO_HEADER, has_header
 from finetune.data.rows import mapped, writer
@@ -33,7 +33,7 @@ from finetune.errors import DataError
 Split = Literal["train", "eval"]
 
 # Increment with any change to the code that changes the prepared rows, to invalidate existing cache entries.
-_VERSION = 3
+_VERSION = 4
 
 _ROWS, _COUNTS = "rows.arrow", "counts.json"
 
@@ -190,7 +190,8 @@ class _Rows:
         for place, read in enumerate(batch):
             try:
                 for kept in self._kept(read, encoded.get(place)):
-                    self.counts.add(len(kept.input_ids), kept.trained, kind(full[place]))
+                    example = full[place]
+                    self.counts.add(len(kept.input_ids), kept.trained, kind(example), system(example))
                     yield read.row, kept
             except DataError as error:
                 # Reading ahead may already have added problems of later rows; insert this one before them.

@@ -46,7 +46,7 @@ class Job:
     @property
     def example(self) -> Any:
         """A prompt in the format that the run learnt, to compare how programs render and tokenize it."""
-        return ASKED[learnt(self.run.events()) or "chat"]("What is two and two?")
+        return ASKED[learnt(self.run.events()) or "chat"]("What is two and two?", "")
 
     @property
     def prompt(self) -> list[int]:

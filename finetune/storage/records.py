@@ -257,10 +257,14 @@ class _SampleRow(TypedDict):
 
 @_written
 class DataFacts(TypedDict):
-    """data.json: the splits in numbers, and the first training rows with their label masks."""
+    """data.json: the splits in numbers, and the first training rows with their label masks.
+
+    `system` is the system message that all training rows have in common, if there is one.
+    """
 
     train: _SplitFacts
     eval: _SplitFacts | None
+    system: NotRequired[str | None]
     samples: list[_SampleRow]
 
 
