@@ -127,6 +127,9 @@ Gpus = Annotated[int, typer.Option(min=1, max=1024, help="How many of them; the 
 CacheName = Annotated[str, typer.Option("--cache", help=_listed(CACHES))]
 Model = Annotated[str, typer.Option("--model", parser=which, metavar="NAME", help="base, adapter or merged.")]
 MaxNewTokens = Annotated[int, typer.Option(min=1)]
+System = Annotated[
+    str | None, typer.Option(help="The system message; by default the one that all rows of the run share, '' is none.")
+]
 
 
 def answering(
@@ -348,6 +351,7 @@ def generate(
     prompts: Annotated[list[str] | None, typer.Option("--prompt", help="A prompt; may be repeated.")] = None,
     file: Annotated[Path | None, _file("--file", "Prompts: text lines, or rows with `prompt` or `messages`.")] = None,
     model: Model = "adapter",
+    system: System = None,
     batch: Annotated[int, typer.Option(min=1, help="How many prompts at a time.")] = 16,
     trust_code: TrustCode = False,
     as_json: Json = False,
@@ -359,23 +363,26 @@ def generate(
         from finetune.inference import commands
         from finetune.inference.generation import Settings
     settings = Settings(**answers, batch_size=batch)
-    commands.generate(opened, prompts or [], file, model, settings, as_json=as_json, trust_remote_code=trust_code)
+    commands.generate(
+        opened, prompts or [], file, model, settings, as_json=as_json, system=system, trust_remote_code=trust_code
+    )
 
 
 @functools.partial(command, shared=answering)
 def chat(
     run: Run,
     model: Model = "adapter",
+    system: System = None,
     max_new_tokens: MaxNewTokens = 512,
     trust_code: TrustCode = False,
     **answers: Any,
 ) -> None:
-    """Converse with a run's model. /base and /adapter switch the adapter off and on, /help lists the commands."""
+    """Converse with a run's model. /base, /adapter and /both say which answers, /help lists the commands."""
     opened = finetune.RunDirectory.open(run)
     with _importing(f"chat with {run}"):
         from finetune.inference import commands
         from finetune.inference.generation import Settings
-    commands.chat(opened, model, Settings(max_new_tokens, **answers), trust_remote_code=trust_code)
+    commands.chat(opened, model, Settings(max_new_tokens, **answers), system=system, trust_remote_code=trust_code)
 
 
 @functools.partial(command, name="eval")

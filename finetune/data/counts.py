@@ -32,7 +32,8 @@ class Counts:
     """Statistics of one split. `rows` and `longest` (tokens) describe the rows that are trained.
 
     `unused` are the non-empty fields of rows and messages that are ignored; `kinds` counts the rows by kind of example
-    (`examples.kind`); `run_together` those whose prompt and completion no white space separates.
+    (`examples.kind`); `run_together` those whose prompt and completion no white space separates. `systems` are the
+    first two different system messages, "" for a row without one.
     """
 
     rows: int = 0
@@ -43,14 +44,22 @@ class Counts:
     unused: list[str] = field(default_factory=list)
     kinds: dict[str, int] = field(default_factory=dict)
     run_together: int = 0
+    systems: list[str] = field(default_factory=list)
 
-    def add(self, tokens: int, trained_tokens: int, kind: str) -> None:
+    def add(self, tokens: int, trained_tokens: int, kind: str, system: str = "") -> None:
         """Count one row of the prepared split."""
         self.rows += 1
+        if len(self.systems) < 2 and system not in self.systems:
+            self.systems.append(system)
         self.kinds[kind] = self.kinds.get(kind, 0) + 1
         self.tokens += tokens
         self.trained_tokens += trained_tokens
         self.longest = max(self.longest, tokens)
+
+    @property
+    def system(self) -> str | None:
+        """The system message that all rows have in common; None if there is none."""
+        return self.systems[0] or None if len(self.systems) == 1 else None
 
     @property
     def truncated(self) -> int:

@@ -65,18 +65,32 @@ class Tokens:
 
 Example = Chat | Completion | Text | Tokens
 
-ASKED: dict[str, Callable[[str], Example]] = {
-    "chat": lambda text: Chat([{"role": "user", "content": text}]),
-    "completion": lambda text: Completion(text, ""),
-    "text": Text,
-    "tokens": Text,
+ASKED: dict[str, Callable[[str, str], Example]] = {
+    "chat": lambda text, system: Chat(opened(text, system)),
+    "completion": lambda text, system: Completion(text, ""),
+    "text": lambda text, system: Text(text),
+    "tokens": lambda text, system: Text(text),
 }
-"""Turns a user's prompt, separator included, into an example of the kind that was trained; keyed by `kind`."""
+"""Turns a user's prompt and a system message into an example of the kind that was trained, keyed by `kind`."""
 
 
-def asked(kind: str, text: str, separator: str) -> Example:
-    """A person's prompt as an example of a kind that was trained, `separator` after a text to be completed."""
-    return ASKED[kind](text + separator if kind == "completion" else text)
+def asked(kind: str, text: str, separator: str, system: str = "") -> Example:
+    """A person's prompt as an example of a kind that was trained.
+
+    A text to be completed ends with `separator`; a conversation begins with the system message, unless it is empty.
+    """
+    return ASKED[kind](text + separator if kind == "completion" else text, system)
+
+
+def opened(text: str, system: str = "") -> list[Message]:
+    """The messages of a conversation in which a user says `text` first."""
+    return [*([{"role": "system", "content": system}] if system else []), {"role": "user", "content": text}]
+
+
+def system(example: Example) -> str:
+    """The system message of a conversation; empty without one."""
+    first = example.messages[0] if isinstance(example, Chat) else {}
+    return str(first["content"]) if first.get("role") == "system" else ""
 
 
 def learnt(events: Iterable[Mapping[str, Any]]) -> str | None:

@@ -165,6 +165,7 @@ def facts(prepared: Prepared, tokenizer: Any) -> dict[str, Any]:
     return {
         "train": prepared.train_counts.as_dict(),
         "eval": held_out and held_out.as_dict(),
+        "system": prepared.train_counts.system,
         "samples": [asdict(sample) for sample in _samples(prepared, tokenizer, _KEPT_TOKENS)],
     }
 

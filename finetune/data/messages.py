@@ -133,8 +133,10 @@ def _content(message: Mapping[str, Any], key: str, where: str) -> str:
     if isinstance(content, list) and content and all(isinstance(part, Mapping) for part in content):
         return "".join(_part(part, f"{where}.{key}[{index}]") for index, part in enumerate(content))
     if not isinstance(content, str):
-        has = f"; the message has {', '.join(map(str, islice(message, _NAMED)))}" if key not in message else ""
-        raise RowError(f"`{where}.{key}` must be text, not {row.kind_of(content)}{has}")
+        if content is None:
+            has = ", ".join(f"`{name}`" for name in islice(message, _NAMED) if message[name] is not None)
+            raise RowError(f"`{where}.{key}` is missing; the message has only {has}")
+        raise RowError(f"`{where}.{key}` must be text, not {row.kind_of(content)}")
     row.check_encodable(content, f"{where}.{key}")
     return content
 

@@ -22,7 +22,7 @@ from finetune.config.fields import GIVEN
 from finetune.data import cache, chat, control, fingerprint, formats, lengths, sources
 from finetune.data.chat import Encoded
 from finetune.data.counts import CONTROL_TOKENS, DUPLICATE, EMPTY, TOO_LONG, UNTRAINED, Affected, Counts
-from finetune.data.examples import Chat, Completion, Example, NoSuchField, RowError, Tokens, kind
+from finetune.data.examples import Chat, Completion, Example, NoSuchField, RowError, Tokens, kind, system
 from finetune.data.problems import Problems
 from finetune.data.readers import NO_HEADER, has_header
 from finetune.data.rows import mapped, writer
@@ -193,7 +193,7 @@ class _Rows:
             try:
                 for kept in self._kept(read, encoded.get(place)):
                     example = full[place]
-                    self.counts.add(len(kept.input_ids), kept.trained, kind(example))
+                    self.counts.add(len(kept.input_ids), kept.trained, kind(example), system(example))
                     self.counts.run_together += isinstance(example, Completion) and example.runs_together
                     yield read.row, kept
             except DataError as error:

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from finetune.config.fields import shortened
 from finetune.data import examples
 from finetune.errors import ConfigError
 from finetune.inference import chat as conversation
 from finetune.inference import prompts
 from finetune.inference.generation import Settings
-from finetune.inference.jobs import UNRECORDED, ready
+from finetune.inference.jobs import UNRECORDED, ready, system_of
 from finetune.report import words
 from finetune.report.terminal import note_beside_output
 from finetune.report.visible import LINES, visible
@@ -22,7 +23,7 @@ from finetune.storage.rundir import RunDirectory
 
 def generate(
     run: RunDirectory, texts: Sequence[str], file: Path | None, which: str, settings: Settings, *, as_json: bool,
-    trust_remote_code: bool = False,
+    system: str | None = None, trust_remote_code: bool = False,
 ) -> None:  # fmt: skip
     """Answer `texts`, the prompts of `file`, or without both those of standard input.
 
@@ -31,16 +32,12 @@ def generate(
     """
     if texts and file:
         raise ConfigError("--prompt and --file both name prompts; give one of them")
-    separator = config_of(run, trust_remote_code=trust_remote_code).data.separator
-
-    def ask(text: str) -> examples.Example:
-        return examples.asked(examples.learnt(run.events()) or UNRECORDED, text, separator)
-
+    ask = _asking(run, system, trust_remote_code)
     if texts:
         asked = [prompts.Prompt(ask(text), {"prompt": text}) for text in texts]
     else:
         asked = prompts.from_file(file, ask) if file else prompts.from_standard_input(ask)
-    opened = ready(run, which, cache=settings.cache, trust_remote_code=trust_remote_code)
+    opened = ready(run, which, system=system, cache=settings.cache, trust_remote_code=trust_remote_code)
     if len(texts) == 1 and not as_json:
         opened.stream(asked[0].example, settings, _say)
         _say("\n")
@@ -54,10 +51,26 @@ def generate(
     note_beside_output(f"KV cache ({settings.cache}): at most {words.size(max(sizes))} for a batch")
 
 
-def chat(run: RunDirectory, which: str, settings: Settings, *, trust_remote_code: bool = False) -> None:
+def chat(
+    run: RunDirectory,
+    which: str,
+    settings: Settings,
+    *,
+    system: str | None = None,
+    trust_remote_code: bool = False,
+) -> None:
     """A conversation with a model of the run; see `finetune.inference.chat`."""
-    opened = ready(run, which, cache=settings.cache, trust_remote_code=trust_remote_code)
+    opened = ready(run, which, system=system, cache=settings.cache, trust_remote_code=trust_remote_code)
     conversation.converse(opened, settings, _say, note_beside_output)
+
+
+def _asking(run: RunDirectory, system: str | None, trust_remote_code: bool) -> Callable[[str], examples.Example]:
+    """A function from a prompt to an example; says which system message it begins with, if the run chose it."""
+    used, kind = system_of(run, system), examples.learnt(run.events()) or UNRECORDED
+    if used and system is None:
+        note_beside_output(f"system message of the rows: {shortened(used, 200)} (--system gives another, or '' none)")
+    separator = config_of(run, trust_remote_code=trust_remote_code).data.separator
+    return lambda text: examples.asked(kind, text, separator, used)
 
 
 def _say(piece: str) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 from finetune.config import Config
 from finetune.data import examples, fingerprint
+from finetune.errors import ConfigError
 from finetune.export.merge import load_merged
 from finetune.inference import generation
 from finetune.inference.generation import Answer, Settings
@@ -31,12 +32,16 @@ EARLIER_ADAPTER = "The merged model is of an earlier adapter; `finetune merge` m
 
 @dataclass(frozen=True)
 class Ready:
-    """A model of a run, ready to answer; `kind` is that of the rows it was trained on, a key of `examples.ASKED`."""
+    """A model of a run, ready to answer; `kind` is that of the rows it was trained on, a key of `examples.ASKED`.
+
+    `system` is the system message of conversations, empty for none.
+    """
 
     config: Config
     model: Any
     tokenizer: Any
     kind: str
+    system: str = ""
 
     @property
     def switchable(self) -> bool:
@@ -45,7 +50,7 @@ class Ready:
 
     def asked(self, text: str) -> examples.Example:
         """A person's text in the form of the run's rows."""
-        return examples.asked(self.kind, text, self.config.data.separator)
+        return examples.asked(self.kind, text, self.config.data.separator, self.system)
 
     def answers(
         self,
@@ -80,15 +85,36 @@ class Ready:
         return generation.prompt_ids(prompt, self.tokenizer, self.config.data.control_tokens)
 
 
+def system_of(run: RunDirectory, system: str | None) -> str:
+    """The system message to begin with: `system`, or if that is None the one that all of the run's rows have in common.
+
+    Raises ConfigError for one that a run of plain text cannot have.
+    """
+    if (examples.learnt(run.events()) or UNRECORDED) != "chat":
+        if system:
+            raise ConfigError("`--system`: this run was trained on plain text, which has no system message")
+        return ""
+    if system is None:
+        facts = run.data_facts()
+        return (facts.get("system") if facts else None) or ""
+    return system
+
+
 def ready(
-    run: RunDirectory, which: str = "adapter", *, cache: str = "dynamic", trust_remote_code: bool = False
+    run: RunDirectory,
+    which: str = "adapter",
+    *,
+    system: str | None = None,
+    cache: str = "dynamic",
+    trust_remote_code: bool = False,
 ) -> Ready:
-    """Load the run's `base`, `adapter` or `merged` model.
+    """Load the run's `base`, `adapter` or `merged` model; `system` is that of `system_of`.
 
     `trust_remote_code` allows Python code shipped with the run's base. Raises ArtifactError if such code is needed and
     not allowed, and as `caches.make` does, before weights are read, if the model cannot have the KV cache `cache`.
     """
     config = config_of(run, trust_remote_code=trust_remote_code)
+    system = system_of(run, system)
     if cache != "dynamic":
         caches.make(cache, load_architecture(config.model), 1)
     model, tokenizer = model_of(run, config, which)
@@ -97,7 +123,7 @@ def ready(
     kind = examples.learnt(run.events())
     if not kind:
         note_beside_output(f"{run.path} does not record the format of its rows; prompts are sent as conversations")
-    return Ready(config, model, tokenizer, kind or UNRECORDED)
+    return Ready(config, model, tokenizer, kind or UNRECORDED, system)
 
 
 def generate(
@@ -105,15 +131,16 @@ def generate(
     prompt: str,
     *,
     which: str = "adapter",
+    system: str | None = None,
     max_new_tokens: int = 256,
     trust_remote_code: bool = False,
 ) -> str:
     """Answer `prompt` greedily with the run's `base`, `adapter` or `merged` model.
 
-    A run trained on conversations answers it as a user message; one trained on completions or plain text continues it.
-    Raises as `ready` does.
+    A run trained on conversations answers it as a user message, after the `system` message: by default the one that all
+    of its rows have in common, with "" none. One trained on completions or plain text continues it. Raises as `ready`.
     """
-    opened = ready(run, which, trust_remote_code=trust_remote_code)
+    opened = ready(run, which, system=system, trust_remote_code=trust_remote_code)
     return next(opened.answers([opened.asked(prompt)], Settings(max_new_tokens))).text
 
 

@@ -109,7 +109,7 @@ class Comparison:
             "padding": ("padding_share", words.share),
             "peak memory": ("peak_bytes", words.size),
             "duration": ("seconds", words.duration),
-            "device hours": ("device_hours", words.hours),
+            "time of all devices": ("device_hours", words.hours),
             "energy": ("joules", words.energy),
         }
         rows = [

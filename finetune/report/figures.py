@@ -93,6 +93,11 @@ class Figures:
         """Whether training has ended since the last start."""
         return any(event["event"] == "trained" for event in self._last_start())
 
+    @property
+    def starts(self) -> int:
+        """How often the run was started."""
+        return len(self._starts())
+
     def _last_start(self) -> list[dict[str, Any]]:
         """The events since the run was last started or resumed."""
         return (self._starts() or [[]])[-1]

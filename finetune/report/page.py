@@ -24,6 +24,9 @@ from finetune.storage.rundir import RunDirectory
 # Events whose facts have a section of their own.
 _TOLD_ELSEWHERE = {"trained", "finished", "merged"}
 
+# What keys of events are called on the page, where they are not called as in the file.
+_NAMES = {"held_seconds": "training waited", "world_size": "ranks", "learns": "rows of kind"}
+
 # A long run saves thousands of times; the page shows this many events of its start, and as many of its end.
 _EVENTS = 100
 
@@ -119,6 +122,10 @@ def _job(
         facts["data"] = ", ".join(rows)
     if config:
         facts["training"] = words.training(config)
+        if figures.trained and figures.steps > (config.training.max_steps or figures.steps):
+            facts["training"] += f"; an earlier start had done {words.count(figures.steps)} by then"
+    if changed := [event for event in figures.events if event["event"] == "schedule_changed"]:
+        facts["schedule"] = "; ".join(map(_changed_schedule, changed))
     if environment:
         several = f"{words.count(figures.processes)} x " if figures.processes > 1 else ""
         facts["device"] = several + words.device(environment, environment["device"]["type"])
@@ -135,17 +142,27 @@ def result_rows(run: RunDirectory, figures: Figures) -> list[tuple[str, str, str
         found.append(("training loss, first and last step", f"{words.loss(first)} → {words.loss(final)}",
                       f"{words.count(figures.steps)} steps"))  # fmt: skip
     if figures.peaks:
-        found.append(("peak memory", words.size(figures.peak_bytes), _forecast(run)))
+        starts = f"over {words.count(figures.starts)} starts; " if figures.starts > 1 else ""
+        found.append(("peak memory", words.size(figures.peak_bytes), starts + _forecast(run)))
     if figures.tokens_per_second is not None:
         padding = "" if figures.padding_share is None else f", {words.share(figures.padding_share)} padding"
         found.append(("speed", f"{words.count(figures.tokens_per_second)} tokens/s", f"median{padding}"))
     if figures.training:
         kind = (run.environment() or {"device": {"type": ""}})["device"]["type"]
-        cost = f"{words.hours(figures.device_hours)} {'GPU' if kind == 'cuda' else 'CPU'} hours"
+        cost = f"{words.hours(figures.device_hours)} of {'GPU' if kind == 'cuda' else 'CPU'} time"
         if figures.joules is not None:
             cost += f", {words.energy(figures.joules)} of the GPU"
         found.append(("duration", words.duration(figures.seconds), cost))
     return found
+
+
+def _changed_schedule(event: Mapping[str, Any]) -> str:
+    """How a run was given another number of steps, and its learning rate with it."""
+    (then, now), (before, after) = event["steps"], event["learning_rate"]
+    return (
+        f"of {words.count(then)} steps until step {words.count(event['step'])}, then of {words.count(now)}: the "
+        f"learning rate went from {before:.2e} to {after:.2e}"
+    )
 
 
 def _eval_loss(figures: Figures) -> tuple[str, str]:
@@ -172,6 +189,8 @@ def _forecast(run: RunDirectory) -> str:
     if forecast is None:
         return "no forecast was made"
     compared = [one for one in _differences(run) if one.measure in ("reserved_bytes", "resident_bytes")]
+    if compared and not any(one.phase in ("forward", "backward") for one in compared):
+        return f"the last one took no step; its forecast was {words.size(forecast['needed_bytes'])}"
     predicted = max((one.forecast_bytes for one in compared), default=forecast["needed_bytes"])
     measured = max((one.measured_bytes for one in compared), default=0)
     relative = f" ({words.change(predicted / measured - 1)})" if measured else ""
@@ -226,7 +245,9 @@ def _fact(key: str, value: Any) -> str:
     if key == "memory":
         peaks = value if isinstance(next(iter(value.values())), dict) else {"": value}
         return f"peak memory {words.size(headline(peaks))}"
-    return f"{value:.1f} s" if key == "seconds" else f"{key.removesuffix('_bytes')} {_amount(key, value)}"
+    if key == "seconds" or key.endswith("_seconds"):
+        return f"{_NAMES.get(key, '')} {value:.2g} s".lstrip()
+    return f"{_NAMES.get(key, key.removesuffix('_bytes').replace('_', ' '))} {_amount(key, value)}"
 
 
 def _amount(key: str, value: Any) -> str:

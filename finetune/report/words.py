@@ -68,8 +68,10 @@ def duration(seconds: float) -> str:
 
 
 def hours(value: float) -> str:
-    """Hours to three digits, such as 0.0361 or 12.5."""
-    return f"{value:.3g}" if value < 1000 else count(value)
+    """Hours to three digits in the unit that suits them, such as `27.8 seconds`, `2.17 minutes` or `12.5 hours`."""
+    per_hour, unit = (3600, "seconds") if value < 1 / 60 else (60, "minutes") if value < 1 else (1, "hours")
+    amount = per_hour * value
+    return f"{count(amount) if amount >= 1000 else format(amount, '.3g')} {unit}"
 
 
 def energy(joules: float) -> str:

@@ -73,6 +73,7 @@ class Event(TypedDict):
     """A line of events.jsonl. `memory` is by phase, except for `saved`, which has a single peak.
 
     `lowered`: the micro-batch that ranks agreed on after one ran out of memory with the `settings` (a hash).
+    `steps` and `learning_rate`: before and after a change of the schedule.
     """
 
     time: Annotated[float, Field(ge=0, le=_LAST_SECOND)]
@@ -85,12 +86,16 @@ class Event(TypedDict):
     joules: NotRequired[Count]
     lowered: NotRequired[dict[_MicroBatch, Annotated[int, Field(ge=1, le=2**53)]]]
     settings: NotRequired[str]
+    steps: NotRequired[Annotated[list[Step], Field(min_length=2, max_length=2)]]
+    learning_rate: NotRequired[Annotated[list[Number], Field(min_length=2, max_length=2)]]
 
 
 def _check_event(event: Event) -> Event:
     saved = event["event"] == "saved"
     if "step" not in event and (saved or event["event"] in ("trained", "best_loaded")):
         raise PydanticCustomError("missing", "`step` is missing")
+    if event["event"] == "schedule_changed" and not {"step", "steps", "learning_rate"} <= event.keys():
+        raise PydanticCustomError("missing", "`step`, `steps` or `learning_rate` is missing")
     if "joules" not in event and event["event"] == "energy":
         raise PydanticCustomError("missing", "`joules` is missing")
     if any(isinstance(value, int) != saved for value in event.get("memory", {}).values()):
@@ -257,10 +262,14 @@ class _SampleRow(TypedDict):
 
 @_written
 class DataFacts(TypedDict):
-    """data.json: the splits in numbers, and the first training rows with their label masks."""
+    """data.json: the splits in numbers, and the first training rows with their label masks.
+
+    `system` is the system message that all training rows have in common, if there is one.
+    """
 
     train: _SplitFacts
     eval: _SplitFacts | None
+    system: NotRequired[str | None]
     samples: list[_SampleRow]
 
 

@@ -404,6 +404,10 @@ def _fit(job: Job, loop: Loop) -> None:
         loop.progress.updates = updates_in(job.resume_from)
         restore_weights(loop.step.model, job.resume_from)
         if loop.is_over:
+            job.listener.note(
+                f"nothing is left to train: step {loop.progress.step} is saved, and the run ends "
+                + ("early" if loop.stopped_early else f"at step {loop.progress.total}")
+            )
             loop.evaluate_if_owed()
             return
         restore(loop.step, loop.schedule, job.resume_from)
@@ -431,10 +435,13 @@ def _note_other_schedule(job: Job, loop: Loop, resume_from: Path) -> None:
     if not done or then == now:
         return
     before, after = schedules.rate(training, done, then), schedules.rate(training, done + 1, now)
+    warmup = schedules.warmup_steps(training, now)
+    rises = f"rises until step {warmup} (`training.warmup`), " if done + 1 < warmup else ""
     job.run.event("schedule_changed", step=done, steps=[then, now], learning_rate=[before, after])
     job.listener.note(
         f"the schedule now ends at step {now}, not {then}: the learning rate goes from {before:.2e} at step "
-        f"{done} to {after:.2e} at the next, then follows `training.schedule: {training.schedule}`"
+        f"{done} to {after:.2e} at the next, {rises}"
+        f"then follows `training.schedule: {training.schedule}`"
     )
 
 

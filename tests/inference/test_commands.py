@@ -6,6 +6,7 @@ import io
 import json
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import date
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,6 +17,8 @@ import pytest
 from pyarrow import parquet
 from transformers import BloomConfig, LlamaConfig
 
+import finetune
+from finetune.data import formats, sources
 from finetune.errors import ConfigError, DataError
 from finetune.inference import chat, commands, generation, jobs, prompts
 from finetune.inference.generation import Settings
@@ -199,6 +202,131 @@ def test_a_chat_asks_with_the_turns_before_until_they_are_forgotten(
     turns = [{"role": "user", "content": f"Say {number}"} for number in (5, 6, 7)]
     answer = {"role": "assistant", "content": text_of(opened, "Say 5")}
     assert asked == [turns[:1], [turns[0], answer, turns[1]], turns[2:]]
+
+
+def conversing(opened: jobs.Ready, settings: Settings = SETTINGS) -> tuple[chat.Conversation, list[str], list[str]]:
+    """A conversation, the pieces that it says, and its notes."""
+    said: list[str] = []
+    noted: list[str] = []
+    return chat.Conversation(opened, settings, said.append, noted.append), said, noted
+
+
+def test_both_answer_a_line_and_the_conversation_goes_on_from_the_adapter(opened: jobs.Ready) -> None:
+    conversation, said, _ = conversing(opened)
+    conversation.take("/both")
+    conversation.take("Say 5")
+    base, adapter = "".join(said).splitlines()
+    assert adapter == f"[adapter] {text_of(opened, 'Say 5')}"
+    assert base.startswith("[base] ")
+    assert base.removeprefix("[base]") != adapter.removeprefix("[adapter]")
+    assert [message["content"] for message in conversation._messages] == ["Say 5", text_of(opened, "Say 5")]
+
+
+def test_the_last_line_is_answered_again_in_place_of_its_answer_at_the_temperature_that_is_set(
+    opened: jobs.Ready,
+) -> None:
+    conversation, said, noted = conversing(opened)
+    conversation.take("/retry")
+    conversation.take("Say 5")
+    conversation.take("/retry")
+    assert noted == ["there is nothing to answer again", noted[1]]
+    assert "the same answer" in noted[1]
+    conversation.take("/temperature 5")
+    for _ in range(3):
+        conversation.take("/retry")
+    assert len(set("".join(said).splitlines())) > 2
+    assert [message["role"] for message in conversation._messages] == ["user", "assistant"]
+    for word, answer in (("x", "x is no number"), ("-1", "`temperature` must be 0"), ("", "the temperature is 5")):
+        conversation.take(f"/temperature {word}")
+        assert noted[-1].startswith(answer)
+
+
+def test_a_retry_of_a_line_that_was_too_long_keeps_the_turns_before(
+    opened: jobs.Ready, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    conversation, _, noted = conversing(opened)
+    conversation.take("Say 5")
+    before = list(conversation._messages)
+
+    def too_long(*_: object) -> None:
+        raise generation.TooLong("the prompt is too long")
+
+    monkeypatch.setattr(jobs.Ready, "stream", too_long)
+    conversation.take("Say 6")
+    conversation.take("/retry")
+    assert noted.count("the prompt is too long, or /reset") == 2
+    assert conversation._messages == before
+
+
+def test_a_conversation_is_saved_as_a_row_that_can_be_trained_on(opened: jobs.Ready, tmp_path: Path) -> None:
+    conversation, _, noted = conversing(replace(opened, system="Be brief."))
+    conversation.take("/save")
+    conversation.take("Say 5")
+    conversation.take("/save")
+    for _ in range(2):
+        conversation.take(f"/save {tmp_path / 'rows.jsonl'}")
+    conversation.take(f"/save {tmp_path / 'missing' / 'rows.jsonl'}")
+    assert noted[:2] == ["there is no conversation to save", "name a file: /save rows.jsonl"]
+    assert "could not be written" in noted[-1]
+    (row, again) = sources.rows(str(tmp_path / "rows.jsonl"))
+    assert row.fields == again.fields
+    example, _ = formats.read(row.fields, "auto", {})
+    assert [(one["role"], bool(one["content"])) for one in example.messages] == [
+        ("system", True), ("user", True), ("assistant", True)
+    ]  # fmt: skip
+
+
+def test_the_help_lists_every_command(opened: jobs.Ready) -> None:
+    conversation, _, noted = conversing(opened)
+    conversation.take("/help")
+    assert [line.split()[0] for line in noted[0].splitlines()] == list(chat.COMMANDS)
+
+
+# -- the system message ------------------------------------------------------------------------------------------------
+
+
+def test_the_system_message_that_all_rows_share_is_recorded_and_asked_with(
+    quick, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def rows(*systems: str) -> str:
+        file = tmp_path / f"{len(systems)}.jsonl"
+        turns = [
+            [{"role": "system", "content": each} for each in systems[number % 2 : number % 2 + 1]]
+            + [{"role": "user", "content": f"Say {number}"}, {"role": "assistant", "content": str(number)}]
+            for number in range(12)
+        ]
+        file.write_text("".join(json.dumps({"messages": each}) + "\n" for each in turns))
+        return f"data.train={file}"
+
+    few = ["training.max_steps=1", "data.eval=none", "training.eval_every=null"]
+    shared, several, none = (
+        finetune.train(quick(*few, rows(*systems), run=f"run{len(systems)}")).run
+        for systems in (("Be brief.", "Be brief."), ("Be brief.", "Be long.", ""), ())
+    )
+    assert [jobs.system_of(run, None) for run in (shared, several, none)] == ["Be brief.", "", ""]
+    assert [jobs.system_of(shared, given) for given in ("Rhyme.", "")] == ["Rhyme.", ""]
+    asked: list[Any] = []
+
+    def answers(self: jobs.Ready, prompts: Any, *_: Any) -> Any:
+        asked.extend(each.messages for each in prompts)
+        return iter([generation.Answer("", 1, True)] * len(prompts))
+
+    monkeypatch.setattr(jobs.Ready, "answers", answers)
+    finetune.generate(shared, "Hi")
+    finetune.generate(shared, "Hi", system="")
+    for system in (None, "Rhyme."):
+        commands.generate(shared, ["Hi"], None, "adapter", SETTINGS, as_json=True, system=system)
+    assert [[message["content"] for message in messages] for messages in asked] == [
+        ["Be brief.", "Hi"], ["Hi"], ["Be brief.", "Hi"], ["Rhyme.", "Hi"]
+    ]  # fmt: skip
+    assert capsys.readouterr().err.count("system message of the rows: Be brief. (--system gives another") == 1
+
+
+def test_a_run_of_plain_text_has_no_system_message(run: RunDirectory) -> None:
+    run.event("resumed", learns="text")
+    assert jobs.system_of(run, None) == ""
+    with pytest.raises(ConfigError, match="trained on plain text, which has no system message"):
+        jobs.system_of(run, "Be brief.")
 
 
 def test_an_interrupt_stops_the_answer_and_not_the_chat(opened: jobs.Ready) -> None:

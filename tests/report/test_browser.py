@@ -165,7 +165,12 @@ def test_curves_are_read_by_pointing_and_zoomed_by_dragging_with_all_charts_at_o
 
     box = view.locator(".u-over").first.bounding_box()
     whole, middle = pictures(), box["y"] + box["height"] / 2
-    assert set(legend()) == {"–"}
+    assert set(legend()) == {""}, "nothing is pointed at"
+    squares = view.locator(".u-legend").first.locator(".u-marker")
+    looks = squares.evaluate_all(
+        "(all) => all.map(({style}) => [style.borderWidth, style.borderStyle, style.borderColor, style.background])"
+    )
+    assert len(set(map(tuple, looks))) == len(looks) > 1
     view.mouse.move(box["x"] + box["width"] - 1, middle)
     assert legend()[0] == "2,000"
     assert float(legend()[1]) == pytest.approx(4 / math.sqrt(2000), rel=1e-3)

@@ -14,6 +14,7 @@ from report_lines import MIB, evaluation_line, training_line, write_lines
 from finetune.config import Config, dump
 from finetune.export.formats import FORMATS
 from finetune.report import page
+from finetune.report import words as report_words
 from finetune.report.figures import Figures
 from finetune.report.result import Result
 from finetune.storage.files import write_json, write_text
@@ -144,7 +145,7 @@ def test_what_the_run_says_is_told(run: RunDirectory) -> None:
         "LoRA of rank 16", "builtin:python_docs, 1,000 rows, 4,000 tokens, 25.0% of them trained, 20 rows held out",
         "4.0000 → 3.0000 -25.0% at step 2, which was published", "3.5000 → 2.0000",
         "2.00 GiB forecast 900 MiB (-10.0%), budget 4.00 GiB", "backward 900 MiB 1000 MiB -10.0% *",
-        "2,000 tokens/s median, 14.3% padding", "CPU hours", "cpu, 2 cores, 2 threads",
+        "2,000 tokens/s median, 14.3% padding", "of CPU time", "cpu, 2 cores, 2 threads",
         "best loaded", "cpu cores 2", "rows.jsonl:7: 600 tokens, 2 trained",
     ):  # fmt: skip
         assert text in words
@@ -205,3 +206,40 @@ def test_a_notebook_shows_results_and_plot(run: RunDirectory) -> None:
     run.plot_file.write_bytes(_IMAGE)
     reader = Reader(Result(run)._repr_html_())
     assert {"table", "img"} <= reader.tags
+
+
+def words_of(run: RunDirectory) -> str:
+    page.write(run)
+    return re.sub(r"\s+", " ", re.sub(r"<[^>]*>", " ", run.report_file.read_text(encoding="utf-8")))
+
+
+def test_a_start_that_took_no_step_lends_its_forecast_to_no_peak_of_another(run: RunDirectory) -> None:
+    """The run has done three steps; a later start asked for two of them."""
+    write_text(run.config_file, dump(Config.model_validate({"training": {"max_steps": 2}})))
+    run.event("resumed", step=3)
+    run.event("trained", step=3, memory={"load": {"resident_bytes": 100 * MIB}})
+    sizes = {"phase": "load", "measure": "resident_bytes", "forecast_bytes": 90 * MIB, "measured_bytes": 100 * MIB}
+    forecast = {"device": "cpu", "needed_bytes": 900 * MIB, "budget_bytes": 2**32, "differences": [sizes]}
+    write_json(run.forecast_file, forecast)
+    words = words_of(run)
+    assert "2.00 GiB over 2 starts; the last one took no step; its forecast was 900 MiB" in words
+    assert "2 steps, supervised" in words
+    assert "an earlier start had done 3 by then" in words
+
+
+def test_a_changed_schedule_is_told_with_the_jump_of_the_rate(run: RunDirectory) -> None:
+    run.event("schedule_changed", step=3, steps=[3, 600], learning_rate=[6.1e-05, 2.2e-03])
+    assert (
+        "schedule of 3 steps until step 3, then of 600: the learning rate went from 6.10e-05 to 2.20e-03"
+        in words_of(run)
+    )
+
+
+def test_seconds_and_hours_have_their_unit(run: RunDirectory) -> None:
+    run.event("saved", step=3, seconds=0.09, held_seconds=0.0134, memory={"resident_bytes": MIB})
+    words = words_of(run)
+    assert "0.09 s, training waited 0.013 s" in words
+    assert "held_seconds" not in words
+    assert [report_words.hours(hours) for hours in (0.00771, 0.5, 12.5, 4321)] == [
+        "27.8 seconds", "30 minutes", "12.5 hours", "4,321 hours"
+    ]  # fmt: skip

@@ -29,6 +29,18 @@
     }
   }
 
+  // The square of a series in the legend: filled for a line, dashed for points, thin for the loss of each step, and in
+  // the colour of the band for the ends of its range, the lower one dotted. No two of a chart look the same.
+  function square(all) {
+    const style = (u, at) => all[at - 1]?.style;
+    return {
+      width: (u, at) => (style(u, at) === "faint" ? 1 : 2),
+      dash: (u, at) => ({ points: "dashed", low: "dotted" })[style(u, at)] ?? "solid",
+      stroke: (u, at) => { const series = u.series[at]; return typeof series.stroke === "function" ? series.stroke(u, at) : series.stroke; },
+      fill: (u, at) => ({ line: u.series[at].stroke, layer: u.series[at].fill, high: () => colour("band"), low: () => colour("band") })[style(u, at)]?.(u, at),
+    };
+  }
+
   const drawn = [];
 
   // Shows the steps from `low` to `high` in every chart, by default all.
@@ -84,9 +96,12 @@
         { ...axis, values: (u, at) => at.map(AXES[chart.form]),
           size: (u, values) => 16 + 7 * Math.max(4, ...(values || []).map((text) => text.length)) },
       ],
+      legend: { markers: square(all) },
       cursor: { sync: { key: "step" } },
-      hooks: { setScale: [(u) => { whole.hidden = !zoomed(u); }] },
+      // Without a cursor there are no values to read beside the names.
+      hooks: { setCursor: [(u) => place.classList.toggle("idle", u.cursor.idx == null)], setScale: [(u) => { whole.hidden = !zoomed(u); }] },
     }, data, place);
+    place.classList.add("idle");
     drawn.push(made);
     pinch(made);
     new ResizeObserver(() => made.setSize({ width: width(), height: HEIGHT })).observe(place);
