@@ -64,7 +64,7 @@ def write(run: RunDirectory, *, plot: bool = False) -> Path:
         config, settings = run.config(), ""
     except ConfigError as error:  # of another version: what it trained is still there
         config, settings = None, f"config.yaml cannot be read: {error}"
-    differences = _differences(run)
+    forecast, differences = run.forecast(), _differences(run)
     document = pages.page(
         run.path.name,
         "run.html.j2",
@@ -75,6 +75,7 @@ def write(run: RunDirectory, *, plot: bool = False) -> Path:
         results=_results(run, figures),
         compared=forecast_view.compared(differences),
         large=forecast_view.LARGE if any(one.measured_bytes and one.large for one in differences) else "",
+        process=forecast_view.process(forecast["needed_bytes"], figures.peaks) if forecast and differences else "",
         peaks=peak_table(figures.peaks),
         scores=Scores.read(run),
         answers=run.answers(),
@@ -135,7 +136,7 @@ def _results(run: RunDirectory, figures: Figures) -> list[tuple[str, str, str]]:
         found.append(("training loss, first and last step", f"{words.loss(first)} → {words.loss(final)}",
                       f"{words.count(figures.steps)} steps"))  # fmt: skip
     if figures.peaks:
-        found.append(("peak memory", words.size(figures.peak_bytes), _forecast(run)))
+        found.append(("peak memory", words.size(figures.peak_bytes), _forecast(run, figures)))
     if figures.tokens_per_second is not None:
         padding = "" if figures.padding_share is None else f", {words.share(figures.padding_share)} padding"
         found.append(("speed", f"{words.count(figures.tokens_per_second)} tokens/s", f"median{padding}"))
@@ -166,14 +167,15 @@ def _eval_loss(figures: Figures) -> tuple[str, str]:
     return value, "; ".join(remarks)
 
 
-def _forecast(run: RunDirectory) -> str:
-    """The forecast of the peak beside what was measured."""
+def _forecast(run: RunDirectory, figures: Figures) -> str:
+    """The forecast of the peak beside the measured one: reserved bytes on a GPU, the whole process on a CPU."""
     forecast = run.forecast()
     if forecast is None:
         return "no forecast was made"
-    compared = [one for one in _differences(run) if one.measure in ("reserved_bytes", "resident_bytes")]
+    differences = _differences(run)
+    compared = [one for one in differences if one.measure == "reserved_bytes"]
     predicted = max((one.forecast_bytes for one in compared), default=forecast["needed_bytes"])
-    measured = max((one.measured_bytes for one in compared), default=0)
+    measured = max((one.measured_bytes for one in compared), default=figures.peak_bytes if differences else 0)
     relative = f" ({words.change(predicted / measured - 1)})" if measured else ""
     return f"forecast {words.size(predicted)}{relative}, budget {words.size(forecast['budget_bytes'])}"
 

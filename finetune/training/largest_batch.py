@@ -34,6 +34,21 @@ def warm_up(step: Step, steps: Steps, retry: Retry, evaluation: Evaluation | Non
     """
     kept, monitor = _Kept(step), step.monitor
     before = dict(monitor.run)
+    with monitor.counting_tensors():
+        _run_largest(step, steps, retry, evaluation)
+    peaks = monitor.take_step()
+    # The run's peaks are those of its steps, and these have their own event; but tensors are counted here alone, where
+    # the batch is the one that is forecast.
+    monitor.run = before
+    for phase, peak in peaks.items():
+        if "resident_bytes" in peak and "allocated_bytes" in peak:
+            monitor.run[phase] = {**before.get(phase, {}), "allocated_bytes": peak["allocated_bytes"]}
+    kept.put_back()
+    return peaks
+
+
+def _run_largest(step: Step, steps: Steps, retry: Retry, evaluation: Evaluation | None) -> None:
+    monitor = step.monitor
     if step.zero is None:
         _make_states(step)
     step_rows = steps.batch_size * step.context // step.world_size
@@ -49,10 +64,6 @@ def warm_up(step: Step, steps: Steps, retry: Retry, evaluation: Evaluation | Non
         for _, inputs in _largest(evaluation.rows, steps, step_rows):
             with monitor.phase("evaluation"):
                 evaluation.loss([[inputs]])
-    peaks = monitor.take_step()
-    monitor.run = before  # the run's peaks are those of its steps; these have their own event
-    kept.put_back()
-    return peaks
 
 
 def _largest(rows: Any, steps: Steps, step_rows: int, most_tokens: int | None = None) -> Iterator[tuple[Batch, Inputs]]:
