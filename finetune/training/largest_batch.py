@@ -129,7 +129,7 @@ class _Kept:
         self._start = StepStart(step)
         self._optimizer = step.optimizer
         if isinstance(self._optimizer, Optimizer8bit):
-            _make_empty_states(self._optimizer)
+            make_empty_states(self._optimizer)
         copies: dict[int, Any] = {}  # bitsandbytes' quantization map is one tensor, which all weights share
         for state in self._optimizer.state.values():
             for value in state.values():
@@ -165,7 +165,7 @@ def _copy(value: Any) -> Any:
     return value.detach().to("cpu", copy=True) if value.any() else None
 
 
-def _make_empty_states(optimizer: Optimizer8bit) -> None:
+def make_empty_states(optimizer: Optimizer8bit) -> None:
     """Create the states as bitsandbytes does at a weight's first update (0.50, `Optimizer8bit.step`).
 
     They are then restored rather than removed, because bitsandbytes never frees managed memory.
