@@ -573,7 +573,7 @@ class _TracedStep:
         """A batch as the collator makes it. Where packed rows begin is known, which decides what attention takes."""
         # With a mask transformers looks for padding in it; without one, whether positions start anew, as packed.
         uneven = (batch.padded and self._step.masked) or len(batch.packed) > 1
-        self.recorder.answers = Answers(uneven, batch.trained_tokens)
+        self.recorder.answers = Answers(uneven, batch.trained_tokens, batch.rows * batch.tokens)
         rows = batch.packed or (batch.tokens,) * batch.rows
         inputs = self._collator.micro_batch([{"input_ids": [0] * length, "labels": [0] * length} for length in rows])
         with self.mode:
