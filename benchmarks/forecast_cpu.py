@@ -166,6 +166,11 @@ SMALL: dict[str, Architecture] = {
     "glm4_moe": _small("glm4_moe", **{**_DEEPSEEK, "head_dim": 32}),
     "ernie4_5_moe": _small("ernie4_5_moe", moe_num_experts=4, moe_k=2, moe_intermediate_size=128, head_dim=32),
     "granitemoe": _small("granitemoe", num_local_experts=4, num_experts_per_tok=2, intermediate_size=128),
+    "olmoe": _small("olmoe", 4, num_experts=4, num_experts_per_tok=2, intermediate_size=128, **UNTIED),
+    "ministral3": _small("ministral3", head_dim=32, **UNTIED),
+    "glm_moe_dsa": _small(
+        "glm_moe_dsa", 4, **_DEEPSEEK, head_dim=16, index_topk=64, index_head_dim=32, index_n_heads=2, **UNTIED
+    ),
 }
 ARCHITECTURES |= SMALL
 
@@ -234,6 +239,7 @@ _EXPERTS = "memory.loss_tokens=16"
 _FULL = "adapter.kind=none quantization.kind=none"
 _SMALL_TILES = "memory.loss_tokens=8"
 _FUSED = "kernels.fused='on'"
+_DROPOUT = "adapter.dropout=0.1 adapter.rslora=true kernels.fused=auto"
 SETTINGS = (
     # Llama: the levers one after the other around QLoRA's defaults.
     _S("llama nf4", "llama", 256, 2),
@@ -402,6 +408,7 @@ SETTINGS = (
             ("llama int8", "llama", 256, 2, _INT8),
             ("llama, evaluated", "llama", 256, 2, "data.eval=rows adapter.dtype=bfloat16"),
             ("llama, dropout", "llama", 256, 2, "adapter.dropout=0.1"),
+            ("ministral3, dropout, rslora", "ministral3", 512, 1, f"{_SMALL_TILES} {_DROPOUT}"),
             ("qwen2 nf4", "qwen2", 256, 2, ""),
             ("qwen3 nf4, small tiles", "small-qwen3", 512, 1, _SMALL_TILES),
             ("gemma2, small tiles", "small-gemma2", 512, 1, f"{_SMALL_TILES} memory.checkpointing=none"),

@@ -22,11 +22,6 @@ class Difference:
     measured_bytes: int
 
     @property
-    def label(self) -> str:
-        """The phase, and of several measures which."""
-        return self.phase if self.measure == "resident_bytes" else f"{self.phase}, {self.measure.split('_')[0]}"
-
-    @property
     def relative(self) -> float:
         """Forecast over measured, less 1: below 0 it was too little."""
         return self.forecast_bytes / self.measured_bytes - 1
@@ -37,21 +32,18 @@ class Difference:
 
 
 def compare(forecast: Forecast, peaks: dict[str, Peak]) -> list[Difference]:
-    """The phases that were both forecast and measured.
+    """The phases that were both forecast and measured, in the same measure.
 
-    On CUDA allocated and reserved bytes are compared as the allocator counts them. On a CPU the resident size is
-    measured, which also holds what libraries keep for themselves; it stands beside live tensors and what the process
-    held before it began.
+    On CUDA these are allocated and reserved bytes as the allocator counts them. On a CPU it is the bytes of tensors,
+    where they were counted (`finetune.measure.tensors`), and not the resident size, which also holds what libraries
+    keep for themselves.
     """
-    found = []
-    for phase, predicted in forecast.phases.items():
-        for measure, measured in peaks.get(phase, {}).items():
-            if measure == "resident_bytes":
-                expected = predicted["allocated_bytes"] + forecast.device.outside_bytes
-                found.append(Difference(phase, measure, expected, measured))
-            elif measure in predicted:
-                found.append(Difference(phase, measure, predicted[measure], measured))
-    return found
+    return [
+        Difference(phase, measure, predicted[measure], measured)
+        for phase, predicted in forecast.phases.items()
+        for measure, measured in peaks.get(phase, {}).items()
+        if measure in predicted
+    ]
 
 
 def as_dict(forecast: Forecast, peaks: dict[str, Peak]) -> dict[str, Any]:

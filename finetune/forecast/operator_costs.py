@@ -181,19 +181,29 @@ def _gemm_4bit_on_cpu(
     return torch.nn.functional.linear(A, bnb.dequantize_4bit(B, absmax, blocksize, quant_type, shapeB, A.dtype), bias)
 
 
-def _grouped_product(a: Any, b: Any, offs: Any = None, bias: Any = None, out_dtype: Any = None) -> Any:
+def _grouped_product(
+    a: Any, b: Any, offs: Any = None, bias: Any = None, out_dtype: Any = None, busiest: int = 0
+) -> Any:
     """Products of experts in any type; torch's own shape function knows bfloat16 alone (torch 2.13)."""
     if b.dim() == 3:
         return torch.mm(a, b[0])  # as many operations: each row meets one expert
     return torch.empty(offs.numel(), a.shape[0], b.shape[1], dtype=a.dtype)
 
 
-def _grouped_product_on_cpu(a: Any, b: Any, offs: Any = None, bias: Any = None, out_dtype: Any = None) -> Any:
-    """The same, one expert after the other (torch 2.13, native/GroupedMMUtils.h), each with its share of the rows."""
+def _grouped_product_on_cpu(
+    a: Any, b: Any, offs: Any = None, bias: Any = None, out_dtype: Any = None, busiest: int = 0
+) -> Any:
+    """The same, one expert after the other (torch 2.13, native/GroupedMMUtils.h).
+
+    The first is the `busiest`, whose product has the largest scratch memory; the others share the other rows.
+    """
     if b.dim() != 3:
         return _grouped_product(a, b, offs)
     out = torch.empty(a.shape[0], b.shape[2], dtype=a.dtype)
-    for rows, expert, part in zip(a.tensor_split(b.shape[0]), b, out.tensor_split(b.shape[0]), strict=True):
+    others = a.shape[0] - busiest
+    sizes = [busiest, *(others // max(b.shape[0] - 1, 1) for _ in range(b.shape[0] - 2))]
+    sizes += [a.shape[0] - sum(sizes)] if b.shape[0] > 1 else []
+    for rows, expert, part in zip(a.split(sizes), b, out.split(sizes), strict=True):
         torch.mm(rows, expert, out=part)
     return out
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from bitsandbytes.optim.optimizer import Optimizer8bit
 from torch import distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -38,6 +39,7 @@ from finetune.runtime.libraries import replaced
 from finetune.training import optimizers
 from finetune.training.collator import Inputs, MicroBatches, for_model
 from finetune.training.evaluation import summed_loss
+from finetune.training.largest_batch import make_empty_states
 from finetune.training.noise import Noise, Row
 from finetune.training.step import Step
 from finetune.training.strategies import STRATEGIES
@@ -446,15 +448,23 @@ class _TracedStep:
             self.recorder.keep(buffer, "base_weights", layer)
 
     def make_optimizer_states(self) -> None:
-        """The optimizer's first step, on gradients of zeros."""
+        """The optimizer's first step, on gradients of zeros, as `training.largest_batch` takes it.
+
+        There weights have a gradient that no loss reaches, such as an adapter on an indexer of sparse attention.
+        """
         self.recorder.phase = "optimizer"
         if self._device.type == "cpu":  # on a card they are made on the host, and moved with the first 8-bit state
             for code in getattr(self._step.optimizer, "name2qmap", {}).values():
                 self.recorder.keep(code, "optimizer_states")
+        start = self._random_state()  # of the warm-up
         if not self.zero:
+            if isinstance(self._step.optimizer, Optimizer8bit):
+                with self._recording(), self.recorder.follow_layers():
+                    make_empty_states(self._step.optimizer)
             self._make_gradients()
         self._update()
         self._model.zero_grad(set_to_none=True)
+        del start
 
     def step(self, batch: Batch) -> None:
         """Forward, backward and update in the steady state."""
@@ -563,7 +573,7 @@ class _TracedStep:
         """A batch as the collator makes it. Where packed rows begin is known, which decides what attention takes."""
         # With a mask transformers looks for padding in it; without one, whether positions start anew, as packed.
         uneven = (batch.padded and self._step.masked) or len(batch.packed) > 1
-        self.recorder.answers = Answers(uneven, batch.trained_tokens)
+        self.recorder.answers = Answers(uneven, batch.trained_tokens, batch.rows * batch.tokens)
         rows = batch.packed or (batch.tokens,) * batch.rows
         inputs = self._collator.micro_batch([{"input_ids": [0] * length, "labels": [0] * length} for length in rows])
         with self.mode:

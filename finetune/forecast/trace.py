@@ -283,6 +283,8 @@ class Recorder(TorchDispatchMode):
         if self._by_layer_of_input and inputs:
             over_layers = self._follow(inputs, in_lists=bool(args) and isinstance(args[0], (list, tuple)))
         if inside := self._kernels.python.get(name):
+            if name == "aten::_grouped_mm" and args[1].dim() == 3:
+                kwargs = {**kwargs, "busiest": self.answers.busiest(args[0].shape[0], args[1].shape[0])}
             return self._inside(inside, args, kwargs)
         if name == "aten::add.Tensor" and _accumulates_in_place(args):
             held = args[0].add_(args[1])
@@ -479,12 +481,13 @@ class Answers:
     """What the worst batch answers where a program looks into its data.
 
     `uneven`: whether attention needs a mask, of padding or of packed rows. `trained_tokens`: how many places have a
-    label.
+    label. `tokens`: how many places there are; 0 where each expert gets as many of them.
     """
 
-    def __init__(self, uneven: bool, trained_tokens: int) -> None:
+    def __init__(self, uneven: bool, trained_tokens: int, tokens: int = 0) -> None:
         self.uneven = uneven
         self.trained_tokens = trained_tokens
+        self.tokens = tokens
         self.shapes = {
             "aten::index.Tensor": self._index,
             "aten::nonzero": self._nonzero,
@@ -500,6 +503,10 @@ class Answers:
         if tensor.dtype is torch.bool:
             return not self.uneven if source in _ALL else True
         return 0.5 if tensor.dtype.is_floating_point else 1
+
+    def busiest(self, rows: int, experts: int) -> int:
+        """How many of `rows`, each token's as often as it has experts, go to one expert at most: every token once."""
+        return max(min(rows, self.tokens), -(-rows // experts))
 
     def _index(self, func: Any, args: Any) -> tuple[Any, Any]:
         """Selecting by a mask takes as many rows as there are trained tokens."""

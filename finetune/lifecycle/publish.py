@@ -31,7 +31,7 @@ def record(
     run.event("trained", **facts, memory=peaks)
     if forecast:
         write_json(run.forecast_file, comparison.as_dict(forecast, peaks))
-        terminal.compared(comparison.compare(forecast, peaks))
+        terminal.compared(comparison.compare(forecast, peaks), forecast.needed_bytes, peaks)
 
 
 def export_model(

@@ -3,7 +3,7 @@
 On CUDA: the caching allocator's peaks of allocated and reserved bytes, and the bytes in use on the whole device, the
 only figure that includes paged optimizer states (managed memory); it is read at the end of the phase, because the
 driver records no peak. On a CPU: the process's peak resident size, which Linux resets through /proc/self/clear_refs
-(proc(5)), or the resident size at the end if it cannot be reset.
+(proc(5)), or the resident size at the end if it cannot be reset; where tensors are counted (`tensors`), their peak too.
 """
 
 from __future__ import annotations
@@ -11,12 +11,16 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import ClassVar, Protocol
+from typing import TYPE_CHECKING, ClassVar, Protocol
+
+if TYPE_CHECKING:
+    from finetune.measure.tensors import TensorCount
 
 PHASES = ("load", "forward", "backward", "optimizer", "evaluation", "save")
 
 Peak = dict[str, int]
-"""Bytes by measure: allocated_bytes, reserved_bytes and device_bytes, or resident_bytes."""
+"""Bytes by measure: allocated_bytes, reserved_bytes and device_bytes; on a CPU resident_bytes, and allocated_bytes
+where tensors were counted."""
 
 
 class Meter(Protocol):
@@ -94,6 +98,7 @@ class Monitor:
     def __init__(self, meter: Meter) -> None:
         self._meter = meter
         self._open: str | None = None
+        self._count: TensorCount | None = None
         self._step: dict[str, Peak] = {}
         self.run: dict[str, Peak] = {}
 
@@ -103,6 +108,8 @@ class Monitor:
         self.leave()
         self._meter.reset()
         self._open = phase
+        if self._count:
+            self._count.enter(phase)
 
     def leave(self) -> Peak:
         """Close the open phase, if any, and return its peak."""
@@ -112,6 +119,8 @@ class Monitor:
         for peaks in (self._step, self.run):
             peaks[self._open] = _largest(peaks.get(self._open, {}), peak)
         self._open = None
+        if self._count:
+            self._count.enter("")
         return peak
 
     @contextlib.contextmanager
@@ -122,6 +131,24 @@ class Monitor:
             yield
         finally:
             self.leave()
+
+    @contextlib.contextmanager
+    def counting_tensors(self) -> Iterator[None]:
+        """In the block, measure `allocated_bytes` of each phase on a CPU as well; a CUDA device always counts them."""
+        from finetune.measure import tensors  # imports torch
+
+        if not isinstance(self._meter, HostMeter) or not tensors.can_count():
+            yield
+            return
+        self._count = count = tensors.TensorCount()
+        try:
+            with count.counting():
+                yield
+        finally:
+            self._count = None
+        for phase, size_bytes in count.peaks.items():
+            for peaks in (self._step, self.run):
+                peaks[phase] = _largest(peaks.get(phase, {}), {"allocated_bytes": size_bytes})
 
     def take_step(self) -> dict[str, Peak]:
         """The peaks by phase since the last call."""

@@ -14,6 +14,7 @@ from finetune.forecast.comparison import TOLD_ABOVE, Difference
 from finetune.forecast.levers import Lever
 from finetune.forecast.replay import WORDS, Forecast
 from finetune.forecast.serving import KV_CACHE, Serving
+from finetune.measure.monitor import Peak
 from finetune.report import pages, printing, step_curve, words
 
 LARGE = f"* more than {TOLD_ABOVE:.0%} from what was measured"
@@ -62,21 +63,35 @@ def levers(found: Sequence[tuple[Lever, Forecast]], console: Console) -> None:
         printing.table(console, *_levers_table(found), texts=("fits", "cost"))
 
 
-def compare(differences: Sequence[Difference], console: Console) -> None:
-    """Print the forecast beside the measurement, and mark large differences."""
+def compare(differences: Sequence[Difference], console: Console, note: str = "") -> None:
+    """Print the forecast beside the measurement, with `note` below, and mark large differences."""
     if not differences:
         return
     printing.table(console, *compared(differences))
     if any(found.measured_bytes and found.large for found in differences):
         printing.say(console, LARGE)
+    if note:
+        printing.say(console, note)
+
+
+def process(needed_bytes: int, peaks: dict[str, Peak]) -> str:
+    """What the table of a CPU's tensors leaves out; empty for a GPU."""
+    resident = max((peak.get("resident_bytes", 0) for peak in peaks.values()), default=0)
+    if not resident:
+        return ""
+    return (
+        "tensors, in a step on the largest batch; with libraries the process was to take "
+        f"{words.size(needed_bytes)} and took up to {words.size(resident)}"
+    )
 
 
 def compared(differences: Sequence[Difference]) -> printing.Cells:
     """The forecast beside the measurement by phase; a * marks large differences (`LARGE`)."""
-    rows = []
+    rows, several = [], len({found.measure for found in differences}) > 1
     for found in differences:
+        label = f"{found.phase}, {found.measure.split('_')[0]}" if several else found.phase
         relative = f"{words.change(found.relative)} {'*' if found.large else ' '}" if found.measured_bytes else ""
-        rows.append((found.label, words.size(found.forecast_bytes), words.size(found.measured_bytes), relative))
+        rows.append((label, words.size(found.forecast_bytes), words.size(found.measured_bytes), relative))
     return ("phase", "forecast", "measured", "difference"), rows
 
 

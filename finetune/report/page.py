@@ -67,7 +67,7 @@ def write(run: RunDirectory, *, plot: bool = False) -> Path:
         config, settings = run.config(), ""
     except ConfigError as error:  # of another version: what it trained is still there
         config, settings = None, f"config.yaml cannot be read: {error}"
-    differences = _differences(run)
+    forecast, differences = run.forecast(), _differences(run)
     document = pages.page(
         run.path.name,
         "run.html.j2",
@@ -78,6 +78,7 @@ def write(run: RunDirectory, *, plot: bool = False) -> Path:
         results=result_rows(run, figures),
         compared=forecast_view.compared(differences),
         large=forecast_view.LARGE if any(one.measured_bytes and one.large for one in differences) else "",
+        process=forecast_view.process(forecast["needed_bytes"], figures.peaks) if forecast and differences else "",
         peaks=peak_table(figures.peaks),
         scores=Scores.read(run),
         answers=run.answers(),
@@ -143,7 +144,7 @@ def result_rows(run: RunDirectory, figures: Figures) -> list[tuple[str, str, str
                       f"{words.count(figures.steps)} steps"))  # fmt: skip
     if figures.peaks:
         starts = f"over {words.count(figures.starts)} starts; " if figures.starts > 1 else ""
-        found.append(("peak memory", words.size(figures.peak_bytes), starts + _forecast(run)))
+        found.append(("peak memory", words.size(figures.peak_bytes), starts + _forecast(run, figures)))
     if figures.tokens_per_second is not None:
         padding = "" if figures.padding_share is None else f", {words.share(figures.padding_share)} padding"
         found.append(("speed", f"{words.count(figures.tokens_per_second)} tokens/s", f"median{padding}"))
@@ -183,16 +184,17 @@ def _eval_loss(figures: Figures) -> tuple[str, str]:
     return value, "; ".join(remarks)
 
 
-def _forecast(run: RunDirectory) -> str:
-    """The forecast of the peak beside what was measured."""
+def _forecast(run: RunDirectory, figures: Figures) -> str:
+    """The forecast of the peak beside the measured one: reserved bytes on a GPU, the whole process on a CPU."""
     forecast = run.forecast()
     if forecast is None:
         return "no forecast was made"
-    compared = [one for one in _differences(run) if one.measure in ("reserved_bytes", "resident_bytes")]
-    if compared and not any(one.phase in ("forward", "backward") for one in compared):
+    differences = _differences(run)
+    if differences and not any(one.phase in ("forward", "backward") for one in differences):
         return f"the last one took no step; its forecast was {words.size(forecast['needed_bytes'])}"
+    compared = [one for one in differences if one.measure == "reserved_bytes"]
     predicted = max((one.forecast_bytes for one in compared), default=forecast["needed_bytes"])
-    measured = max((one.measured_bytes for one in compared), default=0)
+    measured = max((one.measured_bytes for one in compared), default=figures.peak_bytes if differences else 0)
     relative = f" ({words.change(predicted / measured - 1)})" if measured else ""
     return f"forecast {words.size(predicted)}{relative}, budget {words.size(forecast['budget_bytes'])}"
 

@@ -27,7 +27,7 @@ from finetune.forecast.fit import Fitted, Limits
 from finetune.forecast.levers import Lever
 from finetune.forecast.replay import Forecast
 from finetune.forecast.serving import Serving
-from finetune.measure.monitor import headline
+from finetune.measure.monitor import Peak, headline
 from finetune.model import experts
 from finetune.model.experts import Mixture
 from finetune.report import data_view, forecast_view, printing, words
@@ -134,10 +134,10 @@ class Terminal:
         """Print runs side by side."""
         runs.show(self._console)
 
-    def compared(self, differences: Sequence[Difference]) -> None:
-        """Print forecast and measurement by phase."""
-        forecast_view.compare(differences, self._console)
-        self._peaks_shown = True
+    def compared(self, differences: Sequence[Difference], needed_bytes: int, peaks: dict[str, Peak]) -> None:
+        """Print forecast and measurement by phase; of a CPU, all that the process was to take and took as well."""
+        forecast_view.compare(differences, self._console, forecast_view.process(needed_bytes, peaks))
+        self._peaks_shown = bool(differences)
 
     def opened(
         self,

@@ -77,6 +77,7 @@ def before_import() -> None:
     """Set environment variables, warnings and log filters. Imports nothing heavy and keeps the user's settings."""
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
     os.environ.setdefault(_PARALLEL, "false")
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch's profiler writes to stderr when it starts and stops
     for message in _SILENCED_WARNINGS:
         warnings.filterwarnings("ignore", message=message)
     for logger, text in _SILENCED_LOGS:

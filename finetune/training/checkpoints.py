@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -73,17 +74,19 @@ class Checkpoints:
         """Copy the state to host memory; it is written, verified and published while training continues."""
         self.wait()
         started = time.perf_counter()
-        self._monitor.enter("save")
-        try:
-            random_states = ranks.gathered(RandomState().as_json())
-            with while_writing(self._run.checkpoint(progress.step)):
-                contents = (
-                    snapshot(self._step, self._schedule, progress, self._made_with, random_states)
-                    if ranks.is_main() or self._step.cut
-                    else None
-                )
-        finally:
-            peak = self._monitor.leave()
+        first = "save" not in self._monitor.run
+        with self._monitor.counting_tensors() if first else contextlib.nullcontext():
+            self._monitor.enter("save")
+            try:
+                random_states = ranks.gathered(RandomState().as_json())
+                with while_writing(self._run.checkpoint(progress.step)):
+                    contents = (
+                        snapshot(self._step, self._schedule, progress, self._made_with, random_states)
+                        if ranks.is_main() or self._step.cut
+                        else None
+                    )
+            finally:
+                peak = self._monitor.leave()
         self._monitor.take("save")
         if contents and ranks.is_main():
             # A daemon thread, so that a second Ctrl-C ends the process at once; an unfinished save does no harm.

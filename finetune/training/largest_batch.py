@@ -34,6 +34,21 @@ def warm_up(step: Step, steps: Steps, retry: Retry, evaluation: Evaluation | Non
     """
     kept, monitor = _Kept(step), step.monitor
     before = dict(monitor.run)
+    with monitor.counting_tensors():
+        _run_largest(step, steps, retry, evaluation)
+    peaks = monitor.take_step()
+    # The run's peaks are those of its steps, and these have their own event; but tensors are counted here alone, where
+    # the batch is the one that is forecast.
+    monitor.run = before
+    for phase, peak in peaks.items():
+        if "resident_bytes" in peak and "allocated_bytes" in peak:
+            monitor.run[phase] = {**before.get(phase, {}), "allocated_bytes": peak["allocated_bytes"]}
+    kept.put_back()
+    return peaks
+
+
+def _run_largest(step: Step, steps: Steps, retry: Retry, evaluation: Evaluation | None) -> None:
+    monitor = step.monitor
     if step.zero is None:
         _make_states(step)
     step_rows = steps.batch_size * step.context // step.world_size
@@ -49,10 +64,6 @@ def warm_up(step: Step, steps: Steps, retry: Retry, evaluation: Evaluation | Non
         for _, inputs in _largest(evaluation.rows, steps, step_rows):
             with monitor.phase("evaluation"):
                 evaluation.loss([[inputs]])
-    peaks = monitor.take_step()
-    monitor.run = before  # the run's peaks are those of its steps; these have their own event
-    kept.put_back()
-    return peaks
 
 
 def _largest(rows: Any, steps: Steps, step_rows: int, most_tokens: int | None = None) -> Iterator[tuple[Batch, Inputs]]:
@@ -118,7 +129,7 @@ class _Kept:
         self._start = StepStart(step)
         self._optimizer = step.optimizer
         if isinstance(self._optimizer, Optimizer8bit):
-            _make_empty_states(self._optimizer)
+            make_empty_states(self._optimizer)
         copies: dict[int, Any] = {}  # bitsandbytes' quantization map is one tensor, which all weights share
         for state in self._optimizer.state.values():
             for value in state.values():
@@ -154,7 +165,7 @@ def _copy(value: Any) -> Any:
     return value.detach().to("cpu", copy=True) if value.any() else None
 
 
-def _make_empty_states(optimizer: Optimizer8bit) -> None:
+def make_empty_states(optimizer: Optimizer8bit) -> None:
     """Create the states as bitsandbytes does at a weight's first update (0.50, `Optimizer8bit.step`).
 
     They are then restored rather than removed, because bitsandbytes never frees managed memory.

@@ -34,6 +34,7 @@ CHOSEN = {
     "lfm2, small tiles",  # convolutions beside attention
     "small tiles, deep",  # layers are extrapolated
     "small tiles, bf16, evaluated",
+    "glm_moe_dsa, small tiles",  # adapters that no gradient reaches
 }
 
 

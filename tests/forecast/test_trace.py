@@ -12,6 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.profiler import ProfilerActivity, profile
 from traces import events
 
+from finetune.forecast import operator_costs
 from finetune.forecast.operator_costs import Kernels
 from finetune.forecast.trace import Answers, Recorder, Work
 
@@ -239,6 +240,16 @@ def test_whether_a_mask_is_needed_is_answered_by_the_batch(subtests: pytest.Subt
             mask = torch.ones(2, 4, dtype=torch.bool)
             assert bool(mask.all()) is not padded
             assert bool(mask.sum() == mask.numel()) is not padded
+
+
+def test_one_expert_of_a_mixture_is_forecast_to_get_every_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its product is the largest that routing can make; each token goes to two of four experts."""
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": False})  # sums are then in float32
+    for tokens, busiest in [(64, 64), (0, 32)]:
+        with recording(operator_costs.cpu(), Answers(uneven=False, trained_tokens=0, tokens=tokens)) as recorder:
+            rows, experts = (torch.empty(size, dtype=torch.bfloat16) for size in ((128, 32), (4, 32, 48)))
+            torch.nn.functional.grouped_mm(rows, experts, offs=torch.empty(4, dtype=torch.int32))
+        assert max(bytes_of(recorder)[4:]) == 4 * busiest * 48 + 128
 
 
 def test_other_integers_are_one_floats_one_half_and_other_questions_true() -> None:

@@ -5,9 +5,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.profiler import ProfilerActivity, profile
 
 from finetune.forecast import devices
-from finetune.measure import snapshots
+from finetune.measure import snapshots, tensors
 from finetune.measure.monitor import HostMeter, LeakWatch, Monitor, headline
 
 MIB = 2**20
@@ -45,6 +46,40 @@ def test_without_a_resettable_peak_the_resident_size_is_read(tmp_path: Path) -> 
     assert not meter.resets
     meter.reset()
     assert meter.read()["resident_bytes"] > 10 * MIB
+
+
+def test_tensors_are_counted_by_phase_and_not_what_else_is_resident() -> None:
+    held, monitor = torch.ones(4 * MIB // 4), Monitor(HostMeter())
+    before = tensors.live_bytes()
+    with monitor.phase("load"):
+        torch.ones(MIB)
+    with monitor.counting_tensors():
+        with monitor.phase("forward"):
+            block = torch.empty(100 * MIB // 4)  # occupies no page
+            bytearray(50 * MIB)
+        torch.empty(900 * MIB // 4)  # between the phases
+        with monitor.phase("backward"):
+            torch.empty(20 * MIB // 4)
+            del block
+            torch.empty(110 * MIB // 4)
+    counted = {phase: peak.get("allocated_bytes") for phase, peak in monitor.take_step().items()}
+    assert counted == {"load": None, "forward": before + 100 * MIB, "backward": before + 120 * MIB}
+    assert monitor.run["backward"].keys() == {"allocated_bytes", "resident_bytes"}
+    assert held.nbytes <= before
+
+
+def test_tensors_are_not_counted_beside_a_profiler_of_the_callers() -> None:
+    monitor = Monitor(HostMeter())
+    with profile(activities=[ProfilerActivity.CPU]), monitor.counting_tensors(), monitor.phase("forward"):
+        torch.ones(8)
+    assert monitor.take_step()["forward"].keys() == {"resident_bytes"}
+
+
+def test_counting_ends_with_a_block_that_fails() -> None:
+    monitor = Monitor(HostMeter())
+    with pytest.raises(ValueError, match="inside"), monitor.counting_tensors():
+        raise ValueError("inside")
+    assert tensors.can_count()
 
 
 def test_a_phase_keeps_its_largest_peak_over_micro_batches() -> None:

@@ -155,7 +155,7 @@ def test_levers_that_are_not_enough_promise_nothing() -> None:
 
 
 def compared(*rows: tuple[str, int, int]) -> str:
-    differences = [Difference(phase, "resident_bytes", predicted, measured) for phase, predicted, measured in rows]
+    differences = [Difference(phase, "allocated_bytes", predicted, measured) for phase, predicted, measured in rows]
     return printed(lambda console: forecast_view.compare(differences, console))
 
 
@@ -167,6 +167,21 @@ def test_a_comparison_marks_what_is_more_than_three_percent_off() -> None:
     assert row(text, "backward")[-1] == "+3.1% *"
     assert row(text, "optimizer")[-1] == "-10.0% *"
     assert text.endswith("* more than 3% from what was measured\n")
+
+
+def test_a_comparison_of_several_measures_names_them() -> None:
+    differences = [Difference("backward", measure, MIB, MIB) for measure in ("allocated_bytes", "reserved_bytes")]
+    text = printed(lambda console: forecast_view.compare(differences, console))
+    assert "backward, allocated" in text
+    assert "backward, reserved" in text
+
+
+def test_a_comparison_on_a_cpu_says_what_the_process_took_besides_tensors() -> None:
+    peaks = {"forward": {"resident_bytes": 900 * MIB, "allocated_bytes": MIB}, "load": {"resident_bytes": 950 * MIB}}
+    assert forecast_view.process(873 * MIB, peaks) == (
+        "tensors, in a step on the largest batch; with libraries the process was to take 873 MiB and took up to 950 MiB"
+    )
+    assert forecast_view.process(GIB, {"forward": {"allocated_bytes": GIB, "reserved_bytes": GIB}}) == ""
 
 
 def test_a_comparison_without_a_mark_explains_none_and_nothing_measured_is_no_difference() -> None:
