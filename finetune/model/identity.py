@@ -52,6 +52,20 @@ def of_base(section: ModelSection, note: Callable[[str], None] = lambda text: No
     return _WHOLE + hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
 
+def confirmed(section: ModelSection, before: str | None, note: Callable[[str], None] = lambda text: None) -> str | None:
+    """The identity of a base after it was read, which must be the one `before` (None: unknown). `note` as in `of_base`.
+
+    Raises ArtifactError if its files were replaced meanwhile: what was read is then of neither base, or of both.
+    """
+    now = of_base(section, note)
+    if before and now != before:
+        raise ArtifactError(
+            f"the files of {section.name} were changed, replaced or removed while they were read, and nothing was made "
+            "of them. Restore them, and run the same command again"
+        )
+    return now
+
+
 def comparable(identity: str | None) -> bool:
     """Whether a stored identity is a hash of whole files, as `of_base` computes it now."""
     return identity is not None and identity.startswith(_WHOLE)
