@@ -25,7 +25,7 @@ from finetune.kernels import compiled, proof
 from finetune.measure import snapshots
 from finetune.measure.monitor import Monitor
 from finetune.measure.out_of_memory import while_writing
-from finetune.model import causality, chat_template, context, packing, sharding
+from finetune.model import causality, chat_template, context, identity, packing, sharding
 from finetune.model.adapter import casts_by_autocast
 from finetune.model.base import autocast
 from finetune.model.checkpointing import ByLength, UpTo
@@ -192,6 +192,7 @@ def _loop(job: Job, callbacks: Callbacks) -> Loop:
     checkpoints = Checkpoints(
         step, schedule, run, job.monitor, keep=config.output.keep, made_with=job.made_with,
         verified=[job.resume_from] if job.resume_from else [], saved=callbacks.saved,
+        confirm=identity.Mapped(config.model).check if job.device.type == "cpu" else lambda: None,
     )  # fmt: skip
     on_oom = _OutOfMemory(config, run, job.listener, progress, checkpoints, job.data, job.device)
     ranks.before_starting_again(on_oom.record)
