@@ -69,10 +69,12 @@ def convert(job: Job, name: str, form: Format) -> dict[str, Any]:
                 "base": public(job.config.model.name),
                 "base_sha256": job.base_identity and job.base_identity.rpartition(":")[2],
             }
+            identity.confirmed(job.config.model, job.base_identity)
             write_json(folder / "export.json", {**record, "environment": describe(job.device)})
             card = model_card(job.run, job.config, record, form.help)
             (folder / "README.md").write_text(card, encoding="utf-8")
     except (OSError, SafetensorError) as error:  # safetensors 0.8 raises its own error for a full disk
+        identity.confirmed(job.config.model, job.base_identity)
         raise MachineError(not_written(target, error)) from None
     return record
 

@@ -88,11 +88,13 @@ def merge(
                 "base": public(config.model.name),
                 "base_sha256": base_identity and base_identity.rpartition(":")[2],
             }
+            identity.confirmed(config.model, base_identity)
             write_json(written / "merge.json", {**record, "environment": describe(device)})
             (written / "README.md").write_text(
                 model_card(run, config, record, FORMATS["merged"].help), encoding="utf-8"
             )
     except (OSError, SafetensorError) as error:  # safetensors 0.8 raises its own error for a full disk
+        identity.confirmed(config.model, base_identity)
         raise MachineError(
             f"{not_written(run.merged, error)}; the adapter is safe in {run.adapter}, and "
             f"`finetune merge {run.quoted}` merges it"

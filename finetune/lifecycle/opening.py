@@ -86,7 +86,7 @@ def confirm_base(config: Config, run: RunDirectory, materials: Materials, start:
 
     Logs what has changed since the checkpoint. Raises ConfigError or ArtifactError for another base.
     """
-    origin = {**_origin(config, materials), "base": identity.of_base(config.model, note)}
+    origin = {**_origin(config, materials), "base": identity.confirmed(config.model, materials.origin["base"], note)}
     resume.refuse_other_ranks(origin)
     ranks.main_does(lambda: _log_changes(config, run, start, origin, note))
     return origin

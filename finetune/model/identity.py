@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 from collections.abc import Callable
@@ -28,13 +29,8 @@ def of_base(section: ModelSection, note: Callable[[str], None] = lambda text: No
     None for random weights, and for a base that is not available locally or not in a supported format. Calls `note`
     if reading takes a while. Raises ArtifactError for a file that is damaged or cannot be read.
     """
-    if section.weights == "random":
-        return None
-    try:
-        folder = weights_directory(section.name, section.revision)
-    except FinetuneError:
-        return None
-    if not (files := loaded_files(folder)):
+    folder = _folder(section)
+    if folder is None or not (files := loaded_files(folder)):
         return None
     for file in files:
         weight_files.check(file)
@@ -50,6 +46,62 @@ def of_base(section: ModelSection, note: Callable[[str], None] = lambda text: No
     except OSError as error:
         raise ArtifactError(f"{error.filename or folder}: cannot be read: {error.strerror}") from None
     return _WHOLE + hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+
+
+def _folder(section: ModelSection) -> Path | None:
+    """The folder of a base's files; None for random weights, and for a base that is not available locally."""
+    if section.weights == "random":
+        return None
+    try:
+        return weights_directory(section.name, section.revision)
+    except FinetuneError:
+        return None
+
+
+def confirmed(section: ModelSection, before: str | None, note: Callable[[str], None] = lambda text: None) -> str | None:
+    """The identity of a base after it was read, which must be the one `before` (None: unknown). `note` as in `of_base`.
+
+    Raises ArtifactError if its files were replaced meanwhile: what was read is then of neither base, or of both.
+    """
+    now = of_base(section, note)
+    if before and now != before:
+        raise ArtifactError(
+            f"the files of {section.name} were changed, replaced or removed while they were read, and nothing was made "
+            "of them. Restore them, and run the same command again"
+        )
+    return now
+
+
+class Mapped:
+    """The weight files of a base that was loaded on a CPU, where weights stay in the pages of their files.
+
+    A file that is replaced by another or removed stays mapped; one that is written to changes the model that trains.
+    """
+
+    def __init__(self, section: ModelSection) -> None:
+        folder = _folder(section)
+        files = loaded_files(folder) if folder else []
+        self._files = {file: (_stamp(file), file_hashes.sha256(file)) for file in files}
+
+    def check(self) -> None:
+        """Raise ArtifactError if a file was written to."""
+        for file, ((inode, *before), digest) in self._files.items():
+            with contextlib.suppress(FileNotFoundError):
+                now, *after = _stamp(file)
+                if now != inode or after == before:
+                    continue
+                if file_hashes.sha256(file) != digest:
+                    raise ArtifactError(
+                        f"{file} was written to while this run trained on it. On a CPU the weights are the file's own "
+                        "pages, so no step since the last checkpoint is saved: restore the file, and run the same "
+                        "command again to resume from there"
+                    )
+                self._files[file] = (_stamp(file), digest)
+
+
+def _stamp(file: Path) -> tuple[int, int, int]:
+    status = file.stat()
+    return status.st_ino, status.st_size, status.st_mtime_ns
 
 
 def comparable(identity: str | None) -> bool:

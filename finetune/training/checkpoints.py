@@ -26,7 +26,8 @@ class Checkpoints:
     """Saves the training state while training continues: one checkpoint at a time is written in a thread.
 
     `keep` is the number of intact checkpoints to keep; `verified` are known to be intact. `made_with`, the origin, is
-    written into each manifest. `saved` is called in the training thread with each that is complete, at the next `wait`.
+    written into each manifest. `saved` is called in the training thread with each that is complete, at the next `wait`;
+    `confirm` before each is begun, and an error that it raises ends the run with the one before.
     """
 
     def __init__(
@@ -40,6 +41,7 @@ class Checkpoints:
         made_with: dict[str, Any],
         verified: Iterable[Path] = (),
         saved: Callable[[Path], None] = lambda path: None,
+        confirm: Callable[[], None] = lambda: None,
     ) -> None:
         self._step = step
         self._schedule = schedule
@@ -49,6 +51,7 @@ class Checkpoints:
         self._made_with = made_with
         self._verified = set(verified)
         self._saved = saved
+        self._confirm = confirm
         self._thread: threading.Thread | None = None
         self._written: Path | None = None
         self._error: BaseException | None = None
@@ -73,6 +76,7 @@ class Checkpoints:
     def save(self, progress: Progress) -> None:
         """Copy the state to host memory; it is written, verified and published while training continues."""
         self.wait()
+        self._confirm()
         started = time.perf_counter()
         first = "save" not in self._monitor.run
         with self._monitor.counting_tensors() if first else contextlib.nullcontext():

@@ -32,6 +32,7 @@ from finetune.model import (
     causality,
     chat_template,
     context,
+    identity,
     packing,
     plain_peft,
     published,
@@ -209,6 +210,7 @@ def _loop(job: Job, callbacks: Callbacks) -> Loop:
     checkpoints = Checkpoints(
         step, schedule, run, job.monitor, keep=config.output.keep, made_with=job.made_with,
         verified=[job.resume_from] if job.resume_from else [], saved=callbacks.saved,
+        confirm=identity.Mapped(config.model).check if job.device.type == "cpu" else lambda: None,
     )  # fmt: skip
     on_oom = _OutOfMemory(config, run, job.listener, progress, checkpoints, job.data, job.device)
     ranks.before_starting_again(on_oom.record)

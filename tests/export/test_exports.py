@@ -21,11 +21,11 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from markdown_it import MarkdownIt
 from peft import LoraConfig, PeftModel, get_peft_model
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.cli.serve import Serve
 
-from finetune.config import ModelSection
+from finetune.config import ModelSection, dump
 from finetune.errors import ArtifactError, ConfigError, MachineError
 from finetune.export import (
     adapter_export,
@@ -41,7 +41,7 @@ from finetune.export import (
 )
 from finetune.export.job import Job
 from finetune.lifecycle import publish
-from finetune.model import chat_template
+from finetune.model import build, chat_template
 from finetune.report.terminal import Terminal
 from finetune.storage.rundir import RunDirectory
 
@@ -83,6 +83,25 @@ def test_the_plain_adapter_is_the_trained_one_to_peft(run: RunDirectory, tiny_ba
     assert any("vLLM and SGLang were not run" in said for said in result["not_proven"])
     assert "--max-lora-rank 16" in result["serve"]["vLLM"]
     assert f"run={folder}" in result["serve"]["vLLM"]
+
+
+def test_an_export_of_a_base_that_was_replaced_while_it_was_read_is_not_published(
+    run: RunDirectory, tiny_base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base = Path(shutil.copytree(tiny_base, tmp_path / "base"))
+    run.config_file.write_text(dump(run.config().changed({"model.name": str(base)})))
+    load = build.load
+
+    def replaced(*arguments: Any) -> Any:
+        tensors = {name: tensor * 1.1 for name, tensor in load_file(base / "model.safetensors").items()}
+        save_file(tensors, tmp_path / "other", {"format": "pt"})
+        (tmp_path / "other").rename(base / "model.safetensors")
+        return load(*arguments)
+
+    monkeypatch.setattr(build, "load", replaced)
+    with pytest.raises(ArtifactError, match=r"the files of \S*base were changed, replaced or removed"):
+        export(run, "adapter")
+    assert not (run.path / formats.FORMATS["adapter"].folder).exists()
 
 
 def _patterned(base: Any) -> Any:

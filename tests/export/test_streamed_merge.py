@@ -12,6 +12,7 @@ from typing import Any
 import bitsandbytes as bnb
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.pytorch_utils import Conv1D
 
@@ -350,6 +351,31 @@ def test_an_interrupted_merge_goes_on_with_the_next_shard(run: RunDirectory, mon
     stop_at = ""
     finetune.merge(run, onto="quantized")
     assert written == [names[0], *names], "what was begun onto another base is of no use"
+
+
+@pytest.mark.parametrize("change", ["another", "removed", "half written"])
+def test_a_base_that_moves_during_a_merge_publishes_nothing(
+    change: str, run: RunDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where another base stands there before the first weight is read: every logit then agrees."""
+    shard = tmp_path / "base" / "model-00002-of-00004.safetensors"
+    settings = shards.write_settings
+
+    def move(*arguments: Any) -> None:
+        settings(*arguments)
+        if change == "removed":
+            shard.unlink()
+            return
+        tensors = {name: tensor * 1.1 for name, tensor in load_file(shard).items()}
+        save_file(tensors, tmp_path / "other", {"format": "pt"})
+        if change == "half written":
+            (tmp_path / "other").write_bytes((tmp_path / "other").read_bytes()[:-1000])
+        (tmp_path / "other").rename(shard)
+
+    monkeypatch.setattr(shards, "write_settings", move)
+    with pytest.raises(ArtifactError, match=r"the files of \S*base were changed, |model-00002-of-00004\.\w+: damaged"):
+        finetune.merge(run)
+    assert left(run) == []
 
 
 def test_what_cannot_be_merged_is_refused_and_leaves_nothing(

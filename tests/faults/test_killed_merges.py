@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from pathlib import Path
 
@@ -42,3 +43,17 @@ def test_it_is_completed_with_the_same_files(children: Children, tmp_path: Path)
             assert [file.stat().st_ino for file in resumed] == list(kept.values())
     # Between the two renames of the second, the earlier merge was under another name: nothing is lost.
     assert sorted(path.name for path in run.path.iterdir() if "merged" in path.name) == ["merged"]
+
+
+def test_while_one_merges_no_other_process_merges_exports_or_trains_there(children: Children, tmp_path: Path) -> None:
+    merging.write_base(tmp_path / "base", AutoConfig.from_pretrained(locate(BUILTIN_BASE)), 4)
+    run, _ = merging.make_run(tmp_path / "run", tmp_path / "base", tokens=32)
+    first = children.start(["merge", run.path], Fault("finetune.export.shards:write_weights", action="SIGSTOP"))
+    first.wait_until_stopped()
+    for command in (["merge", run.path], ["export", run.path, "--to", "adapter"], ["train", run.config_file]):
+        ended = children.run(command)
+        assert ended.code == 4, ended.output
+        assert f"in use by process {first.pid}" in " ".join(ended.output.split())
+    first.send(signal.SIGCONT)
+    assert first.wait().code == 0
+    assert run.is_merged

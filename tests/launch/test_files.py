@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shlex
 import shutil
@@ -14,6 +15,8 @@ from typing import Any
 
 import pytest
 import yaml
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
 from jobs import TINY
 
 from finetune.errors import ConfigError
@@ -123,6 +126,39 @@ def test_a_name_cannot_smuggle_a_command_into_the_file(on: str, here: Path) -> N
     with pytest.raises(ConfigError, match="cannot be printed"):
         files.write(config, ["training.micro_batch=1"], on, **OPTIONS)
     assert set(here.iterdir()) == {config, here / CONFIG}
+
+
+# No lone surrogates, which no file holds, and no /, so that each stays the name of a file.
+_NAMES = st.text(st.sampled_from("$`\"'\\;&|<>(){}[]#!*?~%:@=, -\u00a0") | st.characters(codec="utf-8"), max_size=12)
+
+
+@pytest.mark.parametrize("on", TARGETS)
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(names=st.lists(_NAMES.filter(lambda name: "/" not in name), min_size=5, max_size=5))
+@example(names=["$(touch x)", "'; touch x #", "x: {y", "- |\n  evil", '"'])
+def test_hostile_names_are_words_and_values_of_the_file_or_refused(on: str, here: Path, names: list[str]) -> None:
+    config, rows, volume, image, card = (f"a{name}a" for name in names)
+    path = here / f"{config}.yaml"[-200:].lstrip()
+    overrides = ["training.micro_batch=1", f"data.train=rows {rows}.jsonl"]
+    options = {**OPTIONS, "gpu": card, "image": image, "volume": volume}
+    try:
+        path.write_text(TINY.read_text())
+        file, _ = files.write(Path(path.name), overrides, on, **options, output=here / "job")
+    except (ConfigError, OSError, ValueError):
+        return
+    text = file.read_text()
+    script = script_of(on, file)
+    [start] = [line for line in script.replace("\\\n", " ").splitlines() if "torchrun" in line]
+    words = shlex.split(start.removesuffix("&"))
+    assert words[words.index("train") :][: 2 + len(overrides)] == ["train", path.name, *overrides]
+    plain, _ = files.write(CONFIG, overrides[:1], on, **OPTIONS, output=here / "plain")
+    assert len(text.splitlines()) == len(plain.read_text().splitlines()), "no line of their own"
+    if on != "slurm":
+        found = yaml.safe_load(text)
+        written = json.dumps(found, ensure_ascii=False)
+        assert found.keys() == yaml.safe_load(plain.read_text()).keys()
+        for value in (volume, image) if on == "kubernetes" else (volume, image, card):
+            assert json.dumps(value, ensure_ascii=False)[1:-1] in written
 
 
 def test_a_job_has_a_name_that_clusters_take_whatever_the_run_is_called() -> None:

@@ -4,17 +4,19 @@ import gc
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
 import torch
-from jobs import adapter_weights
-from safetensors.torch import load_file
+from jobs import adapter_weights, same_adapter
+from safetensors.torch import load_file, save_file
 
 import finetune
 from finetune.errors import ArtifactError, ConfigError, DataError, MachineError
 from finetune.export import shards
 from finetune.lifecycle import resume
+from finetune.model.build import Blueprint
 from finetune.storage.files import write_text
 from finetune.storage.rundir import RunDirectory
 from finetune.training.step import Step
@@ -137,6 +139,58 @@ def test_another_config_is_refused_by_name_and_changes_nothing(quick, end: str) 
         finetune.train(quick("adapter.rank=8", "training.seed=7"))
     assert refused.value.exit_code == 2
     assert run.config_file.read_bytes() == before
+
+
+def test_a_base_that_is_replaced_while_it_is_loaded_is_not_trained(
+    quick, shallow_base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base = Path(shutil.copytree(shallow_base, tmp_path / "base"))
+    load = Blueprint.load
+
+    def replaced(*arguments: Any) -> Any:
+        loaded = load(*arguments)
+        tensors = {name: tensor * 1.1 for name, tensor in load_file(base / "model.safetensors").items()}
+        save_file(tensors, tmp_path / "other", {"format": "pt"})
+        (tmp_path / "other").rename(base / "model.safetensors")
+        return loaded
+
+    monkeypatch.setattr(Blueprint, "load", replaced)
+    with pytest.raises(ArtifactError, match=r"the files of \S*base were changed, replaced or removed"):
+        finetune.train(quick(f"model.name={base}"))
+
+
+@pytest.mark.parametrize("change", ["written to", "replaced", "touched"])
+def test_no_step_is_saved_that_was_trained_on_a_base_that_was_written_to(
+    quick, shallow_base: Path, tmp_path: Path, change: str
+) -> None:
+    """On a CPU, weights in the type of their file are its pages. A file that is replaced stays mapped."""
+    base = Path(shutil.copytree(shallow_base, tmp_path / "base"))
+    file = base / "model.safetensors"
+    common = [f"model.name={base}", "training.precision=bf16", "quantization.kind=none", "output.save_every=1"]
+    whole = finetune.train(quick(*common, run="whole")).run
+    original = file.read_bytes()
+    save_file({name: tensor * 3 for name, tensor in load_file(file).items()}, tmp_path / "other", {"format": "pt"})
+
+    class Change(finetune.Callback):
+        def on_step(self, metrics: dict[str, Any]) -> None:
+            if metrics["step"] == 3:
+                if change == "written to":
+                    shutil.copyfile(tmp_path / "other", file)
+                elif change == "replaced":
+                    (tmp_path / "other").rename(file)
+                else:
+                    file.touch()
+
+    if change == "written to":
+        with pytest.raises(ArtifactError, match=r"model\.safetensors was written to while this run trained on it"):
+            finetune.train(quick(*common), callbacks=[Change()])
+        run = RunDirectory(tmp_path / "run")
+        assert run.saved_steps[-1] == 2
+        file.write_bytes(original)
+        finetune.train(quick(*common))
+    else:
+        run = finetune.train(quick(*common), callbacks=[Change()]).run
+    assert same_adapter(run, whole)
 
 
 def test_a_start_that_came_to_nothing_may_be_tried_with_another_config(quick) -> None:
