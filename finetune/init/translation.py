@@ -18,7 +18,7 @@ from finetune.config import other_names, strict_yaml
 from finetune.config.load import ignored_keys, text_of
 from finetune.config.rules import contradictions
 from finetune.errors import ConfigError
-from finetune.init import refusals
+from finetune.init import data_sets, refusals
 from finetune.init.draft import Draft
 from finetune.settings import CHOICES
 
@@ -193,71 +193,15 @@ def _take_data(draft: Draft, key: str, given: Mapping[str, Any], others: list[st
     """Take the data sets that a key names; what else it says of them is added to `others`. Whether it could be read."""
     if key not in given or key == "dataset_dir":
         return True
-    ours = "data.eval" if key in ("test_datasets", "eval_dataset") else "data.train"
-    value = given[key]
-    if isinstance(value, str):
-        names = [name.strip() for name in value.split(",")] if key != "dataset_name" else [value]
-        found = [_registered(name, given) if key in ("dataset", "eval_dataset") else name for name in names]
-    else:
-        sets = value if isinstance(value, list) else [value]
-        if not sets or not all(isinstance(one, dict) and isinstance(one.get("path"), str) for one in sets):
-            return False
-        found = [source for one in sets for source in _sources(one)]
-        said = [f"{key}.{_shown(name, one[name])}" for one in sets for name in one if not _is_known(name, one[name])]
-        others += list(dict.fromkeys(said))
+    found = data_sets.sources(key, given)
+    if not found:
+        return False
+    others += [f"{key}.{_shown(name, value)}" for name, value in data_sets.unknown(given[key])]
     if key == "pretraining_dataset":
         draft.take("data.format", "text", key)
         draft.take("data.too_long", "split", key)
+    ours = "data.eval" if key in ("test_datasets", "eval_dataset") else "data.train"
     return _take(draft, {ours: found[0] if len(found) == 1 else found}, key)
-
-
-def _sources(one: Mapping[str, Any]) -> list[str]:
-    """The files or hub name of an entry; `path: json` with `data_files` is a reader with its files."""
-    files = one.get("data_files")
-    files = [files] if isinstance(files, str) else files
-    if one["path"] in _READERS and isinstance(files, list) and files and all(isinstance(file, str) for file in files):
-        return files
-    return [one["path"]]
-
-
-_READERS = ("json", "csv", "parquet", "text", "arrow")
-_KNOWN_OF_A_SET: dict[str, tuple[Any, ...]] = {
-    "type": ("alpaca", "chat_template", "sharegpt", "completion", "pretrain", "alpaca_chat.load_qa"),
-    "split": ("train",),
-    "chat_template": ("tokenizer_default",),
-    "roles_to_train": (["assistant"], ["gpt"], "assistant"),
-    "train_on_eos": ("turn",),
-    "text_column": ("text",),
-    "field": ("text",),
-    "field_messages": ("messages", "conversations"),
-    "message_property_mappings": ({"role": "from", "content": "value"}, {"role": "role", "content": "content"}),
-}
-
-
-def _is_known(name: str, value: Any) -> bool:
-    """Whether what an entry says is so here: by itself, or because formats are recognised by the fields of rows."""
-    if name == "data_files":
-        return True
-    return name in ("path", "ds_type", "trust_remote_code") or value is None or value in _KNOWN_OF_A_SET.get(name, ())
-
-
-def _registered(name: str, given: Mapping[str, Any]) -> str:
-    """The file or hub name of a data set that LLaMA-Factory knows by dataset_info.json, or `name` itself.
-
-    Raises ConfigError for one of images.
-    """
-    folder = Path(str(given.get("dataset_dir", "data")))
-    try:
-        entry = json.loads((folder / "dataset_info.json").read_text(encoding="utf-8"))[name]
-        columns = entry.get("columns", {}).keys()
-        source = str(folder / entry["file_name"]) if "file_name" in entry else str(entry["hf_hub_url"])
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        return name
-    if columns & {"images", "videos", "audios"}:
-        raise ConfigError(
-            f"{folder / 'dataset_info.json'}: `{name}` has images, video or sound, which are not trained on"
-        )
-    return source
 
 
 def _take_what_is_said_by_silence(draft: Draft, name: str, given: Mapping[str, Any]) -> None:
@@ -305,6 +249,7 @@ def _note_the_rest(draft: Draft, left: Mapping[str, Any], others: list[str]) -> 
         if ours[key] and key not in harmless:
             draft.notes.append(f"To be decided: {_shown(key, left[key])}, here {ours[key]}")
     others = [*(_shown(key, left[key]) for key in left if not ours[key] and key not in harmless), *others]
+    others = list(dict.fromkeys(others))
     if others:
         draft.notes.append(f"May change the result, and has no counterpart here: {', '.join(others)}")
     if any(other.partition(".")[2].startswith(("field", "message_", "type")) for other in others):

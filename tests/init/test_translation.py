@@ -203,6 +203,9 @@ AXOLOTL_SHARDED = """
       - path: mlabonne/FineTome-100k
         type: chat_template
         split: train[:20%]
+      - path: allenai/c4
+        data_files: en/c4-train.00000.json.gz
+        split: train[:20%]
     val_set_size: 0.0
     adapter: lora
     lora_r: 16
@@ -257,7 +260,7 @@ TRL = """
 def test_axolotl_keys_of_ranks_kernels_experts_and_data_have_counterparts(tmp_path: Path) -> None:
     draft = translate(write(tmp_path, AXOLOTL_SHARDED))
     config = draft.config
-    assert config.data.train == ["rows.jsonl", "mlabonne/FineTome-100k"]
+    assert config.data.train == ["rows.jsonl", "mlabonne/FineTome-100k", "allenai/c4"]
     assert config.data.too_long == "error"
     assert config.adapter.targets == ["q_proj", "v_proj", "experts.gate_up_proj", "experts.down_proj"]
     assert (config.optimizer.kind, config.training.precision) == ("adamw_8bit", "fp16")
@@ -271,7 +274,7 @@ def test_axolotl_keys_of_ranks_kernels_experts_and_data_have_counterparts(tmp_pa
     )
     assert changing == (
         'May change the result, and has no counterpart here: special_tokens: {"eos_token": "<|im_end|>"}, '
-        'tokens: ["<|think|>"], datasets.split: "train[:20%]"'
+        'tokens: ["<|think|>"], datasets.split: "train[:20%]", datasets.data_files: "en/c4-train.00000.json.gz"'
     )
     assert harmless == (
         'Left out, as it does not change the result: gradient_checkpointing_kwargs: {"use_reentrant": false}, '
