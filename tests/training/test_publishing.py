@@ -15,8 +15,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import finetune
-from finetune.errors import ArtifactError
-from finetune.model import adapter_files, plain_peft
+from finetune.errors import ArtifactError, ConfigError
+from finetune.model import adapter_files, plain_peft, published
 from finetune.storage.rundir import RunDirectory
 
 _DEEPSEEK = {
@@ -135,6 +135,10 @@ def test_an_adapter_that_peft_reads_otherwise_is_not_published(
     config = quick(*JOB, f"model.name={deepseek}")
     with monkeypatch.context() as patch:
         patch.setattr(plain_peft, "mistaken", lambda base, layers: [])
+        with pytest.raises(ConfigError, match=r"PEFT renames the tensors of \d+ layers of deepseek_v3"):
+            finetune.train(config)
+        assert not Path(config.output.dir).exists(), "refused before there is a run"
+        patch.setattr(published, "check", lambda skeleton, section: None)
         with pytest.raises(ArtifactError, match=r"PEFT reads 1[0-9] tensors otherwise, such as `base_model"):
             finetune.train(config)
     run = RunDirectory(config.output.dir)
