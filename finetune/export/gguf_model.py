@@ -74,8 +74,10 @@ def write_lora(config: Any, pairs: dict[str, tuple[torch.Tensor, torch.Tensor]],
         made = {}
         for module, (down, up) in pairs.items():
             own = own_names.get(f"{module}.weight", "")
-            stored = _stored(own, up, text, found)
-            if not own or stored.keys() != {own} or own.endswith("linear_attn.out_proj.weight"):
+            # What is stored in another order of columns would change A.
+            whole = own and not own.endswith("linear_attn.out_proj.weight")
+            stored = _stored(own, up, text, found) if whole else {}
+            if stored.keys() != {own}:
                 raise ConfigError(f"llama.cpp has no form for a LoRA on `{module}`; export `merged` instead")
             name = _name_of(names, own, found)
             made[f"{name}.lora_a"] = down

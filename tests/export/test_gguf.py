@@ -269,6 +269,30 @@ def test_a_setting_that_llama_cpp_lacks_is_refused(name: str, changes: dict[str,
         gguf_families.family(config)
 
 
+@pytest.mark.parametrize(
+    ("name", "module", "place"),
+    [
+        ("gemma3, which also sees", "model.language_model.layers.1.self_attn.q_proj", "blk.1.attn_q"),
+        ("qwen3.5", "model.layers.0.linear_attn.in_proj_z", "blk.0.attn_gate"),
+        ("gpt-oss", "model.layers.1.self_attn.o_proj", "blk.1.attn_output"),
+        ("qwen3.5", "model.layers.0.linear_attn.out_proj", None),
+        ("qwen3 mixture", "model.layers.0.mlp.experts.gate_up_proj", None),
+    ],
+)
+def test_a_lora_is_written_under_llama_cpp_s_names_or_refused(
+    name: str, module: str, place: str | None, tmp_path: Path
+) -> None:
+    config = bench.architecture(bench.SHAPES[name], 600)
+    pairs = {module: (torch.randn(4, 64), torch.randn(64, 4))}
+    if place is None:
+        with pytest.raises(ConfigError, match=rf"llama\.cpp has no form for a LoRA on `{module}`|has no place"):
+            gguf_model.write_lora(config, pairs, 4, tmp_path / "a.gguf")
+        return
+    gguf_model.write_lora(config, pairs, 4, tmp_path / "a.gguf")
+    found = {one.name for one in GGUFReader(tmp_path / "a.gguf").tensors}
+    assert found == {f"{place}.weight.lora_a", f"{place}.weight.lora_b"}
+
+
 def test_a_family_that_is_not_written_names_the_converter() -> None:
     config = bench.architecture(bench.Shape(bench.qwen, {"model_type": "olmo2"}), 600)
     with pytest.raises(ConfigError, match=r"`olmo2` model is not written here.*convert_hf_to_gguf\.py"):
