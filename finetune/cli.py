@@ -178,6 +178,7 @@ def data(config: ConfigFile, overrides: Overrides = None, page: Page = None, as_
     found = inspect_data(job)
     if page:
         found.write(page)
+        _wrote(page, as_json)
     if as_json:
         _print_json(found.as_dict())
     else:
@@ -268,8 +269,10 @@ def _plan_training(
         _note_missing(job)
     if picture:
         found.draw(picture)
+        _wrote(picture, as_json)
     if page:
         found.write(page)
+        _wrote(page, as_json)
     if as_json:
         _print_json(found.as_dict())
     else:
@@ -327,13 +330,14 @@ def merge(
 @command
 def export(
     run: Run,
-    format: Annotated[str, typer.Option("--to", help=_listed(FORMATS))],
+    format: Annotated[str, typer.Option("--to", help=_listed(FORMATS))] = "",
     trust_code: TrustCode = False,
     as_json: Json = False,
     type: Annotated[str, typer.Option(help=_listed(TYPES))] = "f16",
     push: Annotated[str | None, typer.Option(help="Upload it to this repository of the hub, private if new.")] = None,
 ) -> None:
     """Export for the programs that serve a model, and prove it. What was written must equal what was trained."""
+    _chosen("--to", format, FORMATS)
     find(format)
     check(type)
     opened = finetune.RunDirectory.open(run)
@@ -438,7 +442,7 @@ def evaluate(
 @command
 def launch(
     config: ConfigFile,
-    on: Annotated[str, typer.Option(help=_listed(TARGETS))],
+    on: Annotated[str, typer.Option(help=_listed(TARGETS))] = "",
     overrides: Overrides = None,
     nodes: Annotated[int, typer.Option(min=1)] = 1,
     gpus: Annotated[int, typer.Option("--gpus-per-node", min=1)] = 8,
@@ -450,6 +454,7 @@ def launch(
     """Write the file that starts a job on a cluster. Its standard tool then starts the nodes, and restarts them."""
     from finetune.launch import files
 
+    _chosen("--on", on, TARGETS)
     file, submit = files.write(
         config, overrides or [], on, nodes=nodes, gpus=gpus, gpu=gpu, image=image, volume=volume, output=output
     )
@@ -479,6 +484,7 @@ def compare(
     found = finetune.compare(runs)
     if page:
         found.write(page)
+        _wrote(page, as_json)
     if as_json:
         _print_json(found.as_dict())
     else:
@@ -528,6 +534,17 @@ def _terminal(*, quiet: bool = False) -> Terminal:
     from finetune.report.terminal import Terminal
 
     return Terminal(quiet=quiet)
+
+
+def _chosen(option: str, name: str, entries: Any) -> None:
+    """Refuse a command without the option that names an entry of a table, with what each is for."""
+    if not name:
+        raise ConfigError(f"choose with {option}: {_listed(entries)}")
+
+
+def _wrote(path: Path, as_json: bool) -> None:
+    """Say that a file was written, beside output that is JSON."""
+    typer.echo(visible(f"wrote {path}"), err=as_json)
 
 
 def _announce(title: str, job: Config) -> None:

@@ -4,12 +4,16 @@ import json
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from finetune import cli
 from finetune.config import dump
+from finetune.export.formats import FORMATS
+from finetune.launch.targets import TARGETS
 from finetune.report.scores import Scores
 from finetune.storage.rundir import RunDirectory
 
@@ -129,6 +133,7 @@ def test_data_shows_counts_and_rows_writes_a_page_and_no_run(call, job: list[str
     assert (code, err) == (0, "")
     for expected in ("rows teach", "evaluation", "grouped by length", "configured", "fingerprint", "<|im_end|>⟧↵"):
         assert expected in out
+    assert f"wrote {page}" in out.splitlines()
     assert page.read_text(encoding="utf-8").startswith("<!doctype html>")
     assert not (tmp_path / "run").exists()
 
@@ -494,6 +499,16 @@ def test_debug_shows_the_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["finetune", "train", "nowhere.yaml", "--debug"])
     with pytest.raises(ConfigError):
         cli.main()
+
+
+@pytest.mark.parametrize(("command", "option", "names"), [("export", "--to", FORMATS), ("launch", "--on", TARGETS)])
+def test_a_choice_that_is_not_made_is_asked_for_with_what_there_is(
+    command: str, option: str, names: dict[str, Any], call: Callable[..., tuple[int, str, str]]
+) -> None:
+    code, out, err = call(command, TINY)
+    assert (code, out) == (2, "")
+    assert err.startswith(f"error: choose with {option}: ")
+    assert [name for name, entry in names.items() if f"{name}: {entry.help}" not in err] == []
 
 
 def test_module_and_help_start_without_torch() -> None:

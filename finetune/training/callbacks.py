@@ -68,8 +68,8 @@ def _checked(given: Any, where: str) -> Callback:
         if name not in METHODS:  # a typing error, or another library's callback
             raise ConfigError(f"{where}: `{name}` would never be called; {nearest(name, METHODS)}")
         _takes_one(getattr(given, name), f"{where}: `{name}`")
-    given_: Callback = given
-    return given_
+    callback: Callback = given
+    return callback
 
 
 def _takes_one(function: Any, where: str) -> None:
@@ -83,11 +83,17 @@ def _takes_one(function: Any, where: str) -> None:
         pass
 
 
-class _Function:
+class _Function(Callback):
     """A function as a callback."""
 
     def __init__(self, function: Callable[[dict[str, Any]], object]) -> None:
-        self.on_step = self.on_evaluation = function
+        self._function = function
+
+    def on_step(self, metrics: dict[str, Any]) -> None:
+        self._function(metrics)
+
+    def on_evaluation(self, metrics: dict[str, Any]) -> None:
+        self._function(metrics)
 
 
 class Callbacks:

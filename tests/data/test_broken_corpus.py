@@ -106,7 +106,7 @@ BROKEN: dict[str, list[tuple[str, str]]] = {
     "mixed_formats.jsonl": [("mixed_formats.jsonl:3: `messages`", "")],
     "unknown_role.jsonl": [("unknown_role.jsonl:2: `messages[1].role`", "'gpt'")],
     "content_is_a_number.jsonl": [("content_is_a_number.jsonl:2: `messages[1].content`", "a number")],
-    "content_is_missing.jsonl": [("content_is_missing.jsonl:2: `messages[0].content`", "text")],
+    "content_is_missing.jsonl": [("content_is_missing.jsonl:2: `messages[0].content`", "missing")],
     "message_is_text.jsonl": [("message_is_text.jsonl:2: `messages[0]`", "object")],
     "messages_are_empty.jsonl": [("messages_are_empty.jsonl:2: `messages`", "at least one")],
     "no_assistant.jsonl": [("no_assistant.jsonl:2: ", "no assistant turn")],

@@ -96,6 +96,17 @@ def test_the_page_overlays_the_curves_and_runs_nothing_of_the_runs(
     assert "<other>" not in markup
 
 
+def test_the_command_says_which_page_it_wrote_beside_json_too(
+    call, run: RunDirectory, other: RunDirectory, tmp_path: Path
+) -> None:
+    page = tmp_path / "page.html"
+    _, out, err = call("compare", run.path, other.path, "--html", page)
+    assert (f"wrote {page}" in out.splitlines(), err) == (True, "")
+    _, out, err = call("compare", run.path, other.path, "--html", page, "--json")
+    assert err.splitlines() == [f"wrote {page}"]
+    assert set(json.loads(out)["runs"]) == {"small", "<other>"}
+
+
 def test_runs_of_one_name_are_told_apart_by_their_paths(run: RunDirectory, tmp_path: Path) -> None:
     shutil.copytree(run.path, tmp_path / "elsewhere" / "small")
     paths = [run.path, tmp_path / "elsewhere" / "small"]
