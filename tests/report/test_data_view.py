@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import html
 import io
 import re
 from typing import Any
@@ -13,7 +14,7 @@ from rich.console import Console
 
 from finetune.data.batching import Batch
 from finetune.data.counts import CONTROL_TOKENS, EMPTY, TOO_LONG, UNTRAINED, Affected, Counts
-from finetune.data.inspection import Batching, Bin, Inspection, Piece, Sample, Source
+from finetune.data.inspection import AsChat, Batching, Bin, Inspection, Piece, Sample, Source
 from finetune.report import data_view
 from finetune.report.data_view import DataLook
 
@@ -175,6 +176,27 @@ def test_the_middle_of_a_long_run_is_left_out_and_its_length_told() -> None:
 
 
 # -- as a page and in a notebook ---------------------------------------------------------------------------------------
+
+
+def test_a_row_of_plain_text_is_shown_through_the_chat_template_as_well() -> None:
+    columns = {"data.columns": {"instruction": "<b>\x1b", "output": "a, b"}, "data.format": "auto"}
+    found = inspection(as_chat=AsChat(columns, sample(("<|user|>", False), ("so", True), place="rows.jsonl:9")))
+    said = (
+        """rows.jsonl:9: 2 tokens, 1 trained, if `data.columns: {instruction: "<b>\\e", output: 'a, b'}` and """
+        "`data.format: auto` made the rows turns of the chat template"
+    )
+    assert said in " ".join(shown(found).split())
+    page = data_view.page(found)
+    assert html.escape(said, quote=False) in html.unescape(page).replace("<b>", "&lt;b&gt;")
+    assert "<b>" not in page
+
+
+def test_few_held_out_rows_and_prompts_without_a_template_are_told() -> None:
+    text = shown(inspection(judges=False, train=Counts(rows=2, tokens=9, kinds={"completion": 2}, run_together=1)))
+    assert re.search(
+        r"^evaluation set +too few different rows to choose an adapter by, so the last one is ", text, re.M
+    )
+    assert re.search(r"^prompts +plain text in 2 rows, .*; no white space before the answer in 1 \(see", text, re.M)
 
 
 def test_the_page_needs_nothing_but_itself() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import os
 import re
@@ -116,6 +117,17 @@ def test_header_tells_what_goes_nowhere_what_stays_text_and_why_nothing_is_held_
     assert "1 with control tokens as text, listed in data.jsonl" in log.text
     assert re.search(r"^not used +columns id, lang$", log.text, re.M)
     assert re.search(r"^evaluation set +none: all rows are equal$", log.text, re.M)
+
+
+def test_header_tells_that_few_held_out_rows_choose_nothing(log: Log, run: RunDirectory) -> None:
+    data = Prepared(train=None, eval=[{"input_ids": [1]}] * 10, train_counts=_COUNTS, eval_counts=Counts(rows=10))
+    config = Config.model_validate({"training": {"eval_every": 1, "early_stopping": 2}})
+    log.terminal.opened(run.path, config, "cpu", data, "sdpa", None)
+    assert "so the last one is published, although training stops early by their loss" in log.text
+    different = dataclasses.replace(data, eval=[{"input_ids": [number]} for number in range(10)])
+    before = len(log.text)
+    log.terminal.opened(run.path, config, "cpu", different, "sdpa", None)
+    assert "too few" not in log.text[before:]
 
 
 def test_header_without_a_forecast_says_nothing_of_memory(log: Log, run: RunDirectory) -> None:
