@@ -97,10 +97,10 @@ class Planner:
             device = replace(device, cublas_workspace=libraries.DETERMINISTIC_CUBLAS)
         implementation = _attention(config, self.architecture, device.type)
         capability = device.capability if device.type == "cuda" else None
-        if not batch.padded and not has_flash(config.training.precision, capability):
+        flash = has_flash(config.training.precision, capability)
+        if not batch.padded and not flash and attention.shares_keys(self.architecture):
             # Without flash attention, heads that share keys take PyTorch's plain products, scores and all.
-            if attention.shares_keys(self.architecture):
-                implementation = packing.eager_like(implementation)
+            implementation = packing.eager_like(implementation)
         shares = config.distributed
         sharded = strategies.is_sharded(shares, self.gpus)
         zero = strategies.STRATEGIES[shares.kind].deepspeed

@@ -173,6 +173,9 @@ class _Generation:
         self._positions = bounds.table_size(model)
         self._stop_ids = chat_template.stop_ids(tokenizer)
         caches.make(settings.cache, model.config, 1)
+        self._cached = caches.keeps(model)
+        if not self._cached and settings.cache != "dynamic":
+            raise ConfigError("this model has no keys and values to keep, and so no other KV cache; choose dynamic")
 
     def room(self, prompt: list[int]) -> int:
         """How many tokens the answer to `prompt` may have.
@@ -229,7 +232,7 @@ class _Generation:
 
         with _evaluating(self._model):
             found = self._model.generate(
-                **self._padded(rows), min_new_tokens=2, max_new_tokens=2, do_sample=False, use_cache=True,
+                **self._padded(rows), min_new_tokens=2, max_new_tokens=2, do_sample=False, use_cache=self._cached,
                 output_logits=True, return_dict_in_generate=True, pad_token_id=self._tokenizer.pad_token_id,
                 eos_token_id=self._stop_ids,
                 logits_processor=LogitsProcessorList([lambda _, scores: torch.zeros_like(scores)]),
@@ -262,7 +265,7 @@ class _Generation:
                     # Compiled, the default for a static cache on a GPU, an answer would take minutes to begin.
                     disable_compile=True,
                     max_new_tokens=room,
-                    use_cache=True,
+                    use_cache=self._cached,
                     pad_token_id=self._tokenizer.pad_token_id,
                     eos_token_id=self._stop_ids,
                     stop_strings=list(settings.stop) or None,

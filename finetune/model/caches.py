@@ -5,6 +5,7 @@ All are transformers' own. Layers that attend to a window keep no more than the 
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -84,6 +85,21 @@ def make(name: str, architecture: Any, length: int) -> Any:
     if name not in CACHES:
         raise ConfigError(f"KV cache {unknown(name, CACHES)}")
     return CACHES[name].make(architecture, length)
+
+
+def keeps(model: Any) -> bool:
+    """Whether `generate` of transformers 5.23 can go on from a cache of `model`.
+
+    It asks a layer with keys how many tokens the cache has, which a model of linear attention alone lacks (Kimi Linear
+    or Qwen3-Next without other layers). Mamba's cache goes by another name, and is not asked.
+    """
+    from transformers import DynamicCache
+    from transformers.cache_utils import CacheLayerMixin
+
+    base = model.get_base_model() if hasattr(model, "peft_config") else model
+    layers = DynamicCache(config=base.config.get_text_config()).layers
+    asked = "past_key_values" in inspect.signature(base.forward).parameters
+    return not (asked and layers) or any(isinstance(layer, CacheLayerMixin) for layer in layers)
 
 
 def tensors(cache: Any) -> Iterator[tuple[int, Any]]:

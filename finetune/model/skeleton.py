@@ -129,8 +129,8 @@ def _not_a_language_model(architecture: Any) -> str:
     if text == architecture.model_type or architecture.is_encoder_decoder:
         return f"{what}; use a decoder"
     return (
-        f"{what}, which is for more than text: its text model, of type `{text}`, cannot be trained out of it; use a base "
-        "published as that alone, or another"
+        f"{what}, which is for more than text, and its text model, of type `{text}`, is not taken out of it here; use "
+        "a base that is published for text alone"
     )
 
 

@@ -7,6 +7,7 @@ import logging
 from pathlib import Path
 from typing import Any
 
+import every_architecture
 import pytest
 import tiny_models
 import torch
@@ -252,6 +253,44 @@ def test_the_padding_of_a_recurrent_model_changes_no_token_before_it() -> None:
             torch.testing.assert_close(together[number, : len(row)], alone)
 
 
+# Of which a layer's sizes, the layers' place or the experts' number have other names than elsewhere, or without a layer
+# that tells how long a KV cache is.
+_UNLIKE: dict[str, dict[str, Any]] = {
+    "gemma4": {}, "gemma4_text": {}, "llama4": {}, "deepseek_v4": {}, "jamba": {},
+    "kimi_linear": {"layer_types": ["linear_attention"] * 2, "linear_num_heads": 2, "linear_head_dim": 16},
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("known", _UNLIKE)
+def test_a_model_unlike_others_is_planned_and_trained_and_answers(known: str, tmp_path: Path, quick: Any) -> None:
+    import finetune
+
+    config = every_architecture.config(known)
+    for key, value in _UNLIKE[known].items():
+        setattr(config, key, value)
+    every_architecture.model(config).save_pretrained(tmp_path / "base")
+    job = quick(
+        f"model.name={tmp_path / 'base'}", "model.tokenizer=builtin:tiny-llama", "memory.check=refuse",
+        "training.max_steps=2", "quantization.kind=nf4",
+    )  # fmt: skip
+    assert finetune.plan(job).forecast.fits
+    run = finetune.train(job).run
+    assert len([line for line in run.metrics() if "loss" in line]) == 2
+    assert isinstance(finetune.generate(run, "x", max_new_tokens=2), str)
+
+
+def test_what_layers_differ_in_is_read_of_each() -> None:
+    """The kernel for packed rows has heads of up to 256; of Gemma 4's only those of the full layers are larger."""
+    config = AutoConfig.for_model("gemma4_text", head_dim=256, global_head_dim=512)
+    assert {*catalog.values(config, "head_dim")} == {256, 512}
+    assert packing.variant("sdpa", config, "cuda", "bf16") == packing.EACH
+    same = AutoConfig.for_model("gemma4_text", head_dim=256, global_head_dim=256)
+    assert packing.variant("sdpa", same, "cuda", "bf16") == packing.VARLEN
+    assert catalog.values(config, "no such value") == [None] * config.num_hidden_layers
+    assert attention.shares_keys(config)
+
+
 # -- refused -----------------------------------------------------------------------------------------------------------
 
 _REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
@@ -271,6 +310,11 @@ _REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         {"model_type": "t5", "d_model": 32, "num_layers": 2, "num_heads": 4},
         {},
         "no causal language model of type `t5`",
+    ),
+    "a composite model without a language model of its own": (
+        {"model_type": "mistral3"},
+        {"memory.check": "off"},
+        "type `mistral3`, which is for more than text, and its text model, of type `mistral`, .* for text alone$",
     ),
 }  # fmt: skip
 
