@@ -101,7 +101,7 @@ def measure(scores: Scores, name: str) -> dict[str, Any]:
 def test_losses_are_those_of_training_and_lie_in_their_intervals(scores: Scores, run: RunDirectory) -> None:
     lines = [line["eval_loss"] for line in run.metrics() if "eval_loss" in line]
     assert scores.losses["base"] == pytest.approx(lines[0], rel=1e-4)
-    assert scores.losses["adapter"] == pytest.approx(min(lines), rel=1e-4), "the best one is published"
+    assert scores.losses["adapter"] == pytest.approx(lines[-1], rel=1e-4), "too few rows to judge the best: the last"
     assert scores.losses["merged"] == pytest.approx(scores.losses["adapter"], rel=0.05)
     loss = measure(scores, "loss")
     assert list(loss["models"]) == ["base", "adapter", "merged"]
