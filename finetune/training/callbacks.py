@@ -95,6 +95,9 @@ class _Function(Callback):
     def on_evaluation(self, metrics: dict[str, Any]) -> None:
         self._function(metrics)
 
+    def on_save(self, checkpoint: Path) -> None:
+        pass
+
 
 class Callbacks:
     """Calls a run's callbacks until one fails; `error` is its exception.
