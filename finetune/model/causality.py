@@ -60,8 +60,9 @@ def prove(model: Any) -> None:
     except (torch.OutOfMemoryError, MemoryError):
         raise
     except Exception as error:  # the model's code may raise anything
+        base = model.get_base_model() if hasattr(model, "peft_config") else model
         raise ConfigError(
-            f"`model.name`: a forward pass of {type(model).__name__} fails with this configuration "
+            f"`model.name`: a forward pass of {type(base).__name__} fails with this configuration "
             f"({type(error).__name__}: {first_line(error)}); set `quantization.kind: none` and "
             "`model.attention: eager`, or use another base"
         ) from error
