@@ -15,6 +15,7 @@ from finetune.data.batching import Batch, MicroBatching, RowOrder, epoch, worst_
 from finetune.data.chat import IGNORE
 from finetune.data.examples import RowError
 from finetune.data.prepare import Counts, Prepared, prepare
+from finetune.errors import ArtifactError
 from finetune.model import chat_template as template
 
 # Sample rows shown with their mask: enough to notice a wrong one.
@@ -188,7 +189,7 @@ def _as_chat(section: DataSection, prepared: Prepared, tokenizer: Any) -> AsChat
             return None
         example, _ = formats.read(row.fields, "auto", columns)
         found = chat.encode(example, tokenizer, section.loss_on, section.control_tokens)
-    except RowError:  # a template that cannot render it
+    except (ArtifactError, RowError):  # a template that cannot render it, which plain text does without
         return None
     shown = {"place": place, "length": len(found.input_ids), "trained": found.trained, **vars(found)}
     other_format = {} if section.format == "auto" else {"data.format": "auto"}

@@ -72,6 +72,8 @@ def propose(wanted: Wanted, say: Callable[[str], None]) -> Draft:
     if row:
         with located(row):
             rows = f"rows of the format {_take_format(found, row.fields, columns, tokenizer)}"
+    elif columns:
+        found.take("data.columns", columns, "as given: the rows were not read")
     found.title = f"{_TITLE}: {rows}"
     if wanted.asks and tokenizer and sources.at_hand(wanted.data):
         inspect_data(found.config)  # what is wrong with a row is said before more is asked

@@ -220,6 +220,14 @@ def test_a_european_spreadsheet_becomes_a_config_that_reads_it(
             assert "„0“" in out
 
 
+def test_columns_of_rows_on_the_hub_are_written_as_they_are_named(
+    call: Call, tmp_path: Path, shallow_base: Path
+) -> None:
+    code, _, _ = call("init", shallow_base, "someone/rows", "--columns", "instruction=q,output=a", "--output", "j.yaml")
+    assert code == 0
+    assert load_config(tmp_path / "j.yaml").data.columns == {"instruction": "q", "output": "a"}
+
+
 @pytest.mark.parametrize("command", ["init", "data", "train"])
 def test_a_chat_export_is_refused_with_one_sentence(
     command: str, call: Call, tmp_path: Path, shallow_base: Path
