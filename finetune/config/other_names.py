@@ -69,7 +69,7 @@ NAMES: dict[str, str] = {
     "lora_target_modules": "`adapter.targets`",
     "target_modules": "`adapter.targets`",
     "lora_target_linear": "`adapter.targets: all-linear`",
-    "lora_target_parameters": "`adapter.targets`, which takes fused experts too, such as `experts.gate_up_proj`",
+    "lora_target_parameters": "`adapter.targets`, which takes fused experts too (experts.gate_up_proj)",
     "lora_modules_to_save": "`adapter.extra_modules`",
     "modules_to_save": "`adapter.extra_modules`",
     "additional_target": "`adapter.extra_modules`",
