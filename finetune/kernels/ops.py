@@ -73,9 +73,9 @@ def rms_norm(
 
     `offset` is added to the weight (1.0 in Gemma). `cast_first`: the normalized values are rounded to x's type before
     the product with the weight (Llama), and not only after it (Gemma, OLMo 2). What stands beside the `width` values,
-    at least `room` columns, is left empty.
+    at least `room` columns, has no meaning.
     """
-    y, rstd = with_room(x, room), x.new_empty((*x.shape[:-1], 1), dtype=torch.float32)
+    y, rstd = _clean(with_room(x, room), x), x.new_empty((*x.shape[:-1], 1), dtype=torch.float32)
     weight = weight if cast_first else weight.float()
     weight = weight + offset if offset else weight
     for values, out, inverse in _blocks(x, y[..., : x.shape[-1]] if room else y, rstd):
@@ -91,6 +91,14 @@ def _(
     x: Tensor, weight: Tensor, eps: float, offset: float = 0.0, cast_first: bool = True, room: int = 0
 ) -> tuple[Tensor, Tensor]:
     return with_room(x, room), x.new_empty(x.shape[:-1], dtype=torch.float32)
+
+
+def _clean(out: Tensor, like: Tensor) -> Tensor:
+    """`out` with zeros in its room: with AMX, oneDNN multiplies what stands beside a row by zero, which keeps a NaN
+    (torch 2.13, widths that 32 does not divide).
+    """
+    out[..., like.shape[-1] :].zero_()
+    return out
 
 
 @_operator("(Tensor dy, Tensor x, Tensor weight, Tensor rstd, float offset=0.0) -> Tensor")
@@ -149,8 +157,8 @@ ACTIVATIONS = tuple(_ACTIVATE)
 
 @_operator("(Tensor gate, Tensor up, str activation, int room=0) -> Tensor")
 def gated(gate: Tensor, up: Tensor, activation: str, room: int = 0) -> Tensor:
-    """`activation`(gate) * up (..., width and `room`), for one of ACTIVATIONS; what is beside it is left empty."""
-    out = with_room(gate, room)
+    """`activation`(gate) * up (..., width and `room`), for one of ACTIVATIONS; what is beside it has no meaning."""
+    out = _clean(with_room(gate, room), gate)
     for x, factor, product in _blocks(gate, up, out[..., : gate.shape[-1]]):
         _ACTIVATE[activation](x, product).mul_(factor)
     return out

@@ -72,7 +72,6 @@ def live_bytes() -> int:
         # Of its type: to ask a proxy for its class may run foreign code.
         if not issubclass(type(found), torch.Tensor) or is_traceable_wrapper_subclass(found):
             continue
-        if found.device.type == "cpu" and found.layout is torch.strided:
-            storage = found.untyped_storage()
+        if found.layout is torch.strided and (storage := found.untyped_storage()).device.type == "cpu":  # fake: on meta
             storages[storage.data_ptr()] = storage.nbytes()
     return sum(storages.values())
