@@ -240,7 +240,7 @@ def _scratch_on_cpu(func: Any, args: Any, named: Any) -> list[int]:
     if name in ("aten::scatter.src", "aten::scatter_.src") and args[0].dtype.itemsize < 4:
         return [4 * args[0].numel()]  # 16-bit values in float32 (native/cpu/ScatterGatherKernel.cpp)
     if name == _FLASH:
-        return _flash_tiles(*args[:2], tiles=1)
+        return [*_flash_tiles(*args[:2], tiles=1), *_flash_packed(args[0], args[1], _is_causal(name, args, named))]
     if name == f"{_FLASH}_backward":
         return _flash_backward_tiles(*args[:3])
     if name == "aten::_safe_softmax":
@@ -271,15 +271,34 @@ def _casts(func: Any, operands: list[Any]) -> list[int]:
 
 
 def _float32_sums(left: Any, batch: int, rows: int, columns: int) -> list[int]:
-    """The result of a bfloat16 product in float32, where the CPU has no unit for such products.
+    """What a bfloat16 product is summed up in: its result in float32, or the tiles of a CPU that has them.
 
-    (oneDNN 3.12, src/cpu/matmul/gemm_based_common.hpp `book_acc_scratchpad`, for each thread that has a matrix of its
-    own, in blocks of 64 values; 128 bytes align it. Without AVX-512 torch keeps the same, BlasKernel.cpp. Where it has
-    a unit, oneDNN packs a few tiles of the right operand instead, which are not forecast.)
+    Without a unit for such products oneDNN keeps the whole result. (oneDNN 3.12, src/cpu/matmul/gemm_based_common.hpp
+    `book_acc_scratchpad`, for each thread that has a matrix of its own, in blocks of 64 values; 128 bytes align it.
+    Without AVX-512 torch keeps the same, BlasKernel.cpp.)
+
+    With a unit it packs blocks of the right operand instead, by heuristics that know the caches' sizes; these are not
+    forecast. With AMX each thread also has room for the tiles that it sums up in. (src/cpu/x64: matmul/
+    brgemm_matmul_utils.cpp `init_scratchpad`, `key_conv_amx_tile_buffer`; brgemm/brgemm_types.hpp
+    `get_wsp_buffer_size`, 1 KiB a tile: four or five as a rule, and no more than the CPU's eight, `AMX_TILES_NUM`.)
     """
-    if left.dtype is not torch.bfloat16 or torch.cpu.get_capabilities().get("avx512_bf16"):
+    if left.dtype is not torch.bfloat16:
+        return []
+    if _has_amx():
+        return [torch.get_num_threads() * 8 * 1024]
+    if torch.cpu.get_capabilities().get("avx512_bf16"):
         return []
     return [4 * _round_up(min(batch, torch.get_num_threads()) * rows * columns, 64) + 128]
+
+
+def _has_amx() -> bool:
+    """Whether oneDNN multiplies bfloat16 matrices in AMX's tiles, which the operating system must permit too.
+
+    (oneDNN 3.12, src/cpu/x64/cpu_isa_traits.hpp `mayiuse`: avx512_core_amx.)
+    """
+    capabilities = torch.cpu.get_capabilities()
+    units = ("amx_int8", "amx_bf16", "avx512_fp16", "avx512_bf16", "avx_vnni")
+    return all(capabilities.get(unit) for unit in units) and torch.cpu._init_amx()  # noqa: SLF001 -- asks the system
 
 
 _PRODUCTS: dict[str, Callable[[Any], tuple[Any, int, int, int]]] = {
@@ -317,6 +336,24 @@ def _flash_tiles(query: Any, key: Any, *, tiles: int) -> list[int]:
     if query.dtype is not torch.float32:
         scratch.append(query.element_size() * threads * tiles * rows * columns)
     return scratch
+
+
+def _flash_packed(query: Any, key: Any, causal: bool) -> list[int]:
+    """Keys and values in the layout of AMX, and what each thread needs to write it: in the forward pass alone.
+
+    Done where a thread's share of the products is at least four times as large as what it takes to pack. Tokens are
+    packed in pairs, in the copy of the scores as well. (torch 2.13, FlashAttentionKernel.cpp `cpu_flash_attention`:
+    need_pack, key_t_reorder, value_t_reorder, tranpose_t_reorder, ekvSplitSize; CPUBlas.cpp `could_pack`.)
+    """
+    (rows, heads, tokens, size), (key_heads, keys) = query.shape, key.shape[1:3]
+    if query.dtype is not torch.bfloat16 or min(tokens, keys) < 64 or not _has_amx():
+        return []
+    threads, (tile, columns) = torch.get_num_threads(), _flash_tile(query, key)
+    tiles = -(-rows * heads * -(-tokens // tile) // threads)
+    if tiles * tile * (min(tokens, keys) if causal else keys) < 4 * rows * key_heads * keys:
+        return []
+    packed = [rows * key_heads * size * length for length in (keys, _round_up(keys, 2))]
+    return [2 * count for count in (*packed, threads * (columns * size + columns % 2 * tile))]
 
 
 def _flash_backward_tiles(gradient: Any, query: Any, key: Any) -> list[int]:
@@ -490,7 +527,7 @@ _IS_CAUSAL = {_FLASH: 4, f"{_FLASH}_backward": 7, _VARLEN: 7, f"{_VARLEN}_backwa
 
 
 def _flops_on_cuda() -> dict[str, Callable[..., int]]:
-    causal = {name: _causal_half(_FLOPS[name], place) for name, place in _IS_CAUSAL.items()}
+    causal = {name: _causal_half(name) for name in _IS_CAUSAL}
     onto = ("aten::addmm_", "finetune::multiply_", "finetune::add_product_")
     return {
         **_FLOPS, **causal, "finetune::product": lambda left, right, *_, **__: 2 * left.numel() * right.shape[1],
@@ -498,11 +535,17 @@ def _flops_on_cuda() -> dict[str, Callable[..., int]]:
     }  # fmt: skip
 
 
-def _causal_half(formula: Callable[..., int], place: int) -> Callable[..., int]:
-    """`formula`, halved where attention is causal: FlashAttention leaves out the blocks above the diagonal."""
+def _causal_half(name: str) -> Callable[..., int]:
+    """Its formula, halved where attention is causal: FlashAttention leaves out the blocks above the diagonal."""
+    formula = _FLOPS[name]
 
     def flops(*args: Any, **kwargs: Any) -> int:
-        causal = args[place] if len(args) > place else kwargs.get("is_causal", False)
-        return formula(*args, **kwargs) // (2 if causal else 1)
+        return formula(*args, **kwargs) // (2 if _is_causal(name, args, kwargs) else 1)
 
     return flops
+
+
+def _is_causal(name: str, args: Any, named: Any) -> bool:
+    """What the call of an attention operator says of it, by place or by name."""
+    place = _IS_CAUSAL[name]
+    return bool(args[place] if len(args) > place else named.get("is_causal", False))

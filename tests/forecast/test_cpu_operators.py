@@ -15,7 +15,7 @@ BF16, FP32 = torch.bfloat16, torch.float32
 flash = aten._scaled_dot_product_flash_attention_for_cpu.default
 SLACK_BYTES = 4096
 """Scalars, and sums of single rows."""
-# There oneDNN packs tiles of the right operand, tens to hundreds of KiB here, which the forecast leaves out.
+# There oneDNN packs blocks of the right operand, tens to hundreds of KiB here, which the forecast leaves out.
 PACKS = bool(torch.cpu.get_capabilities().get("avx512_bf16"))
 
 
@@ -42,6 +42,10 @@ OPERATORS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "attention over a long row": (flash, (heads(2048), heads(2048), heads(2048), 0.0, True)),
     "attention in float32": (flash, (*[heads(512, dtype=FP32)] * 3, 0.0, True)),
     "attention, shared keys": (flash, (heads(128), heads(128, 2), heads(128, 2), 0.0, True)),
+    "attention over a short row": (flash, (heads(63), heads(63), heads(63), 0.0, True)),
+    "attention, an odd row": (flash, (heads(2001), heads(2001, 1), heads(2001, 1), 0.0, True)),
+    "attention of few tokens to many": (flash, (heads(64), heads(2048), heads(2048), 0.0, True)),
+    "attention of few tokens to all of many": (flash, (heads(64), heads(2048), heads(2048), 0.0, False)),
     "softmax": (aten._safe_softmax.default, (some(1, 4, 256, 256), -1)),
     "scatter": (aten.scatter.src, (some(512, 512), -1, torch.zeros(512, 1, dtype=torch.int64), some(512, 1))),
     "sum of two types": (aten.add.Tensor, (some(512, 512), some(512, 512, dtype=FP32))),
