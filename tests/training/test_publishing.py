@@ -138,7 +138,7 @@ def test_an_adapter_that_peft_reads_otherwise_is_not_published(
         with pytest.raises(ConfigError, match=r"PEFT renames the tensors of \d+ layers of deepseek_v3"):
             finetune.train(config)
         assert not Path(config.output.dir).exists(), "refused before there is a run"
-        patch.setattr(published, "check", lambda skeleton, section: None)
+        patch.setattr(published, "check", lambda base, skeleton, section: None)
         with pytest.raises(ArtifactError, match=r"PEFT reads 1[0-9] tensors otherwise, such as `base_model"):
             finetune.train(config)
     run = RunDirectory(config.output.dir)
