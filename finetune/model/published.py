@@ -74,7 +74,7 @@ def check(base: Any, skeleton: Callable[[], Any], section: AdapterSection) -> No
         read = get_peft_model(_hollow(adapted.unload()), settings, low_cpu_mem_usage=True)
         set_peft_model_state_dict(read, tensors, low_cpu_mem_usage=True)
     if different := _different(read, tensors):
-        layers = sorted({name.partition(".lora_")[0].removeprefix("base_model.model.") for name in different})
+        layers = sorted({*map(adapter_files.layer_of, different)})
         raise ConfigError(
             f"`adapter.targets`: PEFT renames the tensors of {len(layers)} layers of {base.config.model_type} when it "
             f"reads them, such as `{layers[0]}`, and so loses them; list other layers"
