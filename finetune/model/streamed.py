@@ -159,9 +159,9 @@ def running(model: Any, fetch: Callable[[str], torch.Tensor | None], device: tor
     """In the block, `model` (on the meta device, but for its buffers) computes with the weights that `fetch` returns.
 
     They are on `device` only while their layer computes, and until the next one does: the code of Gemma 4 reads a row
-    of its embeddings once it has looked up the tokens. Before and after, those beside the layers are tensors on `device`
-    that take no memory: Llama 4's moves the tokens to the device of its embeddings. A buffer for which `fetch` returns
-    None stays as it is.
+    of its embeddings once it has looked up the tokens. Before and after, those beside the layers are there without
+    memory: Llama 4's code moves the tokens to the device of its embeddings. A buffer for which `fetch` returns None
+    stays as it is.
     """
     hooks, computed, meta = [], list[_Visit](), list[tuple[nn.Module, str, nn.Parameter]]()
     for path, part, names in _parts(model):
