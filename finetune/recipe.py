@@ -77,8 +77,8 @@ def train(
 
             # Train: the optimizer steps, evaluations and checkpoints, and at the end the adapter on disk.
             job = training.Job(
-                config, model, materials.tokenizer, materials.data, own, monitor, terminal, tracked,
-                device=device, signals=signals, made_with=origin, resume_from=start.checkpoint,
+                config, materials.blueprint.architecture, model, materials.tokenizer, materials.data, own, monitor,
+                terminal, tracked, device=device, signals=signals, made_with=origin, resume_from=start.checkpoint,
                 by_length=forecast.by_length if forecast else (), callbacks=callbacks,
             )  # fmt: skip
             outcome = training.train(job)

@@ -46,6 +46,11 @@ def weights(model: Any, state: dict[str, torch.Tensor] | None = None) -> dict[st
     return dict(get_peft_model_state_dict(model, state, save_embedding_layers=False))
 
 
+def layer_of(name: str) -> str:
+    """The full name of the layer that a LoRA tensor of this name adapts."""
+    return name.partition(".lora_")[0].removeprefix("base_model.model.")
+
+
 def scales(model: Any) -> dict[str, float]:
     """The scale of each adapted layer, by its name in PEFT's model."""
     from peft.tuners.lora import LoraLayer

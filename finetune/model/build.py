@@ -16,7 +16,7 @@ import torch
 from finetune.config import AdapterSection, Config, MemorySection, ModelSection, QuantizationSection
 from finetune.errors import ConfigError
 from finetune.model import attention as attentions
-from finetune.model import checkpointing, plain_peft, published, starting
+from finetune.model import checkpointing, published, starting
 from finetune.model.adapter import attach, check_rank
 from finetune.model.base import base_dtype, load_architecture, load_base, remote_code
 from finetune.model.experts import Mixture
@@ -70,8 +70,7 @@ class Blueprint:
                 "layers without the head, which the loss needs"
             )
         check_rank(base, adapter)
-        plain_peft.check(base, adapter)
-        published.check(lambda: weightless(self.model, self.architecture), adapter)
+        published.check(base, lambda: weightless(self.model, self.architecture), adapter)
         if adapter.start_from:  # its tensors do not depend on the quantization, and DoRA would dequantize no weights
             starting.check(weightless(self.model, self.architecture), adapter)
         return found[0]

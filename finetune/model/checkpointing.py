@@ -37,7 +37,7 @@ def apply(model: Any, section: MemorySection, device_type: str) -> None:
         return
     found = layers(model)
     chosen = pattern(section.checkpointing, len(found))
-    _check(model, chosen)
+    _check(model, chosen or ["all"])  # a model without such layers does not support it either
     # Named after gradients before transformers 5.23.
     enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
     enable({"use_reentrant": False})

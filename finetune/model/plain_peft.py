@@ -6,10 +6,6 @@ import copy
 from collections.abc import Iterable
 from typing import Any
 
-from finetune.config import AdapterSection
-from finetune.errors import ConfigError
-from finetune.model import adapter
-
 
 def settings(adapted: Any) -> Any:
     """The LoraConfig from which PEFT puts the adapter of `adapted` on the same layers again.
@@ -61,23 +57,3 @@ def _taken(base: Any, targets: Iterable[str]) -> set[str]:
         else:
             found |= {target} - set(config.target_modules)
     return found
-
-
-def check(base: Any, section: AdapterSection) -> None:
-    """Raise ConfigError for an adapter that PEFT could not read whole, on a weightless `base`."""
-    if section.kind == "none" or not (section.dora or section.ranks):
-        return
-    ranks = adapter.ranks(base, section)
-    layers = mistaken(base, ranks)
-    wrong = ["dora"] if section.dora else []
-    wrong += ["ranks"] if any(ranks[name] != section.rank for name in layers) else []
-    if layers and wrong:
-        raise ConfigError(
-            f"`adapter.{wrong[0]}`: PEFT takes {_named(layers)} of {base.config.model_type} for its experts, and "
-            f"cannot read {'DoRA' if section.dora else 'another rank than `adapter.rank`'} there; remove it, or list "
-            "other layers in `adapter.targets`"
-        )
-
-
-def _named(layers: Iterable[str]) -> str:
-    return ", ".join(f"`{name}`" for name in sorted({name.rpartition(".")[2] for name in layers}))

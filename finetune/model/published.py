@@ -53,29 +53,48 @@ def for_plain_base(
     return found, config
 
 
-def check(skeleton: Callable[[], Any], section: AdapterSection) -> None:
+def check(base: Any, skeleton: Callable[[], Any], section: AdapterSection) -> None:
     """Raise ConfigError for an adapter that PEFT could not read as it will be published; no weights are needed.
 
-    `skeleton` makes an unquantized base on the meta device. Where transformers renames the weights of a base while it
-    loads them, PEFT (0.21) renames an adapter's, too, sometimes those that have the new names already.
+    `base` is the job's, `skeleton` makes it unquantized, both on the meta device. Where transformers renames the
+    weights of a base while it loads them, PEFT (0.21) renames an adapter's, too, sometimes those that have the new
+    names already.
     """
     from peft import get_peft_model, set_peft_model_state_dict
     from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
-    base = skeleton()
     if section.kind == "none" or not get_checkpoint_conversion_mapping(base.config.model_type):
         return
-    adapted = adapter.adapted(base, adapter_files.published(section), low_cpu_mem_usage=True)
+    _refuse_on_mistaken(base, section)
+    adapted = adapter.adapted(skeleton(), adapter_files.published(section), low_cpu_mem_usage=True)
     tensors = {name: _without_memory(weight) for name, weight in adapter_files.weights(adapted).items()}
+    settings = plain_peft.settings(adapted)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # what they would say is compared below
-        read = get_peft_model(_hollow(skeleton()), plain_peft.settings(adapted), low_cpu_mem_usage=True)
+        read = get_peft_model(_hollow(adapted.unload()), settings, low_cpu_mem_usage=True)
         set_peft_model_state_dict(read, tensors, low_cpu_mem_usage=True)
     if different := _different(read, tensors):
-        layers = sorted({name.partition(".lora_")[0].removeprefix("base_model.model.") for name in different})
+        layers = sorted({*map(adapter_files.layer_of, different)})
         raise ConfigError(
             f"`adapter.targets`: PEFT renames the tensors of {len(layers)} layers of {base.config.model_type} when it "
             f"reads them, such as `{layers[0]}`, and so loses them; list other layers"
+        )
+
+
+def _refuse_on_mistaken(base: Any, section: AdapterSection) -> None:
+    """Raise ConfigError for what layers that are named by their weights (`plain_peft.settings`) cannot have."""
+    if not (section.dora or section.ranks):
+        return
+    ranks = adapter.ranks(base, section)
+    layers = plain_peft.mistaken(base, ranks)
+    wrong = ["dora"] if section.dora else []
+    wrong += ["ranks"] if any(ranks[name] != section.rank for name in layers) else []
+    if layers and wrong:
+        named = ", ".join(f"`{name}`" for name in sorted({name.rpartition(".")[2] for name in layers}))
+        raise ConfigError(
+            f"`adapter.{wrong[0]}`: PEFT takes {named} of {base.config.model_type} for its experts, and cannot read "
+            f"{'DoRA' if section.dora else 'another rank than `adapter.rank`'} there; remove it, or list other layers "
+            "in `adapter.targets`"
         )
 
 

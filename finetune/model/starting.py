@@ -115,7 +115,7 @@ def _shown(value: Any) -> str:
 
 def _layers(names: Iterable[str]) -> set[str]:
     """Full names of the layers that tensors of these names adapt."""
-    return {name.partition(".lora_")[0].removeprefix("base_model.model.") for name in names if ".lora_" in name}
+    return {adapter_files.layer_of(name) for name in names if ".lora_" in name}
 
 
 def _targets(theirs: list[str], linear: list[str]) -> str:

@@ -159,19 +159,27 @@ def running(model: Any, fetch: Callable[[str], torch.Tensor | None], device: tor
     """In the block, `model` (on the meta device, but for its buffers) computes with the weights that `fetch` returns.
 
     They are on `device` only while their layer computes, and until the next one does: the code of Gemma 4 reads a row
-    of its embeddings once it has looked up the tokens. A buffer for which `fetch` returns None stays as it is.
+    of its embeddings once it has looked up the tokens. Before and after, those beside the layers are there without
+    memory: Llama 4's code moves the tokens to the device of its embeddings. A buffer for which `fetch` returns None
+    stays as it is.
     """
-    hooks, computed = [], list[_Visit]()
+    hooks, computed, meta = [], list[_Visit](), list[tuple[nn.Module, str, nn.Parameter]]()
     for path, part, names in _parts(model):
+        meta += [(part, name, weight) for name, weight in part.named_parameters(recurse=False) if weight.is_meta]
         visit = _Visit(part, path, names, fetch, device, computed)
         hooks += [
             part.register_forward_pre_hook(visit.enter),
             part.register_forward_hook(visit.leave, always_call=True),
         ]
+    for part, name, weight in meta:
+        empty = torch.zeros((), dtype=weight.dtype, device=device).expand(weight.shape)
+        setattr(part, name, nn.Parameter(empty, requires_grad=False))
     try:
         yield
     finally:
         _take_back(computed)
+        for part, name, weight in meta:
+            setattr(part, name, weight)
         for hook in hooks:
             hook.remove()
 

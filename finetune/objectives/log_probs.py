@@ -13,15 +13,18 @@ from trl.kernels import chunked_logprob
 from trl.trainer import utils
 from trl.trainer.utils import add_fused_lm_head
 
-from finetune.errors import first_line
+from finetune.errors import ConfigError, first_line
 from finetune.kernels import head, proof
-from finetune.model import experts, probes
+from finetune.model import experts, probes, sharding
 from finetune.runtime.libraries import replaced
 
 # Config attributes for the number of experts, of which TRL 1.16 only reads the first.
 _EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 # Columns of logits that TRL's function takes at a time in the proof: on a CPU it makes as much of the head float32.
 _PROOF_COLUMNS = 1024
+# Root mean square of the difference from the model's own log-probabilities, in nats: that of a model without such a
+# step is below, but for what its type rounds of its largest logit.
+_UNLIKE = 1e-2
 
 
 def attach(model: Any) -> str | None:
@@ -34,6 +37,32 @@ def attach(model: Any) -> str | None:
     unbalanced = _settle_balancing_loss(base)
     add_fused_lm_head(base, outputs=("log_probs",))
     return unbalanced
+
+
+def check(model: Any) -> None:
+    """Compare the log-probabilities of a few tokens with those of the model's own logits. `model` must be attached.
+
+    TRL multiplies the states after the last layer by the head, and knows some scales and caps of logits. Raises
+    ConfigError for a model that computes anything else in between or after, such as ModernBERT's decoder.
+    """
+    (ids,) = probes.rows(1, probes.TOKENS, model)
+    own = probes.logits(model, input_ids=ids)[:, :-1]
+    expected = own.log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0]
+    was_training = model.training
+    model.eval()
+    with torch.no_grad(), tiles(probes.TOKENS):
+        found = model(input_ids=ids, labels=ids, fused_lm_head=True).log_probs
+    model.train(was_training)
+    sharding.reshard(model)
+    weight = model.get_output_embeddings().weight
+    rounding = 4 * torch.finfo(head.dtype_of(weight)).eps * float(own.abs().max())
+    distance = float((found.float() - expected).square().mean().sqrt())
+    if not distance <= _UNLIKE + rounding:
+        base = model.get_base_model() if hasattr(model, "peft_config") else model
+        raise ConfigError(
+            f"`model.name`: {type(base).__name__} does not multiply the states of its last layer by its head alone, as "
+            f"the loss does here: the log-probabilities of its tokens differ by {distance:.2g}; use another base"
+        )
 
 
 def prove(model: Any) -> str | None:

@@ -78,11 +78,13 @@ class Outcome:
 class Job:
     """Everything a run needs to train.
 
-    `made_with` is written into each checkpoint's manifest; `resume_from` is a verified checkpoint. `by_length`: what
-    short micro-batches recompute, where that is less than the config says.
+    `architecture` is transformers' config of the base, which publishing needs without its files. `made_with` is written
+    into each checkpoint's manifest; `resume_from` is a verified checkpoint. `by_length`: what short micro-batches
+    recompute, where that is less than the config says.
     """
 
     config: Config
+    architecture: Any
     model: Any
     tokenizer: Any
     data: Prepared
@@ -177,9 +179,13 @@ def _fuse(job: Job) -> kernels.Attached:
 
 
 def _attach_loss(job: Job) -> bool:
-    """Let the model score labels; whether the fused loss does. Raises ConfigError if `kernels.fused: on` cannot be."""
+    """Let the model score labels; whether the fused loss does.
+
+    Raises ConfigError for a model whose loss would be another one, and if `kernels.fused: on` cannot be.
+    """
     if unbalanced := log_probs.attach(job.model):
         job.listener.note(unbalanced)
+    log_probs.check(job.model)
     fused = job.config.kernels.fused
     unlike = log_probs.prove(job.model) if fused != "off" else None
     if unlike and fused == "on":
@@ -519,4 +525,4 @@ def _write_adapter(job: Job, initial: Path | None, whole: dict[str, torch.Tensor
         first = load_file(initial / adapter_files.WEIGHTS)
         tensors, settings = published.for_plain_base(tensors, first, settings, section)
     published.write(tensors, settings, folder)
-    published.prove(build.weightless(job.config.model), folder, tensors, adapter_files.scales(model))
+    published.prove(build.weightless(job.config.model, job.architecture), folder, tensors, adapter_files.scales(model))

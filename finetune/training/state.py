@@ -18,7 +18,7 @@ import torch
 from bitsandbytes.optim.optimizer import Optimizer8bit
 
 from finetune.errors import ArtifactError
-from finetune.model import adapter_files, plain_peft, published, sharding, zero
+from finetune.model import adapter_files, linear_layers, plain_peft, published, sharding, zero
 from finetune.model.sharding import Slices
 from finetune.runtime import ranks
 from finetune.runtime.randomness import RandomState
@@ -79,6 +79,9 @@ def restore_weights(model: Any, folder: Path) -> None:
     """Load the weights of the checkpoint `folder` into the model, whose dtypes must match. Raises ArtifactError."""
     file = _weights_file(model)
     stored, live = checkpoint.read_tensors(folder, file), trained_weights(model)
+    if hasattr(model, "peft_config"):  # earlier versions also put one, without effect, on these layers
+        untrained = linear_layers.untrained(model.get_base_model())
+        stored = {name: tensor for name, tensor in stored.items() if adapter_files.layer_of(name) not in untrained}
     _refuse_other_names(folder / file, stored, live)
     with torch.no_grad():
         for name, tensor in stored.items():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -77,6 +78,7 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
         "eoa_token_id": 125,
     },
     "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64},
+    "llama4_text": {**_EXPERTS, "head_dim": 8, "intermediate_size_mlp": 48},
 }
 VARIANTS: dict[str, tuple[str, list[str], Onto]] = {
     "lora": ("llama", [], "16-bit"),
@@ -218,7 +220,7 @@ def test_it_equals_the_merge_in_memory_bit_for_bit(variant: str, tiny_base: Path
 
 def _dropped(merging: Merging, name: str, base: torch.Tensor) -> torch.Tensor:
     """Without the update of one layer."""
-    return base if "layers.1." in name else merging.bases.updates.apply(name, base)
+    return base if re.search(r"(layers|h)\.1\.", name) else merging.bases.updates.apply(name, base)
 
 
 def _scaled(merging: Merging, name: str, base: torch.Tensor) -> torch.Tensor:
@@ -230,9 +232,9 @@ def _scaled(merging: Merging, name: str, base: torch.Tensor) -> torch.Tensor:
 def _swapped(merging: Merging, name: str, base: torch.Tensor) -> torch.Tensor:
     """With one matrix updated by another layer's."""
     updates, weights = merging.bases.updates, merging.bases.weights
-    if "layers.0.self_attn.o_proj" not in name or "tower" in name:
+    if not re.search(r"(layers\.0\.self_attn\.o_proj|h\.0\.attn\.c_proj)\.weight", name) or "tower" in name:
         return updates.apply(name, base)
-    others = (name.replace("layers.0", layer) for layer in ("layers.1", "layers.2"))
+    others = (re.sub(r"(layers|h)\.0", rf"\1.{layer}", name) for layer in (1, 2))
     other = next(each for each in others if weights[each].shape == base.shape)
     return base.float() + updates.apply(other, weights[other]) - weights[other].float()
 

@@ -300,6 +300,11 @@ _REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         {"memory.checkpointing": "all"},
         "`memory.checkpointing`: .*JetMoeForCausalLM does not support it; set it to `none`",
     ),
+    "ctrl, of which no layer can be": (
+        {"model_type": "ctrl", "n_embd": 32, "n_layer": 2, "n_head": 4, "dff": 48},
+        {"memory.checkpointing": "all"},
+        "`memory.checkpointing`: .*CTRLLMHeadModel does not support it; set it to `none`",
+    ),
     "jetmoe, sizes that depend on the data": (
         {**_SIZES, **_HEADS, "model_type": "jetmoe", "num_key_value_heads": 2, "kv_channels": 8,
          "num_local_experts": 4, "num_experts_per_tok": 2},

@@ -214,17 +214,23 @@ def test_peft_puts_such_an_adapter_on_a_4_bit_base_too(tmp_path: Path) -> None:
     assert not torch.allclose(logits(quantized()), ours, rtol=0.1)
 
 
+def refuse(name: str, section: AdapterSection, values: dict[str, Any] | None = None) -> None:
+    def skeleton() -> Any:
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(AutoConfig.for_model(name, **(values or architectures()[name])))
+
+    published.check(skeleton(), skeleton, section)
+
+
 def test_what_peft_cannot_read_is_refused_before_weights_are_loaded() -> None:
-    with torch.device("meta"):
-        base = AutoModelForCausalLM.from_config(AutoConfig.for_model("deepseek_v3", **architectures()["deepseek_v3"]))
     for changes, said in (
         ({"dora": True}, r"`adapter\.dora`: PEFT takes `down_proj`, `gate_proj`, `up_proj` of deepseek_v3 for its"),
         ({"ranks": {"up_proj": 2}}, r"`adapter\.ranks`: .*cannot read another rank than `adapter\.rank` there"),
     ):
         with pytest.raises(ConfigError, match=said):
-            plain_peft.check(base, AdapterSection(rank=4, **changes))
-    plain_peft.check(base, AdapterSection(dora=True, targets=["o_proj"]))
-    plain_peft.check(base, AdapterSection(rank=4, ranks={"o_proj": 2, "up_proj": 4}))
+            refuse("deepseek_v3", AdapterSection(rank=4, **changes))
+    refuse("deepseek_v3", AdapterSection(dora=True, targets=["o_proj"], extra_modules=["norm", "embed_tokens"]))
+    refuse("deepseek_v3", AdapterSection(rank=4, ranks={"o_proj": 2, "up_proj": 4}))
 
 
 _SLIDING = {"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 8, "head_dim": 8}
@@ -232,11 +238,6 @@ _SLIDING = {"layer_types": ["full_attention", "sliding_attention"], "sliding_win
 
 def test_layers_whose_tensors_peft_would_rename_are_refused_before_weights_are_loaded() -> None:
     values = {**test_experts.SHARED, **_SLIDING, **_SHARED}
-
-    def skeleton() -> Any:
-        with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(AutoConfig.for_model("laguna", **values))
-
     with pytest.raises(ConfigError, match=r"renames the tensors of 3 layers of laguna .*shared_experts\.down_proj`"):
-        published.check(skeleton, AdapterSection())
-    published.check(skeleton, AdapterSection(targets=["q_proj"]))
+        refuse("laguna", AdapterSection(), values)
+    refuse("laguna", AdapterSection(targets=["q_proj"]), values)

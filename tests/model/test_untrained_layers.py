@@ -10,12 +10,13 @@ from typing import Any
 import every_architecture
 import pytest
 import torch
+from jobs import adapter_weights
 from torch.nn.functional import cross_entropy
 from transformers import CONFIG_MAPPING
 
 import finetune
 from finetune.config import AdapterSection, Config
-from finetune.errors import ConfigError
+from finetune.errors import ArtifactError, ConfigError
 from finetune.model import adapter, linear_layers, starting
 from finetune.storage import weight_files
 from finetune.storage.rundir import RunDirectory
@@ -129,6 +130,25 @@ def test_what_a_run_left_out_is_in_neither_forecast_nor_file_and_is_said(
     again = config.adapter.model_copy(update={"start_from": str(run.adapter), "alpha": 1.0})
     with pytest.raises(ConfigError, match=r"set `adapter.alpha: 32(\.0)?`$"):
         starting.check(base("gemma3"), again)
+
+
+@pytest.mark.slow
+def test_a_finished_run_of_an_earlier_version_that_adapted_a_tower_is_published_without_it(
+    tmp_path: Path, quick: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base("gemma3").save_pretrained(tmp_path / "base")
+    config = quick(f"model.name={tmp_path / 'base'}", "model.tokenizer=builtin:tiny-llama")
+    with monkeypatch.context() as earlier:
+        earlier.setattr(linear_layers, "untrained", lambda model: frozenset())
+        run = finetune.train(config).run
+    before = adapter_weights(run)
+    with pytest.raises(ArtifactError, match="`finetune train` again, which publishes this run's adapter"):
+        finetune.merge(run)
+    finetune.train(config)
+    after = adapter_weights(run)
+    assert after.keys() == {name for name in before if "vision_tower" not in name} != before.keys()
+    assert all(torch.equal(after[name], before[name]) for name in after)
+    finetune.merge(run)
 
 
 def test_an_adapter_on_a_tower_is_nothing_to_start_from(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import every_architecture
 import pytest
 import torch
 from steps import assert_gradients_close, gradients, micro_batches, ready
@@ -12,7 +13,7 @@ from torch.nn.functional import cross_entropy
 
 import finetune
 from finetune.errors import ConfigError
-from finetune.objectives import OBJECTIVES, Objective, supervised, trained_tokens, with_balancing
+from finetune.objectives import OBJECTIVES, Objective, log_probs, supervised, trained_tokens, with_balancing
 from finetune.settings import load_config
 
 EXACT = ["quantization.kind=none", "training.precision=fp32", "data.eval=none", "training.eval_every=null",
@@ -95,3 +96,22 @@ def test_a_loss_given_from_python_is_refused_where_it_would_see_slices_of_rows(
 
     with pytest.raises(ConfigError, match=r"`training\.objective`: a loss given from Python would see slices of rows"):
         load_config({"training": {"objective": mine}, "distributed": {"context": 2}})
+
+
+def scored(model_type: str, dtype: torch.dtype) -> Any:
+    """A model that scores labels, with logits as far apart as those of a trained one."""
+    model = every_architecture.model(every_architecture.config(model_type)).to(dtype)
+    with torch.no_grad():
+        model.get_output_embeddings().weight.mul_(20)
+    log_probs.attach(model)
+    return model
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_model_whose_logits_are_not_its_head_times_its_states_is_refused(dtype: torch.dtype) -> None:
+    """Its loss would be that of another model. Scales and caps of logits are known."""
+    for known in ("llama", "gemma2", "granite", "cohere", "mpt", "olmoe", "mamba", "gemma3"):
+        log_probs.check(scored(known, dtype))
+    for unknown in ("bert", "modernbert-decoder", "prophetnet", "inkling_text"):
+        with pytest.raises(ConfigError, match=r"`model\.name`: \w+ does not multiply .* tokens differ by \d"):
+            log_probs.check(scored(unknown, dtype))

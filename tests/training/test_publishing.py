@@ -138,7 +138,7 @@ def test_an_adapter_that_peft_reads_otherwise_is_not_published(
         with pytest.raises(ConfigError, match=r"PEFT renames the tensors of \d+ layers of deepseek_v3"):
             finetune.train(config)
         assert not Path(config.output.dir).exists(), "refused before there is a run"
-        patch.setattr(published, "check", lambda skeleton, section: None)
+        patch.setattr(published, "check", lambda base, skeleton, section: None)
         with pytest.raises(ArtifactError, match=r"PEFT reads 1[0-9] tensors otherwise, such as `base_model"):
             finetune.train(config)
     run = RunDirectory(config.output.dir)
@@ -146,3 +146,19 @@ def test_an_adapter_that_peft_reads_otherwise_is_not_published(
     assert not run.adapter.exists()
     assert finetune.train(config).run.finished
     assert adapter_weights(run).keys() == load_file(run.complete_checkpoints()[-1] / "adapter_model.safetensors").keys()
+
+
+def test_the_adapter_is_published_although_the_base_is_gone_since_it_was_loaded(
+    quick: Any, shallow_base: Path, tmp_path: Path
+) -> None:
+    base = Path(shutil.copytree(shallow_base, tmp_path / "base"))
+
+    def take_away(metrics: dict[str, Any]) -> None:
+        shutil.rmtree(base, ignore_errors=True)
+
+    run = finetune.train(
+        quick(f"model.name={base}", "data.eval=none", "training.eval_every=null"), callbacks=[take_away]
+    ).run
+    assert run.finished
+    assert not base.exists()
+    assert adapter_weights(run)
