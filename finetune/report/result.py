@@ -32,6 +32,9 @@ class Result:
 
     run: RunDirectory
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "run", RunDirectory.open(self.run))  # by its path, too
+
     @property
     def figures(self) -> Figures:
         return Figures.read(self.run)
