@@ -185,11 +185,7 @@ def _take_last(draft: Draft, key: str, value: Any) -> bool:
 def _take_batch(draft: Draft, tool: Tool, given: Mapping[str, Any]) -> None:
     rows = next((given[key] for key in _BATCH[:2] if key in given), tool.rows)
     steps = given.get(_BATCH[2]) or max(1, given.get(_BATCH[3], rows) // rows)
-    _take(
-        draft,
-        {"training.batch_size": rows * steps},
-        f"{rows} row{'s' * (rows != 1)}, {steps} time{'s' * (steps != 1)}, on one GPU",
-    )
+    _take(draft, {"training.batch_size": rows * steps}, f"{rows} x {steps} on one GPU")
     _take(draft, {"training.micro_batch": rows}, "")
 
 

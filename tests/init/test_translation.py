@@ -102,7 +102,7 @@ def test_an_axolotl_config_is_translated_and_what_has_no_counterpart_is_listed(t
         "To be decided: saves_per_epoch: 1, here `output.save_every`, in steps",
         "Left out, as it does not change the result: tf32: false",
     ]
-    assert "batch_size: 8  # 2 rows, 4 times, on one GPU" in said[-1]
+    assert "batch_size: 8  # 2 x 4 on one GPU" in said[-1]
 
 
 def test_what_llama_factory_does_by_default_is_written_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
