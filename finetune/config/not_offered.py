@@ -80,6 +80,12 @@ _VALUES: dict[str, dict[str, str]] = {
         "instruction|instruct": "write `alpaca`, or `auto`",
         "kto|ranking|image|images|vision|multimodal": "rows are conversations, answers or text; use TRL",
     },
+    "data.encoding": {
+        "utf[-_]?8([-_]?(sig|bom))?": "leave it out; UTF-8 needs no key, with a byte order mark or without",
+        "utf[-_]?(16|32).*": "convert the file with `iconv`, such as `iconv -f UTF-16 -t UTF-8`",
+        "latin[-_]?1|l1|iso[-_]?8859[-_]?1|windows[-_]?1252|ansi|mbcs": "write `cp1252`, which has the same letters",
+        "windows[-_]?125[013457]": "write it as Python does, such as `cp1251`",
+    },
     "data.chat_template": {
         "tokenizer_default|default|jinja": _TEMPLATES,
         "(?!(llama[23]|mistral|gemma|phi3)$)(qwen|gemma|llama|mistral|phi|deepseek|glm|gpt)[\\w.-]*": _TEMPLATES,
