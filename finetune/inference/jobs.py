@@ -35,7 +35,7 @@ EARLIER_ADAPTER = "The merged model is of an earlier adapter; `finetune merge` m
 
 @dataclass(frozen=True)
 class Ready:
-    """A model of a run, ready to answer; `kind` is that of the rows it was trained on, a key of `examples.ASKED`.
+    """A model of a run, ready to answer; `kind` is that of the rows it was trained on, one of `examples.KINDS`.
 
     `system` is the system message of conversations, empty for none.
     """

@@ -394,6 +394,29 @@ def test_counts_that_are_none_are_refused(key: str, value: str, tmp_path: Path) 
         translate(write(tmp_path, f"base_model: x\n{key}: {value}\n"))
 
 
+@pytest.mark.parametrize(
+    ("keys", "kept", "note"),
+    [
+        (
+            "warmup_steps: 10\nwarmup_ratio: 0.2\n", {"training.warmup": 10},
+            "To be decided: warmup_ratio: 0.2, beside warmup_steps: 10",
+        ),
+        (
+            "deepspeed: zero2.json\nfsdp: full_shard\n", {"distributed.kind": "deepspeed"},
+            'To be decided: fsdp: "full_shard", beside deepspeed: "zero2.json"',
+        ),
+        ("lora_target_modules: [q_proj]\nlora_target_linear: true\n", {"adapter.targets": "all-linear"}, None),
+        ("load_in_4bit: true\nbnb_4bit_quant_type: nf4\n", {"quantization.kind": "nf4"}, None),
+    ],
+)  # fmt: skip
+def test_of_two_keys_that_are_one_here_neither_is_lost_in_silence(
+    keys: str, kept: dict[str, Any], note: str | None, tmp_path: Path
+) -> None:
+    draft = translate(write(tmp_path, f"base_model: a/b\nadapter: lora\n{keys}"))
+    assert draft.values.items() >= kept.items()
+    assert [line for line in draft.notes if ", beside " in line] == ([note] if note else [])
+
+
 def test_accumulation_follows_from_the_batch(tmp_path: Path) -> None:
     training = translate(write(tmp_path, "base_model: x\nmicro_batch_size: 2\nbatch_size: 8\n")).config.training
     assert (training.batch_size, training.micro_batch) == (8, 2)
