@@ -7,8 +7,7 @@ from os import PathLike
 from typing import Any
 
 from finetune import recipe
-from finetune.config import Config
-from finetune.config.fields import shown
+from finetune.config import Config, loaded
 from finetune.errors import ConfigError
 from finetune.report.result import Result
 from finetune.report.terminal import Terminal
@@ -45,8 +44,8 @@ def train(
     """
     if config is None:
         _refuse_nothing(model=model, data=data)
-    elif not isinstance(config, Config):
-        raise ConfigError(f"`config` must be one that `finetune.load_config` returned, not {shown(config)}")
+    else:
+        loaded(config)
     told = checks.checked(callbacks)
     if model is not None:
         sections["model"] = model if isinstance(model, Mapping) else {"name": model}

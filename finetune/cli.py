@@ -194,7 +194,9 @@ def init(
         str | None, typer.Argument(metavar="[DATA]", help="A file, a folder or a data set of the hub.")
     ] = None,
     gpu: Gpu = None,
-    other: Annotated[Path | None, _file("--from", "Translate this config of Axolotl or LLaMA-Factory instead.")] = None,
+    other: Annotated[
+        Path | None, _file("--from", "Translate this config of Axolotl, LLaMA-Factory or TRL instead.")
+    ] = None,
     columns: Annotated[
         str | None, typer.Option(help="What the data's columns hold: prompt=Question,completion=Answer.")
     ] = None,

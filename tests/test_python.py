@@ -25,7 +25,8 @@ from finetune.config import load
 from finetune.config.fields import GIVEN
 from finetune.data import formats, in_memory, sources
 from finetune.data.examples import RowError
-from finetune.errors import ConfigError, DataError
+from finetune.errors import ArtifactError, ConfigError, DataError
+from finetune.inference import jobs
 from finetune.objectives import contract
 from finetune.report.terminal import Terminal
 from finetune.settings import CHOICES
@@ -523,3 +524,60 @@ class _HeaderOnly(Terminal):
     def opened(self, *args: Any, **named: Any) -> None:
         super().opened(*args, **named)
         raise _Opened
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        pytest.param(finetune.merge, id="merge"),
+        pytest.param(finetune.evaluate, id="evaluate"),
+        pytest.param(lambda run: finetune.generate(run, "Hello"), id="generate"),
+        pytest.param(lambda run: finetune.export_model(run, "adapter"), id="export_model"),
+        pytest.param(lambda run: finetune.compare([run, run]), id="compare"),
+        pytest.param(lambda run: finetune.Result(run).summary(), id="Result"),
+    ],
+)
+def test_a_run_may_be_given_by_its_path_and_nothing_else(function: Callable[[Any], object], tmp_path: Path) -> None:
+    for path in (tmp_path / "none", str(tmp_path / "none")):
+        with pytest.raises(ArtifactError, match="none: not a run directory"):
+            function(path)
+    for wrong in (None, 5, {"run": "runs/a"}):
+        with pytest.raises(ArtifactError, match="expected a run or the path of its folder, not"):
+            function(wrong)
+
+
+@pytest.mark.parametrize("runs", ["runs/a", Path("runs/a"), finetune.RunDirectory("runs/a"), None])
+def test_one_run_is_not_compared_letter_by_letter(runs: Any) -> None:
+    with pytest.raises(ConfigError, match="expected a list of runs to compare, not"):
+        finetune.compare(runs)
+
+
+@pytest.mark.parametrize("prompt", [None, ["Hello", "again"], b"Hello"])
+def test_a_prompt_is_text(prompt: Any, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="`prompt` must be text, not"):
+        finetune.generate(tmp_path, prompt)
+
+
+@pytest.mark.parametrize("function", [finetune.plan, finetune.fit, finetune.inspect_data, finetune.train])
+@pytest.mark.parametrize("config", ["job.yaml", {"model": {"name": "builtin:tiny-llama"}}])
+def test_what_is_no_config_is_refused_before_anything_is_read(function: Callable[[Any], object], config: Any) -> None:
+    with pytest.raises(ConfigError, match=r"must be one that `finetune\.load_config` returned, not"):
+        function(config)
+
+
+def test_lists_limits_and_numbers_of_cards_are_checked(tmp_path: Path) -> None:
+    for name in ("metrics", "tasks", "models"):
+        with pytest.raises(ConfigError, match=f"`{name}` are a list, such as \\['f1'\\]"):
+            finetune.evaluate(finetune.RunDirectory(tmp_path), **{name: "f1"})
+    with pytest.raises(ConfigError, match="`limit` must be at least 1, not 0"):
+        finetune.evaluate(finetune.RunDirectory(tmp_path), limit=0)
+    with pytest.raises(ConfigError, match=r"overrides are a list, such as \['training.max_steps=3'\]"):
+        finetune.load_config({}, "training.max_steps=3")
+    for make in (finetune.plan, finetune.fit):
+        with pytest.raises(ConfigError, match="`gpus` must be at least 1, not 0"):
+            make(finetune.Config(), "RTX 4090", 0)
+
+
+def test_a_model_that_no_run_has_is_refused_from_python_too() -> None:
+    with pytest.raises(ConfigError, match="model `bas` is not known; did you mean `base`"):
+        jobs.model_of(finetune.RunDirectory("runs/none"), finetune.Config(), "bas")

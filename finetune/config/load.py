@@ -40,6 +40,13 @@ def load(
     return config if config.output.dir else config.changed({"output.dir": str(Path("runs") / path.stem)})
 
 
+def loaded(config: object) -> Config:
+    """What a program gave as a config. Raises ConfigError if it is none."""
+    if not isinstance(config, Config):
+        raise ConfigError(f"`config` must be one that `finetune.load_config` returned, not {shown(config)}")
+    return config
+
+
 def text_of(path: Path) -> str:
     """The text of a YAML file, or what is too much of it. Raises ConfigError for a file that cannot be read."""
     try:
@@ -83,6 +90,8 @@ def _checked(
     overrides: Sequence[str], choices: Choices | None, trained: bool,
 ) -> Config:  # fmt: skip
     """The config of `values` with the `overrides`. Raises ConfigError for `problems` and all that are found here."""
+    if isinstance(overrides, str):
+        raise ConfigError(f"overrides are a list, such as [{shown(overrides)}]")
     for override in overrides:
         problems += _apply(values, where, override)
     config, found = _validate(values, where, file, choices, trained)

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import re
 
-_PREFERENCES = (
+PREFERENCES = (
     "training is supervised here; use TRL, which can start from the model that `finetune merge` writes, or train on "
     "good answers alone"
 )
-_REWARDS = "no reward model is trained or used here; use TRL"
+REWARDS = "no reward model is trained or used here; use TRL"
 _SAME_BITS = "write `nf4`, which takes as much memory"
 _MATRICES = "it is made for training all weights; for adapters, `adamw_torch_fused` or `paged_adamw_8bit`"
 _LORA = "adapters are LoRA here, or its variants `rslora`, `dora`, and `init: pissa` or `loftq`; use PEFT with TRL"
@@ -19,8 +19,8 @@ _TEMPLATES = "write `auto` for the model's own template, or name a .jinja file"
 
 _VALUES: dict[str, dict[str, str]] = {
     "training.objective": {
-        "dpo|ipo|kto|orpo|cpo|simpo|bco|apo|sigmoid|hinge|robust|rpo|ebft|preference": _PREFERENCES,
-        "grpo|gdpo|gspo|dapo|rloo|ppo|reinforce|online_dpo|nash_md|xpo|rl|rm|prm|reward": _REWARDS,
+        "dpo|ipo|kto|orpo|cpo|simpo|bco|apo|sigmoid|hinge|robust|rpo|ebft|preference": PREFERENCES,
+        "grpo|gdpo|gspo|dapo|rloo|ppo|reinforce|online_dpo|nash_md|xpo|rl|rm|prm|reward": REWARDS,
         "gkd|minillm|kd|distillation": "nothing is learnt from a larger model here; use TRL, or train on its answers",
         "pt|pretrain|pretraining|cpt": "write `supervised`, and `data.format: text`, of which all tokens are trained",
         "clm|causal_lm|instruction": "write `supervised`",
@@ -79,6 +79,12 @@ _VALUES: dict[str, dict[str, str]] = {
         "completion|pretrain|raw": "write `text`",
         "instruction|instruct": "write `alpaca`, or `auto`",
         "kto|ranking|image|images|vision|multimodal": "rows are conversations, answers or text; use TRL",
+    },
+    "data.encoding": {
+        "utf[-_]?8([-_]?(sig|bom))?": "leave it out; UTF-8 needs no key, with a byte order mark or without",
+        "utf[-_]?(16|32).*": "convert the file with `iconv`, such as `iconv -f UTF-16 -t UTF-8`",
+        "latin[-_]?1|l1|iso[-_]?8859[-_]?1|windows[-_]?1252|ansi|mbcs": "write `cp1252`, which has the same letters",
+        "windows[-_]?125[013457]": "write it as Python does, such as `cp1251`",
     },
     "data.chat_template": {
         "tokenizer_default|default|jinja": _TEMPLATES,

@@ -130,11 +130,11 @@ class AdapterSection(Section):
     dropout: Annotated[Share, Usual("0 to 0.1")] = 0.0
     """Dropout probability on the adapter's input."""
     targets: Literal["all-linear"] | Annotated[list[Target], Field(min_length=1), OneOrMore()] = "all-linear"
-    """Modules that get an adapter: `all-linear` (every linear layer except the output head and the routers of a mixture
-    of experts; of a model with vision or audio towers, those of the language model alone) or a list of names, or of
-    regular expressions that match full names, such as `.*layers[.][0-7][.]mlp.*`. The fused experts of a mixture are
-    not linear layers; unless they are held in 4 bit they can be named, as `experts.gate_up_proj` and
-    `experts.down_proj`."""
+    """Modules that get an adapter: `all-linear` (every linear layer that rows of text train, except the output head and
+    the routers of a mixture of experts; not vision and audio towers, attention to an encoder that is absent, or the
+    indexers of sparse attention) or a list of names, or of regular expressions that match full names, such as
+    `.*layers[.][0-7][.]mlp.*`. The fused experts of a mixture are not linear layers; unless they are held in 4 bit they
+    can be named, as `experts.gate_up_proj` and `experts.down_proj`."""
     rslora: bool = False
     """Rank-stabilised scaling (arXiv 2312.03732)."""
     dora: bool = False

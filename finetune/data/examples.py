@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -65,13 +65,8 @@ class Tokens:
 
 Example = Chat | Completion | Text | Tokens
 
-ASKED: dict[str, Callable[[str, str], Example]] = {
-    "chat": lambda text, system: Chat(opened(text, system)),
-    "completion": lambda text, system: Completion(text, ""),
-    "text": lambda text, system: Text(text),
-    "tokens": lambda text, system: Text(text),
-}
-"""Turns a user's prompt and a system message into an example of the kind that was trained, keyed by `kind`."""
+KINDS = ("chat", "completion", "text", "tokens")
+"""The kinds of examples (`kind`)."""
 
 
 def asked(kind: str, text: str, separator: str, system: str = "") -> Example:
@@ -79,12 +74,14 @@ def asked(kind: str, text: str, separator: str, system: str = "") -> Example:
 
     A text to be completed ends with `separator`; a conversation begins with the system message, unless it is empty.
     """
-    return ASKED[kind](text + separator if kind == "completion" else text, system)
+    if kind == "chat":
+        return Chat([*opening(system), {"role": "user", "content": text}])
+    return Completion(text + separator, "") if kind == "completion" else Text(text)
 
 
-def opened(text: str, system: str = "") -> list[Message]:
-    """The messages of a conversation in which a user says `text` first."""
-    return [*([{"role": "system", "content": system}] if system else []), {"role": "user", "content": text}]
+def opening(system: str) -> list[Message]:
+    """The messages with which a conversation begins: the system message, unless it is empty."""
+    return [{"role": "system", "content": system}] if system else []
 
 
 def system(example: Example) -> str:
@@ -94,8 +91,8 @@ def system(example: Example) -> str:
 
 
 def learnt(events: Iterable[Mapping[str, Any]]) -> str | None:
-    """The kind of example, a key of `ASKED`, that a run last trained by its events; None if they do not say."""
-    kinds = [kind for event in events if (kind := str(event.get("learns"))) in ASKED]
+    """The kind of example, one of `KINDS`, that a run last trained by its events; None if they do not say."""
+    kinds = [kind for event in events if (kind := str(event.get("learns"))) in KINDS]
     return kinds[-1] if kinds else None
 
 

@@ -197,15 +197,17 @@ def _csv(path: Path, problems: Problems, encoding: str | None = None, *, delimit
 
 
 def _xlsx(path: Path, problems: Problems, encoding: str | None = None) -> Records:
-    names: dict[int, str] | None = None
+    names, header = None, 0
     for number, cells in xlsx.cells(path, problems):
         place = f"{path}:{number}"
         if names is None:
             if twice := repeated(list(cells.values())):
                 raise DataError(f"{place}: two columns have the name `{twice}`; rename one. {NO_HEADER}")
-            names = cells
-        elif len(cells | names) > len(names):
-            problems.add(f"{place}: more cells than the header has columns ({len(cells | names)}, not {len(names)})")
+            names, header = cells, number
+        elif (columns := len(cells | names)) > len(names):
+            problems.add(
+                f"{place}: more cells than the header, row {header}, has columns ({columns}, not {len(names)})"
+            )
         else:
             yield place, {name: cells.get(column, "") for column, name in names.items()}
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from finetune.config import Config, dump, explained
+from finetune.config import Config, dump, explained, loaded
 from finetune.config.fields import LEVELS
 from finetune.data import prepare, sources
 from finetune.data.batching import (
@@ -299,7 +299,7 @@ def fit_with_limits(config: Config, gpu: str | None = None, gpus: int = 1) -> tu
 
 def _free_planner(config: Config, gpu: str | None, gpus: int) -> Planner:
     """A planner that may choose micro-batch and checkpointing, whatever the config says."""
-    rows = {} if config.training.micro_batch_tokens else {"training.micro_batch": "auto"}
+    rows = {} if loaded(config).training.micro_batch_tokens else {"training.micro_batch": "auto"}
     return planner_for(config.changed({**rows, "memory.checkpointing": "auto", "memory.offload": "none"}), gpu, gpus)
 
 
@@ -343,7 +343,9 @@ def planner_for(config: Config, gpu: str | None = None, gpus: int = 1) -> Planne
     Raises ConfigError for an unknown device, and for a batch that so many cannot share.
     """
     libraries.quiet()
-    check_shares(config, gpus)
+    if gpus < 1:
+        raise ConfigError(f"`gpus` must be at least 1, not {gpus}")
+    check_shares(loaded(config), gpus)
     check_optimizer(config)
     device = devices.find(gpu or ("auto" if torch.cuda.is_available() else "cpu"), config.memory)
     architecture = load_architecture(config.model, listed=True)

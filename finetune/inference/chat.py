@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from finetune.config.fields import shortened
-from finetune.data.examples import Chat, Example, Message
+from finetune.data.examples import Chat, Example, Message, opening
 from finetune.errors import ConfigError, DataError, MachineError
 from finetune.inference.generation import Settings
 from finetune.inference.jobs import Ready
@@ -115,19 +115,15 @@ class Conversation:
             self._note("name a file: /save rows.jsonl" if self._messages else "there is no conversation to save")
             return
         try:
-            append_line(Path(path).expanduser(), {"messages": [*self._opening, *self._messages]})
+            append_line(Path(path).expanduser(), {"messages": [*opening(self._ready.system), *self._messages]})
             self._note(f"saved as a row of {path}")
         except MachineError as error:
             self._note(str(error))
 
-    @property
-    def _opening(self) -> list[Message]:
-        return [{"role": "system", "content": self._ready.system}] if self._ready.system else []
-
     def _answer(self, line: str) -> None:
         turns = self._ready.kind == "chat"
         asked = [*self._messages, {"role": "user", "content": line}]
-        prompt = Chat([*self._opening, *asked]) if turns else self._ready.asked(line)
+        prompt = Chat([*opening(self._ready.system), *asked]) if turns else self._ready.asked(line)
         # Otherwise a question asked again would always get the same sampled answer.
         settings = replace(self._settings, seed=self._settings.seed + self._turns)
         self._turns += 1

@@ -26,7 +26,7 @@ from finetune.errors import ConfigError, DataError, NumbersError
 from finetune.inference import generation
 from finetune.inference.generation import Answer, Settings
 from finetune.inference.intervals import CONFIDENCE, RESAMPLES, SEED, Measured, compared
-from finetune.inference.jobs import EARLIER_ADAPTER, model_of
+from finetune.inference.jobs import EARLIER_ADAPTER, MODELS, model_of
 from finetune.inference.metrics import Metric, find
 from finetune.inference.tasks import Tasks
 from finetune.lifecycle.failures import blaming_base
@@ -39,10 +39,8 @@ from finetune.runtime import libraries
 from finetune.settings import config_of
 from finetune.storage.files import write_json, write_lines
 from finetune.storage.records import Evaluation, Measure
-from finetune.storage.rundir import RunDirectory
+from finetune.storage.rundir import Run, RunDirectory
 from finetune.training.evaluation import held_out_loss
-
-MODELS = ("base", "adapter", "merged")
 
 _INTERVAL = (
     f"{CONFIDENCE:.0%} confidence intervals by percentile bootstrap over rows ({RESAMPLES:,} resamples, seed {SEED}); "
@@ -61,7 +59,7 @@ class _Found:
 
 
 def evaluate(
-    run: RunDirectory,
+    run: Run,
     *,
     metrics: Sequence[str] = (),
     tasks: Sequence[str] = (),
@@ -85,6 +83,12 @@ def evaluate(
     that is not finite, and ArtifactError for weights, tokenizer or base that are damaged or not those of the run.
     """
     libraries.quiet()
+    run = RunDirectory.open(run)
+    for name, names in {"metrics": metrics, "tasks": tasks, "models": models}.items():
+        if isinstance(names, str):
+            raise ConfigError(f"`{name}` are a list, such as [{names!r}]")
+    if limit is not None and limit < 1:
+        raise ConfigError(f"`limit` must be at least 1, not {limit}")
     config = config_of(run, trust_remote_code=trust_remote_code)
     chosen = _chosen(run, config, models)
     asks = bool(metrics) or not tasks  # tasks alone need no rows

@@ -8,6 +8,7 @@ from functools import cached_property
 from typing import Any
 
 from finetune.config import Config
+from finetune.config.fields import shown, unknown
 from finetune.data import examples, fingerprint
 from finetune.errors import ConfigError
 from finetune.export.merge import load_merged
@@ -21,18 +22,20 @@ from finetune.report.terminal import note_beside_output
 from finetune.runtime import libraries
 from finetune.runtime.device import this_device
 from finetune.settings import config_of
-from finetune.storage.rundir import RunDirectory
+from finetune.storage.rundir import Run, RunDirectory
 
 UNRECORDED = "chat"
 """The kind of the prompts of a run that does not record the kind of its rows."""
 
+MODELS = ("base", "adapter", "merged")
+"""The models that a run may have."""
 
 EARLIER_ADAPTER = "The merged model is of an earlier adapter; `finetune merge` makes it anew."
 
 
 @dataclass(frozen=True)
 class Ready:
-    """A model of a run, ready to answer; `kind` is that of the rows it was trained on, a key of `examples.ASKED`.
+    """A model of a run, ready to answer; `kind` is that of the rows it was trained on, one of `examples.KINDS`.
 
     `system` is the system message of conversations, empty for none.
     """
@@ -127,7 +130,7 @@ def ready(
 
 
 def generate(
-    run: RunDirectory,
+    run: Run,
     prompt: str,
     *,
     which: str = "adapter",
@@ -140,15 +143,20 @@ def generate(
     A run trained on conversations answers it as a user message, after the `system` message: by default the one that all
     of its rows have in common, with "" none. One trained on completions or plain text continues it. Raises as `ready`.
     """
-    opened = ready(run, which, system=system, trust_remote_code=trust_remote_code)
+    if not isinstance(prompt, str):
+        raise ConfigError(f"`prompt` must be text, not {shown(prompt)}")
+    opened = ready(RunDirectory.open(run), which, system=system, trust_remote_code=trust_remote_code)
     return next(opened.answers([opened.asked(prompt)], Settings(max_new_tokens))).text
 
 
 def model_of(run: RunDirectory, config: Config, which: str) -> tuple[Any, Any]:
     """The run's base, base with adapter (quantized as in training), or merged model; and the tokenizer.
 
-    Raises ArtifactError if the tokenizer or the base is not the one that the weights were trained with.
+    Raises ConfigError for another model than `MODELS`, ArtifactError if the tokenizer or the base is not the one that
+    the weights were trained with.
     """
+    if which not in MODELS:
+        raise ConfigError(f"model {unknown(which, MODELS)}")
     libraries.quiet()
     device = this_device()
     tokenizer = load_tokenizer(config.model, run.chat_template)

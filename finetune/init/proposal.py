@@ -15,7 +15,7 @@ from typing import Any
 from finetune.config import DataSection, MemorySection, ModelSection, inline
 from finetune.data import formats, sources
 from finetune.data.counts import TOO_LONG
-from finetune.data.examples import Completion, NoSuchField
+from finetune.data.examples import Completion, NoSuchField, RowError
 from finetune.data.prepare import Prepared, check_columns
 from finetune.data.split import located
 from finetune.errors import ForecastError, MachineError
@@ -61,7 +61,7 @@ def propose(wanted: Wanted, say: Callable[[str], None]) -> Draft:
     found.take("data.train", wanted.data)
     encoding, word = questions.likely_encoding(wanted.data)
     if encoding:
-        found.take("data.encoding", encoding, f"the file is not UTF-8; is `{word}` right?")
+        found.take("data.encoding", encoding, f"not UTF-8; is `{word}` right? Else another, such as cp1251")
     row, columns = _recognised(wanted, encoding)
     tokenizer = None
     try:
@@ -113,10 +113,12 @@ def _recognised(wanted: Wanted, encoding: str | None) -> tuple[sources.Row | Non
     with located(row):
         try:
             formats.detect(row.fields, columns)
-        except NoSuchField:
-            likely = None if columns else formats.likely_columns(row.fields)
-            if likely is None:
+        except RowError as error:
+            if columns:
                 raise
+            likely = formats.likely_columns(row.fields) if isinstance(error, NoSuchField) else None
+            if likely is None:
+                raise type(error)(f"{error}. Here columns are named by --columns FIELD=COLUMN") from None
             if not likely.sure:
                 questions.confirm_columns(wanted, likely.columns)
             columns = likely.columns
@@ -134,7 +136,9 @@ def _take_format(found: Draft, fields: Mapping[str, Any], columns: dict[str, str
     turns = None if tokenizer and chat_template.is_plain(tokenizer) else formats.as_chat(fields, form, columns)
     if turns:
         plain = {name: turns[turned] for name, turned in formats.AS_CHAT[form].items()}
-        found.take("data.columns", turns, f"turns of the chat template; `{inline(plain)}` would be text without it")
+        mapped = any(name != column for name, column in plain.items())
+        otherwise = f"`{inline(plain)}` would be" if mapped else "left out, they are"
+        found.take("data.columns", turns, f"turns of the chat template; {otherwise} text without it")
         return formats.detect(fields, turns)
     if columns:
         found.take("data.columns", columns, "the fields of the format, and the columns that hold them")

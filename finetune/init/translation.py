@@ -95,8 +95,9 @@ def translate(path: Path) -> Draft:
         raise ConfigError("\n".join(refused))
     draft = Draft(f"Translated by `finetune init` from {path.name}, a config of {name}")
     left = [key for key in {**tool.defaults, **given} if key not in (*_BATCH, *_DATA, *_LAST)]
+    taken: dict[str, str] = {}
     for _ in range(2):  # a key may need one that comes later, as early stopping needs evaluations
-        left = [key for key in left if not _take_key(draft, key, given, tool)]
+        left = [key for key in left if not _take_key(draft, key, given, tool, taken)]
     left += [key for key in _LAST if key in given and not _take_last(draft, key, given[key])]
     others: list[str] = []
     left += [key for key in _DATA if not _take_data(draft, key, given, others)]
@@ -151,14 +152,27 @@ _MOST_ROWS = 2**20
 """The rows of a step that a config may have."""
 
 
-def _take_key(draft: Draft, key: str, given: Mapping[str, Any], tool: Tool) -> bool:
-    reason = key if key in given else "its default there"
-    return _take(draft, other_names.taken(key, given.get(key, tool.defaults.get(key))), reason)
+def _take_key(draft: Draft, key: str, given: Mapping[str, Any], tool: Tool, taken: dict[str, str]) -> bool:
+    """Take a key or its default; of two that are one key here, the first. `taken` are the given keys by ours."""
+    if key not in given:
+        return _take(draft, other_names.taken(key, tool.defaults[key]), "its default there")
+    found = other_names.taken(key, given[key])
+    if found is None:
+        return False
+    # Targets are joined in the end.
+    others = [ours for ours in found if ours in taken and ours != "adapter.targets"]
+    other = next((taken[ours] for ours in others if draft.values[ours] != found[ours]), None)
+    if other:
+        draft.notes.append(f"To be decided: {_shown(key, given[key])}, beside {_shown(other, given[other])}")
+        return True
+    done = _take(draft, found, key)
+    taken |= dict.fromkeys(found, key) if done else {}
+    return done
 
 
 def _take(draft: Draft, found: other_names.Settings | None, reason: str) -> bool:
     """Add settings, if they are allowed here with those before; whether they were."""
-    if found is None:
+    if found is None:  # as a default may have no counterpart
         return False
     more = Draft(values=draft.values | found)
     try:
@@ -185,7 +199,7 @@ def _take_last(draft: Draft, key: str, value: Any) -> bool:
 def _take_batch(draft: Draft, tool: Tool, given: Mapping[str, Any]) -> None:
     rows = next((given[key] for key in _BATCH[:2] if key in given), tool.rows)
     steps = given.get(_BATCH[2]) or max(1, given.get(_BATCH[3], rows) // rows)
-    _take(draft, {"training.batch_size": rows * steps}, f"{rows} rows, {steps} times, on one GPU")
+    _take(draft, {"training.batch_size": rows * steps}, f"{rows} x {steps} on one GPU")
     _take(draft, {"training.micro_batch": rows}, "")
 
 

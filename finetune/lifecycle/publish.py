@@ -20,7 +20,7 @@ from finetune.runtime.device import this_device
 from finetune.runtime.signals import Signals
 from finetune.settings import config_of
 from finetune.storage.files import write_json
-from finetune.storage.rundir import RunDirectory
+from finetune.storage.rundir import Run, RunDirectory
 
 
 def record(
@@ -35,7 +35,7 @@ def record(
 
 
 def export_model(
-    run: RunDirectory,
+    run: Run,
     format: str,
     *,
     type: str = "f16",
@@ -58,6 +58,7 @@ def export_model(
     if push:
         hub.check(push)
     libraries.quiet()
+    run = RunDirectory.open(run)
     # Refuses an untrusted run before anything is written there.
     config = config_of(run, trust_remote_code=trust_remote_code)
     terminal = terminal or Terminal()
@@ -86,7 +87,7 @@ def export_model(
 
 
 def merge(
-    run: RunDirectory,
+    run: Run,
     *,
     onto: str | None = None,
     trust_remote_code: bool = False,
@@ -101,6 +102,7 @@ def merge(
     directory.
     """
     libraries.quiet()
+    run = RunDirectory.open(run)
     # Refuses an untrusted run before anything is written there.
     config = config_of(run, trust_remote_code=trust_remote_code)
     with run.locked(), Signals():

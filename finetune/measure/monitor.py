@@ -133,8 +133,11 @@ class Monitor:
             self.leave()
 
     @contextlib.contextmanager
-    def counting_tensors(self) -> Iterator[None]:
-        """In the block, measure `allocated_bytes` of each phase on a CPU as well; a CUDA device always counts them."""
+    def counting_tensors(self, apart_bytes: int = 0) -> Iterator[None]:
+        """In the block, measure `allocated_bytes` of each phase on a CPU as well; a CUDA device always counts them.
+
+        Of the tensors that live before, `apart_bytes` are not counted.
+        """
         from finetune.measure import tensors  # imports torch
 
         if not isinstance(self._meter, HostMeter) or not tensors.can_count():
@@ -142,7 +145,7 @@ class Monitor:
             return
         self._count = count = tensors.TensorCount()
         try:
-            with count.counting():
+            with count.counting(apart_bytes):
                 yield
         finally:
             self._count = None

@@ -11,12 +11,13 @@ from typing import Any
 from rich.console import Console
 
 from finetune.config import as_written
+from finetune.config.fields import shown
 from finetune.errors import ConfigError, first_line
 from finetune.report import curves, pages, printing, words
 from finetune.report.figures import Figures
 from finetune.report.result import Result, flat, framed
 from finetune.storage.files import write_text
-from finetune.storage.rundir import RunDirectory
+from finetune.storage.rundir import Run, RunDirectory
 
 # Where a run lies says nothing of what it is.
 _NO_DIFFERENCE = "output.dir"
@@ -149,12 +150,14 @@ def _as_in_a_file(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
-def compare(runs: Sequence[RunDirectory | str | Path]) -> Comparison:
-    """Put runs, or those at paths, side by side; a notebook shows the result, and `write(path)` makes a page of it.
+def compare(runs: Sequence[Run]) -> Comparison:
+    """Put runs side by side; a notebook shows the result, and `write(path)` makes a page of it.
 
     Raises ArtifactError for a path without a run, and ConfigError for fewer than two different runs.
     """
-    opened = [run if isinstance(run, RunDirectory) else RunDirectory.open(run) for run in runs]
+    if isinstance(runs, (str, Path, RunDirectory)) or not isinstance(runs, Iterable):
+        raise ConfigError(f"expected a list of runs to compare, not {shown(runs)}")
+    opened = [RunDirectory.open(run) for run in runs]
     if len({run.path.resolve() for run in opened}) < max(2, len(opened)):
         raise ConfigError("give two run directories or more to compare, each once")
     names = [run.path.name for run in opened]

@@ -15,7 +15,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from finetune.config import Config, inline
+from finetune.config import Config, inline, loaded
 from finetune.config.fields import source_name
 from finetune.data import inspection
 from finetune.data.inspection import Batching, Inspection, Piece, Sample
@@ -61,7 +61,7 @@ def inspect_data(config: Config) -> DataLook:
     Raises a FinetuneError for anything the user can fix; DataError also if there is nothing to learn.
     """
     libraries.quiet()
-    config, _ = bounds.settled(config)
+    config, _ = bounds.settled(loaded(config))
     tokenizer = load_tokenizer(config.model, config.data.chat_template)
     return DataLook(inspection.inspect(config.data, config.training, tokenizer))
 

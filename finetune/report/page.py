@@ -117,7 +117,9 @@ def _job(
         rows += [
             f"{words.count(train['rows'])} rows, {words.count(train['tokens'])} tokens",
             f"{words.share(train['trained_tokens'] / max(train['tokens'], 1))} of them trained",
-            f"{words.count(held_out['rows'])} rows held out" if held_out else "nothing held out",
+            f"{words.count(held_out['rows'])} row{'s' * (held_out['rows'] != 1)} held out"
+            if held_out
+            else "nothing held out",
         ]
     if rows:
         facts["data"] = ", ".join(rows)
@@ -253,7 +255,13 @@ def _fact(key: str, value: Any) -> str:
 
 
 def _amount(key: str, value: Any) -> str:
-    """A value formatted according to its key."""
+    """A value formatted according to its key; a list is what was and what is now, but for problems."""
+    if isinstance(value, dict):
+        return ", ".join(f"{name} {_amount(name, one)}" for name, one in value.items())
+    if isinstance(value, list):
+        return ("; " if key == "problems" else " → ").join(_amount(key, one) for one in value)
+    if isinstance(value, float):
+        return f"{value:.3g}"
     is_size = key.endswith("_bytes") and type(value) is int and 0 <= value <= records.LARGEST_BYTES
     return words.size(value) if is_size else str(value)
 

@@ -28,9 +28,12 @@ class Picture:
 
 @dataclass(frozen=True)
 class Result:
-    """The result of a run, read from the run directory on each access."""
+    """The result of a run, given by its path too, read from the run directory on each access."""
 
     run: RunDirectory
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "run", RunDirectory.open(self.run))
 
     @property
     def figures(self) -> Figures:

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from finetune.config import Config, dump, load
+from finetune.config.fields import shown
 from finetune.errors import ArtifactError, MachineError
 from finetune.storage import files, records
 from finetune.storage.records import Answer, DataFacts, Environment, Evaluation, Forecast, MergeProof
@@ -29,7 +30,9 @@ _CHECKPOINT = "step-"
 class RunDirectory:
     """Paths and writes below `runs/<name>/`. Creating the object touches nothing on disk."""
 
-    def __init__(self, path: str | Path) -> None:
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        if not isinstance(path, (str, os.PathLike)):
+            raise ArtifactError(f"expected a run or the path of its folder, not {shown(path)}")
         self.path = Path(os.path.expanduser(path))
         self.config_file = self.path / "config.yaml"
         self.environment_file = self.path / "environment.json"
@@ -56,8 +59,10 @@ class RunDirectory:
         return shlex.quote(str(self.path))
 
     @classmethod
-    def open(cls, path: str | Path) -> RunDirectory:
-        """An existing run. Raises ArtifactError if there is none."""
+    def open(cls, path: Run) -> RunDirectory:
+        """An existing run by its path; a run that is given is returned. Raises ArtifactError if there is none."""
+        if isinstance(path, RunDirectory):
+            return path
         run = cls(path)
         run.check_layout()
         if not os.path.isfile(run.config_file):  # False for an invalid path too
@@ -307,3 +312,7 @@ class RunDirectory:
 def checkpoint_step(path: Path) -> int:
     """The optimizer step a checkpoint directory is named after."""
     return int(path.name.removeprefix(_CHECKPOINT))
+
+
+Run = RunDirectory | str | os.PathLike[str]
+"""A run, or the path of its folder: what functions for Python take."""

@@ -34,7 +34,7 @@ def warm_up(step: Step, steps: Steps, retry: Retry, evaluation: Evaluation | Non
     """
     kept, monitor = _Kept(step), step.monitor
     before = dict(monitor.run)
-    with monitor.counting_tensors():
+    with monitor.counting_tensors(kept.size_bytes):
         _run_largest(step, steps, retry, evaluation)
     peaks = monitor.take_step()
     # The run's peaks are those of its steps, and these have their own event; but tensors are counted here alone, where
@@ -121,7 +121,10 @@ def _update(step: Step) -> None:
 
 
 class _Kept:
-    """The state that the warm-up changes: optimizer states, copied to host memory, and the start of the step."""
+    """The state that the warm-up changes: optimizer states, copied to host memory, and the start of the step.
+
+    `size_bytes` is the size of the copies, which other steps do not have.
+    """
 
     def __init__(self, step: Step) -> None:
         self._model = step.model
@@ -135,6 +138,7 @@ class _Kept:
             for value in state.values():
                 if id(value) not in copies:
                     copies[id(value)] = _copy(value)
+        self.size_bytes = sum(copy.nbytes for copy in copies.values() if isinstance(copy, torch.Tensor))
         self._states = {
             weight: {name: (value, copies[id(value)]) for name, value in state.items()}
             for weight, state in self._optimizer.state.items()

@@ -88,7 +88,7 @@ def test_the_only_sheet_with_rows_is_read_and_of_several_none(tmp_path: Path) ->
         ([["a"], [Xml('<c r="{}" t="e"><f>1/0</f><v>#DIV/0!</v></c>')]], "a.xlsx:2: the cell A2 has the error #DIV/0!"),
         ([["a"], [Xml('<c r="{}"><f>B1</f></c>')]], "a.xlsx:2: the cell A2 has a formula without a result"),
         ([["a"], [Xml('<c r="{}"><f>B1</f><v></v></c>')]], "a.xlsx:2: the cell A2 has a formula without a result"),
-        ([["a", "b"], ["x", "y", "z"]], "a.xlsx:2: more cells than the header has columns (3, not 2)"),
+        ([["a", "b"], ["x", "y", "z"]], "a.xlsx:2: more cells than the header, row 1, has columns (3, not 2)"),
         ([["a", "a"], ["x", "y"]], "a.xlsx:1: two columns have the name `a`"),
         ([["a"], [Xml('<c r="{}" t="s"><v>7</v></c>')]], "a.xlsx: not an Excel workbook, or damaged"),
         ([["a"], [Xml('<c r="{}" s="1"><v>1e300</v></c>')]], "a.xlsx: not an Excel workbook, or damaged"),

@@ -213,7 +213,7 @@ def test_a_european_spreadsheet_becomes_a_config_that_reads_it(
             columns = ["--columns", "prompt=Frage,completion=Antwort"]
             code, out, err = call("init", shallow_base, name, "--output", f"{name}.yaml", *columns)
             assert (code, err) == (0, "")
-            assert ("encoding: cp1252  # the file is not UTF-8; is `Schöne` right?" in out) == (encoding == "cp1252")
+            assert ("encoding: cp1252  # not UTF-8; is `Schöne` right? Else another" in out) == (encoding == "cp1252")
             code, out, _ = call("data", f"{name}.yaml")
             assert code == 0
             assert "Schöne Grüße; 0?" in out
@@ -240,6 +240,17 @@ def test_a_chat_export_is_refused_with_one_sentence(
     assert "`sender` and `text` make each row one message of a conversation" in err
     assert err.count("\n") == 1
     assert call("data", "job.yaml", "data.format=text")[0] == 0
+
+
+def test_a_row_that_init_cannot_read_is_told_with_its_own_option(
+    call: Call, tmp_path: Path, shallow_base: Path
+) -> None:
+    for fields in [("sender", "text"), ("a", "b")]:
+        write(tmp_path, 10, fields=fields)
+        code, _, err = call("init", shallow_base, "rows.jsonl")
+        assert code == 3
+        assert "columns are named by --columns FIELD=COLUMN" in err
+    assert call("init", shallow_base, "rows.jsonl", "--columns", "text=b", "--output", "job.yaml")[0] == 0
 
 
 def test_on_a_terminal_it_asks_for_what_is_missing_and_again_after_a_mistake(
@@ -288,6 +299,7 @@ def test_of_preferences_it_is_said_that_the_rejected_answers_are_not_trained(
     assert (code, err) == (0, "")
     text = (tmp_path / "job.yaml").read_text()
     assert f"# {said.capitalize().replace('dpo', 'DPO').replace('trl', 'TRL')}\n" in text
+    assert "columns:  # turns of the chat template; left out, they are text without it\n" in text
     _, shown, _ = call("data", "job.yaml")
     assert f"rejected ({said})" in " ".join(shown.split())
     code, shown, err = call("train", "job.yaml", "training.max_steps=1", "data.eval=none", "training.eval_every=null")

@@ -102,7 +102,7 @@ def test_an_axolotl_config_is_translated_and_what_has_no_counterpart_is_listed(t
         "To be decided: saves_per_epoch: 1, here `output.save_every`, in steps",
         "Left out, as it does not change the result: tf32: false",
     ]
-    assert "batch_size: 8  # 2 rows, 4 times, on one GPU" in said[-1]
+    assert "batch_size: 8  # 2 x 4 on one GPU" in said[-1]
 
 
 def test_what_llama_factory_does_by_default_is_written_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -392,6 +392,29 @@ COUNTS = ("micro_batch_size", "per_device_train_batch_size", "gradient_accumulat
 def test_counts_that_are_none_are_refused(key: str, value: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=rf"theirs\.yaml:2: `{key}.*: a whole number above 0 is needed"):
         translate(write(tmp_path, f"base_model: x\n{key}: {value}\n"))
+
+
+@pytest.mark.parametrize(
+    ("keys", "kept", "note"),
+    [
+        (
+            "warmup_steps: 10\nwarmup_ratio: 0.2\n", {"training.warmup": 10},
+            "To be decided: warmup_ratio: 0.2, beside warmup_steps: 10",
+        ),
+        (
+            "deepspeed: zero2.json\nfsdp: full_shard\n", {"distributed.kind": "deepspeed"},
+            'To be decided: fsdp: "full_shard", beside deepspeed: "zero2.json"',
+        ),
+        ("lora_target_modules: [q_proj]\nlora_target_linear: true\n", {"adapter.targets": "all-linear"}, None),
+        ("load_in_4bit: true\nbnb_4bit_quant_type: nf4\n", {"quantization.kind": "nf4"}, None),
+    ],
+)  # fmt: skip
+def test_of_two_keys_that_are_one_here_neither_is_lost_in_silence(
+    keys: str, kept: dict[str, Any], note: str | None, tmp_path: Path
+) -> None:
+    draft = translate(write(tmp_path, f"base_model: a/b\nadapter: lora\n{keys}"))
+    assert draft.values.items() >= kept.items()
+    assert [line for line in draft.notes if ", beside " in line] == ([note] if note else [])
 
 
 def test_accumulation_follows_from_the_batch(tmp_path: Path) -> None:

@@ -1,12 +1,14 @@
 """The monitor measures peaks, phase by phase, and tells a leak from noise."""
 
 import gc
+import json
 from pathlib import Path
 
 import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+import finetune
 from finetune.forecast import devices
 from finetune.measure import snapshots, tensors
 from finetune.measure.monitor import HostMeter, LeakWatch, Monitor, headline
@@ -66,6 +68,27 @@ def test_tensors_are_counted_by_phase_and_not_what_else_is_resident() -> None:
     assert counted == {"load": None, "forward": before + 100 * MIB, "backward": before + 120 * MIB}
     assert monitor.run["backward"].keys() == {"allocated_bytes", "resident_bytes"}
     assert held.nbytes <= before
+
+
+def test_tensors_that_stand_apart_are_not_counted() -> None:
+    copies = torch.zeros(2**20)
+    peaks = []
+    for apart_bytes in (0, copies.nbytes):
+        monitor = Monitor(HostMeter())
+        with monitor.counting_tensors(apart_bytes), monitor.phase("forward"):
+            torch.zeros(2**10)
+        peaks.append(monitor.run["forward"]["allocated_bytes"])
+    assert peaks[0] - peaks[1] == copies.nbytes
+
+
+def test_a_resumed_run_measures_its_warm_up_without_the_copies_of_optimizer_states(quick) -> None:
+    job = ["memory.check=refuse", "optimizer.kind=adamw_torch_fused", "adapter.rank=64"]
+    peaks = []
+    for steps in (1, 2):
+        run = finetune.train(quick(f"training.max_steps={steps}", *job)).run
+        measured = json.loads(run.forecast_file.read_text())["measured"]
+        peaks.append({phase: measured[phase]["allocated_bytes"] for phase in ("forward", "backward", "optimizer")})
+    assert peaks[1] == pytest.approx(peaks[0], rel=0.01)
 
 
 def test_tensors_are_not_counted_beside_a_profiler_of_the_callers() -> None:
@@ -130,7 +153,6 @@ def test_resident_growth_with_ever_new_shapes_is_the_libraries_own() -> None:
 
 @pytest.mark.slow
 def test_a_real_leak_in_training_is_reported(quick, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import finetune
     from finetune.training.step import Step
 
     rows = tmp_path / "equal.jsonl"
@@ -153,7 +175,6 @@ def test_a_real_leak_in_training_is_reported(quick, tmp_path: Path, monkeypatch:
 
 @pytest.mark.slow
 def test_every_step_has_the_peak_of_each_of_its_phases(quick) -> None:
-    import finetune
 
     run = finetune.train(quick("data.eval=none", "training.eval_every=null", "training.max_steps=2")).run
     assert [line["memory"].keys() for line in run.metrics()] == [{"forward", "backward", "optimizer"}] * 2

@@ -234,6 +234,9 @@ def test_a_changed_schedule_is_told_with_the_jump_of_the_rate(run: RunDirectory)
         "schedule of 3 steps until step 3, then of 600: the learning rate went from 6.10e-05 to 2.20e-03"
         in words_of(run)
     )
+    run.event("changed", config={"training.max_steps": [3, 600], "adapter.dropout": [0.1, None]})
+    assert "config training.max_steps 3 → 600, adapter.dropout 0.1 → None" in words_of(run)
+    assert "steps 3 → 600, learning rate 6.1e-05 → 0.0022" in words_of(run)
 
 
 def test_seconds_and_hours_have_their_unit(run: RunDirectory) -> None:
