@@ -7,10 +7,12 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from finetune.config import Config
 from finetune.data import examples
 from finetune.data.prepare import Question, questions
-from finetune.errors import ArtifactError
+from finetune.errors import ArtifactError, FinetuneError, first_line
 from finetune.inference import generation
 from finetune.model import bounds
 from finetune.model.base import autocast
@@ -31,7 +33,8 @@ Asked = list[tuple[examples.Chat | examples.Completion, dict[str, Any]]]
 def before(base: Any, tokenizer: Any, config: Config, run: RunDirectory, note: Callable[[str], None]) -> Asked:
     """The base's answers, reused from an earlier start of the run if possible.
 
-    Empty on ranks other than 0, for random weights, and for a sharded base, which rank 0 cannot run alone.
+    Empty on ranks other than 0, for random weights, for a sharded base, which rank 0 cannot run alone, and if the
+    model's code fails, of which training then says what it means.
     """
     if not ranks.is_main() or config.model.weights == "random" or cannot_run_alone(config.distributed):
         return []
@@ -43,7 +46,15 @@ def before(base: Any, tokenizer: Any, config: Config, run: RunDirectory, note: C
     prompts = [(each, _ids(each.prompt, tokenizer, config)) for each in asked]
     # Training rows are truncated, questions are not.
     short = [(each, ids) for each, ids in prompts if len(ids) < positions]
-    replies = _replies(base, tokenizer, [ids for _, ids in short], config)
+    try:
+        replies = _replies(base, tokenizer, [ids for _, ids in short], config)
+    except (torch.OutOfMemoryError, MemoryError, FinetuneError):
+        raise
+    except Exception as error:  # the model's code may raise anything
+        note(
+            f"no sample answers: {type(base).__name__} fails to generate ({type(error).__name__}: {first_line(error)})"
+        )
+        return []
     found: Asked = []
     for (each, _), reply in zip(short, replies, strict=True):
         question = examples.shown(each.prompt)

@@ -50,19 +50,29 @@ def check(model: Any) -> None:
     expected = own.log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0]
     was_training = model.training
     model.eval()
-    with torch.no_grad(), tiles(probes.TOKENS):
-        found = model(input_ids=ids, labels=ids, fused_lm_head=True).log_probs
-    model.train(was_training)
+    try:
+        with torch.no_grad(), tiles(probes.TOKENS):
+            found = model(input_ids=ids, labels=ids, fused_lm_head=True).log_probs
+    except (torch.OutOfMemoryError, MemoryError):
+        raise
+    except Exception as error:  # of whatever kind: states and head may have other sizes (RemBERT)
+        raise _other_head(model, f"that fails ({type(error).__name__}: {first_line(error)})") from error
+    finally:
+        model.train(was_training)
     sharding.reshard(model)
     weight = model.get_output_embeddings().weight
     rounding = 4 * torch.finfo(head.dtype_of(weight)).eps * float(own.abs().max())
     distance = float((found.float() - expected).square().mean().sqrt())
     if not distance <= _UNLIKE + rounding:
-        base = model.get_base_model() if hasattr(model, "peft_config") else model
-        raise ConfigError(
-            f"`model.name`: {type(base).__name__} does not multiply the states of its last layer by its head alone, as "
-            f"the loss does here: the log-probabilities of its tokens differ by {distance:.2g}; use another base"
-        )
+        raise _other_head(model, f"the log-probabilities of its tokens differ by {distance:.2g}")
+
+
+def _other_head(model: Any, how: str) -> ConfigError:
+    base = model.get_base_model() if hasattr(model, "peft_config") else model
+    return ConfigError(
+        f"`model.name`: {type(base).__name__} does not multiply the states of its last layer by its head alone, as the "
+        f"loss does here: {how}; use another base"
+    )
 
 
 def prove(model: Any) -> str | None:

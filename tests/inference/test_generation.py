@@ -11,6 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, Gemma3TextConfig, OPTConfig, RwkvConfig, cache_utils
 
+import finetune
 from finetune.errors import ConfigError, MachineError
 from finetune.inference import generation
 from finetune.inference.generation import Settings, TooLong, answers, stream
@@ -205,3 +206,17 @@ def test_a_kv_cache_that_this_transformers_lacks_is_told(model: Any, tokenizer: 
     monkeypatch.delattr(cache_utils, "Fp8QuantizedLayer", raising=False)
     with pytest.raises(MachineError, match="needs a newer transformers"):
         answers(model, tokenizer, [[5]], replace(SETTINGS, cache="quantized"))
+
+
+def test_a_model_that_trains_but_cannot_generate_is_trained_without_sample_answers(
+    quick: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def broken(*arguments: Any) -> None:
+        raise RuntimeError("no cache of this kind")
+
+    monkeypatch.setattr(generation, "answers", broken)
+    run = finetune.train(quick()).run
+    assert run.finished
+    assert not run.answers()
+    said = " ".join(capsys.readouterr().out.split())
+    assert "no sample answers: LlamaForCausalLM fails to generate (RuntimeError: no cache of this kind)" in said

@@ -115,3 +115,5 @@ def test_a_model_whose_logits_are_not_its_head_times_its_states_is_refused(dtype
     for unknown in ("bert", "modernbert-decoder", "prophetnet", "inkling_text"):
         with pytest.raises(ConfigError, match=r"`model\.name`: \w+ does not multiply .* tokens differ by \d"):
             log_probs.check(scored(unknown, dtype))
+    with pytest.raises(ConfigError, match=r"RemBertForCausalLM does not multiply .* that fails \(RuntimeError: "):
+        log_probs.check(scored("rembert", dtype))
