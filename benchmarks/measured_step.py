@@ -265,12 +265,12 @@ def train(
         )  # fmt: skip
         built()
         job = training.Job(
-            config, whole, tokenizer, data, run, monitor, _Silent(), Trackers(config.tracking, run, config, print),
+            config, architecture, whole, tokenizer, data, run, monitor, _Silent(), Trackers(config.tracking, run, config, print),
             device=device, signals=Signals(), made_with={"base": None},
         )  # fmt: skip
         with (
             replaced(collator, "micro_batches", harness.in_order),  # or they were other micro-batches than those meant
-            # The proof reads the base's config.json, and this base has none; the profiler also loses blocks in it.
+            # The profiler loses blocks in the proof of what is published.
             replaced(published, "prove", lambda *_: None),
         ):
             training.train(job)

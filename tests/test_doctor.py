@@ -200,7 +200,7 @@ def test_a_run_that_train_would_refuse_to_go_on_with_is_not_sound(run: RunDirect
     found = {one.about: one for one in wrong(run)}
     assert found["state"].status == "error"
     assert "refuses to resume it" in found["state"].what
-    assert found["checkpoints/step-00000010"].remedy == "restore it from a backup"
+    assert found["checkpoints/step-00000020"].remedy == "restore it from a backup"
     assert found["checkpoints/latest"].status == "warning"
     for checkpoint in run.complete_checkpoints():
         shutil.rmtree(checkpoint)

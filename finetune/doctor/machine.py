@@ -10,10 +10,10 @@ import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 
 import psutil
 import torch
+from transformers import PreTrainedConfig
 
 from finetune.config import OptimizerSection
 from finetune.doctor.findings import Examination, Finding
@@ -143,7 +143,7 @@ def _disks() -> Iterator[Finding]:
 
 def _attention(device: str) -> Finding:
     # For an ordinary model; one that caps its logits (Gemma 2) gets eager.
-    chosen, reason = attention.choose("auto", SimpleNamespace(), device, _precision(device))
+    chosen, reason = attention.choose("auto", PreTrainedConfig(), device, _precision(device))
     return Finding("attention", "ok", f"{chosen} ({reason})")
 
 

@@ -131,7 +131,8 @@ def test_a_frame_without_pandas_names_it(run: RunDirectory, monkeypatch: pytest.
         Result(run).frame()
 
 
-def test_a_result_is_printed_with_its_losses(run: RunDirectory) -> None:
+def test_a_result_is_printed_with_its_losses(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "120")
     lines = [line.replace("│", " ").split() for line in str(Result(run)).splitlines()]
     assert lines[0] == [str(run.path)]
     assert ["training", "loss,", "first", "and", "last", "step", "3.5000", "→", "2.0000", "3", "steps"] in lines
