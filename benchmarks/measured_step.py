@@ -265,8 +265,8 @@ def train(
         )  # fmt: skip
         built()
         job = training.Job(
-            config, architecture, whole, tokenizer, data, run, monitor, _Silent(), Trackers(config.tracking, run, config, print),
-            device=device, signals=Signals(), made_with={"base": None},
+            config, architecture, whole, tokenizer, data, run, monitor, _Silent(),
+            Trackers(config.tracking, run, config, print), device=device, signals=Signals(), made_with={"base": None},
         )  # fmt: skip
         with (
             replaced(collator, "micro_batches", harness.in_order),  # or they were other micro-batches than those meant

@@ -30,7 +30,7 @@ SHOWN = {
     "small_card": ["fits", "2048 tokens", "no GPU here"],
     "where_memory_goes": ["image/png", "backward", "keeps growing", "no GPU here"],
     "will_it_fit": ["image/png", "base in 4 bit", "RTX 4090", "difference"],
-    "your_data": ["set `data.columns: {prompt: question, completion: answer}`", "data.train[14 to 21]", "image/png"],
+    "your_data": ["set `data.columns: {instruction: question, output: answer}`", "data.train[14 to 21]", "image/png"],
 }
 
 
