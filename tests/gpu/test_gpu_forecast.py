@@ -41,7 +41,7 @@ def test_a_small_job_is_forecast_and_trained(measured: tuple[dict[str, Any], Pat
     found, _ = measured
     assert "error" not in found, found["error"]
     assert len(found["losses"]) == 2
-    if torch.cuda.is_available():  # on a CPU tensors are counted by the profiler, which this script uses itself
+    if torch.cuda.is_available():  # the meter that this script wraps counts no tensors on a CPU
         assert {"load", "forward", "backward", "optimizer"} <= {phase["phase"] for phase in found["phases"]}
 
 
