@@ -14,6 +14,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Protocol
 
 if TYPE_CHECKING:
+    import weakref
+
+    import torch
+
     from finetune.measure.tensors import TensorCount
 
 PHASES = ("load", "forward", "backward", "optimizer", "evaluation", "save")
@@ -92,11 +96,17 @@ class Monitor:
     """Peak memory by phase, for the current step and for the whole run.
 
     One phase is open at a time: `enter` closes the previous one. A phase that is entered several times in a step (once
-    per micro-batch) keeps its largest peak.
+    per micro-batch) keeps its largest peak. Tensors that live before the monitor is made (a notebook's, an earlier run's)
+    are not counted.
     """
 
     def __init__(self, meter: Meter) -> None:
         self._meter = meter
+        self._others: list[weakref.ref[torch.Tensor]] | None = None
+        if isinstance(meter, HostMeter):
+            from finetune.measure import tensors  # imports torch
+
+            self._others = tensors.living()
         self._open: str | None = None
         self._count: TensorCount | None = None
         self._step: dict[str, Peak] = {}
@@ -140,10 +150,10 @@ class Monitor:
         """
         from finetune.measure import tensors  # imports torch
 
-        if not isinstance(self._meter, HostMeter) or not tensors.can_count():
+        if self._others is None or not tensors.can_count():
             yield
             return
-        self._count = count = tensors.TensorCount()
+        self._count = count = tensors.TensorCount(self._others)
         try:
             with count.counting(apart_bytes):
                 yield

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import gc
-from collections.abc import Iterator
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch.autograd.profiler import profile, record_function
@@ -22,9 +23,13 @@ _MARK = "finetune phase: "
 
 
 class TensorCount:
-    """The peak bytes of tensors by phase, in `peaks` once `counting` has ended without an error."""
+    """The peak bytes of tensors by phase, in `peaks` once `counting` has ended without an error.
 
-    def __init__(self) -> None:
+    Tensors in `others`, which belong to the process and not to the run, are not counted.
+    """
+
+    def __init__(self, others: Sequence[weakref.ref[torch.Tensor]] = ()) -> None:
+        self._others = others
         self.peaks: dict[str, int] = {}
 
     @contextlib.contextmanager
@@ -33,7 +38,7 @@ class TensorCount:
 
         Of the tensors that live before, `apart_bytes` are not counted.
         """
-        live = live_bytes() - apart_bytes
+        live = live_bytes(self._others) - apart_bytes
         # torch 2.13 has no public name for a profiler of chosen scopes: one of all takes twice a small step's time.
         activities = {ProfilerActivity.CPU}
         config = profile(profile_memory=True).config()
@@ -68,13 +73,33 @@ def can_count() -> bool:
     return ranks.world_size() == 1 and not torch.autograd._profiler_enabled()  # noqa: SLF001 -- no public name
 
 
-def live_bytes() -> int:
-    """The bytes of all tensors on the CPU that Python holds, each storage once; no others live between two phases."""
-    storages = {}
-    for found in gc.get_objects():
-        # Of its type: to ask a proxy for its class may run foreign code.
-        if not issubclass(type(found), torch.Tensor) or is_traceable_wrapper_subclass(found):
-            continue
-        if found.layout is torch.strided and (storage := found.untyped_storage()).device.type == "cpu":  # fake: on meta
-            storages[storage.data_ptr()] = storage.nbytes()
+def living() -> list[weakref.ref[torch.Tensor]]:
+    """All tensors of the process that Python holds now."""
+    return [weakref.ref(tensor) for tensor in _tensors()]
+
+
+def live_bytes(others: Sequence[weakref.ref[torch.Tensor]] = ()) -> int:
+    """The bytes of all tensors on the CPU that Python holds, each storage once; no others live between two phases.
+
+    Storages of `others` are not counted.
+    """
+    storages = _storage_bytes(_tensors())
+    for pointer in _storage_bytes(tensor for each in others if (tensor := each()) is not None):
+        storages.pop(pointer, None)
     return sum(storages.values())
+
+
+def _tensors() -> Iterator[torch.Tensor]:
+    for each in gc.get_objects():
+        # Of its type: to ask a proxy for its class may run foreign code.
+        if issubclass(type(each), torch.Tensor) and not is_traceable_wrapper_subclass(each):
+            yield each
+
+
+def _storage_bytes(tensors: Iterable[torch.Tensor]) -> dict[int, int]:
+    """The bytes of the CPU's storages behind `tensors`, by address."""
+    storages = {}
+    for tensor in tensors:
+        if tensor.layout is torch.strided and (storage := tensor.untyped_storage()).device.type == "cpu":  # fake: meta
+            storages[storage.data_ptr()] = storage.nbytes()
+    return storages
