@@ -96,8 +96,8 @@ class Monitor:
     """Peak memory by phase, for the current step and for the whole run.
 
     One phase is open at a time: `enter` closes the previous one. A phase that is entered several times in a step (once
-    per micro-batch) keeps its largest peak. Tensors that live before the monitor is made (a notebook's, an earlier run's)
-    are not counted.
+    per micro-batch) keeps its largest peak. Tensors that live before it is made (a notebook's, an earlier run's) are
+    not counted.
     """
 
     def __init__(self, meter: Meter) -> None:
