@@ -40,7 +40,7 @@ def speed(name: str) -> dict[str, Any]:
     from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
     from finetune.inference.generation import Settings, answers
-    from finetune.model.locate import BUILTIN_BASE, locate
+    from finetune.model.source.locate import BUILTIN_BASE, locate
 
     torch.set_num_threads(2)
     place = locate(BUILTIN_BASE)
@@ -86,7 +86,7 @@ def memory(name: str, cache: str) -> dict[str, Any]:
 
     from finetune.config import MemorySection
     from finetune.errors import ConfigError
-    from finetune.forecast import devices, serving
+    from finetune.forecast import answer_memory, devices
     from finetune.runtime import libraries
 
     torch.set_num_threads(1)
@@ -99,7 +99,7 @@ def memory(name: str, cache: str) -> dict[str, Any]:
     except ConfigError:
         return {}
     device = devices.find("cpu", MemorySection())
-    found = serving.of(config, architecture, device, rows=ROWS, context=CONTEXT, cache=cache)
+    found = answer_memory.of(config, architecture, device, rows=ROWS, context=CONTEXT, cache=cache)
     peak = max(phase["allocated_bytes"] for phase in found.phases.values())
     return {
         "model": name, "cache": cache,
@@ -121,7 +121,7 @@ def main() -> None:
         what, *names = sys.argv[1:]
         print(json.dumps({"speed": speed, "memory": memory}[what](*names)))
         return
-    from finetune.model.caches import CACHES
+    from finetune.model.attention.caches import CACHES
 
     speeds = [_asked("speed", name) for name in ("builtin", "random")]
     sizes = [row for name in ARCHITECTURES for cache in CACHES if (row := _asked("memory", name, cache))]

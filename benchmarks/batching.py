@@ -29,7 +29,7 @@ import harness
 from finetune.config import DataSection, ModelSection
 from finetune.data.batching import MicroBatching, RowOrder, micro_batches
 from finetune.data.prepare import prepare
-from finetune.model.tokenizer import load_tokenizer
+from finetune.model.source.tokenizer import load_tokenizer
 
 ROWS, LONGEST, MEDIAN, SPREAD = 100_000, 2048, 200, 0.9
 GOALS = {"grouped, by tokens": 0.02, "packed": 0.02}

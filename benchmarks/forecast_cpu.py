@@ -454,9 +454,9 @@ def forecast(setting: Setting) -> dict[str, int]:
     import torch
 
     from finetune.data.batching import MicroBatching, worst_batches
-    from finetune.forecast import devices, files, replay
-    from finetune.forecast.step import trace_step
-    from finetune.model import attention
+    from finetune.forecast import devices, file_sizes, replay
+    from finetune.forecast.traced_step import trace_step
+    from finetune.model.attention import backends
 
     config, architecture = setting.resolved(), setting.build_architecture()
     torch.set_num_threads(1)  # kernels have room for each thread
@@ -464,7 +464,7 @@ def forecast(setting: Setting) -> dict[str, int]:
     way = MicroBatching.of(config.training, config.data)
     [batch] = worst_batches(lengths, trained, way, len(lengths), "the setting")
     cpu = devices.find("cpu", config.memory)
-    implementation = attention.planned(
+    implementation = backends.planned(
         config.model.attention, architecture, "cpu", config.training.precision, packed=config.data.packing
     )
     held_out = None if config.data.eval == "none" else batch
@@ -472,7 +472,7 @@ def forecast(setting: Setting) -> dict[str, int]:
     accumulation = config.training.batch_size // config.training.rows
     found = replay.make(
         trace, cpu, batch, implementation, micro_batches=accumulation, merge_bytes=0, disk_bytes=0,
-        checkpoint_bytes=files.checkpoint_bytes(trace),
+        checkpoint_bytes=file_sizes.checkpoint_bytes(trace),
     )  # fmt: skip
     phases = {name: peak["allocated_bytes"] for name, peak in found.phases.items()}
     # The instrument's peak begins with the finished model.

@@ -98,7 +98,7 @@ class Setting(forecast_cpu.Setting):
         return re.sub(r"[^a-z0-9.]+", "-", self.name.lower()).strip("-") + ".json.gz"
 
     def build_architecture(self) -> Any:
-        from finetune.model import catalog
+        from finetune.model.source import catalog
 
         in_sweep = self.architecture in forecast_cpu.ARCHITECTURES
         return super().build_architecture() if in_sweep else catalog.config(self.architecture)

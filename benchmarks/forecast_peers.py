@@ -75,10 +75,10 @@ class Job:
 
     @cached_property
     def attention(self) -> str:
-        from finetune.model import attention
+        from finetune.model.attention import backends
 
         section = self.config
-        return attention.choose(section.model.attention, self.transformers_config, "cpu", section.training.precision)[0]
+        return backends.choose(section.model.attention, self.transformers_config, "cpu", section.training.precision)[0]
 
     @property
     def optimizer(self) -> str:
@@ -178,7 +178,7 @@ def activation_formula(job: Job) -> Answer:
     The paper counts elements of 2 bytes; 34 is 16 of these and two masks of a byte, 5 is two and a mask. With fp32
     each element is counted with 4. Its layer is GPT's, with an MLP of 4 h and dropout.
     """
-    from finetune.model.checkpointing import pattern
+    from finetune.model.recompute.checkpointing import pattern
 
     config = job.transformers_config
     tokens, hidden = job.rows * job.length, config.hidden_size

@@ -28,7 +28,7 @@ sys.path.insert(0, str(harness.ROOT))
 
 from finetune.data import python_docs
 from finetune.export import gguf_export, gguf_model, llama_cpp
-from finetune.model import chat_template
+from finetune.model.source import chat_template
 from finetune.runtime import libraries
 
 BOUNDS = {"f16": 0.99, "bf16": 0.98, "q8_0": 0.98}

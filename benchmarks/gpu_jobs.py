@@ -169,7 +169,7 @@ import torch
 from transformers import AutoModelForCausalLM
 from finetune.config import ModelSection
 from finetune.model.base import load_architecture
-from finetune.model.tokenizer import load_tokenizer
+from finetune.model.source.tokenizer import load_tokenizer
 
 name, on, folder = sys.argv[1:]
 section = ModelSection(name=name, weights="random", tokenizer="builtin:tiny-llama")

@@ -163,7 +163,7 @@ def _bitsandbytes(device: Any) -> dict[str, Any]:
     from bitsandbytes import functional
     from bitsandbytes.cextension import lib
 
-    from finetune.model import eight_bit
+    from finetune.model.structure import eight_bit
 
     weight = torch.randn(256, 256, device=device, dtype=torch.bfloat16)
     packed, state = functional.quantize_4bit(weight, quant_type="nf4", compress_statistics=True)
@@ -262,7 +262,8 @@ def _nan_step(work: Work, *, masked: bool, with_cudnn: bool) -> dict[str, Any]:
 
     from finetune.errors import FinetuneError
     from finetune.measure.monitor import Monitor, meter_for
-    from finetune.model import build, causality
+    from finetune.model import build
+    from finetune.model.probes import causality
     from finetune.runtime import libraries
 
     setting = forecast_gpu.Setting("nan", "qwen2", NAN_TOKENS, 2, 1)

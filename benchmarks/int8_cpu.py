@@ -21,9 +21,9 @@ import torch
 from finetune.config import DataSection, ModelSection, QuantizationSection
 from finetune.data.prepare import held_out_ids
 from finetune.export import proof
-from finetune.model import eight_bit
 from finetune.model.base import load_architecture, load_base
-from finetune.model.tokenizer import load_tokenizer
+from finetune.model.source.tokenizer import load_tokenizer
+from finetune.model.structure import eight_bit
 from finetune.runtime import libraries
 
 ROWS, TOKENS = 16, 256

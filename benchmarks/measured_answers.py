@@ -9,8 +9,9 @@ from measured_step import _BUILT, _events, _mark
 from torch.profiler import ProfilerActivity, profile
 
 from finetune.config import Config
-from finetune.model import build, caches
-from finetune.model.adapter import attach
+from finetune.model import build
+from finetune.model.adapters.adapter import attach
+from finetune.model.attention import caches
 from finetune.runtime import libraries
 
 

@@ -42,8 +42,9 @@ from finetune.config import Config
 from finetune.data.batching import RowOrder
 from finetune.data.prepare import Counts, Prepared
 from finetune.measure.monitor import Monitor
-from finetune.model import build, published
-from finetune.model.tokenizer import load_tokenizer
+from finetune.model import build
+from finetune.model.adapters import published
+from finetune.model.source.tokenizer import load_tokenizer
 from finetune.runtime import libraries, ranks
 from finetune.runtime.libraries import replaced
 from finetune.runtime.signals import Signals

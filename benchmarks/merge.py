@@ -43,11 +43,12 @@ from finetune.data import fingerprint
 from finetune.errors import MachineError
 from finetune.export import shards
 from finetune.export.bases import Bases
-from finetune.model import adapter, adapter_files, catalog, identity
+from finetune.model.adapters import adapter, adapter_files
 from finetune.model.base import load_architecture
 from finetune.model.build import Blueprint
-from finetune.model.locate import BUILTIN_BASE, locate
-from finetune.model.tokenizer import load_tokenizer
+from finetune.model.source import catalog, identity
+from finetune.model.source.locate import BUILTIN_BASE, locate
+from finetune.model.source.tokenizer import load_tokenizer
 from finetune.settings import load_config
 from finetune.storage import weight_files
 from finetune.storage.rundir import RunDirectory

@@ -25,7 +25,7 @@ from finetune.errors import FinetuneError
 from finetune.forecast import devices
 from finetune.model import build
 from finetune.model.base import load_architecture
-from finetune.model.tokenizer import load_tokenizer
+from finetune.model.source.tokenizer import load_tokenizer
 from finetune.settings import load_config
 
 LONGEST = 350

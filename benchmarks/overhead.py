@@ -95,7 +95,7 @@ from finetune.config import DataSection, ModelSection
 from finetune.data import sources
 from finetune.data.batching import RowOrder
 from finetune.data.prepare import prepare
-from finetune.model.tokenizer import load_tokenizer
+from finetune.model.source.tokenizer import load_tokenizer
 
 path, batch, tokens = sys.argv[1], *map(int, sys.argv[2:])
 section = DataSection(train="builtin:python_docs", eval="none", max_length=tokens)

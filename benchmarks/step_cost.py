@@ -43,7 +43,7 @@ from trl.trainer.utils import add_fused_lm_head
 import finetune
 from finetune.config import Config
 from finetune.data.batching import Batch, MicroBatching
-from finetune.forecast import gpus, planning, step
+from finetune.forecast import gpus, planning, traced_step
 from finetune.forecast.fit import divisors
 from finetune.forecast.replay import Forecast
 from finetune.forecast.trace import Recorder, Work
@@ -163,7 +163,7 @@ def layer(config: Config) -> dict[str, Any]:
         made.append(Parts(*args))
         return made[0]
 
-    with replaced(step, "Recorder", recorder), rows_of(padded=False):
+    with replaced(traced_step, "Recorder", recorder), rows_of(padded=False):
         planning.planner_for(config, "RTX 4090").forecast()
     work = {key[1:]: done for key, done in made[0].work.items() if key[0] == _LAYER and key[1] in PASSES}
     parts = sorted({part for _, part in work}, key=lambda part: -_sum(work, part=part).moved_bytes)
@@ -218,11 +218,11 @@ def as_trl() -> Iterator[None]:
     def loss(model: Any, batch: dict[str, Any]) -> tuple[torch.Tensor, int]:
         return SFTTrainer.compute_loss(_trainer(model), model, dict(batch), num_items_in_batch=1), 1
 
-    objectives = {name: SimpleNamespace(loss=loss) for name in step.OBJECTIVES}
+    objectives = {name: SimpleNamespace(loss=loss) for name in traced_step.OBJECTIVES}
     with (
-        replaced(step, "OBJECTIVES", objectives),
-        replaced(step, "needs_mask", lambda *args: True),
-        replaced(step.log_probs, "attach", head),
+        replaced(traced_step, "OBJECTIVES", objectives),
+        replaced(traced_step, "needs_mask", lambda *args: True),
+        replaced(traced_step.log_probs, "attach", head),
         replaced(mlp, "tile", lambda module: None),
     ):
         yield

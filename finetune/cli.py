@@ -23,11 +23,11 @@ import typer
 
 import finetune
 from finetune.errors import INTERRUPTED, ConfigError, FinetuneError, MachineError, OutOfMemoryError, Terminated
-from finetune.export.formats import FORMATS, find
+from finetune.export.export_formats import FORMATS, find
 from finetune.export.gguf_types import TYPES, check
 from finetune.inference.metrics import METRICS
 from finetune.launch.targets import TARGETS
-from finetune.model.caches import CACHES
+from finetune.model.attention.caches import CACHES
 from finetune.report.visible import LINES, VisibleStream, visible
 from finetune.runtime import libraries, restart
 from finetune.runtime.stages import stage
@@ -206,9 +206,11 @@ def init(
     ] = False,
 ) -> None:
     """Write a first config. It fits the model and the data to the card; what is missing is asked for."""
-    from finetune.init import job
+    from finetune.init import first_config
 
-    job.create(model, rows, gpu, other, output, columns, yes=yes, say=lambda text: typer.echo(visible(text, LINES)))
+    first_config.create(
+        model, rows, gpu, other, output, columns, yes=yes, say=lambda text: typer.echo(visible(text, LINES))
+    )
 
 
 @command
@@ -251,8 +253,8 @@ def plan(
 def _plan_answers(job: Config, gpu: str | None, rows: int, context: int | None, cache: str, as_json: bool) -> bool:
     """Print the forecast of answers; whether they fit."""
     with libraries.importing():
-        from finetune.forecast import serving
-    found = serving.forecast(job, gpu, rows=rows, context=context, cache=cache)
+        from finetune.forecast import answer_memory
+    found = answer_memory.forecast(job, gpu, rows=rows, context=context, cache=cache)
     if as_json:
         _print_json(found.as_dict())
     else:
@@ -454,10 +456,10 @@ def launch(
     output: Annotated[Path | None, _file("--output", "Where to write the file.")] = None,
 ) -> None:
     """Write the file that starts a job on a cluster. Its standard tool then starts the nodes, and restarts them."""
-    from finetune.launch import files
+    from finetune.launch import render
 
     _chosen("--on", on, TARGETS)
-    file, submit = files.write(
+    file, submit = render.write(
         config, overrides or [], on, nodes=nodes, gpus=gpus, gpu=gpu, image=image, volume=volume, output=output
     )
     typer.echo(visible(f"{file} starts the job: {submit}", LINES))
@@ -501,7 +503,7 @@ def doctor(
     """Check this machine, or a run directory. Says what is wrong and what to do, and connects to nothing."""
     stage(f"doctor of {run or 'this machine'}: importing the libraries")
     from finetune.doctor import machine
-    from finetune.doctor import run as run_directory
+    from finetune.doctor import run_check as run_directory
 
     found = run_directory.examine(run) if run else machine.examine()
     if as_json:

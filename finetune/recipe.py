@@ -11,7 +11,8 @@ from finetune.inference import answers
 from finetune.lifecycle import opening, preparation, publish, resume, session
 from finetune.lifecycle.plan import plan
 from finetune.measure.monitor import Monitor, meter_for
-from finetune.model import adapter, bounds, build
+from finetune.model import bounds, build
+from finetune.model.adapters import adapter
 from finetune.report import page
 from finetune.report.result import Result
 from finetune.report.terminal import Terminal

@@ -12,15 +12,15 @@ from typing import Any
 
 from finetune import objectives
 from finetune.config import Choices, Config, ModelSection, Source, from_values, load
-from finetune.config.fields import Help, shown
+from finetune.config.field_types import Help, shown
 from finetune.config.reference import json_schema, markdown
 from finetune.data import formats, in_memory, sources
 from finetune.data.formats import DETECTED, FORMATS
 from finetune.data.lengths import TOO_LONG
 from finetune.errors import ArtifactError, ConfigError
-from finetune.model.attention import ATTENTIONS
-from finetune.model.chat_template import TEMPLATES
-from finetune.model.quantization import QUANTIZATIONS
+from finetune.model.attention.backends import ATTENTIONS
+from finetune.model.source.chat_template import TEMPLATES
+from finetune.model.structure.quantization import QUANTIZATIONS
 from finetune.objectives import OBJECTIVES
 from finetune.storage.rundir import RunDirectory
 from finetune.training.optimizers import OPTIMIZERS

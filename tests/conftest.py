@@ -27,7 +27,7 @@ import finetune
 from finetune import cli
 from finetune.config import Config
 from finetune.inference import answers
-from finetune.model.locate import BUILTIN_BASE, locate
+from finetune.model.source.locate import BUILTIN_BASE, locate
 from finetune.report import plots
 from finetune.settings import load_config
 from finetune.storage.files import write_bytes

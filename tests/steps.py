@@ -14,7 +14,7 @@ import torch
 
 import finetune
 from finetune.config import Config
-from finetune.model import checkpointing
+from finetune.model.recompute import checkpointing
 from finetune.objectives import supervised
 from finetune.training.collator import Inputs
 from finetune.training.loop import Loop

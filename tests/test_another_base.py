@@ -11,10 +11,10 @@ import pytest
 
 import finetune
 from finetune.config import dump
-from finetune.doctor import run as run_directory
+from finetune.doctor import run_check as run_directory
 from finetune.errors import ArtifactError, ConfigError
 from finetune.lifecycle import resume
-from finetune.model import identity
+from finetune.model.source import identity
 from finetune.storage import checkpoint
 from finetune.storage.rundir import RunDirectory
 

@@ -12,7 +12,7 @@ import pytest
 
 from finetune import cli
 from finetune.config import dump
-from finetune.export.formats import FORMATS
+from finetune.export.export_formats import FORMATS
 from finetune.launch.targets import TARGETS
 from finetune.report.scores import Scores
 from finetune.storage.rundir import RunDirectory

@@ -145,7 +145,7 @@ def test_an_example_of_an_addition_fits_the_table_of_its_file(file: str, diff: s
 def test_the_example_of_an_export_format_is_written_proven_and_loaded(
     run: RunDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    file = "finetune/export/formats.py"
+    file = "finetune/export/export_formats.py"
     module, _, table, entries = applied(file, dict(EXAMPLES)[file])
     monkeypatch.setattr(module, table, getattr(module, table) | entries)
     [code] = re.findall(r"`finetune/export/int8_export\.py`:\n\n```python\n(.*?)^```", EXTENDING, re.M | re.S)

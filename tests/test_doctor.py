@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 
 from finetune import cli
 from finetune.doctor import machine
-from finetune.doctor import run as run_directory
+from finetune.doctor import run_check as run_directory
 from finetune.doctor.findings import Examination, Finding
 from finetune.errors import ArtifactError
 from finetune.storage.files import write_lines

@@ -30,10 +30,10 @@ import finetune
 from finetune import cli
 from finetune.config import Config
 from finetune.data import fingerprint
-from finetune.doctor import run as run_directory
+from finetune.doctor import run_check as run_directory
 from finetune.errors import ArtifactError, FinetuneError
 from finetune.lifecycle import resume as resuming
-from finetune.model.tokenizer import load_tokenizer
+from finetune.model.source.tokenizer import load_tokenizer
 from finetune.report import page, plots
 from finetune.report.compare import compare
 from finetune.report.result import Result

@@ -65,7 +65,7 @@ def test_the_wheel_works_outside_the_checkout(tmp_path: Path) -> None:
     assert "finetune/report/templates/run.html.j2" in ours
     assert not any(name.startswith(("tests/", "benchmarks/")) for name in names)
     script = (
-        "import finetune, sys; from finetune.model.locate import locate; "
+        "import finetune, sys; from finetune.model.source.locate import locate; "
         "assert finetune.__file__.startswith(sys.argv[1]); print(locate('builtin:tiny-llama'))"
     )
     done = subprocess.run(

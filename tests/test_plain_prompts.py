@@ -13,9 +13,9 @@ import pytest
 
 import finetune
 from finetune.data.prepare import prepare
-from finetune.export.formats import FORMATS
+from finetune.export.export_formats import FORMATS
 from finetune.inference import jobs
-from finetune.model.tokenizer import load_tokenizer
+from finetune.model.source.tokenizer import load_tokenizer
 from finetune.storage.rundir import RunDirectory
 
 Call = Callable[..., tuple[int, str, str]]

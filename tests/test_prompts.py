@@ -15,7 +15,7 @@ import finetune
 from finetune.data.examples import Chat, Completion, Message, shown
 from finetune.data.prepare import prepare
 from finetune.inference import generation
-from finetune.model.tokenizer import load_tokenizer
+from finetune.model.source.tokenizer import load_tokenizer
 
 Rows = list[dict[str, Any]]
 

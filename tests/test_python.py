@@ -22,7 +22,7 @@ import finetune
 from finetune import objectives
 from finetune.cli import app
 from finetune.config import load
-from finetune.config.fields import GIVEN
+from finetune.config.field_types import GIVEN
 from finetune.data import formats, in_memory, sources
 from finetune.data.examples import RowError
 from finetune.errors import ArtifactError, ConfigError, DataError

@@ -9,7 +9,7 @@ from typing import Any
 
 from finetune.config import Config, MemorySection
 from finetune.data.batching import Batch
-from finetune.forecast import devices, step
+from finetune.forecast import devices, traced_step
 from finetune.forecast.devices import Device
 from finetune.forecast.extrapolate import Shortened, shorten
 from finetune.forecast.trace import Trace
@@ -66,7 +66,9 @@ def trace(
     attention: str = "sdpa",
     shortening: Callable[[Sequence[Hashable]], Shortened] = shorten,
     world_size: int = 1,
-    models: step.Models | None = None,
+    models: traced_step.Models | None = None,
 ) -> Trace:
     """The trace of a step of `job`; by default of few layers, extrapolated to all."""
-    return step._trace_step(job, model, batch, evaluation, where or cpu(), attention, shortening, world_size, models)
+    return traced_step._trace_step(
+        job, model, batch, evaluation, where or cpu(), attention, shortening, world_size, models
+    )

@@ -9,7 +9,7 @@ import time
 
 from finetune.config import DataSection, ModelSection
 from finetune.data.prepare import prepare
-from finetune.model.tokenizer import load_tokenizer
+from finetune.model.source.tokenizer import load_tokenizer
 from finetune.runtime import libraries
 
 

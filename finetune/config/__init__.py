@@ -1,6 +1,6 @@
 """The configuration of a job: what a person wrote, checked and resolved."""
 
-from finetune.config.fields import Choices
+from finetune.config.field_types import Choices
 from finetune.config.load import as_written, dump, explained, from_values, ignored_keys, inline, load, loaded, written
 from finetune.config.rules import contradictions
 from finetune.config.sections import (

@@ -15,7 +15,7 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
 from finetune.config import not_offered, other_names, strict_yaml
-from finetune.config.fields import Choices, Usual, nearest, shortened, shown
+from finetune.config.field_types import Choices, Usual, nearest, shortened, shown
 from finetune.config.rules import contradictions
 from finetune.config.sections import Config, Section, Source
 from finetune.errors import ConfigError

@@ -10,7 +10,7 @@ from typing import Any
 
 from pydantic.fields import FieldInfo
 
-from finetune.config.fields import Choice, Choices
+from finetune.config.field_types import Choice, Choices
 from finetune.config.rules import RULES, Rule, Values, but, only
 from finetune.config.sections import Config, Section
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from finetune.config.fields import GIVEN, source_name
+from finetune.config.field_types import GIVEN, source_name
 from finetune.config.sections import Config, entries
 
 

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from finetune.config.fields import (
+from finetune.config.field_types import (
     Checkpointing,
     Choice,
     OneOrMore,

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from finetune.data.examples import Chat, Completion, Example, RowError, Text, Tokens, in_common
-from finetune.model import chat_template
+from finetune.model.source import chat_template
 
 # Anatolian hieroglyphs, out of use for 2,700 years: printable, without upper and lower case and not white space, so
 # no template changes them.

@@ -10,7 +10,7 @@ from itertools import islice
 from typing import Any, NamedTuple
 
 from finetune.config import inline
-from finetune.config.fields import Help, name_of, not_given, shortened, unknown
+from finetune.config.field_types import Help, name_of, not_given, shortened, unknown
 from finetune.data import fields as row
 from finetune.data.examples import Completion, Example, Message, NoSuchField, RowError, Text, Tokens, in_common
 from finetune.data.fields import Fields

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from finetune.config.fields import GIVEN, source_name
+from finetune.config.field_types import GIVEN, source_name
 from finetune.data.examples import RowError
 from finetune.data.fields import as_json, kind_of, plain
 from finetune.errors import DataError

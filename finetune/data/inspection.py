@@ -16,7 +16,7 @@ from finetune.data.chat import IGNORE
 from finetune.data.examples import RowError
 from finetune.data.prepare import Counts, Prepared, prepare
 from finetune.errors import ArtifactError
-from finetune.model import chat_template as template
+from finetune.model.source import chat_template as template
 
 # Sample rows shown with their mask: enough to notice a wrong one.
 _SHOWN_ROWS = 3

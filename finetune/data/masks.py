@@ -13,7 +13,7 @@ from finetune.data import control
 from finetune.data.examples import Chat, Message, RowError, in_common
 from finetune.data.tokenizing import Asking, Piece, Span, Tokenized
 from finetune.errors import FinetuneError
-from finetune.model import chat_template as template
+from finetune.model.source import chat_template as template
 
 
 def answer_turns(messages: list[Message]) -> list[int]:

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple
 
 from finetune.config import DataSection, entries, named
-from finetune.config.fields import GIVEN, unknown
+from finetune.config.field_types import GIVEN, unknown
 from finetune.data import chat, formats, in_memory, sources
 from finetune.data.chat import IGNORE
 from finetune.data.counts import Counts

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from finetune.config import Source, Sources, entries
-from finetune.config.fields import GIVEN, nearest, source_name, unknown
+from finetune.config.field_types import GIVEN, nearest, source_name, unknown
 from finetune.data import cache, in_memory, lines, python_docs, stdlib_docs
 from finetune.data.compressed import COMPRESSIONS
 from finetune.data.fields import as_json

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from finetune.config import DataSection
-from finetune.config.fields import GIVEN
+from finetune.config.field_types import GIVEN
 from finetune.data import cache, chat, control, fingerprint, formats, lengths, sources
 from finetune.data.chat import Encoded
 from finetune.data.counts import CONTROL_TOKENS, DUPLICATE, EMPTY, TOO_LONG, UNTRAINED, Affected, Counts

@@ -19,7 +19,7 @@ from finetune.config import OptimizerSection
 from finetune.doctor.findings import Examination, Finding
 from finetune.errors import MachineError
 from finetune.forecast import devices
-from finetune.model import attention
+from finetune.model.attention import backends
 from finetune.report import words
 from finetune.runtime import libraries
 from finetune.training import optimizers
@@ -143,7 +143,7 @@ def _disks() -> Iterator[Finding]:
 
 def _attention(device: str) -> Finding:
     # For an ordinary model; one that caps its logits (Gemma 2) gets eager.
-    chosen, reason = attention.choose("auto", PreTrainedConfig(), device, _precision(device))
+    chosen, reason = backends.choose("auto", PreTrainedConfig(), device, _precision(device))
     return Finding("attention", "ok", f"{chosen} ({reason})")
 
 

@@ -21,15 +21,18 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from finetune.config import AdapterSection, Config
-from finetune.config.fields import is_pattern
+from finetune.config.field_types import is_pattern
 from finetune.data import fingerprint
 from finetune.errors import ConfigError
-from finetune.export import gguf_model, proof, serving
+from finetune.export import gguf_model, proof, server_commands
 from finetune.export.card import public
-from finetune.export.job import Job
-from finetune.model import adapter, adapter_files, build, identity, plain_peft, streamed
+from finetune.export.finished_run import Job
+from finetune.model import build
+from finetune.model.adapters import adapter, adapter_files, plain_peft
 from finetune.model.base import base_dtype
-from finetune.model.locate import weights_directory
+from finetune.model.source import identity
+from finetune.model.source.locate import weights_directory
+from finetune.model.structure import streamed
 
 Pairs = dict[str, tuple[torch.Tensor, torch.Tensor]]
 """A (rank, in) and B (out, rank) of each adapted layer in float32, by its name in the base."""
@@ -59,8 +62,8 @@ def check(job: Job) -> None:
         why = f"it is on parameters that are no linear layers, {', '.join(parameters)}"
     elif section.init == "loftq":
         why = "an adapter started by LoftQ belongs to the quantized base, which these programs do not load"
-    elif rank > serving.VLLM_RANKS[-1]:
-        why = f"its rank is {rank}, and vLLM takes at most {serving.VLLM_RANKS[-1]}"
+    elif rank > server_commands.VLLM_RANKS[-1]:
+        why = f"its rank is {rank}, and vLLM takes at most {server_commands.VLLM_RANKS[-1]}"
     if why:
         raise ConfigError(
             f"the adapter of {job.run.path} has no form for other programs: {why}. Export `merged` or `gguf` instead; "

@@ -19,16 +19,17 @@ from finetune.config import Config, QuantizationSection
 from finetune.errors import ArtifactError
 from finetune.export import proof
 from finetune.export.updates import Updates, base_name
-from finetune.model import attention, experts, streamed
-from finetune.model.adapter_files import weightless_adapter
+from finetune.model.adapters.adapter_files import weightless_adapter
+from finetune.model.attention import backends
 from finetune.model.base import DTYPES, load_architecture, refuse_not_finite
 from finetune.model.build import Blueprint
 from finetune.model.skeleton import make_buffers
+from finetune.model.structure import experts, streamed
 from finetune.runtime import libraries
 from finetune.storage import weight_files
 
 if TYPE_CHECKING:
-    from finetune.model.quantizers import Rounding
+    from finetune.model.structure.quantizers import Rounding
 
 _MERGED_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.bfloat16}
 
@@ -71,7 +72,7 @@ class Bases:
         """A merge onto that base."""
         if onto == "16-bit":
             return Merging(self, {})
-        from finetune.model import quantizers
+        from finetune.model.structure import quantizers
 
         return Merging(self, quantizers.roundings(self._weightless(self.architecture, self.config.quantization)))
 
@@ -101,7 +102,7 @@ class Bases:
 
     def _weightless(self, architecture: Any, quantization: QuantizationSection | None = None) -> Any:
         config = self.config
-        implementation, _ = attention.choose("auto", architecture, self.device.type, config.training.precision)
+        implementation, _ = backends.choose("auto", architecture, self.device.type, config.training.precision)
         quantization = quantization or QuantizationSection(kind="none")
         return Blueprint(config.model, quantization, architecture, implementation, self.dtype).weightless()
 

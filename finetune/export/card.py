@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from finetune.config import Config, ModelSection, Source, entries
-from finetune.config.fields import GIVEN
+from finetune.config.field_types import GIVEN
 from finetune.data.examples import learnt
 from finetune.data.readers import reader
-from finetune.export import serving
+from finetune.export import server_commands
 from finetune.export.markdown import cell, code, escaped
-from finetune.model.locate import card as card_of
+from finetune.model.source.locate import card as card_of
 from finetune.storage.rundir import RunDirectory
 
 
@@ -107,7 +107,7 @@ def _settings(config: Config) -> dict[str, str]:
 
 
 def _prompts(run: RunDirectory, config: Config, record: dict[str, Any]) -> str | None:
-    return serving.prompts(record["format"], learnt(run.events()), config.data.separator)
+    return server_commands.prompts(record["format"], learnt(run.events()), config.data.separator)
 
 
 def _start(run: RunDirectory) -> dict[str, str]:

@@ -16,12 +16,12 @@ from finetune.data import prepare as data_prepare
 from finetune.errors import MachineError
 from finetune.export import proof
 from finetune.export.card import model_card, public
-from finetune.export.formats import Format
-from finetune.export.job import Job
+from finetune.export.export_formats import Format
+from finetune.export.finished_run import Job
 from finetune.export.merge import load_merged
-from finetune.model import identity
-from finetune.model.adapter_files import check_files
-from finetune.model.tokenizer import load_tokenizer
+from finetune.model.adapters.adapter_files import check_files
+from finetune.model.source import identity
+from finetune.model.source.tokenizer import load_tokenizer
 from finetune.runtime.environment import describe
 from finetune.storage.files import not_written, staged, write_json
 from finetune.storage.rundir import RunDirectory

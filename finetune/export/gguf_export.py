@@ -12,9 +12,9 @@ import torch
 
 from finetune.errors import MachineError
 from finetune.export import gguf_families, gguf_model, gguf_recipes, gguf_vocabulary, llama_cpp, proof
+from finetune.export.finished_run import Job
 from finetune.export.gguf_types import TYPES
-from finetune.export.job import Job
-from finetune.model import experts
+from finetune.model.structure import experts
 from finetune.runtime import libraries
 
 
@@ -102,7 +102,7 @@ def load(file: Path, config: Any, dtype: torch.dtype, device: torch.device) -> A
     """
     from transformers import AutoConfig, AutoModelForCausalLM, modeling_gguf_pytorch_utils
 
-    from finetune.model.locate import hub_call
+    from finetune.model.source.locate import hub_call
 
     config = gguf_families.text(config)
     if config.model_type == "gemma3_text":  # whose scale of attention is in the file's norms

@@ -23,8 +23,9 @@ from finetune.errors import ConfigError
 from finetune.export import gguf_families, gguf_recipes, gguf_vocabulary
 from finetune.export.gguf_families import Family
 from finetune.export.gguf_types import TYPES
-from finetune.model import bounds, streamed
+from finetune.model import bounds
 from finetune.model.skeleton import weightless_base
+from finetune.model.structure import streamed
 from finetune.storage import weight_files
 
 # Elements that are converted at a time, as float32.

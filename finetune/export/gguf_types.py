@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from finetune.config.fields import unknown
+from finetune.config.field_types import unknown
 from finetune.errors import ConfigError
 
 

@@ -17,7 +17,7 @@ import torch
 
 from finetune.data.examples import Chat
 from finetune.errors import ArtifactError
-from finetune.export.job import Job
+from finetune.export.finished_run import Job
 
 # Positions of the held-out rows at which the most likely next token is compared. A wrong file agrees at few; a right
 # one differs only where two tokens are nearly tied.

@@ -21,19 +21,19 @@ from safetensors import SafetensorError
 from transformers import GenerationConfig
 
 from finetune.config import Config, ModelSection
-from finetune.config.fields import unknown
+from finetune.config.field_types import unknown
 from finetune.data import fingerprint
 from finetune.data import prepare as data_prepare
 from finetune.errors import ArtifactError, ConfigError, MachineError
 from finetune.export import proof, shards
 from finetune.export.bases import ONTO, Bases, Merging, Onto
 from finetune.export.card import model_card, public
-from finetune.export.formats import FORMATS
-from finetune.model import file_hashes, identity
-from finetune.model.adapter_files import check_files
-from finetune.model.base import from_safetensors, load_architecture, pinned_code, refuse_missing
-from finetune.model.locate import hub_call, weights_directory
-from finetune.model.tokenizer import load_tokenizer
+from finetune.export.export_formats import FORMATS
+from finetune.model.adapters.adapter_files import check_files
+from finetune.model.base import from_safetensors, load_architecture, refuse_missing
+from finetune.model.source import file_hashes, identity
+from finetune.model.source.locate import hub_call, pinned_code, weights_directory
+from finetune.model.source.tokenizer import load_tokenizer
 from finetune.runtime import libraries
 from finetune.runtime.environment import describe
 from finetune.storage.files import not_written, staged, write_json, write_text

@@ -16,9 +16,9 @@ from typing import Any
 
 from finetune.data.examples import Chat, Completion, learnt
 from finetune.errors import ArtifactError, ConfigError
-from finetune.export import gguf_export, serving
-from finetune.export.job import Job
-from finetune.model import chat_template
+from finetune.export import gguf_export, server_commands
+from finetune.export.finished_run import Job
+from finetune.model.source import chat_template
 
 Messages = list[dict[str, Any]]
 Render = Callable[[Messages], str]
@@ -80,7 +80,7 @@ def make(job: Job, folder: Path) -> dict[str, Any]:
     """Write the GGUF file and the Modelfile to `folder`. Returns the facts of export.json."""
     template, differences = _template(job)
     facts = gguf_export.make(job, folder)
-    note = serving.prompts("ollama", learnt(job.run.events()), job.config.data.separator)
+    note = server_commands.prompts("ollama", learnt(job.run.events()), job.config.data.separator)
     (folder / "Modelfile").write_text(modelfile(facts["file"], template, _stops(job), note), encoding="utf-8")
     return {
         **facts,

@@ -35,7 +35,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from finetune.model import streamed
+from finetune.model.structure import streamed
 from finetune.runtime import libraries
 
 # The relative error of a rounded weight.

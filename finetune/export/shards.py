@@ -12,7 +12,8 @@ import torch
 
 from finetune.errors import MachineError
 from finetune.export.bases import Bases, Merging
-from finetune.model import chat_template, streamed
+from finetune.model.source import chat_template
+from finetune.model.structure import streamed
 from finetune.storage import weight_files
 from finetune.storage.files import amount, write_json
 

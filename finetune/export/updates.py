@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from finetune.model import adapter_files
+from finetune.model.adapters import adapter_files
 
 
 class Updates:

@@ -9,9 +9,10 @@ from typing import Any
 from torch import nn
 
 from finetune.config import AdapterSection
-from finetune.config.fields import is_pattern
-from finetune.model import adapter, linear_layers
-from finetune.model.checkpointing import layers
+from finetune.config.field_types import is_pattern
+from finetune.model.adapters import adapter
+from finetune.model.recompute.checkpointing import layers
+from finetune.model.structure import linear_layers
 
 
 class Scattered(Exception):

@@ -15,7 +15,7 @@ import psutil
 import torch
 
 from finetune.config import MemorySection
-from finetune.config.fields import parse_size
+from finetune.config.field_types import parse_size
 from finetune.errors import ConfigError, MachineError, OutOfMemoryError
 from finetune.forecast import gpus, operator_costs
 from finetune.forecast.operator_costs import Kernels

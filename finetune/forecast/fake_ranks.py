@@ -13,7 +13,7 @@ from torch import distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore  # also registers the backend; torch 2.13 has no other
 
 from finetune.config import DistributedSection
-from finetune.model.sharding import Sharding
+from finetune.model.distributed.sharding import Sharding
 from finetune.training import strategies
 
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from finetune.config import DistributedSection
 from finetune.forecast.trace import Recorder
-from finetune.model.zero import BUCKET, PERSISTENT, STAGES, Rates
+from finetune.model.distributed.zero import BUCKET, PERSISTENT, STAGES, Rates
 
 _FLOAT32 = 4
 # offload_config.py, `DeepSpeedZeroOffloadOptimizerConfig.buffer_count`.

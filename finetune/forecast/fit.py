@@ -20,7 +20,7 @@ from finetune.config import Config
 from finetune.errors import OutOfMemoryError
 from finetune.forecast import devices
 from finetune.forecast.replay import Forecast
-from finetune.model.checkpointing import LEVELS, ladder
+from finetune.model.recompute.checkpointing import LEVELS, ladder
 
 Forecaster = Callable[[Config], Forecast]
 _Tried = tuple[Config, Forecast]

@@ -21,7 +21,7 @@ from torch.utils.flop_counter import sdpa_backward_flop_count, sdpa_flop_count
 
 from finetune.forecast import autocast, operators
 from finetune.kernels import ops as fused
-from finetune.model import sharding
+from finetune.model.distributed import sharding
 from finetune.runtime.libraries import replaced
 
 # A CPU's attention, by which a trace also knows that of CUDA, and attention over packed rows.

@@ -17,7 +17,7 @@ from trl.kernels import chunked_logprob
 from finetune.forecast import fake
 from finetune.forecast.devices import Device
 from finetune.forecast.trace import Recorder
-from finetune.model import offload
+from finetune.model.recompute import offload
 from finetune.runtime.libraries import replaced
 from finetune.runtime.randomness import RandomState
 

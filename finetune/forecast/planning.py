@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from finetune.config import Config, dump, explained, loaded
-from finetune.config.fields import LEVELS
+from finetune.config.field_types import LEVELS
 from finetune.data import prepare, sources
 from finetune.data.batching import (
     Batch,
@@ -31,18 +31,22 @@ from finetune.data.batching import (
 )
 from finetune.data.prepare import Prepared
 from finetune.errors import ArtifactError, ConfigError, ForecastError
-from finetune.forecast import by_length, devices, files, replay
+from finetune.forecast import by_length, devices, file_sizes, replay
 from finetune.forecast import fit as fitting
 from finetune.forecast.devices import Device
 from finetune.forecast.fit import Fitted, Limits, NothingFits
 from finetune.forecast.levers import Lever, levers
 from finetune.forecast.replay import Forecast
-from finetune.forecast.step import Models, trace_step
-from finetune.model import attention, bounds, build, catalog, checkpointing, context, packing
+from finetune.forecast.traced_step import Models, trace_step
+from finetune.model import bounds, build
+from finetune.model.attention import backends, packing
 from finetune.model.base import load_architecture
-from finetune.model.causality import has_flash
-from finetune.model.locate import at_hand
-from finetune.model.tokenizer import load_tokenizer
+from finetune.model.distributed import context
+from finetune.model.probes.causality import has_flash
+from finetune.model.recompute import checkpointing
+from finetune.model.source import catalog
+from finetune.model.source.locate import at_hand
+from finetune.model.source.tokenizer import load_tokenizer
 from finetune.runtime import libraries
 from finetune.storage.files import write_text
 from finetune.training import strategies
@@ -98,7 +102,7 @@ class Planner:
         implementation = _attention(config, self.architecture, device.type)
         capability = device.capability if device.type == "cuda" else None
         flash = has_flash(config.training.precision, capability)
-        if not batch.padded and not flash and attention.shares_keys(self.architecture):
+        if not batch.padded and not flash and backends.shares_keys(self.architecture):
             # Without flash attention, heads that share keys take PyTorch's plain products, scores and all.
             implementation = packing.eager_like(implementation)
         shares = config.distributed
@@ -118,9 +122,9 @@ class Planner:
                 // config.distributed.shares(self.gpus),
             ),
             merges=config.output.merge,
-            merge_bytes=files.merge_bytes(config, trace),
-            disk_bytes=files.disk_bytes(config, trace),
-            checkpoint_bytes=files.checkpoint_bytes(trace),
+            merge_bytes=file_sizes.merge_bytes(config, trace),
+            disk_bytes=file_sizes.disk_bytes(config, trace),
+            checkpoint_bytes=file_sizes.checkpoint_bytes(trace),
             saves_between=_saves_between(config),
             from_files=config.model.weights != "random" and not sharded,
             gpus=self.gpus,
@@ -274,7 +278,7 @@ def _micro_batching(config: Config) -> MicroBatching:
 
 
 def _attention(config: Config, architecture: Any, device_type: str) -> str:
-    return attention.planned(
+    return backends.planned(
         config.model.attention, architecture, device_type, config.training.precision,
         packed=config.data.packing, longest=config.data.max_length,
     )  # fmt: skip

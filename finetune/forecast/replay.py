@@ -18,8 +18,8 @@ from finetune.forecast import operator_costs
 from finetune.forecast.allocator import CachingAllocator, CapacityError
 from finetune.forecast.devices import DISK_READ_BYTES, DISK_WRITE_BYTES, RANKS_OF_A_MACHINE, Device
 from finetune.forecast.trace import CATEGORIES, Block, Run, Trace, Work
-from finetune.model.checkpointing import UpTo
-from finetune.model.experts import Mixture
+from finetune.model.recompute.checkpointing import UpTo
+from finetune.model.structure.experts import Mixture
 
 PHASES = ("load", "forward", "backward", "optimizer", "evaluation", "save", "merge")
 WORDS = {**CATEGORIES, "context": "context and libraries", "allocator_slack": "allocator slack"}
@@ -139,7 +139,7 @@ def make(
     `checkpoint_bytes`: the copy in host memory from which a checkpoint is written. It is there after the last step, and
     with `saves_between` during a forward and backward pass as well.
     `merges`: whether the run merges at its end, so that the merge must fit as well. `merge_bytes` (its device memory)
-    and `disk_bytes` are not in a step; see `finetune.forecast.files`.
+    and `disk_bytes` are not in a step; see `finetune.forecast.file_sizes`.
     `from_files`: whether transformers loads the base whole, and not random weights are made. `gpus`: how many share a
     step; the forecast is that of one, which may hold a copy of the model (`copied`: in DistributedDataParallel).
     """

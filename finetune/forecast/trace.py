@@ -29,7 +29,7 @@ from finetune.forecast import operators
 from finetune.forecast.operator_costs import Kernels
 from finetune.forecast.operators import flat
 from finetune.measure.monitor import Monitor, Peak
-from finetune.model.experts import Mixture
+from finetune.model.structure.experts import Mixture
 from finetune.runtime.libraries import replaced
 
 CATEGORIES = {

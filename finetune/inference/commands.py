@@ -7,10 +7,10 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from finetune.config.fields import shortened
+from finetune.config.field_types import shortened
 from finetune.data import examples
 from finetune.errors import ConfigError
-from finetune.inference import chat as conversation
+from finetune.inference import chat_session as conversation
 from finetune.inference import prompts
 from finetune.inference.generation import Settings
 from finetune.inference.jobs import UNRECORDED, ready, system_of
@@ -59,7 +59,7 @@ def chat(
     system: str | None = None,
     trust_remote_code: bool = False,
 ) -> None:
-    """A conversation with a model of the run; see `finetune.inference.chat`."""
+    """A conversation with a model of the run; see `finetune.inference.chat_session`."""
     opened = ready(run, which, system=system, cache=settings.cache, trust_remote_code=trust_remote_code)
     conversation.converse(opened, settings, _say, note_beside_output)
 

@@ -18,7 +18,7 @@ from typing import Any, Literal
 import numpy as np
 
 from finetune.config import Config, named
-from finetune.config.fields import unknown
+from finetune.config.field_types import unknown
 from finetune.data import prepare
 from finetune.data.examples import shown
 from finetune.data.prepare import Question
@@ -31,7 +31,7 @@ from finetune.inference.metrics import Metric, find
 from finetune.inference.tasks import Tasks
 from finetune.lifecycle.failures import blaming_base
 from finetune.model import bounds
-from finetune.model.tokenizer import load_tokenizer
+from finetune.model.source.tokenizer import load_tokenizer
 from finetune.report import page
 from finetune.report.scores import Scores
 from finetune.report.terminal import Terminal
@@ -40,7 +40,7 @@ from finetune.settings import config_of
 from finetune.storage.files import write_json, write_lines
 from finetune.storage.records import Evaluation, Measure
 from finetune.storage.rundir import Run, RunDirectory
-from finetune.training.evaluation import held_out_loss
+from finetune.training.eval_loss import held_out_loss
 
 _INTERVAL = (
     f"{CONFIDENCE:.0%} confidence intervals by percentile bootstrap over rows ({RESAMPLES:,} resamples, seed {SEED}); "

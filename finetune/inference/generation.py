@@ -19,7 +19,9 @@ from finetune.data import chat, formats
 from finetune.errors import ArtifactError, ConfigError, NumbersError
 from finetune.inference.streaming import Streamer, before_stop
 from finetune.measure.out_of_memory import is_out_of_memory
-from finetune.model import bounds, caches, chat_template, probes
+from finetune.model import bounds, probes
+from finetune.model.attention import caches
+from finetune.model.source import chat_template
 from finetune.runtime import libraries
 from finetune.runtime.randomness import RandomState
 

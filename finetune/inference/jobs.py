@@ -8,16 +8,19 @@ from functools import cached_property
 from typing import Any
 
 from finetune.config import Config
-from finetune.config.fields import shown, unknown
+from finetune.config.field_types import shown, unknown
 from finetune.data import examples, fingerprint
 from finetune.errors import ConfigError
 from finetune.export.merge import load_merged
 from finetune.inference import generation
 from finetune.inference.generation import Answer, Settings
 from finetune.lifecycle.failures import blaming_base
-from finetune.model import adapter_files, bounds, build, caches, identity
+from finetune.model import bounds, build
+from finetune.model.adapters import adapter_files
+from finetune.model.attention import caches
 from finetune.model.base import load_architecture
-from finetune.model.tokenizer import load_tokenizer
+from finetune.model.source import identity
+from finetune.model.source.tokenizer import load_tokenizer
 from finetune.report.terminal import note_beside_output
 from finetune.runtime import libraries
 from finetune.runtime.device import this_device

@@ -25,9 +25,10 @@ from finetune.forecast.planning import Planner, planner_for
 from finetune.init import questions
 from finetune.init.draft import Draft
 from finetune.init.questions import Wanted
-from finetune.model import bounds, chat_template
+from finetune.model import bounds
 from finetune.model.base import load_architecture
-from finetune.model.tokenizer import load_tokenizer
+from finetune.model.source import chat_template
+from finetune.model.source.tokenizer import load_tokenizer
 from finetune.report import words
 from finetune.report.data_view import inspect_data
 from finetune.runtime import libraries

@@ -14,7 +14,7 @@ import typer
 
 from finetune.data import sources
 from finetune.errors import ConfigError, FinetuneError
-from finetune.model.locate import locate
+from finetune.model.source.locate import locate
 from finetune.report.visible import LINES, visible
 
 _MODEL = "Base model: a directory, a hub name such as Qwen/Qwen3-8B, or builtin:tiny-llama"

@@ -13,8 +13,9 @@ from typing import Any
 
 from torch import nn
 
-from finetune.kernels import attention, lora, mlp, norm
-from finetune.model import checkpointing, experts
+from finetune.kernels import fused_attention, lora, mlp, norm
+from finetune.model.recompute import checkpointing
+from finetune.model.structure import experts
 
 Undo = Callable[[], None]
 
@@ -38,7 +39,7 @@ KERNELS: dict[str, Kernel] = {
     "norm": Kernel("root-mean-square normalization", norm.has_structure, norm.obstacle, norm.replace),
     "attention": Kernel(
         "queries, keys and values as one product, rotated in place",
-        attention.has_structure, attention.obstacle, attention.replace, attention.layers,
+        fused_attention.has_structure, fused_attention.obstacle, fused_attention.replace, fused_attention.layers,
     ),
     "mlp": Kernel("a gated MLP with its adapters", mlp.has_structure, mlp.obstacle, mlp.replace, mlp.layers),
     "lora": Kernel("a linear layer with an adapter", lora.is_adapted, lora.obstacle, lora.replace),
@@ -114,7 +115,7 @@ def _give_room(model: nn.Module, attached: Attached) -> None:
 
 def _first_layers(block: nn.Module, attached: Attached) -> Iterator[list[nn.Module]]:
     """The layers that take what a replaced block is given, by input."""
-    if block in attached.replaced["attention"] and (found := attention.layers(block)):
+    if block in attached.replaced["attention"] and (found := fused_attention.layers(block)):
         yield found
     if block in attached.replaced["mlp"]:
         yield mlp.layers(block)[:-1]

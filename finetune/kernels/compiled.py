@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from finetune.kernels import Attached
-from finetune.model import checkpointing
+from finetune.model.recompute import checkpointing
 
 _COMPILERS = ("g++", "clang++")
 

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from finetune.kernels import ops
-from finetune.model import keeping
+from finetune.model.recompute import keeping
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from torch.autograd.function import once_differentiable
 
 from finetune.kernels import lora, ops
 from finetune.kernels.lora import Backward, Layers, Linear, low_rank, rows
-from finetune.model import keeping
+from finetune.model.recompute import keeping
 
 # The names of the layers in transformers: gate and up apart, or as one layer.
 _APART, _JOINED, _DOWN = ("gate_proj", "up_proj"), ("gate_up_proj",), "down_proj"

@@ -13,7 +13,7 @@ from finetune.lifecycle import resume
 from finetune.lifecycle.preparation import Materials
 from finetune.lifecycle.resume import Start
 from finetune.lifecycle.session import Lock
-from finetune.model import identity
+from finetune.model.source import identity
 from finetune.runtime import ranks
 from finetune.storage.checkpoint import set_aside
 from finetune.storage.files import write_json, write_lines

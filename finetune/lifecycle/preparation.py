@@ -18,11 +18,13 @@ from finetune.errors import ConfigError, DataError
 from finetune.forecast.planning import check_traceable
 from finetune.lifecycle import resume
 from finetune.lifecycle.session import Lock
-from finetune.model import bounds, build, context, starting
+from finetune.model import bounds, build
+from finetune.model.adapters import starting
 from finetune.model.base import load_architecture
 from finetune.model.build import Blueprint
-from finetune.model.experts import Mixture
-from finetune.model.tokenizer import load_tokenizer
+from finetune.model.distributed import context
+from finetune.model.source.tokenizer import load_tokenizer
+from finetune.model.structure.experts import Mixture
 from finetune.runtime import libraries, ranks
 from finetune.runtime.environment import describe
 from finetune.runtime.stages import stage

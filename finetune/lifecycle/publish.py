@@ -7,13 +7,13 @@ from typing import Any
 
 from finetune.config import Config
 from finetune.data.examples import learnt
-from finetune.export import conversion, formats, gguf_types, hub, serving
+from finetune.export import conversion, export_formats, gguf_types, server_commands, upload
 from finetune.export import merge as exports
 from finetune.forecast import comparison
 from finetune.forecast.replay import Forecast
 from finetune.lifecycle import failures
 from finetune.measure.monitor import Peak
-from finetune.model.locate import locate
+from finetune.model.source.locate import locate
 from finetune.report.terminal import Terminal, note_beside_output
 from finetune.runtime import libraries
 from finetune.runtime.device import this_device
@@ -53,10 +53,10 @@ def export_model(
     than the stated bound, or if such code is needed and not allowed; ConfigError for an unknown format or type, and for
     a run that the format cannot express; MachineError while a process trains in the run directory.
     """
-    form = formats.find(format)
+    form = export_formats.find(format)
     gguf_types.check(type)
     if push:
-        hub.check(push)
+        upload.check(push)
     libraries.quiet()
     run = RunDirectory.open(run)
     # Refuses an untrusted run before anything is written there.
@@ -76,12 +76,15 @@ def export_model(
             record = exports.whole(run, config)
         else:
             record = merge_locked(run, config, terminal, note_beside_output)
-    record |= {"path": str(folder), "serve": serving.commands(format, folder, locate(config.model.name), record)}
-    if prompts := serving.prompts(format, learnt(run.events()), config.data.separator):
+    record |= {
+        "path": str(folder),
+        "serve": server_commands.commands(format, folder, locate(config.model.name), record),
+    }
+    if prompts := server_commands.prompts(format, learnt(run.events()), config.data.separator):
         record["prompts"] = prompts
     terminal.serves(record["serve"], prompts)
     if push:
-        record["pushed"], record["also_there"] = hub.push(folder, push)
+        record["pushed"], record["also_there"] = upload.push(folder, push)
         terminal.pushed(record["pushed"], record["also_there"])
     return record
 

@@ -13,11 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from finetune.config import AdapterSection, Config, ignored_keys
-from finetune.config.fields import source_name
+from finetune.config.field_types import source_name
 from finetune.data import fingerprint
 from finetune.data.prepare import Prepared
 from finetune.errors import ArtifactError, ConfigError, DataError, FinetuneError, MachineError
-from finetune.model import adapter_files, build, identity
+from finetune.model import build
+from finetune.model.adapters import adapter_files
+from finetune.model.source import identity
 from finetune.runtime import ranks
 from finetune.settings import CHOICES
 from finetune.storage import checkpoint, records

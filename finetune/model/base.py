@@ -17,17 +17,17 @@ from typing import Any
 import torch
 
 from finetune.config import AdapterSection, ModelSection, QuantizationSection, TrainingSection
-from finetune.errors import ArtifactError, ConfigError
-from finetune.model import attention as attentions
-from finetune.model import catalog, packing, prequantized, rope, sharding
-from finetune.model.locate import hub_call, locate, weights_directory
-from finetune.model.quantization import QUANTIZATIONS, bitsandbytes_config
-from finetune.model.sharding import Sharding
+from finetune.errors import ArtifactError
+from finetune.model.attention import backends as attentions
+from finetune.model.attention import packing
+from finetune.model.distributed import sharding
+from finetune.model.distributed.sharding import Sharding
 from finetune.model.skeleton import give_layers, keep_training_layout, random_base
+from finetune.model.source import catalog, prequantized, rope
+from finetune.model.source.locate import hub_call, locate, pinned_code, remote_code, weights_directory
+from finetune.model.structure.quantization import QUANTIZATIONS, bitsandbytes_config
 from finetune.runtime import libraries, ranks
 from finetune.storage import weight_files
-
-_NO_CODE: dict[str, Any] = {"trust_remote_code": False}
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 TRAINED_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -82,22 +82,6 @@ def _refuse_kernels(architecture: Any, place: str) -> None:
                 )
 
 
-def pinned_code(section: ModelSection) -> dict[str, Any]:
-    """transformers' arguments that say whether Python code shipped with the model may run, and from which commit.
-
-    `code_revision` also applies to code in another repository that the model's config points to; without it
-    transformers would use that code's latest version. Raises ConfigError for a local directory, whose code has no
-    commit.
-    """
-    revision = remote_code(section)
-    if revision and Path(locate(section.name)).is_dir():
-        raise ConfigError(
-            f"`model.trust_remote_code`: {section.name} is a directory, whose code is not pinned to a commit; use the "
-            "hub name with `model.revision` (works offline if it is cached)"
-        )
-    return {"trust_remote_code": True, "code_revision": revision} if revision else _NO_CODE
-
-
 def load_base(
     section: ModelSection,
     quantization: QuantizationSection,
@@ -143,7 +127,7 @@ def _pretrained(
     dtype: torch.dtype,
     device: torch.device,
 ) -> Any:
-    from finetune.model import quantizers
+    from finetune.model.structure import quantizers
 
     packing.register()
     with quantizers.used():
@@ -189,7 +173,7 @@ def from_safetensors(place: str, **arguments: Any) -> Any:
     if found := find_adapter_config_file(place, revision=arguments.get("revision")):
         raise ArtifactError(f"{found}: an adapter next to the base is not supported; use a base without one")
     if "config" not in arguments:
-        arguments["config"] = AutoConfig.from_pretrained(place, **_NO_CODE)
+        arguments["config"] = AutoConfig.from_pretrained(place, trust_remote_code=False)
         _refuse_kernels(arguments["config"], place)
     with _checked_files(place):
         return AutoModelForCausalLM.from_pretrained(place, use_safetensors=True, **arguments)
@@ -234,8 +218,3 @@ def refuse_not_finite(section: ModelSection) -> None:
                 + (f", as do {len(names) - 1} more tensors" if names[1:] else "")
                 + "; download the base again, or use another"
             )
-
-
-def remote_code(section: ModelSection) -> str | None:
-    """The pinned revision whose code may run, or None if no code may run."""
-    return section.revision if section.trust_remote_code else None

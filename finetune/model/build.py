@@ -2,7 +2,7 @@
 
     Blueprint ─▶ base: loaded on a device, or weightless ─▶ trainable: a new adapter, activation checkpointing
 
-`finetune.model.adapter_files.load_adapter` puts a trained adapter on a base.
+`finetune.model.adapters.adapter_files.load_adapter` puts a trained adapter on a base.
 """
 
 from __future__ import annotations
@@ -15,13 +15,15 @@ import torch
 
 from finetune.config import AdapterSection, Config, MemorySection, ModelSection, QuantizationSection
 from finetune.errors import ConfigError
-from finetune.model import attention as attentions
-from finetune.model import checkpointing, published, starting
-from finetune.model.adapter import attach, check_rank
-from finetune.model.base import base_dtype, load_architecture, load_base, remote_code
-from finetune.model.experts import Mixture
-from finetune.model.sharding import Sharding
+from finetune.model.adapters import published, starting
+from finetune.model.adapters.adapter import attach, check_rank
+from finetune.model.attention import backends as attentions
+from finetune.model.base import base_dtype, load_architecture, load_base
+from finetune.model.distributed.sharding import Sharding
+from finetune.model.recompute import checkpointing
 from finetune.model.skeleton import mixture, weightless_base
+from finetune.model.source.locate import remote_code
+from finetune.model.structure.experts import Mixture
 from finetune.runtime.stages import stage
 
 

@@ -11,12 +11,15 @@ from torch import nn
 
 from finetune.config import QuantizationSection
 from finetune.errors import ConfigError
-from finetune.model import attention as attentions
-from finetune.model import catalog, experts, linear_layers, packing, sharding
-from finetune.model.experts import Mixture
-from finetune.model.locate import hub_call
-from finetune.model.quantization import QUANTIZATIONS, bitsandbytes_config
-from finetune.model.sharding import Sharding
+from finetune.model.attention import backends as attentions
+from finetune.model.attention import packing
+from finetune.model.distributed import sharding
+from finetune.model.distributed.sharding import Sharding
+from finetune.model.source import catalog
+from finetune.model.source.locate import hub_call
+from finetune.model.structure import experts, linear_layers
+from finetune.model.structure.experts import Mixture
+from finetune.model.structure.quantization import QUANTIZATIONS, bitsandbytes_config
 
 
 def random_base(
@@ -114,7 +117,7 @@ def weightless_base(
     linear_layers.remember(model, found)
     quantization_config = bitsandbytes_config(quantization, dtype)
     if quantization_config is not None:
-        from finetune.model import quantizers
+        from finetune.model.structure import quantizers
 
         quantizers.prepare(model, quantization_config)
         _types_as_loaded(model, dtype)
@@ -166,7 +169,7 @@ def mixture(model: Any, quantization: QuantizationSection) -> Mixture | None:
     from transformers.pytorch_utils import Conv1D
     from transformers.quantizers.quantizers_utils import should_convert_module
 
-    from finetune.model import quantizers
+    from finetune.model.structure import quantizers
 
     if not experts.is_mixture(model):
         return None
@@ -186,7 +189,7 @@ def _materialise(model: Any, module: nn.Module, dtype: torch.dtype, device: torc
     """Allocate and initialise one module's own weights and buffers."""
     import bitsandbytes as bnb
 
-    from finetune.model import eight_bit
+    from finetune.model.structure import eight_bit
 
     if isinstance(module, (bnb.nn.Linear4bit, bnb.nn.Linear8bitLt)):
         full = nn.Linear(module.in_features, module.out_features, module.bias is not None, device=device, dtype=dtype)

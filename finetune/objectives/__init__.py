@@ -18,7 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from finetune.config.fields import name_of
+from finetune.config.field_types import name_of
 
 if TYPE_CHECKING:
     import torch

@@ -10,10 +10,11 @@ from typing import Any
 
 import torch
 
-from finetune.config.fields import GIVEN
+from finetune.config.field_types import GIVEN
 from finetune.errors import ConfigError
-from finetune.model import probes, sharding
+from finetune.model import probes
 from finetune.model.base import autocast
+from finetune.model.distributed import sharding
 from finetune.objectives import OBJECTIVES, Batch, Objective
 
 # Allowed relative difference between the loss of two rows and the sum of theirs: rounding in 16 bit, and the

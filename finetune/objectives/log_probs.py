@@ -14,8 +14,10 @@ from trl.trainer import utils
 from trl.trainer.utils import add_fused_lm_head
 
 from finetune.errors import ConfigError, first_line
-from finetune.kernels import head, proof
-from finetune.model import experts, probes, sharding
+from finetune.kernels import head, self_test
+from finetune.model import probes
+from finetune.model.distributed import sharding
+from finetune.model.structure import experts
 from finetune.runtime.libraries import replaced
 
 # Config attributes for the number of experts, of which TRL 1.16 only reads the first.
@@ -91,7 +93,7 @@ def prove(model: Any) -> str | None:
         weight, bias, labels, temperature, columns, *rest = given
         given = (weight, bias, labels, temperature, min(columns, _PROOF_COLUMNS), *rest)
         plain, fused = (_results(each, hidden, given) for each in (head.ChunkedLogProbFunction, head.LogProbs))
-        unlike = proof.difference(fused, plain, head.dtype_of(hidden), "TRL computes")
+        unlike = self_test.difference(fused, plain, head.dtype_of(hidden), "TRL computes")
         return plain["output"], None, None, None, None
 
     (ids,) = probes.rows(1, probes.TOKENS, model)

@@ -11,7 +11,7 @@ from typing import Any
 from rich.console import Console
 
 from finetune.config import as_written
-from finetune.config.fields import shown
+from finetune.config.field_types import shown
 from finetune.errors import ConfigError, first_line
 from finetune.report import curves, pages, printing, words
 from finetune.report.figures import Figures

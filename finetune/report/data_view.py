@@ -16,12 +16,12 @@ from rich.console import Console
 from rich.text import Text
 
 from finetune.config import Config, inline, loaded
-from finetune.config.fields import source_name
+from finetune.config.field_types import source_name
 from finetune.data import inspection
 from finetune.data.inspection import Batching, Inspection, Piece, Sample
 from finetune.data.prepare import Counts
 from finetune.model import bounds
-from finetune.model.tokenizer import load_tokenizer
+from finetune.model.source.tokenizer import load_tokenizer
 from finetune.report import pages, printing, words
 from finetune.runtime import libraries
 from finetune.storage.files import write_text

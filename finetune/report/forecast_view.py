@@ -10,10 +10,10 @@ from collections.abc import Sequence
 
 from rich.console import Console
 
+from finetune.forecast.answer_memory import KV_CACHE, Serving
 from finetune.forecast.comparison import TOLD_ABOVE, Difference
 from finetune.forecast.levers import Lever
 from finetune.forecast.replay import WORDS, Forecast
-from finetune.forecast.serving import KV_CACHE, Serving
 from finetune.measure.monitor import Peak
 from finetune.report import pages, printing, step_curve, words
 

@@ -22,14 +22,14 @@ from finetune.config import Config, DataSection
 from finetune.data.batching import MicroBatching
 from finetune.data.inspection import Inspection
 from finetune.data.prepare import Prepared
+from finetune.forecast.answer_memory import Serving
 from finetune.forecast.comparison import Difference
 from finetune.forecast.fit import Fitted, Limits
 from finetune.forecast.levers import Lever
 from finetune.forecast.replay import Forecast
-from finetune.forecast.serving import Serving
 from finetune.measure.monitor import Peak, headline
-from finetune.model import experts
-from finetune.model.experts import Mixture
+from finetune.model.structure import experts
+from finetune.model.structure.experts import Mixture
 from finetune.report import data_view, forecast_view, printing, words
 from finetune.report.compare import Comparison
 from finetune.report.figures import Figures

@@ -12,9 +12,9 @@ from finetune.data.counts import CONTROL_TOKENS, Counts
 
 if TYPE_CHECKING:  # these import torch, which would delay the first line of a plan
     from finetune.data.batching import Batch
+    from finetune.forecast.answer_memory import Serving
     from finetune.forecast.replay import Forecast
-    from finetune.forecast.serving import Serving
-    from finetune.model.experts import Mixture
+    from finetune.model.structure.experts import Mixture
 
 UNITS = {"GiB": 2**30, "MiB": 2**20}
 """Bytes of the units that sizes are written in."""

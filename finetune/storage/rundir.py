@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from finetune.config import Config, dump, load
-from finetune.config.fields import shown
+from finetune.config.field_types import shown
 from finetune.errors import ArtifactError, MachineError
 from finetune.storage import files, records
 from finetune.storage.records import Answer, DataFacts, Environment, Evaluation, Forecast, MergeProof

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
-from finetune.config.fields import nearest, shown
+from finetune.config.field_types import nearest, shown
 from finetune.errors import ConfigError
 from finetune.runtime import ranks
 

@@ -6,7 +6,7 @@ import torch
 
 from finetune.config import Config
 from finetune.errors import ConfigError, MachineError
-from finetune.model import zero
+from finetune.model.distributed import zero
 from finetune.runtime import ranks
 from finetune.training import tracking
 from finetune.training.optimizers import OPTIMIZERS

@@ -17,10 +17,10 @@ from bitsandbytes.optim.optimizer import Optimizer8bit
 
 from finetune.data.batching import Batch, no_longer, per_step, worst_batches
 from finetune.measure.monitor import Peak
-from finetune.model import sharding
+from finetune.model.distributed import sharding
 from finetune.training.batches import Steps
 from finetune.training.collator import Inputs
-from finetune.training.evaluation import Evaluation
+from finetune.training.eval_loss import Evaluation
 from finetune.training.oom_retry import Retry, StepStart
 from finetune.training.step import Step
 

@@ -23,7 +23,7 @@ from finetune.training.batches import Steps
 from finetune.training.callbacks import Callbacks
 from finetune.training.checkpoints import Checkpoints
 from finetune.training.collator import Inputs
-from finetune.training.evaluation import Evaluation
+from finetune.training.eval_loss import Evaluation
 from finetune.training.oom_retry import Retry
 from finetune.training.progress import Progress
 from finetune.training.recorder import Recorder, StepCounts, StepNumbers

@@ -22,7 +22,7 @@ import torch
 from finetune.config import Config
 from finetune.data.batching import MicroBatching
 from finetune.measure.out_of_memory import is_out_of_memory, reason
-from finetune.model.checkpointing import ByLength
+from finetune.model.recompute.checkpointing import ByLength
 from finetune.runtime import libraries, ranks
 from finetune.runtime.randomness import RandomState
 from finetune.training.collator import Inputs, first_row, row_count, split, tokens_a_row

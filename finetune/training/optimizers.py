@@ -58,7 +58,7 @@ def make(name: str, section: OptimizerSection, learning_rate: float, model: Any)
     """
     import bitsandbytes
 
-    from finetune.model import sharding
+    from finetune.model.distributed import sharding
 
     trained = [
         (name, sharding.updated_by_optimizer(weight))
@@ -126,7 +126,7 @@ def _bits(name: str, weight: Any, model: Any) -> dict[str, int]:
     """
     import torch
 
-    from finetune.model.sharding import slices_of
+    from finetune.model.distributed.sharding import slices_of
 
     embeddings = {module.weight for module in model.modules() if isinstance(module, torch.nn.Embedding)}
     if weight.numel() < _LEAST_8_BIT or weight in embeddings:

@@ -22,26 +22,19 @@ from finetune.data import fingerprint
 from finetune.data.batching import MicroBatching, RowOrder
 from finetune.data.prepare import ROWS_TO_JUDGE, Prepared
 from finetune.errors import ConfigError, FinetuneError, MachineError, NumbersError
-from finetune.kernels import compiled, proof
+from finetune.kernels import compiled, self_test
 from finetune.measure import snapshots
 from finetune.measure.monitor import Monitor
 from finetune.measure.out_of_memory import while_writing
-from finetune.model import (
-    adapter_files,
-    build,
-    causality,
-    chat_template,
-    context,
-    identity,
-    packing,
-    plain_peft,
-    published,
-    sharding,
-)
-from finetune.model.adapter import casts_by_autocast
+from finetune.model import build
+from finetune.model.adapters import adapter_files, plain_peft, published
+from finetune.model.adapters.adapter import casts_by_autocast
 from finetune.model.base import autocast
-from finetune.model.checkpointing import ByLength, UpTo
-from finetune.model.zero import Zero
+from finetune.model.distributed import context, sharding
+from finetune.model.distributed.zero import Zero
+from finetune.model.probes import causality, packed_rows, split_rows
+from finetune.model.recompute.checkpointing import ByLength, UpTo
+from finetune.model.source import chat_template, identity
 from finetune.objectives import OBJECTIVES, contract, log_probs
 from finetune.runtime import libraries, rank_watch, ranks
 from finetune.runtime.signals import Signals
@@ -52,7 +45,7 @@ from finetune.training.batches import Steps
 from finetune.training.callbacks import Callback, Callbacks
 from finetune.training.checkpoints import Checkpoints
 from finetune.training.collator import Inputs, MicroBatches, row_count, tokens_a_row
-from finetune.training.evaluation import Evaluation
+from finetune.training.eval_loss import Evaluation
 from finetune.training.largest_batch import warm_up
 from finetune.training.loop import Loop, Rhythm
 from finetune.training.noise import Noise
@@ -111,7 +104,7 @@ def train(job: Job) -> Outcome:
     with autocast(config.training.precision, job.device), libraries.without_cudnn_attention():
         attached = _fuse(job)
         if config.data.packing:
-            packing.prove(model)
+            packed_rows.prove(model)
         causality.prove(model)
         if config.kernels.compile == "layers":
             _compile(job, attached)
@@ -169,7 +162,7 @@ def _fuse(job: Job) -> kernels.Attached:
     fused = job.config.kernels.fused
     triton = job.device.type != "cuda" or libraries.triton_obstacle() is None
     attached = kernels.attach(job.model, fused, triton=triton)
-    unlike = proof.prove(job.model, attached)
+    unlike = self_test.prove(job.model, attached)
     if fused == "on" and (unlike or not any(attached.replaced.values())):
         raise ConfigError(f"`kernels.fused: on`: {'; '.join([*attached.lines, *unlike])}; set `auto` or `off`")
     fused_now = ", ".join(f"{len(modules)} {name}" for name, modules in attached.replaced.items() if modules)
@@ -302,7 +295,7 @@ def _splitting(job: Job) -> Iterator[None]:
     """Split rows over `distributed.context` ranks, of which none then refers to the group that they form."""
     group = ranks.group_of(job.config.distributed.context)
     with autocast(job.config.training.precision, job.device):
-        context.prove(job.model, group)
+        split_rows.prove(job.model, group)
     with context.split(job.model, group):
         yield
 

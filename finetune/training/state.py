@@ -18,8 +18,10 @@ import torch
 from bitsandbytes.optim.optimizer import Optimizer8bit
 
 from finetune.errors import ArtifactError
-from finetune.model import adapter_files, linear_layers, plain_peft, published, sharding, zero
-from finetune.model.sharding import Slices
+from finetune.model.adapters import adapter_files, plain_peft, published
+from finetune.model.distributed import sharding, zero
+from finetune.model.distributed.sharding import Slices
+from finetune.model.structure import linear_layers
 from finetune.runtime import ranks
 from finetune.runtime.randomness import RandomState
 from finetune.storage import checkpoint, records

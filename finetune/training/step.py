@@ -13,10 +13,11 @@ import torch
 from accelerate.utils import send_to_device
 
 from finetune.measure.monitor import Monitor, Peak
-from finetune.model import packing, sharding
+from finetune.model.attention import packing
 from finetune.model.base import autocast
-from finetune.model.checkpointing import ByLength
-from finetune.model.zero import Zero
+from finetune.model.distributed import sharding
+from finetune.model.distributed.zero import Zero
+from finetune.model.recompute.checkpointing import ByLength
 from finetune.objectives import Objective
 from finetune.runtime.libraries import replaced
 from finetune.training.collator import Inputs, for_model, tokens_a_row

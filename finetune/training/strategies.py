@@ -11,14 +11,14 @@ if TYPE_CHECKING:
     import torch
     from torch import distributed as dist
 
-    from finetune.model.sharding import Sharding
+    from finetune.model.distributed.sharding import Sharding
 
 
 @dataclass(frozen=True)
 class Strategy:
-    """One strategy. `sharded`: ranks hold slices of the weights (`finetune.model.sharding`), not copies of the model.
+    """One strategy. `sharded`: ranks hold slices of the weights (`distributed.sharding`), not copies of the model.
 
-    `deepspeed`: DeepSpeed's engine shares the model (`finetune.model.zero`).
+    `deepspeed`: DeepSpeed's engine shares the model (`distributed.zero`).
     `ignores`: keys of the section that do not apply to it, and that a config must not set.
     """
 
@@ -85,6 +85,6 @@ def sharding(
     """
     if not is_sharded(section, group.size() if group else None):
         return None
-    from finetune.model.sharding import Sharding
+    from finetune.model.distributed.sharding import Sharding
 
     return Sharding.over_ranks(device, group, keep_whole=section.stage == "gradients", offload=section.offload == "cpu")

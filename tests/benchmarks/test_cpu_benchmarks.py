@@ -54,7 +54,7 @@ def test_the_memory_benchmarks_arithmetic_counts_the_real_model() -> None:
 
 def test_rows_are_longer_than_the_cut(tmp_path: Path) -> None:
     from finetune.config import ModelSection
-    from finetune.model.tokenizer import load_tokenizer
+    from finetune.model.source.tokenizer import load_tokenizer
 
     harness.write_long_rows(tmp_path / "rows.jsonl", rows=3, tokens=2048)
     texts = [line["text"] for line in harness.read_lines(tmp_path / "rows.jsonl")]

@@ -76,7 +76,7 @@ def test_every_setting_is_a_valid_job() -> None:
     import measured_step
 
     from finetune.config.rules import contradictions
-    from finetune.model import checkpointing
+    from finetune.model.recompute import checkpointing
 
     for setting in forecast_gpu.SETTINGS:
         config, architecture = setting.resolved(), setting.build_architecture()

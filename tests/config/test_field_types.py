@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from finetune.config import MemorySection, dump, load
-from finetune.config.fields import every_n, parse_size, unknown
+from finetune.config.field_types import every_n, parse_size, unknown
 from finetune.errors import ConfigError
 
 

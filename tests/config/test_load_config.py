@@ -26,11 +26,11 @@ from finetune.config import (
     load,
     named,
 )
-from finetune.config.fields import is_pattern
+from finetune.config.field_types import is_pattern
 from finetune.config.other_names import NAMES
 from finetune.config.rules import contradictions
 from finetune.errors import ConfigError
-from finetune.model.quantization import QUANTIZATIONS
+from finetune.model.structure.quantization import QUANTIZATIONS
 from finetune.settings import CHOICES, load_config
 from finetune.training.optimizers import OPTIMIZERS
 

@@ -19,7 +19,7 @@ from finetune.data import prepare
 from finetune.errors import ArtifactError, ConfigError, DataError, MachineError
 from finetune.model import bounds, build
 from finetune.model.base import load_architecture
-from finetune.model.tokenizer import load_tokenizer
+from finetune.model.source.tokenizer import load_tokenizer
 from finetune.settings import load_config
 from finetune.training.checks import check
 

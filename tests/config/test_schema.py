@@ -17,7 +17,7 @@ from finetune import settings
 from finetune.config import Config, dump, strict_yaml
 from finetune.config.rules import RULES
 from finetune.errors import ConfigError
-from finetune.model.chat_template import TEMPLATES
+from finetune.model.source.chat_template import TEMPLATES
 from finetune.settings import load_config
 
 ROOT = Path(settings.__file__).parents[1]

@@ -9,8 +9,8 @@ from typing import Any
 from conversations import TEMPLATES
 from transformers import AddedToken
 
-from finetune.model import chat_template
-from finetune.model.locate import BUILTIN_BASE, locate
+from finetune.model.source import chat_template
+from finetune.model.source.locate import BUILTIN_BASE, locate
 
 Said = Callable[[str, bool], str]
 

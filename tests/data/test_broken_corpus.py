@@ -22,7 +22,7 @@ from finetune.data.compressed import COMPRESSIONS
 from finetune.data.prepare import prepare
 from finetune.data.problems import LIMIT
 from finetune.errors import DataError
-from finetune.model.tokenizer import load_tokenizer
+from finetune.model.source.tokenizer import load_tokenizer
 
 CORPUS = Path(__file__).parent / "broken"
 TINY = Path(__file__).parents[2] / "configs" / "tiny_cpu.yaml"

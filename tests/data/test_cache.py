@@ -484,7 +484,7 @@ MEASURE = """
 import sys
 from finetune.config import DataSection, ModelSection
 from finetune.data.prepare import prepare
-from finetune.model.tokenizer import load_tokenizer
+from finetune.model.source.tokenizer import load_tokenizer
 
 def peak_bytes():
     return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmHWM")) * 1024

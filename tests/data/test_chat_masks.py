@@ -17,7 +17,7 @@ from finetune.data.chat import IGNORE, Encoded, encode
 from finetune.data.examples import Chat, Completion, Message, RowError, Text
 from finetune.data.masks import marks_generation
 from finetune.errors import ArtifactError
-from finetune.model.chat_template import named
+from finetune.model.source.chat_template import named
 
 Make = Callable[..., Any]
 

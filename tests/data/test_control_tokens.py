@@ -18,8 +18,8 @@ from finetune.data.chat import encode, prompt_ids
 from finetune.data.examples import Chat, Completion, Example, Message, RowError, Text
 from finetune.data.formats import FORMATS
 from finetune.data.prepare import prepare
-from finetune.model import chat_template as template
-from finetune.model.tokenizer import load_tokenizer
+from finetune.model.source import chat_template as template
+from finetune.model.source.tokenizer import load_tokenizer
 
 Make = Callable[..., Any]
 

@@ -15,7 +15,7 @@ import finetune
 from finetune.config import ModelSection, dump
 from finetune.data import fingerprint
 from finetune.errors import ArtifactError
-from finetune.model.tokenizer import load_tokenizer
+from finetune.model.source.tokenizer import load_tokenizer
 from finetune.storage.rundir import RunDirectory
 
 Make = Callable[..., Any]

@@ -16,7 +16,7 @@ from finetune.data.chat import encode, is_empty
 from finetune.data.examples import Chat, RowError
 from finetune.data.formats import FORMATS
 from finetune.data.masks import marks_generation
-from finetune.model.chat_template import end_of_turn, stop_ids
+from finetune.model.source.chat_template import end_of_turn, stop_ids
 
 Make = Callable[..., Any]
 

@@ -3,7 +3,7 @@
 from finetune.config import ModelSection
 from finetune.data.chat import IGNORE, encode
 from finetune.data.examples import Chat
-from finetune.model.tokenizer import load_tokenizer
+from finetune.model.source.tokenizer import load_tokenizer
 
 
 def test_turns_of_the_prompt_are_not_trained() -> None:

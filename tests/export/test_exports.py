@@ -30,18 +30,19 @@ from finetune.errors import ArtifactError, ConfigError, MachineError
 from finetune.export import (
     adapter_export,
     card,
-    formats,
+    export_formats,
     gguf_model,
     gguf_recipes,
     gguf_types,
     llama_cpp,
     merge,
     ollama,
-    serving,
+    server_commands,
 )
-from finetune.export.job import Job
+from finetune.export.finished_run import Job
 from finetune.lifecycle import publish
-from finetune.model import build, chat_template
+from finetune.model import build
+from finetune.model.source import chat_template
 from finetune.report.terminal import Terminal
 from finetune.storage.rundir import RunDirectory
 
@@ -101,7 +102,7 @@ def test_an_export_of_a_base_that_was_replaced_while_it_was_read_is_not_publishe
     monkeypatch.setattr(build, "load", replaced)
     with pytest.raises(ArtifactError, match=r"the files of \S*base were changed, replaced or removed"):
         export(run, "adapter")
-    assert not (run.path / formats.FORMATS["adapter"].folder).exists()
+    assert not (run.path / export_formats.FORMATS["adapter"].folder).exists()
 
 
 def _patterned(base: Any) -> Any:
@@ -185,12 +186,17 @@ def test_targets_by_regular_expression_are_linear_layers_and_no_parameters(train
 
 def test_a_rank_between_those_of_vllm_takes_the_next() -> None:
     record = {"rank": 100, "gguf": None}
-    assert "--max-lora-rank 128" in serving.commands("adapter", Path("run/plain-adapter"), "base", record)["vLLM"]
+    assert (
+        "--max-lora-rank 128" in server_commands.commands("adapter", Path("run/plain-adapter"), "base", record)["vLLM"]
+    )
 
 
 def test_the_server_of_transformers_takes_a_folder_as_the_command_gives_it() -> None:
     """Its packages need not be installed, nor are vLLM's and SGLang's."""
-    assert serving.commands("merged", Path("run/merged"), "base", {})["transformers"] == "transformers serve run/merged"
+    assert (
+        server_commands.commands("merged", Path("run/merged"), "base", {})["transformers"]
+        == "transformers serve run/merged"
+    )
     first = next(iter(inspect.signature(Serve).parameters.values()))
     assert "ArgumentInfo" in str(first.annotation), "the model is no option"
 
@@ -207,7 +213,7 @@ def test_a_command_takes_the_path_of_a_run_as_one_word(tmp_path: Path) -> None:
     ("run", "name"), [("my run", "my-run"), ("läufe=1", "l-ufe-1"), ("-x.", "x"), ("ü", "finetuned")]
 )
 def test_ollama_gets_a_name_that_it_takes(run: str, name: str) -> None:
-    made = serving.commands("ollama", Path(run, "ollama"), "base", {})["Ollama"]
+    made = server_commands.commands("ollama", Path(run, "ollama"), "base", {})["Ollama"]
     create, run_it = made.split(" && ")
     assert shlex.split(create) == ["ollama", "create", name, "-f", f"{run}/ollama/Modelfile"]
     assert shlex.split(run_it) == ["ollama", "run", name]
@@ -291,7 +297,7 @@ def test_another_base_or_a_damaged_adapter_is_refused(run: RunDirectory, format:
     (run.adapter / "adapter_model.safetensors").write_bytes(b"\0" * 64)
     with pytest.raises(ArtifactError, match="adapter_model"):
         export(run, format)
-    assert not (run.path / formats.find(format).folder).exists()
+    assert not (run.path / export_formats.find(format).folder).exists()
     assert not run.merged.exists()
 
 
@@ -317,7 +323,7 @@ def test_a_type_that_llama_cpp_quantizes_needs_its_wheel(run: RunDirectory, monk
 
 
 def test_no_export_takes_the_place_of_another_part_of_a_run(tmp_path: Path) -> None:
-    folders = [form.folder for form in formats.FORMATS.values()]
+    folders = [form.folder for form in export_formats.FORMATS.values()]
     assert len(set(folders)) == len(folders) == 4
     run = RunDirectory(tmp_path)
     assert {tmp_path / folder for folder in folders} & set(vars(run).values()) == {run.merged}

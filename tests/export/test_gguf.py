@@ -31,8 +31,8 @@ from finetune.export import (
     llama_cpp,
     proof,
 )
-from finetune.export.job import Job
-from finetune.model import catalog, chat_template
+from finetune.export.finished_run import Job
+from finetune.model.source import catalog, chat_template
 from finetune.settings import load_config
 from finetune.storage.rundir import RunDirectory
 

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import finetune
 from finetune.errors import ArtifactError, ConfigError, MachineError, NumbersError
 from finetune.export import proof, shards
-from finetune.model.locate import BUILTIN_BASE
+from finetune.model.source.locate import BUILTIN_BASE
 from finetune.report.terminal import Terminal
 from finetune.storage.rundir import RunDirectory
 

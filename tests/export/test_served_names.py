@@ -18,7 +18,7 @@ import finetune
 from finetune.config import Config
 from finetune.errors import ConfigError
 from finetune.export import adapter_export
-from finetune.model import adapter_files
+from finetune.model.adapters import adapter_files
 from finetune.report.terminal import Terminal
 from finetune.storage import weight_files
 

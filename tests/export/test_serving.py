@@ -17,9 +17,9 @@ from typing import Any
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from finetune.export import gguf_model, llama_cpp, serving
+from finetune.export import gguf_model, llama_cpp, server_commands
 from finetune.inference.generation import Settings, answers
-from finetune.model import chat_template
+from finetune.model.source import chat_template
 
 MESSAGES = [{"role": "user", "content": "What does textwrap.fill do?"}]
 ASKED: dict[str, Any] = {"messages": MESSAGES, "temperature": 0, "max_tokens": 12}
@@ -57,8 +57,8 @@ def test_llama_cpp_has_the_flags_of_its_commands() -> None:
     [library] = Path(str(found.origin)).parent.glob("*.so")
     compiled = library.read_bytes()
     commands = (
-        serving.commands("gguf", Path("my/gguf"), "base", {"file": "model-f16.gguf"}),
-        serving.commands("adapter", Path("my/plain-adapter"), "base", {"rank": 16, "gguf": "adapter.gguf"}),
+        server_commands.commands("gguf", Path("my/gguf"), "base", {"file": "model-f16.gguf"}),
+        server_commands.commands("adapter", Path("my/plain-adapter"), "base", {"rank": 16, "gguf": "adapter.gguf"}),
     )
     flags = {word for found in commands for word in found["llama.cpp"].split() if word.startswith("-")}
     assert flags == {"-m", "--jinja", "--alias", "--lora"}
@@ -71,7 +71,7 @@ def transformers_serve(tiny_base: Path, tmp_path: Path) -> Iterator[tuple[str, P
     for package in ("fastapi", "uvicorn", "openai"):
         pytest.importorskip(package, reason="transformers[serving] is not installed")
     folder = Path(shutil.copytree(tiny_base, tmp_path / "my" / "merged"))
-    program, *arguments = serving.commands("merged", folder, "base", {})["transformers"].split()
+    program, *arguments = server_commands.commands("merged", folder, "base", {})["transformers"].split()
     assert program == "transformers"
     with socket.socket() as free:
         free.bind(("localhost", 0))

@@ -22,10 +22,12 @@ from finetune.config import AdapterSection, Config
 from finetune.errors import ArtifactError, ConfigError, MachineError
 from finetune.export import merge, proof, shards
 from finetune.export.bases import Bases, Merging, Onto
-from finetune.model import adapter, adapter_files, eight_bit, identity
+from finetune.model.adapters import adapter, adapter_files
 from finetune.model.base import load_architecture
 from finetune.model.build import Blueprint
-from finetune.model.locate import BUILTIN_BASE, locate
+from finetune.model.source import identity
+from finetune.model.source.locate import BUILTIN_BASE, locate
+from finetune.model.structure import eight_bit
 from finetune.settings import load_config
 from finetune.storage import weight_files
 from finetune.storage.rundir import RunDirectory

@@ -177,7 +177,7 @@ def _answer(**values: int) -> None:
 # What a run of the tiny job imports only as it comes to it.
 _IMPORTED_BY_RUNS = (
     "transformers.models.llama.modeling_llama", "transformers.integrations.bitsandbytes", "peft.tuners.lora.bnb",
-    "finetune.model.eight_bit", "finetune.model.quantizers",
+    "finetune.model.structure.eight_bit", "finetune.model.structure.quantizers",
 )  # fmt: skip
 
 

@@ -36,7 +36,7 @@ STEPS = 9
 # Within a step, after its backward pass. The steps of the worst batch, before the first, do not come by here.
 STEP = "finetune.training.step:Step.clip"
 # That of the warm-up comes first, then that before the first step.
-EVALUATION = "finetune.training.evaluation:summed_loss"
+EVALUATION = "finetune.training.eval_loss:summed_loss"
 # Dropout, accumulation, 8-bit states, rows shuffled in groups, more than one epoch, evaluations between the saves.
 JOB = [
     "quantization.kind=none", "adapter.dropout=0.1", "adapter.rank=32", "adapter.targets=[q_proj, v_proj]",

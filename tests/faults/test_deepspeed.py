@@ -23,7 +23,7 @@ from torch.utils import cpp_extension
 import finetune
 from finetune.config import Config, DistributedSection
 from finetune.errors import MachineError, NumbersError
-from finetune.model import zero
+from finetune.model.distributed import zero
 from finetune.storage.rundir import RunDirectory
 from finetune.training.loop import Loop
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from children import Children, Fault
 from transformers import AutoConfig
 
-from finetune.model.locate import BUILTIN_BASE, locate
+from finetune.model.source.locate import BUILTIN_BASE, locate
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
 

@@ -19,7 +19,7 @@ from finetune.errors import OutOfMemoryError
 from finetune.runtime import libraries
 from finetune.settings import load_config
 from finetune.storage.rundir import RunDirectory
-from finetune.training import evaluation
+from finetune.training import eval_loss
 from finetune.training.collator import row_count
 
 JOB = ["training.eval_every=2", "output.best=false", "quantization.kind=none"]
@@ -35,8 +35,8 @@ def exhausted(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
             raise torch.OutOfMemoryError("CUDA out of memory. (injected)")
         return plain(model, batch, precision)
 
-    plain = evaluation._sums
-    monkeypatch.setattr(evaluation, "_sums", sums)
+    plain = eval_loss._sums
+    monkeypatch.setattr(eval_loss, "_sums", sums)
     return rows
 
 
@@ -63,12 +63,12 @@ def test_each_part_that_does_not_fit_is_split_and_told_and_its_memory_given_back
     batch = loop.steps.collate.micro_batch([loop.steps.rows[row] for row in (0, 1, 2)])
     exhausted[0] = 3
     asked = {"precision": "fp32", "masked": False}
-    expected = evaluation.summed_loss(loop.step.model, [[batch]], **asked)
+    expected = eval_loss.summed_loss(loop.step.model, [[batch]], **asked)
     exhausted[0] = 1
     splits: list[int] = []
     freed: list[int] = []
     monkeypatch.setattr(libraries, "return_freed_memory", lambda: freed.append(len(splits)))
-    found = evaluation.summed_loss(
+    found = eval_loss.summed_loss(
         loop.step.model, [[batch]], on_split=lambda part: splits.append(row_count(part)), **asked
     )
     assert splits == [3, 2]
@@ -83,7 +83,7 @@ def test_an_error_of_another_kind_is_not_tried_again(quick, monkeypatch: pytest.
         monkeypatch.undo()
         raise RuntimeError("no matter of memory")
 
-    monkeypatch.setattr(evaluation, "_sums", fail)
+    monkeypatch.setattr(eval_loss, "_sums", fail)
     with pytest.raises(RuntimeError, match="no matter of memory"):
         loop.evaluation.sums()
 
@@ -103,7 +103,7 @@ def test_a_real_limit_in_an_evaluation_is_evaluated_through(train_apart, tmp_pat
         return run
 
     roomy = train("roomy")
-    tight = train("tight", Fault("finetune.training.evaluation:Evaluation.sums", memory_bytes=96 * 2**20))
+    tight = train("tight", Fault("finetune.training.eval_loss:Evaluation.sums", memory_bytes=96 * 2**20))
     assert [event for event in tight.events() if event["event"] == "micro_batch_split"]
     assert metric(tight, "eval_loss") == pytest.approx(metric(roomy, "eval_loss"), rel=1e-6)
     assert same_adapter(tight, roomy)
@@ -158,7 +158,7 @@ def test_a_merge_out_of_memory_leaves_the_training_and_is_done_again(train_apart
     [
         ("finetune.storage.checkpoint.write", "step-00000004"),
         ("finetune.training.checkpoints.snapshot", "step-00000004"),
-        ("finetune.model.published.write", "adapter"),
+        ("finetune.model.adapters.published.write", "adapter"),
     ],
     ids=["writing", "copying", "publishing"],
 )

@@ -121,7 +121,7 @@ def test_a_save_that_does_not_fit_either_is_told_by_all_beside_the_row(job: Make
 
 def test_an_evaluation_that_does_not_fit_one_rank_is_skipped_by_all(job: Make) -> None:
     together = job("training.batch_size=4", "training.micro_batch=1")
-    fault = Fault(MLP, "^$", 1, "memory", after="finetune.training.evaluation:summed_loss")
+    fault = Fault(MLP, "^$", 1, "memory", after="finetune.training.eval_loss:summed_loss")
     ended = together.go(2, {1: fault})
     assert [each.code for each in ended] == [0, 0], ended[0].output + ended[1].output
     assert len(events(together.run, "evaluation_skipped")) == 1

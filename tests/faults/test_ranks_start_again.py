@@ -18,7 +18,7 @@ from finetune.storage.rundir import RunDirectory
 
 STEPPED = "finetune.training.recorder:Recorder.stepped"
 LOWERED = "finetune.training.oom_retry:settings"
-EVALUATED = "finetune.training.evaluation:summed_loss"
+EVALUATED = "finetune.training.eval_loss:summed_loss"
 FSDP = "distributed.kind=fsdp"
 CONTEXT = "distributed.context=2"
 ZERO = ["distributed.kind=deepspeed", "memory.check=off"]

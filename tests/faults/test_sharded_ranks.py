@@ -15,7 +15,7 @@ from jobs import QUICK, metric
 from safetensors.torch import load_file, save_file
 from together import Together, assert_all
 
-from finetune.model.locate import locate
+from finetune.model.source.locate import locate
 from finetune.storage.rundir import RunDirectory
 
 STEP = "finetune.training.step:Step.clip"

@@ -13,7 +13,7 @@ from torch import nn
 from finetune.config import QuantizationSection
 from finetune.forecast import depth
 from finetune.forecast.extrapolate import shorten
-from finetune.model import checkpointing
+from finetune.model.recompute import checkpointing
 from finetune.model.skeleton import weightless_base
 
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from traces import Story, events, peaks
 
-from finetune.forecast import step as tracing
+from finetune.forecast import traced_step as tracing
 from finetune.forecast.depth import Scattered
 from finetune.forecast.extrapolate import NotAlike, Shortened, extrapolate, shorten, whole
 from finetune.forecast.trace import Trace

@@ -25,8 +25,10 @@ from finetune.forecast.levers import levers
 from finetune.forecast.planning import Planner
 from finetune.forecast.replay import Forecast
 from finetune.forecast.trace import Trace
-from finetune.model import build, checkpointing, sharding
-from finetune.model.sharding import Sharding
+from finetune.model import build
+from finetune.model.distributed import sharding
+from finetune.model.distributed.sharding import Sharding
+from finetune.model.recompute import checkpointing
 from finetune.training import strategies
 
 Quick = Callable[..., Config]

@@ -20,7 +20,7 @@ from finetune.errors import OutOfMemoryError
 from finetune.forecast import fit as fitting
 from finetune.forecast.fit import Fitted, divisors, fit
 from finetune.forecast.replay import Forecast
-from finetune.model.checkpointing import LEVELS, ladder, pattern
+from finetune.model.recompute.checkpointing import LEVELS, ladder, pattern
 
 LAYERS = 12
 DIVISORS = (16, 8, 4, 2, 1)

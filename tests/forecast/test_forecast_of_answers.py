@@ -12,8 +12,8 @@ import torch
 from transformers import cache_utils
 
 from finetune.errors import ConfigError
-from finetune.forecast import serving
-from finetune.forecast.serving import Serving, of
+from finetune.forecast import answer_memory
+from finetune.forecast.answer_memory import Serving, of
 
 FP8 = hasattr(cache_utils, "Fp8QuantizedLayer")
 
@@ -54,7 +54,7 @@ def test_an_adapter_on_some_layers_by_pattern_counts_in_those_alone() -> None:
 
 
 def test_every_cache_that_the_model_can_have_is_told_with_its_size() -> None:
-    found = serving.forecast(tiny_models.config(model__name="builtin:tiny-llama"), "cpu", context=64).caches
+    found = answer_memory.forecast(tiny_models.config(model__name="builtin:tiny-llama"), "cpu", context=64).caches
     assert found.keys() - {"quantized"} == {"dynamic", "static", "offloaded"}
     assert found["offloaded"] == found["dynamic"] <= found["static"] < found["dynamic"] + 1024
     if FP8:
@@ -84,6 +84,6 @@ def test_what_does_not_fit_is_said() -> None:
 def test_a_context_beyond_the_positions_and_an_impossible_cache_are_refused() -> None:
     config = tiny_models.config(model__name="builtin:tiny-llama")
     with pytest.raises(ConfigError, match=r"--context: 9999999 is more than the \d+ positions"):
-        serving.forecast(config, "cpu", context=9_999_999)
+        answer_memory.forecast(config, "cpu", context=9_999_999)
     with pytest.raises(ConfigError, match="no layer of this model attends to a window"):
-        serving.forecast(config, "cpu", cache="sliding")
+        answer_memory.forecast(config, "cpu", cache="sliding")

@@ -10,8 +10,9 @@ import torch
 
 from finetune.config import AdapterSection, ModelSection, QuantizationSection
 from finetune.forecast import operator_costs
-from finetune.model import adapter, sharding
+from finetune.model.adapters import adapter
 from finetune.model.base import load_base
+from finetune.model.distributed import sharding
 
 CARD = operator_costs.cuda()
 

@@ -13,9 +13,9 @@ from jobs import metric
 
 import finetune
 from finetune.config import Config
-from finetune.config.fields import LEVELS
+from finetune.config.field_types import LEVELS
 from finetune.errors import ArtifactError, ConfigError, ForecastError, MachineError, OutOfMemoryError
-from finetune.forecast import planning, step
+from finetune.forecast import planning, traced_step
 from finetune.forecast.planning import Planner
 from finetune.forecast.replay import Forecast
 from finetune.report import plan_look
@@ -211,7 +211,7 @@ def test_without_a_forecast_warn_says_so_and_trains(
     def untraceable(*arguments: object, **named: object) -> None:
         raise RuntimeError("no such kernel")
 
-    monkeypatch.setattr(step, "_trace_step", untraceable)
+    monkeypatch.setattr(traced_step, "_trace_step", untraceable)
     common = ("training.max_steps=1", "data.eval=none")
     with pytest.raises(ForecastError, match="no such kernel"):
         finetune.train(quick(*common, "memory.check=refuse", run="refused"))

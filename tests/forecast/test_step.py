@@ -19,12 +19,14 @@ from accelerate.state import GradientState
 from forecast_cpu import LARGEST_ERROR, SETTINGS, UNDER_PREDICTION, Setting, forecast, relative_errors
 from traces import peaks
 
-from finetune.config.fields import LEVELS
+from finetune.config.field_types import LEVELS
 from finetune.data.batching import Batch, longest_batch
 from finetune.forecast import extrapolate, replay
-from finetune.forecast.step import Models
 from finetune.forecast.trace import Trace, Work
-from finetune.model import catalog, offload, packing
+from finetune.forecast.traced_step import Models
+from finetune.model.attention import packing
+from finetune.model.recompute import offload
+from finetune.model.source import catalog
 from finetune.training import optimizers
 
 # A sample of the sweep (`make sweep`): first settings whose loss decides, then those whose layers do.
@@ -113,13 +115,13 @@ def test_functions_modes_and_random_numbers_are_as_before(type: str) -> None:
 
 
 def test_a_trace_that_fails_puts_the_functions_back_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    from finetune.forecast import step
+    from finetune.forecast import traced_step
 
     def fail(*arguments: object, **named: object) -> None:
         raise KeyboardInterrupt
 
     before = functions()
-    monkeypatch.setattr(step, "summed_loss", fail)
+    monkeypatch.setattr(traced_step, "summed_loss", fail)
     with pytest.raises(KeyboardInterrupt):
         tiny_models.trace(
             tiny_models.config(),

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from finetune.kernels import ops
-from finetune.model import eight_bit
+from finetune.model.structure import eight_bit
 
 pytestmark = pytest.mark.gpu
 

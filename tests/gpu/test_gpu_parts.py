@@ -13,8 +13,11 @@ from trl.kernels import chunked_logprob
 
 from finetune.config import AdapterSection, MemorySection, ModelSection, OptimizerSection, QuantizationSection
 from finetune.data.batching import MicroBatching
-from finetune.model import adapter, attention, checkpointing, packing
+from finetune.model.adapters import adapter
+from finetune.model.attention import backends, packing
 from finetune.model.base import load_architecture, load_base
+from finetune.model.probes import packed_rows
+from finetune.model.recompute import checkpointing
 from finetune.model.skeleton import random_base
 from finetune.runtime import libraries, segments
 from finetune.training import optimizers, state
@@ -93,7 +96,7 @@ def test_packed_rows_keep_apart_on_a_card(implementation: str, window: int | Non
     packing.register()
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, attn_implementation=implementation, dtype=torch.bfloat16).to(cuda)
-    packing.prove(model)
+    packed_rows.prove(model)
     lengths = [5, 40, 1, 18]
     rows = [torch.randint(3, 64, (length,)).tolist() for length in lengths]
     collated = MicroBatches(MicroBatching(1, 1000, packed=True), 0).micro_batch(
@@ -194,9 +197,9 @@ def checkpointed_gradient(section: MemorySection, layers: int, device: torch.dev
 @pytest.mark.parametrize("name", ["auto", "eager", "flex"])
 def test_attentions_agree_with_sdpa(name: str, device: torch.device) -> None:
     architecture = load_architecture(ModelSection())
-    if name != "auto" and (obstacle := attention.ATTENTIONS[name].missing(architecture, device.type, "bf16")):
+    if name != "auto" and (obstacle := backends.ATTENTIONS[name].missing(architecture, device.type, "bf16")):
         pytest.skip(obstacle)
-    implementation, _ = attention.choose(name, architecture, device.type, "bf16")
+    implementation, _ = backends.choose(name, architecture, device.type, "bf16")
     loss, gradient = loss_and_gradient(adapted(tiny(device)), device)
     other_loss, other = loss_and_gradient(adapted(tiny(device, implementation)), device)
     assert other_loss == pytest.approx(loss, rel=1e-2)

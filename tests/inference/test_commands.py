@@ -20,7 +20,7 @@ from transformers import BloomConfig, LlamaConfig
 import finetune
 from finetune.data import formats, sources
 from finetune.errors import ConfigError, DataError
-from finetune.inference import chat, commands, generation, jobs, prompts
+from finetune.inference import chat_session, commands, generation, jobs, prompts
 from finetune.inference.generation import Settings
 from finetune.storage.rundir import RunDirectory
 
@@ -196,7 +196,7 @@ def test_a_chat_asks_with_the_turns_before_until_they_are_forgotten(
         return stream(self, prompt, *rest)
 
     monkeypatch.setattr(jobs.Ready, "stream", watched)
-    conversation = chat.Conversation(opened, SETTINGS, lambda piece: None, lambda line: None)
+    conversation = chat_session.Conversation(opened, SETTINGS, lambda piece: None, lambda line: None)
     for line in ("Say 5", "Say 6", "/reset", "Say 7"):
         conversation.take(line)
     turns = [{"role": "user", "content": f"Say {number}"} for number in (5, 6, 7)]
@@ -204,11 +204,13 @@ def test_a_chat_asks_with_the_turns_before_until_they_are_forgotten(
     assert asked == [turns[:1], [turns[0], answer, turns[1]], turns[2:]]
 
 
-def conversing(opened: jobs.Ready, settings: Settings = SETTINGS) -> tuple[chat.Conversation, list[str], list[str]]:
+def conversing(
+    opened: jobs.Ready, settings: Settings = SETTINGS
+) -> tuple[chat_session.Conversation, list[str], list[str]]:
     """A conversation, the pieces that it says, and its notes."""
     said: list[str] = []
     noted: list[str] = []
-    return chat.Conversation(opened, settings, said.append, noted.append), said, noted
+    return chat_session.Conversation(opened, settings, said.append, noted.append), said, noted
 
 
 def test_both_answer_a_line_and_the_conversation_goes_on_from_the_adapter(opened: jobs.Ready) -> None:
@@ -279,7 +281,7 @@ def test_a_conversation_is_saved_as_a_row_that_can_be_trained_on(opened: jobs.Re
 def test_the_help_lists_every_command(opened: jobs.Ready) -> None:
     conversation, _, noted = conversing(opened)
     conversation.take("/help")
-    assert [line.split()[0] for line in noted[0].splitlines()] == list(chat.COMMANDS)
+    assert [line.split()[0] for line in noted[0].splitlines()] == list(chat_session.COMMANDS)
 
 
 # -- the system message ------------------------------------------------------------------------------------------------
@@ -337,7 +339,7 @@ def test_an_interrupt_stops_the_answer_and_not_the_chat(opened: jobs.Ready) -> N
         if len(said) == 1:
             raise KeyboardInterrupt
 
-    conversation = chat.Conversation(opened, SETTINGS, say, said.append)
+    conversation = chat_session.Conversation(opened, SETTINGS, say, said.append)
     assert conversation.take("What is `abc`?")
     assert said[1:] == [" [stopped]", "\n"]
     assert conversation._messages[-1] == {"role": "assistant", "content": said[0]}
@@ -361,7 +363,7 @@ def test_at_a_terminal_an_interrupt_drops_the_line_and_the_end_leaves(
     monkeypatch.setattr(sys, "stdin", SimpleNamespace(isatty=lambda: True))
     said: list[str] = []
     noted: list[str] = []
-    chat.converse(opened, SETTINGS, said.append, noted.append)
+    chat_session.converse(opened, SETTINGS, said.append, noted.append)
     assert said == ["\n", "\n"]
     assert "/base" in noted[0]
     assert noted[1:] == ["the conversation begins anew"]
@@ -372,7 +374,7 @@ def test_at_a_terminal_an_interrupt_drops_the_line_and_the_end_leaves(
 def test_a_run_of_plain_text_is_continued_line_by_line(opened: jobs.Ready) -> None:
     plain = jobs.Ready(opened.config, opened.model, opened.tokenizer, "completion")
     said: list[str] = []
-    conversation = chat.Conversation(plain, SETTINGS, said.append, said.append)
+    conversation = chat_session.Conversation(plain, SETTINGS, said.append, said.append)
     conversation.greet()
     assert "each line is continued by itself" in said[1]
     for _ in range(2):

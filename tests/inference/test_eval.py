@@ -22,7 +22,7 @@ from finetune.inference import jobs
 from finetune.inference.evaluation import _Found, _Job
 from finetune.inference.generation import Settings
 from finetune.inference.tasks import Tasks
-from finetune.model.tokenizer import load_tokenizer
+from finetune.model.source.tokenizer import load_tokenizer
 from finetune.report.scores import Scores
 from finetune.storage.rundir import RunDirectory
 

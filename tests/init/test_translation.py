@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from finetune.config import other_names
 from finetune.errors import ConfigError
-from finetune.init import job, translation
+from finetune.init import first_config, translation
 from finetune.init.translation import TOOLS, Tool, translate
 from finetune.settings import load_config
 
@@ -86,7 +86,7 @@ def notes(text: str) -> list[str]:
 def test_an_axolotl_config_is_translated_and_what_has_no_counterpart_is_listed(tmp_path: Path) -> None:
     said: list[str] = []
     ours = tmp_path / "ours.yaml"
-    job.create(None, None, None, write(tmp_path, AXOLOTL), ours, yes=False, say=said.append)
+    first_config.create(None, None, None, write(tmp_path, AXOLOTL), ours, yes=False, say=said.append)
     config = load_config(ours)
     assert config.model.name == "NousResearch/Llama-3.2-1B"
     assert config.quantization.kind == "nf4"
@@ -371,7 +371,7 @@ def test_a_refused_config_leaves_no_file(tmp_path: Path) -> None:
     ours = tmp_path / "ours.yaml"
     theirs = write(tmp_path, "base_model: x\nrl: dpo\nprocessor_type: AutoProcessor\n")
     with pytest.raises(ConfigError, match=r"(?s)theirs\.yaml:2: .*theirs\.yaml:3: "):
-        job.create(None, None, None, theirs, ours, yes=True, say=print)
+        first_config.create(None, None, None, theirs, ours, yes=True, say=print)
     assert not ours.exists()
 
 

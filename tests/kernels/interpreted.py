@@ -17,7 +17,7 @@ from trl.kernels import ChunkedLogProbFunction, chunked_logprob
 
 from finetune.kernels import ops, triton_kernels
 from finetune.kernels.head import LogProbs
-from finetune.model import eight_bit
+from finetune.model.structure import eight_bit
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 # From Triton's tiles, whose sizes are powers of two: less than one, one, and more than one with a rest.

@@ -24,8 +24,9 @@ import finetune
 from finetune import kernels
 from finetune.config import Config
 from finetune.errors import ConfigError
-from finetune.kernels import attention, head, lora, mlp, norm, ops, proof
-from finetune.model import base, build, checkpointing
+from finetune.kernels import fused_attention, head, lora, mlp, norm, ops, self_test
+from finetune.model import base, build
+from finetune.model.recompute import checkpointing
 from finetune.objectives import log_probs
 
 CPU = torch.device("cpu")
@@ -462,7 +463,7 @@ def test_the_proof_passes_and_leaves_the_model_as_it_was(name: str, precision: s
     attached = kernels.attach(model, "on")
     before = {path: one.clone() for path, one in model.state_dict().items()}
     with base.autocast(precision, CPU):
-        assert proof.prove(model, attached) == []
+        assert self_test.prove(model, attached) == []
     assert all(torch.equal(one, before[path]) for path, one in model.state_dict().items())
     assert model.training
     assert step(model, job)[1] > 0
@@ -479,7 +480,7 @@ def test_a_kernel_that_computes_something_else_is_turned_off_and_named(monkeypat
 
     monkeypatch.setattr(mlp.ops, "gated_backward_", wrong)
     attached = kernels.attach(model, "on")
-    (line,) = proof.prove(model, attached)
+    (line,) = self_test.prove(model, attached)
     assert line.startswith("kernels: `mlp` is off: in LlamaMLP its gradient of")
     assert not attached.replaced["mlp"]
     assert attached.replaced["attention"]
@@ -496,7 +497,7 @@ def test_the_proof_takes_the_path_of_training_for_layers_of_one_input(monkeypatc
     monkeypatch.setattr(lora, "_joined_products", wrong)
     model, _ = made("llama")
     attached = kernels.attach(model, "on")
-    assert [line.split(" is off")[0] for line in proof.prove(model, attached)] == [
+    assert [line.split(" is off")[0] for line in self_test.prove(model, attached)] == [
         "kernels: `attention`",
         "kernels: `mlp`",
     ]
@@ -515,7 +516,7 @@ def test_gradients_that_come_transposed_are_read_right() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ops, "rope_", rope_)
         inputs = [q.requires_grad_(), k.requires_grad_()]
-        torch.autograd.grad(attention._Rotate.apply(*inputs, cos, sin), inputs, outer)
+        torch.autograd.grad(fused_attention._Rotate.apply(*inputs, cos, sin), inputs, outer)
     assert seen == [1, 1, 1, 1]
 
 
@@ -527,9 +528,9 @@ def test_kernels_that_fail_are_turned_off_and_named(monkeypatch: pytest.MonkeyPa
         raise RuntimeError("no kernel image is available")
 
     monkeypatch.setattr(ops, "rope_", fails)
-    monkeypatch.setattr(attention, "_is_half_rotation", lambda plain: True)
+    monkeypatch.setattr(fused_attention, "_is_half_rotation", lambda plain: True)
     attached = kernels.attach(model, "on")
-    (line,) = proof.prove(model, attached)
+    (line,) = self_test.prove(model, attached)
     assert line == "kernels: none is fused: they fail on this model (RuntimeError: no kernel image is available)"
     assert not any(attached.replaced.values())
     assert_close(step(model, job), plain, 0)
@@ -593,7 +594,7 @@ def test_a_run_trains_to_the_same_losses(quick: Callable[..., Config]) -> None:
 def test_on_refuses_a_model_for_which_a_kernel_fails(
     quick: Callable[..., Config], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(proof, "prove", lambda model, attached: ["kernels: `mlp` is off: it differs"])
+    monkeypatch.setattr(self_test, "prove", lambda model, attached: ["kernels: `mlp` is off: it differs"])
     with pytest.raises(ConfigError, match=r"`kernels\.fused: on`: kernels: `mlp` is off"):
         finetune.train(quick("kernels.fused=on"))
 

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from jobs import TINY
 
 from finetune.errors import ConfigError
-from finetune.launch import files
+from finetune.launch import render
 from finetune.launch.targets import TARGETS
 
 OPTIONS: dict[str, Any] = {"nodes": 2, "gpus": 4, "gpu": "H100", "image": "me/finetune:1"}
@@ -46,7 +46,7 @@ def script_of(on: str, file: Path) -> str:
 
 @pytest.mark.parametrize("on", TARGETS)
 def test_each_target_starts_torchrun_on_every_node(on: str) -> None:
-    file, command = files.write(CONFIG, ["training.micro_batch=1", AWKWARD], on, **OPTIONS)
+    file, command = render.write(CONFIG, ["training.micro_batch=1", AWKWARD], on, **OPTIONS)
     assert command.endswith(f" {file}")
     script = script_of(on, file)
     subprocess.run(["bash", "-n"], input=script, text=True, check=True)
@@ -59,7 +59,7 @@ def test_each_target_starts_torchrun_on_every_node(on: str) -> None:
 
 def test_the_files_have_the_keys_of_their_tools() -> None:
     """SkyPilot's task, and Kubeflow Trainer's TrainJob by its custom resource definition (2.3)."""
-    task = yaml.safe_load(files.write(CONFIG, ["training.micro_batch=1"], "skypilot", **OPTIONS)[0].read_text())
+    task = yaml.safe_load(render.write(CONFIG, ["training.micro_batch=1"], "skypilot", **OPTIONS)[0].read_text())
     assert task["num_nodes"] == 2
     assert task["resources"]["accelerators"] == "H100:4"
     assert task["resources"]["job_recovery"] == {"max_restarts_on_errors": 3}
@@ -67,7 +67,7 @@ def test_the_files_have_the_keys_of_their_tools() -> None:
     [mount] = task["volumes"]
     assert f"output.dir={mount}/tiny_cpu" in task["run"]
 
-    job = yaml.safe_load(files.write(CONFIG, ["training.micro_batch=1"], "kubernetes", **OPTIONS)[0].read_text())
+    job = yaml.safe_load(render.write(CONFIG, ["training.micro_batch=1"], "kubernetes", **OPTIONS)[0].read_text())
     assert (job["apiVersion"], job["kind"]) == ("trainer.kubeflow.org/v1alpha1", "TrainJob")
     assert set(job["spec"]) == {"runtimeRef", "trainer", "runtimePatches"}
     assert set(job["spec"]["trainer"]) == {"numNodes", "image", "resourcesPerNode", "command"}
@@ -89,33 +89,33 @@ def test_the_files_have_the_keys_of_their_tools() -> None:
 )
 def test_what_could_not_be_trained_is_refused(here: Path, on: str, changed: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        files.write(CONFIG, ["training.micro_batch=1"], on, **{**OPTIONS, **changed})
+        render.write(CONFIG, ["training.micro_batch=1"], on, **{**OPTIONS, **changed})
     assert list(here.iterdir()) == [here / CONFIG]
 
 
 def test_attention_heads_that_the_ranks_of_a_group_cannot_share_are_refused_where_the_model_is_known() -> None:
     split = ["training.micro_batch=1", "training.batch_size=4", "distributed.context=4"]
     with pytest.raises(ConfigError, match="4 ranks cannot share 6 attention heads"):
-        files.write(CONFIG, split, "slurm", nodes=2, gpus=4)
+        render.write(CONFIG, split, "slurm", nodes=2, gpus=4)
     elsewhere = [*split, "model.name=/on/a/disk/of/the/cluster", "model.tokenizer=builtin:tiny-llama"]
-    assert files.write(CONFIG, elsewhere, "slurm", nodes=2, gpus=4)
+    assert render.write(CONFIG, elsewhere, "slurm", nodes=2, gpus=4)
 
 
 @pytest.mark.parametrize("on", TARGETS)
 def test_nodes_that_have_a_copy_of_this_directory_get_no_config_from_elsewhere(on: str, here: Path) -> None:
     overrides = ["training.micro_batch=1"]
     if not TARGETS[on].copied:  # the nodes may see other directories as well
-        assert str(TINY) in files.write(TINY, overrides, on, **OPTIONS)[0].read_text()
+        assert str(TINY) in render.write(TINY, overrides, on, **OPTIONS)[0].read_text()
     else:
         with pytest.raises(ConfigError, match="not in this directory"):
-            files.write(TINY, overrides, on, **OPTIONS)
-        absolute = files.write(here / CONFIG, overrides, on, **OPTIONS)[0].read_text()
-        assert absolute == files.write(CONFIG, overrides, on, **OPTIONS)[0].read_text()
+            render.write(TINY, overrides, on, **OPTIONS)
+        absolute = render.write(here / CONFIG, overrides, on, **OPTIONS)[0].read_text()
+        assert absolute == render.write(CONFIG, overrides, on, **OPTIONS)[0].read_text()
 
 
 def test_the_file_does_not_replace_the_config(here: Path) -> None:
     with pytest.raises(ConfigError, match="is the config itself"):
-        files.write(CONFIG, ["training.micro_batch=1"], "slurm", **OPTIONS, output=here / "." / CONFIG)
+        render.write(CONFIG, ["training.micro_batch=1"], "slurm", **OPTIONS, output=here / "." / CONFIG)
     assert CONFIG.read_text() == TINY.read_text()
 
 
@@ -124,7 +124,7 @@ def test_a_name_cannot_smuggle_a_command_into_the_file(on: str, here: Path) -> N
     config = here / "job\ntouch smuggled\n.yaml"
     config.write_text(CONFIG.read_text())
     with pytest.raises(ConfigError, match="cannot be printed"):
-        files.write(config, ["training.micro_batch=1"], on, **OPTIONS)
+        render.write(config, ["training.micro_batch=1"], on, **OPTIONS)
     assert set(here.iterdir()) == {config, here / CONFIG}
 
 
@@ -143,7 +143,7 @@ def test_hostile_names_are_words_and_values_of_the_file_or_refused(on: str, here
     options = {**OPTIONS, "gpu": card, "image": image, "volume": volume}
     try:
         path.write_text(TINY.read_text())
-        file, _ = files.write(Path(path.name), overrides, on, **options, output=here / "job")
+        file, _ = render.write(Path(path.name), overrides, on, **options, output=here / "job")
     except (ConfigError, OSError, ValueError):
         return
     text = file.read_text()
@@ -151,7 +151,7 @@ def test_hostile_names_are_words_and_values_of_the_file_or_refused(on: str, here
     [start] = [line for line in script.replace("\\\n", " ").splitlines() if "torchrun" in line]
     words = shlex.split(start.removesuffix("&"))
     assert words[words.index("train") :][: 2 + len(overrides)] == ["train", path.name, *overrides]
-    plain, _ = files.write(CONFIG, overrides[:1], on, **OPTIONS, output=here / "plain")
+    plain, _ = render.write(CONFIG, overrides[:1], on, **OPTIONS, output=here / "plain")
     assert len(text.splitlines()) == len(plain.read_text().splitlines()), "no line of their own"
     if on != "slurm":
         found = yaml.safe_load(text)
@@ -165,7 +165,7 @@ def test_a_job_has_a_name_that_clusters_take_whatever_the_run_is_called() -> Non
     """Kubernetes refuses one that ends with a hyphen."""
     for run, name in (("日本語", "finetune"), ("Ünder_20%!", "finetune-nder-20")):
         overrides = ["training.micro_batch=1", f"output.dir=runs/{run}"]
-        file, _ = files.write(CONFIG, overrides, "kubernetes", **OPTIONS)
+        file, _ = render.write(CONFIG, overrides, "kubernetes", **OPTIONS)
         assert yaml.safe_load(file.read_text())["metadata"]["name"] == name
 
 
@@ -179,7 +179,7 @@ def test_slurm_queues_a_job_again_that_its_time_limit_ended(here: Path) -> None:
     for name, text in tools.items():
         (here / name).write_text(f"#!/bin/bash\n{text}\n")
         (here / name).chmod(stat.S_IRWXU)
-    file, _ = files.write(CONFIG, ["training.micro_batch=1"], "slurm", **OPTIONS)
+    file, _ = render.write(CONFIG, ["training.micro_batch=1"], "slurm", **OPTIONS)
     slurm = {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_NODELIST": "a,b"}
     job = subprocess.Popen(["bash", str(file)], env=os.environ | slurm | {"PATH": f"{here}:{os.environ['PATH']}"})
     while not (here / "ranks").exists():

@@ -14,7 +14,7 @@ import psutil
 import pytest
 from jobs import QUICK, TINY
 
-from finetune.launch import files
+from finetune.launch import render
 from finetune.storage.rundir import RunDirectory
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -49,7 +49,7 @@ def test_two_agents_train_one_run_and_start_again_after_a_kill(
         (tmp_path / name).chmod(stat.S_IRWXU)
     job = [*QUICK, f"data.train={rows_file}", "data.eval=none", "training.eval_every=null", "training.max_steps=30",
            "quantization.kind=none", "output.save_every=2", "output.dir=run"]  # fmt: skip
-    file, _ = files.write(TINY, job, "slurm", nodes=2, gpus=1)
+    file, _ = render.write(TINY, job, "slurm", nodes=2, gpus=1)
     run = RunDirectory(tmp_path / "run")
     environment = {
         **os.environ, "SLURM_JOB_ID": str(free_port() - 20000), "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_NODELIST": "a,b",

@@ -9,10 +9,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from finetune.config import AdapterSection, MemorySection, ModelSection, QuantizationSection
 from finetune.errors import ConfigError
-from finetune.model import attention, checkpointing
-from finetune.model.adapter import attach, casts_by_autocast, check_rank, set_trained_dtype
-from finetune.model.adapter_files import weights
+from finetune.model.adapters.adapter import attach, casts_by_autocast, check_rank, set_trained_dtype
+from finetune.model.adapters.adapter_files import weights
+from finetune.model.attention import backends
 from finetune.model.base import load_architecture, load_base
+from finetune.model.recompute import checkpointing
 from finetune.training import state
 
 CPU = torch.device("cpu")
@@ -246,7 +247,7 @@ def test_checkpointing_saves_the_layers_it_says_and_changes_no_gradient(
 
 
 def test_auto_attention_says_why() -> None:
-    implementation, reason = attention.choose("auto", load_architecture(ModelSection()), "cpu", "bf16")
+    implementation, reason = backends.choose("auto", load_architecture(ModelSection()), "cpu", "bf16")
     assert implementation == "sdpa"
     assert "flash_attention_3" in reason
     assert "CUDA" in reason
@@ -254,7 +255,7 @@ def test_auto_attention_says_why() -> None:
 
 def test_capped_attention_logits_rule_sdpa_out() -> None:
     gemma = load_architecture(ModelSection(name="google/gemma-2-9b", weights="random"))
-    implementation, reason = attention.choose("auto", gemma, "cpu", "bf16")
+    implementation, reason = backends.choose("auto", gemma, "cpu", "bf16")
     assert implementation == "eager"
     assert "caps attention logits" in reason
 
@@ -264,7 +265,7 @@ def test_attention_that_is_asked_for_and_missing_is_refused(name: str) -> None:
     from finetune.errors import MachineError
 
     with pytest.raises(MachineError, match=f"`model.attention: {name}` cannot be used here: it needs a CUDA device"):
-        attention.choose(name, load_architecture(ModelSection()), "cpu", "bf16")
+        backends.choose(name, load_architecture(ModelSection()), "cpu", "bf16")
 
 
 def test_eager_and_sdpa_agree() -> None:

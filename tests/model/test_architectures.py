@@ -17,7 +17,13 @@ from finetune.config import Config
 from finetune.data.batching import Batch, MicroBatching
 from finetune.errors import ConfigError, FinetuneError, ForecastError, MachineError
 from finetune.forecast import planning
-from finetune.model import adapter, attention, base, catalog, causality, checkpointing, linear_layers, packing
+from finetune.model import base
+from finetune.model.adapters import adapter
+from finetune.model.attention import backends, packing
+from finetune.model.probes import causality, packed_rows
+from finetune.model.recompute import checkpointing
+from finetune.model.source import catalog
+from finetune.model.structure import linear_layers
 from finetune.report import plan_look
 from finetune.training.collator import MicroBatches
 
@@ -85,7 +91,7 @@ def job(directory: Path, **changes: Any) -> Config:
 def built(config: Config) -> Any:
     """The adapted model of a job, as training builds it."""
     architecture = base.load_architecture(config.model)
-    implementation, _ = attention.choose("auto", architecture, "cpu", config.training.precision)
+    implementation, _ = backends.choose("auto", architecture, "cpu", config.training.precision)
     dtype = base.base_dtype(config.adapter, config.training)
     model = base.load_base(
         config.model, config.quantization, architecture, attention=implementation, dtype=dtype, device=CPU
@@ -132,7 +138,7 @@ def test_each_trains_in_each_kind_of_quantization(directory: Path, kind: str) ->
 def test_each_has_a_forecast(directory: Path) -> None:
     config = job(directory)
     architecture = base.load_architecture(config.model)
-    implementation = attention.planned("auto", architecture, "cpu", "bf16")
+    implementation = backends.planned("auto", architecture, "cpu", "bf16")
     batch = Batch(rows=1, tokens=8, padded=False, trained_tokens=7)
     trace = tiny_models.trace(config, architecture, batch=batch, attention=implementation)
     assert {"base_weights", "adapter", "activations", "loss"} <= {block.category for block in trace.blocks}
@@ -207,7 +213,7 @@ def test_packed_rows_are_refused_from_the_config_alone(subtests: pytest.Subtests
     for known in ["bloom", "mpt", "rwkv", "mamba", "jamba", "falcon_h1"]:
         with subtests.test(known=known):
             config = AutoConfig.for_model(known, **ARCHITECTURES[known])
-            for decide in (attention.choose, attention.planned):
+            for decide in (backends.choose, backends.planned):
                 with pytest.raises(
                     MachineError, match=rf"`data\.packing`: {known} models .*set `data\.packing: false`"
                 ):
@@ -233,10 +239,10 @@ def test_a_convolution_over_a_few_tokens_is_seen_when_rows_are_packed() -> None:
 
     model = Reaching().eval()
     model.reach = 0.0
-    packing.prove(model)
+    packed_rows.prove(model)
     model.reach = 0.05
     with pytest.raises(MachineError, match="packed rows influence each other"):
-        packing.prove(model)
+        packed_rows.prove(model)
 
 
 def test_the_padding_of_a_recurrent_model_changes_no_token_before_it() -> None:
@@ -288,7 +294,7 @@ def test_what_layers_differ_in_is_read_of_each() -> None:
     same = AutoConfig.for_model("gemma4_text", head_dim=256, global_head_dim=256)
     assert packing.variant("sdpa", same, "cuda", "bf16") == packing.VARLEN
     assert catalog.values(config, "no such value") == [None] * config.num_hidden_layers
-    assert attention.shares_keys(config)
+    assert backends.shares_keys(config)
 
 
 # -- refused -----------------------------------------------------------------------------------------------------------

@@ -15,9 +15,9 @@ from safetensors.torch import load_file, save_file
 from finetune.config import ModelSection, QuantizationSection
 from finetune.errors import ArtifactError, FinetuneError, MachineError
 from finetune.model.base import load_architecture, load_base
-from finetune.model.chat_template import named
-from finetune.model.quantization import QUANTIZATIONS
-from finetune.model.tokenizer import load_tokenizer
+from finetune.model.source.chat_template import named
+from finetune.model.source.tokenizer import load_tokenizer
+from finetune.model.structure.quantization import QUANTIZATIONS
 
 CPU = torch.device("cpu")
 

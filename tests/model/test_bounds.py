@@ -16,7 +16,8 @@ import finetune
 from finetune.config import Config
 from finetune.errors import ArtifactError, ConfigError, DataError
 from finetune.inference.generation import Settings, answers
-from finetune.model import attention, bounds
+from finetune.model import bounds
+from finetune.model.attention import backends
 from finetune.report.terminal import Terminal
 from finetune.settings import load_config
 from finetune.storage.rundir import RunDirectory
@@ -131,7 +132,7 @@ def test_a_length_that_was_set_is_kept_and_told_where_positions_are_computed(mak
 )  # fmt: skip
 def test_a_table_is_told_by_what_happens_behind_its_end(kind: str, values: dict[str, Any]) -> None:
     config = AutoConfig.for_model(kind, vocab_size=64, **values)
-    implementation, _ = attention.choose("auto", config, "cpu", "fp32")
+    implementation, _ = backends.choose("auto", config, "cpu", "fp32")
     model = AutoModelForCausalLM.from_config(config, attn_implementation=implementation).eval()
     model(torch.ones(1, POSITIONS, dtype=torch.long))
     try:

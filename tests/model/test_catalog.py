@@ -12,7 +12,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from finetune.errors import ConfigError
-from finetune.model import catalog
+from finetune.model.source import catalog
 
 MODELS = catalog.names()
 NAMES = catalog.names(aliases=True)

@@ -12,7 +12,7 @@ from test_packing import ARCHITECTURES, SHARED
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from finetune.errors import ArtifactError, NumbersError
-from finetune.model import causality
+from finetune.model.probes import causality
 from finetune.settings import CHOICES
 from finetune.training.collator import Inputs, for_model
 
@@ -111,8 +111,8 @@ def test_cudnn_attention_is_off_wherever_a_model_runs_outside_of_training(reques
     from finetune.config import Config, ModelSection
     from finetune.export import proof
     from finetune.inference.generation import Settings, answers
-    from finetune.model.tokenizer import load_tokenizer
-    from finetune.training.evaluation import held_out_loss
+    from finetune.model.source.tokenizer import load_tokenizer
+    from finetune.training.eval_loss import held_out_loss
 
     given = {"data": {"train": "rows.jsonl"}, "model": {"tokenizer": "builtin:tiny-llama"}}
     tokenizer = load_tokenizer(ModelSection(tokenizer="builtin:tiny-llama"))

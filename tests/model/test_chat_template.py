@@ -15,8 +15,8 @@ import finetune
 from finetune.config import ModelSection
 from finetune.errors import ArtifactError, ConfigError
 from finetune.inference import jobs
-from finetune.model import chat_template
-from finetune.model.tokenizer import load_tokenizer
+from finetune.model.source import chat_template
+from finetune.model.source.tokenizer import load_tokenizer
 from finetune.settings import load_config
 from finetune.storage import records
 

@@ -13,9 +13,10 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from finetune import kernels
 from finetune.config import MemorySection
-from finetune.config.fields import LEVELS
+from finetune.config.field_types import LEVELS
 from finetune.errors import ConfigError
-from finetune.model import build, checkpointing, keeping
+from finetune.model import build
+from finetune.model.recompute import checkpointing, keeping
 
 LAYERS = 3
 # Of one layer: the products of its seven linear layers, and attention.

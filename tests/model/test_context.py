@@ -15,7 +15,7 @@ import tiny_models
 from transformers import AutoConfig
 
 from finetune.errors import ConfigError
-from finetune.model import context
+from finetune.model.distributed import context
 
 # Four processes, forked once the libraries are there, compute two padded rows and two packed ones of each model, whole
 # and split, and print the largest differences of losses and of summed gradients, relative to their size.
@@ -63,7 +63,7 @@ def work(rank, jobs):
             model.config.router_aux_loss_coef = 1.0  # the load-balancing loss is as large as the other
         log_probs.attach(model)
         model.gradient_checkpointing_enable(dict(use_reentrant=False))
-        context.prove(model, dist.group.WORLD)
+        split_rows.prove(model, dist.group.WORLD)
         found = compare(model, packed, masked, dist.group.WORLD)
         if rank == 0:
             print(json.dumps([architecture, attention, packed, masked, *found]), flush=True)

@@ -10,8 +10,8 @@ import torch
 
 from finetune.config import AdapterSection, ModelSection, QuantizationSection
 from finetune.export.updates import Updates
-from finetune.model import adapter_files
-from finetune.model.adapter import attach
+from finetune.model.adapters import adapter_files
+from finetune.model.adapters.adapter import attach
 from finetune.model.base import load_architecture, load_base
 from finetune.model.build import Blueprint
 

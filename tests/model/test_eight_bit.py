@@ -12,8 +12,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from finetune.config import AdapterSection, ModelSection, QuantizationSection
-from finetune.model import base, eight_bit, skeleton
-from finetune.model.adapter import attach
+from finetune.model import base, skeleton
+from finetune.model.adapters.adapter import attach
+from finetune.model.structure import eight_bit
 
 INT8 = QuantizationSection(kind="int8")
 META = torch.device("meta")

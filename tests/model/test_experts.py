@@ -15,12 +15,14 @@ from transformers import AutoConfig, AutoModelForCausalLM, MixtralPreTrainedMode
 
 import finetune
 from finetune.config import AdapterSection, MemorySection, ModelSection, QuantizationSection
-from finetune.doctor import run as run_directory
+from finetune.doctor import run_check as run_directory
 from finetune.errors import ConfigError
-from finetune.model import attention, checkpointing, experts
-from finetune.model.adapter import attach
+from finetune.model.adapters.adapter import attach
+from finetune.model.attention import backends
 from finetune.model.base import load_architecture, load_base
 from finetune.model.build import Blueprint
+from finetune.model.recompute import checkpointing
+from finetune.model.structure import experts
 from finetune.report import words
 from finetune.storage.rundir import RunDirectory
 
@@ -368,8 +370,8 @@ def test_a_mixture_resumes_where_it_stopped(base_of: Callable[[str], Path], quic
 
 def test_a_model_without_sdpa_gets_plain_attention(base_of: Callable[[str], Path]) -> None:
     architecture = load_architecture(ModelSection(name=str(base_of("gpt_oss"))))
-    implementation, reason = attention.choose("auto", architecture, "cpu", "bf16")
-    assert implementation == attention.planned("auto", architecture, "cpu", "bf16") == "eager"
+    implementation, reason = backends.choose("auto", architecture, "cpu", "bf16")
+    assert implementation == backends.planned("auto", architecture, "cpu", "bf16") == "eager"
     assert "no sdpa: this model has no SDPA in transformers" in reason
 
 

@@ -18,9 +18,9 @@ from safetensors.torch import load_file, save_file
 
 import finetune
 from finetune.config import AdapterSection, ModelSection, QuantizationSection
-from finetune.doctor import run as run_directory
+from finetune.doctor import run_check as run_directory
 from finetune.errors import ArtifactError
-from finetune.model import adapter, adapter_files
+from finetune.model.adapters import adapter, adapter_files
 from finetune.model.base import load_architecture, load_base
 from finetune.model.skeleton import weightless_base
 from finetune.storage import checkpoint

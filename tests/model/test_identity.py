@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from finetune.config import ModelSection
 from finetune.model import base as base_module
-from finetune.model import file_hashes, identity
+from finetune.model.source import file_hashes, identity
 
 
 @pytest.fixture(autouse=True)

@@ -12,7 +12,7 @@ import tiny_models
 import torch
 
 from finetune.config import MemorySection
-from finetune.model import checkpointing, offload
+from finetune.model.recompute import checkpointing, offload
 
 LAYERS = 4
 IDS = torch.randint(3, 256, (2, 16), generator=torch.Generator().manual_seed(0))

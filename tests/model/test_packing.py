@@ -11,7 +11,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from finetune.data.batching import MicroBatching
 from finetune.errors import MachineError
-from finetune.model import attention, packing
+from finetune.model.attention import backends, packing
+from finetune.model.probes import packed_rows
 from finetune.training.collator import MicroBatches
 
 SHARED: dict[str, Any] = {
@@ -116,7 +117,7 @@ def test_generation_is_the_same_with_packed_attention(model: Any) -> None:
 
 def test_the_proof_passes_for_each_architecture(model: Any) -> None:
     was_training = model.training
-    packing.prove(model)
+    packed_rows.prove(model)
     assert model.training is was_training
 
 
@@ -128,7 +129,7 @@ def test_a_model_whose_rows_see_each_other_is_refused() -> None:
             *args, **{name: value for name, value in kwargs.items() if name != "cu_seq_lens_q"}
         )
     with pytest.raises(MachineError, match="packed rows influence each other"):
-        packing.prove(model)
+        packed_rows.prove(model)
 
 
 def test_a_model_that_takes_no_packed_rows_is_refused() -> None:
@@ -136,7 +137,7 @@ def test_a_model_that_takes_no_packed_rows_is_refused() -> None:
     forward = model.forward
     model.forward = lambda input_ids, position_ids, use_cache: forward(input_ids, position_ids=position_ids)
     with pytest.raises(MachineError, match=r"cannot take packed rows .*micro_batch_tokens"):
-        packing.prove(model)
+        packed_rows.prove(model)
 
 
 def in_torch_2_11(
@@ -213,7 +214,7 @@ def test_a_model_with_a_table_of_its_own_is_refused_before_it_is_built(subtests:
     for architecture in ["falcon", "gptj", "gpt_neo"]:
         with subtests.test(architecture=architecture):
             config = AutoConfig.for_model(architecture, **SMALL[architecture])
-            for decide in (attention.choose, attention.planned):
+            for decide in (backends.choose, backends.planned):
                 with pytest.raises(
                     MachineError, match=rf"`data\.packing`: {architecture} models have attention functions of their own"
                 ):
@@ -224,11 +225,11 @@ def test_the_attention_that_is_chosen_by_itself_is_one_that_the_model_has(subtes
     for architecture in SMALL:
         with subtests.test(architecture=architecture):
             config = AutoConfig.for_model(architecture, **SMALL[architecture])
-            implementation, reason = attention.choose("auto", config, "cpu", "fp32")
+            implementation, reason = backends.choose("auto", config, "cpu", "fp32")
             model = AutoModelForCausalLM.from_config(config, attn_implementation=implementation)
             assert model(torch.tensor([[1, 2, 3]])).logits.shape == (1, 3, 64)
             assert ("this model has no SDPA" in reason) == (implementation == "eager")
-            assert attention.planned("auto", config, "cpu", "fp32") == implementation
+            assert backends.planned("auto", config, "cpu", "fp32") == implementation
 
 
 def test_a_model_that_fails_on_packed_rows_in_a_way_of_its_own_is_refused() -> None:
@@ -240,4 +241,4 @@ def test_a_model_that_fails_on_packed_rows_in_a_way_of_its_own_is_refused() -> N
             raise KeyError("attention_mask")
 
     with pytest.raises(MachineError, match=r"`data\.packing`: this model cannot take packed rows \('attention_mask'\)"):
-        packing.prove(Own())
+        packed_rows.prove(Own())

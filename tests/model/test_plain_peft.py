@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig
 
 from finetune.config import AdapterSection
 from finetune.errors import ArtifactError, ConfigError
-from finetune.model import adapter, adapter_files, plain_peft, published
+from finetune.model.adapters import adapter, adapter_files, plain_peft, published
 
 IDS = torch.arange(3, 23)[None]
 _DELTA: dict[str, Any] = {

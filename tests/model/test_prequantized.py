@@ -13,9 +13,9 @@ import pytest
 from finetune.config import ModelSection
 from finetune.data import fingerprint
 from finetune.errors import ConfigError
-from finetune.model import identity
 from finetune.model.base import load_architecture
-from finetune.model.tokenizer import load_tokenizer
+from finetune.model.source import identity
+from finetune.model.source.tokenizer import load_tokenizer
 from finetune.storage.rundir import RunDirectory
 
 Call = Callable[..., tuple[int, str, str]]

@@ -16,10 +16,11 @@ import finetune
 from finetune.config import Config, ModelSection
 from finetune.config.sections import RopeScaling
 from finetune.errors import ConfigError
-from finetune.export import adapter_export, card, gguf_families, gguf_model, serving
-from finetune.model import bounds, build, catalog, identity, rope
+from finetune.export import adapter_export, card, gguf_families, gguf_model, server_commands
+from finetune.model import bounds, build
 from finetune.model.base import load_architecture
 from finetune.model.skeleton import make_buffers
+from finetune.model.source import catalog, identity, rope
 from finetune.storage.rundir import RunDirectory
 
 TYPES = ("linear", "yarn", "llama3")
@@ -111,11 +112,11 @@ def test_the_commands_that_serve_an_adapter_scale_the_base() -> None:
     overrides = adapter_export._overrides(job)
     assert overrides["rope_parameters"]["factor"] == 4
     record = {"rank": 8, "gguf": "adapter.gguf", "base_overrides": overrides}
-    commands = serving.commands("adapter", Path("run/plain-adapter"), "base", record)
+    commands = server_commands.commands("adapter", Path("run/plain-adapter"), "base", record)
     assert f"--hf-overrides '{json.dumps(overrides)}'" in commands["vLLM"]
     assert f"--json-model-override-args '{json.dumps(overrides)}'" in commands["SGLang"]
     assert "--rope-scaling yarn --rope-scale 4" in commands["llama.cpp"]
-    plain = serving.commands("adapter", Path("run/plain-adapter"), "base", {**record, "base_overrides": {}})
+    plain = server_commands.commands("adapter", Path("run/plain-adapter"), "base", {**record, "base_overrides": {}})
     assert not any("rope" in command for command in plain.values())
 
 

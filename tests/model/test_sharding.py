@@ -16,9 +16,10 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from finetune.config import AdapterSection, MemorySection, ModelSection, QuantizationSection
 from finetune.errors import ConfigError
-from finetune.model import base, build, sharding
+from finetune.model import base, build
 from finetune.model.base import load_architecture
-from finetune.model.sharding import Sharding, Slices
+from finetune.model.distributed import sharding
+from finetune.model.distributed.sharding import Sharding, Slices
 from finetune.objectives import log_probs
 
 RANKS = 4

@@ -16,8 +16,9 @@ import finetune
 from finetune.config import AdapterSection, Config
 from finetune.errors import ArtifactError, ConfigError
 from finetune.export import card
-from finetune.model import adapter_files, build, starting
-from finetune.model.adapter import attach
+from finetune.model import build
+from finetune.model.adapters import adapter_files, starting
+from finetune.model.adapters.adapter import attach
 from finetune.model.base import load_architecture
 
 THEIRS = AdapterSection(rank=4, alpha=6, targets=["q_proj", "v_proj"])

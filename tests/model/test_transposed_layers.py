@@ -12,9 +12,10 @@ import torch
 
 import finetune
 from finetune.config import AdapterSection, Config
-from finetune.doctor import run as run_directory
+from finetune.doctor import run_check as run_directory
 from finetune.errors import ConfigError
-from finetune.model import adapter, base
+from finetune.model import base
+from finetune.model.adapters import adapter
 from finetune.model.base import load_architecture
 
 LORA = AdapterSection(rank=2)

@@ -17,7 +17,8 @@ from transformers import CONFIG_MAPPING
 import finetune
 from finetune.config import AdapterSection, Config
 from finetune.errors import ArtifactError, ConfigError
-from finetune.model import adapter, linear_layers, starting
+from finetune.model.adapters import adapter, starting
+from finetune.model.structure import linear_layers
 from finetune.storage import weight_files
 from finetune.storage.rundir import RunDirectory
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from finetune.model import packing, windows
+from finetune.model.attention import packing, windows
 from tests.model.test_packing import ARCHITECTURES, SHARED, in_torch_2_13, model_of, packed
 
 ROWS, TOKENS = 2, 60

@@ -14,8 +14,8 @@ from finetune.data.batching import Batch
 from finetune.forecast.comparison import Difference
 from finetune.forecast.levers import Lever
 from finetune.forecast.replay import WORDS
-from finetune.model.checkpointing import UpTo
-from finetune.model.experts import Mixture
+from finetune.model.recompute.checkpointing import UpTo
+from finetune.model.structure.experts import Mixture
 from finetune.report import forecast_view
 
 

@@ -12,7 +12,7 @@ from markup_reader import Reader
 from report_lines import MIB, evaluation_line, training_line, write_lines
 
 from finetune.config import Config, dump
-from finetune.export.formats import FORMATS
+from finetune.export.export_formats import FORMATS
 from finetune.report import page
 from finetune.report import words as report_words
 from finetune.report.figures import Figures

@@ -21,8 +21,8 @@ from finetune.config import ModelSection
 from finetune.data import sources
 from finetune.model import starting
 from finetune.model.base import load_architecture
-from finetune.model.locate import weights_directory
-from finetune.model.tokenizer import load_tokenizer
+from finetune.model.source.locate import weights_directory
+from finetune.model.source.tokenizer import load_tokenizer
 from finetune.runtime import libraries
 
 libraries.quiet()

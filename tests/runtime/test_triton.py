@@ -26,7 +26,7 @@ from finetune.doctor import machine
 from finetune.errors import MachineError
 from finetune.forecast import devices, replay
 from finetune.measure.out_of_memory import is_out_of_memory
-from finetune.model import attention
+from finetune.model.attention import backends
 from finetune.runtime import libraries
 from finetune.runtime.device import this_device
 
@@ -182,7 +182,7 @@ def test_choosing_the_device_settles_it(triton, avoided, monkeypatch: pytest.Mon
 def test_flex_attention_which_compiles_is_refused(triton) -> None:
     triton(NO_COMPILER)
     with pytest.raises(MachineError, match="C compiler"):
-        attention.choose("flex", SimpleNamespace(), "cuda", "bf16")
+        backends.choose("flex", SimpleNamespace(), "cuda", "bf16")
 
 
 # -- the forecast ------------------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from hostile import Trap, change, refused
 
 from finetune.config import ModelSection
 from finetune.errors import ConfigError
-from finetune.model.base import pinned_code
+from finetune.model.source.locate import pinned_code
 from finetune.storage.rundir import RunDirectory
 
 # -- a base ------------------------------------------------------------------------------------------------------------

@@ -4,8 +4,8 @@ import pytest
 import torch
 from steps import ready
 
-from finetune.model.tokenizer import load_tokenizer
-from finetune.training.evaluation import DoesNotFit, Evaluation, held_out_loss
+from finetune.model.source.tokenizer import load_tokenizer
+from finetune.training.eval_loss import DoesNotFit, Evaluation, held_out_loss
 from finetune.training.loop import Loop
 
 

@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import finetune
 from finetune.errors import ArtifactError, ConfigError
-from finetune.model import adapter_files, plain_peft, published
+from finetune.model.adapters import adapter_files, plain_peft, published
 from finetune.storage.rundir import RunDirectory
 
 _DEEPSEEK = {

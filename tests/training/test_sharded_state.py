@@ -17,8 +17,8 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from finetune.config import Config, DistributedSection, OptimizerSection
 from finetune.errors import ConfigError, MachineError
-from finetune.model import sharding
-from finetune.model.sharding import Sharding
+from finetune.model.distributed import sharding
+from finetune.model.distributed.sharding import Sharding
 from finetune.runtime import ranks
 from finetune.training import optimizers, state
 from finetune.training.checks import check

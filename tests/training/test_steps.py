@@ -24,7 +24,7 @@ from finetune.runtime import ranks
 from finetune.storage.files import write_json
 from finetune.storage.rundir import RunDirectory, checkpoint_step
 from finetune.training import optimizers, schedules, tracking
-from finetune.training.evaluation import Evaluation
+from finetune.training.eval_loss import Evaluation
 from finetune.training.loop import Loop
 from finetune.training.recorder import Recorder
 from finetune.training.tracking import Trackers

@@ -1,0 +1,183 @@
+"""A conversation in the terminal, with the run's adapter switched off and on to compare."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from finetune.config.field_types import shortened
+from finetune.data.examples import Chat, Example, Message, opening
+from finetune.errors import ConfigError, DataError, MachineError
+from finetune.inference.generation import Settings
+from finetune.inference.jobs import Ready
+from finetune.storage.files import append_line
+
+COMMANDS = {
+    "/base": "answer with the base alone",
+    "/adapter": "answer with the adapter again",
+    "/both": "answer with both, the base first; the conversation goes on from the adapter's answer",
+    "/retry": "answer the last line again",
+    "/temperature": "show the temperature, or set it: /temperature 0.7; 0 is greedy",
+    "/save": "append the conversation to a file, as a row that can be trained on: /save rows.jsonl",
+    "/reset": "forget the conversation",
+    "/help": "show these commands",
+    "/quit": "leave, as does Ctrl-D; Ctrl-C stops an answer",
+}
+_WITH_ARGUMENT = ("/temperature", "/save")
+
+
+class Conversation:
+    """Turns of a person and a model. `say` prints pieces of answers, `note` whole lines about them."""
+
+    def __init__(
+        self, ready: Ready, settings: Settings, say: Callable[[str], None], note: Callable[[str], None]
+    ) -> None:
+        self._ready, self._settings, self._say, self._note = ready, settings, say, note
+        self._messages: list[Message] = []
+        self._turns = 0
+        self._last: str | None = None
+        self._before: list[Message] = []
+        self._models = ["adapter"]
+
+    def greet(self) -> None:
+        """Print what a person needs to know."""
+        self._note(f"commands: {', '.join(COMMANDS)}")
+        if self._ready.system:
+            self._note(f"system message: {shortened(self._ready.system)}")
+        if self._ready.kind != "chat":
+            self._note("this run was trained on plain text: each line is continued by itself, without those before it")
+
+    def take(self, line: str) -> bool:
+        """Answer a line, or do what a command says; False once it says to leave."""
+        word = line.strip()
+        name, _, argument = word.partition(" ")
+        if name not in _WITH_ARGUMENT:
+            name = word
+        if name == "/quit":
+            return False
+        if name in COMMANDS:
+            self._obey(name, argument.strip())
+        elif word.startswith("/") and word.removeprefix("/").isalpha():
+            self._note(f"no command {word}; there are {', '.join(COMMANDS)}")
+        elif word:
+            self._answer(line)
+        return True
+
+    def _obey(self, name: str, argument: str) -> None:
+        match name:
+            case "/help":
+                self._note("\n".join(f"{name:12}  {help}" for name, help in COMMANDS.items()))
+            case "/reset":
+                self._messages, self._before, self._last = [], [], None
+                self._note("the conversation begins anew")
+            case "/retry":
+                self._retry()
+            case "/temperature":
+                self._set_temperature(argument)
+            case "/save":
+                self._save(argument)
+            case _:
+                self._switch(name)
+
+    def _switch(self, name: str) -> None:
+        if not self._ready.switchable:
+            self._note("there is no adapter to switch here: the weights are a whole model")
+            return
+        self._models = ["base", "adapter"] if name == "/both" else [name.removeprefix("/")]
+        by = {"/base": "the base alone", "/adapter": "the base with the adapter", "/both": "both"}
+        self._note(f"answers now come from {by[name]}")
+
+    def _retry(self) -> None:
+        if self._last is None:
+            self._note("there is nothing to answer again")
+            return
+        if not self._settings.temperature:
+            self._note("at temperature 0 a model always gives the same answer; /temperature 0.7 varies it")
+        self._messages = self._before
+        self._answer(self._last)
+
+    def _set_temperature(self, text: str) -> None:
+        try:
+            if text:
+                self._settings = replace(self._settings, temperature=float(text))
+            self._note(f"the temperature is {self._settings.temperature:g}")
+        except ValueError:
+            self._note(f"{text} is no number; /temperature 0.7 sets it")
+        except ConfigError as error:
+            self._note(str(error))
+
+    def _save(self, path: str) -> None:
+        if not path or not self._messages:
+            self._note("name a file: /save rows.jsonl" if self._messages else "there is no conversation to save")
+            return
+        try:
+            append_line(Path(path).expanduser(), {"messages": [*opening(self._ready.system), *self._messages]})
+            self._note(f"saved as a row of {path}")
+        except MachineError as error:
+            self._note(str(error))
+
+    def _answer(self, line: str) -> None:
+        turns = self._ready.kind == "chat"
+        asked = [*self._messages, {"role": "user", "content": line}]
+        prompt = Chat([*opening(self._ready.system), *asked]) if turns else self._ready.asked(line)
+        # Otherwise a question asked again would always get the same sampled answer.
+        settings = replace(self._settings, seed=self._settings.seed + self._turns)
+        self._turns += 1
+        self._last, self._before = line, self._messages
+        for model in self._models:
+            if len(self._models) > 1:
+                self._say(f"[{model}] ")
+            try:
+                text = self._stream(model, prompt, settings)
+            except ConfigError as error:
+                self._note(f"{error}, or /reset")
+                return
+        if turns:
+            self._messages = [*asked, {"role": "assistant", "content": text}]
+
+    def _stream(self, model: str, prompt: Example, settings: Settings) -> str:
+        """The answer of a model, as far as it was said before an interrupt."""
+        pieces: list[str] = []
+
+        def say(piece: str) -> None:
+            pieces.append(piece)
+            self._say(piece)
+
+        base = model == "base"
+        try:
+            with self._ready.model.disable_adapter() if base else contextlib.nullcontext():
+                self._ready.stream(prompt, settings, say)
+        except KeyboardInterrupt:
+            self._say(" [stopped]")
+        self._say("\n")
+        return "".join(pieces).rstrip("\n")
+
+
+def converse(ready: Ready, settings: Settings, say: Callable[[str], None], note: Callable[[str], None]) -> None:
+    """Take lines from the terminal, or from standard input if that is none, until it ends or one says to leave.
+
+    Raises DataError for input that is not text.
+    """
+    interactive = sys.stdin.isatty()
+    conversation = Conversation(ready, settings, say, note)
+    if interactive:
+        with contextlib.suppress(ImportError):
+            importlib.import_module("readline")  # lets `input` edit the line
+        conversation.greet()
+    while True:
+        try:
+            line = input("> ") if interactive else sys.stdin.readline()
+        except EOFError:
+            say("\n")
+            return
+        except KeyboardInterrupt:  # as in a shell, which drops the line
+            say("\n")
+            continue
+        except UnicodeDecodeError as error:
+            raise DataError(f"standard input is not text: {error}") from None
+        if not (line or interactive) or not conversation.take(line.rstrip("\r\n")):
+            return

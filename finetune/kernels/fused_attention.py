@@ -1,0 +1,159 @@
+"""Queries, keys and values as one product, and their rotary embedding (arXiv 2104.09864) in place.
+
+Everything else is the attention's own code: norms of queries and keys, soft caps, windows, the attention function.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from finetune.kernels import lora, ops
+from finetune.model.recompute import keeping
+
+_PROJECTIONS = ("q_proj", "k_proj", "v_proj")
+_ROTARY = "apply_rotary_pos_emb"
+"""The name under which transformers' attention finds its rotary embedding, beside it."""
+
+
+def has_structure(module: nn.Module) -> bool:
+    """Whether `module` has queries, keys and values from layers of their own, one of them adapted, or rotates them."""
+    return any(map(lora.is_adapted, module.children())) and (bool(layers(module)) or _rotates(module))
+
+
+def layers(module: nn.Module) -> list[nn.Module]:
+    """The layers of queries, keys and values, if all three take inputs of one width and one of them is adapted."""
+    found: list[Any] = [getattr(module, name, None) for name in _PROJECTIONS]
+    if any(not isinstance(layer, nn.Module) for layer in found) or not any(map(lora.is_adapted, found)):
+        return []
+    return found if len({getattr(layer, "in_features", None) for layer in found}) == 1 else []
+
+
+def obstacle(module: nn.Module) -> str | None:
+    """Why such a module cannot be computed here; None where it can."""
+    return lora.obstacle_together(layers(module))
+
+
+def replace(module: Any) -> Callable[[], None]:
+    """Compute the layers and the rotation here; returns what undoes it."""
+    joined = _Joined(layers(module))
+    undo = [lora.put(layer, joined.forward_of(number)) for number, layer in enumerate(joined.layers)]
+    own = _with_rotary(type(module).forward) if _rotates(module) else type(module).forward
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        with joined:
+            return own(module, *args, **kwargs)
+
+    undo.append(lora.put(module, forward))
+
+    def undo_all() -> None:
+        for each in undo:
+            each()
+
+    return undo_all
+
+
+class _Joined:
+    """Layers that are called one after the other with the same input: the first call computes them all.
+
+    Open while the attention runs, so that nothing outlives a pass that ends early.
+    """
+
+    def __init__(self, layers: list[Any]) -> None:
+        self.layers = layers
+        self._open = False
+        self._x: Tensor | None = None
+        self._made: dict[int, Tensor] = {}
+
+    def __enter__(self) -> None:
+        self._open = True
+
+    def __exit__(self, *_: object) -> None:
+        self._open, self._x, self._made = False, None, {}
+
+    def forward_of(self, number: int) -> Callable[..., Tensor]:
+        """The forward pass of one of the layers."""
+        plain = self.layers[number].forward
+
+        def forward(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+            if args or kwargs or not self._open or not lora.ready(x, self.layers):
+                computed: Tensor = plain(x, *args, **kwargs)
+                return computed
+            if x is not self._x or number not in self._made:
+                self._x = x
+                self._made = dict(enumerate(lora.project(x, [lora.current(layer) for layer in self.layers])))
+            return self._made.pop(number)
+
+        return forward
+
+
+class _Rotate(torch.autograd.Function):
+    """In place on queries and keys (rows, tokens, heads, head_dim), and in the backward pass on their gradients.
+
+    Both come from a product or a norm, which keep nothing of them for their own backward passes; on copies where
+    products are kept for a recomputation.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        # Without their history: values lie in the same block, and autograd would take them for changed as well.
+        q, k = (q.clone(), k.clone()) if keeping.keeps_products() else (q.data, k.data)
+        ops.rope_(q, k, cos, sin)
+        ctx.save_for_backward(cos, sin)
+        return q, k
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dq: Tensor, dk: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        dq, dk = ops.along_rows(dq), ops.along_rows(dk)
+        ops.rope_(dq, dk, *ctx.saved_tensors, True)
+        return dq, dk, None, None
+
+
+def _rotary(plain: Callable[..., Any]) -> Callable[..., Any]:
+    """`plain`, computed here for q and k (rows, heads, tokens, head_dim), cos and sin (rows or 1, tokens, rotated)."""
+
+    def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if args or kwargs or q.dim() != 4 or cos.dim() != 3:
+            return plain(q, k, cos, sin, *args, **kwargs)
+        rotated = _Rotate.apply(q.transpose(1, 2), k.transpose(1, 2), cos, sin)
+        return tuple(each.transpose(1, 2) for each in rotated)
+
+    return rotate
+
+
+@functools.cache
+def _with_rotary(forward: Any) -> Callable[..., Any]:
+    """The same code, which finds another rotary embedding beside it."""
+    beside = {**forward.__globals__, _ROTARY: _rotary(forward.__globals__[_ROTARY])}
+    made = types.FunctionType(forward.__code__, beside, forward.__name__, forward.__defaults__, forward.__closure__)
+    made.__kwdefaults__ = forward.__kwdefaults__
+    return made
+
+
+def _rotates(module: nn.Module) -> bool:
+    """Whether the code of `module` rotates queries and keys as `rope_` does."""
+    forward = type(module).forward
+    code = getattr(forward, "__code__", None)
+    plain = getattr(forward, "__globals__", {}).get(_ROTARY)
+    return code is not None and _ROTARY in code.co_names and plain is not None and _is_half_rotation(plain)
+
+
+@functools.cache
+def _is_half_rotation(plain: Callable[..., Any]) -> bool:
+    """Whether a rotary embedding turns the first half of the dimensions against the second, found by trying."""
+    generator = torch.Generator().manual_seed(0)
+    q, k = torch.randn(2, 1, 2, 3, 8, generator=generator)  # (rows, heads, tokens, head_dim)
+    angles = torch.randn(1, 3, 4, generator=generator).repeat(1, 1, 2)
+    try:
+        expected = plain(q, k, angles.cos(), angles.sin())
+    except Exception:  # of whatever kind: it is the model's code, and may want other arguments
+        return False
+    ops.rope_(q.transpose(1, 2), k.transpose(1, 2), angles.cos(), angles.sin())
+    return all(torch.allclose(found, each, atol=1e-6) for found, each in zip((q, k), expected, strict=True))

@@ -1,0 +1,118 @@
+"""Writes the file by which a cluster starts torchrun on each node of a job."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+
+from finetune.config import Config
+from finetune.config.field_types import unknown
+from finetune.errors import ArtifactError, ConfigError, MachineError
+from finetune.launch.targets import TARGETS, Target
+from finetune.model.base import load_architecture
+from finetune.model.distributed import context
+from finetune.settings import load_config
+from finetune.storage.files import write_text
+from finetune.training.checks import check_shares
+
+RESTARTS = 3
+"""How often torchrun starts the ranks again; each time the run resumes from its last checkpoint."""
+SAVE_SECONDS = 300
+"""Time for a step and a save between a signal and the end of the ranks."""
+
+
+def write(
+    config: Path, overrides: Sequence[str], on: str, *, nodes: int, gpus: int, output: Path | None = None,
+    gpu: str | None = None, image: str | None = None, volume: str = "finetune",
+) -> tuple[Path, str]:  # fmt: skip
+    """Write the file of the target `on` for `nodes` nodes with `gpus` GPUs each; its path and the command it is for.
+
+    `gpu` is the name of a card, `image` a container image with finetune, `volume` one that all nodes can mount. Raises
+    ConfigError for a config that cannot be trained so or that the nodes would not find, an unknown target, a missing
+    option, or an `output` that is the config; MachineError.
+    """
+    if on not in TARGETS:
+        raise ConfigError(f"--on: {unknown(on, list(TARGETS))}")
+    target = TARGETS[on]
+    given = {"gpu": gpu, "image": image}
+    if missing := [f"--{name}" for name in target.needs if not given[name]]:
+        raise ConfigError(f"--on {on} needs {' and '.join(missing)}")
+    job = load_config(config, overrides)
+    check_shares(job, nodes * gpus)
+    _check_heads(job)
+    run = Path(job.output.dir or f"runs/{config.stem}")
+    file = output or Path(f"{config.stem}{target.suffix}")
+    if file.resolve() == config.resolve():
+        raise ConfigError(f"--output: {file} is the config itself; give another name")
+    if target.copied:
+        config = _in_working_directory(config)
+    _refuse_unprintable(config, file, Path.cwd(), run, *overrides, *filter(None, (gpu, image, volume)))
+    text = _render(
+        target.template,
+        name=("finetune-" + re.sub("[^a-z0-9]+", "-", run.name.lower())[:40].strip("-")).strip("-"),
+        file=file,
+        nodes=nodes,
+        gpus=gpus,
+        gpu=gpu,
+        image=image,
+        volume=volume,
+        directory=shlex.quote(str(Path.cwd())),
+        save_seconds=SAVE_SECONDS,
+        restarts=RESTARTS,
+        train=_train(target, gpus, config, overrides),
+        run=shlex.quote(f"output.dir=/shared/{run.name}"),
+    )
+    write_text(file, text)
+    return file, target.submit.format(file=shlex.quote(str(file)))
+
+
+def _check_heads(job: Config) -> None:
+    """Raise ConfigError for a model whose rows so many ranks cannot share, where that model is known on this machine:
+    a cluster may have it on a disk of its own.
+    """
+    if job.distributed.context == 1:
+        return
+    with contextlib.suppress(ArtifactError, MachineError):
+        context.check(load_architecture(job.model, listed=True), job.distributed.context)
+
+
+def _in_working_directory(config: Path) -> Path:
+    """The config's path in the working directory."""
+    here, place = Path.cwd().resolve(), config.resolve()
+    if not place.is_relative_to(here):
+        raise ConfigError(
+            f"{config}: not in this directory, of which alone the nodes have a copy; put the config and its data here"
+        )
+    return place.relative_to(here)
+
+
+def _refuse_unprintable(*words: object) -> None:
+    """A line break would end a comment of the file, and what follows would be run."""
+    for word in map(str, words):
+        if not word.isprintable():
+            raise ConfigError(f"{word!r} has a character that cannot be printed, which these files cannot hold; rename")
+
+
+def _train(target: Target, gpus: int, config: Path, overrides: Sequence[str]) -> str:
+    """The command that each node runs, one option a line."""
+    rendezvous = ",".join(["join_timeout=1800", *([f"is_host={target.first}"] if target.first else [])])
+    return " \\\n  ".join(
+        [
+            "torchrun", "--nnodes=$nodes", f"--nproc-per-node={gpus}", f"--max-restarts={RESTARTS}",
+            f"--shutdown-timeout={SAVE_SECONDS}", "--rdzv-backend=c10d", f"--rdzv-endpoint={target.head}",
+            f'--rdzv-conf="{rendezvous}"', f"-m finetune train {shlex.join([str(config), *overrides])}",
+        ]
+    )  # fmt: skip
+
+
+def _render(template: str, **values: object) -> str:
+    from jinja2 import Environment, PackageLoader, StrictUndefined
+
+    environment = Environment(
+        loader=PackageLoader("finetune.launch"), undefined=StrictUndefined, keep_trailing_newline=True,
+        trim_blocks=True, lstrip_blocks=True,
+    )  # fmt: skip
+    return environment.get_template(template).render(values)

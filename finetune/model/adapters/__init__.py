@@ -1,0 +1,1 @@
+"""LoRA adapters: attached, started, saved, and read as PEFT alone reads them."""

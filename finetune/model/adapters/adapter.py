@@ -1,0 +1,354 @@
+"""The LoRA adapter (arXiv 2106.09685): low-rank updates of a frozen base; without one, every weight is trained."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import warnings
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+
+from finetune.config import AdapterSection
+from finetune.config.field_types import is_pattern, unknown
+from finetune.config.sections import RANKS
+from finetune.errors import ArtifactError, ConfigError, first_line
+from finetune.model.base import TRAINED_DTYPES
+from finetune.model.source.locate import weights_directory
+from finetune.model.structure import experts, linear_layers
+from finetune.runtime import libraries
+from finetune.storage import weight_files
+
+
+def attach(base: Any, section: AdapterSection, base_name: str, seed: int, revision: str | None = None) -> Any:
+    """Make `base` trainable: returns a PeftModel, or the base itself for `kind: none`.
+
+    The same seed gives the same adapter. Raises ConfigError naming the candidates if a target matches nothing.
+    """
+    if section.kind == "none":
+        return base.to(TRAINED_DTYPES[section.dtype]).requires_grad_(True)
+    torch.manual_seed(seed)
+    model = adapted(base, section)
+    if section.init == "loftq":
+        _start_from_quantization_error(model, base_name, revision)
+    set_trained_dtype(model, section)
+    return model
+
+
+def adapted(base: Any, section: AdapterSection, *, inference_mode: bool = False, **options: Any) -> Any:
+    """`base` with a new adapter as `section` describes it; see `attach`."""
+    from peft import get_peft_model
+
+    config = lora_config(base, section)
+    config.inference_mode = inference_mode
+    with _targets_as_named(), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "fan_in_fan_out is set to")  # PEFT sets it by the class of each layer
+        try:
+            return get_peft_model(base, config, **options)
+        except (ValueError, NotImplementedError) as error:
+            raise ConfigError(
+                f"`adapter.targets`: PEFT cannot adapt these layers of {type(base).__name__} ({first_line(error)}); "
+                "choose others"
+            ) from error
+
+
+def lora_config(base: Any, section: AdapterSection) -> Any:
+    """PEFT's LoraConfig for `section`, with targets checked against the modules of `base`."""
+    _check_extra_modules(base, section)
+    modules, parameters = _targets(base, section)
+    if section.ranks:
+        ranks(base, section)  # that each key has its layers
+    # The PiSSA paper's fast initialisation by randomised SVD, with 16 iterations.
+    start = "pissa_niter_16" if section.init == "pissa" else True
+    return lora_settings(section, target_modules=modules, target_parameters=parameters or None, init_lora_weights=start)
+
+
+def check_rank(base: Any, section: AdapterSection) -> None:
+    """Raise ConfigError for a rank above the smaller side of every layer that has it, where an update is a full one."""
+    if section.kind == "none":
+        return
+    lora_config(base, section)
+    largest: dict[int, int] = {}
+    for name, rank in ranks(base, section).items():
+        largest[rank] = max(largest.get(rank, 0), min(_sides(base.get_submodule(name))))
+    for rank, side in largest.items():
+        if rank > side:
+            raise ConfigError(
+                f"`adapter.rank{'' if rank == section.rank else 's'}`: {rank} is more than the smaller side of each "
+                f"layer it would adapt, {side} at most, where nothing is saved; {RANKS} is usual"
+            )
+
+
+def _sides(layer: Any) -> tuple[int, int]:
+    """Input and output features; those of GPT-2's layers have other names."""
+    return (layer.nx, layer.nf) if hasattr(layer, "nf") else (layer.in_features, layer.out_features)
+
+
+def ranks(base: Any, section: AdapterSection) -> dict[str, int]:
+    """Full names of the linear layers that get an adapter, with their ranks.
+
+    Raises ConfigError for a key of `adapter.ranks` that matches none of them.
+    """
+    from peft.utils.other import get_pattern_key
+
+    targets = _targets(base, section)[0]
+    layers = [
+        name
+        for name in linear_but(base)
+        if targets == "all-linear" or name in targets or any(name.endswith(f".{target}") for target in targets)
+    ]
+    keys = {name: get_pattern_key(section.ranks, name) for name in layers}
+    for key in section.ranks:
+        if not any(get_pattern_key([key], name) == key for name in layers):
+            _refuse_rank_of_none(key, layers)
+    return {name: section.ranks.get(key, section.rank) for name, key in keys.items()}
+
+
+def _refuse_rank_of_none(key: str, layers: list[str]) -> None:
+    if is_pattern(key):
+        near = f", such as `{layers[0]}`" if layers else ""
+        raise ConfigError(f"`adapter.ranks`: `{key}` matches the full name, or an end of it, of no adapted layer{near}")
+    _check([key], list(dict.fromkeys(name.rpartition(".")[2] for name in layers)), "adapter.ranks")
+
+
+def lora_settings(section: AdapterSection, **more: Any) -> Any:
+    """PEFT's LoraConfig from `section` alone, which does not know the targets, and the arguments in `more`."""
+    from peft import LoraConfig
+
+    return LoraConfig(
+        r=section.rank,
+        rank_pattern=dict(section.ranks),
+        lora_alpha=section.alpha,
+        lora_dropout=section.dropout,
+        modules_to_save=list(section.extra_modules) or None,
+        use_rslora=section.rslora,
+        use_dora=section.dora,
+        task_type="CAUSAL_LM",
+        **more,
+    )
+
+
+def casts_by_autocast(model: Any, section: AdapterSection, precision: str) -> contextlib.AbstractContextManager[None]:
+    """In the block, only autocast casts the inputs of LoRA layers; PEFT does not.
+
+    PEFT casts each input to the adapter's float32 and autocast casts it back: two copies of every activation with the
+    same values (peft 0.21, lora/layer.py; lora/bnb.py if CUDA autocast is off). DoRA keeps the cast, because its
+    weight norms use the input's dtype.
+    """
+    from peft.helpers import disable_input_dtype_casting
+
+    active = precision != "fp32" and not section.dora
+    return disable_input_dtype_casting(model, active=active)
+
+
+def set_trained_dtype(model: Any, section: AdapterSection) -> None:
+    """Cast trained weights to `section.dtype`.
+
+    DoRA's magnitudes stay in float32: their updates are smaller than bfloat16's resolution.
+    """
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            magnitude = "lora_magnitude_vector" in name
+            parameter.data = parameter.data.to(torch.float32 if magnitude else TRAINED_DTYPES[section.dtype])
+
+
+def _targets(base: Any, section: AdapterSection) -> tuple[str | list[str], list[str]]:
+    """PEFT's `target_modules` and `target_parameters`.
+
+    `all-linear` excludes the layers that rows of text do not train, those whose weight the model's code reads directly,
+    bypassing any adapter, and in a mixture of experts the routers; the experts are parameters, not linear layers. Of
+    the layers that a name or a regular expression matches, those that rows of text do not train are excluded too.
+    """
+    past, untrained = linear_layers.read_directly(base), linear_layers.untrained(base)
+    if section.targets == "all-linear":
+        others = [*experts.routers(base).values(), *map(base.get_submodule, past | untrained)]
+        return linear_but(base, *others) if others or experts.is_mixture(base) else "all-linear", []
+    linear, parameters = _linear_names(base), _parameter_names(base)
+    names = [name for name in section.targets if not is_pattern(name)]
+    _check(names, [*linear, *parameters], "adapter.targets")
+    matched = matching(base, section)
+    direct = {name.rpartition(".")[2] for name in past} & set(names) | set(past) & set(matched)
+    if wrong := sorted(direct):
+        raise ConfigError(
+            f"`adapter.targets`: an adapter on `{'`, `'.join(wrong)}` may not be trained, because this model's code "
+            "reads the weight or its dtype outside the layer; remove it, or set `all-linear`, which excludes it"
+        )
+    chosen = {name: parameters[name] for name in names if name in parameters}
+    _refuse_on_parameters(chosen, section)
+    plain = [full for name in names if name not in chosen for full in _trained_named(base, name)]
+    return [*plain, *matched], list(chosen)
+
+
+def _trained_named(base: Any, target: str) -> list[str]:
+    """`target`, the last part of the names of linear layers, or the full names of those that rows of text train.
+
+    The name alone would do for PEFT where it means no other modules. Raises ConfigError if they train none.
+    """
+    named = [name for name in linear_but(base) if _last(name) == target]
+    kept = [name for name in named if name not in linear_layers.untrained(base)]
+    if not kept:
+        _refuse_untrained(target, named[0], base)
+    return [target] if len(kept) == sum(_last(name) == target for name, _ in base.named_modules()) else kept
+
+
+def _refuse_untrained(target: str, name: str, base: Any) -> NoReturn:
+    raise ConfigError(
+        f"`adapter.targets`: rows of text train no layer of {type(base).__name__} that `{target}` matches, such as "
+        f"`{name}`; remove it, or set `all-linear`, which takes the layers that they train"
+    )
+
+
+def matching(base: Any, section: AdapterSection) -> list[str]:
+    """Full names of the linear layers that the regular expressions among the targets match as a whole, and rows of text
+    train.
+
+    Raises ConfigError for one that matches none.
+    """
+    patterns = [] if section.targets == "all-linear" else [name for name in section.targets if is_pattern(name)]
+    linear = linear_but(base) if patterns else []
+    untrained = linear_layers.untrained(base) if patterns else frozenset()
+    for pattern in patterns:
+        matched = [name for name in linear if re.fullmatch(pattern, name)]
+        if not matched:
+            near = f", such as `{linear[0]}`" if linear else ""
+            raise ConfigError(f"`adapter.targets`: `{pattern}` matches the full name of no linear layer{near}")
+        if untrained.issuperset(matched):
+            _refuse_untrained(pattern, matched[0], base)
+    trained = [name for name in linear if name not in untrained]
+    return [name for name in trained if any(re.fullmatch(pattern, name) for pattern in patterns)]
+
+
+def left_out(base: Any, section: AdapterSection) -> dict[str, int]:
+    """Number of layers that the targets match but get no adapter, by the reason in one clause."""
+    if section.kind == "none":
+        return {}
+    past, untrained = linear_layers.read_directly(base), linear_layers.untrained(base)
+    if section.targets != "all-linear":
+        past = frozenset()
+        untrained = frozenset(name for name in untrained if is_target(name, section.targets))
+    found = {"whose weights the model's code reads directly": past, "that rows of text do not train": untrained - past}
+    return {reason: len(names) for reason, names in found.items() if names}
+
+
+def is_target(name: str, targets: Iterable[str]) -> bool:
+    """Whether the full name of a linear layer is meant by one of `targets`."""
+    return any(re.fullmatch(target, name) if is_pattern(target) else _last(name) == target for target in targets)
+
+
+def _last(name: str) -> str:
+    return name.rpartition(".")[2]
+
+
+def linear_but(base: Any, *others: nn.Module) -> list[str]:
+    """Full names of all linear layers except the output head and `others`."""
+    from transformers.pytorch_utils import Conv1D
+
+    kept, linear = {base.get_output_embeddings(), *others}, (nn.Linear, Conv1D)  # those of PEFT's `all-linear`
+    return [name for name, module in base.named_modules() if isinstance(module, linear) and module not in kept]
+
+
+def _parameter_names(base: Any) -> dict[str, Any]:
+    """Expert and router weights outside linear layers, by the last two parts of their names (`gate.weight`)."""
+    found = {name: getattr(module, part) for name, module, part in experts.weights(base)}
+    found |= {
+        f"{name}.weight": module.weight
+        for name, module in experts.routers(base).items()
+        if not isinstance(module, nn.Linear)
+    }
+    return {".".join(name.split(".")[-2:]): parameter for name, parameter in found.items()}
+
+
+def _refuse_on_parameters(chosen: dict[str, Any], section: AdapterSection) -> None:
+    """Raise ConfigError for options that PEFT does not support on parameters (peft 0.21, `ParamWrapper`)."""
+    for name, parameter in chosen.items():
+        if not parameter.is_floating_point() or hasattr(parameter, "quant_state"):
+            raise ConfigError(
+                f"`adapter.targets`: `{name}` is quantized to 4 bit, and such experts cannot have an adapter; remove "
+                "it, or set `quantization.kind` to `int8` or `none`, which keep experts in 16 bit"
+            )
+        wrong = {
+            "dropout": section.dropout,
+            "dora": section.dora,
+            "init": section.init == "pissa",
+            "ranks": section.ranks,
+        }
+        if asked := [f"`adapter.{key}`" for key, value in wrong.items() if value]:
+            raise ConfigError(
+                f"`adapter.targets`: `{name}` is a parameter, not a linear layer, so its adapter cannot use "
+                f"{', '.join(asked)}; remove one or the other"
+            )
+
+
+def _targets_as_named() -> contextlib.AbstractContextManager[None]:
+    """Keep PEFT from mistaking linear layers of a mixture of experts for transformers 4's experts of the same names.
+
+    To convert adapters made with transformers 4, peft 0.21 (`convert_peft_config_for_transformers`) would move an
+    adapter on the `gate_proj` of shared experts or dense layers to the fused experts, at twice the rank.
+    """
+    from peft.utils import transformers_weight_conversion
+
+    return libraries.replaced(
+        transformers_weight_conversion, "convert_peft_config_for_transformers", lambda *args, **kwargs: None
+    )
+
+
+def _check_extra_modules(base: Any, section: AdapterSection) -> None:
+    trainable = (
+        name
+        for name, module in base.named_modules()
+        if (own := list(module.parameters(recurse=False))) and all(tensor.is_floating_point() for tensor in own)
+    )
+    names = {name.rpartition(".")[2] for name in trainable}
+    _check(section.extra_modules, sorted(names), "adapter.extra_modules")
+
+
+def _check(wanted: list[str], candidates: list[str], key: str) -> None:
+    for name in wanted:
+        if name not in candidates:
+            several = [part.strip() for part in name.split(",")]
+            if len(several) > 1 and set(several) <= set(candidates):
+                raise ConfigError(f"`{key}`: write several as a list: [{', '.join(several)}]")
+            raise ConfigError(f"`{key}`: {unknown(name, candidates)}")
+
+
+def _linear_names(base: Any) -> list[str]:
+    """Last name components of all linear layers, including quantized ones, except the output head."""
+    return list(dict.fromkeys(name.rpartition(".")[2] for name in linear_but(base)))
+
+
+def _start_from_quantization_error(model: Any, base_name: str, revision: str | None) -> None:
+    """LoftQ with one iteration (arXiv 2310.08659, algorithm 1): BA is the best rank-r approximation of the error
+    W - dequantized W.
+
+    PEFT's own implementation needs CUDA and ignores the adapter's scaling.
+    """
+    import bitsandbytes as bnb
+    from peft.tuners.lora import Linear4bit
+    from safetensors import safe_open
+    from transformers.pytorch_utils import Conv1D
+
+    file_of: dict[str, Path] = {}
+    for file in sorted(weights_directory(base_name, revision).glob("*.safetensors")):
+        weight_files.check(file)
+        with safe_open(file, framework="pt") as opened:
+            file_of.update(dict.fromkeys(opened.keys(), file))
+    for name, layer in model.named_modules():
+        if not isinstance(layer, Linear4bit):
+            continue
+        quantized = layer.get_base_layer().weight
+        key = name.removeprefix("base_model.model.") + ".weight"
+        if key not in file_of:
+            raise ArtifactError(f"LoftQ: `{key}` is not in the safetensors files of `{base_name}`")
+        with safe_open(file_of[key], framework="pt") as opened:
+            stored = opened.get_tensor(key).to(quantized.device, torch.float32)
+        if getattr(layer.get_base_layer(), "source_cls", None) is Conv1D:  # transposed, and in the file it is not
+            stored = stored.T
+        error = stored - bnb.functional.dequantize_4bit(quantized.data, quantized.quant_state).float()
+        rank = layer.r["default"]
+        left, values, right = torch.svd_lowrank(error, q=min(2 * rank, *error.shape), niter=4)
+        root = values[:rank].sqrt()
+        layer.lora_A["default"].weight.data = (right[:, :rank] * root).T.contiguous()
+        layer.lora_B["default"].weight.data = (left[:, :rank] * root).contiguous() / layer.scaling["default"]

@@ -1,0 +1,1 @@
+"""Attention backends, packed rows, and caches."""

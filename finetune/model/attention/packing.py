@@ -1,0 +1,230 @@
+"""Attention over packed rows: several rows concatenated into one, which do not attend to each other.
+
+transformers handles a packed row with a quadratic mask over all its tokens, and so it does a sliding window. To avoid
+the mask, its attention function is called here for each row, or each block of a row (`windows`); on GPUs that support
+it, PyTorch's variable-length kernel processes all rows at once, packed or not. flash-attn and flex_attention support
+packed rows and windows themselves.
+
+A packed micro-batch has no `attention_mask`, `position_ids` that restart at each row, and `cu_seq_lens_q`: the start of
+each row and the end of the last one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import itertools
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from transformers import masking_utils
+
+from finetune.errors import MachineError
+from finetune.model.attention import windows
+from finetune.model.source import catalog
+from finetune.runtime.libraries import replaced
+
+EACH, VARLEN, EAGER = "packed_sdpa", "packed_sdpa_varlen", "packed_eager"
+"""Names in transformers: SDPA for each row, PyTorch's variable-length kernel, eager attention for each row."""
+_PACKED, WINDOWED = "packed", "windowed"
+"""What the names begin with; the latter where rows are not packed, but longer than a layer's window."""
+
+REMEDY = "set `data.packing: false`, and `training.micro_batch_tokens` to keep padding low"
+
+
+def variant(implementation: str, config: Any, device: str, precision: str) -> str:
+    """The variant of `implementation` for packed rows.
+
+    Raises MachineError for an architecture that mixes tokens by other means than the attention replaced here.
+    """
+    if how := mixes_otherwise(config):
+        raise MachineError(f"`data.packing`: {config.model_type} models {how}, which would mix packed rows; {REMEDY}")
+    if implementation != "sdpa":
+        return EAGER if implementation == "eager" else implementation
+    return VARLEN if device == "cuda" and precision != "fp32" and _largest_head(config) <= 256 else EACH
+
+
+def _largest_head(config: Any) -> int:
+    sizes = [size for size in catalog.values(config, "head_dim") if size]
+    if sizes:
+        return int(max(sizes))
+    hidden, heads = (catalog.values(config, name) for name in ("hidden_size", "num_attention_heads"))
+    return max(size // count for size, count in zip(hidden, heads, strict=True))
+
+
+def windowed(implementation: str, config: Any, device: str, precision: str, longest: int) -> str:
+    """The variant of `implementation` for rows of up to `longest` tokens, not packed, if they exceed a window."""
+    window = windows.of(config)
+    if window is None or catalog.model_class(config) is None or mixes_otherwise(config):
+        return implementation
+    found = variant(implementation, config, device, precision)
+    exceeds = found.startswith(_PACKED) and longest > window + _beyond(found)
+    return found.replace(_PACKED, WINDOWED) if exceeds else implementation
+
+
+def eager_like(name: str) -> str:
+    """Eager attention for the same rows: packed, longer than a window, or neither."""
+    if name.startswith(WINDOWED):
+        return EAGER.replace(_PACKED, WINDOWED)
+    return EAGER if name.startswith(_PACKED) else "eager"
+
+
+def _beyond(name: str) -> int:
+    """By how many tokens rows may exceed a window and still get transformers' mask, of which the band is no smaller."""
+    return 0 if name == VARLEN else windows.BLOCK
+
+
+def known(inputs: dict[str, Any]) -> contextlib.AbstractContextManager[None]:
+    """In the block, transformers is told whether the micro-batch `inputs` is packed.
+
+    Otherwise it infers that from the positions, which synchronises with the device in every forward pass (5.23,
+    `masking_utils`).
+    """
+    packed = len(inputs.get("cu_seq_lens_q", ())) > 2
+    return replaced(masking_utils, "find_packed_sequence_indices", _row_numbers if packed else lambda positions: None)
+
+
+def _row_numbers(positions: torch.Tensor) -> torch.Tensor:
+    """The row index of each token, from where positions (1, tokens) restart."""
+    return (positions.diff(prepend=positions[:, :1] - 1) != 1).cumsum(-1)
+
+
+def mixes_otherwise(config: Any) -> str | None:
+    """How a model mixes tokens other than by transformers' attention functions; None if its class does not say.
+
+    A recurrent model carries a state from token to token. Older code, such as that of Bloom, MPT and Falcon, does not
+    use transformers' attention registry, or looks into its own table first.
+    """
+    if (found := catalog.model_class(config)) is None:
+        return None
+    if catalog.says(found, "_is_stateful"):
+        return "are recurrent"
+    beside = vars(sys.modules[found.__module__])
+    if "ALL_ATTENTION_FUNCTIONS" not in beside or any(name.endswith("ATTENTION_CLASSES") for name in beside):
+        return "have attention functions of their own"
+    return None
+
+
+def register() -> None:
+    """Register the implementations with transformers."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+    from transformers.masking_utils import eager_mask, sdpa_mask
+
+    sdpa = _by_row(lambda module: sdpa_attention_forward, lambda length, query: None)
+    eager = _by_row(eager_of, _causal_mask)
+    for name, attention, mask in (
+        (EACH, sdpa, sdpa_mask), (VARLEN, _varlen(sdpa), sdpa_mask), (EAGER, eager, eager_mask)
+    ):  # fmt: skip
+        for known_as in (name, name.replace(_PACKED, WINDOWED)):
+            AttentionInterface.register(known_as, attention)
+            AttentionMaskInterface.register(known_as, _without_squares(mask, name))
+
+
+def _without_squares(make: Callable[..., Any], name: str) -> Callable[..., Any]:
+    """transformers' mask function, except for causal attention without padding.
+
+    Packed rows get no mask, though they are not plainly causal, and rows longer than a window get the band.
+    """
+
+    def mask(
+        *, q_length: int, kv_length: int, config: Any, device: Any, attention_mask: Any = None,
+        allow_is_causal_skip: bool = True, local_size: int | None = None, **kwargs: Any,
+    ) -> Any:  # fmt: skip
+        packed = attention_mask is None and not allow_is_causal_skip
+        # Attention in chunks has a local size too.
+        window = local_size if getattr(config, "attention_chunk_size", None) is None else None
+        if attention_mask is None and q_length == kv_length and window:
+            if kv_length > window + (0 if packed else _beyond(name)):
+                return windows.band(window, device)
+            local_size = local_size if kv_length > window else None
+        if packed and not local_size:
+            return None
+        return make(
+            q_length=q_length, kv_length=kv_length, config=config, device=device, attention_mask=attention_mask,
+            allow_is_causal_skip=allow_is_causal_skip, local_size=local_size, **kwargs,
+        )  # fmt: skip
+
+    return mask
+
+
+def _by_row(
+    attention_of: Callable[[Any], Callable[..., Any]], mask_of: Callable[[int, torch.Tensor], Any]
+) -> Callable[..., Any]:
+    """An attention function that calls the module's own one for each row or block, with a mask for it if needed."""
+
+    def attention(
+        module: Any, query: Any, key: Any, value: Any, attention_mask: Any, cu_seq_lens_q: Any = None, **options: Any
+    ) -> tuple[torch.Tensor, None]:
+        window = windows.in_band(attention_mask, query, key)
+        attend: Callable[..., Any] = functools.partial(attention_of(module), module, **options)
+        if window is None and (attention_mask is not None or cu_seq_lens_q is None):
+            return attend(query, key, value, attention_mask)
+        band = windows.additive(attention_mask, value.dtype) if window else None
+        lengths = [query.shape[2]] if cu_seq_lens_q is None else _lengths(cu_seq_lens_q)
+        outputs: list[torch.Tensor] = []
+        for length, *row in zip(lengths, *(part.split(lengths, 2) for part in (query, key, value)), strict=True):
+            if band is None or length <= window:
+                outputs.append(attend(*row, mask_of(length, query))[0])
+            else:
+                outputs += windows.attend(attend, band, *row)
+        return torch.cat(outputs, dim=1), None
+
+    return attention
+
+
+def _lengths(starts: torch.Tensor) -> list[int]:
+    return [end - start for start, end in itertools.pairwise(starts.tolist())]
+
+
+def _causal_mask(length: int, query: torch.Tensor) -> torch.Tensor:
+    """For eager attention, which has no flag for it: (1, 1, length, length)."""
+    at = torch.arange(length, device=query.device)
+    return windows.additive((at[:, None] - at[None, :] >= 0)[None, None], query.dtype)
+
+
+def eager_of(module: Any) -> Callable[..., Any]:
+    """The eager attention in the model's own module, with its specifics (soft caps, sinks)."""
+    return sys.modules[type(module).__module__].eager_attention_forward
+
+
+def _varlen(otherwise: Callable[..., Any]) -> Callable[..., Any]:
+    """All rows in one call of `torch.nn.attention.varlen`; `otherwise` for those with neither packing nor windows."""
+
+    def attention(
+        module: Any, query: Any, key: Any, value: Any, attention_mask: Any, scaling: float | None = None,
+        cu_seq_lens_q: Any = None, max_length_q: int | None = None, **options: Any,
+    ) -> tuple[torch.Tensor, None]:  # fmt: skip
+        window = windows.in_band(attention_mask, query, key)
+        # The kernel has no dropout.
+        if (window is None and (attention_mask is not None or cu_seq_lens_q is None)) or options.get("dropout"):
+            return otherwise(
+                module, query, key, value, attention_mask, scaling=scaling, cu_seq_lens_q=cu_seq_lens_q, **options
+            )
+        from torch.nn.attention.varlen import varlen_attn
+
+        rows, _, tokens, _ = query.shape
+        if cu_seq_lens_q is None:  # padding at the end of a row is seen by none of its tokens
+            cu_seq_lens_q = torch.arange(0, rows * tokens + 1, tokens, dtype=torch.int32, device=query.device)
+            max_length_q = tokens
+        # The kernel computes in 16 bit. Under autocast, norms may have produced float32 queries and keys.
+        dtype = value.dtype if value.dtype != torch.float32 else torch.get_autocast_dtype(value.device.type)
+        query, key, value = (part.transpose(1, 2).flatten(0, 1).to(dtype) for part in (query, key, value))
+        output = varlen_attn(
+            query, key, value, cu_seq_lens_q, cu_seq_lens_q, max_length_q, max_length_q, scale=scaling,
+            # The kernel's window excludes the query's own position; transformers' includes it.
+            window_size=(-1 if window is None else window - 1, 0),
+            **({"enable_gqa": query.shape[1] != key.shape[1]} if _asks_for_groups(varlen_attn) else {}),
+        )  # fmt: skip
+        return output.unflatten(0, (rows, tokens)), None
+
+    return attention
+
+
+@functools.cache
+def _asks_for_groups(varlen_attn: Callable[..., Any]) -> bool:
+    """Whether grouped-query attention needs an argument; torch 2.11 has none and supports it implicitly."""
+    return "enable_gqa" in inspect.signature(varlen_attn).parameters

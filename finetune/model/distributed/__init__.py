@@ -1,0 +1,1 @@
+"""A model, or its rows, divided among ranks."""

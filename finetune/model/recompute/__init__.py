@@ -1,0 +1,1 @@
+"""What of a forward pass is kept, moved to the host or computed again."""

@@ -1,0 +1,1 @@
+"""Where a model comes from: its files, names, tokenizer and chat template."""

@@ -1,0 +1,251 @@
+"""Chat templates: named ones, a file, or the tokenizer's own; and rendering within time and memory limits.
+
+transformers renders in jinja2's ImmutableSandboxedEnvironment: no attributes that start with an underscore, no changes
+to its inputs, ranges of at most 100,000. The sandbox limits neither time nor memory, so `text` does: time by SIGALRM,
+which only works in the main thread and between two operations, so the power operator, a single operation that can run
+forever, is forbidden; memory by the process's data limit, on systems that have one (Linux).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from finetune.config.field_types import Help
+from finetune.errors import ArtifactError, ConfigError
+from finetune.runtime import libraries
+
+# Rendering a row takes well under a millisecond; a machine that swaps may take a thousand times as long.
+RENDER_SECONDS = 5.0
+
+# Limits on the memory and the result of rendering; the longest row that is read has 64 MiB of text.
+RENDER_BYTES = 2**30
+_RENDERED_CHARACTERS = 2**27
+
+SUFFIX = ".jinja"
+
+_FOLDER = Path(__file__).parent / "templates"
+_PROBE = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+
+
+TEMPLATES: dict[str, Help] = {
+    "auto": Help("the tokenizer's own, or `plain` if it has none"),
+    "plain": Help("roles in plain text, and EOS as end of turn: no new token to learn"),
+    "chatml": Help("`<|im_start|>role … <|im_end|>` (ChatML)"),
+    "llama2": Help("`[INST] … [/INST]` with `<<SYS>>` in the first user message (Llama 2 chat)"),
+    "llama3": Help("`<|start_header_id|>role<|end_header_id|> … <|eot_id|>` (Llama 3)"),
+    "mistral": Help("`[INST] … [/INST]`, the system text before the first user message (Mistral 7B v0.1, v0.2)"),
+    "gemma": Help("`<start_of_turn>role … <end_of_turn>`, without a system role (Gemma 1, 2)"),
+    "phi3": Help("`<|role|> … <|end|>` (Phi 3)"),
+}
+
+
+def named(name: str) -> str:
+    """The text of a built-in template."""
+    return (_FOLDER / f"{name}{SUFFIX}").read_text(encoding="utf-8")
+
+
+def is_plain(tokenizer: Any) -> bool:
+    """Whether conversations get `plain`, as those of a base without a chat template do unless the config names one."""
+    return bool(tokenizer.chat_template == named("plain"))
+
+
+def choose(choice: str, own: Any) -> Any:
+    """The template for `choice` (a key of TEMPLATES, or a .jinja file); `own` is the tokenizer's, or None.
+
+    Raises ConfigError for a file that cannot be read.
+    """
+    if choice == "auto":
+        return own or named("plain")
+    if not choice.endswith(SUFFIX):
+        return named(choice)
+    try:
+        return Path(choice).read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise ConfigError(
+            f"`data.chat_template`: {choice}: no such file; use a file that exists, or one of {', '.join(TEMPLATES)}"
+        ) from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"`data.chat_template`: {choice}: cannot be read: {error}") from None
+
+
+def text(
+    tokenizer: Any,
+    messages: list[dict[str, Any]],
+    *,
+    tools: list[dict[str, Any]] | None = None,
+    prompt: bool = False,
+    marks: bool = False,
+) -> tuple[str, list[tuple[int, int]]]:
+    """The text of a conversation; with `prompt`, including the opening of the assistant's turn.
+
+    With `marks`, also the character spans that the template marks as the assistant's (`{% generation %}`). Raises
+    ArtifactError for a template that is invalid, violates the sandbox, or exceeds `RENDER_SECONDS` or `RENDER_BYTES`;
+    and whatever the template itself raises.
+    """
+    from transformers.utils import chat_template_utils
+
+    with _guarded():
+        # `apply_chat_template` would return marks by token only, for one conversation at a time.
+        [rendered], found = chat_template_utils.render_jinja_template(
+            [[{key: value for key, value in message.items() if value is not None} for message in messages]],
+            tools=tools,
+            chat_template=tokenizer.get_chat_template(None, tools),
+            return_assistant_tokens_mask=marks,
+            add_generation_prompt=prompt,
+            **tokenizer.special_tokens_map,
+        )
+        if len(rendered) > _RENDERED_CHARACTERS:
+            raise MemoryError
+    return rendered, found[0] if marks else []
+
+
+def ids(tokenizer: Any, messages: list[dict[str, Any]], *, prompt: bool = False) -> list[int]:
+    """The token ids of `text`. Raises as it does."""
+    return tokenizer(text(tokenizer, messages, prompt=prompt)[0], add_special_tokens=False)["input_ids"]
+
+
+@contextlib.contextmanager
+def _guarded() -> Iterator[None]:
+    """Bound the time and memory of rendering in the block, and raise ArtifactError for a violation.
+
+    Tokenizing must stay outside: the tokenizer aborts the process if it gets no memory.
+    """
+    from jinja2.exceptions import SecurityError, TemplateSyntaxError
+    from transformers.utils import chat_template_utils
+
+    sandboxed = libraries.replaced(chat_template_utils, "ImmutableSandboxedEnvironment", _sandbox())
+    try:
+        with sandboxed, _for_at_most(RENDER_SECONDS), _with_at_most(RENDER_BYTES):
+            yield
+    except _OutOfTime:
+        why = f"was still running after {RENDER_SECONDS:g} seconds"
+    except MemoryError:
+        why = f"needs more than {RENDER_BYTES} bytes"
+    except RecursionError:
+        why = "is nested too deeply"
+    except SecurityError as error:
+        why = f"violates its sandbox: {error}"
+    except TemplateSyntaxError as error:
+        why = f"is not valid: line {error.lineno}: {error.message}"
+    else:
+        return
+    raise ArtifactError(f"the chat template {why}; set `data.chat_template` to one that you trust") from None
+
+
+class _OutOfTime(BaseException):
+    """Not an Exception, so that no `except Exception` on the way catches it."""
+
+
+@functools.cache
+def _sandbox() -> type:
+    """jinja2's sandbox without the power operator."""
+    from jinja2.exceptions import SecurityError
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    class Sandbox(ImmutableSandboxedEnvironment):
+        intercepted_binops = frozenset({"**"})
+
+        def call_binop(self, *_: Any) -> Any:
+            raise SecurityError("powers (`**`) are not allowed")
+
+    return Sandbox
+
+
+@contextlib.contextmanager
+def _with_at_most(more_bytes: int) -> Iterator[None]:
+    """Limit how much more memory the process can allocate in the block; Python raises MemoryError beyond it."""
+    import resource
+
+    try:
+        statm = os.open(
+            "/proc/self/statm", os.O_RDONLY
+        )  # runs for each row, and a file object would take six times as long
+    except OSError:
+        yield
+        return
+    held = int(os.read(statm, 256).split()[5]) * resource.getpagesize()  # data and stack, which the limit counts
+    os.close(statm)
+    soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    limits = [held + more_bytes, *(limit for limit in (soft, hard) if limit != resource.RLIM_INFINITY)]
+    resource.setrlimit(resource.RLIMIT_DATA, (min(limits), hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
+
+
+@contextlib.contextmanager
+def _for_at_most(seconds: float) -> Iterator[None]:
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def stop(*_: Any) -> None:
+        raise _OutOfTime
+
+    earlier = signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, earlier)
+
+
+def end_of_turn(tokenizer: Any) -> int | None:
+    """The token that closes an assistant turn, found by rendering one; EOS if the template fails to render it.
+
+    None if no special token closes a turn, so that a model could not learn to stop.
+    """
+    return _end_of_turn(tokenizer, str(tokenizer.chat_template))
+
+
+@functools.lru_cache(maxsize=8)
+def _end_of_turn(tokenizer: Any, _: str) -> int | None:
+    try:
+        prompt, whole = ids(tokenizer, _PROBE[:1], prompt=True), ids(tokenizer, _PROBE)
+    except ArtifactError:
+        raise
+    except Exception:  # a template may raise anything, for example because it requires a system message
+        return int(tokenizer.eos_token_id)
+    special = special_ids(tokenizer)
+    found = None
+    # A template may also close the conversation (Phi 3); the first special token after the answer's text counts.
+    for token in reversed(whole[len(prompt) :]):
+        if token in special:
+            found = int(token)
+        elif tokenizer.decode([token]).strip():
+            break
+    return found
+
+
+def stop_ids(tokenizer: Any) -> list[int]:
+    """Token ids that end an answer: EOS, and the end-of-turn token if it is different."""
+    return sorted({tokenizer.eos_token_id, end_of_turn(tokenizer)} - {None})
+
+
+def write_generation_config(settings: Any, tokenizer: Any, folder: Path) -> None:
+    """Write generation_config.json from a base's `settings`; generation stops at the end of a turn as in training."""
+    ends = settings.eos_token_id
+    known = ends if isinstance(ends, list) else [] if ends is None else [ends]
+    settings.eos_token_id = list(dict.fromkeys([*known, *stop_ids(tokenizer)]))
+    # `save_pretrained` refuses changed settings that contradict each other, as some that are published do.
+    settings.to_json_file(folder / "generation_config.json", keys_to_pop=["compile_config"])
+
+
+def special_ids(tokenizer: Any) -> frozenset[int]:
+    """Ids of special tokens except the unknown token, which ordinary text may contain."""
+    return _special_ids(tokenizer, len(tokenizer))
+
+
+@functools.lru_cache(maxsize=8)
+def _special_ids(tokenizer: Any, _: int) -> frozenset[int]:
+    added = (token for token, added in tokenizer.added_tokens_decoder.items() if added.special)
+    return frozenset({*added, *tokenizer.all_special_ids} - {tokenizer.unk_token_id})

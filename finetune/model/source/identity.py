@@ -1,0 +1,130 @@
+"""The identity of a base model: a hash of its config and of every byte of its weights."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from finetune.config import ModelSection
+from finetune.errors import ArtifactError, FinetuneError
+from finetune.model.source import file_hashes
+from finetune.model.source.locate import weights_directory
+from finetune.storage import weight_files
+from finetune.storage.weight_files import SUFFIX
+
+# Earlier versions hashed samples of the weights and wrote hex without a prefix.
+_WHOLE = "sha256:"
+# Reading this much takes about ten seconds, so it is announced.
+_LARGE_BYTES = 4 * 2**30
+_INDEX = SUFFIX + ".index.json"
+
+
+def of_base(section: ModelSection, note: Callable[[str], None] = lambda text: None) -> str | None:
+    """The identity of a base: a hash of config.json, of the weight files that are loaded, and of a rotary scaling.
+
+    None for random weights, and for a base that is not available locally or not in a supported format. Calls `note`
+    if reading takes a while. Raises ArtifactError for a file that is damaged or cannot be read.
+    """
+    folder = _folder(section)
+    if folder is None or not (files := loaded_files(folder)):
+        return None
+    for file in files:
+        weight_files.check(file)
+    try:
+        new_bytes = sum(file.stat().st_size for file in files if not file_hashes.known(file))
+        if new_bytes >= _LARGE_BYTES:
+            note(f"hashing the {new_bytes / 2**30:.1f} GiB of {section.name} once, to detect later changes")
+        config = hashlib.sha256((folder / "config.json").read_bytes()).hexdigest()
+        with ThreadPoolExecutor(max_workers=4) as pool:
+            parts = [config, *pool.map(file_hashes.sha256, files)]
+        if section.rope_scaling:
+            parts.append(section.rope_scaling.model_dump_json())
+    except OSError as error:
+        raise ArtifactError(f"{error.filename or folder}: cannot be read: {error.strerror}") from None
+    return _WHOLE + hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+
+
+def _folder(section: ModelSection) -> Path | None:
+    """The folder of a base's files; None for random weights, and for a base that is not available locally."""
+    if section.weights == "random":
+        return None
+    try:
+        return weights_directory(section.name, section.revision)
+    except FinetuneError:
+        return None
+
+
+def confirmed(section: ModelSection, before: str | None, note: Callable[[str], None] = lambda text: None) -> str | None:
+    """The identity of a base after it was read, which must be the one `before` (None: unknown). `note` as in `of_base`.
+
+    Raises ArtifactError if its files were replaced meanwhile: what was read is then of neither base, or of both.
+    """
+    now = of_base(section, note)
+    if before and now != before:
+        raise ArtifactError(
+            f"the files of {section.name} were changed, replaced or removed while they were read, and nothing was made "
+            "of them. Restore them, and run the same command again"
+        )
+    return now
+
+
+class Mapped:
+    """The weight files of a base that was loaded on a CPU, where weights stay in the pages of their files.
+
+    A file that is replaced by another or removed stays mapped; one that is written to changes the model that trains.
+    """
+
+    def __init__(self, section: ModelSection) -> None:
+        folder = _folder(section)
+        files = loaded_files(folder) if folder else []
+        self._files = {file: (_stamp(file), file_hashes.sha256(file)) for file in files}
+
+    def check(self) -> None:
+        """Raise ArtifactError if a file was written to."""
+        for file, ((inode, *before), digest) in self._files.items():
+            with contextlib.suppress(FileNotFoundError):
+                now, *after = _stamp(file)
+                if now != inode or after == before:
+                    continue
+                if file_hashes.sha256(file) != digest:
+                    raise ArtifactError(
+                        f"{file} was written to while this run trained on it. On a CPU the weights are the file's own "
+                        "pages, so no step since the last checkpoint is saved: restore the file, and run the same "
+                        "command again to resume from there"
+                    )
+                self._files[file] = (_stamp(file), digest)
+
+
+def _stamp(file: Path) -> tuple[int, int, int]:
+    status = file.stat()
+    return status.st_ino, status.st_size, status.st_mtime_ns
+
+
+def comparable(identity: str | None) -> bool:
+    """Whether a stored identity is a hash of whole files, as `of_base` computes it now."""
+    return identity is not None and identity.startswith(_WHOLE)
+
+
+def loaded_files(folder: Path) -> list[Path]:
+    """The weight files that transformers 5.23 loads from `folder` (`_get_resolved_checkpoint_files`), sorted by name.
+
+    The folder may contain others, such as the same weights in another format. Empty if one is missing or is not in a
+    supported format.
+    """
+    try:
+        config = json.loads((folder / "config.json").read_bytes())
+        name = config.get("transformers_weights") or "model" + SUFFIX
+        if not config.get("transformers_weights") and not (folder / name).is_file():
+            name = "model" + _INDEX
+        names = [name]
+        if name.endswith(_INDEX):
+            names = sorted({str(each) for each in json.loads((folder / name).read_bytes())["weight_map"].values()})
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
+        return []
+    inside = all(each.endswith(SUFFIX) and not {"..", "/"} & set(Path(each).parts) for each in names)
+    files = [folder / each for each in names] if inside else []
+    return files if all(file.is_file() for file in files) else []

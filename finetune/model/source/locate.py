@@ -1,0 +1,165 @@
+"""Locates a model: the built-in base, a local directory, or the hub; and explains why one cannot be loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+from finetune.config import ModelSection
+from finetune.config.field_types import unknown
+from finetune.errors import ArtifactError, ConfigError, FinetuneError, MachineError
+from finetune.model.source import catalog
+from finetune.runtime import hub
+
+BUILTIN_BASE = "builtin:tiny-llama"
+
+_PACKAGE = Path(__file__).resolve().parents[2]
+# The libraries read whole JSON files. A large vocabulary takes tens of MB.
+_JSON_BYTES = 128 * 2**20
+# Inside an installed wheel, or beside the package in a checkout.
+_BUILTIN_PLACES = (_PACKAGE / "_builtin" / "tiny-llama", _PACKAGE.parent / "data" / "tiny-llama")
+
+_HUB = "https://huggingface.co/"
+
+T = TypeVar("T")
+
+
+def locate(name: str) -> str:
+    """The directory or hub name for transformers to load. Raises ArtifactError for a name that is neither."""
+    if name.startswith("builtin:"):
+        if name != BUILTIN_BASE:
+            raise ArtifactError(f"model {unknown(name, [BUILTIN_BASE])}")
+        for place in _BUILTIN_PLACES:
+            if (place / "config.json").is_file():
+                return str(place)
+        raise ArtifactError(f"{BUILTIN_BASE} is missing from this installation; make it with data/build_tiny_llama.py")
+    path = Path(name)
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise ArtifactError(f"{name}: a model directory needs config.json; this one has none")
+        _refuse_huge_json(path)
+        return str(path)
+    if name.startswith(_HUB):
+        raise ArtifactError(f"{name}: give the model's name on the hub: {name.removeprefix(_HUB)}")
+    if name.endswith(".gguf"):
+        raise ArtifactError(f"{name}: a GGUF file can be run and not trained; name the model that it was made from")
+    if path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
+        raise ArtifactError(f"{name}: no such model directory")
+    return name
+
+
+def _refuse_huge_json(folder: Path) -> None:
+    for file in folder.glob("*.json"):
+        if (size := file.stat().st_size) > _JSON_BYTES:
+            raise ArtifactError(f"{file}: {size} bytes of JSON, more than any model has; download the model again")
+
+
+def at_hand(name: str) -> bool:
+    """Whether a model's tokenizer is available offline: in a local directory or in the hub's cache."""
+    from huggingface_hub import try_to_load_from_cache
+
+    place = locate(name)
+    if Path(place).is_dir():
+        return any((Path(place) / file).is_file() for file in ("tokenizer.json", "tokenizer.model"))
+    return isinstance(try_to_load_from_cache(place, "tokenizer_config.json"), str)
+
+
+def weights_directory(name: str, revision: str | None, *, download: bool = False) -> Path:
+    """The folder of a model's files: a local directory, or the snapshot in the hub's cache.
+
+    `download` fetches weights and configuration that the cache lacks.
+    """
+    from huggingface_hub import snapshot_download
+
+    place = Path(locate(name))
+    if place.is_dir():
+        return place
+    files = ["*.json", "*.safetensors"] if download else None
+    snapshot = hub_call(
+        f"the weights of `{name}`",
+        lambda: snapshot_download(name, revision=revision, allow_patterns=files, local_files_only=not download),
+    )
+    return Path(snapshot)
+
+
+def card(section: ModelSection) -> Mapping[str, Any]:
+    """The keys at the head of the base's model card, such as `license`; none if it cannot be had."""
+    from huggingface_hub import ModelCard, hf_hub_download
+
+    hub.fail_fast()
+    try:
+        place = Path(locate(section.name))
+        remote = not place.is_dir()
+        file = hf_hub_download(section.name, "README.md", revision=section.revision) if remote else place / "README.md"
+        return ModelCard.load(file).data.to_dict()
+    except Exception:  # offline, gated, no card, or one that cannot be parsed
+        return {}
+
+
+def hub_call(what: str, load: Callable[[], T]) -> T:
+    """Run a transformers loading call and convert its errors into one clear paragraph.
+
+    Raises MachineError if the hub cannot be reached or refuses, ArtifactError if the files are unusable.
+    """
+    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
+    from safetensors import SafetensorError
+
+    hub.fail_fast()
+    refusals = (GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError)
+    try:
+        return load()
+    except SafetensorError as error:
+        raise ArtifactError(f"{what}: a weights file is damaged: {_first(error)}") from None
+    except (OSError, *refusals) as error:
+        text = str(error)
+        if isinstance(error, refusals) or isinstance(error.__cause__ or error.__context__, refusals):
+            raise MachineError(f"{what}: the hub refuses: {_first(error)}") from None
+        if "couldn't connect" in text or "offline" in text.lower() or "internet" in text:
+            why = f" ({found})" if (found := hub.obstacle()) else ""
+            raise MachineError(
+                f"{what}: not a local directory, not cached, and the hub cannot be reached{why}; download it on a "
+                "machine with a network, and name its directory (`model.weights: random` needs no weights)"
+            ) from None
+        raise ArtifactError(f"{what}: {_first(error)}") from None
+    except FinetuneError:
+        raise
+    except Exception as error:  # untrusted files may cause anything, and tokenizers raises plain Exception
+        if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+            raise
+        if "Couldn't instantiate the backend tokenizer" in str(error):
+            raise ArtifactError(f"{what}: it has no tokenizer files; set `model.tokenizer`") from None
+        raise ArtifactError(f"{what}: its files cannot be read: {_first(error)}{_nearest(what)}") from None
+
+
+def _nearest(what: str) -> str:
+    near = catalog.nearest(what)
+    return f" Known architectures: {', '.join(near)}." if near else ""
+
+
+def _first(error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).strip().splitlines()]
+    if not lines:
+        return type(error).__name__
+    return " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
+
+
+def remote_code(section: ModelSection) -> str | None:
+    """The pinned revision whose code may run, or None if no code may run."""
+    return section.revision if section.trust_remote_code else None
+
+
+def pinned_code(section: ModelSection) -> dict[str, Any]:
+    """transformers' arguments that say whether Python code shipped with the model may run, and from which commit.
+
+    `code_revision` also applies to code in another repository that the model's config points to; without it
+    transformers would use that code's latest version. Raises ConfigError for a local directory, whose code has no
+    commit.
+    """
+    revision = remote_code(section)
+    if revision and Path(locate(section.name)).is_dir():
+        raise ConfigError(
+            f"`model.trust_remote_code`: {section.name} is a directory, whose code is not pinned to a commit; use the "
+            "hub name with `model.revision` (works offline if it is cached)"
+        )
+    return {"trust_remote_code": True, "code_revision": revision} if revision else {"trust_remote_code": False}

@@ -1,0 +1,47 @@
+"""Rotary scaling: other rotary frequencies than a base was trained with, for longer rows than it was trained on."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from finetune.config import ModelSection
+from finetune.errors import ConfigError
+from finetune.model.source import catalog
+
+# The wavelengths between which Llama 3.1 scales gradually, as parts of the original context (its config.json).
+_LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+
+
+def scaled(architecture: Any, section: ModelSection) -> Any:
+    """The transformers config, changed in place to the scaling of `section`, if it has one.
+
+    Raises ConfigError for a base whose rotary embedding is scaled already, or cannot be.
+    """
+    if (scaling := section.rope_scaling) is None:
+        return architecture
+    text = architecture.get_text_config()
+    rope = getattr(text, "rope_parameters", None) or {}
+    if why := _obstacle(architecture, rope):
+        raise ConfigError(f"`model.rope_scaling`: {section.name} {why}; remove it")
+    original = text.max_position_embeddings
+    rope = {**rope, **scaling.model_dump()}
+    if scaling.rope_type != "linear":
+        rope["original_max_position_embeddings"] = original
+    if scaling.rope_type == "llama3":  # the one type whose positions include the factor in a config.json
+        rope |= _LLAMA3
+        text.max_position_embeddings = int(scaling.factor * original)
+    text.rope_parameters = rope
+    return architecture
+
+
+def _obstacle(architecture: Any, rope: dict[str, Any]) -> str | None:
+    """Why the rotary embedding cannot be scaled; None where it can."""
+    if any(isinstance(value, dict) for value in rope.values()):
+        return "has layers with several rotary embeddings, of which one factor cannot be right"
+    if (kind := rope.get("rope_type", "default")) != "default":
+        return f"has a rotary embedding that is scaled already (`{kind}`)"
+    found = catalog.model_class(architecture)
+    if not rope or found is None or "ROPE_INIT_FUNCTIONS" not in vars(sys.modules[found.__module__]):
+        return "has no rotary embedding that transformers can scale"
+    return None

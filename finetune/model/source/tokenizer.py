@@ -1,0 +1,39 @@
+"""Loads the tokenizer and makes sure it has what training and generation need: EOS, pad token, chat template."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from finetune.config import ModelSection
+from finetune.errors import ArtifactError
+from finetune.model.source import catalog
+from finetune.model.source import chat_template as template
+from finetune.model.source.locate import BUILTIN_BASE, hub_call, locate, pinned_code
+
+
+def load_tokenizer(section: ModelSection, chat_template: str = "auto") -> Any:
+    """The tokenizer of the base, or the one named by `model.tokenizer`, with the template chosen by `chat_template`.
+
+    A catalog model with random weights uses the built-in tokenizer: its ids are valid in any larger vocabulary. EOS is
+    the pad token if none is set; labels and attention mask do not depend on its id.
+    """
+    from transformers import AutoTokenizer
+
+    name = section.tokenizer or section.name
+    if section.weights == "random" and section.tokenizer is None and catalog.find(section.name):
+        name = BUILTIN_BASE
+    # `revision` pins the base only; a tokenizer from another repository has other commits.
+    own = name == section.name
+    revision = section.revision if own else None
+    code = pinned_code(section) if own else {"trust_remote_code": False}
+    tokenizer = hub_call(
+        f"the tokenizer of `{name}`",
+        lambda: AutoTokenizer.from_pretrained(locate(name), revision=revision, **code),
+    )
+    if tokenizer.eos_token_id is None:
+        raise ArtifactError(f"the tokenizer of `{name}` has no end-of-text token; set `eos_token` in its config")
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    tokenizer.chat_template = template.choose(chat_template, tokenizer.chat_template)
+    tokenizer.padding_side = "right"
+    return tokenizer

@@ -1,0 +1,1 @@
+"""What a model is made of: linear layers, experts, and their quantized forms."""

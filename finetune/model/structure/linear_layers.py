@@ -1,0 +1,206 @@
+"""Finds the linear layers that an adapter cannot be trained on, by short passes of text through a base without weights.
+
+Layers whose weight the model's code reads directly instead of calling the layer: Mamba multiplies by `dt_proj.weight`
+and passes `out_proj.weight` to a fused kernel; Gemma 3n clamps the weight of `prediction_coefs` in place. Such a layer
+cannot be quantized, because the code would read packed bytes, and an adapter on it would not be trained, because PEFT
+adds it in the layer's forward pass. The same holds for subclasses of `nn.Linear` that compute something else, such as
+the grouped projection of DeepSeek V4.
+
+Layers to whose weight the logits of text have no gradient: the towers and projectors for images and sound of a
+composite model, attention to an encoder that is not there, the indexers of sparse attention (DeepSeek V3.2, GLM-5),
+whose output only selects keys.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from copy import deepcopy
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from finetune.model.structure import experts
+from finetune.runtime import libraries
+
+_FEW_TOKENS = 4
+# More than the blocks of tokens that sparse attention compresses (DeepSeek V4: 128).
+_MANY_TOKENS = 256
+
+
+@dataclass(frozen=True)
+class _Found:
+    """The layers that an adapter cannot be trained on."""
+
+    read: frozenset[nn.Module]
+    untrained: frozenset[nn.Module]
+
+
+def read_directly(model: Any) -> frozenset[str]:
+    """Full names of the layers in `model` whose weight its code reads directly.
+
+    The first call must come before the model is quantized; the model may be on the meta device. The result is cached
+    on the model.
+    """
+    return _names(model)[0]
+
+
+def untrained(model: Any) -> frozenset[str]:
+    """Full names of the layers in `model` that rows of text do not train; none if that cannot be found out.
+
+    The same holds as for `read_directly`.
+    """
+    return _names(model)[1]
+
+
+def _names(model: Any) -> tuple[frozenset[str], frozenset[str]]:
+    if not hasattr(model, "not_adaptable"):
+        remember(model, probe(model))
+    found: tuple[frozenset[str], frozenset[str]] = model.not_adaptable
+    return found
+
+
+def remember(model: Any, found: _Found) -> None:
+    """Cache on `model` what `probe` found, by the names that the layers have now."""
+    names = {module: name for name, module in model.named_modules()}
+    model.not_adaptable = tuple(
+        frozenset(names[layer] for layer in layers if layer in names) for layers in (found.read, found.untrained)
+    )
+
+
+def probe(model: Any) -> _Found:
+    """Pass text through `model` if it is on the meta device, else through a copy that is.
+
+    A plan, a run and an export find the same so, whatever device and weights they have.
+    """
+    weightless = model
+    if not all(parameter.is_meta for parameter in model.parameters()):
+        with torch.device("meta"):
+            weightless = type(model)(deepcopy(model.config))
+    head = weightless.get_output_embeddings()
+    linear = {
+        name: module
+        for name, module in weightless.named_modules()
+        if isinstance(module, nn.Linear) and module is not head
+    }
+    layers, read = list(linear.values()), set[nn.Linear]()
+    trained = set(layers)
+    # Data-dependent code fails on the meta device; reads in the layers before it have been recorded.
+    with contextlib.suppress(Exception):
+        reached = _pass(weightless, layers, read, _FEW_TOKENS)
+        if not trained <= reached | read:  # layers may be skipped at random in training, or wait for longer rows
+            longest = getattr(weightless.config.get_text_config(), "max_position_embeddings", None) or _MANY_TOKENS
+            reached |= _pass(weightless, layers, set(), min(_MANY_TOKENS, longest), training=False)
+        trained = reached
+    # Layers of the same kind are treated alike, including those after the one in which the pass failed.
+    kinds = {_kind(weightless, name) for name, module in linear.items() if module in read}
+    found = (
+        [name for name in linear if _kind(weightless, name) in kinds],
+        [name for name, module in linear.items() if module not in trained],
+    )
+    return _Found(*(frozenset(map(model.get_submodule, names)) for names in found))
+
+
+def _pass(
+    model: Any, layers: list[nn.Linear], read: set[nn.Linear], tokens: int, *, training: bool = True
+) -> set[nn.Linear]:
+    """The `layers` to whose weight the logits of a row have a gradient; adds to `read` those whose weight is read
+    directly.
+    """
+    from transformers import masking_utils
+
+    was_training = model.training
+    with (
+        torch.random.fork_rng([]),
+        torch.enable_grad(),
+        # As in an exported graph: the mask does not depend on the data.
+        libraries.replaced(masking_utils, "is_tracing", lambda tensor=None: True),
+        _watched(layers, read),
+        _without_experts(model),
+    ):
+        model.train(training)
+        try:
+            row = torch.zeros(1, tokens, dtype=torch.long, device=model.device)
+            logits = model(input_ids=row, use_cache=False).logits
+        finally:
+            model.train(was_training)
+    reached = _leaves(logits)
+    return {layer for layer in layers if layer.weight in reached}
+
+
+def _leaves(output: torch.Tensor) -> set[torch.Tensor]:
+    """The tensors without a history that `output` has a gradient to."""
+    leaves: set[torch.Tensor] = set()
+    seen: set[Any] = set()
+    waiting = [output.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if hasattr(node, "variable"):
+            leaves.add(node.variable)
+        waiting += [before for before, _ in node.next_functions]
+    return leaves
+
+
+def _kind(model: nn.Module, name: str) -> tuple[type, str]:
+    """The class of the parent module, and the layer's name in it."""
+    parent, _, last = name.rpartition(".")
+    return type(model.get_submodule(parent)), last
+
+
+@contextlib.contextmanager
+def _watched(layers: list[nn.Linear], read: set[nn.Linear]) -> Iterator[None]:
+    """In the block, add to `read` each layer whose weight is read outside its own forward pass, or whose output does
+    not have the shape of a linear layer's.
+    """
+    classes = {layer: type(layer) for layer in layers}
+    inside: set[nn.Linear] = set()
+
+    def weight(layer: Any) -> Any:
+        if layer not in inside:
+            read.add(layer)
+        return dict(layer.named_parameters(recurse=False))["weight"]
+
+    def forward(layer: Any, *args: Any, **kwargs: Any) -> Any:
+        inside.add(layer)
+        try:
+            output = classes[layer].forward(layer, *args, **kwargs)
+        finally:
+            inside.discard(layer)
+        hidden = next((given for given in (*args, *kwargs.values()) if isinstance(given, torch.Tensor)), None)
+        if (
+            hidden is None
+            or not isinstance(output, torch.Tensor)
+            or output.shape != (*hidden.shape[:-1], layer.out_features)
+        ):
+            read.add(layer)
+        return output
+
+    patch = {"weight": property(weight), "forward": forward}
+    watching = {known: type(known.__name__, (known,), patch) for known in set(classes.values())}
+    for layer, known in classes.items():
+        layer.__class__ = watching[known]
+    try:
+        yield
+    finally:
+        for layer, known in classes.items():
+            layer.__class__ = known
+
+
+@contextlib.contextmanager
+def _without_experts(model: nn.Module) -> Iterator[None]:
+    """In the block, experts return zeros, because routing cannot be computed on the meta device."""
+    with contextlib.ExitStack() as stack:
+        for known in {type(module) for _, module, _ in experts.weights(model)}:
+            stack.enter_context(libraries.replaced(known, "forward", _zeros))
+        yield
+
+
+def _zeros(module: nn.Module, hidden_states: torch.Tensor, *arguments: Any, **named: Any) -> torch.Tensor:
+    """Zeros that depend on all that the experts are given: their router is trained."""
+    given = [value for value in (*arguments, *named.values()) if isinstance(value, torch.Tensor)]
+    return hidden_states * 0 + sum(value.sum() * 0 for value in given if value.is_floating_point())

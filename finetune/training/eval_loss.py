@@ -1,0 +1,182 @@
+"""The loss on the evaluation set, in nats per trained token over all rows, independent of the micro-batch size.
+
+transformers' own evaluation averages the mean losses of batches, so a short answer counts as much as a long one and the
+result depends on the batch size. No logits are kept: TRL's fused head scores the tokens in tiles.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from accelerate.utils import send_to_device
+from torch.utils.data import DataLoader
+
+from finetune.config import Config
+from finetune.data.batching import MicroBatching
+from finetune.errors import OutOfMemoryError
+from finetune.measure.out_of_memory import is_out_of_memory, reason
+from finetune.model.attention import packing
+from finetune.model.base import autocast
+from finetune.model.distributed import sharding
+from finetune.model.probes.causality import capability_of, needs_mask
+from finetune.objectives import log_probs
+from finetune.runtime import ranks
+from finetune.runtime.libraries import without_cudnn_attention
+from finetune.training import oom_retry
+from finetune.training.batches import COLUMNS
+from finetune.training.collator import Inputs, MicroBatches, for_model
+from finetune.training.step import Step
+
+
+class DoesNotFit(OutOfMemoryError):
+    """A micro-batch, `inputs`, does not fit into memory and cannot be split, mostly as it is a single row."""
+
+    def __init__(self, inputs: Inputs, reason: str) -> None:
+        super().__init__(f"out of memory in an evaluation, in {inputs['input_ids'].numel()} positions: {reason}")
+        self.inputs = inputs
+
+
+@torch.no_grad()
+def summed_loss(
+    model: Any,
+    steps: Iterable[list[Inputs]],
+    limit: oom_retry.Limit | None = None,
+    on_split: Callable[[Inputs], None] = lambda part: None,
+    *,
+    precision: str,
+    masked: bool,
+    repeatable: bool = True,
+) -> torch.Tensor:
+    """(sum of the trained tokens' losses in nats, number of trained tokens) over `steps`, float64 (2,), on the device.
+
+    A step is a list of micro-batches, as in training; only the two sums are kept. A micro-batch that does not fit is
+    split: `limit` remembers its size, and `on_split` is called with it, unless other ranks wait inside of a pass, so
+    that it is not `repeatable`. `precision` is that of training; with `masked` the model gets the padding mask.
+
+    `model` must have the head of `objectives.log_probs`. Raises DoesNotFit for what cannot be split.
+    """
+    limit = limit or oom_retry.Limit()
+    was_training = model.training
+    model.eval()
+    sums = torch.zeros(2, dtype=torch.float64, device=model.device)
+    try:
+        for batch in itertools.chain.from_iterable(steps):
+            parts = limit.parts([batch])
+            while parts:
+                try:
+                    sums += _sums(model, for_model(parts[0], masked=masked), precision)
+                    del parts[0]
+                    continue
+                except (MemoryError, RuntimeError) as error:
+                    if not is_out_of_memory(error):
+                        raise
+                    if not repeatable or not limit.lower(parts[0]):
+                        raise DoesNotFit(parts[0], reason(error)) from None
+                oom_retry.release()
+                on_split(parts[0])
+                parts = limit.parts(parts)
+    finally:
+        model.train(was_training)
+        sharding.reshard(model)
+    return sums
+
+
+def _sums(model: Any, batch: Inputs, precision: str) -> torch.Tensor:
+    with autocast(precision, model.device), packing.known(batch):
+        outputs = model(**send_to_device(batch, model.device), fused_lm_head=True)
+    return torch.stack([-outputs.log_probs.double().sum(), outputs.label_mask.double().sum()])
+
+
+def loader(rows: Any, collate: MicroBatches, batch_size: int) -> Iterable[list[Inputs]]:
+    """The rows of an evaluation set in order, collated into steps like training rows."""
+    return DataLoader(rows.select_columns(COLUMNS), batch_size=batch_size, collate_fn=collate)
+
+
+@dataclass
+class Evaluation:
+    """Evaluation during training.
+
+    `split` is called with each micro-batch that is split because it does not fit; `skip` with a single row that does
+    not fit, in which case there is no loss. `start_again`: see `oom_retry.Retry`.
+    """
+
+    step: Step
+    rows: Any
+    collate: MicroBatches
+    batch_size: int
+    split: Callable[[Inputs], None]
+    skip: Callable[[Inputs], None]
+    start_again: Callable[[BaseException, Inputs], None]
+    limit: oom_retry.Limit = field(default_factory=oom_retry.Limit)
+
+    def loss(self, steps: Iterable[list[Inputs]] | None = None) -> float | None:
+        """Mean loss in nats per trained token over `steps`, by default all rows; None if a row does not fit a rank."""
+        sums = too_large = None
+        try:
+            sums = self.sums(steps)
+        except DoesNotFit as row:
+            if not self.step.repeatable:
+                error = torch.OutOfMemoryError(str(row))
+                self.start_again(error, row.inputs)
+                raise error from None
+            too_large = row.inputs
+        if too_large := next(filter(None, ranks.gathered(too_large)), None):
+            self.skip(too_large)
+            return None
+        assert sums is not None, "no rank failed"
+        total, count = ranks.summed(sums).tolist()
+        return total / count
+
+    def batches(self) -> Iterable[list[Inputs]]:
+        """All rows in order, as steps."""
+        return loader(self.rows, self.collate, self.batch_size)
+
+    def sums(self, steps: Iterable[list[Inputs]] | None = None) -> torch.Tensor:
+        """See `summed_loss`."""
+        return summed_loss(
+            self.step.model,
+            steps or self.batches(),
+            self.limit,
+            self.split,
+            precision=self.step.precision,
+            masked=self.step.masked,
+            repeatable=self.step.repeatable,
+        )
+
+
+def held_out_loss(model: Any, tokenizer: Any, rows: Any, config: Config) -> tuple[float, torch.Tensor]:
+    """Mean loss in nats per trained token outside training, with the run's precision and tile size; and its rows.
+
+    Those are each row's (sum of the losses in nats, number of trained tokens), float64 (rows, 2), on the CPU; their
+    order depends on the rows and the config alone.
+    """
+    training = config.training
+    log_probs.attach(model)
+    collate = MicroBatches(MicroBatching.of(training, config.data), tokenizer.pad_token_id)
+    by_row: list[torch.Tensor] = []
+    watching = model.register_forward_hook(
+        lambda model, _, batch, outputs: by_row.append(_sums_by_row(batch, outputs)), with_kwargs=True
+    )
+    try:
+        with without_cudnn_attention(), log_probs.tiles(config.memory.loss_tokens):
+            masked = needs_mask(model.config, training.precision, capability_of(model.device))
+            steps = loader(rows, collate, training.batch_size)
+            total, count = summed_loss(model, steps, precision=training.precision, masked=masked).tolist()
+    finally:
+        watching.remove()
+    return total / count, torch.cat(by_row).cpu()
+
+
+def _sums_by_row(batch: Inputs, outputs: Any) -> torch.Tensor:
+    """(sum of losses, trained tokens) of each row of a micro-batch, float64 (rows, 2)."""
+    # The head's output at a place is that of the token after it.
+    losses, counts = -outputs.log_probs.double(), outputs.label_mask.double()  # (rows, tokens - 1)
+    if "cu_seq_lens_q" not in batch:
+        return torch.stack([losses.sum(1), counts.sum(1)], dim=1)
+    first, *others = batch["cu_seq_lens_q"].diff().tolist()
+    parts = [values[0].split([first - 1, *others]) for values in (losses, counts)]
+    return torch.stack([torch.stack([part.sum() for part in one]) for one in parts], dim=1)
