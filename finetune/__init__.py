@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from finetune.runtime import libraries, restart
 
 if TYPE_CHECKING:
-    from finetune.api import train
+    from finetune.api import compare, inspect_data, plan, train
     from finetune.config import Config
     from finetune.errors import FinetuneError
     from finetune.forecast.planning import fit
@@ -23,9 +23,6 @@ if TYPE_CHECKING:
     from finetune.inference.jobs import generate
     from finetune.lifecycle.publish import export_model, merge
     from finetune.objectives import Objective
-    from finetune.report.compare import compare
-    from finetune.report.data_view import inspect_data
-    from finetune.report.plan_look import plan
     from finetune.report.result import Result
     from finetune.settings import load_config
     from finetune.storage.rundir import RunDirectory
@@ -42,15 +39,15 @@ _HOMES = {
     "Objective": "finetune.objectives",
     "Result": "finetune.report.result",
     "RunDirectory": "finetune.storage.rundir",
-    "compare": "finetune.report.compare",
+    "compare": "finetune.api",
     "evaluate": "finetune.inference.evaluation",
     "export_model": "finetune.lifecycle.publish",
     "fit": "finetune.forecast.planning",
     "generate": "finetune.inference.jobs",
-    "inspect_data": "finetune.report.data_view",
+    "inspect_data": "finetune.api",
     "load_config": "finetune.settings",
     "merge": "finetune.lifecycle.publish",
-    "plan": "finetune.report.plan_look",
+    "plan": "finetune.api",
     "train": "finetune.api",
 }
 

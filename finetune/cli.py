@@ -35,6 +35,7 @@ from finetune.runtime.stages import stage
 if TYPE_CHECKING:
     from finetune.config import Config
     from finetune.report.terminal import Terminal
+    from finetune.report.view import PageView, View
 
 
 app = typer.Typer(
@@ -160,11 +161,10 @@ def train(
     with _refusing():
         job = finetune.load_config(config, overrides or [])
     with _importing(f"train {config}"):
+        from finetune import recipe
         from finetune.runtime import ranks
-
-        start = finetune.train  # which imports its module
     with restart.permitted():
-        result = start(job, fresh=fresh, terminal=_terminal(quiet=as_json))
+        result = recipe.train(job, fresh=fresh, terminal=_terminal(quiet=as_json))
     if as_json and ranks.is_main():
         _print_json(result.summary())
 
@@ -174,15 +174,9 @@ def data(config: ConfigFile, overrides: Overrides = None, page: Page = None, as_
     """Show the data as the model sees it. What is trained, and what is padding; no GPU or weights needed."""
     job = finetune.load_config(config, overrides or [])
     with _importing(f"data of {config}", ", then tokenizing the rows"):
-        inspect_data = finetune.inspect_data
-    found = inspect_data(job)
-    if page:
-        found.write(page)
-        _wrote(page, as_json)
-    if as_json:
-        _print_json(found.as_dict())
-    else:
-        _terminal().inspected(found.inspection)
+        from finetune.data import inspection
+        from finetune.report.data_view import DataView
+    _give_page(DataView(inspection.inspect_data(job)), as_json, page)
 
 
 @command
@@ -254,12 +248,10 @@ def _plan_answers(job: Config, gpu: str | None, rows: int, context: int | None, 
     """Print the forecast of answers; whether they fit."""
     with libraries.importing():
         from finetune.forecast import answer_memory
-    found = answer_memory.forecast(job, gpu, rows=rows, context=context, cache=cache)
-    if as_json:
-        _print_json(found.as_dict())
-    else:
-        _terminal().served(found)
-    return found.fits
+        from finetune.report.forecast_view import ServingView
+    forecast = answer_memory.forecast(job, gpu, rows=rows, context=context, cache=cache)
+    _give(ServingView(forecast), as_json)
+    return forecast.fits
 
 
 def _plan_training(
@@ -267,23 +259,16 @@ def _plan_training(
 ) -> bool:
     """Print, draw and write the forecast of a training step; whether it fits."""
     with libraries.importing():
-        make = finetune.plan  # which imports its module
-    found = make(job, gpu, gpus)
+        from finetune.forecast import planning
+        from finetune.report.forecast_view import PlanView
+    view = PlanView(planning.plan(job, gpu, gpus))
     if not as_json:
         _note_missing(job)
     if picture:
-        found.draw(picture)
+        view.draw(picture)
         _wrote(picture, as_json)
-    if page:
-        found.write(page)
-        _wrote(page, as_json)
-    if as_json:
-        _print_json(found.as_dict())
-    else:
-        if found.fitted:
-            _terminal().chose(found.fitted)
-        _terminal().planned(found.forecast, found.levers)
-    return found.forecast.fits
+    _give_page(view, as_json, page)
+    return view.forecast.fits
 
 
 @command
@@ -301,15 +286,13 @@ def fit(
         _announce(f"fit of {config}", job)
     with libraries.importing():
         from finetune.forecast import planning
+        from finetune.report.forecast_view import FittedView
     fitted, limits = planning.fit_with_limits(job, gpu, gpus)
     if not as_json:
         _note_missing(job)
     target = output or Path(f"{config.stem}_fitted.yaml")
     planning.write(fitted, target)
-    if as_json:
-        _print_json({**fitted.as_dict(), "limits": limits.as_dict(), "config": str(target)})
-    else:
-        _terminal().fitted(fitted, limits, target)
+    _give(FittedView(fitted, limits, target), as_json)
 
 
 @command
@@ -485,14 +468,7 @@ def compare(
 ) -> None:
     """Put runs side by side. What differs in their configs, and what came out."""
     stage("compare: importing the libraries")
-    found = finetune.compare(runs)
-    if page:
-        found.write(page)
-        _wrote(page, as_json)
-    if as_json:
-        _print_json(found.as_dict())
-    else:
-        _terminal().side_by_side(found)
+    _give_page(finetune.compare(runs), as_json, page)
 
 
 @command
@@ -505,12 +481,9 @@ def doctor(
     from finetune.doctor import machine
     from finetune.doctor import run_check as run_directory
 
-    found = run_directory.examine(run) if run else machine.examine()
-    if as_json:
-        _print_json(found.as_dict())
-    else:
-        _terminal().examined(found.findings)
-    sys.exit(found.exit_code)
+    examination = run_directory.examine(run) if run else machine.examine()
+    _give(examination, as_json)
+    sys.exit(examination.exit_code)
 
 
 @command
@@ -538,6 +511,22 @@ def _terminal(*, quiet: bool = False) -> Terminal:
     from finetune.report.terminal import Terminal
 
     return Terminal(quiet=quiet)
+
+
+def _give(view: View, as_json: bool) -> None:
+    """Print a view, on the terminal or as JSON."""
+    if as_json:
+        _print_json(view.as_dict())
+    else:
+        _terminal().show(view)
+
+
+def _give_page(view: PageView, as_json: bool, page: Path | None) -> None:
+    """Write the page of a view, if one is asked for, and print the view."""
+    if page:
+        view.write(page)
+        _wrote(page, as_json)
+    _give(view, as_json)
 
 
 def _chosen(option: str, name: str, entries: Any) -> None:

@@ -28,6 +28,7 @@ from rich.console import Console
 
 import finetune
 from finetune import cli
+from finetune.api import compare
 from finetune.config import Config
 from finetune.data import fingerprint
 from finetune.doctor import run_check as run_directory
@@ -35,7 +36,6 @@ from finetune.errors import ArtifactError, FinetuneError
 from finetune.lifecycle import resume as resuming
 from finetune.model.source.tokenizer import load_tokenizer
 from finetune.report import page, plots
-from finetune.report.compare import compare
 from finetune.report.result import Result
 from finetune.report.scores import Scores
 from finetune.report.terminal import Terminal
@@ -92,17 +92,16 @@ def readers(whole: RunDirectory) -> dict[str, Callable[[RunDirectory], object]]:
         terminal.finished(run)
         json.dumps(Result(run).summary())
         if scores := Scores.read(run):
-            terminal.scores(scores)
+            terminal.show(scores)
         compared = compare([whole, run])
-        terminal.side_by_side(compared)
+        terminal.show(compared)
         assert printable(console.file.getvalue())
         compared.write(run.path / "compared.html")
         assert harmless((run.path / "compared.html").read_text(encoding="utf-8"))
 
     def doctor(run: RunDirectory) -> None:
         console = Console(file=io.StringIO(), width=100)
-        findings = run_directory.examine(run.path).findings
-        Terminal(console=console).examined(findings)
+        Terminal(console=console).show(run_directory.examine(run.path))
         assert printable(console.file.getvalue())
 
     def resume(run: RunDirectory) -> None:

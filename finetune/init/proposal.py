@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 from finetune.config import DataSection, MemorySection, ModelSection, inline
-from finetune.data import formats, sources
+from finetune.data import formats, inspection, sources
 from finetune.data.counts import TOO_LONG
 from finetune.data.examples import Completion, NoSuchField, RowError
 from finetune.data.prepare import Prepared, check_columns
@@ -30,7 +30,6 @@ from finetune.model.base import load_architecture
 from finetune.model.source import chat_template
 from finetune.model.source.tokenizer import load_tokenizer
 from finetune.report import words
-from finetune.report.data_view import inspect_data
 from finetune.runtime import libraries
 
 # Weights are quantized where one row with all layers checkpointed would take a larger share of the budget without it.
@@ -77,7 +76,7 @@ def propose(wanted: Wanted, say: Callable[[str], None]) -> Draft:
         found.take("data.columns", columns, "as given: the rows were not read")
     found.title = f"{_TITLE}: {rows}"
     if wanted.asks and tokenizer and sources.at_hand(wanted.data):
-        inspect_data(found.config)  # what is wrong with a row is said before more is asked
+        inspection.inspect_data(found.config)  # what is wrong with a row is said before more is asked
     gpu = questions.card(wanted, lambda name: devices.find(name, MemorySection()))
     try:
         planner = planner_for(found.config.changed(_AUTO), gpu)

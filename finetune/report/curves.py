@@ -6,12 +6,13 @@ A chart is a dict that `charts.js` draws: title, how its values are written, and
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from finetune.measure.monitor import headline
 from finetune.report import words
-from finetune.report.figures import MEASURES, Figures, measures, smooth
+from finetune.results.figures import Figures
 
 Line = dict[str, Any]
 Reduced = Callable[[Iterable[float | None]], float | None]
@@ -26,7 +27,7 @@ def of_run(figures: Figures) -> list[dict[str, Any]]:
     """The charts of one run: loss and evaluation, learning rate, gradient norm, tokens/s, memory by phase."""
     groups = grouped(figures.training)
     peaks = figures.peaks
-    measure = "reserved_bytes" if "reserved_bytes" in measures(peaks) else "resident_bytes"
+    measure = "reserved_bytes" if "reserved_bytes" in words.measures(peaks) else "resident_bytes"
     unit = words.unit_of(max((peak.get(measure, 0) for peak in peaks.values()), default=0))
     evaluated = grouped(figures.evaluations)
     return _drawn(
@@ -36,7 +37,7 @@ def of_run(figures: Figures) -> list[dict[str, Any]]:
         _chart("Gradient norm", "before clipping", "digits", _of(groups, "grad_norm", highest)),
         _chart("Tokens per second", "", "whole", _of(groups, "tokens_per_second", mean)),
         _chart(
-            "Peak memory by phase", f"{MEASURES[measure]}, {unit}", "digits",
+            "Peak memory by phase", f"{words.MEASURES[measure]}, {unit}", "digits",
             _table(_steps(groups), *(
                 (phase, "line", [_in(unit, highest(_bytes(group, phase, measure))) for group in groups])
                 for phase in _PHASES if phase in peaks
@@ -101,6 +102,16 @@ def smoothed(groups: Sequence[Sequence[Line]]) -> tuple[list[float], int]:
     means = [mean(line["loss"] for line in group) for group in groups]
     steps = max(map(len, groups), default=1)
     return smooth([math.nan if value is None else value for value in means], span), span * steps
+
+
+def smooth(losses: list[float], span_steps: int) -> list[float]:
+    """Centred moving average over `span_steps` steps, fewer at either end; NaNs are ignored."""
+    half = span_steps // 2
+    smoothed = []
+    for at in range(len(losses)):
+        window = [loss for loss in losses[max(0, at - half) : at + half + 1] if math.isfinite(loss)]
+        smoothed.append(statistics.fmean(window) if window else math.nan)
+    return smoothed
 
 
 # -- charts ------------------------------------------------------------------------------------------------------------

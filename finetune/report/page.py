@@ -1,8 +1,7 @@
-"""The report of a run: one self-contained HTML file, and the part of it shown in notebooks."""
+"""The report of a run: one self-contained HTML file."""
 
 from __future__ import annotations
 
-import base64
 from collections.abc import Iterable, Iterator, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
@@ -14,8 +13,8 @@ from finetune.errors import ConfigError
 from finetune.forecast.comparison import Difference
 from finetune.measure.monitor import headline
 from finetune.report import curves, data_view, forecast_view, pages, words
-from finetune.report.figures import Figures, peak_table
 from finetune.report.scores import Scores
+from finetune.results.figures import Figures
 from finetune.storage import records
 from finetune.storage.files import write_text
 from finetune.storage.records import DataFacts
@@ -79,7 +78,7 @@ def write(run: RunDirectory, *, plot: bool = False) -> Path:
         compared=forecast_view.compared(differences),
         large=forecast_view.LARGE if any(one.measured_bytes and one.large for one in differences) else "",
         process=forecast_view.process(forecast["needed_bytes"], figures.peaks) if forecast and differences else "",
-        peaks=peak_table(figures.peaks),
+        peaks=words.peak_table(figures.peaks),
         scores=Scores.read(run),
         answers=run.answers(),
         samples=_samples(data),
@@ -91,13 +90,6 @@ def write(run: RunDirectory, *, plot: bool = False) -> Path:
     )
     write_text(run.report_file, document)
     return run.report_file
-
-
-def results(run: RunDirectory) -> str:
-    """The results as a table, and the plot, as HTML."""
-    figures = Figures.read(run)
-    plot = base64.b64encode(records.read_bytes(run.plot_file) if run.plot_file.is_file() else b"").decode()
-    return pages.fragment("results.html.j2", trained=figures.trained, results=result_rows(run, figures), plot=plot)
 
 
 # -- the top -----------------------------------------------------------------------------------------------------------

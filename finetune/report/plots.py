@@ -9,7 +9,7 @@ from typing import Any
 from matplotlib.ticker import MaxNLocator
 
 from finetune.report import canvas, curves, words
-from finetune.report.figures import MEASURES, Figures, measures
+from finetune.results.figures import Figures
 from finetune.storage.files import write_bytes
 from finetune.storage.rundir import RunDirectory
 
@@ -68,13 +68,13 @@ def _draw_losses(axes: Any, figures: Figures) -> None:
 
 def _draw_memory(axes: Any, figures: Figures) -> None:
     # As in monitor.headline: reserved bytes on CUDA, resident bytes on a CPU.
-    measure = "reserved_bytes" if "reserved_bytes" in measures(figures.peaks) else "resident_bytes"
+    measure = "reserved_bytes" if "reserved_bytes" in words.measures(figures.peaks) else "resident_bytes"
     lines = {phase: _series(figures.training, phase, measure) for phase in _PHASE_COLOURS}
     evaluations = _series(figures.evaluations, "evaluation", measure)
     sizes = [size for _, found in [*lines.values(), evaluations] for size in found]
     unit = words.unit_of(max(sizes, default=0))
     unit_bytes = words.UNITS[unit]
-    axes.set_ylabel(f"peak {MEASURES[measure]} ({unit})")
+    axes.set_ylabel(f"peak {words.MEASURES[measure]} ({unit})")
     few = len(figures.training) < _FEW_STEPS
     for phase, (steps, found) in lines.items():
         if steps:

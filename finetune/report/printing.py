@@ -99,7 +99,10 @@ def facts(console: Console, rows: dict[str, str]) -> None:
 
 def table(console: Console, head: Sequence[str], rows: Iterable[Sequence[str]], texts: Sequence[str] = ()) -> None:
     """Print a table (see `drawn`) of untrusted text."""
-    put(console, drawn(head, ([plain(console, cell) for cell in row] for row in rows), texts))
+    made = drawn(head, ([plain(console, cell) for cell in row] for row in rows), texts)
+    for column in made.columns:
+        column.header = plain(console, str(column.header))
+    put(console, made)
 
 
 def drawn(head: Sequence[str], rows: Iterable[Sequence[str | Text]], texts: Sequence[str] = (), **style: Any) -> Table:

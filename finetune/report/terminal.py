@@ -20,31 +20,23 @@ from rich.text import Text
 
 from finetune.config import Config, DataSection
 from finetune.data.batching import MicroBatching
-from finetune.data.inspection import Inspection
 from finetune.data.prepare import Prepared
-from finetune.forecast.answer_memory import Serving
 from finetune.forecast.comparison import Difference
-from finetune.forecast.fit import Fitted, Limits
-from finetune.forecast.levers import Lever
 from finetune.forecast.replay import Forecast
 from finetune.measure.monitor import Peak, headline
 from finetune.model.structure import experts
 from finetune.model.structure.experts import Mixture
-from finetune.report import data_view, forecast_view, printing, words
-from finetune.report.compare import Comparison
-from finetune.report.figures import Figures
+from finetune.report import forecast_view, printing, words
 from finetune.report.live import STOPPING, LiveView
 from finetune.report.renewal import Renewal
 from finetune.report.result import Result
-from finetune.report.scores import Scores
+from finetune.report.view import View
 from finetune.report.visible import LINES
+from finetune.results.figures import Figures
 from finetune.storage.rundir import RunDirectory
 
 # Progress lines that a whole run prints to a log, besides its evaluations.
 _PLAIN_LINES = 10
-
-# Of a finding's status.
-_STYLES = {"ok": "green", "warning": "yellow", "error": "bold red"}
 
 
 class Terminal:
@@ -81,58 +73,11 @@ class Terminal:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def show(self, view: View) -> None:
+        """Print a view."""
+        view.show(self._console)
+
     # -- before training -------------------------------------------------------------------------------------------
-
-    def inspected(self, found: Inspection) -> None:
-        """Print an inspection of the data."""
-        data_view.show(found, self._console)
-
-    def planned(self, forecast: Forecast, levers: Sequence[tuple[Lever, Forecast]]) -> None:
-        """Print a forecast and, if it does not fit, the levers."""
-        forecast_view.show(forecast, self._console)
-        forecast_view.levers(levers, self._console)
-
-    def served(self, forecast: Serving) -> None:
-        """Print the forecast of inference."""
-        forecast_view.show_serving(forecast, self._console)
-
-    def examined(self, findings: Sequence[tuple[str, str, str, str]]) -> None:
-        """Print findings of `finetune doctor`, (about, status, what, remedy), one a line."""
-        width = max(len(about) for about, *_ in findings)
-        for about, status, what, remedy in findings:
-            text = "; ".join(what.splitlines()) + (f" → {remedy}" if remedy else "")
-            line = printing.plain(self._console, f"{status:7}  {about:{width}}  {text}")
-            line.stylize(_STYLES[status], 0, 7)
-            printing.put(self._console, line, whole=True)
-
-    def chose(self, fitted: Fitted) -> None:
-        """Print what was chosen for `auto` settings, and why."""
-        for key, reason in fitted.reasons.items():
-            self._say(f"{key}: {fitted.text(key)} ({reason})")
-
-    def fitted(self, fitted: Fitted, limits: Limits, target: Path) -> None:
-        """Print the fitted job, its speed-up, and the limits of this device."""
-        self.planned(fitted.forecast, ())
-        self._say()
-        self.chose(fitted)
-        self._say(
-            f"predicted {fitted.speed_up:.2f} times as fast as the best setting that checkpoints every layer; "
-            f"{fitted.tried} settings were forecast"
-        )
-        self._say()
-        self._facts(
-            {
-                "longest rows": f"{words.count(limits.length)} tokens, one at a time",
-                "largest micro-batch": f"{words.count(limits.micro_batch)} rows",
-                "highest rank": words.count(limits.rank) if limits.rank else "no adapter",
-                "smallest card": limits.smallest_card or "none in the table holds one row",
-                "config": str(target),
-            }
-        )
-
-    def side_by_side(self, runs: Comparison) -> None:
-        """Print runs side by side."""
-        runs.show(self._console)
 
     def compared(self, differences: Sequence[Difference], needed_bytes: int, peaks: dict[str, Peak]) -> None:
         """Print forecast and measurement by phase; of a CPU, all that the process was to take and took as well."""
@@ -326,12 +271,6 @@ class Terminal:
     def evaluating(self, model: str) -> None:
         """Print which model is evaluated from now on."""
         self._say(f"evaluating: {model}")
-
-    def scores(self, scores: Scores) -> None:
-        """Print the table of an evaluation, and how to read it."""
-        printing.table(self._console, *scores.table)
-        for note in scores.notes:
-            self._say(note)
 
     def _say(self, text: str = "", style: str = "") -> None:
         printing.say(self._console, text, style, keep=LINES)

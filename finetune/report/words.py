@@ -14,10 +14,20 @@ if TYPE_CHECKING:  # these import torch, which would delay the first line of a p
     from finetune.data.batching import Batch
     from finetune.forecast.answer_memory import Serving
     from finetune.forecast.replay import Forecast
+    from finetune.measure.monitor import Peak
     from finetune.model.structure.experts import Mixture
+    from finetune.report.printing import Cells
 
 UNITS = {"GiB": 2**30, "MiB": 2**20}
 """Bytes of the units that sizes are written in."""
+
+MEASURES = {
+    "allocated_bytes": "allocated",
+    "reserved_bytes": "reserved",
+    "device_bytes": "device",
+    "resident_bytes": "resident",
+}
+"""The names of the monitor's measures."""
 
 _RECOMPUTED = {
     "none": "nothing",
@@ -242,3 +252,17 @@ def _places(places: Sequence[str]) -> str:
 def is_nothing(size_bytes: int) -> bool:
     """Whether a size is too small to mention."""
     return size(size_bytes) == size(0)
+
+
+def measures(peaks: dict[str, Peak]) -> list[str]:
+    """The measures that occur in `peaks`, in the order of MEASURES."""
+    return [measure for measure in MEASURES if any(measure in peak for peak in peaks.values())]
+
+
+def peak_table(peaks: dict[str, Peak]) -> Cells:
+    """The peaks by phase, with a column for each measure present."""
+    shown = measures(peaks)
+    rows = [
+        (phase, *(size(peak[measure]) if measure in peak else "" for measure in shown)) for phase, peak in peaks.items()
+    ]
+    return ("phase", *(MEASURES[measure] for measure in shown)), rows

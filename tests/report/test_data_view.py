@@ -8,15 +8,13 @@ import io
 import re
 from typing import Any
 
-import pytest
 from markup_reader import Reader
 from rich.console import Console
 
 from finetune.data.batching import Batch
 from finetune.data.counts import CONTROL_TOKENS, EMPTY, TOO_LONG, UNTRAINED, Affected, Counts
 from finetune.data.inspection import AsChat, Batching, Bin, Inspection, Piece, Sample, Source
-from finetune.report import data_view
-from finetune.report.data_view import DataLook
+from finetune.report.data_view import DataView
 
 # What could move a cursor, recolour a screen, or hide in a text.
 UNSEEN = "\x1b[31m\x07\x9b\t\u202e\u200b\r\ud800"
@@ -58,7 +56,7 @@ def shown(found: Inspection, *, encoding: str = "utf-8", colours: bool = False) 
     console = Console(
         file=file, width=100, force_terminal=colours, color_system="standard" if colours else None, no_color=False
     )
-    data_view.show(found, console)
+    DataView(found).show(console)
     file.seek(0)
     return file.read()
 
@@ -92,7 +90,7 @@ def test_what_of_the_rows_goes_nowhere_and_what_stays_text_is_told_in_a_line_eac
     [control] = [line for line in lines if line.startswith("control tokens, training")]
     assert all(word in control for word in ("1 row ", "rows.jsonl:7", "ordinary text", "data.control_tokens: parse"))
     assert any(line.startswith("evaluation set ") and line.endswith("none: all rows are equal") for line in lines)
-    page = data_view.page(found)
+    page = DataView(found).page()
     assert "rows.jsonl:7" in page
     assert "column0" in page
 
@@ -186,7 +184,7 @@ def test_a_row_of_plain_text_is_shown_through_the_chat_template_as_well() -> Non
         "`data.format: auto` made the rows turns of the chat template"
     )
     assert said in " ".join(shown(found).split())
-    page = data_view.page(found)
+    page = DataView(found).page()
     assert html.escape(said, quote=False) in html.unescape(page).replace("<b>", "&lt;b&gt;")
     assert "<b>" not in page
 
@@ -199,54 +197,13 @@ def test_few_held_out_rows_and_prompts_without_a_template_are_told() -> None:
     assert re.search(r"^prompts +plain text in 2 rows, .*; no white space before the answer in 1 \(see", text, re.M)
 
 
-def test_the_page_needs_nothing_but_itself() -> None:
-    page = data_view.page(inspection())
-    reader = Reader(page)
-    assert reader.references == []
-    assert not reader.tags & {"script", "link", "iframe", "object", "form", "img"}
-    assert not re.search(r"url\(|@import|https?://", page)
-    assert "prefers-color-scheme: dark" in page
-
-
-@pytest.mark.parametrize("hostile", ["<script>alert(1)</script>", '"><img src=//example.org/x>', UNSEEN, "</pre>"])
-def test_nothing_of_a_row_acts_on_the_page(hostile: str) -> None:
-    found = inspection(
-        samples=(sample((hostile, True), (hostile, False), place=hostile),),
-        sources=(Source(hostile, 1, 1),),
-        longest_place=hostile,
-    )
-    page = data_view.page(found)
-    assert Reader(page).references == []
-    assert "script" not in Reader(page).tags
-    assert page.encode("utf-8")
-    tokens = page[page.index('<pre class="tokens">') :]
-    assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\u202e\u200b]", tokens)
-
-
 def test_each_token_has_an_element_and_the_trained_ones_are_marked() -> None:
-    page = data_view.page(inspection())
+    page = DataView(inspection()).page()
     assert "<span>&lt;s&gt;</span><span>Hi</span><span>↵\n</span><mark> one</mark><mark>&lt;/s&gt;</mark>" in page
 
 
-def test_the_page_tells_what_the_terminal_tells() -> None:
-    text = re.sub(r"\s+", " ", re.sub(r"<[^>]*>", " ", data_view.page(inspection()).replace("<wbr>", "")))
-    for expected in (
-        "1,000 rows teach 50,000 of 200,000 tokens (25.0%)",
-        "16 rows a step, micro-batch 8",
-        "8 rows x 300 tokens, padded; the longest row is rows.jsonl:17",
-        "0123456789abcdef",
-        "share trained 25.0% 50.0%",
-        "more.csv 400 50,000 25.0%",
-        "257 to 384 600 60.0%",
-        "shuffled 40.0% 63 126 by rows",
-        "rows.jsonl:1: 5 tokens, 2 trained",
-    ):
-        assert expected in text
-    assert "width: 66.7%" in data_view.page(inspection())
-
-
 def test_a_notebook_shows_the_same_without_the_document() -> None:
-    look = DataLook(inspection())
-    assert look._repr_html_() in data_view.page(inspection())
+    look = DataView(inspection())
+    assert look._repr_html_() in DataView(inspection()).page()
     assert not Reader(look._repr_html_()).tags & {"html", "style", "body"}
     assert repr(look) == "<data: 1,000 rows teach 50,000 of 200,000 tokens (25.0%)>"

@@ -10,8 +10,9 @@ from report_lines import MIB, evaluation_line, training_line, write_lines
 from rich.console import Console
 
 from finetune.errors import MachineError
-from finetune.report.figures import Figures, smooth
+from finetune.report.curves import smooth
 from finetune.report.result import Result
+from finetune.results.figures import Figures
 from finetune.storage.rundir import RunDirectory
 
 

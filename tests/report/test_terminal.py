@@ -76,7 +76,7 @@ def whole_run(terminal: Terminal, run: RunDirectory) -> None:
     terminal.merged(run.merged, _PROOF)
     terminal.finished(run)
     terminal.evaluating("base")
-    terminal.scores(Scores(_EVALUATION))
+    terminal.show(Scores(_EVALUATION))
 
 
 def test_quiet_prints_nothing(run: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:
@@ -202,7 +202,7 @@ def test_a_loss_that_is_not_finite_is_nan(log: Log, empty_run: RunDirectory) -> 
 
 
 def test_scores_are_a_line_for_each_measure_and_model(log: Log) -> None:
-    log.terminal.scores(Scores(_EVALUATION))
+    log.terminal.show(Scores(_EVALUATION))
     assert re.search(r"value\W+interval\W+vs\. base\W+interval", log.text)
     assert re.search(r"perplexity\W+- base\W+not finite\W+- adapter\W", log.text), "and no interval"
     assert re.search(r"- adapter\W+1,234\.60\W+90\.00 to 2,000\.00\W+-1\.0000\W+-2\.0000 to \+0\.0000", log.text)
