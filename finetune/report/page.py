@@ -138,7 +138,7 @@ def result_rows(run: RunDirectory, figures: Figures) -> list[tuple[str, str, str
                       f"{words.count(figures.steps)} steps"))  # fmt: skip
     if figures.peaks:
         starts = f"over {words.count(figures.starts)} starts; " if figures.starts > 1 else ""
-        found.append(("peak memory", words.size(figures.peak_bytes), starts + _forecast(run, figures)))
+        found.append(("peak memory", words.size(figures.peak_bytes), starts + _forecast(run)))
     if figures.tokens_per_second is not None:
         padding = "" if figures.padding_share is None else f", {words.share(figures.padding_share)} padding"
         found.append(("speed", f"{words.count(figures.tokens_per_second)} tokens/s", f"median{padding}"))
@@ -178,19 +178,27 @@ def _eval_loss(figures: Figures) -> tuple[str, str]:
     return value, "; ".join(remarks)
 
 
-def _forecast(run: RunDirectory, figures: Figures) -> str:
-    """The forecast of the peak beside the measured one: reserved bytes on a GPU, the whole process on a CPU."""
+def _forecast(run: RunDirectory) -> str:
+    """The forecast beside the measured peak: of reserved bytes on a GPU, of the tensors' bytes on a CPU.
+
+    What libraries keep for themselves on a CPU is part of the peak and of the forecast, but is not predicted.
+    """
     forecast = run.forecast()
     if forecast is None:
         return "no forecast was made"
     differences = _differences(run)
+    needed = words.size(forecast["needed_bytes"])
     if differences and not any(one.phase in ("forward", "backward") for one in differences):
-        return f"the last one took no step; its forecast was {words.size(forecast['needed_bytes'])}"
-    compared = [one for one in differences if one.measure == "reserved_bytes"]
-    predicted = max((one.forecast_bytes for one in compared), default=forecast["needed_bytes"])
-    measured = max((one.measured_bytes for one in compared), default=figures.peak_bytes if differences else 0)
-    relative = f" ({words.change(predicted / measured - 1)})" if measured else ""
-    return f"forecast {words.size(predicted)}{relative}, budget {words.size(forecast['budget_bytes'])}"
+        return f"the last one took no step; its forecast was {needed}"
+    budget = f"budget {words.size(forecast['budget_bytes'])}"
+    for measure in ("reserved_bytes", "allocated_bytes"):
+        compared = [one for one in differences if one.measure == measure]
+        if measured := max((one.measured_bytes for one in compared), default=0):
+            predicted = max(one.forecast_bytes for one in compared)
+            text = f"{words.size(predicted)} ({words.change(predicted / measured - 1)})"
+            tensors = measure == "allocated_bytes"
+            return f"forecast {f'{needed}, of its tensors {text}' if tensors else text}, {budget}"
+    return f"forecast {needed}, {budget}"
 
 
 def _differences(run: RunDirectory) -> list[Difference]:
