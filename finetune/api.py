@@ -43,7 +43,7 @@ def train(
     `model` is a model's name, and `data` rows (a `datasets.Dataset` or dicts) or the name of a source; or each is a
     mapping like the other sections, as `load_config` takes them. Without a `config` both are needed.
 
-    `callbacks` are told of each step, evaluation and checkpoint; a function is called with the metrics of each step and
+    `callbacks` are called at each step, evaluation and checkpoint; a function, with the metrics of each step and
     evaluation. An exception in one ends the run once the step is saved, and is raised; the same call then goes on from
     there. `fresh` moves an earlier run in the same directory aside instead.
 
@@ -56,7 +56,7 @@ def train(
         _refuse_nothing(model=model, data=data)
     else:
         loaded(config)
-    told = checks.checked(callbacks)
+    checked = checks.checked(callbacks)
     if model is not None:
         sections["model"] = model if isinstance(model, Mapping) else {"name": model}
     if data is not None:
@@ -64,7 +64,7 @@ def train(
     if sections:
         before = config.model_dump() if config else {}
         config = load_config({**before, **{name: _over(before.get(name), keys) for name, keys in sections.items()}})
-    return recipe.train(config or Config(), fresh=fresh, terminal=terminal, callbacks=told)
+    return recipe.train(config or Config(), fresh=fresh, terminal=terminal, callbacks=checked)
 
 
 def plan(config: Config, gpu: str | None = None, gpus: int = 1) -> PlanView:

@@ -84,8 +84,8 @@ def field(path: KeyPath) -> FieldInfo | None:
 
 def section_in(path: KeyPath) -> type[Section] | None:
     """The section that can be the value of `section.key`, such as that of `model.rope_scaling`."""
-    found = field(path)
-    parts = typing.get_args(found.annotation) if found else ()
+    described = field(path)
+    parts = typing.get_args(described.annotation) if described else ()
     return next((part for part in parts if isinstance(part, type) and issubclass(part, Section)), None)
 
 

@@ -40,14 +40,14 @@ def load(
 
 
 def loaded(config: object) -> Config:
-    """What a program gave as a config. Raises ConfigError if it is none."""
+    """`config` itself. Raises ConfigError for a value that is not a Config."""
     if not isinstance(config, Config):
         raise ConfigError(f"`config` must be one that `finetune.load_config` returned, not {shown(config)}")
     return config
 
 
 def text_of(path: Path) -> str:
-    """The text of a YAML file, or what is too much of it. Raises ConfigError for a file that cannot be read."""
+    """The text of a YAML file, cut above the size that `strict_yaml` refuses. Raises ConfigError."""
     try:
         with open(path, encoding="utf-8-sig") as file:
             return file.read(strict_yaml.MAX_BYTES + 1)
@@ -70,13 +70,13 @@ def as_written(path: Path) -> tuple[dict[str, dict[str, Any]], list[str]]:
     document = strict_yaml.parse(text_of(path))
     if document.problems:
         raise ConfigError(f"{path}:{document.problems[0].line}: {document.problems[0].message}")
-    found = Config().model_dump(mode="json")
+    sections = Config().model_dump(mode="json")
     unknown_keys = []
     for name, section in document.values.items():
         values = section if isinstance(section, dict) else {"": section}
-        unknown_keys += [f"{name}.{key}".rstrip(".") for key in values if key not in found.get(name, {})]
-        found[name] = {**found.get(name, {}), **values}
-    return found, unknown_keys
+        unknown_keys += [f"{name}.{key}".rstrip(".") for key in values if key not in sections.get(name, {})]
+        sections[name] = {**sections.get(name, {}), **values}
+    return sections, unknown_keys
 
 
 def from_values(values: Mapping[str, Any], overrides: Sequence[str] = (), choices: Choices | None = None) -> Config:
@@ -137,7 +137,7 @@ def explained(text: str, reasons: Mapping[str, str]) -> Iterator[str]:
 
 
 class _Dumper(yaml.SafeDumper):
-    """Quotes text that YAML 1.2 takes for something else; PyYAML itself knows only 1.1."""
+    """Quotes text that YAML 1.2 would read as another type; PyYAML knows only 1.1."""
 
 
 def _text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
@@ -173,7 +173,7 @@ def _apply(values: dict[str, Any], locations: Locations, override: str) -> list[
 
 
 def _is_mapping(path: tuple[str, ...]) -> bool:
-    """Whether `section.key` takes names with values, each of which can be set by itself."""
+    """Whether the value of `section.key` is a mapping, whose keys an override can set one by one."""
     field = explain.field(path[:2])
     return field is not None and (
         typing.get_origin(field.annotation) is dict or explain.section_in(path[:2]) is not None
@@ -194,30 +194,30 @@ def _validate(
 
 
 def ignored_keys(config: dict[str, dict[str, Any]], choices: Choices) -> dict[str, str]:
-    """The keys (`optimizer.epsilon`) that the choice beside them ignores, each with that choice (`optimizer.kind`)."""
-    found = {}
+    """The keys (`optimizer.epsilon`) that a choice ignores, each with the key of that choice (`optimizer.kind`)."""
+    by_key = {}
     for table, entries in choices.items():
         name, _, key = table.partition(".")
         ignored = getattr(entries.get(str(config[name][key])), "ignores", ())
-        found.update(dict.fromkeys((f"{name}.{one}" for one in ignored), table))
-    return found
+        by_key.update(dict.fromkeys((f"{name}.{one}" for one in ignored), table))
+    return by_key
 
 
 def _ignored(config: Config, choices: Choices) -> list[tuple[str, str]]:
     """Ignored keys that differ from their defaults, which a run's resolved config writes out."""
     values, defaults = config.model_dump(), Config().model_dump()
-    found = []
+    messages = []
     for key, table in ignored_keys(values, choices).items():
         name, one = key.split(".")
         choice = table.partition(".")[2]
         if values[name][one] != defaults[name][one]:
             remedy = f"remove it, or choose another {choice}"
-            found.append((key, f"`{table}: {values[name][choice]}` ignores it; {remedy}"))
-    return found
+            messages.append((key, f"`{table}: {values[name][choice]}` ignores it; {remedy}"))
+    return messages
 
 
 def _nearest_file(path: Path) -> str:
     if not os.path.isdir(path.parent):
         return ""
-    known = sorted(str(found) for found in path.parent.glob("[!.]*.yaml"))
+    known = sorted(str(file) for file in path.parent.glob("[!.]*.yaml"))
     return f"; {nearest(str(path), known)}" if known else ""

@@ -29,7 +29,7 @@ _WITHOUT_EFFECT = re.compile("|".join(_TABLE["keys without effect"]))
 
 
 def meant(key: str, value: object = None) -> str | None:
-    """What to write instead of another tool's `key: value`; None for a key of no tool."""
+    """What to write instead of another tool's `key: value`; None for an unknown key."""
     text = NAMES.get(_spelt(key))
     ours = re.findall(r"`(\w+\.\w+)", text or "")
     cure = not_offered.cure(ours[0], value) if ours and name_here(str(value)) == value else None
@@ -41,12 +41,12 @@ def _spelt(key: str) -> str:
 
 
 def name_here(value: str) -> str:
-    """What a value is called here that other tools call `value`; `value` itself if nothing else is known."""
+    """Our name for another tool's `value`; `value` itself where no other name is known."""
     return _VALUES.get(value.lower(), value)
 
 
 def without_effect(key: str, value: Any) -> bool:
-    """Whether another tool's `key: value`, for which nothing is written here, leaves the trained weights as they are.
+    """Whether leaving out another tool's `key: value` does not change the trained weights.
 
     A switch that is off asks for nothing. Any key that is not known to be harmless may change the result.
     """
@@ -59,7 +59,7 @@ Settings = dict[str, Any]
 
 
 def taken(key: str, value: Any) -> Settings | None:
-    """What another tool's `key: value` is here, empty if nothing need be written; None without a counterpart."""
+    """Our settings for another tool's `key: value`, empty if none are needed; None without a counterpart."""
     key = _spelt(key)
     if key in _CONVERTED:
         return _CONVERTED[key](value)
@@ -96,12 +96,12 @@ def _targets(value: Any) -> Settings:
 
 
 def _number(value: Any) -> float:
-    """The value if it is a number, and otherwise none."""
+    """The value if it is a number, else NaN."""
     return value if type(value) in (int, float) else math.nan
 
 
 def _dtype(value: Any) -> Settings | None:
-    """Of the weights; what is not 16 bit is computed in the precision that `bf16` and `fp16` say."""
+    """The type of the weights; for float32, `bf16` and `fp16` say the precision of the arithmetic."""
     known = {"bfloat16": "bf16", "float16": "fp16"}
     name = str(value).removeprefix("torch.")
     if name in ("auto", "float32"):
@@ -134,12 +134,12 @@ def _template(value: Any) -> Settings | None:
 def _deepspeed(value: Any) -> Settings | None:
     """ZeRO's stage by the name of its file, such as deepspeed_configs/zero2.json or ds_z3_offload_config.json."""
     name = str(value).lower()
-    found = re.search(r"(?:zero|z|stage)[-_]?([0-3])", name.rpartition("/")[2])
-    if not isinstance(value, str) or not found:
+    stage_of = re.search(r"(?:zero|z|stage)[-_]?([0-3])", name.rpartition("/")[2])
+    if not isinstance(value, str) or not stage_of:
         return None
-    if found[1] == "0":
+    if stage_of[1] == "0":
         return {}
-    stage = {"1": "optimizer", "2": "gradients", "3": "weights"}[found[1]]
+    stage = {"1": "optimizer", "2": "gradients", "3": "weights"}[stage_of[1]]
     offload = {"distributed.offload": "cpu"} if "offload" in name else {}
     return {"distributed.kind": "deepspeed", "distributed.stage": stage, **offload}
 
@@ -154,12 +154,12 @@ def _fsdp(value: Any) -> Settings | None:
         words = value.split() if isinstance(value, str) else value if isinstance(value, list) else []
         keys = {"offload_params": "offload" in words, "reshard_after_forward": "shard_grad_op" not in words}
     kept = str(keys.get("reshard_after_forward", True)).lower() in ("false", "shard_grad_op")
-    found = {"distributed.kind": "fsdp", "distributed.stage": "gradients" if kept else "weights"}
-    return found | ({"distributed.offload": "cpu"} if keys.get("offload_params") is True else {})
+    settings = {"distributed.kind": "fsdp", "distributed.stage": "gradients" if kept else "weights"}
+    return settings | ({"distributed.offload": "cpu"} if keys.get("offload_params") is True else {})
 
 
 def _plugins(value: Any) -> Settings | None:
-    """Axolotl's: those of fast kernels do not change the result."""
+    """Axolotl's plugins; those of fast kernels do not change the result."""
     names = [str(name).lower() for name in (value if isinstance(value, list) else [value])]
     if not all(re.search("liger|cut_cross_entropy|kernels|swanlab", name) for name in names):
         return None
@@ -174,13 +174,13 @@ def _checkpointing(value: Any) -> Settings | None:
 
 
 def _steps(key: str) -> Callable[[Any], Settings | None]:
-    """A number of steps; a share of the run has no counterpart, and below 1 is no limit."""
+    """Converts a number of steps: below 1 there is no limit, and a share of the run has no counterpart."""
     return lambda value: ({key: value} if value > 0 else {}) if type(value) is int else None
 
 
-def _when(wanted: bool, found: Settings) -> Callable[[Any], Settings | None]:
+def _when(wanted: bool, settings: Settings) -> Callable[[Any], Settings | None]:
     """Settings for a switch in one position, none in the other."""
-    return lambda value: (found if value is wanted else {}) if isinstance(value, bool) else None
+    return lambda value: (settings if value is wanted else {}) if isinstance(value, bool) else None
 
 
 _CONVERTED: dict[str, Callable[[Any], Settings | None]] = {
@@ -228,4 +228,4 @@ _CONVERTED: dict[str, Callable[[Any], Settings | None]] = {
     "use_wandb": lambda value: {"tracking.to": ["wandb"]} if value else {},
     **dict.fromkeys(("init_lora_weights", "peft_init_lora_weights"), _initial),
 }
-"""The keys whose value is not copied as it is."""
+"""The keys whose values are converted."""

@@ -100,8 +100,8 @@ def card(wanted: Wanted, check: Callable[[str], object]) -> str | None:
         if name != _HERE:
             check(name)
 
-    found = _answer(_CARD, None, known, default=_HERE)
-    return None if found == _HERE else found
+    answer = _answer(_CARD, None, known, default=_HERE)
+    return None if answer == _HERE else answer
 
 
 def confirm_replacing(output: Path, *, yes: bool) -> None:

@@ -1,6 +1,6 @@
-"""What a config of another tool asks for that would be another training here, and so is refused: each with its reason.
+"""Refuse what would become another kind of training: preferences, rewards, images and the like, each with its reason.
 
-Left out with a comment, a job of preferences or images would become a supervised job on text, and nobody reads on.
+A comment in the translated config would not do: the job would run as a supervised one, and few read on.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ _KEYS: dict[str, Callable[[Any], str | None]] = {
 
 
 def of(given: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """The keys that ask for something else than supervised training on text, each with what is said of it."""
+    """The keys that ask for anything but supervised training on text, each with the message."""
     for key, value in given.items():
         for pattern, reason in _KEYS.items():
             if re.fullmatch(pattern, key) and (said := reason(value)):

@@ -21,15 +21,15 @@ from finetune.storage.records import DataFacts
 from finetune.storage.rundir import RunDirectory
 
 # Events whose facts have a section of their own.
-_TOLD_ELSEWHERE = {"trained", "finished", "merged"}
+_SHOWN_ELSEWHERE = {"trained", "finished", "merged"}
 
-# What keys of events are called on the page, where they are not called as in the file.
+# The names of some keys of events on the page; the others are as in the file.
 _NAMES = {"held_seconds": "training waited", "world_size": "ranks", "learns": "rows of kind"}
 
 # A long run saves thousands of times; the page shows this many events of its start, and as many of its end.
 _EVENTS = 100
 
-# What a run may have beside its report, and what it is.
+# The files that a run may have beside its report, each with its description.
 _FILES = {
     "adapter": "the adapter, as PEFT reads it",
     "merged": "the merged model, as transformers and vLLM read it",
@@ -98,7 +98,7 @@ def write(run: RunDirectory, *, plot: bool = False) -> Path:
 def _job(
     figures: Figures, config: Config | None, data: DataFacts | None, environment: Mapping[str, Any] | None
 ) -> list[tuple[str, str]]:
-    """What was trained, on what: (name, fact)."""
+    """The job, its data and its device: (name, fact)."""
     facts: dict[str, str] = {}
     rows: list[str] = []
     if config:
@@ -128,31 +128,31 @@ def _job(
 
 
 def result_rows(run: RunDirectory, figures: Figures) -> list[tuple[str, str, str]]:
-    """What came out: (name, value, detail)."""
-    found = []
+    """Losses, memory, speed and time: (name, value, detail)."""
+    rows = []
     if figures.evaluations:
-        found.append(("eval loss, before and after", *_eval_loss(figures)))
+        rows.append(("eval loss, before and after", *_eval_loss(figures)))
     if figures.training:
         first, final = figures.training[0]["loss"], figures.final_loss
-        found.append(("training loss, first and last step", f"{words.loss(first)} → {words.loss(final)}",
+        rows.append(("training loss, first and last step", f"{words.loss(first)} → {words.loss(final)}",
                       f"{words.count(figures.steps)} steps"))  # fmt: skip
     if figures.peaks:
         starts = f"over {words.count(figures.starts)} starts; " if figures.starts > 1 else ""
-        found.append(("peak memory", words.size(figures.peak_bytes), starts + _forecast(run)))
+        rows.append(("peak memory", words.size(figures.peak_bytes), starts + _forecast(run)))
     if figures.tokens_per_second is not None:
         padding = "" if figures.padding_share is None else f", {words.share(figures.padding_share)} padding"
-        found.append(("speed", f"{words.count(figures.tokens_per_second)} tokens/s", f"median{padding}"))
+        rows.append(("speed", f"{words.count(figures.tokens_per_second)} tokens/s", f"median{padding}"))
     if figures.training:
         kind = (run.environment() or {"device": {"type": ""}})["device"]["type"]
         cost = f"{words.hours(figures.device_hours)} of {'GPU' if kind == 'cuda' else 'CPU'} time"
         if figures.joules is not None:
             cost += f", {words.energy(figures.joules)} of the GPU"
-        found.append(("duration", words.duration(figures.seconds), cost))
-    return found
+        rows.append(("duration", words.duration(figures.seconds), cost))
+    return rows
 
 
 def _changed_schedule(event: Mapping[str, Any]) -> str:
-    """How a run was given another number of steps, and its learning rate with it."""
+    """Describe a change of the number of steps, and of the learning rate that follows from it."""
     (then, now), (before, after) = event["steps"], event["learning_rate"]
     return (
         f"of {words.count(then)} steps until step {words.count(event['step'])}, then of {words.count(now)}: the "
@@ -213,7 +213,7 @@ def _differences(run: RunDirectory) -> list[Difference]:
 
 
 def _samples(data: DataFacts | None) -> list[tuple[str, list[tuple[str, bool]]]]:
-    """The first rows: (caption, pieces of (text, trained)); of a long row, its start."""
+    """The first rows, long ones cut: (caption, pieces of (text, trained))."""
     rows = []
     for row in data["samples"] if data else ():
         pieces = tuple(Piece(piece["text"], piece["trained"]) for piece in row["pieces"])
@@ -238,7 +238,7 @@ def _events(events: list[dict[str, Any]]) -> Iterator[tuple[str, ...]]:
 def _event(event: dict[str, Any]) -> tuple[str, ...]:
     """(time, event, step, details)."""
     time = datetime.fromtimestamp(event["time"], UTC).strftime("%Y-%m-%d %H:%M:%S")
-    details = () if event["event"] in _TOLD_ELSEWHERE else (_fact(key, value) for key, value in event.items() if value)
+    details = () if event["event"] in _SHOWN_ELSEWHERE else (_fact(key, value) for key, value in event.items() if value)
     return time, event["event"].replace("_", " "), str(event.get("step", "")), ", ".join(filter(None, details))
 
 
@@ -255,7 +255,7 @@ def _fact(key: str, value: Any) -> str:
 
 
 def _amount(key: str, value: Any) -> str:
-    """A value formatted according to its key; a list is what was and what is now, but for problems."""
+    """A value formatted by its key; a list holds the values before and after a change, except one of problems."""
     if isinstance(value, dict):
         return ", ".join(f"{name} {_amount(name, one)}" for name, one in value.items())
     if isinstance(value, list):

@@ -1,4 +1,4 @@
-"""Memory by category over a forecast step: the colours of its layers and their places, for picture and page."""
+"""Memory by category over a forecast step: the colours of its layers and where they are drawn, for picture and page."""
 
 from __future__ import annotations
 

@@ -219,8 +219,8 @@ class Terminal:
                 "the trained model, in KL divergence and loss in nats per token:"
             )
             rows = [
-                (f"onto {name}", f"{found['kl']:.4f}", f"{found['agreement']:.1%}", _loss_of(losses, name))
-                for name, found in likeness.items()
+                (f"onto {name}", f"{model['kl']:.4f}", f"{model['agreement']:.1%}", _loss_of(losses, name))
+                for name, model in likeness.items()
             ]
             rows += [(name, "", "", _loss_of(losses, name)) for name in ("trained", "base") if name in losses]
             printing.table(self._console, ("model", "KL", "same top token", "held-out loss"), rows)

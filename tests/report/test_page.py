@@ -144,7 +144,8 @@ def test_what_the_run_says_is_told(run: RunDirectory) -> None:
     for text in (
         "LoRA of rank 16", "builtin:python_docs, 1,000 rows, 4,000 tokens, 25.0% of them trained, 20 rows held out",
         "4.0000 → 3.0000 -25.0% at step 2, which was published", "3.5000 → 2.0000",
-        "2.00 GiB forecast 1.80 GiB, of its tensors 900 MiB (-10.0%), budget 4.00 GiB", "backward 900 MiB 1000 MiB -10.0% *",
+        "2.00 GiB forecast 1.80 GiB, of its tensors 900 MiB (-10.0%), budget 4.00 GiB",
+        "backward 900 MiB 1000 MiB -10.0% *",
         "with libraries the process was to take 1.80 GiB and took up to 2.00 GiB",
         "2,000 tokens/s median, 14.3% padding", "of CPU time", "cpu, 2 cores, 2 threads",
         "best loaded", "cpu cores 2", "rows.jsonl:7: 600 tokens, 2 trained",
