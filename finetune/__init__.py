@@ -15,18 +15,22 @@ from typing import TYPE_CHECKING, Any
 from finetune.runtime import libraries, restart
 
 if TYPE_CHECKING:
-    from finetune.api import compare, inspect_data, plan, train
-    from finetune.config import Config
-    from finetune.errors import FinetuneError
-    from finetune.forecast.planning import fit
-    from finetune.inference.evaluation import evaluate
-    from finetune.inference.jobs import generate
-    from finetune.lifecycle.publish import export_model, merge
-    from finetune.objectives import Objective
-    from finetune.report.result import Result
-    from finetune.settings import load_config
-    from finetune.storage.rundir import RunDirectory
-    from finetune.training.callbacks import Callback
+    from finetune.api import compare as compare
+    from finetune.api import inspect_data as inspect_data
+    from finetune.api import plan as plan
+    from finetune.api import train as train
+    from finetune.config import Config as Config
+    from finetune.errors import FinetuneError as FinetuneError
+    from finetune.forecast.planning import fit as fit
+    from finetune.inference.evaluation import evaluate as evaluate
+    from finetune.inference.jobs import generate as generate
+    from finetune.lifecycle.publish import export_model as export_model
+    from finetune.lifecycle.publish import merge as merge
+    from finetune.objectives import Objective as Objective
+    from finetune.report.result import Result as Result
+    from finetune.settings import load_config as load_config
+    from finetune.storage.rundir import RunDirectory as RunDirectory
+    from finetune.training.callbacks import Callback as Callback
 
 restart.remember()
 libraries.before_import()
@@ -51,24 +55,7 @@ _HOMES = {
     "train": "finetune.api",
 }
 
-__all__ = [
-    "Callback",
-    "Config",
-    "FinetuneError",
-    "Objective",
-    "Result",
-    "RunDirectory",
-    "compare",
-    "evaluate",
-    "export_model",
-    "fit",
-    "generate",
-    "inspect_data",
-    "load_config",
-    "merge",
-    "plan",
-    "train",
-]
+__all__ = [*_HOMES]
 
 
 def __getattr__(name: str) -> Any:

@@ -66,9 +66,9 @@ _CHANGEABLE: set[str] = set()
 def command(
     work: Callable[..., None], name: str | None = None, shared: Callable[..., None] | None = None
 ) -> Callable[..., None]:
-    """Make `work` a command of the program, by default of its own name; all have `--debug`.
+    """Make `work` a command, by default with its own name; all commands have `--debug`.
 
-    With `shared`, the options of that function, but for those that `work` has itself, stand in place of its `**`.
+    `shared` is a function whose options replace the `**` of `work`, except those that `work` declares itself.
     """
 
     @functools.wraps(work)
@@ -107,7 +107,7 @@ def _listed(entries: Any) -> str:
 
 
 def which(model: str) -> str:
-    """A model of a run; parses the option of that name."""
+    """Parse the name of a run's model."""
     if model not in ("base", "adapter", "merged"):
         raise typer.BadParameter(f"{model!r}: choose base, adapter or merged")
     return model
@@ -245,7 +245,7 @@ def plan(
 
 
 def _plan_answers(job: Config, gpu: str | None, rows: int, context: int | None, cache: str, as_json: bool) -> bool:
-    """Print the forecast of answers; whether they fit."""
+    """Print the forecast of answers, and return whether they fit."""
     with libraries.importing():
         from finetune.forecast import answer_memory
         from finetune.report.forecast_view import ServingView
@@ -257,7 +257,7 @@ def _plan_answers(job: Config, gpu: str | None, rows: int, context: int | None, 
 def _plan_training(
     job: Config, gpu: str | None, gpus: int, picture: Path | None, page: Path | None, as_json: bool
 ) -> bool:
-    """Print, draw and write the forecast of a training step; whether it fits."""
+    """Print, draw and write the forecast of a training step, and return whether it fits."""
     with libraries.importing():
         from finetune.forecast import planning
         from finetune.report.forecast_view import PlanView
@@ -501,7 +501,7 @@ def schema(
 
 @contextlib.contextmanager
 def _importing(doing: str, then: str = "") -> Iterator[None]:
-    """In the block, libraries are imported, as is said on a terminal: it takes seconds."""
+    """Say on a terminal that libraries are imported, which takes seconds, and speed up the imports in the block."""
     stage(f"{doing}: importing the libraries{then}")
     with libraries.importing():
         yield
@@ -530,27 +530,27 @@ def _give_page(view: PageView, as_json: bool, page: Path | None) -> None:
 
 
 def _chosen(option: str, name: str, entries: Any) -> None:
-    """Refuse a command without the option that names an entry of a table, with what each is for."""
+    """Raise ConfigError where the option that names an entry of a table is missing; the message lists the entries."""
     if not name:
         raise ConfigError(f"choose with {option}: {_listed(entries)}")
 
 
 def _wrote(path: Path, as_json: bool) -> None:
-    """Say that a file was written, beside output that is JSON."""
+    """Say that a file was written, on stderr if the output is JSON."""
     typer.echo(visible(f"wrote {path}"), err=as_json)
 
 
 def _announce(title: str, job: Config) -> None:
-    """Print what is about to be forecast, as importing the libraries for it takes seconds."""
+    """Print the job to be forecast, before its libraries take seconds to import."""
     from rich.console import Console
 
     from finetune.report import printing, words
 
-    printing.say(Console(), f"{title}: {words.base(job)}; adapter: {words.adapter(job)}")
+    printing.say(Console(), f"{title}: {words.base(job)}; adapter: {words.adapter(job.adapter)}")
 
 
 def _note_missing(job: Config) -> None:
-    """Say which rows a forecast was made without; a file may be on the machine that will train."""
+    """Note the rows that were missing from a forecast; their file may be on the machine that will train."""
     from finetune.data import sources
 
     for why in sources.missing(job.data.train):
@@ -563,7 +563,7 @@ def _print_json(value: Any) -> None:
 
 @contextlib.contextmanager
 def errors_reported(debug: bool = False) -> Iterator[None]:
-    """In the block, an error becomes one paragraph and its exit code; with `debug` it is raised."""
+    """Turn an error in the block into one paragraph and its exit code; with `debug` raise it."""
     try:
         yield
     except FinetuneError as error:
@@ -581,7 +581,7 @@ def errors_reported(debug: bool = False) -> Iterator[None]:
             f"out of memory: {reason(error)}; use a machine with more, or free some of this one",
             OutOfMemoryError.exit_code,
         )
-    except BrokenPipeError:  # who reads the output has seen enough; click ends quietly
+    except BrokenPipeError:  # the reader has closed the output; click ends quietly
         raise
     except OSError as error:
         if debug:

@@ -1,7 +1,7 @@
-"""A first config for a model, data and a card: a few values, each with its reason.
+"""Propose a first config for a model, data and a card: a few values, each with its reason.
 
-The look at the rows and the fit are those of `finetune data` and `finetune fit`. What they cannot know, the number of
-epochs and the batch, follows from the number of rows by a rule of thumb.
+The rows are inspected and the job is fitted as by `finetune data` and `finetune fit`. The number of epochs and the
+batch, which these do not give, follow from the number of rows by a rule of thumb.
 """
 
 from __future__ import annotations
@@ -149,7 +149,7 @@ def _take_format(draft: Draft, fields: Mapping[str, Any], columns: dict[str, str
 
 
 def _by_rows(draft: Draft, data: Prepared, rows: str, architecture: Any) -> str:
-    """Length, evaluation set, batch and epochs from the rows; returns their number and format in words."""
+    """Set length, evaluation set, batch and epochs from the rows; return their number and format in words."""
     counts = [each for each in (data.train_counts, data.eval_counts) if each]
     whole = [row.tokens or 0 for each in counts for row in each.affected if row.why == TOO_LONG]
     longest = max(*whole, *(each.longest for each in counts), 1)
@@ -181,7 +181,7 @@ def _counted(number: int, thing: str) -> str:
 
 
 def _fitted(draft: Draft, planner: Planner) -> Fitted:
-    """Quantization, precision and what the fit chooses; where nothing fits with long rows, shorter ones."""
+    """Set quantization, precision and what the fit chooses, with shorter rows where nothing fits with long ones."""
     device, hidden = planner.device, getattr(planner.architecture.get_text_config(), "hidden_size", _SMALL)
     if device.type == "cpu":
         draft.take("training.precision", "fp32", "not every CPU multiplies bfloat16 fast")
@@ -222,7 +222,7 @@ def _choose_quantization(draft: Draft, planner: Planner) -> None:
 
 
 def _for(draft: Draft, planner: Planner) -> Planner:
-    """The planner for what is proposed so far. Where its rows would be cut, all count as that long."""
+    """The planner of the draft. Rows longer than its maximum all count as that long."""
     job, data = planner.job.changed(draft.values), planner.data
     counts = [each for each in (data.train_counts, data.eval_counts) if each] if data else []
     whole = all(each.longest <= job.data.max_length for each in counts)

@@ -206,7 +206,7 @@ def compare(differences: Sequence[Difference], console: Console, note: str = "")
 
 
 def process(needed_bytes: int, peaks: dict[str, Peak]) -> str:
-    """What the table of a CPU's tensors leaves out; empty for a GPU."""
+    """The memory of the whole process, which the table of a CPU's tensors leaves out; empty for a GPU."""
     resident = max((peak.get("resident_bytes", 0) for peak in peaks.values()), default=0)
     if not resident:
         return ""
@@ -300,7 +300,7 @@ def _over_budget(forecast: Forecast | Serving) -> set[str]:
 
 
 def _costs(forecast: Forecast) -> dict[str, str]:
-    """The job's costs other than device memory."""
+    """Host memory, disk and time of a step."""
     facts = {}
     # On a CPU the headline is about host memory.
     if forecast.device.type != "cpu" and not words.is_nothing(forecast.host_bytes):

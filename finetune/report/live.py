@@ -19,7 +19,7 @@ from finetune.report import printing, words
 
 # The trend of the loss is that of its mean over these steps to its mean over as many before.
 _TREND_STEPS = 10
-# A smaller relative change is none.
+# Smaller relative changes count as flat.
 _FLAT = 0.005
 
 STOPPING = "finishing and saving this step; press Ctrl-C again to stop without"

@@ -102,7 +102,7 @@ def _job(
     facts: dict[str, str] = {}
     rows: list[str] = []
     if config:
-        facts = {"base": words.base(config), "adapter": words.adapter(config)}
+        facts = {"base": words.base(config), "adapter": words.adapter(config.adapter)}
         rows.append(named(config.data.train))
     if data:
         train, held_out = data["train"], data["eval"]

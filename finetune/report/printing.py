@@ -64,7 +64,7 @@ class LastingStream:
 
 
 def discard(stream: IO[str]) -> None:
-    """Drop what a stream that cannot be written still buffers: Python would try again at its end, and exit with 120."""
+    """Drop the buffer of a broken stream: Python would flush it again at exit, fail, and exit with code 120."""
     with contextlib.suppress(OSError):  # not every stream is a file
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
@@ -129,7 +129,7 @@ def bars(console: Console, rows: Iterable[tuple[str, float, str, str]]) -> None:
 
 
 def plain(console: Console, text: str, style: str = "", keep: str = "") -> Text:
-    """`text` without markup: see `visible` for `keep`; characters that the console cannot encode become ?."""
+    """`text` without markup and control characters (see `visible`); ? for characters the console cannot encode."""
     return Text(visible(text, keep).encode(console.encoding, "replace").decode(console.encoding), style=style)
 
 

@@ -25,7 +25,7 @@ COLOURS = {
 }
 
 FAR_ABOVE = 3
-"""A budget more than this many times the need is not drawn to scale, since it would squeeze the curve."""
+"""A budget above this multiple of the need is not drawn, since it would squeeze the curve."""
 
 # The update has few allocations and would be too narrow for its label.
 _NARROWEST_PHASE = 0.15

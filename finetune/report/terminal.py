@@ -59,7 +59,7 @@ class Terminal:
         self._peaks_shown = False
 
     def close(self) -> None:
-        """End the live view and a renewal of the report that is under way, if there are any."""
+        """End the live view and a running renewal of the report."""
         self._trains = False
         if self._live:
             self._live.stop()
@@ -80,7 +80,7 @@ class Terminal:
     # -- before training -------------------------------------------------------------------------------------------
 
     def compared(self, differences: Sequence[Difference], needed_bytes: int, peaks: dict[str, Peak]) -> None:
-        """Print forecast and measurement by phase; of a CPU, all that the process was to take and took as well."""
+        """Print forecast and measurement by phase; on a CPU also those of the whole process."""
         forecast_view.compare(differences, self._console, forecast_view.process(needed_bytes, peaks))
         self._peaks_shown = bool(differences)
 
@@ -95,35 +95,14 @@ class Terminal:
         processes: int = 1,
         mixture: Mixture | None = None,
     ) -> None:
-        """Print the header: the job, its data, and the device. From here on, output that nobody reads ends no run."""
+        """Print the header: the job, its data, and the device. A failing output does not end the run from here on."""
         run = RunDirectory(path)
         lasting = printing.LastingStream(self._console.file, lambda reason: run.event("output_lost", reason=reason))
         self._console.file = cast(IO[str], lasting)
         self._forecast, self._log_every = forecast, config.tracking.log_every
         if run.config_file.is_file():  # the other ranks' directories have none
             self._renewal = Renewal(run)
-        facts = {"run": str(path), "base": words.base(config)}
-        if mixture:
-            facts["experts"] = words.mixture(mixture)
-        facts["adapter"] = words.adapter(config)
-        if mixture and config.adapter.kind == "lora" and config.adapter.targets == "all-linear":
-            facts["adapter"] += ", without routers and experts"
-        facts["data"] = words.counts(data.train_counts, config.data.max_length)
-        if config.data.train == DataSection().train:  # which is also what a config without rows trains
-            facts["data"] = f"the built-in rows ({config.data.train}): {facts['data']}"
-        if data.eval_counts:
-            facts["evaluation set"] = words.counts(data.eval_counts, config.data.max_length)
-            if config.output.best and config.training.eval_every and not data.judges:
-                facts["evaluation set"] += f"; {words.TOO_FEW_TO_JUDGE}"
-                if config.training.early_stopping:
-                    facts["evaluation set"] += ", although training stops early by their loss"
-        else:
-            facts["evaluation set"] = data.warning or "none"
-        if prompts := words.prompts(config.data.separator, data.train_counts, data.eval_counts):
-            facts["prompts"] = prompts
-        facts["batch"] = _batching(config, processes)
-        facts["training"] = words.training(config)
-        facts["attention"] = attention
+        facts = {"run": str(path)} | _job(config, data, processes, mixture) | {"attention": attention}
         facts["device"] = words.device(run.environment(), str(device))
         if unused := words.unused(data.train_counts, data.eval_counts):
             facts["not used"] = f"columns {unused}"
@@ -132,7 +111,7 @@ class Terminal:
         self._facts(facts)
 
     def built(self, model: Any, left_out: Mapping[str, int]) -> None:
-        """Print the numbers of parameters and of trained ones; of layers without an adapter, `left_out` by reason."""
+        """Print the numbers of parameters, of trained ones, and of layers without an adapter: `left_out`, by reason."""
         sizes = [(math.prod(experts.shape(parameter)), parameter.requires_grad) for parameter in model.parameters()]
         total = sum(size for size, _ in sizes)
         trained = sum(size for size, requires_grad in sizes if requires_grad)
@@ -169,7 +148,7 @@ class Terminal:
         self._say(f"step {line['step']}: eval loss {words.loss(line['eval_loss'])}, peak {peak}")
 
     def stopping(self) -> None:
-        """Answer the signal that ends training after the current step. Called by its handler, and takes no lock."""
+        """Acknowledge the signal that ends training after this step. A signal handler calls it, so it takes no lock."""
         if self._live:
             self._live.stopping = True
         elif self._trains and not self._console.quiet:
@@ -239,7 +218,7 @@ class Terminal:
                 self._say(f"{title}: {one}")
 
     def serves(self, commands: dict[str, str], prompts: str | None) -> None:
-        """Print the command lines that serve an export, by program, and how it is asked if not in turns of a chat."""
+        """Print the command lines that serve an export, by program, and the form of its prompts if it is not a chat."""
         self._say("\nserve it with")
         self._facts(commands)
         if prompts:
@@ -277,6 +256,34 @@ class Terminal:
 
     def _facts(self, facts: dict[str, str]) -> None:
         printing.facts(self._console, facts)
+
+
+def _job(config: Config, data: Prepared, processes: int, mixture: Mixture | None) -> dict[str, str]:
+    """The lines of the header on the base, the adapter, the data and the steps."""
+    facts = {"base": words.base(config)}
+    if mixture:
+        facts["experts"] = words.mixture(mixture)
+    facts["adapter"] = words.adapter(config.adapter)
+    if mixture and config.adapter.kind == "lora" and config.adapter.targets == "all-linear":
+        facts["adapter"] += ", without routers and experts"
+    facts["data"] = words.counts(data.train_counts, config.data.max_length)
+    if config.data.train == DataSection().train:  # which is also what a config without rows trains
+        facts["data"] = f"the built-in rows ({config.data.train}): {facts['data']}"
+    facts["evaluation set"] = _evaluation_set(config, data)
+    if prompts := words.prompts(config.data.separator, data.train_counts, data.eval_counts):
+        facts["prompts"] = prompts
+    return {**facts, "batch": _batching(config, processes), "training": words.training(config)}
+
+
+def _evaluation_set(config: Config, data: Prepared) -> str:
+    """The size of the evaluation set, and a warning where it is too small for what the config uses it for."""
+    if not data.eval_counts:
+        return data.warning or "none"
+    text = words.counts(data.eval_counts, config.data.max_length)
+    if not config.output.best or not config.training.eval_every or data.judges:
+        return text
+    stops = ", although training stops early by their loss" if config.training.early_stopping else ""
+    return f"{text}; {words.TOO_FEW_TO_JUDGE}{stops}"
 
 
 def _batching(config: Config, processes: int) -> str:

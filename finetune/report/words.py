@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from finetune.config import Config
+from finetune.config import AdapterSection, Config
 from finetune.data.counts import CONTROL_TOKENS, Counts
 
 if TYPE_CHECKING:  # these import torch, which would delay the first line of a plan
@@ -101,9 +101,8 @@ def base(config: Config) -> str:
     return f"{config.model.name}{weights}{stored} {config.training.precision} arithmetic"
 
 
-def adapter(config: Config) -> str:
+def adapter(section: AdapterSection) -> str:
     """The trained weights, such as `LoRA of rank 16, alpha 32, on all-linear`."""
-    section = config.adapter
     if section.kind == "none":
         return "none: every weight is trained"
     targets = section.targets if isinstance(section.targets, str) else ", ".join(section.targets)

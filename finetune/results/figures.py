@@ -54,7 +54,7 @@ class Figures:
 
     @property
     def best_evaluation(self) -> dict[str, Any] | None:
-        """The evaluation with the lowest finite loss; if it is that of step 0, training did not help."""
+        """The evaluation with the lowest finite loss; that of step 0 if training did not help."""
         finite = [line for line in self.evaluations if line["eval_loss"] is not None]
         return min(finite, key=lambda line: line["eval_loss"], default=None)
 
@@ -87,7 +87,7 @@ class Figures:
 
     @property
     def starts(self) -> int:
-        """How often the run was started."""
+        """The number of starts of the run."""
         return len(self._starts())
 
     def _last_start(self) -> list[dict[str, Any]]:
