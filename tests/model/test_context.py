@@ -16,7 +16,6 @@ from transformers import AutoConfig
 
 from finetune.errors import ConfigError
 from finetune.model.distributed import context
-from finetune.model.probes import split_rows
 
 # Four processes, forked once the libraries are there, compute two padded rows and two packed ones of each model, whole
 # and split, and print the largest differences of losses and of summed gradients, relative to their size.
@@ -29,6 +28,7 @@ from test_packing import model_of
 from finetune.data.batching import MicroBatching
 from finetune.model.attention import packing
 from finetune.model.distributed import context
+from finetune.model.probes import split_rows
 from finetune.model.recompute import checkpointing
 from finetune.objectives import log_probs, supervised
 from finetune.training.collator import MicroBatches, for_model
