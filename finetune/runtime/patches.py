@@ -597,3 +597,21 @@ ADDS_IN_SEQUENCE = Patch(
 def entries() -> dict[str, Patch]:
     """All entries by name."""
     return {name: value for name, value in globals().items() if isinstance(value, Patch)}
+
+
+def page() -> str:
+    """The registry as Markdown."""
+    libraries: dict[str, list[str]] = {}
+    for entry in entries().values():
+        what = f"`{entry.target.replace(':', '.')}`" + (f", of {entry.objects}" if entry.objects else "")
+        row = f"| {what} | {entry.read_at} | {entry.why} | {entry.until[0].upper()}{entry.until[1:]} |"
+        libraries.setdefault(entry.read_at.split()[0], []).append(row)
+    parts = [
+        "# Patches\n\nEvery attribute of a library that finetune replaces. `make docs` writes this page from "
+        "`finetune/runtime/patches.py`; `make test-oldest` and `make test-newest` check the targets in the lowest and "
+        "the newest versions that `pyproject.toml` allows."
+    ]
+    for library, rows in libraries.items():
+        head = "| replaced | read at | why | unnecessary when |\n| --- | --- | --- | --- |"
+        parts.append("\n".join([f"## {library}\n", head, *rows]))
+    return "\n\n".join(parts) + "\n"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import types
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -90,3 +91,8 @@ def test_an_entry_for_objects_takes_its_object_and_no_other_does() -> None:
         patches.TIE_WEIGHTS.put(lambda: None)
     with pytest.raises(AssertionError, match="sync_gpu"):
         patches.SYNC_GPU.put(lambda tensor: None, libraries)
+
+
+def test_the_page_is_made_from_the_registry() -> None:
+    page = Path(__file__).parents[2] / "docs" / "patches.md"
+    assert page.read_text(encoding="utf-8") == patches.page(), "run `make docs`"
