@@ -30,7 +30,7 @@ from finetune.forecast.operator_costs import Kernels
 from finetune.forecast.operators import flat
 from finetune.measure.monitor import Monitor, Peak
 from finetune.model.structure.experts import Mixture
-from finetune.runtime.libraries import replaced
+from finetune.runtime import patches
 
 CATEGORIES = {
     "base_weights": "base weights",
@@ -400,7 +400,7 @@ class Recorder(TorchDispatchMode):
                 entry[0] = self._open(size_bytes, "workspace") if size_bytes else None
             return plain(storage, size_bytes)
 
-        with replaced(torch.UntypedStorage, "resize_", resize):
+        with patches.STORAGE_RESIZE.by(resize):
             yield
 
     def _turn_into_workspace(self, buffers: Iterable[torch.Tensor]) -> None:

@@ -24,6 +24,7 @@ from torch.autograd.function import once_differentiable
 
 from finetune.kernels import ops
 from finetune.model.recompute import keeping
+from finetune.runtime import patches
 
 
 @dataclass(frozen=True)
@@ -141,16 +142,7 @@ def replace(module: Any) -> Callable[[], None]:
 
 def put(module: Any, forward: Callable[..., Any]) -> Callable[[], None]:
     """Give one module another forward pass; returns what undoes it."""
-    before = vars(module).get("forward")
-    module.forward = forward
-
-    def undo() -> None:
-        if before is None:
-            del module.forward
-        else:
-            module.forward = before
-
-    return undo
+    return patches.MODULE_FORWARD.put(forward, module)
 
 
 # -- autograd ----------------------------------------------------------------------------------------------------------

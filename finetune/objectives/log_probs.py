@@ -9,8 +9,6 @@ from typing import Any
 
 import torch
 import transformers
-from trl.kernels import chunked_logprob
-from trl.trainer import utils
 from trl.trainer.utils import add_fused_lm_head
 
 from finetune.errors import ConfigError, first_line
@@ -18,7 +16,7 @@ from finetune.kernels import head, self_test
 from finetune.model import probes
 from finetune.model.distributed import sharding
 from finetune.model.structure import experts
-from finetune.runtime.libraries import replaced
+from finetune.runtime import patches
 
 # Config attributes for the number of experts, of which TRL 1.16 only reads the first.
 _EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
@@ -103,7 +101,7 @@ def prove(model: Any) -> str | None:
         with (
             torch.no_grad(),
             tiles(probes.TOKENS // 2),
-            replaced(utils, "_ChunkedLogProbFunction", SimpleNamespace(apply=compared)),
+            patches.HEAD_FUNCTION.by(SimpleNamespace(apply=compared)),
         ):
             model(input_ids=ids, labels=ids, fused_lm_head=True)
     except (torch.OutOfMemoryError, MemoryError):
@@ -133,10 +131,10 @@ def tiles(tokens: int, *, fused: bool = False) -> Iterator[None]:
     well.
     """
     with contextlib.ExitStack() as stack:
-        stack.enter_context(replaced(chunked_logprob, "TOKEN_CHUNK_SIZE", tokens))
+        stack.enter_context(patches.TILE_TOKENS.by(tokens))
         if fused:
-            stack.enter_context(replaced(utils, "_ChunkedLogProbFunction", head.LogProbs))
-            stack.enter_context(replaced(utils, "_use_triton", lambda device: True))
+            stack.enter_context(patches.HEAD_FUNCTION.by(head.LogProbs))
+            stack.enter_context(patches.HEAD_LABELLED_ONLY.by(lambda device: True))
         yield
 
 
@@ -156,7 +154,7 @@ def _settle_balancing_loss(model: Any) -> str | None:
     own = next((name for name in _EXPERT_COUNTS if hasattr(config, name)), "num_experts")
     own = type(config).attribute_map.get(own, own)  # DeepSeek V4's is another name itself, which is not looked up twice
     if config.output_router_logits and own != "num_experts":
-        type(config).attribute_map = {**type(config).attribute_map, "num_experts": own}
+        patches.ATTRIBUTE_MAP.put({**type(config).attribute_map, "num_experts": own}, type(config))
     if readable or not wanted:
         return None
     return (  # Granite's mixtures and DBRX up to transformers 5.17

@@ -16,6 +16,7 @@ from finetune.config.field_types import LEVELS, every_n
 from finetune.errors import ConfigError
 from finetune.model.recompute import keeping, offload
 from finetune.model.structure import experts
+from finetune.runtime import patches
 
 KEPT: dict[str, Collection[str]] = {
     "keep-both": (keeping.ATTENTION, keeping.PRODUCTS),
@@ -52,7 +53,7 @@ def apply(model: Any, section: MemorySection, device_type: str) -> None:
     for layer in found:
         layer.biased_experts = experts.have_biases(layer)
         # Around the checkpoint, which older versions (transformers 5.17) begin before hooks and `forward`.
-        layer._gradient_checkpointing_func = functools.partial(_checkpoint, layer, copies)  # noqa: SLF001
+        patches.CHECKPOINT_FUNCTION.put(functools.partial(_checkpoint, layer, copies), layer)
     choose(model, chosen)
 
 
