@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from finetune.kernels import ops
+from finetune.kernels.room import take_room
 from finetune.model.recompute import keeping
 
 
@@ -169,7 +170,8 @@ class _Project(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, layers: Layers, *_: Tensor) -> tuple[Tensor, ...]:
         ctx.layers = layers
         with without_autocast(x):
-            wide = rows(x) if (room := take_room(x)) is None else room
+            wide = take_room(x)
+            wide = rows(x) if wide is None else wide
             outputs, low = keeping.kept(lambda: _by_themselves(*products(wide, layers)))
         ctx.save_for_backward(x, low.data)
         # Tensors of their own and not views: work in place on one must not count as a change of the others.
@@ -208,24 +210,6 @@ def rows(x: Tensor) -> Tensor:
 def rank(layers: Layers) -> int:
     """Of all layers together: the columns of U and S."""
     return _places(layers)[-1].stop
-
-
-def narrowed(wide: Tensor, width: int) -> Tensor:
-    """The first columns of `wide` (..., width and room); layers that take them may use the room for their U."""
-    if wide.shape[-1] == width:
-        return wide
-    x: Any = wide[..., :width].data  # no view of the rest to autograd
-    x.room = wide.shape[-1] - width
-    return x
-
-
-def take_room(x: Any) -> Tensor | None:
-    """`x` (n, H and room) with the room beside it, which has one user only; None where there is none."""
-    room = getattr(x, "room", 0)
-    if not room:
-        return None
-    x.room = 0
-    return x.data.as_strided((x.numel() // x.shape[-1], x.shape[-1] + room), (x.stride(-2), 1))
 
 
 def products(x: Tensor, layers: Layers, out: Tensor | None = None) -> tuple[tuple[Tensor, ...], Tensor]:

@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from finetune.kernels import ops
-from finetune.kernels.lora import narrowed, put
+from finetune.kernels.lora import put
+from finetune.kernels.room import narrowed
 
 
 @dataclass(frozen=True)
@@ -21,6 +23,9 @@ class Rounding:
     offset: float
     cast_first: bool
 
+
+_room: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
+"""The columns of room that each replaced module leaves."""
 
 # Llama's, OLMo 2's and Gemma's.
 _ROUNDINGS = (Rounding(0.0, True), Rounding(0.0, False), Rounding(1.0, False))
@@ -48,15 +53,15 @@ def replace(module: Any) -> Callable[[], None]:
         if weight.dtype is not x.dtype:
             normalized: Tensor = plain(x)
             return normalized
-        y: Tensor = _RmsNorm.apply(x, weight, eps, rounding, getattr(module, "room", 0))
+        y: Tensor = _RmsNorm.apply(x, weight, eps, rounding, _room.get(module, 0))
         return y
 
     return put(module, forward)
 
 
-def leave_room(module: Any, columns: int) -> None:
-    """Let a replaced module leave so many columns empty beside its output (see `lora.narrowed`)."""
-    module.room = columns
+def leave_room(module: nn.Module, columns: int) -> None:
+    """Let a replaced module leave this many columns of room beside its output (see `kernels.room`)."""
+    _room[module] = columns
 
 
 class _RmsNorm(torch.autograd.Function):

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from finetune.errors import first_line
-from finetune.kernels import KERNELS, Attached, lora
+from finetune.kernels import KERNELS, Attached
+from finetune.kernels.room import columns_beside, narrowed
 from finetune.model import probes
 
 # How far results and gradients may differ, as a share of their size. Both ways round several times, in another order:
@@ -54,7 +55,7 @@ def _differences(model: Any, attached: Attached) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class _Inputs:
-    """What a module was called with, and how many columns its first tensor had beside it (see `lora.narrowed`)."""
+    """The arguments of a module's call, and the columns of room beside its first tensor (see `kernels.room`)."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -74,7 +75,7 @@ def _inputs(model: Any, attached: Attached) -> dict[nn.Module, tuple[str, _Input
 
             def seen(module: nn.Module, args: Any, kwargs: Any, kernel: str = kernel) -> None:
                 first = next(value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
-                found.setdefault(module, (kernel, _Inputs(args, kwargs, getattr(first, "room", 0))))
+                found.setdefault(module, (kernel, _Inputs(args, kwargs, columns_beside(first))))
 
             stack.callback(module.register_forward_pre_hook(seen, with_kwargs=True).remove)
         probes.logits(model, input_ids=probes.rows(1, probes.TOKENS, model)[0])
@@ -106,7 +107,7 @@ def _results(module: nn.Module, called: _Inputs) -> dict[str, Tensor]:
     given: dict[Any, Any] = {**dict(enumerate(called.args)), **called.kwargs}
     key, hidden = next((key, value) for key, value in given.items() if isinstance(value, Tensor))
     width = hidden.shape[-1]
-    given[key] = lora.narrowed(hidden.new_empty(*hidden.shape[:-1], width + called.room), width)
+    given[key] = narrowed(hidden.new_empty(*hidden.shape[:-1], width + called.room), width)
     given[key].copy_(hidden.detach()).requires_grad_()
     positional = [given[place] for place in range(len(called.args))]
     output = module(*positional, **{name: given[name] for name in called.kwargs})
