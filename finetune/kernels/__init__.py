@@ -6,7 +6,6 @@ model's name; which of them it cannot do, and why; and how it takes the place of
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -75,7 +74,6 @@ def attach(model: Any, fused: str, *, triton: bool = True) -> Attached:
         attached.lines.append("kernels: none is fused: Triton does not run here")
     for layer in checkpointing.layers(model):
         for module in filter(mlp.has_structure, layer.modules()):
-            mlp.is_recomputed(module, functools.partial(getattr, layer, "gradient_checkpointing"))
             if module not in attached.replaced["mlp"]:
                 mlp.tile(module)
     return attached

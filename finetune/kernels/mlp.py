@@ -61,7 +61,7 @@ def replace(module: nn.Module) -> Callable[[], None]:
             computed: Tensor = plain(x)
             return computed
         *inner, down = map(lora.current, parts)
-        if _in_tiles(module, x):
+        if _in_tiles(x):
             handle = _KeptInput.apply(x, activation, inner, down, *lora.factors([*inner, down]))
             in_tiles: Tensor = _Tiles.apply(handle, x.detach(), activation, inner, down)
             return in_tiles
@@ -86,7 +86,7 @@ def tile(module: nn.Module) -> None:
     plain = module.forward
 
     def forward(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        if args or kwargs or torch.compiler.is_compiling() or not _in_tiles(module, x):
+        if args or kwargs or torch.compiler.is_compiling() or not _in_tiles(x):
             computed: Tensor = plain(x, *args, **kwargs)
             return computed
         trained = [weight for weight in module.parameters() if weight.requires_grad]
@@ -95,11 +95,6 @@ def tile(module: nn.Module) -> None:
         return in_tiles
 
     lora.put(module, forward)
-
-
-def is_recomputed(module: Any, recomputed: Callable[[], bool]) -> None:
-    """Tell a module how to find out whether its layer is recomputed for the backward pass."""
-    module.recomputed = recomputed
 
 
 class _Kept(torch.autograd.Function):
@@ -238,10 +233,10 @@ _LEAST = 2048
 _MANY = 4
 
 
-def _in_tiles(module: Any, x: Tensor) -> bool:
+def _in_tiles(x: Tensor) -> bool:
     """Whether x (..., H) is long, and neither gate nor up would be kept in any case."""
     long = x.numel() >= _MANY * _tile(x) * x.shape[-1] and not keeping.keeps_products()
-    return long and (not torch.is_grad_enabled() or getattr(module, "recomputed", lambda: False)())
+    return long and (not torch.is_grad_enabled() or keeping.is_recomputed())
 
 
 def _tile(x: Tensor) -> int:

@@ -21,7 +21,7 @@ _columns: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
 def with_room(like: Tensor, columns: int) -> Tensor:
-    """An empty contiguous tensor (..., width + columns), rounded up so that its rows begin where kernels are fastest."""
+    """An empty contiguous tensor (..., width + columns), widened so that its rows begin where kernels are fastest."""
     width = like.shape[-1]
     if columns:
         width = -(-(width + columns) // _ALIGNMENT) * _ALIGNMENT

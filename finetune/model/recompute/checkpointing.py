@@ -8,7 +8,9 @@ import itertools
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakKeyDictionary
 
+from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from finetune.config import MemorySection
@@ -23,7 +25,10 @@ KEPT: dict[str, Collection[str]] = {
     "keep-attention": (keeping.ATTENTION,),
     "all": (),
 }
-"""For each level of a checkpointed layer what it keeps beside its input."""
+"""What a checkpointed layer of each level keeps beside its input."""
+
+_levels: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
+"""The level of each layer, as `choose` set it last."""
 
 
 def apply(model: Any, section: MemorySection, device_type: str) -> None:
@@ -50,19 +55,22 @@ def apply(model: Any, section: MemorySection, device_type: str) -> None:
         if getattr(module, "gradient_checkpointing", False):
             module.gradient_checkpointing = False
     for layer in found:
-        layer.biased_experts = experts.have_biases(layer)
         # Around the checkpoint, which older versions (transformers 5.17) begin before hooks and `forward`.
-        layer._gradient_checkpointing_func = functools.partial(_checkpoint, layer, copies)  # noqa: SLF001
+        layer._gradient_checkpointing_func = functools.partial(  # noqa: SLF001
+            _checkpoint, layer, experts.have_biases(layer), copies
+        )
     choose(model, chosen)
 
 
-def _checkpoint(layer: Any, copies: offload.Offload | None, function: Callable[..., Any], *inputs: Any) -> Any:
+def _checkpoint(
+    layer: nn.Module, biased_experts: bool, copies: offload.Offload | None, function: Callable[..., Any], *inputs: Any
+) -> Any:
     """The result of `function`, the forward pass of `layer`, which is recomputed but for what its level keeps."""
-    kept = KEPT[layer.level]
+    kept = KEPT[_levels[layer]]
     # A compiled layer knows no such contexts (torch 2.13), even where they keep nothing.
-    contexts = {"context_fn": functools.partial(keeping.contexts, kept, layer.biased_experts)} if kept else {}
+    contexts = {"context_fn": functools.partial(keeping.contexts, kept, biased_experts)} if kept else {}
     with copies or contextlib.nullcontext():
-        return checkpoint(function, *inputs, use_reentrant=False, **contexts)
+        return checkpoint(keeping.recomputed(function), *inputs, use_reentrant=False, **contexts)
 
 
 def _forget_state(module: Any, args: Any, output: Any) -> None:
@@ -75,7 +83,8 @@ def choose(model: Any, chosen: Sequence[str]) -> None:
     """Give the layers these levels, where `apply` has turned checkpointing on. Raises ConfigError for an unfit one."""
     _check(model, chosen)
     for layer, level in zip(layers(model), chosen, strict=True):
-        layer.level, layer.gradient_checkpointing = level, level != "none"
+        _levels[layer] = level
+        layer.gradient_checkpointing = level != "none"
         experts.checkpointed(layer, level != "none")
 
 
@@ -158,9 +167,14 @@ class ByLength:
         self.shorter = ()
 
 
+def level_of(layer: Any) -> str:
+    """The level of a layer now, one of LEVELS."""
+    return _levels[layer] if layer.gradient_checkpointing else "none"
+
+
 def keeps(layer: Any) -> bool:
     """Whether a layer is recomputed but for some tensors."""
-    return layer.gradient_checkpointing and bool(KEPT[layer.level])
+    return bool(KEPT.get(level_of(layer)))
 
 
 def levels(architecture: Any) -> tuple[str, ...]:

@@ -57,6 +57,25 @@ class _Results:
 
 
 _of_layer: ContextVar[_Results | None] = ContextVar("_of_layer", default=None)
+_in_recomputed: ContextVar[bool] = ContextVar("_in_recomputed", default=False)
+
+
+def recomputed(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """`forward`, the pass of a layer that the backward pass computes again; `is_recomputed` is true inside it."""
+
+    def marked(*inputs: Any) -> Any:
+        token = _in_recomputed.set(True)
+        try:
+            return forward(*inputs)
+        finally:
+            _in_recomputed.reset(token)
+
+    return marked
+
+
+def is_recomputed() -> bool:
+    """Whether what runs belongs to a layer that the backward pass computes again."""
+    return _in_recomputed.get()
 
 
 def contexts(kinds: Collection[str], biased_experts: bool) -> _Contexts:
