@@ -28,7 +28,7 @@ from finetune.model.recompute import keeping
 
 
 @dataclass(frozen=True)
-class Linear:
+class FrozenLinear:
     """A frozen linear layer as it is now, with its adapter if it has one: A (r, H), B (O, r)."""
 
     weight: Any
@@ -52,13 +52,13 @@ class Linear:
         ops.decode_(place, self.weight)
         return place
 
-    def decoded_once(self, dtype: torch.dtype) -> Linear:
+    def decoded_once(self, dtype: torch.dtype) -> FrozenLinear:
         """The same for many products: W in `dtype`, A and B in float32, in which their gradients are summed."""
         a, b = (None if one is None else one.float() for one in (self.a, self.b))
         return dataclasses.replace(self, weight=self.decoded(dtype), a=a, b=b)
 
 
-Layers = Sequence[Linear]
+Layers = Sequence[FrozenLinear]
 
 
 # -- what PEFT's modules are -------------------------------------------------------------------------------------------
@@ -107,13 +107,13 @@ def obstacle_together(modules: Sequence[nn.Module]) -> str | None:
     return "adapters of several scales" if len(scales) > 1 else None
 
 
-def current(module: Any) -> Linear:
+def current(module: Any) -> FrozenLinear:
     """The parameters of a linear layer, adapted or not, as they are now."""
     if not is_adapted(module):
-        return Linear(module.weight, module.bias, module.in_features, module.out_features)
+        return FrozenLinear(module.weight, module.bias, module.in_features, module.out_features)
     (name,) = module.active_adapters
     base = module.base_layer
-    return Linear(
+    return FrozenLinear(
         base.weight, base.bias, base.in_features, base.out_features,
         module.lora_A[name].weight, module.lora_B[name].weight, module.scaling[name],
     )  # fmt: skip
