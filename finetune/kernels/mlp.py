@@ -39,27 +39,27 @@ _PLAIN: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def has_structure(module: nn.Module) -> bool:
-    """Whether `module` has the layers of a gated MLP, one of them adapted."""
+    """Whether `module` has the layers of a gated MLP, at least one of them adapted."""
     if not _inner(module) or not hasattr(module, _DOWN):
         return False
-    found = layers(module)
-    return all(isinstance(layer, nn.Module) for layer in found) and any(map(lora.is_adapted, found))
+    parts = layers(module)
+    return all(isinstance(part, nn.Module) for part in parts) and any(map(lora.is_adapted, parts))
 
 
 def layers(module: nn.Module) -> list[nn.Module]:
-    """The linear layers of a gated MLP, the last one last."""
+    """The linear layers of a gated MLP in the order of computation: `down_proj` is the last."""
     return [getattr(module, name) for name in (*_inner(module), _DOWN)]
 
 
 def obstacle(module: nn.Module) -> str | None:
-    """Why such a module cannot be computed here; None where it can."""
+    """Why such a module cannot be computed here; None if it can."""
     *inner, down = layers(module)
-    found = lora.obstacle_together(inner) or lora.obstacle(down)
-    return found or (None if _activation(module) else "another activation or another formula")
+    reason = lora.obstacle_together(inner) or lora.obstacle(down)
+    return reason or (None if _activation(module) else "another activation or another formula")
 
 
 def replace(module: nn.Module) -> Callable[[], None]:
-    """Compute the MLP here; returns what undoes it."""
+    """Compute the MLP by these functions; returns a function that undoes it."""
     plain, activation, parts = module.forward, _activation(module), layers(module)
     assert activation is not None
 
@@ -77,9 +77,9 @@ def replace(module: nn.Module) -> Callable[[], None]:
 
 
 def tile(module: nn.Module) -> None:
-    """Take a long input in tiles where the MLP is computed by its own code, if that takes each token by itself.
+    """Let an MLP that its own code computes take long inputs in tiles, if it treats each token by itself.
 
-    Not where adapters drop out, by other random numbers for each tile, nor in slices on several ranks.
+    An MLP with dropout is left alone (each tile would draw other random numbers), and one sharded over ranks too.
     """
     from torch.distributed.tensor import DTensor
 
@@ -142,12 +142,10 @@ class _Formula(Protocol):
     type is `dtype` and width `outputs`.
     """
 
-    @property
-    def trained(self) -> Sequence[Tensor]: ...
-    @property
-    def dtype(self) -> torch.dtype: ...
-    @property
-    def outputs(self) -> int: ...
+    trained: Sequence[Tensor]
+    dtype: torch.dtype
+    outputs: int
+
     def values(self, *kept: Tensor) -> Tensor: ...
     def gradients(self, dy: Tensor, *kept: Tensor) -> list[Tensor]: ...
 
@@ -157,7 +155,8 @@ class _AfterHalves:
 
     def __init__(self, activation: str, down: FrozenLinear, dtype: torch.dtype) -> None:
         self._activation, self._down = activation, down
-        self.trained, self.dtype, self.outputs = lora.factors([down]), dtype, down.outputs
+        self.trained: Sequence[Tensor] = lora.factors([down])
+        self.dtype, self.outputs = dtype, down.outputs
 
     def values(self, gate: Tensor, up: Tensor) -> Tensor:
         a = ops.gated(gate, up, self._activation, lora.rank([self._down]))
@@ -176,7 +175,8 @@ class _InTiles:
 
     def __init__(self, activation: str, inner: Layers, down: FrozenLinear, dtype: torch.dtype) -> None:
         self._activation, self._layers = activation, [*inner, down]
-        self.trained, self.dtype, self.outputs = lora.factors(self._layers), dtype, down.outputs
+        self.trained: Sequence[Tensor] = lora.factors(self._layers)
+        self.dtype, self.outputs = dtype, down.outputs
 
     def values(self, x: Tensor) -> Tensor:
         y = x.new_empty(*x.shape[:-1], self.outputs)
@@ -241,41 +241,42 @@ def _as_trained(sums: list[Tensor], trained: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _autocast(x: Tensor) -> dict[str, Any]:
-    """Autocast as it is now, but for its copies of weights, which would belong to the graph of one tile."""
+    """The arguments of the autocast in force, without its cache: cached copies would belong to one tile's graph."""
     kind = x.device.type
     enabled, dtype = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
     return {"device_type": kind, "enabled": enabled, "dtype": dtype, "cache_enabled": False}
 
 
 _LEAST = 2048
-"""Tokens of a tile at least: with fewer, products of a narrow model would not keep a GPU busy."""
+"""Fewest tokens of a tile: with fewer, products of a narrow model would not keep a GPU busy."""
 _MANY = 4
+"""Fewest tiles of an input that is taken in tiles."""
 
 
 def _in_tiles(x: Tensor) -> bool:
-    """Whether x (..., H) is long, and neither gate nor up would be kept in any case."""
+    """Whether x (..., H) is long, and gate and up are not kept: recomputed, or without a backward pass."""
     long = x.numel() >= _MANY * _tile(x) * x.shape[-1] and not keeping.keeps_products()
     return long and (not torch.is_grad_enabled() or keeping.is_recomputed())
 
 
 def _tile(x: Tensor) -> int:
-    """The tokens of a tile: with so many as x (..., H) is wide, gate and up take as much as the decoded weights."""
+    """The tokens of a tile: as many as x (..., H) is wide, so that gate and up take as much as the decoded weights."""
     return max(x.shape[-1], _LEAST)
 
 
 def _tiles(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Tensors (..., width) by tiles (n, width); the first is the input."""
+    """Split tensors (..., width), the input first, into tiles (n, width)."""
     return zip(*(rows(tensor).split(_tile(tensors[0])) for tensor in tensors), strict=True)
 
 
 def _halves(hidden: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """Gate and up, from the outputs of the layers before the activation."""
+    """Gate and up from the outputs of one joint layer, or of two."""
     gate, up = hidden if len(hidden) == 2 else hidden[0].chunk(2, dim=-1)
     return gate, up
 
 
 def _backward_(gate: Tensor, up: Tensor, activation: str, down: FrozenLinear, dy: Tensor) -> list[Tensor]:
-    """Turn gate and up into their gradients; returns those of the last layer's factors."""
+    """Replace gate and up by their gradients in place; returns the gradients of the last layer's factors."""
     back = Backward.of([down], [dy])
     a = back.of_input()
     ops.gated_backward_(a.view(gate.shape), gate, up, activation)  # the gradient in `a` becomes a
@@ -283,12 +284,12 @@ def _backward_(gate: Tensor, up: Tensor, activation: str, down: FrozenLinear, dy
 
 
 def _inner(module: nn.Module) -> tuple[str, ...]:
-    """The names of the layers before the activation; none for what is no gated MLP."""
+    """The names of the layers before the activation; empty for a module that is not a gated MLP."""
     return next((names for names in (_APART, _JOINED) if all(hasattr(module, name) for name in names)), ())
 
 
 def _activation(module: nn.Module) -> str | None:
-    """The activation of an MLP, by name, found by trying its code on layers of one line; None for another formula."""
+    """The name of an MLP's activation, found by running its code with known gate, up and down; None if none fits."""
     x = torch.linspace(-4, 4, 32, dtype=torch.float64)
     gate, up, down = 1.5 * x, x + 0.5, 3.0
     own: dict[str, Callable[[Tensor], Tensor]] = {
@@ -298,15 +299,15 @@ def _activation(module: nn.Module) -> str | None:
         "down_proj": lambda a: down * a,
     }
     try:
-        found = type(module).forward(_Tried(module, own), x)
-    except Exception:  # of whatever kind: it is the model's code
+        output = type(module).forward(_WithLayers(module, own), x)
+    except Exception:  # the model's code may raise anything
         return None
     expected = {name: down * activate(gate) * up for name, activate in _PLAIN.items()}
-    return next((name for name, values in expected.items() if torch.allclose(found, values, rtol=1e-9)), None)
+    return next((name for name, values in expected.items() if torch.allclose(output, values, rtol=1e-9)), None)
 
 
-class _Tried:
-    """A module with other layers."""
+class _WithLayers:
+    """A stand-in for a module: `own` in place of its layers, everything else its own."""
 
     def __init__(self, module: nn.Module, own: Mapping[str, Any]) -> None:
         vars(self).update(own)

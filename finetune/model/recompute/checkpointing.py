@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -67,10 +68,11 @@ def _checkpoint(
 ) -> Any:
     """The result of `function`, the forward pass of `layer`, which is recomputed but for what its level keeps."""
     kept = KEPT[_levels[layer]]
-    # A compiled layer knows no such contexts (torch 2.13), even where they keep nothing.
+    # torch 2.13 cannot compile such contexts, even if they keep nothing, nor context variables.
     contexts = {"context_fn": functools.partial(keeping.contexts, kept, biased_experts)} if kept else {}
+    function = function if torch.compiler.is_compiling() else keeping.recomputed(function)
     with copies or contextlib.nullcontext():
-        return checkpoint(keeping.recomputed(function), *inputs, use_reentrant=False, **contexts)
+        return checkpoint(function, *inputs, use_reentrant=False, **contexts)
 
 
 def _forget_state(module: Any, args: Any, output: Any) -> None:
