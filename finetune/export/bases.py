@@ -147,7 +147,7 @@ class Merging:
         weight = self.bases.weights.get(name)
         return None if weight is None else self._merged(name, weight)
 
-    def tensors(self, group: streamed.Group) -> dict[str, torch.Tensor]:
+    def tensors(self, group: streamed.ConversionGroup) -> dict[str, torch.Tensor]:
         """What the merged model's files hold in place of a group of the base's."""
         weights = self.bases.weights
         if not any(name in self.bases.updates or name in self.quantized for name in group.targets):

@@ -30,7 +30,7 @@ from finetune.runtime.libraries import replaced
 EACH, VARLEN, EAGER = "packed_sdpa", "packed_sdpa_varlen", "packed_eager"
 """Names in transformers: SDPA for each row, PyTorch's variable-length kernel, eager attention for each row."""
 _PACKED, WINDOWED = "packed", "windowed"
-"""What the names begin with; the latter where rows are not packed, but longer than a layer's window."""
+"""Prefixes of the names; the second is for rows that are not packed, but longer than a layer's window."""
 
 REMEDY = "set `data.packing: false`, and `training.micro_batch_tokens` to keep padding low"
 
@@ -60,9 +60,9 @@ def windowed(implementation: str, config: Any, device: str, precision: str, long
     window = windows.of(config)
     if window is None or catalog.model_class(config) is None or mixes_otherwise(config):
         return implementation
-    found = variant(implementation, config, device, precision)
-    exceeds = found.startswith(_PACKED) and longest > window + _beyond(found)
-    return found.replace(_PACKED, WINDOWED) if exceeds else implementation
+    packed = variant(implementation, config, device, precision)
+    exceeds = packed.startswith(_PACKED) and longest > window + _beyond(packed)
+    return packed.replace(_PACKED, WINDOWED) if exceeds else implementation
 
 
 def eager_like(name: str) -> str:
@@ -73,7 +73,7 @@ def eager_like(name: str) -> str:
 
 
 def _beyond(name: str) -> int:
-    """By how many tokens rows may exceed a window and still get transformers' mask, of which the band is no smaller."""
+    """By how many tokens rows may exceed a window and still get transformers' mask, no larger than the band."""
     return 0 if name == VARLEN else windows.BLOCK
 
 
@@ -93,7 +93,7 @@ def _row_numbers(positions: torch.Tensor) -> torch.Tensor:
 
 
 def mixes_otherwise(config: Any) -> str | None:
-    """How a model mixes tokens other than by transformers' attention functions; None if its class does not say.
+    """How a model mixes tokens other than by transformers' attention functions, in one clause; None if it does not.
 
     A recurrent model carries a state from token to token. Older code, such as that of Bloom, MPT and Falcon, does not
     use transformers' attention registry, or looks into its own table first.

@@ -77,7 +77,7 @@ def remember(model: Any, layers: NotAdaptable) -> None:
 def probe(model: Any) -> NotAdaptable:
     """Pass text through `model` if it is on the meta device, else through a copy that is.
 
-    A plan, a run and an export find the same so, whatever device and weights they have.
+    So a plan, a run and an export get the same result, on any device and with any weights.
     """
     weightless = model
     if not all(parameter.is_meta for parameter in model.parameters()):
@@ -135,7 +135,7 @@ def _pass(
 
 
 def _leaves(output: torch.Tensor) -> set[torch.Tensor]:
-    """The tensors without a history that `output` has a gradient to."""
+    """The leaf tensors that `output` has a gradient to."""
     leaves: set[torch.Tensor] = set()
     seen: set[Any] = set()
     waiting = [output.grad_fn]
@@ -151,7 +151,7 @@ def _leaves(output: torch.Tensor) -> set[torch.Tensor]:
 
 
 def _kind(model: nn.Module, name: str) -> tuple[type, str]:
-    """The class of the parent module, and the layer's name in it."""
+    """The kind of a layer: the class of its parent module, and its name in it."""
     parent, _, last = name.rpartition(".")
     return type(model.get_submodule(parent)), last
 
@@ -205,6 +205,6 @@ def _without_experts(model: nn.Module) -> Iterator[None]:
 
 
 def _zeros(module: nn.Module, hidden_states: torch.Tensor, *arguments: Any, **named: Any) -> torch.Tensor:
-    """Zeros that depend on all that the experts are given: their router is trained."""
+    """Zeros with a gradient to all inputs of the experts, so that their router counts as trained."""
     given = [value for value in (*arguments, *named.values()) if isinstance(value, torch.Tensor)]
     return hidden_states * 0 + sum(value.sum() * 0 for value in given if value.is_floating_point())
