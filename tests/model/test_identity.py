@@ -22,7 +22,9 @@ def memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     import datasets
 
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
-    monkeypatch.setattr(file_hashes, "_COARSEST_TIMESTAMP_NANOSECONDS", 10**8)  # this machine's ticks are of milliseconds
+    monkeypatch.setattr(
+        file_hashes, "_COARSEST_TIMESTAMP_NANOSECONDS", 10**8
+    )  # this machine's ticks are of milliseconds
     return file_hashes.memory()
 
 

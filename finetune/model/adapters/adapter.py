@@ -17,6 +17,7 @@ from finetune.config.field_types import is_pattern, unknown
 from finetune.config.sections import RANKS
 from finetune.errors import ArtifactError, ConfigError, first_line
 from finetune.model.base import TRAINED_DTYPES
+from finetune.model.precision import PRECISIONS
 from finetune.model.source.locate import weights_directory
 from finetune.model.structure import experts, linear_layers
 from finetune.runtime import libraries
@@ -140,7 +141,7 @@ def casts_by_autocast(model: Any, section: AdapterSection, precision: str) -> co
     """
     from peft.helpers import disable_input_dtype_casting
 
-    active = precision != "fp32" and not section.dora
+    active = PRECISIONS[precision].autocasts and not section.dora
     return disable_input_dtype_casting(model, active=active)
 
 

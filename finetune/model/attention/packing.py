@@ -24,6 +24,7 @@ from transformers import masking_utils
 
 from finetune.errors import MachineError
 from finetune.model.attention import windows
+from finetune.model.precision import PRECISIONS
 from finetune.model.source import catalog
 from finetune.runtime.libraries import replaced
 
@@ -44,7 +45,7 @@ def variant(implementation: str, config: Any, device: str, precision: str) -> st
         raise MachineError(f"`data.packing`: {config.model_type} models {how}, which would mix packed rows; {REMEDY}")
     if implementation != "sdpa":
         return EAGER if implementation == "eager" else implementation
-    return VARLEN if device == "cuda" and precision != "fp32" and _largest_head(config) <= 256 else EACH
+    return VARLEN if device == "cuda" and PRECISIONS[precision].autocasts and _largest_head(config) <= 256 else EACH
 
 
 def _largest_head(config: Any) -> int:
