@@ -22,6 +22,7 @@ from finetune.model.attention import backends as attentions
 from finetune.model.attention import packing
 from finetune.model.distributed import sharding
 from finetune.model.distributed.sharding import Sharding
+from finetune.model.precision import PRECISIONS
 from finetune.model.skeleton import give_layers, keep_training_layout, random_base
 from finetune.model.source import catalog, prequantized, rope
 from finetune.model.source.locate import hub_call, locate, pinned_code, remote_code, weights_directory
@@ -29,13 +30,7 @@ from finetune.model.structure.quantization import QUANTIZATIONS, bitsandbytes_co
 from finetune.runtime import libraries, patches, ranks
 from finetune.storage import weight_files
 
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 TRAINED_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-
-
-def autocast(precision: str, device: torch.device) -> torch.autocast:
-    """The autocast context of a forward pass in `precision` (bf16, fp16 or fp32)."""
-    return torch.autocast(device.type, DTYPES[precision], enabled=precision != "fp32")
 
 
 def base_dtype(adapter: AdapterSection, training: TrainingSection) -> torch.dtype:
@@ -43,7 +38,7 @@ def base_dtype(adapter: AdapterSection, training: TrainingSection) -> torch.dtyp
 
     Without an adapter the base itself is trained, so it has the dtype of trained weights.
     """
-    return TRAINED_DTYPES[adapter.dtype] if adapter.kind == "none" else DTYPES[training.precision]
+    return TRAINED_DTYPES[adapter.dtype] if adapter.kind == "none" else PRECISIONS[training.precision].dtype
 
 
 def load_architecture(section: ModelSection, *, listed: bool = False) -> Any:

@@ -112,10 +112,12 @@ def weightless_base(
             ),
         )
     give_layers(model)
-    found = linear_layers.probe(model)  # before layers, which may depend on each other, are removed or quantized
-    linear_layers.remember(model, found)
+    not_adaptable = linear_layers.probe(
+        model
+    )  # before layers, which may depend on each other, are removed or quantized
+    linear_layers.remember(model, not_adaptable)
     shorten(model)
-    linear_layers.remember(model, found)
+    linear_layers.remember(model, not_adaptable)
     quantization_config = bitsandbytes_config(quantization, dtype)
     if quantization_config is not None:
         from finetune.model.structure import quantizers
@@ -139,7 +141,7 @@ def _not_a_language_model(architecture: Any) -> str:
 
 
 def give_layers(model: Any) -> None:
-    """Let `model.base_model` be its layers without the head where its class gives that part a name that it lacks.
+    """Make `model.base_model` the model without its head if the class names an attribute for it that does not exist.
 
     transformers 5.23 does so for Llama 4 and Mllama, to load them from the files of the composite models that they are
     part of.
@@ -152,7 +154,7 @@ def give_layers(model: Any) -> None:
 
 
 def _types_as_loaded(model: Any, dtype: torch.dtype) -> None:
-    """Cast bitsandbytes' layers, which start in float32, to the model's dtype, as when weights are loaded.
+    """Cast bitsandbytes' layers, which are created in float32, to the model's dtype, as loading weights does.
 
     A weight is dequantized to the dtype it was quantized from (bitsandbytes 0.50, `QuantState.dtype`).
     """

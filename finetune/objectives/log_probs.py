@@ -1,4 +1,16 @@
-"""Log-probabilities of labels, computed in tiles without materialising the logits, by TRL's fused head."""
+"""Log-probabilities of labels, computed in tiles without materialising the logits, by TRL's fused head.
+
+`model(**batch, fused_lm_head=True)` is one function made of parts that several modules own. From the outside in:
+
+    context.split      in its block: whole rows become this rank's row slices, attention exchanges them
+    attach             for good: TRL's `add_fused_lm_head` takes the hidden states and calls its tiled function
+    tiles              in its block: the tokens of a tile, and whether `kernels.head.LogProbs` is that tiled function
+    kernels.head       `LogProbs`: the gradient together with the values, by TRL's kernels
+    libraries.without_triton, forecast.patches
+                       for the process, or in a trace: what stands for TRL's kernels where Triton does not run
+
+`check` and `prove` compare the whole with the model's own logits and with TRL's own function.
+"""
 
 from __future__ import annotations
 

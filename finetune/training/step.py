@@ -13,9 +13,9 @@ from accelerate.utils import send_to_device
 
 from finetune.measure.monitor import Monitor, Peak
 from finetune.model.attention import packing
-from finetune.model.base import autocast
 from finetune.model.distributed import sharding
 from finetune.model.distributed.zero import Zero
+from finetune.model.precision import autocast
 from finetune.model.recompute.checkpointing import ByLength
 from finetune.objectives import Objective
 from finetune.runtime import patches

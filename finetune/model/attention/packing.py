@@ -23,13 +23,14 @@ import torch
 
 from finetune.errors import MachineError
 from finetune.model.attention import windows
+from finetune.model.precision import PRECISIONS
 from finetune.model.source import catalog
 from finetune.runtime import patches
 
 EACH, VARLEN, EAGER = "packed_sdpa", "packed_sdpa_varlen", "packed_eager"
 """Names in transformers: SDPA for each row, PyTorch's variable-length kernel, eager attention for each row."""
 _PACKED, WINDOWED = "packed", "windowed"
-"""What the names begin with; the latter where rows are not packed, but longer than a layer's window."""
+"""Prefixes of the names; the second is for rows that are not packed, but longer than a layer's window."""
 
 REMEDY = "set `data.packing: false`, and `training.micro_batch_tokens` to keep padding low"
 
@@ -43,7 +44,7 @@ def variant(implementation: str, config: Any, device: str, precision: str) -> st
         raise MachineError(f"`data.packing`: {config.model_type} models {how}, which would mix packed rows; {REMEDY}")
     if implementation != "sdpa":
         return EAGER if implementation == "eager" else implementation
-    return VARLEN if device == "cuda" and precision != "fp32" and _largest_head(config) <= 256 else EACH
+    return VARLEN if device == "cuda" and PRECISIONS[precision].autocasts and _largest_head(config) <= 256 else EACH
 
 
 def _largest_head(config: Any) -> int:
@@ -59,9 +60,9 @@ def windowed(implementation: str, config: Any, device: str, precision: str, long
     window = windows.of(config)
     if window is None or catalog.model_class(config) is None or mixes_otherwise(config):
         return implementation
-    found = variant(implementation, config, device, precision)
-    exceeds = found.startswith(_PACKED) and longest > window + _beyond(found)
-    return found.replace(_PACKED, WINDOWED) if exceeds else implementation
+    packed = variant(implementation, config, device, precision)
+    exceeds = packed.startswith(_PACKED) and longest > window + _beyond(packed)
+    return packed.replace(_PACKED, WINDOWED) if exceeds else implementation
 
 
 def eager_like(name: str) -> str:
@@ -72,7 +73,7 @@ def eager_like(name: str) -> str:
 
 
 def _beyond(name: str) -> int:
-    """By how many tokens rows may exceed a window and still get transformers' mask, of which the band is no smaller."""
+    """By how many tokens rows may exceed a window and still get transformers' mask, no larger than the band."""
     return 0 if name == VARLEN else windows.BLOCK
 
 
@@ -88,7 +89,7 @@ def _row_numbers(positions: torch.Tensor) -> torch.Tensor:
 
 
 def mixes_otherwise(config: Any) -> str | None:
-    """How a model mixes tokens other than by transformers' attention functions; None if its class does not say.
+    """How a model mixes tokens other than by transformers' attention functions, in one clause; None if it does not.
 
     A recurrent model carries a state from token to token. Older code, such as that of Bloom, MPT and Falcon, does not
     use transformers' attention registry, or looks into its own table first.

@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 from finetune.errors import ConfigError
 from finetune.model.distributed import zero
 from finetune.model.recompute import checkpointing
-from finetune.model.structure import linear_layers
+from finetune.model.structure import experts, linear_layers
 from finetune.runtime import patches
 
 
@@ -160,7 +160,7 @@ def _check(model: Any) -> None:
             f"`distributed.kind: fsdp` shards a model by its decoder layers, which transformers does not mark in "
             f"{type(model).__name__}; set `ddp`"
         )
-    if any(hasattr(module, "packs_for_backward") for module in model.modules()):
+    if experts.are_4_bit(model):
         raise ConfigError(
             "`distributed.kind: fsdp` cannot shard experts in 4 bit; set `ddp`, or `quantization.kind: none`"
         )
