@@ -24,7 +24,7 @@ from finetune import kernels
 from finetune.config import Config
 from finetune.data.batching import Batch, MicroBatching, per_step
 from finetune.errors import FinetuneError, ForecastError, first_line
-from finetune.forecast import depth, fake, fake_ranks, fake_zero, patches
+from finetune.forecast import depth, fake, fake_ranks, fake_zero, library_stubs
 from finetune.forecast.devices import Device
 from finetune.forecast.extrapolate import NotAlike, Shortened, extrapolate, shorten, whole
 from finetune.forecast.fake_zero import FakeZero
@@ -125,10 +125,10 @@ def _trace_step(
     with (
         fake_ranks.sharding(config.distributed, world_size) as shards,
         fake_ranks.splitting(config.distributed, world_size) as group,
-        patches.undisturbed(),
+        library_stubs.undisturbed(),
         tiles,
-        patches.like(device, recorder, traced.mode if traced else None) as mode,
-        patches.sharded(recorder) if shards else contextlib.nullcontext(),
+        library_stubs.like(device, recorder, traced.mode if traced else None) as mode,
+        library_stubs.sharded(recorder) if shards else contextlib.nullcontext(),
     ):
         if traced:
             traced.take(config, short)
