@@ -46,7 +46,7 @@ from finetune.data.batching import Batch, MicroBatching
 from finetune.forecast import gpus, planning, traced_step
 from finetune.forecast.fit import divisors
 from finetune.forecast.replay import Forecast
-from finetune.forecast.trace import Recorder, Work
+from finetune.forecast.trace import TraceRecorder, Work
 from finetune.kernels import mlp
 from finetune.model.base import load_architecture
 from finetune.runtime.libraries import replaced
@@ -67,7 +67,7 @@ _LAYER = 2  # of the five that are traced, the one in the middle
 # -- a layer's cost by part --------------------------------------------------------------------------------------------
 
 
-class Parts(Recorder):
+class Parts(TraceRecorder):
     """A recorder that also knows which part of a layer each operator belongs to, and in which pass.
 
     In the forward pass and in functions of Python the part is that of the module whose code calls the operator. A node
@@ -163,7 +163,7 @@ def layer(config: Config) -> dict[str, Any]:
         made.append(Parts(*args))
         return made[0]
 
-    with replaced(traced_step, "Recorder", recorder), rows_of(padded=False):
+    with replaced(traced_step, "TraceRecorder", recorder), rows_of(padded=False):
         planning.planner_for(config, "RTX 4090").forecast()
     work = {key[1:]: done for key, done in made[0].work.items() if key[0] == _LAYER and key[1] in PASSES}
     parts = sorted({part for _, part in work}, key=lambda part: -_sum(work, part=part).moved_bytes)

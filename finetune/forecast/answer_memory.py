@@ -21,7 +21,7 @@ from finetune.forecast import depth, devices, fake, library_stubs
 from finetune.forecast.devices import Device
 from finetune.forecast.extrapolate import NotAlike, Shortened, extrapolate, shorten, whole
 from finetune.forecast.replay import Replay, replayed
-from finetune.forecast.trace import CATEGORIES, Answers, Recorder, Trace
+from finetune.forecast.trace import CATEGORIES, Answers, Trace, TraceRecorder
 from finetune.model import bounds, build
 from finetune.model.adapters.adapter import attach
 from finetune.model.attention import backends, caches
@@ -115,7 +115,7 @@ def of(config: Config, architecture: Any, device: Device, *, rows: int, context:
 
     def answer(replay: Replay) -> None:
         loaded = replay.load(from_files=config.model.weights != "random")
-        replay.play(trace.runs[loaded:])
+        replay.play(trace.stretches[loaded:])
 
     replay = replayed(trace, device, answer, (*CATEGORIES, KV_CACHE))
     return Serving(
@@ -162,7 +162,7 @@ class _Job:
     def _trace(self, cache: str, shortening: Callable[[Sequence[Hashable]], Shortened]) -> Trace:
         device = self.device
         answers = Answers(uneven=self.rows > 1, trained_tokens=0)
-        recorder = Recorder(device.kernels, answers, device.flops / device.bandwidth_bytes)
+        recorder = TraceRecorder(device.operators, answers, device.flops / device.bandwidth_bytes)
         with library_stubs.undisturbed(), library_stubs.like(device, recorder) as mode, torch.no_grad():
             model = _Model(self.config, self.architecture, self.attention, mode, recorder, shortening)
             model.load()
@@ -176,15 +176,15 @@ class _Job:
             model.step("decoding", self.rows, 1, self.context, held)
             # A copy, as what the model and the cache hold is freed from here on.
             trace = recorder.trace()
-            runs = [replace(run, events=[*run.events]) for run in trace.runs]
-            return extrapolate(replace(trace, runs=runs), model.shortened)
+            stretches = [replace(stretch, events=[*stretch.events]) for stretch in trace.stretches]
+            return extrapolate(replace(trace, stretches=stretches), model.shortened)
 
 
 class _Model:
     """Base and adapter on fake tensors."""
 
     def __init__(
-        self, config: Config, architecture: Any, implementation: str, mode: Any, recorder: Recorder,
+        self, config: Config, architecture: Any, implementation: str, mode: Any, recorder: TraceRecorder,
         shortening: Callable[[Sequence[Hashable]], Shortened],
     ) -> None:  # fmt: skip
         self._config, self._mode, self._recorder = config, mode, recorder
@@ -272,7 +272,7 @@ class _Model:
 class _Offloaded(DynamicCache):
     """transformers' offloaded cache, whose host memory a fake CPU tensor does not tell from the device's."""
 
-    def __init__(self, architecture: Any, recorder: Recorder) -> None:
+    def __init__(self, architecture: Any, recorder: TraceRecorder) -> None:
         super().__init__(config=architecture)
         self._recorder = recorder
 

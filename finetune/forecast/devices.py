@@ -18,7 +18,7 @@ from finetune.config import MemorySection
 from finetune.config.field_types import parse_size
 from finetune.errors import ConfigError, MachineError, OutOfMemoryError
 from finetune.forecast import gpus, operator_costs
-from finetune.forecast.operator_costs import Kernels
+from finetune.forecast.operator_costs import DeviceOperators
 from finetune.runtime import libraries, segments
 
 
@@ -58,7 +58,7 @@ class Device:
         return self.budget_bytes - self.outside_bytes
 
     @property
-    def kernels(self) -> Kernels:
+    def operators(self) -> DeviceOperators:
         return operator_costs.cuda() if self.type == "cuda" else operator_costs.cpu()
 
     @property

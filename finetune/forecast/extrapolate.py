@@ -15,7 +15,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
-from finetune.forecast.trace import Block, Run, Trace
+from finetune.forecast.trace import Stretch, Trace, TracedBlock
 
 _KEPT = 5  # the first, three of the middle, and the last
 _LONGEST_UNIT = 8
@@ -45,7 +45,7 @@ def shorten(kinds: Sequence[Hashable]) -> Shortened:
     repeats: list[int] = []
     start = 0
     while start < len(kinds):
-        size, times = _stretch(kinds, start)
+        size, times = _repetition(kinds, start)
         kept = list(range(times)) if times <= _KEPT else [*range(_KEPT - 1), times - 1]
         for number in kept:
             layers += range(start + number * size, start + (number + 1) * size)
@@ -60,7 +60,7 @@ def whole(layers: int) -> Shortened:
     return Shortened(tuple(range(layers)), tuple(range(layers)), (1,) * layers)
 
 
-def _stretch(kinds: Sequence[Hashable], start: int) -> tuple[int, int]:
+def _repetition(kinds: Sequence[Hashable], start: int) -> tuple[int, int]:
     """(layers in a unit, units) of the stretch from `start` that saves most; the smallest unit of those."""
 
     def times(size: int) -> int:
@@ -95,25 +95,27 @@ class _Extrapolation:
         self._repeats = shortened.repeats
         self._first = [0, *accumulate(shortened.repeats)]
         self._owner = [None if block.layer is None else shortened.unit[block.layer] for block in trace.blocks]
-        self._runs = [(run, None if run.layer is None else shortened.unit[run.layer]) for run in trace.runs]
+        self._stretches = [
+            (stretch, None if stretch.layer is None else shortened.unit[stretch.layer]) for stretch in trace.stretches
+        ]
         adopted = self._adopt()
-        made_in = [run.phase for run in trace.runs for event in run.events if event > 0]
+        made_in = [stretch.phase for stretch in trace.stretches for event in stretch.events if event > 0]
         counts: Counter[tuple[int | None, bool, str]] = Counter()
         self._place: list[_Place] = []
         for number, (owner, phase) in enumerate(zip(self._owner, made_in, strict=True)):
             kind = (owner, number in adopted, phase)
             self._place.append((number in adopted, phase, counts[kind]))
             counts[kind] += 1
-        self._blocks: list[Block] = []
+        self._blocks: list[TracedBlock] = []
         self._numbers: dict[tuple[int | None, _Place], int] = {}
-        self._made: list[Run] = []
+        self._made: list[Stretch] = []
 
     def _adopt(self) -> set[int]:
         """Blocks made outside the layers and freed by a unit, such as the gradient of its router, are that unit's."""
         adopted = set()
-        for run, unit in self._runs:
+        for stretch, unit in self._stretches:
             if unit is not None:
-                for event in run.events:
+                for event in stretch.events:
                     if event < 0 and self._owner[-event - 1] is None:
                         self._owner[-event - 1] = unit
                         adopted.add(-event - 1)
@@ -125,22 +127,22 @@ class _Extrapolation:
                 self._check(repeated)
         earlier: int | None = None
         at = 0
-        while at < len(self._runs):
-            run, unit = self._runs[at]
+        while at < len(self._stretches):
+            stretch, unit = self._stretches[at]
             if unit is None:
-                self._outside(run)
+                self._outside(stretch)
                 at += 1
                 continue
             end = at
-            while end < len(self._runs) and self._runs[end][1] == unit:
+            while end < len(self._stretches) and self._stretches[end][1] == unit:
                 end += 1
             copies = range(self._first[unit], self._first[unit + 1])
             falling = earlier is not None and earlier > unit
             for number in reversed(copies) if falling else copies:
-                for run, _ in self._runs[at:end]:
-                    self._copy(run, unit, number)
+                for stretch, _ in self._stretches[at:end]:
+                    self._copy(stretch, unit, number)
             earlier, at = unit, end
-        return replace(self._trace, blocks=self._blocks, runs=self._made)
+        return replace(self._trace, blocks=self._blocks, stretches=self._made)
 
     def _check(self, unit: int) -> None:
         """Raise NotAlike unless `unit` and the next one did the same."""
@@ -173,13 +175,13 @@ class _Extrapolation:
 
     def _done_by(self, unit: int) -> list[tuple[str, list[tuple[int, int | None, _Place, int, str]]]]:
         found = []
-        for run, owner in self._runs:
+        for stretch, owner in self._stretches:
             if owner == unit:
                 events = []
-                for event in run.events:
+                for event in stretch.events:
                     block = self._trace.blocks[abs(event) - 1]
                     events.append((*self._relative(event, unit), block.bytes, block.category))
-                found.append((run.phase, events))
+                found.append((stretch.phase, events))
         return found
 
     def _relative(self, event: int, unit: int) -> _Relative:
@@ -187,9 +189,9 @@ class _Extrapolation:
         owner = self._owner[number]
         return (1 if event > 0 else -1, None if owner is None else owner - unit, self._place[number])
 
-    def _outside(self, run: Run) -> None:
-        made = Run(run.phase, None, work=run.work)
-        for event in run.events:
+    def _outside(self, stretch: Stretch) -> None:
+        made = Stretch(stretch.phase, None, work=stretch.work)
+        for event in stretch.events:
             number = abs(event) - 1
             owner = self._owner[number]
             copies: list[int | None] = [None]
@@ -199,9 +201,9 @@ class _Extrapolation:
                 made.events.append(self._event(event, copy))
         self._made.append(made)
 
-    def _copy(self, run: Run, unit: int, copy: int) -> None:
-        made = Run(run.phase, copy, work=run.work)
-        for event in run.events:
+    def _copy(self, stretch: Stretch, unit: int, copy: int) -> None:
+        made = Stretch(stretch.phase, copy, work=stretch.work)
+        for event in stretch.events:
             owner = self._owner[abs(event) - 1]
             made.events.append(self._event(event, None if owner is None else self._neighbour(owner, unit, copy)))
         self._made.append(made)
@@ -219,7 +221,7 @@ class _Extrapolation:
         key = (owner, self._place[number])
         if event > 0:
             block = self._trace.blocks[number]
-            self._blocks.append(Block(block.bytes, block.category, owner, block.managed))
+            self._blocks.append(TracedBlock(block.bytes, block.category, owner, block.managed))
             self._numbers[key] = len(self._blocks)
             return len(self._blocks)
         if key not in self._numbers:

@@ -16,14 +16,14 @@ from trl.kernels import chunked_logprob
 
 from finetune.forecast import fake
 from finetune.forecast.devices import Device
-from finetune.forecast.trace import Recorder
+from finetune.forecast.trace import TraceRecorder
 from finetune.model.recompute import offload
 from finetune.runtime.libraries import replaced
 from finetune.runtime.randomness import RandomState
 
 
 @contextlib.contextmanager
-def like(device: Device, recorder: Recorder, mode: FakeTensorMode | None = None) -> Iterator[FakeTensorMode]:
+def like(device: Device, recorder: TraceRecorder, mode: FakeTensorMode | None = None) -> Iterator[FakeTensorMode]:
     """A fake mode, `mode` if given, under which the libraries take the paths of a real step on `device`."""
     from transformers import masking_utils
 
@@ -32,7 +32,7 @@ def like(device: Device, recorder: Recorder, mode: FakeTensorMode | None = None)
     with contextlib.ExitStack() as stack:
         stack.enter_context(replaced(masking_utils, "is_tracing", lambda tensor=None: False))
         stack.enter_context(fake.for_dora())
-        stack.enter_context(device.kernels.as_there())
+        stack.enter_context(device.operators.as_there())
         if device.type == "cpu":
             stack.enter_context(_random_states())
         if device.type == "cuda":
@@ -42,7 +42,7 @@ def like(device: Device, recorder: Recorder, mode: FakeTensorMode | None = None)
 
 
 @contextlib.contextmanager
-def sharded(recorder: Recorder) -> Iterator[None]:
+def sharded(recorder: TraceRecorder) -> Iterator[None]:
     """What gathers quantized weights, on fake ones; `recorder` follows the storages in which they come and go."""
     from bitsandbytes.nn import modules
 
@@ -96,7 +96,7 @@ def _random_states() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _loss_on_cuda(triton: bool, recorder: Recorder) -> Iterator[None]:
+def _loss_on_cuda(triton: bool, recorder: TraceRecorder) -> Iterator[None]:
     """TRL's tiled loss, only on labelled positions, with its Triton kernels, which work in place (trl 1.16).
 
     Without `triton` it is as `libraries.without_triton` leaves it: the same tiles, folded by torch's operators.
@@ -123,7 +123,7 @@ def _loss_on_cuda(triton: bool, recorder: Recorder) -> Iterator[None]:
 class _OverTile:
     """A Triton kernel as Python sees it, `kernel[grid](tile, ...)`: it allocates nothing, and goes over the tile."""
 
-    def __init__(self, recorder: Recorder, passes: int) -> None:
+    def __init__(self, recorder: TraceRecorder, passes: int) -> None:
         self._recorder = recorder
         self._passes = passes
 
@@ -134,7 +134,7 @@ class _OverTile:
 class _TracedCopies(offload.Copies):
     """Copies whose host memory a fake CPU tensor does not tell from the device's."""
 
-    def __init__(self, recorder: Recorder) -> None:
+    def __init__(self, recorder: TraceRecorder) -> None:
         self._recorder = recorder
 
     def to_host(self, tensor: torch.Tensor) -> tuple[torch.Tensor, None]:

@@ -35,7 +35,7 @@ _MASK_ROW = 8
 
 
 @dataclass(frozen=True)
-class Kernels:
+class DeviceOperators:
     """The kernels of one device, by the names of their operators.
 
     `python`: operators to run as the Python program they are there. `scratch`: for an operator, its arguments and the
@@ -51,13 +51,13 @@ class Kernels:
     as_there: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
 
 
-def cpu() -> Kernels:
+def cpu() -> DeviceOperators:
     """The CPU: bitsandbytes' operators are Python programs (bitsandbytes 0.50, `backends/default`, `backends/cpu`)."""
     from bitsandbytes.backends.cpu import ops
 
     # The two programs of these names have no others.
     updates = ("optimizer_update_32bit", "optimizer_update_8bit_blockwise")
-    return Kernels(
+    return DeviceOperators(
         python={
             **fused.ON_CPU,
             "aten::_grouped_mm": _grouped_product_on_cpu,
@@ -72,9 +72,9 @@ def cpu() -> Kernels:
     )
 
 
-def cuda() -> Kernels:
+def cuda() -> DeviceOperators:
     """A CUDA card, from compute capability 7.5 to 12.0: bitsandbytes' optimizers are single kernels there."""
-    return Kernels(
+    return DeviceOperators(
         python={
             "aten::_grouped_mm": _grouped_product,
             "aten::slice_backward": _slice_backward,

@@ -17,7 +17,7 @@ from finetune.data.batching import Batch
 from finetune.forecast import operator_costs
 from finetune.forecast.allocator import CachingAllocator, CapacityError
 from finetune.forecast.devices import DISK_READ_BYTES, DISK_WRITE_BYTES, RANKS_OF_A_MACHINE, Device
-from finetune.forecast.trace import CATEGORIES, Block, Run, Trace, Work
+from finetune.forecast.trace import CATEGORIES, Stretch, Trace, TracedBlock, Work
 from finetune.model.recompute.checkpointing import UpTo
 from finetune.model.structure.experts import Mixture
 
@@ -288,14 +288,14 @@ class Replay:
         self.curve: list[Point] = []
 
     def load(self, *, from_files: bool) -> int:
-        """Play the loading of the base; returns the number of the first run after it."""
-        loaded = next(number for number, run in enumerate(self._trace.runs) if run.phase != "load")
+        """Play the loading of the base; returns the index of the first stretch after it."""
+        loaded = next(number for number, stretch in enumerate(self._trace.stretches) if stretch.phase != "load")
         if from_files and self._allocator:
             # transformers' warm-up is a block as large as the base, freed at once: the weights are then allocated from
             # its segment (transformers 5.23, modeling_utils.py `caching_allocator_warmup`, `get_total_byte_count`; its
             # ceiling, 1.2 GiB less than the card has, is left out).
             self._allocator.free(self._allocator.allocate(sum(self.sizes("base_weights"))))
-        self.play(self._trace.runs[:loaded])
+        self.play(self._trace.stretches[:loaded])
         if self._allocator:
             self._allocator.empty_cache()  # as `load_base` does
         self._add(self._device.workspace_bytes, "workspace")
@@ -303,21 +303,21 @@ class Replay:
 
     def train(self, checkpoint_bytes: int, saves_between: bool, *, from_files: bool, copied: bool) -> None:
         """The load, two steps (the second meets the segments of the first), a save, and the evaluation."""
-        runs = self._trace.runs
-        phases = [run.phase for run in runs]
+        stretches = self._trace.stretches
+        phases = [stretch.phase for stretch in stretches]
         first = phases.index("forward")
-        held = [number for number in range(first, len(runs)) if phases[number] not in _STEP]
-        last = next((number for number in held if phases[number] != "save"), len(runs))
-        step = runs[first:last]
+        held = [number for number in range(first, len(stretches)) if phases[number] not in _STEP]
+        last = next((number for number in held if phases[number] != "save"), len(stretches))
+        step = stretches[first:last]
         end = held[0] - first if held else len(step)  # from there on what a save still sees is freed
         loaded = self.load(from_files=from_files)
         if copied:
             self._join_processes()
-        self.play(runs[loaded:first])
+        self.play(stretches[loaded:first])
         self.play(step)
         self._settle(step)
         self._recording = True
-        self._stride = max(1, sum(len(run.events) for run in step) // _CURVE_POINTS)
+        self._stride = max(1, sum(len(stretch.events) for stretch in step) // _CURVE_POINTS)
         update = phases[first:last].index("optimizer") if "optimizer" in phases[first:last] else len(step)
         with self._saving(checkpoint_bytes if saves_between else 0):  # the update waits until the copy is written
             self.play(step[:update])
@@ -326,7 +326,7 @@ class Replay:
         with self._saving(checkpoint_bytes):
             self._see("save")
         self.play(step[end:])
-        self.play(runs[last:])
+        self.play(stretches[last:])
 
     def _join_processes(self) -> None:
         """What DistributedDataParallel copies when it takes the model, and what it keeps."""
@@ -372,10 +372,10 @@ class Replay:
         slack = self.peak_reserved_bytes - sum(self._peak_live.values())
         return {**self._peak_live, "context": self._device.outside_bytes, "allocator_slack": slack}
 
-    def play(self, runs: list[Run]) -> None:
-        """Play these runs of the trace, in order."""
-        for run in runs:
-            for event in run.events:
+    def play(self, stretches: list[Stretch]) -> None:
+        """Play these stretches of the trace, in order."""
+        for stretch in stretches:
+            for event in stretch.events:
                 block = self._trace.blocks[abs(event) - 1]
                 sign = 1 if event > 0 else -1
                 if block.managed and self._device.type == "cuda":
@@ -385,13 +385,13 @@ class Replay:
                 self._live[block.category] += sign * block.bytes
                 self._allocate(abs(event), block.bytes) if sign > 0 else self._free(abs(event), block.bytes)
                 if sign > 0:
-                    self._see(_SHOWN_AS.get(run.phase, run.phase))
+                    self._see(_SHOWN_AS.get(stretch.phase, stretch.phase))
                 if self._recording:
-                    self._draw(run.phase)
+                    self._draw(stretch.phase)
 
-    def _settle(self, step: list[Run]) -> None:
+    def _settle(self, step: list[Stretch]) -> None:
         """Make what a pass leaves as the next one finds it: gone, as that has its own, or a state in its old place."""
-        events = {event for run in step for event in run.events}
+        events = {event for stretch in step for event in stretch.events}
         replaced: dict[tuple[str, int], list[int]] = {}
         for number in sorted(-event for event in events if event < 0 and -event not in events):
             before = self._trace.blocks[number - 1]
@@ -442,7 +442,7 @@ class Replay:
             self._peak_allocated, self._peak_live = self._allocated, dict(self._live)
 
 
-def _on_host(block: Block) -> int:
+def _on_host(block: TracedBlock) -> int:
     """What a managed block takes of the host's memory.
 
     Layer inputs wait in pinned memory, of which torch hands out powers of two (torch 2.13, ATen/core/

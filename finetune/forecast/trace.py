@@ -1,12 +1,12 @@
 """What a step allocates, frees and computes, recorded while it runs on fake tensors.
 
 A fake tensor (torch's `FakeTensorMode`) has a shape and a type but no data, so a step of a 70B model runs here in
-seconds and almost without memory. `Recorder` sits below autograd and above the fake mode and sees every operator. A new
-storage in an operator's output is an allocation, and the end of that storage is a free, at the same point at which the
-real one would be freed.
+seconds and almost without memory. `TraceRecorder` sits below autograd and above the fake mode and sees every operator.
+A new storage in an operator's output is an allocation, and the end of that storage is a free, at the same point at
+which the real one would be freed.
 
 The decoder's layers are alike, so a step of a shallow model is recorded, and `extrapolate` repeats a layer's part of
-it. For that, each stretch of the recording (a `Run`) knows its phase and its layer.
+it. For that, each `Stretch` of the recording has its phase and its layer.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from finetune.forecast import operators
-from finetune.forecast.operator_costs import Kernels
+from finetune.forecast.operator_costs import DeviceOperators
 from finetune.forecast.operators import flat
 from finetune.measure.monitor import Monitor, Peak
 from finetune.model.structure.experts import Mixture
@@ -69,7 +69,7 @@ _COLLECTIVES = ("c10d::_allgather_base_", "c10d::_reduce_scatter_base_")
 
 
 @dataclass(slots=True, eq=False)
-class Block:
+class TracedBlock:
     """One allocation: its size, what it is for, the layer that owns it, and whether it is managed memory.
 
     Managed memory (paged optimizer states) lies outside the caching allocator and may live on the host.
@@ -106,7 +106,7 @@ class Work:
 
 
 @dataclass
-class Run:
+class Stretch:
     """A stretch of the recording in one phase and one layer (None: outside the layers).
 
     An event is the number of a block plus one when it is allocated, and the negative of that when it is freed.
@@ -117,10 +117,10 @@ class Run:
     events: list[int] = field(default_factory=list)
     work: Work = field(default_factory=Work)
 
-    def moved(self, by: int) -> Run:
+    def moved(self, by: int) -> Stretch:
         """The same, of blocks whose numbers are that much higher."""
         events = [event + by if event > 0 else event - by for event in self.events]
-        return Run(self.phase, self.layer, events, replace(self.work))
+        return Stretch(self.phase, self.layer, events, replace(self.work))
 
 
 @dataclass
@@ -132,8 +132,8 @@ class Trace:
     it has some. `trained_share` is the share of the trained weights that this rank holds.
     """
 
-    blocks: list[Block]
-    runs: list[Run]
+    blocks: list[TracedBlock]
+    stretches: list[Stretch]
     parameters: int = 0
     largest_weight: int = 0
     largest_part: int = 0
@@ -141,42 +141,42 @@ class Trace:
     trained_share: float = 1.0
     saved_bytes: Mapping[str, int] | None = None
 
-    def timeline(self) -> Iterator[tuple[Run, Block, int]]:
-        """(run, block, +1 or -1) for each allocation and free, in order."""
-        for run in self.runs:
-            for event in run.events:
-                yield run, self.blocks[abs(event) - 1], 1 if event > 0 else -1
+    def timeline(self) -> Iterator[tuple[Stretch, TracedBlock, int]]:
+        """(stretch, block, +1 or -1) for each allocation and free, in order."""
+        for stretch in self.stretches:
+            for event in stretch.events:
+                yield stretch, self.blocks[abs(event) - 1], 1 if event > 0 else -1
 
     def work(self, phases: Iterable[str]) -> Work:
         """What is computed in `phases`."""
         wanted = set(phases)
-        return sum((run.work for run in self.runs if run.phase in wanted), Work())
+        return sum((stretch.work for stretch in self.stretches if stretch.phase in wanted), Work())
 
 
 @dataclass(frozen=True)
 class State:
-    """How far a recording is: numbers of blocks and runs, and which storages are alive, as which blocks."""
+    """How far a recording is: numbers of blocks and stretches, and which storages are alive, as which blocks."""
 
     blocks: int
-    runs: int
+    stretches: int
     living: Mapping[int, int | None]
 
 
-class Recorder(TorchDispatchMode):
+class TraceRecorder(TorchDispatchMode):
     """Records a step that runs on fake tensors; enter it inside a FakeTensorMode.
 
-    `kernels` says what the device's kernels allocate out of an operator's sight. `answers` decides what a program asks
-    of data that fake tensors have not. A product with fewer operations a byte than `flops_per_byte`, the device's
+    `operators` adds what the device's kernels allocate inside an operator. `answers` stands in for the data of fake
+    tensors where a program reads it. A product with fewer operations a byte than `flops_per_byte`, the device's
     arithmetic over its bandwidth, is bandwidth-bound.
     """
 
-    def __init__(self, kernels: Kernels, answers: Answers, flops_per_byte: float = 0.0) -> None:
+    def __init__(self, operators: DeviceOperators, answers: Answers, flops_per_byte: float = 0.0) -> None:
         super().__init__()
-        self._kernels = kernels
+        self._operators = operators
         self._flops_per_byte = flops_per_byte
         self.answers = answers
-        self._blocks: list[Block] = []
-        self._runs: list[Run] = []
+        self._blocks: list[TracedBlock] = []
+        self._stretches: list[Stretch] = []
         self._living: dict[int, list[Any]] = {}
         self._by_layer_of_input = self._turn = False
         self.phase = "load"
@@ -185,37 +185,39 @@ class Recorder(TorchDispatchMode):
         self.managed = self.slices_on_host = False
 
     def trace(self) -> Trace:
-        return Trace(list(self._blocks), list(self._runs))
+        return Trace(list(self._blocks), list(self._stretches))
 
     # -- what is recorded once for several traces ------------------------------------------------------------------
 
     def state(self) -> State:
         """How far the recording is, to `rewind` to; the next phase is another one."""
-        return State(len(self._blocks), len(self._runs), {key: number for key, (number, _) in self._living.items()})
+        return State(
+            len(self._blocks), len(self._stretches), {key: number for key, (number, _) in self._living.items()}
+        )
 
     def rewind(self, state: State) -> bool:
         """Forget what was recorded since `state`; False if not the same blocks are alive as then."""
         if self.state().living != state.living:
             return False
-        del self._blocks[state.blocks :], self._runs[state.runs :]
+        del self._blocks[state.blocks :], self._stretches[state.stretches :]
         return True
 
     def since(self, state: State) -> Trace | None:
         """What was recorded since `state`, to `repeat`; None if that left or freed what is not its own."""
-        blocks, runs = self._blocks[state.blocks :], self._runs[state.runs :]
-        freed = {-event - 1 for run in runs for event in run.events if event < 0}
+        blocks, stretches = self._blocks[state.blocks :], self._stretches[state.stretches :]
+        freed = {-event - 1 for stretch in stretches for event in stretch.events if event < 0}
         if freed != set(range(state.blocks, len(self._blocks))):
             return None
-        return Trace(list(map(replace, blocks)), [run.moved(-state.blocks) for run in runs])
+        return Trace(list(map(replace, blocks)), [stretch.moved(-state.blocks) for stretch in stretches])
 
     def repeat(self, recorded: Trace) -> None:
         """Record again what `since` returned."""
         first = len(self._blocks)
         self._blocks += map(replace, recorded.blocks)
-        self._runs += [run.moved(first) for run in recorded.runs]
-        self.phase, self.layer = recorded.runs[-1].phase, None
+        self._stretches += [stretch.moved(first) for stretch in recorded.stretches]
+        self.phase, self.layer = recorded.stretches[-1].phase, None
 
-    def block(self, tensor: torch.Tensor) -> Block | None:
+    def block(self, tensor: torch.Tensor) -> TracedBlock | None:
         """The block of a tensor, if it was recorded."""
         return None if (number := self._number(tensor)) is None else self._blocks[number]
 
@@ -243,18 +245,18 @@ class Recorder(TorchDispatchMode):
 
     def copies(self, tensor: torch.Tensor) -> None:
         """Count a copy between the host and the device."""
-        self._run().work.copied_bytes += tensor.numel() * tensor.element_size()
+        self._stretch().work.copied_bytes += tensor.numel() * tensor.element_size()
 
     def transfers(self, *, copied_bytes: int = 0, sent_bytes: int = 0, swapped_bytes: int = 0) -> None:
         """Count what is done by no operator."""
-        work = self._run().work
+        work = self._stretch().work
         work.copied_bytes += copied_bytes
         work.sent_bytes += sent_bytes
         work.swapped_bytes += swapped_bytes
 
     def launched(self, moved_bytes: int) -> None:
         """Count a kernel that is no operator."""
-        work = self._run().work
+        work = self._stretch().work
         work.calls += 1
         work.moved_bytes += moved_bytes
 
@@ -282,7 +284,7 @@ class Recorder(TorchDispatchMode):
         over_layers = False
         if self._by_layer_of_input and inputs:
             over_layers = self._follow(inputs, in_lists=bool(args) and isinstance(args[0], (list, tuple)))
-        if inside := self._kernels.python.get(name):
+        if inside := self._operators.python.get(name):
             if name == "aten::_grouped_mm" and args[1].dim() == 3:
                 kwargs = {**kwargs, "busiest": self.answers.busiest(args[0].shape[0], args[1].shape[0])}
             return self._inside(inside, args, kwargs)
@@ -294,15 +296,15 @@ class Recorder(TorchDispatchMode):
             func = _IN_PLACE[name]
         if name in self.answers.shapes:
             func, args = self.answers.shapes[name](func, args)
-        sizes = self._kernels.scratch(func, args, kwargs)
+        sizes = self._operators.scratch(func, args, kwargs)
         if self.slices_on_host and name in _CROSSING:
             sizes = [sum(slice_.nbytes for slice_ in flat(_CROSSING[name](args)))]
-            self._run().work.copied_bytes += sizes[0]
+            self._stretch().work.copied_bytes += sizes[0]
         if name in _COLLECTIVES:
-            self._run().work.sent_bytes += abs(args[0].nbytes - args[1].nbytes)
+            self._stretch().work.sent_bytes += abs(args[0].nbytes - args[1].nbytes)
         if name == "c10d::alltoall_base_":  # all but the part that stays here
             size = dist.ProcessGroup.unbox(args[2]).size()
-            self._run().work.sent_bytes += args[1].nbytes * (size - 1) // size
+            self._stretch().work.sent_bytes += args[1].nbytes * (size - 1) // size
         scratch = [self._open(size, "workspace") for size in sizes]
         out = func(*args, **kwargs)
         outputs = list(flat(out))
@@ -349,10 +351,10 @@ class Recorder(TorchDispatchMode):
         """Add what an operator computes; `over_layers` are its inputs where they belong to several layers."""
         if over_layers:
             self.layer = None
-        work, name = self._run().work, func.name()
-        work.calls += self._kernels.launches.get(name, 1)
+        work, name = self._stretch().work, func.name()
+        work.calls += self._operators.launches.get(name, 1)
         moved_bytes = operators.moved_bytes(func, args, kwargs, out)
-        if formula := self._kernels.flops.get(name) or flop_registry.get(func.overloadpacket):
+        if formula := self._operators.flops.get(name) or flop_registry.get(func.overloadpacket):
             flops = int(formula(*args, **kwargs, out_val=out))
             work.flops += flops
             if flops >= moved_bytes * self._flops_per_byte:
@@ -364,14 +366,14 @@ class Recorder(TorchDispatchMode):
         whole = max(1, sum(tensor.nbytes for tensor in over_layers))
         for tensor in over_layers:  # to each layer its share, which `extrapolate` repeats
             self.layer = self._layer_of(tensor)
-            self._run().work.moved_bytes += moved_bytes * tensor.nbytes // whole
+            self._stretch().work.moved_bytes += moved_bytes * tensor.nbytes // whole
 
     # -- blocks ----------------------------------------------------------------------------------------------------
 
-    def _run(self) -> Run:
-        if not self._runs or (self._runs[-1].phase, self._runs[-1].layer) != (self.phase, self.layer):
-            self._runs.append(Run(self.phase, self.layer))
-        return self._runs[-1]
+    def _stretch(self) -> Stretch:
+        if not self._stretches or (self._stretches[-1].phase, self._stretches[-1].layer) != (self.phase, self.layer):
+            self._stretches.append(Stretch(self.phase, self.layer))
+        return self._stretches[-1]
 
     def _allocate(self, tensor: torch.Tensor, category: str) -> bool:
         """Whether the tensor's storage is new."""
@@ -408,15 +410,15 @@ class Recorder(TorchDispatchMode):
             self.mark(buffer, "workspace")
 
     def _open(self, size_bytes: int, category: str) -> int:
-        self._blocks.append(Block(size_bytes, category, self.layer, self.managed))
-        self._run().events.append(len(self._blocks))
+        self._blocks.append(TracedBlock(size_bytes, category, self.layer, self.managed))
+        self._stretch().events.append(len(self._blocks))
         return len(self._blocks) - 1
 
     def _close(self, number: int) -> None:
         before = self.layer
         if self._by_layer_of_input:  # a list over several layers is freed at once
             self.layer = self._blocks[number].layer
-        self._run().events.append(-number - 1)
+        self._stretch().events.append(-number - 1)
         self.layer = before
 
     def _number(self, tensor: torch.Tensor) -> int | None:
@@ -530,7 +532,7 @@ class Answers:
 class TracedMonitor(Monitor):
     """Takes the phases that a step announces, and hands them to the recorder instead of measuring."""
 
-    def __init__(self, recorder: Recorder) -> None:
+    def __init__(self, recorder: TraceRecorder) -> None:
         super().__init__(SimpleNamespace(reset=lambda: None, read=dict))
         self._recorder = recorder
 

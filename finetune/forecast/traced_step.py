@@ -28,7 +28,7 @@ from finetune.forecast import depth, fake, fake_ranks, fake_zero, library_stubs
 from finetune.forecast.devices import Device
 from finetune.forecast.extrapolate import NotAlike, Shortened, extrapolate, shorten, whole
 from finetune.forecast.fake_zero import FakeZero
-from finetune.forecast.trace import Answers, Recorder, Trace, TracedMonitor
+from finetune.forecast.trace import Answers, Trace, TracedMonitor, TraceRecorder
 from finetune.model import build
 from finetune.model.adapters import adapter
 from finetune.model.attention import packing
@@ -121,7 +121,9 @@ def _trace_step(
     rows = max(1, config.training.batch_size // config.distributed.shares(world_size))  # of a step, on one rank
     tiles = log_probs.tiles(config.memory.loss_tokens, fused=config.kernels.fused != "off")
     answers = Answers(uneven=False, trained_tokens=0)
-    recorder = traced.recorder if traced else Recorder(device.kernels, answers, device.flops / device.bandwidth_bytes)
+    recorder = (
+        traced.recorder if traced else TraceRecorder(device.operators, answers, device.flops / device.bandwidth_bytes)
+    )
     with (
         fake_ranks.sharding(config.distributed, world_size) as shards,
         fake_ranks.splitting(config.distributed, world_size) as group,
@@ -182,7 +184,7 @@ class _TracedStep:
         config: Config,
         architecture: Any,
         mode: FakeTensorMode,
-        recorder: Recorder,
+        recorder: TraceRecorder,
         device: Device,
         attention: str,
         shortening: Shortening,
@@ -294,7 +296,9 @@ class _TracedStep:
         layer_of = dict(self._trained())
         updated = {one: getattr(one, "sharded", one) for group in optimizer.param_groups for one in group["params"]}
         if not self.zero:
-            optimizer.state = _Turns(self.recorder, {one: layer_of[weight] for one, weight in updated.items()})
+            optimizer.state = _LayerTrackingState(
+                self.recorder, {one: layer_of[weight] for one, weight in updated.items()}
+            )
         capability = card.capability if card.type == "cuda" else None
         engine: Any = self.zero  # in the place of the real one
         self._step = Step(
@@ -603,10 +607,10 @@ class _TracedNoise(Noise):
         return [Row(start, end - start, 0) for start, end in itertools.pairwise(starts)]
 
 
-class _Turns(defaultdict[torch.nn.Parameter, Any]):
+class _LayerTrackingState(defaultdict[torch.nn.Parameter, Any]):
     """An optimizer's states, which every optimizer looks up when it comes to a weight: so its layer is known."""
 
-    def __init__(self, recorder: Recorder, layers: Mapping[torch.nn.Parameter, int | None]) -> None:
+    def __init__(self, recorder: TraceRecorder, layers: Mapping[torch.nn.Parameter, int | None]) -> None:
         super().__init__(dict)
         self._recorder = recorder
         self._layers = layers

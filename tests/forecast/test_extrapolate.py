@@ -127,8 +127,8 @@ def test_a_first_layer_that_makes_less_in_one_phase_is_alike_in_the_next() -> No
 
 def test_frees_are_of_the_blocks_that_were_made() -> None:
     living = set[int]()
-    for run in extrapolate(step(5).trace, shorten("a" * 9)).runs:
-        for event in run.events:
+    for stretch in extrapolate(step(5).trace, shorten("a" * 9)).stretches:
+        for event in stretch.events:
             living.add(event) if event > 0 else living.remove(-event)
     assert len(living) == 9, "the weights stay"
 

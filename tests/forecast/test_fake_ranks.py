@@ -77,9 +77,9 @@ def test_a_rank_holds_the_slices_that_the_real_model_has(kind: str) -> None:
             for weight in model.parameters()
             if (storage := sharding.held(weight).untyped_storage())
         }
-    forward = next(number for number, run in enumerate(found.runs) if run.phase == "forward")
+    forward = next(number for number, stretch in enumerate(found.stretches) if stretch.phase == "forward")
     kept = {"adapter": 0, "base_weights": 0}
-    for _, block, sign in dataclasses.replace(found, runs=found.runs[:forward]).timeline():
+    for _, block, sign in dataclasses.replace(found, stretches=found.stretches[:forward]).timeline():
         if block.category in kept:
             kept[block.category] += sign * block.bytes
     buffers = sum(buffer.nbytes for buffer in model.buffers())

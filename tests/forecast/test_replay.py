@@ -131,8 +131,8 @@ def test_a_step_repeats_its_passes_and_not_its_update() -> None:
 
 def test_a_product_that_is_bound_by_bandwidth_takes_the_time_of_its_traffic_alone() -> None:
     hidden = step()
-    hidden.trace.runs[0].work.flops = hidden.trace.runs[0].work.hidden_flops = 10**9
-    hidden.trace.runs[0].phase = "forward"
+    hidden.trace.stretches[0].work.flops = hidden.trace.stretches[0].work.hidden_flops = 10**9
+    hidden.trace.stretches[0].phase = "forward"
     assert made(hidden).flops - made(step()).flops == 10**9
     assert made(hidden).seconds == pytest.approx(made(step()).seconds)
 
@@ -147,7 +147,7 @@ def test_what_is_sent_runs_beside_the_arithmetic_and_counts_where_it_takes_longe
     def seconds(**sent: int) -> float:
         story = step().at("backward")
         for name, size_bytes in sent.items():
-            setattr(story.trace.runs[-1].work, name, size_bytes)
+            setattr(story.trace.stretches[-1].work, name, size_bytes)
         return made(story, card).seconds
 
     assert seconds(copied_bytes=2**20, sent_bytes=2**20) == made(step(), card).seconds
@@ -161,7 +161,7 @@ def test_ranks_that_average_gradients_send_twice_all_but_their_share(ranks: int,
 
 def test_copies_of_the_model_average_once_a_step_what_they_train() -> None:
     story = step().at("load").make("adapter", 600, "adapter")
-    story.trace.runs.insert(1, story.trace.runs.pop())
+    story.trace.stretches.insert(1, story.trace.stretches.pop())
     assert made(story, CARD, gpus=4, copied=True, micro_batches=3).as_dict()["sent_bytes"] == 2 * 3 * 600 // 4
     assert made(story, CARD, gpus=4).sent_bytes == 0, "slices are in the trace"
 
@@ -182,11 +182,11 @@ def test_a_state_that_each_update_makes_anew_is_counted_once(device: Device) -> 
 
     def made_anew(times: int) -> Forecast:
         story = step()
-        story.trace.runs, evaluation = story.trace.runs[:-1], story.trace.runs[-1:]
+        story.trace.stretches, evaluation = story.trace.stretches[:-1], story.trace.stretches[-1:]
         for number in range(times):
             story.at("optimizer").make(f"states {number}", 2 * MIB, "optimizer_states")
             story.drop(f"states {number - 1}" if number else "states")
-        story.trace.runs += evaluation
+        story.trace.stretches += evaluation
         return made(story, device)
 
     assert made_anew(1).phases["evaluation"] == made_anew(0).phases["evaluation"]

@@ -166,7 +166,9 @@ def test_a_layer_under_peft_launches_355_kernels_on_a_card() -> None:
     job = tiny_models.config(training__precision="bf16", memory__checkpointing="all")
     trace = tiny_models.trace(job, tiny_models.architecture(), where=tiny_models.card(), batch=longest_batch(4, 64))
     work = {
-        phase: sum((run.work for run in trace.runs if (run.phase, run.layer) == (phase, 4)), Work())
+        phase: sum(
+            (stretch.work for stretch in trace.stretches if (stretch.phase, stretch.layer) == (phase, 4)), Work()
+        )
         for phase in ("forward", "backward")
     }
     assert (work["forward"].calls, work["backward"].calls) == (108, 247)
@@ -377,11 +379,16 @@ def test_a_model_traced_before_gives_the_forecast_that_a_new_one_gives(
 def _comparable(trace: Trace) -> tuple[Any, ...]:
     """All of a trace; blocks that are freed one after the other come in any order, which no two traces share."""
     runs = [
-        (run.phase, run.layer, run.work, [(made, sorted(each)) for made, each in itertools.groupby(run.events, _made)])
-        for run in trace.runs
+        (
+            stretch.phase,
+            stretch.layer,
+            stretch.work,
+            [(made, sorted(each)) for made, each in itertools.groupby(stretch.events, _made)],
+        )
+        for stretch in trace.stretches
     ]
     blocks = [(block.bytes, block.category, block.layer, block.managed) for block in trace.blocks]
-    return runs, blocks, dataclasses.replace(trace, blocks=[], runs=[])
+    return runs, blocks, dataclasses.replace(trace, blocks=[], stretches=[])
 
 
 def _made(event: int) -> bool:

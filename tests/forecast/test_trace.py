@@ -13,24 +13,24 @@ from torch.profiler import ProfilerActivity, profile
 from traces import events
 
 from finetune.forecast import operator_costs
-from finetune.forecast.operator_costs import Kernels
-from finetune.forecast.trace import Answers, Recorder, Work
+from finetune.forecast.operator_costs import DeviceOperators
+from finetune.forecast.trace import Answers, TraceRecorder, Work
 
 aten = torch.ops.aten
 
 
-def kernels(python: Any = None, scratch: Any = lambda func, args, named: []) -> Kernels:
-    return Kernels(python=python or {}, scratch=scratch, flops={})
+def kernels(python: Any = None, scratch: Any = lambda func, args, named: []) -> DeviceOperators:
+    return DeviceOperators(python=python or {}, scratch=scratch, flops={})
 
 
 @contextlib.contextmanager
-def recording(given: Kernels | None = None, answers: Answers | None = None) -> Iterator[Recorder]:
-    recorder = Recorder(given or kernels(), answers or Answers(uneven=False, trained_tokens=0))
+def recording(given: DeviceOperators | None = None, answers: Answers | None = None) -> Iterator[TraceRecorder]:
+    recorder = TraceRecorder(given or kernels(), answers or Answers(uneven=False, trained_tokens=0))
     with FakeTensorMode(allow_non_fake_inputs=True), recorder:
         yield recorder
 
 
-def bytes_of(recorder: Recorder) -> list[int]:
+def bytes_of(recorder: TraceRecorder) -> list[int]:
     """Each event's bytes, above 0 where they were allocated."""
     return [sign * size for _, _, sign, size, _ in events(recorder.trace())]
 
@@ -86,7 +86,7 @@ def test_a_run_has_one_phase_and_one_layer() -> None:
         ("forward", 2, 1, 4, "activations"),
         ("backward", 2, -1, 4, "activations"),
     ]
-    assert [(run.phase, run.layer) for run in recorder.trace().runs] == [
+    assert [(stretch.phase, stretch.layer) for stretch in recorder.trace().stretches] == [
         ("forward", None), ("forward", 2), ("backward", 2),
     ]  # fmt: skip
     assert third.numel() == 1
@@ -101,7 +101,7 @@ def test_what_was_there_before_is_kept_and_what_was_recorded_can_be_named() -> N
     assert (block.bytes, block.category, block.managed) == (12, "optimizer_states", True)
 
     mode = FakeTensorMode()
-    recorder = Recorder(kernels(), Answers(uneven=False, trained_tokens=0))
+    recorder = TraceRecorder(kernels(), Answers(uneven=False, trained_tokens=0))
     with mode:
         outside = torch.empty(6)
     recorder.keep(outside, "base_weights", 4)
@@ -110,7 +110,7 @@ def test_what_was_there_before_is_kept_and_what_was_recorded_can_be_named() -> N
 
 
 def test_an_optimizer_is_followed_from_weight_to_weight() -> None:
-    recorder = Recorder(kernels(), Answers(uneven=False, trained_tokens=0))
+    recorder = TraceRecorder(kernels(), Answers(uneven=False, trained_tokens=0))
     mode = FakeTensorMode()
     with mode:
         first, second = torch.empty(4), torch.empty(6)
@@ -180,7 +180,7 @@ def test_a_product_takes_two_operations_for_each_pair() -> None:
 
 
 def test_a_product_with_a_low_rank_matrix_is_bandwidth_bound_and_a_large_one_is_not() -> None:
-    recorder = Recorder(kernels(), Answers(uneven=False, trained_tokens=0), flops_per_byte=20.0)
+    recorder = TraceRecorder(kernels(), Answers(uneven=False, trained_tokens=0), flops_per_byte=20.0)
     with FakeTensorMode(), recorder:
         values, low_rank, square = torch.empty(512, 512), torch.empty(512, 4), torch.empty(512, 512)
         recorder.phase = "forward"
@@ -218,7 +218,7 @@ def test_what_is_no_product_reads_its_inputs_and_writes_its_output_and_a_view_do
 
 
 def test_an_operator_on_a_list_over_layers_moves_in_each_layer_what_is_its_share() -> None:
-    recorder = Recorder(kernels(), Answers(uneven=False, trained_tokens=0))
+    recorder = TraceRecorder(kernels(), Answers(uneven=False, trained_tokens=0))
     mode = FakeTensorMode()
     with mode:
         weights = [torch.empty(10), torch.empty(30), torch.empty(10)]
@@ -227,7 +227,7 @@ def test_an_operator_on_a_list_over_layers_moves_in_each_layer_what_is_its_share
     recorder.phase, recorder.layer = "optimizer", None
     with mode, recorder, recorder.follow_layers():
         torch._foreach_mul_(weights, 2.0)
-    found = {run.layer: run.work for run in recorder.trace().runs if run.phase == "optimizer"}
+    found = {stretch.layer: stretch.work for stretch in recorder.trace().stretches if stretch.phase == "optimizer"}
     assert found == {None: Work(calls=1), 0: Work(moved_bytes=2 * 4 * 40), 1: Work(moved_bytes=2 * 4 * 10)}
 
 
