@@ -94,9 +94,9 @@ class Parts(TraceRecorder):
         return super().__torch_dispatch__(func, types, args, kwargs)
 
     def _count(self, func: Any, args: Any, kwargs: Any, out: Any, over_layers: Any = ()) -> None:
-        before = dataclasses.replace(self._run().work)
+        before = dataclasses.replace(self._stretch().work)
         super()._count(func, args, kwargs, out, over_layers)
-        after = self._run().work
+        after = self._stretch().work
         done = Work(*(getattr(after, each.name) - getattr(before, each.name) for each in dataclasses.fields(Work)))
         self.work[self.layer, self._pass, self._refined(func.name(), done)] += done
 

@@ -132,19 +132,11 @@ class _OverTile:
 
 
 class _TracedCopies(offload.Copies):
-    """Copies whose host memory a fake CPU tensor does not tell from the device's."""
-
     def __init__(self, recorder: TraceRecorder) -> None:
         self._recorder = recorder
 
     def to_host(self, tensor: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return self._copied(tensor, managed=True), None
+        return self._recorder.copied(tensor, "layer_inputs", managed=True), None
 
     def to_device(self, host: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return self._copied(host, managed=False), None
-
-    def _copied(self, source: torch.Tensor, *, managed: bool) -> torch.Tensor:
-        target = torch.empty_like(source)
-        self._recorder.mark(target, "layer_inputs", managed=managed)
-        self._recorder.copies(source)
-        return target
+        return self._recorder.copied(host, "layer_inputs", managed=False), None

@@ -37,7 +37,7 @@ from finetune.forecast.devices import Device
 from finetune.forecast.fit import Fitted, Limits, NothingFits
 from finetune.forecast.levers import Lever, levers
 from finetune.forecast.replay import Forecast
-from finetune.forecast.traced_step import Models, trace_step
+from finetune.forecast.traced_step import Models, Setting, trace_step
 from finetune.model import bounds, build
 from finetune.model.attention import backends, packing
 from finetune.model.base import load_architecture
@@ -108,9 +108,8 @@ class Planner:
         shares = config.distributed
         sharded = strategies.is_sharded(shares, self.gpus)
         zero = strategies.STRATEGIES[shares.kind].deepspeed
-        trace = trace_step(
-            config, self.architecture, batch, evaluation, device, implementation, self.gpus, self._models
-        )
+        setting = Setting(config, self.architecture, batch, evaluation, device, implementation, self.gpus)
+        trace = trace_step(setting, self._models)
         return replay.make(
             trace,
             device,
@@ -331,11 +330,9 @@ def check_traceable(config: Config, architecture: Any, device: torch.device) -> 
     tokens = min(_TRACED_TOKENS, bounds.positions(architecture) or _TRACED_TOKENS)
     rows = (tokens // 2,) * 2 if config.data.packing else ()
     batch = Batch(rows=1, tokens=tokens, padded=False, trained_tokens=tokens - max(1, len(rows)), packed=rows)
+    where, attention = devices.here(device, config.memory), _attention(config, architecture, device.type)
     try:
-        trace_step(
-            config, architecture, batch, None, devices.here(device, config.memory),
-            _attention(config, architecture, device.type),
-        )  # fmt: skip
+        trace_step(Setting(config, architecture, batch, None, where, attention))
     except ForecastError:
         if config.memory.check == "refuse":
             raise

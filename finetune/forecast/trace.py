@@ -243,9 +243,15 @@ class TraceRecorder(TorchDispatchMode):
         """What follows is done for a weight of this layer, until the next turn or an operator over several layers."""
         self.layer, self._turn = layer, True
 
-    def copies(self, tensor: torch.Tensor) -> None:
-        """Count a copy between the host and the device."""
-        self._stretch().work.copied_bytes += tensor.numel() * tensor.element_size()
+    def copied(self, source: torch.Tensor, category: str, *, managed: bool) -> torch.Tensor:
+        """A copy of `source` on the other side of the bus: with `managed` in host memory, else on the device.
+
+        A fake CPU tensor does not say on which side it is.
+        """
+        target = torch.empty_like(source)
+        self.mark(target, category, managed=managed)
+        self.transfers(copied_bytes=source.nbytes)
+        return target
 
     def transfers(self, *, copied_bytes: int = 0, sent_bytes: int = 0, swapped_bytes: int = 0) -> None:
         """Count what is done by no operator."""

@@ -199,18 +199,17 @@ def test_the_extrapolated_trace_has_the_peaks_of_the_whole_one(
 
 
 @pytest.mark.parametrize("problem", [NotAlike, Scattered])
-def test_a_model_that_cannot_be_shortened_is_rehearsed_whole(
+def test_a_model_that_cannot_be_shortened_is_traced_whole(
     problem: type[Exception], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tried = []
 
-    def trace_step(*arguments: Any) -> Trace:
-        *_, shortening, _, _ = arguments
+    def trace_step(setting: Any, shortening: Any, models: Any) -> Trace:
         tried.append(shortening("a" * 9))
         if len(tried) == 1:
             raise problem("for the test")
         return Trace([], [])
 
     monkeypatch.setattr(tracing, "_trace_step", trace_step)
-    tracing.trace_step(tiny_models.config(), None, tiny_models.BATCH, None, tiny_models.cpu(), "sdpa")
+    tracing.trace_step(tracing.Setting(tiny_models.config(), None, tiny_models.BATCH, None, tiny_models.cpu(), "sdpa"))
     assert tried == [shorten("a" * 9), whole(9)]
