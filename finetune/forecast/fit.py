@@ -198,8 +198,11 @@ class _Search:
             return self._try(rows, recomputed, offload, tile)
 
         def fits(recomputed: Any) -> bool:
-            # With nothing recomputed there is nothing to offload, nor need there be.
+            # With nothing recomputed there is nothing to offload, so that this is no offloading setting.
             return (offload, recomputed) != ("checkpoints", "none") and self._fits(tried(recomputed)[1])
+
+        def guess(low: int, high: int) -> int:
+            return self._guess(tried(steps[low])[1], tried(steps[high])[1], low, high)
 
         if than is None:
             if not self.known and fits("none"):  # a small job is done with one forecast
@@ -210,15 +213,10 @@ class _Search:
                 return tried("none")
         self.ladder = self.ladder or self._ladder(rows, offload)
         steps = [recomputed for recomputed, _ in self.ladder]
-        low, high = 0, len(steps) - 1 if than is None else steps.index(than[0].memory.checkpointing) - 1
-        if not fits(steps[high]):
-            return None
-        if fits(steps[low]):
-            return tried(steps[low])
-        # `low` does not fit and `high` does.
-        while (middle := self._guess(tried(steps[low])[1], tried(steps[high])[1], low, high)) < high:
-            low, high = (low, middle) if fits(steps[middle]) else (middle, high)
-        return tried(steps[high])
+        chosen = first_that_fits(
+            steps if than is None else steps[: steps.index(than[0].memory.checkpointing)], fits, guess
+        )
+        return None if chosen is None else tried(chosen)
 
     def _ladder(self, rows: int, offload: str) -> list[tuple[Any, float]]:
         """From nothing recomputed to everything; made once, as levels compare alike for all micro-batches."""
@@ -294,6 +292,21 @@ class _Search:
             f"offload {config.memory.offload}); {later}shorten `data.max_length`, lower "
             "`adapter.rank`, or use a GPU with more memory",
         )
+
+
+def first_that_fits(steps: Sequence[Any], fits: Callable[[Any], bool], guess: Callable[[int, int], int]) -> Any:
+    """The first of `steps` that fits, where all after one that fits do so too; None if the last does not.
+
+    `guess` gives the index to try next between one that does not fit and one that does, or the latter to end there.
+    """
+    low, high = 0, len(steps) - 1
+    if not fits(steps[high]):
+        return None
+    if fits(steps[low]):
+        return steps[low]
+    while (middle := guess(low, high)) < high:
+        low, high = (low, middle) if fits(steps[middle]) else (middle, high)
+    return steps[high]
 
 
 def worth_their_bytes(found: Mapping[str, Forecast]) -> list[str]:

@@ -36,8 +36,8 @@ from finetune.forecast import fit as fitting
 from finetune.forecast.devices import Device
 from finetune.forecast.fit import Fitted, Limits, NothingFits
 from finetune.forecast.levers import Lever, levers
-from finetune.forecast.replay import Forecast
-from finetune.forecast.traced_step import Models, Setting, trace_step
+from finetune.forecast.replay import Forecast, RunSetting
+from finetune.forecast.traced_step import Models, StepSetting, trace_step
 from finetune.model import bounds, build
 from finetune.model.attention import backends, packing
 from finetune.model.base import load_architecture
@@ -105,31 +105,25 @@ class Planner:
         if not batch.padded and not flash and backends.shares_keys(self.architecture):
             # Without flash attention, heads that share keys take PyTorch's plain products, scores and all.
             implementation = packing.eager_like(implementation)
-        shares = config.distributed
-        sharded = strategies.is_sharded(shares, self.gpus)
-        zero = strategies.STRATEGIES[shares.kind].deepspeed
-        setting = Setting(config, self.architecture, batch, evaluation, device, implementation, self.gpus)
+        section = config.distributed
+        sharded = strategies.is_sharded(section, self.gpus)
+        zero = strategies.STRATEGIES[section.kind].deepspeed
+        setting = StepSetting(config, self.architecture, batch, evaluation, device, implementation, self.gpus)
         trace = trace_step(setting, self._models)
-        return replay.make(
-            trace,
-            device,
-            batch,
-            implementation,
-            micro_batches=max(
-                1,
-                per_step(config.training.batch_size, _micro_batching(config), batch)
-                // config.distributed.shares(self.gpus),
-            ),
-            merges=config.output.merge,
+        per_rank = per_step(config.training.batch_size, _micro_batching(config), batch) // section.shares(self.gpus)
+        run = RunSetting(
+            micro_batches=max(1, per_rank),
             merge_bytes=file_sizes.merge_bytes(config, trace),
             disk_bytes=file_sizes.disk_bytes(config, trace),
             checkpoint_bytes=file_sizes.checkpoint_bytes(trace),
+            merges=config.output.merge,
             saves_between=_saves_between(config),
             from_files=config.model.weights != "random" and not sharded,
             gpus=self.gpus,
-            sharding=shares.model_dump() if self.gpus > 1 or zero else None,
+            sharding=section.model_dump() if self.gpus > 1 or zero else None,
             copied=self.gpus > 1 and not sharded and not zero,
         )
+        return replay.make(trace, device, batch, implementation, run)
 
     def levers(self, config: Config, found: Forecast) -> list[tuple[Lever, Forecast]]:
         """Each lever that would reduce the forecast `found`, with the job's forecast once it is pulled."""
@@ -332,7 +326,7 @@ def check_traceable(config: Config, architecture: Any, device: torch.device) -> 
     batch = Batch(rows=1, tokens=tokens, padded=False, trained_tokens=tokens - max(1, len(rows)), packed=rows)
     where, attention = devices.here(device, config.memory), _attention(config, architecture, device.type)
     try:
-        trace_step(Setting(config, architecture, batch, None, where, attention))
+        trace_step(StepSetting(config, architecture, batch, None, where, attention))
     except ForecastError:
         if config.memory.check == "refuse":
             raise

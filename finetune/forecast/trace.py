@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from types import SimpleNamespace
 from typing import Any
@@ -24,6 +24,7 @@ from torch import distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from finetune.forecast import operators
 from finetune.forecast.operator_costs import DeviceOperators
@@ -64,8 +65,23 @@ _CROSSING: dict[str, Any] = {
     "fsdp::all_gather_copy_in": lambda args: args[0],
     "c10d::_reduce_scatter_base_": lambda args: args[0],
 }
-# Of what these gather or scatter, each rank sends all but a slice: the larger of their tensors less the smaller.
-_COLLECTIVES = ("c10d::_allgather_base_", "c10d::_reduce_scatter_base_")
+
+
+def _all_but_a_slice(args: Any) -> int:
+    """What a rank sends of a tensor that is gathered or scattered: the larger of the two less the smaller."""
+    return abs(args[0].nbytes - args[1].nbytes)
+
+
+def _all_but_its_part(args: Any) -> int:
+    size = dist.ProcessGroup.unbox(args[2]).size()
+    return args[1].nbytes * (size - 1) // size
+
+
+_SENT_BYTES = {
+    "c10d::_allgather_base_": _all_but_a_slice,
+    "c10d::_reduce_scatter_base_": _all_but_a_slice,
+    "c10d::alltoall_base_": _all_but_its_part,
+}
 
 
 @dataclass(slots=True, eq=False)
@@ -162,6 +178,22 @@ class State:
     living: Mapping[int, int | None]
 
 
+class _Call:
+    """An operator as it reaches the recorder. With `over_layers` its inputs are lists of several layers' tensors."""
+
+    def __init__(self, func: Any, types: Any, args: Any, kwargs: Any) -> None:
+        self.func, self.types, self.args, self.kwargs = func, types, args, kwargs
+        self.name = func.name()
+        self.inputs = [argument for argument in flat(args) if isinstance(argument, torch.Tensor)]
+        self.over_layers = False
+
+    def run(self) -> Any:
+        return self.func(*self.args, **self.kwargs)
+
+
+_Case = tuple[Callable[[_Call], bool], Callable[[_Call], Any]]
+
+
 class TraceRecorder(TorchDispatchMode):
     """Records a step that runs on fake tensors; enter it inside a FakeTensorMode.
 
@@ -178,11 +210,22 @@ class TraceRecorder(TorchDispatchMode):
         self._blocks: list[TracedBlock] = []
         self._stretches: list[Stretch] = []
         self._living: dict[int, list[Any]] = {}
+        self._made_by = WeakTensorKeyDictionary()  # of tensors of one element, the operator's name
         self._by_layer_of_input = self._turn = False
         self.phase = "load"
         self.layer: int | None = None
         self.category = "activations"
         self.managed = self.slices_on_host = False
+        # Of each table the first case that applies decides.
+        self._not_recorded: tuple[_Case, ...] = (
+            # Of a DTensor only views are taken, but torch tries those out on tensors of its own.
+            (lambda call: call.name == "prim::device" or DTensor in call.types, _Call.run),
+            (lambda call: call.name == "aten::_local_scalar_dense", self._read),
+        )
+        self._run_otherwise: tuple[_Case, ...] = (
+            (lambda call: call.name in operators.python, self._run_in_python),
+            (lambda call: call.name == "aten::add.Tensor" and _accumulates_in_place(call.args), self._add_in_place),
+        )
 
     def trace(self) -> Trace:
         return Trace(list(self._blocks), list(self._stretches))
@@ -279,71 +322,79 @@ class TraceRecorder(TorchDispatchMode):
     # -- operators -------------------------------------------------------------------------------------------------
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs, name = kwargs or {}, func.name()
-        if name == "prim::device":
-            return func(*args, **kwargs)
-        if DTensor in types:  # only views are taken of them, but torch tries those out on tensors of its own
-            return func(*args, **kwargs)
-        if name == "aten::_local_scalar_dense":
-            return self.answers.scalar(args[0], getattr(args[0], "made_by", None))
-        inputs = [argument for argument in flat(args) if isinstance(argument, torch.Tensor)]
-        over_layers = False
-        if self._by_layer_of_input and inputs:
-            over_layers = self._follow(inputs, in_lists=bool(args) and isinstance(args[0], (list, tuple)))
-        if inside := self._operators.python.get(name):
-            if name == "aten::_grouped_mm" and args[1].dim() == 3:
-                kwargs = {**kwargs, "busiest": self.answers.busiest(args[0].shape[0], args[1].shape[0])}
-            return self._inside(inside, args, kwargs)
-        if name == "aten::add.Tensor" and _accumulates_in_place(args):
-            held = args[0].add_(args[1])
-            self._count(_aten.add_.Tensor, args, kwargs, held)
-            return held
-        if name in _IN_PLACE and _called_by_autograd():
-            func = _IN_PLACE[name]
-        if name in self.answers.shapes:
-            func, args = self.answers.shapes[name](func, args)
-        sizes = self._operators.scratch(func, args, kwargs)
-        if self.slices_on_host and name in _CROSSING:
-            sizes = [sum(slice_.nbytes for slice_ in flat(_CROSSING[name](args)))]
-            self._stretch().work.copied_bytes += sizes[0]
-        if name in _COLLECTIVES:
-            self._stretch().work.sent_bytes += abs(args[0].nbytes - args[1].nbytes)
-        if name == "c10d::alltoall_base_":  # all but the part that stays here
-            size = dist.ProcessGroup.unbox(args[2]).size()
-            self._stretch().work.sent_bytes += args[1].nbytes * (size - 1) // size
-        scratch = [self._open(size, "workspace") for size in sizes]
-        out = func(*args, **kwargs)
-        outputs = list(flat(out))
-        category = self._category(func, inputs)
-        fresh = False
-        if name in _BUFFERS:
-            self._turn_into_workspace(_BUFFERS[name](args, kwargs))
-        # torch's operators on lists have an output for each tensor.
-        each = self._by_layer_of_input and name.startswith("aten::_foreach") and len(inputs) >= len(outputs)
-        for place, output in enumerate(outputs):
-            if isinstance(output, torch.Tensor):
-                if each:
-                    self.layer = self._layer_of(inputs[place])
-                fresh |= self._allocate(output, category)
-                if output.dim() == 0:
-                    output.made_by = name
-        for number in scratch:
-            self._close(number)
-        if (fresh or operators.schema(func).is_mutable) and not operators.launches_nothing(func):
-            self._count(func, args, kwargs, out, inputs if over_layers else ())
+        call = _Call(func, types, args, kwargs or {})
+        for applies, answer in self._not_recorded:
+            if applies(call):
+                return answer(call)
+        call.over_layers = self._by_layer_of_input and bool(call.inputs) and self._follow(call)
+        for applies, run in self._run_otherwise:
+            if applies(call):
+                return run(call)
+        scratch = self._before(call)
+        out = call.run()
+        self._after(call, out, scratch)
         return out
 
-    def _inside(self, kernel: Any, args: Any, kwargs: Any) -> Any:
+    def _before(self, call: _Call) -> list[int]:
+        """Count what a call transfers, and allocate what its kernel needs beside the outputs."""
+        if call.name in _IN_PLACE and _called_by_autograd():
+            call.func = _IN_PLACE[call.name]
+        if call.name in self.answers.shapes:
+            call.func, call.args = self.answers.shapes[call.name](call.func, call.args)
+        sizes = self._operators.scratch(call.func, call.args, call.kwargs)
+        if self.slices_on_host and call.name in _CROSSING:
+            sizes = [sum(slice_.nbytes for slice_ in flat(_CROSSING[call.name](call.args)))]
+            self.transfers(copied_bytes=sizes[0])
+        if call.name in _SENT_BYTES:
+            self.transfers(sent_bytes=_SENT_BYTES[call.name](call.args))
+        return [self._open(size, "workspace") for size in sizes]
+
+    def _after(self, call: _Call, out: Any, scratch: list[int]) -> None:
+        """Allocate the outputs whose storage is new, free the kernel's own memory, and count what was computed."""
+        outputs, category, fresh = list(flat(out)), self._category(call.func, call.inputs), False
+        for buffer in _BUFFERS[call.name](call.args, call.kwargs) if call.name in _BUFFERS else ():
+            self.mark(buffer, "workspace")
+        # torch's operators on lists have an output for each tensor.
+        each = self._by_layer_of_input and call.name.startswith("aten::_foreach") and len(call.inputs) >= len(outputs)
+        for index, output in enumerate(outputs):
+            if isinstance(output, torch.Tensor):
+                if each:
+                    self.layer = self._layer_of(call.inputs[index])
+                fresh |= self._allocate(output, category)
+                if output.dim() == 0:
+                    self._made_by[output] = call.name
+        for number in scratch:
+            self._close(number)
+        if (fresh or operators.schema(call.func).is_mutable) and not operators.launches_nothing(call.func):
+            self._count(call.func, call.args, call.kwargs, out, call.inputs if call.over_layers else ())
+
+    # -- operators that are not recorded as they are called --------------------------------------------------------
+
+    def _read(self, call: _Call) -> Any:
+        """The value of a tensor of one element, which fake tensors do not have."""
+        return self.answers.scalar(call.args[0], self._made_by.get(call.args[0]))
+
+    def _run_in_python(self, call: _Call) -> Any:
         """Run a kernel that is written in Python, so that what it allocates is seen; its output is no workspace."""
+        if call.name == "aten::_grouped_mm" and call.args[1].dim() == 3:
+            call.kwargs = {**call.kwargs, "busiest": self.answers.busiest(call.args[0].shape[0], call.args[1].shape[0])}
         outer, self.category = self.category, "workspace"
         try:
             with self:
-                out = kernel(*args, **kwargs)
+                out = self._operators.python[call.name](*call.args, **call.kwargs)
         finally:
             self.category = outer
         for part in flat(out):
             self.mark(part, outer)
         return out
+
+    def _add_in_place(self, call: _Call) -> Any:
+        """Add a gradient into the one that autograd holds."""
+        held = call.args[0].add_(call.args[1])
+        self._count(_aten.add_.Tensor, call.args, call.kwargs, held)
+        return held
+
+    # -- what an operator computes ---------------------------------------------------------------------------------
 
     def _category(self, func: Any, inputs: list[torch.Tensor]) -> str:
         if func.namespace == "bitsandbytes":
@@ -411,10 +462,6 @@ class TraceRecorder(TorchDispatchMode):
         with replaced(torch.UntypedStorage, "resize_", resize):
             yield
 
-    def _turn_into_workspace(self, buffers: Iterable[torch.Tensor]) -> None:
-        for buffer in buffers:
-            self.mark(buffer, "workspace")
-
     def _open(self, size_bytes: int, category: str) -> int:
         self._blocks.append(TracedBlock(size_bytes, category, self.layer, self.managed))
         self._stretch().events.append(len(self._blocks))
@@ -431,15 +478,15 @@ class TraceRecorder(TorchDispatchMode):
         entry = self._living.get(id(tensor.untyped_storage()))
         return entry[0] if entry else None
 
-    def _follow(self, inputs: list[torch.Tensor], *, in_lists: bool) -> bool:
+    def _follow(self, call: _Call) -> bool:
         """Go to the layer of an operator's first input; to none, and return True, for lists over several layers."""
-        if in_lists:
-            found = {self._layer_of(tensor) for tensor in inputs}
-            over_layers = len(found) > 1
-            self.layer, self._turn = None if over_layers else found.pop(), False
+        if call.args and isinstance(call.args[0], (list, tuple)):
+            layers = {self._layer_of(tensor) for tensor in call.inputs}
+            over_layers = len(layers) > 1
+            self.layer, self._turn = None if over_layers else layers.pop(), False
             return over_layers
-        if not self._turn or self._category_of(inputs[0]) in ("adapter", "gradients"):
-            self.layer = self._layer_of(inputs[0])
+        if not self._turn or self._category_of(call.inputs[0]) in ("adapter", "gradients"):
+            self.layer = self._layer_of(call.inputs[0])
         return False
 
     def _category_of(self, tensor: torch.Tensor) -> str | None:

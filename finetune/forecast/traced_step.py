@@ -56,7 +56,7 @@ _ONE_TILE = 512
 
 
 @dataclass(frozen=True)
-class Setting:
+class StepSetting:
     """A step to trace: a job on a device, its largest micro-batches, and the number of ranks, of which this is rank 0.
 
     `attention` is the name of the implementation. Without an `evaluation` batch none is traced.
@@ -120,13 +120,13 @@ class Models:
     traces: dict[Hashable, Trace] = field(default_factory=dict)
     """By setting and kept layers; not yet extrapolated."""
 
-    def store(self, setting: Setting, traced: _TracedStep, trace: Trace) -> None:
+    def store(self, setting: StepSetting, traced: _TracedStep, trace: Trace) -> None:
         self.kinds[setting.job] = traced.kinds
         self.ready[setting.job, traced.kept.kinds] = traced
         self.traces[setting.job, setting.step, traced.kept] = trace
 
 
-def trace_step(setting: Setting, models: Models | None = None) -> Trace:
+def trace_step(setting: StepSetting, models: Models | None = None) -> Trace:
     """Run one optimizer step in its steady state, then an evaluation, on fake tensors.
 
     Steady state: optimizer states exist, and with accumulation so do the gradients of the micro-batches before. With
@@ -149,7 +149,7 @@ def trace_step(setting: Setting, models: Models | None = None) -> Trace:
         ) from error
 
 
-def _trace_step(setting: Setting, shortening: Shortening, models: Models) -> Trace:
+def _trace_step(setting: StepSetting, shortening: Shortening, models: Models) -> Trace:
     """Look the trace up, or run the step on a model that is ready or made for it, and keep both."""
     config, device, ready = setting.config, setting.device, None
     if kinds := models.kinds.get(setting.job):
@@ -185,7 +185,7 @@ class _TracedStep:
     """A job's model and optimizer on fake tensors, and the phases of its steps."""
 
     def __init__(
-        self, setting: Setting, mode: FakeTensorMode, recorder: TraceRecorder, shortening: Shortening,
+        self, setting: StepSetting, mode: FakeTensorMode, recorder: TraceRecorder, shortening: Shortening,
         shards: Sharding | None,
     ) -> None:  # fmt: skip
         self._configure(setting.config)
@@ -254,7 +254,7 @@ class _TracedStep:
             self.make_optimizer_states()
         self._start = self.recorder.state()  # each step that is traced begins here
 
-    def run(self, setting: Setting, group: dist.ProcessGroup | None) -> Trace:
+    def run(self, setting: StepSetting, group: dist.ProcessGroup | None) -> Trace:
         """The trace of a step and an evaluation."""
         with self.splitting(group), self.in_slices():
             self.step(setting.train)

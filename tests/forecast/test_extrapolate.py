@@ -211,5 +211,7 @@ def test_a_model_that_cannot_be_shortened_is_traced_whole(
         return Trace([], [])
 
     monkeypatch.setattr(tracing, "_trace_step", trace_step)
-    tracing.trace_step(tracing.Setting(tiny_models.config(), None, tiny_models.BATCH, None, tiny_models.cpu(), "sdpa"))
+    tracing.trace_step(
+        tracing.StepSetting(tiny_models.config(), None, tiny_models.BATCH, None, tiny_models.cpu(), "sdpa")
+    )
     assert tried == [shorten("a" * 9), whole(9)]

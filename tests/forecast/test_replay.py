@@ -38,8 +38,7 @@ def step(unit: int = MIB, *, paged: int = 0) -> Story:
 
 
 def made(story: Story, device: Device = CPU, **changes: Any) -> Forecast:
-    given = {"micro_batches": 1, "merge_bytes": 0, "disk_bytes": 0, **changes}
-    return replay.make(story.trace, device, BATCH, "sdpa", **given)
+    return replay.make(story.trace, device, BATCH, "sdpa", replay.RunSetting(**changes))
 
 
 def test_on_a_cpu_the_live_tensors_are_what_counts() -> None:
