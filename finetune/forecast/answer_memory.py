@@ -17,7 +17,7 @@ from transformers import DynamicCache
 
 from finetune.config import AdapterSection, Config
 from finetune.errors import ConfigError, FinetuneError, ForecastError, MachineError, first_line
-from finetune.forecast import depth, devices, library_stubs
+from finetune.forecast import depth, device_paths, devices
 from finetune.forecast.devices import Device
 from finetune.forecast.extrapolate import NotAlike, extrapolate, shorten, whole
 from finetune.forecast.fake_model import FakeModel, Shortening
@@ -36,7 +36,7 @@ PHASES = ("load", "prompt", "decoding")
 
 @dataclass(frozen=True)
 class Serving:
-    """What answering `rows` prompts at a time takes, with up to `context` tokens of prompt and answer each. In bytes.
+    """Memory to answer `rows` prompts at a time, with up to `context` tokens of prompt and answer each. In bytes.
 
     `phases` gives allocated and reserved bytes (on a CPU the same) without the device's context; `categories` add up,
     at the peak, to what is compared with the budget. `cache_bytes` are those of the complete KV cache, `host_bytes`
@@ -57,7 +57,7 @@ class Serving:
 
     @property
     def needed_bytes(self) -> int:
-        """What must be there: reserved memory and what lies outside the allocator."""
+        """Reserved memory and what lies outside the allocator."""
         return max(phase["reserved_bytes"] for phase in self.phases.values()) + self.device.outside_bytes
 
     @property
@@ -83,7 +83,7 @@ class Serving:
 def forecast(
     config: Config, gpu: str | None = None, *, rows: int = 1, context: int | None = None, cache: str = "dynamic"
 ) -> Serving:
-    """What `finetune generate` will take with the job's base and adapter, `rows` prompts at a time.
+    """Forecast what `finetune generate` takes with the job's base and adapter, `rows` prompts at a time.
 
     `context` is by default `data.max_length`; `cache` is a key of `caches.CACHES`, `gpu` as for a plan. Raises
     ConfigError for an unknown model, GPU or KV cache, or a context beyond the model's positions, and ForecastError for
@@ -97,14 +97,14 @@ def forecast(
     context = context or min(config.data.max_length, known or config.data.max_length)
     if known and context > known:
         raise ConfigError(f"--context: {context} is more than the {known} positions of `{name}`")
-    found = of(config, architecture, device, rows=rows, context=context, cache=cache)
+    serving = of(config, architecture, device, rows=rows, context=context, cache=cache)
     sizes = {}
     for kind in caches.CACHES:
         with contextlib.suppress(ConfigError, MachineError):
             caches.make(kind, architecture, context)
-            one = found if kind == cache else of(config, architecture, device, rows=rows, context=context, cache=kind)
+            one = serving if kind == cache else of(config, architecture, device, rows=rows, context=context, cache=kind)
             sizes[kind] = one.cache_bytes
-    return replace(found, caches=sizes)
+    return replace(serving, caches=sizes)
 
 
 def of(config: Config, architecture: Any, device: Device, *, rows: int, context: int, cache: str) -> Serving:
@@ -126,7 +126,7 @@ def of(config: Config, architecture: Any, device: Device, *, rows: int, context:
 
 
 def _attention(config: Config, architecture: Any, device: Device, rows: int) -> str:
-    """The implementation; rows of other lengths need a mask, and one alone does not."""
+    """The attention implementation: several rows need a mask for their padding, a single one does not."""
     implementation = backends.planned(config.model.attention, architecture, device.type, config.training.precision)
     capability = device.capability if device.type == "cuda" else None
     if rows == 1 and backends.shares_keys(architecture) and not has_flash(config.training.precision, capability):
@@ -165,7 +165,7 @@ class _Inference:
         device = self.device
         answers = Answers(uneven=self.rows > 1, trained_tokens=0)
         recorder = TraceRecorder(device.operators, answers, device.flops / device.bandwidth_bytes)
-        with library_stubs.undisturbed(), library_stubs.like(device, recorder) as mode, torch.no_grad():
+        with device_paths.undisturbed(), device_paths.like(device, recorder) as mode, torch.no_grad():
             traced = _TracedInference(self, mode, recorder, shortening)
             traced.load()
             cache = traced.make_cache()

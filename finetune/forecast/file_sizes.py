@@ -1,4 +1,4 @@
-"""What a job needs besides its steps: checkpoints in memory and on disk, disk space for exports, memory of a merge."""
+"""Sizes of what a job needs besides its steps: checkpoints in memory and on disk, exports, and a merge."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ class Point:
 
 @dataclass(frozen=True)
 class Forecast:
-    """What a job will take on a device. All sizes in bytes.
+    """The memory and time of a job on a device. All sizes in bytes.
 
     `phases` gives allocated and reserved bytes (on a CPU the same) without the context; `categories` adds up, at the
     moment of the peak, to what is compared with the budget. `flops`, `moved_bytes` (where bandwidth is the bound),
@@ -78,7 +78,7 @@ class Forecast:
 
     @property
     def needed_bytes(self) -> int:
-        """What must be there: reserved memory and what lies outside the allocator."""
+        """Reserved memory and what lies outside the allocator."""
         return self.peak_reserved_bytes + self.device.outside_bytes
 
     @property
@@ -182,7 +182,7 @@ def make(trace: Trace, device: Device, batch: Batch, attention: str, run: RunSet
 
 
 def with_shorter(longest: Forecast, shorter: Mapping[UpTo, Forecast]) -> Forecast:
-    """`longest` with the most memory that it or the largest of each kind of shorter micro-batches takes."""
+    """`longest` with the memory of the shorter micro-batches where they take more."""
     each = [longest, *shorter.values()]
     most = max(each, key=lambda one: one.needed_bytes)
     phases = {
@@ -202,9 +202,9 @@ def with_shorter(longest: Forecast, shorter: Mapping[UpTo, Forecast]) -> Forecas
 
 
 def swapping_seconds(swapped_bytes: int, ranks: int) -> float:
-    """Time in which so many bytes of each rank are read from a disk and written back, beside which nothing else runs.
+    """Seconds to read `swapped_bytes` of each rank from a disk and write them back; nothing else runs meanwhile.
 
-    The ranks of a machine share it.
+    The ranks of a machine share the disk.
     """
     each_second = DISK_READ_BYTES * DISK_WRITE_BYTES / (DISK_READ_BYTES + DISK_WRITE_BYTES)
     return swapped_bytes * min(ranks, RANKS_OF_A_MACHINE) / each_second
@@ -235,7 +235,7 @@ def sending_seconds(copied_bytes: int, sent_bytes: int, device: Device) -> float
 
 
 def averaging_bytes(gradient_bytes: int, ranks: int) -> int:
-    """What each of `ranks` sends while they average so many bytes of gradients: 2 (n - 1) / n of them.
+    """Bytes that each of `ranks` sends to average gradients: 2 (n - 1) / n of them.
 
     In a ring each rank sends n - 1 of n slices to be summed, and n - 1 sums (nccl-tests, doc/PERFORMANCE.md).
     """
@@ -245,7 +245,7 @@ def averaging_bytes(gradient_bytes: int, ranks: int) -> int:
 def replayed(
     trace: Trace, device: Device, run: Callable[[Replay], None], categories: Iterable[str] = CATEGORIES
 ) -> Replay:
-    """What `run` plays, with room for every segment or, where that is too much, with the room there is.
+    """The replay of `run`, with room for every segment or, where that is too much, with the device's room.
 
     Before it fails, the allocator gives back the segments that lie idle: a job may fit that would reserve more.
     """
@@ -327,14 +327,14 @@ class Replay:
         self.play(stretches[end:])
 
     def _copy_bytes(self, run: RunSetting) -> int:
-        """What a checkpoint copies in the device's own memory: on a CPU, which has no other."""
+        """Bytes that a checkpoint copies in the device's own memory: on a CPU, which has no other."""
         if self._device.type != "cpu" or not run.checkpoint_bytes:
             return 0
         # Before weights and states are copied, the state of torch's random numbers is (`RandomState`).
         return max(run.checkpoint_bytes, torch.get_rng_state().nbytes)
 
     def _join_processes(self) -> None:
-        """What DistributedDataParallel copies when it takes the model, and what it keeps."""
+        """Play the copies that DistributedDataParallel makes of the model, and the buckets that it keeps."""
         before = 0
         for number, size in enumerate([*operator_costs.broadcast_buckets(self.sizes("base_weights", "adapter")), 0], 1):
             self._live["workspace"] += size
@@ -394,7 +394,7 @@ class Replay:
                     self._draw(stretch.phase)
 
     def _begin_again(self, step: list[Stretch]) -> None:
-        """Make what a pass leaves as the next one finds it."""
+        """Bring what a pass leaves into the state in which the next one begins."""
         events = {event for stretch in step for event in stretch.events}
         left = [number for number in sorted(events) if number > 0 and -number not in events]
         left = [number for number in left if not self._trace.blocks[number - 1].managed]
@@ -410,7 +410,7 @@ class Replay:
                 self._free(number, block.bytes)
 
     def _put_into_old_place(self, left: list[int], freed: list[int]) -> None:
-        """Let a state that the optimizer made anew, as transformers' Adafactor does, be the one that it freed."""
+        """Give a state that the optimizer makes anew (transformers' Adafactor) the handle of the one that it freed."""
         old: dict[tuple[str, int], list[int]] = {}
         for number in freed:
             block = self._trace.blocks[number - 1]
@@ -422,7 +422,7 @@ class Replay:
                 self._handles[same.pop(0)] = self._handles.pop(number)
 
     def _draw(self, phase: str) -> None:
-        """Keep the fullest moment of each so many events of a phase."""
+        """Keep the fullest moment of every `_stride` events of a phase."""
         begins = self._seen % self._stride == 0 or (self.curve and self.curve[-1].phase != phase)
         if begins or self._allocated > self._fullest:
             self.curve[len(self.curve) - (not begins) :] = [Point(phase, dict(self._live), self.reserved_bytes)]
@@ -457,9 +457,9 @@ class Replay:
 
 
 def _on_host(block: TracedBlock) -> int:
-    """What a managed block takes of the host's memory.
+    """Bytes of host memory that a managed block takes.
 
-    Layer inputs wait in pinned memory, of which torch hands out powers of two (torch 2.13, ATen/core/
+    Layer inputs wait in pinned memory, which torch hands out in powers of two (torch 2.13, ATen/core/
     CachingHostAllocator.h `allocate`; `pinned_max_round_threshold` has no limit unless it is set).
     """
     return 1 << (block.bytes - 1).bit_length() if block.category == "layer_inputs" else block.bytes

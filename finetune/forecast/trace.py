@@ -1,4 +1,4 @@
-"""What a step allocates, frees and computes, recorded while it runs on fake tensors.
+"""Record what a step allocates, frees and computes while it runs on fake tensors.
 
 A fake tensor (torch's `FakeTensorMode`) has a shape and a type but no data, so a step of a 70B model runs here in
 seconds and almost without memory. `TraceRecorder` sits below autograd and above the fake mode and sees every operator.
@@ -44,11 +44,11 @@ CATEGORIES = {
     "loss": "loss and logits",
     "workspace": "workspace",
 }
-"""What a block of memory is for: the key in JSON and the words for a person."""
+"""The categories of memory: the key in JSON and the words for a person."""
 
 _WEIGHTS = ("base_weights", "quantization_state", "adapter")
 _aten = torch.ops.aten
-# How "is no place padded?" and "does no row begin within another?" are asked: `mask.all()`, or `mask.sum() ==
+# How transformers asks whether nothing is padded, or whether rows are not packed: `mask.all()`, or `mask.sum() ==
 # mask.numel()` (transformers 5.23, masking_utils).
 _ALL = ("aten::all", "aten::eq.Scalar")
 # Derivatives do these in place, but never for a subclass of Tensor (torch 2.13, derivatives.yaml `max`,
@@ -68,7 +68,7 @@ _CROSSING: dict[str, Any] = {
 
 
 def _all_but_a_slice(args: Any) -> int:
-    """What a rank sends of a tensor that is gathered or scattered: the larger of the two less the smaller."""
+    """Bytes that a rank sends to gather or scatter a tensor: the larger of the two less the smaller."""
     return abs(args[0].nbytes - args[1].nbytes)
 
 
@@ -99,7 +99,7 @@ class TracedBlock:
 
 @dataclass
 class Work:
-    """What a stretch computes: floating-point operations, bytes that bandwidth-bound operators move, kernel launches.
+    """The work of a stretch: floating-point operations, bytes that bandwidth-bound operators move, kernel launches.
 
     Operators without a count of operations are bandwidth-bound, and so are products with a low-rank matrix, whose
     operations, `hidden_flops` of `flops`, take no time beside their traffic. `copied_bytes` go between the host and the
@@ -164,14 +164,14 @@ class Trace:
                 yield stretch, self.blocks[abs(event) - 1], 1 if event > 0 else -1
 
     def work(self, phases: Iterable[str]) -> Work:
-        """What is computed in `phases`."""
+        """The work of all `phases`."""
         wanted = set(phases)
         return sum((stretch.work for stretch in self.stretches if stretch.phase in wanted), Work())
 
 
 @dataclass(frozen=True)
 class State:
-    """How far a recording is: numbers of blocks and stretches, and which storages are alive, as which blocks."""
+    """A point in a recording: numbers of blocks and stretches, and the living storages with their blocks."""
 
     blocks: int
     stretches: int
@@ -233,7 +233,7 @@ class TraceRecorder(TorchDispatchMode):
     # -- what is recorded once for several traces ------------------------------------------------------------------
 
     def state(self) -> State:
-        """How far the recording is, to `rewind` to; the next phase is another one."""
+        """This point of the recording, to `rewind` to; the next phase must be another one."""
         return State(
             len(self._blocks), len(self._stretches), {key: number for key, (number, _) in self._living.items()}
         )
@@ -246,7 +246,7 @@ class TraceRecorder(TorchDispatchMode):
         return True
 
     def since(self, state: State) -> Trace | None:
-        """What was recorded since `state`, to `repeat`; None if that left or freed what is not its own."""
+        """The recording since `state`, to `repeat`; None if it left blocks alive or freed others' blocks."""
         blocks, stretches = self._blocks[state.blocks :], self._stretches[state.stretches :]
         freed = {-event - 1 for stretch in stretches for event in stretch.events if event < 0}
         if freed != set(range(state.blocks, len(self._blocks))):
@@ -272,18 +272,18 @@ class TraceRecorder(TorchDispatchMode):
         self._allocate(tensor, category)
 
     def mark(self, tensor: torch.Tensor | None, category: str, *, managed: bool = False) -> None:
-        """Say what a block that was recorded already is for."""
+        """Change the category of a block that was recorded already."""
         if tensor is not None and (number := self._number(tensor)) is not None:
             self._blocks[number].category = category
             self._blocks[number].managed = managed
 
     def omit(self, tensor: torch.Tensor | None) -> None:
-        """Say that a block which was recorded already takes no memory."""
+        """Let a block that was recorded already take no memory."""
         if tensor is not None and (number := self._number(tensor)) is not None:
             self._blocks[number].bytes = 0
 
     def turn_to(self, layer: int | None) -> None:
-        """What follows is done for a weight of this layer, until the next turn or an operator over several layers."""
+        """Assign what follows to this layer, until the next turn or an operator over several layers."""
         self.layer, self._turn = layer, True
 
     def copied(self, source: torch.Tensor, category: str, *, managed: bool) -> torch.Tensor:
@@ -297,21 +297,21 @@ class TraceRecorder(TorchDispatchMode):
         return target
 
     def transfers(self, *, copied_bytes: int = 0, sent_bytes: int = 0, swapped_bytes: int = 0) -> None:
-        """Count what is done by no operator."""
+        """Count transfers that no operator makes."""
         work = self._stretch().work
         work.copied_bytes += copied_bytes
         work.sent_bytes += sent_bytes
         work.swapped_bytes += swapped_bytes
 
     def launched(self, moved_bytes: int) -> None:
-        """Count a kernel that is no operator."""
+        """Count the launch of a kernel that is not an operator."""
         work = self._stretch().work
         work.calls += 1
         work.moved_bytes += moved_bytes
 
     @contextlib.contextmanager
     def follow_layers(self) -> Iterator[None]:
-        """Within the block an operator belongs to the layer of its input: an optimizer goes from weight to weight."""
+        """In the context, assign an operator to the layer of its input: an optimizer goes from weight to weight."""
         self._by_layer_of_input = True
         try:
             yield
@@ -433,7 +433,7 @@ class TraceRecorder(TorchDispatchMode):
         return self._stretches[-1]
 
     def _allocate(self, tensor: torch.Tensor, category: str) -> bool:
-        """Whether the tensor's storage is new."""
+        """Open a block for the tensor's storage; False if it has one already."""
         storage = tensor.untyped_storage()
         key = id(storage)  # one object for as long as the storage lives
         if key in self._living:
@@ -449,7 +449,7 @@ class TraceRecorder(TorchDispatchMode):
 
     @contextlib.contextmanager
     def following_resizes(self) -> Iterator[None]:
-        """Within the block, resizing a storage frees or allocates it: so FSDP2 does with gathered weights."""
+        """In the context, resizing a storage frees or allocates it, as FSDP2 does with gathered weights."""
         plain = torch.UntypedStorage.resize_
 
         def resize(storage: Any, size_bytes: int) -> Any:
@@ -479,7 +479,7 @@ class TraceRecorder(TorchDispatchMode):
         return entry[0] if entry else None
 
     def _follow(self, call: _Call) -> bool:
-        """Go to the layer of an operator's first input; to none, and return True, for lists over several layers."""
+        """Go to the layer of an operator's first input; for lists over several layers go to none and return True."""
         if call.args and isinstance(call.args[0], (list, tuple)):
             layers = {self._layer_of(tensor) for tensor in call.inputs}
             over_layers = len(layers) > 1
@@ -499,7 +499,7 @@ class TraceRecorder(TorchDispatchMode):
 
 
 def _accumulates_in_place(args: Any) -> bool:
-    """Whether autograd would add this gradient into the one it already holds.
+    """Whether autograd would add this gradient in place into the one it already holds.
 
     It does where nothing else holds that one, but never for a subclass of Tensor such as a fake tensor (torch 2.13,
     torch/csrc/autograd/input_buffer.cpp `can_accumulate_inplace`).
@@ -523,7 +523,7 @@ _HELD_BY_AUTOGRAD_ALONE, _STORED_FOR_ONE_TENSOR = 4, 2
 
 
 def _called_by_autograd() -> bool:
-    """Whether no Python code stands between autograd's engine and the operator."""
+    """Whether autograd's engine called the operator without Python code in between."""
     frame = inspect.currentframe()
     while frame is not None and frame.f_code.co_filename == __file__:
         frame = frame.f_back
@@ -533,10 +533,10 @@ def _called_by_autograd() -> bool:
 
 
 class Answers:
-    """What the worst batch answers where a program looks into its data.
+    """The worst batch's answers where a program reads data.
 
-    `uneven`: whether attention needs a mask, of padding or of packed rows. `trained_tokens`: how many places have a
-    label. `tokens`: how many places there are; 0 where each expert gets as many of them.
+    `uneven`: whether attention needs a mask, for padding or packed rows. `trained_tokens`: the number of positions with
+    a label. `tokens`: the number of positions; 0 where all experts get equally many.
     """
 
     def __init__(self, uneven: bool, trained_tokens: int, tokens: int = 0) -> None:
@@ -552,15 +552,15 @@ class Answers:
     def scalar(self, tensor: torch.Tensor, source: Any) -> Any:
         """The value of a tensor of one element: an integer is 1, a float one half, a truth value true.
 
-        The exception is "is every place alike?", which the batch answers. One half, because an optimizer may divide by
-        a number that it reads or by one minus it (NAdam's `mu_product`).
+        The exception is "are all of a mask alike?", which the batch answers. One half, because an optimizer may divide
+        by a number that it reads or by one minus it (NAdam's `mu_product`).
         """
         if tensor.dtype is torch.bool:
             return not self.uneven if source in _ALL else True
         return 0.5 if tensor.dtype.is_floating_point else 1
 
     def busiest(self, rows: int, experts: int) -> int:
-        """How many of `rows`, each token's as often as it has experts, go to one expert at most: every token once."""
+        """The most of `rows` (each token, once for each of its experts) that go to one expert: every token once."""
         return max(min(rows, self.tokens), -(-rows // experts))
 
     def _index(self, func: Any, args: Any) -> tuple[Any, Any]:
@@ -573,7 +573,7 @@ class Answers:
         return func, args
 
     def _nonzero(self, func: Any, args: Any) -> tuple[Any, Any]:
-        """Code that goes from expert to expert finds one, of a list of them, and every token in its turn to it."""
+        """Loops over experts: one expert is hit, and every token goes to it."""
         mask = args[0]
         return _aten.full.default, ([1 if mask.dim() == 1 else mask.numel(), mask.dim()], 0)
 
@@ -583,7 +583,7 @@ class Answers:
 
 
 class TracedMonitor(Monitor):
-    """Takes the phases that a step announces, and hands them to the recorder instead of measuring."""
+    """Hands the phases that a step announces to the recorder instead of measuring."""
 
     def __init__(self, recorder: TraceRecorder) -> None:
         super().__init__(SimpleNamespace(reset=lambda: None, read=dict))

@@ -24,7 +24,7 @@ from finetune import kernels
 from finetune.config import AdapterSection, Config
 from finetune.data.batching import Batch, MicroBatching, per_step
 from finetune.errors import FinetuneError, ForecastError, first_line
-from finetune.forecast import depth, fake_ranks, fake_zero, library_stubs
+from finetune.forecast import depth, device_paths, fake_ranks, fake_zero
 from finetune.forecast.devices import Device
 from finetune.forecast.extrapolate import NotAlike, Shortened, extrapolate, shorten, whole
 from finetune.forecast.fake_model import FakeModel, Shortening
@@ -51,7 +51,7 @@ from finetune.training.strategies import STRATEGIES
 
 # bitsandbytes 0.50, `Optimizer8bit.get_state_buffer`: smaller tensors are not paged.
 _PAGED_STATES, _PAGED_FROM = ("state1", "state2"), 100_000
-# So many tokens are one tile, whatever more the config allows (kernels/head.py takes no fewer at a time).
+# Up to this many tokens are one tile, however many the config allows (kernels/head.py takes no fewer at a time).
 _ONE_TILE = 512
 
 
@@ -72,13 +72,13 @@ class StepSetting:
 
     @property
     def job(self) -> Hashable:
-        """What decides the model and its optimizer: the config except what `step` has, and the attention."""
+        """The key of a model and its optimizer: the config except what `step` has, and the attention."""
         left_out = {"memory": {"checkpointing", "loss_tokens"}, "training": {"micro_batch"}}
         return self.config.model_dump_json(exclude=left_out), self.attention
 
     @property
     def step(self) -> Hashable:
-        """What decides a step of that model, except what its layers recompute."""
+        """The key of a step of that model, except what its layers recompute."""
         tile = self.config.memory.loss_tokens
         if max(batch.rows * batch.tokens for batch in (self.train, self.evaluation) if batch) <= _ONE_TILE:
             tile = min(tile, _ONE_TILE)
@@ -164,10 +164,10 @@ def _trace_step(setting: StepSetting, shortening: Shortening, models: Models) ->
     with (
         fake_ranks.sharding(config.distributed, setting.world_size) as shards,
         fake_ranks.splitting(config.distributed, setting.world_size) as group,
-        library_stubs.undisturbed(),
+        device_paths.undisturbed(),
         log_probs.tiles(config.memory.loss_tokens, fused=config.kernels.fused != "off"),
-        library_stubs.like(device, recorder, ready.mode if ready else None) as mode,
-        library_stubs.sharded(recorder) if shards else contextlib.nullcontext(),
+        device_paths.like(device, recorder, ready.mode if ready else None) as mode,
+        device_paths.sharded(recorder) if shards else contextlib.nullcontext(),
     ):
         if ready:
             traced = ready
@@ -217,7 +217,7 @@ class _TracedStep:
         self._collator = MicroBatches(self._way, pad_token_id=0, context=config.distributed.context)
 
     def _measure(self, base: Any) -> None:
-        """Keep the figures of the whole base, of which layers will be left out."""
+        """Keep the figures of the whole base before it is shortened."""
         head, targets = base.get_output_embeddings(), self._config.adapter.targets
         linear = [
             module.weight.numel()
@@ -278,7 +278,7 @@ class _TracedStep:
         return self.recorder.rewind(self._start)
 
     def _once(self, what: Hashable, record: Callable[[], None]) -> None:
-        """Record what depends on `what` alone, in a phase that it begins; the second time without running it."""
+        """Record what depends on `what` alone, in a phase of its own; repeat the recording the second time."""
         if what in self._repeatable:
             self.recorder.repeat(self._repeatable[what])
             return
@@ -294,7 +294,7 @@ class _TracedStep:
         kernels.attach(self._model, config.kernels.fused, triton=card.type != "cuda" or card.triton)
         name, _ = optimizers.choose(config.optimizer, "cpu" if self.recorder.slices_on_host else card.type)
         with warnings.catch_warnings():
-            # bitsandbytes looks embeddings up by their addresses, which fake ones have not.
+            # bitsandbytes looks embeddings up by their addresses, and fake ones have none.
             warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
             optimizer = optimizers.make(name, config.optimizer, 1e-4, self._model)
         if STRATEGIES[config.distributed.kind].deepspeed:
@@ -357,7 +357,7 @@ class _TracedStep:
     # -- which layer an allocation belongs to ----------------------------------------------------------------------
 
     def _watch(self) -> None:
-        """Follow the pass through the layers: forward by hooks on modules, backward by hooks on what they hand on."""
+        """Follow the pass through the layers: forward by hooks on modules, backward by hooks on their outputs."""
         recorder = self.recorder
         for number, layer in enumerate(self._layers):
             # Before a sharded layer's own hooks, which gather its weights.
@@ -431,7 +431,7 @@ class _TracedStep:
 
     @contextlib.contextmanager
     def _sharding(self) -> Iterator[None]:
-        """Record what sharding allocates, if the model is sharded; it goes from weight to weight."""
+        """Record what sharding allocates weight by weight, if the model is sharded."""
         if not self._shards:
             yield
             return
@@ -442,7 +442,7 @@ class _TracedStep:
     def make_optimizer_states(self) -> None:
         """The optimizer's first step, on gradients of zeros, as `training.largest_batch` takes it.
 
-        There weights have a gradient that no loss reaches, such as an adapter on an indexer of sparse attention.
+        Weights that no loss reaches have a gradient there too, such as an adapter on an indexer of sparse attention.
         """
         self.recorder.phase = "optimizer"
         if self._device.type == "cpu":  # on a card they are made on the host, and moved with the first 8-bit state
@@ -483,7 +483,7 @@ class _TracedStep:
         del inputs, others
 
     def _on_host(self, inputs: Inputs, count: int) -> list[torch.Tensor]:
-        """So many more micro-batches, which wait in host memory; on a CPU that is what is forecast."""
+        """`count` more micro-batches, which wait in host memory; on a CPU that is what is forecast."""
         if self._device.type != "cpu":
             return []
         with self.mode:
@@ -494,7 +494,7 @@ class _TracedStep:
         return made
 
     def _random_state(self) -> torch.Tensor | None:
-        """A `RandomState` that the loop keeps to put back: in host memory as well."""
+        """A `RandomState` that the loop keeps to restore, in host memory as well."""
         if self._device.type != "cpu":
             return None
         with self.mode:
@@ -503,7 +503,7 @@ class _TracedStep:
         return state
 
     def evaluate(self, batch: Batch, train: Batch) -> None:
-        """The held-out loss of one batch, beside the micro-batches of the step `train`, which the loop still holds."""
+        """The evaluation of one batch, beside the micro-batches of the step `train` that the loop still holds."""
         count = per_step(self._rows, self._way, train)
         layers = tuple(level != "none" for level in self.kept.levels)
         what = (batch, train, count, self._config.memory.loss_tokens, layers)
@@ -581,7 +581,7 @@ class _TracedStep:
 
 
 class _TracedNoise(Noise):
-    """For a micro-batch without values: which tokens are padding is not known there."""
+    """Noise for a micro-batch without values, whose padding is not known."""
 
     def rows(self, inputs: Inputs, step: int) -> list[Row]:
         rows, tokens = inputs["input_ids"].shape
@@ -591,7 +591,7 @@ class _TracedNoise(Noise):
 
 
 class _LayerTrackingState(defaultdict[torch.nn.Parameter, Any]):
-    """An optimizer's states, which every optimizer looks up when it comes to a weight: so its layer is known."""
+    """Optimizer state that reports the layer being updated on each lookup."""
 
     def __init__(self, recorder: TraceRecorder, layers: Mapping[torch.nn.Parameter, int | None]) -> None:
         super().__init__(dict)

@@ -24,7 +24,7 @@ from finetune.runtime.randomness import RandomState
 
 @contextlib.contextmanager
 def like(device: Device, recorder: TraceRecorder, mode: FakeTensorMode | None = None) -> Iterator[FakeTensorMode]:
-    """A fake mode, `mode` if given, under which the libraries take the paths of a real step on `device`."""
+    """A fake mode (`mode` if given) in which libraries take the code paths of a real step on `device`."""
     from transformers import masking_utils
 
     copies = _TracedCopies(recorder)
@@ -43,7 +43,7 @@ def like(device: Device, recorder: TraceRecorder, mode: FakeTensorMode | None = 
 
 @contextlib.contextmanager
 def sharded(recorder: TraceRecorder) -> Iterator[None]:
-    """What gathers quantized weights, on fake ones; `recorder` follows the storages in which they come and go."""
+    """Let gathered weights be fake quantized ones; `recorder` follows the storages that FSDP2 resizes."""
     from bitsandbytes.nn import modules
 
     with (
@@ -55,14 +55,14 @@ def sharded(recorder: TraceRecorder) -> Iterator[None]:
 
 @contextlib.contextmanager
 def undisturbed() -> Iterator[None]:
-    """Leave the process as it was found, its random numbers; nor is anything logged."""
+    """Restore torch's random state on exit and silence the fake-tensor log."""
     with _random_state_kept(), _unlogged():
         yield
 
 
 @contextlib.contextmanager
 def _unlogged() -> Iterator[None]:
-    """torch logs an operator that fails on fake tensors, with its traceback; the error that it raises says as much."""
+    """Silence torch's log of operators that fail on fake tensors: the error that is raised says the same."""
     logger = logging.getLogger("torch._subclasses.fake_tensor")
     before, logger.disabled = logger.disabled, True
     try:
@@ -73,7 +73,7 @@ def _unlogged() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _random_state_kept() -> Iterator[None]:
-    """An adapter seeds what it finds; a run must draw the same numbers whether it was traced or not."""
+    """Restore the random state that a new adapter seeds: a traced run must draw the same numbers as any other."""
     before = RandomState()
     try:
         yield
@@ -83,10 +83,7 @@ def _random_state_kept() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _random_states() -> Iterator[None]:
-    """The state of torch's generator as a tensor like others: checkpointing keeps one for each layer.
-
-    On CUDA such tensors lie in the host's memory.
-    """
+    """Count the generator states that checkpointing keeps for each layer; on CUDA they lie in host memory."""
     size_bytes = torch.get_rng_state().nbytes
     with (
         replaced(torch, "get_rng_state", lambda: torch.empty(size_bytes, dtype=torch.uint8)),
@@ -97,7 +94,7 @@ def _random_states() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _loss_on_cuda(triton: bool, recorder: TraceRecorder) -> Iterator[None]:
-    """TRL's tiled loss, only on labelled positions, with its Triton kernels, which work in place (trl 1.16).
+    """Take the path of TRL's tiled loss on CUDA: labelled positions only, Triton kernels that work in place (trl 1.16).
 
     Without `triton` it is as `libraries.without_triton` leaves it: the same tiles, folded by torch's operators.
     """
@@ -121,7 +118,7 @@ def _loss_on_cuda(triton: bool, recorder: TraceRecorder) -> Iterator[None]:
 
 
 class _OverTile:
-    """A Triton kernel as Python sees it, `kernel[grid](tile, ...)`: it allocates nothing, and goes over the tile."""
+    """A Triton kernel as Python calls it, `kernel[grid](tile, ...)`: allocates nothing and passes over the tile."""
 
     def __init__(self, recorder: TraceRecorder, passes: int) -> None:
         self._recorder = recorder
