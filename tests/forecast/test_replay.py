@@ -166,7 +166,7 @@ def test_copies_of_the_model_average_once_a_step_what_they_train() -> None:
 
 
 @pytest.mark.parametrize("device", [CPU, CARD], ids=["cpu", "card"])
-def test_what_a_step_leaves_to_the_next_is_counted_once(device: Device) -> None:
+def test_blocks_that_a_step_leaves_to_the_next_are_counted_once(device: Device) -> None:
     def story() -> Story:
         begun = Story().at("load").make("weights", 10 * MIB, "base_weights")
         begun.at("forward").make("saved", 8 * MIB).make("state", 5 * MIB)
@@ -176,7 +176,7 @@ def test_what_a_step_leaves_to_the_next_is_counted_once(device: Device) -> None:
 
 
 @pytest.mark.parametrize("device", [CPU, CARD], ids=["cpu", "card"])
-def test_a_state_that_each_update_makes_anew_is_counted_once(device: Device) -> None:
+def test_a_state_that_each_update_allocates_anew_is_counted_once(device: Device) -> None:
     """As transformers' Adafactor does with a weight's root mean square."""
 
     def made_anew(times: int) -> Forecast:
@@ -192,7 +192,7 @@ def test_a_state_that_each_update_makes_anew_is_counted_once(device: Device) -> 
     assert made_anew(2).phases == made_anew(1).phases
 
 
-def test_a_merge_and_the_disk_are_told_and_no_part_of_the_step() -> None:
+def test_merge_and_disk_bytes_are_not_part_of_the_step() -> None:
     found = made(step(), merge_bytes=5 * GIB, disk_bytes=7 * GIB)
     assert found.phases["merge"] == {"allocated_bytes": 5 * GIB, "reserved_bytes": 5 * GIB}
     assert found.disk_bytes == 7 * GIB
@@ -272,7 +272,7 @@ def random_step(blocks: list[tuple[str, int, str, int]]) -> Story:
 @pytest.mark.parametrize("device", [CPU, CARD], ids=["cpu", "card"])
 @settings(deadline=None, derandomize=True, max_examples=60)
 @given(blocks=BLOCKS)
-def test_purposes_add_up_to_what_is_needed_and_the_curve_reaches_the_peak(
+def test_categories_add_up_to_the_needed_bytes_and_the_curve_reaches_the_peak(
     device: Device, blocks: list[tuple[str, int, str, int]]
 ) -> None:
     found = made(random_step(blocks), device)

@@ -72,7 +72,7 @@ def test_every_output_of_an_operator_is_an_allocation() -> None:
     assert len(kept) == 2
 
 
-def test_a_run_has_one_phase_and_one_layer() -> None:
+def test_a_stretch_has_one_phase_and_one_layer() -> None:
     with recording() as recorder:
         recorder.phase = "forward"
         first = torch.empty(1)
@@ -92,7 +92,7 @@ def test_a_run_has_one_phase_and_one_layer() -> None:
     assert third.numel() == 1
 
 
-def test_what_was_there_before_is_kept_and_what_was_recorded_can_be_named() -> None:
+def test_keep_counts_earlier_tensors_and_mark_changes_the_category() -> None:
     with recording() as recorder:
         weight = torch.empty(3)
         recorder.mark(weight, "optimizer_states", managed=True)
@@ -205,7 +205,7 @@ def test_a_gradient_that_autograd_adds_in_place_reads_two_and_writes_one() -> No
     assert made.moved_bytes == 4 + 2 * (4 + 40) + 3 * 40
 
 
-def test_what_is_no_product_reads_its_inputs_and_writes_its_output_and_a_view_does_neither() -> None:
+def test_other_operators_read_inputs_and_write_outputs_and_views_move_nothing() -> None:
     with recording() as recorder:
         first, second = torch.empty(10), torch.empty(10)
         recorder.phase = "forward"
@@ -217,7 +217,7 @@ def test_what_is_no_product_reads_its_inputs_and_writes_its_output_and_a_view_do
     assert out.shape == (5, 2)
 
 
-def test_an_operator_on_a_list_over_layers_moves_in_each_layer_what_is_its_share() -> None:
+def test_a_list_operator_over_layers_counts_each_layers_share_of_its_traffic() -> None:
     recorder = TraceRecorder(kernels(), Answers(uneven=False, trained_tokens=0))
     mode = FakeTensorMode()
     with mode:
@@ -252,7 +252,7 @@ def test_one_expert_of_a_mixture_is_forecast_to_get_every_token(monkeypatch: pyt
         assert max(bytes_of(recorder)[4:]) == 4 * busiest * 48 + 128
 
 
-def test_other_integers_are_one_floats_one_half_and_other_questions_true() -> None:
+def test_a_read_integer_is_one_a_float_one_half_and_a_truth_value_true() -> None:
     with recording(answers=Answers(uneven=True, trained_tokens=1)):
         assert torch.empty(3).sum().item() == 0.5
         assert torch.empty(3, dtype=torch.long).max().item() == 1
@@ -267,7 +267,7 @@ def test_a_mask_selects_as_many_rows_as_there_are_trained_tokens(subtests: pytes
             assert values[torch.zeros(6, dtype=torch.long)].shape == (6, 4, 3), "other indices take what they say"
 
 
-def test_there_are_as_many_counts_as_the_call_asks_for() -> None:
+def test_bincount_has_the_length_that_the_call_asks_for() -> None:
     with recording(answers=Answers(uneven=False, trained_tokens=1)):
         counts = torch.bincount(torch.zeros(2, 4, dtype=torch.long).reshape(-1), minlength=6)
         assert (counts.shape, counts.dtype) == ((6,), torch.long)
