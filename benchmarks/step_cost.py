@@ -47,7 +47,7 @@ from finetune.data.batching import Batch, MicroBatching
 from finetune.forecast import gpus, planning, traced_step
 from finetune.forecast.fit import divisors
 from finetune.forecast.replay import Forecast
-from finetune.forecast.trace import Recorder, Work
+from finetune.forecast.trace import TraceRecorder, Work
 from finetune.kernels import mlp
 from finetune.model.base import load_architecture
 
@@ -67,7 +67,7 @@ _LAYER = 2  # of the five that are traced, the one in the middle
 # -- a layer's cost by part --------------------------------------------------------------------------------------------
 
 
-class Parts(Recorder):
+class Parts(TraceRecorder):
     """A recorder that also knows which part of a layer each operator belongs to, and in which pass.
 
     In the forward pass and in functions of Python the part is that of the module whose code calls the operator. A node
@@ -94,9 +94,9 @@ class Parts(Recorder):
         return super().__torch_dispatch__(func, types, args, kwargs)
 
     def _count(self, func: Any, args: Any, kwargs: Any, out: Any, over_layers: Any = ()) -> None:
-        before = dataclasses.replace(self._run().work)
+        before = dataclasses.replace(self._stretch().work)
         super()._count(func, args, kwargs, out, over_layers)
-        after = self._run().work
+        after = self._stretch().work
         done = Work(*(getattr(after, each.name) - getattr(before, each.name) for each in dataclasses.fields(Work)))
         self.work[self.layer, self._pass, self._refined(func.name(), done)] += done
 
@@ -163,7 +163,7 @@ def layer(config: Config) -> dict[str, Any]:
         made.append(Parts(*args))
         return made[0]
 
-    with mock.patch.object(traced_step, "Recorder", recorder), rows_of(padded=False):
+    with mock.patch.object(traced_step, "TraceRecorder", recorder), rows_of(padded=False):
         planning.planner_for(config, "RTX 4090").forecast()
     work = {key[1:]: done for key, done in made[0].work.items() if key[0] == _LAYER and key[1] in PASSES}
     parts = sorted({part for _, part in work}, key=lambda part: -_sum(work, part=part).moved_bytes)

@@ -8,7 +8,7 @@ from typing import Any
 from finetune.forecast.replay import Forecast
 from finetune.measure.monitor import Peak
 
-TOLD_ABOVE = 0.03
+WARN_ABOVE = 0.03
 """A larger difference, relative to what was measured, is shown to the user."""
 
 
@@ -28,7 +28,7 @@ class Difference:
 
     @property
     def large(self) -> bool:
-        return abs(self.relative) > TOLD_ABOVE
+        return abs(self.relative) > WARN_ABOVE
 
 
 def compare(forecast: Forecast, peaks: dict[str, Peak]) -> list[Difference]:

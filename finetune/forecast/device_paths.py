@@ -15,20 +15,20 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from finetune.forecast import fake
 from finetune.forecast.devices import Device
-from finetune.forecast.trace import Recorder
+from finetune.forecast.trace import TraceRecorder
 from finetune.model.recompute import offload
 from finetune.runtime import patches
 from finetune.runtime.randomness import RandomState
 
 
 @contextlib.contextmanager
-def like(device: Device, recorder: Recorder, mode: FakeTensorMode | None = None) -> Iterator[FakeTensorMode]:
-    """A fake mode, `mode` if given, under which the libraries take the paths of a real step on `device`."""
+def like(device: Device, recorder: TraceRecorder, mode: FakeTensorMode | None = None) -> Iterator[FakeTensorMode]:
+    """A fake mode (`mode` if given) in which libraries take the code paths of a real step on `device`."""
     copies = _TracedCopies(recorder)
     with contextlib.ExitStack() as stack:
         stack.enter_context(patches.IS_TRACING.by(lambda tensor=None: False))
         stack.enter_context(fake.for_dora())
-        stack.enter_context(device.kernels.as_there())
+        stack.enter_context(device.operators.as_there())
         if device.type == "cpu":
             stack.enter_context(_random_states())
         if device.type == "cuda":
@@ -38,8 +38,8 @@ def like(device: Device, recorder: Recorder, mode: FakeTensorMode | None = None)
 
 
 @contextlib.contextmanager
-def sharded(recorder: Recorder) -> Iterator[None]:
-    """What gathers quantized weights, on fake ones; `recorder` follows the storages in which they come and go."""
+def sharded(recorder: TraceRecorder) -> Iterator[None]:
+    """Let gathered weights be fake quantized ones; `recorder` follows the storages that FSDP2 resizes."""
     with (
         recorder.following_resizes(),
         patches.RESTORE_4BIT_STATE.by(fake.give_quantization_state),
@@ -49,14 +49,14 @@ def sharded(recorder: Recorder) -> Iterator[None]:
 
 @contextlib.contextmanager
 def undisturbed() -> Iterator[None]:
-    """Leave the process as it was found, its random numbers; nor is anything logged."""
+    """Restore torch's random state on exit and silence the fake-tensor log."""
     with _random_state_kept(), _unlogged():
         yield
 
 
 @contextlib.contextmanager
 def _unlogged() -> Iterator[None]:
-    """torch logs an operator that fails on fake tensors, with its traceback; the error that it raises says as much."""
+    """Silence torch's log of operators that fail on fake tensors: the error that is raised says the same."""
     logger = logging.getLogger("torch._subclasses.fake_tensor")
     before, logger.disabled = logger.disabled, True
     try:
@@ -67,7 +67,7 @@ def _unlogged() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _random_state_kept() -> Iterator[None]:
-    """An adapter seeds what it finds; a run must draw the same numbers whether it was traced or not."""
+    """Restore the random state that a new adapter seeds: a traced run must draw the same numbers as any other."""
     before = RandomState()
     try:
         yield
@@ -77,10 +77,7 @@ def _random_state_kept() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _random_states() -> Iterator[None]:
-    """The state of torch's generator as a tensor like others: checkpointing keeps one for each layer.
-
-    On CUDA such tensors lie in the host's memory.
-    """
+    """Count the generator states that checkpointing keeps for each layer; on CUDA they lie in host memory."""
     size_bytes = torch.get_rng_state().nbytes
     with (
         patches.GET_RNG_STATE.by(lambda: torch.empty(size_bytes, dtype=torch.uint8)),
@@ -90,8 +87,8 @@ def _random_states() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _loss_on_cuda(triton: bool, recorder: Recorder) -> Iterator[None]:
-    """TRL's tiled loss, only on labelled positions, with its Triton kernels, which work in place (trl 1.16).
+def _loss_on_cuda(triton: bool, recorder: TraceRecorder) -> Iterator[None]:
+    """Take the path of TRL's tiled loss on CUDA: labelled positions only, Triton kernels that work in place (trl 1.16).
 
     Without `triton` it is as `libraries.without_triton` leaves it: the same tiles, folded by torch's operators.
     """
@@ -112,9 +109,9 @@ def _loss_on_cuda(triton: bool, recorder: Recorder) -> Iterator[None]:
 
 
 class _OverTile:
-    """A Triton kernel as Python sees it, `kernel[grid](tile, ...)`: it allocates nothing, and goes over the tile."""
+    """A Triton kernel as Python calls it, `kernel[grid](tile, ...)`: allocates nothing and passes over the tile."""
 
-    def __init__(self, recorder: Recorder, passes: int) -> None:
+    def __init__(self, recorder: TraceRecorder, passes: int) -> None:
         self._recorder = recorder
         self._passes = passes
 
@@ -123,19 +120,11 @@ class _OverTile:
 
 
 class _TracedCopies(offload.Copies):
-    """Copies whose host memory a fake CPU tensor does not tell from the device's."""
-
-    def __init__(self, recorder: Recorder) -> None:
+    def __init__(self, recorder: TraceRecorder) -> None:
         self._recorder = recorder
 
     def to_host(self, tensor: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return self._copied(tensor, managed=True), None
+        return self._recorder.copied(tensor, "layer_inputs", managed=True), None
 
     def to_device(self, host: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return self._copied(host, managed=False), None
-
-    def _copied(self, source: torch.Tensor, *, managed: bool) -> torch.Tensor:
-        target = torch.empty_like(source)
-        self._recorder.mark(target, "layer_inputs", managed=managed)
-        self._recorder.copies(source)
-        return target
+        return self._recorder.copied(host, "layer_inputs", managed=False), None
