@@ -172,7 +172,7 @@ def make(
         moved_bytes=step.moved_bytes,
         calls=step.calls,
         seconds=_seconds(step, device) + swapping_seconds(step.swapped_bytes, gpus),
-        tokens=micro_batches * batch.rows * batch.tokens // (sharding["context"] if sharding else 1),
+        tokens=micro_batches * batch.positions // (sharding["context"] if sharding else 1),
         curve=tuple(replay.curve),
         mixture=trace.mixture,
         gpus=gpus,

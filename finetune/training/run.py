@@ -19,7 +19,7 @@ from transformers import set_seed
 from finetune import kernels
 from finetune.config import Config
 from finetune.data import fingerprint
-from finetune.data.batching import MicroBatching, RowOrder
+from finetune.data.batching import RowOrder, Sizes
 from finetune.data.prepare import ROWS_TO_JUDGE, Prepared
 from finetune.errors import ConfigError, FinetuneError, MachineError, NumbersError
 from finetune.kernels import compiled, self_test
@@ -44,7 +44,7 @@ from finetune.training import guards, oom_retry, optimizers, schedules
 from finetune.training.batches import Steps
 from finetune.training.callbacks import Callback, Callbacks
 from finetune.training.checkpoints import Checkpoints
-from finetune.training.collator import Inputs, MicroBatches, row_count, tokens_a_row
+from finetune.training.collator import Inputs, MicroBatches, micro_batching, row_count, tokens_a_row
 from finetune.training.eval_loss import Evaluation
 from finetune.training.largest_batch import warm_up
 from finetune.training.loop import Loop, Rhythm
@@ -282,11 +282,11 @@ def _step(job: Job, recorder: Recorder, collate: MicroBatches) -> Step:
 
 def _steps(job: Job) -> Steps:
     training, rows = job.config.training, job.data.train
-    way = MicroBatching.of(training, job.config.data)
+    way = micro_batching(training, job.config.data)
     collate = MicroBatches(
         way, job.tokenizer.pad_token_id, ranks.rank(), ranks.world_size(), job.config.distributed.context
     )
-    order = RowOrder(rows["length"][:], training.batch_size, training.seed, training.group_by_length)
+    order = RowOrder(Sizes.of(rows, way).lengths, training.batch_size, training.seed, training.group_by_length)
     return Steps(rows, order, collate, training.batch_size, on_card=job.device.type == "cuda")
 
 
