@@ -15,7 +15,6 @@ from finetune.data.encoded import IGNORE, ONE_SEQUENCE, Layout
 from finetune.errors import ConfigError
 from finetune.model import probes
 from finetune.model.base import autocast
-from finetune.model.distributed import sharding
 from finetune.objectives import OBJECTIVES, Batch, Objective
 
 # Allowed relative difference between the loss of two rows and the sum of theirs: rounding in 16 bit, and the
@@ -55,14 +54,8 @@ def prove(name: str, model: Any, precision: str) -> None:
     labels = ids.clone()
     labels[:segments, : probes.TOKENS // 2] = IGNORE  # so that the rows have different counts
     batches = [_batch(objective.layout, ids, labels, rows) for rows in (range(2), range(1), range(1, 2))]
-    was_training = model.training
-    model.eval()
-    try:
-        with autocast(precision, model.device):
-            together, *alone = [_read(name, objective, model, batch) for batch in batches]
-    finally:
-        model.train(was_training)
-        sharding.reshard(model)
+    with probes.evaluating(model), autocast(precision, model.device):
+        together, *alone = [_read(name, objective, model, batch) for batch in batches]
     for what, whole, parts in zip(("loss", "count"), together, zip(*alone, strict=True), strict=True):
         if abs(whole - sum(parts)) > _TOLERANCE * abs(sum(parts)):
             raise ConfigError(
