@@ -23,9 +23,9 @@ from finetune.data.batching import (
     Batch,
     MicroBatching,
     RowOrder,
+    Sizes,
     epoch,
     longest_batches,
-    no_longer,
     per_step,
     worst_batches,
 )
@@ -51,6 +51,7 @@ from finetune.runtime import libraries
 from finetune.storage.files import write_text
 from finetune.training import strategies
 from finetune.training.checks import check_optimizer, check_shares
+from finetune.training.collator import micro_batching
 
 # A lever that saves less than this share is not worth mentioning.
 _LEAST_SAVED = 0.005
@@ -110,7 +111,8 @@ class Planner:
         zero = strategies.STRATEGIES[section.kind].deepspeed
         setting = StepSetting(config, self.architecture, batch, evaluation, device, implementation, self.gpus)
         trace = trace_step(setting, self._models)
-        per_rank = per_step(config.training.batch_size, _micro_batching(config), batch) // section.shares(self.gpus)
+        way = micro_batching(config.training, config.data)
+        per_rank = per_step(config.training.batch_size, way, batch) // section.shares(self.gpus)
         run = RunSetting(
             micro_batches=max(1, per_rank),
             merge_bytes=file_sizes.merge_bytes(config, trace),
@@ -185,12 +187,12 @@ class Planner:
         """
         config = fitted.config
         levels = _less_recomputed(fitted, self.architecture.get_text_config().num_hidden_layers)
-        way, shares = _micro_batching(config), config.distributed
+        way, shares = micro_batching(config.training, config.data), config.distributed
         cut = strategies.is_sharded(shares, self.gpus) or strategies.STRATEGIES[shares.kind].deepspeed
         plain = config.kernels.compile == config.memory.offload == "none"
         if not levels or self.data is None or way.tokens or cut or shares.context > 1 or not plain:
             return fitted
-        lengths, training = self.data.train["length"][:], config.training
+        lengths, training = Sizes.of(self.data.train, way).lengths, config.training
         order = RowOrder(lengths, training.batch_size, training.seed, training.group_by_length)
         seen = epoch(lengths, itertools.islice(order, _ROWS_SEEN), training.batch_size, way)
 
@@ -237,16 +239,16 @@ class Planner:
 
         Training rows are at most `most_tokens` long.
         """
-        micro_batching, step_rows = _micro_batching(config), self._share(config)
+        way, step_rows = micro_batching(config.training, config.data), self._share(config)
         if self.data is None or config.data.max_length != self.job.data.max_length:
-            longest = longest_batches(micro_batching, step_rows, config.data.max_length)
+            longest = longest_batches(way, step_rows, config.data.max_length)
             return longest, None if config.data.eval == "none" else longest[0]
 
         def largest(rows: Any, most_tokens: int | None) -> list[Batch]:
-            chosen = no_longer(most_tokens, rows["length"][:], rows["trained"][:])
-            return worst_batches(*chosen, micro_batching, step_rows, "the data's rows")
+            sizes = Sizes.of(rows, way).no_longer(most_tokens)
+            return worst_batches(sizes, way, step_rows, "the data's rows")
 
-        key, data = (micro_batching, step_rows, most_tokens), self.data
+        key, data = (way, step_rows, most_tokens), self.data
         if key not in self._largest:
             evaluation = None if data.eval is None else largest(data.eval, None)[0]
             self._largest[key] = largest(data.train, most_tokens), evaluation
@@ -265,10 +267,6 @@ def _saves_between(config: Config) -> bool:
     """Whether training goes on after a save; assumed so where the config does not say how many steps there are."""
     every, steps = config.output.save_every, config.training.max_steps
     return every is not None and (steps is None or steps > every)
-
-
-def _micro_batching(config: Config) -> MicroBatching:
-    return MicroBatching.of(config.training, config.data)
 
 
 def _attention(config: Config, architecture: Any, device_type: str) -> str:

@@ -170,7 +170,7 @@ def make(trace: Trace, device: Device, batch: Batch, attention: str, run: RunSet
         moved_bytes=step.moved_bytes,
         calls=step.calls,
         seconds=_seconds(step, device) + swapping_seconds(step.swapped_bytes, run.gpus),
-        tokens=run.micro_batches * batch.rows * batch.tokens // (run.sharding["context"] if run.sharding else 1),
+        tokens=run.micro_batches * batch.positions // (run.sharding["context"] if run.sharding else 1),
         curve=tuple(replay.curve),
         mixture=trace.mixture,
         gpus=run.gpus,

@@ -22,7 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from finetune import kernels
 from finetune.config import AdapterSection, Config
-from finetune.data.batching import Batch, MicroBatching, per_step
+from finetune.data.batching import Batch, per_step
 from finetune.errors import FinetuneError, ForecastError, first_line
 from finetune.forecast import depth, device_paths, fake_ranks, fake_zero
 from finetune.forecast.devices import Device
@@ -42,7 +42,7 @@ from finetune.model.structure import experts
 from finetune.objectives import OBJECTIVES, log_probs
 from finetune.runtime import patches
 from finetune.training import optimizers
-from finetune.training.collator import Inputs, MicroBatches, for_model
+from finetune.training.collator import Inputs, MicroBatches, for_model, micro_batching
 from finetune.training.eval_loss import summed_loss
 from finetune.training.largest_batch import make_empty_states
 from finetune.training.noise import Noise, Row
@@ -80,7 +80,7 @@ class StepSetting:
     def step(self) -> Hashable:
         """The key of a step of that model, except what its layers recompute."""
         tile = self.config.memory.loss_tokens
-        if max(batch.rows * batch.tokens for batch in (self.train, self.evaluation) if batch) <= _ONE_TILE:
+        if max(batch.positions for batch in (self.train, self.evaluation) if batch) <= _ONE_TILE:
             tile = min(tile, _ONE_TILE)
         return self.config.training.micro_batch, tile, self.train, self.evaluation
 
@@ -213,7 +213,7 @@ class _TracedStep:
             # Sizes are those of bfloat16, and there is no loss scaling on a CPU, where this runs.
             config = config.changed({"training.precision": "bf16"})
         self._config = config
-        self._way = MicroBatching.of(config.training, config.data)
+        self._way = micro_batching(config.training, config.data)
         self._collator = MicroBatches(self._way, pad_token_id=0, context=config.distributed.context)
 
     def _measure(self, base: Any) -> None:
@@ -515,7 +515,10 @@ class _TracedStep:
         start = self._random_state()
         inputs = self._inputs(batch)
         with self._recording():
-            summed_loss(self._model, [[inputs]], precision=self._config.training.precision, masked=self._step.masked)
+            summed_loss(
+                self._model, [[inputs]], precision=self._config.training.precision, masked=self._step.masked,
+                objective=self._step.objective,
+            )  # fmt: skip
         del held, start
 
     @contextlib.contextmanager
@@ -565,9 +568,8 @@ class _TracedStep:
         """A batch as the collator makes it. Where packed rows begin is known, which decides what attention takes."""
         # With a mask transformers looks for padding in it; without one, whether positions start anew, as packed.
         uneven = (batch.padded and self._step.masked) or len(batch.packed) > 1
-        self.recorder.answers = Answers(uneven, batch.trained_tokens, batch.rows * batch.tokens)
-        rows = batch.packed or (batch.tokens,) * batch.rows
-        inputs = self._collator.micro_batch([{"input_ids": [0] * length, "labels": [0] * length} for length in rows])
+        self.recorder.answers = Answers(uneven, batch.trained_tokens, batch.positions)
+        inputs = self._collator.micro_batch([self._collator.row(lengths) for lengths in batch.by_row])
         with self.mode:
             found = {
                 name: torch.ones_like(value) if isinstance(value, torch.Tensor) and value.dim() > 1 else value
