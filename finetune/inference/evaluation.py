@@ -38,7 +38,7 @@ from finetune.report.terminal import Terminal
 from finetune.runtime import libraries
 from finetune.settings import config_of
 from finetune.storage.files import write_json, write_lines
-from finetune.storage.records import Evaluation, Measure
+from finetune.storage.records import EvaluationRecord, Measure
 from finetune.storage.rundir import Run, RunDirectory
 from finetune.training.eval_loss import held_out_loss
 
@@ -118,7 +118,7 @@ def evaluate(
         "max_new_tokens": max_new_tokens, "batch_size": batch_size, "apply_chat_template": apply_chat_template,
         "confidence": CONFIDENCE, "resamples": RESAMPLES, "seed": SEED,
     }  # fmt: skip
-    record: Evaluation = {
+    record: EvaluationRecord = {
         "steps": run.steps_done,
         "measures": _measures(found),
         "interval": _INTERVAL,

@@ -218,7 +218,7 @@ def compare(run: RunDirectory, start: Start, now: dict[str, Any]) -> dict[str, A
     if not now.keys() <= then.keys():
         raise ArtifactError(f"{start.checkpoint}: its manifest does not say what it was made with; use --fresh")
     try:
-        records.check(then, records.MADE_WITH)
+        records.check(then, records.PROVENANCE)
     except ValueError as error:
         raise ArtifactError(f"{start.checkpoint}: in its manifest, `made_with`: {error}; use --fresh") from None
     changes = list(_changes(then["config"], now["config"]))

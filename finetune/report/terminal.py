@@ -23,7 +23,6 @@ from finetune.data.batching import MicroBatching
 from finetune.data.inspection import Inspection
 from finetune.data.prepare import Prepared
 from finetune.forecast.answer_memory import Serving
-from finetune.forecast.comparison import Difference
 from finetune.forecast.fit import Fitted, Limits
 from finetune.forecast.levers import Lever
 from finetune.forecast.replay import Forecast
@@ -38,6 +37,7 @@ from finetune.report.renewal import Renewal
 from finetune.report.result import Result
 from finetune.report.scores import Scores
 from finetune.report.visible import LINES
+from finetune.storage.records import Difference
 from finetune.storage.rundir import RunDirectory
 
 # Progress lines that a whole run prints to a log, besides its evaluations.

@@ -12,6 +12,7 @@ import os
 import re
 import shutil
 from collections.abc import Iterable, Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -173,7 +174,8 @@ def write_text(path: Path, text: str) -> None:
 
 
 def write_json(path: Path, value: Any) -> None:
-    write_text(path, json.dumps(value, indent=2, allow_nan=False) + "\n")
+    """Replace a file atomically by JSON; `value` may contain dataclasses."""
+    write_text(path, json.dumps(value, indent=2, allow_nan=False, default=asdict) + "\n")
 
 
 def write_lines(path: Path, values: Iterable[dict[str, Any]]) -> None:

@@ -22,7 +22,14 @@ from finetune.config import Config, dump, load
 from finetune.config.field_types import shown
 from finetune.errors import ArtifactError, MachineError
 from finetune.storage import files, records
-from finetune.storage.records import Answer, DataFacts, Environment, Evaluation, Forecast, MergeProof
+from finetune.storage.records import (
+    DataFacts,
+    Environment,
+    EvaluationRecord,
+    ForecastRecord,
+    MergeProof,
+    SampleAnswer,
+)
 
 _CHECKPOINT = "step-"
 
@@ -242,11 +249,11 @@ class RunDirectory:
 
     # -- files that are replaced as a whole ------------------------------------------------------------------------
 
-    def answers(self) -> list[Answer]:
+    def answers(self) -> list[SampleAnswer]:
         """The held-out questions and their answers, if any. Raises ArtifactError."""
         return records.find(self.answers_file, records.ANSWERS) or []
 
-    def evaluation(self) -> Evaluation | None:
+    def evaluation(self) -> EvaluationRecord | None:
         """What `finetune eval` last measured, if it did. Raises ArtifactError."""
         return records.find(self.eval_file, records.EVALUATION)
 
@@ -258,7 +265,7 @@ class RunDirectory:
         """The data in numbers and its first rows, if recorded. Raises ArtifactError."""
         return records.find(self.facts_file, records.DATA)
 
-    def forecast(self) -> Forecast | None:
+    def forecast(self) -> ForecastRecord | None:
         """The forecast, and at the end what was measured, if there is one. Raises ArtifactError."""
         return records.find(self.forecast_file, records.FORECAST)
 

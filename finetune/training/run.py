@@ -33,12 +33,13 @@ from finetune.model.base import autocast
 from finetune.model.distributed import context, sharding
 from finetune.model.distributed.zero import Zero
 from finetune.model.probes import causality, packed_rows, split_rows
-from finetune.model.recompute.checkpointing import ByLength, UpTo
+from finetune.model.recompute.checkpointing import ByLength
 from finetune.model.source import chat_template, identity
 from finetune.objectives import OBJECTIVES, contract, log_probs
 from finetune.runtime import libraries, rank_watch, ranks
 from finetune.runtime.signals import Signals
 from finetune.storage.files import not_written, staged
+from finetune.storage.records import UpTo
 from finetune.storage.rundir import RunDirectory, checkpoint_step
 from finetune.training import guards, oom_retry, optimizers, schedules
 from finetune.training.batches import Steps

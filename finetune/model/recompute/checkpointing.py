@@ -6,7 +6,6 @@ import contextlib
 import functools
 import itertools
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from torch.utils.checkpoint import checkpoint
@@ -16,6 +15,7 @@ from finetune.config.field_types import LEVELS, every_n
 from finetune.errors import ConfigError
 from finetune.model.recompute import keeping, offload
 from finetune.model.structure import experts
+from finetune.storage.records import UpTo
 
 KEPT: dict[str, Collection[str]] = {
     "keep-both": (keeping.ATTENTION, keeping.PRODUCTS),
@@ -117,14 +117,6 @@ def ladder(levels: Sequence[str], count: int) -> list[str | dict[str, int]]:
         steps += [{after: number, before: count - number} for number in range(1, count)]
         steps.append(after)
     return steps
-
-
-@dataclass(frozen=True)
-class UpTo:
-    """All layers have `level` in micro-batches whose rows, padding included, have at most so many `tokens`."""
-
-    tokens: int
-    level: str
 
 
 class ByLength:
