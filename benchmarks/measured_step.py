@@ -267,7 +267,7 @@ def train(
         built()
         job = training.Job(
             config, architecture, whole, tokenizer, data, run, monitor, _Silent(),
-            Trackers(config.tracking, run, config, print), device=device, signals=Signals(), made_with={"base": None},
+            Trackers(config.tracking, run, config, print), device=device, signals=Signals(), provenance={"base": None},
         )  # fmt: skip
         with (
             replaced(collator, "micro_batches", harness.in_order),  # or they were other micro-batches than those meant

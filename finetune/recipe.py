@@ -47,17 +47,17 @@ def train(
             return Result(run)
 
         # Prepare: the machine, the tokenizer, the architecture, the data.
-        materials = preparation.gather(config, run, device, lock, terminal.note, fresh=fresh)
+        inputs = preparation.gather(config, run, device, lock, terminal.note, fresh=fresh)
 
         # Plan: `auto` settings get values, and a job that does not fit is refused.
         earlier = None if fresh else run
-        config, forecast = plan(config, materials.blueprint.architecture, materials.data, device, terminal, earlier)
+        config, forecast = plan(config, inputs.blueprint.architecture, inputs.data, device, terminal, earlier)
 
         # Open: a new run directory, or an earlier one and its last checkpoint. Ranks have one each, below rank 0's.
-        own, start = opening.open_run(config, run, materials, forecast, lock, terminal.note, fresh=fresh)
+        own, start = opening.open_run(config, run, inputs, forecast, lock, terminal.note, fresh=fresh)
         terminal.opened(
-            own.path, config, device, materials.data, materials.attention, forecast,
-            ranks.world_size(), materials.mixture,
+            own.path, config, device, inputs.data, inputs.attention, forecast,
+            ranks.world_size(), inputs.mixture,
         )  # fmt: skip
 
         monitor = Monitor(meter_for(device.type))
@@ -66,10 +66,10 @@ def train(
             # Build: the base, which is asked a few questions, and the adapter on it.
             shards = strategies.sharding(config.distributed, device)
             with monitor.phase("load"):
-                base = materials.blueprint.load(device, shards)
-            origin = opening.confirm_base(config, own, materials, start, terminal.note)
+                base = inputs.blueprint.load(device, shards)
+            provenance = opening.confirm_base(config, own, inputs, start, terminal.note)
             monitor.take_step()  # loading is reported once, not with the first step
-            asked = answers.before(base, materials.tokenizer, config, own, terminal.note)
+            asked = answers.before(base, inputs.tokenizer, config, own, terminal.note)
             model = build.trainable(
                 base, config.model, resume.to_build(config.adapter, resumed=bool(start.checkpoint)), config.memory,
                 seed=config.training.seed, device_type=device.type, shards=shards,
@@ -78,12 +78,12 @@ def train(
 
             # Train: the optimizer steps, evaluations and checkpoints, and at the end the adapter on disk.
             job = training.Job(
-                config, materials.blueprint.architecture, model, materials.tokenizer, materials.data, own, monitor,
-                terminal, tracked, device=device, signals=signals, made_with=origin, resume_from=start.checkpoint,
+                config, inputs.blueprint.architecture, model, inputs.tokenizer, inputs.data, own, monitor,
+                terminal, tracked, device=device, signals=signals, provenance=provenance, resume_from=start.checkpoint,
                 by_length=forecast.by_length if forecast else (), callbacks=callbacks,
             )  # fmt: skip
             outcome = training.train(job)
-            answers.after(model, materials.tokenizer, config, own, asked)
+            answers.after(model, inputs.tokenizer, config, own, asked)
             tracked.answers(own)
             del base, model, job
 

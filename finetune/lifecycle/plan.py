@@ -13,7 +13,7 @@ from finetune.forecast import devices
 from finetune.forecast.fit import Fitted
 from finetune.forecast.planning import Planner
 from finetune.forecast.replay import Forecast
-from finetune.lifecycle import resume
+from finetune.lifecycle import provenance, resume
 from finetune.report.plan_look import does_not_fit
 from finetune.report.terminal import Terminal
 from finetune.runtime import ranks
@@ -50,7 +50,7 @@ def plan(
         return settled, _forecast(planner, settled, fitted, terminal)
 
     planned, forecast = ranks.main_does(of_first_rank)
-    return resume.own_places(planned, config), forecast
+    return provenance.with_local_paths(planned, config), forecast
 
 
 def _settled(planner: Planner, terminal: Terminal) -> tuple[Config, Fitted | None]:

@@ -16,7 +16,7 @@ from finetune.data import fingerprint
 from finetune.data.prepare import Prepared, check_ids, prepare
 from finetune.errors import ConfigError, DataError
 from finetune.forecast.planning import check_traceable
-from finetune.lifecycle import resume
+from finetune.lifecycle import provenance, resume
 from finetune.lifecycle.session import Lock
 from finetune.model import bounds, build
 from finetune.model.adapters import starting
@@ -33,10 +33,9 @@ from finetune.training.checks import check
 
 
 @dataclass(frozen=True)
-class Materials:
-    """The inputs of a job. `attention` says which implementation was chosen and why; `origin` is everything that
-    determines the trained weights, as stored in checkpoints; `started_from` names the adapter that they start from and
-    has its hash.
+class Inputs:
+    """The inputs of a job. `attention` says which implementation was chosen and why; `started_from` is the name and
+    hash of the adapter that training starts from.
     """
 
     tokenizer: Any
@@ -45,13 +44,13 @@ class Materials:
     mixture: Mixture | None
     data: Prepared
     environment: dict[str, Any]
-    origin: dict[str, Any]
+    provenance: dict[str, Any]
     started_from: dict[str, Any] | None
 
 
 def gather(
     config: Config, run: RunDirectory, device: torch.device, lock: Lock, note: Callable[[str], None], *, fresh: bool
-) -> Materials:  # fmt: skip
+) -> Inputs:  # fmt: skip
     """Check the machine, then load and check tokenizer, architecture and data; no weights are read.
 
     Raises, on all ranks, ConfigError, DataError, ArtifactError or MachineError.
@@ -61,7 +60,7 @@ def gather(
     with ranks.agreeing():
         architecture = load_architecture(config.model)  # first, as it refuses bases that cannot be trained
         tokenizer = load_tokenizer(config.model, config.data.chat_template)
-    resume.refuse_other_ranks({"tokenizer": fingerprint.of(tokenizer)})
+    provenance.refuse_other_ranks({"tokenizer": fingerprint.of(tokenizer)})
     with ranks.agreeing():
         bounds.check_tokenizer(tokenizer, architecture, config.model)
         context.check(architecture, config.distributed.context)
@@ -76,10 +75,10 @@ def gather(
         if data.warning and config.training.early_stopping:
             raise DataError(f"`training.early_stopping` needs an evaluation set; {data.warning}")
         check_ids(data, tokenizer, bounds.vocabulary(architecture), config.model.name)
-        origin = resume.made_with(config, data, tokenizer, environment, note)
-        started_from = _started_from(config.model, adapter, tokenizer, origin["base"], note)
-    resume.refuse_other_ranks({**origin, "started_from": started_from})
-    return Materials(tokenizer, blueprint, f"{attention} ({reason})", mixture, data, environment, origin, started_from)
+        recorded = provenance.of(config, data, tokenizer, environment, note)
+        started_from = _started_from(config.model, adapter, tokenizer, recorded["base"], note)
+    provenance.refuse_other_ranks({**recorded, "started_from": started_from and started_from["sha256"]})
+    return Inputs(tokenizer, blueprint, f"{attention} ({reason})", mixture, data, environment, recorded, started_from)
 
 
 def _started_from(
@@ -117,5 +116,5 @@ def _check_machine(config: Config, device: torch.device, note: Callable[[str], N
     with ranks.agreeing():
         check(config, device)
     environment = describe(device)
-    resume.refuse_other_ranks({"config": config.model_dump(mode="json"), "packages": environment["packages"]})
+    provenance.refuse_other_ranks({"config": config.model_dump(mode="json"), "packages": environment["packages"]})
     return environment

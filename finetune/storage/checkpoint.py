@@ -39,12 +39,12 @@ _SMALL_FILES_BYTES = 2**20
 
 @dataclass(frozen=True)
 class Contents:
-    """Contents of a checkpoint: `tensors` and `values` by file name, in host memory, and their origin."""
+    """Contents of a checkpoint: `tensors` and `values` by file name, in host memory, and their provenance."""
 
     step: int
     tensors: dict[str, dict[str, torch.Tensor]]
     values: dict[str, Any]
-    made_with: dict[str, Any]
+    provenance: dict[str, Any]
 
     @property
     def bytes(self) -> int:
@@ -77,7 +77,7 @@ def write(run: RunDirectory, contents: Contents) -> Path:
             for name, value in contents.values.items():
                 # In the order given: of an adapter's `rank_pattern`, PEFT takes the first that matches.
                 files[name] = _write(folder / name, [json.dumps(value, indent=1).encode()])
-            manifest = {"format": _FORMAT, "step": contents.step, "files": files, "made_with": contents.made_with}
+            manifest = {"format": _FORMAT, "step": contents.step, "files": files, "made_with": contents.provenance}
             _write(folder / MANIFEST, [_json({**manifest, "sha256": _sha256(_json(manifest))})])
         write_text(run.checkpoints / LATEST, target.name + "\n")
     except OSError as error:
