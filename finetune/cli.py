@@ -22,9 +22,10 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 
 import finetune
+from finetune.config.field_types import pick
 from finetune.errors import INTERRUPTED, ConfigError, FinetuneError, MachineError, OutOfMemoryError, Terminated
-from finetune.export.export_formats import FORMATS, find
-from finetune.export.gguf_types import TYPES, check
+from finetune.export.export_formats import FORMATS
+from finetune.export.gguf.gguf_types import TYPES, check
 from finetune.inference.metrics import METRICS
 from finetune.launch.targets import TARGETS
 from finetune.model.attention.caches import CACHES
@@ -342,7 +343,7 @@ def export(
 ) -> None:
     """Export for the programs that serve a model, and prove it. What was written must equal what was trained."""
     _chosen("--to", format, FORMATS)
-    find(format)
+    pick(FORMATS, format, "export format")
     check(type)
     opened = finetune.RunDirectory.open(run)
     with _importing(f"export {run}"):

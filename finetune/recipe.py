@@ -7,8 +7,9 @@ and only then the weights. Each stage passes one value to the next.
 from __future__ import annotations
 
 from finetune.config import Config
+from finetune.export import publish
 from finetune.inference import answers
-from finetune.lifecycle import opening, preparation, publish, resume, session
+from finetune.lifecycle import opening, outcome, preparation, resume, session
 from finetune.lifecycle.plan import plan
 from finetune.measure.monitor import Monitor, meter_for
 from finetune.model import bounds, build
@@ -82,15 +83,15 @@ def train(
                 terminal, tracked, device=device, signals=signals, provenance=provenance, resume_from=start.checkpoint,
                 by_length=forecast.by_length if forecast else (), callbacks=callbacks,
             )  # fmt: skip
-            outcome = training.train(job)
+            ended = training.train(job)
             answers.after(model, inputs.tokenizer, config, own, asked)
             tracked.answers(own)
             del base, model, job
 
         # Publish, and report.
         if ranks.is_main():
-            steps = {"step": outcome.steps, "best_step": outcome.best_step}
-            publish.record(run, forecast, monitor.run, terminal, **steps)
+            steps = {"step": ended.steps, "best_step": ended.best_step}
+            outcome.record(run, forecast, monitor.run, terminal, **steps)
             if config.output.merge and config.adapter.kind == "lora":
                 libraries.return_freed_memory()
                 publish.merge_locked(run, config, terminal, terminal.note)

@@ -13,9 +13,9 @@ from finetune.config import Config, load
 from finetune.data import fingerprint
 from finetune.doctor.findings import Examination, Finding
 from finetune.errors import ArtifactError, ConfigError, FinetuneError, MachineError
+from finetune.export import finished_run
 from finetune.model import build
 from finetune.model.adapters import adapter_files
-from finetune.model.source import identity
 from finetune.model.source.tokenizer import load_tokenizer
 from finetune.runtime import libraries
 from finetune.settings import CHOICES
@@ -228,13 +228,12 @@ def _tokenizer(run: RunDirectory, config: Config, foreign: bool) -> Finding:
 
 def _base(run: RunDirectory, config: Config) -> Iterator[Finding]:
     """Whether the config's base is still the one used in training."""
-    folder = run.adapter if config.adapter.kind == "lora" else run.merged
-    if not folder.exists():
+    if not finished_run.weights_folder(run, config).exists():
         return
     unknown: list[str] = []
     try:
         with libraries.offline():
-            fingerprint.check_base(config.model, identity.of_base(config.model), folder, unknown.append)
+            finished_run.base_of(run, config, unknown.append)
     except FinetuneError as error:
         yield Finding("base", "error", str(error), "restore the base where `model.name` points")
     else:

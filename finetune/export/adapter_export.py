@@ -24,9 +24,10 @@ from finetune.config import AdapterSection, Config
 from finetune.config.field_types import is_pattern
 from finetune.data import fingerprint
 from finetune.errors import ConfigError
-from finetune.export import gguf_model, proof, server_commands
+from finetune.export import proof, server_commands
 from finetune.export.card import public
-from finetune.export.finished_run import Job
+from finetune.export.conversion import Conversion
+from finetune.export.gguf import gguf_model
 from finetune.model import build
 from finetune.model.adapters import adapter, adapter_files, plain_peft
 from finetune.model.base import base_dtype
@@ -41,7 +42,7 @@ GGUF = "adapter.gguf"
 _PREFIX = "base_model.model."
 
 
-def check(job: Job) -> None:
+def check(job: Conversion) -> None:
     """Raise ConfigError for a run without an adapter, or with one that other programs cannot read."""
     section = job.config.adapter
     if section.kind == "none":
@@ -71,7 +72,7 @@ def check(job: Job) -> None:
         )
 
 
-def make(job: Job, folder: Path) -> dict[str, Any]:
+def make(job: Conversion, folder: Path) -> dict[str, Any]:
     """Write the plain adapter to `folder` and prove it with PEFT's layers. Returns the facts of export.json."""
     config = job.config
     architecture = job.architecture
@@ -172,7 +173,7 @@ def _read(base: Any, section: AdapterSection, renamed: dict[str, str], rank: int
     return read.eval()
 
 
-def _overrides(job: Job) -> dict[str, Any]:
+def _overrides(job: Conversion) -> dict[str, Any]:
     """What the base's config.json lacks of the one that was trained: its rotary scaling."""
     text = job.architecture.get_text_config()
     names = ("rope_parameters", "max_position_embeddings") if job.config.model.rope_scaling else ()

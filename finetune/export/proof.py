@@ -35,6 +35,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from finetune.errors import ArtifactError
 from finetune.model.structure import streamed
 from finetune.runtime import libraries
 
@@ -232,6 +233,22 @@ def compare(
     for row in zip(merged, adapted, base, strict=True):
         comparison.add(*row)
     return comparison.result(bound)
+
+
+def refuse_unless_equal(result: Proof, what: str, otherwise: str = "") -> None:
+    """Raise ArtifactError unless the proof of an export holds; `otherwise` ends the message."""
+    if result.holds:
+        return
+    if result.error <= result.bound:
+        raise ArtifactError(
+            f"the {what} has only {result.kept:.0%} of what training changed (by {result.effect:.2%}): its weights are "
+            f"rounded more coarsely than that. Nothing was published{otherwise}"
+        )
+    raise ArtifactError(
+        f"the {what} is not the trained model: its logits differ by {result.error:.2%} from the trained ones, but "
+        f"rounding explains only {result.bound:.2%} (training itself changed them by {result.effect:.2%}). Nothing was "
+        f"published{otherwise}"
+    )
 
 
 class Likeness:

@@ -18,7 +18,7 @@ from typing import Any, Literal
 import numpy as np
 
 from finetune.config import Config, named
-from finetune.config.field_types import unknown
+from finetune.config.field_types import pick
 from finetune.data import prepare
 from finetune.data.examples import shown
 from finetune.data.prepare import Question
@@ -139,8 +139,8 @@ def evaluate(
 
 def _chosen(run: RunDirectory, config: Config, models: Sequence[str]) -> list[str]:
     """The models to measure, in the order of MODELS. A run without an adapter trained the merged model itself."""
-    if wrong := [name for name in models if name not in MODELS]:
-        raise ConfigError(f"model {unknown(wrong[0], MODELS)}")
+    for name in models:
+        pick(MODELS, name, "model")
     there = [name for name in MODELS if name != "merged" or (config.adapter.kind == "lora" and run.merged.exists())]
     return [name for name in MODELS if name in (models or there)]
 

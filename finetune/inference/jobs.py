@@ -8,10 +8,10 @@ from functools import cached_property
 from typing import Any
 
 from finetune.config import Config
-from finetune.config.field_types import shown, unknown
-from finetune.data import examples, fingerprint
+from finetune.config.field_types import pick, shown
+from finetune.data import examples
 from finetune.errors import ConfigError
-from finetune.export.merge import load_merged
+from finetune.export import finished_run
 from finetune.inference import generation
 from finetune.inference.generation import Answer, Settings
 from finetune.lifecycle.failures import blaming_base
@@ -19,7 +19,6 @@ from finetune.model import bounds, build
 from finetune.model.adapters import adapter_files
 from finetune.model.attention import caches
 from finetune.model.base import load_architecture
-from finetune.model.source import identity
 from finetune.model.source.tokenizer import load_tokenizer
 from finetune.report.terminal import note_beside_output
 from finetune.runtime import libraries
@@ -30,7 +29,11 @@ from finetune.storage.rundir import Run, RunDirectory
 UNRECORDED = "chat"
 """The kind of the prompts of a run that does not record the kind of its rows."""
 
-MODELS = ("base", "adapter", "merged")
+MODELS = {
+    "base": "without the adapter",
+    "adapter": "the base with the adapter, or the model of a run that trained every weight",
+    "merged": "the adapter merged into the base",
+}
 """The models that a run may have."""
 
 EARLIER_ADAPTER = "The merged model is of an earlier adapter; `finetune merge` makes it anew."
@@ -158,24 +161,21 @@ def model_of(run: RunDirectory, config: Config, which: str) -> tuple[Any, Any]:
     Raises ConfigError for another model than `MODELS`, ArtifactError if the tokenizer or the base is not the one that
     the weights were trained with.
     """
-    if which not in MODELS:
-        raise ConfigError(f"model {unknown(which, MODELS)}")
+    pick(MODELS, which, "model")
     libraries.quiet()
     device = this_device()
-    tokenizer = load_tokenizer(config.model, run.chat_template)
     if which == "merged" or (which == "adapter" and config.adapter.kind == "none"):
-        fingerprint.check(tokenizer, run.merged)
-        return load_merged(run, config.model, device), tokenizer
+        tokenizer = finished_run.tokenizer_of(run, config, run.merged)
+        return finished_run.load_merged(run, config.model, device), tokenizer
     if which == "adapter":
-        adapter_files.check_files(run.adapter, config.adapter)
-        fingerprint.check(tokenizer, run.adapter)
+        tokenizer = finished_run.tokenizer_of(run, config, run.adapter)
+    else:
+        tokenizer = load_tokenizer(config.model, run.chat_template)
     architecture = load_architecture(config.model)
     bounds.check_tokenizer(tokenizer, architecture, config.model)
     base = build.load(config, architecture, device)
-    trained = run.adapter if config.adapter.kind == "lora" else run.merged
-    if trained.exists():
-        now = identity.of_base(config.model, note_beside_output)
-        fingerprint.check_base(config.model, now, trained, note_beside_output)
+    if finished_run.weights_folder(run, config).exists():
+        finished_run.base_of(run, config, note_beside_output)
     if which == "base":
         return base, tokenizer
     return adapter_files.load_adapter(base, run.adapter, config.adapter), tokenizer

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from finetune.config.field_types import unknown
 from finetune.data.strict_json import Decoder, JsonError
 from finetune.errors import ConfigError, DataError, MachineError, first_line
 
@@ -73,8 +74,6 @@ def find(text: str) -> Metric:
     if text.endswith(".json"):
         return Metric(text, _schema_rule(Path(os.path.expanduser(text))))
     if name not in METRICS or bool(rest) != bool(METRICS[name].takes):
-        from finetune.config.field_types import unknown
-
         known = [f"{name}:{entry.takes}" if entry.takes else name for name, entry in METRICS.items()]
         raise ConfigError(f"metric {unknown(text, [*known, 'FILE.py:FUNCTION', 'SCHEMA.json'])}")
     return Metric(text, METRICS[name].make(rest))
@@ -209,8 +208,6 @@ def _python_rule(file: Path, function: str) -> Rule:
         ) from error
     functions = [name for name, value in vars(module).items() if callable(value) and not name.startswith("_")]
     if not callable(rule := getattr(module, function, None)):
-        from finetune.config.field_types import unknown
-
         raise ConfigError(f"{file}: function {unknown(function, functions)}")
     return rule
 

@@ -41,7 +41,6 @@ class _Refusal(NamedTuple):
     change: Callable[[str, Any, Any], str] = lambda key, before, now: key
 
 
-_SAME_FILES = "give all ranks the same files"
 _BETWEEN_RANKS = {
     "config": _Refusal(
         ConfigError,
@@ -51,16 +50,18 @@ _BETWEEN_RANKS = {
     "tokenizer": _Refusal(
         ConfigError,
         "rank {rank}: `model.tokenizer`, `data.chat_template` give a different tokenizer or template from rank 0; "
-        + _SAME_FILES,
+        "give all ranks the same files",
     ),
-    "data": _Refusal(DataError, "rank {rank}: `data.{key}` has different rows from rank 0; " + _SAME_FILES),
+    "data": _Refusal(
+        DataError, "rank {rank}: `data.{key}` has different rows from rank 0; give all ranks the same files"
+    ),
     "base": _Refusal(
         ArtifactError,
-        f"rank {{rank}}: `model.name` is a different base from rank 0; {_SAME_FILES}, or set `model.revision` to a "
-        "commit",
+        "rank {rank}: `model.name` is a different base from rank 0; give all ranks the same files, or set "
+        "`model.revision` to a commit",
     ),
     "started_from": _Refusal(
-        ConfigError, "rank {rank}: `adapter.start_from` has other weights than on rank 0; " + _SAME_FILES
+        ConfigError, "rank {rank}: `adapter.start_from` has other weights than on rank 0; give all ranks the same files"
     ),
     "packages": _Refusal(
         MachineError,

@@ -18,7 +18,7 @@ import torch
 from finetune.config import Config, QuantizationSection
 from finetune.errors import ArtifactError
 from finetune.export import proof
-from finetune.export.updates import Updates, base_name
+from finetune.export.merging.updates import Updates, base_name
 from finetune.model.adapters.adapter_files import weightless_adapter
 from finetune.model.attention import backends
 from finetune.model.base import DTYPES, load_architecture, refuse_not_finite

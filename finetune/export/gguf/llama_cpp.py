@@ -17,7 +17,7 @@ import torch
 
 from finetune.data.examples import Chat
 from finetune.errors import ArtifactError
-from finetune.export.finished_run import Job
+from finetune.export.conversion import Conversion
 
 # Positions of the held-out rows at which the most likely next token is compared. A wrong file agrees at few; a right
 # one differs only where two tokens are nearly tied.
@@ -112,7 +112,7 @@ def serving(file: Path, context: int, lora: Path | None = None) -> Iterator[Serv
 Logits = tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]
 
 
-def logits(file: Path, job: Job, trained: list[torch.Tensor], base: list[torch.Tensor]) -> Logits:
+def logits(file: Path, job: Conversion, trained: list[torch.Tensor], base: list[torch.Tensor]) -> Logits:
     """Centred logits of `file` in llama.cpp, and those of `trained` and `base`, at some positions of the rows."""
     places = _places(job.rows, _WHOLE_POSITIONS)
     found: dict[int, tuple[list[torch.Tensor], ...]] = {}
@@ -141,7 +141,7 @@ def _places(rows: list[list[int]], count: int) -> list[tuple[int, int]]:
 
 
 def compare(
-    file: Path, job: Job, expected: list[torch.Tensor], *, tokenizes_alike: bool = True, same_top: bool = True
+    file: Path, job: Conversion, expected: list[torch.Tensor], *, tokenizes_alike: bool = True, same_top: bool = True
 ) -> tuple[dict[str, Any] | None, list[str]]:
     """What llama.cpp makes of `file` beside the logits that it is to have, and what was not proven.
 
@@ -177,7 +177,7 @@ def compare(
     return found, []
 
 
-def _prompt(server: Server, job: Job) -> str:
+def _prompt(server: Server, job: Conversion) -> str:
     """The prompt that the server makes of the example."""
     if isinstance(job.example, Chat):
         return str(server.post("/apply-template", messages=job.example.messages)["prompt"])

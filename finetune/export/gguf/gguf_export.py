@@ -11,14 +11,15 @@ import psutil
 import torch
 
 from finetune.errors import MachineError
-from finetune.export import gguf_families, gguf_model, gguf_recipes, gguf_vocabulary, llama_cpp, proof
-from finetune.export.finished_run import Job
-from finetune.export.gguf_types import TYPES
+from finetune.export import proof
+from finetune.export.conversion import Conversion
+from finetune.export.gguf import gguf_families, gguf_model, gguf_recipes, gguf_vocabulary, llama_cpp
+from finetune.export.gguf.gguf_types import TYPES
 from finetune.model.structure import experts
 from finetune.runtime import libraries
 
 
-def check(job: Job) -> None:
+def check(job: Conversion) -> None:
     """Raise ConfigError if the model or its tokenizer has no form in llama.cpp, MachineError if its type cannot be made
     here; before anything is merged.
     """
@@ -35,7 +36,7 @@ def file_name(kind: str) -> str:
     return f"model-{kind}.gguf"
 
 
-def make(job: Job, folder: Path) -> dict[str, Any]:
+def make(job: Conversion, folder: Path) -> dict[str, Any]:
     """Write the GGUF file to `folder` and prove it. Returns the facts of export.json."""
     file = folder / file_name(job.kind)
     # llama.cpp computes no further, and a prompt leaves it room for the next token.
@@ -85,7 +86,7 @@ def make(job: Job, folder: Path) -> dict[str, Any]:
     }
 
 
-def _approximated(job: Job, model: Any, trained: list[torch.Tensor]) -> tuple[list[str], list[torch.Tensor]]:
+def _approximated(job: Conversion, model: Any, trained: list[torch.Tensor]) -> tuple[list[str], list[torch.Tensor]]:
     """Where llama.cpp is known to compute otherwise than `model`, and the logits that it is to have."""
     said = gguf_families.family(model.config).approximate(model)
     if said is None:
@@ -121,7 +122,7 @@ def load(file: Path, config: Any, dtype: torch.dtype, device: torch.device) -> A
         )
 
 
-def _dtype(job: Job) -> torch.dtype | None:
+def _dtype(job: Conversion) -> torch.dtype | None:
     """What logits are computed in: float32 where a CPU has room for it, else as the merged model is written."""
     stored_bytes = sum(file.stat().st_size for file in job.run.merged.glob("*.safetensors"))
     # Twice as much in float32, and the reader holds two copies for a while.

@@ -16,8 +16,9 @@ from typing import Any
 
 from finetune.data.examples import Chat, Completion, learnt
 from finetune.errors import ArtifactError, ConfigError
-from finetune.export import gguf_export, server_commands
-from finetune.export.finished_run import Job
+from finetune.export import server_commands
+from finetune.export.conversion import Conversion
+from finetune.export.gguf import gguf_export
 from finetune.model.source import chat_template
 
 Messages = list[dict[str, Any]]
@@ -70,13 +71,13 @@ class Turns:
         return f"{{{{ range $i, $m := .Messages }}}}{turns}{{{{ end }}}}{end}"
 
 
-def check(job: Job) -> None:
+def check(job: Conversion) -> None:
     """Raise ConfigError if the model has no GGUF file, or its chat template or a stop token no form in Ollama."""
     gguf_export.check(job)
     modelfile(gguf_export.file_name(job.kind), _template(job)[0], _stops(job))
 
 
-def make(job: Job, folder: Path) -> dict[str, Any]:
+def make(job: Conversion, folder: Path) -> dict[str, Any]:
     """Write the GGUF file and the Modelfile to `folder`. Returns the facts of export.json."""
     template, differences = _template(job)
     facts = gguf_export.make(job, folder)
@@ -117,11 +118,11 @@ def _is_whole(text: str, quotes: str) -> bool:
     return len(text) >= 2 * len(quotes) and text.endswith(quotes)
 
 
-def _stops(job: Job) -> list[str]:
+def _stops(job: Conversion) -> list[str]:
     return [job.tokenizer.convert_ids_to_tokens(token) for token in chat_template.stop_ids(job.tokenizer)]
 
 
-def _template(job: Job) -> tuple[str, list[str]]:
+def _template(job: Conversion) -> tuple[str, list[str]]:
     """The Go template, and where it differs from the chat template."""
     if not isinstance(job.example, Chat):
         separator = job.config.data.separator if isinstance(job.example, Completion) else ""

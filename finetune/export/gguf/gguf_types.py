@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from finetune.config.field_types import unknown
+from finetune.config.field_types import pick
 from finetune.errors import ConfigError
 
 
@@ -45,4 +45,4 @@ def check(kind: str) -> None:
             f"GGUF type `{kind}` is not written here, but by a program of llama.cpp: export `f16` and run "
             f"`llama-quantize model-f16.gguf model-{kind}.gguf {kind}`; here choose from {', '.join(TYPES)}"
         )
-    raise ConfigError(f"GGUF type {unknown(kind, TYPES)}")
+    pick(TYPES, kind, "GGUF type")

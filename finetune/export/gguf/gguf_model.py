@@ -20,9 +20,9 @@ import torch
 
 from finetune.config import QuantizationSection
 from finetune.errors import ConfigError
-from finetune.export import gguf_families, gguf_recipes, gguf_vocabulary
-from finetune.export.gguf_families import Family
-from finetune.export.gguf_types import TYPES
+from finetune.export.gguf import gguf_families, gguf_recipes, gguf_vocabulary
+from finetune.export.gguf.gguf_families import Family
+from finetune.export.gguf.gguf_types import TYPES
 from finetune.model import bounds
 from finetune.model.skeleton import weightless_base
 from finetune.model.structure import streamed

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from finetune.errors import MachineError
-from finetune.export.bases import Bases, Merging
+from finetune.export.merging.bases import Bases, Merging
 from finetune.model.source import chat_template
 from finetune.model.structure import streamed
 from finetune.storage import weight_files
