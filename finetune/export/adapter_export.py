@@ -43,7 +43,7 @@ _PREFIX = "base_model.model."
 
 
 def check(job: Conversion) -> None:
-    """Raise ConfigError for a run without an adapter, or with one that other programs cannot read."""
+    """Raise ConfigError for a run without an adapter, or whose adapter other programs cannot read."""
     section = job.config.adapter
     if section.kind == "none":
         raise ConfigError(
@@ -150,7 +150,7 @@ def served_names(config: Config) -> dict[str, str | None]:
 
 
 def _served(names: dict[str, str | None], layer: str) -> str:
-    """The name by which servers know a layer of the trained model. Raises ConfigError if they cannot."""
+    """The name of a layer of the trained model in the base's files. Raises ConfigError if it has none."""
     if not names:
         return layer
     if not (name := names.get(f"{layer}.weight")):
@@ -174,7 +174,7 @@ def _read(base: Any, section: AdapterSection, renamed: dict[str, str], rank: int
 
 
 def _overrides(job: Conversion) -> dict[str, Any]:
-    """What the base's config.json lacks of the one that was trained: its rotary scaling."""
+    """The settings that the base's config.json lacks: the rotary scaling it was trained with."""
     text = job.architecture.get_text_config()
     names = ("rope_parameters", "max_position_embeddings") if job.config.model.rope_scaling else ()
     return {name: getattr(text, name) for name in names}
@@ -206,8 +206,9 @@ def _padded(matrix: torch.Tensor, rows: int = 0, columns: int = 0) -> torch.Tens
 
 
 def write(pairs: Pairs, renamed: dict[str, str], original: Any, base: str, folder: Path) -> int:
-    """Write `pairs` by their new names as a PEFT adapter with the targets of `original` (its LoraConfig), of which
-    servers read the last part of each name; returns the rank.
+    """Write `pairs` under their new names as a PEFT adapter; returns the rank.
+
+    The targets are those of `original` (a LoraConfig): servers read the last part of each name.
     """
     from peft import LoraConfig
 
@@ -225,7 +226,7 @@ def write(pairs: Pairs, renamed: dict[str, str], original: Any, base: str, folde
 
 
 def _write_gguf(architecture: Any, pairs: Pairs, rank: int, folder: Path) -> str | None:
-    """Write the adapter for llama.cpp; the reason if there is no form for it."""
+    """Write the adapter for llama.cpp; returns the reason if llama.cpp cannot express it."""
     try:
         gguf_model.write_lora(architecture, pairs, rank, folder / GGUF)
     except ConfigError as error:

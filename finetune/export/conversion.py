@@ -1,4 +1,4 @@
-"""What the formats are made from that are converted from a finished run: its files, and how their proof is taken."""
+"""The inputs of an export format that is converted from a finished run, and the comparison that proves it."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Conversion:
 
     @property
     def example(self) -> Any:
-        """A prompt in the format that the run learnt, to compare how programs render and tokenize it."""
+        """A prompt in the format that the run was trained on, to compare how programs render and tokenize it."""
         return asked(learnt(self.run.events()) or "chat", "What is two and two?", self.config.data.separator)
 
     @property
@@ -62,7 +62,7 @@ class Conversion:
         return chat_template.end_of_turn(self.tokenizer)
 
     def blueprint(self, quantization: QuantizationSection, dtype: torch.dtype) -> Blueprint:
-        """The base in another quantization than it was trained in."""
+        """The base with another quantization than in training."""
         architecture = self.architecture
         implementation, _ = backends.choose("auto", architecture, self.device.type, self.config.training.precision)
         return Blueprint(self.config.model, quantization, architecture, implementation, dtype)
@@ -72,18 +72,18 @@ class Conversion:
         if self.config.model.weights == "random":
             return [torch.zeros(len(row), 1) for row in self.rows]
         base = self.blueprint(QuantizationSection(kind="none"), dtype).load(self.device)
-        found = proof.logits(base, self.rows)
+        logits = proof.logits(base, self.rows)
         del base
         libraries.return_freed_memory()
-        return found
+        return logits
 
     def compare(
         self, name: str, model: Any, written: list[torch.Tensor], trained: list[torch.Tensor],
         base: list[torch.Tensor], roundoff: float,
     ) -> proof.Proof:  # fmt: skip
-        """The proof of what was written, from logits of three models. Raises ArtifactError unless it holds.
+        """The proof of the written files, from logits of three models. Raises ArtifactError unless it holds.
 
-        `model` is any of them, to know its depth; `roundoff` the relative rounding error of a written weight.
+        `model` is any of them, for its depth; `roundoff` is the relative rounding error of a written weight.
         """
         layers = model.config.get_text_config().num_hidden_layers
         result = proof.compare(written, trained, base, proof.bound(layers, roundoff), mixture=experts.is_mixture(model))

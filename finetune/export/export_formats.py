@@ -10,12 +10,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class ExportFormat:
-    """How what a run has published, its adapter or its merged model, is rewritten for other programs.
+    """How the published adapter or merged model of a run is rewritten for other programs.
 
     `module` of this package has two functions of a `Conversion`: `check(job)` raises ConfigError for a run
     that the format cannot express, before anything is loaded; `make(job, folder)` writes the files, proves them and
-    returns the facts of export.json. It is empty for the merged model itself. `folder` is its name in the run
-    directory; `merged` whether it is made from the merged model.
+    returns the facts of export.json. It is empty for the merged model itself. `folder` is the name in the run
+    directory; `merged`: whether it is made from the merged model.
     """
 
     help: str

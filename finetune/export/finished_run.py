@@ -67,9 +67,9 @@ def load_merged(
             # transformers 5.23 loads a class without a repository prefix from the folder itself, and runs the folder's
             # `custom_generate/generate.py` when it reads the generation config; neither is the pinned code.
             code["config"] = architecture = load_architecture(section)
-            place = getattr(architecture, "auto_map", {}).get(_CLASS)
-            if place and "--" not in place:
-                architecture.auto_map[_CLASS] = f"{section.name}--{place}"
+            reference = getattr(architecture, "auto_map", {}).get(_CLASS)
+            if reference and "--" not in reference:
+                architecture.auto_map[_CLASS] = f"{section.name}--{reference}"
             code["generation_config"] = GenerationConfig.from_pretrained(str(folder))
         return from_safetensors(
             str(folder), dtype=dtype or "auto", device_map={"": device}, output_loading_info=True, **code

@@ -127,7 +127,7 @@ def _out_of_memory_explained(run: RunDirectory, format: str) -> contextlib.Abstr
 def _conversion(run: RunDirectory, config: Config, form: ExportFormat, kind: str) -> Conversion:
     """The inputs of a conversion, checked before anything is loaded or written.
 
-    Raises ConfigError for a run that the format cannot express, ArtifactError for other files than those of training.
+    Raises ConfigError for a run that the format cannot express, ArtifactError for files that changed since training.
     """
     note, device = note_beside_output, this_device()
     tokenizer = finished_run.tokenizer_of(run, config, finished_run.weights_folder(run, config))

@@ -1,4 +1,4 @@
-"""`finetune generate`, and the models of a run that it, `finetune chat` and `finetune eval` use."""
+"""The models of a run, loaded and verified, for `finetune generate`, `chat` and `eval`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from finetune.settings import config_of
 from finetune.storage.rundir import Run, RunDirectory
 
 UNRECORDED = "chat"
-"""The kind of the prompts of a run that does not record the kind of its rows."""
+"""The kind of prompts for a run that does not record the kind of its rows."""
 
 MODELS = {
     "base": "without the adapter",
@@ -58,7 +58,7 @@ class Ready:
         return hasattr(self.model, "disable_adapter")
 
     def asked(self, text: str) -> examples.Example:
-        """A person's text in the form of the run's rows."""
+        """A user's text in the form of the run's rows."""
         return examples.asked(self.kind, text, self.config.data.separator, self.system)
 
     def answers(
@@ -70,9 +70,9 @@ class Ready:
         """See `generation.answers`."""
         ids = [self._ids(prompt) for prompt in prompts]
         with blaming_base(self.config.model):
-            found = generation.answers(self.model, self.tokenizer, ids, settings, cache_bytes)
+            generated = generation.answers(self.model, self.tokenizer, ids, settings, cache_bytes)
             self._positions.prompt(max(map(len, ids), default=0))
-            for prompt, answer in zip(ids, found, strict=True):
+            for prompt, answer in zip(ids, generated, strict=True):
                 yield answer
                 self._positions.answer(len(prompt), answer.tokens)
 
@@ -81,10 +81,10 @@ class Ready:
         ids = self._ids(prompt)
         self._positions.prompt(len(ids))
         with blaming_base(self.config.model):
-            found = generation.stream(self.model, self.tokenizer, ids, settings, say)
+            answer = generation.stream(self.model, self.tokenizer, ids, settings, say)
         # On a line of its own, below the answer.
-        self._positions.answer(len(ids), found.tokens, lambda: say("\n"))
-        return found
+        self._positions.answer(len(ids), answer.tokens, lambda: say("\n"))
+        return answer
 
     @cached_property
     def _positions(self) -> generation.Positions:

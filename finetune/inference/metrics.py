@@ -1,4 +1,4 @@
-"""How an answer is scored against its reference: the table of metrics, and the rules in a user's own files.
+"""Metrics that score an answer against its reference: the built-in table, and rules in a user's own files.
 
 A rule in Python is code that runs with the user's permissions, so it comes from the command line or a caller alone,
 never from a run directory. Importing this module loads no library: `finetune --help` reads the table.
@@ -34,8 +34,8 @@ class Metric:
     name: str
     rule: Rule
 
-    def score(self, answer: str, reference: str, place: str, row: dict[str, Any]) -> float:
-        """The score of an answer to the row at `place`. Raises DataError if the rule fails, or returns no number."""
+    def score(self, answer: str, reference: str, location: str, row: dict[str, Any]) -> float:
+        """The score of an answer to the row at `location`. Raises DataError if the rule fails or returns no number."""
         try:
             value = self.rule(answer, reference, row)
             number = math.nan if isinstance(value, str) else float(value)
@@ -45,17 +45,17 @@ class Metric:
                 at = at.tb_next
             where = f" ({Path(at.tb_frame.f_code.co_filename).name}:{at.tb_lineno})" if at else ""
             raise DataError(
-                f"{place}: the metric `{self.name}` cannot score this row: {type(error).__name__}: "
+                f"{location}: the metric `{self.name}` cannot score this row: {type(error).__name__}: "
                 f"{first_line(error)}{where}"
             ) from error
         if not math.isfinite(number):
-            raise DataError(f"{place}: the metric `{self.name}` returned {value!r}; it must return a finite number")
+            raise DataError(f"{location}: the metric `{self.name}` returned {value!r}; it must return a finite number")
         return number
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A built-in metric. `make` returns its rule, given what the user wrote behind the name and a colon, if `takes`."""
+    """A built-in metric. `make` returns its rule, given the text after `NAME:` if the metric `takes` one."""
 
     help: str
     make: Callable[[str], Rule]
@@ -88,11 +88,11 @@ def _exact_match(answer: str, reference: str, _: dict[str, Any]) -> float:
 
 def _f1(answer: str, reference: str, _: dict[str, Any]) -> float:
     """Harmonic mean of precision and recall of the words, as SQuAD 2.0 counts them."""
-    found, wanted = _words(answer), _words(reference)
-    if not found or not wanted:
-        return float(found == wanted)
-    common = (Counter(found) & Counter(wanted)).total()
-    return 2 * common / (len(found) + len(wanted))
+    given, wanted = _words(answer), _words(reference)
+    if not given or not wanted:
+        return float(given == wanted)
+    common = (Counter(given) & Counter(wanted)).total()
+    return 2 * common / (len(given) + len(wanted))
 
 
 def _words(text: str) -> list[str]:

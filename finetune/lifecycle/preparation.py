@@ -92,8 +92,8 @@ def _started_from(
         return None
     folder = starting.place(adapter.start_from)
     fingerprint.check(tokenizer, folder)
-    found = fingerprint.saved_in(folder)
-    then = found.get("base") if found else None
+    saved = fingerprint.saved_in(folder)
+    then = saved.get("base") if saved else None
     if then and base and then != base:
         raise ConfigError(
             f"`adapter.start_from`: {adapter.start_from} was trained on another base than {model.name} as it is here; "

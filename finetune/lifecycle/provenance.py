@@ -158,7 +158,7 @@ def changes_since(run: RunDirectory, saved: Any, now: dict[str, Any]) -> dict[st
     if then["base"] and not identity.comparable(then["base"]):
         harmful.pop("base", None)
     _refuse(harmful, _SINCE_CHECKPOINT, run=run.path, base=now["config"]["model"]["name"])
-    changes = {part: {key: list(change) for key, change in found.items()} for part, found in differences.items()}
+    changes = {part: {key: list(change) for key, change in changed.items()} for part, changed in differences.items()}
     logged = {part: changes[part] for part in ("config", "packages") if part in changes}
     return logged | {part: changes[part][part] for part in ("processes", "base") if part in changes}
 
@@ -168,7 +168,7 @@ def _known(provenance: dict[str, Any]) -> dict[str, Any]:
 
 
 def _differences(before: dict[str, Any], now: dict[str, Any]) -> dict[str, dict[str, tuple[Any, Any]]]:
-    """The parts that both have and that differ, in the order of `_BETWEEN_RANKS`."""
+    """The differing parts among those that both have, in the order of `_BETWEEN_RANKS`."""
     differences = {}
     for part in [part for part in (*_BETWEEN_RANKS, "processes") if part in before and part in now]:
         old, new = (_values(part, each[part]) for each in (before, now))
@@ -176,8 +176,8 @@ def _differences(before: dict[str, Any], now: dict[str, Any]) -> dict[str, dict[
             ignored = ignored_keys(now[part], CHOICES)
             # A key that did not exist in an earlier version counts as unchanged.
             new = {key: value for key, value in new.items() if key in old and key not in ignored}
-        if found := {key: (old.get(key), value) for key, value in new.items() if old.get(key) != value}:
-            differences[part] = found
+        if changed := {key: (old.get(key), value) for key, value in new.items() if old.get(key) != value}:
+            differences[part] = changed
     return differences
 
 
@@ -193,16 +193,16 @@ def _harmful(differences: Differences) -> dict[str, Mapping[str, tuple[Any, Any]
     return {**differences, "config": _without(config, [key for key in config if key.startswith(_MAY_CHANGE)])}
 
 
-def _without(found: Mapping[str, tuple[Any, Any]], keys: Iterable[str]) -> dict[str, tuple[Any, Any]]:
-    return {key: change for key, change in found.items() if key not in keys}
+def _without(changes: Mapping[str, tuple[Any, Any]], keys: Iterable[str]) -> dict[str, tuple[Any, Any]]:
+    return {key: change for key, change in changes.items() if key not in keys}
 
 
 def _refuse(differences: Differences, refusals: Mapping[str, _Refusal], **names: Any) -> None:
     """Raise the error of the first part that has one and differs."""
     for part, (error, message, change) in refusals.items():
-        if found := differences.get(part):
-            key, (before, now) = next(iter(found.items()))
-            changes = ", ".join(change(key, *values) for key, values in found.items())
+        if changed := differences.get(part):
+            key, (before, now) = next(iter(changed.items()))
+            changes = ", ".join(change(key, *values) for key, values in changed.items())
             raise error(message.format(key=key, before=before, now=now, changes=changes, **names))
 
 

@@ -65,7 +65,7 @@ def _is_finished(config: Config, run: RunDirectory, note: Callable[[str], None],
 
 
 def _unlike_trained(config: Config, run: RunDirectory) -> str | None:
-    """What is wrong with the adapter of a finished run, as earlier versions published some; no weights are read."""
+    """The problem of a finished run's adapter, as some were published by earlier versions; reads no weights."""
     if config.adapter.kind == "none":
         return None
     try:
@@ -73,7 +73,7 @@ def _unlike_trained(config: Config, run: RunDirectory) -> str | None:
         adapter_files.weightless_adapter(build.weightless(config.model), run.adapter, config.adapter)
     except ArtifactError as error:
         return str(error)
-    except FinetuneError:  # without its base nothing can be published, and all is well as far as is known
+    except FinetuneError:  # without its base nothing can be published anew
         return None
     return None
 

@@ -37,7 +37,7 @@ TYPES: dict[str, Type] = {
 
 
 def check(kind: str) -> None:
-    """Raise ConfigError for a type that is not written here."""
+    """Raise ConfigError for a type that this program does not write."""
     if kind in TYPES:
         return
     if kind.lower() not in TYPES and kind.lower().startswith(("q", "iq", "tq")):

@@ -41,10 +41,8 @@ def merge(
     """Publish the merged model and return its proof (see `proof.Proof`) with the identity of the base.
 
     `onto` is a key of ONTO, by default the 16-bit base (the quantized one for LoftQ). `note` is called if tokenizer or
-    base cannot be verified, or the rows are not here. Raises ConfigError for a base that there is not, and for a run
-    that trained no adapter; ArtifactError if the adapter is missing, if tokenizer or base are not those it was trained
-    with, or if the merged model is not equivalent to base plus adapter; MachineError if writing fails. A failure leaves
-    the adapter and an earlier merged model untouched.
+    base cannot be verified, or the rows are not here. A failure leaves the adapter and an earlier merged model
+    untouched. Raises as the public function, `publish.merge`.
     """
     if config.adapter.kind == "none":
         raise ConfigError(
@@ -85,9 +83,9 @@ def merge(
 
 
 def whole(run: RunDirectory, config: Config) -> dict[str, Any]:
-    """Give the model of a run that trained every weight a model card; it is what `merge` would make.
+    """Add a model card to the model of a run that trained every weight, in place of a merge.
 
-    Raises ArtifactError if there is none, or if the tokenizer is not the one that it was trained with.
+    Raises ArtifactError if there is no model, or its tokenizer has changed.
     """
     if not (run.merged / "config.json").is_file():
         raise ArtifactError(f"{run.merged}: no trained model; did training finish?")
@@ -98,7 +96,7 @@ def whole(run: RunDirectory, config: Config) -> dict[str, Any]:
 
 
 def _chosen(config: Config, onto: str | None) -> Onto:
-    """The base to merge into. Raises ConfigError where there is no such base."""
+    """The base to merge into. Raises ConfigError for one that this run does not have."""
     # LoftQ's adapter corrects the error of one quantization.
     needed: Onto | None = "quantized" if config.adapter.init == "loftq" else None
     if onto is None:
@@ -149,7 +147,7 @@ def _prove(bases: Bases, chosen: Onto, rows: list[list[int]], folder: Path, *, h
     """
     bases.make_buffers()
     runs = _Runs.of(bases, chosen, rows, folder)
-    comparison = proof.Comparison(mixture=bases.mixture)
+    comparison = proof.LogitComparison(mixture=bases.mixture)
     likeness = {onto: proof.Likeness() for onto in (chosen, *runs.other, "trained", "base")}
 
     def compare(row: int) -> None:
@@ -191,7 +189,7 @@ def _measured(bases: Bases, merging: Merging, rows: list[list[int]], folder: Pat
     written = bases.run_of_files(folder, rows)
     adapted, rounded = (bases.run(bases.adapted, fetch, rows) for fetch in (merging.adapted, merging.rounded_at_random))
     base = bases.run(bases.bare, merging.base, rows)
-    comparison, rounding = (proof.Comparison(mixture=bases.mixture) for _ in range(2))
+    comparison, rounding = (proof.LogitComparison(mixture=bases.mixture) for _ in range(2))
     for row in _freeing_memory(rows):
         truth = adapted.logits(row)
         comparison.add(written.logits(row), truth, base.logits(row))
