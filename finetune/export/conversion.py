@@ -81,9 +81,8 @@ class Conversion:
         self, name: str, model: Any, written: list[torch.Tensor], trained: list[torch.Tensor],
         base: list[torch.Tensor], roundoff: float,
     ) -> proof.Proof:  # fmt: skip
-        """The proof of the written files, from logits of three models. Raises ArtifactError unless it holds.
-
-        `model` is any of them, for its depth; `roundoff` is the relative rounding error of a written weight.
+        """The proof of the written files, from logits of three models. `model` is any of them, for its depth;
+        `roundoff` is the relative rounding error of a written weight.
         """
         layers = model.config.get_text_config().num_hidden_layers
         result = proof.compare(written, trained, base, proof.bound(layers, roundoff), mixture=experts.is_mixture(model))

@@ -28,10 +28,7 @@ def weights_folder(run: RunDirectory, config: Config) -> Path:
 
 
 def tokenizer_of(run: RunDirectory, config: Config, folder: Path) -> Any:
-    """The run's tokenizer, after checking that the weights in `folder` were trained with it, and an adapter's files.
-
-    Raises ArtifactError for files that are missing, damaged or of another tokenizer.
-    """
+    """The run's tokenizer, after checking that the weights in `folder` were trained with it, and an adapter's files."""
     tokenizer = load_tokenizer(config.model, run.chat_template)
     if folder == run.adapter:
         check_files(folder, config.adapter)
@@ -42,7 +39,7 @@ def tokenizer_of(run: RunDirectory, config: Config, folder: Path) -> Any:
 def base_of(run: RunDirectory, config: Config, note: Callable[[str], None] = lambda text: None) -> str | None:
     """The identity of the base (see `identity.of_base`), after checking that the trained weights are of that base.
 
-    `note` is called if this cannot be checked, or takes a while. Raises ArtifactError for another or a damaged base.
+    `note` is called if this cannot be checked, or takes a while.
     """
     base_identity = identity.of_base(config.model, note)
     fingerprint.check_base(config.model, base_identity, weights_folder(run, config), note)
@@ -54,8 +51,6 @@ def load_merged(
 ) -> Any:
     """The published merged model of the base in `section`, in `dtype` (None: as written), with the base's own code if
     `section` allows it.
-
-    Raises ArtifactError if there is none, for a damaged file, or a missing weight.
     """
     folder = run.merged
     if not (folder / "config.json").is_file():

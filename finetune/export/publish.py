@@ -27,17 +27,12 @@ from finetune.storage.rundir import Run, RunDirectory
 
 
 def export_model(
-    run: Run,
-    format: str,
-    *,
-    type: str = "f16",
-    push: str | None = None,
-    trust_remote_code: bool = False,
+    run: Run, format: str, *, type: str = "f16", push: str | None = None, trust_remote_code: bool = False,
     terminal: Terminal | None = None,
-) -> dict[str, Any]:
+) -> dict[str, Any]:  # fmt: skip
     """Write the trained model in a format, for the programs that serve it, once it is proven to be what was trained.
 
-    `format` is a key of `formats.FORMATS`, `type` (of a GGUF file) of `gguf_types.TYPES`; `push` names a
+    `format` is a key of `export_formats.FORMATS`, `type` (of a GGUF file) of `gguf_types.TYPES`; `push` names a
     repository of the hub to upload the folder to. The merged model is made first if a format needs it.
     `trust_remote_code` allows Python code shipped with the run's base.
 
@@ -82,11 +77,7 @@ def export_model(
 
 
 def merge(
-    run: Run,
-    *,
-    onto: str | None = None,
-    trust_remote_code: bool = False,
-    terminal: Terminal | None = None,
+    run: Run, *, onto: str | None = None, trust_remote_code: bool = False, terminal: Terminal | None = None
 ) -> dict[str, Any]:
     """Merge the adapter into its base, and publish the merged model once its logits are proven equal.
 
@@ -125,10 +116,7 @@ def _out_of_memory_explained(run: RunDirectory, format: str) -> contextlib.Abstr
 
 
 def _conversion(run: RunDirectory, config: Config, form: ExportFormat, kind: str) -> Conversion:
-    """The inputs of a conversion, checked before anything is loaded or written.
-
-    Raises ConfigError for a run that the format cannot express, ArtifactError for files that changed since training.
-    """
+    """The inputs of a conversion, checked before anything is loaded or written."""
     note, device = note_beside_output, this_device()
     tokenizer = finished_run.tokenizer_of(run, config, finished_run.weights_folder(run, config))
     base_identity = finished_run.base_of(run, config, note)
@@ -143,7 +131,7 @@ def _conversion(run: RunDirectory, config: Config, form: ExportFormat, kind: str
 
 
 def _convert(job: Conversion, name: str, form: ExportFormat) -> dict[str, Any]:
-    """Publish the export `name`; returns its export.json. Raises ArtifactError if it is not the trained model."""
+    """Publish the export `name`; returns its export.json."""
     make = _module(form).make
     return staging.publish(
         job.run, job.config, job.run.path / form.folder,

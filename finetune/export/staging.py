@@ -27,8 +27,6 @@ def publish(
 
     With `made_from`, an interrupted call with the same values is continued; see `staged`. `written_as` is the form in
     the model card, and `otherwise` ends the message of a failed write. A failure leaves an earlier export untouched.
-
-    Raises MachineError if writing fails, ArtifactError if the base's files were changed meanwhile.
     """
     try:
         with staged(target, made_from) as folder:

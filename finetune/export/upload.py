@@ -25,8 +25,6 @@ def push(folder: Path, name: str) -> tuple[str, list[str]]:
     """Upload `folder` to the repository `name`, which is created as private if it does not exist.
 
     Returns its address, and the files left in it by earlier uploads (such as a GGUF file of another type).
-
-    Raises MachineError if the hub refuses or cannot be reached.
     """
     from huggingface_hub import HfApi
 

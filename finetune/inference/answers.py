@@ -14,6 +14,7 @@ from finetune.data import examples
 from finetune.data.prepare import Question, questions
 from finetune.errors import ArtifactError, FinetuneError, first_line
 from finetune.inference import generation
+from finetune.inference.answer_settings import Settings
 from finetune.model import bounds
 from finetune.model.base import autocast
 from finetune.runtime import ranks
@@ -82,7 +83,7 @@ def _ids(prompt: examples.Example, tokenizer: Any, config: Config) -> list[int]:
 
 def _replies(model: Any, tokenizer: Any, prompts: list[list[int]], config: Config) -> list[str]:
     with autocast(config.training.precision, model.device):
-        return [each.text for each in generation.answers(model, tokenizer, prompts, generation.Settings(_TOKENS))]
+        return [each.text for each in generation.answers(model, tokenizer, prompts, Settings(_TOKENS))]
 
 
 def _kept(asked: list[Question], run: RunDirectory, note: Callable[[str], None]) -> Asked:

@@ -12,7 +12,7 @@ from pathlib import Path
 from finetune.config.field_types import shortened
 from finetune.data.examples import Chat, Example, Message, opening
 from finetune.errors import ConfigError, DataError, MachineError
-from finetune.inference.generation import Settings
+from finetune.inference.answer_settings import Settings
 from finetune.inference.jobs import Ready
 from finetune.storage.files import append_line
 

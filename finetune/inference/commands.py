@@ -12,7 +12,7 @@ from finetune.data import examples
 from finetune.errors import ConfigError
 from finetune.inference import chat_session as conversation
 from finetune.inference import prompts
-from finetune.inference.generation import Settings
+from finetune.inference.answer_settings import Settings
 from finetune.inference.jobs import UNRECORDED, ready, system_of
 from finetune.report import words
 from finetune.report.terminal import note_beside_output
@@ -52,12 +52,7 @@ def generate(
 
 
 def chat(
-    run: RunDirectory,
-    which: str,
-    settings: Settings,
-    *,
-    system: str | None = None,
-    trust_remote_code: bool = False,
+    run: RunDirectory, which: str, settings: Settings, *, system: str | None = None, trust_remote_code: bool = False
 ) -> None:
     """A conversation with a model of the run; see `finetune.inference.chat_session`."""
     opened = ready(run, which, system=system, cache=settings.cache, trust_remote_code=trust_remote_code)

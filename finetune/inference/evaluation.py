@@ -24,7 +24,8 @@ from finetune.data.examples import shown
 from finetune.data.prepare import Question
 from finetune.errors import ConfigError, DataError, NumbersError
 from finetune.inference import generation
-from finetune.inference.generation import Answer, Settings
+from finetune.inference.answer_settings import Settings
+from finetune.inference.generation import Answer
 from finetune.inference.intervals import CONFIDENCE, RESAMPLES, SEED, Measured, compared
 from finetune.inference.jobs import EARLIER_ADAPTER, MODELS, model_of
 from finetune.inference.metrics import Metric, find
@@ -59,18 +60,10 @@ class _Results:
 
 
 def evaluate(
-    run: Run,
-    *,
-    metrics: Sequence[str] = (),
-    tasks: Sequence[str] = (),
-    models: Sequence[str] = (),
-    limit: int | None = None,
-    max_new_tokens: int = 256,
-    batch_size: int = 16,
-    apply_chat_template: bool = False,
-    trust_remote_code: bool = False,
-    terminal: Terminal | None = None,
-) -> Scores:
+    run: Run, *, metrics: Sequence[str] = (), tasks: Sequence[str] = (), models: Sequence[str] = (),
+    limit: int | None = None, max_new_tokens: int = 256, batch_size: int = 16, apply_chat_template: bool = False,
+    trust_remote_code: bool = False, terminal: Terminal | None = None,
+) -> Scores:  # fmt: skip
     """Measure the models of a run, by default all it has, and write eval.json, eval_answers.jsonl and the report.
 
     The loss on the evaluation set is computed as during training; `metrics` (see `metrics.find`) score greedy answers

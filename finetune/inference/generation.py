@@ -17,6 +17,7 @@ import torch
 
 from finetune.data import chat, formats
 from finetune.errors import ArtifactError, ConfigError, NumbersError
+from finetune.inference.answer_settings import Settings
 from finetune.inference.streaming import Streamer, before_stop
 from finetune.measure.out_of_memory import is_out_of_memory
 from finetune.model import bounds, probes
@@ -35,54 +36,6 @@ _MOVES = 0.1
 
 class PromptTooLong(ConfigError):
     """A prompt that leaves no position for an answer."""
-
-
-@dataclass(frozen=True)
-class Settings:
-    """Sampling, end and batching of answers.
-
-    Temperature 0 is greedy: `top_p`, `top_k` and `min_p` then have no effect. `stop` are texts that end an answer.
-    `cache` is a key of `caches.CACHES`. The same seed gives the same answers to the same prompts at the same
-    `batch_size`. Raises ConfigError for invalid values.
-    """
-
-    max_new_tokens: int = 256
-    temperature: float = 0.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    seed: int = 0
-    stop: Sequence[str] = ()
-    batch_size: int = 16
-    cache: str = "dynamic"
-
-    def __post_init__(self) -> None:
-        allowed = {
-            "max_new_tokens": (self.max_new_tokens >= 1, "at least 1"),
-            "temperature": (0 <= self.temperature < math.inf, "0 (greedy) or more"),
-            "top_p": (0 < self.top_p <= 1, "above 0 and at most 1"),
-            "top_k": (self.top_k >= 0, "0 (off) or more"),
-            "min_p": (0 <= self.min_p <= 1, "from 0 (off) to 1"),
-            "repetition_penalty": (0 < self.repetition_penalty < math.inf, "above 0; 1 is none"),
-            "batch_size": (self.batch_size >= 1, "at least 1"),
-            "stop": (all(self.stop), "texts that are not empty"),
-        }
-        if wrong := [f"`{key}` must be {rule}" for key, (right, rule) in allowed.items() if not right]:
-            raise ConfigError("\n".join(wrong))
-
-    @property
-    def sampling(self) -> dict[str, Any]:
-        """Arguments of `generate`, complete, so that those in the base's own generation_config.json do not apply."""
-        greedy = self.temperature == 0
-        return {
-            "do_sample": not greedy,
-            "temperature": None if greedy else self.temperature,
-            "top_p": None if greedy else self.top_p,
-            "top_k": None if greedy else self.top_k,
-            "min_p": self.min_p or None,
-            "repetition_penalty": self.repetition_penalty,
-        }
 
 
 @dataclass(frozen=True)
@@ -128,10 +81,7 @@ class Positions:
 
 
 def prompt_ids(example: formats.Example, tokenizer: Any, control_tokens: chat.ControlTokens) -> list[int]:
-    """Token ids of a prompt, rendered as in training (`control_tokens` is `data.control_tokens`); never empty.
-
-    Raises ArtifactError if the chat template cannot render it.
-    """
+    """Token ids of a prompt, rendered as in training (`control_tokens` is `data.control_tokens`); never empty."""
     try:
         ids = chat.prompt_ids(example, tokenizer, control_tokens)
     except formats.RowError as error:
@@ -150,9 +100,8 @@ def answers(
 
     They are generated in batches of like length, padded on the left; greedy answers are those that each prompt gets
     alone, up to rounding. A model whose rows are not independent gets one prompt at a time. A batch that runs out of
-    memory is halved. `cache_bytes` is called with the size of each batch's KV cache once it is complete. Raises
-    PromptTooLong before anything is generated if a prompt leaves no position for an answer, ConfigError for a token
-    without an embedding, ConfigError or MachineError for an impossible KV cache, and NumbersError if logits are NaN.
+    memory is halved. `cache_bytes` is called with the size of each batch's KV cache once it is complete.
+    Prompts that leave no position for an answer are refused (PromptTooLong) before anything is generated.
     """
     generation = _Generation(model, tokenizer, settings, cache_bytes)
     rooms = [generation.room(prompt) for prompt in prompts]
@@ -160,7 +109,7 @@ def answers(
 
 
 def stream(model: Any, tokenizer: Any, prompt: list[int], settings: Settings, say: Callable[[str], None]) -> Answer:
-    """The answer to one prompt, passed to `say` in pieces as soon as they are certain. Raises as `answers` does."""
+    """The answer to one prompt, passed to `say` in pieces as soon as they are certain."""
     generation = _Generation(model, tokenizer, settings, lambda size: None)
     [answer] = generation.generate(
         [prompt], generation.room(prompt), settings.seed, Streamer(tokenizer, say, settings.stop)

@@ -13,7 +13,8 @@ from finetune.data import examples
 from finetune.errors import ConfigError
 from finetune.export import finished_run
 from finetune.inference import generation
-from finetune.inference.generation import Answer, Settings
+from finetune.inference.answer_settings import Settings
+from finetune.inference.generation import Answer
 from finetune.lifecycle.failures import blaming_base
 from finetune.model import bounds, build
 from finetune.model.adapters import adapter_files
@@ -62,11 +63,9 @@ class Ready:
         return examples.asked(self.kind, text, self.config.data.separator, self.system)
 
     def answers(
-        self,
-        prompts: Sequence[examples.Example],
-        settings: Settings,
+        self, prompts: Sequence[examples.Example], settings: Settings,
         cache_bytes: Callable[[int], None] = lambda size: None,
-    ) -> Iterator[Answer]:
+    ) -> Iterator[Answer]:  # fmt: skip
         """See `generation.answers`."""
         ids = [self._ids(prompt) for prompt in prompts]
         with blaming_base(self.config.model):
@@ -95,10 +94,7 @@ class Ready:
 
 
 def system_of(run: RunDirectory, system: str | None) -> str:
-    """The system message to begin with: `system`, or if that is None the one that all of the run's rows have in common.
-
-    Raises ConfigError for one that a run of plain text cannot have.
-    """
+    """The system message to begin with: `system`, or if that is None the one that all rows of the run share."""
     if (examples.learnt(run.events()) or UNRECORDED) != "chat":
         if system:
             raise ConfigError("`--system`: this run was trained on plain text, which has no system message")
@@ -110,17 +106,13 @@ def system_of(run: RunDirectory, system: str | None) -> str:
 
 
 def ready(
-    run: RunDirectory,
-    which: str = "adapter",
-    *,
-    system: str | None = None,
-    cache: str = "dynamic",
+    run: RunDirectory, which: str = "adapter", *, system: str | None = None, cache: str = "dynamic",
     trust_remote_code: bool = False,
-) -> Ready:
+) -> Ready:  # fmt: skip
     """Load the run's `base`, `adapter` or `merged` model; `system` is that of `system_of`.
 
-    `trust_remote_code` allows Python code shipped with the run's base. Raises ArtifactError if such code is needed and
-    not allowed, and as `caches.make` does, before weights are read, if the model cannot have the KV cache `cache`.
+    `trust_remote_code` allows Python code shipped with the run's base. A KV cache that the model cannot have is refused
+    before weights are read.
     """
     config = config_of(run, trust_remote_code=trust_remote_code)
     system = system_of(run, system)
@@ -136,18 +128,16 @@ def ready(
 
 
 def generate(
-    run: Run,
-    prompt: str,
-    *,
-    which: str = "adapter",
-    system: str | None = None,
-    max_new_tokens: int = 256,
+    run: Run, prompt: str, *, which: str = "adapter", system: str | None = None, max_new_tokens: int = 256,
     trust_remote_code: bool = False,
-) -> str:
+) -> str:  # fmt: skip
     """Answer `prompt` greedily with the run's `base`, `adapter` or `merged` model.
 
     A run trained on conversations answers it as a user message, after the `system` message: by default the one that all
-    of its rows have in common, with "" none. One trained on completions or plain text continues it. Raises as `ready`.
+    of its rows have in common, with "" none. One trained on completions or plain text continues it.
+
+    Raises ConfigError for an unknown model, and ArtifactError if weights, tokenizer or base are damaged or not those of
+    the run, or need Python code that is not allowed.
     """
     if not isinstance(prompt, str):
         raise ConfigError(f"`prompt` must be text, not {shown(prompt)}")
@@ -156,11 +146,7 @@ def generate(
 
 
 def model_of(run: RunDirectory, config: Config, which: str) -> tuple[Any, Any]:
-    """The run's base, base with adapter (quantized as in training), or merged model; and the tokenizer.
-
-    Raises ConfigError for another model than `MODELS`, ArtifactError if the tokenizer or the base is not the one that
-    the weights were trained with.
-    """
+    """The run's base, base with adapter (quantized as in training), or merged model; and the tokenizer."""
     pick(MODELS, which, "model")
     libraries.quiet()
     device = this_device()

@@ -35,9 +35,7 @@ class Scored:
 class Tasks:
     """Tasks by name, or by path of a YAML file.
 
-    `limit` is the number of rows of each task (None: all). Raises MachineError if lm_eval is not installed or a data
-    set cannot be downloaded, ConfigError for a task that is unknown or cannot be run, and DataError if its data is
-    missing.
+    `limit` is the number of rows of each task (None: all).
     """
 
     def __init__(self, names: Sequence[str], *, batch_size: int, limit: int | None, apply_chat_template: bool) -> None:
@@ -74,10 +72,7 @@ class Tasks:
             raise ConfigError(f"task `{name}` cannot be loaded: {type(error).__name__}: {first_line(error)}") from error
 
     def run(self, model: Any, tokenizer: Any) -> Iterator[Scored]:
-        """Each metric of each task and group, as lm_eval computes it.
-
-        Raises OutOfMemoryError, and ConfigError for a task that fails.
-        """
+        """Each metric of each task and group, as lm_eval computes it."""
         size = self._settings["batch_size"]
         with (
             without_cudnn_attention(),

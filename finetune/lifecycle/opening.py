@@ -26,10 +26,7 @@ def open_run(
     config: Config, run: RunDirectory, inputs: Inputs, forecast: Forecast | None, lock: Lock, note: Note,
     *, fresh: bool,
 ) -> tuple[RunDirectory, Start]:  # fmt: skip
-    """The directory that this rank writes, and where training starts. `fresh` moves an earlier run aside.
-
-    Raises ConfigError or DataError if the run belongs to another job, ArtifactError if no checkpoint can be used.
-    """
+    """The directory that this rank writes, and where training starts. `fresh` moves an earlier run aside."""
 
     def by_main() -> Start:
         if fresh and run.events_file.exists():
@@ -84,7 +81,7 @@ def _reopen(run: RunDirectory, start: Start, inputs: Inputs, note: Note) -> None
 def confirm_base(config: Config, run: RunDirectory, inputs: Inputs, start: Start, note: Note) -> dict[str, Any]:
     """The provenance with the base, whose files are only certain to be local once it is loaded.
 
-    Logs what has changed since the checkpoint. Raises ConfigError or ArtifactError for another base.
+    Logs what has changed since the checkpoint.
     """
     base = identity.confirmed(config.model, inputs.provenance["base"], note)
     whole = {**_provenance(config, inputs), "base": base}

@@ -53,7 +53,7 @@ def gather(
 ) -> Inputs:  # fmt: skip
     """Check the machine, then load and check tokenizer, architecture and data; no weights are read.
 
-    Raises, on all ranks, ConfigError, DataError, ArtifactError or MachineError.
+    A problem of one rank is raised on all.
     """
     environment = _check_machine(config, device, note)
     ranks.main_does(lambda: lock.take() if run.exists else None)  # before anything slow

@@ -114,10 +114,7 @@ def with_local_paths(config: Config, local: Config) -> Config:
 
 
 def refuse_other_ranks(mine: dict[str, Any]) -> None:
-    """Raise on all ranks, naming rank and field, if a rank's `mine`, of any parts, differs from rank 0's.
-
-    Raises ConfigError, DataError, ArtifactError for another base, or MachineError for other library versions.
-    """
+    """Raise on all ranks, naming rank and field, if a rank's `mine`, of any parts, differs from rank 0's."""
     ranks.agree(_refuse_other_ranks, mine)
 
 
@@ -141,8 +138,7 @@ def refuse_changes(config: Config, run: RunDirectory) -> None:
 def changes_since(run: RunDirectory, saved: Any, now: dict[str, Any]) -> dict[str, Any]:
     """Harmless changes since the checkpoint `saved` (a path, or None), as fields of an event.
 
-    Raises ConfigError or DataError naming the field for any other change, ArtifactError if the checkpoint does not say
-    what it was made with. Values unknown to either side are not compared.
+    Any other change is refused, naming the field. Values unknown to either side are not compared.
     """
     if saved is None:
         return {}

@@ -37,10 +37,7 @@ def to_build(adapter: AdapterSection, *, resumed: bool) -> AdapterSection:
 
 
 def is_finished(config: Config, run: RunDirectory, note: Callable[[str], None], *, fresh: bool) -> bool:
-    """Whether `run` already has everything that `config` asks for, with a note if so; False with `fresh`.
-
-    Raises ConfigError if the run has another config, ArtifactError for a directory that is not a run.
-    """
+    """Whether `run` already has everything that `config` asks for, with a note if so; False with `fresh`."""
     return ranks.main_does(lambda: _is_finished(config, run, note, fresh))
 
 

@@ -19,7 +19,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from finetune.export import server_commands
 from finetune.export.gguf import gguf_model, llama_cpp
-from finetune.inference.generation import Settings, answers
+from finetune.inference.answer_settings import Settings
+from finetune.inference.generation import answers
 from finetune.model.source import chat_template
 
 MESSAGES = [{"role": "user", "content": "What does textwrap.fill do?"}]

@@ -21,7 +21,7 @@ import finetune
 from finetune.data import formats, sources
 from finetune.errors import ConfigError, DataError
 from finetune.inference import chat_session, commands, generation, jobs, prompts
-from finetune.inference.generation import Settings
+from finetune.inference.answer_settings import Settings
 from finetune.storage.rundir import RunDirectory
 
 SETTINGS = Settings(max_new_tokens=6)

@@ -19,8 +19,8 @@ from finetune.config import dump
 from finetune.data.prepare import questions
 from finetune.errors import ArtifactError, ConfigError, DataError
 from finetune.inference import jobs
-from finetune.inference.evaluation import _Results, _EvaluationJob
-from finetune.inference.generation import Settings
+from finetune.inference.answer_settings import Settings
+from finetune.inference.evaluation import _EvaluationJob, _Results
 from finetune.inference.tasks import Tasks
 from finetune.model.source.tokenizer import load_tokenizer
 from finetune.report.scores import Scores

@@ -14,7 +14,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Gemma3TextConfig, 
 import finetune
 from finetune.errors import ConfigError, MachineError
 from finetune.inference import generation
-from finetune.inference.generation import PromptTooLong, Settings, answers, stream
+from finetune.inference.answer_settings import Settings
+from finetune.inference.generation import PromptTooLong, answers, stream
 
 FP8 = hasattr(cache_utils, "Fp8QuantizedLayer")
 SETTINGS = Settings(max_new_tokens=12, batch_size=4)

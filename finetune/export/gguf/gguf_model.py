@@ -60,10 +60,7 @@ def write(
 
 
 def write_lora(config: Any, pairs: dict[str, tuple[torch.Tensor, torch.Tensor]], rank: int, file: Path) -> None:
-    """Write a LoRA adapter for llama.cpp: `pairs` are A (rank, in) and B (out, rank), scale included, by module name.
-
-    Raises ConfigError as `write` does.
-    """
+    """Write a LoRA adapter for llama.cpp; `pairs`: A (rank, in) and B (out, rank) with the scale, by module name."""
     import gguf
 
     family, text = gguf_families.family(config), gguf_families.text(config)
@@ -236,7 +233,7 @@ def _written(writer: Any) -> Iterator[Any]:
 def _write_tensors(
     writer: Any, file: Path, infos: list[tuple[str, Any, list[int]]], tensors: Iterator[Callable[[], torch.Tensor]]
 ) -> None:
-    """Write header, keys and then each tensor, one in memory at a time. Raises OSError if the disk lacks room."""
+    """Write header, keys and then each tensor, one in memory at a time."""
     import gguf
 
     total = 0

@@ -42,7 +42,7 @@ def merge(
 
     `onto` is a key of ONTO, by default the 16-bit base (the quantized one for LoftQ). `note` is called if tokenizer or
     base cannot be verified, or the rows are not here. A failure leaves the adapter and an earlier merged model
-    untouched. Raises as the public function, `publish.merge`.
+    untouched. Raises as `publish.merge`, the public function.
     """
     if config.adapter.kind == "none":
         raise ConfigError(
@@ -83,10 +83,7 @@ def merge(
 
 
 def whole(run: RunDirectory, config: Config) -> dict[str, Any]:
-    """Add a model card to the model of a run that trained every weight, in place of a merge.
-
-    Raises ArtifactError if there is no model, or its tokenizer has changed.
-    """
+    """Add a model card to the model of a run that trained every weight, in place of a merge."""
     if not (run.merged / "config.json").is_file():
         raise ArtifactError(f"{run.merged}: no trained model; did training finish?")
     finished_run.tokenizer_of(run, config, run.merged)
@@ -96,7 +93,7 @@ def whole(run: RunDirectory, config: Config) -> dict[str, Any]:
 
 
 def _chosen(config: Config, onto: str | None) -> Onto:
-    """The base to merge into. Raises ConfigError for one that this run does not have."""
+    """The base to merge into."""
     # LoftQ's adapter corrects the error of one quantization.
     needed: Onto | None = "quantized" if config.adapter.init == "loftq" else None
     if onto is None:
@@ -142,8 +139,6 @@ class _Runs:
 def _prove(bases: Bases, chosen: Onto, rows: list[list[int]], folder: Path, *, held_out: bool) -> dict[str, Any]:
     """The proof of the model that was written to `folder`; for a quantized base, also how both merges compare with the
     model that was trained.
-
-    Raises ArtifactError if the model is not equivalent to its base with the adapter.
     """
     bases.make_buffers()
     runs = _Runs.of(bases, chosen, rows, folder)

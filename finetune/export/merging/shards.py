@@ -44,7 +44,7 @@ def _added(bases: Bases) -> list[str]:
 
 
 def write_weights(merging: Merging, folder: Path) -> None:
-    """Write the missing shards and their index. Raises MachineError if they do not fit on the disk."""
+    """Write the missing shards and their index."""
     planned = layouts(merging.bases)
     left = {name: layout for name, layout in planned.items() if not weight_files.is_written(folder / name, layout)}
     needed, free = sum(layout.bytes for layout in left.values()), shutil.disk_usage(folder).free
