@@ -21,11 +21,11 @@ if TYPE_CHECKING:
     from finetune.api import train as train
     from finetune.config import Config as Config
     from finetune.errors import FinetuneError as FinetuneError
+    from finetune.export.publish import export_model as export_model
+    from finetune.export.publish import merge as merge
     from finetune.forecast.planning import fit as fit
     from finetune.inference.evaluation import evaluate as evaluate
     from finetune.inference.jobs import generate as generate
-    from finetune.lifecycle.publish import export_model as export_model
-    from finetune.lifecycle.publish import merge as merge
     from finetune.objectives import Objective as Objective
     from finetune.report.result import Result as Result
     from finetune.settings import load_config as load_config
@@ -45,12 +45,12 @@ _HOMES = {
     "RunDirectory": "finetune.storage.rundir",
     "compare": "finetune.api",
     "evaluate": "finetune.inference.evaluation",
-    "export_model": "finetune.lifecycle.publish",
+    "export_model": "finetune.export.publish",
     "fit": "finetune.forecast.planning",
     "generate": "finetune.inference.jobs",
     "inspect_data": "finetune.api",
     "load_config": "finetune.settings",
-    "merge": "finetune.lifecycle.publish",
+    "merge": "finetune.export.publish",
     "plan": "finetune.api",
     "train": "finetune.api",
 }

@@ -16,10 +16,11 @@ from rich.text import Text
 
 from finetune.config import inline
 from finetune.config.field_types import source_name
-from finetune.data.inspection import Batching, Inspection, Piece, Sample
+from finetune.data.inspection import Batching, Inspection
 from finetune.data.prepare import Counts
 from finetune.report import printing, words
 from finetune.report.view import PageView
+from finetune.storage.records import Sample, TokenText
 
 # Of a long run, a terminal shows this many pieces at either end; a page shows all.
 _SHOWN_PIECES = 40
@@ -198,7 +199,7 @@ def _caption(sample: Sample) -> str:
     return f"{sample.place}: {words.count(sample.tokens)} tokens, {words.count(sample.trained_tokens)} trained"
 
 
-def _spelt(piece: Piece, line_break: str) -> str:
+def _spelt(piece: TokenText, line_break: str) -> str:
     """The piece's text with characters without a glyph escaped; `line_break` marks the end of a line."""
     return "".join(
         f"{line_break}\n" if letter == "\n"

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from finetune.forecast.answer_memory import KV_CACHE, Serving
-from finetune.forecast.comparison import TOLD_ABOVE, Difference
 from finetune.forecast.fit import Fitted, Limits
 from finetune.forecast.levers import Lever
 from finetune.forecast.replay import WORDS, Forecast
@@ -22,11 +21,12 @@ from finetune.report import printing, step_curve, words
 from finetune.report.view import PageView, View
 from finetune.report.visible import LINES
 from finetune.storage.files import write_bytes
+from finetune.storage.records import LARGE_DIFFERENCE, Difference
 
 if TYPE_CHECKING:  # imports what builds a model, which the report of a run does not need
     from finetune.forecast.planning import Plan
 
-LARGE = f"* more than {TOLD_ABOVE:.0%} from what was measured"
+LARGE = f"* more than {LARGE_DIFFERENCE:.0%} from what was measured"
 
 Levers = Sequence[tuple[Lever, Forecast]]
 """Changes of the config, each with the forecast of the job once it is made."""
@@ -232,7 +232,7 @@ def compared(differences: Sequence[Difference]) -> printing.Cells:
 def _settings(forecast: Forecast) -> dict[str, str]:
     """The settings of the forecast."""
     batch = forecast.batch
-    micro_batches = forecast.tokens // (batch.rows * batch.tokens)
+    micro_batches = forecast.tokens // batch.positions
     several = f", {words.count(micro_batches)} such micro-batches a step" if micro_batches > 1 else ""
     shown = {"batch": f"{words.batch(batch)}{several}; lengths from {batch.source}", "attention": forecast.attention}
     shown |= words.shorter(forecast)

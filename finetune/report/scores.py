@@ -11,7 +11,7 @@ from finetune.report import printing
 from finetune.report.printing import Cells
 from finetune.report.view import View
 from finetune.report.visible import LINES
-from finetune.storage.records import Evaluation
+from finetune.storage.records import EvaluationRecord
 from finetune.storage.rundir import RunDirectory
 
 
@@ -19,7 +19,7 @@ from finetune.storage.rundir import RunDirectory
 class Scores(View):
     """The contents of eval.json."""
 
-    record: Evaluation
+    record: EvaluationRecord
 
     template = "scores.html.j2"
 

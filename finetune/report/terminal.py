@@ -19,9 +19,7 @@ from rich.padding import Padding
 from rich.text import Text
 
 from finetune.config import Config, DataSection
-from finetune.data.batching import MicroBatching
 from finetune.data.prepare import Prepared
-from finetune.forecast.comparison import Difference
 from finetune.forecast.replay import Forecast
 from finetune.measure.monitor import Peak, headline
 from finetune.model.structure import experts
@@ -33,7 +31,9 @@ from finetune.report.result import Result
 from finetune.report.view import View
 from finetune.report.visible import LINES
 from finetune.results.figures import Figures
+from finetune.storage.records import Difference
 from finetune.storage.rundir import RunDirectory
+from finetune.training.collator import micro_batching
 
 # Progress lines that a whole run prints to a log, besides its evaluations.
 _PLAIN_LINES = 10
@@ -289,7 +289,7 @@ def _evaluation_set(config: Config, data: Prepared) -> str:
 def _batching(config: Config, processes: int) -> str:
     """How the rows of a step are divided among ranks and micro-batches."""
     rows = config.training.batch_size // config.distributed.shares(processes)
-    if tokens := MicroBatching.of(config.training, config.data).tokens:
+    if tokens := micro_batching(config.training, config.data).tokens:
         packed = "packed into" if config.data.packing else "in"
         text = f"{rows} rows {packed} micro-batches of at most {words.count(tokens)} tokens"
     else:

@@ -11,14 +11,13 @@ from rich.console import Console
 
 from finetune.config import Config
 from finetune.data.batching import Batch
-from finetune.forecast.comparison import Difference
 from finetune.forecast.levers import Lever
 from finetune.forecast.planning import Plan
 from finetune.forecast.replay import WORDS, Forecast
-from finetune.model.recompute.checkpointing import UpTo
 from finetune.model.structure.experts import Mixture
 from finetune.report import forecast_view
 from finetune.report.forecast_view import PlanView
+from finetune.storage.records import Difference, UpTo
 
 
 def printed(show: Callable[[Console], None], *, encoding: str = "utf-8", tty: bool = False) -> str:

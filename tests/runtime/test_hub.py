@@ -19,7 +19,7 @@ ASKS = """
 import time
 from finetune.config import ModelSection
 from finetune.data import sources
-from finetune.model import starting
+from finetune.model.adapters import starting
 from finetune.model.base import load_architecture
 from finetune.model.source.locate import weights_directory
 from finetune.model.source.tokenizer import load_tokenizer
@@ -32,7 +32,7 @@ for ask in (
     lambda: load_tokenizer(ModelSection(name="some/model")),
     lambda: next(sources._hub("some/data")),
     lambda: weights_directory("some/model", None, download=True),
-    lambda: starting.place("some/adapter"),
+    lambda: starting.folder_of("some/adapter"),
     lambda: print("read", load_architecture(ModelSection(name="some/cached")).model_type),
 ):
     start = time.monotonic()
