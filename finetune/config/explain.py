@@ -55,7 +55,7 @@ class _Mistake:
 
     @property
     def not_offered(self) -> str | None:
-        """What to use instead of a value that other tools have and this one does not."""
+        """The advice for a value that other tools have and this one does not."""
         return not_offered.cure(".".join(self.path[:2]), self.given)
 
     def says(self, message: str, *inner: str) -> str:
@@ -142,7 +142,7 @@ _EXPLANATIONS: dict[str, Callable[[_Mistake], str]] = {
 
 
 def _in_section(path: KeyPath, value: Any) -> str:
-    """What to write instead of a value that stands in place of a section, such as Axolotl's `adapter: qlora`."""
+    """The correction of a value in place of a section, such as Axolotl's `adapter: qlora`."""
     if not isinstance(value, str):
         return "its keys on indented lines below it"
     keys = _known_keys(path)
@@ -164,7 +164,7 @@ def _usual(path: KeyPath) -> str:
 
 
 def _expected(item: Any) -> str:
-    """What one failed branch wanted, to follow the word "expected"."""
+    """The type or range that a branch of a union accepts, to follow the word "expected"."""
     wanted = {
         "int_type": "a whole number",
         "int_from_float": "a whole number",

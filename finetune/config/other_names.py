@@ -1,4 +1,4 @@
-"""What keys of other tools are called here: those of Axolotl, LLaMA-Factory, Unsloth, TRL, transformers and PEFT.
+"""Our names for the keys of other tools: Axolotl, LLaMA-Factory, Unsloth, TRL, transformers and PEFT.
 
 A key that only they have is refused with the key to write; nothing is renamed silently, since two tools may mean
 different things by one name. `finetune init --from` translates a whole config by the same table, `other_names.json`:

@@ -10,7 +10,7 @@ from finetune.config.sections import Config, entries
 
 
 @dataclass(frozen=True)
-class Values:
+class ValueSet:
     """Some values of a key, or with `but` all others."""
 
     named: tuple[Any, ...]
@@ -20,12 +20,12 @@ class Values:
         return (value in self.named) is not self.but
 
 
-def only(*values: Any) -> Values:
-    return Values(values)
+def only(*values: Any) -> ValueSet:
+    return ValueSet(values)
 
 
-def but(*values: Any) -> Values:
-    return Values(values, but=True)
+def but(*values: Any) -> ValueSet:
+    return ValueSet(values, but=True)
 
 
 @dataclass(frozen=True)
@@ -33,9 +33,9 @@ class Rule:
     """`key` may have none of `values` while `other` has one of `others`; `message` says why, and what to do."""
 
     key: str
-    values: Values
+    values: ValueSet
     other: str
-    others: Values
+    others: ValueSet
     message: str
 
     def broken(self, config: Config) -> bool:

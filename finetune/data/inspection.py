@@ -44,7 +44,7 @@ BATCHINGS: dict[str, tuple[bool, bool, bool]] = {
 
 
 @dataclass(frozen=True)
-class Source:
+class SourceCounts:
     """Rows and tokens of one source of training data."""
 
     name: str
@@ -100,7 +100,7 @@ class Inspection:
     train: Counts
     eval: Counts | None
     longest_place: str
-    sources: tuple[Source, ...]
+    sources: tuple[SourceCounts, ...]
     lengths: tuple[Bin, ...]
     batch_size: int
     micro_batch: int | Literal["auto"]
@@ -200,14 +200,14 @@ def _as_chat(section: DataSection, prepared: Prepared, tokenizer: Any) -> AsChat
     return AsChat({"data.columns": columns, **other_format}, _sample(place, found.segments[0], tokenizer, None))
 
 
-def _sources(names: Sequence[str], lengths: Sequence[int]) -> tuple[Source, ...]:
+def _sources(names: Sequence[str], lengths: Sequence[int]) -> tuple[SourceCounts, ...]:
     """Rows and tokens by source, in order of their first rows."""
     rows: Counter[str] = Counter()
     tokens: Counter[str] = Counter()
     for name, length in zip(names, lengths, strict=True):
         rows[name] += 1
         tokens[name] += length
-    return tuple(Source(name, rows[name], tokens[name]) for name in rows)
+    return tuple(SourceCounts(name, rows[name], tokens[name]) for name in rows)
 
 
 def _bins(lengths: Sequence[int]) -> tuple[Bin, ...]:

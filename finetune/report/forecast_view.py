@@ -126,7 +126,7 @@ class ServingView(View):
 
 @dataclass(frozen=True)
 class ChosenView(View):
-    """What was chosen for `auto` settings, and why."""
+    """The values chosen for `auto` settings, each with its reason."""
 
     fitted: Fitted
 
@@ -149,7 +149,7 @@ class FittedView(View):
     config_file: Path
 
     def as_dict(self) -> dict[str, Any]:
-        """What was chosen, the limits, and the file, as JSON values."""
+        """The chosen values, the limits, and the file, as JSON values."""
         return {**self.fitted.as_dict(), "limits": self.limits.as_dict(), "config": str(self.config_file)}
 
     def show(self, console: Console) -> None:

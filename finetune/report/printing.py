@@ -70,7 +70,7 @@ def discard(stream: IO[str]) -> None:
 
 
 def text(show: Callable[[Console], object]) -> str:
-    """What `show` prints to a console, as text."""
+    """The text that `show` prints to a console."""
     console = Console(file=io.StringIO(), width=shutil.get_terminal_size((120, 24)).columns)
     with console.capture() as captured:
         show(console)

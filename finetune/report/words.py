@@ -155,7 +155,7 @@ def batch(shape: Batch) -> str:
 
 
 def shorter(forecast: Forecast) -> dict[str, str]:
-    """What short micro-batches recompute, where it is less: `rows of up to 512 tokens recompute nothing`."""
+    """The lesser recomputation of short micro-batches: `rows of up to 512 tokens recompute nothing`."""
     parts = (f"of up to {count(each.tokens)} tokens recompute {_RECOMPUTED[each.level]}" for each in forecast.by_length)
     return {"by length": f"micro-batches of rows {', '.join(parts)}"} if forecast.by_length else {}
 

@@ -1,1 +1,1 @@
-"""What came out of runs, in numbers: read from their directories, for the terminal, the pages and programs."""
+"""The results of runs in numbers, read from their directories for the terminal, the pages and programs."""

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from finetune.data.batching import Batch
 from finetune.data.counts import CONTROL_TOKENS, EMPTY, TOO_LONG, UNTRAINED, Affected, Counts
-from finetune.data.inspection import AsChat, Batching, Bin, Inspection, Source
+from finetune.data.inspection import AsChat, Batching, Bin, Inspection, SourceCounts
 from finetune.report.data_view import DataView
 from finetune.storage.records import Sample, TokenText
 
@@ -37,7 +37,7 @@ def inspection(**changes: Any) -> Inspection:
         train=Counts(rows=1000, tokens=200_000, trained_tokens=50_000, longest=300, affected=AFFECTED),
         eval=Counts(rows=20, tokens=4000, trained_tokens=2000, longest=250),
         longest_place="rows.jsonl:17",
-        sources=(Source("rows.jsonl", 600, 150_000), Source("more.csv", 400, 50_000)),
+        sources=(SourceCounts("rows.jsonl", 600, 150_000), SourceCounts("more.csv", 400, 50_000)),
         lengths=(Bin(129, 192, 400), Bin(193, 256, 0), Bin(257, 384, 600)),
         batch_size=16,
         micro_batch=8,

@@ -20,7 +20,7 @@ from test_data_view import inspection, sample
 
 import finetune
 from finetune.config import Config, dump
-from finetune.data.inspection import Source
+from finetune.data.inspection import SourceCounts
 from finetune.doctor.findings import Examination, Finding
 from finetune.forecast.answer_memory import Serving
 from finetune.forecast.fit import Fitted, Limits
@@ -41,7 +41,7 @@ HOSTILE = '\x1b[2J\x07\x9b\u202e[bold]é日\u200b"><img src=//example.org/x><scr
 
 def data(_: RunDirectory) -> View:
     hostile = sample((HOSTILE, True), (HOSTILE, False), place=HOSTILE)
-    sources = (Source(HOSTILE, 600, 150_000), Source("more.csv", 400, 50_000))
+    sources = (SourceCounts(HOSTILE, 600, 150_000), SourceCounts("more.csv", 400, 50_000))
     return DataView(inspection(samples=(hostile,), sources=sources, longest_place=HOSTILE))
 
 
