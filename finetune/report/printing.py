@@ -99,17 +99,20 @@ def facts(console: Console, rows: dict[str, str]) -> None:
 
 def table(console: Console, head: Sequence[str], rows: Iterable[Sequence[str]], texts: Sequence[str] = ()) -> None:
     """Print a table (see `drawn`) of untrusted text."""
-    made = drawn(head, ([plain(console, cell) for cell in row] for row in rows), texts)
-    for column in made.columns:
-        column.header = plain(console, str(column.header))
-    put(console, made)
+
+    def written(cells: Sequence[str]) -> list[Text]:
+        return [plain(console, cell) for cell in cells]
+
+    put(console, drawn(written(head), map(written, rows), list(map(str, written(texts)))))
 
 
-def drawn(head: Sequence[str], rows: Iterable[Sequence[str | Text]], texts: Sequence[str] = (), **style: Any) -> Table:
+def drawn(
+    head: Sequence[str | Text], rows: Iterable[Sequence[str | Text]], texts: Sequence[str] = (), **style: Any
+) -> Table:
     """A table whose first column names the row; columns not in `texts` are numbers, right-aligned."""
     made = Table(**style)
     for number, name in enumerate(head):
-        is_text = number == 0 or name in texts
+        is_text = number == 0 or str(name) in texts
         made.add_column(name, justify="left" if is_text else "right", overflow="fold", no_wrap=not is_text)
     for row in rows:
         made.add_row(*row)
