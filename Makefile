@@ -70,11 +70,8 @@ check: $(DEV) ## Lint, types and the direction of imports.
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-docs: $(DEV) ## Make docs/config.md and the JSON schema from the docstrings, and the site in site/, with its links checked.
-	$(BIN)/finetune schema --markdown > docs/config.md.new
-	mv docs/config.md.new docs/config.md
-	$(BIN)/finetune schema > docs/config.schema.json.new
-	mv docs/config.schema.json.new docs/config.schema.json
+docs: $(DEV) ## Write figures, tables and references into the pages, and the site to site/, with its links checked.
+	$(BIN)/python benchmarks/write_docs.py
 	$(BIN)/mkdocs build --strict
 
 notebooks: $(DEV) ## Execute the notebooks.
