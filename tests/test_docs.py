@@ -188,6 +188,20 @@ def test_a_run_has_no_file_and_no_key_that_its_page_does_not_name(run: RunDirect
         assert {key for key in first if f"`{key}`" not in text} == set()
 
 
+def test_modules_that_the_pages_name_exist() -> None:
+    """By their path from the repository, from the package, or from the tests."""
+    named = {
+        (page.name, path)
+        for page in PAGES
+        for path in re.findall(r"`((?:\w+/)+\w+\.py)(?:`|::)", page.read_text(encoding="utf-8"))
+    }
+    assert len(named) > 50
+    written = {"finetune/export/int8_export.py"}  # by the example of a format
+    roots = (ROOT, ROOT / "finetune", TESTS)
+    missing = {(page, path) for page, path in named if not any((root / path).is_file() for root in roots)}
+    assert {path for _, path in missing} - written == set()
+
+
 EXTENDING = (ROOT / "docs" / "extending.md").read_text(encoding="utf-8")
 EXAMPLES = re.findall(r"^`(finetune/[\w/]+\.py)`:.*?^```diff\n(.*?)^```", EXTENDING, re.MULTILINE | re.DOTALL)
 
