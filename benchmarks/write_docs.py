@@ -15,9 +15,9 @@ import importlib.util
 import json
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from finetune import settings
 from finetune.forecast.devices import DISK_READ_BYTES, DISK_WRITE_BYTES
@@ -58,192 +58,192 @@ def recorded(name: str) -> list[str]:
 # -- figures -----------------------------------------------------------------------------------------------------------
 
 
-def _kills(key: str, tool: str) -> str:
-    tools = result("faults")["tools"]
-    counts = [count[key] for name, both in tools.items() if name.startswith(tool) for count in both.values()]
-    return str(max(counts) if key == "steps_lost_max" else sum(counts))
+class Figure(NamedTuple):
+    """A number of a file of results: by its path there, or computed from the file; its format, and its unit."""
+
+    file: str
+    value: str | Callable[[Any], float]
+    form: str = ""
+    unit: int = 1
+
+    def text(self) -> str:
+        found = result(self.file)
+        if isinstance(self.value, str):
+            for key in self.value.split("/"):
+                found = found[int(key) if isinstance(found, list) else key]
+        else:
+            found = self.value(found)
+        return format(found if self.unit == 1 else found / self.unit, self.form)
 
 
-def _mutations(count: Callable[[Any], int]) -> str:
-    return f"{sum(count(area) for area in result('mutations')['areas'].values()):,}"
+def _of_faults(count: Callable[[Iterable[int]], int], key: str, tool: str) -> Callable[[Any], int]:
+    return lambda found: count(
+        counts[key] for name, both in found["tools"].items() if name.startswith(tool) for counts in both.values()
+    )
 
 
-def _choices() -> dict[tuple[Any, ...], float]:
+def _of_mutants(count: Callable[[Any], int]) -> Callable[[Any], int]:
+    return lambda found: sum(count(area) for area in found["areas"].values())
+
+
+def _of_gguf(count: Callable[[Any], bool]) -> Callable[[Any], int]:
+    return lambda found: sum(count(model[kind]) for model in found["models"].values() for kind in found["bounds"])
+
+
+def _forecast_seconds(job: str) -> Callable[[Any], float]:
+    return lambda found: found["jobs"][job]["median_seconds"]
+
+
+def _off_by(key: str) -> Callable[[Any], float]:
+    return lambda found: max(abs(row[key]) for row in found["memory"])
+
+
+def _slower(found: Any) -> list[float]:
+    return [budget["slower_than_it"] for space in found["spaces"].values() for budget in space["budgets"]]
+
+
+def _times_as_fast(found: Any) -> list[float]:
+    """As TRL's best setting, by the predicted seconds of a step, of each model and card."""
+    return [one["times_as_fast"]["one length"]["best"] for cards in found["steps"].values() for one in cards.values()]
+
+
+def _swapped_seconds(found: Any) -> float:
+    swapped = found["plans"][-1]["plan"]["swapped_bytes"]
+    return swapped / DISK_READ_BYTES + swapped / DISK_WRITE_BYTES
+
+
+def _losses(found: Any) -> dict[tuple[Any, ...], float]:
     """The last evaluation loss of each short run, by rank, targets, rate and seed."""
-    runs = result("choices")["runs"].values()
     return {
         (run["rank"], run["targets"], run["rate"], run["seed"]): run["eval_losses"][str(run["steps"])]
-        for run in runs
+        for run in found["runs"].values()
         if not run["epochs"]
     }
 
 
-def _epochs(rate: float) -> dict[str, Any]:
-    """The run over many epochs at a rate: its lowest loss, after how many epochs, and the last."""
-    run = next(run for run in result("choices")["runs"].values() if run["epochs"] and run["rate"] == rate)
-    losses = run["eval_losses"]
-    best = min(losses, key=losses.get)
-    return {
-        "lowest": f"{losses[best]:.3f}",
-        "after": f"{int(best) / run['steps'] * run['epochs_done']:.1f}",
-        "last": f"{losses[str(run['steps'])]:.3f}",
-        "epochs": f"{run['epochs']:g}",
-    }
+def _of_seeds(found: Any) -> list[float]:
+    return [_losses(found)[16, "all-linear", 3e-3, seed] for seed in (42, 43, 44)]
 
 
-def _seeds() -> list[float]:
-    return [_choices()[16, "all-linear", 3e-3, seed] for seed in (42, 43, 44)]
+def _of_epochs(rate: float, choose: Callable[[Any, str], float]) -> Callable[[Any], float]:
+    """`choose` from the run over many epochs at a rate, and its step with the lowest loss."""
+
+    def value(found: Any) -> float:
+        run = next(run for run in found["runs"].values() if run["epochs"] and run["rate"] == rate)
+        return choose(run, min(run["eval_losses"], key=run["eval_losses"].get))
+
+    return value
 
 
-def _slower() -> list[float]:
-    return [budget["slower_than_it"] for space in result("fit_cpu")["spaces"].values() for budget in space["budgets"]]
+def _lowest(run: Any, best: str) -> float:
+    return run["eval_losses"][best]
 
 
-def _forecast(job: int) -> float:
-    return list(result("forecast_speed")["jobs"].values())[job]["median_seconds"]
+def _epochs_of_lowest(run: Any, best: str) -> float:
+    return int(best) / run["steps"] * run["epochs_done"]
 
 
-def _trl(job: str, side: str) -> str:
-    return f"{result('beside_peers_cpu')['jobs'][job]['beside'][side]['ratios']['loop_seconds']['median']:.2f}"
+def _last(run: Any, best: str) -> float:
+    return run["eval_losses"][str(run["steps"])]
 
 
-def _times_as_fast() -> list[float]:
-    """As TRL's best setting, by the predicted seconds of a step, of each model and card."""
-    steps = [one for cards in result("step_cost")["steps"].values() for one in cards.values()]
-    return [one["times_as_fast"]["one length"]["best"] for one in steps]
+_LOOP = "ratios/loop_seconds/median"
+_LONG = "forecast/ways/fused kernels, tiles, inputs on the host"
+_QUANTIZED_INPUTS = "int8, inputs in 8 bit"
 
-
-def _best_way() -> Any:
-    return next(iter(result("long_context")["forecast"]["ways"].values()))
-
-
-def _gguf_answers() -> list[Any]:
-    found = result("gguf_in_llama_cpp")
-    return [model[kind] for model in found["models"].values() for kind in found["bounds"]]
-
-
-def _swapped_seconds() -> float:
-    swapped = result("plan_many_gpus")["plans"][-1]["plan"]["swapped_bytes"]
-    return swapped / DISK_READ_BYTES + swapped / DISK_WRITE_BYTES
-
-
-def _int8(key: str, kind: str) -> float:
-    return result("int8_cpu")[key][kind]
-
-
-FIGURES: dict[str, tuple[str, Callable[[], str]]] = {
+FIGURES = {
     # the README's run
-    "tiny-steps": ("tiny_cpu", lambda: f"{result('tiny_cpu')['summary']['steps']}"),
-    "tiny-before": ("tiny_cpu", lambda: f"{result('tiny_cpu')['summary']['base_eval_loss']:.4f}"),
-    "tiny-after": ("tiny_cpu", lambda: f"{result('tiny_cpu')['summary']['best_eval_loss']:.4f}"),
-    "merge-error": ("tiny_cpu", lambda: f"{result('tiny_cpu')['merge']['error']:.2%}"),
-    "merge-bound": ("tiny_cpu", lambda: f"{result('tiny_cpu')['merge']['bound']:.2%}"),
-    "merge-effect": ("tiny_cpu", lambda: f"{result('tiny_cpu')['merge']['effect']:.1%}"),
+    "tiny-steps": Figure("tiny_cpu", "summary/steps"),
+    "tiny-before": Figure("tiny_cpu", "summary/base_eval_loss", ".4f"),
+    "tiny-after": Figure("tiny_cpu", "summary/best_eval_loss", ".4f"),
+    "merge-error": Figure("tiny_cpu", "merge/error", ".2%"),
+    "merge-bound": Figure("tiny_cpu", "merge/bound", ".2%"),
+    "merge-effect": Figure("tiny_cpu", "merge/effect", ".1%"),
     # the forecast
-    "forecast-settings": ("forecast_cpu", lambda: f"{result('forecast_cpu')['summary']['compared']}"),
-    "forecast-architectures": ("forecast_cpu", lambda: f"{result('forecast_cpu')['summary']['architectures']}"),
-    "forecast-median": ("forecast_cpu", lambda: f"{result('forecast_cpu')['summary']['median_absolute_error']:.2%}"),
-    "forecast-worst": (
-        "forecast_cpu",
-        lambda: f"{abs(result('forecast_cpu')['summary']['largest_error']['error']):.2%}",
-    ),
-    "forecast-large": (
-        "forecast_peers",
-        lambda: f"{result('forecast_peers')['summary_above_100m_parameters']['ours']['settings']}",
-    ),
-    "forecast-seconds-7b": ("forecast_speed", lambda: f"{_forecast(0):.1f}"),
-    "forecast-seconds-70b": ("forecast_speed", lambda: f"{_forecast(1):.1f}"),
-    "forecast-seconds-chosen": ("forecast_speed", lambda: f"{_forecast(2):.0f}"),
-    "fit-slower": ("fit_cpu", lambda: f"{max(_slower()):.1%}"),
-    "fit-faster": ("fit_cpu", lambda: f"{-min(_slower()):.1%}"),
-    "fit-noise-tiny": ("fit_cpu", lambda: f"{result('fit_cpu')['spaces']['tiny']['noise']:.1%}"),
-    "fit-noise-110m": ("fit_cpu", lambda: f"{result('fit_cpu')['spaces']['110m']['noise']:.1%}"),
-    "fit-7b-batch": ("plan_llama7b", lambda: f"{result('plan_llama7b')['fit']['chosen']['training.micro_batch']}"),
-    "fit-7b-speed-up": ("plan_llama7b", lambda: f"{result('plan_llama7b')['fit']['predicted_speed_up']:.2f}"),
-    "fit-7b-largest": ("plan_llama7b", lambda: f"{result('plan_llama7b')['fit']['limits']['micro_batch']}"),
+    "forecast-settings": Figure("forecast_cpu", "summary/compared"),
+    "forecast-architectures": Figure("forecast_cpu", "summary/architectures"),
+    "forecast-median": Figure("forecast_cpu", "summary/median_absolute_error", ".2%"),
+    "forecast-worst": Figure("forecast_cpu", lambda found: abs(found["summary"]["largest_error"]["error"]), ".2%"),
+    "forecast-large": Figure("forecast_peers", "summary_above_100m_parameters/ours/settings"),
+    "forecast-seconds-7b": Figure("forecast_speed", _forecast_seconds("meta-llama/Llama-2-7b-hf"), ".1f"),
+    "forecast-seconds-70b": Figure("forecast_speed", _forecast_seconds("meta-llama/Llama-2-70b-hf"), ".1f"),
+    "forecast-seconds-chosen": Figure("forecast_speed", _forecast_seconds("meta-llama/Llama-2-7b-hf, chosen"), ".0f"),
+    "fit-slower": Figure("fit_cpu", lambda found: max(_slower(found)), ".1%"),
+    "fit-faster": Figure("fit_cpu", lambda found: -min(_slower(found)), ".1%"),
+    "fit-noise-tiny": Figure("fit_cpu", "spaces/tiny/noise", ".1%"),
+    "fit-noise-110m": Figure("fit_cpu", "spaces/110m/noise", ".1%"),
+    "fit-7b-batch": Figure("plan_llama7b", "fit/chosen/training.micro_batch"),
+    "fit-7b-speed-up": Figure("plan_llama7b", "fit/predicted_speed_up", ".2f"),
+    "fit-7b-largest": Figure("plan_llama7b", "fit/limits/micro_batch"),
     # speed
-    "loop": ("overhead", lambda: f"{result('overhead')['allocators']['kept']['ratios']['loop_seconds']['median']:.3f}"),
-    "loop-default": (
-        "overhead",
-        lambda: f"{result('overhead')['allocators']['default']['ratios']['loop_seconds']['median']:.3f}",
-    ),
-    "process": (
-        "overhead",
-        lambda: f"{result('overhead')['allocators']['kept']['ratios']['process_seconds']['median']:.2f}",
-    ),
-    "loop-110m": ("beside_peers_cpu", lambda: _trl("110M", "trl")),
-    "loop-110m-kept": ("beside_peers_cpu", lambda: _trl("110M", "trl-kept")),
-    "step-least": ("step_cost", lambda: f"{min(_times_as_fast()):.2f}"),
-    "step-most": ("step_cost", lambda: f"{max(_times_as_fast()):.2f}"),
-    "preparation-rows": ("preparation", lambda: f"{result('preparation')['job']['rows']:,}"),
-    "preparation-gib": ("preparation", lambda: f"{result('preparation')['job']['bytes'] / GIB:.1f}"),
-    "preparation-ours": ("preparation", lambda: f"{result('preparation')['rows_per_second']['finetune']:,.0f}"),
-    "preparation-trl": ("preparation", lambda: f"{result('preparation')['rows_per_second']['trl']:,.0f}"),
-    "preparation-ratio": ("preparation", lambda: f"{result('preparation')['ratio']['median']:.2f}"),
-    "preparation-mib": (
-        "preparation",
-        lambda: f"{result('preparation')['peak_resident_bytes']['finetune'] / MIB:,.0f}",
-    ),
-    "preparation-trl-mib": (
-        "preparation",
-        lambda: f"{result('preparation')['peak_resident_bytes']['trl'] / MIB:,.0f}",
-    ),
-    "preparation-second": ("preparation", lambda: f"{result('preparation')['second_start_seconds']:.1f}"),
+    "loop": Figure("overhead", f"allocators/kept/{_LOOP}", ".3f"),
+    "loop-default": Figure("overhead", f"allocators/default/{_LOOP}", ".3f"),
+    "process": Figure("overhead", "allocators/kept/ratios/process_seconds/median", ".2f"),
+    "loop-110m": Figure("beside_peers_cpu", f"jobs/110M/beside/trl/{_LOOP}", ".2f"),
+    "loop-110m-kept": Figure("beside_peers_cpu", f"jobs/110M/beside/trl-kept/{_LOOP}", ".2f"),
+    "step-least": Figure("step_cost", lambda found: min(_times_as_fast(found)), ".2f"),
+    "step-most": Figure("step_cost", lambda found: max(_times_as_fast(found)), ".2f"),
+    "preparation-rows": Figure("preparation", "job/rows", ","),
+    "preparation-gib": Figure("preparation", "job/bytes", ".1f", GIB),
+    "preparation-ours": Figure("preparation", "rows_per_second/finetune", ",.0f"),
+    "preparation-trl": Figure("preparation", "rows_per_second/trl", ",.0f"),
+    "preparation-ratio": Figure("preparation", "ratio/median", ".2f"),
+    "preparation-mib": Figure("preparation", "peak_resident_bytes/finetune", ",.0f", MIB),
+    "preparation-trl-mib": Figure("preparation", "peak_resident_bytes/trl", ",.0f", MIB),
+    "preparation-second": Figure("preparation", "second_start_seconds", ".1f"),
     # kills, saves and tests
-    "save-interval": ("faults", lambda: f"{result('faults')['save_interval_steps']}"),
-    "kills": ("faults", lambda: _kills("kills", "finetune")),
-    "kills-lost": ("faults", lambda: _kills("steps_lost_max", "finetune")),
-    "trainer-kills": ("faults", lambda: _kills("kills", "Hugging Face Trainer")),
-    "trainer-stuck": ("faults", lambda: _kills("runs_that_could_not_resume", "Hugging Face Trainer")),
-    "save-held": ("saving", lambda: f"{result('saving')['held_over_raw']:.2f}"),
-    "save-whole": ("saving", lambda: f"{result('saving')['whole_over_raw']:.1f}"),
-    "mutants": ("mutations", lambda: _mutations(lambda area: area["mutants"])),
-    "mutants-found": ("mutations", lambda: _mutations(lambda area: area["killed"] + area["timed_out"])),
-    "mutants-accepted": ("mutations", lambda: _mutations(lambda area: len(area["accepted"]))),
+    "save-interval": Figure("faults", "save_interval_steps"),
+    "kills": Figure("faults", _of_faults(sum, "kills", "finetune")),
+    "kills-lost": Figure("faults", _of_faults(max, "steps_lost_max", "finetune")),
+    "trainer-kills": Figure("faults", _of_faults(sum, "kills", "Hugging Face Trainer")),
+    "trainer-stuck": Figure("faults", _of_faults(sum, "runs_that_could_not_resume", "Hugging Face Trainer")),
+    "save-held": Figure("saving", "held_over_raw", ".2f"),
+    "save-whole": Figure("saving", "whole_over_raw", ".1f"),
+    "mutants": Figure("mutations", _of_mutants(lambda area: area["mutants"]), ","),
+    "mutants-found": Figure("mutations", _of_mutants(lambda area: area["killed"] + area["timed_out"]), ","),
+    "mutants-accepted": Figure("mutations", _of_mutants(lambda area: len(area["accepted"]))),
     # memory
-    "int8-times": ("int8_cpu", lambda: f"{_int8('logits', 'int8, inputs in 8 bit') / _int8('logits', 'int8'):.1f}"),
-    "int8-inputs": ("int8_cpu", lambda: f"{_int8('logits', 'int8, inputs in 8 bit'):.1%}"),
-    "int8": ("int8_cpu", lambda: f"{_int8('logits', 'int8'):.1%}"),
-    "int8-nf4": ("int8_cpu", lambda: f"{_int8('logits', 'nf4'):.1%}"),
-    "outlier": ("int8_cpu", lambda: f"{_int8('layer_with_an_outlier', 'times'):.0f}"),
-    "outlier-times": (
+    "int8-times": Figure("int8_cpu", lambda found: found["logits"][_QUANTIZED_INPUTS] / found["logits"]["int8"], ".1f"),
+    "int8-inputs": Figure("int8_cpu", f"logits/{_QUANTIZED_INPUTS}", ".1%"),
+    "int8": Figure("int8_cpu", "logits/int8", ".1%"),
+    "int8-nf4": Figure("int8_cpu", "logits/nf4", ".1%"),
+    "outlier": Figure("int8_cpu", "layer_with_an_outlier/times", ".0f"),
+    "outlier-times": Figure(
         "int8_cpu",
-        lambda: (
-            f"{_int8('layer_with_an_outlier', 'int8, inputs in 8 bit') / _int8('layer_with_an_outlier', 'int8'):.1f}"
-        ),
+        lambda found: found["layer_with_an_outlier"][_QUANTIZED_INPUTS] / found["layer_with_an_outlier"]["int8"],
+        ".1f",
     ),
-    "long-card": ("long_context", lambda: f"{_best_way()['needed_bytes'] / GIB:.1f}"),
-    "long-host": ("long_context", lambda: f"{_best_way()['host_bytes'] / GIB:.1f}"),
-    "long-activations": ("long_context", lambda: f"{_best_way()['categories']['activations'] / GIB:.1f}"),
-    "swapped-seconds": ("plan_many_gpus", lambda: f"{_swapped_seconds():.0f}"),
+    "long-card": Figure("long_context", f"{_LONG}/needed_bytes", ".1f", GIB),
+    "long-host": Figure("long_context", f"{_LONG}/host_bytes", ".1f", GIB),
+    "long-activations": Figure("long_context", f"{_LONG}/categories/activations", ".1f", GIB),
+    "swapped-seconds": Figure("plan_many_gpus", _swapped_seconds, ".0f"),
     # merge, exports, answers
-    "merge-kills": ("merge", lambda: f"{result('merge')['kills_at_random']['kills']}"),
-    "merge-failpoints": ("merge", lambda: f"{result('merge')['kills_at_each_change_of_a_file']['kills']}"),
-    "merge-gib": ("merge", lambda: f"{result('merge')['merge_1B']['peak_resident_bytes'] / GIB:.2f}"),
-    "merge-70b-gib": ("merge", lambda: f"{result('merge')['plan_70B']['weights_bytes'] / GIB:.1f}"),
-    "merge-70b-seconds": ("merge", lambda: f"{result('merge')['plan_70B']['planning_seconds']}"),
-    "gguf-families": ("gguf_in_llama_cpp", lambda: f"{len(result('gguf_in_llama_cpp')['models'])}"),
-    "gguf-answers": ("gguf_in_llama_cpp", lambda: f"{len(_gguf_answers())}"),
-    "gguf-same-answers": (
-        "gguf_in_llama_cpp",
-        lambda: f"{sum(each['answer_tokens_alike'] == each['answer_tokens'] for each in _gguf_answers())}",
+    "merge-kills": Figure("merge", "kills_at_random/kills"),
+    "merge-failpoints": Figure("merge", "kills_at_each_change_of_a_file/kills"),
+    "merge-gib": Figure("merge", "merge_1B/peak_resident_bytes", ".2f", GIB),
+    "merge-70b-gib": Figure("merge", "plan_70B/weights_bytes", ".1f", GIB),
+    "merge-70b-seconds": Figure("merge", "plan_70B/planning_seconds"),
+    "gguf-families": Figure("gguf_in_llama_cpp", lambda found: len(found["models"])),
+    "gguf-answers": Figure("gguf_in_llama_cpp", _of_gguf(lambda each: True)),
+    "gguf-same-answers": Figure(
+        "gguf_in_llama_cpp", _of_gguf(lambda each: each["answer_tokens_alike"] == each["answer_tokens"])
     ),
-    "cache-error": ("answers", lambda: f"{max(abs(row['cache_off']) for row in result('answers')['memory']):.3%}"),
-    "cache-settings": ("answers", lambda: f"{len(result('answers')['memory'])}"),
-    "answer-peak-error": ("answers", lambda: f"{max(abs(row['peak_off']) for row in result('answers')['memory']):.2%}"),
+    "cache-settings": Figure("answers", lambda found: len(found["memory"])),
+    "cache-error": Figure("answers", _off_by("cache_off"), ".3%"),
+    "answer-peak-error": Figure("answers", _off_by("peak_off"), ".2%"),
     # rank, rate and epochs
-    "choices-before": ("choices", lambda: f"{next(iter(result('choices')['runs'].values()))['eval_losses']['0']:.3f}"),
-    "seeds-least": ("choices", lambda: f"{min(_seeds()):.3f}"),
-    "seeds-most": ("choices", lambda: f"{max(_seeds()):.3f}"),
-    "epochs": ("choices", lambda: _epochs(1e-3)["epochs"]),
-    "epochs-low-rate-lowest": ("choices", lambda: _epochs(1e-3)["lowest"]),
-    "epochs-low-rate-after": ("choices", lambda: _epochs(1e-3)["after"]),
-    "epochs-low-rate-last": ("choices", lambda: _epochs(1e-3)["last"]),
-    "epochs-high-rate-lowest": ("choices", lambda: _epochs(1e-2)["lowest"]),
-    "epochs-high-rate-after": ("choices", lambda: _epochs(1e-2)["after"]),
-    "epochs-high-rate-last": ("choices", lambda: _epochs(1e-2)["last"]),
+    "choices-before": Figure("choices", lambda found: next(iter(found["runs"].values()))["eval_losses"]["0"], ".3f"),
+    "seeds-least": Figure("choices", lambda found: min(_of_seeds(found)), ".3f"),
+    "seeds-most": Figure("choices", lambda found: max(_of_seeds(found)), ".3f"),
+    "epochs": Figure("choices", _of_epochs(1e-3, lambda run, best: run["epochs"]), "g"),
+    "epochs-low-rate-lowest": Figure("choices", _of_epochs(1e-3, _lowest), ".3f"),
+    "epochs-low-rate-after": Figure("choices", _of_epochs(1e-3, _epochs_of_lowest), ".1f"),
+    "epochs-low-rate-last": Figure("choices", _of_epochs(1e-3, _last), ".3f"),
+    "epochs-high-rate-lowest": Figure("choices", _of_epochs(1e-2, _lowest), ".3f"),
+    "epochs-high-rate-after": Figure("choices", _of_epochs(1e-2, _epochs_of_lowest), ".1f"),
+    "epochs-high-rate-last": Figure("choices", _of_epochs(1e-2, _last), ".3f"),
 }
-"""Figures by their names in the pages: the file of results, and the text."""
+"""Figures by their names in the pages."""
 
 
 # -- tables and printed output -----------------------------------------------------------------------------------------
@@ -442,8 +442,8 @@ def _answers() -> str:
 _RATES = (1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2)
 
 
-def _losses(name: str, rank: int, targets: str, rates: tuple[float, ...]) -> str:
-    losses = [_choices().get((rank, targets, rate, 42)) for rate in rates]
+def _row_of_losses(name: str, rank: int, targets: str, rates: tuple[float, ...]) -> str:
+    losses = [_losses(result("choices")).get((rank, targets, rate, 42)) for rate in rates]
     return f"{name} | {' | '.join(f'{loss:.3f}' if loss else '' for loss in losses)}"
 
 
@@ -451,13 +451,13 @@ def _ranks_and_rates() -> str:
     ranks = {"every weight": 0, **{f"rank {rank}": rank for rank in (1, 4, 16, 64)}}
     return _table(
         f"rate | {' | '.join(f'{rate:g}' for rate in _RATES)}",
-        (_losses(name, rank, "all-linear", _RATES) for name, rank in ranks.items()),
+        (_row_of_losses(name, rank, "all-linear", _RATES) for name, rank in ranks.items()),
     )
 
 
 def _targets() -> str:
     targets, rates = ("all-linear", "attention", "mlp"), _RATES[3:5]
-    return _table("rank 16 at | 0.003 | 0.01", (_losses(each, 16, each, rates) for each in targets))
+    return _table("rank 16 at | 0.003 | 0.01", (_row_of_losses(each, 16, each, rates) for each in targets))
 
 
 _WAYS = (
@@ -563,16 +563,22 @@ def used(text: str) -> tuple[set[str], set[str]]:
 def written(text: str, page: Path) -> str:
     """The text of a page with its figures, blocks and sources. Raises KeyError for an unknown name."""
     text = _BLOCK.sub(lambda block: f"<!-- written: {block[1]} -->\n{BLOCKS[block[1]]()}\n<!-- end -->", text)
-    text = _FIGURE.sub(lambda figure: f"[{FIGURES[figure[2]][1]()}][{figure[2]}]", text)
+    text = _FIGURE.sub(lambda figure: f"[{FIGURES[figure[2]].text()}][{figure[2]}]", text)
     results = Path(os.path.relpath(ROOT / RESULTS, page.parent)).as_posix()
-    sources = "".join(f"[{name}]: {results}/{FIGURES[name][0]}.json\n" for name in sorted(used(text)[0]))
+    sources = "".join(f"[{name}]: {results}/{FIGURES[name].file}.json\n" for name in sorted(used(text)[0]))
     return _SOURCES.sub(lambda _: f"<!-- sources -->\n{sources}", text)
 
 
 def changed() -> dict[Path, str]:
     """The files whose text is not up to date, with what it should be."""
     new = {page: written(page.read_text(encoding="utf-8"), page) for page in pages()} | generated()
-    return {path: text for path, text in new.items() if not path.is_file() or path.read_text(encoding="utf-8") != text}
+    return {path: text for path, text in new.items() if not path.is_file() or not _equal(path, text)}
+
+
+def _equal(path: Path, text: str) -> bool:
+    written = path.read_text(encoding="utf-8")
+    # As values: pydantic 2.10 writes the bound 0 of a float as 0.0.
+    return json.loads(written) == json.loads(text) if path.suffix == ".json" else written == text
 
 
 def main() -> None:
