@@ -26,7 +26,10 @@ import torch
 from torch import distributed as dist
 from test_packing import model_of
 from finetune.data.batching import MicroBatching
-from finetune.model import checkpointing, context, packing
+from finetune.model.attention import packing
+from finetune.model.distributed import context
+from finetune.model.probes import split_rows
+from finetune.model.recompute import checkpointing
 from finetune.objectives import log_probs, supervised
 from finetune.training.collator import MicroBatches, for_model
 

@@ -19,7 +19,7 @@ ASKS = """
 import time
 from finetune.config import ModelSection
 from finetune.data import sources
-from finetune.model import starting
+from finetune.model.adapters import starting
 from finetune.model.base import load_architecture
 from finetune.model.source.locate import weights_directory
 from finetune.model.source.tokenizer import load_tokenizer
